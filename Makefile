@@ -1,0 +1,40 @@
+# Everything a fresh machine needs: Python >= 3.11 with its venv module, and make.
+#
+#   make demo        set up, then run the quickstart
+#   make test        set up, then lint, types and the everyday tests
+#   make test-long   set up, then the full-size tests (tens of minutes)
+#   make bench       set up, then the benchmark tables of the README
+
+PYTHON ?= python3
+VENV   ?= .venv
+# torch comes first and pinned: left open, its default build would bring gigabytes of CUDA libraries.
+TORCH  ?= torch==2.13.0
+
+BIN   := $(VENV)/bin
+READY := $(VENV)/.fxremat-ready
+
+.PHONY: demo test test-long bench clean
+
+demo: $(READY)
+	$(BIN)/python examples/01_quickstart.py
+
+test: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -n 2 -q
+
+test-long: $(READY)
+	$(BIN)/python -m pytest -m long -q
+
+bench: $(READY)
+	$(BIN)/python -m benchmarks.train
+	$(BIN)/python -m benchmarks.planning
+
+$(READY): pyproject.toml constraints-dev.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet "$(TORCH)"
+	$(BIN)/python -m pip install --quiet -c constraints-dev.txt -e ".[dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
