@@ -1,0 +1,301 @@
+"""A model as a chain of blocks: sizes in bytes, times in seconds, checked once at birth.
+
+    a_l   the value after block l (a_0: the chain's input)      output_bytes, input_bytes
+    A_l   all that the backward of block l reads, a_l included,
+          the block's input excluded                            saved_bytes
+    d_l   the gradient of a_l                                   grad_bytes, input_grad_bytes
+
+A block may offer several save sets (`Option`): the smaller the set, the longer its backward.
+"""
+
+import json
+import math
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from fxremat.errors import InvalidChain
+
+_MOST_BYTES = 2**53  # sums over a chain stay within 64 bits
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """One way to save a block: which set its forward leaves, and what its backward then costs."""
+
+    saved_bytes: int
+    backward_time: float
+    backward_scratch: int = 0
+    save_scratch: int | None = None  # None: as the block's
+
+    def __post_init__(self) -> None:
+        _check_numbers(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """One link of the chain."""
+
+    name: str = ""
+    forward_time: float
+    backward_time: float
+    output_bytes: int
+    saved_bytes: int
+    grad_bytes: int = None  # type: ignore[assignment]  # None becomes output_bytes
+    forward_scratch: int = 0  # beyond inputs and outputs, while the forward runs and saves nothing
+    backward_scratch: int = 0
+    weight_bytes: int = 0
+    weight_grad_bytes: int = 0  # left behind by the backward until the step ends
+    held_bytes: int = 0  # held as long as d_l is the stored gradient (and, in the last block, before)
+    save_scratch: int = None  # type: ignore[assignment]  # of the forward that saves; None becomes forward_scratch
+    options: tuple[Option, ...] = ()  # options 1, 2, ...; option 0 is the block's own numbers
+
+    def __post_init__(self) -> None:
+        where = f"block {self.name!r}: " if self.name else ""
+        if not isinstance(self.name, str):
+            raise InvalidChain(f"name is {self.name!r}; a block's name is text")
+        try:
+            _default(self, "grad_bytes", self.output_bytes)
+            _default(self, "save_scratch", self.forward_scratch)
+            _check_numbers(self)
+            object.__setattr__(self, "options", self._distinct(tuple(self.options)))
+            for option in self.choices:
+                if option.saved_bytes < self.output_bytes:
+                    raise InvalidChain(
+                        f"saved_bytes is {option.saved_bytes}, below output_bytes {self.output_bytes}; "
+                        "what a block saves includes its output"
+                    )
+        except InvalidChain as error:
+            raise InvalidChain(f"{where}{error}") from None
+
+    @property
+    def choices(self) -> tuple[Option, ...]:
+        """Every option, with option 0, the block's own numbers, in front and no field left open."""
+        return (self._own(), *self.options)
+
+    def _own(self) -> Option:
+        return Option(
+            saved_bytes=self.saved_bytes,
+            backward_time=self.backward_time,
+            backward_scratch=self.backward_scratch,
+            save_scratch=self.save_scratch,
+        )
+
+    def _distinct(self, options: tuple[Option, ...]) -> tuple[Option, ...]:
+        """The options with their defaults filled in, without a leading copy of option 0."""
+        for option in options:
+            if not isinstance(option, Option):
+                raise InvalidChain(f"options holds {option!r}; each must be an Option")
+        filled = tuple(
+            Option(
+                saved_bytes=option.saved_bytes,
+                backward_time=option.backward_time,
+                backward_scratch=option.backward_scratch,
+                save_scratch=self.save_scratch if option.save_scratch is None else option.save_scratch,
+            )
+            for option in options
+        )
+        return filled[1:] if filled and filled[0] == self._own() else filled
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chain:
+    """Blocks 1..n and the input they start from.
+
+    >>> block = Block(forward_time=1.0, backward_time=2.0, output_bytes=4, saved_bytes=9)
+    >>> chain = Chain(blocks=(block, block), input_bytes=4)
+    >>> Chain.from_json(chain.to_json()) == chain
+    True
+    """
+
+    blocks: tuple[Block, ...]
+    input_bytes: int
+    input_grad_bytes: int = None  # type: ignore[assignment]  # None becomes input_bytes
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "blocks", tuple(self.blocks))
+        if not self.blocks:
+            raise InvalidChain("blocks is empty; a chain has at least one block")
+        for block in self.blocks:
+            if not isinstance(block, Block):
+                raise InvalidChain(f"blocks holds {block!r}; each must be a Block")
+        if not isinstance(self.name, str):
+            raise InvalidChain(f"name is {self.name!r}; a chain's name is text")
+        _default(self, "input_grad_bytes", self.input_bytes)
+        _check_numbers(self)
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    @property
+    def output_sizes(self) -> tuple[int, ...]:
+        """Bytes of a_0..a_n."""
+        return (self.input_bytes, *(block.output_bytes for block in self.blocks))
+
+    @property
+    def grad_sizes(self) -> tuple[int, ...]:
+        """Bytes of d_0..d_n."""
+        return (self.input_grad_bytes, *(block.grad_bytes for block in self.blocks))
+
+    @property
+    def phase_sizes(self) -> tuple[int, ...]:
+        """Bytes that phases 0..n hold whatever the schedule: while d_t is the stored gradient,
+
+        phase[t] = d_t + held_t + the weight gradients of the blocks after t.
+        """
+        phases = []
+        weight_grads = 0
+        for block in reversed(self.blocks):
+            phases.append(block.grad_bytes + block.held_bytes + weight_grads)
+            weight_grads += block.weight_grad_bytes
+        phases.append(self.input_grad_bytes + weight_grads)
+        return tuple(reversed(phases))
+
+    @property
+    def least_time(self) -> float:
+        """Every forward once and every backward once, at its fastest: no schedule takes less."""
+        return math.fsum(b.forward_time + min(o.backward_time for o in b.choices) for b in self.blocks)
+
+    @classmethod
+    def from_json(cls, source: str | Mapping[str, Any]) -> "Chain":
+        """The chain that a JSON text or its object describes. `InvalidChain` names the block and field."""
+        data = _object(source, "a chain")
+        entries = data.get("blocks")
+        if not isinstance(entries, Sequence) or isinstance(entries, str):
+            raise InvalidChain('a chain needs "blocks", a list of objects')
+        blocks = tuple(_read_block(entry, place) for place, entry in enumerate(entries, start=1))
+        return _build(cls, data | {"blocks": blocks})
+
+    def to_json(self) -> str:
+        """JSON text whose `from_json` is this chain."""
+        return json.dumps(_written(self))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Join:
+    """Chains that meet in a common trunk, or only in the loss."""
+
+    branches: tuple[Chain, ...]
+    trunk: Chain | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "branches", tuple(self.branches))
+        if not self.branches or not all(isinstance(branch, Chain) for branch in self.branches):
+            raise InvalidChain("branches must hold at least one Chain, and nothing else")
+        if not isinstance(self.trunk, Chain | None):
+            raise InvalidChain(f"trunk is {self.trunk!r}; it is a Chain or None")
+
+    @classmethod
+    def from_json(cls, source: str | Mapping[str, Any]) -> "Join":
+        """The join that `{"branches": [chain, ...], "trunk": chain or null}` describes."""
+        data = _object(source, "a join")
+        branches = data.get("branches")
+        if not isinstance(branches, Sequence) or isinstance(branches, str):
+            raise InvalidChain('a join needs "branches", a list of chains')
+        trunk = data.get("trunk")
+        return _build(
+            cls,
+            data
+            | {
+                "branches": tuple(Chain.from_json(branch) for branch in branches),
+                "trunk": None if trunk is None else Chain.from_json(trunk),
+            },
+        )
+
+    def to_json(self) -> str:
+        """JSON text whose `from_json` is this join."""
+        trunk = None if self.trunk is None else _written(self.trunk)
+        return json.dumps({"branches": [_written(branch) for branch in self.branches], "trunk": trunk})
+
+
+def _default(data: Any, field: str, value: object) -> None:
+    if getattr(data, field) is None:
+        object.__setattr__(data, field, value)
+
+
+def _check_numbers(data: Any) -> None:
+    """Check every `*_time`, `*_bytes` and `*_scratch` field and store it as float or int."""
+    for field in fields(data):
+        value = getattr(data, field.name)
+        if field.name.endswith("_time"):
+            object.__setattr__(data, field.name, _seconds(field.name, value))
+        elif field.name.endswith(("_bytes", "_scratch")) and value is not None:
+            object.__setattr__(data, field.name, _size(field.name, value))
+
+
+def _seconds(name: str, value: object) -> float:
+    try:
+        seconds = math.nan if isinstance(value, bool | str) else float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        seconds = math.nan
+    if not (math.isfinite(seconds) and seconds >= 0):
+        raise InvalidChain(f"{name} is {value!r}; a time is a finite number of seconds, 0 or more")
+    return seconds
+
+
+def _size(name: str, value: object) -> int:
+    try:
+        size = -1 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        size = -1
+    if not 0 <= size <= _MOST_BYTES:
+        raise InvalidChain(f"{name} is {value!r}; a size is a whole number of bytes from 0 to 2**53")
+    return size
+
+
+def _object(source: object, what: str) -> dict[str, Any]:
+    if isinstance(source, str):
+        try:
+            source = json.loads(source)
+        except ValueError as error:
+            raise InvalidChain(f"{what} must be JSON: {error}") from None
+        except RecursionError:
+            raise InvalidChain(f"{what} must be JSON of a few levels; this is nested too deeply") from None
+    if not isinstance(source, Mapping):
+        raise InvalidChain(f"{what} is a JSON object, not {type(source).__name__}")
+    return dict(source)
+
+
+def _read_block(entry: object, place: int) -> Block:
+    try:
+        data = _object(entry, "a block")
+        options = data.get("options", ())
+        if not isinstance(options, Sequence) or isinstance(options, str):
+            raise InvalidChain(f"options is {options!r}; it is a list of objects")
+        return _build(
+            Block, data | {"options": tuple(_build(Option, _object(o, "an option")) for o in options)}
+        )
+    except InvalidChain as error:
+        raise InvalidChain(f"block {place}: {error}") from None
+
+
+def _build(cls: type[Any], data: dict[str, Any]) -> Any:
+    """`cls(**data)`, with an `InvalidChain` for a field that is unknown or missing."""
+    known = {field.name for field in fields(cls)}
+    if unknown := sorted(str(key) for key in data.keys() - known):
+        raise InvalidChain(f"unknown field {unknown[0]!r}; the fields are {', '.join(sorted(known))}")
+    required = [name for name in _REQUIRED.get(cls.__name__, ()) if data.get(name) is None]
+    if required:
+        raise InvalidChain(f"{required[0]} is missing")
+    return cls(**data)
+
+
+_REQUIRED = {
+    "Block": ("forward_time", "backward_time", "output_bytes", "saved_bytes"),
+    "Option": ("saved_bytes", "backward_time"),
+    "Chain": ("input_bytes",),
+}
+
+
+def _written(data: Chain | Block | Option) -> dict[str, Any]:
+    """The JSON object of `data`, without empty names and empty lists of options."""
+    entry: dict[str, Any] = {}
+    for field in fields(data):
+        value = getattr(data, field.name)
+        if field.name in ("blocks", "options"):
+            value = [_written(item) for item in value]
+        if value not in ("", [], None):
+            entry[field.name] = value
+    return entry

@@ -1,0 +1,36 @@
+"""Every error of the library: what happened, with which numbers, and what would work."""
+
+
+class FxrematError(Exception):
+    """The base of every error that fxremat raises on purpose."""
+
+
+class BudgetTooSmall(FxrematError):
+    """No schedule fits in `budget` bytes; `minimum` bytes are the least that work, and do work."""
+
+    minimum: int
+    budget: int
+
+    def __init__(self, minimum: int, budget: int) -> None:
+        super().__init__(minimum, budget)
+        self.minimum = minimum
+        self.budget = budget
+
+    def __str__(self) -> str:
+        return f"no schedule fits in {self.budget} bytes; the least that does is {self.minimum} bytes"
+
+
+class InvalidSchedule(FxrematError):
+    """A schedule that cannot be read, or that runs an operation before its needs are stored."""
+
+
+class InvalidChain(FxrematError, ValueError):
+    """Chain data that no model can have: a negative size, a NaN time, a misspelt field."""
+
+
+class InvalidBudget(FxrematError, ValueError):
+    """A budget that is not one of the forms "4GiB", "300MB", 4294967296, "60%", "auto"."""
+
+
+class CaptureError(FxrematError):
+    """A model that cannot be captured as one graph; the message names the line and the way out."""

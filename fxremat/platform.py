@@ -1,0 +1,25 @@
+"""The machine a schedule runs on: its memory and the speed of its copies to and from the host."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from fxremat.errors import FxrematError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Platform:
+    """Speeds in bytes per second, None where the machine has no host tier."""
+
+    memory: int | None = None  # bytes of the device
+    to_host: float | None = None
+    from_host: float | None = None
+    duplex: Literal["full", "half"] = "full"  # half: the two directions share one bus
+
+    def __post_init__(self) -> None:
+        for name in ("memory", "to_host", "from_host"):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise FxrematError(f"{name} is {value!r}; it is a number above 0, or None")
+        if self.duplex not in ("full", "half"):
+            raise FxrematError(f'duplex is {self.duplex!r}; it is "full" or "half"')

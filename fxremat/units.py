@@ -1,0 +1,101 @@
+"""Bytes as people write them, and the forms that a budget can take.
+
+    parse_bytes("4 GiB") == 4 * 2**30      binary units
+    parse_bytes("300MB") == 300 * 10**6    decimal units
+    parse_budget("60%")  == Percent(of_keep_all=60.0)
+"""
+
+import math
+import re
+from dataclasses import dataclass
+
+from fxremat.errors import InvalidBudget
+
+_FACTORS = {
+    "B": 1,
+    "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+    "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
+}  # fmt: skip
+_AMOUNT = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]+|%)?\s*", re.ASCII)
+_MOST = 2**53  # 8 PiB: up to here a size is exact as a float, too
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """A budget of so many bytes."""
+
+    count: int
+
+
+@dataclass(frozen=True)
+class Percent:
+    """A budget as a share of the peak when everything is kept; 60.0 means 60 %."""
+
+    of_keep_all: float
+
+
+@dataclass(frozen=True)
+class Auto:
+    """A budget of what is free on the device when planning begins."""
+
+
+Budget = Bytes | Percent | Auto
+
+
+def parse_bytes(size: int | str) -> int:
+    """The number of bytes that `size` means, a whole number above 0, rounded down. Raises `InvalidBudget`."""
+    if isinstance(size, int) and not isinstance(size, bool):
+        return _within_limits(size, size)
+    match = _AMOUNT.fullmatch(size) if isinstance(size, str) else None
+    if match is None or match[2] == "%":
+        raise _not_a_size(size)
+    number, unit = match[1], (match[2] or "").upper()
+    if not unit and number.isdigit():
+        return _within_limits(int(number), size)
+    if unit not in _FACTORS:
+        raise _not_a_size(size)
+    exact = int(number) * _FACTORS[unit] if number.isdigit() else math.floor(float(number) * _FACTORS[unit])
+    return _within_limits(exact, size)
+
+
+def parse_budget(mem: object) -> Budget:
+    """The budget that `mem` means. Raises `InvalidBudget`, with the right forms, for anything else."""
+    if isinstance(mem, str):
+        if mem.strip().lower() == "auto":
+            return Auto()
+        match = _AMOUNT.fullmatch(mem)
+        if match is not None and match[2] == "%":
+            share = float(match[1])
+            if share <= 0 or math.isinf(share):
+                raise _not_a_budget(mem)
+            return Percent(share)
+    if not isinstance(mem, int | str):
+        raise _not_a_budget(mem)
+    try:
+        return Bytes(parse_bytes(mem))
+    except InvalidBudget:
+        raise _not_a_budget(mem) from None
+
+
+def format_bytes(count: int) -> str:
+    """`count` in the largest binary unit that it fills: "365 B", "112.0 MiB", "3.4 GiB"."""
+    for unit, factor in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(count) >= factor:
+            return f"{count / factor:.1f} {unit}"
+    return f"{count} B"
+
+
+def _within_limits(count: int, given: object) -> int:
+    if not 0 < count <= _MOST:
+        raise _not_a_size(given)
+    return count
+
+
+def _not_a_size(given: object) -> InvalidBudget:
+    return InvalidBudget(f'{given!r} is not a number of bytes above 0; write "4GiB", "300MB" or 4294967296')
+
+
+def _not_a_budget(given: object) -> InvalidBudget:
+    return InvalidBudget(
+        f'mem={given!r} is not a budget; write "4GiB", "300MB", 4294967296 (bytes), "60%" or "auto"'
+    )
