@@ -13,10 +13,12 @@ import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from functools import cached_property
+from typing import Any, TypeVar, cast
 
 from fxremat.errors import InvalidChain
 
+_T = TypeVar("_T")
 _MOST_BYTES = 2**53  # sums over a chain stay within 64 bits
 
 
@@ -69,7 +71,7 @@ class Block:
         except InvalidChain as error:
             raise InvalidChain(f"{where}{error}") from None
 
-    @property
+    @cached_property
     def choices(self) -> tuple[Option, ...]:
         """Every option, with option 0, the block's own numbers, in front and no field left open."""
         return (self._own(), *self.options)
@@ -129,17 +131,17 @@ class Chain:
     def __len__(self) -> int:
         return len(self.blocks)
 
-    @property
+    @cached_property
     def output_sizes(self) -> tuple[int, ...]:
         """Bytes of a_0..a_n."""
         return (self.input_bytes, *(block.output_bytes for block in self.blocks))
 
-    @property
+    @cached_property
     def grad_sizes(self) -> tuple[int, ...]:
         """Bytes of d_0..d_n."""
         return (self.input_grad_bytes, *(block.grad_bytes for block in self.blocks))
 
-    @property
+    @cached_property
     def phase_sizes(self) -> tuple[int, ...]:
         """Bytes that phases 0..n hold whatever the schedule: while d_t is the stored gradient,
 
@@ -153,7 +155,7 @@ class Chain:
         phases.append(self.input_grad_bytes + weight_grads)
         return tuple(reversed(phases))
 
-    @property
+    @cached_property
     def least_time(self) -> float:
         """Every forward once and every backward once, at its fastest: no schedule takes less."""
         return math.fsum(b.forward_time + min(o.backward_time for o in b.choices) for b in self.blocks)
@@ -271,9 +273,9 @@ def _read_block(entry: object, place: int) -> Block:
         raise InvalidChain(f"block {place}: {error}") from None
 
 
-def _build(cls: type[Any], data: dict[str, Any]) -> Any:
+def _build(cls: type[_T], data: dict[str, Any]) -> _T:
     """`cls(**data)`, with an `InvalidChain` for a field that is unknown or missing."""
-    known = {field.name for field in fields(cls)}
+    known = {field.name for field in fields(cast(Any, cls))}
     if unknown := sorted(str(key) for key in data.keys() - known):
         raise InvalidChain(f"unknown field {unknown[0]!r}; the fields are {', '.join(sorted(known))}")
     required = [name for name in _REQUIRED.get(cls.__name__, ()) if data.get(name) is None]

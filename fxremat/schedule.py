@@ -29,7 +29,7 @@ class Keep(Enum):
 
 @dataclass(frozen=True)
 class Value:
-    """`a`: the value after the block of that index (a0: the chain's input); `A`: all that its backward needs."""
+    """`a`: the value after the block of that index (a0: the chain's input); `A`: all its backward needs."""
 
     kind: Literal["a", "A"]
     index: int
@@ -102,7 +102,11 @@ _TOKEN = re.compile(
     rf"|B(?P<backward>{_BLOCK})"
     rf"|(?P<verb>Drop|Off|Pre)\((?:a(?P<small>0|{_BLOCK})|A(?P<large>{_BLOCK}))\)"
 )
-_VERBS = {"Drop": Drop, "Off": Offload, "Pre": Prefetch}
+_VERBS: dict[str, type[Drop] | type[Offload] | type[Prefetch]] = {
+    "Drop": Drop,
+    "Off": Offload,
+    "Pre": Prefetch,
+}
 _FORMS = "Fck1 Fnone2 Fall3 Fall3[1] B3 Drop(a2) Off(A1) Pre(A1)"
 
 

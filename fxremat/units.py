@@ -1,8 +1,8 @@
 """Bytes as people write them, and the forms that a budget can take.
 
-    parse_bytes("4 GiB") == 4 * 2**30      binary units
-    parse_bytes("300MB") == 300 * 10**6    decimal units
-    parse_budget("60%")  == Percent(of_keep_all=60.0)
+parse_bytes("4 GiB") == 4 * 2**30      binary units
+parse_bytes("300MB") == 300 * 10**6    decimal units
+parse_budget("60%")  == Percent(of_keep_all=60.0)
 """
 
 import math
