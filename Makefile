@@ -7,8 +7,6 @@
 
 PYTHON ?= python3
 VENV   ?= .venv
-# torch comes first and pinned: left open, its default build would bring gigabytes of CUDA libraries.
-TORCH  ?= torch==2.13.0
 
 BIN   := $(VENV)/bin
 READY := $(VENV)/.fxremat-ready
@@ -32,7 +30,7 @@ bench: $(READY)
 
 $(READY): pyproject.toml constraints-dev.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet "$(TORCH)"
+	$(BIN)/python -m pip install --quiet -r constraints-dev.txt
 	$(BIN)/python -m pip install --quiet -c constraints-dev.txt -e ".[dev]"
 	touch $@
 

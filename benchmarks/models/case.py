@@ -1,0 +1,43 @@
+"""A model to measure: how to build it, and how to draw a batch for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+Size = Literal["full", "small"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A model whose forward takes `batch(seed)` and returns its loss."""
+
+    name: str
+    build: Callable[[], nn.Module]
+    draw: Callable[[torch.Generator], tuple[Tensor, ...]]
+
+    def model(self, seed: int = 0) -> nn.Module:
+        """A fresh model in training mode, the same for the same seed. Leaves the global RNG alone."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return self.build().train()
+
+    def batch(self, seed: int = 0) -> tuple[Tensor, ...]:
+        """Inputs and targets; the same seed gives the same batch."""
+        return self.draw(torch.Generator().manual_seed(seed))
+
+
+def labelled_images(
+    batch: int, side: int, classes: int = 10
+) -> Callable[[torch.Generator], tuple[Tensor, ...]]:
+    """Draws (images [batch, 3, side, side], labels [batch])."""
+
+    def draw(g: torch.Generator) -> tuple[Tensor, ...]:
+        images = torch.randn(batch, 3, side, side, generator=g)
+        return images, torch.randint(classes, (batch,), generator=g)
+
+    return draw

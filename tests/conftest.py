@@ -1,0 +1,47 @@
+"""What every test starts from: one thread, a cost cache of its own, and a compiler that remembers nothing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+# Before torch is imported: its profiler reports every start and stop otherwise.
+os.environ.setdefault("KINETO_LOG_LEVEL", "5")
+
+import pytest
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_cost_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Measured costs are shared within a run of the tests and never read from the user's cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FXREMAT_CACHE", str(tmp_path_factory.getbasetemp() / "cost-cache"))
+        yield
+
+
+@pytest.fixture
+def torch_ready() -> Iterator[None]:
+    """One thread, seed 0, and no compiled graphs left from the test before.
+
+    For files whose tests use torch: `pytestmark = pytest.mark.usefixtures("torch_ready")`.
+    """
+    import torch
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    cuda = [item for item in items if item.get_closest_marker("cuda")]
+    if cuda and not _cuda_is_available():
+        for item in cuda:
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+def _cuda_is_available() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
