@@ -1,0 +1,89 @@
+"""Where the forward may be cut: positions that few values cross, after a few long-lived ones are carried.
+
+    crossing(p) = the values made by forward ops 0..p and read by forward ops after p, anchors and primals apart
+    cut         = a position with at most `width` crossing values that are not carried
+
+Carrying a value (a UNet's skip, an encoder's output, the first tower's result) means keeping it from its forward to
+its backward: a constant of memory that opens cuts for as long as it lives. Each further value is worth trying, so
+`carry_levels` gives a short list of sets, and the planner prices the plans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from fxremat.linearize.joint import Joint
+
+CARRY_AT_MOST = 8
+LEAST_SHARE = 0.06  # a carried value must open cuts over at least this share of the forward's work,
+LEAST_CUTS = 10  # and this many: fewer is the input of a fork-join, not a long-lived value
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """For each forward position, the values that cross it."""
+
+    at: tuple[frozenset[int], ...]
+
+    def cuts(self, carried: frozenset[int] = frozenset(), width: int = 1) -> tuple[int, ...]:
+        """The positions (op numbers) after which the forward may be cut; equal neighbours count once."""
+        found: list[int] = []
+        before: frozenset[int] | None = None
+        for position, values in enumerate(self.at[:-1]):
+            left = values - carried
+            if len(left) <= width and left != before:
+                found.append(position)
+                before = left
+            elif len(left) > width:
+                before = None
+        return tuple(found)
+
+
+def crossings(joint: Joint) -> Crossing:
+    """The crossing sets of all forward positions. O(ops * width)."""
+    last: dict[int, int] = {}
+    for op in joint.forward_ops:
+        for value in op.reads:
+            last[value] = op.index
+    live: set[int] = set()
+    at: list[frozenset[int]] = []
+    for op in joint.forward_ops:
+        if not op.anchored:
+            live.update(value for value in op.writes if last.get(value, -1) > op.index)
+        live = {value for value in live if last[value] > op.index}
+        at.append(frozenset(live))
+    return Crossing(tuple(at))
+
+
+def carry_levels(joint: Joint, crossing: Crossing, work: Sequence[float]) -> Iterator[frozenset[int]]:
+    """Sets of values to carry, each holding the one before: nothing, then the value that opens most, and so on.
+
+    Args:
+        work: seconds of each forward op; a value is worth carrying if it opens cuts over enough of their sum.
+    """
+    total = sum(work) or 1.0
+    carried: frozenset[int] = frozenset()
+    yield carried
+    while len(carried) < CARRY_AT_MOST:
+        gain = _gains(crossing, carried, work)
+        best = max(gain, key=lambda value: (gain[value], -value), default=None)
+        if best is None or gain[best] < LEAST_SHARE * total:
+            return
+        carried |= {best}
+        yield carried
+
+
+def _gains(crossing: Crossing, carried: frozenset[int], work: Sequence[float]) -> dict[int, float]:
+    """Seconds of forward work around the positions that each value alone keeps from being a cut."""
+    gain: dict[int, float] = {}
+    lone: dict[int, set[frozenset[int]]] = {}
+    for position, values in enumerate(crossing.at[:-1]):
+        left = values - carried
+        if len(left) != 2:
+            continue
+        for value in left:
+            gain[value] = gain.get(value, 0.0) + work[position]
+            lone.setdefault(value, set()).add(left - {value})
+    return {value: seconds for value, seconds in gain.items() if len(lone[value]) >= LEAST_CUTS}
+

@@ -1,0 +1,332 @@
+"""The joint graph seen as what the planner needs: ops that compute, and values that occupy memory.
+
+    torch.fx joint graph    placeholders, compute nodes, views of views, getitems, detaches
+    Joint                   ops    in execution order, forward first, then backward
+                            values one a storage; views are not values, they are made again where needed
+
+A value is born by one op (or is a primal, a tangent or a constant) and is read through any number of views.
+Everything downstream (cuts, options, schedules, liveness) speaks of op and value numbers only; the fx nodes come
+back in `passes.lower`.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import fx
+
+from fxremat.errors import CaptureError
+
+aten = torch.ops.aten
+
+
+class Origin(Enum):
+    """Where a value comes from; only FORWARD values can be recomputed."""
+
+    PRIMAL = "primal"  # a parameter, buffer, input or constant: outside the budget, always there
+    TANGENT = "tangent"  # the gradient that autograd hands to the backward graph
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """One storage of the joint graph."""
+
+    index: int
+    name: str
+    bytes: int  # of the storage; a primal's is outside the budget
+    origin: Origin
+    node: fx.Node  # the placeholder, the op's node, or the getitem that takes this output out of its op
+    producer: int | None  # op number; None for placeholders and constants
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One node that computes, with the values it reads (through views) and writes."""
+
+    index: int
+    node: fx.Node
+    backward: bool
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    again_reads: tuple[int, ...]  # the same for a second execution, which must not touch running statistics
+    again_writes: tuple[int, ...]
+    random: bool  # draws from the generator: a second execution must replay the first one's state
+    anchored: bool  # a forward op that depends on no differentiable input: masks, positions, frozen layers
+
+    @property
+    def name(self) -> str:
+        """The name of the fx node."""
+        return self.node.name
+
+
+@dataclass(frozen=True, eq=False)
+class Joint:
+    """Forward and backward of one training step; op and value numbers index `ops` and `values`."""
+
+    module: fx.GraphModule
+    ops: tuple[Op, ...]
+    values: tuple[Value, ...]
+    value_of: dict[fx.Node, int]  # every tensor node (views included) to the storage it shows
+    primals: tuple[fx.Node, ...]
+    tangents: tuple[fx.Node, ...]
+    forward_outputs: tuple[object, ...]  # fx nodes, or constants such as None
+    backward_outputs: tuple[object, ...]
+    output_descs: tuple[object, ...]
+    forward_count: int  # ops[:forward_count] is the forward
+    kept_outputs: frozenset[int]  # values that the caller still holds after the forward
+    mutated_primals: frozenset[int]  # primals that the step overwrites once the forward has run
+    updates: frozenset[int]  # the values that overwrite them (running statistics, in-place inputs)
+    returned: frozenset[int]  # values that the backward returns (gradients of parameters and inputs)
+
+    @property
+    def forward_ops(self) -> tuple[Op, ...]:
+        """The ops of the forward, in execution order."""
+        return self.ops[: self.forward_count]
+
+    @property
+    def backward_ops(self) -> tuple[Op, ...]:
+        """The ops of the backward, in execution order."""
+        return self.ops[self.forward_count :]
+
+
+def tensors_of(node: fx.Node) -> list[torch.Tensor | None]:
+    """The outputs of a node as a list; None where an output is no tensor."""
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, tuple | list):
+        return [item if isinstance(item, torch.Tensor) else None for item in value]
+    return []
+
+
+def is_random(node: fx.Node) -> bool:
+    """True where the op draws random numbers (a dropout in eval mode does not)."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    if target is aten.native_dropout.default:
+        return node.args[2] is not False
+    return node.kwargs.get("dropout_p", _argument(node, "dropout_p")) != 0.0
+
+
+def _argument(node: fx.Node, name: str) -> object:
+    """The value of the argument `name` of an op node, by position; None where there is none."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    for position, argument in enumerate(node.target._schema.arguments):
+        if argument.name == name:
+            return node.args[position] if position < len(node.args) else argument.default_value
+    return None
+
+
+BATCH_NORMS = {aten._native_batch_norm_legit_functional.default}  # (input, weight, bias, mean, var, training, ..)
+
+
+def again_inputs(node: fx.Node) -> list[fx.Node]:
+    """What a second execution of a node reads: a BatchNorm leaves the running statistics alone."""
+    if node.target in BATCH_NORMS and node.args[5]:
+        return [argument for argument in node.args[:3] if isinstance(argument, fx.Node)]
+    return node.all_input_nodes
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def storage_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of the storage behind a (fake) tensor."""
+    return int(tensor.untyped_storage().nbytes())
+
+
+def tidy(module: fx.GraphModule) -> fx.GraphModule:
+    """Drop `detach` chains, and the read of the running statistics by a training-mode BatchNorm backward.
+
+    In training mode that backward uses the batch statistics alone; reading the running ones would only make autograd
+    complain that they were "modified by an inplace operation".
+    """
+    graph = module.graph
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        if node.target is aten.detach.default:
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+        elif node.target is aten.native_batch_norm_backward.default and node.args[7]:
+            arguments = list(node.args)
+            arguments[3] = arguments[4] = None
+            node.args = tuple(arguments)
+    graph.eliminate_dead_code()
+    return module
+
+
+def read_joint(module: fx.GraphModule, forward_outputs: int) -> Joint:
+    """Read a joint graph as AOTAutograd hands it to a partition function. O(nodes).
+
+    Args:
+        module: the joint graph, functional and undecomposed, with fake tensors in `meta["val"]`.
+        forward_outputs: how many of its outputs belong to the forward.
+
+    Raises:
+        CaptureError: the graph has symbolic sizes, which need one plan a shape.
+    """
+    return _Reader(tidy(module), forward_outputs).read()
+
+
+class _Reader:
+    def __init__(self, module: fx.GraphModule, forward_outputs: int) -> None:
+        self.module = module
+        nodes = list(module.graph.nodes)
+        output = nodes[-1]
+        outputs = list(output.args[0])
+        descs = output.meta.get("desc") or [None] * len(outputs)
+        self.nodes = nodes[:-1]
+        self.forward_outputs = tuple(outputs[:forward_outputs])
+        self.backward_outputs = tuple(outputs[forward_outputs:])
+        self.descs = tuple(descs[:forward_outputs])
+        placeholders = [node for node in self.nodes if node.op == "placeholder"]
+        self.tangents = tuple(node for node in placeholders if node.name.startswith("tangents"))
+        tangents = set(self.tangents)
+        self.primals = tuple(node for node in placeholders if node not in tangents)
+        self.values: list[Value] = []
+        self.value_of: dict[fx.Node, int] = {}
+        self.late: set[fx.Node] = set()  # nodes that depend on a tangent, or that autograd made in the backward
+
+    def read(self) -> Joint:
+        compute: list[tuple[fx.Node, tuple[int, ...]]] = []
+        for node in self.nodes:
+            self._refuse_symbols(node)
+            if node in self.tangents or node.meta.get("partitioner_tag") == "is_backward":
+                self.late.add(node)
+            elif any(parent in self.late for parent in node.all_input_nodes):
+                self.late.add(node)
+            if node.op in ("placeholder", "get_attr"):
+                self._new_value(node, node, Origin.TANGENT if node in self.tangents else Origin.PRIMAL, None)
+            elif node.target is operator.getitem and node.args[0] in self.value_of:
+                self.value_of[node] = self.value_of[node.args[0]]  # an item of a tuple of views
+            elif node.target is operator.getitem:
+                pass  # named by its op below
+            elif (base := self._base_of_view(node)) is not None:
+                self.value_of[node] = base
+            else:
+                compute.append((node, self._outputs(node)))
+        return self._joint(compute)
+
+    def _refuse_symbols(self, node: fx.Node) -> None:
+        value = node.meta.get("val")
+        symbolic = isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
+        shapes: Iterable[torch.Tensor] = (t for t in tensors_of(node) if t is not None)
+        if symbolic or any(isinstance(size, torch.SymInt) for t in shapes for size in t.shape):
+            raise CaptureError(
+                f"the graph has a symbolic size at {node.name}: a byte budget needs fixed shapes; "
+                "compile with dynamic=False (each new shape is then planned anew), and keep sizes that depend on "
+                "data out of the model"
+            )
+
+    def _new_value(self, node: fx.Node, shown: fx.Node, origin: Origin, producer: int | None) -> int:
+        tensor = next((t for t in tensors_of(shown) if t is not None), None)
+        index = len(self.values)
+        size = 0 if tensor is None else storage_bytes(tensor)
+        self.values.append(Value(index, node.name, size, origin, shown, producer))
+        self.value_of[shown] = index
+        return index
+
+    def _base_of_view(self, node: fx.Node) -> int | None:
+        """The value that all outputs of `node` alias, or None where the node computes something new."""
+        outputs = [tensor for tensor in tensors_of(node) if tensor is not None]
+        parents = [parent for parent in node.all_input_nodes if parent in self.value_of]
+        if not outputs or len(parents) != 1:
+            return None
+        storages = {_storage(tensor) for tensor in tensors_of(parents[0]) if tensor is not None}
+        aliases = all(_storage(tensor) in storages for tensor in outputs)
+        return self.value_of[parents[0]] if aliases else None
+
+    def _outputs(self, node: fx.Node) -> tuple[int, ...]:
+        """Make the values that a compute node gives birth to; producer numbers are filled in by `_joint`."""
+        origin = Origin.BACKWARD if node in self.late else Origin.FORWARD
+        if isinstance(node.meta.get("val"), torch.Tensor):
+            return (self._new_value(node, node, origin, None),)
+        written: list[int] = []
+        seen: dict[int, int] = {}
+        for item in [user for user in node.users if user.target is operator.getitem]:
+            position = item.args[1]
+            if not isinstance(item.meta.get("val"), torch.Tensor):
+                continue
+            if position in seen:
+                self.value_of[item] = seen[position]
+                continue
+            seen[position] = self._new_value(item, item, origin, None)
+            written.append(seen[position])
+        unread = [t for k, t in enumerate(tensors_of(node)) if t is not None and k not in seen]
+        for tensor in unread:  # occupies memory while the op runs and until its outputs are taken apart
+            index = len(self.values)
+            self.values.append(Value(index, f"{node.name}_unread", storage_bytes(tensor), origin, node, None))
+            written.append(index)
+        return tuple(written)
+
+    def _joint(self, compute: Sequence[tuple[fx.Node, tuple[int, ...]]]) -> Joint:
+        ordered = [item for item in compute if item[0] not in self.late]
+        forward_count = len(ordered)
+        ordered += [item for item in compute if item[0] in self.late]
+        returned = {node for node in self.backward_outputs if isinstance(node, fx.Node)}
+        differentiable = {
+            self.value_of[primal]
+            for primal, gradient in zip(self.primals, self.backward_outputs, strict=False)
+            if gradient is not None
+        }
+        moving = set(differentiable)  # values that depend on a differentiable input
+        kept, updates = self._split_outputs()
+        ops: list[Op] = []
+        for index, (node, writes) in enumerate(ordered):
+            reads = tuple(dict.fromkeys(self.value_of[p] for p in node.all_input_nodes if p in self.value_of))
+            backward = node in self.late
+            anchored = not backward and moving.isdisjoint(reads)
+            if not anchored:
+                moving.update(writes)
+            again = tuple(self.value_of[p] for p in again_inputs(node) if p in self.value_of)
+            again_writes = writes
+            if node.target in BATCH_NORMS and node.args[5]:
+                again_writes = tuple(write for write in writes if write not in updates)
+            ops.append(
+                Op(index, node, backward, reads, writes, tuple(dict.fromkeys(again)), again_writes, is_random(node), anchored)
+            )
+            for write in writes:
+                value = self.values[write]
+                self.values[write] = Value(write, value.name, value.bytes, value.origin, value.node, index)
+        return Joint(
+            module=self.module,
+            ops=tuple(ops),
+            values=tuple(self.values),
+            value_of=self.value_of,
+            primals=self.primals,
+            tangents=self.tangents,
+            forward_outputs=self.forward_outputs,
+            backward_outputs=self.backward_outputs,
+            output_descs=self.descs,
+            forward_count=forward_count,
+            kept_outputs=frozenset(kept),
+            mutated_primals=frozenset(self._mutated()),
+            updates=frozenset(updates),
+            returned=frozenset(self.value_of[node] for node in returned),
+        )
+
+    def _split_outputs(self) -> tuple[set[int], set[int]]:
+        """What the forward returns: values the caller holds on to, and values that overwrite an input."""
+        kept: set[int] = set()
+        updates: set[int] = set()
+        for node, desc in zip(self.forward_outputs, self.descs, strict=True):
+            if isinstance(node, fx.Node):
+                overwrites = getattr(desc, "mutated_input", None) is not None
+                (updates if overwrites else kept).add(self.value_of[node])
+        return kept, updates - kept
+
+    def _mutated(self) -> Iterable[int]:
+        places = {str(node.meta.get("desc")): self.value_of[node] for node in self.primals}
+        for desc in self.descs:
+            source = getattr(desc, "mutated_input", None)
+            if source is not None and str(source) in places:
+                yield places[str(source)]

@@ -1,0 +1,119 @@
+"""The exact memory of a program: allocate at the step that writes, free after the step that reads last.
+
+    memory during step i = versions alive + what step i writes + the workspace of its op
+
+Only storages count (views share them); primals do not; what the caller holds stays until the end. With measured
+workspaces this reproduces the allocator's peak.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from fxremat.linearize.joint import Origin
+from fxremat.passes.program import Program, Role
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Bytes that the device's allocator takes, by value and by op number."""
+
+    values: Sequence[int]  # of each value
+    workspace: Sequence[int]  # of each op while it runs, beyond what it reads and writes
+    seed: int = 0  # of one saved generator state, on the device
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes above the start of the step: `during[i]` while step i runs, `turn` between forward and backward."""
+
+    during: tuple[int, ...]
+    turn: int
+    end: int
+
+    @property
+    def peak(self) -> int:
+        """The largest of them all."""
+        return max(*self.during, self.turn, self.end)
+
+
+def live_bytes(program: Program, sizes: Sizes, at_hand: Mapping[int, int] | None = None) -> Memory:
+    """Replay the allocations of a program. O(steps).
+
+    Args:
+        at_hand: version -> bytes of what is alive before the first step (for a block on its own).
+    """
+    changes = _changes(program, sizes, at_hand or {})
+    live, during, turn_bytes = changes.start, [], changes.start
+    for position, step in enumerate(program.steps):
+        if position == program.turn:
+            live += changes.tangents
+            turn_bytes = live
+        live += changes.born[position]
+        during.append(live + sizes.workspace[step.op])
+        live -= changes.freed[position]
+    return Memory(tuple(during), turn_bytes, live)
+
+
+@dataclass(frozen=True)
+class _Changes:
+    """Bytes that appear before and vanish after each step."""
+
+    start: int
+    tangents: int
+    born: list[int]
+    freed: list[int]
+
+
+def _changes(program: Program, sizes: Sizes, at_hand: Mapping[int, int]) -> _Changes:
+    steps = program.steps
+    born, freed = [0] * len(steps), [0] * len(steps)
+    for position, step in enumerate(steps):
+        born[position] = sum([sizes.values[program.version_of[version]] for version in step.writes])
+    for version, (last, size) in enumerate(_lives(program, sizes, at_hand)):
+        if 0 <= last < len(steps):
+            freed[last] += size
+    for first, last in _seed_lives(program) if sizes.seed else ():
+        born[first] += sizes.seed
+        freed[last] += sizes.seed
+    joint = program.layout.joint
+    tangents = [sizes.values[v.index] for v in joint.values if v.origin is Origin.TANGENT]
+    start = sum(at_hand.values()) + sum(sizes.values[primal] for primal in program.preserved)
+    return _Changes(start, 0 if at_hand else sum(tangents), born, freed)
+
+
+def _lives(program: Program, sizes: Sizes, at_hand: Mapping[int, int]) -> list[tuple[int, int]]:
+    """For every version: the last step that uses it (-1: none, len(steps): alive to the end) and its bytes."""
+    joint, forever = program.layout.joint, len(program.steps)
+    last = [-1] * len(program.version_of)
+    for position, step in enumerate(program.steps):
+        for version in (*step.reads, *step.writes):
+            last[version] = position
+    for value in joint.updates:  # returned by the forward, copied over its input, freed
+        if value in program.first:
+            last[program.first[value]] = max(last[program.first[value]], program.turn - 1)
+    for value in joint.kept_outputs | joint.returned:
+        if value in program.first:
+            last[program.first[value]] = forever
+    lives = []
+    for version, value in enumerate(program.version_of):
+        origin = joint.values[value].origin
+        if version in at_hand:
+            lives.append((last[version], at_hand[version]))
+        elif origin is Origin.TANGENT or (origin is Origin.PRIMAL and value not in program.preserved):
+            lives.append((forever, 0))  # autograd holds the tangents until the backward has returned
+        else:
+            lives.append((last[version], sizes.values[value]))
+    return lives
+
+
+def _seed_lives(program: Program) -> list[tuple[int, int]]:
+    """First and last step of every random op that runs more than once: its generator state lives in between."""
+    ops = program.layout.joint.ops
+    random = {op for op in program.repeated if ops[op].random}
+    lives: dict[int, tuple[int, int]] = {}
+    for position, step in enumerate(program.steps):
+        if step.op in random and step.role is not Role.BACKWARD:
+            lives[step.op] = (lives.get(step.op, (position, 0))[0], position)
+    return list(lives.values())

@@ -1,0 +1,205 @@
+"""Program -> two fx graphs: the forward, which also returns what it saves, and the backward, which takes it.
+
+    forward    (*primals)          -> (*outputs, *saved)
+    backward   (*saved, *tangents) -> one gradient (or None) a primal
+
+Views are emitted where they are read, from whatever version of their storage is at hand; parameters and inputs are
+saved as they are. A copy is named after its original: `addmm_3__r1` is the first recomputation of `addmm_3`. Every
+node carries `meta["fxremat"] = {"block", "name", "role"}`, and `print_readable()` shows it above the code.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxremat.linearize.joint import BATCH_NORMS, Joint, Origin
+from fxremat.passes.program import Program, Role, Step
+from fxremat.runtime.rng import draw_again, draw_saving, generator_of
+
+aten = torch.ops.aten
+
+
+def lower(program: Program) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Emit the forward and the backward graph of a program. O(steps); both are linted."""
+    return _Lowering(program).run()
+
+
+@dataclass
+class _Part:
+    """One of the two graphs under construction."""
+
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    bases: dict[int, fx.Node] = field(default_factory=dict)  # version -> node that shows the whole storage
+    views: dict[tuple[int, fx.Node], fx.Node] = field(default_factory=dict)
+    seeds: dict[int, fx.Node] = field(default_factory=dict)  # op -> saved generator state
+
+
+class _Lowering:
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.joint: Joint = program.layout.joint
+        self.forward, self.backward = _Part(), _Part()
+        self.copies: dict[int, int] = {}
+        self.saved: list[tuple[fx.Node, fx.Node]] = []  # node of the forward graph, its placeholder in the backward
+        self.meta: dict[str, Any] = {}
+
+    def run(self) -> tuple[fx.GraphModule, fx.GraphModule]:
+        joint, program = self.joint, self.program
+        for primal in joint.primals:
+            self.forward.bases[self._first(primal)] = self._placeholder(self.forward, primal)
+        for version, value in enumerate(program.version_of):
+            if joint.values[value].origin is Origin.PRIMAL and joint.values[value].node.op == "get_attr":
+                for part in (self.forward, self.backward):
+                    part.bases[version] = part.graph.node_copy(joint.values[value].node)
+        copies = {value: self._preserve(value) for value in sorted(program.preserved)}
+        for step in program.steps[: program.turn]:
+            self._step(self.forward, step)
+        for value, copy in copies.items():  # from here on the primal is the overwritten one
+            self.forward.bases[program.first[value]] = copy
+        self.meta = {}
+        for tangent in joint.tangents:
+            self.backward.bases[self._first(tangent)] = self._placeholder(self.backward, tangent)
+        for step in program.steps[program.turn :]:
+            self._step(self.backward, step)
+        gradients = [self._output(self.backward, node) for node in joint.backward_outputs]
+        outputs = [self._output(self.forward, node) for node in joint.forward_outputs]
+        self.forward.graph.output((*outputs, *(node for node, _ in self.saved)))
+        self.backward.graph.output(tuple(gradients))
+        self._order_placeholders()
+        return self._module(self.forward, "Forward"), self._module(self.backward, "Backward")
+
+    def _first(self, node: fx.Node) -> int:
+        return self.program.first[self.joint.value_of[node]]
+
+    def _placeholder(self, part: _Part, node: fx.Node) -> fx.Node:
+        placeholder = part.graph.placeholder(node.name)
+        placeholder.meta = dict(node.meta)
+        return placeholder
+
+    def _preserve(self, value: int) -> fx.Node:
+        """Copy a primal that the step overwrites, for the backward that still reads the old one."""
+        node = self.forward.bases[self.program.first[value]]
+        copy = self.forward.graph.call_function(aten.clone.default, (node,))
+        copy.meta = {"val": node.meta["val"], "fxremat": {"block": 0, "name": "", "role": "preserve"}}
+        return copy
+
+    def _step(self, part: _Part, step: Step) -> None:
+        op = self.joint.ops[step.op]
+        versions = {self.program.version_of[version]: version for version in step.reads}
+        block = self.program.layout.blocks[step.block]
+        about = {"block": step.block + 1, "name": block.name, "role": step.role.value}
+        self.meta = {"fxremat": about, "custom": {"block": f"{about['block']} {block.name}", "role": about["role"]}}
+        self.copies[step.op] = copy = self.copies.get(step.op, -1) + 1
+        suffix = f"__r{copy}" if copy else ""
+
+        def reads(node: fx.Node) -> fx.Node:
+            return self._read(part, node, versions[self.joint.value_of[node]], suffix)
+
+        node = self._emit(part, step, op.node, reads, suffix)
+        for version in step.writes:
+            shown = self.joint.values[self.program.version_of[version]].node
+            if shown is op.node:
+                part.bases[version] = node
+            else:
+                item = part.graph.create_node(
+                    "call_function", operator.getitem, (node, shown.args[1]), name=shown.name + suffix
+                )
+                part.bases[version] = self._describe(item, shown)
+
+    def _emit(self, part: _Part, step: Step, original: fx.Node, reads: Any, suffix: str) -> fx.Node:
+        target: Any = original.target
+        if step.role is Role.RECOMPUTE and target in BATCH_NORMS and original.args[5]:
+            x, weight, bias, _, _, training, momentum, eps = original.args
+            arguments = fx.node.map_arg((x, weight, bias, training, momentum, eps), reads)
+            target, options = aten._native_batch_norm_legit.no_stats, {}
+        else:
+            arguments, options = fx.node.map_arg(original.args, reads), fx.node.map_arg(original.kwargs, reads)
+        if self.joint.ops[step.op].random and step.op in self.program.repeated:
+            return self._draw(part, step, original, (target, *arguments), options, suffix)
+        node = part.graph.create_node(original.op, target, arguments, options, name=original.name + suffix)
+        return self._describe(node, original)
+
+    def _draw(
+        self, part: _Part, step: Step, original: fx.Node, arguments: tuple[Any, ...], options: Any, suffix: str
+    ) -> fx.Node:
+        """A random op that runs more than once: keep the generator's state, or replay it."""
+        if step.role is Role.RECOMPUTE:
+            state = self._seed(part, step.op)
+            node = part.graph.create_node(
+                "call_function", draw_again, (state, *arguments), options, name=original.name + suffix
+            )
+            return self._describe(node, original)
+        pair = part.graph.create_node("call_function", draw_saving, arguments, options, name=f"{original.name}_drawn")
+        self._describe(pair, original)
+        state = part.graph.create_node("call_function", operator.getitem, (pair, 0), name=f"{original.name}_seed")
+        self._describe(state, original)
+        state.meta["val"] = _fake_state(original)
+        part.seeds[step.op] = state
+        node = part.graph.create_node("call_function", operator.getitem, (pair, 1), name=original.name)
+        return self._describe(node, original)
+
+    def _seed(self, part: _Part, op: int) -> fx.Node:
+        if op not in part.seeds:
+            part.seeds[op] = self._save(self.forward.seeds[op])
+        return part.seeds[op]
+
+    def _describe(self, node: fx.Node, original: fx.Node) -> fx.Node:
+        node.meta = dict(original.meta) | self.meta
+        return node
+
+    def _read(self, part: _Part, node: fx.Node, version: int, suffix: str = "") -> fx.Node:
+        """The node of this part that shows what the joint graph's `node` shows, of one version of its storage."""
+        value = self.joint.values[self.program.version_of[version]]
+        if value.node is node:
+            return self._base(part, version)
+        key = (version, node)
+        if key not in part.views:
+            copy = part.graph.create_node(
+                node.op,
+                node.target,
+                fx.node.map_arg(node.args, lambda parent: self._read(part, parent, version, suffix)),
+                fx.node.map_arg(node.kwargs, lambda parent: self._read(part, parent, version, suffix)),
+                name=node.name + suffix,
+            )
+            part.views[key] = self._describe(copy, node)
+        return part.views[key]
+
+    def _base(self, part: _Part, version: int) -> fx.Node:
+        if version not in part.bases:
+            assert part is self.backward, "the forward graph reads what only the backward makes"
+            part.bases[version] = self._save(self.forward.bases[version])
+        return part.bases[version]
+
+    def _save(self, node: fx.Node) -> fx.Node:
+        placeholder = self._placeholder(self.backward, node)
+        self.saved.append((node, placeholder))
+        return placeholder
+
+    def _output(self, part: _Part, node: object) -> object:
+        return self._read(part, node, self._first(node)) if isinstance(node, fx.Node) else node
+
+    def _order_placeholders(self) -> None:
+        """Saved tensors first, in the order in which the forward returns them, then the tangents, then the code."""
+        graph = self.backward.graph
+        placed = [placeholder for _, placeholder in self.saved]
+        placed += [self.backward.bases[self._first(tangent)] for tangent in self.joint.tangents]
+        for placeholder in reversed(placed):
+            graph._root.append(placeholder)
+
+    def _module(self, part: _Part, name: str) -> fx.GraphModule:
+        part.graph.lint()
+        return fx.GraphModule(self.joint.module, part.graph, class_name=name)
+
+
+def _fake_state(original: fx.Node) -> torch.Tensor:
+    """A fake tensor of the size of a generator's state, made in the fake mode of the graph."""
+    value = original.meta["val"]
+    shown = value if isinstance(value, torch.Tensor) else next(v for v in value if isinstance(v, torch.Tensor))
+    size = generator_of((shown,), {}).get_state().numel()
+    with shown.fake_mode:  # type: ignore[attr-defined]
+        return torch.empty(size, dtype=torch.uint8)

@@ -1,0 +1,217 @@
+"""The rewritten step before it becomes graphs: which op runs when, on which version of each value.
+
+A schedule speaks of blocks; `rematerialize` replays it block by block and writes down every execution of every op:
+
+    Fck l, Fnone l, Fall l[o]   the ops of block l that what is to be stored needs, and that is not there already
+    B l                         the backward ops of block l, each right after what it needs and is missing
+
+What a schedule stores decides what may be read; what is read decides how long it lives (see `passes.liveness`):
+a version is freed right after its last use, which may be earlier than the schedule's own bookkeeping asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+
+from fxremat.errors import InvalidSchedule
+from fxremat.linearize.joint import Origin
+from fxremat.linearize.layout import Layout
+from fxremat.schedule import Backward, Drop, Forward, Keep, Schedule
+
+
+class Role(Enum):
+    """Why a step is there."""
+
+    FORWARD = "forward"  # the first execution of a forward op
+    RECOMPUTE = "recompute"  # any later one
+    BACKWARD = "backward"
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One execution of one op."""
+
+    op: int
+    block: int
+    role: Role
+    reads: tuple[int, ...]  # versions
+    writes: tuple[int, ...]  # versions, in the order of the op's writes
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """Every execution of one training step; `steps[turn:]` is the backward graph.
+
+    A version is one life of a value: `version_of[v]` is the value, in order of creation.
+    """
+
+    layout: Layout
+    steps: tuple[Step, ...]
+    turn: int
+    version_of: tuple[int, ...]
+    first: dict[int, int]  # value -> its first version: what the graphs return, whatever is made again later
+    repeated: frozenset[int]  # ops that run more than once
+    preserved: frozenset[int]  # mutated primals that the backward reads: copied before the forward overwrites them
+
+    @property
+    def recomputed(self) -> int:
+        """How many steps execute a forward op again."""
+        return sum(step.role is Role.RECOMPUTE for step in self.steps)
+
+
+def rematerialize(layout: Layout, schedule: Schedule) -> Program:
+    """Write down what a schedule executes. O(steps * reads).
+
+    Raises:
+        InvalidSchedule: an op of the schedule needs what is not stored when it runs.
+    """
+    replay = Replay(layout)
+    for op in schedule.ops:
+        match op:
+            case Forward(block, keep, option):
+                replay.forward(block - 1, keep, option)
+            case Backward(block):
+                replay.backward(block - 1)
+            case Drop(value):
+                replay.discard(value.kind, value.index - 1)
+            case _:
+                raise InvalidSchedule(f"{op} cannot be run yet: offloading is planned but has no graph pass")
+    return replay.program()
+
+
+@dataclass(slots=True)
+class Replay:
+    """The state of a replay: the current version of each value at hand, and what the schedule keeps stored."""
+
+    layout: Layout
+    steps: list[Step] = field(default_factory=list)
+    version_of: list[int] = field(default_factory=list)
+    current: dict[int, int] = field(default_factory=dict)
+    turn: int | None = None
+    _covers: dict[int, int] = field(default_factory=dict)  # value -> how many stored items hold it
+    _stored: dict[tuple[str, int], frozenset[int]] = field(default_factory=dict)
+    _ran: set[int] = field(default_factory=set)
+    _repeated: set[int] = field(default_factory=set)
+    _first: dict[int, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for value in self.layout.joint.values:
+            if value.origin in (Origin.PRIMAL, Origin.TANGENT):
+                self.give(value.index)
+
+    def give(self, value: int) -> int:
+        """Put a value at hand that no step of this program makes."""
+        self.current[value] = version = len(self.version_of)
+        self.version_of.append(value)
+        self._first.setdefault(value, version)
+        return version
+
+    def forward(self, block: int, keep: Keep, option: int = 0) -> None:
+        """Run the forward of a block and store what `keep` says."""
+        layout, place = self.layout, self.layout.blocks[block]
+        wanted = set(place.boundary & place.made)
+        if keep is Keep.ALL:
+            if option >= len(place.saved):
+                raise InvalidSchedule(f"block {block + 1} has {len(place.saved)} options, not {option + 1}")
+            wanted |= place.saved[option]
+        joint = layout.joint
+        if not self._seen(block):
+            wanted |= place.made & layout.held
+            wanted |= place.made & {joint.value_of[n] for n in joint.forward_outputs if n in joint.value_of}
+            for index in place.forward:  # checks, which return nothing, run once
+                if not joint.ops[index].writes:
+                    self._run(index, block)
+        self._need(wanted, block)
+        if keep is Keep.ALL:
+            self._store(("A", block), place.saved[option] | place.boundary)
+        else:
+            self._store(("a", block), place.boundary)
+        if keep is Keep.NONE:
+            self.discard("a", block - 1)
+        self._forget(place.made)
+
+    def backward(self, block: int) -> None:
+        """Run the backward of a block; forget its input and what it saved."""
+        if self.turn is None:
+            self.turn = len(self.steps)
+        place = self.layout.blocks[block]
+        for index in place.backward:
+            self._run(index, block)
+        self.discard("A", block)
+        self.discard("a", block - 1)
+        self.discard("a", block)
+        self._forget(place.made)
+
+    def discard(self, kind: str, block: int) -> None:
+        """Forget a stored a or A; nothing happens where it is not stored."""
+        for value in self._stored.pop((kind, block), ()):
+            self._covers[value] -= 1
+            if not self._covers[value]:
+                del self._covers[value]
+                if value not in self.layout.held:
+                    self.current.pop(value, None)
+
+    def program(self) -> Program:
+        """What was written down so far."""
+        turn = len(self.steps) if self.turn is None else self.turn
+        late_reads = {self.version_of[version] for step in self.steps[turn:] for version in step.reads}
+        return Program(
+            layout=self.layout,
+            steps=tuple(self.steps),
+            turn=turn,
+            version_of=tuple(self.version_of),
+            first=self._first,
+            repeated=frozenset(self._repeated),
+            preserved=frozenset(late_reads & self.layout.joint.mutated_primals),
+        )
+
+    def _seen(self, block: int) -> bool:
+        return any(index in self._ran for index in self.layout.blocks[block].forward)
+
+    def _store(self, item: tuple[str, int], values: Iterable[int]) -> None:
+        if item in self._stored:
+            self.discard(*item)
+        held = frozenset(values)
+        self._stored[item] = held
+        for value in held:
+            self._covers[value] = self._covers.get(value, 0) + 1
+
+    def _forget(self, values: Iterable[int]) -> None:
+        for value in values:
+            if value not in self._covers and value not in self.layout.held:
+                self.current.pop(value, None)
+
+    def _need(self, wanted: Iterable[int], block: int) -> None:
+        """Make the wanted values of a block, in the order of the original forward."""
+        joint, place = self.layout.joint, self.layout.blocks[block]
+        missing: set[int] = set()
+        stack = [value for value in wanted if value not in self.current]
+        while stack:
+            producer = joint.values[stack.pop()].producer
+            assert producer is not None
+            if producer in missing:
+                continue
+            missing.add(producer)
+            op = joint.ops[producer]
+            reads = op.again_reads if producer in self._ran else op.reads
+            stack += [value for value in reads if value not in self.current]
+        for index in sorted(missing):
+            if not place.forward or index < place.forward[0] or index > place.forward[-1]:
+                op = joint.ops[index]
+                raise InvalidSchedule(f"block {block + 1} needs {op.name}, which belongs to another block")
+            self._run(index, block)
+
+    def _run(self, index: int, block: int) -> None:
+        op = self.layout.joint.ops[index]
+        again = index in self._ran
+        wanted, made = (op.again_reads, op.again_writes) if again else (op.reads, op.writes)
+        missing = [value for value in wanted if value not in self.current]
+        if missing:
+            self._need(missing, block)
+        reads = tuple([self.current[value] for value in wanted])
+        writes = tuple([self.give(value) for value in made])
+        role = Role.BACKWARD if op.backward else Role.RECOMPUTE if again else Role.FORWARD
+        self.steps.append(Step(index, block, role, reads, writes))
+        (self._repeated if again else self._ran).add(index)

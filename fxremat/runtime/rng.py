@@ -1,0 +1,50 @@
+"""Random ops that run more than once draw the same numbers: save the generator's state first, replay it later.
+
+    state, mask_and_output = draw_saving(aten.native_dropout.default, x, 0.1, True)     the first execution
+    mask_and_output        = draw_again(state, aten.native_dropout.default, x, 0.1, True)     every later one
+
+The second leaves the generator as it found it, so the stream that the rest of the program sees is the plain model's.
+Both are plain functions: fx calls them in emitted order. A state takes about 5 KB on a CPU; on CUDA it is a few bytes
+(seed and offset) in host memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+
+def generator_of(arguments: tuple[Any, ...], options: dict[str, Any]) -> torch.Generator:
+    """The default generator of the device that an op with these arguments draws from."""
+    device = options.get("device") or next((t.device for t in _tensors(arguments)), torch.device("cpu"))
+    if isinstance(device, torch.device) and device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return torch.cuda.default_generators[index]
+    return torch.default_generator
+
+
+def _tensors(arguments: tuple[Any, ...]) -> Iterator[torch.Tensor]:
+    for argument in arguments:
+        if isinstance(argument, torch.Tensor):
+            yield argument
+        elif isinstance(argument, tuple | list):
+            yield from _tensors(tuple(argument))
+
+
+def draw_saving(op: Any, *arguments: Any, **options: Any) -> tuple[torch.Tensor, Any]:
+    """Run a random op; return the generator's state from before it, and what it gave."""
+    state = generator_of(arguments, options).get_state()
+    return state, op(*arguments, **options)
+
+
+def draw_again(state: torch.Tensor, op: Any, *arguments: Any, **options: Any) -> Any:
+    """Run a random op with a saved state, and put the generator back as it was."""
+    generator = generator_of(arguments, options)
+    now = generator.get_state()
+    generator.set_state(state)
+    try:
+        return op(*arguments, **options)
+    finally:
+        generator.set_state(now)
