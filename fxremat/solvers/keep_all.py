@@ -1,0 +1,18 @@
+"""Keep everything: Fall1 .. Falln Bn .. B1, each block with its fastest option. No schedule takes less time."""
+
+from fxremat.chain import Block, Chain
+from fxremat.schedule import Backward, Forward, Keep, Schedule
+
+
+def schedules(chain: Chain) -> list[Schedule]:
+    """The one schedule there is."""
+    forwards = [
+        Forward(number, Keep.ALL, fastest(block)) for number, block in enumerate(chain.blocks, start=1)
+    ]
+    return [Schedule((*forwards, *(Backward(number) for number in range(len(chain), 0, -1))))]
+
+
+def fastest(block: Block) -> int:
+    """The option with the fastest backward, the smallest of them."""
+    options = enumerate(block.choices)
+    return min(options, key=lambda entry: (entry[1].backward_time, entry[1].saved_bytes))[0]

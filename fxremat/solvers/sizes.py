@@ -1,0 +1,84 @@
+"""A chain as arrays of whole units, bytes or slots: all that a dynamic program asks about memory and time.
+
+    phase[t]          held whatever happens while d_t is the stored gradient
+    out[l]            a_l
+    first[l]          a_l + scratch: a forward that keeps its input, where the caller counts the input
+    next[l]           a_{l-1} + a_l + scratch: a forward further down the same pass
+    saved[o]          A_l under option o; the options of block l are start[l] <= o < start[l+1]
+    save[o]           A_l + scratch of the forward that saves it
+    save_next[o]      a_{l-1} + the same
+    back[o]           A_l + d_{l-1} + scratch of the backward
+    extra[o]          seconds that its backward takes beyond the fastest option
+    forward[l]        seconds of the forwards of blocks 1..l
+
+Rounding happens here, once, and up: budgets go down. What is stored over and over (`out`, `saved`) is
+rounded value by value; what an op needs while it runs is summed in bytes first.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from fxremat.chain import Chain
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
+
+class Sizes(NamedTuple):
+    """See the top of the file; every array is indexed by block number (0..n) or option number."""
+
+    phase: Ints
+    out: Ints
+    first: Ints
+    next: Ints
+    start: Ints
+    saved: Ints
+    save: Ints
+    save_next: Ints
+    back: Ints
+    extra: Floats
+    forward: Floats
+
+
+def in_slots(chain: Chain, mem: int, slots: int) -> Sizes:
+    """The sizes in slots of mem / slots bytes each, rounded up; with slots == mem, exactly in bytes."""
+
+    def units(sizes: list[int]) -> Ints:
+        limit = 2 * slots + 2  # more than fits is all the same, and sums stay small
+        return np.array([min(-(-size * slots // mem), limit) for size in sizes], dtype=np.int64)
+
+    return _arrays(chain, units)
+
+
+def in_bytes(chain: Chain) -> Sizes:
+    """The sizes in bytes."""
+    return _arrays(chain, lambda sizes: np.array(sizes, dtype=np.int64))
+
+
+def _arrays(chain: Chain, units) -> Sizes:  # type: ignore[no-untyped-def]
+    out, grad, phase = chain.output_sizes, chain.grad_sizes, chain.phase_sizes
+    # d_0 and every weight gradient are there when B_1 ends: as good as scratch of B_1
+    end = phase[0] - phase[1] - out[0]
+    blocks = list(enumerate(chain.blocks, start=1))
+    options = [(number, block, option) for number, block in blocks for option in block.choices]
+    counts = [0, 0] + [len(block.choices) for block in chain.blocks]
+    return Sizes(
+        phase=units(list(phase)),
+        out=units(list(out)),
+        first=units([0] + [block.output_bytes + block.forward_scratch for block in chain.blocks]),
+        next=units([0] + [out[l - 1] + block.output_bytes + block.forward_scratch for l, block in blocks]),
+        start=np.cumsum(np.array(counts, dtype=np.int64)),
+        saved=units([option.saved_bytes for _, _, option in options]),
+        save=units([option.saved_bytes + (option.save_scratch or 0) for _, _, option in options]),
+        save_next=units([out[l - 1] + o.saved_bytes + (o.save_scratch or 0) for l, _, o in options]),
+        back=units(
+            [
+                max(o.saved_bytes + grad[l - 1] + o.backward_scratch, end if l == 1 else 0)
+                for l, _, o in options
+            ]
+        ),
+        extra=np.array([o.backward_time - min(c.backward_time for c in b.choices) for _, b, o in options]),
+        forward=np.cumsum(np.array([0.0] + [block.forward_time for block in chain.blocks])),
+    )

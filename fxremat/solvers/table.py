@@ -1,0 +1,64 @@
+"""A solved table, and how budgets are read off it: the part that every dynamic program over memory shares."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import gcd
+from typing import Protocol
+
+import numpy as np
+
+from fxremat.chain import Chain
+from fxremat.errors import BudgetTooSmall
+from fxremat.schedule import Schedule
+from fxremat.solvers.sizes import Floats, Ints
+from fxremat.solvers.tape import decode
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """Costs of a chain for every budget up to `mem` bytes, in `slots` steps."""
+
+    chain: Chain
+    mem: int
+    slots: int
+    least: int  # bytes: below this nothing fits, whatever the slots
+    enough: int  # bytes: from here on everything is kept
+    curve: Floats  # curve[k]: seconds of recomputation within k slots, infinite where nothing fits
+    trace: Callable[[int, int], Ints]  # (bytes beyond the input, bytes that `slots` stand for) -> tape
+
+    def schedule(self, budget: int, *, full: int | None = None) -> Schedule:
+        """A schedule that fits in `budget` bytes, as fast as the table knows.
+
+        With full = mem, the default, it is at least as fast as `curve` says. A smaller `full` makes the table
+        believe that its slots are smaller than they were when sizes were rounded up to them: that makes up for the
+        rounding, and the schedule still fits.
+        """
+        if budget < self.least:
+            raise BudgetTooSmall(minimum=self.least, budget=budget)
+        return decode(self.chain, self.trace(budget - self.chain.input_bytes, full or self.mem))
+
+    def frontier(self, count: int) -> list[Schedule]:
+        """At most `count` schedules, from the fastest down to the one with the least memory."""
+        if self.mem < self.least:
+            raise BudgetTooSmall(minimum=self.least, budget=self.mem)
+        steps = [k for k in range(1, self.slots + 1) if self.curve[k] < self.curve[k - 1]]
+        picks = sorted({round(i) for i in np.linspace(0, len(steps) - 1, max(1, count - 1))} if steps else ())
+        budgets = [max(self.least, steps[i] * self.mem // self.slots) for i in picks]
+        schedules = [self.schedule(budget) for budget in reversed(budgets)]
+        return list(dict.fromkeys([*schedules, self.schedule(self.least)]))[:count]
+
+
+class Build(Protocol):
+    """A solver's table for one chain, budget and resolution."""
+
+    def __call__(self, chain: Chain, mem: int, slots: int) -> Table: ...
+
+
+def grain(chain: Chain) -> int:
+    """The largest unit of which every size of the chain is a whole number, in bytes."""
+    sizes = [chain.input_bytes, *chain.grad_sizes, *chain.phase_sizes, *chain.output_sizes]
+    for block in chain.blocks:
+        sizes.append(block.forward_scratch)
+        for option in block.choices:
+            sizes += [option.saved_bytes, option.backward_scratch, option.save_scratch or 0]
+    return gcd(*sizes) or 1
