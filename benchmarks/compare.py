@@ -1,0 +1,111 @@
+"""One model, plain PyTorch beside fxremat at several budgets, in one process.
+
+Budgets are percentages of plain PyTorch's measured peak, handed to fxremat as bytes. Each row is a training step with
+gradients of None at its start: peak, time, and whether gradients, buffers and random state are the plain ones.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+import fxremat
+
+from . import meter
+from .models import Case
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What fxremat made of one budget."""
+
+    measured_peak: int
+    predicted_peak: int
+    seconds: float  # of a step
+    plain_seconds: float  # of a plain step, measured by turns with the above
+    predicted_slowdown: float  # predicted time over predicted time when everything is kept
+    planning_seconds: float  # from the first call to the end of that step
+    identical: bool
+
+    @property
+    def slowdown(self) -> float:
+        return self.seconds / self.plain_seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    model: str
+    percent: float
+    mem: int
+    plain_peak: int
+    minimum: int | None = None  # stated where `mem` is below it
+    measured: Measured | None = None  # None where it is
+
+
+def compare(case: Case, percents: Sequence[float], steps: int, device: str = "cpu") -> list[Row]:
+    """A row for each percentage, in the given order. On CPU set the number of threads to 1 first."""
+    batch = tuple(t.to(device) for t in case.batch())
+    plain = case.model().to(device)
+    plain_peak = meter.model_peak(plain, batch, device)
+    return [
+        _row(case, percent, int(plain_peak * percent / 100), plain_peak, steps, device)
+        for percent in percents
+    ]
+
+
+def _row(case: Case, percent: float, mem: int, plain_peak: int, steps: int, device: str) -> Row:
+    torch._dynamo.reset()
+    gc.collect()
+    batch = tuple(t.to(device) for t in case.batch())
+    plain, ours = case.model().to(device), fxremat.compile(case.model().to(device), mem=mem)
+    try:
+        start = time.perf_counter()
+        got = _outcome(ours, batch, device)
+        planning = time.perf_counter() - start
+    except fxremat.BudgetTooSmall as error:
+        return Row(model=case.name, percent=percent, mem=mem, plain_peak=plain_peak, minimum=error.minimum)
+    identical = _same(got, _outcome(plain, batch, device))
+    clock = meter.cuda_clock if device == "cuda" else time.process_time
+    plain_seconds, seconds = meter.step_times(
+        [_full_step(plain, batch), _full_step(ours, batch)], repeats=steps, clock=clock
+    )
+    plain.zero_grad()
+    measured = Measured(
+        measured_peak=meter.model_peak(ours, batch, device),
+        predicted_peak=ours.plan.predicted_peak,
+        seconds=seconds,
+        plain_seconds=plain_seconds,
+        predicted_slowdown=ours.plan.predicted_time / ours.plan.keep_all_time,
+        planning_seconds=planning,
+        identical=identical,
+    )
+    return Row(model=case.name, percent=percent, mem=mem, plain_peak=plain_peak, measured=measured)
+
+
+def _full_step(model: nn.Module, batch: tuple[Tensor, ...]) -> Callable[[], None]:
+    step = meter.training_step(model, batch)
+
+    def from_none() -> None:
+        model.zero_grad()
+        step()
+
+    return from_none
+
+
+def _outcome(model: nn.Module, batch: tuple[Tensor, ...], device: str) -> list[Tensor]:
+    """Loss, gradients, buffers and random state after one step from a fixed seed."""
+    torch.manual_seed(7)
+    loss = meter.training_step(model, batch)()
+    assert isinstance(loss, Tensor)
+    gradients = [torch.empty(0) if p.grad is None else p.grad.clone() for p in model.parameters()]
+    rng = torch.cuda.get_rng_state() if device == "cuda" else torch.get_rng_state()
+    return [loss, *gradients, *(b.clone() for b in model.buffers()), rng]
+
+
+def _same(ours: list[Tensor], plain: list[Tensor]) -> bool:
+    return len(ours) == len(plain) and all(map(torch.equal, ours, plain))

@@ -1,0 +1,40 @@
+"""The table of benchmarks.train on a CUDA device, in wall-clock time.
+
+python -m benchmarks.gpu --models gpt,resnet --budgets 100,60,40
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+
+from . import models, report
+from .compare import compare
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--models", default=",".join(models.MAIN), help=f"of {', '.join(models.ALL)}")
+    parser.add_argument("--budgets", default="100,80,60,45,40,30,25", help="percent of plain PyTorch's peak")
+    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "train_gpu.json")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit(
+            "benchmarks.gpu: torch sees no CUDA device here; benchmarks.train measures on the CPU"
+        )
+    conditions = {**report.machine(), "clock": "wall time, synchronized, least of", "steps": arguments.steps}
+    percents = [float(percent) for percent in arguments.budgets.split(",")]
+    print(report.HEADER)
+    rows = []
+    for name in arguments.models.split(","):
+        for row in compare(models.get(name), percents, arguments.steps, device="cuda"):
+            print(report.line(row), flush=True)
+            rows.append(row)
+    report.write(arguments.out, rows, conditions)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""The promise, on real models: under the budget, as predicted, and the same numbers as plain PyTorch.
+
+Each model is trained at the announced minimum and at 25, 40, 60, 80 and 100 % of its keep-everything peak
+(where that is no less than the minimum). The runs of one model are made once and looked at by all tests here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import pytest
+import torch
+
+import fxremat
+from benchmarks import meter, models
+from tests.training import Trace, differences, least_budget, state_of, train, unequal
+
+pytestmark = pytest.mark.usefixtures("torch_ready")
+
+PERCENT = (25, 40, 60, 80, 100)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One model trained inside one budget."""
+
+    mem: int | str  # as given by the user
+    plan: fxremat.Plan
+    measured: int
+    trace: Trace
+
+
+@dataclass(frozen=True, kw_only=True)
+class Runs:
+    plain: Trace
+    plain_again: Trace
+    minimum: int
+    fitting: tuple[Run, ...]  # by growing budget
+    refused: tuple[int, ...]  # percentages
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(
+            (size, name), id=f"{name}-{size}", marks=[*marks, pytest.mark.xdist_group(f"{name}-{size}")]
+        )
+        for size, marks in (("small", []), ("full", [pytest.mark.long]))
+        for name in models.MAIN
+    ],
+    scope="module",
+)
+def runs(request: pytest.FixtureRequest) -> Runs:
+    return _runs(*request.param)
+
+
+@cache
+def _runs(size: models.Size, name: str) -> Runs:
+    torch.set_num_threads(1)
+    case = models.get(name, size)
+    minimum = least_budget(case.model(), lambda compiled: compiled(*case.batch()))
+    fitting, refused = [_run(case, minimum)], []
+    for percent in PERCENT:
+        try:
+            fitting.append(_run(case, f"{percent}%"))
+        except fxremat.BudgetTooSmall:
+            refused.append(percent)
+    return Runs(
+        plain=train(case.model(), case),
+        plain_again=train(case.model(), case),
+        minimum=minimum,
+        fitting=tuple(sorted(fitting, key=lambda run: run.plan.budget)),
+        refused=tuple(refused),
+    )
+
+
+def _run(case: models.Case, mem: int | str) -> Run:
+    torch._dynamo.reset()
+    compiled = fxremat.compile(case.model(), mem=mem)
+    trace = train(compiled, case)
+    measured = meter.peak_bytes(meter.training_step(compiled, case.batch()))
+    return Run(mem=mem, plan=compiled.plan, measured=measured, trace=trace)
+
+
+def test_plain_pytorch_repeats_itself(runs: Runs) -> None:
+    """Without this, comparing bits would say nothing."""
+    assert differences(runs.plain_again, runs.plain) == []
+
+
+def test_measured_peak_is_within_the_budget(runs: Runs) -> None:
+    for run in runs.fitting:
+        assert run.measured <= run.plan.budget, f"mem={run.mem}"
+
+
+def test_predicted_peak_is_the_measured_one(runs: Runs) -> None:
+    for run in runs.fitting:
+        assert abs(run.plan.predicted_peak - run.measured) <= 0.02 * run.measured, f"mem={run.mem}"
+        assert run.plan.predicted_peak <= run.plan.budget, f"mem={run.mem}"
+
+
+def test_less_memory_is_never_more_memory(runs: Runs) -> None:
+    peaks = [run.measured for run in runs.fitting]
+    assert peaks == sorted(peaks), [run.mem for run in runs.fitting]
+
+
+def test_more_memory_is_never_slower(runs: Runs) -> None:
+    times = [run.plan.predicted_time for run in runs.fitting]
+    assert times == sorted(times, reverse=True), [run.mem for run in runs.fitting]
+    assert times[-1] <= runs.fitting[-1].plan.keep_all_time, "at 100 % nothing needs recomputing"
+
+
+def test_the_numbers_are_those_of_plain_pytorch(runs: Runs) -> None:
+    """Losses, every gradient of every step, parameters, buffers, and the random state at the end."""
+    for run in runs.fitting:
+        assert differences(run.trace, runs.plain) == [], f"mem={run.mem}"
+
+
+def test_budgets_are_what_they_say(runs: Runs) -> None:
+    whole = runs.fitting[-1].plan.keep_all_peak
+    for run in runs.fitting:
+        assert run.plan.keep_all_peak == whole, "it does not depend on the budget"
+        assert run.plan.minimum == runs.minimum
+        if isinstance(run.mem, str):
+            assert run.plan.budget == pytest.approx(whole * int(run.mem.rstrip("%")) / 100, abs=1)
+    assert runs.fitting[0].plan.budget == runs.minimum, "a percentage below the minimum must be refused"
+    for percent in runs.refused:
+        assert whole * percent / 100 < runs.minimum, f"{percent}% was refused and would have fitted"
+
+
+@pytest.mark.parametrize("name", ["resnet", "gpt"])
+def test_a_budget_too_small_changes_nothing(name: str) -> None:
+    case = models.get(name, "small")
+    model, batch = case.model(), case.batch()
+    before, rng = state_of(model), torch.get_rng_state()
+    minimum = least_budget(model, lambda compiled: compiled(*batch))
+
+    with pytest.raises(fxremat.BudgetTooSmall, match=str(minimum)) as error:
+        fxremat.compile(model, mem=minimum - 1, example_inputs=batch)
+
+    assert error.value.minimum == minimum
+    assert unequal(state_of(model), before) == []
+    assert torch.equal(torch.get_rng_state(), rng)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_the_second_step_needs_no_more_than_the_first() -> None:
+    """Nothing of a step outlives it but its loss and gradients."""
+    case = models.get("resnet", "small")
+    model = fxremat.compile(case.model(), mem="60%")
+    step = meter.training_step(model, case.batch())
+    step()
+    peaks = []
+    for _ in range(3):
+        model.zero_grad()
+        peaks.append(meter.peak_bytes(step))
+    assert len(set(peaks)) == 1
