@@ -25,14 +25,19 @@ class Crossing:
     """For each forward position, the values that cross it."""
 
     at: tuple[frozenset[int], ...]
+    worth_keeping: frozenset[int]  # values that the backward reads too: no others make a good boundary
 
     def cuts(self, carried: frozenset[int] = frozenset(), width: int = 1) -> tuple[int, ...]:
-        """The positions (op numbers) after which the forward may be cut; equal neighbours count once."""
+        """The positions (op numbers) after which the forward is cut; equal neighbours count once.
+
+        A boundary that the backward does not read (a BatchNorm's output before its ReLU) would be saved in vain:
+        there is no cut there.
+        """
         found: list[int] = []
         before: frozenset[int] | None = None
         for position, values in enumerate(self.at[:-1]):
             left = values - carried
-            if len(left) <= width and left != before:
+            if len(left) <= width and left != before and left <= self.worth_keeping:
                 found.append(position)
                 before = left
             elif len(left) > width:
@@ -53,7 +58,8 @@ def crossings(joint: Joint) -> Crossing:
             live.update(value for value in op.writes if last.get(value, -1) > op.index)
         live = {value for value in live if last[value] > op.index}
         at.append(frozenset(live))
-    return Crossing(tuple(at))
+    read = {value for op in joint.backward_ops for value in op.reads}
+    return Crossing(tuple(at), frozenset(read))
 
 
 def carry_levels(joint: Joint, crossing: Crossing, work: Sequence[float]) -> Iterator[frozenset[int]]:

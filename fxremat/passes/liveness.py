@@ -8,7 +8,7 @@ workspaces this reproduces the allocator's peak.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fxremat.linearize.joint import Origin
@@ -38,13 +38,20 @@ class Memory:
         return max(*self.during, self.turn, self.end)
 
 
-def live_bytes(program: Program, sizes: Sizes, at_hand: Mapping[int, int] | None = None) -> Memory:
+def live_bytes(
+    program: Program,
+    sizes: Sizes,
+    *,
+    at_hand: Mapping[int, int] | None = None,
+    kept: Iterable[int] = (),
+) -> Memory:
     """Replay the allocations of a program. O(steps).
 
     Args:
-        at_hand: version -> bytes of what is alive before the first step (for a block on its own).
+        at_hand: version -> bytes of what is alive before the first step (None: a whole training step).
+        kept: values that stay alive to the end, besides what the step returns.
     """
-    changes = _changes(program, sizes, at_hand or {})
+    changes = _changes(program, sizes, at_hand, kept)
     live, during, turn_bytes = changes.start, [], changes.start
     for position, step in enumerate(program.steps):
         if position == program.turn:
@@ -66,12 +73,15 @@ class _Changes:
     freed: list[int]
 
 
-def _changes(program: Program, sizes: Sizes, at_hand: Mapping[int, int]) -> _Changes:
+def _changes(
+    program: Program, sizes: Sizes, at_hand: Mapping[int, int] | None, kept: Iterable[int]
+) -> _Changes:
+    whole, at_hand = at_hand is None, at_hand or {}
     steps = program.steps
     born, freed = [0] * len(steps), [0] * len(steps)
     for position, step in enumerate(steps):
         born[position] = sum([sizes.values[program.version_of[version]] for version in step.writes])
-    for version, (last, size) in enumerate(_lives(program, sizes, at_hand)):
+    for version, (last, size) in enumerate(_lives(program, sizes, at_hand, kept)):
         if 0 <= last < len(steps):
             freed[last] += size
     for first, last in _seed_lives(program) if sizes.seed else ():
@@ -80,10 +90,12 @@ def _changes(program: Program, sizes: Sizes, at_hand: Mapping[int, int]) -> _Cha
     joint = program.layout.joint
     tangents = [sizes.values[v.index] for v in joint.values if v.origin is Origin.TANGENT]
     start = sum(at_hand.values()) + sum(sizes.values[primal] for primal in program.preserved)
-    return _Changes(start, 0 if at_hand else sum(tangents), born, freed)
+    return _Changes(start, sum(tangents) if whole else 0, born, freed)
 
 
-def _lives(program: Program, sizes: Sizes, at_hand: Mapping[int, int]) -> list[tuple[int, int]]:
+def _lives(
+    program: Program, sizes: Sizes, at_hand: Mapping[int, int], kept: Iterable[int]
+) -> list[tuple[int, int]]:
     """For every version: the last step that uses it (-1: none, len(steps): alive to the end) and its bytes."""
     joint, forever = program.layout.joint, len(program.steps)
     last = [-1] * len(program.version_of)
@@ -93,7 +105,7 @@ def _lives(program: Program, sizes: Sizes, at_hand: Mapping[int, int]) -> list[t
     for value in joint.updates:  # returned by the forward, copied over its input, freed
         if value in program.first:
             last[program.first[value]] = max(last[program.first[value]], program.turn - 1)
-    for value in joint.kept_outputs | joint.returned:
+    for value in joint.kept_outputs | joint.returned | set(kept):
         if value in program.first:
             last[program.first[value]] = forever
     lives = []

@@ -89,10 +89,10 @@ class Replay:
     steps: list[Step] = field(default_factory=list)
     version_of: list[int] = field(default_factory=list)
     current: dict[int, int] = field(default_factory=dict)
+    ran: set[int] = field(default_factory=set)  # ops that ran at least once, here or before
     turn: int | None = None
     _covers: dict[int, int] = field(default_factory=dict)  # value -> how many stored items hold it
     _stored: dict[tuple[str, int], frozenset[int]] = field(default_factory=dict)
-    _ran: set[int] = field(default_factory=set)
     _repeated: set[int] = field(default_factory=set)
     _first: dict[int, int] = field(default_factory=dict)
 
@@ -168,7 +168,7 @@ class Replay:
         )
 
     def _seen(self, block: int) -> bool:
-        return any(index in self._ran for index in self.layout.blocks[block].forward)
+        return any(index in self.ran for index in self.layout.blocks[block].forward)
 
     def _store(self, item: tuple[str, int], values: Iterable[int]) -> None:
         if item in self._stored:
@@ -195,7 +195,7 @@ class Replay:
                 continue
             missing.add(producer)
             op = joint.ops[producer]
-            reads = op.again_reads if producer in self._ran else op.reads
+            reads = op.again_reads if producer in self.ran else op.reads
             stack += [value for value in reads if value not in self.current]
         for index in sorted(missing):
             if not place.forward or index < place.forward[0] or index > place.forward[-1]:
@@ -205,7 +205,7 @@ class Replay:
 
     def _run(self, index: int, block: int) -> None:
         op = self.layout.joint.ops[index]
-        again = index in self._ran
+        again = index in self.ran
         wanted, made = (op.again_reads, op.again_writes) if again else (op.reads, op.writes)
         missing = [value for value in wanted if value not in self.current]
         if missing:
@@ -214,4 +214,4 @@ class Replay:
         writes = tuple([self.give(value) for value in made])
         role = Role.BACKWARD if op.backward else Role.RECOMPUTE if again else Role.FORWARD
         self.steps.append(Step(index, block, role, reads, writes))
-        (self._repeated if again else self._ran).add(index)
+        (self._repeated if again else self.ran).add(index)

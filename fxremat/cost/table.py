@@ -1,0 +1,90 @@
+"""The costs of one joint graph, by op number, and the text that identifies an op's cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxremat.linearize.joint import Joint
+from fxremat.passes.liveness import Sizes
+from fxremat.passes.program import Program
+
+CUDA_BLOCK = 512  # the caching allocator counts every tensor in blocks of this many bytes
+
+
+@dataclass(frozen=True)
+class OpCost:
+    """One execution of one op."""
+
+    seconds: float
+    workspace: int  # bytes beyond inputs and outputs, while it runs
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of each op, and the sizes that liveness needs."""
+
+    seconds: tuple[float, ...]
+    sizes: Sizes
+
+    def time(self, program: Program) -> float:
+        """Seconds of all steps of a program."""
+        return sum([self.seconds[step.op] for step in program.steps])
+
+    def scaled(self, factor: float) -> Costs:
+        """The same with every time multiplied (calibration)."""
+        return Costs(tuple(seconds * factor for seconds in self.seconds), self.sizes)
+
+
+def costs_from(joint: Joint, by_op: Sequence[OpCost], device: torch.device) -> Costs:
+    """Put the costs of the ops together with the sizes of the values as the device's allocator rounds them."""
+    block = CUDA_BLOCK if device.type == "cuda" else 1
+    return Costs(
+        seconds=tuple(cost.seconds for cost in by_op),
+        sizes=Sizes(
+            values=tuple(-(-value.bytes // block) * block for value in joint.values),
+            workspace=tuple(cost.workspace for cost in by_op),
+            seed=torch.default_generator.get_state().numel() if device.type == "cpu" else 0,
+        ),
+    )
+
+
+def device_of(joint: Joint) -> torch.device:
+    """The device of the largest parameter or input: where the step runs."""
+    tensors = [t for node in joint.primals if isinstance(t := node.meta.get("val"), torch.Tensor)]
+    accelerated = [t.device for t in tensors if t.device.type != "cpu"]
+    return accelerated[0] if accelerated else torch.device("cpu")
+
+
+def op_key(node: fx.Node) -> str:
+    """Text that is equal for ops of equal cost: the op, its constants, and the layout of each tensor it reads."""
+    arguments = ", ".join(_describe(argument) for argument in (*node.args, *_sorted(node.kwargs)))
+    return f"{node.target}({arguments})"
+
+
+def _sorted(options: dict[str, Any]) -> Iterator[Any]:
+    for name in sorted(options):
+        yield (name, options[name])
+
+
+def _describe(argument: object) -> str:
+    if isinstance(argument, fx.Node):
+        value = argument.meta.get("val")
+        if isinstance(value, tuple | list):
+            return f"({', '.join(_layout(item) for item in value)})"
+        return _layout(value)
+    if isinstance(argument, tuple | list):
+        return f"({', '.join(_describe(item) for item in argument)})"
+    return repr(argument)
+
+
+def _layout(value: object) -> str:
+    if not isinstance(value, torch.Tensor):
+        return repr(value)
+    dtype = str(value.dtype).removeprefix("torch.")
+    shape, stride = "x".join(map(str, value.shape)), "x".join(map(str, value.stride()))
+    return f"{dtype}[{shape}|{stride}]"

@@ -1,0 +1,1 @@
+"""Joint graph to chain: ops and values, cuts and carried values, blocks, save options."""

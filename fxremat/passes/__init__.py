@@ -1,0 +1,1 @@
+"""Schedule to graphs: recompute, liveness, lowering to torch.fx."""

@@ -1,0 +1,1 @@
+"""What runs in the training step: the drop-in module and the replay of random ops."""
