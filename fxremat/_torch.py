@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxremat.errors import FxrematError
+
 
 def boxed(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
     """The module's forward as a function that takes one list, empties it, and frees each input after its last use.
@@ -83,8 +85,10 @@ def logging_functions() -> set[Callable[..., Any]]:
     return named | {warnings.warn}
 
 
-class PlainRun(Exception):
-    """Raised by `unwrap` users only; kept here so that no other file imports dynamo's exceptions."""
+def planning_error(error: BaseException) -> FxrematError | None:
+    """Our own error inside dynamo's `BackendCompilerFailed` (2.11, 2.13), or None."""
+    inner = getattr(error, "inner_exception", None)
+    return inner if isinstance(inner, FxrematError) else None
 
 
 def graph_break_place(error: BaseException) -> str | None:

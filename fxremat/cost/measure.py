@@ -41,7 +41,7 @@ def measure(joint: Joint, *, progress: bool = True) -> Costs:
     keys = [op_key(op.node) for op in joint.ops]
     missing = {key: op for key, op in zip(keys, joint.ops, strict=True) if cache.op(key) is None}
     if missing:
-        with _quiet_world(device):
+        with quiet_world(device):
             _measure_missing(joint, missing, device, cache, progress)
         cache.save()
     by_op = [cache.op(key) for key in keys]
@@ -49,7 +49,7 @@ def measure(joint: Joint, *, progress: bool = True) -> Costs:
 
 
 @contextlib.contextmanager
-def _quiet_world(device: torch.device) -> Iterator[None]:
+def quiet_world(device: torch.device) -> Iterator[None]:
     """Real tensors, no gradients, no autocast, and the generators as they were afterwards."""
     devices = [device] if device.type == "cuda" else []
     with (

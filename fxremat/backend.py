@@ -1,0 +1,164 @@
+"""The dynamo backend: torch.compile captures, AOTAutograd differentiates, our partition function plans and rewrites.
+
+    torch.compile(model, backend="fxremat", options={"mem": "4GiB"})
+    fxremat.compile(model, mem="4GiB")                                     the same, as a drop-in module
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxremat._torch import aot_backend, boxed, device_name, keep_saved_tensors
+from fxremat.cost.calibrate import calibrate
+from fxremat.cost.estimate import Device, estimate
+from fxremat.cost.measure import measure
+from fxremat.cost.table import Costs, device_of
+from fxremat.errors import FxrematError, InvalidBudget
+from fxremat.linearize.joint import Joint, read_joint
+from fxremat.plan import Plan
+from fxremat.planner import Prospects, survey
+from fxremat.units import Auto, Budget, Bytes, Percent, parse_budget
+
+AUTO_MARGIN = 0.05  # share of the free memory that mem="auto" leaves alone
+
+
+class PlannedOnly(Exception):
+    """Raised in place of the first forward when only the plan was asked for."""
+
+
+@dataclass
+class Backend:
+    """Plans every joint graph that dynamo captures; `plans` holds them in order, the latest last.
+
+    Args:
+        mem: the budget, in any of the forms of `fxremat.compile`.
+        solver: "auto", "input_drop", "persistent", "periodic" or "keep_all".
+        cost: "measure" runs every distinct op; "estimate" counts flops and bytes for `device`.
+        device: with cost="estimate", the name of a known device, or a `fxremat.cost.estimate.Device`.
+        slots: steps of memory in the dynamic programs.
+        progress: show a progress bar on stderr while measuring.
+    """
+
+    mem: int | str
+    solver: str = "auto"
+    cost: str = "measure"
+    device: str | Device | None = None
+    slots: int = 500
+    progress: bool = True
+    plans: list[Plan] = field(default_factory=list)
+    only_plan: bool = False
+
+    def __post_init__(self) -> None:
+        self.budget = parse_budget(self.mem)
+        if self.cost not in ("measure", "estimate"):
+            raise FxrematError(f'cost is {self.cost!r}; it is "measure" or "estimate"')
+        if self.device is not None and self.cost == "measure":
+            raise FxrematError('device goes with cost="estimate"; measured costs are those of the model\'s device')
+
+    def fresh(self) -> Backend:
+        """The same settings, and no plans."""
+        return replace(self, plans=[])
+
+    def __call__(self, module: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
+        """Compile one captured graph, as dynamo asks."""
+        backend = aot_backend(
+            fw_compiler=self._forward_compiler,
+            bw_compiler=lambda graph, _: boxed(graph),
+            inference_compiler=lambda graph, _: boxed(graph),
+            partition_fn=self._partition,
+        )
+        with keep_saved_tensors():
+            return backend(module, inputs)
+
+    def _forward_compiler(self, graph: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+        run = boxed(graph)
+
+        def forward(arguments: list[Any]) -> Any:
+            if self.only_plan:
+                raise PlannedOnly
+            return run(arguments)
+
+        forward._boxed_call = True  # type: ignore[attr-defined]
+        return forward
+
+    def _partition(
+        self, module: fx.GraphModule, _: Sequence[Any], *, num_fwd_outputs: int, **__: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        plan = self.plan(read_joint(module, num_fwd_outputs))
+        self.plans.append(plan)
+        return plan.graphs
+
+    def plan(self, joint: Joint) -> Plan:
+        """The whole way from a joint graph to a plan."""
+        costs = self._costs(joint)
+        prospects = survey(joint, costs, solver=self.solver, slots=self.slots)
+        budget = bytes_of(self.budget, prospects, device_of(joint))
+        chosen = prospects.within(budget)
+        device = device_name(device_of(joint)) if self.cost == "measure" else str(self._estimated_device(joint))
+        plan = Plan(
+            budget=budget,
+            chosen=chosen,
+            prospects=prospects,
+            costs=costs,
+            device=device,
+            timed=f"{self.cost}d",
+        )
+        return calibrate(plan) if self.cost == "measure" else plan
+
+    def _costs(self, joint: Joint) -> Costs:
+        if self.cost == "estimate":
+            return estimate(joint, self._estimated_device(joint))
+        return measure(joint, progress=self.progress)
+
+    def _estimated_device(self, joint: Joint) -> Device:
+        return Device.named(self.device or device_of(joint).type)
+
+
+def bytes_of(budget: Budget, prospects: Prospects, device: torch.device) -> int:
+    """What a budget means for this model on this device, in bytes."""
+    match budget:
+        case Bytes(count):
+            return count
+        case Percent(share):
+            return int(prospects.keep_all.peak * share / 100)
+        case Auto():
+            return free_bytes(device)
+
+
+def free_bytes(device: torch.device) -> int:
+    """What a CUDA device has free now, the allocator's own reserve included, less a margin."""
+    if device.type != "cuda":
+        raise InvalidBudget(
+            f'mem="auto" reads the free memory of a CUDA device, and this model is on {device.type}; '
+            'give bytes, such as mem="4GiB", or a share, such as mem="60%"'
+        )
+    free, _ = torch.cuda.mem_get_info(device)
+    reserve = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int((free + reserve) * (1 - AUTO_MARGIN))
+
+
+def fxremat(
+    module: fx.GraphModule,
+    inputs: Sequence[Any],
+    *,
+    options: dict[str, Any] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """The entry point of `torch.compile(model, backend="fxremat", options={"mem": ...})`.
+
+    Options are those of `Backend`; "mem" is required.
+    """
+    options = dict(options or {})
+    if mode is not None:
+        raise FxrematError(f'mode={mode!r} belongs to another backend; fxremat takes options={{"mem": "4GiB"}}')
+    if "mem" not in options:
+        raise InvalidBudget('the fxremat backend needs a budget: torch.compile(..., options={"mem": "4GiB"})')
+    unknown = sorted(set(options) - {"mem", "solver", "cost", "device", "slots", "progress"})
+    if unknown:
+        raise FxrematError(f"unknown options {', '.join(unknown)}; there are mem, solver, cost, device, slots, progress")
+    return Backend(**options)(module, inputs)

@@ -1,0 +1,103 @@
+"""Costs without running anything: flops and bytes of each op over what a device can do of each.
+
+    seconds(op) = launch + max(flops / peak flops of the dtype, bytes read and written / bandwidth)
+
+The roofline model. Flops are those of torch's own formulas (`torch.utils.flop_counter`); an op without a formula
+is bound by memory. Views cost nothing, workspaces are not known and count as nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils.flop_counter import flop_registry
+
+from fxremat.cost.table import Costs, OpCost, costs_from, device_of
+from fxremat.errors import FxrematError
+from fxremat.linearize.joint import Joint, Op, tensors_of
+
+REACHED = 0.6  # share of its peak that a device reaches on large matrix products
+CPU_ATTENTION = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: torch.ops.aten._scaled_dot_product_flash_attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        torch.ops.aten._scaled_dot_product_flash_attention_backward
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """What a device can do: data-sheet numbers."""
+
+    name: str
+    flops: float  # a second, fp32 matrix products (TF32 where the device has it)
+    half_flops: float  # a second, fp16 and bf16 matrix products, dense
+    bandwidth: float  # bytes a second, device memory
+    launch: float = 5e-6  # seconds that any op takes
+
+    def __str__(self) -> str:
+        return self.name
+
+    @classmethod
+    def named(cls, name: str | Device) -> Device:
+        """A known device, or the description given. Raises `FxrematError` with the known names."""
+        if isinstance(name, Device):
+            return name
+        if name not in DEVICES:
+            raise FxrematError(f"unknown device {name!r}; known are {', '.join(DEVICES)}, or give a Device(...)")
+        return DEVICES[name]
+
+
+DEVICES = {
+    device.name: device
+    for device in (
+        Device(name="cpu", flops=5e10, half_flops=5e10, bandwidth=1e10, launch=3e-6),
+        Device(name="cuda", flops=156e12, half_flops=312e12, bandwidth=1.555e12),
+        Device(name="V100", flops=15.7e12, half_flops=125e12, bandwidth=0.9e12),
+        Device(name="T4", flops=8.1e12, half_flops=65e12, bandwidth=0.32e12),
+        Device(name="A100-40GB", flops=156e12, half_flops=312e12, bandwidth=1.555e12),
+        Device(name="A100-80GB", flops=156e12, half_flops=312e12, bandwidth=2.039e12),
+        Device(name="L4", flops=60e12, half_flops=121e12, bandwidth=0.3e12),
+        Device(name="H100", flops=495e12, half_flops=989e12, bandwidth=3.35e12),
+        Device(name="H200", flops=495e12, half_flops=989e12, bandwidth=4.8e12),
+        Device(name="RTX-3090", flops=71e12, half_flops=71e12, bandwidth=0.936e12),
+        Device(name="RTX-4090", flops=82.6e12, half_flops=165e12, bandwidth=1.008e12),
+    )
+}
+
+
+def estimate(joint: Joint, device: Device) -> Costs:
+    """The roofline cost of every op. O(ops); nothing is run, no memory is taken."""
+    return costs_from(joint, [_cost(op, joint, device) for op in joint.ops], device_of(joint))
+
+
+def _cost(op: Op, joint: Joint, device: Device) -> OpCost:
+    moved = sum(_bytes(parent) for parent in op.node.all_input_nodes) + _bytes(op.node)
+    half = any(t is not None and t.dtype in (torch.float16, torch.bfloat16) for t in tensors_of(op.node))
+    rate = (device.half_flops if half else device.flops) * REACHED
+    return OpCost(device.launch + max(flops_of(op.node) / rate, moved / device.bandwidth), 0)
+
+
+def _bytes(node: fx.Node) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors_of(node) if t is not None)
+
+
+def flops_of(node: fx.Node) -> float:
+    """Floating-point operations of one op; 0 where torch has no formula for it."""
+    packet = getattr(node.target, "overloadpacket", None)
+    formula: Callable[..., Any] | None = flop_registry.get(CPU_ATTENTION.get(packet, packet))
+    if formula is None:
+        return 0.0
+
+    def value(parent: fx.Node) -> Any:
+        return parent.meta.get("val")
+
+    arguments, options = fx.node.map_arg(node.args, value), fx.node.map_arg(node.kwargs, value)
+    try:
+        return float(formula(*arguments, **options, out_val=node.meta.get("val")))
+    except (TypeError, ValueError, AssertionError, IndexError):
+        return 0.0

@@ -1,0 +1,170 @@
+"""A plan: what a model will do inside its budget, and everything one may want to read about it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import fx
+
+from fxremat.chain import Chain
+from fxremat.cost.table import Costs
+from fxremat.passes.liveness import Memory, live_bytes
+from fxremat.passes.lower import lower
+from fxremat.passes.program import Program, Role
+from fxremat.planner import Prospect, Prospects
+from fxremat.schedule import Forward, Keep, Schedule
+from fxremat.simulate import Timeline, simulate
+from fxremat.units import format_bytes
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Plan:
+    """One training step inside a budget. Printing it shows it.
+
+    Bytes are above what was allocated when forward began; seconds are those of the device it was planned for.
+    """
+
+    budget: int  # bytes that the user allows
+    chosen: Prospect
+    prospects: Prospects
+    costs: Costs
+    device: str
+    timed: str  # how times were found: "measured" or "estimated"
+
+    @property
+    def predicted_peak(self) -> int:
+        """Bytes, exact up to the allocator's rounding."""
+        return self.chosen.peak
+
+    @property
+    def predicted_time(self) -> float:
+        """Seconds of one forward and backward."""
+        return self.chosen.time
+
+    @property
+    def keep_all_peak(self) -> int:
+        """Bytes at the peak when everything is kept: what percentages refer to."""
+        return self.prospects.keep_all.peak
+
+    @property
+    def keep_all_time(self) -> float:
+        """Seconds of one forward and backward when everything is kept."""
+        return self.prospects.keep_all.time
+
+    @property
+    def minimum(self) -> int:
+        """The least budget, in bytes, that this model can be compiled with."""
+        return self.prospects.minimum
+
+    @property
+    def frontier(self) -> tuple[tuple[int, float], ...]:
+        """(peak in bytes, time in seconds) of every plan on offer, fastest first."""
+        return tuple((prospect.peak, prospect.time) for prospect in self.prospects.frontier)
+
+    @property
+    def chain(self) -> Chain:
+        """The model as a chain of blocks."""
+        return self.chosen.chain
+
+    @property
+    def schedule(self) -> Schedule:
+        """What runs, in order, block by block."""
+        return self.chosen.schedule
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """The schedule simulated on the chain: memory and start of each of its operations."""
+        return simulate(self.chain, self.schedule)
+
+    @cached_property
+    def program(self) -> Program:
+        """What runs, op by op."""
+        return self.chosen.program()
+
+    @cached_property
+    def memory(self) -> Memory:
+        """Bytes alive during each step of the program."""
+        return live_bytes(self.program, self.costs.sizes)
+
+    @cached_property
+    def graphs(self) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """The forward and the backward graph."""
+        return lower(self.program)
+
+    @property
+    def forward_graph(self) -> fx.GraphModule:
+        """(*inputs) -> (*outputs, *saved); `print_readable()` shows it with its blocks."""
+        return self.graphs[0]
+
+    @property
+    def backward_graph(self) -> fx.GraphModule:
+        """(*saved, *gradients of the outputs) -> gradients of the inputs."""
+        return self.graphs[1]
+
+    @cached_property
+    def gradient_bytes(self) -> int:
+        """Bytes of parameter and input gradients alive at the peak."""
+        at = max(range(len(self.memory.during)), key=self.memory.during.__getitem__, default=-1)
+        written = (version for step in self.program.steps[: at + 1] for version in step.writes)
+        alive = {self.program.version_of[version] for version in written} & self.program.layout.joint.returned
+        return sum(self.costs.sizes.values[value] for value in alive)
+
+    def __str__(self) -> str:
+        return "\n".join([*self._summary(), "", *self._blocks(), "", f"schedule: {self.schedule}"])
+
+    def _summary(self) -> Iterator[str]:
+        share, slower = self.predicted_peak / self.keep_all_peak, self.predicted_time / self.keep_all_time
+        again = self.program.recomputed
+        yield f"fxremat plan for {self.device} ({self.timed} times)"
+        yield f"  budget          {format_bytes(self.budget)}"
+        yield (
+            f"  predicted peak  {format_bytes(self.predicted_peak)}, "
+            f"{share:.1%} of the {format_bytes(self.keep_all_peak)} of keeping everything"
+        )
+        yield f"                  {format_bytes(self.gradient_bytes)} of it are gradients to return"
+        yield (
+            f"  predicted time  {_milliseconds(self.predicted_time)}, "
+            f"{slower:.2f}x of {_milliseconds(self.keep_all_time)}; {again} ops run again"
+        )
+        yield f"  least budget    {format_bytes(self.minimum)} ({self.minimum} bytes)"
+
+    def _blocks(self) -> Iterator[str]:
+        """A line a block; equal neighbours share one."""
+        names = [block.name for block in self.chain.blocks]
+        width = max(12, *(len(name) for name in names))
+        yield f"  {'block':>7}  {'ends with':{width}}  {'forward':>9}  {'backward':>9}  {'output':>9}  {'saved':>9}  what it does"
+        for number, (block, does) in enumerate(zip(self.chain.blocks, self._actions(), strict=True), start=1):
+            yield (
+                f"  {number:>7}  {block.name:{width}}  {_milliseconds(block.forward_time):>9}  "
+                f"{_milliseconds(block.backward_time):>9}  {format_bytes(block.output_bytes):>9}  "
+                f"{format_bytes(block.saved_bytes):>9}  {does}"
+            )
+
+    def _actions(self) -> list[str]:
+        runs: Counter[int] = Counter()
+        saved: dict[int, int] = {}
+        for op in self.schedule.ops:
+            if isinstance(op, Forward):
+                runs[op.block] += 1
+                if op.keep is Keep.ALL:
+                    saved[op.block] = op.option
+        again: Counter[int] = Counter(
+            step.block + 1 for step in self.program.steps if step.role is Role.RECOMPUTE
+        )
+        actions = []
+        for number, block in enumerate(self.chain.blocks, start=1):
+            option = saved[number]
+            kept = format_bytes(block.choices[option].saved_bytes)
+            how = "keeps everything" if option == 0 else f"keeps {kept} (option {option})"
+            if runs[number] > 1:
+                times = "once more" if runs[number] == 2 else f"{runs[number] - 1} times more"
+                how = f"runs {times}, then {how}"
+            actions.append(how + (f"; {again[number]} ops again" if again[number] else ""))
+        return actions
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms"
