@@ -1,7 +1,8 @@
 """One model, plain PyTorch beside fxremat at several budgets, in one process.
 
-Budgets are percentages of plain PyTorch's measured peak, handed to fxremat as bytes. Each row is a training step with
-gradients of None at its start: peak, time, and whether gradients, buffers and random state are the plain ones.
+Budgets are percentages of plain PyTorch's measured peak, handed to fxremat as bytes. Each row is a training
+step from gradients of None: its peak, its time, and whether loss, gradients, buffers and random state are
+the plain ones.
 """
 
 from __future__ import annotations

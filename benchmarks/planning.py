@@ -2,7 +2,8 @@
 
     python -m benchmarks.planning
 
-Each time in a fresh process with all cores; the first has empty caches of costs and of compiled solver kernels.
+Each time in a fresh process with all cores; before the first, the caches of costs and of compiled solver
+kernels are empty.
 """
 
 from __future__ import annotations

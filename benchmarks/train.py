@@ -2,8 +2,8 @@
 
     python -m benchmarks.train --models gpt,resnet --budgets 100,45,30
 
-Each model runs in a process of its own with one thread; the two kinds of step take turns, and the least process CPU
-time of `--steps` rounds counts. Budgets are percentages of plain PyTorch's measured peak.
+Each model runs in a process of its own with one thread; the two kinds of step take turns, and the least
+process CPU time of `--steps` rounds counts. Budgets are percentages of plain PyTorch's measured peak.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+import torch
+
 from . import models, report
+from .compare import Row, compare
 from .report import Bound
 
 BUDGETS = "100,80,60,45,40,30,25,11"
@@ -67,7 +70,7 @@ def _parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _in_a_process(name: str, arguments: argparse.Namespace) -> list[report.Row]:
+def _in_a_process(name: str, arguments: argparse.Namespace) -> list[Row]:
     command = [
         *(sys.executable, "-m", "benchmarks.train", "--worker", "--models", name, "--size", arguments.size),
         *("--budgets", arguments.budgets, "--steps", str(arguments.steps)),
@@ -79,10 +82,6 @@ def _in_a_process(name: str, arguments: argparse.Namespace) -> list[report.Row]:
 
 
 def _work(arguments: argparse.Namespace) -> None:
-    import torch
-
-    from .compare import compare
-
     torch.set_num_threads(1)
     case = models.get(arguments.models, arguments.size)
     percents = [float(percent) for percent in arguments.budgets.split(",")]
