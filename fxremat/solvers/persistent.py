@@ -73,11 +73,8 @@ def bounds(sizes: Sizes, n: int) -> tuple[Ints, Ints]:
                 least = min(least, max(need, sizes.saved[o] + low[s + 1, t]))
                 if sizes.extra[o] == 0.0:
                     enough = min(enough, max(need, sizes.saved[o] + high[s + 1, t]))
-            run = sizes.first[s]
             for j in range(s, t):
-                if j > s:
-                    run = max(run, sizes.next[j])
-                least = min(least, max(phase[t] + run, out[j] + low[j + 1, t], low[s, j]))
+                least = min(least, max(phase[t] + sizes.run[s, j], out[j] + low[j + 1, t], low[s, j]))
             low[s, t], high[s, t] = least, enough
     return low, high
 
@@ -88,19 +85,15 @@ def fill(sizes: Sizes, rows: Rows, n: int, slots: int) -> None:
     phase, out, start, forward = sizes.phase, sizes.out, sizes.start, sizes.forward
     for t in range(1, n + 1):
         for s in range(t, 0, -1):
-            low = rows.low[s, t]
-            if low > slots or low == rows.high[s, t]:
+            if rows.low[s, t] > slots:
                 continue
-            row = rows.cost[rows.at[s, t] : rows.at[s, t] + rows.high[s, t] - low]
             for o in range(start[s], start[s + 1]):
                 need = max(phase[t] + sizes.save[o], phase[s] + sizes.back[o])
-                relax(row, low, need, sizes.extra[o], rows, s + 1, t, sizes.saved[o], rows, 0, 0)
-            run = sizes.first[s]
+                relax(rows, s, t, need, sizes.extra[o], s + 1, sizes.saved[o], 0, 0)
             for j in range(s, t):
-                if j > s:
-                    run = max(run, sizes.next[j])
-                again = forward[j] - forward[s - 1]
-                relax(row, low, phase[t] + run, again, rows, j + 1, t, out[j], rows, s, j)
+                relax(
+                    rows, s, t, phase[t] + sizes.run[s, j], forward[j] - forward[s - 1], j + 1, out[j], s, j
+                )
 
 
 @jit
@@ -124,11 +117,8 @@ def trace(sizes: Sizes, low: Ints, rows: Rows, n: int, m: int, full: int, slots:
                 cost = sizes.extra[o] + guess(rows, s + 1, t, left, slots, dear)
                 if cost < best:
                     best, save = cost, o
-        run = sizes.first[s]
         for j in range(s, t):
-            if j > s:
-                run = max(run, sizes.next[j])
-            if max(phase[t] + run, out[j] + low[j + 1, t], low[s, j]) <= m:
+            if max(phase[t] + sizes.run[s, j], out[j] + low[j + 1, t], low[s, j]) <= m:
                 left = (m - out[j]) * slots // full
                 cost = forward[j] - forward[s - 1] + guess(rows, j + 1, t, left, slots, dear)
                 cost += guess(rows, s, j, m * slots // full, slots, dear)

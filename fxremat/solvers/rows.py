@@ -6,7 +6,8 @@ A row is the least time spent recomputing, as a function of the memory m, for on
     cost[m - low]   low <= m < high, never increasing
     0               m >= high    everything is kept
 
-`relax` takes the minimum of a row and  base + left(m - shift) + right(m)  wherever m >= need.
+`relax` takes the minimum of a row and  base + left(m - shift) + right(m)  wherever m >= need. It is where all
+the time goes: one pass over contiguous memory, in vector instructions.
 """
 
 from typing import Any, NamedTuple
@@ -45,7 +46,7 @@ def lay_out(low: Ints, high: Ints, slots: int) -> Rows:
 @jit
 def least(x: float, y: float) -> float:
     """min(x, y) in the form that becomes one vector instruction."""
-    return y if y < x else x
+    return y if y < x else x  # noqa: FURB136
 
 
 @jit
@@ -69,58 +70,48 @@ def guess(rows: Rows, i: int, j: int, m: int, slots: int, dear: float) -> float:
 
 @jit
 def relax(
-    out: Floats,
-    low: int,
-    need: int,
-    base: float,
-    left: Rows,
-    li: int,
-    lj: int,
-    shift: int,
-    right: Rows,
-    ri: int,
-    rj: int,
+    rows: Rows, i: int, j: int, need: int, base: float, left: int, shift: int, right: int, column: int
 ) -> None:
-    """out[m - low] = min(out[m - low], base + left(m - shift) + right(m)) for every m >= need.
+    """row(i, j)(m) = min(itself, base + row(left, j)(m - shift) + row(right, column)(m)) for every m >= need.
 
-    Both rows never increase, nor does `out`: where out <= base nothing can improve, and that is a suffix.
+    Rows never increase: where this one is no more than `base` it cannot improve, and that is so up to its end.
     """
-    begin = max(low, need, left.low[li, lj] + shift, right.low[ri, rj])
-    end = low + out.size
-    if begin >= end or out[begin - low] <= base:
+    low, cost = rows.low[i, j], rows.cost
+    left_low, right_low = rows.low[left, j] + shift, rows.low[right, column]
+    begin, end = max(low, need, left_low, right_low), rows.high[i, j]
+    out = rows.at[i, j] - low  # cost[out + m] is the entry of m
+    if begin >= end or cost[out + begin] <= base:
         return
-    if out[end - 1 - low] <= base:  # the first m with out <= base, by bisection
-        above, below = begin, end - 1
-        while below - above > 1:
-            middle = (above + below) // 2
-            if out[middle - low] <= base:
-                below = middle
+    if cost[out + end - 1] <= base:  # end at the first m where that is so, by bisection
+        above = begin
+        while end - above > 1:
+            middle = (above + end) // 2
+            if cost[out + middle] <= base:
+                end = middle
             else:
                 above = middle
-        end = below
-    left_end = left.high[li, lj] + shift
-    right_end = right.high[ri, rj]
-    both = min(end, left_end, right_end)
-    if begin < both:
-        x = left.cost[left.at[li, lj] + begin - shift - left.low[li, lj] :]
-        y = right.cost[right.at[ri, rj] + begin - right.low[ri, rj] :]
-        o = out[begin - low :]
-        for k in range(both - begin):
-            o[k] = least(o[k], base + x[k] + y[k])
-        begin = both
-    if begin < min(end, left_end):
-        stop = min(end, left_end)
-        x = left.cost[left.at[li, lj] + begin - shift - left.low[li, lj] :]
-        o = out[begin - low :]
-        for k in range(stop - begin):
-            o[k] = least(o[k], base + x[k])
-        begin = stop
-    elif begin < min(end, right_end):
-        stop = min(end, right_end)
-        y = right.cost[right.at[ri, rj] + begin - right.low[ri, rj] :]
-        o = out[begin - low :]
-        for k in range(stop - begin):
-            o[k] = least(o[k], base + y[k])
-        begin = stop
+    left_end, right_end = min(end, rows.high[left, j] + shift), min(end, rows.high[right, column])
+    x, y = rows.at[left, j] - left_low, rows.at[right, column] - right_low
+    _add_both(cost, out + begin, x + begin, y + begin, min(left_end, right_end) - begin, base)
+    begin = max(begin, min(left_end, right_end))
+    _add_one(cost, out + begin, x + begin, left_end - begin, base)
+    _add_one(cost, out + begin, y + begin, right_end - begin, base)
+    begin = max(begin, left_end, right_end)
     for m in range(begin, end):
-        out[m - low] = least(out[m - low], base)
+        cost[out + m] = least(cost[out + m], base)
+
+
+@jit
+def _add_both(cost: Floats, out: int, x: int, y: int, count: int, base: float) -> None:
+    if count > 0:
+        mine, left, right = cost[out : out + count], cost[x : x + count], cost[y : y + count]
+        for k in range(count):
+            mine[k] = least(mine[k], base + left[k] + right[k])
+
+
+@jit
+def _add_one(cost: Floats, out: int, x: int, count: int, base: float) -> None:
+    if count > 0:
+        mine, other = cost[out : out + count], cost[x : x + count]
+        for k in range(count):
+            mine[k] = least(mine[k], base + other[k])

@@ -2,8 +2,8 @@
 
     phase[t]          held whatever happens while d_t is the stored gradient
     out[l]            a_l
-    first[l]          a_l + scratch: a forward that keeps its input, where the caller counts the input
-    next[l]           a_{l-1} + a_l + scratch: a forward further down the same pass
+    run[s, j]         the most of a_l + scratch for l = s and a_{l-1} + a_l + scratch for l = s+1..j:
+                      what a pass of forwards s..j needs, where its input is counted elsewhere
     saved[o]          A_l under option o; the options of block l are start[l] <= o < start[l+1]
     save[o]           A_l + scratch of the forward that saves it
     save_next[o]      a_{l-1} + the same
@@ -15,6 +15,7 @@ Rounding happens here, once, and up: budgets go down. What is stored over and ov
 rounded value by value; what an op needs while it runs is summed in bytes first.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -31,8 +32,7 @@ class Sizes(NamedTuple):
 
     phase: Ints
     out: Ints
-    first: Ints
-    next: Ints
+    run: Ints
     start: Ints
     saved: Ints
     save: Ints
@@ -57,28 +57,36 @@ def in_bytes(chain: Chain) -> Sizes:
     return _arrays(chain, lambda sizes: np.array(sizes, dtype=np.int64))
 
 
-def _arrays(chain: Chain, units) -> Sizes:  # type: ignore[no-untyped-def]
+def _arrays(chain: Chain, units: Callable[[list[int]], Ints]) -> Sizes:
     out, grad, phase = chain.output_sizes, chain.grad_sizes, chain.phase_sizes
     # d_0 and every weight gradient are there when B_1 ends: as good as scratch of B_1
     end = phase[0] - phase[1] - out[0]
     blocks = list(enumerate(chain.blocks, start=1))
     options = [(number, block, option) for number, block in blocks for option in block.choices]
     counts = [0, 0] + [len(block.choices) for block in chain.blocks]
+    first = units([0] + [block.output_bytes + block.forward_scratch for block in chain.blocks])
+    later = units([0] + [out[k - 1] + block.output_bytes + block.forward_scratch for k, block in blocks])
     return Sizes(
         phase=units(list(phase)),
         out=units(list(out)),
-        first=units([0] + [block.output_bytes + block.forward_scratch for block in chain.blocks]),
-        next=units([0] + [out[l - 1] + block.output_bytes + block.forward_scratch for l, block in blocks]),
+        run=_passes(first, later),
         start=np.cumsum(np.array(counts, dtype=np.int64)),
         saved=units([option.saved_bytes for _, _, option in options]),
         save=units([option.saved_bytes + (option.save_scratch or 0) for _, _, option in options]),
-        save_next=units([out[l - 1] + o.saved_bytes + (o.save_scratch or 0) for l, _, o in options]),
+        save_next=units([out[k - 1] + o.saved_bytes + (o.save_scratch or 0) for k, _, o in options]),
         back=units(
             [
-                max(o.saved_bytes + grad[l - 1] + o.backward_scratch, end if l == 1 else 0)
-                for l, _, o in options
+                max(o.saved_bytes + grad[k - 1] + o.backward_scratch, end if k == 1 else 0)
+                for k, _, o in options
             ]
         ),
         extra=np.array([o.backward_time - min(c.backward_time for c in b.choices) for _, b, o in options]),
         forward=np.cumsum(np.array([0.0] + [block.forward_time for block in chain.blocks])),
     )
+
+
+def _passes(first: Ints, later: Ints) -> Ints:
+    """run[s, j], from what the first forward of a pass needs and what the later ones do."""
+    run = np.broadcast_to(later, (first.size, first.size)).copy()
+    run[np.diag_indices_from(run)] = first
+    return np.maximum.accumulate(np.triu(run), axis=1)
