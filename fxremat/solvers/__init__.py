@@ -17,7 +17,7 @@ from fxremat.platform import Platform
 from fxremat.schedule import Schedule
 from fxremat.simulate import Timeline, simulate
 from fxremat.solvers import input_drop, keep_all, periodic, persistent
-from fxremat.solvers.table import Build, Table, grain
+from fxremat.solvers.table import Build, grain
 
 _LISTS: MappingProxyType[str, Callable[[Chain], list[Schedule]]] = MappingProxyType(
     {"keep_all": keep_all.schedules, "periodic": periodic.schedules}
@@ -26,7 +26,8 @@ _TABLES: MappingProxyType[str, Build] = MappingProxyType(
     {"persistent": persistent.build, "input_drop": input_drop.build}
 )
 SOLVERS = ("auto", *_LISTS, *_TABLES)
-_ROUNDS = 3  # further tables, of other roundings, that are tried when the first is not exact
+_ROUNDS = 4  # bisections of the nominal budget
+_QUICK = 5e9  # more work than this is not done several times
 
 
 def solve(
@@ -82,13 +83,26 @@ def best(
 
 
 def _by_table(build: Build, chain: Chain, mem: int, slots: int) -> Timeline:
-    """Tables for a growing nominal budget, as long as what they promise is kept within `mem` bytes."""
+    """Keep everything if that fits; else read the answer off tables, several where sizes had to be rounded."""
+    everything = simulate(chain, keep_all.schedules(chain)[0])
+    if everything.peak <= mem:
+        return everything
     unit = grain(chain)
     if mem // unit <= slots:  # every size is a whole number of slots: nothing is rounded
-        table = build(chain, max(1, mem // unit) * unit, max(1, mem // unit))
-        return simulate(chain, table.schedule(mem))
-    table = build(chain, mem, slots)
-    found = [simulate(chain, table.schedule(mem))]
+        steps = max(1, mem // unit)
+        return simulate(chain, build(chain, steps * unit, steps).schedule(mem))
+    found = [simulate(chain, build(chain, mem, slots).schedule(mem))]
+    work = slots * len(chain) * sum(len(block.choices) for block in chain.blocks) ** 2
+    sound, hopeful = 1.0, 1.0 + len(chain) / slots
+    for _ in range(_ROUNDS if work <= _QUICK else 0):
+        nominal = (sound + hopeful) / 2
+        table = build(chain, int(mem * nominal), slots)
+        trial = simulate(chain, table.schedule(mem, full=mem))
+        found.append(trial)
+        if trial.time <= (chain.least_time + table.curve[-1]) * (1 + 1e-9):
+            sound = nominal  # the table kept its promise although its slots are too large
+        else:
+            hopeful = nominal
     return min(found, key=_merit)
 
 

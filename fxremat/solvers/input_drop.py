@@ -1,14 +1,14 @@
 """Checkpointing of a chain where a saved block may lose its input, by dynamic programming. The default.
 
-    cost[s, t, m]   as in persistent.py: least recomputation to run backward t..s; input of s stored, not counted
+    cost[s, t, m]   as in persistent.py: least recomputation to run backward t..s, input of s not counted in m
     drop[s, j, m]   the same for j..s when A_j is already stored, counted in m, and its input is not:
                     the chain is rerun up to a_{j-1} before the backward of j
 
 Only its backward reads the input of a block, so a_{j-1} may go as soon as A_j is there, and come back later.
 
     cost   keep all           extra(s) + cost[s+1, t, m - saved(s)]
-           cut after j        forward(s..j) + cost[j+1, t, m - a(j)] + cost[s, j, m]                     j >= s
-           save j, drop a(j-1)  forward(s..j-1) + extra(j) + cost[j+1, t, m - saved(j)] + drop[s, j, m]  j > s
+           cut after j        forward(s..j) + cost[j+1, t, m - a(j)] + cost[s, j, m]                  j >= s
+           save j, lose a(j-1)  forward(s..j-1) + extra(j) + cost[j+1, t, m - saved(j)] + drop[s, j, m]  j > s
     drop   for j instead of t, with drop[., j, .] for cost[., t, .] at the right end; drop[j, j, m] = 0
 
 Each "save" takes the best option of its block, and a row of `drop` belongs to a block and the option it was
@@ -100,7 +100,7 @@ def _bound_row(sizes: Sizes, low: Ints, high: Ints, n: int, s: int, t: int, c: i
 
 @jit
 def fill(sizes: Sizes, rows: Rows, n: int, slots: int) -> None:
-    """Fill every row by the recursion, in squares of rows that share what they read while it is in the cache."""
+    """Fill every row by the recursion, in squares of rows that share what they read while it is cached."""
     for t0 in range(1, n + 1, _TILE):
         t1 = min(t0 + _TILE - 1, n)
         for s0 in range((t1 - 1) // _TILE * _TILE + 1, 0, -_TILE):
@@ -150,7 +150,7 @@ def _split(sizes: Sizes, rows: Rows, n: int, s: int, t: int, j: int, slots: int)
 
 @jit
 def trace(sizes: Sizes, low: Ints, rows: Rows, n: int, m: int, full: int, slots: int) -> Ints:
-    """The ops of cost[1, n, m] on a tape; m, `sizes` and `low` are in bytes, `slots` stand for `full` bytes."""
+    """The ops of cost[1, n, m] on a tape; m, `sizes`, `low` are in bytes, `slots` stand for `full` bytes."""
     start, saved = sizes.start, sizes.saved
     tape = np.zeros(64, dtype=np.int64)
     todo = [(1, n, n, m)]  # row (s, c) for the backward of t..s; c = 0: the backward of s alone
@@ -182,7 +182,7 @@ def trace(sizes: Sizes, low: Ints, rows: Rows, n: int, m: int, full: int, slots:
 def _choose(
     sizes: Sizes, low: Ints, rows: Rows, n: int, s: int, t: int, c: int, m: int, full: int, slots: int
 ) -> tuple[int, int, int]:
-    """Of what fits in m bytes, what the table thinks fastest: (option of s, cut, option to drop at), two of them -1."""
+    """What fits in m bytes and looks fastest: (option of s, cut, option of j to save); two of them are -1."""
     saved, start, forward = sizes.saved, sizes.start, sizes.forward
     held = sizes.phase[t] + (saved[c - n - 1] if c > n else 0)
     dear = forward[n] + 1.0

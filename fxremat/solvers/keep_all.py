@@ -1,4 +1,4 @@
-"""Keep everything: Fall1 .. Falln Bn .. B1, each block with its fastest option. No schedule takes less time."""
+"""Keep everything: Fall1 .. Falln Bn .. B1, each block with its fastest option. Nothing is faster."""
 
 from fxremat.chain import Block, Chain
 from fxremat.schedule import Backward, Forward, Keep, Schedule

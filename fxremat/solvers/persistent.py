@@ -98,7 +98,7 @@ def fill(sizes: Sizes, rows: Rows, n: int, slots: int) -> None:
 
 @jit
 def trace(sizes: Sizes, low: Ints, rows: Rows, n: int, m: int, full: int, slots: int) -> Ints:
-    """The ops of cost[1, n, m] on a tape; m, `sizes` and `low` are in bytes, and `slots` stand for `full` bytes."""
+    """The ops of cost[1, n, m] on a tape; m, `sizes`, `low` are in bytes, `slots` stand for `full` bytes."""
     phase, out, start, forward = sizes.phase, sizes.out, sizes.start, sizes.forward
     dear = forward[n] + 1.0
     tape = np.zeros(64, dtype=np.int64)

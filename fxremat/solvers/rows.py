@@ -10,14 +10,20 @@ A row is the least time spent recomputing, as a function of the memory m, for on
 the time goes: one pass over contiguous memory, in vector instructions.
 """
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numba
 import numpy as np
 
 from fxremat.solvers.sizes import Floats, Ints
 
-jit: Any = numba.njit(cache=True, nogil=True, error_model="numpy")
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def jit(function: _Function) -> _Function:
+    """Compile `function`, once for all processes; it keeps its type."""
+    return cast(_Function, numba.njit(cache=True, nogil=True, error_model="numpy")(function))
 
 
 class Rows(NamedTuple):
@@ -56,13 +62,13 @@ def value(rows: Rows, i: int, j: int, m: int) -> float:
         return np.inf
     if m >= rows.high[i, j]:
         return 0.0
-    return rows.cost[rows.at[i, j] + m - rows.low[i, j]]
+    return float(rows.cost[rows.at[i, j] + m - rows.low[i, j]])
 
 
 @jit
 def guess(rows: Rows, i: int, j: int, m: int, slots: int, dear: float) -> float:
-    """The cost of row (i, j), where m may lie below what the rounded sizes need: then `dear` for each slot short."""
-    low = rows.low[i, j]
+    """The cost of row (i, j); where m is below what the rounded sizes need, `dear` for each slot short."""
+    low = int(rows.low[i, j])
     if m >= low:
         return value(rows, i, j, m)
     return (low - m) * dear + (value(rows, i, j, low) if low <= slots else slots * dear)

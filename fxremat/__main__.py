@@ -1,0 +1,133 @@
+"""The command line: `python -m fxremat solve | simulate | plan`.
+
+Exit 0 with the answer on stdout, or exit 2 with one line on stderr and nothing on stdout.
+"""
+
+import argparse
+import importlib
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from fxremat.chain import Chain
+from fxremat.errors import FxrematError
+from fxremat.platform import Platform
+from fxremat.schedule import Schedule
+from fxremat.simulate import Timeline, simulate
+from fxremat.solvers import SOLVERS, best
+from fxremat.units import format_bytes, parse_bytes
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; the exit status."""
+    try:
+        args = _parser().parse_args(arguments)
+        print({"solve": _solve, "simulate": _simulate, "plan": _plan}[args.command](args))
+    except FxrematError as error:
+        print("fxremat:", " ".join(str(error).split()), file=sys.stderr)
+        return 2
+    return 0
+
+
+def _solve(args: argparse.Namespace) -> str:
+    chain = _read_chain(args.chain)
+    platform = Platform(to_host=args.to_host, from_host=args.from_host)
+    mem = parse_bytes(args.mem)
+    timeline = best(chain, mem, solver=args.solver, platform=platform, slots=args.slots)
+    if not args.json:
+        return f"{timeline.schedule}\n{_summary(timeline)} of {format_bytes(mem)}"
+    return json.dumps(
+        {
+            "solver": args.solver,
+            "time": timeline.time,
+            "peak": timeline.peak,
+            "ops": [str(op) for op in timeline.schedule.ops],
+            "lower_bound": chain.least_time,
+        }
+    )
+
+
+def _simulate(args: argparse.Namespace) -> str:
+    timeline = simulate(_read_chain(args.chain), Schedule.parse(args.schedule))
+    if args.mem is not None and timeline.peak > (mem := parse_bytes(args.mem)):
+        raise FxrematError(f"the schedule needs {timeline.peak} bytes, more than the {mem} of --mem")
+    if not args.json:
+        return str(timeline)
+    return json.dumps({"time": timeline.time, "peak": timeline.peak, "memory": list(timeline.memory)})
+
+
+def _plan(args: argparse.Namespace) -> str:
+    factory = _read_factory(args.factory)
+    from fxremat.api import plan  # imports torch, which the other commands do without
+
+    model, example_inputs = factory()
+    found = plan(model, example_inputs, mem=args.mem)
+    if args.report is not None:
+        if not hasattr(found, "to_html"):
+            raise FxrematError("this version writes no report; leave --report out")
+        Path(args.report).write_text(found.to_html(), encoding="utf-8")
+    return str(found)
+
+
+def _summary(timeline: Timeline) -> str:
+    return f"time {timeline.time:.6g} s, peak {format_bytes(timeline.peak)} ({timeline.peak} bytes)"
+
+
+def _read_chain(path: str) -> Chain:
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise FxrematError(f"cannot read {path}: {error}") from None
+    try:
+        return Chain.from_json(text)
+    except FxrematError as error:
+        raise type(error)(f"{path}: {error}") from None
+
+
+def _read_factory(name: str) -> Callable[[], tuple[Any, Any]]:
+    module, colon, attribute = name.partition(":")
+    if not (module and colon and attribute):
+        raise FxrematError(f"{name!r} is not package.module:factory")
+    sys.path.insert(0, "")
+    try:
+        factory: Callable[[], tuple[Any, Any]] = getattr(importlib.import_module(module), attribute)
+        return factory
+    except (ImportError, AttributeError) as error:
+        raise FxrematError(f"cannot import {name}: {error}") from None
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise FxrematError(f"{message}; see {self.prog} --help")
+
+
+def _parser() -> _Parser:
+    parser = _Parser(prog="python -m fxremat", description="Plan training steps inside a memory budget.")
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    solve = commands.add_parser("solve", help="the fastest schedule of a chain within a budget")
+    solve.add_argument("chain", metavar="CHAIN.json")
+    solve.add_argument("--mem", required=True, metavar="BYTES", help="such as 4294967296, 4GiB, 300MB")
+    solve.add_argument("--solver", default="auto", metavar="NAME", help=", ".join(SOLVERS))
+    solve.add_argument("--slots", type=int, default=500, metavar="N", help="steps of memory (default 500)")
+    solve.add_argument("--to-host", type=float, metavar="B/s")
+    solve.add_argument("--from-host", type=float, metavar="B/s")
+    solve.add_argument("--json", action="store_true")
+
+    simulate = commands.add_parser("simulate", help="time and memory of a schedule")
+    simulate.add_argument("chain", metavar="CHAIN.json")
+    simulate.add_argument("schedule", metavar='"Fck1 ..."')
+    simulate.add_argument("--mem", metavar="BYTES", help="an error where the peak is above it")
+    simulate.add_argument("--json", action="store_true")
+
+    plan = commands.add_parser("plan", help="capture, measure and plan a model")
+    plan.add_argument("factory", metavar="package.module:factory", help="returns (model, example_inputs)")
+    plan.add_argument("--mem", required=True, help='such as 4GiB, 300MB, 60%%, or "auto"')
+    plan.add_argument("--report", metavar="OUT.html")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
