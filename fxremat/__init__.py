@@ -23,7 +23,7 @@ from fxremat.solvers import solve
 
 if TYPE_CHECKING:
     from fxremat.api import compile, plan
-    from fxremat.plan import Plan
+    from fxremat.plans import Plan
 
 __version__ = "0.1.0"
 __all__ = [
@@ -47,7 +47,7 @@ __all__ = [
     "solve",
 ]
 
-_NEED_TORCH = {"compile": "fxremat.api", "plan": "fxremat.api", "Plan": "fxremat.plan"}
+_NEED_TORCH = {"compile": "fxremat.api", "plan": "fxremat.api", "Plan": "fxremat.plans"}
 
 
 def __getattr__(name: str) -> Any:

@@ -14,7 +14,7 @@ from torch import nn
 
 from fxremat.backend import Backend
 from fxremat.errors import FxrematError
-from fxremat.plan import Plan
+from fxremat.plans import Plan
 from fxremat.runtime.module import Rematerialized
 
 

@@ -20,7 +20,7 @@ from fxremat.cost.measure import measure
 from fxremat.cost.table import Costs, device_of
 from fxremat.errors import FxrematError, InvalidBudget
 from fxremat.linearize.joint import Joint, read_joint
-from fxremat.plan import Plan
+from fxremat.plans import Plan
 from fxremat.planner import Prospects, survey
 from fxremat.units import Auto, Budget, Bytes, Percent, parse_budget
 

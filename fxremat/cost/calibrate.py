@@ -21,7 +21,7 @@ from fxremat.cost.table import device_of, op_key
 from fxremat.linearize.joint import Joint, Origin
 
 if TYPE_CHECKING:
-    from fxremat.plan import Plan
+    from fxremat.plans import Plan
 
 RUNS = 2
 

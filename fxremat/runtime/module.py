@@ -15,7 +15,7 @@ from torch import nn
 from fxremat._torch import capture_settings, graph_break_place, planning_error
 from fxremat.backend import Backend, PlannedOnly
 from fxremat.errors import CaptureError, FxrematError
-from fxremat.plan import Plan
+from fxremat.plans import Plan
 
 SHARED = ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules")
 
