@@ -385,10 +385,11 @@ def test_autocast() -> None:
 
 
 def test_autocast_and_dropout_on_the_cpu() -> None:
-    """Captured, dropout's backward multiplies by the exact 1 / (1 - p); eager CPU dropout by that in bfloat16. So
-    the reference is the same capture without a plan."""
+    """Captured dropout multiplies by the exact 1 / (1 - p) in its backward, eager CPU dropout by that rounded
+    to bfloat16; so the reference is the same capture without a plan."""
     model = Stack()
-    expected = record(torch.compile(model, backend="aot_eager", fullgraph=True), (rows(),), {}, under_autocast)
+    captured = torch.compile(model, backend="aot_eager", fullgraph=True)
+    expected = record(captured, (rows(),), {}, under_autocast)  # type: ignore[arg-type]
     model.zero_grad()
     got = record(fxremat.compile(model, mem="60%"), (rows(),), {}, under_autocast)
     assert same(got.output, expected.output)
