@@ -129,9 +129,8 @@ class _Device:
     def _backward(self, op: Backward) -> tuple[int, float]:
         block = self._block(op.block)
         if self.phase != op.block:
-            raise InvalidSchedule(
-                f"the gradient of a{op.block} is not there; the next backward is B{self.phase}"
-            )
+            then = f"the next backward is B{self.phase}" if self.phase else "the step is over"
+            raise InvalidSchedule(f"the gradient of a{op.block} is not there; {then}")
         self._need(Value("A", op.block))
         self._need_input(op.block)
         option = block.choices[self.options[op.block]]

@@ -83,7 +83,7 @@ def best(
 
 
 def _by_table(build: Build, chain: Chain, mem: int, slots: int) -> Timeline:
-    """Keep everything if that fits; else read the answer off tables, several where sizes had to be rounded."""
+    """Keep everything if that fits; else read a table, or several where sizes had to be rounded."""
     everything = simulate(chain, keep_all.schedules(chain)[0])
     if everything.peak <= mem:
         return everything

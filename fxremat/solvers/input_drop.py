@@ -165,7 +165,7 @@ def trace(sizes: Sizes, low: Ints, rows: Rows, n: int, m: int, full: int, slots:
                 todo.append((s, cut, cut, m))
                 todo.append((cut + 1, t, c, m - sizes.out[cut]))
             elif lose >= 0:
-                j = np.searchsorted(start, lose, side="right") - 1
+                j = int(np.searchsorted(start, lose, side="right")) - 1
                 tape = emit_pass(tape, s, j - 1)
                 tape = emit(tape, SAVE, lose)
                 tape = emit(tape, DROP, j - 1)

@@ -80,7 +80,7 @@ def relax(
 ) -> None:
     """row(i, j)(m) = min(itself, base + row(left, j)(m - shift) + row(right, column)(m)) for every m >= need.
 
-    Rows never increase: where this one is no more than `base` it cannot improve, and that is so up to its end.
+    Rows never increase: where this one is no more than `base` it cannot improve, from there to its end.
     """
     low, cost = rows.low[i, j], rows.cost
     left_low, right_low = rows.low[left, j] + shift, rows.low[right, column]

@@ -29,8 +29,8 @@ class Table:
     def schedule(self, budget: int, *, full: int | None = None) -> Schedule:
         """A schedule that fits in `budget` bytes, as fast as the table knows.
 
-        With full = mem, the default, it is at least as fast as `curve` says. With less, the table believes its
-        slots to be smaller than they were when sizes were rounded up to them. That makes up for the rounding,
+        With full = mem, the default, it is at least as fast as `curve` says. With less, the table takes its
+        slots for smaller than they were when sizes were rounded up to them: that makes up for the rounding,
         and the schedule still fits.
         """
         if budget < self.least:

@@ -1,0 +1,61 @@
+"""Bytes and budgets: every right form, and the wrong ones with the error that shows the right ones."""
+
+import math
+
+import pytest
+
+from fxremat.errors import InvalidBudget
+from fxremat.units import Auto, Bytes, Percent, format_bytes, parse_budget, parse_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("4GiB", 4 * 2**30),
+        ("4 GiB", 4 * 2**30),
+        ("300MB", 300_000_000),
+        ("4 GB", 4_000_000_000),
+        ("1.5kib", 1536),
+        (" 7 B ", 7),
+        ("4294967296", 2**32),
+        (4294967296, 2**32),
+        ("0.3 kB", 300),
+    ],
+)
+def test_bytes(text, count):
+    assert parse_bytes(text) == count
+    assert parse_budget(text) == Bytes(count)
+
+
+@pytest.mark.parametrize(
+    ("text", "budget"), [("60%", Percent(60.0)), ("0.5 %", Percent(0.5)), (" Auto ", Auto())]
+)
+def test_other_budgets(text, budget):
+    assert parse_budget(text) == budget
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [None, True, False, 0, -1, 4.0, math.nan, math.inf, "", "GiB", "4 Gi", "-4GiB", "nan", "0", "0%", "-3%",
+     "4 5 GB", "four", b"4GiB", [4], 2**60, "99999999TiB", "٤GiB", "0.1B"],
+)  # fmt: skip
+def test_wrong_budgets_show_the_right_forms(wrong):
+    with pytest.raises(InvalidBudget) as error:
+        parse_budget(wrong)
+    message = str(error.value)
+    assert "\n" not in message
+    assert all(form in message for form in ("4GiB", "300MB", "4294967296", "60%", "auto", repr(wrong)))
+
+
+@pytest.mark.parametrize("wrong", ["60%", "auto", None, 1.5, -2])
+def test_a_number_of_bytes_is_no_other_budget(wrong):
+    with pytest.raises(InvalidBudget, match="4GiB"):
+        parse_bytes(wrong)
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 B"), (365, "365 B"), (1024, "1.0 KiB"), (112 * 2**20, "112.0 MiB"), (3650722201, "3.4 GiB")],
+)
+def test_format(count, text):
+    assert format_bytes(count) == text
