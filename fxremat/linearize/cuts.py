@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from fxremat.linearize.joint import Joint
 
 CARRY_AT_MOST = 8
-LEAST_SHARE = 0.06  # a carried value must open cuts over at least this share of the forward's work,
-LEAST_CUTS = 10  # and this many: fewer is the input of a fork-join, not a long-lived value
+LEAST_SPAN = 0.12  # the cuts that a carried value opens must span at least this share of the forward's work,
+LEAST_CUTS = 5  # and be this many: otherwise it is the input of a fork-join, not a long-lived value
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def crossings(joint: Joint) -> Crossing:
     """The crossing sets of all forward positions. O(ops * width)."""
     last: dict[int, int] = {}
     for op in joint.forward_ops:
-        for value in op.reads:
+        for value in op.again_reads:  # running statistics that pass from one call of a layer to the next do not count
             last[value] = op.index
     live: set[int] = set()
     at: list[frozenset[int]] = []
@@ -68,28 +68,31 @@ def carry_levels(joint: Joint, crossing: Crossing, work: Sequence[float]) -> Ite
     Args:
         work: seconds of each forward op; a value is worth carrying if it opens cuts over enough of their sum.
     """
-    total = sum(work) or 1.0
     carried: frozenset[int] = frozenset()
     yield carried
     while len(carried) < CARRY_AT_MOST:
         gain = _gains(crossing, carried, work)
         best = max(gain, key=lambda value: (gain[value], -value), default=None)
-        if best is None or gain[best] < LEAST_SHARE * total:
+        if best is None:
             return
         carried |= {best}
         yield carried
 
 
 def _gains(crossing: Crossing, carried: frozenset[int], work: Sequence[float]) -> dict[int, float]:
-    """Seconds of forward work around the positions that each value alone keeps from being a cut."""
-    gain: dict[int, float] = {}
-    lone: dict[int, set[frozenset[int]]] = {}
+    """Share of the forward's work between the first and the last cut that each value alone prevents."""
+    opened: dict[int, list[int]] = {}
     for position, values in enumerate(crossing.at[:-1]):
         left = values - carried
-        if len(left) != 2:
-            continue
-        for value in left:
-            gain[value] = gain.get(value, 0.0) + work[position]
-            lone.setdefault(value, set()).add(left - {value})
-    return {value: seconds for value, seconds in gain.items() if len(lone[value]) >= LEAST_CUTS}
-
+        if len(left) == 2:
+            for value in left:
+                if left - {value} <= crossing.worth_keeping:
+                    opened.setdefault(value, []).append(position)
+    total = sum(work) or 1.0
+    gains = {}
+    for value, positions in opened.items():
+        distinct = {crossing.at[position] for position in positions}
+        span = sum(work[positions[0] : positions[-1] + 1]) / total
+        if len(distinct) >= LEAST_CUTS and span >= LEAST_SPAN:
+            gains[value] = span
+    return gains

@@ -58,15 +58,16 @@ def lay_out(joint: Joint, ends: Sequence[int], carried: frozenset[int] = frozens
     born = {value.index: block_of_op[value.producer] for value in _forward_values(joint)}
     read_forward = {value: block for value, block in born.items()}  # last block whose forward reads it
     read_backward: dict[int, set[int]] = {value: set() for value in born}
+    held = set(carried) | (joint.kept_outputs & born.keys()) | (joint.returned & born.keys())
     for op in joint.forward_ops:
-        for value in op.reads:
+        for value in op.again_reads:
             if value in born:
                 read_forward[value] = max(read_forward[value], block_of_op[op.index])
+        held.update(value for value in op.reads if value in born and value not in op.again_reads)
     for op in joint.backward_ops:
         for value in op.reads:
             if value in born:
                 read_backward[value].add(backward[op.index])
-    held = set(carried) | (joint.kept_outputs & born.keys()) | (joint.returned & born.keys())
     for value in born:
         producer = joint.ops[_producer(joint, value)]
         crosses = read_forward[value] > born[value] or any(block != born[value] for block in read_backward[value])
