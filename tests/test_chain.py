@@ -85,7 +85,8 @@ def test_bad_blocks(field, value):
 @pytest.mark.parametrize(
     "source",
     ["", "[]", "{", "3", "null", [], None, {}, {"blocks": [GOOD]}, {"blocks": [], "input_bytes": 4},
-     {"blocks": "ab", "input_bytes": 4}, {"blocks": [3], "input_bytes": 4}, {"blocks": [GOOD], "input_bytes": -1},
+     {"blocks": "ab", "input_bytes": 4}, {"blocks": [3], "input_bytes": 4},
+     {"blocks": [GOOD], "input_bytes": -1},
      {"blocks": [GOOD], "input_bytes": 4, "size": 3}, "[" * 100_000],
 )  # fmt: skip
 def test_bad_chains(source):

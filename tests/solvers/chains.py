@@ -6,6 +6,7 @@ from fxremat.chain import Block, Chain, Option
 
 times = st.one_of(st.integers(0, 9), st.sampled_from([0, 1, 50, 1000]))
 sizes = st.integers(0, 9)
+scratches = st.sampled_from([0, 0, 1, 4, 15])  # large enough to decide, now and then
 
 
 @st.composite
@@ -17,8 +18,8 @@ def blocks(draw: st.DrawFn, options: int = 2) -> Block:
         Option(
             saved_bytes=output + draw(sizes),
             backward_time=backward + draw(times),
-            backward_scratch=draw(st.integers(0, 5)),
-            save_scratch=draw(st.none() | st.integers(0, 4)),
+            backward_scratch=draw(scratches),
+            save_scratch=draw(st.none() | scratches),
         )
         for _ in range(draw(st.integers(0, options)))
     ]
@@ -28,11 +29,11 @@ def blocks(draw: st.DrawFn, options: int = 2) -> Block:
         output_bytes=output,
         saved_bytes=output + draw(sizes),
         grad_bytes=draw(st.none() | sizes),
-        forward_scratch=draw(st.integers(0, 3)),
-        backward_scratch=draw(st.integers(0, 3)),
+        forward_scratch=draw(scratches),
+        backward_scratch=draw(scratches),
         weight_grad_bytes=draw(st.sampled_from([0, 0, 1, 4])),
         held_bytes=draw(st.sampled_from([0, 0, 2])),
-        save_scratch=draw(st.none() | st.integers(0, 4)),
+        save_scratch=draw(st.none() | scratches),
         options=tuple(saves),
     )
 

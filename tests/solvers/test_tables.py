@@ -93,6 +93,16 @@ def test_rounding_never_breaks_the_budget(chain, scale, room, slots, solver):
     assert timeline.time >= chain.least_time - 1e-9
 
 
+@settings(max_examples=150, deadline=None)
+@given(
+    chains(7), st.integers(2, 1000), st.floats(1.0, 2.5), st.integers(4, 60), st.sampled_from(sorted(TABLES))
+)
+def test_a_rounded_table_keeps_its_promise(chain, scale, room, slots, solver):
+    chain = _scaled(chain, scale)
+    table = TABLES[solver].build(chain, int(TABLES[solver].build(chain, 1 << 20, 8).least * room) + 1, slots)
+    assert simulate(chain, table.schedule(table.mem)).time <= chain.least_time + table.curve[-1] + 1e-9
+
+
 @settings(max_examples=60, deadline=None)
 @given(chains(8), st.integers(1, 60), st.integers(2, 30), st.sampled_from(sorted(TABLES)))
 def test_frontier(chain, slots, count, solver):
@@ -125,6 +135,35 @@ def test_gradients_of_weights_are_held_to_the_end():
     assert best(chain, 201).peak == 201  # d_0 and both weight gradients
     with pytest.raises(BudgetTooSmall, match="least that does is 201"):
         solve(chain, 200)
+
+
+@pytest.mark.parametrize(
+    ("barred", "solver", "recomputed"),
+    [
+        (2, "persistent", 1 + 100),  # Fck1 Fall2 Fall3[1], as the pass over block 2 needs 15 bytes
+        (1, "persistent", 1 + 100),  # Fall1 Fck2 Fall3[1] B3 Fall2
+        (1, "input_drop", 1 + 100),
+        (2, "input_drop", 1),  # Fck1 Fall2 Drop(a1) Fall3 never runs block 2 without saving it
+    ],
+)
+def test_a_pass_that_does_not_fit_is_not_taken(barred, solver, recomputed):
+    def block(number, small):
+        options = [{"saved_bytes": small, "backward_time": 102, "save_scratch": 0}] if small else []
+        scratch = {"forward_scratch": 15 if number == barred else 0, "save_scratch": 0}
+        numbers = {
+            "forward_time": 1,
+            "backward_time": 2,
+            "output_bytes": 1,
+            "saved_bytes": 6,
+            "grad_bytes": 0,
+        }
+        return numbers | scratch | {"options": options}
+
+    blocks = [block(1, 1), block(2, 0), block(3, 5)]
+    chain = Chain.from_json({"input_bytes": 0, "blocks": blocks})
+    timeline = best(chain, 12, solver=solver)
+    assert timeline.peak <= 12
+    assert timeline.time == chain.least_time + recomputed
 
 
 def test_a_block_is_saved_the_small_way_where_memory_is_short():
