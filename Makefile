@@ -27,6 +27,8 @@ test-long: $(READY)
 bench: $(READY)
 	$(BIN)/python -m benchmarks.train
 	$(BIN)/python -m benchmarks.planning
+	$(BIN)/python examples/01_quickstart.py > benchmarks/results/quickstart.txt
+	$(BIN)/python -m benchmarks.readme
 
 $(READY): pyproject.toml constraints-dev.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

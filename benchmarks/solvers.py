@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=500)
     slots = parser.parse_args().slots
     for solver in ("persistent", "input_drop"):
-        best(uneven(6), 2**25, solver=solver, slots=50)  # compiles
+        best(uneven(20), 2**26, solver=solver, slots=50)  # compiles
     rows = []
     print("blocks options solver       budget  seconds  time/keep_all  peak/budget")
     for length, options in ((50, 0), (50, 7), (100, 0), (100, 5), (340, 0)):

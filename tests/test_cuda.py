@@ -1,0 +1,117 @@
+"""The promise on a GPU: the caching allocator's own peak, gradients, random state and BatchNorm.
+
+Some CUDA kernels add in an order that changes from run to run. Where plain PyTorch does not repeat itself,
+ours may differ from it as far as it differs from itself, and no further.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import fxremat
+from benchmarks import meter, models
+from tests.training import Trace, differences, least_budget, train
+
+pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("torch_ready", "repeatable")]
+
+
+@pytest.fixture
+def repeatable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels that repeat themselves, where there is a choice."""
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+
+
+@pytest.mark.parametrize("name", models.MAIN)
+def test_training_on_a_gpu(name: str) -> None:
+    case = models.get(name, "small")
+    batch = tuple(t.cuda() for t in case.batch())
+    plain = train(case.model().cuda(), case, device="cuda")
+    again = train(case.model().cuda(), case, device="cuda")
+    minimum = least_budget(case.model().cuda(), lambda compiled: compiled(*batch))
+    peaks = []
+    for mem in (minimum, "60%", "80%", "100%"):
+        torch._dynamo.reset()
+        try:
+            compiled = fxremat.compile(case.model().cuda(), mem=mem)
+            trace = train(compiled, case, device="cuda")
+        except fxremat.BudgetTooSmall:
+            continue
+        _assert_same(trace, plain, again)
+        measured = meter.model_peak(compiled, batch, "cuda")
+        assert measured <= compiled.plan.budget, f"mem={mem}"
+        assert abs(compiled.plan.predicted_peak - measured) <= 0.02 * measured, f"mem={mem}"
+        peaks.append((compiled.plan.budget, measured))
+    assert [peak for _, peak in sorted(peaks)] == sorted(peak for _, peak in peaks)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["gpt", "resnet"])
+def test_full_size_at_60_percent(name: str) -> None:
+    case = models.get(name)
+    batch = tuple(t.cuda() for t in case.batch())
+    compiled = fxremat.compile(case.model().cuda(), mem="60%")
+    measured = meter.model_peak(compiled, batch, "cuda")
+    assert measured <= compiled.plan.budget
+    assert abs(compiled.plan.predicted_peak - measured) <= 0.02 * measured
+
+
+def test_batch_norm_statistics_are_updated_once() -> None:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()) for _ in range(6)]
+    model = nn.Sequential(*layers).cuda()
+    x = torch.randn(8, 8, 32, 32, device="cuda")
+    minimum = least_budget(model, lambda compiled: compiled(x))
+    compiled = fxremat.compile(model, mem=minimum)
+    for _ in range(2):
+        compiled(x).mean().backward()
+    assert all(int(layer[1].num_batches_tracked) == 2 for layer in layers)  # type: ignore[arg-type]
+
+
+def test_dropout_draws_as_plain_pytorch_does() -> None:
+    """A recomputed dropout has the masks of its first run; the generator ends where the plain one does."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        *(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.3)) for _ in range(8))
+    ).cuda()
+    x = torch.randn(256, 64, device="cuda")
+    minimum = least_budget(model, lambda compiled: compiled(x))
+    results = []
+    for candidate in (model, fxremat.compile(model, mem=minimum)):
+        candidate(x)  # plans, where there is something to plan
+        model.zero_grad()
+        torch.manual_seed(5)
+        candidate(x).square().mean().backward()
+        gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        results.append([torch.cuda.get_rng_state(), *gradients])
+    for plain, ours in zip(*results, strict=True):
+        assert torch.equal(plain, ours)
+
+
+def test_auto_takes_what_is_free() -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))).cuda()
+    compiled = fxremat.compile(model, mem="auto")
+    compiled(torch.randn(64, 64, device="cuda")).mean().backward()
+    free, total = torch.cuda.mem_get_info()
+    assert 0.5 * free <= compiled.plan.budget <= total
+
+
+def _assert_same(trace: Trace, plain: Trace, again: Trace) -> None:
+    if differences(again, plain) == []:
+        assert differences(trace, plain) == []
+        return
+    assert torch.equal(trace.rng, plain.rng)
+    for ours, theirs in zip(trace.losses, plain.losses, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+    for ours_by_name, theirs_by_name, repeat in zip(
+        trace.gradients, plain.gradients, again.gradients, strict=True
+    ):
+        for name, theirs in theirs_by_name.items():
+            mine, other = ours_by_name[name], repeat[name]
+            if theirs is None or mine is None or other is None:
+                assert theirs is mine is other is None
+                continue
+            noise = 10 * float((other - theirs).abs().max()) + 1e-6 * float(theirs.abs().max())
+            assert float((mine - theirs).abs().max()) <= noise, name
