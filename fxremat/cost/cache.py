@@ -47,11 +47,13 @@ class CostCache:
     def op(self, key: str) -> OpCost | None:
         """The cost kept under a key."""
         numbers = self.numbers(key)
-        return OpCost(numbers[0], int(numbers[1])) if numbers and len(numbers) == 2 else None
+        if not numbers or len(numbers) < 2:
+            return None
+        return OpCost(numbers[0], int(numbers[1]), tuple(int(size) for size in numbers[2:]))
 
     def keep_op(self, key: str, cost: OpCost) -> None:
         """Keep a cost; `save` writes it."""
-        self.keep(key, [cost.seconds, cost.workspace])
+        self.keep(key, [cost.seconds, cost.workspace, *cost.outputs])
 
     def numbers(self, key: str) -> list[float] | None:
         """The numbers kept under a key."""

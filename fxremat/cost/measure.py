@@ -1,8 +1,8 @@
 """Seconds and workspace of each distinct op, measured with real tensors on the model's own device.
 
 Ops with equal keys (op, constants, shapes, strides, dtypes) are measured once, and once a machine: see `cost.cache`.
-Time is the median of a few runs after a warm-up. The workspace is the allocator's peak inside the op beyond what the
-op leaves: on a CPU from the profiler's memory events, on CUDA from `max_memory_allocated`.
+Time is the median of a few runs after a warm-up. The workspace is the allocator's peak inside the op beyond the
+storages that it leaves: on a CPU from the profiler's memory events, on CUDA from `max_memory_allocated`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from tqdm import tqdm
 
 from fxremat._torch import allocation_trace, real_tensors
 from fxremat.cost.cache import CostCache
-from fxremat.cost.table import Costs, OpCost, costs_from, device_of, op_key
+from fxremat.cost.table import CUDA_BLOCK, Costs, OpCost, costs_from, device_of, op_key
 from fxremat.errors import FxrematError
-from fxremat.linearize.joint import Joint, Op
+from fxremat.linearize.joint import Joint, Op, storage_bytes
 
 aten = torch.ops.aten
 
@@ -42,7 +42,7 @@ def measure(joint: Joint, *, progress: bool = True) -> Costs:
     missing = {key: op for key, op in zip(keys, joint.ops, strict=True) if cache.op(key) is None}
     if missing:
         with quiet_world(device):
-            _measure_missing(joint, missing, device, cache, progress)
+            _measure_missing(missing, device, cache, progress)
         cache.save()
     by_op = [cache.op(key) for key in keys]
     return costs_from(joint, [cost for cost in by_op if cost is not None], device)
@@ -61,9 +61,7 @@ def quiet_world(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _measure_missing(
-    joint: Joint, missing: dict[str, Op], device: torch.device, cache: CostCache, progress: bool
-) -> None:
+def _measure_missing(missing: dict[str, Op], device: torch.device, cache: CostCache, progress: bool) -> None:
     todo = list(missing.items())
     bar = tqdm(total=len(todo), desc="fxremat: measuring ops", unit="op", leave=False, disable=not progress)
     with bar:
@@ -74,9 +72,8 @@ def _measure_missing(
             for op in ops:
                 seconds.append(_seconds(op, device))
                 bar.update()
-            for (key, op), spent, work in zip(batch, seconds, _workspaces(ops, device), strict=True):
-                leaves = sum(joint.values[value].bytes for value in op.writes)
-                cache.keep_op(key, OpCost(spent, max(0, work - leaves)))
+            for (key, _), spent, (workspace, outputs) in zip(batch, seconds, _bytes(ops, device), strict=True):
+                cache.keep_op(key, OpCost(spent, workspace, outputs))
 
 
 def call_of(node: fx.Node) -> Callable[[], Any]:
@@ -163,35 +160,46 @@ def _nothing() -> None:
     return None
 
 
-def _workspaces(ops: Sequence[Op], device: torch.device) -> list[int]:
-    """Peak bytes that each op allocates while it runs, its outputs included."""
-    if device.type == "cuda":
-        return [_cuda_workspace(op, device) for op in ops]
+def _bytes(ops: Sequence[Op], device: torch.device) -> list[tuple[int, tuple[int, ...]]]:
+    """For each op, the bytes it needs beyond its outputs while it runs, and the bytes of each output's storage."""
+    measured = [_cuda_peak(op, device) for op in ops] if device.type == "cuda" else _cpu_peaks(ops)
+    return [(max(0, peak - sum(outputs)), outputs) for peak, outputs in measured]
+
+
+def _cpu_peaks(ops: Sequence[Op]) -> list[tuple[int, tuple[int, ...]]]:
+    """The highest sum of the allocator's events inside each op, and the bytes of its outputs."""
     prefix = "fxremat_op_"
+    peaks, outputs = [0] * len(ops), []
     with allocation_trace() as trace:
         for number, op in enumerate(ops):
             call = call_of(op.node)
             with torch.profiler.record_function(f"{prefix}{number}"):
                 result = call()
+            outputs.append(_output_bytes(result))
             del result, call
     allocations = trace.allocations()
-    found = [0] * len(ops)
     for name, start, end in trace.marks(prefix):
         level = peak = 0
         for moment, size in allocations:
             if start <= moment <= end:
                 level += size
                 peak = max(peak, level)
-        found[int(name.removeprefix(prefix))] = peak
-    return found
+        peaks[int(name.removeprefix(prefix))] = peak
+    return list(zip(peaks, outputs, strict=True))
 
 
-def _cuda_workspace(op: Op, device: torch.device) -> int:
+def _cuda_peak(op: Op, device: torch.device) -> tuple[int, tuple[int, ...]]:
     call = call_of(op.node)
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     result = call()
     torch.cuda.synchronize(device)
-    del result
-    return int(torch.cuda.max_memory_allocated(device)) - before
+    outputs = tuple(-(-size // CUDA_BLOCK) * CUDA_BLOCK for size in _output_bytes(result))
+    return int(torch.cuda.max_memory_allocated(device)) - before, outputs
+
+
+def _output_bytes(result: Any) -> tuple[int, ...]:
+    """Bytes of the storage of each output of an op; 0 for what is no tensor."""
+    items = result if isinstance(result, tuple | list) else [result]
+    return tuple(storage_bytes(item) if isinstance(item, torch.Tensor) else 0 for item in items)

@@ -22,6 +22,7 @@ class OpCost:
 
     seconds: float
     workspace: int  # bytes beyond inputs and outputs, while it runs
+    outputs: tuple[int, ...] = ()  # bytes of the storage of each output, by position; (): as the graph says
 
 
 @dataclass(frozen=True)
@@ -41,16 +42,33 @@ class Costs:
 
 
 def costs_from(joint: Joint, by_op: Sequence[OpCost], device: torch.device) -> Costs:
-    """Put the costs of the ops together with the sizes of the values as the device's allocator rounds them."""
+    """Put the costs of the ops together with the sizes of the values as the device's allocator rounds them.
+
+    An op may leave more than its outputs' shapes need: `mse_loss` returns its sum in the storage of all its terms.
+    """
     block = CUDA_BLOCK if device.type == "cuda" else 1
+    sizes = [value.bytes for value in joint.values]
+    for op, cost in zip(joint.ops, by_op, strict=True):
+        for value in op.writes:
+            position = output_position(joint.values[value].node, op.node)
+            if position is not None and position < len(cost.outputs):
+                sizes[value] = cost.outputs[position]
     return Costs(
         seconds=tuple(cost.seconds for cost in by_op),
         sizes=Sizes(
-            values=tuple(-(-value.bytes // block) * block for value in joint.values),
+            values=tuple(-(-size // block) * block for size in sizes),
             workspace=tuple(cost.workspace for cost in by_op),
             seed=torch.default_generator.get_state().numel() if device.type == "cpu" else 0,
         ),
     )
+
+
+def output_position(shown: fx.Node, op: fx.Node) -> int | None:
+    """Which output of `op` the node shows; None for one that nothing reads."""
+    if shown is op:
+        return 0 if isinstance(op.meta.get("val"), torch.Tensor) else None
+    position = shown.args[1]
+    return position if isinstance(position, int) else None
 
 
 def device_of(joint: Joint) -> torch.device:
