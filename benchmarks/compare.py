@@ -63,7 +63,7 @@ def _row(case: Case, percent: float, mem: int, plain_peak: int, steps: int, devi
     torch._dynamo.reset()
     gc.collect()
     batch = tuple(t.to(device) for t in case.batch())
-    plain, ours = case.model().to(device), fxremat.compile(case.model().to(device), mem=mem)
+    plain, ours = case.model().to(device), fxremat.compile(case.model().to(device), mem=mem, progress=False)
     try:
         start = time.perf_counter()
         got = _outcome(ours, batch, device)

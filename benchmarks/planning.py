@@ -52,7 +52,7 @@ def _planning_seconds() -> float:
     case = models.get("gpt")
     model, batch = case.model(), case.batch()
     start = time.perf_counter()
-    fxremat.compile(model, mem="45%", example_inputs=batch)
+    fxremat.compile(model, mem="45%", example_inputs=batch, progress=False)
     return time.perf_counter() - start
 
 
