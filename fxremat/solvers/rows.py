@@ -84,20 +84,15 @@ def relax(
     """
     low, cost = rows.low[i, j], rows.cost
     left_low, right_low = rows.low[left, j] + shift, rows.low[right, column]
-    begin, end = max(low, need, left_low, right_low), rows.high[i, j]
+    left_high, right_high = rows.high[left, j] + shift, rows.high[right, column]
+    x, y = rows.at[left, j] - left_low, rows.at[right, column] - right_low
     out = rows.at[i, j] - low  # cost[out + m] is the entry of m
+    begin, end = max(low, need, left_low, right_low), rows.high[i, j]
     if begin >= end or cost[out + begin] <= base:
         return
-    if cost[out + end - 1] <= base:  # end at the first m where that is so, by bisection
-        above = begin
-        while end - above > 1:
-            middle = (above + end) // 2
-            if cost[out + middle] <= base:
-                end = middle
-            else:
-                above = middle
-    left_end, right_end = min(end, rows.high[left, j] + shift), min(end, rows.high[right, column])
-    x, y = rows.at[left, j] - left_low, rows.at[right, column] - right_low
+    while end - begin > 32 and cost[out + (begin + end) // 2] <= base:
+        end = (begin + end) // 2
+    left_end, right_end = min(end, left_high), min(end, right_high)
     _add_both(cost, out + begin, x + begin, y + begin, min(left_end, right_end) - begin, base)
     begin = max(begin, min(left_end, right_end))
     _add_one(cost, out + begin, x + begin, left_end - begin, base)
