@@ -1,8 +1,8 @@
 """`compile` and `plan`: a model in, a model that fits out.
 
-    backend = Backend(mem, ...)                     what to plan for
-    module  = Rematerialized(model, backend)        captured at its first training call, then:
-              read_joint -> measure -> survey -> choose -> lower -> run        (fxremat.backend)
+backend = Backend(mem, ...)                     what to plan for
+module  = Rematerialized(model, backend)        captured at its first training call, then:
+          read_joint -> measure -> survey -> choose -> lower -> run        (fxremat.backend)
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fxremat.plans import Plan
 from fxremat.runtime.module import Rematerialized
 
 
-def compile(  # noqa: A001  # the name users know from torch.compile
+def compile(  # the name users know from torch.compile
     model: nn.Module, *, mem: int | str, example_inputs: Any = None, solver: str = "auto", **options: Any
 ) -> Rematerialized:
     """Make training of a model fit into `mem`, with the gradients it has today.
@@ -48,7 +48,9 @@ def compile(  # noqa: A001  # the name users know from torch.compile
     return module
 
 
-def plan(model: nn.Module, example_inputs: Any, *, mem: int | str, solver: str = "auto", **options: Any) -> Plan:
+def plan(
+    model: nn.Module, example_inputs: Any, *, mem: int | str, solver: str = "auto", **options: Any
+) -> Plan:
     """The plan that `compile` would make for these inputs; the model is neither run nor changed.
 
     Arguments and errors are those of `compile`. With cost="estimate" and device="A100-40GB" no op is run either, so

@@ -1,7 +1,7 @@
 """The dynamo backend: torch.compile captures, AOTAutograd differentiates, our partition function plans and rewrites.
 
-    torch.compile(model, backend="fxremat", options={"mem": "4GiB"})
-    fxremat.compile(model, mem="4GiB")                                     the same, as a drop-in module
+torch.compile(model, backend="fxremat", options={"mem": "4GiB"})
+fxremat.compile(model, mem="4GiB")                                     the same, as a drop-in module
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from fxremat.cost.measure import measure
 from fxremat.cost.table import Costs, device_of
 from fxremat.errors import FxrematError, InvalidBudget
 from fxremat.linearize.joint import Joint, read_joint
-from fxremat.plans import Plan
 from fxremat.planner import Prospects, survey
+from fxremat.plans import Plan
 from fxremat.units import Auto, Budget, Bytes, Percent, parse_budget
 
 AUTO_MARGIN = 0.05  # share of the free memory that mem="auto" leaves alone
@@ -58,7 +58,9 @@ class Backend:
         if self.cost not in ("measure", "estimate"):
             raise FxrematError(f'cost is {self.cost!r}; it is "measure" or "estimate"')
         if self.device is not None and self.cost == "measure":
-            raise FxrematError('device goes with cost="estimate"; measured costs are those of the model\'s device')
+            raise FxrematError(
+                'device goes with cost="estimate"; measured costs are those of the model\'s device'
+            )
 
     def fresh(self) -> Backend:
         """The same settings, and no plans."""
@@ -73,7 +75,8 @@ class Backend:
             partition_fn=self._partition,
         )
         with keep_saved_tensors():
-            return backend(module, inputs)
+            compiled: Callable[..., Any] = backend(module, inputs)
+        return compiled
 
     def _forward_compiler(self, graph: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
         run = boxed(graph)
@@ -99,7 +102,9 @@ class Backend:
         prospects = survey(joint, costs, solver=self.solver, slots=self.slots)
         budget = bytes_of(self.budget, prospects, device_of(joint))
         chosen = prospects.within(budget)
-        device = device_name(device_of(joint)) if self.cost == "measure" else str(self._estimated_device(joint))
+        device = (
+            device_name(device_of(joint)) if self.cost == "measure" else str(self._estimated_device(joint))
+        )
         plan = Plan(
             budget=budget,
             chosen=chosen,
@@ -155,10 +160,14 @@ def fxremat(
     """
     options = dict(options or {})
     if mode is not None:
-        raise FxrematError(f'mode={mode!r} belongs to another backend; fxremat takes options={{"mem": "4GiB"}}')
+        raise FxrematError(
+            f'mode={mode!r} belongs to another backend; fxremat takes options={{"mem": "4GiB"}}'
+        )
     if "mem" not in options:
         raise InvalidBudget('the fxremat backend needs a budget: torch.compile(..., options={"mem": "4GiB"})')
     unknown = sorted(set(options) - {"mem", "solver", "cost", "device", "slots", "progress"})
     if unknown:
-        raise FxrematError(f"unknown options {', '.join(unknown)}; there are mem, solver, cost, device, slots, progress")
+        raise FxrematError(
+            f"unknown options {', '.join(unknown)}; there are mem, solver, cost, device, slots, progress"
+        )
     return Backend(**options)(module, inputs)

@@ -31,7 +31,11 @@ from fxremat.simulate import simulate
 from fxremat.solvers import input_drop, keep_all, periodic, persistent
 from fxremat.solvers.table import Build
 
-TABLES: dict[str, Build] = {"auto": input_drop.build, "input_drop": input_drop.build, "persistent": persistent.build}
+TABLES: dict[str, Build] = {
+    "auto": input_drop.build,
+    "input_drop": input_drop.build,
+    "persistent": persistent.build,
+}
 LISTS: dict[str, Callable[[Chain], list[Schedule]]] = {
     "keep_all": keep_all.schedules,
     "periodic": periodic.schedules,
@@ -96,9 +100,7 @@ def judge(layout: Layout, chain: Chain, schedule: Schedule, costs: Costs) -> Pro
     """The exact peak and time of a schedule."""
     program = rematerialize(layout, schedule)
     memory = live_bytes(program, costs.sizes)
-    return Prospect(
-        peak=memory.peak, time=costs.time(program), layout=layout, chain=chain, schedule=schedule
-    )
+    return Prospect(peak=memory.peak, time=costs.time(program), layout=layout, chain=chain, schedule=schedule)
 
 
 def _layouts(joint: Joint, costs: Costs) -> Iterator[Layout]:
@@ -151,4 +153,3 @@ def _unbeaten(prospects: Iterable[Prospect]) -> Iterator[Prospect]:
         if least is None or prospect.peak < least:
             least = prospect.peak
             yield prospect
-

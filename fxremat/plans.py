@@ -135,13 +135,13 @@ class Plan:
         """A line a block; equal neighbours share one."""
         names = [block.name for block in self.chain.blocks]
         width = max(12, *(len(name) for name in names))
-        yield f"  {'block':>7}  {'ends with':{width}}  {'forward':>9}  {'backward':>9}  {'output':>9}  {'saved':>9}  what it does"
+        heads = "".join(f"{head:>11}" for head in ("forward", "backward", "output", "saved"))
+        yield f"  {'block':>7}  {'ends with':{width}}{heads}  what it does"
         for number, (block, does) in enumerate(zip(self.chain.blocks, self._actions(), strict=True), start=1):
-            yield (
-                f"  {number:>7}  {block.name:{width}}  {_milliseconds(block.forward_time):>9}  "
-                f"{_milliseconds(block.backward_time):>9}  {format_bytes(block.output_bytes):>9}  "
-                f"{format_bytes(block.saved_bytes):>9}  {does}"
-            )
+            times = (_milliseconds(block.forward_time), _milliseconds(block.backward_time))
+            sizes = (format_bytes(block.output_bytes), format_bytes(block.saved_bytes))
+            columns = "".join(f"{column:>11}" for column in (*times, *sizes))
+            yield f"  {number:>7}  {block.name:{width}}{columns}  {does}"
 
     def _actions(self) -> list[str]:
         runs: Counter[int] = Counter()

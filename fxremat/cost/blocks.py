@@ -108,10 +108,12 @@ class _Builder:
             grad_bytes=self._size(self._entering(number)),
             forward_scratch=scratch,
             backward_scratch=options[0].backward_scratch,
-            weight_bytes=sum(v.bytes for v in self.joint.values if v.index in reads and v.origin is Origin.PRIMAL),
+            weight_bytes=sum(
+                v.bytes for v in self.joint.values if v.index in reads and v.origin is Origin.PRIMAL
+            ),
             weight_grad_bytes=self._size(returned),
             held_bytes=self._held(number),
-            save_scratch=options[0].save_scratch,
+            save_scratch=options[0].save_scratch or 0,
             options=tuple(options[1:]),
         )
 
@@ -137,7 +139,9 @@ class _Builder:
 
     def _replay(self, number: int) -> Replay:
         replay = Replay(self.layout)
-        for value in self.layout.boundary_before(number) | (self.layout.held - self.layout.blocks[number].made):
+        for value in self.layout.boundary_before(number) | (
+            self.layout.held - self.layout.blocks[number].made
+        ):
             replay.give(value)
         return replay
 
@@ -171,4 +175,3 @@ class _Builder:
     @cached_property
     def _leaving(self) -> set[int]:
         return set(self.gradients) | self.joint.returned
-

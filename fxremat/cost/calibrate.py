@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fxremat._torch import boxed
+from fxremat.cost.blocks import chain_of
 from fxremat.cost.cache import CostCache
 from fxremat.cost.measure import quiet_world, real_value
 from fxremat.cost.table import device_of, op_key
@@ -52,7 +53,9 @@ def _scaled(plan: Plan, factor: float) -> Plan:
         keep_all=scale(plan.prospects.keep_all),
         frontier=tuple(scale(prospect) for prospect in plan.prospects.frontier),
     )
-    return replace(plan, chosen=scale(plan.chosen), prospects=prospects, costs=plan.costs.scaled(factor))
+    costs = plan.costs.scaled(factor)
+    chosen = replace(scale(plan.chosen), chain=chain_of(plan.chosen.layout, costs))
+    return replace(plan, chosen=chosen, prospects=prospects, costs=costs)
 
 
 def _run(plan: Plan, joint: Joint, device: torch.device) -> float | None:
@@ -65,7 +68,9 @@ def _run(plan: Plan, joint: Joint, device: torch.device) -> float | None:
     with quiet_world(device):
         primals = [_input(node) for node in joint.primals]
         tangents = [_input(node) for node in joint.tangents]
-        runs = [_step(boxed(forward), boxed(backward), primals, tangents, returned, device) for _ in range(RUNS)]
+        runs = [
+            _step(boxed(forward), boxed(backward), primals, tangents, returned, device) for _ in range(RUNS)
+        ]
     return min(runs)
 
 

@@ -48,7 +48,9 @@ class Device:
         if isinstance(name, Device):
             return name
         if name not in DEVICES:
-            raise FxrematError(f"unknown device {name!r}; known are {', '.join(DEVICES)}, or give a Device(...)")
+            raise FxrematError(
+                f"unknown device {name!r}; known are {', '.join(DEVICES)}, or give a Device(...)"
+            )
         return DEVICES[name]
 
 
@@ -88,7 +90,7 @@ def _bytes(node: fx.Node) -> int:
 
 def flops_of(node: fx.Node) -> float:
     """Floating-point operations of one op; 0 where torch has no formula for it."""
-    packet = getattr(node.target, "overloadpacket", None)
+    packet: Any = getattr(node.target, "overloadpacket", None)
     formula: Callable[..., Any] | None = flop_registry.get(CPU_ATTENTION.get(packet, packet))
     if formula is None:
         return 0.0

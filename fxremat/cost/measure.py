@@ -72,7 +72,9 @@ def _measure_missing(missing: dict[str, Op], device: torch.device, cache: CostCa
             for op in ops:
                 seconds.append(_seconds(op, device))
                 bar.update()
-            for (key, _), spent, (workspace, outputs) in zip(batch, seconds, _bytes(ops, device), strict=True):
+            for (key, _), spent, (workspace, outputs) in zip(
+                batch, seconds, _bytes(ops, device), strict=True
+            ):
                 cache.keep_op(key, OpCost(spent, workspace, outputs))
 
 
@@ -124,7 +126,9 @@ def real_like(tensor: torch.Tensor, index_limit: int = 1) -> torch.Tensor:
     if tensor.numel() == 0:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
-        pattern = torch.rand(min(count, 1 << 14), device=tensor.device) * 0.5 + 0.1  # neither zero nor denormal
+        pattern = (
+            torch.rand(min(count, 1 << 14), device=tensor.device) * 0.5 + 0.1
+        )  # neither zero nor denormal
     elif tensor.dtype is torch.bool:
         pattern = torch.ones(1, device=tensor.device)
     else:

@@ -49,7 +49,9 @@ def crossings(joint: Joint) -> Crossing:
     """The crossing sets of all forward positions. O(ops * width)."""
     last: dict[int, int] = {}
     for op in joint.forward_ops:
-        for value in op.again_reads:  # running statistics that pass from one call of a layer to the next do not count
+        for (
+            value
+        ) in op.again_reads:  # running statistics that pass from one call of a layer to the next do not count
             last[value] = op.index
     live: set[int] = set()
     at: list[frozenset[int]] = []

@@ -15,6 +15,7 @@ import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import cast
 
 import torch
 from torch import fx
@@ -124,7 +125,9 @@ def _argument(node: fx.Node, name: str) -> object:
     return None
 
 
-BATCH_NORMS = {aten._native_batch_norm_legit_functional.default}  # (input, weight, bias, mean, var, training, ..)
+BATCH_NORMS = {
+    aten._native_batch_norm_legit_functional.default
+}  # (input, weight, bias, mean, var, training, ..)
 
 
 def again_inputs(node: fx.Node) -> list[fx.Node]:
@@ -135,7 +138,7 @@ def again_inputs(node: fx.Node) -> list[fx.Node]:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def storage_bytes(tensor: torch.Tensor) -> int:
@@ -182,7 +185,7 @@ class _Reader:
         self.module = module
         nodes = list(module.graph.nodes)
         output = nodes[-1]
-        outputs = list(output.args[0])
+        outputs: list[object] = list(cast(Sequence[object], output.args[0]))
         descs = output.meta.get("desc") or [None] * len(outputs)
         self.nodes = nodes[:-1]
         self.forward_outputs = tuple(outputs[:forward_outputs])
@@ -194,15 +197,19 @@ class _Reader:
         self.primals = tuple(node for node in placeholders if node not in tangents)
         self.values: list[Value] = []
         self.value_of: dict[fx.Node, int] = {}
-        self.late: set[fx.Node] = set()  # nodes that depend on a tangent, or that autograd made in the backward
+        self.late: set[fx.Node] = (
+            set()
+        )  # nodes that depend on a tangent, or that autograd made in the backward
 
     def read(self) -> Joint:
         compute: list[tuple[fx.Node, tuple[int, ...]]] = []
         for node in self.nodes:
             self._refuse_symbols(node)
-            if node in self.tangents or node.meta.get("partitioner_tag") == "is_backward":
-                self.late.add(node)
-            elif any(parent in self.late for parent in node.all_input_nodes):
+            if (
+                node in self.tangents
+                or node.meta.get("partitioner_tag") == "is_backward"
+                or any(parent in self.late for parent in node.all_input_nodes)
+            ):
                 self.late.add(node)
             if node.op in ("placeholder", "get_attr"):
                 self._new_value(node, node, Origin.TANGENT if node in self.tangents else Origin.PRIMAL, None)
@@ -254,7 +261,7 @@ class _Reader:
         seen: dict[int, int] = {}
         for item in [user for user in node.users if user.target is operator.getitem]:
             position = item.args[1]
-            if not isinstance(item.meta.get("val"), torch.Tensor):
+            if not isinstance(position, int) or not isinstance(item.meta.get("val"), torch.Tensor):
                 continue
             if position in seen:
                 self.value_of[item] = seen[position]
@@ -292,7 +299,17 @@ class _Reader:
             if node.target in BATCH_NORMS and node.args[5]:
                 again_writes = tuple(write for write in writes if write not in updates)
             ops.append(
-                Op(index, node, backward, reads, writes, tuple(dict.fromkeys(again)), again_writes, is_random(node), anchored)
+                Op(
+                    index,
+                    node,
+                    backward,
+                    reads,
+                    writes,
+                    tuple(dict.fromkeys(again)),
+                    again_writes,
+                    is_random(node),
+                    anchored,
+                )
             )
             for write in writes:
                 value = self.values[write]

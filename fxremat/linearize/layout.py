@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from fxremat.linearize.joint import Joint, Origin
+from fxremat.linearize.joint import Joint, Origin, Value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,8 @@ class Layout:
     def with_options(self, options: Sequence[Sequence[frozenset[int]]]) -> Layout:
         """The same layout with further save sets (options 1, 2, ...) for each block."""
         blocks = [
-            replace(block, saved=(block.saved[0], *more)) for block, more in zip(self.blocks, options, strict=True)
+            replace(block, saved=(block.saved[0], *more))
+            for block, more in zip(self.blocks, options, strict=True)
         ]
         return replace(self, blocks=tuple(blocks))
 
@@ -55,8 +56,8 @@ def lay_out(joint: Joint, ends: Sequence[int], carried: frozenset[int] = frozens
     ends = sorted({*ends, joint.forward_count - 1})
     block_of_op = _forward_blocks(joint, ends)
     backward = assign_backward(joint, block_of_op, len(ends))
-    born = {value.index: block_of_op[value.producer] for value in _forward_values(joint)}
-    read_forward = {value: block for value, block in born.items()}  # last block whose forward reads it
+    born = {value.index: block_of_op[_producer(joint, value.index)] for value in _forward_values(joint)}
+    read_forward = dict(born)  # last block whose forward reads it
     read_backward: dict[int, set[int]] = {value: set() for value in born}
     held = set(carried) | (joint.kept_outputs & born.keys()) | (joint.returned & born.keys())
     for op in joint.forward_ops:
@@ -70,7 +71,9 @@ def lay_out(joint: Joint, ends: Sequence[int], carried: frozenset[int] = frozens
                 read_backward[value].add(backward[op.index])
     for value in born:
         producer = joint.ops[_producer(joint, value)]
-        crosses = read_forward[value] > born[value] or any(block != born[value] for block in read_backward[value])
+        crosses = read_forward[value] > born[value] or any(
+            block != born[value] for block in read_backward[value]
+        )
         late = any(block < born[value] or block > read_forward[value] for block in read_backward[value])
         if (producer.anchored and crosses) or late:
             held.add(value)
@@ -99,7 +102,7 @@ def _producer(joint: Joint, value: int) -> int:
     return producer
 
 
-def _forward_values(joint: Joint) -> list:
+def _forward_values(joint: Joint) -> list[Value]:
     return [value for value in joint.values if value.origin is Origin.FORWARD and value.producer is not None]
 
 
@@ -131,7 +134,9 @@ def assign_backward(joint: Joint, block_of_op: Sequence[int], count: int) -> dic
     for op in joint.backward_ops:
         gradients = [joint.values[value].producer for value in op.reads]
         before = [placed[producer] for producer in gradients if producer in placed]
-        stored = [last_reader[v] for v in op.reads if joint.values[v].origin is Origin.FORWARD and v in last_reader]
+        stored = [
+            last_reader[v] for v in op.reads if joint.values[v].origin is Origin.FORWARD and v in last_reader
+        ]
         wanted = by_sequence.get(op.node.meta.get("seq_nr"))
         if wanted is None or (len(before) > 1 and _accumulates(op.node)):
             wanted = min(before, default=count - 1)

@@ -65,7 +65,9 @@ def save_sets(
     cut = _Cut(layout, block, seconds, sizes)
     everything = cut.price(block.saved[0])
     corners = [everything, *cut.sweep(everything)]
-    corners = sorted({corner.values: corner for corner in corners}.values(), key=lambda c: (c.seconds, c.bytes))
+    corners = sorted(
+        {corner.values: corner for corner in corners}.values(), key=lambda c: (c.seconds, c.bytes)
+    )
     frontier = [everything]
     for corner in corners:
         if corner.bytes < frontier[-1].bytes - LEAST_STEP * everything.bytes:
@@ -129,7 +131,7 @@ class _Cut:
 
     def solve(self, rate: float) -> SaveSet:
         """The cheapest save set at `rate` bytes a second."""
-        graph = nx.DiGraph()
+        graph: nx.DiGraph[object] = nx.DiGraph()
         graph.add_node("source")
         graph.add_node("sink")
         for index in self.block.forward:
@@ -165,6 +167,8 @@ class _Cut:
             assert producer is not None
             if producer not in again:
                 again.add(producer)
-                stack += [v for v in self.joint.ops[producer].again_reads if v in self.inside and v not in kept]
+                stack += [
+                    v for v in self.joint.ops[producer].again_reads if v in self.inside and v not in kept
+                ]
         size = sum(self.sizes[value] for value in kept)
         return SaveSet(kept, size, sum(self.seconds[index] for index in sorted(again)))

@@ -81,7 +81,7 @@ def _changes(
     born, freed = [0] * len(steps), [0] * len(steps)
     for position, step in enumerate(steps):
         born[position] = sum([sizes.values[program.version_of[version]] for version in step.writes])
-    for version, (last, size) in enumerate(_lives(program, sizes, at_hand, kept)):
+    for last, size in _lives(program, sizes, at_hand, kept):
         if 0 <= last < len(steps):
             freed[last] += size
     for first, last in _seed_lives(program) if sizes.seed else ():

@@ -45,7 +45,9 @@ class _Lowering:
         self.joint: Joint = program.layout.joint
         self.forward, self.backward = _Part(), _Part()
         self.copies: dict[int, int] = {}
-        self.saved: list[tuple[fx.Node, fx.Node]] = []  # node of the forward graph, its placeholder in the backward
+        self.saved: list[
+            tuple[fx.Node, fx.Node]
+        ] = []  # node of the forward graph, its placeholder in the backward
         self.meta: dict[str, Any] = {}
 
     def run(self) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -66,8 +68,8 @@ class _Lowering:
             self.backward.bases[self._first(tangent)] = self._placeholder(self.backward, tangent)
         for step in program.steps[program.turn :]:
             self._step(self.backward, step)
-        gradients = [self._output(self.backward, node) for node in joint.backward_outputs]
-        outputs = [self._output(self.forward, node) for node in joint.forward_outputs]
+        gradients: list[Any] = [self._output(self.backward, node) for node in joint.backward_outputs]
+        outputs: list[Any] = [self._output(self.forward, node) for node in joint.forward_outputs]
         self.forward.graph.output((*outputs, *(node for node, _ in self.saved)))
         self.backward.graph.output(tuple(gradients))
         self._order_placeholders()
@@ -93,7 +95,10 @@ class _Lowering:
         versions = {self.program.version_of[version]: version for version in step.reads}
         block = self.program.layout.blocks[step.block]
         about = {"block": step.block + 1, "name": block.name, "role": step.role.value}
-        self.meta = {"fxremat": about, "custom": {"block": f"{about['block']} {block.name}", "role": about["role"]}}
+        self.meta = {
+            "fxremat": about,
+            "custom": {"block": f"{about['block']} {block.name}", "role": about["role"]},
+        }
         self.copies[step.op] = copy = self.copies.get(step.op, -1) + 1
         suffix = f"__r{copy}" if copy else ""
 
@@ -113,19 +118,29 @@ class _Lowering:
 
     def _emit(self, part: _Part, step: Step, original: fx.Node, reads: Any, suffix: str) -> fx.Node:
         target: Any = original.target
+        arguments: Any
         if step.role is Role.RECOMPUTE and target in BATCH_NORMS and original.args[5]:
             x, weight, bias, _, _, training, momentum, eps = original.args
             arguments = fx.node.map_arg((x, weight, bias, training, momentum, eps), reads)
             target, options = aten._native_batch_norm_legit.no_stats, {}
         else:
-            arguments, options = fx.node.map_arg(original.args, reads), fx.node.map_arg(original.kwargs, reads)
+            arguments, options = (
+                fx.node.map_arg(original.args, reads),
+                fx.node.map_arg(original.kwargs, reads),
+            )
         if self.joint.ops[step.op].random and step.op in self.program.repeated:
             return self._draw(part, step, original, (target, *arguments), options, suffix)
         node = part.graph.create_node(original.op, target, arguments, options, name=original.name + suffix)
         return self._describe(node, original)
 
     def _draw(
-        self, part: _Part, step: Step, original: fx.Node, arguments: tuple[Any, ...], options: Any, suffix: str
+        self,
+        part: _Part,
+        step: Step,
+        original: fx.Node,
+        arguments: tuple[Any, ...],
+        options: Any,
+        suffix: str,
     ) -> fx.Node:
         """A random op that runs more than once: keep the generator's state, or replay it."""
         if step.role is Role.RECOMPUTE:
@@ -134,9 +149,13 @@ class _Lowering:
                 "call_function", draw_again, (state, *arguments), options, name=original.name + suffix
             )
             return self._describe(node, original)
-        pair = part.graph.create_node("call_function", draw_saving, arguments, options, name=f"{original.name}_drawn")
+        pair = part.graph.create_node(
+            "call_function", draw_saving, arguments, options, name=f"{original.name}_drawn"
+        )
         self._describe(pair, original)
-        state = part.graph.create_node("call_function", operator.getitem, (pair, 0), name=f"{original.name}_seed")
+        state = part.graph.create_node(
+            "call_function", operator.getitem, (pair, 0), name=f"{original.name}_seed"
+        )
         self._describe(state, original)
         state.meta["val"] = _fake_state(original)
         part.seeds[step.op] = state
@@ -199,7 +218,9 @@ class _Lowering:
 def _fake_state(original: fx.Node) -> torch.Tensor:
     """A fake tensor of the size of a generator's state, made in the fake mode of the graph."""
     value = original.meta["val"]
-    shown = value if isinstance(value, torch.Tensor) else next(v for v in value if isinstance(v, torch.Tensor))
+    shown = (
+        value if isinstance(value, torch.Tensor) else next(v for v in value if isinstance(v, torch.Tensor))
+    )
     size = generator_of((shown,), {}).get_state().numel()
     with shown.fake_mode:  # type: ignore[attr-defined]
         return torch.empty(size, dtype=torch.uint8)

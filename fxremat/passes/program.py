@@ -53,7 +53,9 @@ class Program:
     version_of: tuple[int, ...]
     first: dict[int, int]  # value -> its first version: what the graphs return, whatever is made again later
     repeated: frozenset[int]  # ops that run more than once
-    preserved: frozenset[int]  # mutated primals that the backward reads: copied before the forward overwrites them
+    preserved: frozenset[
+        int
+    ]  # mutated primals that the backward reads: copied before the forward overwrites them
 
     @property
     def recomputed(self) -> int:
