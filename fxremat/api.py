@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from fxremat.backend import Backend
+from fxremat.backend import backend_of
 from fxremat.errors import FxrematError
 from fxremat.plans import Plan
 from fxremat.runtime.module import Rematerialized
@@ -31,7 +31,8 @@ def compile(  # the name users know from torch.compile
         example_inputs: plan now, for these inputs: a tuple of positional arguments, a dict of keyword arguments, or
             one tensor. None: plan at the first training call. New shapes are planned when they come.
         solver: "auto", "input_drop", "persistent", "periodic" or "keep_all".
-        options: cost ("measure" or "estimate"), device (for an estimate), slots, progress.
+        options: cost ("measure" or "estimate"), device (for an estimate), loss_bytes (what a loss outside the model
+            takes), slots, progress: see `fxremat.backend.Backend`.
 
     Returns:
         a module with the model's parameters and state_dict; `.plan` says what it does. eval() and no_grad() calls run
@@ -42,7 +43,7 @@ def compile(  # the name users know from torch.compile
         CaptureError: the model is not one graph; names the line.
         InvalidBudget: `mem` has another form.
     """
-    module = Rematerialized(_checked(model), _backend(mem, solver, options))
+    module = Rematerialized(_checked(model), backend_of(mem=mem, solver=solver, **options))
     if example_inputs is not None:
         module.make_plan(*_split(example_inputs))
     return module
@@ -56,15 +57,8 @@ def plan(
     Arguments and errors are those of `compile`. With cost="estimate" and device="A100-40GB" no op is run either, so
     that a plan can be made where the device is not.
     """
-    module = Rematerialized(_checked(model), _backend(mem, solver, options))
+    module = Rematerialized(_checked(model), backend_of(mem=mem, solver=solver, **options))
     return module.make_plan(*_split(example_inputs))
-
-
-def _backend(mem: int | str, solver: str, options: Mapping[str, Any]) -> Backend:
-    unknown = sorted(set(options) - {"cost", "device", "slots", "progress"})
-    if unknown:
-        raise FxrematError(f"unknown options {', '.join(unknown)}; there are cost, device, slots, progress")
-    return Backend(mem=mem, solver=solver, **options)
 
 
 def _checked(model: object) -> nn.Module:

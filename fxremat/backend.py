@@ -7,7 +7,7 @@ fxremat.compile(model, mem="4GiB")                                     the same,
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from fxremat.errors import FxrematError, InvalidBudget
 from fxremat.linearize.joint import Joint, read_joint
 from fxremat.planner import Prospects, survey
 from fxremat.plans import Plan
-from fxremat.units import Auto, Budget, Bytes, Percent, parse_budget
+from fxremat.units import Auto, Budget, Bytes, Percent, parse_budget, parse_bytes
 
 AUTO_MARGIN = 0.05  # share of the free memory that mem="auto" leaves alone
 
@@ -41,6 +41,8 @@ class Backend:
         cost: "measure" runs every distinct op; "estimate" counts flops and bytes for `device`.
         device: with cost="estimate", the name of a known device, or a `fxremat.cost.estimate.Device`.
         slots: steps of memory in the dynamic programs.
+        loss_bytes: what a loss outside the model allocates between forward and backward, in the forms of a size. None:
+            nothing where the model returns its loss, else three times the bytes of its outputs.
         progress: show a progress bar on stderr while measuring.
     """
 
@@ -49,6 +51,7 @@ class Backend:
     cost: str = "measure"
     device: str | Device | None = None
     slots: int = 500
+    loss_bytes: int | str | None = None
     progress: bool = True
     plans: list[Plan] = field(default_factory=list)
     only_plan: bool = False
@@ -117,11 +120,24 @@ class Backend:
 
     def _costs(self, joint: Joint) -> Costs:
         if self.cost == "estimate":
-            return estimate(joint, self._estimated_device(joint))
-        return measure(joint, progress=self.progress)
+            costs = estimate(joint, self._estimated_device(joint))
+        else:
+            costs = measure(joint, progress=self.progress)
+        if self.loss_bytes is None:
+            return costs
+        return replace(costs, sizes=replace(costs.sizes, outside=parse_bytes(self.loss_bytes)))
 
     def _estimated_device(self, joint: Joint) -> Device:
         return Device.named(self.device or device_of(joint).type)
+
+
+def backend_of(**options: Any) -> Backend:
+    """A backend from a user's options. Raises `FxrematError` for one that there is not."""
+    known = [setting.name for setting in fields(Backend) if setting.name not in ("plans", "only_plan")]
+    unknown = sorted(set(options) - set(known))
+    if unknown:
+        raise FxrematError(f"unknown option {', '.join(unknown)}; there are {', '.join(known)}")
+    return Backend(**options)
 
 
 def bytes_of(budget: Budget, prospects: Prospects, device: torch.device) -> int:
@@ -165,9 +181,4 @@ def fxremat(
         )
     if "mem" not in options:
         raise InvalidBudget('the fxremat backend needs a budget: torch.compile(..., options={"mem": "4GiB"})')
-    unknown = sorted(set(options) - {"mem", "solver", "cost", "device", "slots", "progress"})
-    if unknown:
-        raise FxrematError(
-            f"unknown options {', '.join(unknown)}; there are mem, solver, cost, device, slots, progress"
-        )
-    return Backend(**options)(module, inputs)
+    return backend_of(**options)(module, inputs)

@@ -74,12 +74,19 @@ class _Builder:
         """Bytes that phase l holds besides d_l and the parameters' gradients."""
         passing = {v for v, (made, read) in self.gradients.items() if read <= block < made}
         alive = {value for value in self.layout.held if self._first_reader[value] <= block}
-        tangents = self._tangents if block < len(self.layout.blocks) - 1 else 0
-        return self._size(passing - self._entering(block)) + self._size(alive) + tangents
+        last = block == len(self.layout.blocks) - 1  # whose backward counts them as scratch
+        tangents = {t for t, reader in self._tangents.items() if reader <= block and not last}
+        return self._size(passing - self._entering(block)) + self._size(alive) + self._size(tangents)
 
     @cached_property
-    def _tangents(self) -> int:
-        return self._size(v.index for v in self.joint.values if v.origin is Origin.TANGENT)
+    def _tangents(self) -> dict[int, int]:
+        """The lowest block that reads each gradient that the caller hands in; 0 where none does."""
+        readers: dict[int, int] = {}
+        for op in self.joint.backward_ops:
+            for value in op.reads:
+                readers[value] = min(self.block_of[op.index], readers.get(value, len(self.layout.blocks)))
+        tangents = [v.index for v in self.joint.values if v.origin is Origin.TANGENT]
+        return {t: 0 if t in self.joint.root_tangents else readers.get(t, 0) for t in tangents}
 
     @cached_property
     def _first_reader(self) -> dict[int, int]:
@@ -168,9 +175,12 @@ class _Builder:
         written = {value for index in place.backward for value in self.joint.ops[index].writes}
         memory = live_bytes(program, self._sizes, at_hand=at_hand, kept=written & self._leaving)
         leaving = self._size(self._entering(number - 1)) if number else 0
-        tangents = self._tangents if number == len(self.layout.blocks) - 1 else 0
+        peak = max(memory.during, default=0)
+        if number == len(self.layout.blocks) - 1:
+            tangents = self._size(self._tangents)
+            peak = max(peak + tangents, self._size(stored) + max(tangents, self.costs.sizes.outside))
         counted = self._size(stored) + self._size(entering) + leaving
-        return self.costs.time(program), max(0, max(memory.during, default=0) + tangents - counted)
+        return self.costs.time(program), max(0, peak - counted)
 
     @cached_property
     def _leaving(self) -> set[int]:

@@ -59,8 +59,22 @@ def costs_from(joint: Joint, by_op: Sequence[OpCost], device: torch.device) -> C
             values=tuple(-(-size // block) * block for size in sizes),
             workspace=tuple(cost.workspace for cost in by_op),
             seed=torch.default_generator.get_state().numel() if device.type == "cpu" else 0,
+            outside=outside_bytes(joint),
+            root=0 if joint.root_tangents else 2 * max(block, 8),
         ),
     )
+
+
+def outside_bytes(joint: Joint) -> int:
+    """What a loss outside the model is taken to need between forward and backward.
+
+    A model that returns its loss needs nothing. For other outputs: three times their bytes, which is what a cross
+    entropy takes (log-probabilities, and two gradients at a time). The user can say better (`loss_bytes`).
+    """
+    if joint.root_tangents:
+        return 0
+    gradients = [t for node in joint.tangents if isinstance(t := node.meta.get("val"), torch.Tensor)]
+    return 3 * sum(gradient.numel() * gradient.element_size() for gradient in gradients)
 
 
 def output_position(shown: fx.Node, op: fx.Node) -> int | None:

@@ -80,6 +80,7 @@ class Joint:
     backward_outputs: tuple[object, ...]
     output_descs: tuple[object, ...]
     forward_count: int  # ops[:forward_count] is the forward
+    root_tangents: frozenset[int]  # gradients of a loss, which autograd holds until the backward has returned
     kept_outputs: frozenset[int]  # values that the caller still holds after the forward
     mutated_primals: frozenset[int]  # primals that the step overwrites once the forward has run
     updates: frozenset[int]  # the values that overwrite them (running statistics, in-place inputs)
@@ -135,6 +136,10 @@ def again_inputs(node: fx.Node) -> list[fx.Node]:
     if node.target in BATCH_NORMS and node.args[5]:
         return [argument for argument in node.args[:3] if isinstance(argument, fx.Node)]
     return node.all_input_nodes
+
+
+def _is_scalar(node: fx.Node) -> bool:
+    return any(tensor is not None and tensor.numel() == 1 for tensor in tensors_of(node))
 
 
 def _storage(tensor: torch.Tensor) -> int:
@@ -325,6 +330,7 @@ class _Reader:
             backward_outputs=self.backward_outputs,
             output_descs=self.descs,
             forward_count=forward_count,
+            root_tangents=frozenset(self.value_of[node] for node in self.tangents if _is_scalar(node)),
             kept_outputs=frozenset(kept),
             mutated_primals=frozenset(self._mutated()),
             updates=frozenset(updates),

@@ -22,6 +22,8 @@ class Sizes:
     values: Sequence[int]  # of each value
     workspace: Sequence[int]  # of each op while it runs, beyond what it reads and writes
     seed: int = 0  # of one saved generator state, on the device
+    outside: int = 0  # at the turn, for a loss outside the model; the gradients it hands in are part of it
+    root: int = 0  # from the turn to the end: such a loss, and the gradient that its backward starts from
 
 
 @dataclass(frozen=True)
@@ -55,8 +57,8 @@ def live_bytes(
     live, during, turn_bytes = changes.start, [], changes.start
     for position, step in enumerate(program.steps):
         if position == program.turn:
+            turn_bytes = live + max(changes.tangents, sizes.outside)
             live += changes.tangents
-            turn_bytes = live
         live += changes.born[position]
         during.append(live + sizes.workspace[step.op])
         live -= changes.freed[position]
@@ -68,7 +70,7 @@ class _Changes:
     """Bytes that appear before and vanish after each step."""
 
     start: int
-    tangents: int
+    tangents: int  # with all that the caller brings at the turn
     born: list[int]
     freed: list[int]
 
@@ -81,7 +83,7 @@ def _changes(
     born, freed = [0] * len(steps), [0] * len(steps)
     for position, step in enumerate(steps):
         born[position] = sum([sizes.values[program.version_of[version]] for version in step.writes])
-    for last, size in _lives(program, sizes, at_hand, kept):
+    for last, size in _lives(program, sizes, at_hand, kept, whole=whole):
         if 0 <= last < len(steps):
             freed[last] += size
     for first, last in _seed_lives(program) if sizes.seed else ():
@@ -90,11 +92,11 @@ def _changes(
     joint = program.layout.joint
     tangents = [sizes.values[v.index] for v in joint.values if v.origin is Origin.TANGENT]
     start = sum(at_hand.values()) + sum(sizes.values[primal] for primal in program.preserved)
-    return _Changes(start, sum(tangents) if whole else 0, born, freed)
+    return _Changes(start, sum(tangents) + sizes.root if whole else 0, born, freed)
 
 
 def _lives(
-    program: Program, sizes: Sizes, at_hand: Mapping[int, int], kept: Iterable[int]
+    program: Program, sizes: Sizes, at_hand: Mapping[int, int], kept: Iterable[int], *, whole: bool
 ) -> list[tuple[int, int]]:
     """For every version: the last step that uses it (-1: none, len(steps): alive to the end) and its bytes."""
     joint, forever = program.layout.joint, len(program.steps)
@@ -113,8 +115,11 @@ def _lives(
         origin = joint.values[value].origin
         if version in at_hand:
             lives.append((last[version], at_hand[version]))
-        elif origin is Origin.TANGENT or (origin is Origin.PRIMAL and value not in program.preserved):
-            lives.append((forever, 0))  # autograd holds the tangents until the backward has returned
+        elif origin is Origin.TANGENT:
+            ends = last[version] if last[version] >= 0 and value not in joint.root_tangents else forever
+            lives.append((ends, sizes.values[value] if whole else 0))
+        elif origin is Origin.PRIMAL and value not in program.preserved:
+            lives.append((forever, 0))
         else:
             lives.append((last[version], sizes.values[value]))
     return lives

@@ -67,8 +67,12 @@ class Rematerialized(nn.Module):
         try:
             with capture_settings():
                 outputs = self._compiled(*args, **kwargs)
+        except PlannedOnly:
+            raise
         except Exception as error:
-            raise self._explained(error) from error.__cause__
+            if (explained := _explained(error)) is None:
+                raise
+            raise explained.with_traceback(None) from None  # the way through dynamo would hide the message
         return _refuse_double_backward(outputs)
 
     def make_plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
@@ -94,19 +98,6 @@ class Rematerialized(nn.Module):
                 "nothing to train: no parameter and no input requires grad; "
                 "use model.eval() or torch.no_grad() to run the plain model"
             )
-
-    def _explained(self, error: Exception) -> Exception:
-        """The error that a user can act on, in place of the one that came through dynamo."""
-        if isinstance(error, FxrematError | PlannedOnly):
-            return error
-        if (cause := planning_error(error)) is not None:
-            return cause
-        if (place := graph_break_place(error)) is not None:
-            return CaptureError(
-                f"the model is not one graph: tracing stops at {place} ({_first_line(error)}). Move what depends on "
-                "the values of tensors (branches, .item(), printing) out of forward, or compile a submodule instead"
-            )
-        return error
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -168,3 +159,17 @@ def _check_single_backward(gradient: torch.Tensor) -> None:
 def _first_line(error: Exception) -> str:
     text = str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__
+
+
+def _explained(error: Exception) -> FxrematError | None:
+    """The error that a user can act on, in place of the one that came through dynamo; None: show that one."""
+    if isinstance(error, FxrematError):
+        return error
+    if (cause := planning_error(error)) is not None:
+        return cause
+    if (place := graph_break_place(error)) is not None:
+        return CaptureError(
+            f"the model is not one graph: tracing stops at {place} ({_first_line(error)}). Move what depends on "
+            "the values of tensors (branches, .item(), printing) out of forward, or compile a submodule instead"
+        )
+    return None

@@ -1,0 +1,154 @@
+"""Random models: DAGs of layers with skips, fork-joins, dense connections, side branches and several outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from hypothesis import strategies as st
+from torch import Tensor, fx, nn
+
+from fxremat._torch import aot_backend, boxed, keep_saved_tensors
+from fxremat.cost.estimate import DEVICES, estimate
+from fxremat.cost.table import Costs
+from fxremat.linearize.joint import Joint, read_joint
+
+WIDTH, ROWS = 8, 16
+KINDS = (
+    "linear",
+    "shared",
+    "relu",
+    "dropout",
+    "norm",
+    "batch_norm",
+    "add",
+    "mul",
+    "cat",
+    "split",
+    "tanh",
+    "view",
+)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer and which earlier values it reads (counted back from the latest, modulo their number)."""
+
+    kind: str
+    first: int
+    second: int
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A model to build."""
+
+    layers: tuple[Layer, ...]
+    outputs: int  # extra values that the model returns besides its loss
+    side: bool  # whether the last layer but one also feeds a branch that nothing reads
+
+
+layers = st.builds(Layer, st.sampled_from(KINDS), st.integers(0, 12), st.integers(0, 12))
+chain_layers = st.builds(Layer, st.sampled_from(KINDS), st.just(0), st.integers(0, 12))
+recipes = st.builds(
+    Recipe,
+    st.lists(st.one_of(chain_layers, chain_layers, layers), min_size=2, max_size=24).map(tuple),
+    st.integers(0, 2),
+    st.booleans(),
+)
+
+
+class Dag(nn.Module):
+    """The model of a recipe; reads two inputs of [ROWS, WIDTH] and returns its loss (and further values)."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__()
+        self.recipe = recipe
+        self.shared = nn.Linear(WIDTH, WIDTH)
+        self.modules_of = nn.ModuleList([_module(layer.kind) for layer in recipe.layers])
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        values = [x, y, self.shared(x)]
+        unread = {2}
+        for layer, module in zip(self.recipe.layers, self.modules_of, strict=True):
+            first = len(values) - 1 - layer.first % len(values)
+            second = len(values) - 1 - layer.second % len(values)
+            unread -= {first, second}
+            unread.add(len(values))
+            values.append(self._apply_layer(layer.kind, module, values[first], values[second]))
+        if self.recipe.side:
+            values[-2].sin().cos()
+        # A dropout that nothing reads draws in eager mode only: torch.compile never runs it. So all are read.
+        loss = values[-1].square().mean() + self.shared(values[-2]).mean()
+        loss = loss + sum(values[index].mean() for index in sorted(unread))
+        if not self.recipe.outputs:
+            return loss
+        return {"loss": loss, "more": values[-self.recipe.outputs :], "nothing": None}
+
+    def _apply_layer(self, kind: str, module: nn.Module, first: Tensor, second: Tensor) -> Tensor:
+        match kind:
+            case "shared":
+                return self.shared(first)
+            case "add":
+                return first + second
+            case "mul":
+                return first * second
+            case "cat":
+                return module(torch.cat([first, second], 1))
+            case "split":
+                left, right = first.split(WIDTH // 2, dim=1)
+                return torch.cat([F.relu(right), left], 1)
+            case "view":
+                return first.view(ROWS // 2, 2, WIDTH).transpose(0, 1).reshape(ROWS, WIDTH)
+            case "tanh":
+                return torch.tanh(first)
+        return module(first)
+
+
+def _module(kind: str) -> nn.Module:
+    makers: dict[str, Callable[[], nn.Module]] = {
+        "linear": lambda: nn.Linear(WIDTH, WIDTH),
+        "relu": nn.ReLU,
+        "dropout": lambda: nn.Dropout(0.3),
+        "norm": lambda: nn.LayerNorm(WIDTH),
+        "batch_norm": lambda: nn.BatchNorm1d(WIDTH),
+        "cat": lambda: nn.Linear(2 * WIDTH, WIDTH),
+    }
+    return makers.get(kind, nn.Identity)()
+
+
+def batch(seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Two inputs."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(ROWS, WIDTH, generator=generator), torch.randn(ROWS, WIDTH, generator=generator)
+
+
+class _Captured(Exception):
+    pass
+
+
+def capture(model: nn.Module, *inputs: Any, **options: Any) -> Joint:
+    """The joint graph of a model, without running or planning anything."""
+    found: list[Joint] = []
+
+    def partition(module: fx.GraphModule, _: Any, *, num_fwd_outputs: int, **__: Any) -> Any:
+        found.append(read_joint(module, num_fwd_outputs))
+        raise _Captured
+
+    backend = aot_backend(fw_compiler=lambda graph, _: boxed(graph), partition_fn=partition)
+    torch._dynamo.reset()
+    try:
+        with keep_saved_tensors():
+            torch.compile(model, backend=backend, fullgraph=True, dynamic=False)(*inputs, **options)
+    except Exception as error:
+        if not found:
+            raise error from None
+    return found[0]
+
+
+def estimated(joint: Joint) -> Costs:
+    """Costs that take no time to find."""
+    return estimate(joint, DEVICES["cpu"])

@@ -1,0 +1,140 @@
+"""A joint graph becomes a chain: every op is placed once, every cut is a cut, every boundary holds what crosses it."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from torch import nn
+
+from fxremat.cost.blocks import chain_of
+from fxremat.linearize.cuts import carry_levels, crossings
+from fxremat.linearize.joint import Joint, Origin
+from fxremat.linearize.layout import Layout, lay_out
+from fxremat.linearize.options import add_options, save_sets
+from tests.dags import Dag, Recipe, batch, capture, estimated, recipes
+
+pytestmark = pytest.mark.usefixtures("torch_ready")
+FEW = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+def layouts(joint: Joint) -> list[Layout]:
+    crossing = crossings(joint)
+    carried = list(itertools.islice(carry_levels(joint, crossing, [1.0] * joint.forward_count), 3))
+    return [lay_out(joint, crossing.cuts(values), values) for values in carried]
+
+
+@FEW
+@given(recipes)
+def test_random_models_become_chains(recipe: Recipe) -> None:
+    joint = capture(Dag(recipe), *batch())
+    for layout in layouts(joint):
+        every_op_is_in_one_block(layout)
+        what_a_block_reads_is_in_it_before_it_or_held(layout)
+        gradients_flow_down_the_chain(layout)
+        options_save_less_and_cost_more(layout)
+    every_cut_is_a_cut(joint)
+
+
+def every_op_is_in_one_block(layout: Layout) -> None:
+    joint = layout.joint
+    forward = [index for block in layout.blocks for index in block.forward]
+    backward = [index for block in layout.blocks for index in block.backward]
+    assert forward == list(range(joint.forward_count))
+    assert sorted(backward) == list(range(joint.forward_count, len(joint.ops)))
+
+
+def what_a_block_reads_is_in_it_before_it_or_held(layout: Layout) -> None:
+    joint = layout.joint
+    for number, block in enumerate(layout.blocks):
+        there = block.made | layout.boundary_before(number) | layout.held
+        for index in (*block.forward, *block.backward):
+            reads = {v for v in joint.ops[index].reads if joint.values[v].origin is Origin.FORWARD}
+            assert reads <= there
+        read = {v for index in block.backward for v in joint.ops[index].reads}
+        assert read & block.made <= block.saved[0] | layout.held
+
+
+def every_cut_is_a_cut(joint: Joint) -> None:
+    for end in crossings(joint).cuts():
+        made = {v for op in joint.forward_ops[: end + 1] for v in op.writes if not op.anchored}
+        needed = {v for op in joint.forward_ops[end + 1 :] for v in op.again_reads}
+        assert len(made & needed) <= 1
+
+
+def gradients_flow_down_the_chain(layout: Layout) -> None:
+    joint = layout.joint
+    block_of = {index: number for number, block in enumerate(layout.blocks) for index in block.backward}
+    for op in joint.backward_ops:
+        for value in op.reads:
+            producer = joint.values[value].producer
+            if producer in block_of:
+                assert block_of[producer] >= block_of[op.index]
+
+
+def options_save_less_and_cost_more(layout: Layout) -> None:
+    costs = estimated(layout.joint)
+    for block in layout.blocks:
+        sets = save_sets(layout, block, costs.seconds, costs.sizes.values)
+        assert sets[0].values == block.saved[0]
+        for before, after in itertools.pairwise(sets):
+            assert after.bytes < before.bytes
+            assert after.seconds >= before.seconds
+            assert block.boundary & block.made <= after.values
+
+
+class Carrier(nn.Module):
+    """An encoder, and a decoder each of whose layers reads the encoder's result."""
+
+    def __init__(self, depth: int = 6) -> None:
+        super().__init__()
+        self.encoder = nn.ModuleList([nn.Linear(8, 8) for _ in range(depth)])
+        self.decoder = nn.ModuleList([nn.Linear(8, 8) for _ in range(depth)])
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        for layer in self.encoder:
+            x = torch.relu(layer(x))
+        for layer in self.decoder:
+            y = torch.relu(layer(y + x))
+        return y.square().mean()
+
+
+def test_a_long_lived_value_is_carried() -> None:
+    joint = capture(Carrier(), *batch())
+    crossing = crossings(joint)
+    plain, carrying, *_ = carry_levels(joint, crossing, [1.0] * joint.forward_count)
+    (carried,) = carrying
+    assert joint.values[carried].name == "relu_5"  # the encoder's result
+    assert len(crossing.cuts(carrying)) >= len(crossing.cuts(plain)) + 5
+
+
+def test_masks_and_positions_are_anchors_not_boundaries() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            mask = (y > 0).float() * 2
+            for layer in self.layers:
+                x = torch.relu(layer(x)) * mask
+            return x.square().mean()
+
+    joint = capture(Masked(), *batch())
+    layout = lay_out(joint, crossings(joint).cuts())
+    mask = next(op for op in joint.forward_ops if op.name == "mul").writes[0]
+    assert mask in layout.held
+    assert len(layout.blocks) >= 4
+    assert all(mask not in block.boundary for block in layout.blocks)
+
+
+def test_tied_weights_and_accumulated_gradients_keep_their_order() -> None:
+    joint = capture(Dag(Recipe((), 0, False)), *batch())
+    layout = lay_out(joint, crossings(joint).cuts())
+    chain = chain_of(
+        add_options(layout, estimated(joint).seconds, estimated(joint).sizes.values), estimated(joint)
+    )
+    weight_gradients = sum(block.weight_grad_bytes for block in chain.blocks)
+    assert weight_gradients == 4 * (8 * 8 + 8)  # one gradient of the shared layer, not one for each use

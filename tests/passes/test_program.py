@@ -1,0 +1,180 @@
+"""The recompute pass and its exact liveness, on random models and by hand."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import fx, nn
+
+from fxremat.errors import InvalidSchedule
+from fxremat.linearize.cuts import crossings
+from fxremat.linearize.joint import Joint
+from fxremat.linearize.layout import lay_out
+from fxremat.passes.liveness import live_bytes
+from fxremat.passes.lower import lower
+from fxremat.passes.program import Program, Role, rematerialize
+from fxremat.planner import survey
+from fxremat.schedule import Schedule
+from tests.dags import Dag, Recipe, batch, capture, estimated, recipes
+
+pytestmark = pytest.mark.usefixtures("torch_ready")
+FEW = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+class Chain(nn.Module):
+    """Four times linear and tanh."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+def chain_program(schedule: str) -> Program:
+    joint = capture(Chain(), torch.ones(4, 8))
+    ends = [op.index for op in joint.forward_ops if op.name.startswith("tanh")]
+    return rematerialize(lay_out(joint, ends), Schedule.parse(schedule))
+
+
+def names(program: Program, start: int = 0) -> list[str]:
+    ops = program.layout.joint.ops
+    mark = {Role.RECOMPUTE: "again ", Role.FORWARD: "", Role.BACKWARD: ""}
+    return [mark[step.role] + ops[step.op].name for step in program.steps[start:]]
+
+
+def test_keeping_everything_runs_nothing_twice() -> None:
+    program = chain_program("Fall1 Fall2 Fall3 Fall4 Fall5 B5 B4 B3 B2 B1")
+    assert program.recomputed == 0
+    assert names(program)[: program.turn] == [
+        "addmm", "tanh", "addmm_1", "tanh_1", "addmm_2", "tanh_2", "addmm_3", "tanh_3", "pow_1", "mean",
+    ]  # fmt: skip
+
+
+def test_a_checkpoint_reruns_its_segment_up_to_what_is_needed() -> None:
+    program = chain_program("Fck1 Fnone2 Fall3 Fall4 Fall5 B5 B4 B3 Fall1 Fall2 B2 B1")
+    again = [name for name in names(program, program.turn) if name.startswith("again")]
+    assert again == ["again addmm", "again tanh", "again addmm_1", "again tanh_1"]
+
+
+def test_a_dropped_input_is_rebuilt_before_the_backward_that_reads_it() -> None:
+    program = chain_program("Fck1 Fall2 Drop(a1) Fall3 Fall4 Fall5 B5 B4 B3 Fall1 B2 B1")
+    assert [name for name in names(program) if name.startswith("again")] == ["again addmm", "again tanh"]
+
+
+def test_a_schedule_that_lacks_an_input_is_refused() -> None:
+    with pytest.raises(InvalidSchedule, match="block 2 needs"):
+        chain_program("Fnone1 Fnone2 Fall3 Fall4 Fall5 B5 B4 B3 Fall2 B2 B1")
+
+
+def test_copies_are_named_after_their_original_and_say_their_block() -> None:
+    forward, backward = lower(chain_program("Fck1 Fnone2 Fall3 Fall4 Fall5 B5 B4 B3 Fall1 Fall2 B2 B1"))
+    copy = next(node for node in backward.graph.nodes if node.name == "addmm_1__r1")
+    assert copy.meta["fxremat"] == {"block": 2, "name": "tanh_1", "role": "recompute"}
+    assert "'block': '2 tanh_1', 'role': 'recompute'" in backward.print_readable(print_output=False)
+    assert all("fxremat" in n.meta for n in forward.graph.nodes if n.op == "call_function")
+
+
+def graph_memory(module: fx.GraphModule, given: dict[fx.Node, int]) -> list[int]:
+    """Bytes alive at each node of a graph, by its own rules: storages of fake tensors, freed after their last use.
+
+    Written apart from `passes.liveness`, which never sees a graph.
+    """
+
+    def storages(node: fx.Node) -> dict[int, int]:
+        value: Any = node.meta.get("val")
+        tensors = (
+            [value] if isinstance(value, torch.Tensor) else list(value or ()) if value is not None else []
+        )
+        return {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors if t is not None}
+
+    nodes = list(module.graph.nodes)
+    owner: dict[fx.Node, set[tuple[fx.Node, int]]] = {}
+    size: dict[tuple[fx.Node, int], int] = {}
+    for node in nodes:
+        parents = {key for parent in node.all_input_nodes for key in owner[parent]}
+        by_storage = {storage: (maker, storage) for maker, storage in parents}
+        owner[node] = set()
+        for storage, count in storages(node).items() if node.op != "output" else ():
+            key = by_storage.get(storage, (node, storage))
+            if node.op == "placeholder":
+                count = given.get(node, 0)
+            size.setdefault(key, count)
+            owner[node].add(key)
+    last = {key: index for index, node in enumerate(nodes) for p in node.all_input_nodes for key in owner[p]}
+    live = {key for node in given for key in owner[node]}
+    totals = []
+    for index, node in enumerate(nodes):
+        if node.op == "call_function":
+            live |= {key for key in owner[node] if key[0] is node or key in live}
+        totals.append(sum(size[key] for key in live))
+        live = {
+            key
+            for key in live
+            if last.get(key, -1) > index or (key[0].op == "placeholder" and key not in last)
+        }
+    return totals
+
+
+@FEW
+@given(recipes, st.integers(0, 100))
+def test_liveness_of_the_emitted_graphs_is_what_was_planned(recipe: Recipe, share: int) -> None:
+    joint = capture(Dag(recipe), *batch())
+    costs = estimated(joint)
+    frontier = survey(joint, costs, slots=60).frontier
+    for faster, smaller in itertools.pairwise(frontier):
+        assert faster.peak > smaller.peak
+        assert faster.time <= smaller.time
+    prospect = frontier[share * (len(frontier) - 1) // 100]
+    program = prospect.program()
+    planned = live_bytes(program, costs.sizes)
+    if any(joint.ops[op].random for op in program.repeated) or program.preserved:
+        return  # generator states and preserved inputs are not storages of the joint graph
+    forward, backward = lower(program)
+    assert max(graph_memory(forward, {})) == max(planned.during[: program.turn])
+    own = saved_bytes(forward, backward, joint)
+    root = {node: node.meta["val"].untyped_storage().nbytes() for node in tangents_of(backward)}
+    own |= {node: size for node, size in root.items() if node.meta["val"].numel() > 1}
+    held = sum(joint.values[value].bytes for value in (*joint.kept_outputs, *joint.root_tangents))
+    ours = max(graph_memory(backward, own)) + held
+    assert ours == max(planned.during[program.turn :])
+
+
+def saved_bytes(forward: fx.GraphModule, backward: fx.GraphModule, joint: Joint) -> dict[fx.Node, int]:
+    """Bytes that each saved tensor brings into the backward; inputs, and storages seen before, bring none."""
+    outputs = forward.graph.output_node().args[0]
+    saved = list(outputs)[len(joint.forward_outputs) :]  # type: ignore[arg-type]
+    kept = {
+        _storage(node) for node in list(outputs)[: len(joint.forward_outputs)] if isinstance(node, fx.Node)
+    }  # type: ignore[arg-type]
+    placeholders = [node for node in backward.graph.nodes if node.op == "placeholder"]
+    brought: dict[fx.Node, int] = {}
+    for node, placeholder in zip(saved, placeholders, strict=False):
+        storage = _storage(node)
+        own = node.op != "placeholder" and storage not in kept
+        brought[placeholder] = node.meta["val"].untyped_storage().nbytes() if own else 0
+        kept.add(storage)
+    return brought
+
+
+def tangents_of(backward: fx.GraphModule) -> list[fx.Node]:
+    return [
+        node for node in backward.graph.nodes if node.op == "placeholder" and node.name.startswith("tangents")
+    ]
+
+
+def _storage(node: fx.Node) -> int:
+    return int(node.meta["val"].untyped_storage()._cdata)
+
+
+def test_crossings_ignore_what_nothing_reads() -> None:
+    joint = capture(Chain(), torch.ones(4, 8))
+    assert [len(values) for values in crossings(joint).at] == [1] * (joint.forward_count - 1) + [0]
