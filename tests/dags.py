@@ -33,6 +33,9 @@ KINDS = (
 )
 
 
+TWO_INPUTS = ("add", "mul", "cat")
+
+
 @dataclass(frozen=True)
 class Layer:
     """One layer and which earlier values it reads (counted back from the latest, modulo their number)."""
@@ -76,7 +79,7 @@ class Dag(nn.Module):
         for layer, module in zip(self.recipe.layers, self.modules_of, strict=True):
             first = len(values) - 1 - layer.first % len(values)
             second = len(values) - 1 - layer.second % len(values)
-            unread -= {first, second}
+            unread -= {first, second} if layer.kind in TWO_INPUTS else {first}
             unread.add(len(values))
             values.append(self._apply_layer(layer.kind, module, values[first], values[second]))
         if self.recipe.side:
