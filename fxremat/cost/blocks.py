@@ -173,7 +173,10 @@ class _Builder:
         replay.backward(number)
         program = replay.program()
         written = {value for index in place.backward for value in self.joint.ops[index].writes}
-        memory = live_bytes(program, self._sizes, at_hand=at_hand, kept=written & self._leaving)
+        stays = (written & self._leaving) | self.layout.boundary_before(
+            number
+        )  # the input may be part of A_{l-1}
+        memory = live_bytes(program, self._sizes, at_hand=at_hand, kept=stays)
         leaving = self._size(self._entering(number - 1)) if number else 0
         peak = max(memory.during, default=0)
         if number == len(self.layout.blocks) - 1:

@@ -1,0 +1,163 @@
+"""Costs: measured once and kept, sized as the op really leaves them, estimated without running anything."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fxremat
+from fxremat.cost import measure as measuring
+from fxremat.cost.blocks import chain_of
+from fxremat.cost.cache import CostCache
+from fxremat.cost.estimate import DEVICES, Device, estimate, flops_of
+from fxremat.cost.measure import measure
+from fxremat.cost.table import OpCost, op_key
+from fxremat.errors import FxrematError
+from fxremat.linearize.cuts import crossings
+from fxremat.linearize.joint import Joint
+from fxremat.linearize.layout import lay_out
+from fxremat.linearize.options import add_options
+from fxremat.passes.liveness import live_bytes
+from fxremat.passes.program import rematerialize
+from fxremat.schedule import Schedule
+from fxremat.simulate import simulate
+from tests.dags import Dag, Layer, Recipe, batch, capture
+
+pytestmark = pytest.mark.usefixtures("torch_ready")
+
+
+class Conv(nn.Module):
+    """Four times convolution, BatchNorm, ReLU; mean squared error."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(
+            *(nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU()) for _ in range(4))
+        )
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(self.blocks(x), y)
+
+
+IMAGES = (torch.ones(2, 4, 16, 16), torch.zeros(2, 4, 16, 16))
+
+
+@pytest.fixture
+def joint() -> Joint:
+    return capture(Conv(), *IMAGES)
+
+
+@pytest.fixture
+def cold_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("FXREMAT_CACHE", str(tmp_path))
+    return tmp_path
+
+
+def test_equal_ops_are_measured_once_and_never_again(
+    joint: Joint, cold_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    original = measuring._seconds
+
+    def counted(op: object, device: torch.device) -> float:
+        calls.append(str(op))
+        return original(op, device)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(measuring, "_seconds", counted)
+    first = measure(joint, progress=False)
+    assert len(calls) == len({op_key(op.node) for op in joint.ops}) < len(joint.ops)
+    assert measure(joint, progress=False) == first
+    assert len(calls) == len({op_key(op.node) for op in joint.ops})
+    assert len(list(cold_cache.iterdir())) == 1
+
+
+def test_a_damaged_cache_counts_as_empty(tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    path.write_text("{ not json")
+    cache = CostCache(path)
+    assert cache.op("key") is None
+    cache.keep_op("key", OpCost(1.5, 7, (4, 0)))
+    cache.save()
+    assert CostCache(path).op("key") == OpCost(1.5, 7, (4, 0))
+
+
+def test_measuring_leaves_the_generator_alone(joint: Joint, cold_cache: Path) -> None:
+    before = torch.get_rng_state()
+    measure(joint, progress=False)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_outputs_are_as_large_as_the_op_leaves_them(joint: Joint) -> None:
+    sizes = measure(joint, progress=False).sizes
+    loss = next(op for op in joint.ops if op.name == "mse_loss")
+    assert joint.values[loss.writes[0]].bytes == 4
+    assert sizes.values[loss.writes[0]] == 2 * 4 * 16 * 16 * 4  # the storage of all terms, resized to one
+
+
+def test_an_op_that_cannot_run_says_so(
+    joint: Joint, cold_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(_: object) -> object:
+        raise RuntimeError("no kernel")
+
+    monkeypatch.setattr(measuring, "call_of", broken)
+    with pytest.raises(RuntimeError, match="no kernel"):
+        measure(joint, progress=False)
+    monkeypatch.setattr(measuring, "call_of", lambda _: lambda: broken(_))
+    with pytest.raises(FxrematError, match='cost="estimate"'):
+        measure(joint, progress=False)
+
+
+def test_an_estimate_counts_flops_and_bytes() -> None:
+    joint = capture(Dag(Recipe((Layer("linear", 0, 0),), 0, False)), *batch())
+    addmm = next(op for op in joint.ops if op.name == "addmm")
+    assert flops_of(addmm.node) == 2 * 16 * 8 * 8
+    slow = dataclasses.replace(DEVICES["cpu"], flops=1.0, launch=0.0)
+    assert estimate(joint, slow).seconds[addmm.index] == pytest.approx(2 * 16 * 8 * 8 / 0.6)
+    far = dataclasses.replace(DEVICES["cpu"], bandwidth=1.0, launch=0.0)
+    moved = 4 * (16 * 8 + 8 * 8 + 8 + 16 * 8)
+    assert estimate(joint, far).seconds[addmm.index] == moved
+
+
+def test_an_estimated_plan_runs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measuring, "call_of", None)
+    start = time.perf_counter()
+    plan = fxremat.plan(Conv(), IMAGES, mem="70%", cost="estimate", device="A100-40GB")
+    assert time.perf_counter() - start < 60
+    assert plan.timed == "estimated"
+    assert plan.device == "A100-40GB"
+    assert plan.predicted_peak <= plan.budget
+
+
+def test_unknown_devices_are_refused_with_the_known_ones() -> None:
+    with pytest.raises(FxrematError, match="A100-40GB"):
+        Device.named("A9000")
+    with pytest.raises(FxrematError, match='cost="estimate"'):
+        fxremat.compile(Conv(), mem="1GiB", device="H100")
+
+
+def test_the_chain_is_as_exact_as_the_graphs(joint: Joint) -> None:
+    """What the chain model says of keep-all and of checkpoints is never below, and close to, the exact replay."""
+    costs = measure(joint, progress=False)
+    layout = add_options(lay_out(joint, crossings(joint).cuts()), costs.seconds, costs.sizes.values)
+    chain = chain_of(layout, costs)
+    n = len(chain)
+    keep_all = " ".join([*(f"Fall{i}" for i in range(1, n + 1)), *(f"B{i}" for i in range(n, 0, -1))])
+    half = n // 2
+    forwards = [
+        "Fck1",
+        *(f"Fnone{i}" for i in range(2, half + 1)),
+        *(f"Fall{i}" for i in range(half + 1, n + 1)),
+    ]
+    again = [*(f"Fall{i}" for i in range(1, half + 1)), *(f"B{i}" for i in range(half, 0, -1))]
+    checkpoint = " ".join([*forwards, *(f"B{i}" for i in range(n, half, -1)), *again])
+    for text in (keep_all, checkpoint):
+        schedule = Schedule.parse(text)
+        exact = live_bytes(rematerialize(layout, schedule), costs.sizes).peak
+        assert exact <= simulate(chain, schedule).peak <= 1.1 * exact

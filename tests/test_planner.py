@@ -1,0 +1,98 @@
+"""The survey of what memory buys, and the choice from it."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+import fxremat
+from fxremat import planner
+from fxremat.errors import BudgetTooSmall, FxrematError
+from fxremat.planner import survey
+from tests.dags import capture, estimated
+
+pytestmark = pytest.mark.usefixtures("torch_ready")
+
+
+class Deep(nn.Module):
+    """Twelve times linear and tanh, wide batch: activations outweigh gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(16, 16) for _ in range(12)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+INPUTS = (torch.ones(256, 16),)
+
+
+def test_the_fastest_that_fits_is_chosen() -> None:
+    joint = capture(Deep(), *INPUTS)
+    prospects = survey(joint, estimated(joint))
+    for budget in (prospects.minimum, prospects.minimum * 2, prospects.keep_all.peak):
+        chosen = prospects.within(budget)
+        assert chosen.peak <= budget
+        assert chosen.time == min(p.time for p in prospects.frontier if p.peak <= budget)
+    assert prospects.within(prospects.keep_all.peak).time == prospects.keep_all.time
+
+
+def test_the_frontier_does_not_depend_on_the_budget() -> None:
+    plans = [fxremat.plan(Deep(), INPUTS, mem=mem, cost="estimate") for mem in ("40%", "90%")]
+    assert plans[0].frontier == plans[1].frontier
+    for (peak, seconds), (less, longer) in itertools.pairwise(plans[0].frontier):
+        assert less < peak
+        assert longer >= seconds
+
+
+def test_too_small_a_budget_names_the_least_that_works() -> None:
+    with pytest.raises(BudgetTooSmall) as caught:
+        fxremat.plan(Deep(), INPUTS, mem=1000, cost="estimate")
+    plan = fxremat.plan(Deep(), INPUTS, mem=caught.value.minimum, cost="estimate")
+    assert plan.predicted_peak == caught.value.minimum == plan.minimum
+
+
+@pytest.mark.parametrize("solver", ["keep_all", "periodic", "persistent", "input_drop", "auto"])
+def test_every_solver_makes_plans_that_train(solver: str) -> None:
+    torch.manual_seed(0)
+    model = Deep()
+    model(*INPUTS).backward()
+    wanted = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad(set_to_none=True)
+    mem = "100%" if solver == "keep_all" else "90%"
+    fxremat.compile(model, mem=mem, solver=solver, cost="estimate")(*INPUTS).backward()
+    assert all(torch.equal(p.grad, w) for p, w in zip(model.parameters(), wanted, strict=True))  # type: ignore[arg-type]
+
+
+def test_an_unknown_solver_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(FxrematError, match="input_drop, keep_all, periodic, persistent"):
+        fxremat.plan(Deep(), INPUTS, mem="60%", solver="best", cost="estimate")
+
+
+def test_very_long_chains_are_thinned_to_the_heaviest_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner, "MOST_BLOCKS", 3)
+    assert planner._thin([0, 1, 2, 3, 4, 5], [1.0, 9.0, 1.0, 8.0, 1.0, 7.0]) == [1, 3, 5]
+    plan = fxremat.plan(Deep(), INPUTS, mem="100%", cost="estimate")
+    assert len(plan.chain.blocks) <= 4
+
+
+def test_a_plan_shows_itself() -> None:
+    plan = fxremat.plan(Deep(), INPUTS, mem="50%", cost="estimate", device="H100")
+    text = str(plan)
+    for words in (
+        "H100 (estimated times)",
+        "budget",
+        "predicted peak",
+        "least budget",
+        "gradients to return",
+    ):
+        assert words in text
+    assert str(plan.schedule) in text
+    assert plan.timeline.peak >= plan.predicted_peak
+    assert plan.timeline.time == pytest.approx(plan.predicted_time)
