@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -65,16 +66,23 @@ def keep_saved_tensors() -> AbstractContextManager[Any]:
 def capture_settings() -> AbstractContextManager[Any]:
     """While tracing: one graph a shape however many shapes, and logging calls that do not break the graph.
 
-    `recompile_limit` (2.11, 2.13) counts all graphs of one forward, those of other budgets included.
+    `recompile_limit` (2.11, 2.13) counts all graphs of one forward, those of other budgets included. The setting for
+    logging has had two names (`ignore_logger_methods` before `ignore_logging_functions`): those that exist are set.
     """
     import torch._dynamo.config as dynamo_config
 
-    patch: AbstractContextManager[Any] = dynamo_config.patch(
-        recompile_limit=512, accumulated_recompile_limit=4096, ignore_logging_functions=logging_functions()
-    )
+    settings: dict[str, Any] = {
+        "recompile_limit": 512,
+        "accumulated_recompile_limit": 4096,
+        "ignore_logger_methods": logging_functions(),
+        "ignore_logging_functions": logging_functions(),
+    }
+    known = {name: value for name, value in settings.items() if hasattr(dynamo_config, name)}
+    patch: AbstractContextManager[Any] = dynamo_config.patch(known)
     return patch
 
 
+@functools.cache
 def logging_functions() -> set[Callable[..., Any]]:
     """Calls that only write a message: `torch._dynamo.config.ignore_logging_functions` skips them."""
     import logging

@@ -43,7 +43,7 @@ class Backend:
         slots: steps of memory in the dynamic programs.
         loss_bytes: what a loss outside the model allocates between forward and backward, in the forms of a size. None:
             nothing where the model returns its loss, else three times the bytes of its outputs.
-        progress: show a progress bar on stderr while measuring.
+        progress: show a bar while measuring, where stderr is a terminal.
     """
 
     mem: int | str

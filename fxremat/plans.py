@@ -15,6 +15,7 @@ from fxremat.passes.liveness import Memory, live_bytes
 from fxremat.passes.lower import lower
 from fxremat.passes.program import Program, Role
 from fxremat.planner import Prospect, Prospects
+from fxremat.report import page
 from fxremat.schedule import Forward, Keep, Schedule
 from fxremat.simulate import Timeline, simulate
 from fxremat.units import format_bytes
@@ -111,6 +112,10 @@ class Plan:
         written = (version for step in self.program.steps[: at + 1] for version in step.writes)
         alive = {self.program.version_of[version] for version in written} & self.program.layout.joint.returned
         return sum(self.costs.sizes.values[value] for value in alive)
+
+    def to_html(self) -> str:
+        """A page that shows the plan, with its memory over the step as a picture."""
+        return page(self)
 
     def __str__(self) -> str:
         return "\n".join([*self._summary(), "", *self._blocks(), "", f"schedule: {self.schedule}"])

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -96,3 +100,73 @@ def test_a_plan_shows_itself() -> None:
     assert str(plan.schedule) in text
     assert plan.timeline.peak >= plan.predicted_peak
     assert plan.timeline.time == pytest.approx(plan.predicted_time)
+
+
+def test_planning_needs_training_mode_and_known_options() -> None:
+    with pytest.raises(FxrematError, match=r"eval mode.*model\.train\(\)"):
+        fxremat.plan(Deep().eval(), INPUTS, mem="60%")
+    with pytest.raises(FxrematError, match="unknown option speed; there are mem, solver, cost"):
+        fxremat.compile(Deep(), mem="60%", speed=1)
+    with pytest.raises(FxrematError, match="compiled already"):
+        fxremat.compile(fxremat.compile(Deep(), mem="60%"), mem="50%")
+    with pytest.raises(FxrematError, match="is a function"):
+        fxremat.compile(factory, mem="60%")  # type: ignore[arg-type]
+
+
+def test_an_error_of_planning_is_one_line_and_changes_nothing() -> None:
+    model = Deep()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = torch.get_rng_state()
+    with pytest.raises(BudgetTooSmall) as caught:
+        fxremat.compile(model, mem=1, example_inputs=INPUTS, cost="estimate")
+    assert "\n" not in str(caught.value)
+    assert caught.value.__cause__ is None
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+class Outside(Deep):
+    """Returns its last value: the loss is the caller's."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def test_a_loss_outside_the_model_is_planned_for() -> None:
+    output = 256 * 16 * 4
+    assert fxremat.plan(Outside(), INPUTS, mem="100%", cost="estimate").costs.sizes.outside == 3 * output
+    plan = fxremat.plan(Outside(), INPUTS, mem="100%", cost="estimate", loss_bytes="1MB")
+    assert plan.costs.sizes.outside == 10**6
+    assert plan.predicted_peak > 10**6
+
+
+def factory() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    """For the command line."""
+    return Deep(), INPUTS
+
+
+def test_the_command_line_prints_a_plan() -> None:
+    command = [sys.executable, "-m", "fxremat", "plan", "tests.test_planner:factory", "--mem", "70%"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "predicted peak" in done.stdout
+    assert "schedule: F" in done.stdout
+    command[-1] = "10"
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert "no schedule fits in 10 bytes" in done.stderr
+
+
+def test_the_report_is_a_page_with_a_bar_a_step(tmp_path: Path) -> None:
+    plan = fxremat.plan(Deep(), INPUTS, mem="70%", cost="estimate")
+    text = plan.to_html()
+    assert text.count("<rect") == len(plan.memory.during)
+    assert "schedule: F" in text
+    ElementTree.fromstring(text[text.index("<svg") : text.index("</svg>") + 6])
+    out = tmp_path / "report.html"
+    command = [sys.executable, "-m", "fxremat", "plan", "tests.test_planner:factory", "--mem", "70%"]
+    subprocess.run([*command, "--report", str(out)], capture_output=True, check=True)
+    assert "<svg" in out.read_text()

@@ -34,7 +34,7 @@ def measure(joint: Joint, *, progress: bool = True) -> Costs:
     """Measure every distinct op of a joint graph. A few seconds for a GPT of 12 layers, nothing from the cache.
 
     Args:
-        progress: show a bar on stderr while measuring.
+        progress: show a bar on stderr while measuring, where that is a terminal.
     """
     device = device_of(joint)
     cache = CostCache.of_device(device)
@@ -63,7 +63,13 @@ def quiet_world(device: torch.device) -> Iterator[None]:
 
 def _measure_missing(missing: dict[str, Op], device: torch.device, cache: CostCache, progress: bool) -> None:
     todo = list(missing.items())
-    bar = tqdm(total=len(todo), desc="fxremat: measuring ops", unit="op", leave=False, disable=not progress)
+    bar = tqdm(
+        total=len(todo),
+        desc="fxremat: measuring ops",
+        unit="op",
+        leave=False,
+        disable=None if progress else True,
+    )
     with bar:
         for start in range(0, len(todo), BATCH):
             batch = todo[start : start + BATCH]
@@ -139,29 +145,42 @@ def real_like(tensor: torch.Tensor, index_limit: int = 1) -> torch.Tensor:
 
 def _seconds(op: Op, device: torch.device) -> float:
     call = call_of(op.node)
-    synchronize = torch.cuda.synchronize if device.type == "cuda" else _nothing
     try:
-        call()
-        synchronize()
-        runs: list[float] = []
-        end = time.perf_counter() + SAMPLE_SECONDS
-        while len(runs) < LEAST_RUNS or (len(runs) < MOST_RUNS and time.perf_counter() < end):
-            start = time.perf_counter()
-            result = call()
-            synchronize()
-            runs.append(time.perf_counter() - start)
-            del result
+        return _cuda_seconds(call) if device.type == "cuda" else _cpu_seconds(call)
     except Exception as error:
         raise FxrematError(
             f"{op.node.target} cannot be measured on {device} with inputs of the model's shapes "
             f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}); "
             'cost="estimate" plans without running anything'
         ) from error
+
+
+def _cpu_seconds(call: Callable[[], Any]) -> float:
+    """The median of a few runs after one to warm up."""
+    call()
+    runs: list[float] = []
+    end = time.perf_counter() + SAMPLE_SECONDS
+    while len(runs) < LEAST_RUNS or (len(runs) < MOST_RUNS and time.perf_counter() < end):
+        start = time.perf_counter()
+        result = call()
+        runs.append(time.perf_counter() - start)
+        del result
     return statistics.median(runs)
 
 
-def _nothing() -> None:
-    return None
+def _cuda_seconds(call: Callable[[], Any]) -> float:
+    """The median over a few batches of what one call adds to a busy stream: launches overlap as in a real step."""
+    call()
+    runs: list[float] = []
+    for _ in range(LEAST_RUNS):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(MOST_RUNS):
+            call()
+        end.record()
+        end.synchronize()
+        runs.append(start.elapsed_time(end) / 1e3 / MOST_RUNS)
+    return statistics.median(runs)
 
 
 def _bytes(ops: Sequence[Op], device: torch.device) -> list[tuple[int, tuple[int, ...]]]:

@@ -15,7 +15,7 @@ import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -126,16 +126,32 @@ def _argument(node: fx.Node, name: str) -> object:
     return None
 
 
-BATCH_NORMS = {
-    aten._native_batch_norm_legit_functional.default
-}  # (input, weight, bias, mean, var, training, ..)
+BATCH_NORMS = {  # (input, weight, bias, running_mean, running_var, training, momentum, eps)
+    aten._native_batch_norm_legit_functional.default,
+    aten.cudnn_batch_norm.default,
+}
+
+
+def is_training_batch_norm(node: fx.Node) -> bool:
+    """True for a BatchNorm that updates its running statistics."""
+    return node.target in BATCH_NORMS and bool(node.args[5])
+
+
+def again_call(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
+    """Target and positional arguments of a second execution: a BatchNorm leaves the running statistics alone."""
+    if not is_training_batch_norm(node):
+        return node.target, node.args
+    x, weight, bias, _, _, training, momentum, eps = node.args
+    if node.target is aten.cudnn_batch_norm.default:
+        return node.target, (x, weight, bias, None, None, training, momentum, eps)
+    return aten._native_batch_norm_legit.no_stats, (x, weight, bias, training, momentum, eps)
 
 
 def again_inputs(node: fx.Node) -> list[fx.Node]:
-    """What a second execution of a node reads: a BatchNorm leaves the running statistics alone."""
-    if node.target in BATCH_NORMS and node.args[5]:
-        return [argument for argument in node.args[:3] if isinstance(argument, fx.Node)]
-    return node.all_input_nodes
+    """The nodes that a second execution reads."""
+    if not is_training_batch_norm(node):
+        return node.all_input_nodes
+    return [argument for argument in again_call(node)[1] if isinstance(argument, fx.Node)]
 
 
 def _is_scalar(node: fx.Node) -> bool:
@@ -301,7 +317,7 @@ class _Reader:
                 moving.update(writes)
             again = tuple(self.value_of[p] for p in again_inputs(node) if p in self.value_of)
             again_writes = writes
-            if node.target in BATCH_NORMS and node.args[5]:
+            if is_training_batch_norm(node):
                 again_writes = tuple(write for write in writes if write not in updates)
             ops.append(
                 Op(

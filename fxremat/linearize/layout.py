@@ -9,8 +9,10 @@ Blocks are numbered 0..n-1 here (tokens of a schedule count from 1). Sizes and t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+
+import torch
 
 from fxremat.linearize.joint import Joint, Origin, Value
 
@@ -51,59 +53,83 @@ class Layout:
 def lay_out(joint: Joint, ends: Sequence[int], carried: frozenset[int] = frozenset()) -> Layout:
     """Cut the forward after the ops `ends` (the last op is always an end) and place every op of the backward.
 
-    Any positions make a valid layout: what crosses them is the boundary. Cost O(reads * log(blocks)).
+    Any positions make a valid layout: what crosses them is the boundary. O(reads + blocks * values).
     """
     ends = sorted({*ends, joint.forward_count - 1})
-    block_of_op = _forward_blocks(joint, ends)
-    backward = assign_backward(joint, block_of_op, len(ends))
-    born = {value.index: block_of_op[_producer(joint, value.index)] for value in _forward_values(joint)}
-    read_forward = dict(born)  # last block whose forward reads it
-    read_backward: dict[int, set[int]] = {value: set() for value in born}
-    held = set(carried) | (joint.kept_outputs & born.keys()) | (joint.returned & born.keys())
+    forward = _forward_blocks(joint, ends)
+    backward = assign_backward(joint, forward, len(ends))
+    reach = _reach(joint, forward, backward)
+    held = carried | _held(joint, reach)
+    blocks = [_block(number, joint, forward, backward, reach, held) for number in range(len(ends))]
+    return Layout(joint=joint, blocks=tuple(blocks), held=held)
+
+
+@dataclass(frozen=True)
+class _Reach:
+    """Where each forward value is made and read, in blocks."""
+
+    made: dict[int, int]
+    last_forward: dict[int, int]  # the last block whose forward reads it, the one that makes it at least
+    backwards: dict[int, set[int]]  # the blocks whose backward reads it
+
+
+def _reach(joint: Joint, forward: Sequence[int], backward: Mapping[int, int]) -> _Reach:
+    made = {v.index: forward[v.producer] for v in joint.values if v.producer is not None and _is_forward(v)}
+    last_forward, backwards = dict(made), {value: set[int]() for value in made}
     for op in joint.forward_ops:
-        for value in op.again_reads:
-            if value in born:
-                read_forward[value] = max(read_forward[value], block_of_op[op.index])
-        held.update(value for value in op.reads if value in born and value not in op.again_reads)
+        for value in made.keys() & op.again_reads:
+            last_forward[value] = max(last_forward[value], forward[op.index])
     for op in joint.backward_ops:
-        for value in op.reads:
-            if value in born:
-                read_backward[value].add(backward[op.index])
-    for value in born:
-        producer = joint.ops[_producer(joint, value)]
-        crosses = read_forward[value] > born[value] or any(
-            block != born[value] for block in read_backward[value]
-        )
-        late = any(block < born[value] or block > read_forward[value] for block in read_backward[value])
-        if (producer.anchored and crosses) or late:
-            held.add(value)
-    blocks = []
-    for number in range(len(ends)):
-        boundary = {v for v in born if born[v] <= number < read_forward[v] and v not in held}
-        made = {v for v in born if born[v] == number}
-        saved = {v for v in made - held if number in read_backward[v]} | (made & boundary)
-        forward = tuple(op.index for op in joint.forward_ops if block_of_op[op.index] == number)
-        blocks.append(
-            BlockLayout(
-                name=joint.ops[forward[-1]].name if forward else f"block{number}",
-                forward=forward,
-                backward=tuple(op.index for op in joint.backward_ops if backward[op.index] == number),
-                boundary=frozenset(boundary),
-                made=frozenset(made),
-                saved=(frozenset(saved),),
-            )
-        )
-    return Layout(joint=joint, blocks=tuple(blocks), held=frozenset(held))
+        for value in made.keys() & op.reads:
+            backwards[value].add(backward[op.index])
+    return _Reach(made, last_forward, backwards)
 
 
-def _producer(joint: Joint, value: int) -> int:
-    producer = joint.values[value].producer
-    assert producer is not None
-    return producer
+def _held(joint: Joint, reach: _Reach) -> frozenset[int]:
+    """What is kept from its forward to its last use whatever the plan: no boundary carries it.
+
+    Outputs; what only first executions read; anchors that several blocks read; and the rare value that is read by the
+    backward of a block which its forward never enters.
+    """
+    held = (joint.kept_outputs | joint.returned) & reach.made.keys()
+    held |= {v for op in joint.forward_ops for v in op.reads if v in reach.made and v not in op.again_reads}
+    for value, made in reach.made.items():
+        producer = joint.values[value].producer
+        assert producer is not None
+        last, backwards = reach.last_forward[value], reach.backwards[value]
+        crosses = last > made or backwards - {made}
+        if (joint.ops[producer].anchored and crosses) or any(
+            not made <= block <= last for block in backwards
+        ):
+            held |= {value}
+    return frozenset(held)
 
 
-def _forward_values(joint: Joint) -> list[Value]:
-    return [value for value in joint.values if value.origin is Origin.FORWARD and value.producer is not None]
+def _block(
+    number: int,
+    joint: Joint,
+    forward: Sequence[int],
+    backward: Mapping[int, int],
+    reach: _Reach,
+    held: frozenset[int],
+) -> BlockLayout:
+    ops = tuple(index for index, block in enumerate(forward) if block == number)
+    made = frozenset(value for value, block in reach.made.items() if block == number)
+    crossing = {value for value, block in reach.made.items() if block <= number < reach.last_forward[value]}
+    boundary = frozenset(crossing - held)
+    read = {value for value in made - held if number in reach.backwards[value]}
+    return BlockLayout(
+        name=joint.ops[ops[-1]].name,
+        forward=ops,
+        backward=tuple(index for index, block in backward.items() if block == number),
+        boundary=boundary,
+        made=made,
+        saved=(frozenset(read | (made & boundary)),),
+    )
+
+
+def _is_forward(value: Value) -> bool:
+    return value.origin is Origin.FORWARD
 
 
 def _forward_blocks(joint: Joint, ends: Sequence[int]) -> list[int]:
@@ -138,18 +164,11 @@ def assign_backward(joint: Joint, block_of_op: Sequence[int], count: int) -> dic
             last_reader[v] for v in op.reads if joint.values[v].origin is Origin.FORWARD and v in last_reader
         ]
         wanted = by_sequence.get(op.node.meta.get("seq_nr"))
-        if wanted is None or (len(before) > 1 and _accumulates(op.node)):
-            wanted = min(before, default=count - 1)
+        if wanted is None or (len(before) > 1 and op.node.target is torch.ops.aten.add.Tensor):
+            wanted = min(before, default=count - 1)  # a sum of gradients carries the number of another op
         placed[op.index] = min([wanted, *before, *stored])
     _pull_to_users(joint, placed)
     return placed
-
-
-def _accumulates(node: object) -> bool:
-    """True for the sum of two gradients, which autograd numbers after the op that made the last of them."""
-    return "Gradient addition" in str(getattr(node, "meta", {}).get("stack_trace", "")) or "aten.add." in str(
-        getattr(node, "target", "")
-    )
 
 
 def _pull_to_users(joint: Joint, placed: dict[int, int]) -> None:

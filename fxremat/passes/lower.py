@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxremat.linearize.joint import BATCH_NORMS, Joint, Origin
+from fxremat.linearize.joint import Joint, Origin, again_call
 from fxremat.passes.program import Program, Role, Step
 from fxremat.runtime.rng import draw_again, draw_saving, generator_of
 
@@ -118,16 +118,10 @@ class _Lowering:
 
     def _emit(self, part: _Part, step: Step, original: fx.Node, reads: Any, suffix: str) -> fx.Node:
         target: Any = original.target
-        arguments: Any
-        if step.role is Role.RECOMPUTE and target in BATCH_NORMS and original.args[5]:
-            x, weight, bias, _, _, training, momentum, eps = original.args
-            arguments = fx.node.map_arg((x, weight, bias, training, momentum, eps), reads)
-            target, options = aten._native_batch_norm_legit.no_stats, {}
-        else:
-            arguments, options = (
-                fx.node.map_arg(original.args, reads),
-                fx.node.map_arg(original.kwargs, reads),
-            )
+        arguments: Any = original.args
+        if step.role is Role.RECOMPUTE:
+            target, arguments = again_call(original)
+        arguments, options = fx.node.map_arg(arguments, reads), fx.node.map_arg(original.kwargs, reads)
         if self.joint.ops[step.op].random and step.op in self.program.repeated:
             return self._draw(part, step, original, (target, *arguments), options, suffix)
         node = part.graph.create_node(original.op, target, arguments, options, name=original.name + suffix)
