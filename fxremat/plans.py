@@ -131,8 +131,8 @@ class Plan:
         )
         yield f"                  {format_bytes(self.gradient_bytes)} of it are gradients to return"
         yield (
-            f"  predicted time  {_milliseconds(self.predicted_time)}, "
-            f"{slower:.2f}x of {_milliseconds(self.keep_all_time)}; {again} ops run again"
+            f"  predicted time  {_duration(self.predicted_time)}, "
+            f"{slower:.2f}x of {_duration(self.keep_all_time)}; {again} ops run again"
         )
         yield f"  least budget    {format_bytes(self.minimum)} ({self.minimum} bytes)"
 
@@ -143,7 +143,7 @@ class Plan:
         heads = "".join(f"{head:>11}" for head in ("forward", "backward", "output", "saved"))
         yield f"  {'block':>7}  {'ends with':{width}}{heads}  what it does"
         for number, (block, does) in enumerate(zip(self.chain.blocks, self._actions(), strict=True), start=1):
-            times = (_milliseconds(block.forward_time), _milliseconds(block.backward_time))
+            times = (_duration(block.forward_time), _duration(block.backward_time))
             sizes = (format_bytes(block.output_bytes), format_bytes(block.saved_bytes))
             columns = "".join(f"{column:>11}" for column in (*times, *sizes))
             yield f"  {number:>7}  {block.name:{width}}{columns}  {does}"
@@ -167,9 +167,10 @@ class Plan:
             if runs[number] > 1:
                 times = "once more" if runs[number] == 2 else f"{runs[number] - 1} times more"
                 how = f"runs {times}, then {how}"
-            actions.append(how + (f"; {again[number]} ops again" if again[number] else ""))
+            ops = "1 op" if again[number] == 1 else f"{again[number]} ops"
+            actions.append(how + (f"; {ops} again" if again[number] else ""))
         return actions
 
 
-def _milliseconds(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms"
+def _duration(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
