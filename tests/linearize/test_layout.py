@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from torch import nn
 
 from fxremat.cost.blocks import chain_of
@@ -17,7 +17,12 @@ from fxremat.linearize.options import add_options, save_sets
 from tests.dags import Dag, Recipe, batch, capture, estimated, recipes
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
-FEW = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+FEW = settings(
+    max_examples=40,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],  # shrinking would take minutes
+)
 
 
 def layouts(joint: Joint) -> list[Layout]:

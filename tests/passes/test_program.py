@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import fx, nn
 
@@ -23,7 +23,12 @@ from fxremat.schedule import Schedule
 from tests.dags import Dag, Recipe, batch, capture, estimated, recipes
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
-FEW = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+FEW = settings(
+    max_examples=25,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],  # shrinking would take minutes
+)
 
 
 class Chain(nn.Module):
