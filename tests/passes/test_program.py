@@ -183,3 +183,30 @@ def _storage(node: fx.Node) -> int:
 def test_crossings_ignore_what_nothing_reads() -> None:
     joint = capture(Chain(), torch.ones(4, 8))
     assert [len(values) for values in crossings(joint).at] == [1] * (joint.forward_count - 1) + [0]
+
+
+class Normed(nn.Module):
+    """Three times linear, BatchNorm, tanh."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+def test_a_batch_norm_that_runs_again_reads_and_writes_no_running_statistics() -> None:
+    joint = capture(Normed(), torch.ones(4, 8))
+    ends = [op.index for op in joint.forward_ops if op.name.startswith("tanh")]
+    schedule = Schedule.parse("Fck1 Fnone2 Fall3 Fall4 B4 B3 Fall1 Fall2 B2 B1")
+    program = rematerialize(lay_out(joint, ends), schedule)
+    assert program.preserved == frozenset()
+    again = {program.version_of[v] for s in program.steps if s.role is Role.RECOMPUTE for v in s.writes}
+    assert not again & joint.updates
+    backward = lower(program)[1]
+    assert "_native_batch_norm_legit.no_stats" in {
+        str(node.target).removeprefix("aten.") for node in backward.graph.nodes
+    }
