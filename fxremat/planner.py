@@ -13,7 +13,7 @@ memory and time are dropped. So less memory can never lead to a plan that takes 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from fxremat.chain import Chain
@@ -28,18 +28,8 @@ from fxremat.passes.liveness import live_bytes
 from fxremat.passes.program import Program, rematerialize
 from fxremat.schedule import Schedule
 from fxremat.simulate import simulate
-from fxremat.solvers import input_drop, keep_all, periodic, persistent
-from fxremat.solvers.table import Build
+from fxremat.solvers import DEFAULT, LISTS, SOLVERS, TABLES, keep_all
 
-TABLES: dict[str, Build] = {
-    "auto": input_drop.build,
-    "input_drop": input_drop.build,
-    "persistent": persistent.build,
-}
-LISTS: dict[str, Callable[[Chain], list[Schedule]]] = {
-    "keep_all": keep_all.schedules,
-    "periodic": periodic.schedules,
-}
 NEAR_LEAST = 1.15  # the last table is for this multiple of the least memory of the chain
 STEPS_TO_JUDGE = 240_000  # how many steps of programs a survey of one layout replays, about
 MOST_BLOCKS = 400
@@ -85,8 +75,8 @@ def survey(joint: Joint, costs: Costs, *, solver: str = "auto", slots: int = 500
 
     Takes a second or two for a GPT of 12 layers. Raises `FxrematError` for an unknown solver.
     """
-    if solver not in TABLES and solver not in LISTS:
-        raise FxrematError(f"unknown solver {solver!r}; there are {', '.join(sorted({*TABLES, *LISTS}))}")
+    if solver not in SOLVERS:
+        raise FxrematError(f"unknown solver {solver!r}; there are {', '.join(sorted(SOLVERS))}")
     layouts = list(_layouts(joint, costs))
     found = [_keep_everything(layouts[0], costs)]
     for layout in layouts:
@@ -132,7 +122,7 @@ def _schedules(chain: Chain, layout: Layout, solver: str, slots: int) -> Iterabl
     """Schedules over the whole range of budgets, the same whatever the user's budget is."""
     if solver in LISTS:
         return LISTS[solver](chain)
-    build = TABLES[solver]
+    build = TABLES[DEFAULT if solver == "auto" else solver]
     count = max(20, min(100, STEPS_TO_JUDGE // (4 * len(layout.joint.ops))))
     most = max(1, simulate(chain, keep_all.schedules(chain)[0]).peak)
     table = build(chain, most, slots)

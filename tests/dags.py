@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
@@ -62,6 +63,16 @@ recipes = st.builds(
     st.integers(0, 2),
     st.booleans(),
 )
+
+
+def few(examples: int) -> settings:
+    """Settings of a random test whose examples take a while each; a failure shows at once, unshrunk."""
+    return settings(
+        max_examples=examples,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        phases=[Phase.explicit, Phase.reuse, Phase.generate],
+    )
 
 
 class Dag(nn.Module):

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, example, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
 import fxremat
 from benchmarks.meter import peak_bytes
-from tests.dags import Dag, Layer, Recipe, batch, recipes
+from tests.dags import Dag, Layer, Recipe, batch, few, recipes
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
 
@@ -63,12 +63,7 @@ def train_once_quietly(model: nn.Module) -> object:
 batch_once = batch()
 
 
-@settings(
-    max_examples=10,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-    phases=[Phase.explicit, Phase.reuse, Phase.generate],  # shrinking would take minutes
-)
+@few(10)
 @given(recipes, st.integers(0, 100))
 @example(Recipe((Layer("batch_norm", 0, 0), Layer("dropout", 0, 0), Layer("cat", 0, 2)), 2, True), 0)
 def test_random_models_small(recipe: Recipe, share: int) -> None:

@@ -19,13 +19,14 @@ from fxremat.simulate import Timeline, simulate
 from fxremat.solvers import input_drop, keep_all, periodic, persistent
 from fxremat.solvers.table import Build, grain
 
-_LISTS: MappingProxyType[str, Callable[[Chain], list[Schedule]]] = MappingProxyType(
+LISTS: MappingProxyType[str, Callable[[Chain], list[Schedule]]] = MappingProxyType(
     {"keep_all": keep_all.schedules, "periodic": periodic.schedules}
 )
-_TABLES: MappingProxyType[str, Build] = MappingProxyType(
+TABLES: MappingProxyType[str, Build] = MappingProxyType(
     {"persistent": persistent.build, "input_drop": input_drop.build}
 )
-SOLVERS = ("auto", *_LISTS, *_TABLES)
+DEFAULT = "input_drop"  # what "auto" means
+SOLVERS = ("auto", *LISTS, *TABLES)
 _ROUNDS = 4  # bisections of the nominal budget
 _QUICK = 5e9  # more work than this is not done several times
 
@@ -73,13 +74,13 @@ def best(
         raise FxrematError(f"slots is {slots!r}; it is a whole number from 1 to 100000")
     if solver not in SOLVERS:
         raise FxrematError(f"unknown solver {solver!r}; there are {', '.join(SOLVERS)}")
-    if solver in _LISTS:
-        timelines = [simulate(chain, schedule, platform) for schedule in _LISTS[solver](chain)]
+    if solver in LISTS:
+        timelines = [simulate(chain, schedule, platform) for schedule in LISTS[solver](chain)]
         fitting = [timeline for timeline in timelines if timeline.peak <= mem]
         if not fitting:
             raise BudgetTooSmall(minimum=min(timeline.peak for timeline in timelines), budget=mem)
         return min(fitting, key=_merit)
-    return _by_table(_TABLES["input_drop" if solver == "auto" else solver], chain, mem, slots)
+    return _by_table(TABLES[DEFAULT if solver == "auto" else solver], chain, mem, slots)
 
 
 def _by_table(build: Build, chain: Chain, mem: int, slots: int) -> Timeline:

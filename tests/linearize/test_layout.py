@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 from torch import nn
 
 from fxremat.cost.blocks import chain_of
@@ -14,15 +14,10 @@ from fxremat.linearize.cuts import carry_levels, crossings
 from fxremat.linearize.joint import Joint, Origin
 from fxremat.linearize.layout import Layout, lay_out
 from fxremat.linearize.options import add_options, save_sets
-from tests.dags import Dag, Recipe, batch, capture, estimated, recipes
+from tests.dags import Dag, Recipe, batch, capture, estimated, few, recipes
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
-FEW = settings(
-    max_examples=40,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-    phases=[Phase.explicit, Phase.reuse, Phase.generate],  # shrinking would take minutes
-)
+FEW = few(40)
 
 
 def layouts(joint: Joint) -> list[Layout]:

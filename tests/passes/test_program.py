@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import fx, nn
 
@@ -20,15 +20,10 @@ from fxremat.passes.lower import lower
 from fxremat.passes.program import Program, Role, rematerialize
 from fxremat.planner import survey
 from fxremat.schedule import Schedule
-from tests.dags import Dag, Recipe, batch, capture, estimated, recipes
+from tests.dags import Dag, Recipe, batch, capture, estimated, few, recipes
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
-FEW = settings(
-    max_examples=25,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-    phases=[Phase.explicit, Phase.reuse, Phase.generate],  # shrinking would take minutes
-)
+FEW = few(25)
 
 
 class Chain(nn.Module):
