@@ -1,0 +1,248 @@
+"""Checkpointing of a chain where checkpoints float and saved blocks may lose their input. The tightest program.
+
+    cost[s, c, e, m]   least recomputation to run the backwards that bring c down to e, from block s;
+                       its input a_{s-1} is stored, not counted in m, and free to go when it is not needed
+
+    c, e   what is still to run: the number of the next backward, or (next backward, option) where its
+           saved values are stored already, counted in m, but not its input;  e = 0: nothing
+
+Let t be the next backward of c, l the last one to run: e goes on with l - 1 >= s - 1.
+
+    keep      extra(s) + cost[s+1, c, s, m - saved(s)], then backward s              s = l
+    move      forward(s) + cost[s+1, c, e, m - a(s) + a(s-1)]                        s < l
+    leave     extra(s) + cost[s+1, c, s, m - saved(s) + a(s-1)]                      e = (s, its option), s < l
+    cut       forward(s..j) + cost[j+1, c, x, m - a(j)] + cost[s, x, e, m]           x from j or l-1 to below t
+    lose      forward(s..j-1) + extra(j) + cost[j+1, c, j, m - saved(j)] + cost[s, (j, option), e, m]
+
+`move` is a checkpoint that floats to the right once the backwards it would have served to the left are left
+to an earlier one; `leave` ends with a block saved for that earlier one, which then only has to rebuild the
+block's input. Cuts to x = j without moves are persistent.py, with `lose` input_drop.py, with moves and plain
+x floating.py. All together they give 8 and 12 on the counter-example of the papers (thesis Fig. 2.3), where
+each alone gives 10 and 14.
+
+Beyond the papers. Not proven optimal: equal to the unrestricted optimum on all of the random instances that
+`benchmarks/solvers_gap.py` compares, where floating misses most and input_drop some. O(slots n^5): for short
+chains. The table is in slots and the schedule is read off in bytes, as in persistent.py.
+"""
+
+import numpy as np
+
+from fxremat.chain import Chain
+from fxremat.errors import FxrematError
+from fxremat.schedule import Schedule
+from fxremat.solvers.progress import progress
+from fxremat.solvers.rows import Rows, guess, jit, lay_out, relax, value
+from fxremat.solvers.sizes import Floats, Ints, Sizes, in_bytes, in_slots
+from fxremat.solvers.table import Table
+from fxremat.solvers.tape import BACKWARD, DROP, NONE, SAVE, emit, emit_pass
+
+_NEVER = 1 << 60
+_MOST_WORK = 3e11  # additions: some minutes
+_MOST_ROWS = 1 << 28  # bytes of the table, over 8
+_KEEP, _MOVE, _LEAVE, _CUT, _LOSE = range(5)
+
+
+def frontier(chain: Chain, mem: int, *, slots: int = 500, count: int = 100) -> list[Schedule]:
+    """At most `count` schedules from one table for `mem` bytes, from the fastest to the least memory.
+
+    Raises `BudgetTooSmall`. The cost of the call is that of one table.
+    """
+    return build(chain, mem, slots).frontier(count)
+
+
+def build(chain: Chain, mem: int, slots: int) -> Table:
+    """The table of costs for every budget up to `mem` bytes. Raises `FxrematError` for a chain too long."""
+    n = len(chain)
+    if work(chain, slots) > _MOST_WORK:
+        raise FxrematError(
+            f"floating_drop cannot solve {n} blocks with {slots} slots in reasonable time; input_drop can"
+        )
+    exact = in_bytes(chain)
+    low, high = bounds(exact, n)
+    sizes = in_slots(chain, mem, slots)
+    rows = lay_out(*bounds(sizes, n), slots)
+    for t in progress(range(1, n + 1), "floating_drop"):
+        for s in range(t, 0, -1):
+            _fill(sizes, rows, n, s, t, slots)
+    everything = (_row(sizes, n, 1, 0), n)
+
+    def read(m: int, full: int) -> Ints:
+        tape: Ints = trace(exact, low, rows, n, m, full, slots)
+        return tape
+
+    return Table(
+        chain=chain,
+        mem=mem,
+        slots=slots,
+        least=int(low[everything]) + chain.input_bytes,
+        enough=int(high[everything]) + chain.input_bytes,
+        curve=np.array([value(rows, *everything, k - sizes.out[0]) for k in range(slots + 1)]),
+        trace=read,
+    )
+
+
+def work(chain: Chain, slots: int) -> float:
+    """About how many additions a table takes."""
+    n, options = len(chain), sum(len(block.choices) for block in chain.blocks)
+    return slots * n**2 * float(n + options) ** 3 / 60
+
+
+@jit
+def _row(sizes: Sizes, n: int, s: int, e: int) -> int:
+    """Where the rows of (s, ., e) are."""
+    return s * (n + 1 + sizes.saved.size) + e
+
+
+@jit
+def _block(sizes: Sizes, n: int, c: int) -> int:
+    """The next backward of what is still to run."""
+    return c if c <= n else int(np.searchsorted(sizes.start, c - n - 1, side="right")) - 1
+
+
+@jit
+def _moves(sizes: Sizes, n: int, s: int, c: int, e: int, moves: Ints, costs: Floats) -> int:
+    """Write down every way to begin (s, c, e); how many.
+
+    moves[k] = (kind, block or option, x, memory that it needs to run, row of what follows at once, memory
+    that this cannot use, row of what follows later, its column). costs[k]: seconds of recomputation.
+    """
+    saved, start, out, forward = sizes.saved, sizes.start, sizes.out, sizes.forward
+    t, rest, width = _block(sizes, n, c), _block(sizes, n, e), n + 1 + sizes.saved.size
+    held = sizes.phase[t] + (saved[c - n - 1] if c > n else 0)
+    count = 0
+    if s == rest + 1:
+        for o in range(start[s], start[s + 1]):
+            need = max(held + sizes.save[o], sizes.phase[s] + sizes.back[o])
+            moves[count] = (_KEEP, o, 0, need, (s + 1) * width + s, saved[o], 0, 0)
+            costs[count] = sizes.extra[o]
+            count += 1
+    else:
+        moves[count] = (_MOVE, s, 0, held + sizes.run[s, s], (s + 1) * width + e, out[s] - out[s - 1], 0, 0)
+        costs[count] = forward[s] - forward[s - 1]
+        count += 1
+        if s == rest and e > n:
+            o = e - n - 1
+            moves[count] = (_LEAVE, o, 0, held + sizes.save[o], (s + 1) * width + s, saved[o] - out[s - 1], 0, 0)
+            costs[count] = sizes.extra[o]
+            count += 1
+    for j in range(s, t):
+        need, again = held + sizes.run[s, j], forward[j] - forward[s - 1]
+        for x in range(max(j, rest + 1), t):
+            moves[count] = (_CUT, j, x, need, (j + 1) * width + x, out[j], s * width + e, x)
+            costs[count] = again
+            count += 1
+        for x in range(n + 1 + start[max(j + 1, rest + 1)], n + 1 + start[t]):
+            moves[count] = (_CUT, j, x, need, (j + 1) * width + x, out[j], s * width + e, x)
+            costs[count] = again
+            count += 1
+        if j > s and j > rest:
+            for o in range(start[j], start[j + 1]):
+                need = held + max(sizes.run[s, j - 1], sizes.save_next[o])
+                moves[count] = (_LOSE, o, j, need, (j + 1) * width + j, saved[o], s * width + e, n + 1 + o)
+                costs[count] = forward[j - 1] - forward[s - 1] + sizes.extra[o]
+                count += 1
+    return count
+
+
+@jit
+def _room(sizes: Sizes, n: int) -> tuple[Ints, Floats]:
+    """Room for the moves of any state."""
+    most = (n + 1) * (n + 2 + sizes.saved.size) + sizes.saved.size + 2
+    return np.zeros((most, 8), dtype=np.int64), np.zeros(most)
+
+
+@jit
+def _states(sizes: Sizes, n: int, s: int, t: int) -> Ints:
+    """All (c, e) where t is the next backward of c and s a block to begin with."""
+    start = sizes.start
+    states = [(t, t)][:0]
+    for c in _both(start, n, t):
+        for rest in range(s - 1, t):
+            for e in _both(start, n, rest):
+                if (e <= n or rest >= s) and (c <= n or s < t or e == s - 1):
+                    states.append((c, e))
+    return np.array(states)
+
+
+@jit
+def _both(start: Ints, n: int, block: int) -> Ints:
+    """Backward `block` with nothing saved, and with each of its options saved."""
+    count = start[block + 1] - start[block] if block else 0
+    columns = np.full(count + 1, block, dtype=np.int64)
+    columns[1:] = n + 1 + start[block] + np.arange(count)
+    return columns
+
+
+@jit
+def bounds(sizes: Sizes, n: int) -> tuple[Ints, Ints]:
+    """For each row, the least memory that works and one from which on nothing is recomputed, in any unit."""
+    width = n + 1 + sizes.saved.size
+    low = np.full(((n + 2) * width, width), _NEVER, dtype=np.int64)
+    high = np.full(((n + 2) * width, width), _NEVER, dtype=np.int64)
+    moves, costs = _room(sizes, n)
+    low[0, 0] = high[0, 0] = 0
+    for t in range(1, n + 1):
+        low[(t + 1) * width + t, t] = high[(t + 1) * width + t, t] = 0  # nothing between save and backward
+        for s in range(t, 0, -1):
+            for c, e in _states(sizes, n, s, t):
+                least = enough = _NEVER
+                if s == t and c > n:
+                    least = enough = sizes.phase[t] + sizes.back[c - n - 1]
+                else:
+                    for k in range(_moves(sizes, n, s, c, e, moves, costs)):
+                        _, _, _, need, left, shift, right, column = moves[k]
+                        least = min(least, max(need, low[left, c] + shift, low[right, column]))
+                        if costs[k] == 0.0:
+                            enough = min(enough, max(need, high[left, c] + shift, high[right, column]))
+                low[s * width + e, c], high[s * width + e, c] = least, enough
+    return low, high
+
+
+@jit
+def _fill(sizes: Sizes, rows: Rows, n: int, s: int, t: int, slots: int) -> None:
+    """Fill the rows that begin at s and whose next backward is t."""
+    moves, costs = _room(sizes, n)
+    for c, e in _states(sizes, n, s, t):
+        row = _row(sizes, n, s, e)
+        if (s < t or c <= n) and rows.low[row, c] <= slots:
+            for k in range(_moves(sizes, n, s, c, e, moves, costs)):
+                _, _, _, need, left, shift, right, column = moves[k]
+                relax(rows, row, c, need, costs[k], left, shift, right, column)
+
+
+@jit
+def trace(sizes: Sizes, low: Ints, rows: Rows, n: int, m: int, full: int, slots: int) -> Ints:
+    """The ops of cost[1, n, 0, m] on a tape; m, `sizes`, `low` are in bytes, `slots` stand for `full` bytes."""
+    tape = np.zeros(64, dtype=np.int64)
+    moves, costs = _room(sizes, n)
+    dear, width = sizes.forward[n] + 1.0, n + 1 + sizes.saved.size
+    todo = [(1, n, 0, m)]  # s = 0: the backward of block c alone
+    while todo:
+        s, c, e, m = todo.pop()
+        if s == 0 or (c > n and s == _block(sizes, n, c)):
+            tape = emit(tape, BACKWARD, s if s else c)
+        elif s <= _block(sizes, n, c):
+            best, choice = np.inf, -1
+            for k in range(_moves(sizes, n, s, c, e, moves, costs)):
+                _, _, _, need, left, shift, right, column = moves[k]
+                if max(need, low[left, c] + shift, low[right, column]) <= m:
+                    cost = costs[k] + guess(rows, left, c, (m - shift) * slots // full, slots, dear)
+                    cost += guess(rows, right, column, m * slots // full, slots, dear)
+                    if cost < best:
+                        best, choice = cost, k
+            kind, number, j, _, left, shift, _, column = moves[choice]
+            if kind == _KEEP:
+                tape = emit(tape, SAVE, number)
+                todo.append((0, s, 0, 0))
+            elif kind == _MOVE:
+                tape = emit(tape, NONE, s)
+            elif kind == _LEAVE:
+                tape = emit(emit(tape, SAVE, number), DROP, s - 1)
+            elif kind == _CUT:
+                tape = emit_pass(tape, s, number)
+                todo.append((s, column, e, m))
+            else:
+                tape = emit(emit(emit_pass(tape, s, j - 1), SAVE, number), DROP, j - 1)
+                todo.append((s, column, e, m))
+            todo.append((left // width, c, left % width, m - shift))
+    return tape
