@@ -1,0 +1,258 @@
+"""Optimal checkpointing of a chain where the stored input may move right, by dynamic programming.
+
+    cost[s, t, l, m]  least recomputation to run backward t..l from block s, l in s..t; a_{s-1} is stored, may go
+                      at any time unless s = l, and is not counted in m; the gradient of a_t is held
+
+    keep all   extra(s) + cost[s+1, t, s+1, m - saved(s)]                                            s = l
+    move       forward(s..r-1) + cut[r, t, l, m - x]      x = a(r-1) - a(s-1) >= 0                 s <= r <= l
+    cut[r, t, l, m] = forward(r..j) + cost[j+1, t, q, m - a(j)] + cost[r, q-1, l, m]   r <= j < q <= t, l < q
+
+"Floating": the checkpoint from which B_t..B_q start again and again may be anywhere left of q, and what it
+leaves undone, B_{q-1}..B_l, starts from a checkpoint further left. A move replaces a_{s-1} by a_{r-1} on the
+way; stated as a step of its own it saves one loop over the chain: O(slots n^5) instead of O(slots n^6).
+
+Memory of the moving forwards h = s..r-1, beyond phase[t]:  a(s) + scratch for h = s, a(h-1) + a(h) + scratch
+- a(s-1) for the others. The theorem as printed has one bound for all forwards up to t, without x: it refuses
+moves that fit and admits some that do not. Nor does the theorem give what its paper announces for the
+counter-example of the thesis, Fig. 2.3 (2n; here 10, 14, 18 for n = 4, 6, 8): that schedule keeps A_2 and drops
+its input a_1, which no step here can do. `exact` finds it.
+
+Sizes that are differences are rounded up as such. Read off in bytes, as in persistent.py.
+
+Beaumont et al., Optimal Re-Materialization Strategies for Heterogeneous Chains, Theorem 4.7.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from fxremat.chain import Chain
+from fxremat.errors import FxrematError
+from fxremat.schedule import Schedule
+from fxremat.solvers.progress import progress
+from fxremat.solvers.rows import Rows, guess, jit, lay_out, relax, value
+from fxremat.solvers.sizes import Ints, Sizes, in_bytes, in_slots
+from fxremat.solvers.table import Table
+from fxremat.solvers.tape import BACKWARD, NONE, SAVE, emit, emit_pass
+
+_NEVER = 1 << 60
+_ENTRIES = 1 << 27  # costs in a table: 1 GiB
+
+
+class Moves(NamedTuple):
+    """What it takes to replace a_{s-1} by a_{r-1}, in any unit."""
+
+    allowed: Ints  # [s, r]: 1 where a_{r-1} >= a_{s-1} in bytes
+    more: Ints  # [s, r]: a_{r-1} - a_{s-1}
+    run: Ints  # [s, r]: what the forwards s..r-1 need, beyond the phase and a_{s-1}
+
+
+def frontier(chain: Chain, mem: int, *, slots: int = 100, count: int = 100) -> list[Schedule]:
+    """At most `count` schedules from one table for `mem` bytes, from the fastest to the least memory.
+
+    Raises `BudgetTooSmall`. The cost of the call is that of one table.
+    """
+    return build(chain, mem, slots).frontier(count)
+
+
+def build(chain: Chain, mem: int, slots: int) -> Table:
+    """The table of costs for every budget up to `mem` bytes."""
+    n = len(chain)
+    exact, exact_moves = in_bytes(chain), _moves(chain, 1, 1)
+    low, high = bounds(exact, exact_moves, n)
+    sizes, moves = in_slots(chain, mem, slots), _moves(chain, slots, mem)
+    rows = lay_out(*_affordable(*bounds(sizes, moves, n), slots), slots)
+    for t in progress(range(1, n + 1), "floating"):
+        for s in range(t, 0, -1):
+            fill(sizes, moves, rows, n, s, t)
+
+    def read(m: int, full: int) -> Ints:
+        tape: Ints = trace(exact, exact_moves, low, rows, n, m, full, slots)
+        return tape
+
+    whole = int(place(n, 1, n, 1))
+    return Table(
+        chain=chain,
+        mem=mem,
+        slots=slots,
+        least=int(low[whole, 0]) + chain.input_bytes,
+        enough=int(high[whole, 0]) + chain.input_bytes,
+        curve=np.array([value(rows, whole, 0, k - sizes.out[0]) for k in range(slots + 1)]),
+        trace=read,
+    )
+
+
+def _affordable(low: Ints, high: Ints, slots: int) -> tuple[Ints, Ints]:
+    """The bounds, if the rows between them fit into memory."""
+    entries = int(np.where(low <= slots, np.minimum(high, slots + 1) - low, 0).sum())
+    if entries > _ENTRIES:
+        most = slots * _ENTRIES // entries
+        raise FxrematError(f"a table of {entries} costs is too large; try {most} slots instead of {slots}")
+    return low, high
+
+
+def _moves(chain: Chain, slots: int, mem: int) -> Moves:
+    """The moves in slots of mem / slots bytes each, rounded up."""
+    n, out = len(chain), np.array(chain.output_sizes, dtype=np.int64)
+    more, run = np.zeros((n + 2, n + 2), dtype=np.int64), np.zeros((n + 2, n + 2), dtype=np.int64)
+    for s in range(1, n + 1):
+        more[s, s : n + 1] = out[s - 1 : n] - out[s - 1]
+        for r in range(s + 1, n + 1):  # run[s, s] = 0: nothing to run
+            one = int(out[r - 1]) + chain.blocks[r - 2].forward_scratch
+            before = int(out[r - 2] - out[s - 1]) if r - 1 > s else 0
+            run[s, r] = max(run[s, r - 1], one + before)
+    limit = 2 * slots + 2 if slots != mem else _NEVER
+
+    def units(sizes: Ints) -> Ints:
+        return np.array([[min(-(-int(x) * slots // mem), limit) for x in row] for row in sizes.tolist()])
+
+    allowed = np.array(more >= 0, dtype=np.int64)
+    return Moves(allowed, units(more), units(run))
+
+
+@jit
+def place(n: int, s: int, t: int, l: int) -> int:  # noqa: E741
+    """Where the row of cost[s, t, l] is; that of cut[s, t, l] is (n + 2)^3 further. Row 0 is zero."""
+    return (s * (n + 2) + t) * (n + 2) + l
+
+
+@jit
+def bounds(sizes: Sizes, moves: Moves, n: int) -> tuple[Ints, Ints]:
+    """For each row, the least memory that works and one from which on everything is kept, in any unit."""
+    phase, out, start, saved = sizes.phase, sizes.out, sizes.start, sizes.saved
+    cuts = (n + 2) ** 3
+    low = np.full((2 * cuts, 1), _NEVER)
+    high = np.full((2 * cuts, 1), _NEVER)
+    low[0, 0] = high[0, 0] = 0
+    for t in range(1, n + 1):
+        done = place(n, t + 1, t, t + 1)
+        low[done, 0] = high[done, 0] = 0
+        for s in range(t, 0, -1):
+            for last in range(s, t):
+                least = _NEVER
+                for j in range(s, t):
+                    for q in range(max(last, j) + 1, t + 1):
+                        right = low[place(n, s, q - 1, last), 0]
+                        left = out[j] + low[place(n, j + 1, t, q), 0]
+                        least = min(least, max(phase[t] + sizes.run[s, j], left, right))
+                low[cuts + place(n, s, t, last), 0] = least
+            for last in range(s, t + 1):
+                here = place(n, s, t, last)
+                for r in range(s, last + 1):
+                    if moves.allowed[s, r]:
+                        moved = moves.more[s, r] + low[cuts + place(n, r, t, last), 0]
+                        passing = phase[t] + moves.run[s, r] if r > s else 0
+                        low[here, 0] = min(low[here, 0], max(passing, moved))
+            here, rest = place(n, s, t, s), place(n, s + 1, t, s + 1)
+            for o in range(start[s], start[s + 1]):
+                need = max(phase[t] + sizes.save[o], phase[s] + sizes.back[o])
+                low[here, 0] = min(low[here, 0], max(need, saved[o] + low[rest, 0]))
+                if sizes.extra[o] == 0.0:
+                    high[here, 0] = min(high[here, 0], max(need, saved[o] + high[rest, 0]))
+    return low, high
+
+
+@jit
+def fill(sizes: Sizes, moves: Moves, rows: Rows, n: int, s: int, t: int) -> None:
+    """Fill the rows of (s, t) by the recursion; those of (s, t') and (s', t) with t' < t, s' > s are there."""
+    phase, out, start, forward = sizes.phase, sizes.out, sizes.start, sizes.forward
+    cuts = (n + 2) ** 3
+    for last in range(s, t):
+        for j in range(s, t):
+            need, again = phase[t] + sizes.run[s, j], forward[j] - forward[s - 1]
+            for q in range(max(last, j) + 1, t + 1):
+                left, right = place(n, j + 1, t, q), place(n, s, q - 1, last)
+                relax(rows, cuts + place(n, s, t, last), 0, need, again, left, out[j], right, 0)
+    for o in range(start[s], start[s + 1]):
+        need = max(phase[t] + sizes.save[o], phase[s] + sizes.back[o])
+        rest = place(n, s + 1, t, s + 1)
+        relax(rows, place(n, s, t, s), 0, need, sizes.extra[o], rest, sizes.saved[o], 0, 0)
+    for last in range(s, t):
+        for r in range(s, last + 1):
+            if moves.allowed[s, r]:
+                need = phase[t] + moves.run[s, r] if r > s else 0
+                moved, again = cuts + place(n, r, t, last), forward[r - 1] - forward[s - 1]
+                relax(rows, place(n, s, t, last), 0, need, again, moved, moves.more[s, r], 0, 0)
+
+
+@jit
+def trace(sizes: Sizes, moves: Moves, low: Ints, rows: Rows, n: int, m: int, full: int, slots: int) -> Ints:
+    """The ops of cost[1, n, 1, m] on a tape; m and all sizes are in bytes, `slots` stand for `full` bytes."""
+    tape = np.zeros(64, dtype=np.int64)
+    todo = [(1, n, 1, m)]  # t = 0: the backward of s
+    while todo:
+        s, t, last, m = todo.pop()
+        if t == 0:
+            tape = emit(tape, BACKWARD, s)
+        if s > t:
+            continue
+        save, r = _choose(sizes, moves, low, rows, n, s, t, last, m, full, slots)
+        if r == 0:
+            tape = emit(tape, SAVE, save)
+            todo.append((s, 0, 0, 0))
+            todo.append((s + 1, t, s + 1, m - sizes.saved[save]))
+        else:
+            for block in range(s, r):
+                tape = emit(tape, NONE, block)
+            m -= moves.more[s, r]
+            j, q = _choose_cut(sizes, low, rows, n, r, t, last, m, full, slots)
+            tape = emit_pass(tape, r, j)
+            todo.append((r, q - 1, last, m))
+            todo.append((j + 1, t, q, m - sizes.out[j]))
+    return tape
+
+
+@jit
+def _choose(
+    sizes: Sizes,
+    moves: Moves,
+    low: Ints,
+    rows: Rows,
+    n: int,
+    s: int,
+    t: int,
+    last: int,
+    m: int,
+    full: int,
+    slots: int,
+) -> tuple[int, int]:
+    """What fits in m bytes and looks fastest: the option to keep s with, or else where to move to."""
+    phase, start, saved, forward = sizes.phase, sizes.start, sizes.saved, sizes.forward
+    dear, cuts = forward[n] + 1.0, (n + 2) ** 3
+    best, save, to = np.inf, -1, 0
+    for o in range(start[s], start[s + 1] if s == last else start[s]):
+        rest = place(n, s + 1, t, s + 1)
+        need = max(phase[t] + sizes.save[o], phase[s] + sizes.back[o], saved[o] + low[rest, 0])
+        if need <= m:
+            cost = sizes.extra[o] + guess(rows, rest, 0, (m - saved[o]) * slots // full, slots, dear)
+            if cost < best:
+                best, save = cost, o
+    for r in range(s, last + 1):
+        moved = cuts + place(n, r, t, last)
+        need = max(phase[t] + moves.run[s, r] if r > s else 0, moves.more[s, r] + low[moved, 0])
+        if moves.allowed[s, r] and need <= m:
+            cost = forward[r - 1] - forward[s - 1]
+            cost += guess(rows, moved, 0, (m - moves.more[s, r]) * slots // full, slots, dear)
+            if cost < best:
+                best, to = cost, r
+    return save, to
+
+
+@jit
+def _choose_cut(
+    sizes: Sizes, low: Ints, rows: Rows, n: int, s: int, t: int, last: int, m: int, full: int, slots: int
+) -> tuple[int, int]:
+    """Where the pass from s ends, and the last backward that starts from there, likewise."""
+    forward, out = sizes.forward, sizes.out
+    dear = forward[n] + 1.0
+    best, cut, until = np.inf, 0, 0
+    for j in range(s, t):
+        for q in range(max(last, j) + 1, t + 1):
+            left, right = place(n, j + 1, t, q), place(n, s, q - 1, last)
+            if max(sizes.phase[t] + sizes.run[s, j], out[j] + low[left, 0], low[right, 0]) <= m:
+                cost = forward[j] - forward[s - 1]
+                cost += guess(rows, left, 0, (m - out[j]) * slots // full, slots, dear)
+                cost += guess(rows, right, 0, m * slots // full, slots, dear)
+                if cost < best:
+                    best, cut, until = cost, j, q
+    return cut, until
