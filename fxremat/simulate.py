@@ -9,32 +9,56 @@
     Fall_l    input l             stored + phase + A_l[o] + its scratch       A_l[o]
     B_l       d_l, A_l, input l   stored + phase + d_{l-1} + its scratch      phase l-1, less A_l, a_{l-1}
     Drop(v)   v                   stored + phase                              all but v
+    Off(v)    v                   stored + phase                              v on the host too, and soon only there
+    Pre(v)    v on the host       stored + phase                              v on both
 
 "input l" is a_{l-1} or A_{l-1}; what a phase holds is `Chain.phase_sizes`. The peak also counts the end of
 the step, when d_0 and all weight gradients are held. Solvers do not import this file: none grades itself.
+
+Off(v) and Pre(v) join the queue of their direction when the op before them has ended; copies run beneath the
+ops. `script.py` says which copy of a value an op reads and how long each stays, `transfers.py` what waits for
+what. A value on the host stays there: it may be fetched again. Drop(v) frees the device's copy, once no copy
+reads or writes it; a value that is leaving anyway can be dropped, to no effect.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Literal
 
-from fxremat.chain import Block, Chain
-from fxremat.errors import InvalidSchedule
+from fxremat.chain import Chain
+from fxremat.errors import FxrematError, InvalidSchedule
 from fxremat.platform import Platform
-from fxremat.schedule import Backward, Drop, Forward, Keep, Offload, Op, Prefetch, Schedule, Value
+from fxremat.schedule import Schedule
+from fxremat.script import Script, read
+from fxremat.transfers import Link, Timed, run
 from fxremat.units import format_bytes
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """What a schedule costs; `memory[i]` and `starts[i]` belong to `schedule.ops[i]`."""
+    """What a schedule costs; `memory[i]`, `starts[i]` and `ends[i]` belong to `schedule.ops[i]`.
+
+    The start of an Off or Pre is that of its copy; its memory is that of the device when its place in the
+    schedule is reached.
+    """
 
     schedule: Schedule
     peak: int  # bytes
-    time: float  # seconds
-    memory: tuple[int, ...]  # bytes, while the op runs, everything stored included
+    time: float  # seconds, until the last op and the last copy have ended
+    memory: tuple[int, ...]  # bytes, the most while the op runs, everything stored included
     starts: tuple[float, ...]  # seconds from the start of the step
+    ends: tuple[float, ...]
+    idle: float  # seconds of `time` during which no op runs
+    sent: int  # bytes copied to the host
+    returned: int  # bytes copied back
+    hidden: float  # share of the copies' seconds that ops run above; 1 where nothing is copied
 
     def __str__(self) -> str:
         lines = [f"peak {format_bytes(self.peak)}, time {self.time:.6g} s, {len(self.memory)} operations"]
+        if self.sent or self.returned:
+            lines[0] += (
+                f"; {format_bytes(self.sent)} to the host and {format_bytes(self.returned)} back, "
+                f"{self.hidden:.0%} of it hidden, {self.idle:.6g} s idle"
+            )
         width = max((len(str(op)) for op in self.schedule.ops), default=0)
         for op, start, memory in zip(self.schedule.ops, self.starts, self.memory, strict=True):
             bar = "#" * round(40 * memory / self.peak) if self.peak else ""
@@ -42,8 +66,22 @@ class Timeline:
         return "\n".join(lines)
 
 
-def simulate(chain: Chain, schedule: Schedule, platform: Platform | None = None) -> Timeline:
-    """Run `schedule` on paper. Raises `InvalidSchedule` that names the op and what it lacks.
+def simulate(
+    chain: Chain,
+    schedule: Schedule,
+    platform: Platform | None = None,
+    *,
+    accounting: Literal["whole", "fluid"] = "whole",
+) -> Timeline:
+    """Run `schedule` on paper.
+
+    Args:
+        platform: where `memory` is given, ops and copies wait for room in it, and the peak is no more than
+            that; without it nothing waits. Copies need `to_host` and `from_host`.
+        accounting: whether a value that is copied counts as a whole until or from then on, or in part.
+
+    Raises:
+        InvalidSchedule: names the op and what it lacks; says deadlock where copies are in the way.
 
     >>> from fxremat.chain import Block
     >>> block = Block(forward_time=1.0, backward_time=2.0, output_bytes=4, saved_bytes=9)
@@ -51,113 +89,85 @@ def simulate(chain: Chain, schedule: Schedule, platform: Platform | None = None)
     >>> timeline = simulate(chain, Schedule.parse("Fck1 Fall2 B2 Fall1 B1"))
     >>> timeline.peak, timeline.time, timeline.memory
     (25, 7.0, (12, 21, 25, 17, 21))
+
+    A copy to the host beneath Fall2, and one back for which B2 waits:
+
+    >>> chain = Chain(blocks=(block, block, block), input_bytes=4)
+    >>> machine = Platform(memory=30, to_host=9.0, from_host=9.0)
+    >>> timeline = simulate(chain, Schedule.parse("Fall1 Off(A1) Fall2 Fall3 B3 Pre(A1) B2 B1"), machine)
+    >>> timeline.peak, timeline.time, timeline.idle, timeline.hidden
+    (30, 10.0, 1.0, 0.5)
     """
-    device = _Device(chain)
-    memory, starts = [], []
-    time = 0.0
-    for place, op in enumerate(schedule.ops, start=1):
-        starts.append(time)
-        try:
-            used, seconds = device.run(op)
-        except InvalidSchedule as error:
-            raise InvalidSchedule(f"op {place}, {op}: {error}") from None
-        memory.append(used)
-        time += seconds
-    if device.phase != 0:
-        raise InvalidSchedule(
-            f"the schedule ends before B{device.phase}; it must run every backward down to B1"
-        )
+    if accounting not in ("whole", "fluid"):
+        raise FxrematError(f'accounting is {accounting!r}; it is "whole" or "fluid"')
+    script = read(chain, schedule)
+    limit = platform.memory if platform else None
+    if limit is not None:
+        _check_room(script, schedule, limit)
+    timed = (
+        run(script, schedule, limit, _link(script, schedule, platform), fluid=accounting == "fluid")
+        if script.copies
+        else _straight(script, schedule)
+    )
     return Timeline(
         schedule=schedule,
-        peak=max(*memory, device.used),
-        time=time,
-        memory=tuple(memory),
-        starts=tuple(starts),
+        peak=timed.peak,
+        time=timed.time,
+        memory=tuple(timed.memory),
+        starts=tuple(timed.starts),
+        ends=tuple(timed.ends),
+        idle=timed.idle,
+        sent=sum(copy.stored.size for copy in script.copies if copy.outward),
+        returned=sum(copy.stored.size for copy in script.copies if not copy.outward),
+        hidden=timed.hidden,
     )
 
 
-@dataclass
-class _Device:
-    """The memory of the device between two ops."""
+def _straight(script: Script, schedule: Schedule) -> Timed:
+    """The clock where there are no copies: one op after the other."""
+    count = len(schedule.ops)
+    memory: list[int] = [0] * count
+    starts, ends, time = [0.0] * count, [0.0] * count, 0.0
+    for slot, tokens in enumerate(script.slots):
+        now = script.base[3 * slot]
+        for token in tokens:
+            memory[token.token], starts[token.token], ends[token.token] = now, time, time
+            now -= token.freed
+        if slot < len(script.steps):
+            step = script.steps[slot]
+            memory[step.token], starts[step.token] = script.base[3 * slot + 2], time
+            time += step.seconds
+            ends[step.token] = time
+    return Timed(
+        time=time, idle=0.0, peak=max(script.base), memory=memory, starts=starts, ends=ends, hidden=1.0
+    )
 
-    chain: Chain
-    stored: dict[Value, int] = field(init=False)  # with the bytes of each
-    options: dict[int, int] = field(init=False, default_factory=dict)  # with which A_l was saved
-    phase: int = field(init=False)
-    used: int = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.phase_sizes = self.chain.phase_sizes
-        self.phase = len(self.chain)
-        self.stored = {Value("a", 0): self.chain.input_bytes}
-        self.used = self.chain.input_bytes + self.phase_sizes[self.phase]
-
-    def run(self, op: Op) -> tuple[int, float]:
-        """Run one op; the memory while it runs, and its time."""
-        match op:
-            case Forward():
-                return self._forward(op)
-            case Backward():
-                return self._backward(op)
-            case Drop(value):
-                used = self.used
-                self._need(value)
-                self._free(value)
-                return used, 0.0
-            case Offload() | Prefetch():
-                raise InvalidSchedule("transfers to and from the host cannot be simulated yet")
-
-    def _forward(self, op: Forward) -> tuple[int, float]:
-        block = self._block(op.block)
-        self._need_input(op.block)
-        if op.keep is Keep.ALL:
-            if op.option >= len(block.choices):
-                raise InvalidSchedule(f"block {op.block} has options 0 to {len(block.choices) - 1}")
-            option = block.choices[op.option]
-            value, size, scratch = Value("A", op.block), option.saved_bytes, option.save_scratch or 0
-            self.options[op.block] = op.option
-        else:
-            value, size, scratch = Value("a", op.block), block.output_bytes, block.forward_scratch
-        used = self.used + size + scratch
-        self._free(value)  # a value computed anew replaces the stored one, once it is there
-        self.stored[value] = size
-        self.used += size
-        if op.keep is Keep.NONE:
-            self._free(Value("a", op.block - 1))
-        return used, block.forward_time
-
-    def _backward(self, op: Backward) -> tuple[int, float]:
-        block = self._block(op.block)
-        if self.phase != op.block:
-            then = f"the next backward is B{self.phase}" if self.phase else "the step is over"
-            raise InvalidSchedule(f"the gradient of a{op.block} is not there; {then}")
-        self._need(Value("A", op.block))
-        self._need_input(op.block)
-        option = block.choices[self.options[op.block]]
-        used = self.used + self.chain.grad_sizes[op.block - 1] + option.backward_scratch
-        self._free(Value("A", op.block))
-        self._free(Value("a", op.block - 1))
-        self.used += self.phase_sizes[op.block - 1] - self.phase_sizes[op.block]
-        self.phase = op.block - 1
-        return used, option.backward_time
-
-    def _block(self, number: int) -> Block:
-        if not 1 <= number <= len(self.chain):
-            raise InvalidSchedule(f"there is no block {number}; the chain has blocks 1 to {len(self.chain)}")
-        return self.chain.blocks[number - 1]
-
-    def _need(self, value: Value) -> None:
-        if value not in self.stored:
-            raise InvalidSchedule(f"{value} is not stored")
-
-    def _need_input(self, number: int) -> None:
-        small, large = Value("a", number - 1), Value("A", number - 1)
-        if small not in self.stored and large not in self.stored:
+def _link(script: Script, schedule: Schedule, platform: Platform | None) -> Link:
+    for copy in script.copies:
+        speed = "to_host" if copy.outward else "from_host"
+        if platform is None or getattr(platform, speed) is None:
             raise InvalidSchedule(
-                f"its input is not stored: neither {small} nor {large}"
-                if number > 1
-                else f"its input is not stored: {small} is gone"
+                f"op {copy.token + 1}, {schedule.ops[copy.token]}: the platform has no {speed} bandwidth"
             )
+    assert platform is not None
+    return Link(
+        to_host=platform.to_host or 1.0,  # without a speed there is no such copy
+        from_host=platform.from_host or 1.0,
+        shared=platform.duplex == "half",
+    )
 
-    def _free(self, value: Value) -> None:
-        self.used -= self.stored.pop(value, 0)
+
+def _check_room(script: Script, schedule: Schedule, limit: int) -> None:
+    """Raise if memory is too small although copies to the host took no time and those from it came late."""
+    for place, need in enumerate(script.base):
+        if need > limit:
+            step = (place - 1) // 3 if place % 3 == 0 and place else place // 3
+            last = step == len(script.steps)
+            where = (
+                "the end of the step"
+                if last
+                else f"op {script.steps[step].token + 1}, {schedule.ops[script.steps[step].token]}"
+            )
+            why = "deadlock: even when no copy is left to wait for, " if script.copies else ""
+            raise InvalidSchedule(f"{where}: {why}it needs {need} bytes, {need - limit} more than there are")

@@ -74,7 +74,7 @@ def test_held_bytes_and_weight_gradients_belong_to_a_phase():
         ("", "the schedule ends before B2"),
         ("Fall3", "op 1, Fall3: there is no block 3; the chain has blocks 1 to 2"),
         ("Fall1 Fall2[2]", "op 2, Fall2[2]: block 2 has options 0 to 1"),
-        ("Fall1 Off(A1)", "op 2, Off(A1): transfers"),
+        ("Fall1 Off(A1) Fall2 B2 B1", "op 2, Off(A1): the platform has no to_host bandwidth"),
         ("Fall1 Fall2 B2 B1 B1", "op 5, B1: the gradient of a1 is not there; the step is over"),
     ],
 )

@@ -14,5 +14,6 @@ def progress(steps: Iterable[_T], what: str) -> Iterator[_T]:
     >>> list(progress(range(3), "nothing to see"))
     [0, 1, 2]
     """
-    with tqdm(steps, desc=what, delay=2, leave=False, disable=None) as bar:  # None: off where stderr is no tty
+    # disable=None: off where stderr is no terminal
+    with tqdm(steps, desc=what, delay=2, leave=False, disable=None) as bar:
         yield from bar
