@@ -16,7 +16,7 @@ from fxremat.errors import FxrematError
 from fxremat.platform import Platform
 from fxremat.schedule import Schedule
 from fxremat.simulate import Timeline, simulate
-from fxremat.solvers import SOLVERS, best
+from fxremat.solvers import EFFORT, NAMES, solution
 from fxremat.units import format_bytes, parse_bytes
 
 
@@ -35,18 +35,19 @@ def _solve(args: argparse.Namespace) -> str:
     chain = _read_chain(args.chain)
     platform = Platform(to_host=args.to_host, from_host=args.from_host)
     mem = parse_bytes(args.mem)
-    timeline = best(chain, mem, solver=args.solver, platform=platform, slots=args.slots)
+    found = solution(chain, mem, solver=args.solver, platform=platform, slots=args.slots, effort=args.effort)
+    timeline = found.timeline
     if not args.json:
-        return f"{timeline.schedule}\n{_summary(timeline)} of {format_bytes(mem)}"
-    return json.dumps(
-        {
-            "solver": args.solver,
-            "time": timeline.time,
-            "peak": timeline.peak,
-            "ops": [str(op) for op in timeline.schedule.ops],
-            "lower_bound": chain.least_time,
-        }
-    )
+        gap = f"{found.solver}; no schedule is faster than {found.lower_bound:.6g} s"
+        return f"{timeline.schedule}\n{_summary(timeline)} of {format_bytes(mem)}, by {gap}"
+    answer = {
+        "solver": found.solver,
+        "time": timeline.time,
+        "peak": timeline.peak,
+        "ops": [str(op) for op in timeline.schedule.ops],
+        "lower_bound": found.lower_bound,
+    }
+    return json.dumps(answer | ({"fluid_time": found.fluid_time} if platform.linked else {}))
 
 
 def _simulate(args: argparse.Namespace) -> str:
@@ -108,8 +109,11 @@ def _parser() -> _Parser:
     solve = commands.add_parser("solve", help="the fastest schedule of a chain within a budget")
     solve.add_argument("chain", metavar="CHAIN.json")
     solve.add_argument("--mem", required=True, metavar="BYTES", help="such as 4294967296, 4GiB, 300MB")
-    solve.add_argument("--solver", default="auto", metavar="NAME", help=", ".join(SOLVERS))
+    solve.add_argument("--solver", default="auto", metavar="NAME", help=", ".join(NAMES))
     solve.add_argument("--slots", type=int, default=500, metavar="N", help="steps of memory (default 500)")
+    solve.add_argument(
+        "--effort", type=float, default=EFFORT, metavar="SECONDS", help=f'for "auto" (default {EFFORT:g})'
+    )
     solve.add_argument("--to-host", type=float, metavar="B/s")
     solve.add_argument("--from-host", type=float, metavar="B/s")
     solve.add_argument("--json", action="store_true")

@@ -28,7 +28,7 @@ from fxremat.passes.liveness import live_bytes
 from fxremat.passes.program import Program, rematerialize
 from fxremat.schedule import Schedule
 from fxremat.simulate import simulate
-from fxremat.solvers import DEFAULT, LISTS, SOLVERS, TABLES, keep_all
+from fxremat.solvers import DEFAULT, LISTS, TABLES, keep_all
 
 NEAR_LEAST = 1.15  # the last table is for this multiple of the least memory of the chain
 STEPS_TO_JUDGE = 240_000  # how many steps of programs a survey of one layout replays, about
@@ -75,8 +75,8 @@ def survey(joint: Joint, costs: Costs, *, solver: str = "auto", slots: int = 500
 
     Takes a second or two for a GPT of 12 layers. Raises `FxrematError` for an unknown solver.
     """
-    if solver not in SOLVERS:
-        raise FxrematError(f"unknown solver {solver!r}; there are {', '.join(sorted(SOLVERS))}")
+    if solver not in (names := ("auto", *LISTS, *TABLES)):
+        raise FxrematError(f"no solver {solver!r} plans models; there are {', '.join(sorted(names))}")
     layouts = list(_layouts(joint, costs))
     found = [_keep_everything(layouts[0], costs)]
     for layout in layouts:

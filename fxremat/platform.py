@@ -23,3 +23,8 @@ class Platform:
                 raise FxrematError(f"{name} is {value!r}; it is a number above 0, or None")
         if self.duplex not in ("full", "half"):
             raise FxrematError(f'duplex is {self.duplex!r}; it is "full" or "half"')
+
+    @property
+    def linked(self) -> bool:
+        """Whether values can go to the host and come back."""
+        return self.to_host is not None and self.from_host is not None

@@ -122,7 +122,16 @@ def _moves(sizes: Sizes, n: int, s: int, c: int, e: int, moves: Ints, costs: Flo
         count += 1
         if s == rest and e > n:
             o = e - n - 1
-            moves[count] = (_LEAVE, o, 0, held + sizes.save[o], (s + 1) * width + s, saved[o] - out[s - 1], 0, 0)
+            moves[count] = (
+                _LEAVE,
+                o,
+                0,
+                held + sizes.save[o],
+                (s + 1) * width + s,
+                saved[o] - out[s - 1],
+                0,
+                0,
+            )
             costs[count] = sizes.extra[o]
             count += 1
     for j in range(s, t):
@@ -220,7 +229,7 @@ def trace(sizes: Sizes, low: Ints, rows: Rows, n: int, m: int, full: int, slots:
     while todo:
         s, c, e, m = todo.pop()
         if s == 0 or (c > n and s == _block(sizes, n, c)):
-            tape = emit(tape, BACKWARD, s if s else c)
+            tape = emit(tape, BACKWARD, s or c)
         elif s <= _block(sizes, n, c):
             best, choice = np.inf, -1
             for k in range(_moves(sizes, n, s, c, e, moves, costs)):

@@ -1,0 +1,164 @@
+"""`solve`: ask one solver, or all that the time allows, and let `simulate` judge what they propose."""
+
+import time
+from dataclasses import dataclass, replace
+
+from fxremat.chain import Chain
+from fxremat.errors import BudgetTooSmall, FxrematError, InvalidBudget, InvalidSchedule
+from fxremat.platform import Platform
+from fxremat.schedule import Schedule
+from fxremat.simulate import Timeline, simulate
+from fxremat.solvers.bound import lower_bound
+from fxremat.solvers.registry import DEFAULT, NAMES, SOLVERS, Problem
+
+EFFORT = 10.0  # seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Solution:
+    """The best schedule found, who found it, and how much better any other could be."""
+
+    solver: str
+    timeline: Timeline
+    fluid_time: float  # seconds, where memory came and went as fast as the link carries it
+    lower_bound: float  # seconds
+
+    @property
+    def schedule(self) -> Schedule:
+        """What to run."""
+        return self.timeline.schedule
+
+
+def solve(
+    chain: Chain,
+    mem: int,
+    *,
+    solver: str = "auto",
+    platform: Platform | None = None,
+    slots: int = 500,
+    effort: float = EFFORT,
+) -> Schedule:
+    """The fastest schedule found that fits in `mem` bytes.
+
+    Args:
+        chain: the model, in bytes and seconds.
+        mem: bytes; the chain's input counts, parameters do not.
+        solver: one of `SOLVERS`; "auto" asks all that its time allows and keeps the best.
+        platform: the machine; with `to_host` and `from_host`, values may leave and come back.
+        slots: steps of memory in a dynamic program; where they cover every byte the answer is exact.
+        effort: seconds that "auto" may take; the default chain solver is asked whatever it takes.
+
+    Raises:
+        BudgetTooSmall: the solver has no schedule that fits; `.minimum` bytes are the least for which it has.
+
+    >>> from fxremat.chain import Block
+    >>> block = Block(forward_time=1.0, backward_time=2.0, output_bytes=4, saved_bytes=9)
+    >>> print(solve(Chain(blocks=(block, block), input_bytes=4), 25))
+    Fck1 Fall2 B2 Fall1 B1
+    """
+    return best(chain, mem, solver=solver, platform=platform, slots=slots, effort=effort).schedule
+
+
+def best(
+    chain: Chain,
+    mem: int,
+    *,
+    solver: str = "auto",
+    platform: Platform | None = None,
+    slots: int = 500,
+    effort: float = EFFORT,
+) -> Timeline:
+    """`solve`, with the simulation of its answer."""
+    return _winner(chain, mem, solver, platform, slots, effort)[1]
+
+
+def solution(
+    chain: Chain,
+    mem: int,
+    *,
+    solver: str = "auto",
+    platform: Platform | None = None,
+    slots: int = 500,
+    effort: float = EFFORT,
+) -> Solution:
+    """`solve`, with who found the schedule, what it costs, and a lower bound on what any schedule costs."""
+    name, timeline = _winner(chain, mem, solver, platform, slots, effort)
+    machine = replace(platform or Platform(), memory=mem)
+    fluid = simulate(chain, timeline.schedule, machine, accounting="fluid") if timeline.sent else timeline
+    return Solution(
+        solver=name,
+        timeline=timeline,
+        fluid_time=fluid.time,
+        lower_bound=lower_bound(chain, mem, platform),
+    )
+
+
+def _winner(
+    chain: Chain, mem: int, solver: str, platform: Platform | None, slots: int, effort: float
+) -> tuple[str, Timeline]:
+    """The solver that won, and the simulation of its schedule."""
+    if isinstance(mem, bool) or not isinstance(mem, int) or mem < 0:
+        raise InvalidBudget(f"mem is {mem!r}; solvers take a whole number of bytes, such as 4294967296")
+    if isinstance(slots, bool) or not isinstance(slots, int) or not 1 <= slots <= 100_000:
+        raise FxrematError(f"slots is {slots!r}; it is a whole number from 1 to 100000")
+    if solver not in NAMES:
+        raise FxrematError(f"unknown solver {solver!r}; there are {', '.join(NAMES)}")
+    if not effort >= 0:
+        raise FxrematError(f"effort is {effort!r}; it is a number of seconds, 0 or more")
+    machine = replace(platform or Platform(), memory=max(mem, 1))
+    problem = Problem(
+        chain=chain,
+        mem=mem,
+        platform=machine,
+        slots=slots,
+        judge=lambda schedule: simulate(chain, schedule, machine),
+        effort=effort,
+    )
+    return _auto(problem) if solver == "auto" else (solver, ask(problem, solver))
+
+
+def ask(problem: Problem, solver: str) -> Timeline:
+    """The fastest that one solver proposes. Raises `BudgetTooSmall`."""
+    if SOLVERS[solver].transfers and not problem.platform.linked:
+        raise FxrematError(f"{solver} moves values to the host: give a platform with to_host and from_host")
+    proposed = SOLVERS[solver].propose(problem)
+    fitting = [timeline for schedule in proposed if (timeline := _fit(problem, schedule)) is not None]
+    if not fitting:
+        least = min(simulate(problem.chain, schedule).peak for schedule in proposed)
+        raise BudgetTooSmall(minimum=least, budget=problem.mem)
+    return min(fitting, key=_merit)
+
+
+def _fit(problem: Problem, schedule: Schedule) -> Timeline | None:
+    try:
+        timeline = problem.judge(schedule)
+    except InvalidSchedule:
+        return None
+    return timeline if timeline.peak <= problem.mem else None
+
+
+def _auto(problem: Problem) -> tuple[str, Timeline]:
+    """Ask every solver that the time left allows, the quickest first; stop where nothing can be faster."""
+    deadline = time.monotonic() + problem.effort
+    found: list[tuple[str, Timeline]] = []
+    refusals: list[BudgetTooSmall] = []
+    names = [name for name, solver in SOLVERS.items() if problem.platform.linked or not solver.transfers]
+    for name in sorted(names, key=lambda name: SOLVERS[name].seconds(problem)):
+        left = deadline - time.monotonic()
+        if name != DEFAULT and SOLVERS[name].seconds(problem) > left:
+            continue
+        try:
+            found.append((name, ask(replace(problem, effort=max(left, 0.0)), name)))
+        except BudgetTooSmall as refusal:
+            refusals.append(refusal)
+        except FxrematError:  # the chain is too long for this solver
+            continue
+        if found and found[-1][1].time <= problem.chain.least_time:
+            break
+    if not found:
+        raise min(refusals, key=lambda refusal: refusal.minimum)
+    return min(found, key=lambda entry: _merit(entry[1]))
+
+
+def _merit(timeline: Timeline) -> tuple[float, int]:
+    return timeline.time, timeline.peak

@@ -1,0 +1,121 @@
+"""The solvers by name: how to ask each of them, and about how long it takes.
+
+A solver sees a `Problem` and proposes schedules. `judge` in it is `simulate` for that machine and budget, for
+the solvers that improve a schedule step by step; a schedule that does not fit raises `InvalidSchedule` there.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from fxremat.chain import Chain
+from fxremat.errors import InvalidSchedule
+from fxremat.platform import Platform
+from fxremat.schedule import Schedule
+from fxremat.simulate import Timeline
+from fxremat.solvers import exact, floating_drop, input_drop, keep_all, periodic, persistent
+from fxremat.solvers.table import Build, grain
+
+DEFAULT = "input_drop"  # the chain solver of choice: what others start from
+_ROUNDS = 4  # bisections of the nominal budget
+_QUICK = 5e9  # more work than this is not done several times
+_SPEED = 1e9  # additions per second, about
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """A chain, a machine and what may be spent on it."""
+
+    chain: Chain
+    mem: int  # bytes
+    platform: Platform  # its memory is `mem`
+    slots: int
+    judge: Callable[[Schedule], Timeline]
+    effort: float  # seconds, for solvers that can always go on
+
+    def fits(self, schedule: Schedule) -> bool:
+        """Whether `schedule` runs within the memory of the machine."""
+        try:
+            return self.judge(schedule).peak <= self.mem
+        except InvalidSchedule:
+            return False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Solver:
+    """One way to answer a problem."""
+
+    propose: Callable[[Problem], list[Schedule]]  # raises BudgetTooSmall
+    seconds: Callable[[Problem], float]  # about how long that takes; infinite where it does not apply
+    transfers: bool = False  # needs a link to the host
+
+
+def _listed(schedules: Callable[[Chain], list[Schedule]]) -> Solver:
+    return Solver(
+        propose=lambda problem: schedules(problem.chain),
+        seconds=lambda problem: 1e-5 * len(problem.chain) ** 1.5,
+    )
+
+
+def _tabled(build: Build, work: Callable[[Chain, int], float]) -> Solver:
+    return Solver(
+        propose=lambda problem: by_table(build, problem),
+        seconds=lambda problem: _rounds(problem) * work(problem.chain, problem.slots) / _SPEED,
+    )
+
+
+def _cubic(chain: Chain, slots: int) -> float:
+    """About how many additions a dynamic program of O(slots n^3) takes."""
+    return slots * len(chain) * float(sum(len(block.choices) for block in chain.blocks)) ** 2 / 6
+
+
+def _rounds(problem: Problem) -> int:
+    return 1 + (_ROUNDS if _cubic(problem.chain, problem.slots) * 6 <= _QUICK else 0)
+
+
+def by_table(build: Build, problem: Problem) -> list[Schedule]:
+    """Schedules read off a table, or off several where sizes had to be rounded: their slots may be too large."""
+    chain, mem, slots = problem.chain, problem.mem, problem.slots
+    everything = keep_all.schedules(chain)[0]
+    if problem.fits(everything):
+        return [everything]
+    unit = grain(chain)
+    if mem // unit <= slots:  # every size is a whole number of slots: nothing is rounded
+        steps = max(1, mem // unit)
+        return [build(chain, steps * unit, steps).schedule(mem)]
+    found = [build(chain, mem, slots).schedule(mem)]
+    sound, hopeful = 1.0, 1.0 + len(chain) / slots
+    for _ in range(_rounds(problem) - 1):
+        nominal = (sound + hopeful) / 2
+        table = build(chain, int(mem * nominal), slots)
+        found.append(table.schedule(mem, full=mem))
+        if problem.judge(found[-1]).time <= (chain.least_time + table.curve[-1]) * (1 + 1e-9):
+            sound = nominal  # the table kept its promise although its slots are too large
+        else:
+            hopeful = nominal
+    return found
+
+
+LISTS: Mapping[str, Callable[[Chain], list[Schedule]]] = MappingProxyType(
+    {"keep_all": keep_all.schedules, "periodic": periodic.schedules}
+)
+TABLES: Mapping[str, Build] = MappingProxyType(
+    {
+        "persistent": persistent.build,
+        "input_drop": input_drop.build,
+        "floating_drop": floating_drop.build,
+    }
+)
+_WORK = {"floating_drop": floating_drop.work}  # the others are cubic
+_OTHERS = {
+    "exact": Solver(
+        propose=lambda problem: exact.schedules(problem.chain, problem.mem),
+        seconds=lambda problem: 1e-6 * 4.0 ** min(100, sum(len(b.choices) for b in problem.chain.blocks)),
+    ),
+}
+SOLVERS: Mapping[str, Solver] = MappingProxyType(
+    {name: _listed(schedules) for name, schedules in LISTS.items()}
+    | {name: _tabled(build, _WORK.get(name, _cubic)) for name, build in TABLES.items()}
+    | _OTHERS
+)
+NAMES = ("auto", *SOLVERS)
