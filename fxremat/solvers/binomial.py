@@ -1,0 +1,90 @@
+"""Checkpoints of a uniform chain: the binomial schedules, and the number of forwards they take.
+
+    adjoint chain of length l: a_0 and the last gradient are stored; B_{l+1} .. B_1 need a_l .. a_0
+    slots: how many values are stored at most, a_0, the running value and the gradient included
+
+    forwards(0, m >= 2) = 0        forwards(l, 3) = l (l + 1) / 2
+    forwards(l, m) = min over 1 <= i <= l of  i + forwards(l - i, m - 1) + forwards(i - 1, m)
+
+In closed form, with s = m - 2 checkpoints beyond the running value and the least r for which l < C(s + r, s):
+
+    forwards(l, m) = r (l + 1) - C(s + r, r - 1)
+
+A forward "consumes" its input unless that was checkpointed. In a chain that saves, an Fall_k precedes each B_k:
+l + 1 forwards more, which is also how checkpoint-schedules counts (its Revolve(l + 1, m - 2)).
+
+Griewank and Walther, Algorithm 799: Revolve (2000); thesis of A. Shilova, Theorem 1.
+"""
+
+from math import comb
+
+import numpy as np
+
+from fxremat.chain import Chain
+from fxremat.errors import FxrematError
+from fxremat.schedule import Backward, Forward, Keep, Op, Schedule
+from fxremat.solvers.keep_all import fastest
+
+_CANDIDATES = 40
+
+
+def schedules(chain: Chain) -> list[Schedule]:
+    """The schedules for 1, 2, .. n - 1 checkpoints as if all blocks were alike, or 40 of them if n is larger."""
+    most = max(1, len(chain) - 1)
+    counts = {round(float(count)) for count in np.geomspace(1, most, min(most, _CANDIDATES))}
+    counts |= set(range(1, most + 1)) if most <= _CANDIDATES else set()
+    return [schedule(chain, count + 2) for count in sorted(counts)]
+
+
+def schedule(chain: Chain, slots: int) -> Schedule:
+    """The binomial schedule with `slots` slots, with an Fall right before each backward."""
+    ops: list[Op] = []
+    todo = [(0, len(chain) - 1, slots)]  # (i, l, m): the adjoint chain from a_i on
+    while todo:
+        first, length, m = todo.pop()
+        if length == 0:
+            block = first + 1
+            ops += [Forward(block, Keep.ALL, fastest(chain.blocks[block - 1])), Backward(block)]
+            continue
+        step = first_checkpoint(length, m)
+        ops.append(Forward(first + 1, Keep.CHECKPOINT))
+        ops += [Forward(first + i, Keep.NONE) for i in range(2, step + 1)]
+        todo.append((first, step - 1, m))
+        todo.append((first + step, length - step, m - 1))
+    return Schedule(tuple(ops))
+
+
+def count(length: int, slots: int) -> int:
+    """How many forwards an adjoint chain of `length` takes at least. Raises `FxrematError` if it cannot be done.
+
+    >>> count(5, 3), count(5, 4), count(5, 7)
+    (15, 9, 5)
+    """
+    if slots < (3 if length else 2):
+        raise FxrematError(
+            f"{slots} slots are too few for an adjoint chain of length {length}; it takes {3 if length else 2}"
+        )
+    if length == 0:
+        return 0
+    s, r = slots - 2, 1
+    while comb(s + r, s) <= length:
+        r += 1
+    return r * (length + 1) - comb(s + r, r - 1)
+
+
+def first_checkpoint(length: int, slots: int) -> int:
+    """The least i for which storing a_i first is optimal; the cost is convex in i. 1 <= i <= length."""
+
+    def cost(i: int) -> int:
+        return i + count(length - i, slots - 1) + count(i - 1, slots)
+
+    if slots == 3:
+        return length  # no slot for a second checkpoint
+    low, high = 1, length
+    while low < high:
+        middle = (low + high) // 2
+        if cost(middle) <= cost(middle + 1):
+            high = middle
+        else:
+            low = middle + 1
+    return low

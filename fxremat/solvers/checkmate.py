@@ -1,0 +1,200 @@
+"""Checkmate's mixed integer program on the chain: one value per block, which is stored or computed anew.
+
+    phase t = n .. 1 runs some forwards in order, then B_t
+
+    S[t, l]  A_l is stored when phase t begins          S[n, l] = 0
+    R[t, l]  the forward of l runs in phase t           P = S + R <= 1: A_l is there at some time in phase t
+    least  sum of forward(l) R[t, l]   with   R[t, l] <= P[t, l-1],  S[t-1, l] <= P[t, l],  P[t, t] = P[t, t-1] = 1
+
+    memory, with phase[t] and a_0, while
+    F_l in phase t    A_i, i < l-1, that S[t-1] keeps;  A_{l-1} P;  A_l P + scratch R;  A_i, i > l, in S[t]
+    B_t               A_i, i < t-1, that S[t-1] keeps;  A_{t-1};  A_t;  d_{t-1} + scratch
+    after B_t         the same without A_t and scratch, in phase t-1
+
+Its class knows no difference between a_l and A_l: every forward saves, with the fastest option of its block, and
+what is dropped is all of A_l. So keeping everything is one of its schedules, a pass that saves little is not.
+
+Jain et al., Checkmate: Breaking the Memory Wall with Optimal Tensor Rematerialization (2020), section 4; solved
+by HiGHS. Their forward stages are left out: on a chain nothing is worth running twice before the turn.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import scipy.optimize
+import scipy.sparse
+
+from fxremat.chain import Chain
+from fxremat.errors import BudgetTooSmall, FxrematError
+from fxremat.schedule import Backward, Drop, Forward, Keep, Op, Schedule, Value
+from fxremat.solvers.keep_all import fastest
+
+_LONGEST = 40
+_Floats = npt.NDArray[np.float64]
+
+
+class Row(NamedTuple):
+    """A linear form over the variables, at most `most`."""
+
+    weights: dict[int, int]
+    most: int
+
+
+def schedules(chain: Chain, mem: int, *, seconds: float = 60) -> list[Schedule]:
+    """The fastest schedule of the class above within `mem` bytes, alone in a list.
+
+    Args:
+        chain: up to 12 blocks take seconds.
+        mem: bytes.
+        seconds: after which the best schedule found so far is taken.
+
+    Raises:
+        BudgetTooSmall: no schedule of the class fits; the minimum is that of the class.
+        FxrematError: the chain is too long, or nothing was found in time.
+    """
+    n = len(chain)
+    if n > _LONGEST:
+        raise FxrematError(f"a chain of {n} blocks is too long for checkmate; up to {_LONGEST} can be tried")
+    found = _solve(chain, mem, seconds)
+    if found is None:
+        raise BudgetTooSmall(minimum=_least(chain, seconds), budget=mem)
+    return [_schedule(chain, found)]
+
+
+def _solve(chain: Chain, mem: int, seconds: float) -> _Floats | None:
+    """The fastest solution that fits, None if there is none; HiGHS may exceed a bound by a millionth."""
+    n, memory = len(chain), _memory(chain)
+    seconds_of = np.zeros(2 * n * n)
+    for t in range(1, n + 1):
+        for block in range(1, t + 1):
+            seconds_of[_r(n, t, block)] = chain.blocks[block - 1].forward_time
+    slack = 0
+    while slack <= mem:
+        rows = [*_logic(n), *(Row(row.weights, mem - slack - row.most) for row in memory)]
+        x = _highs(n, rows, seconds_of, seconds)
+        if x is None:
+            return None
+        peak = _peak(memory, x)
+        if peak <= mem:
+            return x
+        slack += peak - mem
+    return None
+
+
+def _least(chain: Chain, seconds: float) -> int:
+    """The least peak of any schedule of the class."""
+    n, memory = len(chain), _memory(chain)
+    unit = max(1, max(sum(row.weights.values()) + row.most for row in memory))
+    rows = [*_logic(n), *(Row(row.weights | {2 * n * n: -unit}, -row.most) for row in memory)]
+    x = _highs(n, rows, np.eye(1, 2 * n * n + 1, 2 * n * n)[0], seconds)
+    assert x is not None  # keeping everything is a solution
+    return _peak(memory, x)
+
+
+def _highs(n: int, rows: list[Row], cost: _Floats, seconds: float) -> _Floats | None:
+    """The best 0/1 solution; a variable beyond them is a real number."""
+    scale = [max([1, *map(abs, row.weights.values())]) for row in rows]
+    matrix = scipy.sparse.lil_matrix((len(rows), cost.size))
+    for place, row in enumerate(rows):
+        for variable, weight in row.weights.items():
+            matrix[place, variable] = weight / scale[place]
+    most = [row.most / by for row, by in zip(rows, scale)]
+    fixed = _fixed(n)
+    low, high = np.zeros(cost.size), np.ones(cost.size)
+    for variable, value in fixed.items():
+        low[variable] = high[variable] = value
+    result = scipy.optimize.milp(
+        cost / max(1e-300, cost.max()),
+        constraints=scipy.optimize.LinearConstraint(matrix.tocsr(), -np.inf, np.array(most)),
+        integrality=np.array(np.arange(cost.size) < 2 * n * n, dtype=np.int64),
+        bounds=scipy.optimize.Bounds(low, high),
+        options={"time_limit": seconds, "mip_rel_gap": 0.0},
+    )
+    if result.x is None and result.status == 1:
+        raise FxrematError(
+            f"HiGHS found no schedule in {seconds:g} s; give it more seconds or another solver"
+        )
+    return None if result.x is None else np.round(result.x[: 2 * n * n])
+
+
+def _s(n: int, t: int, block: int) -> int:
+    return (t - 1) * n + block - 1
+
+
+def _r(n: int, t: int, block: int) -> int:
+    return n * n + _s(n, t, block)
+
+
+def _fixed(n: int) -> dict[int, int]:
+    """Variables that have one value: nothing is stored at first, and nothing right of t is of use."""
+    fixed = {_s(n, n, block): 0 for block in range(1, n + 1)}
+    for t in range(1, n + 1):
+        for block in range(t + 1, n + 1):
+            fixed |= {_s(n, t, block): 0, _r(n, t, block): 0}
+    return fixed
+
+
+def _logic(n: int) -> list[Row]:
+    """What is computed has its input, what is kept is there, and B_t has what it reads."""
+    rows = []
+    for t in range(1, n + 1):
+        for block in range(1, t + 1):
+            there = {_s(n, t, block): 1, _r(n, t, block): 1}
+            absent = dict.fromkeys(there, -1)
+            rows.append(Row(there, 1))
+            if block >= t - 1:
+                rows.append(Row(absent, -1))
+            if block < t:
+                rows.append(Row(absent | {_r(n, t, block + 1): 1}, 0))
+                rows.append(Row(absent | {_s(n, t - 1, block): 1}, 0))
+    return rows
+
+
+def _memory(chain: Chain) -> list[Row]:
+    """The memory at every moment, as weights and what is there in any case (in place of a bound)."""
+    n, phase = len(chain), chain.phase_sizes
+    options = [block.choices[fastest(block)] for block in chain.blocks]
+    sizes = [0, *(option.saved_bytes for option in options)]
+    rows = [Row({}, phase[0]), Row({}, phase[n] + chain.input_bytes)]
+    for t in range(1, n + 1):
+        held = phase[t] + chain.input_bytes
+        kept = {_s(n, t - 1, i): sizes[i] for i in range(1, t - 1)}
+        for block in range(1, t + 1):
+            weights = {variable: size for i, (variable, size) in enumerate(kept.items(), 1) if i < block - 1}
+            for i in (block - 1, block):
+                if i:
+                    weights |= {_s(n, t, i): sizes[i], _r(n, t, i): sizes[i]}
+            weights[_r(n, t, block)] += options[block - 1].save_scratch or 0
+            weights |= {_s(n, t, i): sizes[i] for i in range(block + 1, t + 1)}
+            rows.append(Row(weights, held))
+        read = sizes[t - 1] + chain.grad_sizes[t - 1] + options[t - 1].backward_scratch
+        rows.append(Row(kept, held + sizes[t] + read))
+        if t > 1:
+            rows.append(Row(kept, phase[t - 1] + chain.input_bytes + sizes[t - 1]))
+    return rows
+
+
+def _peak(memory: list[Row], x: _Floats) -> int:
+    """The memory that a solution takes, in bytes."""
+    return max(
+        row.most + sum(size for variable, size in row.weights.items() if x[variable]) for row in memory
+    )
+
+
+def _schedule(chain: Chain, x: _Floats) -> Schedule:
+    """The ops of a solution."""
+    n = len(chain)
+    ops: list[Op] = []
+    for t in range(n, 0, -1):
+        there = [0, *(x[_s(n, t, i)] + x[_r(n, t, i)] for i in range(1, t + 1))]
+        kept = [0, *(x[_s(n, t - 1, i)] for i in range(1, t))]
+        for block in range(1, t + 1):
+            if x[_r(n, t, block)]:
+                ops.append(Forward(block, Keep.ALL, fastest(chain.blocks[block - 1])))
+            if block < t and there[block - 1] and not kept[block - 1]:
+                ops.append(Drop(Value("A", block - 1)))
+        ops.append(Backward(t))
+        if t > 1 and not kept[t - 1]:
+            ops.append(Drop(Value("A", t - 1)))
+    return Schedule(tuple(ops))

@@ -1,0 +1,123 @@
+"""Checkpoints only: the optimal schedules of automatic differentiation, made valid for a chain that saves.
+
+    cost[s, t, m]   least recomputation to run backward t..s from block s with memory m, where nothing but
+                    checkpoints a_j is kept and every B_l comes right after an Fall_l of its own
+
+    one block   extra(s)                                                          the best option that fits
+    cut after j  forward(s..j-1) + cost[j+1, t, m - a(j)] + cost[s, j, m]         s <= j < t
+
+Recomputation is counted beyond what no such schedule avoids: every forward but that of t runs at least twice.
+The table is in slots, the schedule is read off in bytes, as in persistent.py.
+
+A. Griewank and A. Walther, Algorithm 799: Revolve (2000), for unequal blocks as in Appendix C of Gruslys et al.,
+Memory-Efficient Backpropagation Through Time (2016); "revolve" in the experiments of Beaumont et al.,
+Optimal Re-Materialization Strategies for Heterogeneous Chains. O(slots n^3).
+"""
+
+import numpy as np
+
+from fxremat.chain import Chain
+from fxremat.schedule import Schedule
+from fxremat.solvers.rows import Rows, guess, jit, lay_out, relax, value
+from fxremat.solvers.sizes import Ints, Sizes, in_bytes, in_slots
+from fxremat.solvers.table import Table
+from fxremat.solvers.tape import BACKWARD, SAVE, emit, emit_pass
+
+_NEVER = 1 << 60
+
+
+def frontier(chain: Chain, mem: int, *, slots: int = 500, count: int = 100) -> list[Schedule]:
+    """At most `count` schedules from one table for `mem` bytes, from the fastest to the least memory.
+
+    Raises `BudgetTooSmall`. The cost of the call is that of one table.
+    """
+    return build(chain, mem, slots).frontier(count)
+
+
+def build(chain: Chain, mem: int, slots: int) -> Table:
+    """The table of costs for every budget up to `mem` bytes; `enough` keeps every checkpoint."""
+    n = len(chain)
+    exact = in_bytes(chain)
+    low, high = bounds(exact, n)
+    sizes = in_slots(chain, mem, slots)
+    rows = lay_out(*bounds(sizes, n), slots)
+    fill(sizes, rows, n)
+    twice = exact.forward[n - 1]
+
+    def read(m: int, full: int) -> Ints:
+        tape: Ints = trace(exact, low, rows, n, m, full, slots)
+        return tape
+
+    return Table(
+        chain=chain,
+        mem=mem,
+        slots=slots,
+        least=int(low[1, n]) + chain.input_bytes,
+        enough=int(high[1, n]) + chain.input_bytes,
+        curve=np.array([twice + value(rows, 1, n, k - sizes.out[0]) for k in range(slots + 1)]),
+        trace=read,
+    )
+
+
+@jit
+def bounds(sizes: Sizes, n: int) -> tuple[Ints, Ints]:
+    """For each (s, t), the least memory that works and one that keeps every checkpoint, in any unit."""
+    phase, out, start = sizes.phase, sizes.out, sizes.start
+    low = np.full((n + 2, n + 1), _NEVER)
+    high = np.full((n + 2, n + 1), _NEVER)
+    low[0, :] = high[0, :] = 0  # row 0 costs nothing
+    for t in range(1, n + 1):
+        for o in range(start[t], start[t + 1]):
+            need = phase[t] + max(sizes.save[o], sizes.back[o])
+            low[t, t] = min(low[t, t], need)
+            if sizes.extra[o] == 0.0:
+                high[t, t] = min(high[t, t], need)
+        for s in range(t - 1, 0, -1):
+            for j in range(s, t):
+                least = max(phase[t] + sizes.run[s, j], out[j] + low[j + 1, t], low[s, j])
+                low[s, t] = min(low[s, t], least)
+            high[s, t] = max(phase[t] + sizes.run[s, s], out[s] + high[s + 1, t], high[s, s])
+    return low, high
+
+
+@jit
+def fill(sizes: Sizes, rows: Rows, n: int) -> None:
+    """Fill every row by the recursion."""
+    phase, start, forward = sizes.phase, sizes.start, sizes.forward
+    for t in range(1, n + 1):
+        for o in range(start[t], start[t + 1]):
+            relax(rows, t, t, phase[t] + max(sizes.save[o], sizes.back[o]), sizes.extra[o], 0, 0, 0, 0)
+        for s in range(t - 1, 0, -1):
+            for j in range(s, t):
+                need, again = phase[t] + sizes.run[s, j], forward[j - 1] - forward[s - 1]
+                relax(rows, s, t, need, again, j + 1, sizes.out[j], s, j)
+
+
+@jit
+def trace(sizes: Sizes, low: Ints, rows: Rows, n: int, m: int, full: int, slots: int) -> Ints:
+    """The ops of cost[1, n, m] on a tape; m, `sizes`, `low` are in bytes, `slots` stand for `full` bytes."""
+    phase, out, start, forward = sizes.phase, sizes.out, sizes.start, sizes.forward
+    dear = forward[n] + 1.0
+    tape = np.zeros(64, dtype=np.int64)
+    todo = [(1, n, m)]
+    while todo:
+        s, t, m = todo.pop()
+        best, save, cut = np.inf, -1, -1
+        for o in range(start[s], start[s + 1] if s == t else start[s]):
+            if phase[t] + max(sizes.save[o], sizes.back[o]) <= m and sizes.extra[o] < best:
+                best, save = sizes.extra[o], o
+        for j in range(s, t):
+            if max(phase[t] + sizes.run[s, j], out[j] + low[j + 1, t], low[s, j]) <= m:
+                cost = forward[j - 1] - forward[s - 1]
+                cost += guess(rows, j + 1, t, (m - out[j]) * slots // full, slots, dear)
+                cost += guess(rows, s, j, m * slots // full, slots, dear)
+                if cost < best:
+                    best, cut = cost, j
+        if cut == -1:
+            tape = emit(tape, SAVE, save)
+            tape = emit(tape, BACKWARD, s)
+        else:
+            tape = emit_pass(tape, s, cut)
+            todo.append((s, cut, m))
+            todo.append((cut + 1, t, m - out[cut]))
+    return tape
