@@ -10,13 +10,14 @@ import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
-from fxremat._torch import aot_backend, boxed, keep_saved_tensors
 from fxremat.cost.estimate import DEVICES, estimate
 from fxremat.cost.table import Costs
-from fxremat.linearize.joint import Joint, read_joint
+from fxremat.linearize.capture import capture
+from fxremat.linearize.joint import Joint
 
+__all__ = ["capture"]
 WIDTH, ROWS = 8, 16
 KINDS = (
     "linear",
@@ -138,29 +139,6 @@ def batch(seed: int = 0) -> tuple[Tensor, Tensor]:
     """Two inputs."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(ROWS, WIDTH, generator=generator), torch.randn(ROWS, WIDTH, generator=generator)
-
-
-class _Captured(Exception):
-    pass
-
-
-def capture(model: nn.Module, *inputs: Any, **options: Any) -> Joint:
-    """The joint graph of a model, without running or planning anything."""
-    found: list[Joint] = []
-
-    def partition(module: fx.GraphModule, _: Any, *, num_fwd_outputs: int, **__: Any) -> Any:
-        found.append(read_joint(module, num_fwd_outputs))
-        raise _Captured
-
-    backend = aot_backend(fw_compiler=lambda graph, _: boxed(graph), partition_fn=partition)
-    torch._dynamo.reset()
-    try:
-        with keep_saved_tensors():
-            torch.compile(model, backend=backend, fullgraph=True, dynamic=False)(*inputs, **options)
-    except Exception as error:
-        if not found:
-            raise error from None
-    return found[0]
 
 
 def estimated(joint: Joint) -> Costs:

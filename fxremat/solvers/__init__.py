@@ -2,9 +2,13 @@
 
     keep_all        everything is kept                              the fastest, the largest
     periodic        checkpoints at equal distances                  what checkpoint_sequential does
-    persistent      optimal where a stored value stays              dynamic program
+    binomial        optimal for uniform chains                      what Revolve does
+    revolve         boundaries only, every block run again          dynamic program
+    persistent      optimal where a stored value stays              dynamic program, what ROTOR does
+    floating        stored boundaries may move                      dynamic program for short chains
     input_drop      saved blocks may also lose their input          dynamic program; the chain solver of choice
-    floating_drop   and checkpoints may move                        dynamic program for short chains
+    floating_drop   both, and more                                  dynamic program for short chains
+    checkmate       optimal without a_l as a value of its own       integer program for a few blocks
     exact           optimal                                         A*, for a few blocks
     auto            the best of those that the time allows
 

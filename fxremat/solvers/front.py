@@ -83,7 +83,7 @@ def solution(
 ) -> Solution:
     """`solve`, with who found the schedule, what it costs, and a lower bound on what any schedule costs."""
     name, timeline = _winner(chain, mem, solver, platform, slots, effort)
-    machine = replace(platform or Platform(), memory=mem)
+    machine = _machine(platform, mem)
     fluid = simulate(chain, timeline.schedule, machine, accounting="fluid") if timeline.sent else timeline
     return Solution(
         solver=name,
@@ -105,7 +105,7 @@ def _winner(
         raise FxrematError(f"unknown solver {solver!r}; there are {', '.join(NAMES)}")
     if not effort >= 0:
         raise FxrematError(f"effort is {effort!r}; it is a number of seconds, 0 or more")
-    machine = replace(platform or Platform(), memory=max(mem, 1))
+    machine = _machine(platform, mem)
     problem = Problem(
         chain=chain,
         mem=mem,
@@ -153,11 +153,21 @@ def _auto(problem: Problem) -> tuple[str, Timeline]:
             refusals.append(refusal)
         except FxrematError:  # the chain is too long for this solver
             continue
-        if found and found[-1][1].time <= problem.chain.least_time:
+        if found and (found[-1][1].time <= problem.chain.least_time or _is_optimal(problem, found[-1][0])):
             break
     if not found:
         raise min(refusals, key=lambda refusal: refusal.minimum)
     return min(found, key=lambda entry: _merit(entry[1]))
+
+
+def _is_optimal(problem: Problem, solver: str) -> bool:
+    return solver == "exact" and not problem.platform.linked
+
+
+def _machine(platform: Platform | None, mem: int) -> Platform:
+    return replace(
+        platform or Platform(), memory=max(mem, 1)
+    )  # a platform has some memory; peaks are compared to mem
 
 
 def _merit(timeline: Timeline) -> tuple[float, int]:

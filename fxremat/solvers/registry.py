@@ -13,7 +13,18 @@ from fxremat.errors import InvalidSchedule
 from fxremat.platform import Platform
 from fxremat.schedule import Schedule
 from fxremat.simulate import Timeline
-from fxremat.solvers import exact, floating_drop, input_drop, keep_all, periodic, persistent
+from fxremat.solvers import (
+    binomial,
+    checkmate,
+    exact,
+    floating,
+    floating_drop,
+    input_drop,
+    keep_all,
+    periodic,
+    persistent,
+    revolve,
+)
 from fxremat.solvers.table import Build, grain
 
 DEFAULT = "input_drop"  # the chain solver of choice: what others start from
@@ -97,17 +108,23 @@ def by_table(build: Build, problem: Problem) -> list[Schedule]:
 
 
 LISTS: Mapping[str, Callable[[Chain], list[Schedule]]] = MappingProxyType(
-    {"keep_all": keep_all.schedules, "periodic": periodic.schedules}
+    {"keep_all": keep_all.schedules, "periodic": periodic.schedules, "binomial": binomial.schedules}
 )
 TABLES: Mapping[str, Build] = MappingProxyType(
     {
+        "revolve": revolve.build,
         "persistent": persistent.build,
+        "floating": floating.build,
         "input_drop": input_drop.build,
         "floating_drop": floating_drop.build,
     }
 )
-_WORK = {"floating_drop": floating_drop.work}  # the others are cubic
+_WORK = {"floating": floating_drop.work, "floating_drop": floating_drop.work}  # the others are cubic
 _OTHERS = {
+    "checkmate": Solver(
+        propose=lambda problem: checkmate.schedules(problem.chain, problem.mem),
+        seconds=lambda problem: 0.01 * 1.8 ** min(100, len(problem.chain)),
+    ),
     "exact": Solver(
         propose=lambda problem: exact.schedules(problem.chain, problem.mem),
         seconds=lambda problem: 1e-6 * 4.0 ** min(100, sum(len(b.choices) for b in problem.chain.blocks)),

@@ -12,12 +12,13 @@ from fxremat.chain import Block, Chain
 from fxremat.errors import BudgetTooSmall
 from fxremat.schedule import Drop, Schedule
 from fxremat.simulate import simulate
-from fxremat.solvers import best, input_drop, persistent, solve
+from fxremat.solvers import best, floating_drop, input_drop, persistent, solve
 from tests.solvers.chains import chains
 from tests.solvers.oracle import fastest
 
 VECTORS = json.loads((Path(__file__).parents[1] / "data" / "remat.json").read_text())
-TABLES = {"persistent": persistent, "input_drop": input_drop}
+TABLES = {"persistent": persistent, "input_drop": input_drop, "floating_drop": floating_drop}
+COLUMNS = {"floating_drop": "optimum"}  # the vectors were drawn where it finds the best there is
 extra = st.integers(0, 12)  # bytes above the least: loose budgets find no mistake
 
 
@@ -25,14 +26,15 @@ extra = st.integers(0, 12)  # bytes above the least: loose budgets find no mista
 @pytest.mark.parametrize("case", VECTORS, ids=range(len(VECTORS)))
 def test_stated_values(case, solver):
     chain = Chain.from_json(case["chain"])
-    if case[solver] is None:
+    stated = case[COLUMNS.get(solver, solver)]
+    if stated is None:
         with pytest.raises(BudgetTooSmall) as error:
             solve(chain, case["mem"], solver=solver)
         least = best(chain, error.value.minimum, solver=solver)
         assert least.peak == error.value.minimum > case["mem"]
         return
     timeline = best(chain, case["mem"], solver=solver)
-    assert timeline.time == case[solver]
+    assert timeline.time == stated
     assert timeline.peak <= case["mem"]
 
 
@@ -67,9 +69,12 @@ def test_never_beaten_by_what_it_searches_and_never_beats_everything(chain, more
     table = _exact(chain, more, "persistent")
     optimum = fastest(chain, table.mem)
     within_persistent = chain.least_time + table.curve[-1]
-    with_drops = chain.least_time + TABLES["input_drop"].build(chain, table.mem, table.mem).curve[-1]
+    with_drops, floating = (
+        chain.least_time + TABLES[solver].build(chain, table.mem, table.mem).curve[-1]
+        for solver in ("input_drop", "floating_drop")
+    )
     assert optimum is not None
-    assert optimum - 1e-9 <= with_drops <= within_persistent
+    assert optimum - 1e-9 <= floating <= with_drops + 1e-9 <= within_persistent + 2e-9
 
 
 @settings(max_examples=150, deadline=None)

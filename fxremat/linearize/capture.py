@@ -1,0 +1,34 @@
+"""The joint graph of a model ahead of time: traced on fake tensors, nothing runs and nothing is planned."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from fxremat._torch import aot_backend, boxed, keep_saved_tensors
+from fxremat.linearize.joint import Joint, read_joint
+
+
+class _Captured(Exception):
+    """Leaves torch.compile once the graph is known."""
+
+
+def capture(model: nn.Module, *inputs: Any, **options: Any) -> Joint:
+    """The forward and backward of one call as a graph. Raises what torch.compile raises where there is none."""
+    found: list[Joint] = []
+
+    def partition(module: fx.GraphModule, _: Any, *, num_fwd_outputs: int, **__: Any) -> Any:
+        found.append(read_joint(module, num_fwd_outputs))
+        raise _Captured
+
+    backend = aot_backend(fw_compiler=lambda graph, _: boxed(graph), partition_fn=partition)
+    torch._dynamo.reset()
+    try:
+        with keep_saved_tensors():
+            torch.compile(model, backend=backend, fullgraph=True, dynamic=False)(*inputs, **options)
+    except Exception as error:
+        if not found:
+            raise error from None
+    return found[0]

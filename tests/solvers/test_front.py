@@ -1,0 +1,118 @@
+"""What holds for every solver by name, and for "auto"."""
+
+import time
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fxremat.chain import Chain
+from fxremat.errors import BudgetTooSmall, FxrematError
+from fxremat.platform import Platform
+from fxremat.schedule import Schedule
+from fxremat.simulate import simulate
+from fxremat.solvers import NAMES, SOLVERS, best, exact, keep_all, solution
+from tests.dags import few
+from tests.solvers.chains import chains
+
+PLATFORMS = st.builds(
+    lambda speed, duplex: Platform(to_host=speed, from_host=speed, duplex=duplex),
+    st.sampled_from([0.01, 0.5, 3.0, 1e6]),
+    st.sampled_from(["full", "half"]),
+)
+COMPUTE = sorted(name for name, solver in SOLVERS.items() if not solver.transfers)
+TRANSFERS = sorted(name for name, solver in SOLVERS.items() if solver.transfers)
+
+
+def ask(chain: Chain, mem: int, solver: str, platform: Platform | None):
+    """The simulation of a solver's answer; where nothing fits, the error's minimum must be right and is asked."""
+    try:
+        return mem, best(chain, mem, solver=solver, platform=platform, effort=0.2)
+    except BudgetTooSmall as error:
+        assert error.minimum > mem
+        return error.minimum, best(chain, error.minimum, solver=solver, platform=platform, effort=0.2)
+
+
+@pytest.mark.parametrize("solver", COMPUTE)
+@few(40)
+@given(chains(4, options=1), st.integers(0, 40))
+def test_schedules_are_valid_fit_and_do_not_beat_exact(solver, chain, mem):
+    mem, timeline = ask(chain, mem, solver, None)
+    assert timeline.peak <= mem
+    assert Schedule.parse(str(timeline.schedule)) == timeline.schedule
+    (fastest,) = exact.schedules(chain, mem)
+    assert timeline.time >= simulate(chain, fastest).time - 1e-9
+
+
+@pytest.mark.parametrize("solver", TRANSFERS)
+@few(25)
+@given(chains(4), st.integers(0, 40), PLATFORMS)
+def test_schedules_with_transfers_are_valid_and_fit(solver, chain, mem, platform):
+    mem, timeline = ask(chain, mem, solver, platform)
+    assert timeline.peak <= mem
+    assert timeline.time >= chain.least_time - 1e-9
+    assert Schedule.parse(str(timeline.schedule)) == timeline.schedule
+
+
+@pytest.mark.parametrize("solver", COMPUTE)
+@few(15)
+@given(chains(4, options=1), st.integers(0, 20))
+def test_more_memory_never_costs_time(solver, chain, mem):
+    mem, _ = ask(chain, mem, solver, None)
+    times = [best(chain, mem + more, solver=solver).time for more in range(8)]
+    assert all(after <= before + 1e-9 for before, after in pairwise(times))
+
+
+@few(25)
+@given(chains(4, options=1), st.integers(0, 40), st.none() | PLATFORMS)
+def test_auto_is_never_worse_than_any_of_those_it_had_time_for(chain, mem, platform):
+    try:
+        found = solution(chain, mem, platform=platform, effort=5.0)
+    except BudgetTooSmall as error:
+        mem = error.minimum
+        found = solution(chain, mem, platform=platform, effort=5.0)
+    assert found.solver in SOLVERS
+    assert found.lower_bound - 1e-9 <= found.timeline.time
+    assert found.fluid_time <= found.timeline.time + 1e-9
+    for name in COMPUTE if platform is None else SOLVERS:
+        try:
+            alone = best(chain, mem, solver=name, platform=platform, effort=0.2)
+        except BudgetTooSmall:
+            continue
+        assert found.timeline.time <= alone.time + 1e-9, name
+
+
+def test_auto_keeps_to_its_allowance_but_always_answers():
+    from benchmarks.solvers import uneven
+
+    chain = uneven(60)
+    mem = simulate(chain, keep_all.schedules(chain)[0]).peak // 3
+    best(chain, mem, slots=100, effort=0.0)  # compiles
+    before = time.process_time()
+    quick = solution(chain, mem, slots=100, effort=0.0)
+    assert time.process_time() - before < 10.0  # floating_drop alone would take longer
+    assert quick.timeline.time <= best(chain, mem, solver="input_drop", slots=100).time
+
+
+def test_a_solver_with_transfers_needs_a_link():
+    for name in TRANSFERS:
+        with pytest.raises(FxrematError, match="to_host"):
+            best(chain_of_one(), 100, solver=name)
+
+
+def test_unknown_names_and_bad_efforts_are_refused():
+    with pytest.raises(FxrematError, match="input_drop"):
+        best(chain_of_one(), 100, solver="best")
+    with pytest.raises(FxrematError, match="effort is nan"):
+        best(chain_of_one(), 100, effort=float("nan"))
+    assert NAMES[0] == "auto"
+
+
+def chain_of_one() -> Chain:
+    return Chain.from_json(
+        {
+            "input_bytes": 1,
+            "blocks": [{"forward_time": 1, "backward_time": 1, "output_bytes": 1, "saved_bytes": 2}],
+        }
+    )
