@@ -32,6 +32,8 @@ from fxremat.script import Script, read
 from fxremat.transfers import Link, Timed, run
 from fxremat.units import format_bytes
 
+Accounting = Literal["whole", "fluid"]
+
 
 @dataclass(frozen=True)
 class Timeline:
@@ -71,7 +73,7 @@ def simulate(
     schedule: Schedule,
     platform: Platform | None = None,
     *,
-    accounting: Literal["whole", "fluid"] = "whole",
+    accounting: Accounting = "whole",
 ) -> Timeline:
     """Run `schedule` on paper.
 

@@ -7,7 +7,7 @@ from fxremat.chain import Chain
 from fxremat.errors import BudgetTooSmall, FxrematError, InvalidBudget, InvalidSchedule
 from fxremat.platform import Platform
 from fxremat.schedule import Schedule
-from fxremat.simulate import Timeline, simulate
+from fxremat.simulate import Accounting, Timeline, simulate
 from fxremat.solvers.bound import lower_bound
 from fxremat.solvers.registry import DEFAULT, NAMES, SOLVERS, Problem
 
@@ -37,6 +37,7 @@ def solve(
     platform: Platform | None = None,
     slots: int = 500,
     effort: float = EFFORT,
+    accounting: Accounting = "whole",
 ) -> Schedule:
     """The fastest schedule found that fits in `mem` bytes.
 
@@ -47,6 +48,7 @@ def solve(
         platform: the machine; with `to_host` and `from_host`, values may leave and come back.
         slots: steps of memory in a dynamic program; where they cover every byte the answer is exact.
         effort: seconds that "auto" may take; the default chain solver is asked whatever it takes.
+        accounting: "whole" as a runtime frees and allocates, or "fluid", the relaxation that the papers solve.
 
     Raises:
         BudgetTooSmall: the solver has no schedule that fits; `.minimum` bytes are the least for which it has.
@@ -56,7 +58,9 @@ def solve(
     >>> print(solve(Chain(blocks=(block, block), input_bytes=4), 25))
     Fck1 Fall2 B2 Fall1 B1
     """
-    return best(chain, mem, solver=solver, platform=platform, slots=slots, effort=effort).schedule
+    return best(
+        chain, mem, solver=solver, platform=platform, slots=slots, effort=effort, accounting=accounting
+    ).schedule
 
 
 def best(
@@ -67,9 +71,10 @@ def best(
     platform: Platform | None = None,
     slots: int = 500,
     effort: float = EFFORT,
+    accounting: Accounting = "whole",
 ) -> Timeline:
     """`solve`, with the simulation of its answer."""
-    return _winner(chain, mem, solver, platform, slots, effort)[1]
+    return _winner(chain, mem, solver, platform, slots, effort, accounting)[1]
 
 
 def solution(
@@ -80,9 +85,10 @@ def solution(
     platform: Platform | None = None,
     slots: int = 500,
     effort: float = EFFORT,
+    accounting: Accounting = "whole",
 ) -> Solution:
     """`solve`, with who found the schedule, what it costs, and a lower bound on what any schedule costs."""
-    name, timeline = _winner(chain, mem, solver, platform, slots, effort)
+    name, timeline = _winner(chain, mem, solver, platform, slots, effort, accounting)
     machine = _machine(platform, mem)
     fluid = simulate(chain, timeline.schedule, machine, accounting="fluid") if timeline.sent else timeline
     return Solution(
@@ -94,7 +100,13 @@ def solution(
 
 
 def _winner(
-    chain: Chain, mem: int, solver: str, platform: Platform | None, slots: int, effort: float
+    chain: Chain,
+    mem: int,
+    solver: str,
+    platform: Platform | None,
+    slots: int,
+    effort: float,
+    accounting: Accounting,
 ) -> tuple[str, Timeline]:
     """The solver that won, and the simulation of its schedule."""
     if isinstance(mem, bool) or not isinstance(mem, int) or mem < 0:
@@ -111,7 +123,7 @@ def _winner(
         mem=mem,
         platform=machine,
         slots=slots,
-        judge=lambda schedule: simulate(chain, schedule, machine),
+        judge=lambda schedule: simulate(chain, schedule, machine, accounting=accounting),
         effort=effort,
     )
     return _auto(problem) if solver == "auto" else (solver, ask(problem, solver))
