@@ -18,20 +18,17 @@ The table is in slots and the schedule is read off in bytes, as in persistent.py
 O(slots n^3) for one option a block. Beyond the papers, whose schedules keep the input of a saved block.
 """
 
-import os
-from concurrent.futures import ThreadPoolExecutor
-
 import numpy as np
 
 from fxremat.chain import Chain
 from fxremat.schedule import Schedule
 from fxremat.solvers.rows import Rows, guess, jit, lay_out, relax, value
 from fxremat.solvers.sizes import Ints, Sizes, in_bytes, in_slots
+from fxremat.solvers.squares import TILE, fill_squares
 from fxremat.solvers.table import Table
 from fxremat.solvers.tape import BACKWARD, DROP, SAVE, emit, emit_pass
 
 _NEVER = 1 << 60
-_TILE = 8
 
 
 def frontier(chain: Chain, mem: int, *, slots: int = 500, count: int = 100) -> list[Schedule]:
@@ -49,7 +46,11 @@ def build(chain: Chain, mem: int, slots: int) -> Table:
     low, high = bounds(exact, n)
     sizes = in_slots(chain, mem, slots)
     rows = lay_out(*bounds(sizes, n), slots)
-    fill(sizes, rows, n, slots)
+    fill_squares(
+        n,
+        "input_drop",
+        lambda distance, worker, workers: _fill_squares(sizes, rows, n, slots, distance, worker, workers),
+    )
 
     def read(m: int, full: int) -> Ints:
         tape: Ints = trace(exact, low, rows, n, m, full, slots)
@@ -101,30 +102,14 @@ def _bound_row(sizes: Sizes, low: Ints, high: Ints, n: int, s: int, t: int, c: i
     low[s, c], high[s, c] = least, enough
 
 
-def fill(sizes: Sizes, rows: Rows, n: int, slots: int) -> None:
-    """Fill every row by the recursion, in squares of rows that share what they read while it is cached.
-
-    A square needs those between it and the diagonal: the squares of one distance are filled at the same time.
-    """
-    squares = (n - 1) // _TILE + 1
-    workers = min(len(os.sched_getaffinity(0)), 4) if hasattr(os, "sched_getaffinity") and n > 64 else 1
-    with ThreadPoolExecutor(workers) as pool:
-        for distance in range(squares):
-            for done in [
-                pool.submit(_fill_squares, sizes, rows, n, slots, distance, worker, workers)
-                for worker in range(workers)
-            ]:
-                done.result()
-
-
 @jit
 def _fill_squares(
     sizes: Sizes, rows: Rows, n: int, slots: int, distance: int, worker: int, workers: int
 ) -> None:
     """Fill every `workers`-th of the squares that lie so far from the diagonal."""
-    for square in range(worker, (n - 1) // _TILE + 1 - distance, workers):
-        s0, t0 = square * _TILE + 1, (square + distance) * _TILE + 1
-        s1, t1 = min(s0 + _TILE - 1, n), min(t0 + _TILE - 1, n)
+    for square in range(worker, (n - 1) // TILE + 1 - distance, workers):
+        s0, t0 = square * TILE + 1, (square + distance) * TILE + 1
+        s1, t1 = min(s0 + TILE - 1, n), min(t0 + TILE - 1, n)
         for j in range(s1, t0):  # here the rows of a square read no other row of it
             for t in range(t0, t1 + 1):
                 for s in range(s1, s0 - 1, -1):

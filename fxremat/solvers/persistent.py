@@ -21,6 +21,7 @@ from fxremat.chain import Chain
 from fxremat.schedule import Schedule
 from fxremat.solvers.rows import Rows, guess, jit, lay_out, relax, value
 from fxremat.solvers.sizes import Ints, Sizes, in_bytes, in_slots
+from fxremat.solvers.squares import TILE, fill_squares
 from fxremat.solvers.table import Table
 from fxremat.solvers.tape import BACKWARD, SAVE, emit, emit_pass
 
@@ -42,7 +43,11 @@ def build(chain: Chain, mem: int, slots: int) -> Table:
     low, high = bounds(exact, n)
     sizes = in_slots(chain, mem, slots)
     rows = lay_out(*bounds(sizes, n), slots)
-    fill(sizes, rows, n, slots)
+    fill_squares(
+        n,
+        "persistent",
+        lambda distance, worker, workers: _fill_squares(sizes, rows, n, slots, distance, worker, workers),
+    )
 
     def read(m: int, full: int) -> Ints:
         tape: Ints = trace(exact, low, rows, n, m, full, slots)
@@ -80,20 +85,35 @@ def bounds(sizes: Sizes, n: int) -> tuple[Ints, Ints]:
 
 
 @jit
-def fill(sizes: Sizes, rows: Rows, n: int, slots: int) -> None:
-    """Fill every row by the recursion."""
-    phase, out, start, forward = sizes.phase, sizes.out, sizes.start, sizes.forward
-    for t in range(1, n + 1):
-        for s in range(t, 0, -1):
-            if rows.low[s, t] > slots:
-                continue
-            for o in range(start[s], start[s + 1]):
-                need = max(phase[t] + sizes.save[o], phase[s] + sizes.back[o])
-                relax(rows, s, t, need, sizes.extra[o], s + 1, sizes.saved[o], 0, 0)
-            for j in range(s, t):
-                relax(
-                    rows, s, t, phase[t] + sizes.run[s, j], forward[j] - forward[s - 1], j + 1, out[j], s, j
-                )
+def _fill_squares(
+    sizes: Sizes, rows: Rows, n: int, slots: int, distance: int, worker: int, workers: int
+) -> None:
+    """Fill every `workers`-th of the tiles that lie so far from the diagonal."""
+    for square in range(worker, (n - 1) // TILE + 1 - distance, workers):
+        s0, t0 = square * TILE + 1, (square + distance) * TILE + 1
+        s1, t1 = min(s0 + TILE - 1, n), min(t0 + TILE - 1, n)
+        for j in range(s1, t0):  # here the rows of a tile read no other row of it
+            for t in range(t0, t1 + 1):
+                for s in range(s1, s0 - 1, -1):
+                    _cut(sizes, rows, s, t, j, slots)
+        for t in range(t0, t1 + 1):
+            for s in range(min(s1, t), s0 - 1, -1):
+                for j in range(s, min(s1, t)):
+                    _cut(sizes, rows, s, t, j, slots)
+                for j in range(max(s, s1, t0), t):
+                    _cut(sizes, rows, s, t, j, slots)
+                if rows.low[s, t] <= slots:
+                    for o in range(sizes.start[s], sizes.start[s + 1]):
+                        need = max(sizes.phase[t] + sizes.save[o], sizes.phase[s] + sizes.back[o])
+                        relax(rows, s, t, need, sizes.extra[o], s + 1, sizes.saved[o], 0, 0)
+
+
+@jit
+def _cut(sizes: Sizes, rows: Rows, s: int, t: int, j: int, slots: int) -> None:
+    """Let the row of (s, t) run on to j and store a_j."""
+    if rows.low[s, t] <= slots:
+        again = sizes.forward[j] - sizes.forward[s - 1]
+        relax(rows, s, t, sizes.phase[t] + sizes.run[s, j], again, j + 1, sizes.out[j], s, j)
 
 
 @jit
