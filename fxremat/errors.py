@@ -6,18 +6,19 @@ class FxrematError(Exception):
 
 
 class BudgetTooSmall(FxrematError):
-    """No schedule fits in `budget` bytes; `minimum` bytes are the least that work, and do work."""
+    """No schedule fits in `budget` bytes (or slots); `minimum` are the least that work, and do work."""
 
     minimum: int
     budget: int
 
-    def __init__(self, minimum: int, budget: int) -> None:
-        super().__init__(minimum, budget)
+    def __init__(self, minimum: int, budget: int, unit: str = "bytes") -> None:
+        super().__init__(minimum, budget, unit)
         self.minimum = minimum
         self.budget = budget
+        self.unit = unit
 
     def __str__(self) -> str:
-        return f"no schedule fits in {self.budget} bytes; the least that does is {self.minimum} bytes"
+        return f"no schedule fits in {self.budget} {self.unit}; the least that does is {self.minimum} {self.unit}"
 
 
 class InvalidSchedule(FxrematError):

@@ -16,6 +16,7 @@ l + 1 forwards more, which is also how checkpoint-schedules counts (its Revolve(
 Griewank and Walther, Algorithm 799: Revolve (2000); thesis of A. Shilova, Theorem 1.
 """
 
+from collections.abc import Iterator
 from math import comb
 
 import numpy as np
@@ -39,19 +40,27 @@ def schedules(chain: Chain) -> list[Schedule]:
 def schedule(chain: Chain, slots: int) -> Schedule:
     """The binomial schedule with `slots` slots, with an Fall right before each backward."""
     ops: list[Op] = []
-    todo = [(0, len(chain) - 1, slots)]  # (i, l, m): the adjoint chain from a_i on
+    for op in adjoint(0, len(chain) - 1, slots):
+        if isinstance(op, Backward):
+            ops.append(Forward(op.block, Keep.ALL, fastest(chain.blocks[op.block - 1])))
+        ops.append(op)
+    return Schedule(tuple(ops))
+
+
+def adjoint(first: int, length: int, slots: int) -> Iterator[Op]:
+    """The ops of an adjoint chain of `length` that starts from a_first, without anything saved."""
+    todo = [(first, length, slots)]
     while todo:
-        first, length, m = todo.pop()
+        start, length, m = todo.pop()
         if length == 0:
-            block = first + 1
-            ops += [Forward(block, Keep.ALL, fastest(chain.blocks[block - 1])), Backward(block)]
+            yield Backward(start + 1)
             continue
         step = first_checkpoint(length, m)
-        ops.append(Forward(first + 1, Keep.CHECKPOINT))
-        ops += [Forward(first + i, Keep.NONE) for i in range(2, step + 1)]
-        todo.append((first, step - 1, m))
-        todo.append((first + step, length - step, m - 1))
-    return Schedule(tuple(ops))
+        yield Forward(start + 1, Keep.CHECKPOINT)
+        for i in range(2, step + 1):
+            yield Forward(start + i, Keep.NONE)
+        todo.append((start, step - 1, m))
+        todo.append((start + step, length - step, m - 1))
 
 
 def count(length: int, slots: int) -> int:
