@@ -27,16 +27,27 @@ class Stuck(Exception):
     """Nothing can proceed."""
 
 
-def tick(chain: Chain, schedule: Schedule, limit: float, *, fluid: bool, half: bool) -> tuple[int, float]:
-    """Time and peak of a valid schedule whose Pre are all read by an op. Raises `Stuck`."""
-    world = _World(chain, schedule, limit, fluid, half)
+def tick(
+    chain: Chain,
+    schedule: Schedule,
+    limit: float,
+    *,
+    fluid: bool,
+    half: bool = False,
+    synchronized: bool = False,
+) -> tuple[int, float]:
+    """Time and peak of a valid schedule. Raises `Stuck`.
+
+    With `synchronized`, copies to the host end before the first backward starts, and only then others start.
+    """
+    world = _World(chain, schedule, limit, fluid, half, synchronized)
     while not world.settle():
         world.second()
     return world.time, world.peak
 
 
 class _World:
-    def __init__(self, chain, schedule, limit, fluid, half):
+    def __init__(self, chain, schedule, limit, fluid, half, synchronized):
         self.ops, self.tokens, items, self.source = _follow(chain, schedule)
         self.items = items
         self.of = {i.pre: i for i in items if i.pre is not None} | {
@@ -48,6 +59,8 @@ class _World:
         self.due = {token: min(self.of[t].first for t in self.pres if t >= token) for token in self.pres}
         self.phases, self.n = chain.phase_sizes, len(chain)
         self.limit, self.fluid, self.half = limit, fluid, half
+        self.synchronized = synchronized
+        self.turn = min(op for op, (kind, *_) in enumerate(self.ops) if kind == "B")
         self.moved: dict[int, int] = {}  # token -> bytes
         self.running, self.left, self.ended = (
             False,
@@ -137,12 +150,16 @@ class _World:
 
     def start_op(self):
         op = self.ended
-        if self.running or op == len(self.ops):
+        if self.running or op == len(self.ops) or (op == self.turn and not self.turned()):
             return
         ready = all(self.done(i.pre) for i in self.items if i.pre is not None and op in [*i.reads, i.first])
         fits = all(self.ahead(op, after) - self.gone(op + after) <= self.limit for after in (0, 1))
         if ready and fits:
             self.running, self.left = True, self.ops[op][1]
+
+    def turned(self):
+        """Whether backwards and copies from the host may start."""
+        return not self.synchronized or (self.ended >= self.turn and all(map(self.done, self.offs)))
 
     def start_copies(self):
         heads = []
@@ -156,7 +173,7 @@ class _World:
                 continue
             if way and item.pre is not None and not self.done(item.pre):
                 continue
-            if not way and not self.done(self.source[token]):
+            if not way and not (self.done(self.source[token]) and self.turned()):
                 continue
             if not way and item.size and self.room(token) < (1 if self.fluid else item.size):
                 continue

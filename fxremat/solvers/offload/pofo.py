@@ -1,0 +1,577 @@
+"""Offloading and checkpointing together, by dynamic programming: POFO.
+
+    forward[s, x, A, F, B]   least time lost up to block s, whose input is a[s-1] (x = 0) or A[s-1] saved with
+                             option x - 1; A slots of earlier values stay on the device, F have yet to leave
+                             when F_{s-1} ends, B must be back before B_{s-1} starts
+    back[s, t, A, D]         least time lost in running backward t..s from the input of s, which is in A, if
+                             D slots must have come from the host in the end
+
+From a state of `forward`, with the input I of s either kept (A grows) or offloaded (F and B grow):
+
+    save s        to s+1     forward idles until A + F + I leave room for F_s, backward after B_s likewise
+    run to t      to t+1     and runs t..s backward again later, in back[s, t, A + I, B]      s <= t < n
+    at the turn   all of F leaves, then all of B comes back: F slots out, B slots in
+
+    back   keep all       extra(s) + back[s+1, t, A + saved(s), D1] + idle
+           cut after j    forward(s..j) + back[j+1, t, A + a(j), D2] + back[s, j, A, D] + idle
+
+D1 = D less what B_s and the idle time carry, D2 = D less what back[s, j, A, D] does. A pass of forwards
+idles until what it needs, less what has left meanwhile, fits (`leaving`, `coming`: Lemma 8). "Lost" is what
+comes on top of one forward and one fastest backward of each block.
+
+O(slots^3 n^2 + slots^2 n^3). Beaumont, Eyraud-Dubois, Shilova, Efficient Combination of Rematerialization and
+Offloading for Training DNNs (NeurIPS 2021), Theorem 1; the thesis, chapter 4. Beyond them: two speeds, options
+of a block, forwards' and backwards' slots rounded together. Nothing there bounds D by the room beside the
+input of s: B_s drops it, so D may fill its place, and does here.
+
+The schedule asks for everything back at the turn; that is early, and harmless (see transfers.py).
+"""
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from fxremat.chain import Chain
+from fxremat.errors import BudgetTooSmall
+from fxremat.platform import Platform
+from fxremat.schedule import Backward, Forward, Keep, Offload, Op, Prefetch, Schedule, Value
+from fxremat.solvers.offload import frugal
+from fxremat.solvers.offload.link import Carried, carried, speeds
+from fxremat.solvers.progress import progress
+from fxremat.solvers.rows import jit, least
+from fxremat.solvers.sizes import Floats, Ints, Sizes, in_slots
+
+_ROUNDING = 1e-9
+_CELLS = 60_000_000  # of `forward` for saved inputs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A schedule, and the seconds it takes in the fluid model where sizes are whole numbers of slots."""
+
+    schedule: Schedule
+    time: float
+
+
+class Task(NamedTuple):
+    """All that the compiled code reads."""
+
+    n: int
+    slots: int
+    sizes: Sizes
+    first: Ints  # a_l + scratch of F_l
+    link: Carried
+    leaving: Ints  # [s, j]: what a pass s..j needs, less what has left meanwhile
+    coming: Ints  # [s, j]: the same, less what comes later
+    beyond: Ints  # [s, j]: the most that a forward of the pass needs, but the first
+    saves: Ints  # options that `forward` considers
+    linked: bool
+
+
+def schedules(chain: Chain, mem: int, platform: Platform | None, slots: int = 50) -> list[Schedule]:
+    """Schedules that fit in `mem` bytes with any link, the one the table likes best in front.
+
+    Raises `BudgetTooSmall`; its minimum is exact.
+    """
+    least = frugal.plan(chain, platform)
+    if mem < least.peak:
+        raise BudgetTooSmall(minimum=least.peak, budget=mem)
+    try:
+        return list(dict.fromkeys([build(chain, mem, platform, slots).schedule, least.schedule]))
+    except BudgetTooSmall:  # only because sizes were rounded up
+        return [least.schedule]
+
+
+def build(chain: Chain, mem: int, platform: Platform | None, slots: int = 50) -> Plan:
+    """The best schedule in `slots` steps of memory. Raises `BudgetTooSmall` where the steps are too coarse."""
+    task = _task(chain, mem, platform, slots)
+    back = fill_back(task)
+    plan = _plan(chain, task, back, fill_forward(task, back))
+    if plan is None:
+        raise BudgetTooSmall(minimum=frugal.plan(chain, platform).peak, budget=mem)
+    return plan
+
+
+def _task(chain: Chain, mem: int, platform: Platform | None, slots: int) -> Task:
+    n = len(chain)
+    sizes = in_slots(chain, mem, slots)
+    link = carried(chain, mem, slots, platform)
+    first = np.array([0] + [sizes.run[k, k] for k in range(1, n + 1)], dtype=np.int64)
+    out = chain.output_sizes
+    later = np.array(
+        [0]
+        + [
+            min(-(-(out[k - 1] + block.output_bytes + block.forward_scratch) * slots // mem), 2 * slots + 2)
+            for k, block in enumerate(chain.blocks, start=1)
+        ],
+        dtype=np.int64,
+    )
+    leaving, coming, beyond = _passes(n, first, later, link.forward_out, link.forward_in)
+    linked = speeds(platform) != (0.0, 0.0)
+    return Task(n, slots, sizes, first, link, leaving, coming, beyond, _considered(sizes, n, slots), linked)
+
+
+def _considered(sizes: Sizes, n: int, slots: int) -> Ints:
+    """Every option, or where their states would not fit in memory, as many of each block as do."""
+    room = max(1, _CELLS // (slots + 1) ** 3 // n)
+    picks = []
+    for first, last in pairwise(sizes.start[1:].tolist()):
+        fastest = first + int(np.argmin(sizes.extra[first:last]))
+        picks += sorted({fastest, *np.linspace(first, last - 1, min(room, last - first)).round().astype(int)})
+    return np.array(picks[: room * n], dtype=np.int64)
+
+
+@jit
+def _passes(n: int, first: Ints, later: Ints, out: Ints, back: Ints) -> tuple[Ints, Ints, Ints]:
+    leaving = np.zeros((n + 1, n + 1), dtype=np.int64)
+    coming = np.zeros((n + 1, n + 1), dtype=np.int64)
+    beyond = np.zeros((n + 1, n + 1), dtype=np.int64)
+    for s in range(1, n + 1):
+        early, late, most = first[s], first[s] + back[s], 0
+        for j in range(s, n + 1):
+            if j > s:
+                early = max(early, later[j] - (out[j - 1] - out[s - 1]))
+                late = max(late, later[j] + back[j])
+                most = max(most, later[j])
+            leaving[s, j], coming[s, j], beyond[s, j] = early, late - back[j], most
+    return leaving, coming, beyond
+
+
+class Back(NamedTuple):
+    """The table `back`: back[s, t, A, D] is cost[row[s, t] + at[s, A] + D] for D <= reach[s, A]."""
+
+    row: Ints
+    at: Ints
+    reach: Ints
+    cost: Floats
+
+
+@jit
+def _lay_out(n: int, slots: int, out: Ints, linked: bool) -> Back:
+    row = np.zeros((n + 2, n + 1), dtype=np.int64)
+    at = np.zeros((n + 2, slots + 1), dtype=np.int64)
+    reach = np.zeros((n + 2, slots + 1), dtype=np.int64)
+    total = 0
+    for s in range(1, n + 1):
+        size = 0
+        for kept in range(slots + 1):
+            at[s, kept] = size
+            reach[s, kept] = min(slots, slots - kept + out[s - 1]) if linked else 0
+            size += reach[s, kept] + 1
+        for t in range(s, n + 1):
+            row[s, t] = total
+            total += size
+    return Back(row, at, reach, np.full(total, np.inf))
+
+
+@jit
+def _back(back: Back, s: int, t: int, kept: int, due: int) -> float:
+    if due > back.reach[s, kept]:
+        return np.inf
+    return float(back.cost[back.row[s, t] + back.at[s, kept] + due])
+
+
+@jit
+def _whole(seconds: float, rate: float) -> int:
+    """Slots that cross the link, rounded down."""
+    return int(min(seconds * rate, 1e12) + _ROUNDING)
+
+
+@jit
+def _carries(link: Carried, s: int, t: int) -> int:
+    """Slots that come from the host while t..s run backward, once forward and once backward."""
+    return int(link.backward_in[t] - link.backward_in[s - 1] + link.forward_in[t] - link.forward_in[s - 1])
+
+
+@jit
+def _relax_save(
+    mine: Floats,
+    begin: int,
+    inner: Floats,
+    extra: float,
+    save: int,
+    run: int,
+    sent: int,
+    inner_sent: int,
+    rate: float,
+    slot: float,
+) -> None:
+    """mine[D - begin] = min(itself, the cost of keeping all).
+
+    `save`, `run`: slots that F_s and B_s lack where nothing comes (0 or less); `sent`: what B_s carries;
+    `inner`: the row of s+1..t, empty if s = t, and `inner_sent`: what its ops carry.
+    """
+    for k in range(mine.size):
+        after = max(run + begin + k, 0)
+        early = max(begin + k - after - sent, 0)
+        lost = extra + after * slot
+        if inner.size:
+            if early >= inner.size:
+                continue
+            lost += inner[early]
+            early = max(early - inner_sent - _whole(inner[early], rate), 0)
+        mine[k] = least(mine[k], lost + max(save + early, 0) * slot)
+
+
+@jit
+def _relax_cut(
+    mine: Floats,
+    begin: int,
+    left: Floats,
+    right: Floats,
+    again: float,
+    over: int,
+    left_sent: int,
+    right_sent: int,
+    rate: float,
+    slot: float,
+) -> None:
+    """mine[D - begin] = min(itself, the cost of a cut).
+
+    `again`: seconds of the pass; `over`: slots that it lacks where nothing comes (0 or less); `left`, `right`:
+    the rows of s..j and j+1..t, and what their ops carry.
+    """
+    for k in range(mine.size):
+        x = left[begin + k]
+        if again + x < mine[k]:
+            rest = max(begin + k - left_sent - _whole(x, rate), 0)
+            if rest < right.size:
+                y = right[rest]
+                if again + x + y < mine[k]:
+                    early = max(rest - right_sent - _whole(y, rate), 0)
+                    mine[k] = least(mine[k], again + x + y + max(over + early, 0) * slot)
+
+
+@jit
+def _line(back: Back, s: int, t: int, kept: int) -> Floats:
+    """back[s, t, kept] for every D."""
+    begin = back.row[s, t] + back.at[s, kept]
+    return back.cost[begin : begin + back.reach[s, kept] + 1]
+
+
+@jit
+def _try_save(task: Task, back: Back, s: int, t: int, kept: int, o: int, mine: Floats, begin: int) -> None:
+    """Let a stretch of back[s, t, kept] save s with option o."""
+    sizes, link, full = task.sizes, task.link, task.slots
+    save, run = sizes.phase[t] + sizes.save[o] + kept, sizes.phase[s] + sizes.back[o] + kept
+    if max(save, run) <= full and (s == t or kept + sizes.saved[o] <= full):
+        sent = link.backward_in[s] - link.backward_in[s - 1] + _whole(sizes.extra[o], link.rate_in)
+        inner, inner_sent = mine[:0], 0
+        if s < t:
+            inner, inner_sent = _line(back, s + 1, t, kept + sizes.saved[o]), _carries(link, s + 1, t)
+        _relax_save(
+            mine,
+            begin,
+            inner,
+            sizes.extra[o],
+            save - full,
+            run - full,
+            sent,
+            inner_sent,
+            link.rate_in,
+            link.slot_in,
+        )
+
+
+@jit
+def _try_cut(task: Task, back: Back, s: int, t: int, kept: int, j: int, mine: Floats, begin: int) -> None:
+    """Let a stretch of back[s, t, kept] keep a_j next."""
+    sizes, link, full = task.sizes, task.link, task.slots
+    if sizes.phase[t] + sizes.run[s, j] + kept <= full and kept + sizes.out[j] <= full:
+        _relax_cut(
+            mine,
+            begin,
+            _line(back, s, j, kept),
+            _line(back, j + 1, t, kept + sizes.out[j]),
+            sizes.forward[j] - sizes.forward[s - 1],
+            sizes.phase[t] + task.coming[s, j] + kept - full,
+            _carries(link, s, j),
+            _carries(link, j + 1, t),
+            link.rate_in,
+            link.slot_in,
+        )
+
+
+@jit
+def _fill_rows(task: Task, back: Back, distance: int, worker: int, workers: int) -> None:
+    """Fill every `workers`-th of the rows (s, s + distance)."""
+    start, forward = task.sizes.start, task.sizes.forward
+    for s in range(1 + worker, task.n + 1 - distance, workers):
+        t = s + distance
+        for kept in range(task.slots + 1):
+            mine = _line(back, s, t, kept)
+            for o in range(start[s], start[s + 1]):
+                _try_save(task, back, s, t, kept, o, mine, 0)
+            for j in range(s, t):
+                if mine[-1] <= forward[j] - forward[s - 1]:
+                    break  # costs grow with D, and passes with j
+                _try_cut(task, back, s, t, kept, j, mine, 0)
+
+
+def fill_back(task: Task) -> Back:
+    """The table `back`, by distance of s and t."""
+    back: Back = _lay_out(task.n, task.slots, task.sizes.out, task.linked)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+    workers = min(cores, 4) if task.n > 16 else 1
+    with ThreadPoolExecutor(workers) as pool:
+        for distance in progress(range(task.n), "pofo, backward"):
+            jobs = [pool.submit(_fill_rows, task, back, distance, k, workers) for k in range(workers)]
+            for job in jobs:
+                job.result()
+    return back
+
+
+@jit
+def _save(
+    task: Task, s: int, size: int, away: bool, kept: int, behind: int, ahead: int, o: int
+) -> tuple[float, int, int, int]:
+    """What saving s with option o costs, and the next (A, F, B); `away`: its input is offloaded."""
+    sizes, link, full = task.sizes, task.link, task.slots
+    save = sizes.phase[task.n] + sizes.save[o] + kept + size
+    run = sizes.phase[s] + sizes.back[o] + kept + size
+    if max(save, run) > full:
+        return np.inf, 0, 0, 0
+    idle, idle_back = max(save + behind - full, 0), max(run + ahead - full, 0)
+    sent = link.forward_out[s] - link.forward_out[s - 1] + idle
+    came = link.backward_in[s] - link.backward_in[s - 1] + _whole(sizes.extra[o], link.rate_in) + idle_back
+    lost = sizes.extra[o] + idle * link.slot_out + idle_back * link.slot_in
+    if away:
+        return lost, kept, max(behind + size - sent, 0), max(ahead - came, 0) + size
+    return lost, kept + size, max(behind - sent, 0), max(ahead - came, 0)
+
+
+@jit
+def _run(
+    task: Task, s: int, t: int, size: int, away: bool, kept: int, behind: int, ahead: int, later: float
+) -> tuple[float, int, int, int]:
+    """What running on to t costs, and the next (A, F, B); `later` is what t..s lose later."""
+    sizes, link, full = task.sizes, task.link, task.slots
+    held = sizes.phase[task.n] + kept
+    # what is offloaded stays while the first forward reads it
+    if held + max(size + task.first[s], (0 if away else size) + task.beyond[s, t]) > full:
+        return np.inf, 0, 0, 0
+    idle = max(held + size + behind + task.leaving[s, t] - full, 0)
+    sent = link.forward_out[t] - link.forward_out[s - 1] + idle
+    came = _carries(link, s, t) + _whole(later, link.rate_in)
+    lost = sizes.forward[t] - sizes.forward[s - 1] + later + idle * link.slot_out
+    if away:
+        return lost, kept, max(behind + size - sent, 0), max(ahead - came, 0) + size
+    return lost, kept + size, max(behind - sent, 0), max(ahead - came, 0)
+
+
+class States(NamedTuple):
+    """The table `forward`, as [A, B, F]: `plain[s]` has a_{s-1} for input, `saved[k]` what option saves[k] saves."""
+
+    plain: Floats
+    saved: Floats
+    block: Ints  # [k]: the block of saves[k]
+
+
+def fill_forward(task: Task, back: Back) -> States:
+    """The table `forward`, block by block, as far as it can still beat doing without the link."""
+    side = task.slots + 1
+    block = np.searchsorted(task.sizes.start, task.saves, side="right") - 1
+    states = States(
+        np.full((task.n + 1, side, side, side), np.inf),
+        np.full((task.saves.size, side, side, side), np.inf),
+        block,
+    )
+    states.plain[1, 0, 0, 0] = 0.0
+    first = int(task.sizes.out[0])
+    bound = _back(back, 1, task.n, first, 0) if first <= task.slots else np.inf
+    for s in progress(range(1, task.n + 1), "pofo, forward"):
+        for k in (-1, *np.flatnonzero(block == s - 1).tolist()):
+            _push(task, back, states, s, k, bound)
+    return states
+
+
+@jit
+def _push(task: Task, back: Back, states: States, s: int, k: int, bound: float) -> None:
+    """Go on from the states of block s whose input is a (k = -1) or what saves[k] saved."""
+    sizes, link, n = task.sizes, task.link, task.n
+    size = sizes.out[s - 1] if k < 0 else sizes.saved[task.saves[k]]
+    here = states.plain[s] if k < 0 else states.saved[k]
+    most_out = link.forward_out[n] - link.forward_out[s - 1]  # the time to come carries this much
+    most_in = _carries(link, s, n)
+    begin, end = np.searchsorted(states.block, s), np.searchsorted(states.block, s + 1)
+    for kept in range(task.slots + 1 - size):
+        for ahead in range(task.slots + 1):
+            live = False
+            for behind in range(task.slots + 1):
+                if here[kept, ahead, behind] < np.inf:
+                    least = here[kept, ahead, behind]
+                    if behind > most_out:
+                        least += (behind - most_out) * link.slot_out
+                    if ahead > most_in:
+                        least += (ahead - most_in) * link.slot_in
+                    if least > bound * (1 + _ROUNDING):
+                        here[kept, ahead, behind] = np.inf
+                    else:
+                        live = True
+            if not live:
+                continue
+            for behind in range(task.slots + 1):
+                cost = here[kept, ahead, behind]
+                if cost < np.inf:
+                    for away in range(2 if task.linked and s < n else 1):
+                        for g in range(begin, end):
+                            o = task.saves[g]
+                            lost, a, f, b = _save(task, s, size, away == 1, kept, behind, ahead, o)
+                            if max(a + f, a + b) <= task.slots and cost + lost < states.saved[g, a, b, f]:
+                                states.saved[g, a, b, f] = cost + lost
+            for t in range(s, n):
+                later = _back(back, s, t, kept + size, ahead)
+                if later + sizes.forward[t] - sizes.forward[s - 1] > bound * (1 + _ROUNDING):
+                    continue
+                for behind in range(task.slots + 1):
+                    cost = here[kept, ahead, behind]
+                    if cost < np.inf:
+                        for away in range(2 if task.linked else 1):
+                            lost, a, f, b = _run(task, s, t, size, away == 1, kept, behind, ahead, later)
+                            if max(a + f, a + b) <= task.slots and cost + lost < states.plain[t + 1, a, b, f]:
+                                states.plain[t + 1, a, b, f] = cost + lost
+
+
+@jit
+def _came_from(
+    task: Task, back: Back, states: States, g: int, s1: int, a1: int, b1: int, f1: int
+) -> tuple[int, int, int, int, int, int]:
+    """The state that led to one of block s1 (whose input saves[g] saved, or a if g = -1), and how.
+
+    (block, input, away, A, B, F)
+    """
+    target = states.plain[s1, a1, b1, f1] if g < 0 else states.saved[g, a1, b1, f1]
+    sizes = task.sizes
+    for s in range(1 if g < 0 else s1 - 1, s1):
+        begin, end = np.searchsorted(states.block, s - 1), np.searchsorted(states.block, s)
+        for k in range(begin - 1, end):
+            k = k if k >= begin else -1
+            size = sizes.out[s - 1] if k < 0 else sizes.saved[task.saves[k]]
+            here = states.plain[s] if k < 0 else states.saved[k]
+            for away in range(2 if task.linked else 1):
+                kept = a1 if away else a1 - size
+                if kept < 0 or kept + size > task.slots or (away and g >= 0 and s == task.n):
+                    continue
+                for ahead in range(task.slots + 1):
+                    later = _back(back, s, s1 - 1, kept + size, ahead) if g < 0 else 0.0
+                    for behind in range(task.slots + 1):
+                        if here[kept, ahead, behind] <= target:
+                            if g < 0:
+                                lost, a, f, b = _run(
+                                    task, s, s1 - 1, size, away == 1, kept, behind, ahead, later
+                                )
+                            else:
+                                lost, a, f, b = _save(
+                                    task, s, size, away == 1, kept, behind, ahead, task.saves[g]
+                                )
+                            if a == a1 and b == b1 and f == f1 and here[kept, ahead, behind] + lost == target:
+                                return s, k, away, kept, ahead, behind
+    return 0, 0, 0, 0, 0, 0  # never: every state has come from one
+
+
+class Move(NamedTuple):
+    """Blocks s..t in the forward pass: saved with an option, or run (option -1)."""
+
+    s: int
+    t: int
+    option: int
+    value: Value  # the input of s
+    away: bool  # it is offloaded
+    held: int  # A and the input
+    due: int  # B
+
+
+def _plan(chain: Chain, task: Task, back: Back, states: States) -> Plan | None:
+    """The best schedule of the tables, None where there is none."""
+    ends = np.flatnonzero(states.block == task.n)
+    turn = np.arange(task.slots + 1)
+    wait = np.where(turn > 0, turn, 0.0)
+    slot_out, slot_in = (slot if task.linked else 0.0 for slot in (task.link.slot_out, task.link.slot_in))
+    total = (
+        states.saved[ends] + (wait * slot_in)[None, None, :, None] + (wait * slot_out)[None, None, None, :]
+    )
+    if not np.isfinite(total).any():
+        return None
+    k, a, b, f = (int(place) for place in np.unravel_index(int(np.argmin(total)), total.shape))
+    time = chain.least_time + float(total[k, a, b, f])
+    moves: list[Move] = []
+    g, s1 = int(ends[k]), task.n + 1
+    while s1 > 1:
+        s, k, away, a, b, f1 = (int(number) for number in _came_from(task, back, states, g, s1, a, b, f))
+        value = Value("a", s - 1) if k < 0 else Value("A", s - 1)
+        size = int(task.sizes.out[s - 1] if k < 0 else task.sizes.saved[task.saves[k]])
+        moves.append(Move(s, s1 - 1, int(task.saves[g]) if g >= 0 else -1, value, bool(away), a + size, b))
+        g, s1, f = k, s, f1
+    return Plan(schedule=_schedule(task, back, moves[::-1]), time=time)
+
+
+def _schedule(task: Task, back: Back, moves: list[Move]) -> Schedule:
+    ops: list[Op] = []
+    for move in moves:
+        if move.away:
+            ops.append(Offload(move.value))
+        ops += _pass(move.s, move.t) if move.option < 0 else [_saving(task, move.s, move.option)]
+    ops += [Prefetch(move.value) for move in reversed(moves) if move.away]
+    for move in reversed(moves):
+        if move.option >= 0:
+            ops.append(Backward(move.s))
+        else:
+            ops += _rerun(task, back, move.s, move.t, move.held, move.due)
+    return Schedule(tuple(ops))
+
+
+def _rerun(task: Task, back: Back, s: int, t: int, held: int, due: int) -> list[Op]:
+    """The ops of back[s, t, held, due]."""
+    ops: list[Op] = []
+    todo: list[tuple[int, int, int, int] | Backward] = [(s, t, held, due)]
+    while todo:
+        item = todo.pop()
+        if isinstance(item, Backward):
+            ops.append(item)
+            continue
+        s, t, held, due = item
+        save, cut, rest = _choose(task, back, s, t, held, due)
+        if cut >= 0:
+            ops += _pass(s, cut)
+            todo.append((s, cut, held, due))
+            todo.append((cut + 1, t, held + int(task.sizes.out[cut]), rest))
+        else:
+            ops.append(_saving(task, s, save))
+            todo.append(Backward(s))
+            if s < t:
+                todo.append((s + 1, t, held + int(task.sizes.saved[save]), rest))
+    return ops
+
+
+@jit
+def _choose(task: Task, back: Back, s: int, t: int, kept: int, due: int) -> tuple[int, int, int]:
+    """The best of back[s, t, kept, due]: (option, cut, D of the rest); option or cut is -1."""
+    sizes, link = task.sizes, task.link
+    best, save, cut, rest = np.inf, -1, -1, 0
+    trial = np.full(1, np.inf)
+    for o in range(sizes.start[s], sizes.start[s + 1]):
+        _try_save(task, back, s, t, kept, o, trial, due)
+        if trial[0] < best:
+            best, save = trial[0], o
+            after = max(sizes.phase[s] + sizes.back[o] + kept + due - task.slots, 0)
+            sent = link.backward_in[s] - link.backward_in[s - 1] + _whole(sizes.extra[o], link.rate_in)
+            rest = max(due - after - sent, 0)
+    for j in range(s, t):
+        _try_cut(task, back, s, t, kept, j, trial, due)
+        if trial[0] < best:
+            best, save, cut = trial[0], -1, j
+            left = _line(back, s, j, kept)[due]
+            rest = max(due - _carries(link, s, j) - _whole(left, link.rate_in), 0)
+    return save, cut, rest
+
+
+def _pass(s: int, t: int) -> list[Op]:
+    return [Forward(s, Keep.CHECKPOINT), *(Forward(block, Keep.NONE) for block in range(s + 1, t + 1))]
+
+
+def _saving(task: Task, s: int, option: int) -> Forward:
+    return Forward(s, Keep.ALL, option - int(task.sizes.start[s]))
