@@ -20,8 +20,10 @@ block's input. Cuts to x = j without moves are persistent.py, with `lose` input_
 x floating.py. All together they give 8 and 12 on the counter-example of the papers (thesis Fig. 2.3), where
 each alone gives 10 and 14.
 
-Beyond the papers. Not proven optimal: equal to the unrestricted optimum on all of the random instances that
-`benchmarks/solvers_gap.py` compares, where floating misses most and input_drop some. O(slots n^5): for short
+Beyond the papers, and not quite the optimum: A* is faster on 8 of 24,000 random instances of 2 to 6 blocks
+(`benchmarks/optimality.py`; persistent and floating miss 12,300 of them, input_drop 388). In all that were
+looked at, it rebuilds a lost input before backwards that come earlier, while the gradient held is small; here
+that begins when the block's own backward is next. O(slots n^5), (n + options)^3 n^2 slots with options: for short
 chains. The table is in slots and the schedule is read off in bytes, as in persistent.py.
 """
 
@@ -38,7 +40,7 @@ from fxremat.solvers.tape import BACKWARD, DROP, NONE, SAVE, emit, emit_pass
 
 _NEVER = 1 << 60
 _MOST_WORK = 3e11  # additions: some minutes
-_MOST_ROWS = 1 << 28  # bytes of the table, over 8
+_MOST_ENTRIES = 1 << 28  # 2 GiB
 _KEEP, _MOVE, _LEAVE, _CUT, _LOSE = range(5)
 
 
@@ -60,7 +62,12 @@ def build(chain: Chain, mem: int, slots: int) -> Table:
     exact = in_bytes(chain)
     low, high = bounds(exact, n)
     sizes = in_slots(chain, mem, slots)
-    rows = lay_out(*bounds(sizes, n), slots)
+    first, last = bounds(sizes, n)
+    if np.clip(np.minimum(last, slots + 1) - first, 0, None).sum() > _MOST_ENTRIES:
+        raise FxrematError(
+            f"floating_drop needs more than 2 GiB for {n} blocks with {slots} slots; use fewer"
+        )
+    rows = lay_out(first, last, slots)
     for t in progress(range(1, n + 1), "floating_drop"):
         for s in range(t, 0, -1):
             _fill(sizes, rows, n, s, t, slots)

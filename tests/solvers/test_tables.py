@@ -17,6 +17,7 @@ from tests.solvers.chains import chains
 from tests.solvers.oracle import fastest
 
 VECTORS = json.loads((Path(__file__).parents[1] / "data" / "remat.json").read_text())
+MOVING = json.loads((Path(__file__).parents[1] / "data" / "floating_drop.json").read_text())
 TABLES = {"persistent": persistent, "input_drop": input_drop, "floating_drop": floating_drop}
 COLUMNS = {"floating_drop": "optimum"}  # the vectors were drawn where it finds the best there is
 extra = st.integers(0, 12)  # bytes above the least: loose budgets find no mistake
@@ -43,6 +44,13 @@ def test_stated_values(case, solver):
 )  # the first two have 7 and 9 blocks
 def test_oracle_gives_the_stated_optimum(case):
     assert fastest(Chain.from_json(case["chain"]), case["mem"]) == case["optimum"]
+
+
+@pytest.mark.parametrize("case", MOVING, ids=lambda case: case["name"])
+def test_checkpoints_that_move(case):
+    """Random chains on which neither input_drop nor floating finds the optimum, which A* found."""
+    chain = Chain.from_json(case["chain"])
+    assert best(chain, case["mem"], solver="floating_drop").time == case["optimum"]
 
 
 @settings(max_examples=300, deadline=None)
