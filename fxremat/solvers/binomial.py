@@ -67,7 +67,7 @@ def count(length: int, slots: int) -> int:
     """How many forwards an adjoint chain of `length` takes at least. Raises `FxrematError` if it cannot be done.
 
     >>> count(5, 3), count(5, 4), count(5, 7)
-    (15, 9, 5)
+    (15, 8, 5)
     """
     if slots < (3 if length else 2):
         raise FxrematError(

@@ -49,7 +49,7 @@ def build(chain: Chain, mem: int, slots: int) -> Table:
     fill_squares(
         n,
         "input_drop",
-        lambda distance, worker, workers: _fill_squares(sizes, rows, n, slots, distance, worker, workers),
+        lambda distance, worker, workers: fill_some(sizes, rows, n, slots, distance, worker, workers),
     )
 
     def read(m: int, full: int) -> Ints:
@@ -103,7 +103,7 @@ def _bound_row(sizes: Sizes, low: Ints, high: Ints, n: int, s: int, t: int, c: i
 
 
 @jit
-def _fill_squares(
+def fill_some(
     sizes: Sizes, rows: Rows, n: int, slots: int, distance: int, worker: int, workers: int
 ) -> None:
     """Fill every `workers`-th of the squares that lie so far from the diagonal."""
@@ -156,9 +156,18 @@ def _split(sizes: Sizes, rows: Rows, n: int, s: int, t: int, j: int, slots: int)
 @jit
 def trace(sizes: Sizes, low: Ints, rows: Rows, n: int, m: int, full: int, slots: int) -> Ints:
     """The ops of cost[1, n, m] on a tape; m, `sizes`, `low` are in bytes, `slots` stand for `full` bytes."""
+    tape: Ints = trace_row(sizes, low, rows, n, 1, n, n, m, full, slots)
+    return tape
+
+
+@jit
+def trace_row(
+    sizes: Sizes, low: Ints, rows: Rows, n: int, s: int, t: int, c: int, m: int, full: int, slots: int
+) -> Ints:
+    """The ops of row (s, c), which is cost[s, t, m] or drop[s, t, m], on a tape, as `trace`."""
     start, saved = sizes.start, sizes.saved
     tape = np.zeros(64, dtype=np.int64)
-    todo = [(1, n, n, m)]  # row (s, c) for the backward of t..s; c = 0: the backward of s alone
+    todo = [(s, t, c, m)]  # row (s, c) for the backward of t..s; c = 0: the backward of s alone
     while todo:
         s, t, c, m = todo.pop()
         if c == 0 or (c > n and s == t):

@@ -79,7 +79,7 @@ def trade_off(
     over the least, 2 sum(L) + 1, for every number of slots from the least that works.
 
     >>> [round(y[0], 3) for y in trade_off((2, 2))]
-    [0.833, 1.222]
+    [0.833, 1.111]
     """
     everything, best = sum(lengths) + len(lengths), 2 * sum(lengths) + 1
     table = solve(lengths, everything, keep_gradient, Costs())
