@@ -1,0 +1,64 @@
+"""Autocapper: checkpoint for more memory than there is, then offload until it fits.
+
+For 40 budgets M' from `mem` to what keeping everything takes: the schedule that any chain solver has for M';
+then, while it does not fit in `mem`, the value of the lowest index that is idle at the peak goes to the host.
+All are proposed; whoever judges them by time keeps one.
+
+The thesis, 4.3 (its "capper" offloads the same values; there M' below the least budget of the chain solver
+is not tried, here the range starts at that budget).
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from fxremat.chain import Chain
+from fxremat.errors import BudgetTooSmall
+from fxremat.schedule import Schedule
+from fxremat.solvers.offload.trips import Trip, needs, travel, trips
+from fxremat.solvers.sizes import Ints
+
+
+def schedules(
+    chain: Chain, mem: int, *, least: int, enough: int, solve: Callable[[int], Schedule], count: int = 40
+) -> list[Schedule]:
+    """Schedules that fit in `mem` bytes; where `solve(mem)` exists it is among them.
+
+    Args:
+        least, enough: the least budget of the chain solver, and one from which on it keeps everything.
+        solve: its schedule, without copies, for any budget from `least` on.
+        count: how many budgets are tried.
+
+    Raises:
+        BudgetTooSmall: even with everything away that can be, no schedule fits; the minimum is the least
+            budget for which one does.
+    """
+    start = max(mem, least)
+    budgets = np.linspace(start, max(start, enough), count).astype(int).tolist()
+    found, peaks = [], []
+    for schedule in dict.fromkeys(solve(budget) for budget in sorted(set(budgets))):
+        chosen, need = cap(chain, schedule, mem)
+        peaks.append(int(need.max()))
+        if peaks[-1] <= mem:
+            found.append(travel(schedule, chosen, need, mem))
+    if not found:
+        raise BudgetTooSmall(minimum=min(peaks), budget=mem)
+    return list(dict.fromkeys(found))
+
+
+def cap(chain: Chain, schedule: Schedule, mem: int) -> tuple[list[Trip], Ints]:
+    """The trips that make a schedule fit in `mem` bytes if any do, and what it then needs at every place."""
+    need = needs(chain, schedule)
+    waiting = sorted(
+        trips(chain, schedule), key=lambda trip: (trip.value.index, trip.value.kind == "a", trip.end)
+    )
+    chosen = []
+    while need.max() > mem:
+        peak = int(need.argmax())
+        idle = next((trip for trip in waiting if trip.away.start <= peak < trip.away.stop), None)
+        if idle is None:
+            break
+        waiting.remove(idle)
+        chosen.append(idle)
+        need[idle.away] -= idle.size
+    return chosen, need

@@ -1,0 +1,27 @@
+"""Offloading alone, eagerly: A_0, A_1, ... go to the host until as much has gone as the peak exceeds memory.
+
+Nothing is recomputed. The thesis, Theorem 8: optimal if parts of a value may travel. Here, as in its GREEDY, the
+last value goes as a whole; where that is too little, because the last values are in use at the peak, more do.
+"""
+
+from fxremat.chain import Chain
+from fxremat.errors import BudgetTooSmall
+from fxremat.schedule import Schedule
+from fxremat.solvers import keep_all
+from fxremat.solvers.offload.trips import needs, travel, trips
+
+
+def schedules(chain: Chain, mem: int) -> list[Schedule]:
+    """The one schedule. Raises `BudgetTooSmall`; its minimum is exact."""
+    everything = keep_all.schedules(chain)[0]
+    need = needs(chain, everything)
+    eager = sorted(trips(chain, everything), key=lambda trip: trip.value.index)
+    missing = int(need.max()) - mem
+    count = gone = 0
+    while count < len(eager) and (gone < missing or need.max() > mem):
+        need[eager[count].away] -= eager[count].size
+        gone += eager[count].size
+        count += 1
+    if need.max() > mem:
+        raise BudgetTooSmall(minimum=int(need.max()), budget=mem)
+    return [travel(everything, eager[:count], need, mem)]

@@ -1,0 +1,113 @@
+"""Trips to the host: which values of a schedule could be away when, and the schedule in which some of them are.
+
+A value is away between two ops that read it (or that make it and read it): that is a `Trip`. With trips,
+
+    Off(v)    right after the op that makes v, once however often it is away
+    Pre(v)    as soon as there is room for it until it is read, in the order in which they are read
+    Drop(v)   where v is already on the host and leaves again
+
+Where several share that room the simulator lets the first of them have it (transfers.py).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fxremat.chain import Chain
+from fxremat.schedule import Backward, Drop, Forward, Keep, Offload, Op, Prefetch, Schedule, Value
+from fxremat.script import read
+from fxremat.solvers.sizes import Ints
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trip:
+    """A value that could be away; ops are numbered from 0 and drops are not counted."""
+
+    value: Value
+    size: int  # bytes
+    made: int  # the op that makes it, -1 for the chain's input
+    start: int  # the op that made or read it last
+    end: int  # the op that reads it next
+
+    @property
+    def away(self) -> slice:
+        """The places of `Script.base` that it frees."""
+        return slice(3 * self.start + 3, 3 * self.end + 2)
+
+
+@dataclass
+class _Item:
+    value: Value
+    size: int
+    made: int
+    last: int
+
+
+def trips(chain: Chain, schedule: Schedule) -> list[Trip]:
+    """Every trip that frees anything in a schedule without copies, in the order of their ends."""
+    device = {Value("a", 0): _Item(Value("a", 0), chain.input_bytes, -1, -1)}
+    found: list[Trip] = []
+    step = 0
+
+    def read_by(value: Value) -> None:
+        item = device[value]
+        if item.last < step - 1 and item.size:
+            found.append(Trip(value=value, size=item.size, made=item.made, start=item.last, end=step))
+        item.last = step
+
+    def read_input(block: int) -> None:
+        small = Value("a", block - 1)
+        read_by(small if small in device else Value("A", block - 1))
+
+    for op in schedule.ops:
+        match op:
+            case Drop(value):
+                device.pop(value)
+                continue
+            case Forward(number, keep, option):
+                block = chain.blocks[number - 1]
+                read_input(number)
+                value = Value("A" if keep is Keep.ALL else "a", number)
+                size = block.choices[option].saved_bytes if keep is Keep.ALL else block.output_bytes
+                device[value] = _Item(value, size, step, step)
+                if keep is Keep.NONE:
+                    device.pop(Value("a", number - 1), None)
+            case Backward(number):
+                read_by(Value("A", number))
+                read_input(number)
+                device.pop(Value("A", number))
+                device.pop(Value("a", number - 1), None)
+        step += 1
+    return found
+
+
+def needs(chain: Chain, schedule: Schedule) -> Ints:
+    """Bytes at every place of a schedule (script.py), copies to the host done and others not begun."""
+    return np.array(read(chain, schedule).base, dtype=np.int64)
+
+
+def travel(schedule: Schedule, chosen: Sequence[Trip], need: Ints, mem: int) -> Schedule:
+    """A schedule without copies, with these trips; `need` is what it then needs, `mem` what there is."""
+    before: dict[int, list[Op]] = {}  # the op before which they go -> tokens
+    sent: set[tuple[Value, int]] = set()
+    ordered = sorted(chosen, key=lambda trip: (trip.end, trip.start, trip.value.kind))
+    for trip in ordered:
+        if (trip.value, trip.made) in sent:
+            before.setdefault(trip.start + 1, []).append(Drop(trip.value))
+        else:
+            sent.add((trip.value, trip.made))
+            before.setdefault(trip.made + 1, []).append(Offload(trip.value))
+    slot = 0
+    for trip in ordered:
+        full = np.flatnonzero(need[trip.away] + trip.size > mem)
+        slot = max(slot, trip.start + 1, (trip.away.start + int(full[-1])) // 3 + 1 if full.size else 0)
+        before.setdefault(slot, []).append(Prefetch(trip.value))
+    ops: list[Op] = []
+    step = 0
+    for op in schedule.ops:
+        if not isinstance(op, Drop):
+            ops += before.get(step, ())
+            step += 1
+        ops.append(op)
+    return Schedule(tuple(ops))
