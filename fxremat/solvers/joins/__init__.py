@@ -1,5 +1,95 @@
-"""Joins of several chains."""
+"""Joins of several chains: uniform ones by Theorem 3, any others by its canonical form or as one chain.
 
+`heterogeneous` is the front: it judges what the solvers propose by `simulate_join`, which they never see.
+"""
+
+from collections.abc import Sequence
+from itertools import permutations
+from math import gcd
+
+from fxremat.chain import Chain, Join
+from fxremat.errors import BudgetTooSmall
+from fxremat.join_schedule import JoinSchedule
+from fxremat.simulate_join import JoinTimeline, simulate_join
+from fxremat.solvers import input_drop
+from fxremat.solvers.joins import canonical
+from fxremat.solvers.joins.linear import chain_of, translated
 from fxremat.solvers.joins.uniform import branch_by_branch, equiv_chain, least_slots, multi_chain, trade_off
+from fxremat.solvers.table import grain
 
-__all__ = ["branch_by_branch", "equiv_chain", "least_slots", "multi_chain", "trade_off"]
+__all__ = [
+    "best_canonical",
+    "best_linear",
+    "branch_by_branch",
+    "equiv_chain",
+    "heterogeneous",
+    "least_slots",
+    "multi_chain",
+    "trade_off",
+]
+_ORDERS = 6  # orders of branches that are tried
+_ROUNDED_UP = (1.0, 1.02, 1.05)  # budgets of the table, to make up for rounding
+_ROOMS = (1.0, 1.1, 1.25, 1.5, 2.0)  # budgets of the one chain, as it says too much
+
+
+def heterogeneous(join: Join, mem: int, slots: int = 200) -> JoinSchedule:
+    """The faster of the best canonical and the best linear schedule that fit in `mem` bytes.
+
+    Raises:
+        BudgetTooSmall: neither solver has a schedule that fits; `.minimum` bytes are the least for which one has.
+    """
+    found = []
+    least = []
+    for solver in (best_canonical, best_linear):
+        try:
+            found.append(solver(join, mem, slots))
+        except BudgetTooSmall as error:
+            least.append(error.minimum)
+    if not found:
+        raise BudgetTooSmall(minimum=min(least), budget=mem)
+    return min(found, key=_merit).schedule
+
+
+def best_canonical(join: Join, mem: int, slots: int = 200) -> JoinTimeline:
+    """The schedule of the canonical form, simulated. Raises `BudgetTooSmall`."""
+    chains = [*join.branches, *([join.trunk] if join.trunk else [])]
+    full, steps, exact = _steps(chains, mem, slots)
+    found = []
+    for room in (1.0,) if exact else _ROUNDED_UP:
+        table = canonical.build(join, int(full * room), steps)
+        found.append(simulate_join(join, table.schedule(mem, full=full)))
+    return min(found, key=_merit)
+
+
+def _steps(chains: Sequence[Chain], mem: int, slots: int) -> tuple[int, int, bool]:
+    """Bytes and slots of a table, and whether no size is rounded in it."""
+    unit = gcd(*map(grain, chains))
+    steps = max(1, mem // unit)
+    return (steps * unit, steps, True) if steps <= slots else (mem, slots, False)
+
+
+def best_linear(join: Join, mem: int, slots: int = 200) -> JoinTimeline:
+    """The fastest schedule of the join as one chain, over orders and budgets. Raises `BudgetTooSmall`."""
+    smallest, others = [], []
+    for _, order in zip(range(_ORDERS), permutations(range(len(join.branches)))):
+        chain = chain_of(join, order)
+        least = max(1, input_drop.build(chain, 1, 1).least)
+        smallest.append(_linear(join, order, chain, least, slots))  # the same whatever `mem` is
+        for room in _ROOMS:
+            if mem * room >= least:
+                others.append(_linear(join, order, chain, int(mem * room), slots))
+    fitting = [timeline for timeline in [*smallest, *others] if timeline.peak <= mem]
+    if not fitting:
+        raise BudgetTooSmall(minimum=min(timeline.peak for timeline in smallest), budget=mem)
+    return min(fitting, key=_merit)
+
+
+def _linear(join: Join, order: Sequence[int], chain: Chain, mem: int, slots: int) -> JoinTimeline:
+    """What the one chain proposes for `mem` bytes, on the join, whether it fits there or not."""
+    full, steps, _ = _steps([chain], mem, slots)
+    schedule = input_drop.build(chain, full, steps).schedule(mem, full=full)
+    return simulate_join(join, translated(join, order, schedule))
+
+
+def _merit(timeline: JoinTimeline) -> tuple[float, int]:
+    return timeline.time, timeline.peak

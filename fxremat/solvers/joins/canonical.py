@@ -1,0 +1,400 @@
+"""Checkpointing of unequal chains that meet in a trunk or a loss: the canonical form of uniform joins, priced.
+
+    cost[p, f, m]   least recomputation to run all that is right of a_{p_k} on each branch k, forward and backward,
+                    in m bytes; a_{p_k} is stored and counted in m where f_k = 1, and part of A_{p_k}, counted
+                    outside, where f_k = 0
+
+    all at their ends       the loss, or the trunk as a chain of its own
+    cut branch k after i    forward(s..i) + cost[p_k <- i, f_k <- 1, m - a] + C_k(s, i, rest)            i >= s
+    save s of branch k      extra(s) + cost[p_k <- s, f_k <- 0, m - a - saved(s)], then B_s
+    save i, lose its input  forward(s..i-1) + extra(i) + cost[p_k <- i, f_k <- 0, m - a - saved(i)] + D_k(s, i, rest)
+
+    s = p_k + 1;  a = a_{p_k} where f_k = 1;  rest = m - a - the gradients and what else the other branches hold at p
+
+C_k and D_k are the rows of input_drop on branch k: what was set aside is finished last, alone, as in Theorem 3.
+No gradient is there before the turn. Each branch keeps its d_0 to the end. Costs do not count the first run of
+anything. Not proven optimal: with unequal costs, branches may gain by taking turns on the way back.
+
+The table is in slots, the schedule is read off in bytes, as in persistent.py. States: prod 2 (n_k + 1).
+
+After Beaumont et al., Optimal Memory-aware Backpropagation of Deep Join Networks (RR-9273), Theorem 3.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from fxremat.chain import Chain, Join
+from fxremat.errors import BudgetTooSmall, FxrematError
+from fxremat.join_schedule import JoinOp, JoinSchedule, Loss, On
+from fxremat.schedule import Backward, Drop, Forward, Keep, Op, Value
+from fxremat.solvers.joins.tails import Tails, tails
+from fxremat.solvers.progress import progress
+from fxremat.solvers.rows import jit, least
+from fxremat.solvers.sizes import Floats, Ints
+
+_NEVER = 1 << 60
+_ENTRIES = 1 << 27  # costs in a table: 1 GiB
+_STEP = 256  # states between two chances to interrupt
+
+
+class Steps(NamedTuple):
+    """Every step of every branch, in any unit; those of branch k from p are first[k, p] .. first[k, p + 1] - 1."""
+
+    first: Ints
+    to: Ints  # where the branch is then
+    own: Ints  # f of the branch then
+    need: Ints  # memory of its forwards, beyond all inputs
+    take: Ints  # what A_to takes
+    base: Floats  # seconds of recomputation
+    low: Ints  # the least memory of its tail
+
+
+class Held(NamedTuple):
+    """What is there besides what a step does, in any unit."""
+
+    lengths: Ints
+    out: Ints  # [k, l]: a_l
+    phase: Ints  # [k, t]: what branch k holds while its gradient is d_t
+    ends: int  # before the turn, by the last blocks of all branches
+    before: int  # the same and the gradient of the trunk: while the branches run
+    after: int  # the weight gradients of the trunk, after the turn
+    turn: int  # gradients that the loss writes; 0 where there is a trunk
+    trunk_low: int  # the least memory of the trunk
+
+
+class Kind(NamedTuple):
+    """What a step does: run blocks s..to, and save the last one under `option` (of the chain), unless it is -1."""
+
+    s: int
+    to: int
+    option: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """Costs of a join for every budget up to `mem` bytes, in `slots` steps."""
+
+    join: Join
+    mem: int
+    slots: int
+    least: int  # bytes: below this the solver has nothing
+    curve: Floats  # curve[k]: seconds of recomputation within k slots, infinite where nothing fits
+    read: Callable[[int, int], JoinSchedule]  # (bytes, bytes that `slots` stand for)
+
+    def schedule(self, budget: int, *, full: int | None = None) -> JoinSchedule:
+        """A schedule that fits in `budget` bytes, as fast as the table knows; `full` as in table.py.
+
+        Raises `BudgetTooSmall`.
+        """
+        if budget < self.least:
+            raise BudgetTooSmall(minimum=self.least, budget=budget)
+        return self.read(budget, full or self.mem)
+
+
+def build(join: Join, mem: int, slots: int) -> Table:
+    """The table of costs for every budget up to `mem` bytes. Raises `FxrematError` where it would be too large."""
+    states = int(np.prod([2 * (len(branch) + 1) for branch in join.branches], dtype=object))
+    if states * (slots + 1) > _ENTRIES:
+        raise FxrematError(
+            f"{len(join.branches)} branches with {states} states in {slots} slots make too large a table; "
+            f"{_ENTRIES} costs are practical"
+        )
+    solved = [tails(branch, mem, slots) for branch in join.branches]
+    trunk = None if join.trunk is None else tails(_trunk(join, join.trunk), mem, slots)
+    kinds = [kind for chain in join.branches for kind in _kinds(chain)]
+    exact, exact_held = _steps(solved, exact=True), _held(join, trunk, 1, 1)
+    steps, held = _steps(solved, exact=False), _held(join, trunk, slots, mem)
+    after = np.array([_costs(solved[k], kind) for k, kind in _numbered(join)])
+    last = np.zeros(slots + 1) if trunk is None else trunk.costs(1, len(trunk.chain))
+    lows = np.full(states, _NEVER)
+    costs = np.full((states, slots + 1), np.inf)
+    for end in progress(range(states, 0, -_STEP), "joins"):
+        _fill_lows(lows, exact, exact_held, max(0, end - _STEP), end)
+        _fill(costs, steps, held, after, last, max(0, end - _STEP), end)
+    start = int(
+        _code(
+            np.zeros(len(join.branches), dtype=np.int64),
+            np.ones(len(join.branches), dtype=np.int64),
+            exact_held.lengths,
+        )
+    )
+    reader = _Reader(join, solved, trunk, kinds, exact, exact_held, lows, costs, slots)
+    return Table(
+        join=join, mem=mem, slots=slots, least=int(lows[start]), curve=costs[start], read=reader.schedule
+    )
+
+
+def _trunk(join: Join, trunk: Chain) -> Chain:
+    """The trunk with what it reads and writes: the last values of the branches, and their gradients."""
+    ends = [branch.blocks[-1] for branch in join.branches]
+    return replace(
+        trunk,
+        input_bytes=sum(block.output_bytes for block in ends),
+        input_grad_bytes=sum(block.grad_bytes for block in ends),
+    )
+
+
+def _numbered(join: Join) -> list[tuple[int, Kind]]:
+    return [(k, kind) for k, chain in enumerate(join.branches) for kind in _kinds(chain)]
+
+
+def _kinds(chain: Chain) -> list[Kind]:
+    """The steps of a branch, by where they start."""
+    numbers = np.cumsum([0, *(len(block.choices) for block in chain.blocks)]).tolist()
+    return [
+        kind
+        for s in range(1, len(chain) + 1)
+        for to in range(s, len(chain) + 1)
+        for kind in (
+            Kind(s, to, -1),
+            *(Kind(s, to, numbers[to - 1] + option) for option in range(len(chain.blocks[to - 1].choices))),
+        )
+    ]
+
+
+def _row(chain: Chain, kind: Kind) -> tuple[int, int]:
+    """The row of input_drop that finishes a step."""
+    return kind.s, kind.to if kind.option < 0 else len(chain) + 1 + kind.option
+
+
+def _costs(solved: Tails, kind: Kind) -> Floats:
+    """Seconds of recomputation of what finishes a step, by slots without the input of s."""
+    if kind.option >= 0 and kind.s == kind.to:
+        need = solved.sizes.phase[kind.s] + solved.sizes.back[kind.option]
+        return np.where(np.arange(solved.slots + 1) >= need, 0.0, np.inf)
+    return solved.costs(*_row(solved.chain, kind))
+
+
+def _steps(solved: list[Tails], *, exact: bool) -> Steps:
+    """The steps of all branches, in bytes or in slots."""
+    longest = max(len(one.chain) for one in solved)
+    first = np.zeros((len(solved), longest + 2), dtype=np.int64)
+    entries = []
+    for k, one in enumerate(solved):
+        sizes, n = one.exact if exact else one.sizes, len(one.chain)
+        for kind in _kinds(one.chain):
+            s, j, o = kind
+            if o < 0:
+                need, take, base = sizes.run[s, j], 0, sizes.forward[j] - sizes.forward[s - 1]
+            elif s == j:
+                need, take, base = sizes.save[o], sizes.saved[o], sizes.extra[o]
+            else:
+                need, take = max(sizes.run[s, j - 1], sizes.save_next[o]), sizes.saved[o]
+                base = sizes.forward[j - 1] - sizes.forward[s - 1] + sizes.extra[o]
+            entries.append((j, int(o < 0), need, take, base, one.low[_row(one.chain, kind)]))
+            first[k, s] = len(entries)  # for now, the end of those from s - 1
+        first[k, n:] = len(entries)
+        first[k, 0] = first[k - 1, -1] if k else 0
+    to, own, needs, takes, base, low = (np.array(column) for column in zip(*entries))
+    return Steps(first, to, own, needs, takes, base.astype(np.float64), low)
+
+
+def _held(join: Join, trunk: Tails | None, slots: int, mem: int) -> Held:
+    """What is held, in slots of mem / slots bytes each, rounded up."""
+    longest = max(map(len, join.branches))
+    limit = 2 * slots + 2 if slots != mem else _NEVER
+
+    def units(size: int) -> int:
+        return min(-(-size * slots // mem), limit)
+
+    out = np.zeros((len(join.branches), longest + 1), dtype=np.int64)
+    phase = np.zeros_like(out)
+    for k, chain in enumerate(join.branches):
+        out[k, : len(chain) + 1] = [units(size) for size in chain.output_sizes]
+        phase[k, : len(chain) + 1] = [units(size) for size in chain.phase_sizes]
+    ends = [chain.blocks[-1] for chain in join.branches]
+    held = sum(block.held_bytes for block in ends)
+    return Held(
+        lengths=np.array([len(chain) for chain in join.branches], dtype=np.int64),
+        out=out,
+        phase=phase,
+        ends=units(held),
+        before=units(held + (trunk.chain.phase_sizes[-1] if trunk else 0)),
+        after=units(sum(block.weight_grad_bytes for block in join.trunk.blocks) if join.trunk else 0),
+        turn=0 if trunk else units(sum(block.grad_bytes for block in ends)),
+        trunk_low=int(trunk.low[1, len(trunk.chain)]) if trunk else 0,
+    )
+
+
+@jit
+def _code(place: Ints, own: Ints, lengths: Ints) -> int:
+    """The number of a state; larger ones are nearer to the turn."""
+    code = 0
+    for k in range(lengths.size):
+        code = code * 2 * (lengths[k] + 1) + 2 * place[k] + (1 - own[k])
+    return code
+
+
+@jit
+def _state(code: int, lengths: Ints) -> tuple[Ints, Ints]:
+    """Where each branch is, and whether its value is stored by itself."""
+    place, own = np.zeros_like(lengths), np.zeros_like(lengths)
+    for k in range(lengths.size - 1, -1, -1):
+        digit = code % (2 * (lengths[k] + 1))
+        code //= 2 * (lengths[k] + 1)
+        place[k], own[k] = digit // 2, 1 - digit % 2
+    return place, own
+
+
+@jit
+def _memory(held: Held, place: Ints, own: Ints) -> tuple[int, int]:
+    """The values stored by themselves, and what all branches hold after the turn."""
+    inputs, phases = 0, held.after
+    for k in range(place.size):
+        inputs += own[k] * held.out[k, place[k]]
+        phases += held.phase[k, place[k]]
+    return inputs, phases
+
+
+@jit
+def _fill_lows(lows: Ints, steps: Steps, held: Held, first: int, end: int) -> None:
+    """The least memory of states first..end-1, in bytes; those after are there."""
+    for code in range(end - 1, first - 1, -1):
+        place, own = _state(code, held.lengths)
+        inputs, phases = _memory(held, place, own)
+        before = inputs + held.before
+        if np.all(place == held.lengths):
+            lows[code] = max(inputs + held.ends + max(held.turn, held.trunk_low), phases)
+            continue
+        for k in range(place.size):
+            p, f = place[k], own[k]
+            given = f * held.out[k, p]
+            others = phases - held.phase[k, p]
+            for step in range(steps.first[k, p], steps.first[k, p + 1]):
+                place[k], own[k] = steps.to[step], steps.own[step]
+                then = given + steps.take[step] + lows[_code(place, own, held.lengths)]
+                last = given + others + steps.low[step]
+                lows[code] = min(lows[code], max(before + steps.need[step], then, last))
+            place[k], own[k] = p, f
+
+
+@jit
+def _fill(
+    costs: Floats, steps: Steps, held: Held, after: Floats, trunk: Floats, first: int, end: int
+) -> None:
+    """Fill the rows of states first..end-1 by the recursion; those after are there."""
+    width = costs.shape[1]
+    for code in range(end - 1, first - 1, -1):
+        place, own = _state(code, held.lengths)
+        inputs, phases = _memory(held, place, own)
+        before, row = inputs + held.before, costs[code]
+        if np.all(place == held.lengths):
+            for m in range(max(inputs + held.ends + held.turn, phases), width):
+                row[m] = trunk[m - inputs - held.ends]
+            continue
+        for k in range(place.size):
+            p, f = place[k], own[k]
+            given = f * held.out[k, p]
+            others = given + phases - held.phase[k, p]
+            for step in range(steps.first[k, p], steps.first[k, p + 1]):
+                place[k], own[k] = steps.to[step], steps.own[step]
+                rest, last = costs[_code(place, own, held.lengths)], after[step]
+                taken, base = given + steps.take[step], steps.base[step]
+                for m in range(max(before + steps.need[step], taken, others), width):
+                    row[m] = least(row[m], base + rest[m - taken] + last[m - others])
+            place[k], own[k] = p, f
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Reads schedules off a table, in bytes."""
+
+    join: Join
+    solved: list[Tails]
+    trunk: Tails | None
+    kinds: list[Kind]
+    steps: Steps
+    held: Held
+    lows: Ints
+    costs: Floats
+    slots: int
+
+    def schedule(self, m: int, full: int) -> JoinSchedule:
+        """A schedule that fits in m bytes; the slots stand for `full` bytes."""
+        ops: list[JoinOp] = []
+        tails_left: list[tuple[int, tuple[Op, ...]]] = []
+        place = np.zeros_like(self.held.lengths)
+        own = np.ones_like(place)
+        while not np.all(place == self.held.lengths):
+            k, step = self._choose(place, own, m, full)
+            kind, (_, phases) = self.kinds[step], _memory(self.held, place, own)
+            given = int(own[k] * self.held.out[k, place[k]])
+            rest = m - given - int(phases - self.held.phase[k, place[k]])
+            ops += [On(k + 1, op) for op in _forwards(self.join.branches[k], kind)]
+            tails_left.append((k, self._tail(k, kind, rest, full)))
+            m -= given + int(self.steps.take[step])
+            place[k], own[k] = self.steps.to[step], self.steps.own[step]
+        if self.trunk is None:
+            ops.append(Loss())
+        else:
+            inputs, _ = _memory(self.held, place, own)
+            n = len(self.trunk.chain)
+            ops += [On(0, op) for op in self.trunk.ops(1, n, n, m - int(inputs) - self.held.ends, full)]
+        for k, tail in reversed(tails_left):
+            ops += [On(k + 1, op) for op in tail]
+        return JoinSchedule(tuple(ops))
+
+    def _tail(self, k: int, kind: Kind, rest: int, full: int) -> tuple[Op, ...]:
+        """The ops that finish a step."""
+        if kind.option >= 0 and kind.s == kind.to:
+            return (Backward(kind.s),)
+        s, c = _row(self.join.branches[k], kind)
+        return self.solved[k].ops(s, kind.to, c, rest, full)
+
+    def _choose(self, place: Ints, own: Ints, m: int, full: int) -> tuple[int, int]:
+        """The branch and the step that fit and look fastest."""
+        inputs, phases = map(int, _memory(self.held, place, own))
+        found = []
+        for k in range(place.size):
+            p = int(place[k])
+            given = int(own[k] * self.held.out[k, p])
+            others = given + phases - int(self.held.phase[k, p])
+            then_place, then_own = place.copy(), own.copy()
+            for step in range(self.steps.first[k, p], self.steps.first[k, p + 1]):
+                then_place[k], then_own[k] = self.steps.to[step], self.steps.own[step]
+                then = int(_code(then_place, then_own, self.held.lengths))
+                left, last = m - given - int(self.steps.take[step]), m - others
+                if (
+                    inputs + self.held.before + self.steps.need[step] <= m
+                    and self.lows[then] <= left
+                    and self.steps.low[step] <= last
+                ):
+                    cost = self.steps.base[step] + self._guess(then, left * self.slots // full)
+                    cost += self._guess_tail(k, step, last * self.slots // full)
+                    found.append((cost, k, step))
+        _, k, step = min(found)
+        return k, step
+
+    def _guess(self, code: int, m: int) -> float:
+        """The cost of a state, dear where its slots are too few although its bytes are not."""
+        return _dearly(self.costs[code], m)
+
+    def _guess_tail(self, k: int, step: int, m: int) -> float:
+        return _dearly(_costs(self.solved[k], self.kinds[step]), m)
+
+
+def _dearly(costs: Floats, m: int) -> float:
+    """costs[m]; where it is infinite, more than any finite one, by how many slots are missing."""
+    cost = float(costs[min(m, len(costs) - 1)])
+    if cost < np.inf:
+        return cost
+    finite = np.flatnonzero(costs < np.inf)
+    return 1e12 + 1e6 * (finite[0] - m if finite.size else 2 * len(costs))
+
+
+def _forwards(chain: Chain, kind: Kind) -> list[Op]:
+    """The forwards of a step; the input of s stays, that of a block saved further on goes."""
+    s, to, option = kind
+    end = to if option < 0 else to - 1
+    ops: list[Op] = [
+        Forward(block, Keep.CHECKPOINT if block == s else Keep.NONE) for block in range(s, end + 1)
+    ]
+    if option >= 0:
+        before = sum(len(block.choices) for block in chain.blocks[: to - 1])
+        ops.append(Forward(to, Keep.ALL, option - before))
+        if to > s:
+            ops.append(Drop(Value("a", to - 1)))
+    return ops

@@ -1,0 +1,60 @@
+"""What a join asks of one of its chains: what a stretch of it costs when it runs on its own, and its ops.
+
+Rows are those of input_drop: row (s, c) runs backward t..s from block s, c = t; or with A_t stored and its
+input lost, c = n + 1 + option.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from fxremat.chain import Chain
+from fxremat.schedule import Op
+from fxremat.solvers.input_drop import bounds, fill_some, trace_row
+from fxremat.solvers.rows import Rows, jit, lay_out, value
+from fxremat.solvers.sizes import Floats, Ints, Sizes, in_bytes, in_slots
+from fxremat.solvers.squares import fill_squares
+from fxremat.solvers.tape import decode
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tails:
+    """The solved table of one chain."""
+
+    chain: Chain
+    slots: int
+    exact: Sizes  # in bytes
+    sizes: Sizes  # in slots
+    low: Ints  # [s, c]: the least memory of a row, in bytes
+    rows: Rows
+
+    def costs(self, s: int, c: int) -> Floats:
+        """Seconds of recomputation of row (s, c) in 0..slots slots, without the input of s."""
+        costs: Floats = _dense(self.rows, s, c, self.slots)
+        return costs
+
+    def ops(self, s: int, t: int, c: int, m: int, full: int) -> tuple[Op, ...]:
+        """The ops of row (s, c) in m bytes, without the input of s; the slots stand for `full` bytes."""
+        tape = trace_row(self.exact, self.low, self.rows, len(self.chain), s, t, c, m, full, self.slots)
+        return decode(self.chain, tape).ops
+
+
+def tails(chain: Chain, mem: int, slots: int) -> Tails:
+    """Solve one chain for every budget up to `mem` bytes."""
+    n, exact, sizes = len(chain), in_bytes(chain), in_slots(chain, mem, slots)
+    rows = lay_out(*bounds(sizes, n), slots)
+    fill_squares(
+        n,
+        "joins",
+        lambda distance, worker, workers: fill_some(sizes, rows, n, slots, distance, worker, workers),
+    )
+    low, _ = bounds(exact, n)
+    return Tails(chain=chain, slots=slots, exact=exact, sizes=sizes, low=low, rows=rows)
+
+
+@jit
+def _dense(rows: Rows, s: int, c: int, slots: int) -> Floats:
+    costs = np.empty(slots + 1)
+    for m in range(slots + 1):
+        costs[m] = value(rows, s, c, m)
+    return costs
