@@ -1,9 +1,10 @@
 """Costs without running anything: flops and bytes of each op over what a device can do of each.
 
-    seconds(op) = launch + max(flops / peak flops of the dtype, bytes read and written / bandwidth)
+    seconds(op) = launch + max(flops / reached flops of the dtype, bytes read and written / reached bandwidth)
 
 The roofline model. Flops are those of torch's own formulas (`torch.utils.flop_counter`); an op without a formula
-is bound by memory. Views cost nothing, workspaces are not known and count as nothing.
+is bound by memory. Batch normalization in training reads what it normalizes twice, first for the statistics.
+Views cost nothing, workspaces are not known and count as nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +21,16 @@ from fxremat.cost.table import Costs, OpCost, costs_from, device_of
 from fxremat.errors import FxrematError
 from fxremat.linearize.joint import Joint, Op, tensors_of
 
-REACHED = 0.6  # share of its peak that a device reaches on large matrix products
+REACHED = 0.6  # share of its peak flops that a device reaches on large matrix products
+STREAMED = 0.8  # share of its peak bandwidth that a device reaches on long arrays
+TWICE = (
+    torch.ops.aten.native_batch_norm,
+    torch.ops.aten._native_batch_norm_legit,
+    torch.ops.aten._native_batch_norm_legit_functional,
+    torch.ops.aten.cudnn_batch_norm,
+    torch.ops.aten.native_batch_norm_backward,
+    torch.ops.aten.cudnn_batch_norm_backward,
+)
 CPU_ATTENTION = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: torch.ops.aten._scaled_dot_product_flash_attention,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
@@ -78,19 +88,25 @@ def estimate(joint: Joint, device: Device) -> Costs:
 
 
 def _cost(op: Op, joint: Joint, device: Device) -> OpCost:
-    moved = sum(_bytes(parent) for parent in op.node.all_input_nodes) + _bytes(op.node)
+    read = sum(_bytes(parent) for parent in op.node.all_input_nodes)
+    passes = 2 if _packet(op.node) in TWICE else 1
+    moved = passes * read + _bytes(op.node)
     half = any(t is not None and t.dtype in (torch.float16, torch.bfloat16) for t in tensors_of(op.node))
     rate = (device.half_flops if half else device.flops) * REACHED
-    return OpCost(device.launch + max(flops_of(op.node) / rate, moved / device.bandwidth), 0)
+    return OpCost(device.launch + max(flops_of(op.node) / rate, moved / (STREAMED * device.bandwidth)), 0)
 
 
 def _bytes(node: fx.Node) -> int:
     return sum(t.numel() * t.element_size() for t in tensors_of(node) if t is not None)
 
 
+def _packet(node: fx.Node) -> Any:
+    return getattr(node.target, "overloadpacket", None)
+
+
 def flops_of(node: fx.Node) -> float:
     """Floating-point operations of one op; 0 where torch has no formula for it."""
-    packet: Any = getattr(node.target, "overloadpacket", None)
+    packet = _packet(node)
     formula: Callable[..., Any] | None = flop_registry.get(CPU_ATTENTION.get(packet, packet))
     if formula is None:
         return 0.0
