@@ -87,8 +87,14 @@ def needs(chain: Chain, schedule: Schedule) -> Ints:
     return np.array(read(chain, schedule).base, dtype=np.int64)
 
 
-def travel(schedule: Schedule, chosen: Sequence[Trip], need: Ints, mem: int) -> Schedule:
-    """A schedule without copies, with these trips; `need` is what it then needs, `mem` what there is."""
+def travel(
+    schedule: Schedule, chosen: Sequence[Trip], need: Ints, mem: int, *, in_part: bool = False
+) -> Schedule:
+    """A schedule without copies, with these trips; `need` is what it then needs, `mem` what there is.
+
+    With `in_part`, values set out on their way back as soon as there is room for a byte of them, for which the
+    fluid model has a use; in the other one the copy waits for more.
+    """
     before: dict[int, list[Op]] = {}  # the op before which they go -> tokens
     sent: set[tuple[Value, int]] = set()
     ordered = sorted(chosen, key=lambda trip: (trip.end, trip.start, trip.value.kind))
@@ -100,7 +106,7 @@ def travel(schedule: Schedule, chosen: Sequence[Trip], need: Ints, mem: int) -> 
             before.setdefault(trip.made + 1, []).append(Offload(trip.value))
     slot = 0
     for trip in ordered:
-        full = np.flatnonzero(need[trip.away] + trip.size > mem)
+        full = np.flatnonzero(need[trip.away] + (1 if in_part else trip.size) > mem)
         slot = max(slot, trip.start + 1, (trip.away.start + int(full[-1])) // 3 + 1 if full.size else 0)
         before.setdefault(slot, []).append(Prefetch(trip.value))
     ops: list[Op] = []

@@ -1,0 +1,256 @@
+"""Offloading alone, by dynamic programming over what is on its way: DYNPROG.
+
+    lost[i, A, F, B]   least idle time of the forwards before block i and the backwards that mirror them;
+                       of the values before A_{i-1}, A slots stay, F have yet to leave when F_{i-1} ends (below
+                       0: the link has been idle that long), B must be back before B_{i-1} starts (likewise)
+
+    idle before F_i    max(save(i) + A + max(F, 0) + A_{i-1} - slots, 0)          for B_i likewise
+    A_{i-1} goes       A,           max(max(F, 0) + A_{i-1} - sent, 0),   max(B - came, 0) + A_{i-1}
+    A_{i-1} stays      A + A_{i-1}, F - sent,                             B - came
+
+`sent`, `came` are what the link carries meanwhile. At the turn (`_turn`): what has yet to leave does so beneath
+the first backwards, or what must be back comes beneath the last forwards, as far as memory allows; if both, one
+after the other. With `synchronized` neither, as in pofo.py.
+
+All states that no other dominates are kept, block by block; past `_STATES` of them, those that have lost least.
+Every block is saved with its fastest option, and nothing is recomputed.
+
+The thesis, Algorithm 5, equations 3.4-3.17, and the rounding of 3.3.3.2: sums of values are rounded up, not each
+value, so some values round down; while the answer does not fit, the one that lost least in that is rounded up.
+Equation 3.10 lets F fall below 0 while F_i runs that reads A_{i-1}, so that A_{i-1} may be back before it has
+been read: here it does not.
+Optimal for the fluid model on one link, as long as `_STATES` suffice and nothing is rounded.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from fxremat.chain import Chain
+from fxremat.errors import BudgetTooSmall
+from fxremat.platform import Platform
+from fxremat.schedule import Schedule
+from fxremat.solvers import keep_all
+from fxremat.solvers.offload import greedy
+from fxremat.solvers.offload.link import Carried, carried, speeds
+from fxremat.solvers.offload.trips import needs, travel, trips
+from fxremat.solvers.progress import progress
+from fxremat.solvers.rows import jit
+from fxremat.solvers.sizes import Floats, Ints, in_slots
+
+_STATES = 60_000
+_ROUNDS = 3  # answers that do not fit
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A schedule, and the seconds it takes in the fluid model where sizes are whole numbers of slots."""
+
+    schedule: Schedule
+    time: float
+
+
+class Task(NamedTuple):
+    """All in slots; index 0 is unused, or a_0."""
+
+    slots: int
+    value: Ints  # A_0 = a_0, A_1, ...
+    save: Ints  # what F_i needs besides its input
+    run: Ints  # what B_i needs besides its input
+    end: Ints  # [j]: what B_j needs besides values, less A_{j+1}..A_n that are gone by then
+    begin: Ints  # [j]: what F_j needs besides values, less A_{j+1}..A_n that are not yet there
+    link: Carried
+
+
+class States(NamedTuple):
+    """States before one block, a row each; `came` is the row before the last decision, -1 - row if it was to go."""
+
+    kept: Ints
+    behind: Ints
+    ahead: Ints
+    lost: Floats
+    came: Ints
+
+
+def schedules(chain: Chain, mem: int, platform: Platform | None, slots: int = 500) -> list[Schedule]:
+    """The schedule of the table. Raises `BudgetTooSmall`; its minimum is exact."""
+    fallback = greedy.schedules(chain, mem)
+    if speeds(platform) == (0.0, 0.0):
+        if any(trip in str(fallback[0]) for trip in ("Off", "Pre")):
+            raise BudgetTooSmall(minimum=int(needs(chain, keep_all.schedules(chain)[0]).max()), budget=mem)
+        return fallback
+    try:
+        return list(dict.fromkeys([build(chain, mem, platform, slots).schedule, *fallback]))
+    except BudgetTooSmall:  # only because sizes were rounded
+        return fallback
+
+
+def build(
+    chain: Chain, mem: int, platform: Platform | None, slots: int = 500, *, synchronized: bool = False
+) -> Plan:
+    """The best schedule in `slots` steps of memory. Raises `BudgetTooSmall` where the steps are too coarse."""
+    everything = keep_all.schedules(chain)[0]
+    every = {trip.value.index: trip for trip in trips(chain, everything)}
+    values = [
+        chain.input_bytes,
+        *(block.choices[keep_all.fastest(block)].saved_bytes for block in chain.blocks),
+    ]
+    exact = np.array(values) * slots / mem
+    raised = np.zeros(exact.size, dtype=bool)
+    for attempt in range(_ROUNDS + 1):
+        if attempt == _ROUNDS:
+            raised[:] = True
+        rounded = _rounded(exact, raised)
+        task = _task(chain, mem, platform, slots, rounded)
+        away, lost = _solve(task, synchronized)
+        chosen = [every[i] for i in away if i in every]
+        need = needs(chain, everything)
+        for trip in chosen:
+            need[trip.away] -= trip.size
+        if need.max() <= mem and np.isfinite(lost):
+            return Plan(
+                schedule=travel(everything, chosen, need, mem, in_part=True), time=chain.least_time + lost
+            )
+        down = np.flatnonzero(rounded < exact)
+        if not down.size:
+            break
+        raised[down[np.argmin((exact - rounded)[down])]] = True
+    peaks = needs(chain, everything)
+    for trip in every.values():
+        peaks[trip.away] -= trip.size
+    raise BudgetTooSmall(minimum=int(peaks.max()), budget=mem)
+
+
+def _rounded(exact: Floats, raised: npt.NDArray[np.bool_]) -> Ints:
+    """Whole slots whose sums are rounded up; the raised values are rounded up themselves."""
+    sums = np.ceil(np.cumsum(np.where(raised, 0.0, exact)) - 1e-9)
+    return np.where(raised, np.ceil(exact - 1e-9), np.diff(sums, prepend=0.0)).astype(np.int64)
+
+
+def _task(chain: Chain, mem: int, platform: Platform | None, slots: int, value: Ints) -> Task:
+    n, sizes = len(chain), in_slots(chain, mem, slots)
+    pick = np.array([0] + [sizes.start[i] + keep_all.fastest(chain.blocks[i - 1]) for i in range(1, n + 1)])
+    save, run = sizes.phase[n] + sizes.save[pick], sizes.phase + sizes.back[pick]
+    gone = np.concatenate((np.cumsum(value[::-1])[::-1][1:], [0]))  # A_{j+1}..A_n
+    return Task(
+        slots=slots,
+        value=value,
+        save=save,
+        run=run,
+        end=run - value - gone,
+        begin=save - value - gone,
+        link=carried(chain, mem, slots, platform),
+    )
+
+
+def _solve(task: Task, synchronized: bool) -> tuple[list[int], float]:
+    """The values that travel, and the idle time."""
+    n = task.value.size - 1
+    room = task.slots - np.maximum(task.save, task.run)
+    # A may grow to this much before block i if the rest is to fit
+    rooms = np.concatenate((np.minimum.accumulate((room[1:] - task.value[:-1])[::-1])[::-1], [task.slots]))
+    zero = np.zeros(1, dtype=np.int64)
+    layers = [States(zero, zero, zero, np.zeros(1), zero)]
+    for i in progress(range(1, n + 1), "offload_dp"):
+        layers.append(_prune(_step(task, layers[-1], i, int(rooms[i]), synchronized)))
+    last = layers[-1]
+    if not last.kept.size:
+        return [], np.inf
+    total = np.array([_turn(task, last, k, synchronized) for k in range(last.kept.size)])
+    k = int(np.argmin(total))
+    lost, away = float(total[k]), []
+    for i in range(n, 0, -1):
+        came = int(layers[i].came[k])
+        if came < 0:
+            away.append(i - 1)
+        k = came if came >= 0 else -1 - came
+    return away, lost
+
+
+@jit
+def _step(task: Task, states: States, i: int, room: int, synchronized: bool) -> States:
+    """The states before block i + 1; `room` is the most that A may then be if the rest is to fit."""
+    link, size, n = task.link, task.value[i - 1], task.value.size - 1
+    kept, behind, ahead = np.zeros((3, 2 * states.kept.size), dtype=np.int64)
+    came = np.zeros(2 * states.kept.size, dtype=np.int64)
+    lost = np.zeros(2 * states.kept.size)
+    count = 0
+    for k in range(states.kept.size):
+        a, f, b = states.kept[k], states.behind[k], states.ahead[k]
+        if max(task.save[i], task.run[i]) + a + size > task.slots:
+            continue
+        idle = max(task.save[i] + a + max(f, 0) + size - task.slots, 0)
+        idle_back = max(task.run[i] + a + max(b, 0) + size - task.slots, 0)
+        sent = link.forward_out[i] - link.forward_out[i - 1] + idle
+        back = link.backward_in[i] - link.backward_in[i - 1] + idle_back
+        cost = states.lost[k] + idle * link.slot_out + idle_back * link.slot_in
+        for goes in range(2):
+            if goes and i == n:  # the last backward reads it at once
+                continue
+            if not goes and a + size > room:
+                continue
+            kept[count] = a if goes else a + size
+            behind[count] = max(max(f, 0) + size - sent, 0) if goes else f - sent
+            ahead[count] = max(b - back, 0) + size if goes else b - back
+            if synchronized:
+                behind[count], ahead[count] = max(behind[count], 0), max(ahead[count], 0)
+            lost[count] = cost
+            came[count] = -1 - k if goes else k
+            count += 1
+    return States(kept[:count], behind[:count], ahead[:count], lost[:count], came[:count])
+
+
+def _prune(states: States) -> States:
+    """The states that no other dominates in A, B and in F and loss together, or that have lost least."""
+    states = _pick(states, np.lexsort((states.lost, states.behind, states.ahead, states.kept)))
+    states = _pick(states, np.flatnonzero(_undominated(states)))
+    if states.kept.size > _STATES:
+        states = _pick(states, np.sort(np.lexsort((states.kept, states.lost))[:_STATES]))
+    return states
+
+
+def _pick(states: States, rows: npt.NDArray[np.intp]) -> States:
+    kept, behind, ahead, lost, came = states
+    return States(kept[rows], behind[rows], ahead[rows], lost[rows], came[rows])
+
+
+@jit
+def _undominated(states: States) -> npt.NDArray[np.bool_]:
+    """Sorted by A, B, F, loss: whether a state loses less than every one before it of the same A and B."""
+    keep = np.zeros(states.kept.size, dtype=np.bool_)
+    best = np.inf
+    for k in range(states.kept.size):
+        if k == 0 or states.kept[k] != states.kept[k - 1] or states.ahead[k] != states.ahead[k - 1]:
+            best = np.inf
+        if states.lost[k] < best:
+            keep[k], best = True, states.lost[k]
+    return keep
+
+
+@jit
+def _turn(task: Task, states: States, k: int, synchronized: bool) -> float:
+    """The loss of a last state, with the idle time between the last forward and the first backward."""
+    link, n = task.link, task.value.size - 1
+    a, f, b, lost = states.kept[k], states.behind[k], states.ahead[k], states.lost[k]
+    if synchronized or (f > 0 and b > 0):
+        return float(lost + max(f, 0) * link.slot_out + max(b, 0) * link.slot_in)
+    if f <= 0 and b <= 0:
+        return float(lost)
+    held = a + task.value[n] + max(f, b) - task.slots
+    wait = 0.0
+    for j in range(n, 0, -1):
+        if f > 0:
+            later = link.slot_in * (link.backward_in[n] - link.backward_in[j])
+            if later >= -b * link.slot_in:
+                break
+            wait = max(wait, (task.end[j] + held) * link.slot_out - later)
+        else:
+            later = link.slot_out * (link.forward_out[n] - link.forward_out[j])
+            if later >= -f * link.slot_out:
+                break
+            wait = max(wait, (task.begin[j] + held) * link.slot_in - later)
+    if f > 0:
+        return float(lost + max(wait, f * link.slot_out + b * link.slot_in))
+    return float(lost + max(wait, b * link.slot_in + f * link.slot_out))
