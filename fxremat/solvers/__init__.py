@@ -10,6 +10,14 @@
     floating_drop   both, and more                                  dynamic program for short chains
     checkmate       optimal without a_l as a value of its own       integer program for a few blocks
     exact           optimal                                         A*, for a few blocks
+
+with a link to the host, values may also leave and come back:
+
+    offload_greedy  the first values go until the rest fits         the thesis, Th. 8
+    vdnn            values that take long to compute go             what vDNN does
+    offload_dp      the best set to offload, nothing recomputed     dynamic program, DYNPROG of the thesis
+    pofo            recomputation and offloading together           dynamic program, POFO
+    autocapper      input_drop for more memory, then offloading     the heuristic of the thesis, on a better base
     auto            the best of those that the time allows
 
 `solve` is the front: it judges what solvers propose by `simulate`, which they themselves never see.

@@ -12,7 +12,7 @@ from fxremat.chain import Chain
 from fxremat.errors import InvalidSchedule
 from fxremat.platform import Platform
 from fxremat.schedule import Schedule
-from fxremat.simulate import Timeline
+from fxremat.simulate import Timeline, simulate
 from fxremat.solvers import (
     binomial,
     checkmate,
@@ -25,6 +25,7 @@ from fxremat.solvers import (
     persistent,
     revolve,
 )
+from fxremat.solvers.offload import autocapper, greedy, offload_dp, pofo, vdnn
 from fxremat.solvers.table import Build, grain
 
 DEFAULT = "input_drop"  # the chain solver of choice: what others start from
@@ -43,6 +44,11 @@ class Problem:
     slots: int
     judge: Callable[[Schedule], Timeline]
     effort: float  # seconds, for solvers that can always go on
+
+    @property
+    def room(self) -> int:
+        """`mem`, but at least a byte: sizes can be divided by it."""
+        return max(1, self.mem)
 
     def fits(self, schedule: Schedule) -> bool:
         """Whether `schedule` runs within the memory of the machine."""
@@ -120,14 +126,57 @@ TABLES: Mapping[str, Build] = MappingProxyType(
     }
 )
 _WORK = {"floating": floating_drop.work, "floating_drop": floating_drop.work}  # the others are cubic
+POFO_SLOTS = 50  # its table has two dimensions more than the others
+
+
+def capped(build: Build, problem: Problem) -> list[Schedule]:
+    """autocapper on top of a table; what the table says by itself is among its proposals."""
+    chain = problem.chain
+    most = max(1, simulate(chain, keep_all.schedules(chain)[0]).peak)
+    table = build(chain, most, problem.slots)
+    found = [] if problem.mem < table.least else by_table(build, problem)
+    return found + autocapper.schedules(
+        chain, problem.room, least=table.least, enough=most, solve=table.schedule
+    )
+
+
 _OTHERS = {
     "checkmate": Solver(
-        propose=lambda problem: checkmate.schedules(problem.chain, problem.mem),
+        propose=lambda problem: checkmate.schedules(problem.chain, problem.room),
         seconds=lambda problem: 0.01 * 1.8 ** min(100, len(problem.chain)),
     ),
     "exact": Solver(
-        propose=lambda problem: exact.schedules(problem.chain, problem.mem),
+        propose=lambda problem: exact.schedules(problem.chain, problem.room),
         seconds=lambda problem: 1e-6 * 4.0 ** min(100, sum(len(b.choices) for b in problem.chain.blocks)),
+    ),
+    "offload_greedy": Solver(
+        propose=lambda problem: greedy.schedules(problem.chain, problem.room),
+        seconds=lambda problem: 1e-4 * len(problem.chain),
+        transfers=True,
+    ),
+    "vdnn": Solver(
+        propose=lambda problem: vdnn.schedules(problem.chain, problem.room),
+        seconds=lambda problem: 1e-5 * len(problem.chain) ** 2,
+        transfers=True,
+    ),
+    "offload_dp": Solver(
+        propose=lambda problem: offload_dp.schedules(
+            problem.chain, problem.room, problem.platform, problem.slots
+        ),
+        seconds=lambda problem: 3e-3 * len(problem.chain),
+        transfers=True,
+    ),
+    "pofo": Solver(
+        propose=lambda problem: pofo.schedules(
+            problem.chain, problem.room, problem.platform, min(problem.slots, POFO_SLOTS)
+        ),
+        seconds=lambda problem: 3e-9 * len(problem.chain) ** 2 * float(min(problem.slots, POFO_SLOTS)) ** 3,
+        transfers=True,
+    ),
+    "autocapper": Solver(
+        propose=lambda problem: capped(TABLES[DEFAULT], problem),
+        seconds=lambda problem: 1e-3 * len(problem.chain) + 2 * SOLVERS[DEFAULT].seconds(problem),
+        transfers=True,
     ),
 }
 SOLVERS: Mapping[str, Solver] = MappingProxyType(
