@@ -1,5 +1,7 @@
 """The solvers that choose values to send away without a table: greedy, vdnn, autocapper."""
 
+from contextlib import nullcontext, suppress
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,7 +11,7 @@ from fxremat.errors import BudgetTooSmall
 from fxremat.schedule import Schedule
 from fxremat.simulate import simulate
 from fxremat.solvers import input_drop, keep_all
-from fxremat.solvers.offload import autocapper, greedy, vdnn
+from fxremat.solvers.offload import autocapper, greedy, opportunist, vdnn
 from tests.dags import few
 from tests.solvers.chains import chains
 from tests.solvers.offloads import machine, speeds
@@ -89,3 +91,24 @@ def test_vdnn_takes_the_inputs_of_long_forwards():
         str(schedule).split()[:4] == ["Fall1", "Fall2", "Off(A2)", "Fall3"]
         for schedule in vdnn.schedules(chain, 45)
     )
+
+
+@few(150)
+@given(chains(7), more, speeds, speeds)
+def test_opportunist_fits(chain, more, speed, back):
+    with pytest.raises(BudgetTooSmall) as error:
+        opportunist.schedules(chain, -1, machine(None, speed, back), slots=64)
+    mem = max(1, error.value.minimum + more)
+    with suppress(BudgetTooSmall) if more else nullcontext():  # more memory makes other groups
+        (schedule,) = opportunist.schedules(chain, mem, machine(None, speed, back), slots=64)
+        timeline = simulate(chain, schedule, machine(mem, speed, back))
+        assert timeline.peak <= mem
+        assert Schedule.parse(str(schedule)) == schedule
+
+
+def test_opportunist_by_hand():
+    # 5 + 10 bytes go at 5 a second: two forwards run beneath 10 of them, then the rest fits
+    (schedule,) = opportunist.schedules(CHAIN, 40, machine(None, 5.0))
+    text = "Off(a0) Fall1 Off(A1) Fnone2 Fnone3 Fall4 Fall5 Pre(A1) Pre(a0) B5 B4 Fall2 Fall3 B3 B2 B1"
+    assert schedule == Schedule.parse(text)
+    assert simulate(CHAIN, schedule, machine(40, 5.0)).time == CHAIN.least_time + 2

@@ -70,15 +70,15 @@ def _schedule(chain: Chain, ways: dict[tuple[int, int], tuple[int, int, int]], l
         if s < n:
             forward.append(Offload(value))
             backward.append([Prefetch(value)])
-        forward += _pass(s, t) if option < 0 else [_saving(sizes, s, option)]
-        backward.append(_rerun(sizes, low, s, t, peak - kept) if option < 0 else [Backward(s)])
+        forward += passing(s, t) if option < 0 else [saving(sizes, s, option)]
+        backward.append(rerun(sizes, low, s, t, peak - kept) if option < 0 else [Backward(s)])
         s, held = t + 1, option
     fetches = [ops[0] for ops in reversed(backward) if isinstance(ops[0], Prefetch)]
     runs = [op for ops in reversed(backward) if not isinstance(ops[0], Prefetch) for op in ops]
     return Schedule((*forward, *fetches, *runs))
 
 
-def _rerun(sizes: Sizes, low: Ints, s: int, t: int, mem: int) -> list[Op]:
+def rerun(sizes: Sizes, low: Ints, s: int, t: int, mem: int) -> list[Op]:
     """Run backward t..s within `mem` bytes beyond the input of s: save where that fits."""
     ops: list[Op] = []
     todo: list[tuple[int, int, int] | Backward] = [(s, t, mem)]
@@ -98,7 +98,7 @@ def _rerun(sizes: Sizes, low: Ints, s: int, t: int, mem: int) -> list[Op]:
         ]
         if saves:
             save = min(saves, key=lambda o: (sizes.extra[o], sizes.saved[o]))
-            ops.append(_saving(sizes, s, save))
+            ops.append(saving(sizes, s, save))
             todo.append(Backward(s))
             if s < t:
                 todo.append((s + 1, t, mem - int(sizes.saved[save])))
@@ -108,17 +108,19 @@ def _rerun(sizes: Sizes, low: Ints, s: int, t: int, mem: int) -> list[Op]:
                 for j in range(s, t)
                 if max(sizes.phase[t] + sizes.run[s, j], sizes.out[j] + low[j + 1, t], low[s, j]) <= mem
             )
-            ops += _pass(s, cut)
+            ops += passing(s, cut)
             todo.append((s, cut, mem))
             todo.append((cut + 1, t, mem - int(sizes.out[cut])))
     return ops
 
 
-def _pass(s: int, t: int) -> list[Op]:
+def passing(s: int, t: int) -> list[Op]:
+    """The forwards of blocks s..t, which keep the input of s."""
     return [Forward(s, Keep.CHECKPOINT), *(Forward(block, Keep.NONE) for block in range(s + 1, t + 1))]
 
 
-def _saving(sizes: Sizes, s: int, option: int) -> Forward:
+def saving(sizes: Sizes, s: int, option: int) -> Forward:
+    """The forward of s that saves it; the option is counted over the whole chain."""
     return Forward(s, Keep.ALL, option - int(sizes.start[s]))
 
 

@@ -38,7 +38,7 @@ import numpy as np
 from fxremat.chain import Chain
 from fxremat.errors import BudgetTooSmall
 from fxremat.platform import Platform
-from fxremat.schedule import Backward, Forward, Keep, Offload, Op, Prefetch, Schedule, Value
+from fxremat.schedule import Backward, Offload, Op, Prefetch, Schedule, Value
 from fxremat.solvers.offload import frugal
 from fxremat.solvers.offload.link import Carried, carried, speeds
 from fxremat.solvers.progress import progress
@@ -88,7 +88,7 @@ def schedules(chain: Chain, mem: int, platform: Platform | None, slots: int = 50
 
 def build(chain: Chain, mem: int, platform: Platform | None, slots: int = 50) -> Plan:
     """The best schedule in `slots` steps of memory. Raises `BudgetTooSmall` where the steps are too coarse."""
-    task = _task(chain, mem, platform, slots)
+    task = task_of(chain, mem, platform, slots)
     back = fill_back(task)
     plan = _plan(chain, task, back, fill_forward(task, back))
     if plan is None:
@@ -96,7 +96,8 @@ def build(chain: Chain, mem: int, platform: Platform | None, slots: int = 50) ->
     return plan
 
 
-def _task(chain: Chain, mem: int, platform: Platform | None, slots: int) -> Task:
+def task_of(chain: Chain, mem: int, platform: Platform | None, slots: int) -> Task:
+    """The chain, the budget and the link, rounded to slots."""
     n = len(chain)
     sizes = in_slots(chain, mem, slots)
     link = carried(chain, mem, slots, platform)
@@ -514,17 +515,26 @@ def _schedule(task: Task, back: Back, moves: list[Move]) -> Schedule:
     for move in moves:
         if move.away:
             ops.append(Offload(move.value))
-        ops += _pass(move.s, move.t) if move.option < 0 else [_saving(task, move.s, move.option)]
+        ops += (
+            frugal.passing(move.s, move.t)
+            if move.option < 0
+            else [frugal.saving(task.sizes, move.s, move.option)]
+        )
     ops += [Prefetch(move.value) for move in reversed(moves) if move.away]
     for move in reversed(moves):
         if move.option >= 0:
             ops.append(Backward(move.s))
         else:
-            ops += _rerun(task, back, move.s, move.t, move.held, move.due)
+            ops += rerun(task, back, move.s, move.t, move.held, move.due)
     return Schedule(tuple(ops))
 
 
-def _rerun(task: Task, back: Back, s: int, t: int, held: int, due: int) -> list[Op]:
+def lost(back: Back, s: int, t: int, held: int) -> float:
+    """back[s, t, held, 0]: seconds, infinite where t..s cannot run backward beside `held` slots."""
+    return float(_line(back, s, t, held)[0])
+
+
+def rerun(task: Task, back: Back, s: int, t: int, held: int, due: int) -> list[Op]:
     """The ops of back[s, t, held, due]."""
     ops: list[Op] = []
     todo: list[tuple[int, int, int, int] | Backward] = [(s, t, held, due)]
@@ -536,11 +546,11 @@ def _rerun(task: Task, back: Back, s: int, t: int, held: int, due: int) -> list[
         s, t, held, due = item
         save, cut, rest = _choose(task, back, s, t, held, due)
         if cut >= 0:
-            ops += _pass(s, cut)
+            ops += frugal.passing(s, cut)
             todo.append((s, cut, held, due))
             todo.append((cut + 1, t, held + int(task.sizes.out[cut]), rest))
         else:
-            ops.append(_saving(task, s, save))
+            ops.append(frugal.saving(task.sizes, s, save))
             todo.append(Backward(s))
             if s < t:
                 todo.append((s + 1, t, held + int(task.sizes.saved[save]), rest))
@@ -567,11 +577,3 @@ def _choose(task: Task, back: Back, s: int, t: int, kept: int, due: int) -> tupl
             left = _line(back, s, j, kept)[due]
             rest = max(due - _carries(link, s, j) - _whole(left, link.rate_in), 0)
     return save, cut, rest
-
-
-def _pass(s: int, t: int) -> list[Op]:
-    return [Forward(s, Keep.CHECKPOINT), *(Forward(block, Keep.NONE) for block in range(s + 1, t + 1))]
-
-
-def _saving(task: Task, s: int, option: int) -> Forward:
-    return Forward(s, Keep.ALL, option - int(task.sizes.start[s]))
