@@ -41,11 +41,15 @@ from fxremat.platform import Platform
 from fxremat.schedule import Backward, Offload, Op, Prefetch, Schedule, Value
 from fxremat.solvers.offload import frugal
 from fxremat.solvers.offload.link import Carried, carried, speeds
+from fxremat.solvers.offload.trips import needs
 from fxremat.solvers.progress import progress
 from fxremat.solvers.rows import jit, least
 from fxremat.solvers.sizes import Floats, Ints, Sizes, in_slots
+from fxremat.solvers.table import grain
 
 _ROUNDING = 1e-9
+_QUICK = 5.0  # seconds
+_ROUNDS = 4
 _CELLS = 60_000_000  # of `forward` for saved inputs
 
 
@@ -73,17 +77,49 @@ class Task(NamedTuple):
 
 
 def schedules(chain: Chain, mem: int, platform: Platform | None, slots: int = 50) -> list[Schedule]:
-    """Schedules that fit in `mem` bytes with any link, the one the table likes best in front.
+    """Schedules that fit in `mem` bytes whatever the speed of the link; the last are likely the fastest.
+
+    Slots are rounded up, so a table for more than `mem` bytes may give a schedule that fits in them. Several
+    are tried if that takes seconds; if a table takes a minute, one, for a budget that a table without the link,
+    which takes a second, has tried.
 
     Raises `BudgetTooSmall`; its minimum is exact.
     """
     least = frugal.plan(chain, platform)
     if mem < least.peak:
         raise BudgetTooSmall(minimum=least.peak, budget=mem)
-    try:
-        return list(dict.fromkeys([build(chain, mem, platform, slots).schedule, least.schedule]))
-    except BudgetTooSmall:  # only because sizes were rounded up
-        return [least.schedule]
+    found = [least.schedule]
+    exact = mem % slots == 0 and grain(chain) % (mem // slots) == 0
+
+    def fits(nominal: float, link: Platform | None) -> bool:
+        try:
+            schedule = build(chain, int(mem * nominal), link, slots).schedule
+        except BudgetTooSmall:  # only because sizes were rounded up
+            return nominal == 1.0
+        if needs(chain, schedule).max() <= mem:
+            found.append(schedule)
+            return True
+        return False
+
+    def widest(link: Platform | None, rounds: int) -> float:
+        sound, hopeful = 1.0, min(1.0 + len(chain) / slots, 4.0)
+        for _ in range(rounds):
+            nominal = (sound + hopeful) / 2
+            sound, hopeful = (nominal, hopeful) if fits(nominal, link) else (sound, nominal)
+        return sound
+
+    if exact or seconds(chain, slots) < _QUICK:
+        fits(1.0, platform)
+        widest(platform, 0 if exact else _ROUNDS)
+    elif not fits(0.97 * widest(None, _ROUNDS) if speeds(platform) != (0.0, 0.0) else 1.0, platform):
+        fits(1.0, platform)
+    return list(dict.fromkeys(found))
+
+
+def seconds(chain: Chain, slots: int) -> float:
+    """About how long `build` takes, on two cores."""
+    options = sum(len(block.choices) for block in chain.blocks) / len(chain)
+    return 7e-10 * len(chain) ** 3 * slots**2 + 2e-9 * options**2 * len(chain) ** 2 * slots**2
 
 
 def build(chain: Chain, mem: int, platform: Platform | None, slots: int = 50) -> Plan:
