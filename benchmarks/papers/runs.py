@@ -2,21 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cache
 
 from benchmarks.papers.chains import as_in_the_papers, read
 from fxremat.chain import Chain
 from fxremat.errors import BudgetTooSmall, InvalidSchedule
 from fxremat.platform import Platform
+from fxremat.schedule import Schedule
 from fxremat.simulate import Accounting, simulate
-from fxremat.solvers import SOLVERS, keep_all, persistent
+from fxremat.solvers import SOLVERS, TABLES, keep_all, persistent, solve
 from fxremat.solvers.progress import progress
-from fxremat.solvers.registry import Problem
+from fxremat.solvers.registry import Problem, capped
 
 GB = 1e9
 WORKERS = 2
+
+
+def _auto(problem: Problem) -> list[Schedule]:
+    """What `solve` answers, in whole accounting."""
+    schedule = solve(
+        problem.chain, problem.mem, platform=problem.platform, slots=problem.slots, effort=problem.effort
+    )
+    return [schedule]
+
+
+PROPOSERS: dict[str, Callable[[Problem], list[Schedule]]] = {
+    name: solver.propose for name, solver in SOLVERS.items()
+} | {
+    "rematerialization": SOLVERS["persistent"].propose,
+    "autocapper (thesis)": lambda problem: capped(TABLES["persistent"], problem),
+    "ours, without POFO": SOLVERS["local_search"].propose,
+    "ours": _auto,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,18 +48,35 @@ class Case:
     speed: float  # bytes a second, both ways
     solver: str
     slots: int = 500
-    effort: float = 10.0
+    effort: float = 5.0  # seconds
 
     @property
     def chain(self) -> Chain:
         """As the papers see it."""
-        return as_in_the_papers(read(self.network))
+        return _chain(self.network)
+
+    @property
+    def memory(self) -> tuple[int, int]:
+        """The least memory of checkpointing, and that of keeping everything."""
+        return _memory(self.network)
 
     @property
     def mem(self) -> int:
-        """alpha of the way from the least memory of checkpointing to that of keeping everything (thesis 4.4.1)."""
-        low, high = memory_range(self.chain)
+        """alpha of the way from one to the other (thesis, 4.4.1)."""
+        low, high = self.memory
         return int((1 - self.alpha) * low + self.alpha * high)
+
+
+@cache
+def _chain(network: str) -> Chain:
+    return as_in_the_papers(read(network))
+
+
+@cache
+def _memory(network: str) -> tuple[int, int]:
+    chain = _chain(network)
+    most = simulate(chain, keep_all.schedules(chain)[0]).peak
+    return persistent.build(chain, most, 1).least, most
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,12 +86,6 @@ class Point:
     whole: float | None
     fluid: float | None
     sent: float  # share of all activations that goes to the host
-
-
-def memory_range(chain: Chain) -> tuple[int, int]:
-    """The least memory of any persistent schedule, and that of keeping everything."""
-    most = simulate(chain, keep_all.schedules(chain)[0]).peak
-    return persistent.build(chain, most, 1).least, most
 
 
 def run(case: Case) -> Point:
@@ -70,7 +101,7 @@ def run(case: Case) -> Point:
         effort=case.effort,
     )
     try:
-        proposed = SOLVERS[case.solver].propose(problem)
+        proposed = PROPOSERS[case.solver](problem)
     except BudgetTooSmall:
         return Point(whole=None, fluid=None, sent=0.0)
 
@@ -94,8 +125,3 @@ def run_all(cases: Iterable[Case], what: str) -> dict[Case, Point]:
     wanted = list(dict.fromkeys(cases))
     with ProcessPoolExecutor(WORKERS) as pool:
         return dict(zip(wanted, progress(pool.map(run, wanted), what), strict=True))
-
-
-def with_slots(case: Case, slots: int) -> Case:
-    """The same in other steps of memory."""
-    return replace(case, slots=slots)

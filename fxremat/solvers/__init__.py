@@ -17,7 +17,9 @@ with a link to the host, values may also leave and come back:
     vdnn            values that take long to compute go             what vDNN does
     offload_dp      the best set to offload, nothing recomputed     dynamic program, DYNPROG of the thesis
     pofo            recomputation and offloading together           dynamic program, POFO
+    opportunist     persistent, with offloading where it is free    the heuristic of the thesis
     autocapper      input_drop for more memory, then offloading     the heuristic of the thesis, on a better base
+    local_search    the same, then small changes that help          as long as the effort lasts
     auto            the best of those that the time allows
 
 `solve` is the front: it judges what solvers propose by `simulate`, which they themselves never see.

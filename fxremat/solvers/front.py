@@ -9,7 +9,7 @@ from fxremat.platform import Platform
 from fxremat.schedule import Schedule
 from fxremat.simulate import Accounting, Timeline, simulate
 from fxremat.solvers.bound import lower_bound
-from fxremat.solvers.registry import DEFAULT, NAMES, SOLVERS, Problem
+from fxremat.solvers.registry import DEFAULT, NAMES, SOLVERS, Problem, search
 
 EFFORT = 10.0  # seconds
 
@@ -155,21 +155,24 @@ def _auto(problem: Problem) -> tuple[str, Timeline]:
     found: list[tuple[str, Timeline]] = []
     refusals: list[BudgetTooSmall] = []
     names = [name for name, solver in SOLVERS.items() if problem.platform.linked or not solver.transfers]
-    for name in sorted(names, key=lambda name: SOLVERS[name].seconds(problem)):
+    for name in sorted(names, key=lambda name: (SOLVERS[name].patient, SOLVERS[name].seconds(problem))):
         left = deadline - time.monotonic()
         if name != DEFAULT and SOLVERS[name].seconds(problem) > left:
             continue
         try:
-            found.append((name, ask(replace(problem, effort=max(left, 0.0)), name)))
+            found.append((name, ask(replace(problem, effort=max(left, 0.0) / 2), name)))
         except BudgetTooSmall as refusal:
             refusals.append(refusal)
         except FxrematError:  # the chain is too long for this solver
             continue
         if found and (found[-1][1].time <= problem.chain.least_time or _is_optimal(problem, found[-1][0])):
-            break
+            return found[-1]
     if not found:
         raise min(refusals, key=lambda refusal: refusal.minimum)
-    return min(found, key=lambda entry: _merit(entry[1]))
+    name, timeline = min(found, key=lambda entry: _merit(entry[1]))
+    if problem.platform.linked and (left := deadline - time.monotonic()) > 0:
+        timeline = problem.judge(search(replace(problem, effort=left), timeline.schedule))
+    return name, timeline
 
 
 def _is_optimal(problem: Problem, solver: str) -> bool:

@@ -25,13 +25,15 @@ from fxremat.solvers import (
     persistent,
     revolve,
 )
-from fxremat.solvers.offload import autocapper, greedy, offload_dp, pofo, vdnn
+from fxremat.solvers.offload import autocapper, greedy, local_search, offload_dp, opportunist, pofo, vdnn
 from fxremat.solvers.table import Build, grain
 
 DEFAULT = "input_drop"  # the chain solver of choice: what others start from
 _ROUNDS = 4  # bisections of the nominal budget
 _QUICK = 5e9  # more work than this is not done several times
 _SPEED = 1e9  # additions per second, about
+_MOST_TRIES = 3000  # steps of a local search, after which little is found
+_STEP = 25e-6  # seconds for each op of a schedule in a step of the local search, about
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +67,7 @@ class Solver:
     propose: Callable[[Problem], list[Schedule]]  # raises BudgetTooSmall
     seconds: Callable[[Problem], float]  # about how long that takes; infinite where it does not apply
     transfers: bool = False  # needs a link to the host
+    patient: bool = False  # takes all the effort it is given
 
 
 def _listed(schedules: Callable[[Chain], list[Schedule]]) -> Solver:
@@ -140,6 +143,21 @@ def capped(build: Build, problem: Problem) -> list[Schedule]:
     )
 
 
+def search(problem: Problem, start: Schedule) -> Schedule:
+    """The local search from a schedule that fits; as many steps as its effort, on a machine like ours, allows."""
+    tries = min(int(problem.effort / _STEP / max(1, len(start.ops))), _MOST_TRIES)
+    return local_search.improve(problem.chain, start, problem.mem, problem.judge, tries=tries)
+
+
+def _searched(problem: Problem) -> list[Schedule]:
+    """autocapper, then the local search from the fastest that fits."""
+    proposed = capped(TABLES[DEFAULT], problem)
+    fitting = [schedule for schedule in proposed if problem.fits(schedule)]
+    if fitting:
+        proposed.append(search(problem, min(fitting, key=lambda schedule: problem.judge(schedule).time)))
+    return proposed
+
+
 _OTHERS = {
     "checkmate": Solver(
         propose=lambda problem: checkmate.schedules(problem.chain, problem.room),
@@ -173,10 +191,25 @@ _OTHERS = {
         seconds=lambda problem: 3e-9 * len(problem.chain) ** 2 * float(min(problem.slots, POFO_SLOTS)) ** 3,
         transfers=True,
     ),
+    "opportunist": Solver(
+        propose=lambda problem: opportunist.schedules(
+            problem.chain, problem.room, problem.platform, min(problem.slots, 100)
+        ),
+        seconds=lambda problem: (
+            20 * 100 / max(1, problem.slots) * _cubic(problem.chain, problem.slots) / _SPEED
+        ),
+        transfers=True,
+    ),
     "autocapper": Solver(
         propose=lambda problem: capped(TABLES[DEFAULT], problem),
         seconds=lambda problem: 1e-3 * len(problem.chain) + 2 * SOLVERS[DEFAULT].seconds(problem),
         transfers=True,
+    ),
+    "local_search": Solver(
+        propose=_searched,
+        seconds=lambda problem: 1e-3 * len(problem.chain) + 2 * SOLVERS[DEFAULT].seconds(problem),
+        transfers=True,
+        patient=True,
     ),
 }
 SOLVERS: Mapping[str, Solver] = MappingProxyType(
