@@ -43,8 +43,10 @@ MISTAKES += [
     # a lost input is paid for with one forward too many
     Mistake(
         "solvers/input_drop.py",
-        "again = forward[j - 1] - forward[s - 1]\n                for o in range(start[j], start[j + 1]):\n                    need",
-        "again = forward[j] - forward[s - 1]\n                for o in range(start[j], start[j + 1]):\n                    need",
+        "again = forward[j - 1] - forward[s - 1]\n"
+        "                for o in range(start[j], start[j + 1]):\n                    need",
+        "again = forward[j] - forward[s - 1]\n"
+        "                for o in range(start[j], start[j + 1]):\n                    need",
         TABLES,
     ),
     # scratch memory of the forward that saves is forgotten
@@ -97,5 +99,149 @@ MISTAKES += [
         "weight_grads += block.weight_grad_bytes",
         "weight_grads += 0 * block.weight_grad_bytes",
         "test_chain.py",
+    ),
+]
+
+MISTAKES += [
+    # a pass forgets its scratch memory
+    Mistake(
+        "solvers/exact.py",
+        "moves.need[count] = rest + sizes.run[i, i]",
+        "moves.need[count] = rest + out[i]",
+        "solvers/test_exact.py",
+    ),
+    # the input of the next backward is never computed anew
+    Mistake(
+        "solvers/exact.py",
+        "if i < k and state[i] != 1:",
+        "if i < k - 1 and state[i] != 1:",
+        "solvers/test_exact.py",
+    ),
+    # the bound gives up every A where one is too many
+    Mistake("solvers/exact.py", "excess -= weight[item]", "excess -= 0", "solvers/test_exact.py"),
+    # what boundary 1 holds is never dropped
+    Mistake(
+        "solvers/exact.py",
+        "for i in range(1, state[-1] + 1 if blocked else 0):",
+        "for i in range(2, state[-1] + 1 if blocked else 0):",
+        "solvers/test_exact.py",
+    ),
+    # a checkpoint takes no memory
+    Mistake(
+        "solvers/floating.py",
+        "again, left, out[j], right, 0)",
+        "again, left, 0, right, 0)",
+        "solvers/test_floating.py",
+    ),
+    # forwards of a cut count the gradient of the wrong phase
+    Mistake(
+        "solvers/floating.py",
+        "need, again = phase[t] + sizes.run[s, j], forward[j] - forward[s - 1]",
+        "need, again = phase[s] + sizes.run[s, j], forward[j] - forward[s - 1]",
+        "solvers/test_floating.py",
+    ),
+    # a move runs its forwards for nothing
+    Mistake(
+        "solvers/floating.py",
+        "moved, again = cuts + place(n, r, t, last), forward[r - 1] - forward[s - 1]",
+        "moved, again = cuts + place(n, r, t, last), 0.0 * forward[r - 1]",
+        "solvers/test_floating.py",
+    ),
+    # what a checkpoint moves to is no larger
+    Mistake(
+        "solvers/floating.py", "moved, moves.more[s, r], 0, 0)", "moved, 0, 0, 0)", "solvers/test_floating.py"
+    ),
+    # a cut pays for one forward too many
+    Mistake(
+        "solvers/revolve.py",
+        "need, again = phase[t] + sizes.run[s, j], forward[j - 1] - forward[s - 1]",
+        "need, again = phase[t] + sizes.run[s, j], forward[j] - forward[s - 1]",
+        "solvers/test_revolve.py",
+    ),
+    # the backward does not have to fit
+    Mistake(
+        "solvers/revolve.py",
+        "            need = phase[t] + max(sizes.save[o], sizes.back[o])",
+        "            need = phase[t] + sizes.save[o]",
+        "solvers/test_revolve.py",
+    ),
+    # one repetition too few where the binomial is exactly the length
+    Mistake(
+        "solvers/binomial.py",
+        "while comb(s + r, s) <= length:",
+        "while comb(s + r, s) < length:",
+        "solvers/test_binomial.py",
+    ),
+    # a checkpoint takes no slot
+    Mistake(
+        "solvers/binomial.py",
+        "todo.append((start + step, length - step, m - 1))",
+        "todo.append((start + step, length - step, m))",
+        "solvers/test_binomial.py",
+    ),
+    # the forward has no scratch memory
+    Mistake(
+        "solvers/checkmate.py",
+        "weights[_r(n, t, block)] += options[block - 1].save_scratch or 0",
+        "weights[_r(n, t, block)] += 0",
+        "solvers/test_checkmate.py",
+    ),
+    # a backward does without its input
+    Mistake("solvers/checkmate.py", "if block >= t - 1:", "if block >= t:", "solvers/test_checkmate.py"),
+    # the backward has no scratch memory
+    Mistake(
+        "solvers/checkmate.py",
+        "chain.grad_sizes[t - 1] + options[t - 1].backward_scratch",
+        "chain.grad_sizes[t - 1]",
+        "solvers/test_checkmate.py",
+    ),
+    # b of the branch that was cut is not set
+    Mistake(
+        "solvers/joins/uniform.py",
+        "code[k] - (code[k] & 1) - 2 * i + 1)",
+        "code[k] - 2 * i)",
+        "solvers/test_joins.py",
+    ),
+    # the gradients of the other branches take no slots
+    Mistake(
+        "solvers/joins/uniform.py",
+        "child[m - 1] + tail[m - others])",
+        "child[m - 1] + tail[m])",
+        "solvers/test_joins.py",
+    ),
+    # the tail of a branch is read off with all slots
+    Mistake(
+        "solvers/joins/uniform.py",
+        "tails.append((k, start, i - 1, m - sum(kept) + kept[k]))",
+        "tails.append((k, start, i - 1, m))",
+        "solvers/test_joins.py",
+    ),
+    # a tail does not count the input that it starts from
+    Mistake(
+        "solvers/joins/canonical.py",
+        "others = given + phases - held.phase[k, p]",
+        "others = phases - held.phase[k, p]",
+        "solvers/test_unequal_joins.py",
+    ),
+    # the gradient of the trunk is not there while the branches run
+    Mistake(
+        "solvers/joins/canonical.py",
+        "before=units(held + (trunk.chain.phase_sizes[-1] if trunk else 0)),",
+        "before=units(held),",
+        "solvers/test_unequal_joins.py",
+    ),
+    # the pass before a block that loses its input does not have to fit
+    Mistake(
+        "solvers/joins/canonical.py",
+        "need, take = max(sizes.run[s, j - 1], sizes.save_next[o]), sizes.saved[o]",
+        "need, take = sizes.save_next[o], sizes.saved[o]",
+        "solvers/test_unequal_joins.py",
+    ),
+    # the loss writes its gradients into no memory
+    Mistake(
+        "simulate_join.py",
+        "used = self.used + sum(branch.chain.grad_sizes[-1] for branch in self.branches)",
+        "used = self.used",
+        "solvers/test_unequal_joins.py",
     ),
 ]

@@ -40,15 +40,23 @@ def test_the_counter_example_needs_more_than_the_theorem(n, persists, floats, an
     assert simulate(chain, exact.schedules(chain, 15)[0]).time == announced
 
 
-@settings(max_examples=200, deadline=None, phases=PHASES)
-@given(st.integers(4, 8), st.integers(1, 40), st.integers(0, 30), st.integers(0, 30), st.integers(8, 60))
-def test_moves_fit_and_keep_the_promise_of_the_table(n, scale, scratch, more, slots):
-    chain = _figure_2_3(n, scale, scratch, more)
+@settings(max_examples=300, deadline=None, phases=PHASES)
+@given(
+    st.integers(4, 8),
+    st.integers(1, 40),
+    st.integers(0, 30),
+    st.integers(0, 30),
+    st.lists(st.integers(1, 12), max_size=2),
+    st.integers(8, 60),
+)
+def test_moves_fit_and_keep_the_promise_of_the_table(n, scale, scratch, more, passed, slots):
+    chain = _figure_2_3(n, scale, scratch, more, [size * scale for size in passed])
     mem = 15 * scale + scratch + more
-    table = floating.build(chain, mem, slots)
-    timeline = simulate(chain, table.schedule(max(mem, table.least)))
-    assert timeline.peak <= max(mem, table.least)
-    assert timeline.time <= chain.least_time + table.curve[-1]
+    for steps in (slots, mem):
+        table = floating.build(chain, mem, steps)
+        timeline = simulate(chain, table.schedule(max(mem, table.least)))
+        assert timeline.peak <= max(mem, table.least)
+        assert timeline.time <= chain.least_time + table.curve[-1]
 
 
 @settings(max_examples=300, deadline=None, phases=PHASES)
@@ -109,14 +117,17 @@ def test_frontier():
     assert timelines[-1].peak == floating.build(chain, 40, 40).least
 
 
-def _figure_2_3(n, scale, scratch, more):
-    """The chain of thesis Fig. 2.3, whose best schedules move a checkpoint; sizes times `scale`, plus some."""
+def _figure_2_3(n, scale, scratch, more, passed=()):
+    """The chain of thesis Fig. 2.3, whose best schedules move a checkpoint; sizes times `scale`, plus some.
+
+    The move is from a_1 to the output of the second block, and passes blocks of the sizes `passed`.
+    """
 
     def block(time, size, scratch=0):
         numbers = {"forward_time": time, "backward_time": 0, "forward_scratch": scratch}
         return Block(**numbers, output_bytes=size, saved_bytes=size)
 
-    first = [block(n - 2, scale), block(2, 3 * scale, scratch)]
+    first = [block(n - 2, scale), *(block(0, size) for size in passed), block(2, 3 * scale, scratch)]
     last = [block(0, 4 * scale + more), block(0, 0)]
     return Chain(blocks=(*first, *[block(0, 3 * scale)] * (n - 1), *last), input_bytes=0)
 

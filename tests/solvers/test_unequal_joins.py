@@ -4,7 +4,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from fxremat.chain import Block, Chain, Join
+from fxremat.chain import Block, Chain, Join, Option
 from fxremat.errors import BudgetTooSmall, FxrematError, InvalidSchedule
 from fxremat.join_schedule import JoinSchedule, On
 from fxremat.simulate import simulate
@@ -118,6 +118,28 @@ def test_by_hand():
     assert str(timeline.schedule) in {
         f"{a}:Fck1 {b}:Fall1 Loss {b}:B1 {a}:Fall1 {a}:B1" for a, b in [(1, 2), (2, 1)]
     }
+
+
+@pytest.mark.parametrize(("barred", "recomputed"), [(1, 1 + 100), (2, 1)])
+def test_a_pass_that_does_not_fit_is_not_taken(barred, recomputed):
+    """As in test_tables.py: block `barred` can only be run by an Fall; barring 2 leaves Fck1 Fall2 Drop(a1)."""
+
+    def block(number, small):
+        return Block(
+            forward_time=1,
+            backward_time=2,
+            output_bytes=1,
+            saved_bytes=6,
+            grad_bytes=0,
+            forward_scratch=15 if number == barred else 0,
+            save_scratch=0,
+            options=(Option(saved_bytes=small, backward_time=102, save_scratch=0),) if small else (),
+        )
+
+    chain = Chain(blocks=(block(1, 1), block(2, 0), block(3, 5)), input_bytes=0)
+    timeline = joins.best_canonical(Join(branches=(chain,)), 12)
+    assert timeline.peak <= 12
+    assert timeline.time == chain.least_time + recomputed
 
 
 @pytest.mark.parametrize(
