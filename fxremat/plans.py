@@ -18,6 +18,7 @@ from fxremat.planner import Prospect, Prospects
 from fxremat.report import page
 from fxremat.schedule import Forward, Keep, Schedule
 from fxremat.simulate import Timeline, simulate
+from fxremat.solvers import lower_bound
 from fxremat.units import format_bytes
 
 
@@ -81,6 +82,15 @@ class Plan:
         return simulate(self.chain, self.schedule)
 
     @cached_property
+    def lower_bound(self) -> float:
+        """Seconds that no schedule of these blocks beats within the budget.
+
+        The chain counts a little more memory than the graphs take; so much more is allowed here.
+        """
+        mem = self.budget + max(0, self.timeline.peak - self.predicted_peak)
+        return min(self.predicted_time, lower_bound(self.chain, mem))
+
+    @cached_property
     def program(self) -> Program:
         """What runs, op by op."""
         return self.chosen.program()
@@ -133,6 +143,10 @@ class Plan:
         yield (
             f"  predicted time  {_duration(self.predicted_time)}, "
             f"{slower:.2f}x of {_duration(self.keep_all_time)}; {again} ops run again"
+        )
+        yield (
+            f"                  any schedule of these blocks takes {_duration(self.lower_bound)} or more: "
+            f"at most {self.predicted_time / self.lower_bound - 1:.1%} could be gained"
         )
         yield f"  least budget    {format_bytes(self.minimum)} ({self.minimum} bytes)"
 

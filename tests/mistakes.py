@@ -79,11 +79,11 @@ MISTAKES += [
         "for x in range(max(j, rest + 1) + 1, t):",
         TABLES,
     ),
-    # the longest segment is the first
+    # scratch memory counted twice
     Mistake(
         "solvers/bound.py",
-        "min(option.backward_scratch for",
-        "max(option.backward_scratch for",
+        "float(option.saved_bytes + scratch)",
+        "float(option.saved_bytes + 2 * scratch + 1)",
         "solvers/test_bound.py",
     ),
     # what is on the host costs nothing to fetch

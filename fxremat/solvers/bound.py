@@ -1,7 +1,7 @@
 """A lower bound on the time of any schedule, by linear programming.
 
-The step is watched at a few instants only, just before some backwards k_1 = n > k_2 > ... > k_p. Between two
-instants lies a window. Fractions from 0 to 1 of what a schedule does whole:
+The step is watched at a few instants only, just before some backwards k_1 > k_2 > ... > k_p: some evenly spaced,
+some that need the most memory. Between two instants lies a window. Fractions from 0 to 1 of what a schedule does whole:
 
     A[l,o,i], a[l,i]     stored at instant i
     X[l,i], XA[l,o,i]    forward l has run in window i at least once; it has saved option o
@@ -16,7 +16,7 @@ instants lies a window. Fractions from 0 to 1 of what a schedule does whole:
     memory        phase(k_i) + d_{k_i - 1} + its scratch + a_0 + stored <= M at every instant
 
 Whatever a valid schedule does satisfies all of it, so the least is a lower bound; the more instants, the
-tighter. With a link to the host, the one instant is the turn: what is neither stored nor run again after it
+tighter. With a link to the host there is one instant: what is neither stored nor run again after it
 has crossed the link before it and crosses back after it, which takes its bytes (1/to_host + 1/from_host)
 (thesis, Prop. 3, with recomputation as a third way).
 
@@ -39,11 +39,19 @@ def lower_bound(chain: Chain, mem: int, platform: Platform | None = None, *, ins
     """
     crossing = _crossing(platform)
     n = len(chain)
-    bounds = [_Program(chain, mem, [n], crossing).least()]
-    if crossing is None and n > 1:
-        marks = sorted({n - round(i * n / instants) for i in range(instants)} - {0}, reverse=True)
-        bounds.append(_Program(chain, mem, marks, None).least())
-    return max(bounds)
+    needs = {k: _need(chain, k) for k in range(1, n + 1)}
+    tight = sorted(needs, key=lambda k: -needs[k])
+    choices = [[n], tight[:1]]
+    if crossing is None:
+        even = [n - round(i * n / instants) for i in range(0, instants, 2)]
+        choices.append(sorted({*even, *tight[: instants // 2]} - {0}, reverse=True))
+    return max(_Program(chain, mem, marks, crossing).least() for marks in choices)
+
+
+def _need(chain: Chain, block: int) -> int:
+    """Bytes without which the backward of `block` does not run."""
+    back = min(option.saved_bytes + option.backward_scratch for option in chain.blocks[block - 1].choices)
+    return chain.phase_sizes[block] + chain.grad_sizes[block - 1] + back
 
 
 def _crossing(platform: Platform | None) -> float | None:
@@ -129,15 +137,13 @@ class _Program:
     def _memory(self, instant: int) -> None:
         """Everything stored just before a backward, and what the backward itself needs."""
         chain, k = self.chain, self.marks[instant - 1]
-        choices = chain.blocks[k - 1].choices
-        scratch = min(option.backward_scratch for option in choices)
         terms: list[_Term] = []
         for block in range(1, k + 1):
-            for o in self._options(block):
-                saved = chain.blocks[block - 1].choices[o].saved_bytes
-                terms.append((float(saved), ("A", block, instant, o)))
+            for o, option in enumerate(chain.blocks[block - 1].choices):
+                scratch = option.backward_scratch if block == k else 0
+                terms.append((float(option.saved_bytes + scratch), ("A", block, instant, o)))
             terms.append((float(chain.output_sizes[block]), ("a", block, instant, 0)))
-        held = chain.phase_sizes[k] + chain.grad_sizes[k - 1] + scratch
+        held = chain.phase_sizes[k] + chain.grad_sizes[k - 1]
         if self.crossing is None:
             held += chain.input_bytes  # B_1 reads it in the end, and nothing brings it back
         self._at_most(float(self.mem - held), *terms)
