@@ -4,6 +4,7 @@
 #   make test        set up, then lint, types and the everyday tests
 #   make test-long   set up, then the full-size tests (tens of minutes)
 #   make bench       set up, then the benchmark tables of the README
+#   make papers      set up, then the figures of the papers, and how far the solvers are from the optimum
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -11,7 +12,7 @@ VENV   ?= .venv
 BIN   := $(VENV)/bin
 READY := $(VENV)/.fxremat-ready
 
-.PHONY: demo test test-long bench clean
+.PHONY: demo test test-long bench papers clean
 
 demo: $(READY)
 	$(BIN)/python examples/01_quickstart.py
@@ -29,6 +30,11 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.planning
 	$(BIN)/python examples/01_quickstart.py > benchmarks/results/quickstart.txt
 	$(BIN)/python -m benchmarks.readme
+
+papers: $(READY)
+	$(BIN)/python -m benchmarks.papers
+	$(BIN)/python -m benchmarks.optimality
+	$(BIN)/python -m benchmarks.solvers
 
 $(READY): pyproject.toml constraints-dev.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
