@@ -5,7 +5,7 @@
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 from fxremat.chain import Block, Chain, Join, Option
 from fxremat.errors import (
@@ -16,9 +16,12 @@ from fxremat.errors import (
     InvalidChain,
     InvalidSchedule,
 )
+from fxremat.join_schedule import JoinSchedule
 from fxremat.platform import Platform
 from fxremat.schedule import Schedule
-from fxremat.simulate import Timeline, simulate
+from fxremat.simulate import Accounting, Timeline
+from fxremat.simulate import simulate as _simulate
+from fxremat.simulate_join import JoinTimeline, simulate_join
 from fxremat.solvers import solve
 
 if TYPE_CHECKING:
@@ -36,6 +39,8 @@ __all__ = [
     "InvalidChain",
     "InvalidSchedule",
     "Join",
+    "JoinSchedule",
+    "JoinTimeline",
     "Option",
     "Plan",
     "Platform",
@@ -46,6 +51,46 @@ __all__ = [
     "simulate",
     "solve",
 ]
+
+
+@overload
+def simulate(
+    chain: Chain,
+    schedule: Schedule,
+    platform: Platform | None = None,
+    *,
+    accounting: Accounting = "whole",
+) -> Timeline: ...
+@overload
+def simulate(chain: Join, schedule: JoinSchedule) -> JoinTimeline: ...
+def simulate(
+    chain: Chain | Join,
+    schedule: Schedule | JoinSchedule,
+    platform: Platform | None = None,
+    *,
+    accounting: Accounting = "whole",
+) -> Timeline | JoinTimeline:
+    """Run `schedule` on paper: simulate.py says how for chains, simulate_join.py for joins.
+
+    Raises `InvalidSchedule`, which names the op and what it lacks.
+
+    >>> block = Block(forward_time=1.0, backward_time=2.0, output_bytes=1, saved_bytes=3)
+    >>> chain = Chain(blocks=(block,), input_bytes=1)
+    >>> simulate(chain, Schedule.parse("Fall1 B1")).memory
+    (5, 6)
+    >>> simulate(Join(branches=(chain, chain)), JoinSchedule.parse("1:Fall1 2:Fall1 Loss 1:B1 2:B1")).memory
+    (5, 8, 10, 11, 7)
+    """
+    match chain, schedule:
+        case Chain(), Schedule():
+            return _simulate(chain, schedule, platform, accounting=accounting)
+        case Join(), JoinSchedule():
+            return simulate_join(chain, schedule)
+    raise InvalidSchedule(
+        f"a {type(chain).__name__} cannot run a {type(schedule).__name__}: "
+        "a Chain runs a Schedule, a Join a JoinSchedule"
+    )
+
 
 _NEED_TORCH = {"compile": "fxremat.api", "plan": "fxremat.api", "Plan": "fxremat.plans"}
 

@@ -1,23 +1,33 @@
 """The command line: `python -m fxremat solve | simulate | plan`.
 
-Exit 0 with the answer on stdout, or exit 2 with one line on stderr and nothing on stdout.
+Exit 0 with the answer on stdout, or exit 2 (130 after Ctrl-C) with one line on stderr and nothing on stdout.
 """
 
 import argparse
 import importlib
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, NoReturn
+from threading import Thread
+from typing import Any, NoReturn, TypeVar
 
-from fxremat.chain import Chain
+from fxremat import simulate
+from fxremat.chain import Chain, Join
 from fxremat.errors import FxrematError
+from fxremat.join_schedule import JoinSchedule
 from fxremat.platform import Platform
 from fxremat.schedule import Schedule
-from fxremat.simulate import Timeline, simulate
-from fxremat.solvers import EFFORT, NAMES, solution
+from fxremat.simulate import Timeline
+from fxremat.simulate_join import JoinTimeline
+from fxremat.solvers.front import EFFORT, JoinSolution, Solution, solution
+from fxremat.solvers.registry import JOINS, NAMES
 from fxremat.units import format_bytes, parse_bytes
+
+_T = TypeVar("_T")
+_INTERRUPTED = 130  # as shells have it: 128 + SIGINT
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -28,14 +38,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except FxrematError as error:
         print("fxremat:", " ".join(str(error).split()), file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("fxremat: interrupted", file=sys.stderr)
+        return _INTERRUPTED
     return 0
 
 
 def _solve(args: argparse.Namespace) -> str:
-    chain = _read_chain(args.chain)
+    model = _read_model(args.chain)
     platform = Platform(to_host=args.to_host, from_host=args.from_host)
     mem = parse_bytes(args.mem)
-    found = solution(chain, mem, solver=args.solver, platform=platform, slots=args.slots, effort=args.effort)
+    asked = {"solver": args.solver, "platform": platform, "slots": args.slots, "effort": args.effort}
+    found: Solution | JoinSolution = _beside(lambda: solution(model, mem, **asked))
     timeline = found.timeline
     if not args.json:
         gap = f"{found.solver}; no schedule is faster than {found.lower_bound:.6g} s"
@@ -47,15 +61,36 @@ def _solve(args: argparse.Namespace) -> str:
         "ops": [str(op) for op in timeline.schedule.ops],
         "lower_bound": found.lower_bound,
     }
-    return json.dumps(answer | ({"fluid_time": found.fluid_time} if platform.linked else {}))
+    if isinstance(found, Solution) and platform.linked:
+        answer["fluid_time"] = found.fluid_time
+    return json.dumps(answer)
+
+
+def _beside(work: Callable[[], _T]) -> _T:
+    """`work()` on a thread of its own, so that an interrupt need not wait until compiled code returns."""
+    done: Future[_T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+
+    Thread(target=run, daemon=True).start()
+    return done.result()
 
 
 def _simulate(args: argparse.Namespace) -> str:
-    timeline = simulate(_read_chain(args.chain), Schedule.parse(args.schedule))
+    model = _read_model(args.chain)
+    timeline: Timeline | JoinTimeline
+    if isinstance(model, Join):
+        timeline = simulate(model, JoinSchedule.parse(args.schedule))
+    else:
+        timeline = simulate(model, Schedule.parse(args.schedule))
     if args.mem is not None and timeline.peak > (mem := parse_bytes(args.mem)):
         raise FxrematError(f"the schedule needs {timeline.peak} bytes, more than the {mem} of --mem")
     if not args.json:
-        return str(timeline)
+        return str(timeline) if isinstance(timeline, Timeline) else _listed(timeline)
     return json.dumps({"time": timeline.time, "peak": timeline.peak, "memory": list(timeline.memory)})
 
 
@@ -70,19 +105,38 @@ def _plan(args: argparse.Namespace) -> str:
     return str(found)
 
 
-def _summary(timeline: Timeline) -> str:
+def _summary(timeline: Timeline | JoinTimeline) -> str:
     return f"time {timeline.time:.6g} s, peak {format_bytes(timeline.peak)} ({timeline.peak} bytes)"
 
 
-def _read_chain(path: str) -> Chain:
+def _listed(timeline: JoinTimeline) -> str:
+    """The ops of a join with their memory, as `str` of a chain's timeline has them."""
+    ops = [str(op) for op in timeline.schedule.ops]
+    lines = [f"peak {format_bytes(timeline.peak)}, time {timeline.time:.6g} s, {len(ops)} operations"]
+    for op, memory in zip(ops, timeline.memory, strict=True):
+        bar = "#" * round(40 * memory / timeline.peak) if timeline.peak else ""
+        lines.append(f"{op:{max(map(len, ops))}}  {format_bytes(memory):>10}  {bar}")
+    return "\n".join(lines)
+
+
+def _read_model(path: str) -> Chain | Join:
+    """A join where there are "branches", else a chain."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise FxrematError(f"cannot read {path}: {error}") from None
     try:
-        return Chain.from_json(text)
+        return Join.from_json(text) if _has_branches(text) else Chain.from_json(text)
     except FxrematError as error:
         raise type(error)(f"{path}: {error}") from None
+
+
+def _has_branches(text: str) -> bool:
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError):  # said better by whoever reads it next
+        return False
+    return isinstance(data, dict) and "branches" in data
 
 
 def _read_factory(name: str) -> Callable[[], tuple[Any, Any]]:
@@ -106,10 +160,13 @@ def _parser() -> _Parser:
     parser = _Parser(prog="python -m fxremat", description="Plan training steps inside a memory budget.")
     commands = parser.add_subparsers(dest="command", required=True)
 
-    solve = commands.add_parser("solve", help="the fastest schedule of a chain within a budget")
+    joins = ", ".join(("auto", *JOINS))
+    solve = commands.add_parser("solve", help="the fastest schedule of a chain or a join within a budget")
     solve.add_argument("chain", metavar="CHAIN.json")
     solve.add_argument("--mem", required=True, metavar="BYTES", help="such as 4294967296, 4GiB, 300MB")
-    solve.add_argument("--solver", default="auto", metavar="NAME", help=", ".join(NAMES))
+    solve.add_argument(
+        "--solver", default="auto", metavar="NAME", help=f"{', '.join(NAMES)}; of a join: {joins}"
+    )
     solve.add_argument("--slots", type=int, default=500, metavar="N", help="steps of memory (default 500)")
     solve.add_argument(
         "--effort", type=float, default=EFFORT, metavar="SECONDS", help=f'for "auto" (default {EFFORT:g})'
@@ -132,4 +189,7 @@ def _parser() -> _Parser:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    if status == _INTERRUPTED:
+        os._exit(status)  # whatever was under way stays undone
+    sys.exit(status)

@@ -1,12 +1,19 @@
 """The command line: the contract's JSON, and one line on stderr with exit 2 for everything that is wrong."""
 
 import json
+import os
+import pty
+import select
+import signal
 import subprocess
 import sys
+import termios
+import time
 from pathlib import Path
 
 import pytest
 
+from benchmarks.solvers import uneven
 from fxremat.__main__ import main
 
 VECTORS = json.loads((Path(__file__).parent / "data" / "remat.json").read_text())
@@ -51,6 +58,53 @@ def test_text(chain_file, capsys):
     assert "peak" in capsys.readouterr().out
 
 
+def test_revolve_keeps_nothing_but_checkpoints_however_much_memory_there_is(chain_file, capsys):
+    block = {"forward_time": 1, "backward_time": 2, "output_bytes": 1, "saved_bytes": 2}
+    path = chain_file({"input_bytes": 1, "blocks": [block] * 3})
+    for mem in ("7", "99", "1TiB"):
+        assert main(["solve", path, "--mem", mem, "--solver", "revolve"]) == 0
+        assert capsys.readouterr().out.splitlines()[0] == "Fck1 Fck2 Fall3 B3 Fall2 B2 Fall1 B1"
+
+
+BRANCH = {
+    "input_bytes": 1,
+    "blocks": [{"forward_time": 1, "backward_time": 1, "output_bytes": 1, "saved_bytes": 5}],
+}
+JOIN = {"branches": [BRANCH, BRANCH]}
+
+
+@pytest.mark.parametrize("solver", ["auto", "canonical"])
+def test_a_join(chain_file, capsys, solver):
+    path = chain_file(JOIN | {"trunk": None})
+    assert main(["solve", path, "--mem", "12", "--solver", solver, "--json"]) == 0
+    solved = json.loads(capsys.readouterr().out)
+    assert solved.keys() == {"solver", "time", "peak", "ops", "lower_bound"}
+    assert (solved["time"], solved["peak"], solved["lower_bound"]) == (5, 10, 4)
+    assert main(["simulate", path, " ".join(solved["ops"]), "--json"]) == 0
+    simulated = json.loads(capsys.readouterr().out)
+    assert (simulated["time"], simulated["peak"]) == (5, 10)
+    assert len(simulated["memory"]) == len(solved["ops"])
+    assert main(["solve", path, "--mem", "9"]) == 2
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err) == (
+        "",
+        "fxremat: no schedule fits in 9 bytes; the least that does is 10 bytes\n",
+    )
+
+
+def test_a_join_as_text(chain_file, capsys):
+    path = chain_file(JOIN)
+    assert main(["solve", path, "--mem", "12", "--solver", "canonical"]) == 0
+    schedule, summary = capsys.readouterr().out.splitlines()
+    assert schedule == "1:Fck1 2:Fall1 Loss 2:B1 1:Fall1 1:B1"
+    assert summary == "time 5 s, peak 10 B (10 bytes) of 12 B, by canonical; no schedule is faster than 4 s"
+    assert main(["simulate", path, schedule, "--mem", "10"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "peak 10 B, time 5 s, 6 operations"
+    assert lines[3].split() == ["Loss", "10", "B", 40 * "#"]
+    assert main(["simulate", path, schedule, "--mem", "9"]) == 2
+
+
 GOOD = VECTORS[2]["chain"]
 
 
@@ -73,6 +127,14 @@ GOOD = VECTORS[2]["chain"]
         ('{"input_bytes": NaN, "blocks": []}', ["solve", "FILE", "--mem", "99"], "blocks is empty"),
         (GOOD | {"input_bytes": float("nan")}, ["solve", "FILE", "--mem", "99"], "input_bytes is nan"),
         (GOOD | {"input_bytes": -1}, ["solve", "FILE", "--mem", "99"], "input_bytes is -1"),
+        (JOIN, ["solve", "FILE", "--mem", "99", "--solver", "input_drop"], "canonical"),
+        (JOIN, ["solve", "FILE", "--mem", "99", "--to-host", "1", "--from-host", "1"], "to_host"),
+        (JOIN, ["simulate", "FILE", "Fall1"], "1:Fck3"),
+        (JOIN, ["simulate", "FILE", "1:Fall1 Loss"], "branch 2 has not ended"),
+        ({"branches": []}, ["solve", "FILE", "--mem", "99"], "at least one Chain"),
+        ({"branches": [BRANCH, {}]}, ["solve", "FILE", "--mem", "99"], "blocks"),
+        (GOOD, ["solve", "FILE", "--mem", "99", "--solver", "canonical"], "unknown solver"),
+        (GOOD, ["simulate", "FILE", "1:Fall1 Loss"], "'1:Fall1'"),
         (GOOD, ["plan", "nocolon", "--mem", "1GiB"], "package.module:factory"),
         (GOOD, ["plan", "no.such.module:f", "--mem", "1GiB"], "no.such.module"),
         (GOOD, ["guess"], "invalid choice"),
@@ -94,3 +156,69 @@ def test_solving_imports_no_torch(chain_file):
         f"main(['solve', {chain_file(GOOD)!r}, '--mem', '99']); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", script], check=False, capture_output=True).returncode == 0
+
+
+# what `python -m fxremat` runs, once everything is imported
+READY = "import runpy, fxremat.solvers; print('ready', flush=True); runpy.run_module('fxremat', run_name='__main__')"
+
+
+def long_solve(chain_file, stderr):
+    """A solve that takes far longer than any test waits, as a process that has begun with it."""
+    path = chain_file(uneven(340).to_json())
+    link = ["--solver", "pofo", "--to-host", "1e6", "--from-host", "1e6"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", READY, "solve", path, "--mem", "1GB", *link],
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+    )
+    assert process.stdout.readline() == b"ready\n"
+    return process
+
+
+def interrupt(process):
+    """Its exit status and what it printed to a pipe, within two seconds."""
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=2)
+    return process.returncode, out, err
+
+
+def window():
+    """A terminal that is large enough for a bar: its two ends."""
+    master, terminal = pty.openpty()
+    termios.tcsetwinsize(terminal, (24, 80))
+    return master, terminal
+
+
+def read_until(master, word, seconds):
+    """What is shown on a terminal until `word` is."""
+    shown, deadline = b"", time.monotonic() + seconds
+    while word not in shown and select.select([master], [], [], max(0.0, deadline - time.monotonic()))[0]:
+        shown += os.read(master, 4096)
+    return shown
+
+
+def test_an_interrupt_ends_a_solve_at_once(chain_file):
+    process = long_solve(chain_file, subprocess.PIPE)
+    time.sleep(4)
+    assert interrupt(process) == (130, b"", b"fxremat: interrupted\n")  # and no bar, as this is no terminal
+
+
+def test_a_bar_shows_on_a_terminal_past_two_seconds(chain_file):
+    master, terminal = window()
+    begin = time.monotonic()
+    process = long_solve(chain_file, terminal)
+    os.close(terminal)
+    assert b"pofo" in read_until(master, b"pofo", 60)
+    assert time.monotonic() - begin >= 2
+    assert interrupt(process)[:2] == (130, b"")
+    shown = read_until(master, b"interrupted", 2)
+    assert b"fxremat: interrupted" in shown
+    assert b"Traceback" not in shown
+
+
+def test_no_bar_shows_for_a_quick_solve(chain_file):
+    master, terminal = window()
+    command = [sys.executable, "-m", "fxremat", "solve", chain_file(GOOD), "--mem", "99"]
+    assert subprocess.run(command, stdout=subprocess.DEVNULL, stderr=terminal, check=False).returncode == 0
+    assert read_until(master, b"anything", 0) == b""

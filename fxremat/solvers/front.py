@@ -1,15 +1,22 @@
-"""`solve`: ask one solver, or all that the time allows, and let `simulate` judge what they propose."""
+"""`solve`: ask one solver, or all that the time allows, and let `simulate` judge what they propose.
 
+A `Join` has solvers of its own, `JOINS`, and `simulate_join` judges them.
+"""
+
+import math
 import time
 from dataclasses import dataclass, replace
+from typing import overload
 
-from fxremat.chain import Chain
+from fxremat.chain import Chain, Join
 from fxremat.errors import BudgetTooSmall, FxrematError, InvalidBudget, InvalidSchedule
+from fxremat.join_schedule import JoinSchedule
 from fxremat.platform import Platform
 from fxremat.schedule import Schedule
 from fxremat.simulate import Accounting, Timeline, simulate
+from fxremat.simulate_join import JoinTimeline
 from fxremat.solvers.bound import lower_bound
-from fxremat.solvers.registry import DEFAULT, NAMES, SOLVERS, Problem, search
+from fxremat.solvers.registry import DEFAULT, JOINS, NAMES, SOLVERS, Problem, search
 
 EFFORT = 10.0  # seconds
 
@@ -29,6 +36,21 @@ class Solution:
         return self.timeline.schedule
 
 
+@dataclass(frozen=True, kw_only=True)
+class JoinSolution:
+    """The best schedule of a join that was found, and who found it."""
+
+    solver: str
+    timeline: JoinTimeline
+    lower_bound: float  # seconds: every op once, at its fastest
+
+    @property
+    def schedule(self) -> JoinSchedule:
+        """What to run."""
+        return self.timeline.schedule
+
+
+@overload
 def solve(
     chain: Chain,
     mem: int,
@@ -38,13 +60,28 @@ def solve(
     slots: int = 500,
     effort: float = EFFORT,
     accounting: Accounting = "whole",
-) -> Schedule:
+) -> Schedule: ...
+@overload
+def solve(
+    chain: Join, mem: int, *, solver: str = "auto", platform: Platform | None = None, slots: int = 500
+) -> JoinSchedule: ...
+def solve(
+    chain: Chain | Join,
+    mem: int,
+    *,
+    solver: str = "auto",
+    platform: Platform | None = None,
+    slots: int = 500,
+    effort: float = EFFORT,
+    accounting: Accounting = "whole",
+) -> Schedule | JoinSchedule:
     """The fastest schedule found that fits in `mem` bytes.
 
     Args:
         chain: the model, in bytes and seconds.
         mem: bytes; the chain's input counts, parameters do not.
-        solver: one of `SOLVERS`; "auto" asks all that its time allows and keeps the best.
+        solver: one of `SOLVERS`; "auto" asks all that its time allows and keeps the best. For a join one of
+            `JOINS`, and "auto" asks them all.
         platform: the machine; with `to_host` and `from_host`, values may leave and come back.
         slots: steps of memory in a dynamic program; where they cover every byte the answer is exact.
         effort: seconds that "auto" may take; the default chain solver is asked whatever it takes.
@@ -58,6 +95,8 @@ def solve(
     >>> print(solve(Chain(blocks=(block, block), input_bytes=4), 25))
     Fck1 Fall2 B2 Fall1 B1
     """
+    if isinstance(chain, Join):
+        return _winner_of_join(chain, mem, solver, platform, slots)[1].schedule
     return best(
         chain, mem, solver=solver, platform=platform, slots=slots, effort=effort, accounting=accounting
     ).schedule
@@ -77,6 +116,7 @@ def best(
     return _winner(chain, mem, solver, platform, slots, effort, accounting)[1]
 
 
+@overload
 def solution(
     chain: Chain,
     mem: int,
@@ -86,8 +126,25 @@ def solution(
     slots: int = 500,
     effort: float = EFFORT,
     accounting: Accounting = "whole",
-) -> Solution:
+) -> Solution: ...
+@overload
+def solution(
+    chain: Join, mem: int, *, solver: str = "auto", platform: Platform | None = None, slots: int = 500
+) -> JoinSolution: ...
+def solution(
+    chain: Chain | Join,
+    mem: int,
+    *,
+    solver: str = "auto",
+    platform: Platform | None = None,
+    slots: int = 500,
+    effort: float = EFFORT,
+    accounting: Accounting = "whole",
+) -> Solution | JoinSolution:
     """`solve`, with who found the schedule, what it costs, and a lower bound on what any schedule costs."""
+    if isinstance(chain, Join):
+        name, joined = _winner_of_join(chain, mem, solver, platform, slots)
+        return JoinSolution(solver=name, timeline=joined, lower_bound=_least_time(chain))
     name, timeline = _winner(chain, mem, solver, platform, slots, effort, accounting)
     machine = _machine(platform, mem)
     fluid = simulate(chain, timeline.schedule, machine, accounting="fluid") if timeline.sent else timeline
@@ -109,10 +166,7 @@ def _winner(
     accounting: Accounting,
 ) -> tuple[str, Timeline]:
     """The solver that won, and the simulation of its schedule."""
-    if isinstance(mem, bool) or not isinstance(mem, int) or mem < 0:
-        raise InvalidBudget(f"mem is {mem!r}; solvers take a whole number of bytes, such as 4294967296")
-    if isinstance(slots, bool) or not isinstance(slots, int) or not 1 <= slots <= 100_000:
-        raise FxrematError(f"slots is {slots!r}; it is a whole number from 1 to 100000")
+    _check(mem, slots)
     if solver not in NAMES:
         raise FxrematError(f"unknown solver {solver!r}; there are {', '.join(NAMES)}")
     if not effort >= 0:
@@ -127,6 +181,44 @@ def _winner(
         effort=effort,
     )
     return _auto(problem) if solver == "auto" else (solver, ask(problem, solver))
+
+
+def _check(mem: int, slots: int) -> None:
+    if isinstance(mem, bool) or not isinstance(mem, int) or mem < 0:
+        raise InvalidBudget(f"mem is {mem!r}; solvers take a whole number of bytes, such as 4294967296")
+    if isinstance(slots, bool) or not isinstance(slots, int) or not 1 <= slots <= 100_000:
+        raise FxrematError(f"slots is {slots!r}; it is a whole number from 1 to 100000")
+
+
+def _winner_of_join(
+    join: Join, mem: int, solver: str, platform: Platform | None, slots: int
+) -> tuple[str, JoinTimeline]:
+    """The solver of joins that won, and the simulation of its schedule."""
+    _check(mem, slots)
+    if solver not in ("auto", *JOINS):
+        raise FxrematError(f"a join is solved by auto, {', '.join(JOINS)}; {solver!r} is none of them")
+    if platform is not None and platform.linked:
+        raise FxrematError("the values of a join do not travel: leave out to_host and from_host")
+    if solver != "auto":
+        return solver, JOINS[solver](join, mem, slots)
+    found: list[tuple[str, JoinTimeline]] = []
+    refusals: list[BudgetTooSmall] = []
+    for name, propose in JOINS.items():
+        try:
+            found.append((name, propose(join, mem, slots)))
+        except BudgetTooSmall as refusal:
+            refusals.append(refusal)
+        except FxrematError:  # the join is too large for this solver
+            continue
+        if found and found[-1][1].time <= _least_time(join):
+            return found[-1]
+    if not found:
+        raise min(refusals, key=lambda refusal: refusal.minimum)
+    return min(found, key=lambda entry: _merit(entry[1]))
+
+
+def _least_time(join: Join) -> float:
+    return math.fsum(chain.least_time for chain in (*join.branches, *([join.trunk] if join.trunk else [])))
 
 
 def ask(problem: Problem, solver: str) -> Timeline:
@@ -185,5 +277,5 @@ def _machine(platform: Platform | None, mem: int) -> Platform:
     )  # a platform has some memory; peaks are compared to mem
 
 
-def _merit(timeline: Timeline) -> tuple[float, int]:
+def _merit(timeline: Timeline | JoinTimeline) -> tuple[float, int]:
     return timeline.time, timeline.peak

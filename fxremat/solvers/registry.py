@@ -5,14 +5,16 @@ the solvers that improve a schedule step by step; a schedule that does not fit r
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from fxremat.chain import Chain
-from fxremat.errors import InvalidSchedule
+from fxremat.chain import Chain, Join
+from fxremat.errors import BudgetTooSmall, InvalidSchedule
+from fxremat.join_schedule import JoinSchedule, Loss, On
 from fxremat.platform import Platform
-from fxremat.schedule import Schedule
+from fxremat.schedule import Backward, Forward, Schedule
 from fxremat.simulate import Timeline, simulate
+from fxremat.simulate_join import JoinTimeline, simulate_join
 from fxremat.solvers import (
     binomial,
     checkmate,
@@ -20,6 +22,7 @@ from fxremat.solvers import (
     floating,
     floating_drop,
     input_drop,
+    joins,
     keep_all,
     periodic,
     persistent,
@@ -78,8 +81,9 @@ def _listed(schedules: Callable[[Chain], list[Schedule]]) -> Solver:
 
 
 def _tabled(build: Build, work: Callable[[Chain, int], float]) -> Solver:
+    ask = _revolved if build is revolve.build else by_table
     return Solver(
-        propose=lambda problem: by_table(build, problem),
+        propose=lambda problem: ask(build, problem),
         seconds=lambda problem: _rounds(problem) * work(problem.chain, problem.slots) / _SPEED,
     )
 
@@ -94,11 +98,20 @@ def _rounds(problem: Problem) -> int:
 
 
 def by_table(build: Build, problem: Problem) -> list[Schedule]:
+    """Everything is kept where that fits; else what the table says."""
+    everything = keep_all.schedules(problem.chain)[0]
+    return [everything] if problem.fits(everything) else _read_off(build, problem)
+
+
+def _revolved(build: Build, problem: Problem) -> list[Schedule]:
+    """revolve never keeps everything; memory beyond what it can use would only make its slots larger."""
+    enough = build(problem.chain, 1, 1).enough
+    return _read_off(build, replace(problem, mem=min(problem.mem, enough)))
+
+
+def _read_off(build: Build, problem: Problem) -> list[Schedule]:
     """Schedules read off a table, or off several where sizes had to be rounded: their slots may be too large."""
     chain, mem, slots = problem.chain, problem.mem, problem.slots
-    everything = keep_all.schedules(chain)[0]
-    if problem.fits(everything):
-        return [everything]
     unit = grain(chain)
     if mem // unit <= slots:  # every size is a whole number of slots: nothing is rounded
         steps = max(1, mem // unit)
@@ -218,3 +231,41 @@ SOLVERS: Mapping[str, Solver] = MappingProxyType(
     | _OTHERS
 )
 NAMES = ("auto", *SOLVERS)
+
+
+JoinSolver = Callable[[Join, int, int], JoinTimeline]  # (join, bytes, slots); raises BudgetTooSmall
+
+
+def all_of_join(join: Join, mem: int, slots: int) -> JoinTimeline:
+    """Everything is kept, in all branches."""
+    chains = {0: join.trunk, **dict(enumerate(join.branches, start=1))}
+    ops = {number: keep_all.schedules(chain)[0].ops for number, chain in chains.items() if chain}
+    numbers = [*range(1, len(chains)), *([0] if join.trunk else [])]
+    forwards = [On(number, op) for number in numbers for op in ops[number] if isinstance(op, Forward)]
+    backwards = [
+        On(number, op) for number in reversed(numbers) for op in ops[number] if isinstance(op, Backward)
+    ]
+    meet = [] if join.trunk else [Loss()]
+    timeline = simulate_join(join, JoinSchedule((*forwards, *meet, *backwards)))
+    if timeline.peak > mem:
+        raise BudgetTooSmall(minimum=timeline.peak, budget=mem)
+    return timeline
+
+
+def _unless_all_fits(propose: JoinSolver) -> JoinSolver:
+    def asked(join: Join, mem: int, slots: int) -> JoinTimeline:
+        try:
+            return all_of_join(join, mem, slots)
+        except BudgetTooSmall:
+            return propose(join, mem, slots)
+
+    return asked
+
+
+JOINS: Mapping[str, JoinSolver] = MappingProxyType(
+    {
+        "keep_all": all_of_join,
+        "canonical": _unless_all_fits(joins.best_canonical),
+        "linear": _unless_all_fits(joins.best_linear),
+    }
+)
