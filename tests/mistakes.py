@@ -245,3 +245,106 @@ MISTAKES += [
         "solvers/test_unequal_joins.py",
     ),
 ]
+
+TRANSFERS = "test_transfers.py"
+POFO = "solvers/test_pofo.py"
+DYNPROG = "solvers/test_offload_dp.py"
+MISTAKES += [
+    # what leaves the device is gone although an op still reads it
+    Mistake(
+        "script.py",
+        "            stored.gone = here + 1\n",
+        "            stored.gone = min(stored.gone, here + 1)\n",
+        TRANSFERS,
+    ),
+    # a copy is due when the one behind it is needed, not the first of them
+    Mistake("script.py", "due = copy.due = min(due, copy.due)", "due = copy.due", TRANSFERS),
+    # a copy from the host takes room that an op before its reader needs
+    Mistake(
+        "transfers.py",
+        "room = self.limit - float(self.need[self.place : copy.due].max())",
+        "room = self.limit - float(self.need[self.place])",
+        TRANSFERS,
+    ),
+    # on a shared bus the last in goes first
+    Mistake(
+        "transfers.py",
+        "for way in sorted((0, 1), key=heads.__getitem__):",
+        "for way in sorted((1, 0), key=heads.__getitem__, reverse=True):",
+        TRANSFERS,
+    ),
+    # values that are copied whole are released in part
+    Mistake("transfers.py", "        if not self.fluid:\n            return 0.0\n", "", TRANSFERS),
+    # a copy back does not wait until the value has arrived on the host
+    Mistake(
+        "transfers.py",
+        "if not queue or not (queue[0].after is None or queue[0].after in self.done):",
+        "if not queue:",
+        TRANSFERS,
+    ),
+    # what the backward carries beneath idle time is forgotten (Lemma 8)
+    Mistake(
+        "solvers/offload/pofo.py",
+        "early = max(begin + k - after - sent, 0)",
+        "early = max(begin + k - sent, 0)",
+        POFO,
+    ),
+    # copies hidden by the right part of a cut are counted twice
+    Mistake(
+        "solvers/offload/pofo.py",
+        "early = max(rest - right_sent - _whole(y, rate), 0)",
+        "early = max(rest - left_sent - _whole(x, rate), 0)",
+        POFO,
+    ),
+    # a pass in the forward phase forgets what leaves meanwhile
+    Mistake(
+        "solvers/offload/pofo.py",
+        "early = max(early, later[j] - (out[j - 1] - out[s - 1]))",
+        "early = max(early, later[j])",
+        POFO,
+    ),
+    # an input that is offloaded need not come back
+    Mistake(
+        "solvers/offload/pofo.py",
+        "        return lost, kept, max(behind + size - sent, 0), max(ahead - came, 0) + size\n    return lost, kept + size, max(behind - sent, 0), max(ahead - came, 0)\n\n\nclass States",
+        "        return lost, kept, max(behind + size - sent, 0), max(ahead - came, 0)\n    return lost, kept + size, max(behind - sent, 0), max(ahead - came, 0)\n\n\nclass States",
+        POFO,
+    ),
+    # the scratch memory of backwards is forgotten
+    Mistake(
+        "solvers/offload/offload_dp.py",
+        "idle_back = max(task.run[i] + a + max(b, 0) + size - task.slots, 0)",
+        "idle_back = max(task.value[i] + a + max(b, 0) + size - task.slots, 0)",
+        DYNPROG,
+    ),
+    # equation 3.10 as printed: a value may be back before it has been read
+    Mistake(
+        "solvers/offload/offload_dp.py",
+        "max(max(f, 0) + size - sent, 0) if goes else f - sent",
+        "max(f, 0) + size - sent if goes else f - sent",
+        DYNPROG,
+    ),
+    # at the turn both copies are hidden by each other
+    Mistake(
+        "solvers/offload/offload_dp.py",
+        "max(f, 0) * link.slot_out + max(b, 0) * link.slot_in",
+        "max(max(f, 0) * link.slot_out, max(b, 0) * link.slot_in)",
+        DYNPROG,
+    ),
+    # of the last op of a trip too much is free
+    Mistake(
+        "solvers/offload/trips.py",
+        "slice(3 * self.start + 3, 3 * self.end + 2)",
+        "slice(3 * self.start + 2, 3 * self.end + 2)",
+        "solvers/test_offload_simple.py",
+    ),
+    # the input of a pass is counted only while its first forward runs
+    Mistake("solvers/offload/frugal.py", "kept + int(low[s, t])", "int(low[s, t])", POFO),
+    # a worse schedule replaces the best
+    Mistake(
+        "solvers/offload/local_search.py",
+        "_rank(verdict) <= state_rank",
+        "_rank(verdict) >= state_rank",
+        "solvers/test_local_search.py",
+    ),
+]

@@ -143,6 +143,14 @@ def test_what_is_missing_is_named(text, message):
     assert str(error.value).startswith(message)
 
 
+def test_copies_that_are_fetched_in_the_wrong_order_may_deadlock():
+    text = "Fall1 Off(A1) Fall2 Off(A2) Fall3 Fall4 {} B4 B3 B2 B1"
+    machine = replace(LINK, memory=40)
+    assert simulate(CHAIN, Schedule.parse(text.format("Pre(A2) Pre(A1)")), machine).peak <= 40
+    with pytest.raises(InvalidSchedule, match=r"op 10, B3: deadlock: .* needs 48 bytes, 8 more"):
+        simulate(CHAIN, Schedule.parse(text.format("Pre(A1) Pre(A2)")), machine)
+
+
 @pytest.mark.parametrize(("lacking", "place"), [("to_host", "op 2, Off(A1)"), ("from_host", "op 6, Pre(A1)")])
 def test_copies_need_a_link(lacking, place):
     schedule = Schedule.parse("Fall1 Off(A1) Fall2 Fall3 Fall4 Pre(A1) B4 B3 B2 B1")

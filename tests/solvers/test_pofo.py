@@ -13,9 +13,18 @@ from fxremat.schedule import Offload, Schedule
 from fxremat.simulate import simulate
 from fxremat.solvers import persistent
 from fxremat.solvers.offload import frugal, pofo
+from fxremat.solvers.sizes import in_bytes
 from tests.dags import few
 from tests.solvers.chains import chains
-from tests.solvers.offloads import everything_away, fastest_pofo, fits, machine, speeds
+from tests.solvers.offloads import (
+    everything_away,
+    fastest_pofo,
+    fastest_rerun,
+    fits,
+    lean_chains,
+    machine,
+    speeds,
+)
 
 more = st.integers(0, 10)  # bytes above the least
 
@@ -26,6 +35,54 @@ def test_the_table_is_what_a_search_of_everything_finds(chain, more):
     assume(chain.least_time < 200)
     mem = _least(chain) + more
     assert pofo.build(chain, mem, machine(mem), mem).time == pytest.approx(fastest_pofo(chain, mem), abs=1e-9)
+
+
+@few(150)
+@given(lean_chains(2, 4), st.integers(0, 6))
+def test_the_table_is_what_a_search_finds_where_memory_is_short(chain, more):
+    mem = _least(chain) + more
+    assert pofo.build(chain, mem, machine(mem), mem).time == pytest.approx(fastest_pofo(chain, mem), abs=1e-9)
+
+
+@few(60)
+@given(lean_chains(2, 5, unit=4), st.integers(0, 40), st.randoms(use_true_random=False))
+def test_what_is_rerun_while_copies_come(chain, more, dice):
+    mem = persistent.build(chain, 1, 1).least + more
+    low, _ = persistent.bounds(in_bytes(chain), len(chain))
+    task = pofo.task_of(chain, mem, machine(mem), mem)
+    back = pofo.fill_back(task)
+    for t in range(1, len(chain) + 1):
+        for s in range(1, t + 1):
+            kept = max(0, mem - int(low[s, t]) - dice.randint(0, 12))
+            due = dice.randint(0, int(back.reach[s, kept]))
+            found = pofo._line(back, s, t, kept)[due]
+            blocks = chain.blocks[s - 1 : t]
+            once = sum(block.forward_time + block.backward_time for block in blocks)
+            assert once + found == fastest_rerun(chain, s, t, kept, due, mem)
+
+
+BLOCKS = {
+    "what B_s waits for is not waited for again": (
+        18, 9, [(4, 5, 2, 4, 1, 0, 3), (4, 2, 3, 7, 2, 3, 0), (1, 1, 3, 9, 1, 3, 3)]
+    ),
+    "a pass waits less if what it reads leaves meanwhile": (
+        19, 11, [(3, 4, 0, 3, 2, 0, 0), (2, 1, 5, 10, 0, 8, 0), (1, 3, 2, 4, 2, 8, 8), (3, 4, 4, 6, 0, 3, 8)]
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BLOCKS)
+def test_what_a_search_finds_in_cases_that_matter(case):
+    mem, size, rows = BLOCKS[case]
+    blocks = [
+        Block(
+            forward_time=forward, backward_time=backward, output_bytes=out, saved_bytes=saved, grad_bytes=grad,
+            forward_scratch=scratch, backward_scratch=back,
+        )
+        for forward, backward, out, saved, grad, scratch, back in rows
+    ]  # fmt: skip
+    chain = Chain(blocks=tuple(blocks), input_bytes=size, input_grad_bytes=0)
+    assert pofo.build(chain, mem, machine(mem), mem).time == fastest_pofo(chain, mem)
 
 
 @few(150)

@@ -30,7 +30,7 @@ The schedule asks for everything back at the turn; that is early, and harmless (
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -77,11 +77,11 @@ class Task(NamedTuple):
 
 
 def schedules(chain: Chain, mem: int, platform: Platform | None, slots: int = 50) -> list[Schedule]:
-    """Schedules that fit in `mem` bytes whatever the speed of the link; the last are likely the fastest.
+    """Schedules that fit in `mem` bytes whatever the speed of the link.
 
-    Slots are rounded up, so a table for more than `mem` bytes may give a schedule that fits in them. Several
-    are tried if that takes seconds; if a table takes a minute, one, for a budget that a table without the link,
-    which takes a second, has tried.
+    Slots are rounded up, so a table for more than `mem` bytes may give a schedule that fits in them, and where
+    there are more blocks than slots sizes are better rounded in sums. Several tables are tried if that takes
+    seconds; if one takes a minute, one, for a budget that tables without the link, each of a second, have found.
 
     Raises `BudgetTooSmall`; its minimum is exact.
     """
@@ -90,29 +90,34 @@ def schedules(chain: Chain, mem: int, platform: Platform | None, slots: int = 50
         raise BudgetTooSmall(minimum=least.peak, budget=mem)
     found = [least.schedule]
     exact = mem % slots == 0 and grain(chain) % (mem // slots) == 0
+    in_sums = len(chain) > slots and not exact
 
     def fits(nominal: float, link: Platform | None) -> bool:
         try:
-            schedule = build(chain, int(mem * nominal), link, slots).schedule
+            schedule = build(chain, int(mem * nominal), link, slots, in_sums=in_sums).schedule
         except BudgetTooSmall:  # only because sizes were rounded up
-            return nominal == 1.0
+            return nominal <= 1.0
         if needs(chain, schedule).max() <= mem:
             found.append(schedule)
             return True
         return False
 
     def widest(link: Platform | None, rounds: int) -> float:
-        sound, hopeful = 1.0, min(1.0 + len(chain) / slots, 4.0)
+        sound, hopeful = (0.6, 1.4) if in_sums else (1.0, min(1.0 + len(chain) / slots, 4.0))
         for _ in range(rounds):
             nominal = (sound + hopeful) / 2
             sound, hopeful = (nominal, hopeful) if fits(nominal, link) else (sound, nominal)
         return sound
 
-    if exact or seconds(chain, slots) < _QUICK:
+    if exact:
         fits(1.0, platform)
-        widest(platform, 0 if exact else _ROUNDS)
-    elif not fits(0.97 * widest(None, _ROUNDS) if speeds(platform) != (0.0, 0.0) else 1.0, platform):
-        fits(1.0, platform)
+    elif seconds(chain, slots) < _QUICK:
+        fits(0.6 if in_sums else 1.0, platform)
+        widest(platform, _ROUNDS)
+    else:
+        nominal = widest(None, _ROUNDS)
+        if speeds(platform) != (0.0, 0.0):
+            fits(0.95 * nominal, platform)
     return list(dict.fromkeys(found))
 
 
@@ -122,9 +127,17 @@ def seconds(chain: Chain, slots: int) -> float:
     return 7e-10 * len(chain) ** 3 * slots**2 + 2e-9 * options**2 * len(chain) ** 2 * slots**2
 
 
-def build(chain: Chain, mem: int, platform: Platform | None, slots: int = 50) -> Plan:
-    """The best schedule in `slots` steps of memory. Raises `BudgetTooSmall` where the steps are too coarse."""
+def build(
+    chain: Chain, mem: int, platform: Platform | None, slots: int = 50, *, in_sums: bool = False
+) -> Plan:
+    """The best schedule in `slots` steps of memory. Raises `BudgetTooSmall` where the steps are too coarse.
+
+    With `in_sums` the sums of values along the chain are rounded up, not each value: the schedule may need
+    more than `mem` bytes.
+    """
     task = task_of(chain, mem, platform, slots)
+    if in_sums:
+        task = _rounded_in_sums(chain, mem, task)
     back = fill_back(task)
     plan = _plan(chain, task, back, fill_forward(task, back))
     if plan is None:
@@ -150,6 +163,29 @@ def task_of(chain: Chain, mem: int, platform: Platform | None, slots: int) -> Ta
     leaving, coming, beyond = _passes(n, first, later, link.forward_out, link.forward_in)
     linked = speeds(platform) != (0.0, 0.0)
     return Task(n, slots, sizes, first, link, leaving, coming, beyond, _considered(sizes, n, slots), linked)
+
+
+def _rounded_in_sums(chain: Chain, mem: int, task: Task) -> Task:
+    """The task where a value takes as many slots as it adds to the sum of those before it (the thesis, 3.3.3.2)."""
+
+    def slots(before: int, size: int) -> int:
+        return -(-(before + size) * task.slots // mem) + before * task.slots // -mem
+
+    before_out = [0, *accumulate(chain.output_sizes)]
+    before_saved = [0, *accumulate(block.saved_bytes for block in chain.blocks)]
+    out = [slots(before, size) for before, size in zip(before_out, chain.output_sizes, strict=False)]
+    saved = [
+        slots(before, option.saved_bytes)
+        for before, block in zip(before_saved, chain.blocks, strict=False)
+        for option in block.choices
+    ]
+    most = 2 * task.slots + 2
+    return task._replace(
+        sizes=task.sizes._replace(
+            out=np.minimum(np.array(out, dtype=np.int64), most),
+            saved=np.minimum(np.array(saved, dtype=np.int64), most),
+        )
+    )
 
 
 def _considered(sizes: Sizes, n: int, slots: int) -> Ints:
