@@ -303,11 +303,11 @@ MISTAKES += [
         "early = max(early, later[j])",
         POFO,
     ),
-    # an input that is offloaded need not come back
+    # what comes back beneath a rerun is forgotten
     Mistake(
         "solvers/offload/pofo.py",
-        "        return lost, kept, max(behind + size - sent, 0), max(ahead - came, 0) + size\n    return lost, kept + size, max(behind - sent, 0), max(ahead - came, 0)\n\n\nclass States",
-        "        return lost, kept, max(behind + size - sent, 0), max(ahead - came, 0)\n    return lost, kept + size, max(behind - sent, 0), max(ahead - came, 0)\n\n\nclass States",
+        "max(ahead - came, 0)\n\n\nclass States",
+        "ahead\n\n\nclass States",
         POFO,
     ),
     # the scratch memory of backwards is forgotten
