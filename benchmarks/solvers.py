@@ -1,6 +1,7 @@
 """How long solvers take, in how much memory, and what their schedules cost: `python -m benchmarks.solvers`.
 
-Uneven random chains; a small solve first compiles. Prints two tables and writes benchmarks/results/solvers.json:
+Uneven random chains; a small solve first compiles. Prints two tables, writes benchmarks/results/solvers.json and
+puts the first into docs/solvers.md:
 
     bounds    each solver at full size, in a process of its own: the least seconds of several solves as
               `fxremat.solve` does them, the largest resident memory, and the limits of both
@@ -25,6 +26,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from benchmarks import solver_page
 from fxremat.chain import Block, Chain, Option
 from fxremat.platform import Platform
 from fxremat.simulate import simulate
@@ -211,6 +213,7 @@ def main() -> int:
         if not args.quick:
             report = {"conditions": conditions(), "bounds": rows, "slots": args.slots, "rows": made}
             RESULTS.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+            solver_page.main()
     return 0 if all(row["holds"] for row in rows) else 1
 
 
