@@ -48,7 +48,7 @@ class Case:
     speed: float  # bytes a second, both ways
     solver: str
     slots: int = 500
-    effort: float = 5.0  # seconds
+    effort: float = 8.0  # seconds
 
     @property
     def chain(self) -> Chain:

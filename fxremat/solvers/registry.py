@@ -201,7 +201,7 @@ _OTHERS = {
         propose=lambda problem: pofo.schedules(
             problem.chain, problem.room, problem.platform, min(problem.slots, POFO_SLOTS)
         ),
-        seconds=lambda problem: 3e-9 * len(problem.chain) ** 2 * float(min(problem.slots, POFO_SLOTS)) ** 3,
+        seconds=lambda problem: 6 * pofo.seconds(problem.chain, min(problem.slots, POFO_SLOTS)),
         transfers=True,
     ),
     "opportunist": Solver(
