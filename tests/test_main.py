@@ -61,8 +61,8 @@ def test_text(chain_file, capsys):
 def test_revolve_keeps_nothing_but_checkpoints_however_much_memory_there_is(chain_file, capsys):
     block = {"forward_time": 1, "backward_time": 2, "output_bytes": 1, "saved_bytes": 2}
     path = chain_file({"input_bytes": 1, "blocks": [block] * 3})
-    for mem in ("7", "99", "1TiB"):
-        assert main(["solve", path, "--mem", mem, "--solver", "revolve"]) == 0
+    for mem, slots in (("7", "7"), ("99", "500"), ("1TiB", "7")):
+        assert main(["solve", path, "--mem", mem, "--solver", "revolve", "--slots", slots]) == 0
         assert capsys.readouterr().out.splitlines()[0] == "Fck1 Fck2 Fall3 B3 Fall2 B2 Fall1 B1"
 
 
@@ -219,6 +219,16 @@ def test_a_bar_shows_on_a_terminal_past_two_seconds(chain_file):
 
 def test_no_bar_shows_for_a_quick_solve(chain_file):
     master, terminal = window()
-    command = [sys.executable, "-m", "fxremat", "solve", chain_file(GOOD), "--mem", "99"]
+    asked = [
+        "solve",
+        chain_file(uneven(20).to_json()),
+        "--mem",
+        "60MB",
+        "--solver",
+        "persistent",
+        "--slots",
+        "50",
+    ]
+    command = [sys.executable, "-m", "fxremat", *asked]
     assert subprocess.run(command, stdout=subprocess.DEVNULL, stderr=terminal, check=False).returncode == 0
     assert read_until(master, b"anything", 0) == b""

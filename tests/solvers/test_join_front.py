@@ -76,12 +76,25 @@ def test_no_faster_than_everything(join, mem):
     assert found.lower_bound - 1e-9 <= optimum <= found.timeline.time + 1e-9
 
 
+@few(25)
+@given(joins_of(3))
+def test_the_least_budget_is_the_least_of_all_solvers(join):
+    if max(chain.input_bytes for chain in join.branches) == 0:
+        return  # something may fit in nothing
+    refusals = {}
+    for solver in ("auto", *JOINS):
+        with pytest.raises(BudgetTooSmall) as error:
+            solve(join, 0, solver=solver)
+        refusals[solver] = error.value.minimum
+    assert refusals.pop("auto") == min(refusals.values())
+
+
 @pytest.mark.parametrize("solver", ["auto", *JOINS])
 def test_memory_in_plenty_costs_no_time(solver):
     """Slots of a terabyte are larger than everything together."""
     for trunk in (None, uniform(4)):
         join = Join(branches=(uniform(30), uniform(20)), trunk=trunk)
-        found = solution(join, 2**50, solver=solver)
+        found = solution(join, 2**50, solver=solver, slots=20)
         assert found.timeline.time == found.lower_bound == 2 * (50 + (4 if trunk else 0))
 
 
