@@ -79,7 +79,7 @@ def solve(
 
     Args:
         chain: the model, in bytes and seconds.
-        mem: bytes; the chain's input counts, parameters do not.
+        mem: bytes, or those of the platform if they are fewer; the chain's input counts, parameters do not.
         solver: one of `SOLVERS`; "auto" asks all that its time allows and keeps the best. For a join one of
             `JOINS`, and "auto" asks them all.
         platform: the machine; with `to_host` and `from_host`, values may leave and come back.
@@ -171,6 +171,8 @@ def _winner(
         raise FxrematError(f"unknown solver {solver!r}; there are {', '.join(NAMES)}")
     if not effort >= 0:
         raise FxrematError(f"effort is {effort!r}; it is a number of seconds, 0 or more")
+    if platform is not None and platform.memory is not None:
+        mem = min(mem, platform.memory)
     machine = _machine(platform, mem)
     problem = Problem(
         chain=chain,
@@ -228,7 +230,8 @@ def ask(problem: Problem, solver: str) -> Timeline:
     proposed = SOLVERS[solver].propose(problem)
     fitting = [timeline for schedule in proposed if (timeline := _fit(problem, schedule)) is not None]
     if not fitting:
-        least = min(simulate(problem.chain, schedule).peak for schedule in proposed)
+        roomy = replace(problem.platform, memory=None)
+        least = min(simulate(problem.chain, schedule, roomy).peak for schedule in proposed)
         raise BudgetTooSmall(minimum=least, budget=problem.mem)
     return min(fitting, key=_merit)
 
@@ -272,9 +275,8 @@ def _is_optimal(problem: Problem, solver: str) -> bool:
 
 
 def _machine(platform: Platform | None, mem: int) -> Platform:
-    return replace(
-        platform or Platform(), memory=max(mem, 1)
-    )  # a platform has some memory; peaks are compared to mem
+    """The platform with `mem` bytes; where that is 0, with one byte, as every platform has some."""
+    return replace(platform or Platform(), memory=max(mem, 1))
 
 
 def _merit(timeline: Timeline | JoinTimeline) -> tuple[float, int]:

@@ -28,10 +28,10 @@ TRANSFERS = sorted(name for name, solver in SOLVERS.items() if solver.transfers)
 def ask(chain: Chain, mem: int, solver: str, platform: Platform | None):
     """The simulation of a solver's answer; where nothing fits, the error's minimum must be right and is asked."""
     try:
-        return mem, best(chain, mem, solver=solver, platform=platform, effort=0.2)
+        return mem, best(chain, mem, solver=solver, platform=platform, effort=0.05)
     except BudgetTooSmall as error:
         mem = error.minimum
-    return mem, best(chain, mem, solver=solver, platform=platform, effort=0.2)
+    return mem, best(chain, mem, solver=solver, platform=platform, effort=0.05)
 
 
 @pytest.mark.parametrize("solver", COMPUTE)
@@ -64,20 +64,20 @@ def test_more_memory_never_costs_time(solver, chain, mem):
     assert all(after <= before + 1e-9 for before, after in pairwise(times))
 
 
-@few(25)
+@few(15)
 @given(chains(4, options=1), st.integers(0, 40), st.none() | PLATFORMS)
 def test_auto_is_never_worse_than_any_of_those_it_had_time_for(chain, mem, platform):
     try:
-        found = solution(chain, mem, platform=platform, effort=5.0)
+        found = solution(chain, mem, platform=platform, effort=1.0)
     except BudgetTooSmall as error:
         mem = error.minimum
-        found = solution(chain, mem, platform=platform, effort=5.0)
+        found = solution(chain, mem, platform=platform, effort=1.0)
     assert found.solver in SOLVERS
     assert found.lower_bound - 1e-9 <= found.timeline.time
     assert found.fluid_time <= found.timeline.time + 1e-9
     for name in COMPUTE if platform is None else SOLVERS:
         try:
-            alone = best(chain, mem, solver=name, platform=platform, effort=0.2)
+            alone = best(chain, mem, solver=name, platform=platform, effort=0.05)
         except BudgetTooSmall:
             continue
         assert found.timeline.time <= alone.time + 1e-9, name
@@ -101,6 +101,15 @@ def test_a_solver_with_transfers_needs_a_link():
             best(chain_of_one(), 100, solver=name)
 
 
+def test_the_memory_of_the_platform_is_a_limit_too():
+    chain = Chain.from_json({"input_bytes": 1, "blocks": [BLOCK] * 4})
+    small = best(chain, 1000, platform=Platform(memory=12))
+    assert small.peak <= 12
+    assert small.time > best(chain, 1000).time
+    with pytest.raises(BudgetTooSmall, match="3 bytes"):
+        best(chain, 1000, platform=Platform(memory=3))
+
+
 def test_unknown_names_and_bad_efforts_are_refused():
     with pytest.raises(FxrematError, match="input_drop"):
         best(chain_of_one(), 100, solver="best")
@@ -109,10 +118,8 @@ def test_unknown_names_and_bad_efforts_are_refused():
     assert NAMES[0] == "auto"
 
 
+BLOCK = {"forward_time": 1, "backward_time": 1, "output_bytes": 1, "saved_bytes": 3}
+
+
 def chain_of_one() -> Chain:
-    return Chain.from_json(
-        {
-            "input_bytes": 1,
-            "blocks": [{"forward_time": 1, "backward_time": 1, "output_bytes": 1, "saved_bytes": 2}],
-        }
-    )
+    return Chain.from_json({"input_bytes": 1, "blocks": [BLOCK]})
