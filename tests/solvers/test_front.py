@@ -12,7 +12,7 @@ from fxremat.errors import BudgetTooSmall, FxrematError
 from fxremat.platform import Platform
 from fxremat.schedule import Schedule
 from fxremat.simulate import simulate
-from fxremat.solvers import NAMES, SOLVERS, best, exact, keep_all, solution
+from fxremat.solvers import NAMES, SOLVERS, best, exact, keep_all, registry, solution
 from tests.dags import few
 from tests.solvers.chains import chains
 
@@ -64,14 +64,21 @@ def test_more_memory_never_costs_time(solver, chain, mem):
     assert all(after <= before + 1e-9 for before, after in pairwise(times))
 
 
+@pytest.fixture
+def short_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Local searches of a few steps, whatever the effort."""
+    monkeypatch.setattr(registry, "_MOST_TRIES", 50)
+
+
+@pytest.mark.usefixtures("short_search")
 @few(15)
 @given(chains(4, options=1), st.integers(0, 40), st.none() | PLATFORMS)
 def test_auto_is_never_worse_than_any_of_those_it_had_time_for(chain, mem, platform):
     try:
-        found = solution(chain, mem, platform=platform, effort=1.0)
+        found = solution(chain, mem, platform=platform, effort=600.0)  # compiling takes some
     except BudgetTooSmall as error:
         mem = error.minimum
-        found = solution(chain, mem, platform=platform, effort=1.0)
+        found = solution(chain, mem, platform=platform, effort=600.0)  # compiling takes some
     assert found.solver in SOLVERS
     assert found.lower_bound - 1e-9 <= found.timeline.time
     assert found.fluid_time <= found.timeline.time + 1e-9
