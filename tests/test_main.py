@@ -61,7 +61,7 @@ def test_text(chain_file, capsys):
 def test_revolve_keeps_nothing_but_checkpoints_however_much_memory_there_is(chain_file, capsys):
     block = {"forward_time": 1, "backward_time": 2, "output_bytes": 1, "saved_bytes": 2}
     path = chain_file({"input_bytes": 1, "blocks": [block] * 3})
-    for mem, slots in (("7", "7"), ("99", "500"), ("1TiB", "7")):
+    for mem, slots in (("7", "7"), ("99", "500"), ("1TiB", "2")):
         assert main(["solve", path, "--mem", mem, "--solver", "revolve", "--slots", slots]) == 0
         assert capsys.readouterr().out.splitlines()[0] == "Fck1 Fck2 Fall3 B3 Fall2 B2 Fall1 B1"
 
@@ -181,6 +181,13 @@ def interrupt(process):
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=2)
     return process.returncode, out, err
+
+
+def test_no_bar_shows_where_there_is_no_terminal():
+    loop = "import time\nfor _ in progress(range(30), 'a bar'): time.sleep(0.1)"
+    script = f"from fxremat.solvers.progress import progress\n{loop}"
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True)
+    assert (ran.stdout, ran.stderr) == (b"", b"")
 
 
 def window():

@@ -5,14 +5,14 @@ the solvers that improve a schedule step by step; a schedule that does not fit r
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 
 from fxremat.chain import Chain, Join
 from fxremat.errors import BudgetTooSmall, InvalidSchedule
 from fxremat.join_schedule import JoinSchedule, Loss, On
 from fxremat.platform import Platform
-from fxremat.schedule import Backward, Forward, Schedule
+from fxremat.schedule import Backward, Forward, Keep, Op, Schedule
 from fxremat.simulate import Timeline, simulate
 from fxremat.simulate_join import JoinTimeline, simulate_join
 from fxremat.solvers import (
@@ -81,9 +81,8 @@ def _listed(schedules: Callable[[Chain], list[Schedule]]) -> Solver:
 
 
 def _tabled(build: Build, work: Callable[[Chain, int], float]) -> Solver:
-    ask = _revolved if build is revolve.build else by_table
     return Solver(
-        propose=lambda problem: ask(build, problem),
+        propose=lambda problem: by_table(build, problem),
         seconds=lambda problem: _rounds(problem) * work(problem.chain, problem.slots) / _SPEED,
     )
 
@@ -98,15 +97,19 @@ def _rounds(problem: Problem) -> int:
 
 
 def by_table(build: Build, problem: Problem) -> list[Schedule]:
-    """Everything is kept where that fits; else what the table says."""
-    everything = keep_all.schedules(problem.chain)[0]
-    return [everything] if problem.fits(everything) else _read_off(build, problem)
+    """The fastest schedule that a table can hold, where that fits; else what the table says."""
+    chain = problem.chain
+    fastest = every_checkpoint(chain) if build is revolve.build else keep_all.schedules(chain)[0]
+    return [fastest] if problem.fits(fastest) else _read_off(build, problem)
 
 
-def _revolved(build: Build, problem: Problem) -> list[Schedule]:
-    """revolve never keeps everything; memory beyond what it can use would only make its slots larger."""
-    enough = build(problem.chain, 1, 1).enough
-    return _read_off(build, replace(problem, mem=min(problem.mem, enough)))
+def every_checkpoint(chain: Chain) -> Schedule:
+    """The fastest schedule of revolve: every block's input is kept, and every block but the last run again."""
+    ops: list[Op] = [Forward(number, Keep.CHECKPOINT) for number in range(1, len(chain))]
+    for number in range(len(chain), 0, -1):
+        option = keep_all.fastest(chain.blocks[number - 1])
+        ops += [Forward(number, Keep.ALL, option), Backward(number)]
+    return Schedule(tuple(ops))
 
 
 def _read_off(build: Build, problem: Problem) -> list[Schedule]:
@@ -156,6 +159,11 @@ def capped(build: Build, problem: Problem) -> list[Schedule]:
     )
 
 
+def _offloaded(problem: Problem, schedules: Callable[[], list[Schedule]]) -> list[Schedule]:
+    """What a solver proposes that only offloads; over a link that carries nothing it keeps everything."""
+    return schedules() if problem.platform.linked else keep_all.schedules(problem.chain)
+
+
 def search(problem: Problem, start: Schedule) -> Schedule:
     """The local search from a schedule that fits; as many steps as its effort, on a machine like ours, allows."""
     tries = min(int(problem.effort / _STEP / max(1, len(start.ops))), _MOST_TRIES)
@@ -181,18 +189,19 @@ _OTHERS = {
         seconds=lambda problem: 1e-6 * 4.0 ** min(100, sum(len(b.choices) for b in problem.chain.blocks)),
     ),
     "offload_greedy": Solver(
-        propose=lambda problem: greedy.schedules(problem.chain, problem.room),
+        propose=lambda problem: _offloaded(problem, lambda: greedy.schedules(problem.chain, problem.room)),
         seconds=lambda problem: 1e-4 * len(problem.chain),
         transfers=True,
     ),
     "vdnn": Solver(
-        propose=lambda problem: vdnn.schedules(problem.chain, problem.room),
+        propose=lambda problem: _offloaded(problem, lambda: vdnn.schedules(problem.chain, problem.room)),
         seconds=lambda problem: 1e-5 * len(problem.chain) ** 2,
         transfers=True,
     ),
     "offload_dp": Solver(
-        propose=lambda problem: offload_dp.schedules(
-            problem.chain, problem.room, problem.platform, problem.slots
+        propose=lambda problem: _offloaded(
+            problem,
+            lambda: offload_dp.schedules(problem.chain, problem.room, problem.platform, problem.slots),
         ),
         seconds=lambda problem: 3e-3 * len(problem.chain),
         transfers=True,
