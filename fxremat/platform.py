@@ -9,7 +9,7 @@ from fxremat.errors import FxrematError
 
 @dataclass(frozen=True, kw_only=True)
 class Platform:
-    """Speeds in bytes per second, None where the machine has no host tier."""
+    """Speeds in bytes per second, None or 0 where the machine has no host tier."""
 
     memory: int | None = None  # bytes of the device
     to_host: float | None = None
@@ -19,12 +19,13 @@ class Platform:
     def __post_init__(self) -> None:
         for name in ("memory", "to_host", "from_host"):
             value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value > 0):
-                raise FxrematError(f"{name} is {value!r}; it is a number above 0, or None")
+            least = 1 if name == "memory" else 0
+            if value is not None and not (math.isfinite(value) and value >= least):
+                raise FxrematError(f"{name} is {value!r}; it is a number from {least} on, or None")
         if self.duplex not in ("full", "half"):
             raise FxrematError(f'duplex is {self.duplex!r}; it is "full" or "half"')
 
     @property
     def linked(self) -> bool:
         """Whether values can go to the host and come back."""
-        return self.to_host is not None and self.from_host is not None
+        return bool(self.to_host and self.from_host)

@@ -148,7 +148,7 @@ def _straight(script: Script, schedule: Schedule) -> Timed:
 def _link(script: Script, schedule: Schedule, platform: Platform | None) -> Link:
     for copy in script.copies:
         speed = "to_host" if copy.outward else "from_host"
-        if platform is None or getattr(platform, speed) is None:
+        if platform is None or not getattr(platform, speed):
             raise InvalidSchedule(
                 f"op {copy.token + 1}, {schedule.ops[copy.token]}: the platform has no {speed} bandwidth"
             )

@@ -56,7 +56,7 @@ def _need(chain: Chain, block: int) -> int:
 
 def _crossing(platform: Platform | None) -> float | None:
     """Seconds for a byte to the host and back; None where there is no way."""
-    if platform is None or platform.to_host is None or platform.from_host is None:
+    if platform is None or not platform.to_host or not platform.from_host:
         return None
     return 1 / platform.to_host + 1 / platform.from_host
 

@@ -225,15 +225,25 @@ def _least_time(join: Join) -> float:
 
 def ask(problem: Problem, solver: str) -> Timeline:
     """The fastest that one solver proposes. Raises `BudgetTooSmall`."""
-    if SOLVERS[solver].transfers and not problem.platform.linked:
+    if SOLVERS[solver].transfers and None in (problem.platform.to_host, problem.platform.from_host):
         raise FxrematError(f"{solver} moves values to the host: give a platform with to_host and from_host")
     proposed = SOLVERS[solver].propose(problem)
     fitting = [timeline for schedule in proposed if (timeline := _fit(problem, schedule)) is not None]
     if not fitting:
-        roomy = replace(problem.platform, memory=None)
-        least = min(simulate(problem.chain, schedule, roomy).peak for schedule in proposed)
-        raise BudgetTooSmall(minimum=least, budget=problem.mem)
+        raise BudgetTooSmall(minimum=_least(problem, proposed), budget=problem.mem)
     return min(fitting, key=_merit)
+
+
+def _least(problem: Problem, proposed: list[Schedule]) -> int:
+    """The least memory that one of the schedules takes, or keeping everything where none can run at all."""
+    roomy = replace(problem.platform, memory=None)
+    peaks = []
+    for schedule in (*proposed, *SOLVERS["keep_all"].propose(problem)):
+        try:
+            peaks.append(simulate(problem.chain, schedule, roomy).peak)
+        except InvalidSchedule:  # it needs a link that carries something
+            continue
+    return min(peaks)
 
 
 def _fit(problem: Problem, schedule: Schedule) -> Timeline | None:

@@ -117,6 +117,18 @@ def test_the_memory_of_the_platform_is_a_limit_too():
         best(chain, 1000, platform=Platform(memory=3))
 
 
+@few(15)
+@given(chains(4), st.integers(0, 30))
+def test_a_link_that_carries_nothing_is_no_link(chain, mem):
+    still = Platform(to_host=0.0, from_host=0.0)
+    mem, persistent = ask(chain, mem, "persistent", None)
+    assert best(chain, mem, solver="pofo", platform=still).time == pytest.approx(persistent.time)
+    for name in TRANSFERS:
+        mem, timeline = ask(chain, mem, name, still)
+        assert timeline.sent == 0
+        assert timeline.peak <= mem
+
+
 def test_unknown_names_and_bad_efforts_are_refused():
     with pytest.raises(FxrematError, match="input_drop"):
         best(chain_of_one(), 100, solver="best")

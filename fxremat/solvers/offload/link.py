@@ -46,7 +46,7 @@ def carried(chain: Chain, mem: int, slots: int, platform: Platform | None) -> Ca
 
 def speeds(platform: Platform | None) -> tuple[float, float]:
     """Bytes per second to the host and from it; zeros where values cannot go there and back."""
-    if platform is None or platform.to_host is None or platform.from_host is None:
+    if platform is None or not platform.to_host or not platform.from_host:
         return 0.0, 0.0
     return platform.to_host, platform.from_host
 
