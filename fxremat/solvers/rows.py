@@ -35,9 +35,16 @@ class Rows(NamedTuple):
     cost: Floats
 
 
-@jit
 def lay_out(low: Ints, high: Ints, slots: int) -> Rows:
     """Room for every row, cut off above `slots`, all infinite."""
+    at, total = _places(low, high, slots)
+    # made here: compiled code that makes a named tuple crashes if Ctrl-C comes while it does
+    return Rows(low, high, at, np.full(total, np.inf))
+
+
+@jit
+def _places(low: Ints, high: Ints, slots: int) -> tuple[Ints, int]:
+    """Where the rows begin, and how many entries they have; cuts `high` off above `slots`."""
     at = np.zeros(low.shape, dtype=np.int64)
     total = 0
     for i in range(low.shape[0]):
@@ -46,7 +53,7 @@ def lay_out(low: Ints, high: Ints, slots: int) -> Rows:
             at[i, j] = total
             if low[i, j] <= slots:
                 total += high[i, j] - low[i, j]
-    return Rows(low, high, at, np.full(total, np.inf))
+    return at, total
 
 
 @jit
