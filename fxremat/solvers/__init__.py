@@ -22,21 +22,25 @@ with a link to the host, values may also leave and come back:
     local_search    the same, then small changes that help          as long as the effort lasts
     auto            the best of those that the time allows
 
+and for joins of chains `JOINS`, see fxremat/solvers/joins.
+
 `solve` is the front: it judges what solvers propose by `simulate`, which they themselves never see.
 """
 
 from fxremat.solvers import keep_all
 from fxremat.solvers.bound import lower_bound
-from fxremat.solvers.front import EFFORT, Solution, best, solution, solve
-from fxremat.solvers.registry import DEFAULT, LISTS, NAMES, SOLVERS, TABLES
+from fxremat.solvers.front import EFFORT, JoinSolution, Solution, best, solution, solve
+from fxremat.solvers.registry import DEFAULT, JOINS, LISTS, NAMES, SOLVERS, TABLES
 
 __all__ = [
     "DEFAULT",
     "EFFORT",
+    "JOINS",
     "LISTS",
     "NAMES",
     "SOLVERS",
     "TABLES",
+    "JoinSolution",
     "Solution",
     "best",
     "keep_all",

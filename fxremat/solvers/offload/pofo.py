@@ -223,7 +223,6 @@ class Back(NamedTuple):
     cost: Floats
 
 
-@jit
 def _lay_out(n: int, slots: int, out: Ints, linked: bool) -> Back:
     row = np.zeros((n + 2, n + 1), dtype=np.int64)
     at = np.zeros((n + 2, slots + 1), dtype=np.int64)
