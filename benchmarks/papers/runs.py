@@ -14,8 +14,9 @@ from fxremat.platform import Platform
 from fxremat.schedule import Schedule
 from fxremat.simulate import Accounting, simulate
 from fxremat.solvers import SOLVERS, TABLES, keep_all, persistent, solve
+from fxremat.solvers.offload import pofo
 from fxremat.solvers.progress import progress
-from fxremat.solvers.registry import Problem, capped
+from fxremat.solvers.registry import POFO_SLOTS, Problem, capped
 
 GB = 1e9
 WORKERS = 2
@@ -29,9 +30,15 @@ def _auto(problem: Problem) -> list[Schedule]:
     return [schedule]
 
 
+def _pofo(problem: Problem) -> list[Schedule]:
+    """As published: one table of 50 slots, sizes rounded up."""
+    return [pofo.build(problem.chain, problem.mem, problem.platform, POFO_SLOTS).schedule]
+
+
 PROPOSERS: dict[str, Callable[[Problem], list[Schedule]]] = {
     name: solver.propose for name, solver in SOLVERS.items()
 } | {
+    "pofo": _pofo,
     "rematerialization": SOLVERS["persistent"].propose,
     "autocapper (thesis)": lambda problem: capped(TABLES["persistent"], problem),
     "ours, without POFO": SOLVERS["local_search"].propose,
@@ -48,7 +55,7 @@ class Case:
     speed: float  # bytes a second, both ways
     solver: str
     slots: int = 500
-    effort: float = 8.0  # seconds
+    effort: float = 10.0  # seconds
 
     @property
     def chain(self) -> Chain:
