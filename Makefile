@@ -32,6 +32,7 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.readme
 
 papers: $(READY)
+	$(BIN)/python -m pip install --quiet -c constraints-dev.txt -e ".[plot]"
 	$(BIN)/python -m benchmarks.papers
 	$(BIN)/python -m benchmarks.optimality
 	$(BIN)/python -m benchmarks.solvers
