@@ -8,6 +8,7 @@ from collections.abc import Iterator
 # Before torch is imported: its profiler reports every start and stop otherwise.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
+import hypothesis
 import pytest
 
 
@@ -45,3 +46,9 @@ def _cuda_is_available() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+# Everyday runs draw the same examples every time; HYPOTHESIS_PROFILE=wide draws new ones.
+hypothesis.settings.register_profile("everyday", derandomize=True)
+hypothesis.settings.register_profile("wide", derandomize=False)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "everyday"))

@@ -24,7 +24,8 @@ Beyond the papers, and not quite the optimum: A* is faster on 8 of 24,000 random
 (`benchmarks/optimality.py`; persistent and floating miss 12,300 of them, input_drop 388). In all that were
 looked at, it rebuilds a lost input before backwards that come earlier, while the gradient held is small; here
 that begins when the block's own backward is next. O(slots n^5), (n + options)^3 n^2 slots with options: for short
-chains. The table is in slots and the schedule is read off in bytes, as in persistent.py.
+chains. The table is in slots and the schedule is read off in bytes, as in persistent.py; a move is a difference
+of rounded sizes, so that coarse slots may promise a little too much. The schedule fits all the same.
 """
 
 import numpy as np

@@ -15,6 +15,7 @@ from fxremat.platform import Platform
 from fxremat.schedule import Schedule
 from fxremat.simulate import Accounting, Timeline, simulate
 from fxremat.simulate_join import JoinTimeline
+from fxremat.solvers import keep_all
 from fxremat.solvers.bound import lower_bound
 from fxremat.solvers.registry import DEFAULT, JOINS, NAMES, SOLVERS, Problem, search
 
@@ -238,12 +239,12 @@ def _least(problem: Problem, proposed: list[Schedule]) -> int:
     """The least memory that one of the schedules takes, or keeping everything where none can run at all."""
     roomy = replace(problem.platform, memory=None)
     peaks = []
-    for schedule in (*proposed, *SOLVERS["keep_all"].propose(problem)):
+    for schedule in proposed:
         try:
             peaks.append(simulate(problem.chain, schedule, roomy).peak)
         except InvalidSchedule:  # it needs a link that carries something
             continue
-    return min(peaks)
+    return min(peaks) if peaks else simulate(problem.chain, keep_all.schedules(problem.chain)[0]).peak
 
 
 def _fit(problem: Problem, schedule: Schedule) -> Timeline | None:
