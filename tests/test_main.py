@@ -167,7 +167,10 @@ def long_solve(chain_file, stderr):
     path = chain_file(uneven(340).to_json())
     link = ["--solver", "pofo", "--to-host", "1e6", "--from-host", "1e6"]
     process = subprocess.Popen(
-        [sys.executable, "-c", READY, "solve", path, "--mem", "1GB", *link],
+        preexec_fn=lambda: signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        ),  # ignored where the tests run in background
+        args=[sys.executable, "-c", READY, "solve", path, "--mem", "1GB", *link],
         stdout=subprocess.PIPE,
         stderr=stderr,
     )
