@@ -193,7 +193,9 @@ class _Device:
 
     def _need_input(self, branch: _Branch, number: int) -> None:
         if not 1 <= number <= len(branch.chain):
-            raise InvalidSchedule(f"there is no block {number}; the chain has blocks 1 to {len(branch.chain)}")
+            raise InvalidSchedule(
+                f"there is no block {number}; the chain has blocks 1 to {len(branch.chain)}"
+            )
         if branch is self.trunk and number == 1:
             self._need_ends()
             return

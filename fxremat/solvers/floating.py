@@ -28,11 +28,10 @@ import numpy as np
 
 from fxremat.chain import Chain
 from fxremat.errors import FxrematError
-from fxremat.schedule import Schedule
 from fxremat.solvers.progress import progress
-from fxremat.solvers.rows import Rows, guess, jit, lay_out, relax, value
+from fxremat.solvers.rows import Rows, guess, jit, lay_out, relax
 from fxremat.solvers.sizes import Ints, Sizes, in_bytes, in_slots
-from fxremat.solvers.table import Table
+from fxremat.solvers.table import Table, frontier_of, table_of
 from fxremat.solvers.tape import BACKWARD, NONE, SAVE, emit, emit_pass
 
 _NEVER = 1 << 60
@@ -47,14 +46,6 @@ class Moves(NamedTuple):
     run: Ints  # [s, r]: what the forwards s..r-1 need, beyond the phase and a_{s-1}
 
 
-def frontier(chain: Chain, mem: int, *, slots: int = 100, count: int = 100) -> list[Schedule]:
-    """At most `count` schedules from one table for `mem` bytes, from the fastest to the least memory.
-
-    Raises `BudgetTooSmall`. The cost of the call is that of one table.
-    """
-    return build(chain, mem, slots).frontier(count)
-
-
 def build(chain: Chain, mem: int, slots: int) -> Table:
     """The table of costs for every budget up to `mem` bytes."""
     n = len(chain)
@@ -65,21 +56,19 @@ def build(chain: Chain, mem: int, slots: int) -> Table:
     for t in progress(range(1, n + 1), "floating"):
         for s in range(t, 0, -1):
             fill(sizes, moves, rows, n, s, t)
-
-    def read(m: int, full: int) -> Ints:
-        tape: Ints = trace(exact, exact_moves, low, rows, n, m, full, slots)
-        return tape
-
-    whole = int(place(n, 1, n, 1))
-    return Table(
-        chain=chain,
-        mem=mem,
-        slots=slots,
-        least=int(low[whole, 0]) + chain.input_bytes,
-        enough=int(high[whole, 0]) + chain.input_bytes,
-        curve=np.array([value(rows, whole, 0, k - sizes.out[0]) for k in range(slots + 1)]),
-        trace=read,
+    return table_of(
+        chain,
+        mem,
+        slots,
+        rows=rows,
+        whole=(int(place(n, 1, n, 1)), 0),
+        low=low,
+        high=high,
+        trace=lambda m, full: trace(exact, exact_moves, low, rows, n, m, full, slots),
     )
+
+
+frontier = frontier_of(build, 100)
 
 
 def _affordable(low: Ints, high: Ints, slots: int) -> tuple[Ints, Ints]:

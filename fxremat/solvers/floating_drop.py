@@ -32,25 +32,16 @@ import numpy as np
 
 from fxremat.chain import Chain
 from fxremat.errors import FxrematError
-from fxremat.schedule import Schedule
 from fxremat.solvers.progress import progress
-from fxremat.solvers.rows import Rows, guess, jit, lay_out, relax, value
+from fxremat.solvers.rows import Rows, guess, jit, lay_out, relax
 from fxremat.solvers.sizes import Floats, Ints, Sizes, in_bytes, in_slots
-from fxremat.solvers.table import Table
+from fxremat.solvers.table import Table, frontier_of, table_of
 from fxremat.solvers.tape import BACKWARD, DROP, NONE, SAVE, emit, emit_pass
 
 _NEVER = 1 << 60
 _MOST_WORK = 3e11  # additions: some minutes
 _MOST_ENTRIES = 1 << 28  # 2 GiB
 _KEEP, _MOVE, _LEAVE, _CUT, _LOSE = range(5)
-
-
-def frontier(chain: Chain, mem: int, *, slots: int = 500, count: int = 100) -> list[Schedule]:
-    """At most `count` schedules from one table for `mem` bytes, from the fastest to the least memory.
-
-    Raises `BudgetTooSmall`. The cost of the call is that of one table.
-    """
-    return build(chain, mem, slots).frontier(count)
 
 
 def build(chain: Chain, mem: int, slots: int) -> Table:
@@ -72,21 +63,19 @@ def build(chain: Chain, mem: int, slots: int) -> Table:
     for t in progress(range(1, n + 1), "floating_drop"):
         for s in range(t, 0, -1):
             _fill(sizes, rows, n, s, t, slots)
-    everything = (_row(sizes, n, 1, 0), n)
-
-    def read(m: int, full: int) -> Ints:
-        tape: Ints = trace(exact, low, rows, n, m, full, slots)
-        return tape
-
-    return Table(
-        chain=chain,
-        mem=mem,
-        slots=slots,
-        least=int(low[everything]) + chain.input_bytes,
-        enough=int(high[everything]) + chain.input_bytes,
-        curve=np.array([value(rows, *everything, k - sizes.out[0]) for k in range(slots + 1)]),
-        trace=read,
+    return table_of(
+        chain,
+        mem,
+        slots,
+        rows=rows,
+        whole=(_row(sizes, n, 1, 0), n),
+        low=low,
+        high=high,
+        trace=lambda m, full: trace(exact, low, rows, n, m, full, slots),
     )
+
+
+frontier = frontier_of(build)
 
 
 def work(chain: Chain, slots: int) -> float:

@@ -21,22 +21,13 @@ O(slots n^3) for one option a block. Beyond the papers, whose schedules keep the
 import numpy as np
 
 from fxremat.chain import Chain
-from fxremat.schedule import Schedule
-from fxremat.solvers.rows import Rows, guess, jit, lay_out, relax, value
+from fxremat.solvers.rows import Rows, guess, jit, lay_out, relax
 from fxremat.solvers.sizes import Ints, Sizes, in_bytes, in_slots
 from fxremat.solvers.squares import TILE, fill_squares
-from fxremat.solvers.table import Table
+from fxremat.solvers.table import Table, frontier_of, table_of
 from fxremat.solvers.tape import BACKWARD, DROP, SAVE, emit, emit_pass
 
 _NEVER = 1 << 60
-
-
-def frontier(chain: Chain, mem: int, *, slots: int = 500, count: int = 100) -> list[Schedule]:
-    """At most `count` schedules from one table for `mem` bytes, from the fastest to the least memory.
-
-    Raises `BudgetTooSmall`. The cost of the call is that of one table.
-    """
-    return build(chain, mem, slots).frontier(count)
 
 
 def build(chain: Chain, mem: int, slots: int) -> Table:
@@ -51,20 +42,19 @@ def build(chain: Chain, mem: int, slots: int) -> Table:
         "input_drop",
         lambda distance, worker, workers: fill_some(sizes, rows, n, slots, distance, worker, workers),
     )
-
-    def read(m: int, full: int) -> Ints:
-        tape: Ints = trace(exact, low, rows, n, m, full, slots)
-        return tape
-
-    return Table(
-        chain=chain,
-        mem=mem,
-        slots=slots,
-        least=int(low[1, n]) + chain.input_bytes,
-        enough=int(high[1, n]) + chain.input_bytes,
-        curve=np.array([value(rows, 1, n, k - sizes.out[0]) for k in range(slots + 1)]),
-        trace=read,
+    return table_of(
+        chain,
+        mem,
+        slots,
+        rows=rows,
+        whole=(1, n),
+        low=low,
+        high=high,
+        trace=lambda m, full: trace(exact, low, rows, n, m, full, slots),
     )
+
+
+frontier = frontier_of(build)
 
 
 @jit
@@ -103,9 +93,7 @@ def _bound_row(sizes: Sizes, low: Ints, high: Ints, n: int, s: int, t: int, c: i
 
 
 @jit
-def fill_some(
-    sizes: Sizes, rows: Rows, n: int, slots: int, distance: int, worker: int, workers: int
-) -> None:
+def fill_some(sizes: Sizes, rows: Rows, n: int, slots: int, distance: int, worker: int, workers: int) -> None:
     """Fill every `workers`-th of the squares that lie so far from the diagonal."""
     for square in range(worker, (n - 1) // TILE + 1 - distance, workers):
         s0, t0 = square * TILE + 1, (square + distance) * TILE + 1

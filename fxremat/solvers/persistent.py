@@ -18,22 +18,13 @@ Beaumont et al., Optimal Re-Materialization Strategies for Heterogeneous Chains,
 import numpy as np
 
 from fxremat.chain import Chain
-from fxremat.schedule import Schedule
-from fxremat.solvers.rows import Rows, guess, jit, lay_out, relax, value
+from fxremat.solvers.rows import Rows, guess, jit, lay_out, relax
 from fxremat.solvers.sizes import Ints, Sizes, in_bytes, in_slots
 from fxremat.solvers.squares import TILE, fill_squares
-from fxremat.solvers.table import Table
+from fxremat.solvers.table import Table, frontier_of, table_of
 from fxremat.solvers.tape import BACKWARD, SAVE, emit, emit_pass
 
 _NEVER = 1 << 60
-
-
-def frontier(chain: Chain, mem: int, *, slots: int = 500, count: int = 100) -> list[Schedule]:
-    """At most `count` schedules from one table for `mem` bytes, from the fastest to the least memory.
-
-    Raises `BudgetTooSmall`. The cost of the call is that of one table.
-    """
-    return build(chain, mem, slots).frontier(count)
 
 
 def build(chain: Chain, mem: int, slots: int) -> Table:
@@ -48,20 +39,19 @@ def build(chain: Chain, mem: int, slots: int) -> Table:
         "persistent",
         lambda distance, worker, workers: _fill_squares(sizes, rows, n, slots, distance, worker, workers),
     )
-
-    def read(m: int, full: int) -> Ints:
-        tape: Ints = trace(exact, low, rows, n, m, full, slots)
-        return tape
-
-    return Table(
-        chain=chain,
-        mem=mem,
-        slots=slots,
-        least=int(low[1, n]) + chain.input_bytes,
-        enough=int(high[1, n]) + chain.input_bytes,
-        curve=np.array([value(rows, 1, n, k - sizes.out[0]) for k in range(slots + 1)]),
-        trace=read,
+    return table_of(
+        chain,
+        mem,
+        slots,
+        rows=rows,
+        whole=(1, n),
+        low=low,
+        high=high,
+        trace=lambda m, full: trace(exact, low, rows, n, m, full, slots),
     )
+
+
+frontier = frontier_of(build)
 
 
 @jit

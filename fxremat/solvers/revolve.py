@@ -17,21 +17,12 @@ Optimal Re-Materialization Strategies for Heterogeneous Chains. O(slots n^3).
 import numpy as np
 
 from fxremat.chain import Chain
-from fxremat.schedule import Schedule
-from fxremat.solvers.rows import Rows, guess, jit, lay_out, relax, value
+from fxremat.solvers.rows import Rows, guess, jit, lay_out, relax
 from fxremat.solvers.sizes import Ints, Sizes, in_bytes, in_slots
-from fxremat.solvers.table import Table
+from fxremat.solvers.table import Table, frontier_of, table_of
 from fxremat.solvers.tape import BACKWARD, SAVE, emit, emit_pass
 
 _NEVER = 1 << 60
-
-
-def frontier(chain: Chain, mem: int, *, slots: int = 500, count: int = 100) -> list[Schedule]:
-    """At most `count` schedules from one table for `mem` bytes, from the fastest to the least memory.
-
-    Raises `BudgetTooSmall`. The cost of the call is that of one table.
-    """
-    return build(chain, mem, slots).frontier(count)
 
 
 def build(chain: Chain, mem: int, slots: int) -> Table:
@@ -43,20 +34,20 @@ def build(chain: Chain, mem: int, slots: int) -> Table:
     rows = lay_out(*bounds(sizes, n), slots)
     fill(sizes, rows, n)
     twice = exact.forward[n - 1]
-
-    def read(m: int, full: int) -> Ints:
-        tape: Ints = trace(exact, low, rows, n, m, full, slots)
-        return tape
-
-    return Table(
-        chain=chain,
-        mem=mem,
-        slots=slots,
-        least=int(low[1, n]) + chain.input_bytes,
-        enough=int(high[1, n]) + chain.input_bytes,
-        curve=np.array([twice + value(rows, 1, n, k - sizes.out[0]) for k in range(slots + 1)]),
-        trace=read,
+    return table_of(
+        chain,
+        mem,
+        slots,
+        rows=rows,
+        whole=(1, n),
+        low=low,
+        high=high,
+        trace=lambda m, full: trace(exact, low, rows, n, m, full, slots),
+        always=twice,
     )
+
+
+frontier = frontier_of(build)
 
 
 @jit

@@ -10,6 +10,7 @@ import numpy as np
 from fxremat.chain import Chain
 from fxremat.errors import BudgetTooSmall
 from fxremat.schedule import Schedule
+from fxremat.solvers.rows import Rows, value
 from fxremat.solvers.sizes import Floats, Ints
 from fxremat.solvers.tape import decode
 
@@ -48,6 +49,34 @@ class Table:
         return list(dict.fromkeys([*schedules, self.schedule(self.least)]))[:count]
 
 
+def table_of(
+    chain: Chain,
+    mem: int,
+    slots: int,
+    *,
+    rows: Rows,
+    whole: tuple[int, int],
+    low: Ints,
+    high: Ints,
+    trace: Callable[[int, int], Ints],
+    always: float = 0.0,
+) -> Table:
+    """The table of filled rows, of which `whole` is that of the chain; `low` and `high` bound rows in bytes.
+
+    `always` are seconds that any schedule of the table recomputes.
+    """
+    beyond = -(-chain.input_bytes * slots // mem)  # slots of the chain's input
+    return Table(
+        chain=chain,
+        mem=mem,
+        slots=slots,
+        least=int(low[whole]) + chain.input_bytes,
+        enough=int(high[whole]) + chain.input_bytes,
+        curve=np.array([always + value(rows, *whole, k - beyond) for k in range(slots + 1)]),
+        trace=trace,
+    )
+
+
 class Build(Protocol):
     """A solver's table for one chain, budget and resolution."""
 
@@ -62,3 +91,18 @@ def grain(chain: Chain) -> int:
         for option in block.choices:
             sizes += [option.saved_bytes, option.backward_scratch, option.save_scratch or 0]
     return gcd(*sizes) or 1
+
+
+class Frontier(Protocol):
+    """At most `count` schedules from one table for `mem` bytes, from the fastest to the least memory."""
+
+    def __call__(self, chain: Chain, mem: int, *, slots: int = ..., count: int = ...) -> list[Schedule]: ...
+
+
+def frontier_of(build: Build, usual_slots: int = 500) -> Frontier:
+    """The frontier that a solver's tables have. A call raises `BudgetTooSmall` and costs one table."""
+
+    def frontier(chain: Chain, mem: int, *, slots: int = usual_slots, count: int = 100) -> list[Schedule]:
+        return build(chain, mem, slots).frontier(count)
+
+    return frontier

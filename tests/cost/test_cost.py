@@ -130,7 +130,9 @@ def test_an_estimate_lets_batch_norm_read_twice() -> None:
     norm = next(op for op in joint.ops if "batch_norm_legit" in op.name or "native_batch_norm" in op.name)
     far = dataclasses.replace(DEVICES["cpu"], bandwidth=1.0, launch=0.0)
     values, statistics = 4 * 16 * 8, 4 * 8
-    least = (3 * values + 8 * statistics) / 0.8  # input twice and output; weight, bias, running and saved statistics
+    least = (
+        3 * values + 8 * statistics
+    ) / 0.8  # input twice and output; weight, bias, running and saved statistics
     assert least < estimate(joint, far).seconds[norm.index] < least + 16 * statistics
 
 
