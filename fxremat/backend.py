@@ -22,6 +22,7 @@ from fxremat.errors import FxrematError, InvalidBudget
 from fxremat.linearize.joint import Joint, read_joint
 from fxremat.planner import Prospects, survey
 from fxremat.plans import Plan
+from fxremat.refine.search import EFFORT
 from fxremat.units import Auto, Budget, Bytes, Percent, parse_budget, parse_bytes
 
 AUTO_MARGIN = 0.05  # share of the free memory that mem="auto" leaves alone
@@ -43,6 +44,7 @@ class Backend:
         slots: steps of memory in the dynamic programs.
         loss_bytes: what a loss outside the model allocates between forward and backward, in the forms of a size. None:
             nothing where the model returns its loss, else three times the bytes of its outputs.
+        effort: seconds, about, that "auto" takes to improve on schedules of blocks op by op; 0: it does not.
         progress: show a bar while measuring, where stderr is a terminal.
     """
 
@@ -53,6 +55,7 @@ class Backend:
     slots: int = 500
     loss_bytes: int | str | None = None
     progress: bool = True
+    effort: float = EFFORT
     plans: list[Plan] = field(default_factory=list)
     only_plan: bool = False
 
@@ -102,7 +105,7 @@ class Backend:
     def plan(self, joint: Joint) -> Plan:
         """The whole way from a joint graph to a plan."""
         costs = self._costs(joint)
-        prospects = survey(joint, costs, solver=self.solver, slots=self.slots)
+        prospects = survey(joint, costs, solver=self.solver, slots=self.slots, effort=self.effort)
         budget = bytes_of(self.budget, prospects, device_of(joint))
         chosen = prospects.within(budget)
         device = (

@@ -2,37 +2,43 @@
 
     joint      = read_joint(graph)                      ops and values
     costs      = measure(joint) or estimate(joint)      seconds and bytes
-    prospects  = survey(joint, costs)                   what memory buys: schedules judged by exact liveness
+    prospects  = survey(joint, costs)                   what memory buys: programs judged by exact liveness
     chosen     = prospects.within(budget)               the fastest that fits
     graphs     = lower(chosen.program)
 
-The survey does not know the budget: the same schedules are judged whatever it is, and those that are beaten in both
-memory and time are dropped. So less memory can never lead to a plan that takes more.
+A survey lays the graph out as chains of blocks in several ways, solves each for many budgets, and judges the schedules
+op by op; then it improves on the best of them op by op (`fxremat.refine`). It does not know the budget: the same
+programs are judged whatever it is, and those that are beaten in both memory and time are dropped. So less memory can
+never lead to a plan that takes more.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fxremat.chain import Chain
 from fxremat.cost.blocks import chain_of
 from fxremat.cost.table import Costs
 from fxremat.errors import BudgetTooSmall, FxrematError
-from fxremat.linearize.cuts import carry_levels, crossings
+from fxremat.linearize.cuts import carry_levels, crossings, low_cuts
 from fxremat.linearize.joint import Joint
 from fxremat.linearize.layout import Layout, lay_out
 from fxremat.linearize.options import add_options
 from fxremat.passes.liveness import live_bytes
-from fxremat.passes.program import Program, rematerialize
+from fxremat.passes.program import Order, Program, rematerialize
+from fxremat.refine.search import EFFORT, Searched, search
 from fxremat.schedule import Schedule
 from fxremat.simulate import simulate
 from fxremat.solvers import DEFAULT, LISTS, TABLES, keep_all
+from fxremat.solvers.table import Table
 
 NEAR_LEAST = 1.15  # the last table is for this multiple of the least memory of the chain
-STEPS_TO_JUDGE = 240_000  # how many steps of programs a survey of one layout replays, about
+STEPS_TO_JUDGE = 500_000  # how many steps of programs a survey replays, about
+A_FEW = 5  # schedules of each table that are judged first: a layout whose few are all beaten is left at that
 MOST_BLOCKS = 400
+MOST_VALUES = 6  # that cross a cut
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -44,10 +50,13 @@ class Prospect:
     layout: Layout
     chain: Chain
     schedule: Schedule
+    refined: Order | None = (
+        None  # what runs instead of the schedule of blocks, where the refinement found better
+    )
 
     def program(self) -> Program:
         """Every step of it."""
-        return rematerialize(self.layout, self.schedule)
+        return self.refined.program() if self.refined else rematerialize(self.layout, self.schedule)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,20 +79,27 @@ class Prospects:
         raise BudgetTooSmall(minimum=self.minimum, budget=budget)
 
 
-def survey(joint: Joint, costs: Costs, *, solver: str = "auto", slots: int = 500) -> Prospects:
-    """Lay the graph out as chains, solve them for many budgets, and judge every schedule by exact liveness.
+def survey(
+    joint: Joint, costs: Costs, *, solver: str = "auto", slots: int = 500, effort: float = EFFORT
+) -> Prospects:
+    """Lay the graph out as chains, solve them for many budgets, judge every schedule by exact liveness, and refine.
 
-    Takes a second or two for a GPT of 12 layers. Raises `FxrematError` for an unknown solver.
+    Takes some seconds, and about `effort` more, for a GPT of 12 layers. Only "auto" is refined: a solver that is
+    asked for by name says itself what runs. Raises `FxrematError` for an unknown solver.
     """
     if solver not in (names := ("auto", *LISTS, *TABLES)):
         raise FxrematError(f"no solver {solver!r} plans models; there are {', '.join(sorted(names))}")
     layouts = list(_layouts(joint, costs))
-    found = [_keep_everything(layouts[0], costs)]
-    for layout in layouts:
-        chain = chain_of(layout, costs)
-        schedules = _schedules(chain, layout, solver, slots)
-        found += [judge(layout, chain, schedule, costs) for schedule in schedules]
-    return Prospects(keep_all=found[0], frontier=tuple(_unbeaten(found)))
+    keep_everything = _keep_everything(layouts[0], costs)
+    if solver in LISTS:
+        chains = [(layout, chain_of(layout, costs)) for layout in layouts]
+        found = [judge(layout, chain, s, costs) for layout, chain in chains for s in LISTS[solver](chain)]
+    else:
+        found = _solved([_Solved.of(layout, costs, solver, slots) for layout in layouts])
+    frontier = list(_unbeaten([keep_everything, *found]))
+    if solver == "auto" and effort > 0:
+        frontier = list(_unbeaten([*frontier, *_refined(frontier, costs, effort)]))
+    return Prospects(keep_all=keep_everything, frontier=tuple(frontier))
 
 
 def judge(layout: Layout, chain: Chain, schedule: Schedule, costs: Costs) -> Prospect:
@@ -94,12 +110,14 @@ def judge(layout: Layout, chain: Chain, schedule: Schedule, costs: Costs) -> Pro
 
 
 def _layouts(joint: Joint, costs: Costs) -> Iterator[Layout]:
-    """One layout for each set of carried values that is worth a try."""
+    """One layout for each way to cut that is worth a try."""
     crossing = crossings(joint)
     forward = costs.seconds[: joint.forward_count]
-    for carried in carry_levels(joint, crossing, forward):
-        ends = _thin(crossing.cuts(carried), forward)
-        yield add_options(lay_out(joint, ends, carried), costs.seconds, costs.sizes.values)
+    ways = [(crossing.cuts(carried), carried) for carried in carry_levels(joint, crossing, forward)]
+    ways += low_cuts(crossing, costs.sizes.values)
+    ways.append((crossing.cuts(width=MOST_VALUES), frozenset()))
+    for ends, carried in dict.fromkeys(ways):
+        yield add_options(lay_out(joint, _thin(ends, forward), carried), costs.seconds, costs.sizes.values)
 
 
 def _thin(ends: Sequence[int], seconds: Sequence[float]) -> list[int]:
@@ -118,22 +136,60 @@ def _keep_everything(layout: Layout, costs: Costs) -> Prospect:
     return judge(layout, chain, keep_all.schedules(chain)[0], costs)
 
 
-def _schedules(chain: Chain, layout: Layout, solver: str, slots: int) -> Iterable[Schedule]:
-    """Schedules over the whole range of budgets, the same whatever the user's budget is."""
-    if solver in LISTS:
-        return LISTS[solver](chain)
-    build = TABLES[DEFAULT if solver == "auto" else solver]
-    count = max(20, min(100, STEPS_TO_JUDGE // (4 * len(layout.joint.ops))))
-    most = max(1, simulate(chain, keep_all.schedules(chain)[0]).peak)
-    table = build(chain, most, slots)
-    nominals = [max(most, table.least)]
-    while nominals[-1] / 2 > NEAR_LEAST * table.least:
-        nominals.append(nominals[-1] // 2)
-    nominals.append(int(NEAR_LEAST * table.least) + 1)
-    schedules: dict[Schedule, None] = {}
-    for nominal in nominals:
-        schedules |= dict.fromkeys(build(chain, nominal, slots).frontier(count))
-    return schedules
+@dataclass(frozen=True, eq=False)
+class _Solved:
+    """A layout, and its tables for less and less memory: one alone would be too coarse for small budgets."""
+
+    layout: Layout
+    chain: Chain
+    costs: Costs
+    tables: tuple[Table, ...]
+
+    @classmethod
+    def of(cls, layout: Layout, costs: Costs, solver: str, slots: int) -> _Solved:
+        """Fill the tables, which cover the whole range of budgets whatever the user's budget is."""
+        chain = chain_of(layout, costs)
+        build = TABLES[DEFAULT if solver == "auto" else solver]
+        most = max(1, simulate(chain, keep_all.schedules(chain)[0]).peak)
+        tables = [build(chain, most, slots)]
+        least = tables[0].least
+        if most < least:
+            tables = [build(chain, least, slots)]
+        while tables[-1].mem / 2 > NEAR_LEAST * least:
+            tables.append(build(chain, tables[-1].mem // 2, slots))
+        tables.append(build(chain, int(NEAR_LEAST * least) + 1, slots))
+        return cls(layout, chain, costs, tuple(tables))
+
+    def judged(self, count: int) -> dict[Schedule, Prospect]:
+        """About `count` schedules of each table."""
+        schedules = dict.fromkeys(s for table in self.tables for s in table.frontier(count))
+        return {schedule: judge(self.layout, self.chain, schedule, self.costs) for schedule in schedules}
+
+
+def _solved(layouts: Sequence[_Solved]) -> list[Prospect]:
+    """A few schedules of every layout, and many of those layouts that have some unbeaten one among the few."""
+    few = [list(solved.judged(A_FEW).values()) for solved in layouts]
+    everything = [prospect for prospects in few for prospect in prospects]
+    best = {id(prospect.layout) for prospect in _unbeaten(everything)}
+    promising = [solved for solved in layouts if id(solved.layout) in best]
+    steps = sum(3 * len(solved.layout.joint.ops) * len(solved.tables) for solved in promising)
+    count = max(2 * A_FEW, min(100, STEPS_TO_JUDGE // steps))
+    return everything + [prospect for solved in promising for prospect in solved.judged(count).values()]
+
+
+def _refined(frontier: Sequence[Prospect], costs: Costs, effort: float) -> Iterator[Prospect]:
+    """The programs that a search from those of the frontier finds; each keeps the blocks of the one it began with."""
+
+    def begin(place: int) -> Searched:
+        prospect = frontier[place]
+        return Searched(peak=prospect.peak, time=prospect.time, program=prospect.program(), began=place)
+
+    starts = [(prospect.peak, prospect.time) for prospect in frontier]
+    for found in search(starts, begin, costs, effort=effort):
+        memory = live_bytes(found.program, costs.sizes)
+        yield replace(
+            frontier[found.began], peak=memory.peak, time=costs.time(found.program), refined=found.order
+        )
 
 
 def _unbeaten(prospects: Iterable[Prospect]) -> Iterator[Prospect]:

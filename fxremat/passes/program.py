@@ -63,6 +63,29 @@ class Program:
         return sum(step.role is Role.RECOMPUTE for step in self.steps)
 
 
+@dataclass(frozen=True, eq=False)
+class Order:
+    """Which op runs when, and for which block: a program in short, where each value is read from its latest version.
+
+    What the caller holds is read from its first version.
+    """
+
+    layout: Layout
+    ops: tuple[int, ...]
+    blocks: tuple[int, ...]
+    turn: int
+
+    def program(self) -> Program:
+        """The program that runs in this order. Raises `InvalidSchedule` where an op lacks what it reads."""
+        replay = Replay(self.layout)
+        pinned = self.layout.joint.kept_outputs | self.layout.joint.returned
+        for position, (op, block) in enumerate(zip(self.ops, self.blocks, strict=True)):
+            if position == self.turn:
+                replay.turn = position
+            replay.run(op, block, pinned)
+        return replay.program()
+
+
 def rematerialize(layout: Layout, schedule: Schedule) -> Program:
     """Write down what a schedule executes. O(steps * reads).
 
@@ -207,13 +230,23 @@ class Replay:
 
     def _run(self, index: int, block: int) -> None:
         op = self.layout.joint.ops[index]
-        again = index in self.ran
-        wanted, made = (op.again_reads, op.again_writes) if again else (op.reads, op.writes)
+        wanted = op.again_reads if index in self.ran else op.reads
         missing = [value for value in wanted if value not in self.current]
         if missing:
             self._need(missing, block)
+        self.run(index, block)
+
+    def run(self, index: int, block: int, pinned: frozenset[int] = frozenset()) -> None:
+        """Run one op on the current versions; pinned values stay at their first."""
+        op = self.layout.joint.ops[index]
+        again = index in self.ran
+        wanted, made = (op.again_reads, op.again_writes) if again else (op.reads, op.writes)
+        if missing := [value for value in wanted if value not in self.current]:
+            name = self.layout.joint.values[missing[0]].name
+            raise InvalidSchedule(f"{op.name} runs before {name}, which it reads")
         reads = tuple([self.current[value] for value in wanted])
         writes = tuple([self.give(value) for value in made])
+        self.current |= {value: self._first[value] for value in made if value in pinned}
         role = Role.BACKWARD if op.backward else Role.RECOMPUTE if again else Role.FORWARD
         self.steps.append(Step(index, block, role, reads, writes))
         (self._repeated if again else self.ran).add(index)

@@ -1,0 +1,146 @@
+"""The search op by op: its replay is exact liveness, it never makes a program worse, and it finds what it should."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fxremat
+from fxremat.linearize.cuts import Crossing
+from fxremat.linearize.layout import lay_out
+from fxremat.passes.liveness import live_bytes
+from fxremat.passes.program import Order, Program, rematerialize
+from fxremat.planner import Prospects, survey
+from fxremat.refine.improve import improve
+from fxremat.refine.search import budgets
+from fxremat.refine.skeleton import Skeleton, Skeletons
+from fxremat.schedule import Schedule
+from tests.dags import Dag, Recipe, batch, capture, estimated, few, recipes
+from tests.test_planner import INPUTS, Deep
+
+pytestmark = pytest.mark.usefixtures("torch_ready")
+
+
+def prospects_of(recipe: Recipe, effort: float = 0.0) -> tuple[Prospects, Skeletons]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    joint = capture(Dag(recipe).train(), *batch())
+    costs = estimated(joint)
+    return survey(joint, costs, effort=effort), Skeletons(joint, costs)
+
+
+def exact(skeletons: Skeletons, program: Program) -> tuple[int, float]:
+    costs = skeletons.parts.costs
+    return live_bytes(program, costs.sizes).peak, costs.time(program)
+
+
+@few(25)
+@given(recipes, st.integers(0, 2**32 - 1))
+def test_a_replay_is_exact_liveness(recipe: Recipe, seed: int) -> None:
+    """For the programs of schedules, and for any choice of recomputations."""
+    prospects, skeletons = prospects_of(recipe)
+    rng = np.random.default_rng(seed)
+    for prospect in (prospects.frontier[0], prospects.frontier[-1]):
+        skeleton = skeletons.around(prospect.program())
+        assert skeleton.judge(skeleton.choice)[0] <= prospect.peak
+        assert skeleton.judge(skeleton.choice)[1] <= prospect.time * (1 + 1e-9), "less what nothing reads"
+        for choice in (skeleton.choice, *(_some(skeleton, rng, share) for share in (0.2, 0.7, 1.0))):
+            peak, time = exact(skeletons, skeleton.order(choice).program())
+            assert skeleton.judge(choice) == (peak, pytest.approx(time))
+
+
+def _some(skeleton: Skeleton, rng: np.random.Generator, share: float) -> np.ndarray:
+    taken = rng.random(skeleton.choice.size) < share
+    return np.where(skeleton.tape.optional == 1, taken, 1).astype(np.uint8)
+
+
+@few(15)
+@given(recipes, st.integers(0, 100))
+def test_a_search_makes_no_program_worse(recipe: Recipe, share: int) -> None:
+    prospects, skeletons = prospects_of(recipe)
+    least, most = prospects.minimum, prospects.keep_all.peak
+    budget = least + share * (most - least) // 100
+    start = prospects.within(budget)
+    skeleton = skeletons.around(start.program())
+    choice = skeleton.choice.copy()
+    peak, time = improve(skeleton.tape, choice, budget, 3_000, 1)
+    assert (peak, pytest.approx(time)) == skeleton.judge(choice), (
+        "pages that were not replayed did not change"
+    )
+    assert peak <= budget
+    assert time <= start.time + 1e-9
+
+
+@few(10)
+@given(recipes)
+def test_what_does_not_fit_is_made_smaller(recipe: Recipe) -> None:
+    prospects, skeletons = prospects_of(recipe)
+    skeleton = skeletons.around(prospects.keep_all.program())
+    choice = skeleton.choice.copy()
+    peak, _ = improve(skeleton.tape, choice, prospects.minimum, 3_000, 1)
+    assert peak <= prospects.keep_all.peak
+
+
+def test_room_that_a_schedule_of_blocks_leaves_is_spent() -> None:
+    """Keeping one value of twelve more than a schedule does saves its recomputation."""
+    joint = capture(Deep(), *INPUTS)
+    costs = estimated(joint)
+    blocks = survey(joint, costs, effort=0)
+    small = blocks.frontier[-1]
+    skeleton = Skeletons(joint, costs).around(small.program())
+    choice = skeleton.choice.copy()
+    peak, time = improve(skeleton.tape, choice, blocks.keep_all.peak, 3_000, 0)
+    assert time == pytest.approx(blocks.keep_all.time), "with all the memory nothing is recomputed"
+    assert small.peak < peak <= blocks.keep_all.peak
+
+
+def test_refined_frontiers_are_no_worse_anywhere_and_the_same_each_time() -> None:
+    joint = capture(Deep(), *INPUTS)
+    costs = estimated(joint)
+    plain, refined, again = (survey(joint, costs, effort=effort) for effort in (0, 2, 2))
+    for prospect in plain.frontier:
+        assert refined.within(prospect.peak).time <= prospect.time + 1e-12
+    assert [(p.peak, p.time) for p in refined.frontier] == [(p.peak, p.time) for p in again.frontier]
+    for prospect in refined.frontier:
+        program = prospect.program()
+        assert live_bytes(program, costs.sizes).peak == prospect.peak
+        assert costs.time(program) == pytest.approx(prospect.time)
+
+
+def test_budgets_go_from_the_least_to_the_most_in_small_steps() -> None:
+    steps = budgets(1000, 2000)
+    assert (steps[0], steps[-1]) == (1000, 2000)
+    assert all(1 < more / less < 1.03 for less, more in itertools.pairwise(steps))
+    assert budgets(7, 7) == [7]
+
+
+def test_an_order_that_reads_what_is_not_there_is_refused() -> None:
+    joint = capture(Deep(), *INPUTS)
+    layout = lay_out(joint, [])
+    program = rematerialize(layout, Schedule.parse("Fall1 B1"))
+    ops = [step.op for step in program.steps]
+    order = Order(layout=layout, ops=tuple(ops), blocks=(0,) * len(ops), turn=program.turn)
+    assert [step.op for step in order.program().steps] == ops
+    ops[0], ops[1] = ops[1], ops[0]
+    with pytest.raises(fxremat.InvalidSchedule, match="runs before"):
+        Order(layout=layout, ops=tuple(ops), blocks=(0,) * len(ops), turn=program.turn).program()
+
+
+def test_low_points_are_where_fewer_bytes_cross_than_around_them() -> None:
+    """Values 0 and 3 are large; of two neighbours that cost the same, the one is taken that the backward reads."""
+    sizes = [9, 1, 1, 9, 2]
+    at = [{0}, {0, 1}, {1}, {2}, {3}, {2, 4}, {3, 4}, set[int]()]
+    crossing = Crossing(tuple(frozenset(values) for values in at), worth_keeping=frozenset({2, 3}))
+    assert crossing.low_points(sizes) == (0, 3, 5)
+
+
+def test_a_plan_says_that_it_was_refined() -> None:
+    plan = fxremat.plan(Deep(), INPUTS, mem="50%", cost="estimate")
+    coarse = fxremat.plan(Deep(), INPUTS, mem="50%", cost="estimate", effort=0)
+    assert plan.predicted_time <= coarse.predicted_time
+    assert coarse.chosen.refined is None
