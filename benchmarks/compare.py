@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -73,7 +73,7 @@ def _row(case: Case, percent: float, mem: int, plain_peak: int, steps: int, devi
     identical = _same(got, _outcome(plain, batch, device))
     clock = meter.cuda_clock if device == "cuda" else time.process_time
     plain_seconds, seconds = meter.step_times(
-        [_full_step(plain, batch), _full_step(ours, batch)], repeats=steps, clock=clock
+        [meter.step_from_none(plain, batch), meter.step_from_none(ours, batch)], repeats=steps, clock=clock
     )
     plain.zero_grad()
     measured = Measured(
@@ -86,16 +86,6 @@ def _row(case: Case, percent: float, mem: int, plain_peak: int, steps: int, devi
         identical=identical,
     )
     return Row(model=case.name, percent=percent, mem=mem, plain_peak=plain_peak, measured=measured)
-
-
-def _full_step(model: nn.Module, batch: tuple[Tensor, ...]) -> Callable[[], None]:
-    step = meter.training_step(model, batch)
-
-    def from_none() -> None:
-        model.zero_grad()
-        step()
-
-    return from_none
 
 
 def _outcome(model: nn.Module, batch: tuple[Tensor, ...], device: str) -> list[Tensor]:

@@ -36,6 +36,17 @@ def training_step(model: nn.Module, batch: Sequence[Any]) -> Step:
     return step
 
 
+def step_from_none(model: nn.Module, batch: Sequence[Any]) -> Step:
+    """The same with every `.grad` set to None first, for a stopwatch."""
+    step = training_step(model, batch)
+
+    def from_none() -> object:
+        model.zero_grad(set_to_none=True)
+        return step()
+
+    return from_none
+
+
 def peak_bytes(step: Step, device: torch.device | str = "cpu") -> int:
     """Bytes allocated on the device at the worst moment of `step()`, above the level at its start.
 
@@ -117,6 +128,11 @@ class _StorageCounter(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.level = self.peak = 0
         self._seen: set[int] = set()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled callables run compiled under this mode, and show it the operators of their graphs."""
+        return True
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -26,12 +26,16 @@ from fxremat.linearize.cuts import carry_levels, crossings, low_cuts
 from fxremat.linearize.joint import Joint
 from fxremat.linearize.layout import Layout, lay_out
 from fxremat.linearize.options import add_options
+from fxremat.linearize.towers import find_towers, join_of, on_the_layout
 from fxremat.passes.liveness import live_bytes
 from fxremat.passes.program import Order, Program, rematerialize
 from fxremat.refine.search import EFFORT, Searched, search
 from fxremat.schedule import Schedule
 from fxremat.simulate import simulate
+from fxremat.simulate_join import JoinTimeline, simulate_join
 from fxremat.solvers import DEFAULT, LISTS, TABLES, keep_all
+from fxremat.solvers.joins import canonical
+from fxremat.solvers.registry import JOINS
 from fxremat.solvers.table import Table
 
 NEAR_LEAST = 1.15  # the last table is for this multiple of the least memory of the chain
@@ -39,6 +43,9 @@ STEPS_TO_JUDGE = 500_000  # how many steps of programs a survey replays, about
 A_FEW = 5  # schedules of each table that are judged first: a layout whose few are all beaten is left at that
 MOST_BLOCKS = 400
 MOST_VALUES = 6  # that cross a cut
+JOIN_SLOTS = 150
+JOIN_STEP = 0.85  # from one budget that a join of towers is solved for to the next
+FAR = 1 << 50  # bytes: more than anything needs
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -50,6 +57,7 @@ class Prospect:
     layout: Layout
     chain: Chain
     schedule: Schedule
+    join: JoinTimeline | None = None  # of the towers, where the schedule is one of their join
     refined: Order | None = (
         None  # what runs instead of the schedule of blocks, where the refinement found better
     )
@@ -96,6 +104,7 @@ def survey(
         found = [judge(layout, chain, s, costs) for layout, chain in chains for s in LISTS[solver](chain)]
     else:
         found = _solved([_Solved.of(layout, costs, solver, slots) for layout in layouts])
+        found += _joined(joint, costs, slots)
     frontier = list(_unbeaten([keep_everything, *found]))
     if solver == "auto" and effort > 0:
         frontier = list(_unbeaten([*frontier, *_refined(frontier, costs, effort)]))
@@ -175,6 +184,30 @@ def _solved(layouts: Sequence[_Solved]) -> list[Prospect]:
     steps = sum(3 * len(solved.layout.joint.ops) * len(solved.tables) for solved in promising)
     count = max(2 * A_FEW, min(100, STEPS_TO_JUDGE // steps))
     return everything + [prospect for solved in promising for prospect in solved.judged(count).values()]
+
+
+def _joined(joint: Joint, costs: Costs, slots: int) -> Iterator[Prospect]:
+    """Schedules of the join of the towers, where there are any, over the range of budgets."""
+    crossing = crossings(joint)
+    towers = find_towers(joint, crossing, costs.seconds)
+    if towers is None:
+        return
+    layout = add_options(towers.lay_out(joint, crossing), costs.seconds, costs.sizes.values)
+    chain, parts = chain_of(layout, costs), towers.parts(layout)
+    join = join_of(chain, parts)
+    budget = JOINS["keep_all"](join, FAR, slots).peak
+    try:
+        table = canonical.build(join, budget, JOIN_SLOTS)
+    except FxrematError:  # too many towers for a table
+        return
+    while budget >= table.least:
+        try:
+            timeline = simulate_join(join, table.schedule(budget))
+        except BudgetTooSmall:  # in slots, which are coarse for small budgets
+            return
+        schedule = on_the_layout(timeline.schedule, parts)
+        yield replace(judge(layout, chain, schedule, costs), join=timeline)
+        budget = int(min(budget, timeline.peak) * JOIN_STEP)
 
 
 def _refined(frontier: Sequence[Prospect], costs: Costs, effort: float) -> Iterator[Prospect]:

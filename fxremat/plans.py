@@ -11,14 +11,16 @@ from torch import fx
 
 from fxremat.chain import Chain
 from fxremat.cost.table import Costs
+from fxremat.join_schedule import JoinSchedule
 from fxremat.passes.liveness import Memory, live_bytes
 from fxremat.passes.lower import lower
-from fxremat.passes.program import Program, Role
+from fxremat.passes.program import Program, Role, rematerialize
 from fxremat.planner import Prospect, Prospects
+from fxremat.refine.bound import lower_bound
 from fxremat.report import page
 from fxremat.schedule import Forward, Keep, Schedule
 from fxremat.simulate import Timeline, simulate
-from fxremat.solvers import lower_bound
+from fxremat.simulate_join import JoinTimeline
 from fxremat.units import format_bytes
 
 
@@ -72,23 +74,20 @@ class Plan:
         return self.chosen.chain
 
     @property
-    def schedule(self) -> Schedule:
-        """What runs, in order, block by block."""
-        return self.chosen.schedule
+    def schedule(self) -> Schedule | JoinSchedule:
+        """What runs, in order, block by block; a refined plan departs from it here and there (see `program`)."""
+        return self.chosen.join.schedule if self.chosen.join else self.chosen.schedule
 
     @cached_property
-    def timeline(self) -> Timeline:
-        """The schedule simulated on the chain: memory and start of each of its operations."""
-        return simulate(self.chain, self.schedule)
+    def timeline(self) -> Timeline | JoinTimeline:
+        """The schedule simulated on the chain, or on the join of its towers: memory during each of its operations."""
+        return self.chosen.join or simulate(self.chain, self.chosen.schedule)
 
     @cached_property
     def lower_bound(self) -> float:
-        """Seconds that no schedule of these blocks beats within the budget.
-
-        The chain counts a little more memory than the graphs take; so much more is allowed here.
-        """
-        mem = self.budget + max(0, self.timeline.peak - self.predicted_peak)
-        return min(self.predicted_time, lower_bound(self.chain, mem))
+        """Seconds that no choice of what to recompute, op by op, beats within the budget."""
+        bound = lower_bound(self.chosen.layout.joint, self.costs, self.budget)
+        return min(self.predicted_time, bound)
 
     @cached_property
     def program(self) -> Program:
@@ -128,7 +127,7 @@ class Plan:
         return page(self)
 
     def __str__(self) -> str:
-        return "\n".join([*self._summary(), "", *self._blocks(), "", f"schedule: {self.schedule}"])
+        return "\n".join([*self._summary(), "", *self._blocks(), "", *self._schedule()])
 
     def _summary(self) -> Iterator[str]:
         share, slower = self.predicted_peak / self.keep_all_peak, self.predicted_time / self.keep_all_time
@@ -145,10 +144,17 @@ class Plan:
             f"{slower:.2f}x of {_duration(self.keep_all_time)}; {again} ops run again"
         )
         yield (
-            f"                  any schedule of these blocks takes {_duration(self.lower_bound)} or more: "
-            f"at most {self.predicted_time / self.lower_bound - 1:.1%} could be gained"
+            f"                  whatever is recomputed, it takes {_duration(self.lower_bound)} or more: "
+            f"time / lower bound is {self.predicted_time / self.lower_bound:.3f}"
         )
         yield f"  least budget    {format_bytes(self.minimum)} ({self.minimum} bytes)"
+
+    def _schedule(self) -> Iterator[str]:
+        yield f"schedule: {self.schedule}"
+        if self.chosen.refined:
+            before = Counter(s.op for s in rematerialize(self.chosen.layout, self.chosen.schedule).steps)
+            now = Counter(step.op for step in self.program.steps)
+            yield f"refined:  {(before - now).total()} of its ops do not run again, {(now - before).total()} others do"
 
     def _blocks(self) -> Iterator[str]:
         """A line a block; equal neighbours share one."""
@@ -165,7 +171,7 @@ class Plan:
     def _actions(self) -> list[str]:
         runs: Counter[int] = Counter()
         saved: dict[int, int] = {}
-        for op in self.schedule.ops:
+        for op in self.chosen.schedule.ops:
             if isinstance(op, Forward):
                 runs[op.block] += 1
                 if op.keep is Keep.ALL:

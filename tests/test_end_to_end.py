@@ -19,6 +19,7 @@ from tests.training import Trace, differences, least_budget, state_of, train, un
 pytestmark = pytest.mark.usefixtures("torch_ready")
 
 PERCENT = (25, 40, 60, 80, 100)
+EFFORT = 1  # second of refinement: less than users get, which the promises do not depend on
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -61,7 +62,7 @@ def runs(request: pytest.FixtureRequest) -> Runs:
 def _runs(size: models.Size, name: str) -> Runs:
     torch.set_num_threads(1)
     case = models.get(name, size)
-    minimum = least_budget(case.model(), lambda compiled: compiled(*case.batch()))
+    minimum = least_budget(case.model(), lambda compiled: compiled(*case.batch()), effort=EFFORT)
     fitting, refused = [_run(case, minimum)], []
     for percent in PERCENT:
         try:
@@ -79,7 +80,7 @@ def _runs(size: models.Size, name: str) -> Runs:
 
 def _run(case: models.Case, mem: int | str) -> Run:
     torch._dynamo.reset()
-    compiled = fxremat.compile(case.model(), mem=mem)
+    compiled = fxremat.compile(case.model(), mem=mem, effort=EFFORT)
     trace = train(compiled, case)
     measured = meter.peak_bytes(meter.training_step(compiled, case.batch()))
     return Run(mem=mem, plan=compiled.plan, measured=measured, trace=trace)
@@ -134,10 +135,10 @@ def test_a_budget_too_small_changes_nothing(name: str) -> None:
     case = models.get(name, "small")
     model, batch = case.model(), case.batch()
     before, rng = state_of(model), torch.get_rng_state()
-    minimum = least_budget(model, lambda compiled: compiled(*batch))
+    minimum = least_budget(model, lambda compiled: compiled(*batch), effort=EFFORT)
 
     with pytest.raises(fxremat.BudgetTooSmall, match=str(minimum)) as error:
-        fxremat.compile(model, mem=minimum - 1, example_inputs=batch)
+        fxremat.compile(model, mem=minimum - 1, example_inputs=batch, effort=EFFORT)
 
     assert error.value.minimum == minimum
     assert unequal(state_of(model), before) == []

@@ -16,6 +16,7 @@ from fxremat.linearize.layout import lay_out
 from fxremat.passes.liveness import live_bytes
 from fxremat.passes.program import Order, Program, rematerialize
 from fxremat.planner import Prospects, survey
+from fxremat.refine.bound import lower_bound
 from fxremat.refine.improve import improve
 from fxremat.refine.search import budgets
 from fxremat.refine.skeleton import Skeleton, Skeletons
@@ -144,3 +145,28 @@ def test_a_plan_says_that_it_was_refined() -> None:
     coarse = fxremat.plan(Deep(), INPUTS, mem="50%", cost="estimate", effort=0)
     assert plan.predicted_time <= coarse.predicted_time
     assert coarse.chosen.refined is None
+
+
+@few(10)
+@given(recipes, st.integers(0, 100))
+def test_nothing_beats_the_lower_bound(recipe: Recipe, share: int) -> None:
+    """Neither a schedule, nor what the search makes of it; and where nothing fits, the bound says at most so."""
+    prospects, skeletons = prospects_of(recipe, effort=0.5)
+    joint, costs = skeletons.parts.joint, skeletons.parts.costs
+    once = sum(costs.seconds)
+    for prospect in prospects.frontier:
+        bound = lower_bound(joint, costs, prospect.peak)
+        assert once * (1 - 1e-6) <= bound <= prospect.time * (1 + 1e-6)
+
+
+def test_the_lower_bound_of_a_deep_chain_is_near_what_the_search_finds() -> None:
+    """Twelve equal layers: half of the memory costs some recomputation, and the bound knows most of it."""
+    joint = capture(Deep(), *INPUTS)
+    costs = estimated(joint)
+    prospects = survey(joint, costs, effort=1)
+    once = prospects.keep_all.time
+    budget = prospects.keep_all.peak // 2
+    found, bound = prospects.within(budget).time, lower_bound(joint, costs, budget)
+    assert once < bound <= found <= 1.1 * bound
+    assert lower_bound(joint, costs, prospects.keep_all.peak) == pytest.approx(once)
+    assert lower_bound(joint, costs, 100) == float("inf"), "not even the relaxation fits"

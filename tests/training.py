@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -79,10 +80,10 @@ def same(a: Tensor | None, b: Tensor | None) -> bool:
     return torch.equal(*(t.detach().contiguous().view(-1).view(torch.uint8) for t in (a, b)))
 
 
-def least_budget(model: nn.Module, step: Callable[[nn.Module], object]) -> int:
+def least_budget(model: nn.Module, step: Callable[[nn.Module], object], **options: Any) -> int:
     """The announced minimum: what BudgetTooSmall says when `step(compiled)` is asked to fit in one byte."""
     try:
-        step(fxremat.compile(model, mem=1))
+        step(fxremat.compile(model, mem=1, **options))
     except fxremat.BudgetTooSmall as error:
         return error.minimum
     raise AssertionError("a training step fitted in one byte")

@@ -132,6 +132,9 @@ BATCH_NORMS = {  # (input, weight, bias, running_mean, running_var, training, mo
 }
 
 
+RUNNING = 3  # output, mean and rstd of the batch come first, then the new running statistics
+
+
 def is_training_batch_norm(node: fx.Node) -> bool:
     """True for a BatchNorm that updates its running statistics."""
     return node.target in BATCH_NORMS and bool(node.args[5])
@@ -316,9 +319,7 @@ class _Reader:
             if not anchored:
                 moving.update(writes)
             again = tuple(self.value_of[p] for p in again_inputs(node) if p in self.value_of)
-            again_writes = writes
-            if is_training_batch_norm(node):
-                again_writes = tuple(write for write in writes if write not in updates)
+            again_writes = tuple(write for write in writes if self._made_again(node, self.values[write].node))
             ops.append(
                 Op(
                     index,
@@ -352,6 +353,12 @@ class _Reader:
             updates=frozenset(updates),
             returned=frozenset(self.value_of[node] for node in returned),
         )
+
+    def _made_again(self, op: fx.Node, shown: fx.Node) -> bool:
+        """Whether a second execution makes this output too: none makes new running statistics."""
+        if op.target is not aten._native_batch_norm_legit_functional.default or not is_training_batch_norm(op):
+            return True
+        return shown is op or cast(int, shown.args[1]) < RUNNING
 
     def _split_outputs(self) -> tuple[set[int], set[int]]:
         """What the forward returns: values the caller holds on to, and values that overwrite an input."""

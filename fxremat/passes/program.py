@@ -119,6 +119,7 @@ class Replay:
     _covers: dict[int, int] = field(default_factory=dict)  # value -> how many stored items hold it
     _stored: dict[tuple[str, int], frozenset[int]] = field(default_factory=dict)
     _repeated: set[int] = field(default_factory=set)
+    _waiting: list[int] = field(default_factory=list)  # backward ops that lack a gradient
     _first: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -158,16 +159,33 @@ class Replay:
         self._forget(place.made)
 
     def backward(self, block: int) -> None:
-        """Run the backward of a block; forget its input and what it saved."""
+        """Run the backward of a block; forget its input and what it saved.
+
+        An op that reads a gradient which a later backward makes (towers that share weights) waits for it.
+        """
         if self.turn is None:
             self.turn = len(self.steps)
         place = self.layout.blocks[block]
-        for index in place.backward:
-            self._run(index, block)
+        self._run_ready(place.backward, block)
+        self._run_ready((), block)
         self.discard("A", block)
         self.discard("a", block - 1)
         self.discard("a", block)
         self._forget(place.made)
+
+    def _run_ready(self, backward: Iterable[int], block: int) -> None:
+        """Run these ops, and those that waited, as far as their gradients are there."""
+        waiting, self._waiting = [*self._waiting, *backward], []
+        for index in waiting:
+            if self._gradients_missing(index):
+                self._waiting.append(index)
+            else:
+                self._run(index, block)
+
+    def _gradients_missing(self, index: int) -> bool:
+        values = self.layout.joint.values
+        reads = self.layout.joint.ops[index].reads
+        return any(value not in self.current and values[value].origin is Origin.BACKWARD for value in reads)
 
     def discard(self, kind: str, block: int) -> None:
         """Forget a stored a or A; nothing happens where it is not stored."""
@@ -180,6 +198,9 @@ class Replay:
 
     def program(self) -> Program:
         """What was written down so far."""
+        if self._waiting:
+            name = self.layout.joint.ops[self._waiting[0]].name
+            raise InvalidSchedule(f"the schedule ends before {name} has the gradients that it reads")
         turn = len(self.steps) if self.turn is None else self.turn
         late_reads = {self.version_of[version] for step in self.steps[turn:] for version in step.reads}
         return Program(

@@ -24,7 +24,8 @@ from fxremat.refine.replay import (
     spend,
 )
 
-PATIENCE = 3000  # changes in vain after which a search ends early
+PATIENCE = 500  # changes in vain after which a search ends early
+OVERHEAD = 50  # pages that could be replayed in the time that a change takes besides
 STRETCH = 0.1  # of the optional executions, the most that one change looks at
 NOISE = 1.0  # the most by which the order of leaving out is disturbed: standard deviation of the logarithm
 FAR = 1 << 62  # bytes: more than anything exceeds a budget by
@@ -49,7 +50,7 @@ def improve(tape: Tape, choice: Bits, budget: int, work: int, seed: int) -> tupl
             high = _take_in(choice, places, rng)
             work -= high - replay_again(tape, choice, best_pages, pages, high, budget, FAR)
         order = _order(worth, places[pages.runs[places] == 1], noise, rng)
-        work -= spend(tape, choice, pages, spare, order, budget) + 1
+        work -= spend(tape, choice, pages, spare, order, budget) + OVERHEAD
         in_vain, noise = in_vain + 1, NOISE * rng.random()
         if _better(pages, best_pages):
             in_vain = 1

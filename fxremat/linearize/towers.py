@@ -1,0 +1,126 @@
+"""Towers: parts of a forward that share no value and only meet near its end (a siamese network, two encoders).
+
+    join op    an op that reads from two parts, each of which did at least SHARE of the forward's work
+    trunk      the join ops, and whatever reads from them
+
+Each tower is then a branch of a Join, the trunk its trunk; what leaves a tower is carried, so that the blocks of one
+tower need nothing from another and may run in any order among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from fxremat.chain import Chain, Join
+from fxremat.join_schedule import JoinSchedule, On
+from fxremat.linearize.cuts import Crossing
+from fxremat.linearize.joint import Joint
+from fxremat.linearize.layout import Layout, lay_out
+from fxremat.schedule import Backward, Forward, Op, Schedule
+
+SHARE = 0.15  # of the forward's work: less is no tower, but a stem or an embedding
+
+
+@dataclass(frozen=True, kw_only=True)
+class Towers:
+    """Positions in the forward: tower k ends with op ends[k], and the trunk is what follows the last."""
+
+    ends: tuple[int, ...]
+    carried: frozenset[int]  # what leaves the towers
+
+    def lay_out(self, joint: Joint, crossing: Crossing) -> Layout:
+        """The blocks of all towers and of the trunk."""
+        return lay_out(joint, [*crossing.cuts(self.carried), *self.ends], self.carried)
+
+    def parts(self, layout: Layout) -> list[range]:
+        """The blocks of each tower, then those of the trunk, in a layout of theirs."""
+        last = {block.forward[-1]: number + 1 for number, block in enumerate(layout.blocks)}
+        bounds = [0, *(last[end] for end in self.ends), len(layout.blocks)]
+        return [range(low, high) for low, high in pairwise(bounds)]
+
+
+def join_of(chain: Chain, parts: Sequence[range]) -> Join:
+    """The chain of a layout of towers as a join."""
+    pieces = [Chain(blocks=chain.blocks[part.start : part.stop], input_bytes=0) for part in parts]
+    return Join(branches=tuple(pieces[:-1]), trunk=pieces[-1])
+
+
+def on_the_layout(schedule: JoinSchedule, parts: Sequence[range]) -> Schedule:
+    """The operations of a join's schedule in terms of the layout's blocks, in the order they run.
+
+    Towers run forward one after the other, as they were captured: dropouts then draw what they drew, and towers that
+    share a BatchNorm update its statistics in their order.
+    """
+    steps = [step for step in schedule.ops if isinstance(step, On)]  # there is a trunk, so there is no Loss
+    turn = next(place for place, step in enumerate(steps) if isinstance(step.op, Backward))
+    steps[:turn] = sorted(steps[:turn], key=lambda step: (step.branch - 1) % len(parts))
+    # branch 0, the trunk, is the last part
+    return Schedule(tuple(_shifted(step.op, parts[step.branch - 1].start) for step in steps))
+
+
+def _shifted(op: Op, by: int) -> Op:
+    match op:
+        case Forward(block, keep, option):
+            return Forward(block + by, keep, option)
+        case Backward(block):
+            return Backward(block + by)
+        case _:
+            return type(op)(type(op.value)(op.value.kind, op.value.index + by))
+
+
+def find_towers(joint: Joint, crossing: Crossing, seconds: Sequence[float]) -> Towers | None:
+    """The towers of a forward, or None where there are not at least two that run one after the other. O(reads).
+
+    Args:
+        seconds: of each op, by number.
+    """
+    tower_of, trunk = _components(joint, seconds)
+    first: dict[int, int] = {}
+    for op, tower in tower_of.items():
+        first[tower] = min(op, first.get(tower, op))
+    order = sorted(first, key=first.__getitem__)
+    if len(order) < 2:
+        return None
+    foreign = [op for op, tower in tower_of.items() if tower != order[-1]] + sorted(trunk)
+    beyond = [op for op in foreign if op > first[order[-1]]]  # the trunk, and what is done to one tower's outcome
+    if not beyond:
+        return None
+    ends = tuple(start - 1 for start in [*(first[tower] for tower in order[1:]), min(beyond)])
+    for tower, start, end in zip(order, (first[tower] for tower in order), ends, strict=True):
+        inside = sum(seconds[op] for op, home in tower_of.items() if home == tower and start <= op <= end)
+        if inside < SHARE * sum(seconds[: joint.forward_count]):
+            return None
+    return Towers(ends=ends, carried=frozenset().union(*(crossing.at[end] for end in ends)))
+
+
+def _components(joint: Joint, seconds: Sequence[float]) -> tuple[dict[int, int], set[int]]:
+    """The tower of each forward op that is in one, and the ops of the trunk."""
+    enough = SHARE * sum(seconds[: joint.forward_count])
+    parent: dict[int, int] = {}
+    work: dict[int, float] = {}
+    trunk: set[int] = set()
+    made_by = {value: op.index for op in joint.forward_ops if not op.anchored for value in op.writes}
+
+    def root(op: int) -> int:
+        while parent[op] != op:
+            op = parent[op]
+        return op
+
+    for op in joint.forward_ops:
+        if op.anchored:
+            continue
+        makers = {made_by[value] for value in op.again_reads if value in made_by}
+        roots = sorted({root(maker) for maker in makers - trunk})
+        heavy = [part for part in roots if work[part] >= enough]
+        if makers & trunk or len(heavy) > 1:
+            trunk.add(op.index)
+            continue
+        home = heavy[0] if heavy else roots[0] if roots else op.index
+        parent[op.index] = parent[home] = home
+        for part in roots:
+            parent[part] = home
+        work[home] = sum(work[part] for part in roots) + seconds[op.index]
+    towers = {op: root(op) for op in parent}
+    return {op: tower for op, tower in towers.items() if work[tower] >= enough}, trunk

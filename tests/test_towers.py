@@ -1,0 +1,120 @@
+"""Towers that meet at the loss: found, planned as a join, and run with the numbers of plain PyTorch."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fxremat
+from benchmarks import models
+from benchmarks.meter import peak_bytes
+from fxremat import planner
+from fxremat.join_schedule import JoinSchedule
+from fxremat.linearize.cuts import crossings
+from fxremat.linearize.towers import Towers, find_towers, on_the_layout
+from tests.dags import capture, estimated
+from tests.training import differences, train
+
+pytestmark = pytest.mark.usefixtures("torch_ready")
+WIDTH, ROWS = 16, 64
+
+
+class Tower(nn.Module):
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh(), nn.Dropout(0.2))
+            for _ in range(depth)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Pair(nn.Module):
+    """Two encoders of unequal depth, or one used twice, and the distance of what they say."""
+
+    def __init__(self, shared: bool, count: int = 2) -> None:
+        super().__init__()
+        first = Tower(5)
+        self.towers = nn.ModuleList([first if shared else Tower(4 + k) for k in range(count)])
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        values = [tower(x) for tower, x in zip(self.towers, inputs, strict=True)]
+        return sum((F.mse_loss(value, values[0]) for value in values[1:]), values[0].square().mean())
+
+
+def inputs(count: int = 2) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(1)
+    return tuple(torch.randn(ROWS, WIDTH, generator=generator) for _ in range(count))
+
+
+def towers_of(model: nn.Module, *batch: Tensor) -> Towers | None:
+    torch._dynamo.reset()
+    joint = capture(model, *batch)
+    return find_towers(joint, crossings(joint), estimated(joint).seconds)
+
+
+@pytest.mark.parametrize(("shared", "count"), [(False, 2), (True, 2), (False, 3)])
+def test_towers_are_found(shared: bool, count: int) -> None:
+    towers = towers_of(Pair(shared, count).train(), *inputs(count))
+    assert towers is not None
+    assert len(towers.ends) == len(towers.carried) == count
+
+
+def test_the_siamese_benchmark_has_two_towers_and_other_models_none() -> None:
+    found = {}
+    for name in ("siamese", "gpt", "encoder_decoder", "inception", "unet"):
+        case = models.get(name, "small")
+        towers = towers_of(case.model(), *case.batch())
+        found[name] = len(towers.ends) if towers else 0
+    assert found == {"siamese": 2, "gpt": 0, "encoder_decoder": 0, "inception": 0, "unet": 0}
+
+
+def test_first_runs_keep_the_captured_order() -> None:
+    schedule = JoinSchedule.parse("2:Fck1 1:Fall1 2:Fall2 0:Fall1 0:B1 2:B2 2:Fall1 2:B1 1:B1")
+    moved = on_the_layout(schedule, [range(1), range(1, 3), range(3, 4)])
+    assert str(moved) == "Fall1 Fck2 Fall3 Fall4 B4 B3 Fall2 B2 B1"
+
+
+@pytest.mark.parametrize(("shared", "count"), [(False, 2), (True, 2), (False, 3)])
+def test_joins_run_with_the_numbers_of_plain_pytorch(
+    shared: bool, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The schedules of the join alone are offered; the smallest interleaves its branches the most."""
+    monkeypatch.setattr(planner, "_solved", lambda layouts: [])
+    torch.manual_seed(0)
+    plain = Pair(shared, count).train()
+    batch = inputs(count)
+    offered = fxremat.plan(copy.deepcopy(plain), batch, mem="100%", effort=0)
+    smallest = offered.prospects.frontier[-1]
+    assert smallest.join is not None
+    torch._dynamo.reset()
+    compiled = fxremat.compile(copy.deepcopy(plain), mem=offered.minimum, effort=0, progress=False)
+    results = []
+    for model in (plain, compiled):
+        torch.manual_seed(5)
+        loss = model(*batch)
+        loss.backward()
+        results.append([loss.detach(), *(p.grad for p in model.parameters()), *model.buffers()])
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*results, strict=True))
+    compiled.zero_grad(set_to_none=True)
+    assert peak_bytes(lambda: compiled(*batch).backward()) <= compiled.plan.budget
+    assert isinstance(compiled.plan.schedule, JoinSchedule)
+    assert compiled.plan.timeline.memory
+    assert f"schedule: {compiled.plan.schedule}" in str(compiled.plan)
+
+
+def test_shared_batch_norms_are_run_again_in_towers() -> None:
+    """A second run of a BatchNorm whose new statistics another call reads must not ask for them."""
+    case = models.get("siamese", "small")
+    plain = train(case.model(), case)
+    least = fxremat.plan(case.model(), case.batch(), mem="100%", effort=0, progress=False).minimum
+    torch._dynamo.reset()
+    assert differences(train(fxremat.compile(case.model(), mem=least, effort=0), case), plain) == []
