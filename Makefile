@@ -3,7 +3,7 @@
 #   make demo        set up, then run the quickstart
 #   make test        set up, then lint, types and the everyday tests
 #   make test-long   set up, then the full-size tests (tens of minutes)
-#   make bench       set up, then the benchmark tables of the README
+#   make bench       set up, then the benchmark tables of the README and docs (about two hours)
 #   make papers      set up, then the figures of the papers, and how far the solvers are from the optimum
 
 PYTHON ?= python3
@@ -26,7 +26,9 @@ test-long: $(READY)
 	$(BIN)/python -m pytest -m long -q
 
 bench: $(READY)
-	$(BIN)/python -m benchmarks.train
+	$(BIN)/python -m pip install --quiet -c constraints-dev.txt -e ".[plot]"
+	$(BIN)/python -m benchmarks.alternatives
+	$(BIN)/python -m benchmarks.libraries
 	$(BIN)/python -m benchmarks.planning
 	$(BIN)/python examples/01_quickstart.py > benchmarks/results/quickstart.txt
 	$(BIN)/python -m benchmarks.readme

@@ -9,11 +9,12 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+
+from .alternatives import rows, verdict
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-BUDGETS = (100, 60, 45, 30, 25)
+BUDGETS = (80, 60, 50, 40, 30, 25)
 
 
 def filled(text: str) -> str:
@@ -32,32 +33,34 @@ def _quickstart(output: str) -> str:
     return f"```\n{output[output.index('fxremat plan') :].rstrip()}\n```"
 
 
-def _training(record: str) -> str:
-    """A row a model, a column a budget: time as a multiple of plain PyTorch's."""
-    table: dict[str, Any] = json.loads(record)
-    by_model: dict[str, dict[float, dict[str, Any]]] = {}
-    for row in table["rows"]:
-        by_model.setdefault(row["model"], {})[row["percent"]] = row
+def _alternatives(record: str) -> str:
+    """A row a model: the least memory, and at each budget the time over that of the fastest alternative."""
+    records = [rows.parse(entry) for entry in json.loads(record)]
     lines = [
-        "| model | plain peak | least | " + " | ".join(f"{percent} %" for percent in BUDGETS) + " |",
-        "|---|---|---|" + "---|" * len(BUDGETS),
+        "| model | plain peak | floor | least | alternatives' | "
+        + " | ".join(f"{percent} %" for percent in BUDGETS)
+        + " |",
+        "|---|---|---|---|---|" + "---|" * len(BUDGETS),
     ]
-    for model, rows in by_model.items():
-        plain = next(iter(rows.values()))["plain_peak"]
-        least = [row["minimum"] for row in rows.values() if row["minimum"] is not None]
-        cells = [_time(rows.get(percent)) for percent in BUDGETS]
-        share = f"{100 * least[0] / plain:.0f} %" if least else f"below {min(rows):g} %"
-        lines.append(f"| {model} | {plain / 1e6:.0f} MB | {share} | " + " | ".join(cells) + " |")
-    conditions = table["conditions"]
-    lines.append(f"\n{conditions['cpu']}, one thread, torch {conditions['torch']}, {conditions['date']}.")
-    return "\n".join(lines)
+    for entry in records:
+        cells = {cell.ours.percent: cell for cell in verdict.cells([entry])}
+        sizes = [entry.floor, *_least(entry)]
+        shares = ["-" if size is None else f"{entry.share(size):.0f} %" for size in sizes]
+        times = [_cell(cells.get(percent)) for percent in BUDGETS]
+        lines.append(f"| {entry.model} | {entry.plain.peak / 1e6:.0f} MB | {' | '.join([*shares, *times])} |")
+    held = [str(claim.found) for claim in verdict.claims(records) if "geometric mean" in claim.wanted]
+    return "\n".join([*lines, "", f"Geometric mean: {held[0]}."])
 
 
-def _time(row: dict[str, Any] | None) -> str:
-    if row is None:
-        return ""
-    got = row["measured"]
-    return "-" if got is None else f"{got['seconds'] / got['plain_seconds']:.2f}x"
+def _least(entry: rows.Record) -> tuple[int | None, int | None]:
+    ours, theirs = verdict.least_ours(entry), verdict.least_alternative(entry)
+    return (ours.peak if ours else None), (theirs[1].peak if theirs else None)
+
+
+def _cell(cell: verdict.Cell | None) -> str:
+    if cell is None or cell.ours.measured is None:
+        return "-"
+    return "alone" if cell.ratio is None else f"{cell.ratio:.2f}"
 
 
 def _planning(record: str) -> str:
@@ -67,7 +70,7 @@ def _planning(record: str) -> str:
 
 PARTS: dict[str, Callable[[str], str]] = {
     "quickstart.txt": _quickstart,
-    "train_cpu.json": _training,
+    "alternatives.json": _alternatives,
     "planning.json": _planning,
 }
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -55,12 +54,49 @@ def aot_backend(**options: Any) -> Callable[..., Any]:
     return backend
 
 
-def keep_saved_tensors() -> AbstractContextManager[Any]:
-    """While compiling: saved tensors are not donated to the backward, so that `retain_graph=True` works."""
+@contextlib.contextmanager
+def differentiate_as_eager() -> Iterator[None]:
+    """While AOTAutograd traces: what eager PyTorch would run, op for op, and a backward that may run again.
+
+    Its settings of `torch._functorch.config` (2.11, 2.13):
+    `donated_buffer`           off: saved tensors are not donated to the backward, so that `retain_graph=True` works
+    `backward_pass_autocast`   off: `backward()` is called outside of `torch.autocast`, as its documentation asks
+    """
     import torch._functorch.config as functorch_config
 
-    patch: AbstractContextManager[Any] = functorch_config.patch(donated_buffer=False)
-    return patch
+    with functorch_config.patch(donated_buffer=False, backward_pass_autocast="off"), _eager_kernels():
+        yield
+
+
+DECOMPOSED = (
+    *("upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d", "upsample_bicubic2d"),
+    *(f"{kind}{n}d" for kind in ("upsample_nearest", "_upsample_nearest_exact") for n in (1, 2, 3)),
+    *("_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa", "_upsample_lanczos2d_aa"),
+    *("multi_margin_loss", "multilabel_margin_loss_forward"),
+)
+
+
+@contextlib.contextmanager
+def _eager_kernels() -> Iterator[None]:
+    """Take away the Python versions of interpolations and of two losses: they add in another order, and cost more.
+
+    `torch/_decomp/decompositions.py` registers them in `OpOverload.py_kernels` for the Autograd and
+    CompositeImplicitAutograd keys; `_dispatch_cache` remembers what was looked up (2.11, 2.13).
+    """
+    packets = [getattr(torch.ops.aten, name) for name in DECOMPOSED if hasattr(torch.ops.aten, name)]
+    ops = [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
+    registered = {op: dict(op.py_kernels) for op in ops if op.py_kernels}
+    keys = (torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeImplicitAutograd)
+    try:
+        for op in registered:
+            for key in keys:
+                op.py_kernels.pop(key, None)
+            op._dispatch_cache.clear()
+        yield
+    finally:
+        for op, kernels in registered.items():
+            op.py_kernels.update(kernels)
+            op._dispatch_cache.clear()
 
 
 def capture_settings() -> AbstractContextManager[Any]:
@@ -74,23 +110,26 @@ def capture_settings() -> AbstractContextManager[Any]:
     settings: dict[str, Any] = {
         "recompile_limit": 512,
         "accumulated_recompile_limit": 4096,
-        "ignore_logger_methods": logging_functions(),
-        "ignore_logging_functions": logging_functions(),
+        "ignore_logger_methods": (ignored := logging_functions()),
+        "ignore_logging_functions": ignored,
     }
     known = {name: value for name, value in settings.items() if hasattr(dynamo_config, name)}
     patch: AbstractContextManager[Any] = dynamo_config.patch(known)
     return patch
 
 
-@functools.cache
 def logging_functions() -> set[Callable[..., Any]]:
-    """Calls that only write a message: `torch._dynamo.config.ignore_logging_functions` skips them."""
+    """Calls that only write a message: `torch._dynamo.config.ignore_logging_functions` skips them.
+
+    Libraries add methods such as `warning_once` to loggers, so the methods are looked up anew each time.
+    """
     import logging
     import warnings
 
-    methods = ("debug", "info", "warning", "error", "critical", "exception", "log")
-    named = {getattr(logging, method) for method in methods} | {getattr(logging.Logger, m) for m in methods}
-    return named | {warnings.warn}
+    levels = ("debug", "info", "warn", "error", "critical", "exception", "log")
+    places = (logging, logging.Logger, *logging.Logger.__subclasses__())
+    named = [item for place in places for item in vars(place).items()]
+    return {value for name, value in named if name.startswith(levels) and callable(value)} | {warnings.warn}
 
 
 def planning_error(error: BaseException) -> FxrematError | None:
@@ -99,17 +138,27 @@ def planning_error(error: BaseException) -> FxrematError | None:
     return inner if isinstance(inner, FxrematError) else None
 
 
-def graph_break_place(error: BaseException) -> str | None:
-    """`file:line in function` of the code that dynamo could not trace; None if the error is something else.
+def backend_failure(error: BaseException) -> BaseException | None:
+    """What was raised while a captured graph was differentiated or planned, inside `BackendCompilerFailed` or bare."""
+    from torch._dynamo import exc
 
-    `torch._dynamo.exc.Unsupported` and `UserError` carry `real_stack`, the user's frames (2.11, 2.13).
+    return error.inner_exception if isinstance(error, exc.BackendCompilerFailed) else None
+
+
+def graph_break_place(error: BaseException) -> str | None:
+    """`file:line in function: code` that dynamo could not trace; None if the error is something else.
+
+    `torch._dynamo.exc.Unsupported` and `UserError` carry `real_stack`, the frames up to there (2.11, 2.13). The last
+    one outside of torch is named.
     """
     from torch._dynamo import exc
 
     if not isinstance(error, exc.TorchDynamoException):
         return None
-    stack = getattr(error, "real_stack", None)
-    frame = stack[-1] if stack else None
+    stack = getattr(error, "real_stack", None) or []
+    torch_itself = os.path.dirname(torch.__file__) + os.sep
+    frames = [frame for frame in stack if not frame.filename.startswith(torch_itself)] or stack
+    frame = frames[-1] if frames else None
     return f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" if frame else "an unknown line"
 
 
@@ -147,6 +196,16 @@ class _Recorder:
         events = self.session.profiler.kineto_results.events()
         found = [e for e in events if e.name().startswith(prefix)]
         return [(e.name(), e.start_ns(), e.start_ns() + e.duration_ns()) for e in found]
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """A number that is equal for tensors, fake ones too, that share a storage: `UntypedStorage._cdata` (2.11, 2.13)."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often the tensor has been written to: `Tensor._version` (2.11, 2.13), which autograd checks."""
+    return int(tensor._version)
 
 
 def cpu_name() -> str:

@@ -8,21 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 
-from fxremat._torch import aot_backend, boxed, device_name, keep_saved_tensors
+from fxremat._torch import aot_backend, boxed, device_name, differentiate_as_eager
 from fxremat.cost.calibrate import calibrate
 from fxremat.cost.estimate import Device, estimate
 from fxremat.cost.measure import measure
 from fxremat.cost.table import Costs, device_of
 from fxremat.errors import FxrematError, InvalidBudget
 from fxremat.linearize.joint import Joint, read_joint
+from fxremat.memo import remembered
 from fxremat.planner import Prospects, survey
 from fxremat.plans import Plan
 from fxremat.refine.search import EFFORT
+from fxremat.runtime.beside_loss import BesideLoss, check_runs_again, outputs_beside_loss
 from fxremat.units import Auto, Budget, Bytes, Percent, parse_budget, parse_bytes
 
 AUTO_MARGIN = 0.05  # share of the free memory that mem="auto" leaves alone
@@ -45,6 +48,9 @@ class Backend:
         loss_bytes: what a loss outside the model allocates between forward and backward, in the forms of a size. None:
             nothing where the model returns its loss, else three times the bytes of its outputs.
         effort: seconds, about, that "auto" takes to improve on schedules of blocks op by op; 0: it does not.
+        only_loss: where the model returns its loss, expect no gradient for what the loss is computed from. If one comes
+            after all, that step runs as plain PyTorch, outside of the budget, and the next is planned for it.
+            False: plan for it from the start.
         progress: show a bar while measuring, where stderr is a terminal.
     """
 
@@ -54,6 +60,7 @@ class Backend:
     device: str | Device | None = None
     slots: int = 500
     loss_bytes: int | str | None = None
+    only_loss: bool = True
     progress: bool = True
     effort: float = EFFORT
     plans: list[Plan] = field(default_factory=list)
@@ -74,13 +81,20 @@ class Backend:
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         """Compile one captured graph, as dynamo asks."""
+        if self.only_loss and (outputs := outputs_beside_loss(module)).beside:
+            return BesideLoss(module, outputs, self._differentiate, inputs)
+        return self._differentiate(module, inputs)
+
+    def _differentiate(
+        self, module: fx.GraphModule, inputs: Sequence[Any], *, again: bool = False
+    ) -> Callable[..., Any]:
         backend = aot_backend(
             fw_compiler=self._forward_compiler,
             bw_compiler=lambda graph, _: boxed(graph),
             inference_compiler=lambda graph, _: boxed(graph),
-            partition_fn=self._partition,
+            partition_fn=partial(self._partition, again=again),
         )
-        with keep_saved_tensors():
+        with differentiate_as_eager():
             compiled: Callable[..., Any] = backend(module, inputs)
         return compiled
 
@@ -96,16 +110,20 @@ class Backend:
         return forward
 
     def _partition(
-        self, module: fx.GraphModule, _: Sequence[Any], *, num_fwd_outputs: int, **__: Any
+        self, module: fx.GraphModule, _: Sequence[Any], *, num_fwd_outputs: int, again: bool, **__: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        plan = self.plan(read_joint(module, num_fwd_outputs))
+        joint = read_joint(module, num_fwd_outputs)
+        if again:
+            check_runs_again(joint)
+        plan = self.plan(joint)
         self.plans.append(plan)
         return plan.graphs
 
     def plan(self, joint: Joint) -> Plan:
         """The whole way from a joint graph to a plan."""
         costs = self._costs(joint)
-        prospects = survey(joint, costs, solver=self.solver, slots=self.slots, effort=self.effort)
+        settings: dict[str, Any] = {"solver": self.solver, "slots": self.slots, "effort": self.effort}
+        prospects = remembered(joint, costs, settings, partial(survey, **settings))
         budget = bytes_of(self.budget, prospects, device_of(joint))
         chosen = prospects.within(budget)
         device = (

@@ -41,7 +41,8 @@ from fxremat.solvers.table import Table
 NEAR_LEAST = 1.15  # the last table is for this multiple of the least memory of the chain
 STEPS_TO_JUDGE = 500_000  # how many steps of programs a survey replays, about
 A_FEW = 5  # schedules of each table that are judged first: a layout whose few are all beaten is left at that
-MOST_BLOCKS = 400
+LARGE = 2000  # ops: half as many schedules of larger graphs are judged
+MOST_BLOCKS = 250
 MOST_VALUES = 6  # that cross a cut
 JOIN_SLOTS = 150
 JOIN_STEP = 0.85  # from one budget that a join of towers is solved for to the next
@@ -177,12 +178,13 @@ class _Solved:
 
 def _solved(layouts: Sequence[_Solved]) -> list[Prospect]:
     """A few schedules of every layout, and many of those layouts that have some unbeaten one among the few."""
-    few = [list(solved.judged(A_FEW).values()) for solved in layouts]
+    first = A_FEW if len(layouts[0].layout.joint.ops) <= LARGE else A_FEW // 2
+    few = [list(solved.judged(first).values()) for solved in layouts]
     everything = [prospect for prospects in few for prospect in prospects]
     best = {id(prospect.layout) for prospect in _unbeaten(everything)}
     promising = [solved for solved in layouts if id(solved.layout) in best]
     steps = sum(3 * len(solved.layout.joint.ops) * len(solved.tables) for solved in promising)
-    count = max(2 * A_FEW, min(100, STEPS_TO_JUDGE // steps))
+    count = max(2 * first, min(100, STEPS_TO_JUDGE // steps))
     return everything + [prospect for solved in promising for prospect in solved.judged(count).values()]
 
 

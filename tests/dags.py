@@ -54,6 +54,7 @@ class Recipe:
     layers: tuple[Layer, ...]
     outputs: int  # extra values that the model returns besides its loss
     side: bool  # whether the last layer but one also feeds a branch that nothing reads
+    twice: bool = False  # whether all layers run twice, as two towers that share them and meet at the loss
 
 
 layers = st.builds(Layer, st.sampled_from(KINDS), st.integers(0, 12), st.integers(0, 12))
@@ -62,6 +63,7 @@ recipes = st.builds(
     Recipe,
     st.lists(st.one_of(chain_layers, chain_layers, layers), min_size=2, max_size=24).map(tuple),
     st.integers(0, 2),
+    st.booleans(),
     st.booleans(),
 )
 
@@ -86,6 +88,15 @@ class Dag(nn.Module):
         self.modules_of = nn.ModuleList([_module(layer.kind) for layer in recipe.layers])
 
     def forward(self, x: Tensor, y: Tensor) -> Any:
+        loss, values = self._tower(x, y)
+        if self.recipe.twice:
+            other, _ = self._tower(y, x)
+            loss = loss + other
+        if not self.recipe.outputs:
+            return loss
+        return {"loss": loss, "more": values[-self.recipe.outputs :], "nothing": None}
+
+    def _tower(self, x: Tensor, y: Tensor) -> tuple[Tensor, list[Tensor]]:
         values = [x, y, self.shared(x)]
         unread = {2}
         for layer, module in zip(self.recipe.layers, self.modules_of, strict=True):
@@ -98,10 +109,7 @@ class Dag(nn.Module):
             values[-2].sin().cos()
         # A dropout that nothing reads draws in eager mode only: torch.compile never runs it. So all are read.
         loss = values[-1].square().mean() + self.shared(values[-2]).mean()
-        loss = loss + sum(values[index].mean() for index in sorted(unread))
-        if not self.recipe.outputs:
-            return loss
-        return {"loss": loss, "more": values[-self.recipe.outputs :], "nothing": None}
+        return loss + sum(values[index].mean() for index in sorted(unread)), values
 
     def _apply_layer(self, kind: str, module: nn.Module, first: Tensor, second: Tensor) -> Tensor:
         match kind:

@@ -348,3 +348,48 @@ MISTAKES += [
         "solvers/test_local_search.py",
     ),
 ]
+
+REFINE = "test_refine.py"
+TOWERS = "test_towers.py"
+MISTAKES += [
+    # what is read stays alive before it is written
+    Mistake("refine/replay.py", "        level -= leaving\n", "        level -= 0 * leaving\n", REFINE),
+    # outputs that nothing reads take no memory
+    Mistake("refine/replay.py", "elif value < tape.seeds:", "elif value < 0:", REFINE),
+    # a replay stops as soon as the bytes are as before, whatever is alive
+    Mistake(
+        "refine/replay.py",
+        "if new.levels[page] == old.levels[page] and _equal(new.alive[page], old.alive[page]):",
+        "if True:",
+        REFINE,
+    ),
+    # what the caller holds is freed where it was made again
+    Mistake("refine/skeleton.py", "if value not in self.pinned],", "],", REFINE),
+    # the search may exceed the budget
+    Mistake("refine/replay.py", "if more <= 0 and", "if", REFINE),
+    # the lower bound forgets what recomputation itself reads
+    Mistake(
+        "refine/bound.py",
+        "room = self.budget - self.fixed[op.index] - sum(",
+        "room = self.budget - 3 * self.fixed[op.index] - sum(",
+        REFINE,
+    ),
+    # a low point need not be lower than what follows
+    Mistake("linearize/cuts.py", "if all(cost[level[0]] < bytes_", "if any(cost[level[0]] < bytes_", REFINE),
+    # towers run forward in the order of the join's schedule
+    Mistake(
+        "linearize/towers.py",
+        "steps[:turn] = sorted(steps[:turn], key=lambda step: (step.branch - 1) % len(parts))",
+        "steps[:turn] = list(steps[:turn])",
+        TOWERS,
+    ),
+    # gradients of shared weights do not wait for the other tower
+    Mistake(
+        "passes/program.py",
+        "if self._gradients_missing(index):",
+        "if False:",
+        TOWERS,
+    ),
+    # a BatchNorm that runs again is asked for its new running statistics
+    Mistake("linearize/joint.py", "cast(int, shown.args[1]) < RUNNING", "True", TOWERS),
+]

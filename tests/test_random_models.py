@@ -71,7 +71,7 @@ def test_random_models_small(recipe: Recipe, share: int) -> None:
 
 
 @pytest.mark.long
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck))
 @given(recipes, st.integers(0, 100))
 def test_random_models(recipe: Recipe, share: int) -> None:
     check(recipe, share)

@@ -6,6 +6,9 @@ Unless a test says otherwise the model is compiled at its least budget, where ne
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
+import logging
 import pickle
 from typing import Any
 
@@ -15,10 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxremat
-from tests.toys import WIDTH, Loss, Stack, assert_as_plain, mse, record, rows, scalar
+from tests.toys import WIDTH, Loss, Stack, assert_as_plain, mse, record, rows, scalar, under_autocast
 from tests.training import same
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
+LOGGER = logging.getLogger(__name__)
 
 
 # --- the module -------------------------------------------------------------------------------------------
@@ -125,6 +129,18 @@ def test_nested_in_a_larger_module() -> None:
     nested[1] = fxremat.compile(nested[1], mem="100%")
     assert list(nested.state_dict()) == list(plain.state_dict())
     assert _same_steps(nested, plain)
+
+
+def test_forward_has_the_signature_of_the_models() -> None:
+    """Trainers look there, at the object and at its class, for the names of inputs and labels."""
+    compiled = fxremat.compile(Structured(), mem="100%")
+    for forward in (compiled.forward, type(compiled).forward):
+        assert [name for name in inspect.signature(forward).parameters if name != "self"] == [
+            "x",
+            "scale",
+            "extra",
+        ]
+    assert type(copy.deepcopy(compiled)).__name__ == "Rematerialized"
 
 
 # --- inputs and outputs -----------------------------------------------------------------------------------
@@ -372,29 +388,8 @@ def test_forward_hooks() -> None:
     assert_as_plain(make, rows())
 
 
-def under_autocast(model: nn.Module, x: Tensor) -> Tensor:
-    with torch.autocast("cpu", torch.bfloat16):
-        y = model(x)
-    assert y.dtype == torch.bfloat16
-    scalar(y).backward()
-    return y
-
-
 def test_autocast() -> None:
-    assert_as_plain(lambda: Stack(dropout=0.0), rows(), body=under_autocast)
-
-
-def test_autocast_and_dropout_on_the_cpu() -> None:
-    """Captured dropout multiplies by the exact 1 / (1 - p) in its backward, eager CPU dropout by that rounded
-    to bfloat16; so the reference is the same capture without a plan."""
-    model = Stack()
-    captured = torch.compile(model, backend="aot_eager", fullgraph=True)
-    expected = record(captured, (rows(),), {}, under_autocast)  # type: ignore[arg-type]
-    model.zero_grad()
-    got = record(fxremat.compile(model, mem="60%"), (rows(),), {}, under_autocast)
-    assert same(got.output, expected.output)
-    for ours, theirs in zip(got.gradients.values(), expected.gradients.values(), strict=True):
-        assert same(ours, theirs)
+    assert_as_plain(Stack, rows(), body=under_autocast)
 
 
 def test_autocast_on_and_off_are_planned_apart() -> None:
@@ -405,7 +400,7 @@ def test_autocast_on_and_off_are_planned_apart() -> None:
         scalar(outputs).backward()
         return outputs
 
-    assert_as_plain(lambda: Stack(dropout=0.0), rows(), body=body, mem="100%")
+    assert_as_plain(Stack, rows(), body=body, mem="100%")
 
 
 # --- torch.compile's front door ---------------------------------------------------------------------------
@@ -441,6 +436,56 @@ def test_data_dependent_control_flow_names_its_line() -> None:
             return super().forward(x)
 
     _assert_capture_fails(Branches(), ".item()")
+
+
+def test_messages_of_any_kind_do_not_break_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Libraries add methods to loggers; what they write is left out."""
+
+    @functools.lru_cache(None)
+    def warning_once(self: logging.Logger, message: str) -> None:
+        self.warning(message)
+
+    monkeypatch.setattr(logging.Logger, "warning_once", warning_once, raising=False)
+
+    class Talks(Stack):
+        def forward(self, x: Tensor) -> Tensor:
+            LOGGER.info("shape %s", x.shape)
+            LOGGER.warning_once("once")  # type: ignore[attr-defined]
+            return super().forward(x)
+
+    assert_as_plain(Talks, rows(), mem="100%")
+
+
+def test_the_line_that_is_named_is_the_models() -> None:
+    """Not the one inside of torch that it leads to."""
+
+    class Registers(Stack):
+        def forward(self, x: Tensor) -> Tensor:
+            self.register_buffer("last", x, bool(x.sum() > 0))
+            return super().forward(x)
+
+    _assert_capture_fails(Registers(), "self.register_buffer(" + '"last"')
+
+
+def test_inputs_that_the_model_does_not_take() -> None:
+    with pytest.raises(fxremat.CaptureError, match=r"reduction dim.*plain model") as error:
+        fxremat.compile(Stack(), mem="100%")(torch.zeros(3, WIDTH + 1))
+    _assert_one_line(error.value, "toys.py")
+
+
+def test_a_failure_after_tracing_says_what_failed() -> None:
+    class Sparse(Stack):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(50, WIDTH, sparse=True)
+
+        def forward(self, words: Tensor) -> Tensor:
+            return super().forward(self.embedding(words))
+
+    with pytest.raises(fxremat.CaptureError) as error:
+        fxremat.compile(Sparse(), mem="100%")(torch.arange(128) % 50)
+    _assert_one_line(error.value, "sparse=False")
+    assert isinstance(error.value.__cause__, NotImplementedError)
 
 
 def test_double_backward_is_refused() -> None:

@@ -74,6 +74,14 @@ def plain_body(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return output
 
 
+def under_autocast(model: nn.Module, x: Tensor) -> Tensor:
+    """A step whose forward is in half precision where it may be."""
+    with torch.autocast("cpu", torch.bfloat16):
+        output = model(x)
+    scalar(output).backward()
+    return output
+
+
 def record(model: nn.Module, args: Any, kwargs: dict[str, Any], body: Body = plain_body) -> Step:
     """Runs `body(model, *args, **kwargs)` on copies of the inputs from a fixed RNG state."""
     args, kwargs = tree_map(_copy, (args, kwargs))

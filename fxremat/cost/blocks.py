@@ -97,7 +97,7 @@ class _Builder:
                 for value in (*self.joint.ops[index].reads, *self.joint.ops[index].writes):
                     if value in first:
                         first[value] = min(first[value], number)
-        forever = self.joint.kept_outputs | self.joint.returned
+        forever = self.joint.pinned
         return {value: 0 if value in forever else block for value, block in first.items()}
 
     def _block(self, number: int) -> Block:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fxremat._torch import aot_backend, boxed, keep_saved_tensors
+from fxremat._torch import aot_backend, boxed, differentiate_as_eager
 from fxremat.linearize.joint import Joint, read_joint
 
 
@@ -26,7 +26,7 @@ def capture(model: nn.Module, *inputs: Any, **options: Any) -> Joint:
     backend = aot_backend(fw_compiler=lambda graph, _: boxed(graph), partition_fn=partition)
     torch._dynamo.reset()
     try:
-        with keep_saved_tensors():
+        with differentiate_as_eager():
             torch.compile(model, backend=backend, fullgraph=True, dynamic=False)(*inputs, **options)
     except Exception as error:
         if not found:

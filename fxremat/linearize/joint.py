@@ -12,15 +12,19 @@ back in `passes.lower`.
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from typing import Any, cast
 
 import torch
 from torch import fx
 
+from fxremat._torch import storage_of
 from fxremat.errors import CaptureError
+from fxremat.linearize.dropout import drop_as_eager
 
 aten = torch.ops.aten
 
@@ -96,6 +100,27 @@ class Joint:
         """The ops of the backward, in execution order."""
         return self.ops[self.forward_count :]
 
+    @cached_property
+    def given(self) -> frozenset[int]:
+        """The values that no op makes: primals, constants and tangents."""
+        return frozenset(v.index for v in self.values if v.origin in (Origin.PRIMAL, Origin.TANGENT))
+
+    @cached_property
+    def tangent_values(self) -> tuple[int, ...]:
+        """The gradients that autograd hands in."""
+        return tuple(v.index for v in self.values if v.origin is Origin.TANGENT)
+
+    @cached_property
+    def output_values(self) -> frozenset[int]:
+        """What the forward returns, values that overwrite an input among them."""
+        nodes = [node for node in self.forward_outputs if isinstance(node, fx.Node)]
+        return frozenset(self.value_of[node] for node in nodes if node in self.value_of)
+
+    @cached_property
+    def pinned(self) -> frozenset[int]:
+        """What the caller holds when the step is over."""
+        return self.kept_outputs | self.returned
+
 
 def tensors_of(node: fx.Node) -> list[torch.Tensor | None]:
     """The outputs of a node as a list; None where an output is no tensor."""
@@ -161,8 +186,10 @@ def _is_scalar(node: fx.Node) -> bool:
     return any(tensor is not None and tensor.numel() == 1 for tensor in tensors_of(node))
 
 
-def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+def _source(node: fx.Node) -> str:
+    """Where the op was written, as `, model.py:12 in forward: code`, if tracing noted it."""
+    frames = re.findall(r'File "(.+)", line (\d+), in (\w+)\n *(.*)', node.meta.get("stack_trace") or "")
+    return ", {}:{} in {}: {}".format(*frames[-1]) if frames else ""
 
 
 def storage_bytes(tensor: torch.Tensor) -> int:
@@ -174,7 +201,7 @@ def tidy(module: fx.GraphModule) -> fx.GraphModule:
     """Drop `detach` chains, and the read of the running statistics by a training-mode BatchNorm backward.
 
     In training mode that backward uses the batch statistics alone; reading the running ones would only make autograd
-    complain that they were "modified by an inplace operation".
+    complain that they were "modified by an inplace operation". Dropout is put back to what eager PyTorch computes.
     """
     graph = module.graph
     for node in list(graph.nodes):
@@ -187,6 +214,7 @@ def tidy(module: fx.GraphModule) -> fx.GraphModule:
             arguments = list(node.args)
             arguments[3] = arguments[4] = None
             node.args = tuple(arguments)
+    drop_as_eager(graph)
     graph.eliminate_dead_code()
     return module
 
@@ -253,9 +281,9 @@ class _Reader:
         shapes: Iterable[torch.Tensor] = (t for t in tensors_of(node) if t is not None)
         if symbolic or any(isinstance(size, torch.SymInt) for t in shapes for size in t.shape):
             raise CaptureError(
-                f"the graph has a symbolic size at {node.name}: a byte budget needs fixed shapes; "
-                "compile with dynamic=False (each new shape is then planned anew), and keep sizes that depend on "
-                "data out of the model"
+                f"the graph has a symbolic size at {node.name}{_source(node)}: a byte budget needs fixed shapes; "
+                "compile with dynamic=False (each new shape is then planned anew), and keep sizes and checks that "
+                "depend on data out of the model"
             )
 
     def _new_value(self, node: fx.Node, shown: fx.Node, origin: Origin, producer: int | None) -> int:
@@ -272,8 +300,8 @@ class _Reader:
         parents = [parent for parent in node.all_input_nodes if parent in self.value_of]
         if not outputs or len(parents) != 1:
             return None
-        storages = {_storage(tensor) for tensor in tensors_of(parents[0]) if tensor is not None}
-        aliases = all(_storage(tensor) in storages for tensor in outputs)
+        storages = {storage_of(tensor) for tensor in tensors_of(parents[0]) if tensor is not None}
+        aliases = all(storage_of(tensor) in storages for tensor in outputs)
         return self.value_of[parents[0]] if aliases else None
 
     def _outputs(self, node: fx.Node) -> tuple[int, ...]:
@@ -356,7 +384,9 @@ class _Reader:
 
     def _made_again(self, op: fx.Node, shown: fx.Node) -> bool:
         """Whether a second execution makes this output too: none makes new running statistics."""
-        if op.target is not aten._native_batch_norm_legit_functional.default or not is_training_batch_norm(op):
+        if op.target is not aten._native_batch_norm_legit_functional.default or not is_training_batch_norm(
+            op
+        ):
             return True
         return shown is op or cast(int, shown.args[1]) < RUNNING
 

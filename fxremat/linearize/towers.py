@@ -84,7 +84,9 @@ def find_towers(joint: Joint, crossing: Crossing, seconds: Sequence[float]) -> T
     if len(order) < 2:
         return None
     foreign = [op for op, tower in tower_of.items() if tower != order[-1]] + sorted(trunk)
-    beyond = [op for op in foreign if op > first[order[-1]]]  # the trunk, and what is done to one tower's outcome
+    beyond = [
+        op for op in foreign if op > first[order[-1]]
+    ]  # the trunk, and what is done to one tower's outcome
     if not beyond:
         return None
     ends = tuple(start - 1 for start in [*(first[tower] for tower in order[1:]), min(beyond)])

@@ -90,7 +90,7 @@ def _changes(
         born[first] += sizes.seed
         freed[last] += sizes.seed
     joint = program.layout.joint
-    tangents = [sizes.values[v.index] for v in joint.values if v.origin is Origin.TANGENT]
+    tangents = [sizes.values[tangent] for tangent in joint.tangent_values]
     start = sum(at_hand.values()) + sum(sizes.values[primal] for primal in program.preserved)
     return _Changes(start, sum(tangents) + sizes.root if whole else 0, born, freed)
 
@@ -107,9 +107,10 @@ def _lives(
     for value in joint.updates:  # returned by the forward, copied over its input, freed
         if value in program.first:
             last[program.first[value]] = max(last[program.first[value]], program.turn - 1)
-    for value in joint.kept_outputs | joint.returned | set(kept):
-        if value in program.first:
-            last[program.first[value]] = forever
+    pinned, kept = joint.pinned, set(kept)
+    for value, version in program.first.items():
+        if value in pinned or value in kept:
+            last[version] = forever
     lives = []
     for version, value in enumerate(program.version_of):
         origin = joint.values[value].origin

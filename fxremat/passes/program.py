@@ -78,12 +78,12 @@ class Order:
     def program(self) -> Program:
         """The program that runs in this order. Raises `InvalidSchedule` where an op lacks what it reads."""
         replay = Replay(self.layout)
-        pinned = self.layout.joint.kept_outputs | self.layout.joint.returned
+        pinned = self.layout.joint.pinned
         for position, (op, block) in enumerate(zip(self.ops, self.blocks, strict=True)):
             if position == self.turn:
                 replay.turn = position
             replay.run(op, block, pinned)
-        return replay.program()
+        return replay.whole_program()
 
 
 def rematerialize(layout: Layout, schedule: Schedule) -> Program:
@@ -103,7 +103,7 @@ def rematerialize(layout: Layout, schedule: Schedule) -> Program:
                 replay.discard(value.kind, value.index - 1)
             case _:
                 raise InvalidSchedule(f"{op} cannot be run yet: offloading is planned but has no graph pass")
-    return replay.program()
+    return replay.whole_program()
 
 
 @dataclass(slots=True)
@@ -121,11 +121,6 @@ class Replay:
     _repeated: set[int] = field(default_factory=set)
     _waiting: list[int] = field(default_factory=list)  # backward ops that lack a gradient
     _first: dict[int, int] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for value in self.layout.joint.values:
-            if value.origin in (Origin.PRIMAL, Origin.TANGENT):
-                self.give(value.index)
 
     def give(self, value: int) -> int:
         """Put a value at hand that no step of this program makes."""
@@ -145,7 +140,7 @@ class Replay:
         joint = layout.joint
         if not self._seen(block):
             wanted |= place.made & layout.held
-            wanted |= place.made & {joint.value_of[n] for n in joint.forward_outputs if n in joint.value_of}
+            wanted |= place.made & joint.output_values
             for index in place.forward:  # checks, which return nothing, run once
                 if not joint.ops[index].writes:
                     self._run(index, block)
@@ -196,6 +191,12 @@ class Replay:
                 if value not in self.layout.held:
                     self.current.pop(value, None)
 
+    def whole_program(self) -> Program:
+        """What was written down, as that of a whole step: inputs that nothing reads are part of it too."""
+        for value in sorted(self.layout.joint.given - self.current.keys()):
+            self.give(value)
+        return self.program()
+
     def program(self) -> Program:
         """What was written down so far."""
         if self._waiting:
@@ -233,7 +234,7 @@ class Replay:
         """Make the wanted values of a block, in the order of the original forward."""
         joint, place = self.layout.joint, self.layout.blocks[block]
         missing: set[int] = set()
-        stack = [value for value in wanted if value not in self.current]
+        stack = self._missing(wanted)
         while stack:
             producer = joint.values[stack.pop()].producer
             assert producer is not None
@@ -242,18 +243,27 @@ class Replay:
             missing.add(producer)
             op = joint.ops[producer]
             reads = op.again_reads if producer in self.ran else op.reads
-            stack += [value for value in reads if value not in self.current]
+            stack += self._missing(reads)
         for index in sorted(missing):
             if not place.forward or index < place.forward[0] or index > place.forward[-1]:
                 op = joint.ops[index]
                 raise InvalidSchedule(f"block {block + 1} needs {op.name}, which belongs to another block")
             self._run(index, block)
 
+    def _missing(self, values: Iterable[int]) -> list[int]:
+        """Those of the values that are not at hand; inputs are given when they are first read."""
+        missing = []
+        for value in values:
+            if value not in self.current:
+                if value in self.layout.joint.given:
+                    self.give(value)
+                else:
+                    missing.append(value)
+        return missing
+
     def _run(self, index: int, block: int) -> None:
         op = self.layout.joint.ops[index]
-        wanted = op.again_reads if index in self.ran else op.reads
-        missing = [value for value in wanted if value not in self.current]
-        if missing:
+        if missing := self._missing(op.again_reads if index in self.ran else op.reads):
             self._need(missing, block)
         self.run(index, block)
 
@@ -262,7 +272,7 @@ class Replay:
         op = self.layout.joint.ops[index]
         again = index in self.ran
         wanted, made = (op.again_reads, op.again_writes) if again else (op.reads, op.writes)
-        if missing := [value for value in wanted if value not in self.current]:
+        if missing := self._missing(wanted):
             name = self.layout.joint.values[missing[0]].name
             raise InvalidSchedule(f"{op.name} runs before {name}, which it reads")
         reads = tuple([self.current[value] for value in wanted])

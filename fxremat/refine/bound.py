@@ -58,7 +58,7 @@ def _watched(joint: Joint, fixed: dict[int, int], instants: int) -> Iterator[lis
 def _fixed(joint: Joint, costs: Costs) -> dict[int, int]:
     """Bytes alive while each backward op runs whatever was decided: gradients, outputs, its workspace."""
     sizes = costs.sizes.values
-    pinned = joint.kept_outputs | joint.returned
+    pinned = joint.pinned
     last: dict[int, int] = {}
     for op in joint.backward_ops:
         last |= dict.fromkeys((*op.reads, *op.writes), op.index)
@@ -89,7 +89,7 @@ class _Rows:
     limits: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        pinned = self.joint.kept_outputs | self.joint.returned
+        pinned = self.joint.pinned
         forward = [v for v in self.joint.values if v.origin is Origin.FORWARD and v.index not in pinned]
         self.maker = {v.index: v.producer for v in forward if v.producer is not None}
 

@@ -28,6 +28,7 @@ PATIENCE = 500  # changes in vain after which a search ends early
 OVERHEAD = 50  # pages that could be replayed in the time that a change takes besides
 STRETCH = 0.1  # of the optional executions, the most that one change looks at
 NOISE = 1.0  # the most by which the order of leaving out is disturbed: standard deviation of the logarithm
+MANY = 1500  # values: a page takes twice as long where there are so many
 FAR = 1 << 62  # bytes: more than anything exceeds a budget by
 
 
@@ -41,6 +42,7 @@ def improve(tape: Tape, choice: Bits, budget: int, work: int, seed: int) -> tupl
     places, worth = np.flatnonzero(tape.optional), _worth(tape)
     best, best_pages, pages, spare = choice.copy(), *(blank_pages(tape) for _ in range(3))
     count = pages.peaks.size
+    work //= 1 + tape.sizes.size // MANY
     replay(tape, best, best_pages, budget)
     in_vain, noise, high = 0, 0.0, count
     while work > 0 and in_vain < PATIENCE and (best_pages.runs[places] == 1).any():

@@ -137,7 +137,7 @@ class _Parts:
 
     def __init__(self, joint: Joint, costs: Costs, nearest: int) -> None:
         self.joint, self.costs, self.nearest = joint, costs, nearest
-        self.pinned = joint.kept_outputs | joint.returned
+        self.pinned = joint.pinned
         self.primals = {v.index for v in joint.values if v.origin is Origin.PRIMAL}
         self.tangents = [v.index for v in joint.values if v.origin is Origin.TANGENT]
         self.read_late = {value for op in joint.backward_ops for value in op.reads}

@@ -7,15 +7,18 @@ differs. A training call (train mode, gradients enabled) runs the planned graphs
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import torch
 from torch import nn
 
-from fxremat._torch import capture_settings, graph_break_place, planning_error
+from fxremat._torch import capture_settings, graph_break_place
 from fxremat.backend import Backend, PlannedOnly
 from fxremat.errors import CaptureError, FxrematError
 from fxremat.plans import Plan
+from fxremat.runtime.advice import explained
+from fxremat.runtime.libraries import set_up
 
 SHARED = ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules")
 
@@ -25,6 +28,7 @@ class Rematerialized(nn.Module):
 
     def __init__(self, model: nn.Module, backend: Backend) -> None:
         super().__init__()
+        self.__class__ = _with_the_signature_of(type(model))
         for name in SHARED:
             self.__dict__[name] = model.__dict__[name]
         self.__dict__["_model"] = model
@@ -65,15 +69,23 @@ class Rematerialized(nn.Module):
     def _train(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._check_trainable(args, kwargs)
         try:
-            with capture_settings():
-                outputs = self._compiled(*args, **kwargs)
+            outputs = self._run(args, kwargs)
         except PlannedOnly:
             raise
         except Exception as error:
-            if (explained := _explained(error)) is None:
+            if (clear := explained(error)) is None:
                 raise
-            raise explained.with_traceback(None) from None  # the way through dynamo would hide the message
+            raise clear.with_traceback(None) from clear.__cause__  # the way through dynamo would hide it
         return _refuse_double_backward(outputs)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with capture_settings():
+            try:
+                return self._compiled(*args, **kwargs)
+            except Exception as error:
+                if not set_up(self._model, graph_break_place(error) or ""):
+                    raise
+            return self._compiled(*args, **kwargs)
 
     def make_plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
         """Plan for these inputs without running the model. The model is not changed in any way."""
@@ -129,10 +141,20 @@ class Rematerialized(nn.Module):
         return f"mem={self._backend.mem!r}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Rematerialized:
-        return type(self)(copy.deepcopy(self._model, memo), self._backend.fresh())
+        return Rematerialized(copy.deepcopy(self._model, memo), self._backend.fresh())
 
     def __reduce__(self) -> Any:
-        return type(self), (self._model, self._backend.fresh())
+        return Rematerialized, (self._model, self._backend.fresh())
+
+
+def _with_the_signature_of(model: type[nn.Module]) -> type[Rematerialized]:
+    """A class whose `forward` takes what the model's takes: trainers look there for the names of inputs and labels."""
+
+    @functools.wraps(model.forward)
+    def forward(self: Rematerialized, *args: Any, **kwargs: Any) -> Any:
+        return Rematerialized.forward(self, *args, **kwargs)
+
+    return type("Rematerialized", (Rematerialized,), {"forward": forward, "__module__": __name__})
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
@@ -154,22 +176,3 @@ def _check_single_backward(gradient: torch.Tensor) -> None:
             "backward(create_graph=True) asks for gradients of gradients, which a planned step does not keep; "
             "use the uncompiled model for double backward"
         )
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
-
-
-def _explained(error: Exception) -> FxrematError | None:
-    """The error that a user can act on, in place of the one that came through dynamo; None: show that one."""
-    if isinstance(error, FxrematError):
-        return error
-    if (cause := planning_error(error)) is not None:
-        return cause
-    if (place := graph_break_place(error)) is not None:
-        return CaptureError(
-            f"the model is not one graph: tracing stops at {place} ({_first_line(error)}). Move what depends on "
-            "the values of tensors (branches, .item(), printing) out of forward, or compile a submodule instead"
-        )
-    return None

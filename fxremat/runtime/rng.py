@@ -10,7 +10,8 @@ Both are plain functions: fx calls them in emitted order. A state takes about 5 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -33,6 +34,27 @@ def _tensors(arguments: tuple[Any, ...]) -> Iterator[torch.Tensor]:
             yield from _tensors(tuple(argument))
 
 
+class GeneratorStates:
+    """The states, now, of the generators that a step on these tensors may draw from. Takes none of torch's memory."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        devices = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
+        generators = [torch.default_generator, *(torch.cuda.default_generators[d.index] for d in devices)]
+        self._states = [(generator, generator.clone_state()) for generator in generators]
+
+    @contextlib.contextmanager
+    def replayed(self) -> Iterator[None]:
+        """Inside, the generators go on from these states; afterwards they are as they were before."""
+        before = [(generator, generator.get_state()) for generator, _ in self._states]
+        try:
+            for generator, then in self._states:
+                generator.set_state(then.get_state())
+            yield
+        finally:
+            for generator, state in before:
+                generator.set_state(state)
+
+
 def draw_saving(op: Any, *arguments: Any, **options: Any) -> tuple[torch.Tensor, Any]:
     """Run a random op; return the generator's state from before it, and what it gave."""
     state = generator_of(arguments, options).get_state()
@@ -42,9 +64,9 @@ def draw_saving(op: Any, *arguments: Any, **options: Any) -> tuple[torch.Tensor,
 def draw_again(state: torch.Tensor, op: Any, *arguments: Any, **options: Any) -> Any:
     """Run a random op with a saved state, and put the generator back as it was."""
     generator = generator_of(arguments, options)
-    now = generator.get_state()
+    now = bytearray(generator.get_state().numpy())  # while the op runs, none of torch's memory
     generator.set_state(state)
     try:
         return op(*arguments, **options)
     finally:
-        generator.set_state(now)
+        generator.set_state(torch.frombuffer(now, dtype=torch.uint8))

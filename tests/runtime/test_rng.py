@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fxremat.runtime.rng import draw_again, draw_saving
+from benchmarks.meter import peak_bytes
+from fxremat.runtime.rng import GeneratorStates, draw_again, draw_saving
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
 DROPOUT = torch.ops.aten.native_dropout.default
@@ -38,3 +39,24 @@ def test_the_generator_is_put_back_after_a_failure() -> None:
     with pytest.raises(ValueError, match="no"):
         draw_again(state, fails)
     assert torch.equal(torch.get_rng_state(), now)
+
+
+def test_drawing_again_takes_the_memory_of_the_op_alone() -> None:
+    x = torch.ones(5000)
+    state, _ = draw_saving(DROPOUT, x, 0.5, True)
+    again = peak_bytes(lambda: draw_again(state, DROPOUT, x, 0.5, True))
+    assert again == peak_bytes(lambda: DROPOUT(x, 0.5, True))
+
+
+def test_states_of_all_generators_are_replayed_and_put_back() -> None:
+    states = GeneratorStates([torch.ones(3)])
+    first = torch.randn(5), torch.rand(3)
+    now = torch.get_rng_state()
+    with states.replayed():
+        assert torch.equal(torch.randn(5), first[0])
+        assert torch.equal(torch.rand(3), first[1])
+    assert torch.equal(torch.get_rng_state(), now)
+
+
+def test_keeping_the_states_takes_none_of_torchs_memory() -> None:
+    assert peak_bytes(lambda: GeneratorStates([])) == 0

@@ -1,0 +1,90 @@
+"""What torch.compile's capture rounds otherwise than eager PyTorch is put right before it is planned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fxremat
+from tests.toys import WIDTH, Stack, assert_as_plain, rows, under_autocast
+
+pytestmark = pytest.mark.usefixtures("torch_ready")
+
+
+@pytest.mark.parametrize("p", [0.04, 0.1, 0.15, 0.45, 0.5])
+def test_dropout_in_single_precision(p: float) -> None:
+    """At the least budget, where the dropouts run again."""
+    assert_as_plain(lambda: Stack(dropout=p), rows())
+
+
+@pytest.mark.parametrize("p", [0.1, 0.15, 0.5])
+def test_dropout_in_half_precision(p: float) -> None:
+    assert_as_plain(lambda: Stack(dropout=p), rows(), body=under_autocast)
+
+
+def test_dropout_inside_of_attention() -> None:
+    class Attends(Stack):
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = (block(x).view(4, -1, 4, 8).transpose(1, 2) for block in self.blocks[:3])
+            return F.scaled_dot_product_attention(q, k, v, dropout_p=0.15).transpose(1, 2)
+
+    assert_as_plain(Attends, rows())
+
+
+class Applies(nn.Module):
+    """A function between two layers."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.function(self.first(x)).reshape(-1, WIDTH))
+
+
+@pytest.mark.parametrize("mode", ["nearest", "nearest-exact", "bilinear", "bicubic"])
+def test_interpolation(mode: str) -> None:
+    """It stays one op, as in eager PyTorch; taken apart it would add in another order."""
+
+    def resize(x: Tensor) -> Tensor:
+        return F.interpolate(x.view(4, 4, 16, 16), size=(24, 20), mode=mode)
+
+    compiled = assert_as_plain(lambda: Applies(resize), rows())
+    ops = [op.node.target.__name__ for op in compiled.plan.chosen.layout.joint.ops]  # type: ignore[union-attr]
+    assert sum("upsample" in op for op in ops) == 2  # there and back
+
+
+@pytest.mark.parametrize("loss", [F.multi_margin_loss, F.multilabel_margin_loss])
+def test_losses_with_a_decomposition_of_their_own(loss: Any) -> None:
+    def lose(x: Tensor) -> Tensor:
+        target = torch.arange(len(x)) % WIDTH
+        if loss is F.multilabel_margin_loss:
+            target = torch.where(torch.arange(WIDTH) < 3, torch.arange(WIDTH), -1).expand(len(x), WIDTH)
+        return x * loss(x, target)
+
+    assert_as_plain(lambda: Applies(lose), rows())
+
+
+def test_the_backward_of_a_model_under_autocast_is_outside_of_it() -> None:
+    """So that the products in the gradient of an inverse are in single precision."""
+
+    def invert(x: Tensor) -> Tensor:
+        return torch.linalg.inv(x.float().view(-1, 8, 8) + 5 * torch.eye(8))
+
+    assert_as_plain(lambda: Applies(invert), rows(), body=under_autocast)
+
+
+def test_tracing_leaves_torch_as_it_was() -> None:
+    """The decompositions that are taken away while tracing are there again, after a failure too."""
+    op, key = torch.ops.aten.upsample_bilinear2d.vec, torch._C.DispatchKey.Autograd
+    before = op.py_kernels[key]
+    fxremat.plan(Applies(torch.relu), rows(), mem="100%", cost="estimate")
+    with pytest.raises(fxremat.BudgetTooSmall):
+        fxremat.plan(Applies(torch.relu), rows(), mem=1, cost="estimate")
+    assert op.py_kernels[key] is before

@@ -1,0 +1,208 @@
+"""A model that returns more than its loss: as plain PyTorch where nobody uses the rest, and where somebody does."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fxremat
+from benchmarks.meter import peak_bytes
+from tests.toys import WIDTH, Stack, assert_as_plain, record, rows
+from tests.training import same, unequal
+
+pytestmark = pytest.mark.usefixtures("torch_ready")
+
+
+class Returning(nn.Module):
+    """Loss, logits and a hidden value; `spare` is a layer that only the logits' own head reads."""
+
+    def __init__(self, norm: bool = False) -> None:
+        super().__init__()
+        self.stack = Stack()
+        self.norm = nn.BatchNorm1d(WIDTH) if norm else nn.Identity()
+        self.head = nn.Linear(WIDTH, 50)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        hidden = self.norm(self.stack(x))
+        logits = self.head(hidden)
+        return F.cross_entropy(logits, torch.arange(len(x)) % 50), logits, hidden
+
+
+def only_loss(model: nn.Module, x: Tensor) -> Any:
+    outputs = model(x)
+    outputs[0].backward()
+    return outputs
+
+
+def loss_and_logits(model: nn.Module, x: Tensor) -> Any:
+    outputs = model(x)
+    (outputs[0] + outputs[1].square().mean()).backward()
+    return outputs
+
+
+def test_no_gradient_is_made_for_what_nobody_uses() -> None:
+    compiled = assert_as_plain(Returning, rows(), body=only_loss)
+    assert [t.meta["val"].numel() for t in compiled.plan.chosen.layout.joint.tangents] == [1]
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.filterwarnings("ignore:the loss reads outputs")
+def test_a_loss_that_reads_another_output(norm: bool) -> None:
+    """At first the step runs again as it was written, then it is planned for."""
+
+    def body(model: nn.Module, x: Tensor) -> Any:
+        outputs = [loss_and_logits(model, part) for part in (x, 2 * x)]
+        outputs.append(only_loss(model, 3 * x))
+        return outputs
+
+    compiled = assert_as_plain(lambda: Returning(norm), rows(), body=body, mem="100%")
+    tangents = [len(plan.chosen.layout.joint.tangents) for plan in compiled.plans]
+    assert tangents == [1, 3]
+    compiled.zero_grad()
+    measured = peak_bytes(lambda: loss_and_logits(compiled, rows()))
+    assert measured <= compiled.plan.budget + 3 * 128 * 50 * 4  # the loss outside is the test's own
+
+
+def test_the_first_time_it_says_so() -> None:
+    compiled = fxremat.compile(Returning(), mem="100%")
+    with pytest.warns(UserWarning, match="only_loss=False"):
+        loss_and_logits(compiled, rows())
+
+
+def test_every_output_from_the_start() -> None:
+    """No warning: they are errors here."""
+    model = Returning()
+    compiled = fxremat.compile(copy.deepcopy(model), mem="100%", only_loss=False)
+    expected, got = (record(m, (rows(),), {}, loss_and_logits) for m in (model, compiled))
+    assert unequal(got.gradients, expected.gradients) == []
+    assert len(compiled.plans) == 1
+
+
+def test_the_loss_may_be_changed_in_place() -> None:
+    def body(model: nn.Module, x: Tensor) -> Any:
+        outputs = model(x)
+        loss = outputs[0]
+        loss /= 4
+        loss.backward()
+        return outputs
+
+    assert_as_plain(Returning, rows(), body=body)
+
+
+def test_an_output_that_the_backward_reads_may_not() -> None:
+    class Squares(Returning):
+        def forward(self, x: Tensor) -> Any:
+            hidden = self.stack(x)
+            return hidden.square().mean(), hidden
+
+    def body(model: nn.Module) -> None:
+        loss, hidden = model(rows())
+        hidden.mul_(2)
+        loss.backward()
+
+    for model in (Squares(), fxremat.compile(Squares(), mem="100%")):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            body(model)
+
+
+def test_a_step_that_counts_itself_is_planned_whole() -> None:
+    """It cannot run again: the count it starts from is gone."""
+
+    class Counting(Returning):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Any:
+            self.calls += 1
+            return super().forward(x * self.calls)
+
+    compiled = assert_as_plain(Counting, rows(), body=loss_and_logits, mem="100%")
+    assert len(compiled.plan.chosen.layout.joint.tangents) == 3
+
+
+@pytest.mark.filterwarnings("ignore:the loss reads outputs")
+def test_a_second_backward_through_another_output() -> None:
+    def body(model: nn.Module, x: Tensor) -> Any:
+        outputs = model(x)
+        outputs[0].backward(retain_graph=True)
+        outputs[2].sum().backward()
+        return outputs
+
+    assert_as_plain(Returning, rows(), body=body, mem="100%")
+
+
+@pytest.mark.filterwarnings("ignore:the loss reads outputs")
+def test_running_again_under_autocast() -> None:
+    def body(model: nn.Module, x: Tensor) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            outputs = model(x)
+        (outputs[0] + outputs[1].float().square().mean()).backward()
+        return outputs
+
+    assert_as_plain(Returning, rows(), body=body, mem="100%")
+
+
+@pytest.mark.filterwarnings("ignore:the loss reads outputs")
+def test_gradients_asked_for_one_by_one() -> None:
+    def body(model: nn.Module, x: Tensor) -> Any:
+        loss, logits, _ = model(x)
+        of_loss = torch.autograd.grad(loss, list(model.parameters())[2:4], retain_graph=True)
+        return of_loss, torch.autograd.grad(logits.sum(), list(model.parameters())[:2])
+
+    assert_as_plain(Returning, rows(), body=body, mem="100%")
+
+
+def test_an_output_that_the_loss_is_not_computed_from_may_be_used() -> None:
+    """It is given its gradient from the start, and the value beside the loss still costs none."""
+
+    class Pooled(Returning):
+        def __init__(self) -> None:
+            super().__init__()
+            self.pooler = nn.Linear(WIDTH, 3)
+
+        def forward(self, x: Tensor) -> Any:
+            loss, logits, hidden = super().forward(x)
+            return loss, logits, self.pooler(hidden)
+
+    def body(model: nn.Module, x: Tensor) -> Any:
+        outputs = model(x)
+        (outputs[0] + outputs[2].mean()).backward()
+        return outputs
+
+    compiled = assert_as_plain(Pooled, rows(), body=body)
+    assert len(compiled.plan.chosen.layout.joint.tangents) == 2
+
+
+def test_a_scalar_that_is_no_loss() -> None:
+    """It is not computed from the other output, so that a gradient for both is expected from the start."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stack, self.scale = Stack(), nn.Parameter(torch.ones(()))
+
+        def forward(self, x: Tensor) -> Any:
+            return self.stack(x), self.scale.exp()
+
+    def body(model: nn.Module, x: Tensor) -> Any:
+        outputs = model(x)
+        (outputs[0].mean() * outputs[1]).backward()
+        return outputs
+
+    compiled = assert_as_plain(Scaled, rows(), body=body)
+    assert len(compiled.plan.chosen.layout.joint.tangents) == 2
+
+
+def test_as_a_backend_of_torch_compile() -> None:
+    model = Returning()
+    compiled = torch.compile(copy.deepcopy(model), backend="fxremat", options={"mem": "100%"})
+    expected = record(model, (rows(),), {}, loss_and_logits)
+    with pytest.warns(UserWarning, match="only_loss"):
+        got = record(compiled, (rows(),), {}, loss_and_logits)  # type: ignore[arg-type]
+    assert all(map(same, got.gradients.values(), expected.gradients.values()))

@@ -1,0 +1,278 @@
+"""Models of the library `transformers`: trained inside two budgets, the least first, they are the plain models.
+
+A step of each is compared with the plain one's from the same seed: type and values of all that it returns, gradients,
+buffers and random state; and its peak is measured. Five models every day, all others with `-m long`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxremat
+from benchmarks.meter import peak_bytes
+from benchmarks.models import libraries
+from benchmarks.models.libraries import LibraryCase
+from tests.training import gradients_of, same, state_of, unequal
+
+pytestmark = [
+    pytest.mark.usefixtures("torch_ready"),
+    pytest.mark.filterwarnings("ignore:::transformers"),
+]
+
+QUICK = {"effort": 0.0, "progress": False}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """All that a training step leaves behind; tensors are copies."""
+
+    kind: type
+    values: dict[str, object]  # what it returned, by where it was found
+    gradients: dict[str, Tensor | None]
+    state: dict[str, Tensor]
+    rng: Tensor
+
+
+def step(model: nn.Module, batch: Mapping[str, Any], autocast: bool = False) -> Step:
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(3)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        outputs = model(**batch)
+    outputs.loss.backward()
+    return Step(
+        kind=type(outputs),
+        values=dict(leaves(outputs)),
+        gradients=gradients_of(model),
+        state=state_of(model),
+        rng=torch.get_rng_state(),
+    )
+
+
+def leaves(value: object, place: str = "outputs") -> Iterator[tuple[str, object]]:
+    """All values inside of outputs, those of the library's own objects (caches of keys and values) included."""
+    if isinstance(value, Tensor):
+        yield f"{place} requires grad", value.requires_grad
+        yield place, value.detach().clone()
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from leaves(item, f"{place}.{key}")
+    elif isinstance(value, tuple | list):
+        for index, item in enumerate(value):
+            yield from leaves(item, f"{place}[{index}]")
+    elif type(value).__module__.startswith("transformers.") and hasattr(value, "__dict__"):
+        yield f"type of {place}", type(value)
+        yield from leaves(vars(value), place)
+    else:
+        yield place, value if isinstance(value, int | float | str | bool | None) else type(value)
+
+
+def differences(ours: Step, plain: Step) -> list[str]:
+    found = [] if ours.kind is plain.kind else [f"returns {ours.kind.__name__}, not {plain.kind.__name__}"]
+    for place in {**plain.values, **ours.values}:
+        mine, its = ours.values.get(place), plain.values.get(place)
+        equal = same(mine, its) if isinstance(mine, Tensor) and isinstance(its, Tensor) else mine == its
+        found += [] if equal else [place]
+    found += [f"gradient of {name}" for name in unequal(ours.gradients, plain.gradients)]
+    found += [f"value of {name}" for name in unequal(ours.state, plain.state)]
+    return found + ([] if same(ours.rng, plain.rng) else ["random state"])
+
+
+def assert_as_plain(
+    case: LibraryCase,
+    mem: int | str,
+    change: Callable[[Any, dict[str, Any]], object] = lambda model, batch: None,
+    autocast: bool = False,
+    **options: Any,
+) -> Any:
+    """Returns the compiled model, planned for keyword arguments."""
+    plain, model, batch = case.model(), case.model(), case.batch()
+    change(plain, batch)
+    change(model, {})
+    torch._dynamo.reset()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        compiled = fxremat.compile(model, mem=mem, example_inputs=batch, **{**QUICK, **options})
+    assert differences(step(compiled, batch, autocast), step(plain, batch, autocast)) == []
+    return compiled
+
+
+def bounds(case: LibraryCase) -> tuple[int, int]:
+    """The least budget, and the peak of keeping everything."""
+    torch._dynamo.reset()
+    plan = fxremat.plan(case.model(), case.batch(), mem="100%", **QUICK)
+    return plan.minimum, plan.keep_all_peak
+
+
+LONG = [
+    pytest.param(name, marks=pytest.mark.long) for name in libraries.CAPTURED if name not in libraries.MAIN
+]
+
+
+@pytest.mark.parametrize("name", [*libraries.MAIN, *LONG])
+def test_trains_inside_the_budget_as_the_plain_model(name: str) -> None:
+    case = libraries.get(name, "small")
+    minimum, everything = bounds(case)
+    for mem in (minimum, (minimum + everything) // 2):
+        compiled, batch = assert_as_plain(case, mem), case.batch()
+        step(
+            compiled, batch
+        )  # the first has changed the configuration of a classifier, so that it is traced again
+        compiled.zero_grad(set_to_none=True)
+        peak = peak_bytes(lambda compiled=compiled, batch=batch: train(compiled, batch))
+        assert peak <= compiled.plan.budget
+
+
+def train(model: nn.Module, batch: Mapping[str, Any]) -> object:
+    outputs = model(**batch)
+    outputs.loss.backward()
+    return outputs
+
+
+# --- what else such a model is asked to do: planned from estimates, quickly ---------------------------------
+
+
+def pad(model: Any, batch: dict[str, Any]) -> None:
+    if batch:
+        mask = torch.ones_like(batch["input_ids"])
+        mask[1, -5:] = 0
+        batch.update(attention_mask=mask, labels=batch["labels"].masked_fill(mask == 0, -100))
+
+
+def collect(model: Any, batch: dict[str, Any]) -> None:
+    """Hidden states and attentions: what the library collects with hooks that its first call puts in place."""
+    model.set_attn_implementation("eager")
+    if batch:
+        batch.update(output_hidden_states=True, output_attentions=True)
+
+
+def own_checkpointing(model: Any, batch: dict[str, Any]) -> None:
+    model.gradient_checkpointing_enable()
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [("gpt2", pad), ("bert", collect), ("llama", own_checkpointing)],
+    ids=lambda x: x if isinstance(x, str) else x.__name__,
+)
+def test_calls_of_many_kinds(name: str, change: Callable[[Any, dict[str, Any]], object]) -> None:
+    assert_as_plain(libraries.get(name, "small"), "60%", change, cost="estimate", solver="persistent")
+
+
+def test_autocast_with_dropout() -> None:
+    case = libraries.get("gpt2", "small")
+    assert_as_plain(case, "60%", autocast=True, cost="estimate", solver="persistent")
+
+
+def test_without_labels_the_loss_is_outside() -> None:
+    """Keys and values are returned too, and nobody differentiates them."""
+    case = libraries.get("llama", "small")
+    model, plain, batch = case.model(), case.model(), case.batch()
+    labels = batch.pop("labels")
+    compiled = fxremat.compile(model, mem="100%", cost="estimate", solver="keep_all")
+    gradients = []
+    for each in (compiled, plain):
+        torch.manual_seed(3)
+        logits = each(**batch).logits
+        nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
+        gradients.append(gradients_of(each))
+    assert unequal(*gradients) == []
+
+
+def test_only_the_loss_is_given_a_gradient() -> None:
+    """Not the logits, which are the largest value of all, and not the keys and values."""
+    case = libraries.get("gpt2", "small")
+    plan = fxremat.plan(case.model(), case.batch(), mem="100%", cost="estimate", solver="keep_all")
+    assert [tangent.meta["val"].shape for tangent in plan.chosen.layout.joint.tangents] == [()]
+
+
+def test_what_the_library_adds_to_a_module_is_there() -> None:
+    """Its configuration, and generation with a cache, which runs the plain model."""
+    case = libraries.get("gpt2", "small")
+    model = case.model()
+    compiled: Any = fxremat.compile(model, mem="100%")
+    assert compiled.config is model.config
+    words = case.batch()["input_ids"][:, :5]
+    ask: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": libraries.PAD}
+    expected = case.model().eval().generate(words, **ask)  # type: ignore[operator]
+    assert torch.equal(compiled.eval().generate(words, **ask), expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "hint"),
+    [
+        ("bart_layerdrop", "self.layerdrop", "Set layerdrop to 0"),
+        pytest.param("wav2vec2", "labels.max()", "compute the loss outside", marks=pytest.mark.long),
+        pytest.param("detr", "isfinite", "switch that off", marks=pytest.mark.long),
+        pytest.param("longformer", "is_global_attn", "values of tensors", marks=pytest.mark.long),
+    ],
+)
+def test_what_is_not_one_graph_is_refused_with_the_line_and_the_way_out(
+    name: str, line: str, hint: str
+) -> None:
+    case = libraries.get(name, "small")
+    with pytest.raises(fxremat.CaptureError) as error:
+        fxremat.plan(case.model(), case.batch(), mem="60%", **QUICK)
+    text = str(error.value)
+    assert "\n" not in text
+    assert line in text
+    assert "/transformers/models/" in text
+    assert hint in text
+
+
+@pytest.mark.long
+def test_wav2vec2_as_its_note_says() -> None:
+    case = libraries.get("wav2vec2", "small")
+    model, plain, batch = case.model(), case.model(), case.batch()
+    labels = batch.pop("labels")
+    gradients = []
+    for each in (model, plain):
+        each.freeze_feature_encoder()  # type: ignore[operator]
+        called = fxremat.compile(each, mem="70%", cost="estimate", **QUICK) if each is model else each
+        torch.manual_seed(3)
+        scores = called(**batch).logits.log_softmax(-1).transpose(0, 1)
+        lengths = (torch.full((len(labels),), length) for length in (len(scores), labels.shape[1]))
+        nn.functional.ctc_loss(scores, labels, *lengths).backward()
+        gradients.append(gradients_of(each))
+    assert unequal(*gradients) == []
+
+
+@pytest.mark.long
+def test_detr_as_its_note_says() -> None:
+    case = libraries.get("detr", "small")
+    model: Any = case.model()
+    plain, batch = case.model(), case.batch()
+    decoder = model.model.decoder
+    model.model.decoder = fxremat.compile(decoder, mem="100%", cost="estimate", **QUICK)
+    ours = step(model, batch)
+    model.model.decoder = decoder
+    assert unequal(ours.gradients, step(plain, batch).gradients) == []
+
+
+@pytest.mark.long
+def test_under_the_library_s_own_trainer(tmp_path: Path) -> None:
+    """Three steps of `Trainer`: the weights are those of three plain steps."""
+    import transformers
+
+    case = libraries.get("llama", "small")
+    batches = [{key: value[0] for key, value in case.batch(seed).items()} for seed in range(6)]
+    trained = []
+    for compiled in (False, True):
+        model = case.model()
+        options: Any = {"output_dir": str(tmp_path), "max_steps": 3, "per_device_train_batch_size": 2}
+        arguments = transformers.TrainingArguments(
+            **options, use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True, seed=1
+        )
+        trainer = transformers.Trainer(
+            model=fxremat.compile(model, mem="70%", **QUICK) if compiled else model,
+            args=arguments,
+            train_dataset=batches,
+        )
+        trainer.train()
+        trained.append(state_of(model))
+    assert unequal(*trained) == []
