@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
+from collections import OrderedDict
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 
 import fxremat
-from fxremat import planner
+from fxremat import memo, planner
 from fxremat.errors import BudgetTooSmall, FxrematError
 from fxremat.planner import survey
 from tests.dags import capture, estimated
@@ -81,6 +82,7 @@ def test_an_unknown_solver_is_refused_with_the_known_ones() -> None:
 
 def test_very_long_chains_are_thinned_to_the_heaviest_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planner, "MOST_BLOCKS", 3)
+    monkeypatch.setattr(memo, "_latest", OrderedDict())
     assert planner._thin([0, 1, 2, 3, 4, 5], [1.0, 9.0, 1.0, 8.0, 1.0, 7.0]) == [1, 3, 5]
     plan = fxremat.plan(Deep(), INPUTS, mem="100%", cost="estimate")
     assert len(plan.chain.blocks) <= 4

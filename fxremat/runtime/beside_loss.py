@@ -184,7 +184,7 @@ class _Call:
         """
         saved, versions = [], iter(self.versions)
         for place, value in enumerate(self.inputs):
-            if isinstance(value, Tensor) and version_of(value) == next(versions):
+            if isinstance(value, Tensor) and version_of(value) == next(versions) >= 0:
                 saved.append(value)
                 self.inputs[place] = _SAVED
         ctx.save_for_backward(*saved)
