@@ -204,11 +204,8 @@ def storage_of(tensor: torch.Tensor) -> int:
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """How often the tensor has been written to: `Tensor._version` (2.11, 2.13), which autograd checks.
-
-    Nobody counts for tensors of `torch.inference_mode`, and autograd does not save them: -1.
-    """
-    return -1 if tensor.is_inference() else int(tensor._version)
+    """How often the tensor has been written to: `Tensor._version` (2.11, 2.13), which autograd checks."""
+    return int(tensor._version)
 
 
 def cpu_name() -> str:

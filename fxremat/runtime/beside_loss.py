@@ -184,7 +184,7 @@ class _Call:
         """
         saved, versions = [], iter(self.versions)
         for place, value in enumerate(self.inputs):
-            if isinstance(value, Tensor) and version_of(value) == next(versions) >= 0:
+            if isinstance(value, Tensor) and version_of(value) == next(versions):
                 saved.append(value)
                 self.inputs[place] = _SAVED
         ctx.save_for_backward(*saved)

@@ -136,10 +136,6 @@ class Rematerialized(nn.Module):
         self._model.train(mode)
         return self
 
-    def _get_name(self) -> str:
-        """The model's: trainers know the task by it."""
-        return str(self._model._get_name())
-
     def extra_repr(self) -> str:
         """The budget."""
         return f"mem={self._backend.mem!r}"
