@@ -85,7 +85,13 @@ class Plan:
 
     @cached_property
     def lower_bound(self) -> float:
-        """Seconds that no choice of what to recompute, op by op, beats within the budget."""
+        """Seconds that no choice of what to recompute, op by op, beats within the budget.
+
+        Of programs that run the backward in its captured order; of others (towers that take turns) it is only known
+        that they take no less than keeping everything.
+        """
+        if self.chosen.join:
+            return min(self.predicted_time, self.keep_all_time)
         bound = lower_bound(self.chosen.layout.joint, self.costs, self.budget)
         return min(self.predicted_time, bound)
 

@@ -155,6 +155,9 @@ def test_nothing_beats_the_lower_bound(recipe: Recipe, share: int) -> None:
     joint, costs = skeletons.parts.joint, skeletons.parts.costs
     once = sum(costs.seconds)
     for prospect in prospects.frontier:
+        if prospect.join:  # its backward has another order
+            assert once <= prospect.time * (1 + 1e-6)
+            continue
         bound = lower_bound(joint, costs, prospect.peak)
         assert once * (1 - 1e-6) <= bound <= prospect.time * (1 + 1e-6)
 
