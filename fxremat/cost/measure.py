@@ -21,6 +21,7 @@ from fxremat._torch import allocation_trace, real_tensors
 from fxremat.cost.cache import CostCache
 from fxremat.cost.table import CUDA_BLOCK, Costs, OpCost, costs_from, device_of, op_key
 from fxremat.errors import FxrematError
+from fxremat.linearize.in_place import overwritten
 from fxremat.linearize.joint import Joint, Op, storage_bytes
 
 aten = torch.ops.aten
@@ -186,7 +187,10 @@ def _cuda_seconds(call: Callable[[], Any]) -> float:
 def _bytes(ops: Sequence[Op], device: torch.device) -> list[tuple[int, tuple[int, ...]]]:
     """For each op, the bytes it needs beyond its outputs while it runs, and the bytes of each output's storage."""
     measured = [_cuda_peak(op, device) for op in ops] if device.type == "cuda" else _cpu_peaks(ops)
-    return [(max(0, peak - sum(outputs)), outputs) for peak, outputs in measured]
+    made = [
+        0 if overwritten(op.node) else sum(outputs) for op, (_, outputs) in zip(ops, measured, strict=True)
+    ]
+    return [(max(0, peak - new), outputs) for new, (peak, outputs) in zip(made, measured, strict=True)]
 
 
 def _cpu_peaks(ops: Sequence[Op]) -> list[tuple[int, tuple[int, ...]]]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxremat.linearize.in_place import overwritten
 from fxremat.linearize.joint import Joint
 from fxremat.passes.liveness import Sizes
 from fxremat.passes.program import Program
@@ -45,10 +46,17 @@ def costs_from(joint: Joint, by_op: Sequence[OpCost], device: torch.device) -> C
     """Put the costs of the ops together with the sizes of the values as the device's allocator rounds them.
 
     An op may leave more than its outputs' shapes need: `mse_loss` returns its sum in the storage of all its terms.
+    One that overwrites what it reads leaves that storage, and needs no other: its workspace makes up for the two.
     """
     block = CUDA_BLOCK if device.type == "cuda" else 1
     sizes = [value.bytes for value in joint.values]
+    taken = [0] * len(joint.ops)
     for op, cost in zip(joint.ops, by_op, strict=True):
+        if (operand := overwritten(op.node)) is not None:
+            (result,) = op.writes
+            sizes[result] = sizes[joint.value_of[operand]]
+            taken[op.index] = -(-sizes[result] // block) * block
+            continue
         for value in op.writes:
             position = output_position(joint.values[value].node, op.node)
             if position is not None and position < len(cost.outputs):
@@ -57,7 +65,7 @@ def costs_from(joint: Joint, by_op: Sequence[OpCost], device: torch.device) -> C
         seconds=tuple(cost.seconds for cost in by_op),
         sizes=Sizes(
             values=tuple(-(-size // block) * block for size in sizes),
-            workspace=tuple(cost.workspace for cost in by_op),
+            workspace=tuple(cost.workspace - bytes_ for cost, bytes_ in zip(by_op, taken, strict=True)),
             seed=torch.default_generator.get_state().numel() if device.type == "cpu" else 0,
             outside=outside_bytes(joint),
             root=0 if joint.root_tangents else 2 * max(block, 8),

@@ -25,6 +25,7 @@ from torch import fx
 from fxremat._torch import storage_of
 from fxremat.errors import CaptureError
 from fxremat.linearize.dropout import drop_as_eager
+from fxremat.linearize.in_place import overwrite_gradients
 
 aten = torch.ops.aten
 
@@ -201,7 +202,8 @@ def tidy(module: fx.GraphModule) -> fx.GraphModule:
     """Drop `detach` chains, and the read of the running statistics by a training-mode BatchNorm backward.
 
     In training mode that backward uses the batch statistics alone; reading the running ones would only make autograd
-    complain that they were "modified by an inplace operation". Dropout is put back to what eager PyTorch computes.
+    complain that they were "modified by an inplace operation". Dropout is put back to what eager PyTorch computes,
+    and backward ops overwrite gradients that they alone read.
     """
     graph = module.graph
     for node in list(graph.nodes):
@@ -216,7 +218,13 @@ def tidy(module: fx.GraphModule) -> fx.GraphModule:
             node.args = tuple(arguments)
     drop_as_eager(graph)
     graph.eliminate_dead_code()
+    overwrite_gradients(graph, tangents_in(graph))
     return module
+
+
+def tangents_in(graph: fx.Graph) -> list[fx.Node]:
+    """The placeholders of the gradients that autograd hands in."""
+    return [node for node in graph.nodes if node.op == "placeholder" and node.name.startswith("tangents")]
 
 
 def read_joint(module: fx.GraphModule, forward_outputs: int) -> Joint:
@@ -244,7 +252,7 @@ class _Reader:
         self.backward_outputs = tuple(outputs[forward_outputs:])
         self.descs = tuple(descs[:forward_outputs])
         placeholders = [node for node in self.nodes if node.op == "placeholder"]
-        self.tangents = tuple(node for node in placeholders if node.name.startswith("tangents"))
+        self.tangents = tuple(tangents_in(module.graph))
         tangents = set(self.tangents)
         self.primals = tuple(node for node in placeholders if node not in tangents)
         self.values: list[Value] = []

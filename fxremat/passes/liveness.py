@@ -20,7 +20,9 @@ class Sizes:
     """Bytes that the device's allocator takes, by value and by op number."""
 
     values: Sequence[int]  # of each value
-    workspace: Sequence[int]  # of each op while it runs, beyond what it reads and writes
+    workspace: Sequence[
+        int
+    ]  # of each op while it runs, beyond what it reads and writes; < 0: one is the other
     seed: int = 0  # of one saved generator state, on the device
     outside: int = 0  # at the turn, for a loss outside the model; the gradients it hands in are part of it
     root: int = 0  # from the turn to the end: such a loss, and the gradient that its backward starts from

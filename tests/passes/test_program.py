@@ -96,15 +96,27 @@ def graph_memory(module: fx.GraphModule, given: dict[fx.Node, int]) -> list[int]
         )
         return {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors if t is not None}
 
+    def written_argument(node: fx.Node) -> fx.Node | None:
+        """What the op's schema says that it writes to."""
+        if not isinstance(node.target, torch._ops.OpOverload):
+            return None
+        arguments = node.target._schema.arguments
+        given = {a.name: value for a, value in zip(arguments, node.args, strict=False)} | node.kwargs
+        written = [given[a.name] for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+        return written[0] if written else None
+
     nodes = list(module.graph.nodes)
     owner: dict[fx.Node, set[tuple[fx.Node, int]]] = {}
     size: dict[tuple[fx.Node, int], int] = {}
+    taken: dict[int, tuple[fx.Node, int]] = {}
     for node in nodes:
         parents = {key for parent in node.all_input_nodes for key in owner[parent]}
         by_storage = {storage: (maker, storage) for maker, storage in parents}
         owner[node] = set()
         for storage, count in storages(node).items() if node.op != "output" else ():
-            key = by_storage.get(storage, (node, storage))
+            if (written := written_argument(node)) is not None:
+                (taken[storage],) = owner[written]  # the graph's meta shows another storage
+            key = (taken | by_storage).get(storage, (node, storage))
             if node.op == "placeholder":
                 count = given.get(node, 0)
             size.setdefault(key, count)
