@@ -64,8 +64,13 @@ def _cell(cell: verdict.Cell | None) -> str:
 
 
 def _planning(record: str) -> str:
-    first, again = (json.loads(record)["seconds"][name] for name in ("from nothing", "from the cache"))
-    return f"Planning the 12-layer GPT takes {first:.0f} s from nothing and {again:.0f} s from the cache."
+    found = json.loads(record)["found"]
+    first, again, deep = (found[name] for name in ("from nothing", "from the cache", "of 200 blocks"))
+    return (
+        f"Planning the 12-layer GPT takes {first['seconds']:.0f} s from nothing and {again['seconds']:.0f} s from the "
+        f"cache; a ResNet of 200 blocks ({deep['ops']} ops) takes {deep['seconds']:.0f} s and "
+        f"{deep['bytes'] / 2**30:.1f} GiB."
+    )
 
 
 PARTS: dict[str, Callable[[str], str]] = {

@@ -181,15 +181,25 @@ def test_kinds() -> None:
 
 
 def test_in_play_are_those_that_nobody_clearly_beats() -> None:
+    rough = replace(GOT, seconds=None)
     field = {
-        "small": replace(GOT, peak=40, rough=1.5),
-        "smaller and faster": replace(GOT, peak=30, rough=1.2),
-        "as good up to noise": replace(GOT, peak=30, rough=1.3),
-        "as small and slow": replace(GOT, peak=30, rough=1.5),
-        "beaten by plain": replace(GOT, peak=110, rough=1.3),
-        "least": replace(GOT, peak=20, rough=3.0),
+        "small": replace(rough, peak=40, rough=1.5),
+        "smaller and faster": replace(rough, peak=30, rough=1.2),
+        "as good up to noise": replace(rough, peak=30, rough=1.3),
+        "as small and slow": replace(rough, peak=30, rough=1.5),
+        "beaten by plain": replace(rough, peak=110, rough=1.3),
+        "least": replace(rough, peak=20, rough=3.0),
     }
-    assert in_play(GOT, field) == ["smaller and faster", "as good up to noise", "least"]
+    assert in_play(rough, field) == ["smaller and faster", "as good up to noise", "least"]
+
+
+def test_ahead_are_those_that_nobody_beats_by_a_little_in_the_rounds() -> None:
+    field = {
+        "fast": replace(GOT, peak=30, rough=9.0, seconds=1.0),
+        "as good up to noise": replace(GOT, peak=30, rough=1.0, seconds=1.03),
+        "slower": replace(GOT, peak=30, rough=1.0, seconds=1.08),
+    }
+    assert in_play(replace(GOT, peak=100, seconds=1.0), field, 1.05) == ["fast", "as good up to noise"]
 
 
 def test_the_floor_of_a_graph_by_hand() -> None:

@@ -25,7 +25,7 @@ from .measure import measure
 from .strategies import FAMILIES
 
 BUDGETS = "80,60,50,40,30,25"
-ROUNDS = 5
+ROUNDS = 4
 OUT = page.RESULTS
 
 
@@ -49,7 +49,12 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--size", choices=("full", "small"), default="full", help="small goes with --out")
     parser.add_argument("--strategies", default=",".join(FAMILIES), help=f"of {', '.join(FAMILIES)}")
     parser.add_argument("--budgets", default=BUDGETS, help="percent of plain PyTorch's measured peak")
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help="of which the least time counts")
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=ROUNDS,
+        help="of which the least time counts; those ahead get twice as many more",
+    )
     parser.add_argument("--out", type=Path, default=OUT, help="the record, of one size")
     parser.add_argument("--page", action="store_true", help="measure nothing, write page and picture")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)

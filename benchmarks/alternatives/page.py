@@ -26,6 +26,7 @@ kernels, and the timed ones take turns. Written by `python -m benchmarks.alterna
   then; in percent of plain PyTorch's. *second meter*: the same seen from the tensors, which leaves workspaces out.
 * *time*: process CPU time of a step over plain PyTorch's, the least of the rounds of each. With a `~`: the rough time
   of two steps, of points that another beats by far in time without more memory; they took no part in the rounds.
+  fxremat and those that nothing beats by 5 % after some rounds took part in twice as many more.
 * *loss, gradients, buffers*: beside those of plain PyTorch after one step from the same seed. Equal is bit for bit;
   close is within 1e-4, or three times what the last bit of the parameters does to them; wrong is neither.
 """
