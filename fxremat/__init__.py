@@ -27,6 +27,7 @@ from fxremat.solvers import solve
 if TYPE_CHECKING:
     from fxremat.api import compile, plan
     from fxremat.plans import Plan
+    from fxremat.runtime.host import FileTier, HostTier, PinnedTier
 
 __version__ = "0.1.0"
 __all__ = [
@@ -34,7 +35,9 @@ __all__ = [
     "BudgetTooSmall",
     "CaptureError",
     "Chain",
+    "FileTier",
     "FxrematError",
+    "HostTier",
     "InvalidBudget",
     "InvalidChain",
     "InvalidSchedule",
@@ -42,6 +45,7 @@ __all__ = [
     "JoinSchedule",
     "JoinTimeline",
     "Option",
+    "PinnedTier",
     "Plan",
     "Platform",
     "Schedule",
@@ -92,7 +96,14 @@ def simulate(
     )
 
 
-_NEED_TORCH = {"compile": "fxremat.api", "plan": "fxremat.api", "Plan": "fxremat.plans"}
+_NEED_TORCH = {
+    "compile": "fxremat.api",
+    "plan": "fxremat.api",
+    "Plan": "fxremat.plans",
+    "FileTier": "fxremat.runtime.host",
+    "HostTier": "fxremat.runtime.host",
+    "PinnedTier": "fxremat.runtime.host",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -15,17 +15,22 @@ import torch
 from torch import fx
 
 from fxremat._torch import aot_backend, boxed, device_name, differentiate_as_eager
+from fxremat.cost.blocks import chain_of
 from fxremat.cost.calibrate import calibrate
 from fxremat.cost.estimate import Device, estimate
+from fxremat.cost.link import measure_link, typical_size
 from fxremat.cost.measure import measure
 from fxremat.cost.table import Costs, device_of
-from fxremat.errors import FxrematError, InvalidBudget
+from fxremat.errors import BudgetTooSmall, FxrematError, InvalidBudget
 from fxremat.linearize.joint import Joint, read_joint
 from fxremat.memo import remembered
+from fxremat.offloading import with_offloading
+from fxremat.passes.swap import Link
 from fxremat.planner import Prospects, survey
 from fxremat.plans import Plan
 from fxremat.refine.search import EFFORT
 from fxremat.runtime.beside_loss import BesideLoss, check_runs_again, outputs_beside_loss
+from fxremat.runtime.host import HostTier, default_tier
 from fxremat.units import Auto, Budget, Bytes, Percent, parse_budget, parse_bytes
 
 AUTO_MARGIN = 0.05  # share of the free memory that mem="auto" leaves alone
@@ -51,6 +56,9 @@ class Backend:
         only_loss: where the model returns its loss, expect no gradient for what the loss is computed from. If one comes
             after all, that step runs as plain PyTorch, outside of the budget, and the next is planned for it.
             False: plan for it from the start.
+        offload: let values wait on the host: True (pinned memory for a CUDA device, else files), or a tier of
+            `fxremat.runtime.host`, such as fxremat.FileTier("/fast/disk").
+        host_mem: what may wait there at a time, in the forms of a size. None: whatever the plan wants.
         progress: show a bar while measuring, where stderr is a terminal.
     """
 
@@ -63,6 +71,8 @@ class Backend:
     only_loss: bool = True
     progress: bool = True
     effort: float = EFFORT
+    offload: bool | HostTier = False
+    host_mem: int | str | None = None
     plans: list[Plan] = field(default_factory=list)
     only_plan: bool = False
 
@@ -74,6 +84,13 @@ class Backend:
             raise FxrematError(
                 'device goes with cost="estimate"; measured costs are those of the model\'s device'
             )
+        if not isinstance(self.offload, bool | HostTier):
+            raise FxrematError(
+                f"offload is {self.offload!r}; it is True, False or a host tier such as FileTier()"
+            )
+        if self.host_mem is not None and not self.offload:
+            raise FxrematError("host_mem limits what is offloaded; it goes with offload=True")
+        self.host_bytes = None if self.host_mem is None else parse_bytes(self.host_mem)
 
     def fresh(self) -> Backend:
         """The same settings, and no plans."""
@@ -125,19 +142,46 @@ class Backend:
         settings: dict[str, Any] = {"solver": self.solver, "slots": self.slots, "effort": self.effort}
         prospects = remembered(joint, costs, settings, partial(survey, **settings))
         budget = bytes_of(self.budget, prospects, device_of(joint))
-        chosen = prospects.within(budget)
         device = (
             device_name(device_of(joint)) if self.cost == "measure" else str(self._estimated_device(joint))
         )
         plan = Plan(
             budget=budget,
-            chosen=chosen,
+            chosen=prospects.nearest(budget) if self.offload else prospects.within(budget),
             prospects=prospects,
             costs=costs,
             device=device,
             timed=f"{self.cost}d",
         )
-        return calibrate(plan) if self.cost == "measure" else plan
+        plan = calibrate(plan) if self.cost == "measure" else plan
+        return self._offloaded(plan, joint) if self.offload else plan
+
+    def _offloaded(self, plan: Plan, joint: Joint) -> Plan:
+        """The plan for the same budget where values may wait on the host."""
+        device = device_of(joint)
+        tier = self.offload if isinstance(self.offload, HostTier) else default_tier(device)
+        if self.cost == "measure":
+            link = measure_link(tier, device, typical_size(joint))
+        else:
+            speed = self._estimated_device(joint).link
+            link = Link(to_host=speed, from_host=speed)
+        prospects = with_offloading(plan.prospects, plan.costs, link, self.host_bytes)
+        try:
+            chosen = prospects.within(plan.budget)
+        except BudgetTooSmall as error:
+            raise self._which_limit(error, plan, link) from None
+        chosen = replace(chosen, chain=chain_of(chosen.layout, plan.costs))
+        return replace(plan, chosen=chosen, prospects=prospects, tier=tier, link=link)
+
+    def _which_limit(self, error: BudgetTooSmall, plan: Plan, link: Link) -> BudgetTooSmall:
+        """The error, with the host's limit named where that is what binds."""
+        if self.host_bytes is None:
+            return error
+        free = with_offloading(plan.prospects, plan.costs, link).minimum
+        if free > error.budget:
+            return error
+        note = f"host_mem={self.host_mem!r} is what binds: with more of it, {free} bytes would do"
+        return BudgetTooSmall(error.minimum, error.budget, note=note)
 
     def _costs(self, joint: Joint) -> Costs:
         if self.cost == "estimate":

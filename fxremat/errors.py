@@ -11,14 +11,16 @@ class BudgetTooSmall(FxrematError):
     minimum: int
     budget: int
 
-    def __init__(self, minimum: int, budget: int, unit: str = "bytes") -> None:
-        super().__init__(minimum, budget, unit)
+    def __init__(self, minimum: int, budget: int, unit: str = "bytes", note: str = "") -> None:
+        super().__init__(minimum, budget, unit, note)
         self.minimum = minimum
         self.budget = budget
         self.unit = unit
+        self.note = note  # what else would help
 
     def __str__(self) -> str:
-        return f"no schedule fits in {self.budget} {self.unit}; the least that does is {self.minimum} {self.unit}"
+        text = f"no schedule fits in {self.budget} {self.unit}; the least that does is {self.minimum} {self.unit}"
+        return f"{text}; {self.note}" if self.note else text
 
 
 class InvalidSchedule(FxrematError):

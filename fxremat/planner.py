@@ -29,6 +29,7 @@ from fxremat.linearize.options import add_options
 from fxremat.linearize.towers import find_towers, join_of, on_the_layout
 from fxremat.passes.liveness import live_bytes
 from fxremat.passes.program import Order, Program, rematerialize
+from fxremat.passes.swap import Swapped
 from fxremat.refine.search import EFFORT, Searched, search
 from fxremat.schedule import Schedule
 from fxremat.simulate import simulate
@@ -62,9 +63,12 @@ class Prospect:
     refined: Order | None = (
         None  # what runs instead of the schedule of blocks, where the refinement found better
     )
+    swapped: Swapped | None = None  # the same with copies to the host and back
 
     def program(self) -> Program:
         """Every step of it."""
+        if self.swapped:
+            return self.swapped.program
         return self.refined.program() if self.refined else rematerialize(self.layout, self.schedule)
 
 
@@ -87,6 +91,10 @@ class Prospects:
                 return prospect
         raise BudgetTooSmall(minimum=self.minimum, budget=budget)
 
+    def nearest(self, budget: int) -> Prospect:
+        """The fastest that fits, or else the one that needs least."""
+        return next((prospect for prospect in self.frontier if prospect.peak <= budget), self.frontier[-1])
+
 
 def survey(
     joint: Joint, costs: Costs, *, solver: str = "auto", slots: int = 500, effort: float = EFFORT
@@ -106,9 +114,9 @@ def survey(
     else:
         found = _solved([_Solved.of(layout, costs, solver, slots) for layout in layouts])
         found += _joined(joint, costs, slots)
-    frontier = list(_unbeaten([keep_everything, *found]))
+    frontier = list(unbeaten([keep_everything, *found]))
     if solver == "auto" and effort > 0:
-        frontier = list(_unbeaten([*frontier, *_refined(frontier, costs, effort)]))
+        frontier = list(unbeaten([*frontier, *_refined(frontier, costs, effort)]))
     return Prospects(keep_all=keep_everything, frontier=tuple(frontier))
 
 
@@ -181,7 +189,7 @@ def _solved(layouts: Sequence[_Solved]) -> list[Prospect]:
     first = A_FEW if len(layouts[0].layout.joint.ops) <= LARGE else A_FEW // 2
     few = [list(solved.judged(first).values()) for solved in layouts]
     everything = [prospect for prospects in few for prospect in prospects]
-    best = {id(prospect.layout) for prospect in _unbeaten(everything)}
+    best = {id(prospect.layout) for prospect in unbeaten(everything)}
     promising = [solved for solved in layouts if id(solved.layout) in best]
     steps = sum(3 * len(solved.layout.joint.ops) * len(solved.tables) for solved in promising)
     count = max(2 * first, min(100, STEPS_TO_JUDGE // steps))
@@ -227,7 +235,7 @@ def _refined(frontier: Sequence[Prospect], costs: Costs, effort: float) -> Itera
         )
 
 
-def _unbeaten(prospects: Iterable[Prospect]) -> Iterator[Prospect]:
+def unbeaten(prospects: Iterable[Prospect]) -> Iterator[Prospect]:
     """Those that no other beats in both peak and time, fastest first."""
     least: int | None = None
     for prospect in sorted(prospects, key=lambda p: (p.time, p.peak)):

@@ -15,9 +15,11 @@ from fxremat.join_schedule import JoinSchedule
 from fxremat.passes.liveness import Memory, live_bytes
 from fxremat.passes.lower import lower
 from fxremat.passes.program import Program, Role, rematerialize
+from fxremat.passes.swap import Link, Swapped
 from fxremat.planner import Prospect, Prospects
 from fxremat.refine.bound import lower_bound
 from fxremat.report import page
+from fxremat.runtime.host import HostTier
 from fxremat.schedule import Forward, Keep, Schedule
 from fxremat.simulate import Timeline, simulate
 from fxremat.simulate_join import JoinTimeline
@@ -37,6 +39,8 @@ class Plan:
     costs: Costs
     device: str
     timed: str  # how times were found: "measured" or "estimated"
+    tier: HostTier | None = None  # where values may wait, with offloading
+    link: Link | None = None  # how fast they get there and back
 
     @property
     def predicted_peak(self) -> int:
@@ -87,10 +91,10 @@ class Plan:
     def lower_bound(self) -> float:
         """Seconds that no choice of what to recompute, op by op, beats within the budget.
 
-        Of programs that run the backward in its captured order; of others (towers that take turns) it is only known
-        that they take no less than keeping everything.
+        Of programs that run the backward in its captured order; of others (towers that take turns), and where values
+        may wait on the host, it is only known that they take no less than keeping everything.
         """
-        if self.chosen.join:
+        if self.chosen.join or self.link:
             return min(self.predicted_time, self.keep_all_time)
         bound = lower_bound(self.chosen.layout.joint, self.costs, self.budget)
         return min(self.predicted_time, bound)
@@ -108,7 +112,7 @@ class Plan:
     @cached_property
     def graphs(self) -> tuple[fx.GraphModule, fx.GraphModule]:
         """The forward and the backward graph."""
-        return lower(self.program)
+        return lower(self.program, self.tier.name if self.tier else "")
 
     @property
     def forward_graph(self) -> fx.GraphModule:
@@ -149,17 +153,27 @@ class Plan:
             f"  predicted time  {_duration(self.predicted_time)}, "
             f"{slower:.2f}x of {_duration(self.keep_all_time)}; {again} ops run again"
         )
+        choice = "recomputed or offloaded" if self.link else "recomputed"
         yield (
-            f"                  whatever is recomputed, it takes {_duration(self.lower_bound)} or more: "
+            f"                  whatever is {choice}, it takes {_duration(self.lower_bound)} or more: "
             f"time / lower bound is {self.predicted_time / self.lower_bound:.3f}"
         )
+        if self.chosen.swapped:
+            yield from self._transfers(self.chosen.swapped)
         yield f"  least budget    {format_bytes(self.minimum)} ({self.minimum} bytes)"
+
+    def _transfers(self, swapped: Swapped) -> Iterator[str]:
+        away = sum(step.role is Role.OFFLOAD for step in swapped.program.steps)
+        yield (
+            f"  offloads        {format_bytes(swapped.bytes)} in {away} tensors, which come back; "
+            f"{swapped.hidden:.0%} of the {_duration(swapped.copying)} of copying is hidden behind ops"
+        )
 
     def _schedule(self) -> Iterator[str]:
         yield f"schedule: {self.schedule}"
         if self.chosen.refined:
-            before = Counter(s.op for s in rematerialize(self.chosen.layout, self.chosen.schedule).steps)
-            now = Counter(step.op for step in self.program.steps)
+            before = Counter(s.op for s in rematerialize(self.chosen.layout, self.chosen.schedule).executions)
+            now = Counter(step.op for step in self.program.executions)
             yield f"refined:  {(before - now).total()} of its ops do not run again, {(now - before).total()} others do"
 
     def _blocks(self) -> Iterator[str]:

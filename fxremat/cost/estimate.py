@@ -48,6 +48,7 @@ class Device:
     half_flops: float  # a second, fp16 and bf16 matrix products, dense
     bandwidth: float  # bytes a second, device memory
     launch: float = 5e-6  # seconds that any op takes
+    link: float = 12e9  # bytes a second to the host, and as many back: PCIe 3.0 x16 unless told
 
     def __str__(self) -> str:
         return self.name
@@ -67,17 +68,17 @@ class Device:
 DEVICES = {
     device.name: device
     for device in (
-        Device(name="cpu", flops=5e10, half_flops=5e10, bandwidth=1e10, launch=3e-6),
+        Device(name="cpu", flops=5e10, half_flops=5e10, bandwidth=1e10, launch=3e-6, link=4e9),
         Device(name="cuda", flops=156e12, half_flops=312e12, bandwidth=1.555e12),
         Device(name="V100", flops=15.7e12, half_flops=125e12, bandwidth=0.9e12),
         Device(name="T4", flops=8.1e12, half_flops=65e12, bandwidth=0.32e12),
-        Device(name="A100-40GB", flops=156e12, half_flops=312e12, bandwidth=1.555e12),
-        Device(name="A100-80GB", flops=156e12, half_flops=312e12, bandwidth=2.039e12),
-        Device(name="L4", flops=60e12, half_flops=121e12, bandwidth=0.3e12),
-        Device(name="H100", flops=495e12, half_flops=989e12, bandwidth=3.35e12),
-        Device(name="H200", flops=495e12, half_flops=989e12, bandwidth=4.8e12),
-        Device(name="RTX-3090", flops=71e12, half_flops=71e12, bandwidth=0.936e12),
-        Device(name="RTX-4090", flops=82.6e12, half_flops=165e12, bandwidth=1.008e12),
+        Device(name="A100-40GB", flops=156e12, half_flops=312e12, bandwidth=1.555e12, link=24e9),
+        Device(name="A100-80GB", flops=156e12, half_flops=312e12, bandwidth=2.039e12, link=24e9),
+        Device(name="L4", flops=60e12, half_flops=121e12, bandwidth=0.3e12, link=24e9),
+        Device(name="H100", flops=495e12, half_flops=989e12, bandwidth=3.35e12, link=50e9),
+        Device(name="H200", flops=495e12, half_flops=989e12, bandwidth=4.8e12, link=50e9),
+        Device(name="RTX-3090", flops=71e12, half_flops=71e12, bandwidth=0.936e12, link=24e9),
+        Device(name="RTX-4090", flops=82.6e12, half_flops=165e12, bandwidth=1.008e12, link=24e9),
     )
 }
 

@@ -34,8 +34,8 @@ class Costs:
     sizes: Sizes
 
     def time(self, program: Program) -> float:
-        """Seconds of all steps of a program."""
-        return sum([self.seconds[step.op] for step in program.steps])
+        """Seconds of all executions of a program, as if copies took no time."""
+        return sum([self.seconds[step.op] for step in program.executions])
 
     def scaled(self, factor: float) -> Costs:
         """The same with every time multiplied (calibration)."""

@@ -62,7 +62,7 @@ def live_bytes(
             turn_bytes = live + max(changes.tangents, sizes.outside)
             live += changes.tangents
         live += changes.born[position]
-        during.append(live + sizes.workspace[step.op])
+        during.append(live + (0 if step.op is None else sizes.workspace[step.op]))
         live -= changes.freed[position]
     return Memory(tuple(during), turn_bytes, live)
 
@@ -134,6 +134,6 @@ def _seed_lives(program: Program) -> list[tuple[int, int]]:
     random = {op for op in program.repeated if ops[op].random}
     lives: dict[int, tuple[int, int]] = {}
     for position, step in enumerate(program.steps):
-        if step.op in random and step.role is not Role.BACKWARD:
+        if step.op is not None and step.op in random and step.role is not Role.BACKWARD:
             lives[step.op] = (lives.get(step.op, (position, 0))[0], position)
     return list(lives.values())

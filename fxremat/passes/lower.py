@@ -18,15 +18,20 @@ import torch
 from torch import fx
 
 from fxremat.linearize.joint import Joint, Origin, again_call
-from fxremat.passes.program import Program, Role, Step
+from fxremat.passes.program import Program, Role, Step, Transfer
+from fxremat.runtime import swap
 from fxremat.runtime.rng import draw_again, draw_saving, generator_of
 
 aten = torch.ops.aten
 
 
-def lower(program: Program) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Emit the forward and the backward graph of a program. O(steps); both are linted."""
-    return _Lowering(program).run()
+def lower(program: Program, tier: str = "") -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Emit the forward and the backward graph of a program. O(steps); both are linted.
+
+    Args:
+        tier: the name of the host tier that its transfers go through, where it has any.
+    """
+    return _Lowering(program, tier).run()
 
 
 @dataclass
@@ -37,11 +42,14 @@ class _Part:
     bases: dict[int, fx.Node] = field(default_factory=dict)  # version -> node that shows the whole storage
     views: dict[tuple[int, fx.Node], fx.Node] = field(default_factory=dict)
     seeds: dict[int, fx.Node] = field(default_factory=dict)  # op -> saved generator state
+    hosts: dict[int, fx.Node] = field(default_factory=dict)  # trip -> what is on the host
+    coming: dict[int, fx.Node] = field(default_factory=dict)  # trip -> memory that a copy is filling
 
 
 class _Lowering:
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, tier: str) -> None:
         self.program = program
+        self.tier = tier
         self.joint: Joint = program.layout.joint
         self.forward, self.backward = _Part(), _Part()
         self.copies: dict[int, int] = {}
@@ -90,15 +98,58 @@ class _Lowering:
         copy.meta = {"val": node.meta["val"], "fxremat": {"block": 0, "name": "", "role": "preserve"}}
         return copy
 
-    def _step(self, part: _Part, step: Step) -> None:
-        op = self.joint.ops[step.op]
-        versions = {self.program.version_of[version]: version for version in step.reads}
+    def _step(self, part: _Part, step: Step | Transfer) -> None:
         block = self.program.layout.blocks[step.block]
         about = {"block": step.block + 1, "name": block.name, "role": step.role.value}
         self.meta = {
             "fxremat": about,
             "custom": {"block": f"{about['block']} {block.name}", "role": about["role"]},
         }
+        if isinstance(step, Transfer):
+            self._transfer(part, step)
+        else:
+            self._execute(part, step)
+
+    def _transfer(self, part: _Part, step: Transfer) -> None:
+        """One event of a trip; what is on the host is saved for the backward as a tensor of the host's memory."""
+        (version,) = (*step.reads, *step.writes)
+        shown = self.joint.values[self.program.version_of[version]].node
+        match step.role:
+            case Role.OFFLOAD:
+                node = self._call(
+                    part, swap.offload, (self._base(part, version),), f"{shown.name}_offload", shown
+                )
+                node.meta["val"] = _fake_host(shown)
+                part.hosts[step.trip] = node
+            case Role.RELEASE:
+                host, leaving = self._host(part, step.trip), self._base(part, version)
+                node = self._call(part, swap.release, (host, leaving), f"{shown.name}_release", shown)
+                node.meta["val"] = _fake_host(shown)
+                part.hosts[step.trip] = node
+            case Role.PREFETCH:
+                device = shown.meta["val"].device
+                arguments = (self._host(part, step.trip), device)
+                part.coming[step.trip] = self._call(
+                    part, swap.prefetch, arguments, f"{shown.name}_prefetch", shown
+                )
+            case _:
+                arguments = (part.coming[step.trip], self._host(part, step.trip))
+                part.bases[version] = self._call(part, swap.wait, arguments, f"{shown.name}_wait", shown)
+
+    def _call(
+        self, part: _Part, function: Any, arguments: tuple[Any, ...], name: str, shown: fx.Node
+    ) -> fx.Node:
+        node = part.graph.create_node("call_function", function, (*arguments, self.tier), name=name)
+        return self._describe(node, shown)
+
+    def _host(self, part: _Part, trip: int) -> fx.Node:
+        if trip not in part.hosts:
+            part.hosts[trip] = self._save(self.forward.hosts[trip])
+        return part.hosts[trip]
+
+    def _execute(self, part: _Part, step: Step) -> None:
+        op = self.joint.ops[step.op]
+        versions = {self.program.version_of[version]: version for version in step.reads}
         self.copies[step.op] = copy = self.copies.get(step.op, -1) + 1
         suffix = f"__r{copy}" if copy else ""
 
@@ -218,3 +269,10 @@ def _fake_state(original: fx.Node) -> torch.Tensor:
     size = generator_of((shown,), {}).get_state().numel()
     with shown.fake_mode:  # type: ignore[attr-defined]
         return torch.empty(size, dtype=torch.uint8)
+
+
+def _fake_host(shown: fx.Node) -> torch.Tensor:
+    """A fake tensor of the same layout in host memory."""
+    value = shown.meta["val"]
+    with value.fake_mode:
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)

@@ -18,7 +18,7 @@ from enum import Enum
 from fxremat.errors import InvalidSchedule
 from fxremat.linearize.joint import Origin
 from fxremat.linearize.layout import Layout
-from fxremat.schedule import Backward, Drop, Forward, Keep, Schedule
+from fxremat.schedule import Backward, Drop, Forward, Keep, Op, Schedule
 
 
 class Role(Enum):
@@ -27,6 +27,10 @@ class Role(Enum):
     FORWARD = "forward"  # the first execution of a forward op
     RECOMPUTE = "recompute"  # any later one
     BACKWARD = "backward"
+    OFFLOAD = "offload"  # a copy to the host begins
+    RELEASE = "release"  # that copy has ended: the last use of what left
+    PREFETCH = "prefetch"  # memory is taken, and the copy back begins
+    WAIT = "wait"  # that copy has ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +44,18 @@ class Step:
     writes: tuple[int, ...]  # versions, in the order of the op's writes
 
 
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One event of a version's trip to the host and back, as another version of the same value."""
+
+    block: int
+    role: Role
+    trip: int  # numbers the trips of a program
+    reads: tuple[int, ...]  # versions
+    writes: tuple[int, ...]
+    op: None = None  # none is executed
+
+
 @dataclass(frozen=True, eq=False)
 class Program:
     """Every execution of one training step; `steps[turn:]` is the backward graph.
@@ -48,7 +64,7 @@ class Program:
     """
 
     layout: Layout
-    steps: tuple[Step, ...]
+    steps: tuple[Step | Transfer, ...]
     turn: int
     version_of: tuple[int, ...]
     first: dict[int, int]  # value -> its first version: what the graphs return, whatever is made again later
@@ -56,6 +72,11 @@ class Program:
     preserved: frozenset[
         int
     ]  # mutated primals that the backward reads: copied before the forward overwrites them
+
+    @property
+    def executions(self) -> tuple[Step, ...]:
+        """The steps that execute an op: all but transfers."""
+        return tuple(step for step in self.steps if isinstance(step, Step))
 
     @property
     def recomputed(self) -> int:
@@ -94,15 +115,7 @@ def rematerialize(layout: Layout, schedule: Schedule) -> Program:
     """
     replay = Replay(layout)
     for op in schedule.ops:
-        match op:
-            case Forward(block, keep, option):
-                replay.forward(block - 1, keep, option)
-            case Backward(block):
-                replay.backward(block - 1)
-            case Drop(value):
-                replay.discard(value.kind, value.index - 1)
-            case _:
-                raise InvalidSchedule(f"{op} cannot be run yet: offloading is planned but has no graph pass")
+        replay.execute(op)
     return replay.whole_program()
 
 
@@ -128,6 +141,25 @@ class Replay:
         self.version_of.append(value)
         self._first.setdefault(value, version)
         return version
+
+    def execute(self, op: Op) -> None:
+        """Run one operation of a schedule. Transfers are no part of it: `passes.swap.trips_of` reads those."""
+        match op:
+            case Forward(block, keep, option):
+                self.forward(block - 1, keep, option)
+            case Backward(block):
+                self.backward(block - 1)
+            case Drop(value):
+                self.discard(value.kind, value.index - 1)
+            case _:
+                raise InvalidSchedule(f"{op} needs a host to go to: compile with offload=True")
+
+    def versions_of(self, kind: str, block: int) -> frozenset[int]:
+        """The versions of a stored a or A that nothing else stored holds. Raises `InvalidSchedule`."""
+        if (kind, block) not in self._stored:
+            raise InvalidSchedule(f"Off({kind}{block + 1}): it is not stored")
+        values = self._stored[kind, block]
+        return frozenset(self.current[value] for value in values if self._covers[value] == 1)
 
     def forward(self, block: int, keep: Keep, option: int = 0) -> None:
         """Run the forward of a block and store what `keep` says."""

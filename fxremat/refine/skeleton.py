@@ -104,7 +104,7 @@ class Skeletons:
 def _executions(program: Program, parts: _Parts) -> Iterator[tuple[_Execution, int, bool]]:
     """Every execution, its block, and whether it is one of the program's."""
     ran, just_ran = set[int](), set[int]()
-    for position, step in enumerate(program.steps):
+    for position, step in enumerate(program.executions):
         if position == program.turn:
             yield from ((moment, -1, True) for moment in parts.turn())
         if step.role is Role.BACKWARD:

@@ -90,7 +90,7 @@ def graph_memory(module: fx.GraphModule, given: dict[fx.Node, int]) -> list[int]
     """
 
     def storages(node: fx.Node) -> dict[int, int]:
-        value: Any = node.meta.get("val")
+        value: Any = None if on_the_host(node) else node.meta.get("val")
         tensors = (
             [value] if isinstance(value, torch.Tensor) else list(value or ()) if value is not None else []
         )
@@ -160,6 +160,10 @@ def test_liveness_of_the_emitted_graphs_is_what_was_planned(recipe: Recipe, shar
     assert ours == max(planned.during[program.turn :])
 
 
+def on_the_host(node: fx.Node) -> bool:
+    return node.meta.get("fxremat", {}).get("role") in ("offload", "release")
+
+
 def saved_bytes(forward: fx.GraphModule, backward: fx.GraphModule, joint: Joint) -> dict[fx.Node, int]:
     """Bytes that each saved tensor brings into the backward; inputs, and storages seen before, bring none."""
     outputs = forward.graph.output_node().args[0]
@@ -171,7 +175,7 @@ def saved_bytes(forward: fx.GraphModule, backward: fx.GraphModule, joint: Joint)
     brought: dict[fx.Node, int] = {}
     for node, placeholder in zip(saved, placeholders, strict=False):
         storage = _storage(node)
-        own = node.op != "placeholder" and storage not in kept
+        own = node.op != "placeholder" and storage not in kept and not on_the_host(node)
         brought[placeholder] = node.meta["val"].untyped_storage().nbytes() if own else 0
         kept.add(storage)
     return brought

@@ -1,0 +1,78 @@
+"""How fast a host tier copies, measured with tensors of the model's own sizes, and remembered with the costs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from fxremat.cost.cache import CostCache
+from fxremat.cost.measure import quiet_world
+from fxremat.linearize.joint import Joint, Origin
+from fxremat.passes.swap import Link
+from fxremat.runtime.host import HostTier
+
+RUNS = 3
+MOST_BYTES = 1 << 26  # of a tensor that is copied to find a speed
+
+
+def typical_size(joint: Joint) -> int:
+    """Bytes of the median value that the backward reads, weighted by its bytes: what travels is of about this size."""
+    read = {value for op in joint.backward_ops for value in op.reads}
+    sizes = sorted(v.bytes for v in joint.values if v.index in read and v.origin is Origin.FORWARD)
+    total, half = 0, sum(sizes) / 2
+    for size in sizes:
+        total += size
+        if total >= half:
+            return max(1, min(size, MOST_BYTES))
+    return MOST_BYTES
+
+
+def measure_link(tier: HostTier, device: torch.device, size: int) -> Link:
+    """Bytes per second out and back, with tensors of about `size` bytes (rounded to a power of two)."""
+    size = 1 << (size - 1).bit_length()
+    cache = CostCache.of_device(device)
+    key = f"link {tier.description} {size}"
+    known = cache.numbers(key)
+    if known is None:
+        with quiet_world(device):
+            known = _speeds(tier, device, size)
+        cache.keep(key, known)
+        cache.save()
+    return Link(to_host=known[0], from_host=known[1])
+
+
+def _speeds(tier: HostTier, device: torch.device, size: int) -> list[float]:
+    tensor = torch.zeros(size, dtype=torch.uint8, device=device)
+    hosts: list[torch.Tensor] = []
+
+    def out() -> None:
+        host = tier.offload(tensor)
+        tier.release(host)
+        hosts[:] = [host]
+
+    def back() -> None:
+        tier.prefetch(hosts[0], device)
+        tier.wait(hosts[0])
+
+    return [size / _least_seconds(move, device) for move in (out, back)]
+
+
+def _least_seconds(move: Callable[[], None], device: torch.device) -> float:
+    move()
+    seconds: Sequence[float] = [_timed(move, device) for _ in range(RUNS)]
+    return max(min(seconds), 1e-9)
+
+
+def _timed(move: Callable[[], None], device: torch.device) -> float:
+    _synchronize(device)
+    start = time.perf_counter()
+    move()
+    _synchronize(device)
+    return time.perf_counter() - start
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

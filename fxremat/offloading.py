@@ -1,0 +1,111 @@
+"""Prospects with transfers: what a step costs where values may wait on the host.
+
+    sources   programs of the survey, from keeping everything to recomputing much
+    budgets   from keep-all's peak down to the least that is possible with everything away that can be
+    each      the trips that make a source fit (passes.swap.cap), put in and clocked; the fastest source counts
+
+The frontier of both kinds is then that of recomputing and offloading mixed: recomputing decides which values there
+are to send. What cannot be made faster or smaller by offloading stays as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from fxremat.cost.table import Costs
+from fxremat.passes.liveness import live_bytes
+from fxremat.passes.program import Program
+from fxremat.passes.swap import Ints, Link, Swapped, Trip, cap, need_of, swap, trips
+from fxremat.planner import Prospect, Prospects, unbeaten
+
+SOURCES = 16
+STEP = 1.03  # from one budget to the next
+SMALL = 2000  # values below this share of keep-all's peak do not travel
+SPARE = (1.0, 0.93, 0.85)  # shares of the budget that trips are chosen for: more of them, and fewer waits
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Source:
+    """A program that values can be sent away from."""
+
+    prospect: Prospect
+    program: Program
+    need: Ints
+    trips: Sequence[Trip]
+
+    @classmethod
+    def of(cls, prospect: Prospect, costs: Costs, least: int) -> Source:
+        """Of a prospect, with the trips of at least so many bytes."""
+        program = prospect.program()
+        need = need_of(program, live_bytes(program, costs.sizes))
+        return cls(prospect=prospect, program=program, need=need, trips=trips(program, costs, least))
+
+    @property
+    def least(self) -> int:
+        """Bytes that it needs with everything away."""
+        need = self.need.copy()
+        for trip in self.trips:
+            need[trip.away] -= trip.size
+        return int(need.max(initial=0))
+
+    def within(self, budget: int, costs: Costs, link: Link, host_mem: int | None) -> Iterator[Swapped]:
+        """It with trips that make it fit, a few ways."""
+        seen: set[tuple[Trip, ...]] = set()
+        for share in SPARE:
+            chosen = cap(self.need.copy(), self.trips, int(budget * share))
+            if chosen is None or tuple(chosen) in seen:
+                continue
+            seen.add(tuple(chosen))
+            if host_mem is not None and sum(trip.size for trip in chosen) > host_mem:
+                continue
+            swapped = swap(self.program, chosen, costs, link, budget)
+            if swapped.memory.peak <= budget:
+                yield swapped
+
+
+def with_offloading(prospects: Prospects, costs: Costs, link: Link, host_mem: int | None = None) -> Prospects:
+    """The prospects, and those with transfers that beat some of them. Less memory still never takes more time.
+
+    Args:
+        costs: the same that the prospects' times are in.
+        host_mem: bytes that may wait on the host at a time. None: as many as there are.
+    """
+    least_size = max(1, prospects.keep_all.peak // SMALL)
+    sources = [Source.of(p, costs, least_size) for p in _sources(prospects)]
+    found = list(_swapped(sources, prospects, costs, link, host_mem))
+    frontier = unbeaten([*prospects.frontier, *found])
+    return replace(prospects, frontier=tuple(frontier))
+
+
+def _sources(prospects: Prospects) -> list[Prospect]:
+    """Some prospects of the frontier, fastest first, evenly over its peaks."""
+    frontier = prospects.frontier
+    peaks = np.linspace(frontier[0].peak, frontier[-1].peak, SOURCES)
+    places = {min(range(len(frontier)), key=lambda k: abs(frontier[k].peak - peak)) for peak in peaks}
+    return [frontier[place] for place in sorted(places)]
+
+
+def _swapped(
+    sources: Sequence[Source], prospects: Prospects, costs: Costs, link: Link, host_mem: int | None
+) -> Iterator[Prospect]:
+    least = min(source.least for source in sources)
+    budgets = {source.least for source in sources}
+    budget = float(prospects.frontier[0].peak)
+    while budget > least:
+        budgets.add(int(budget))
+        budget /= STEP
+    for budget in sorted(budgets, reverse=True):
+        best: Prospect | None = next((p for p in prospects.frontier if p.peak <= budget), None)
+        for source in sources:
+            if source.prospect.peak <= budget or (best and best.time <= source.prospect.time):
+                break  # sources get slower, and copies make none of them faster
+            for swapped in source.within(int(budget), costs, link, host_mem):
+                if best is None or swapped.time < best.time:
+                    best = replace(
+                        source.prospect, peak=swapped.memory.peak, time=swapped.time, swapped=swapped
+                    )
+        if best and best.swapped:
+            yield best

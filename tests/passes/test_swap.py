@@ -1,0 +1,221 @@
+"""Transfers in a program: in order, inside the budget at every step, on time by hand, and emitted as planned."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from fxremat.cost.table import Costs
+from fxremat.errors import InvalidSchedule
+from fxremat.linearize.layout import Layout, lay_out
+from fxremat.passes.liveness import Sizes, live_bytes
+from fxremat.passes.lower import lower
+from fxremat.passes.program import Program, Role, Transfer, rematerialize
+from fxremat.passes.swap import Link, cap, need_of, swap, trips, trips_of
+from fxremat.planner import survey
+from fxremat.schedule import Schedule
+from tests.dags import Dag, Recipe, batch, capture, estimated, few, recipes
+from tests.passes.test_program import graph_memory, saved_bytes, tangents_of
+
+pytestmark = pytest.mark.usefixtures("torch_ready")
+FEW = few(15)
+KEEP = "Fall1 Fall2 Fall3 Fall4 Fall5 B5 B4 B3 B2 B1"
+
+
+class Chain(nn.Module):
+    """Four times linear and tanh."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+def chain_layout(rows: int = 4) -> Layout:
+    joint = capture(Chain(), torch.ones(rows, 8))
+    return lay_out(joint, [op.index for op in joint.forward_ops if op.name.startswith("tanh")])
+
+
+def by_hand(layout: Layout) -> Costs:
+    """A second an op, the graph's own bytes, no workspace."""
+    joint = layout.joint
+    sizes = Sizes(values=[v.bytes for v in joint.values], workspace=[0] * len(joint.ops))
+    return Costs((1.0,) * len(joint.ops), sizes)
+
+
+def names(program: Program) -> list[str]:
+    values, found = program.layout.joint.values, []
+    for step in program.steps:
+        if isinstance(step, Transfer):
+            (version,) = (*step.reads, *step.writes)
+            found.append(f"{step.role.value} {values[program.version_of[version]].name}")
+        else:
+            found.append(program.layout.joint.ops[step.op].name)
+    return found
+
+
+def test_a_program_may_send_away_what_its_backward_reads() -> None:
+    layout = chain_layout()
+    program, costs = rematerialize(layout, Schedule.parse(KEEP)), by_hand(layout)
+    found = trips(program, costs)
+    values = layout.joint.values
+    assert [values[program.version_of[trip.version]].name for trip in found] == [
+        "tanh",
+        "tanh_1",
+        "tanh_2",
+        "tanh_3",
+    ]
+    first = found[0]
+    steps = names(program)
+    assert (steps[first.made], steps[first.leaves]) == ("tanh", "addmm_1")
+    assert "tanh" in {values[program.version_of[v]].name for v in program.steps[first.returns].reads}
+    assert first.returns >= program.turn
+    assert trips(program, costs, least=129) == []
+
+
+def test_the_clock_by_hand() -> None:
+    """tanh (128 bytes) leaves at 2 s; at 64 bytes/s it is out at 4 s, beside addmm_1 and tanh_1, and back in time."""
+    layout = chain_layout()
+    program, costs = rematerialize(layout, Schedule.parse(KEEP)), by_hand(layout)
+    link = Link(to_host=64.0, from_host=64.0, drag=0.0)
+    first = trips(program, costs)[:1]
+    swapped = swap(program, first, costs, link, limit=1 << 20)
+    steps = names(swapped.program)
+    assert steps[:6] == ["addmm", "tanh", "offload tanh", "addmm_1", "tanh_1", "release tanh"]
+    assert swapped.time == len(program.steps)
+    assert (swapped.bytes, swapped.copying, swapped.waiting, swapped.hidden) == (128, 4.0, 0.0, 1.0)
+    reader = steps.index("wait tanh") + 1
+    assert steps.index("prefetch tanh") == swapped.program.turn
+    assert swapped.program.steps[reader].reads != program.steps[first[0].returns].reads
+
+
+def test_a_slow_link_makes_ops_wait_where_memory_is_short_and_only_there() -> None:
+    layout = chain_layout(rows=64)
+    program, costs = rematerialize(layout, Schedule.parse(KEEP)), by_hand(layout)
+    slow = Link(to_host=20.48, from_host=204.8, drag=0.0)  # 100 s out, 10 s back
+    need, possible = need_of(program, live_bytes(program, costs.sizes)), trips(program, costs)
+    least = need.copy()
+    for trip in possible:
+        least[trip.away] -= trip.size
+    limit = int(least.max())
+    assert limit < need.max()
+    chosen = cap(need, possible, limit)
+    assert chosen
+    swapped = swap(program, chosen, costs, slow, limit)
+    assert swapped.memory.peak == limit
+    assert swapped.time == pytest.approx(len(program.steps) + swapped.waiting)
+    assert swapped.waiting > 90 * len(chosen)
+    roomy = swap(program, chosen, costs, slow, limit=1 << 20)
+    assert roomy.waiting < swapped.waiting
+    assert roomy.memory.peak > limit
+
+
+def test_a_budget_below_what_must_be_there_has_no_trips() -> None:
+    layout = chain_layout()
+    program, costs = rematerialize(layout, Schedule.parse(KEEP)), by_hand(layout)
+    assert cap(need_of(program, live_bytes(program, costs.sizes)), trips(program, costs), 100) is None
+
+
+def test_the_tokens_of_a_schedule_say_what_leaves() -> None:
+    layout = chain_layout()
+    schedule = Schedule.parse("Fall1 Off(A1) Fall2 Off(A2) Fall3 Fall4 Fall5 B5 B4 B3 Pre(A2) B2 Pre(A1) B1")
+    program, found = trips_of(layout, schedule, by_hand(layout))
+    values = layout.joint.values
+    assert [values[program.version_of[trip.version]].name for trip in found] == ["tanh", "tanh_1"]
+    assert [step.op for step in program.executions] == [
+        step.op for step in rematerialize(layout, Schedule.parse(KEEP)).executions
+    ]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "message"),
+    [
+        ("Fall1 Off(A2) Fall2 Fall3 Fall4 Fall5 B5 B4 B3 B2 B1", r"Off\(A2\): it is not stored"),
+        ("Fall1 Fall2 Fall3 Fall4 Fall5 B5 B4 B3 B2 Pre(A1) B1", r"Pre\(A1\) is not on the host"),
+        (
+            "Fall1 Off(A1) Fall2 Pre(A1) Off(A1) Fall3 Fall4 Fall5 B5 B4 B3 B2 Pre(A1) B1",
+            "has been away before",
+        ),
+    ],
+)
+def test_impossible_transfers_are_refused(schedule: str, message: str) -> None:
+    layout = chain_layout()
+    with pytest.raises(InvalidSchedule, match=message):
+        trips_of(layout, Schedule.parse(schedule), by_hand(layout))
+
+
+@FEW
+@given(recipes, st.integers(0, 100), st.integers(0, 100), st.sampled_from([1e3, 1e9, 1e12]))
+def test_transfers_keep_the_budget_at_every_step_and_are_emitted_as_planned(
+    recipe: Recipe, share: int, tight: int, speed: float
+) -> None:
+    joint = capture(Dag(recipe), *batch())
+    costs = estimated(joint)
+    frontier = survey(joint, costs, slots=60, effort=0).frontier
+    program = frontier[share * (len(frontier) - 1) // 100].program()
+    need, possible = need_of(program, live_bytes(program, costs.sizes)), trips(program, costs)
+    least = need.copy()
+    for trip in possible:
+        least[trip.away] -= trip.size
+    limit = int(least.max() + (need.max() - least.max()) * tight / 100)
+    chosen = cap(need, possible, limit)
+    assert chosen is not None
+    swapped = swap(program, chosen, costs, Link(to_host=speed, from_host=speed), limit)
+    assert swapped.memory.peak <= limit
+    assert swapped.time >= costs.time(program) * (1 - 1e-9)
+    assert costs.time(swapped.program) == costs.time(program)
+    _check_order(swapped.program)
+    if any(joint.ops[op].random for op in program.repeated) or program.preserved:
+        return  # generator states and preserved inputs are not storages of the joint graph
+    forward, backward = lower(swapped.program, "tier")
+    during = swapped.memory.during
+    assert max(graph_memory(forward, {})) == max(during[: swapped.program.turn])
+    own = saved_bytes(forward, backward, joint)
+    root = {node: node.meta["val"].untyped_storage().nbytes() for node in tangents_of(backward)}
+    own |= {node: size for node, size in root.items() if node.meta["val"].numel() > 1}
+    held = sum(joint.values[value].bytes for value in (*joint.kept_outputs, *joint.root_tangents))
+    assert max(graph_memory(backward, own)) + held == max(during[swapped.program.turn :])
+
+
+def _check_order(program: Program) -> None:
+    """Every trip has its four events in order, and nothing reads a version that has left."""
+    events: dict[int, list[Role]] = {}
+    gone: set[int] = set()
+    for step in program.steps:
+        assert gone.isdisjoint(step.reads)
+        if isinstance(step, Transfer):
+            events.setdefault(step.trip, []).append(step.role)
+            if step.role is Role.RELEASE:
+                gone.update(step.reads)
+    for roles in events.values():
+        assert roles == [Role.OFFLOAD, Role.RELEASE, Role.PREFETCH, Role.WAIT]
+
+
+def test_nodes_are_named_after_their_values_and_say_their_block() -> None:
+    layout = chain_layout()
+    program, costs = rematerialize(layout, Schedule.parse(KEEP)), by_hand(layout)
+    swapped = swap(program, trips(program, costs)[:1], costs, Link(to_host=64.0, from_host=64.0), 1 << 20)
+    forward, backward = lower(swapped.program, "files")
+    names = [node.name for node in forward.graph.nodes if "tanh" in node.name]
+    assert names == ["tanh", "tanh_offload", "tanh_1", "tanh_release", "tanh_2", "tanh_3"]
+    ahead = [node for node in backward.graph.nodes if node.name in ("tanh_prefetch", "tanh_wait")]
+    assert [node.meta["fxremat"]["role"] for node in ahead] == ["prefetch", "wait"]
+    assert {node.meta["fxremat"]["block"] for node in ahead} == {1}
+    assert "'role': 'offload'" in forward.print_readable(print_output=False)
+
+
+def test_a_version_that_comes_back_is_another_one() -> None:
+    layout = chain_layout()
+    program, costs = rematerialize(layout, Schedule.parse(KEEP)), by_hand(layout)
+    swapped = swap(program, trips(program, costs), costs, Link(to_host=1e9, from_host=1e9), 1 << 20)
+    assert len(swapped.program.version_of) == len(program.version_of) + 4
+    assert replace(swapped.program, steps=()).first == program.first

@@ -1,0 +1,248 @@
+"""The host tiers: what goes out comes back bit for bit, memory is reused, and faults are one clear line."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from fxremat.errors import FxrematError
+from fxremat.runtime.host import FileTier, PinnedTier, default_tier, tier_named
+from fxremat.runtime.swap import offload, prefetch, release, wait
+
+pytestmark = pytest.mark.usefixtures("torch_ready")
+
+CPU = torch.device("cpu")
+LAYOUTS: dict[str, Callable[[], Tensor]] = {
+    "rows": lambda: torch.randn(33, 17),
+    "columns": lambda: torch.randn(17, 33).t(),
+    "channels last": lambda: torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last),
+    "half": lambda: torch.randn(1000).to(torch.bfloat16),
+    "masks": lambda: torch.rand(100) > 0.5,
+    "whole numbers": lambda: torch.arange(77),
+    "large": lambda: torch.randn(1 << 20),
+}
+
+
+def trip(tier: FileTier, tensor: Tensor) -> Tensor:
+    host = tier.offload(tensor)
+    tier.release(host)
+    back = tier.prefetch(host, CPU)
+    tier.wait(host)
+    return back
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("speed", [None, 1e9], ids=["free", "throttled"])
+def test_what_comes_back_is_what_left(layout: str, speed: float | None) -> None:
+    tensor = LAYOUTS[layout]()
+    back = trip(FileTier(to_host=speed, from_host=speed), tensor)
+    assert torch.equal(back, tensor)
+    assert (back.stride(), back.dtype) == (tensor.stride(), tensor.dtype)
+    assert back.data_ptr() != tensor.data_ptr()
+
+
+def test_the_functions_of_the_graphs_find_their_tier_by_name() -> None:
+    tier, x = FileTier(), torch.randn(100)
+    host = release(offload(x, tier.name), x, tier.name)
+    assert torch.equal(wait(prefetch(host, CPU, tier.name), host, tier.name), x)
+
+
+def test_a_tier_that_is_gone_is_named() -> None:
+    name = FileTier().name
+    gc.collect()
+    with pytest.raises(FxrematError, match=f"{name} is gone"):
+        tier_named(name)
+
+
+def test_memory_is_reused_once_nothing_shows_it() -> None:
+    tier = FileTier()
+    for _ in range(200):
+        trip(tier, torch.randn(1000))
+    assert tier.bytes == 4000
+    first, second = tier.offload(torch.zeros(1000)), tier.offload(torch.ones(1000))
+    tier.release(first), tier.release(second)
+    assert first.data_ptr() != second.data_ptr()
+    assert tier.bytes == 8000
+
+
+def test_memory_in_use_is_not_given_away_while_a_view_of_it_lives() -> None:
+    tier = FileTier()
+    host = tier.offload(torch.zeros(1000))
+    tier.release(host)
+    view = host.detach()[3:]
+    del host
+    tier.release(tier.offload(torch.ones(1000)))
+    assert torch.equal(view, torch.zeros(997))
+
+
+def test_a_copy_that_nobody_waits_for_keeps_its_memory_until_it_is_over() -> None:
+    tier = FileTier(to_host=1e6)
+    tier.offload(torch.ones(50_000))  # takes 0.2 s, and is dropped at once
+    other = tier.offload(torch.zeros(50_000))
+    tier.release(other)
+    assert not other.any()
+    assert tier.bytes == 400_000
+
+
+def test_a_throttled_tier_takes_its_time_and_lets_others_work() -> None:
+    tier, x = FileTier(to_host=2e7, from_host=4e7), torch.randn(1 << 20)
+    start = time.perf_counter()
+    host = tier.offload(x)
+    begun = time.perf_counter() - start
+    tier.release(host)
+    out = time.perf_counter() - start
+    tier.prefetch(host, CPU)
+    tier.wait(host)
+    back = time.perf_counter() - start - out
+    assert begun < 0.1
+    assert out >= (1 << 22) / 2e7
+    assert back >= (1 << 22) / 4e7
+
+
+@pytest.mark.parametrize("speed", [0, -1.0, float("nan")])
+def test_speeds_are_positive(speed: float) -> None:
+    with pytest.raises(FxrematError, match="bytes per second above 0"):
+        FileTier(to_host=speed)
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FxrematError, match=r"no room for 4 B.*missing.*No such file"):
+        FileTier(tmp_path / "missing").offload(torch.zeros(1))
+
+
+def test_a_full_disk_is_one_clear_line_and_the_next_step_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = FileTier()
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        with pytest.raises(FxrematError, match=r"no room for .*No space left on device.*host_mem"):
+            tier.offload(torch.zeros(1000))
+    assert tier.bytes == 0
+    assert torch.equal(trip(tier, torch.ones(10)), torch.ones(10))
+
+
+def test_files_have_no_name(tmp_path: Path) -> None:
+    tier = FileTier(tmp_path)
+    host = tier.offload(torch.zeros(1000))
+    assert list(tmp_path.iterdir()) == []
+    tier.release(host)
+
+
+KILLED = """
+import sys, torch
+from fxremat.runtime.host import FileTier
+tier = FileTier(sys.argv[1])
+host = tier.offload(torch.zeros(1 << 20))
+print("ready", flush=True)
+tier.release(host)
+input()
+"""
+
+
+def test_nothing_is_left_behind_by_a_process_that_is_killed(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", KILLED, str(tmp_path)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+    if process.stdin:
+        process.stdin.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_threads_share_a_tier() -> None:
+    tier, wrong = FileTier(), []
+
+    def work(seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for _ in range(50):
+            x = torch.randn(1000, generator=generator)
+            if not torch.equal(trip(tier, x), x):
+                wrong.append(seed)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert tier.bytes <= 4 * 4000
+
+
+def test_copies_of_a_tier_have_its_settings_and_files_of_their_own() -> None:
+    tier = FileTier("/tmp", to_host=5.0, from_host=7.0)
+    for other in (copy.deepcopy(tier), pickle.loads(pickle.dumps(tier))):
+        assert (other.folder, other.to_host, other.from_host) == (Path("/tmp"), 5.0, 7.0)
+        assert other.name != tier.name
+
+
+def test_a_cpu_s_default_tier_is_files() -> None:
+    assert isinstance(default_tier(CPU), FileTier)
+    assert default_tier(CPU) is default_tier(CPU)
+
+
+@pytest.mark.cuda
+def test_pinned_memory_under_stress() -> None:
+    """Poisoned host buffers, reused device memory: what comes back is what left, every time."""
+    tier, device = PinnedTier(), torch.device("cuda")
+    for seed in range(50):
+        generator = torch.Generator(device).manual_seed(seed)
+        tensors = [torch.randn(1 << 20, device=device, generator=generator) for _ in range(4)]
+        wanted = [float(tensor.double().sum()) for tensor in tensors]
+        hosts = []
+        while tensors:
+            hosts.append(tier.offload(tensors[0]))
+            tier.release(hosts[-1])
+            del tensors[0]
+            torch.full((1 << 20,), float("nan"), device=device)  # takes the memory that was let go
+        found = []
+        for host in hosts:
+            back = tier.prefetch(host, device)
+            tier.wait(host)
+            found.append(float(back.double().sum()))
+            host.fill_(float("nan"))
+        assert found == wanted
+
+
+@pytest.mark.cuda
+def test_copies_run_beside_ops() -> None:
+    tier, device = PinnedTier(), torch.device("cuda")
+    x, a = torch.randn(1 << 26, device=device), torch.randn(8192, 8192, device=device)
+
+    def seconds(step: Callable[[], object]) -> float:
+        found = []
+        for _ in range(3):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            step()
+            torch.cuda.synchronize()
+            found.append(time.perf_counter() - start)
+        return min(found)
+
+    def both() -> None:
+        host = tier.offload(x)
+        a @ a
+        tier.release(host)
+
+    def copies() -> None:
+        tier.release(tier.offload(x))
+
+    assert seconds(both) < 0.9 * (seconds(copies) + seconds(lambda: a @ a))
