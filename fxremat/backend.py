@@ -24,13 +24,14 @@ from fxremat.cost.table import Costs, device_of
 from fxremat.errors import BudgetTooSmall, FxrematError, InvalidBudget
 from fxremat.linearize.joint import Joint, read_joint
 from fxremat.memo import remembered
-from fxremat.offloading import with_offloading
+from fxremat.offloading import with_offloading, with_schedules
 from fxremat.passes.swap import Link
 from fxremat.planner import Prospects, survey
 from fxremat.plans import Plan
 from fxremat.refine.search import EFFORT
 from fxremat.runtime.beside_loss import BesideLoss, check_runs_again, outputs_beside_loss
 from fxremat.runtime.host import HostTier, default_tier
+from fxremat.solvers.registry import SOLVERS
 from fxremat.units import Auto, Budget, Bytes, Percent, parse_budget, parse_bytes
 
 AUTO_MARGIN = 0.05  # share of the free memory that mem="auto" leaves alone
@@ -46,7 +47,8 @@ class Backend:
 
     Args:
         mem: the budget, in any of the forms of `fxremat.compile`.
-        solver: "auto", "input_drop", "persistent", "periodic" or "keep_all".
+        solver: "auto", "input_drop", "persistent", "periodic" or "keep_all"; with offload=True also "pofo",
+            "offload_dp", "autocapper", and what else `fxremat.solve` knows that offloads.
         cost: "measure" runs every distinct op; "estimate" counts flops and bytes for `device`.
         device: with cost="estimate", the name of a known device, or a `fxremat.cost.estimate.Device`.
         slots: steps of memory in the dynamic programs.
@@ -140,6 +142,8 @@ class Backend:
         """The whole way from a joint graph to a plan."""
         costs = self._costs(joint)
         settings: dict[str, Any] = {"solver": self.solver, "slots": self.slots, "effort": self.effort}
+        if self._offloads_by_chain:
+            settings |= {"solver": "auto", "effort": 0.0}
         prospects = remembered(joint, costs, settings, partial(survey, **settings))
         budget = bytes_of(self.budget, prospects, device_of(joint))
         device = (
@@ -165,13 +169,23 @@ class Backend:
         else:
             speed = self._estimated_device(joint).link
             link = Link(to_host=speed, from_host=speed)
-        prospects = with_offloading(plan.prospects, plan.costs, link, self.host_bytes)
+        if self._offloads_by_chain:
+            prospects = with_schedules(
+                plan.prospects, plan.costs, link, self.solver, self.slots, self.host_bytes
+            )
+        else:
+            prospects = with_offloading(plan.prospects, plan.costs, link, self.host_bytes)
         try:
             chosen = prospects.within(plan.budget)
         except BudgetTooSmall as error:
             raise self._which_limit(error, plan, link) from None
         chosen = replace(chosen, chain=chain_of(chosen.layout, plan.costs))
         return replace(plan, chosen=chosen, prospects=prospects, tier=tier, link=link)
+
+    @property
+    def _offloads_by_chain(self) -> bool:
+        """Whether the solver is one of chains that places transfers itself."""
+        return bool(self.offload) and self.solver in SOLVERS and SOLVERS[self.solver].transfers
 
     def _which_limit(self, error: BudgetTooSmall, plan: Plan, link: Link) -> BudgetTooSmall:
         """The error, with the host's limit named where that is what binds."""

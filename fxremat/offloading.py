@@ -6,6 +6,9 @@
 
 The frontier of both kinds is then that of recomputing and offloading mixed: recomputing decides which values there
 are to send. What cannot be made faster or smaller by offloading stays as it was.
+
+A solver of chains that offloads (pofo, offload_dp, ...) can be asked by name instead: its Off and Pre tokens say what
+leaves, and the clock of the ops when. Where the chain's estimate was too low for the ops, more values leave.
 """
 
 from __future__ import annotations
@@ -15,14 +18,21 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from fxremat.cost.blocks import chain_of
 from fxremat.cost.table import Costs
+from fxremat.errors import BudgetTooSmall
+from fxremat.linearize.layout import Layout
 from fxremat.passes.liveness import live_bytes
 from fxremat.passes.program import Program
-from fxremat.passes.swap import Ints, Link, Swapped, Trip, cap, need_of, swap, trips
+from fxremat.passes.swap import Ints, Link, Swapped, Trip, cap, need_of, swap, trips, trips_of
 from fxremat.planner import Prospect, Prospects, unbeaten
+from fxremat.platform import Platform
+from fxremat.schedule import Schedule
+from fxremat.solvers import solve
 
 SOURCES = 16
 STEP = 1.03  # from one budget to the next
+COARSE_STEP = 1.12  # the same for a solver of chains
 SMALL = 2000  # values below this share of keep-all's peak do not travel
 SPARE = (1.0, 0.93, 0.85)  # shares of the budget that trips are chosen for: more of them, and fewer waits
 
@@ -78,6 +88,61 @@ def with_offloading(prospects: Prospects, costs: Costs, link: Link, host_mem: in
     found = list(_swapped(sources, prospects, costs, link, host_mem))
     frontier = unbeaten([*prospects.frontier, *found])
     return replace(prospects, frontier=tuple(frontier))
+
+
+def with_schedules(
+    prospects: Prospects, costs: Costs, link: Link, solver: str, slots: int, host_mem: int | None = None
+) -> Prospects:
+    """Keeping everything, and what a solver of chains that offloads proposes for a range of budgets.
+
+    It sees the layouts of the fastest and of the smallest of the prospects.
+    """
+    found = [prospects.keep_all]
+    for prospect in {id(p.layout): p for p in (prospects.frontier[0], prospects.frontier[-1])}.values():
+        found += _proposed(prospect, prospects.keep_all.peak, costs, link, solver, slots, host_mem)
+    return replace(prospects, frontier=tuple(unbeaten(found)))
+
+
+def _proposed(
+    prospect: Prospect, most: int, costs: Costs, link: Link, solver: str, slots: int, host_mem: int | None
+) -> Iterator[Prospect]:
+    chain = chain_of(prospect.layout, costs)
+    platform = Platform(to_host=link.to_host, from_host=link.from_host)
+    budget = float(most)
+    while True:
+        budget /= COARSE_STEP
+        try:
+            schedule = solve(chain, int(budget), solver=solver, slots=slots, platform=platform, effort=1.0)
+        except BudgetTooSmall:
+            return
+        for swapped in _scheduled(prospect.layout, schedule, int(budget), costs, link):
+            if host_mem is None or swapped.bytes <= host_mem:
+                yield replace(
+                    prospect,
+                    peak=swapped.memory.peak,
+                    time=swapped.time,
+                    chain=chain,
+                    schedule=schedule,
+                    join=None,
+                    refined=None,
+                    swapped=swapped,
+                )
+
+
+def _scheduled(
+    layout: Layout, schedule: Schedule, budget: int, costs: Costs, link: Link
+) -> Iterator[Swapped]:
+    """A schedule as a program with its transfers, and with more where the ops need more than the chain said."""
+    program, chosen = trips_of(layout, schedule, costs)
+    yield swap(program, chosen, costs, link, budget)
+    need = need_of(program, live_bytes(program, costs.sizes))
+    for trip in chosen:
+        need[trip.away] -= trip.size
+    leaving = {trip.version for trip in chosen}
+    others = [trip for trip in trips(program, costs) if trip.version not in leaving]
+    more = cap(need, others, budget)
+    if more:
+        yield swap(program, sorted([*chosen, *more], key=lambda trip: trip.made), costs, link, budget)
 
 
 def _sources(prospects: Prospects) -> list[Prospect]:

@@ -11,7 +11,7 @@ a version is freed right after its last use, which may be earlier than the sched
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -154,12 +154,23 @@ class Replay:
             case _:
                 raise InvalidSchedule(f"{op} needs a host to go to: compile with offload=True")
 
-    def versions_of(self, kind: str, block: int) -> frozenset[int]:
-        """The versions of a stored a or A that nothing else stored holds. Raises `InvalidSchedule`."""
+    def versions_of(self, kind: str, block: int) -> dict[int, int]:
+        """The values of a stored a or A that nothing else stored holds, and their versions; none of a0, the input.
+
+        Raises `InvalidSchedule` where it is not stored.
+        """
+        if block < 0:
+            return {}
         if (kind, block) not in self._stored:
             raise InvalidSchedule(f"Off({kind}{block + 1}): it is not stored")
         values = self._stored[kind, block]
-        return frozenset(self.current[value] for value in values if self._covers[value] == 1)
+        return {value: self.current[value] for value in sorted(values) if self._covers[value] == 1}
+
+    def restore(self, kind: str, block: int, versions: Mapping[int, int]) -> None:
+        """Store an a or A again that was discarded, as it was; nothing happens where it is stored."""
+        if (kind, block) not in self._stored:
+            self.current |= versions
+            self._store((kind, block), versions)
 
     def forward(self, block: int, keep: Keep, option: int = 0) -> None:
         """Run the forward of a block and store what `keep` says."""

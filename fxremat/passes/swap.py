@@ -76,6 +76,8 @@ class Swapped:
     copying: float  # seconds that copies take, both directions added up
     waiting: float  # seconds that ops wait for them
     bytes: int  # that leave, and come back
+    starts: tuple[float, ...]  # seconds, of each step
+    copies: Mapping[tuple[Role, int], tuple[float, float]]  # start and end of OFFLOAD and PREFETCH, by trip
 
     @property
     def hidden(self) -> float:
@@ -95,24 +97,24 @@ def trips(program: Program, costs: Costs, least: int = 1) -> list[Trip]:
 def trips_of(layout: Layout, schedule: Schedule, costs: Costs) -> tuple[Program, list[Trip]]:
     """What a schedule executes, and the trips that its Off and Pre tokens ask for.
 
+    What comes back a second time (a solver of chains may drop it and fetch it again) has stayed since the first.
+
     Raises:
-        InvalidSchedule: a value that is not stored leaves, or comes back without having left, or leaves twice.
+        InvalidSchedule: a value that is not stored leaves, or one comes back that has not left.
     """
     replay = Replay(layout)
-    away: dict[Value, frozenset[int]] = {}
+    hosted: dict[Value, Mapping[int, int]] = {}
     back: dict[int, int] = {}
     for op in schedule.ops:
         match op:
             case Offload(value):
-                away[value] = replay.versions_of(value.kind, value.index - 1)
+                hosted[value] = replay.versions_of(value.kind, value.index - 1)
             case Prefetch(value):
-                if value not in away:
+                if value not in hosted:
                     raise InvalidSchedule(f"{op} is not on the host")
-                leaving = away.pop(value)
-                if again := leaving & back.keys():
-                    name = layout.joint.values[replay.version_of[min(again)]].name
-                    raise InvalidSchedule(f"{op}: {name}, which is part of it, has been away before")
-                back |= dict.fromkeys(leaving, len(replay.steps))
+                replay.restore(value.kind, value.index - 1, hosted[value])
+                for version in hosted[value].values():
+                    back.setdefault(version, len(replay.steps))
             case _:
                 replay.execute(op)
     program = replay.whole_program()
@@ -143,7 +145,8 @@ class _Visits:
             size = self._travels(version, costs)
             if size and 0 < place < len(visits):
                 leaves, returns = visits[place - 1], visits[place]
-                found.append(Trip(version, size, visits[0], leaves, returns, position))
+                soonest = max(position, self.program.turn) if returns >= self.program.turn else position
+                found.append(Trip(version, size, visits[0], leaves, returns, soonest))
         return sorted(found, key=lambda trip: trip.made)
 
     def _travels(self, version: int, costs: Costs) -> int:
@@ -212,6 +215,8 @@ class _Clock:
     waited: float = 0.0
     lingering_bytes: int = 0
     steps: list[Step | Transfer] = field(default_factory=list)
+    starts: list[float] = field(default_factory=list)
+    copies: dict[tuple[Role, int], tuple[float, float]] = field(default_factory=dict)
     lanes: dict[Role, float] = field(default_factory=lambda: {Role.OFFLOAD: 0.0, Role.PREFETCH: 0.0})
     ends: dict[tuple[Role, Trip], float] = field(default_factory=dict)
     lingering: deque[Trip] = field(default_factory=deque)
@@ -257,6 +262,8 @@ class _Clock:
             copying=self.link.seconds(size),
             waiting=self.waited,
             bytes=size,
+            starts=tuple(self.starts),
+            copies=self.copies,
         )
 
     def _make_room(self, position: int) -> None:
@@ -314,13 +321,15 @@ class _Clock:
         start = max(self.now, self.lanes[role])
         if role is Role.PREFETCH:
             start = max(start, self.ends[Role.OFFLOAD, trip])
-        self.lanes[role] = self.ends[role, trip] = start + trip.size / speed
+        self.lanes[role] = self.ends[role, trip] = end = start + trip.size / speed
+        self.copies[role, self.numbers[trip]] = (start, end)
         self._write(role, trip, reads=reads, writes=writes)
 
     def _write(
         self, role: Role, trip: Trip, *, reads: tuple[int, ...] = (), writes: tuple[int, ...] = ()
     ) -> None:
         maker = self.program.steps[trip.made]
+        self.starts.append(self.now)
         self.steps.append(Transfer(maker.block, role, self.numbers[trip], reads, writes))
 
     def _wait_until(self, moment: float) -> None:
@@ -329,6 +338,7 @@ class _Clock:
 
     def _execute(self, step: Step) -> None:
         reads = tuple(self.renamed.get(version, version) for version in step.reads)
+        self.starts.append(self.now)
         self.steps.append(Step(step.op, step.block, step.role, reads, step.writes))
         self.now += self.costs.seconds[step.op]
 

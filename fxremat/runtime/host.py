@@ -28,7 +28,7 @@ from collections import defaultdict
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -79,6 +79,15 @@ def tier_named(name: str) -> HostTier:
     return tier
 
 
+class Copied(NamedTuple):
+    """A copy that is over."""
+
+    way: str  # "out" or "in"
+    start: int  # nanoseconds since the epoch
+    end: int
+    bytes: int
+
+
 class FileTier(HostTier):
     """Host memory as memory-mapped files that have no name: no crash leaves any behind.
 
@@ -102,6 +111,7 @@ class FileTier(HostTier):
                 )
         self.folder = None if folder is None else Path(folder)
         self.to_host, self.from_host = to_host, from_host
+        self.copies: list[Copied] | None = None  # set it to a list to have every copy written down there
         self._pool = _Pool(self.folder)
         self._lanes = {way: _Lane(way, speed) for way, speed in (("out", to_host), ("in", from_host))}
 
@@ -121,7 +131,7 @@ class FileTier(HostTier):
     def offload(self, tensor: torch.Tensor) -> torch.Tensor:
         """Begin to copy a tensor into a file."""
         host = self._pool.take(tensor)
-        self._lanes["out"].copy(tensor, host, key=host.data_ptr())
+        self._lanes["out"].copy(tensor, host, host.data_ptr(), self.copies)
         return host
 
     def release(self, host: torch.Tensor) -> None:
@@ -131,7 +141,7 @@ class FileTier(HostTier):
     def prefetch(self, host: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Begin to copy back."""
         back = torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=device)
-        self._lanes["in"].copy(host, back, key=host.data_ptr())
+        self._lanes["in"].copy(host, back, host.data_ptr(), self.copies)
         return back
 
     def wait(self, host: torch.Tensor) -> None:
@@ -198,11 +208,17 @@ class _Lane:
         self._thread: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
 
-    def copy(self, source: torch.Tensor, target: torch.Tensor, key: int) -> None:
+    def copy(self, source: torch.Tensor, target: torch.Tensor, key: int, notes: list[Copied] | None) -> None:
         with self._lock:
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"fxremat-{self.way}")
-            self._under_way[key] = self._thread.submit(_copy, source, target, self.speed)
+            self._under_way[key] = self._thread.submit(self._copy, source, target, notes)
+
+    def _copy(self, source: torch.Tensor, target: torch.Tensor, notes: list[Copied] | None) -> None:
+        start = time.time_ns()
+        _copy(source, target, self.speed)
+        if notes is not None:
+            notes.append(Copied(self.way, start, time.time_ns(), target.nbytes))
 
     def finish(self, key: int) -> None:
         with self._lock:

@@ -136,6 +136,14 @@ def test_the_tokens_of_a_schedule_say_what_leaves() -> None:
     ]
 
 
+def test_what_is_fetched_twice_has_stayed_since_the_first_time() -> None:
+    layout = chain_layout()
+    schedule = Schedule.parse("Fall1 Off(A1) Fall2 Fall3 Fall4 Fall5 B5 B4 Pre(A1) B3 Drop(A1) Pre(A1) B2 B1")
+    program, found = trips_of(layout, schedule, by_hand(layout))
+    assert len(found) == 1
+    assert found[0].returns == trips(program, by_hand(layout))[0].returns
+
+
 @pytest.mark.parametrize(
     ("schedule", "message"),
     [
