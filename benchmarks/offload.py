@@ -22,7 +22,6 @@ from typing import Any
 import torch
 
 import fxremat
-
 from fxremat.runtime.module import Rematerialized
 
 from . import meter, models, report
