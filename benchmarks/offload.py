@@ -56,7 +56,7 @@ class Row:
     keep_all_seconds: float  # predicted
     seconds: float
     sent: int  # bytes
-    hidden: float
+    hidden: tuple[float, float]  # share of the copies out, and of those back
 
     @property
     def slowdown(self) -> float:
@@ -94,7 +94,7 @@ def measure(name: str, rounds: int) -> list[Row]:
                     "model": name, "way": way, "speed": speed, "percent": percent, "mem": mem,
                     "plain_peak": plain_peak, "peak": meter.peak_bytes(step),
                     "predicted_seconds": plan.predicted_time, "keep_all_seconds": plan.keep_all_time,
-                    "sent": swapped.bytes if swapped else 0, "hidden": swapped.hidden if swapped else 1.0,
+                    "sent": swapped.bytes if swapped else 0, "hidden": swapped.hidden if swapped else (1.0, 1.0),
                 }
             )  # fmt: skip
             model.zero_grad(set_to_none=True)

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from . import offload
 from .alternatives import rows, verdict
 
 ROOT = Path(__file__).parents[1]
@@ -73,10 +74,29 @@ def _planning(record: str) -> str:
     )
 
 
+def _offload(record: str) -> str:
+    """A sentence a model: what a step takes near the least memory of recomputing, without and with offloading."""
+    rows = [offload.Row(**row) for row in json.loads(record)["rows"]]
+    sentences = []
+    for name in dict.fromkeys(row.model for row in rows):
+        near = {
+            row.way: row for row in rows if row.model == name and row.percent is None and row.speed is None
+        }
+        alone, both = near["recompute"], near["both"]
+        sentences.append(
+            f"* {name} in {alone.mem / alone.plain_peak:.0%} of plain PyTorch's peak: {alone.slowdown:.2f}x of a plain "
+            f"step by recomputing alone, {both.slowdown:.2f}x with offloading (to files, on a CPU)."
+        )
+    return "\n".join(
+        [*sentences, "", "[docs/offload.md](docs/offload.md) has more budgets, and slower host tiers."]
+    )
+
+
 PARTS: dict[str, Callable[[str], str]] = {
     "quickstart.txt": _quickstart,
     "alternatives.json": _alternatives,
     "planning.json": _planning,
+    "offload.json": _offload,
 }
 
 

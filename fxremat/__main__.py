@@ -99,7 +99,8 @@ def _plan(args: argparse.Namespace) -> str:
     from fxremat.api import plan  # imports torch, which the other commands do without
 
     model, example_inputs = factory()
-    found = plan(model, example_inputs, mem=args.mem)
+    limits = {"host_mem": args.host_mem} if args.host_mem else {}
+    found = plan(model, example_inputs, mem=args.mem, offload=args.offload, **limits)
     if args.report is not None:
         Path(args.report).write_text(found.to_html(), encoding="utf-8")
     return str(found)
@@ -184,6 +185,8 @@ def _parser() -> _Parser:
     plan = commands.add_parser("plan", help="capture, measure and plan a model")
     plan.add_argument("factory", metavar="package.module:factory", help="returns (model, example_inputs)")
     plan.add_argument("--mem", required=True, help='such as 4GiB, 300MB, 60%%, or "auto"')
+    plan.add_argument("--offload", action="store_true", help="let values wait on the host")
+    plan.add_argument("--host-mem", metavar="SIZE", help="what may wait there at a time, such as 16GiB")
     plan.add_argument("--report", metavar="OUT.html")
     return parser
 

@@ -164,10 +164,11 @@ class Plan:
 
     def _transfers(self, swapped: Swapped) -> Iterator[str]:
         away = sum(step.role is Role.OFFLOAD for step in swapped.program.steps)
-        yield (
-            f"  offloads        {format_bytes(swapped.bytes)} in {away} tensors, which come back; "
-            f"{swapped.hidden:.0%} of the {_duration(swapped.copying)} of copying is hidden behind ops"
+        shares = (
+            f"{_duration(seconds)} {way}, {hidden:.0%} hidden behind ops"
+            for way, seconds, hidden in zip(("out", "back"), swapped.copying, swapped.hidden, strict=True)
         )
+        yield f"  offloads        {format_bytes(swapped.bytes)} in {away} tensors: {'; '.join(shares)}"
 
     def _schedule(self) -> Iterator[str]:
         yield f"schedule: {self.schedule}"

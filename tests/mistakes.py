@@ -393,3 +393,49 @@ MISTAKES += [
     # a BatchNorm that runs again is asked for its new running statistics
     Mistake("linearize/joint.py", "cast(int, shown.args[1]) < RUNNING", "True", TOWERS),
 ]
+
+IN_PLACE = "linearize/test_in_place.py"
+SWAP = "passes/test_swap.py"
+HOST = "runtime/test_host.py"
+OFFLOADING = "test_offloading.py::test_the_host_s_limit_is_respected_and_named"
+MISTAKES += [
+    # a gradient that autograd hands in is overwritten
+    Mistake(
+        "linearize/in_place.py",
+        "_may_take(node, first, late - handed_in",
+        "_may_take(node, first, late",
+        IN_PLACE,
+    ),
+    # what others read is overwritten
+    Mistake("linearize/in_place.py", "set(shower.users) == {reader}", "reader in shower.users", IN_PLACE),
+    # an op that overwrites still takes memory for its result
+    Mistake("cost/table.py", "taken[op.index] = -(-sizes[result] // block) * block", "pass", IN_PLACE),
+    # the memory of what left is let go at once
+    Mistake(
+        "passes/swap.py",
+        "            self.ends[Role.OFFLOAD, self.lingering[0]] <= self.now\n",
+        "            True\n",
+        SWAP,
+    ),
+    # what is leaving does not count
+    Mistake("passes/swap.py", "self.lingering_bytes += trip.size", "self.lingering_bytes += 0", SWAP),
+    # a copy back starts where it does not fit
+    Mistake("passes/swap.py", "trip.size <= self.limit\n", "0 <= self.limit\n", SWAP),
+    # the backward reads the version that has left
+    Mistake("passes/swap.py", "self.renamed.get(version, version) for", "version for", SWAP),
+    # copies of one direction run at the same time
+    Mistake("passes/swap.py", "start = max(self.now, self.lanes[role])", "start = self.now", SWAP),
+    # memory goes back to the pool while something shows it
+    Mistake(
+        "runtime/host.py", "weakref.finalize(owner, self._give", "weakref.finalize(like, self._give", HOST
+    ),
+    # nobody waits for the copy out
+    Mistake("runtime/host.py", 'self._lanes["out"].finish(host.data_ptr())', "pass", HOST),
+    # the host's limit is not looked at
+    Mistake(
+        "offloading.py",
+        "if host_mem is not None and sum(trip.size for trip in chosen) > host_mem:",
+        "if False:",
+        OFFLOADING,
+    ),
+]

@@ -115,3 +115,33 @@ def _assert_same(trace: Trace, plain: Trace, again: Trace) -> None:
                 continue
             noise = 10 * float((other - theirs).abs().max()) + 1e-6 * float(theirs.abs().max())
             assert float((mine - theirs).abs().max()) <= noise, name
+
+
+@pytest.mark.parametrize("name", models.MAIN)
+def test_offloading_on_a_gpu(name: str) -> None:
+    case = models.get(name, "small")
+    batch = tuple(t.cuda() for t in case.batch())
+    plain = train(case.model().cuda(), case, device="cuda")
+    again = train(case.model().cuda(), case, device="cuda")
+    torch._dynamo.reset()
+    minimum = least_budget(case.model().cuda(), lambda compiled: compiled(*batch), offload=True)
+    for mem in (minimum, "60%", "100%"):
+        torch._dynamo.reset()
+        compiled = fxremat.compile(case.model().cuda(), mem=mem, offload=True)
+        trace = train(compiled, case, device="cuda")
+        compiled.zero_grad(set_to_none=True)
+        peak = meter.peak_bytes(meter.training_step(compiled, batch), "cuda")
+        assert peak <= compiled.plan.budget
+        assert differences(trace, plain) == [] or differences(again, plain) != []
+
+
+def test_a_gpu_s_step_takes_less_than_its_ops_and_its_copies_one_after_the_other() -> None:
+    case = models.get("gpt")
+    batch = tuple(t.cuda() for t in case.batch())
+    options = {"mem": "50%", "example_inputs": batch, "solver": "keep_all"}
+    compiled = fxremat.compile(case.model().cuda(), offload=True, **options)
+    swapped = compiled.plan.chosen.swapped
+    assert swapped is not None
+    steps = [meter.step_from_none(model, batch) for model in (case.model().cuda(), compiled)]
+    plain, ours = meter.step_times(steps, clock=meter.cuda_clock)
+    assert ours < plain + sum(swapped.copying)

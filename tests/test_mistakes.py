@@ -27,7 +27,7 @@ def test_there_are_enough_mistakes_in_many_places():
 @pytest.mark.long
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: f"{mistake.file}: {mistake.wrong}")
 def test_a_mistake_is_noticed(mistake: Mistake, tmp_path: Path):
-    for name in ("fxremat", "tests"):
+    for name in ("fxremat", "tests", "benchmarks"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     file = tmp_path / "fxremat" / mistake.file

@@ -45,7 +45,7 @@ class Link:
     drag: float = 0.05  # seconds that ops lose for each second of copying: both use the device's memory
 
     def seconds(self, size: int) -> float:
-        """Of the copies out and back."""
+        """Of copying so many bytes out and back."""
         return size / self.to_host + size / self.from_host
 
 
@@ -73,16 +73,21 @@ class Swapped:
     program: Program
     memory: Memory
     time: float  # seconds
-    copying: float  # seconds that copies take, both directions added up
-    waiting: float  # seconds that ops wait for them
+    copying: tuple[float, float]  # seconds of copying to the host, and back
+    waiting: float  # seconds that ops wait for copies
+    waiting_back: float  # of them, for copies that come back
     bytes: int  # that leave, and come back
     starts: tuple[float, ...]  # seconds, of each step
     copies: Mapping[tuple[Role, int], tuple[float, float]]  # start and end of OFFLOAD and PREFETCH, by trip
 
     @property
-    def hidden(self) -> float:
-        """The share of the copies' seconds that no op waits for."""
-        return 1.0 - min(1.0, self.waiting / self.copying) if self.copying else 1.0
+    def hidden(self) -> tuple[float, float]:
+        """The shares of the copies' seconds that no op waits for: to the host, and back."""
+        waits = (self.waiting - self.waiting_back, self.waiting_back)
+        out, back = (
+            1.0 - min(1.0, wait / c) if c else 1.0 for wait, c in zip(waits, self.copying, strict=True)
+        )
+        return out, back
 
 
 def trips(program: Program, costs: Costs, least: int = 1) -> list[Trip]:
@@ -212,7 +217,7 @@ class _Clock:
     limit: int
     need: Ints
     now: float = 0.0
-    waited: float = 0.0
+    waited: dict[Role, float] = field(default_factory=lambda: {Role.RELEASE: 0.0, Role.WAIT: 0.0})
     lingering_bytes: int = 0
     steps: list[Step | Transfer] = field(default_factory=list)
     starts: list[float] = field(default_factory=list)
@@ -259,8 +264,9 @@ class _Clock:
             program=program,
             memory=live_bytes(program, self.costs.sizes),
             time=self.now + self.link.drag * self.link.seconds(size),
-            copying=self.link.seconds(size),
-            waiting=self.waited,
+            copying=(size / self.link.to_host, size / self.link.from_host),
+            waiting=sum(self.waited.values()),
+            waiting_back=self.waited[Role.WAIT],
             bytes=size,
             starts=tuple(self.starts),
             copies=self.copies,
@@ -277,7 +283,7 @@ class _Clock:
     def _release(self) -> None:
         trip = self.lingering.popleft()
         self.lingering_bytes -= trip.size
-        self._wait_until(self.ends[Role.OFFLOAD, trip])
+        self._wait_until(self.ends[Role.OFFLOAD, trip], Role.RELEASE)
         self._write(Role.RELEASE, trip, reads=(trip.version,))
 
     def _bring_back(self, position: int) -> None:
@@ -303,7 +309,7 @@ class _Clock:
             self.renamed[trip.version] = version = len(self.version_of) - 1
             self._start(Role.PREFETCH, trip, writes=(version,))
         for trip in self.returns.get(position, ()):
-            self._wait_until(self.ends[Role.PREFETCH, trip])
+            self._wait_until(self.ends[Role.PREFETCH, trip], Role.WAIT)
             self._write(Role.WAIT, trip, reads=(self.renamed[trip.version],))
 
     def _fits_until_read(self, trip: Trip, position: int) -> bool:
@@ -332,8 +338,8 @@ class _Clock:
         self.starts.append(self.now)
         self.steps.append(Transfer(maker.block, role, self.numbers[trip], reads, writes))
 
-    def _wait_until(self, moment: float) -> None:
-        self.waited += max(0.0, moment - self.now)
+    def _wait_until(self, moment: float, role: Role) -> None:
+        self.waited[role] += max(0.0, moment - self.now)
         self.now = max(self.now, moment)
 
     def _execute(self, step: Step) -> None:
