@@ -216,7 +216,7 @@ class _Lane:
 
     def _copy(self, source: torch.Tensor, target: torch.Tensor, notes: list[Copied] | None) -> None:
         start = time.time_ns()
-        _copy(source, target, self.speed)
+        _copy(source, target.data, self.speed)  # .data: autograd does not see a change of what it saved
         if notes is not None:
             notes.append(Copied(self.way, start, time.time_ns(), target.nbytes))
 
@@ -303,7 +303,7 @@ class PinnedTier(HostTier):
                 stream = self._streams[way, device] = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
-            target.copy_(source, non_blocking=True)
+            target.data.copy_(source, non_blocking=True)  # .data: autograd may have saved it
             event = torch.cuda.Event()
             event.record(stream)
         self._events[way, key] = event

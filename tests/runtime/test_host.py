@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -95,6 +96,28 @@ def test_a_copy_that_nobody_waits_for_keeps_its_memory_until_it_is_over() -> Non
     tier.release(other)
     assert not other.any()
     assert tier.bytes == 400_000
+
+
+def test_autograd_may_hold_what_is_still_being_filled() -> None:
+    """It must not take the copying for a change of what it saved."""
+    tier = FileTier(to_host=1e7)
+
+    class Save(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(tier.offload(x))
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            (host,) = ctx.saved_tensors
+            tier.release(host)
+            return gradient * host
+
+    x = torch.randn(1 << 19, requires_grad=True)
+    Save.apply(x).sum().backward()  # type: ignore[no-untyped-call]
+    assert x.grad is not None
+    assert torch.equal(x.grad, x.detach())
 
 
 def test_a_throttled_tier_takes_its_time_and_lets_others_work() -> None:
