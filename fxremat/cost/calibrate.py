@@ -24,7 +24,7 @@ from fxremat.linearize.joint import Joint, Origin
 if TYPE_CHECKING:
     from fxremat.plans import Plan
 
-RUNS = 2
+RUNS = 3
 
 
 def calibrate(plan: Plan) -> Plan:

@@ -151,10 +151,6 @@ def test_what_is_fetched_twice_has_stayed_since_the_first_time() -> None:
     [
         ("Fall1 Off(A2) Fall2 Fall3 Fall4 Fall5 B5 B4 B3 B2 B1", r"Off\(A2\): it is not stored"),
         ("Fall1 Fall2 Fall3 Fall4 Fall5 B5 B4 B3 B2 Pre(A1) B1", r"Pre\(A1\) is not on the host"),
-        (
-            "Fall1 Off(A1) Fall2 Pre(A1) Off(A1) Fall3 Fall4 Fall5 B5 B4 B3 B2 Pre(A1) B1",
-            "has been away before",
-        ),
     ],
 )
 def test_impossible_transfers_are_refused(schedule: str, message: str) -> None:
