@@ -14,7 +14,10 @@ from torch import nn
 
 import fxremat
 from benchmarks import meter, models
+from fxremat.__main__ import main as command_line
+from fxremat.cost.link import measure_link
 from fxremat.passes.program import Role
+from fxremat.report import planned_lanes
 from fxremat.runtime.host import FileTier
 from tests.toys import Loss, Stack, rows
 from tests.training import Trace, differences, least_budget, train
@@ -307,3 +310,47 @@ def test_an_estimate_needs_no_copies() -> None:
     assert plan.link is not None
     assert plan.link.to_host == 24e9
     assert plan.chosen.swapped is not None
+
+
+@pytest.mark.parametrize("solver", ["pofo", "autocapper", "offload_greedy", "vdnn", "opportunist"])
+def test_a_solver_of_chains_can_be_asked_by_name(solver: str) -> None:
+    case = models.get("gpt", "small")
+    tier = FileTier(to_host=1e9, from_host=1e9)
+    model = fxremat.compile(
+        case.model(), mem="70%", offload=tier, solver=solver, example_inputs=case.batch(), progress=False
+    )
+    assert meter.peak_bytes(meter.training_step(model, case.batch())) <= model.plan.budget
+    assert differences(train(model, case), train(case.model(), case)) == []
+
+
+def test_the_speed_of_a_tier_is_measured_once_a_machine_and_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    tier, cpu = FileTier(to_host=1e8, from_host=5e7), torch.device("cpu")
+    link = measure_link(tier, cpu, 1_000_000)
+    assert 0.5e8 < link.to_host <= 1e8
+    assert 2.5e7 < link.from_host <= 5e7
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("measured again")
+
+    monkeypatch.setattr(FileTier, "offload", refuse)
+    assert measure_link(tier, cpu, 1_040_000) == link
+
+
+def test_the_command_line_plans_with_offloading(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", "tests.test_offloading:factory", "--mem", "60%", "--offload"]
+    assert command_line(arguments) == 0
+    assert "whatever is recomputed or offloaded" in capsys.readouterr().out
+    assert command_line([*arguments, "--host-mem", "4"]) in (0, 2)
+
+
+def factory() -> tuple[nn.Module, torch.Tensor]:
+    return Loss(Stack()), rows()
+
+
+def test_a_page_shows_ops_and_copies() -> None:
+    plan = fxremat.plan(Loss(Stack()), rows(), mem="55%", offload=True, solver="keep_all", progress=False)
+    page = plan.to_html()
+    assert "to the host" in page
+    assert page.count("<svg") == page.count("</svg>") == 2
+    with pytest.raises(fxremat.FxrematError, match="offloads nothing"):
+        planned_lanes(fxremat.plan(Loss(Stack()), rows(), mem="100%", progress=False))

@@ -32,14 +32,14 @@ def train_once(model: nn.Module) -> tuple[list[torch.Tensor], torch.Tensor]:
     return tensors, torch.get_rng_state()
 
 
-def check(recipe: Recipe, share: int) -> None:
+def check(recipe: Recipe, share: int, **options: Any) -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
     plain = Dag(recipe).train()
     model = copy.deepcopy(plain)
-    everything = fxremat.plan(model, batch(), mem=10**9, progress=False, effort=1)
+    everything = fxremat.plan(model, batch(), mem=10**9, progress=False, effort=1, **options)
     budget = everything.minimum + share * (everything.keep_all_peak - everything.minimum) // 100
-    compiled = fxremat.compile(model, mem=budget, progress=False, effort=1)
+    compiled = fxremat.compile(model, mem=budget, progress=False, effort=1, **options)
     (ours, our_state), (theirs, their_state) = train_once(compiled), train_once(plain)
     assert len(ours) == len(theirs)
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
@@ -68,6 +68,19 @@ batch_once = batch()
 @example(Recipe((Layer("batch_norm", 0, 0), Layer("dropout", 0, 0), Layer("cat", 0, 2)), 2, True), 0)
 def test_random_models_small(recipe: Recipe, share: int) -> None:
     check(recipe, share)
+
+
+@few(8)
+@given(recipes, st.integers(0, 100), st.sampled_from(["auto", "keep_all"]))
+def test_random_models_that_offload_small(recipe: Recipe, share: int, solver: str) -> None:
+    check(recipe, share, solver=solver, offload=True)
+
+
+@pytest.mark.long
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@given(recipes, st.integers(0, 100), st.sampled_from(["auto", "keep_all", "autocapper"]))
+def test_random_models_that_offload(recipe: Recipe, share: int, solver: str) -> None:
+    check(recipe, share, solver=solver, offload=True)
 
 
 @pytest.mark.long

@@ -224,6 +224,16 @@ def test_a_cpu_s_default_tier_is_files() -> None:
     assert default_tier(CPU) is default_tier(CPU)
 
 
+def test_a_refused_pinned_allocation_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("CUDA error: out of memory")
+
+    tensor = torch.zeros(1000)
+    monkeypatch.setattr(torch, "empty", refuse)
+    with pytest.raises(FxrematError, match=r"the host has no 3.9 KiB of pinned memory left; .*host_mem"):
+        PinnedTier().offload(tensor)
+
+
 @pytest.mark.cuda
 def test_pinned_memory_under_stress() -> None:
     """Poisoned host buffers, reused device memory: what comes back is what left, every time."""
