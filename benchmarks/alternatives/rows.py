@@ -82,10 +82,9 @@ class Record:
         return 100 * size / self.plain.peak
 
     def slowdown(self, measured: Measured) -> float:
-        """Seconds over plain PyTorch's, from the rounds where it took part."""
-        if measured.seconds is None or self.plain.seconds is None:
-            return measured.rough / self.plain.rough
-        return measured.seconds / self.plain.seconds
+        """Seconds over plain PyTorch's: from the rounds where it took part in them, else the rough time."""
+        plain = self.plain.rough if self.plain.seconds is None else self.plain.seconds
+        return (measured.rough if measured.seconds is None else measured.seconds) / plain
 
     @property
     def working(self) -> list[tuple[Point, Measured]]:

@@ -1,6 +1,7 @@
 """Who wins: at every budget fxremat beside the best alternative, and what is wanted of it as claims that hold or not.
 
-The best alternative at a budget is the fastest one whose measured peak is within it, whatever its faults.
+The best alternative at a budget is the fastest one whose measured peak is within it, whatever its faults. Of those that
+took part in the rounds, where any did: the others were clearly beaten, and have rough times only.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ def cells(records: Iterable[Record]) -> list[Cell]:
 
 def _cell(record: Record, ours: Ours) -> Cell:
     fitting = [(point, got) for point, got in record.working if got.peak <= ours.mem]
+    fitting = [pair for pair in fitting if pair[1].seconds is not None] or fitting
     point, got = min(fitting, key=lambda pair: record.slowdown(pair[1]), default=(None, None))
     return Cell(record=record, ours=ours, best=point, best_measured=got)
 
