@@ -31,9 +31,9 @@ def compile(  # the name users know from torch.compile
         example_inputs: plan now, for these inputs: a tuple of positional arguments, a dict of keyword arguments, or
             one tensor. None: plan at the first training call. New shapes are planned when they come.
         solver: "auto", "input_drop", "persistent", "periodic" or "keep_all".
-        options: offload (True, or a host tier: values may wait on the host) and host_mem (how much may), cost ("measure"
-            or "estimate"), device (for an estimate), loss_bytes (what a loss outside the model takes), effort, slots,
-            progress: see `fxremat.backend.Backend`.
+        options: offload (True, or a host tier: values may wait on the host) and host_mem (how much may), cost
+            ("measure" or "estimate"), device (for an estimate), loss_bytes (what a loss outside the model takes),
+            effort, slots, progress: see `fxremat.backend.Backend`.
 
     Returns:
         a module with the model's parameters and state_dict; `.plan` says what it does. eval() and no_grad() calls run
