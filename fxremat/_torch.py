@@ -203,6 +203,17 @@ def storage_of(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def shell_of(kind: type[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+    """A tensor of a subclass that has the shape, type and device of another, and no memory.
+
+    `torch.Tensor._make_wrapper_subclass` (2.11, 2.13) is what torch's own notes on `__torch_dispatch__` use.
+    """
+    shell: torch.Tensor = torch.Tensor._make_wrapper_subclass(
+        kind, like.shape, dtype=like.dtype, device=like.device
+    )
+    return shell
+
+
 def version_of(tensor: torch.Tensor) -> int:
     """How often the tensor has been written to: `Tensor._version` (2.11, 2.13), which autograd checks."""
     return int(tensor._version)

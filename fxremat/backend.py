@@ -6,7 +6,7 @@ fxremat.compile(model, mem="4GiB")                                     the same,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
@@ -21,17 +21,20 @@ from fxremat.cost.estimate import Device, estimate
 from fxremat.cost.link import measure_link, typical_size
 from fxremat.cost.measure import measure
 from fxremat.cost.table import Costs, device_of
+from fxremat.cost.updates import units_of
 from fxremat.errors import BudgetTooSmall, FxrematError, InvalidBudget
-from fxremat.linearize.joint import Joint, read_joint
+from fxremat.linearize.joint import Joint, read_joint, with_updates_inside
 from fxremat.memo import remembered
 from fxremat.offloading import with_offloading, with_schedules
 from fxremat.passes.swap import Link
 from fxremat.planner import Prospects, survey
-from fxremat.plans import Plan
+from fxremat.plans import Plan, Whole
 from fxremat.refine.search import EFFORT
 from fxremat.runtime.beside_loss import BesideLoss, check_runs_again, outputs_beside_loss
 from fxremat.runtime.host import HostTier, default_tier
+from fxremat.runtime.weights import Weights, check_optimizer, check_unscaled
 from fxremat.solvers.registry import SOLVERS
+from fxremat.training import best_within, resident_peak
 from fxremat.units import Auto, Budget, Bytes, Percent, parse_budget, parse_bytes
 
 AUTO_MARGIN = 0.05  # share of the free memory that mem="auto" leaves alone
@@ -75,6 +78,8 @@ class Backend:
     effort: float = EFFORT
     offload: bool | HostTier = False
     host_mem: int | str | None = None
+    offload_weights: bool | HostTier = False
+    optimizer: torch.optim.Optimizer | None = None
     plans: list[Plan] = field(default_factory=list)
     only_plan: bool = False
 
@@ -92,6 +97,15 @@ class Backend:
             )
         if self.host_mem is not None and not self.offload:
             raise FxrematError("host_mem limits what is offloaded; it goes with offload=True")
+        if bool(self.offload_weights) != (self.optimizer is not None):
+            raise FxrematError(
+                "offload_weights and optimizer go together: the step then updates the parameters itself"
+            )
+        if self.optimizer is not None:
+            check_optimizer(self.optimizer)
+        if self.offload_weights and self.offload:
+            raise FxrematError("offload and offload_weights cannot be combined yet")
+        self.weights: Weights | None = None
         self.host_bytes = None if self.host_mem is None else parse_bytes(self.host_mem)
 
     def fresh(self) -> Backend:
@@ -107,9 +121,10 @@ class Backend:
     def _differentiate(
         self, module: fx.GraphModule, inputs: Sequence[Any], *, again: bool = False
     ) -> Callable[..., Any]:
+        self._inputs = inputs
         backend = aot_backend(
             fw_compiler=self._forward_compiler,
-            bw_compiler=lambda graph, _: boxed(graph),
+            bw_compiler=self._backward_compiler,
             inference_compiler=lambda graph, _: boxed(graph),
             partition_fn=partial(self._partition, again=again),
         )
@@ -128,10 +143,26 @@ class Backend:
         forward._boxed_call = True  # type: ignore[attr-defined]
         return forward
 
+    def _backward_compiler(self, graph: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+        run = boxed(graph)
+        if self.weights is None:
+            return run
+        weights, losses = self.weights, self.plans[-1].loss_places
+
+        def backward(arguments: list[Any]) -> Any:
+            weights.begin()
+            for place in losses:
+                check_unscaled(arguments[place])
+            with weights.telling_what_is_new():
+                return run(arguments)
+
+        backward._boxed_call = True  # type: ignore[attr-defined]
+        return backward
+
     def _partition(
         self, module: fx.GraphModule, _: Sequence[Any], *, num_fwd_outputs: int, again: bool, **__: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        joint = read_joint(module, num_fwd_outputs)
+        joint = self._with_updates(read_joint(module, num_fwd_outputs))
         if again:
             check_runs_again(joint)
         plan = self.plan(joint)
@@ -151,14 +182,53 @@ class Backend:
         )
         plan = Plan(
             budget=budget,
-            chosen=prospects.nearest(budget) if self.offload else prospects.within(budget),
+            chosen=prospects.nearest(budget)
+            if self.offload or self.offload_weights
+            else prospects.within(budget),
             prospects=prospects,
             costs=costs,
             device=device,
             timed=f"{self.cost}d",
         )
         plan = calibrate(plan) if self.cost == "measure" else plan
+        if self.offload_weights:
+            return self._trained(plan, joint)
         return self._offloaded(plan, joint) if self.offload else plan
+
+    def _with_updates(self, joint: Joint) -> Joint:
+        """The joint graph, with the updates inside where the user wants them there."""
+        if self.optimizer is None:
+            return joint
+        trained = {value for value, _ in self._parameters(joint)}
+        if not trained:
+            raise FxrematError("none of the optimizer's parameters is one of the model's")
+        return with_updates_inside(joint, trained)
+
+    def _parameters(self, joint: Joint) -> Iterator[tuple[int, torch.nn.Parameter]]:
+        """The optimizer's parameters among the graph's inputs, which come in the order of its primals."""
+        assert self.optimizer is not None
+        mine = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        for node, given in zip(joint.primals, self._inputs, strict=False):
+            if id(given) in mine and given.shape == node.meta["val"].shape:
+                yield joint.value_of[node], given
+
+    def _trained(self, plan: Plan, joint: Joint) -> Plan:
+        """The plan for a step that updates its weights, some of which live on the host."""
+        assert self.optimizer is not None
+        device = device_of(joint)
+        tier = self.offload_weights if isinstance(self.offload_weights, HostTier) else default_tier(device)
+        link = measure_link(tier, device, typical_size(joint))
+        units = units_of(joint, self.optimizer)
+        budget, everything = plan.budget, resident_peak(plan.prospects.keep_all, units, plan.costs)
+        if isinstance(self.budget, Percent):
+            budget = int(everything * self.budget.of_keep_all / 100)
+        trained = best_within(plan.prospects, units, plan.costs, link, budget)
+        if self.weights is None:
+            self.weights = Weights(self.optimizer, tier)
+        self.to_settle = [p for value, p in self._parameters(joint) if value in trained.choice.hosted]
+        chosen = replace(trained.prospect, chain=chain_of(trained.prospect.layout, plan.costs))
+        whole = Whole(name=self.weights.name, keep_all_peak=everything, minimum=trained.minimum)
+        return replace(plan, budget=budget, chosen=chosen, tier=tier, link=link, weights=whole)
 
     def _offloaded(self, plan: Plan, joint: Joint) -> Plan:
         """The plan for the same budget where values may wait on the host."""

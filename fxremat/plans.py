@@ -26,6 +26,15 @@ from fxremat.simulate_join import JoinTimeline
 from fxremat.units import format_bytes
 
 
+@dataclass(frozen=True, kw_only=True)
+class Whole:
+    """A step that updates its weights: what its budget refers to."""
+
+    name: str  # of the parameters, in the graphs
+    keep_all_peak: int  # bytes with everything on the device
+    minimum: int  # the least budget
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Plan:
     """One training step inside a budget. Printing it shows it.
@@ -41,6 +50,7 @@ class Plan:
     timed: str  # how times were found: "measured" or "estimated"
     tier: HostTier | None = None  # where values may wait, with offloading
     link: Link | None = None  # how fast they get there and back
+    weights: Whole | None = None  # where the step updates its weights, and the budget covers them
 
     @property
     def predicted_peak(self) -> int:
@@ -55,7 +65,7 @@ class Plan:
     @property
     def keep_all_peak(self) -> int:
         """Bytes at the peak when everything is kept: what percentages refer to."""
-        return self.prospects.keep_all.peak
+        return self.weights.keep_all_peak if self.weights else self.prospects.keep_all.peak
 
     @property
     def keep_all_time(self) -> float:
@@ -65,7 +75,7 @@ class Plan:
     @property
     def minimum(self) -> int:
         """The least budget, in bytes, that this model can be compiled with."""
-        return self.prospects.minimum
+        return self.weights.minimum if self.weights else self.prospects.minimum
 
     @property
     def frontier(self) -> tuple[tuple[int, float], ...]:
@@ -112,7 +122,20 @@ class Plan:
     @cached_property
     def graphs(self) -> tuple[fx.GraphModule, fx.GraphModule]:
         """The forward and the backward graph."""
-        return lower(self.program, self.tier.name if self.tier else "")
+        return lower(
+            self.program, self.tier.name if self.tier else "", self.weights.name if self.weights else ""
+        )
+
+    @property
+    def loss_places(self) -> tuple[int, ...]:
+        """Where the backward graph takes the gradients of losses, counted from the end of its inputs."""
+        joint = self.chosen.layout.joint
+        count = len(joint.tangents)
+        return tuple(
+            place - count
+            for place, node in enumerate(joint.tangents)
+            if joint.value_of[node] in joint.root_tangents
+        )
 
     @property
     def forward_graph(self) -> fx.GraphModule:
@@ -158,9 +181,21 @@ class Plan:
             f"                  whatever is {choice}, it takes {_duration(self.lower_bound)} or more: "
             f"time / lower bound is {self.predicted_time / self.lower_bound:.3f}"
         )
-        if self.chosen.swapped:
+        if self.chosen.swapped and not self.weights:
             yield from self._transfers(self.chosen.swapped)
+        if self.weights:
+            yield from self._weights()
         yield f"  least budget    {format_bytes(self.minimum)} ({self.minimum} bytes)"
+
+    def _weights(self) -> Iterator[str]:
+        joint, program = self.program.layout.joint, self.program
+        away = {program.version_of[version] for version in program.fetched}
+        sizes = [sum(joint.values[v].bytes for v in values) for values in (joint.updates_of, away)]
+        everything, hosted = map(format_bytes, sizes)
+        yield (
+            f"  weights         {len(away)} of {len(joint.updates_of)} parameters ({hosted} of {everything}) "
+            f"live on the host; others, with their state, take {format_bytes(program.resident)}"
+        )
 
     def _transfers(self, swapped: Swapped) -> Iterator[str]:
         away = sum(step.role is Role.OFFLOAD for step in swapped.program.steps)

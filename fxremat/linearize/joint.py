@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 from typing import Any, cast
@@ -90,6 +90,9 @@ class Joint:
     mutated_primals: frozenset[int]  # primals that the step overwrites once the forward has run
     updates: frozenset[int]  # the values that overwrite them (running statistics, in-place inputs)
     returned: frozenset[int]  # values that the backward returns (gradients of parameters and inputs)
+    updates_of: Mapping[int, fx.Node] = field(
+        default_factory=dict
+    )  # parameter that the step updates -> its gradient
 
     @property
     def forward_ops(self) -> tuple[Op, ...]:
@@ -121,6 +124,19 @@ class Joint:
     def pinned(self) -> frozenset[int]:
         """What the caller holds when the step is over."""
         return self.kept_outputs | self.returned
+
+
+def with_updates_inside(joint: Joint, trained: Set[int]) -> Joint:
+    """The joint graph of a step that updates these parameters (primal values) itself, and keeps their gradients."""
+    outputs = list(joint.backward_outputs)
+    gradients: dict[int, fx.Node] = {}
+    for place, primal in enumerate(joint.primals):
+        gradient = outputs[place]
+        if joint.value_of[primal] in trained and isinstance(gradient, fx.Node):
+            gradients[joint.value_of[primal]] = gradient
+            outputs[place] = None
+    returned = frozenset(joint.value_of[node] for node in outputs if isinstance(node, fx.Node))
+    return replace(joint, backward_outputs=tuple(outputs), returned=returned, updates_of=gradients)
 
 
 def tensors_of(node: fx.Node) -> list[torch.Tensor | None]:

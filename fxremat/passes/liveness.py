@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fxremat.linearize.joint import Origin
-from fxremat.passes.program import Program, Role
+from fxremat.passes.program import Program, Role, Transfer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ def live_bytes(
             turn_bytes = live + max(changes.tangents, sizes.outside)
             live += changes.tangents
         live += changes.born[position]
-        during.append(live + (0 if step.op is None else sizes.workspace[step.op]))
+        during.append(live + (step.workspace if isinstance(step, Transfer) else sizes.workspace[step.op]))
         live -= changes.freed[position]
     return Memory(tuple(during), turn_bytes, live)
 
@@ -94,6 +94,7 @@ def _changes(
     joint = program.layout.joint
     tangents = [sizes.values[tangent] for tangent in joint.tangent_values]
     start = sum(at_hand.values()) + sum(sizes.values[primal] for primal in program.preserved)
+    start += program.resident
     return _Changes(start, sum(tangents) + sizes.root if whole else 0, born, freed)
 
 
@@ -116,7 +117,9 @@ def _lives(
     lives = []
     for version, value in enumerate(program.version_of):
         origin = joint.values[value].origin
-        if version in at_hand:
+        if version in program.fetched:
+            lives.append((last[version], sizes.values[value]))
+        elif version in at_hand:
             lives.append((last[version], at_hand[version]))
         elif origin is Origin.TANGENT:
             ends = last[version] if last[version] >= 0 and value not in joint.root_tangents else forever

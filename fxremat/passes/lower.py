@@ -19,19 +19,20 @@ from torch import fx
 
 from fxremat.linearize.joint import Joint, Origin, again_call
 from fxremat.passes.program import Program, Role, Step, Transfer
-from fxremat.runtime import swap
+from fxremat.runtime import swap, weights
 from fxremat.runtime.rng import draw_again, draw_saving, generator_of
 
 aten = torch.ops.aten
 
 
-def lower(program: Program, tier: str = "") -> tuple[fx.GraphModule, fx.GraphModule]:
+def lower(program: Program, tier: str = "", weights: str = "") -> tuple[fx.GraphModule, fx.GraphModule]:
     """Emit the forward and the backward graph of a program. O(steps); both are linted.
 
     Args:
         tier: the name of the host tier that its transfers go through, where it has any.
+        weights: the name of the parameters and their optimizer, where the step updates them.
     """
-    return _Lowering(program, tier).run()
+    return _Lowering(program, tier, weights).run()
 
 
 @dataclass
@@ -47,9 +48,14 @@ class _Part:
 
 
 class _Lowering:
-    def __init__(self, program: Program, tier: str) -> None:
+    def __init__(self, program: Program, tier: str, weights: str) -> None:
         self.program = program
-        self.tier = tier
+        self.tier, self.weights = tier, weights
+        self.arrivals = {  # trip -> the primal that comes from the host, where it lives
+            step.trip: program.version_of[step.writes[0]]
+            for step in program.steps
+            if isinstance(step, Transfer) and step.role is Role.PREFETCH and step.writes[0] in program.fetched
+        }
         self.joint: Joint = program.layout.joint
         self.forward, self.backward = _Part(), _Part()
         self.copies: dict[int, int] = {}
@@ -112,9 +118,11 @@ class _Lowering:
 
     def _transfer(self, part: _Part, step: Transfer) -> None:
         """One event of a trip; what is on the host is saved for the backward as a tensor of the host's memory."""
-        (version,) = (*step.reads, *step.writes)
+        version = (*step.reads, *step.writes)[0]
         shown = self.joint.values[self.program.version_of[version]].node
         match step.role:
+            case Role.UPDATE:
+                self._update(part, step)
             case Role.OFFLOAD:
                 node = self._call(
                     part, swap.offload, (self._base(part, version),), f"{shown.name}_offload", shown
@@ -142,7 +150,22 @@ class _Lowering:
         node = part.graph.create_node("call_function", function, (*arguments, self.tier), name=name)
         return self._describe(node, shown)
 
+    def _update(self, part: _Part, step: Transfer) -> None:
+        """The optimizer's step of a parameter: of the version that is on the device, in place."""
+        weight, gradient = step.reads
+        value = self.program.version_of[weight]
+        primal = self.joint.values[value].node
+        reads = self._read(part, self.joint.updates_of[value], gradient)
+        arguments = (self._base(part, weight), reads, self._base(part, self.program.first[value]))
+        node = part.graph.create_node(
+            "call_function", weights.update, (*arguments, self.weights), name=f"{primal.name}_update"
+        )
+        self._describe(node, primal)
+
     def _host(self, part: _Part, trip: int) -> fx.Node:
+        fetched = self.arrivals.get(trip)
+        if fetched is not None:
+            return self._base(part, self.program.first[fetched])
         if trip not in part.hosts:
             part.hosts[trip] = self._save(self.forward.hosts[trip])
         return part.hosts[trip]

@@ -31,6 +31,7 @@ class Role(Enum):
     RELEASE = "release"  # that copy has ended: the last use of what left
     PREFETCH = "prefetch"  # memory is taken, and the copy back begins
     WAIT = "wait"  # that copy has ended
+    UPDATE = "update"  # the optimizer's step of one parameter; the copy to its home on the host begins
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One event of a version's trip to the host and back, as another version of the same value."""
+    """One event of a version's trip to the host and back, as another version of the same value; or an update."""
 
     block: int
     role: Role
@@ -54,6 +55,7 @@ class Transfer:
     reads: tuple[int, ...]  # versions
     writes: tuple[int, ...]
     op: None = None  # none is executed
+    workspace: int = 0  # bytes while it runs, beyond what it reads and writes
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,6 +74,12 @@ class Program:
     preserved: frozenset[
         int
     ]  # mutated primals that the backward reads: copied before the forward overwrites them
+    fetched: frozenset[int] = (
+        frozenset()
+    )  # versions of primals that live on the host: they take memory as others do
+    resident: int = (
+        0  # bytes of weights and optimizer state that stay on the device, where the budget counts them
+    )
 
     @property
     def executions(self) -> tuple[Step, ...]:

@@ -46,8 +46,18 @@ class HostTier(ABC):
         _tiers[self.name] = self
 
     @abstractmethod
+    def host_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Memory on the host for a tensor of this layout. Raises `FxrematError` where there is none."""
+
+    @abstractmethod
+    def store(self, tensor: torch.Tensor, host: torch.Tensor) -> None:
+        """Begin to copy a tensor into memory of the host; `release` waits for it."""
+
     def offload(self, tensor: torch.Tensor) -> torch.Tensor:
         """Begin to copy a tensor to the host. Raises `FxrematError` where the host has no room."""
+        host = self.host_like(tensor)
+        self.store(tensor, host)
+        return host
 
     @abstractmethod
     def release(self, host: torch.Tensor) -> None:
@@ -128,11 +138,13 @@ class FileTier(HostTier):
     def __reduce__(self) -> Any:
         return _file_tier, (self.folder, self.to_host, self.from_host)
 
-    def offload(self, tensor: torch.Tensor) -> torch.Tensor:
+    def host_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor in a file."""
+        return self._pool.take(tensor)
+
+    def store(self, tensor: torch.Tensor, host: torch.Tensor) -> None:
         """Begin to copy a tensor into a file."""
-        host = self._pool.take(tensor)
         self._lanes["out"].copy(tensor, host, host.data_ptr(), self.copies)
-        return host
 
     def release(self, host: torch.Tensor) -> None:
         """Wait for the copy out."""
@@ -274,11 +286,13 @@ class PinnedTier(HostTier):
         """Pinned memory has one speed a device."""
         return "pinned memory"
 
-    def offload(self, tensor: torch.Tensor) -> torch.Tensor:
+    def host_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor in pinned memory."""
+        return _pinned_like(tensor)
+
+    def store(self, tensor: torch.Tensor, host: torch.Tensor) -> None:
         """Begin to copy a tensor into pinned memory."""
-        host = _pinned_like(tensor)
         self._copy("out", tensor, host, tensor.device, host.data_ptr())
-        return host
 
     def release(self, host: torch.Tensor) -> None:
         """Let the compute stream wait for the copy out."""

@@ -68,6 +68,7 @@ class Rematerialized(nn.Module):
 
     def _train(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._check_trainable(args, kwargs)
+        self._settle(args, kwargs)
         try:
             outputs = self._run(args, kwargs)
         except PlannedOnly:
@@ -77,6 +78,18 @@ class Rematerialized(nn.Module):
                 raise
             raise clear.with_traceback(None) from clear.__cause__  # the way through dynamo would hide it
         return _refuse_double_backward(outputs)
+
+    def _settle(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Plan before the first step that updates weights itself, and move to the host those that live there."""
+        backend = self._backend
+        if not backend.offload_weights or backend.only_plan:
+            return
+        if not backend.plans:
+            self.make_plan(args, kwargs)
+        if backend.to_settle:
+            backend.weights.settle(backend.to_settle)
+            backend.to_settle = []
+        backend.weights.begin()
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with capture_settings():

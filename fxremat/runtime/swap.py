@@ -11,6 +11,7 @@ Each returns what the next takes, so that no pass of torch sees a node without a
 from __future__ import annotations
 
 import torch
+from torch import fx
 
 from fxremat.runtime.host import tier_named
 
@@ -35,3 +36,7 @@ def wait(back: torch.Tensor, host: torch.Tensor, tier: str) -> torch.Tensor:
     """Wait for the copy back."""
     tier_named(tier).wait(host)
     return back
+
+
+for _function in (offload, release, prefetch, wait):
+    fx.node.has_side_effect(_function)

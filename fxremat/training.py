@@ -1,0 +1,78 @@
+"""Plans for steps that hold everything inside the budget: weights, gradients, optimizer state and activations.
+
+    sources    activation plans of the survey, from keeping everything to recomputing much
+    each       with the updates put in, and as few weights sent to the host as make it fit (passes.weights)
+    chosen     the fastest by the clock
+
+More memory for weights is less for activations: the two share the budget by trying every source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from fxremat.cost.table import Costs
+from fxremat.errors import BudgetTooSmall
+from fxremat.passes.liveness import live_bytes
+from fxremat.passes.swap import Link
+from fxremat.passes.weights import Choice, Unit, choose, hosted, update_inside
+from fxremat.planner import Prospect, Prospects
+
+SOURCES = 16
+SPARE = (1.0, 0.95, 0.9)  # shares of the budget that weights are chosen for: more of them, and fewer waits
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Trained:
+    """A plan for the whole step."""
+
+    prospect: Prospect  # `swapped` holds the program
+    choice: Choice
+    minimum: int  # bytes that the least of all plans needs
+
+
+def best_within(
+    prospects: Prospects, units: Sequence[Unit], costs: Costs, link: Link, budget: int
+) -> Trained:
+    """The fastest step whose peak, resident weights and state included, is within `budget` bytes.
+
+    Raises:
+        BudgetTooSmall: none is; `.minimum` is the least that some plan needs.
+    """
+    best: Trained | None = None
+    least: int | None = None
+    for source in _sources(prospects):
+        program = update_inside(source.program(), units)
+        everything = Choice(hosted=frozenset(u.value for u in units), twice=frozenset(u.value for u in units))
+        floor = hosted(program, units, everything, costs, link, 0).memory.peak
+        least = floor if least is None else min(least, floor)
+        for share in SPARE:
+            choice = choose(program, units, costs, int(budget * share))
+            if choice is None and floor <= budget and share == 1.0:
+                choice = everything
+            if choice is None:
+                continue
+            swapped = hosted(program, units, choice, costs, link, budget)
+            if swapped.memory.peak <= budget and (best is None or swapped.time < best.prospect.time):
+                found = replace(source, peak=swapped.memory.peak, time=swapped.time, swapped=swapped)
+                best = Trained(prospect=found, choice=choice, minimum=floor)
+    assert least is not None
+    if best is None:
+        raise BudgetTooSmall(minimum=least, budget=budget)
+    return replace(best, minimum=least)
+
+
+def resident_peak(prospect: Prospect, units: Sequence[Unit], costs: Costs) -> int:
+    """Bytes at the peak of a step that keeps all weights, their state, and what the prospect keeps."""
+    return live_bytes(update_inside(prospect.program(), units), costs.sizes).peak
+
+
+def _sources(prospects: Prospects) -> list[Prospect]:
+    """Some prospects of the frontier, fastest first, evenly over its peaks."""
+    frontier = prospects.frontier
+    peaks = np.linspace(frontier[0].peak, frontier[-1].peak, SOURCES)
+    places = {min(range(len(frontier)), key=lambda k: abs(frontier[k].peak - peak)) for peak in peaks}
+    return [frontier[place] for place in sorted(places)]

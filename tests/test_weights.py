@@ -1,0 +1,308 @@
+"""Weights on the host, updated inside the step: plain training's numbers in a budget below the weights' own size."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fxremat
+from benchmarks import meter, models
+from fxremat.runtime.host import FileTier
+from fxremat.runtime.weights import Spent
+from tests.training import same
+
+pytestmark = pytest.mark.usefixtures("torch_ready")
+
+WIDTH = 96
+Make = Callable[[nn.Module], torch.optim.Optimizer]
+OPTIMIZERS: dict[str, Make] = {
+    "SGD": lambda m: torch.optim.SGD(m.parameters(), lr=0.05),
+    "momentum": lambda m: torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01),
+    "Adam": lambda m: torch.optim.Adam(m.parameters(), lr=1e-2),
+    "AdamW": lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2),
+}
+
+
+class MLP(nn.Module):
+    """Blocks of linear, GELU and dropout; the first and the last share their weight."""
+
+    def __init__(self, tied: bool = True, depth: int = 8) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(0.1)) for _ in range(depth)
+        )
+        if tied:
+            self.blocks[-1][0].weight = self.blocks[0][0].weight  # type: ignore[index, union-attr, assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return F.mse_loss(x, torch.ones_like(x))
+
+
+def rows() -> Tensor:
+    return torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(0))
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, ...], seed: int) -> float:
+    torch.manual_seed(seed)
+    optimizer.zero_grad()
+    loss = model(*batch)
+    loss.backward()
+    optimizer.step()
+    return float(loss.detach())
+
+
+def resident(compiled: Any, optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of parameters and state that are on the device between steps."""
+    homes = compiled._backend.weights._homes
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    states = [t for p in parameters for t in optimizer.state[p].values() if isinstance(t, Tensor) and t.dim()]
+    return sum(t.nbytes for t in (*parameters, *states) if t.data_ptr() not in homes)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("name", ["mlp", "gpt"])
+def test_ten_steps_are_those_of_plain_training_in_a_part_of_the_memory(name: str, optimizer: str) -> None:
+    make = OPTIMIZERS[optimizer]
+    torch.manual_seed(0)
+    case = models.get("gpt", "small")
+    plain, batch = (MLP(), (rows(),)) if name == "mlp" else (case.model(), case.batch())
+    ours = copy.deepcopy(plain)
+    theirs, mine = make(plain), make(ours)
+    losses = [step(plain, theirs, batch, seed) for seed in range(10)]
+    model = fxremat.compile(
+        ours, mem=least(ours, make, batch), offload_weights=True, optimizer=mine, progress=False, effort=1
+    )
+    assert [step(model, mine, batch, seed) for seed in range(10)] == losses
+    for key, value in plain.state_dict().items():
+        assert same(model.state_dict()[key], value), key
+    peak = meter.peak_bytes(lambda: model(*batch).backward()) + resident(model, mine)
+    assert peak <= model.plan.budget
+    assert peak == pytest.approx(model.plan.predicted_peak, rel=0.02)
+    if name == "mlp":  # parameters, gradients, and Adam's state
+        assert model.plan.budget < 0.4 * 4 * sum(p.nbytes for p in plain.parameters())
+
+
+def test_a_budget_below_the_weights_own_size() -> None:
+    torch.manual_seed(0)
+    plain = MLP(depth=24)
+    ours = copy.deepcopy(plain)
+    theirs, mine = (OPTIMIZERS["AdamW"](model) for model in (plain, ours))
+    mem = sum(p.nbytes for p in plain.parameters()) * 2 // 3
+    model = fxremat.compile(ours, mem=mem, offload_weights=True, optimizer=mine, progress=False, effort=1)
+    for seed in range(3):
+        assert step(model, mine, (rows(),), seed) == step(plain, theirs, (rows(),), seed)
+    batch = rows()
+    assert meter.peak_bytes(lambda: model(batch).backward()) + resident(model, mine) <= mem
+    assert "live on the host" in str(model.plan)
+
+
+def least(model: nn.Module, make: Make, batch: tuple[Tensor, ...], **options: Any) -> int:
+    other = copy.deepcopy(model)
+    with pytest.raises(fxremat.BudgetTooSmall) as small:
+        fxremat.compile(
+            other,
+            mem=1,
+            offload_weights=True,
+            optimizer=make(other),
+            example_inputs=batch,
+            progress=False,
+            effort=1,
+        )
+    return small.value.minimum
+
+
+def compiled(share: float, tier: FileTier | None = None, make: Make = OPTIMIZERS["AdamW"]) -> Any:
+    torch.manual_seed(0)
+    model = MLP(tied=False)
+    optimizer = make(model)
+    size = 4 * sum(p.nbytes for p in model.parameters())
+    return fxremat.compile(
+        model,
+        mem=int(share * size),
+        offload_weights=tier or FileTier(),
+        optimizer=optimizer,
+        example_inputs=rows(),
+        progress=False,
+        effort=1,
+    ), optimizer
+
+
+def test_a_weight_comes_twice_and_leaves_once_a_step() -> None:
+    tier = FileTier()
+    model, optimizer = compiled(0.25, tier, OPTIMIZERS["SGD"])
+    step(model, optimizer, (rows(),), 0)
+    hosted = sum(p.nbytes for p in model._backend.weights.hosted.values())
+    assert hosted > 0
+    tier.copies = []
+    step(model, optimizer, (rows(),), 1)
+    out = sum(c.bytes for c in tier.copies if c.way == "out")
+    back = sum(c.bytes for c in tier.copies if c.way == "in")
+    assert out == hosted
+    assert hosted <= back <= 2 * hosted
+
+
+def test_a_hundred_steps_take_no_more_than_two() -> None:
+    tier = FileTier()
+    model, optimizer = compiled(0.4, tier)
+    for seed in range(2):
+        step(model, optimizer, (rows(),), seed)
+    host, device = tier.bytes, meter.peak_bytes(lambda: step(model, optimizer, (rows(),), 0))
+    for seed in range(98):
+        step(model, optimizer, (rows(),), seed)
+    assert tier.bytes == host
+    assert meter.peak_bytes(lambda: step(model, optimizer, (rows(),), 0)) <= device
+
+
+def test_more_memory_hosts_less() -> None:
+    hosted = [len(compiled(share)[0]._backend.to_settle) for share in (0.3, 0.6, 3.0)]
+    assert hosted[0] > hosted[1] > hosted[2] == 0
+
+
+def test_learning_rates_may_change() -> None:
+    torch.manual_seed(0)
+    plain = MLP(tied=False)
+    theirs = OPTIMIZERS["AdamW"](plain)
+    model, mine = compiled(0.4)
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(o, 0.7) for o in (theirs, mine)]
+    for seed in range(5):
+        assert step(plain, theirs, (rows(),), seed) == step(model, mine, (rows(),), seed)
+        for scheduler in schedulers:
+            scheduler.step()
+
+
+def test_training_goes_on_from_a_checkpoint(tmp_path: Any) -> None:
+    model, optimizer = compiled(0.4)
+    for seed in range(3):
+        step(model, optimizer, (rows(),), seed)
+    torch.save((model.state_dict(), optimizer.state_dict()), tmp_path / "checkpoint.pt")
+    wanted = [step(model, optimizer, (rows(),), seed) for seed in range(3, 6)]
+    again, other = compiled(0.4)
+    weights, state = torch.load(tmp_path / "checkpoint.pt")
+    again.load_state_dict(weights)
+    other.load_state_dict(state)
+    assert [step(again, other, (rows(),), seed) for seed in range(3, 6)] == wanted
+    assert resident(again, other) == resident(model, optimizer)
+    weights, state = torch.load(tmp_path / "checkpoint.pt")
+    plain = MLP(tied=False)
+    plain.load_state_dict(weights)
+    theirs = OPTIMIZERS["AdamW"](plain)
+    theirs.load_state_dict(state)
+    assert [step(plain, theirs, (rows(),), seed) for seed in range(3, 6)] == wanted
+
+
+def test_a_fault_in_the_middle_leaves_every_parameter_old_or_new_and_says_how_many(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, optimizer = compiled(0.4)
+    twin, theirs = compiled(0.4)
+    for m, o in ((model, optimizer), (twin, theirs)):
+        step(m, o, (rows(),), 0)
+    old = {k: v.clone() for k, v in model.state_dict().items()}
+    step(twin, theirs, (rows(),), 1)
+    new = twin.state_dict()
+    weights = model._backend.weights
+    original, calls = type(weights)._single_for, [0]
+
+    def failing(self: Any, parameter: nn.Parameter) -> Any:
+        calls[0] += 1
+        if calls[0] == 5:
+            raise RuntimeError("a bolt from the blue")
+        return original(self, parameter)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(weights), "_single_for", failing)
+        with pytest.raises(RuntimeError, match="a bolt from the blue") as fault:
+            step(model, optimizer, (rows(),), 1)
+    assert any("4 of 16 parameters were updated" in note for note in fault.value.__notes__)
+    kinds = [
+        "old" if same(value, old[key]) else "new" if same(value, new[key]) else "broken"
+        for key, value in model.state_dict().items()
+    ]
+    assert (kinds.count("new"), kinds.count("old")) == (4, 12)
+    optimizer.zero_grad()
+    step(model, optimizer, (rows(),), 2)
+
+
+def test_what_needs_all_gradients_at_once_is_refused_by_name() -> None:
+    model, optimizer = compiled(0.4)
+    model(rows()).backward()
+    assert all(isinstance(p.grad, Spent) for p in model.parameters())
+    with pytest.raises(fxremat.FxrematError, match="clipping by the norm of all"):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    model(rows()).backward()
+    with pytest.raises(fxremat.FxrematError, match=r"optimizer.step\(\) was not called since"):
+        model(rows())
+    optimizer.step()
+    optimizer.zero_grad()
+    before = [p.clone() for p in model.parameters()]
+    with pytest.raises(fxremat.FxrematError, match=r"the gradient of the loss is 0.5, not 1: a GradScaler"):
+        (0.5 * model(rows())).backward()
+    assert all(map(torch.equal, model.parameters(), before))
+
+
+def test_a_share_is_of_all_that_the_step_keeps() -> None:
+    torch.manual_seed(0)
+    plans = []
+    for mem in ("100%", "40%"):
+        model = MLP(tied=False)
+        options = {"optimizer": OPTIMIZERS["AdamW"](model), "example_inputs": rows(), "progress": False}
+        plans.append(fxremat.compile(model, mem=mem, offload_weights=True, effort=1, **options).plan)
+    assert not plans[0].program.fetched
+    assert plans[1].program.fetched
+    assert plans[1].budget == pytest.approx(0.4 * plans[0].budget, abs=2)
+    assert plans[0].keep_all_peak == plans[0].predicted_peak
+    assert plans[1].minimum < plans[1].budget
+    assert plans[0].predicted_peak > 3 * sum(p.nbytes for p in MLP(tied=False).parameters())
+
+
+def test_a_backward_that_runs_again_is_refused() -> None:
+    model, _ = compiled(0.4)
+    loss = model(rows())
+    loss.backward(retain_graph=True)
+    with pytest.raises(fxremat.FxrematError, match=r"optimizer.step\(\) was not called since"):
+        loss.backward()
+
+
+def test_optimizers_that_look_at_all_parameters_are_refused() -> None:
+    model = MLP()
+    with pytest.raises(fxremat.FxrematError, match="a LBFGS cannot step inside the backward"):
+        fxremat.compile(
+            model,
+            mem="50%",
+            offload_weights=True,
+            optimizer=torch.optim.LBFGS(model.parameters()),
+            example_inputs=rows(),
+        )
+
+
+def test_options_that_make_no_sense_are_refused() -> None:
+    model = MLP()
+    with pytest.raises(fxremat.FxrematError, match="offload_weights and optimizer go together"):
+        fxremat.compile(model, mem="50%", offload_weights=True)
+    with pytest.raises(fxremat.FxrematError, match="none of the optimizer's parameters"):
+        other = torch.optim.SGD(MLP().parameters(), lr=0.1)
+        fxremat.compile(model, mem="50%", offload_weights=True, optimizer=other, example_inputs=rows())
+
+
+def test_evaluation_reads_the_weights_where_they_are() -> None:
+    model, optimizer = compiled(0.4)
+    torch.manual_seed(0)
+    plain = MLP(tied=False)
+    theirs = OPTIMIZERS["AdamW"](plain)
+    for seed in range(2):
+        step(model, optimizer, (rows(),), seed)
+        step(plain, theirs, (rows(),), seed)
+    model.eval()
+    plain.eval()
+    with torch.no_grad():
+        assert torch.equal(model(rows()), plain(rows()))
