@@ -33,7 +33,8 @@ def compile(  # the name users know from torch.compile
         solver: "auto", "input_drop", "persistent", "periodic" or "keep_all".
         options: offload (True, or a host tier: values may wait on the host) and host_mem (how much may), cost
             ("measure" or "estimate"), device (for an estimate), loss_bytes (what a loss outside the model takes),
-            effort, slots, progress: see `fxremat.backend.Backend`.
+            offload_weights with optimizer (the step updates the weights, which may live on the host, and `mem` covers
+            them, their gradients and the optimizer's state), effort, slots, progress: see `fxremat.backend.Backend`.
 
     Returns:
         a module with the model's parameters and state_dict; `.plan` says what it does. eval() and no_grad() calls run

@@ -63,6 +63,9 @@ class Backend:
             False: plan for it from the start.
         offload: let values wait on the host: True (pinned memory for a CUDA device, else files), or a tier of
             `fxremat.runtime.host`, such as fxremat.FileTier("/fast/disk").
+        offload_weights: let parameters live on the host: True or a tier, as for `offload`. `mem` then covers them,
+            their gradients and the optimizer's state as well, and each backward is a step of `optimizer`. CPU only.
+        optimizer: of the model's parameters: SGD, Adam, AdamW, or another that treats each element by itself.
         host_mem: what may wait there at a time, in the forms of a size. None: whatever the plan wants.
         progress: show a bar while measuring, where stderr is a terminal.
     """
@@ -216,6 +219,8 @@ class Backend:
         """The plan for a step that updates its weights, some of which live on the host."""
         assert self.optimizer is not None
         device = device_of(joint)
+        if device.type != "cpu":
+            raise FxrematError(f"offload_weights runs on a CPU so far, and this model is on {device.type}")
         tier = self.offload_weights if isinstance(self.offload_weights, HostTier) else default_tier(device)
         link = measure_link(tier, device, typical_size(joint))
         units = units_of(joint, self.optimizer)

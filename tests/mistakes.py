@@ -439,3 +439,40 @@ MISTAKES += [
         OFFLOADING,
     ),
 ]
+
+WEIGHTS = "test_weights.py"
+MISTAKES += [
+    # a weight that lives on the host takes no memory while it is on the device
+    Mistake("passes/liveness.py", "if version in program.fetched:", "if False:", WEIGHTS),
+    # weights that stay are not counted
+    Mistake("passes/liveness.py", "start += program.resident", "start += 0", WEIGHTS),
+    # an update reads the weight that has left
+    Mistake(
+        "passes/weights.py",
+        "self.current[version][0] if version in self.current else version for",
+        "version for",
+        WEIGHTS,
+    ),
+    # the new weight does not go home
+    Mistake("runtime/weights.py", "self.tier.store(weight, parameter.data)", "pass", WEIGHTS),
+    # the user's learning rate of the moment is not looked at
+    Mistake("runtime/weights.py", "single.param_groups[0].update(settings)", "pass", WEIGHTS),
+    # a copy back starts where it does not fit
+    Mistake(
+        "solvers/weights/clock.py", "if staying + op.beside > limit:", "if False:", "solvers/test_weights.py"
+    ),
+    # a unit is dropped although the host has an old version
+    Mistake(
+        "solvers/weights/clock.py",
+        "        if self.hosted[unit]:\n",
+        "        if True:\n",
+        "solvers/test_weights.py",
+    ),
+    # every gap pays for its own copy out
+    Mistake(
+        "solvers/weights/selection.py",
+        "        if discount:\n",
+        "        if False:\n",
+        "solvers/test_weights.py",
+    ),
+]

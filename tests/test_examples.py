@@ -17,12 +17,14 @@ ROOT = Path(__file__).parents[1]
     [
         pytest.param("01_quickstart.py", "the two curves are identical", marks=pytest.mark.long),
         ("02_read_a_plan.py", "the backward graph where something is computed again"),
+        pytest.param("03_offload.py", "ops, copies and memory over time", marks=pytest.mark.long),
+        ("04_offload_weights.py", "the two curves are identical"),
     ],
 )
-def test_an_example_runs(name: str, promised: str) -> None:
+def test_an_example_runs(name: str, promised: str, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(ROOT / "examples" / name)],
-        capture_output=True, text=True, timeout=300, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=300, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     assert promised in done.stdout
