@@ -26,6 +26,7 @@ def _table(record: dict[str, Any]) -> str:
     """A row a model: captured or not, the same numbers or not, and what the memory costs."""
     conditions, rows = record["conditions"], list(record["rows"].values())
     captured = [row for row in rows if row["refused"] is None]
+    refused = [row for row in rows if row["refused"] is not None]
     same = [row for row in captured if not _different(row)]
     lines = [
         f"{len(captured)} of {len(rows)} are captured whole, and {len(same)} of those {len(captured)} train with",
@@ -35,12 +36,9 @@ def _table(record: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|---|",
         *[line(row) for row in captured],
         "",
-        "Not captured:",
-        "",
-        "| model | class | why | instead |",
-        "|---|---|---|---|",
-        *[line(row) for row in rows if row["refused"] is not None],
-        "",
+        *(["Not captured:", "", "| model | class | why | instead |", "|---|---|---|---|"] if refused else []),
+        *[line(row) for row in refused],
+        *([""] if refused else []),
         f"{conditions['cpu']}, one thread, torch {conditions['torch']},",
         f"transformers {conditions['transformers']}, {conditions['date']}.",
     ]
