@@ -174,8 +174,8 @@ class Weights:
                 back = self.tier.prefetch(value, value.device)
                 self.tier.wait(value)
                 found[key] = back
-            else:
-                found[key] = value
+            else:  # a count of steps: the old one stays as it is until all is done
+                found[key] = value.clone() if isinstance(value, torch.Tensor) else value
         return found
 
     def _store(self, weight: torch.Tensor, after: dict[str, Any], parameter: nn.Parameter) -> None:
