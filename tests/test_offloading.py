@@ -25,7 +25,7 @@ from tests.training import Trace, differences, least_budget, train
 pytestmark = pytest.mark.usefixtures("torch_ready")
 
 EFFORT = 1
-PERCENT = (25, 40, 60, 80, 100)
+PERCENT = {"small": (40, 80), "full": (25, 40, 60, 80, 100)}
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -72,7 +72,7 @@ def _runs(size: models.Size, name: str) -> Runs:
 
     minimum = least_budget(case.model(), first, effort=EFFORT, offload=True)
     found = [_run(case, minimum)]
-    for percent in PERCENT:
+    for percent in PERCENT[size]:
         with contextlib.suppress(fxremat.BudgetTooSmall):
             found.append(_run(case, f"{percent}%"))
     return Runs(

@@ -67,8 +67,14 @@ def resident(compiled: Any, optimizer: torch.optim.Optimizer) -> int:
     return sum(t.nbytes for t in (*parameters, *states) if t.data_ptr() not in homes)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("name", ["mlp", "gpt"])
+@pytest.mark.parametrize(
+    ("name", "optimizer"),
+    [
+        *(("mlp", name) for name in OPTIMIZERS),
+        ("gpt", "AdamW"),
+        *(pytest.param("gpt", name, marks=pytest.mark.long) for name in ("SGD", "momentum", "Adam")),
+    ],
+)
 def test_ten_steps_are_those_of_plain_training_in_a_part_of_the_memory(name: str, optimizer: str) -> None:
     make = OPTIMIZERS[optimizer]
     torch.manual_seed(0)
