@@ -141,6 +141,11 @@ class Weights:
         shell.data, shell.grad = weight, gradient
         state = self.optimizer.state[parameter]
         away = id(parameter) in self.hosted
+        counts = {  # of steps: tensors of one number, which the optimizer changes in place
+            key: value.item()
+            for key, value in state.items()
+            if isinstance(value, torch.Tensor) and not value.dim()
+        }
         if state:
             single.state[shell] = self._fetched(state, parameter) if away else state
         try:
@@ -150,6 +155,10 @@ class Weights:
                 self._store(weight, after, parameter)
             else:
                 self.optimizer.state[parameter] = after
+        except BaseException:
+            for key, count in counts.items():
+                state[key].fill_(count)
+            raise
         finally:
             shell.grad = None
             shell.data = parameter.data
@@ -174,8 +183,8 @@ class Weights:
                 back = self.tier.prefetch(value, value.device)
                 self.tier.wait(value)
                 found[key] = back
-            else:  # a count of steps: the old one stays as it is until all is done
-                found[key] = value.clone() if isinstance(value, torch.Tensor) else value
+            else:
+                found[key] = value
         return found
 
     def _store(self, weight: torch.Tensor, after: dict[str, Any], parameter: nn.Parameter) -> None:
