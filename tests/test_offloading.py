@@ -312,7 +312,16 @@ def test_an_estimate_needs_no_copies() -> None:
     assert plan.chosen.swapped is not None
 
 
-@pytest.mark.parametrize("solver", ["pofo", "autocapper", "offload_greedy", "vdnn", "opportunist"])
+@pytest.mark.parametrize(
+    "solver",
+    [
+        *("pofo", "vdnn"),
+        *(
+            pytest.param(name, marks=pytest.mark.long)
+            for name in ("autocapper", "offload_greedy", "opportunist")
+        ),
+    ],
+)
 def test_a_solver_of_chains_can_be_asked_by_name(solver: str) -> None:
     case = models.get("gpt", "small")
     tier = FileTier(to_host=1e9, from_host=1e9)

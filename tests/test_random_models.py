@@ -70,7 +70,7 @@ def test_random_models_small(recipe: Recipe, share: int) -> None:
     check(recipe, share)
 
 
-@few(8)
+@few(5)
 @given(recipes, st.integers(0, 100), st.sampled_from(["auto", "keep_all"]))
 def test_random_models_that_offload_small(recipe: Recipe, share: int, solver: str) -> None:
     check(recipe, share, solver=solver, offload=True)
