@@ -26,7 +26,7 @@ from fxremat.errors import BudgetTooSmall, FxrematError, InvalidBudget
 from fxremat.linearize.joint import Joint, read_joint, with_updates_inside
 from fxremat.memo import remembered
 from fxremat.offloading import with_offloading, with_schedules
-from fxremat.passes.swap import Link
+from fxremat.passes.lanes import Link
 from fxremat.planner import Prospects, survey
 from fxremat.plans import Plan, Whole
 from fxremat.refine.search import EFFORT

@@ -16,15 +16,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from fxremat.cost.blocks import chain_of
 from fxremat.cost.table import Costs
 from fxremat.errors import BudgetTooSmall
 from fxremat.linearize.layout import Layout
+from fxremat.passes.lanes import Ints, Link, Swapped, need_of
 from fxremat.passes.liveness import live_bytes
 from fxremat.passes.program import Program
-from fxremat.passes.swap import Ints, Link, Swapped, Trip, cap, need_of, swap, trips, trips_of
+from fxremat.passes.swap import Trip, cap, swap, trips, trips_of
 from fxremat.planner import Prospect, Prospects, unbeaten
 from fxremat.platform import Platform
 from fxremat.schedule import Schedule
@@ -84,7 +83,7 @@ def with_offloading(prospects: Prospects, costs: Costs, link: Link, host_mem: in
         host_mem: bytes that may wait on the host at a time. None: as many as there are.
     """
     least_size = max(1, prospects.keep_all.peak // SMALL)
-    sources = [Source.of(p, costs, least_size) for p in _sources(prospects)]
+    sources = [Source.of(p, costs, least_size) for p in prospects.spread(SOURCES)]
     found = list(_swapped(sources, prospects, costs, link, host_mem))
     frontier = unbeaten([*prospects.frontier, *found])
     return replace(prospects, frontier=tuple(frontier))
@@ -143,14 +142,6 @@ def _scheduled(
     more = cap(need, others, budget)
     if more:
         yield swap(program, sorted([*chosen, *more], key=lambda trip: trip.made), costs, link, budget)
-
-
-def _sources(prospects: Prospects) -> list[Prospect]:
-    """Some prospects of the frontier, fastest first, evenly over its peaks."""
-    frontier = prospects.frontier
-    peaks = np.linspace(frontier[0].peak, frontier[-1].peak, SOURCES)
-    places = {min(range(len(frontier)), key=lambda k: abs(frontier[k].peak - peak)) for peak in peaks}
-    return [frontier[place] for place in sorted(places)]
 
 
 def _swapped(

@@ -18,6 +18,8 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from fxremat.chain import Chain
 from fxremat.cost.blocks import chain_of
 from fxremat.cost.table import Costs
@@ -27,9 +29,9 @@ from fxremat.linearize.joint import Joint
 from fxremat.linearize.layout import Layout, lay_out
 from fxremat.linearize.options import add_options
 from fxremat.linearize.towers import find_towers, join_of, on_the_layout
+from fxremat.passes.lanes import Swapped
 from fxremat.passes.liveness import live_bytes
 from fxremat.passes.program import Order, Program, rematerialize
-from fxremat.passes.swap import Swapped
 from fxremat.refine.search import EFFORT, Searched, search
 from fxremat.schedule import Schedule
 from fxremat.simulate import simulate
@@ -90,6 +92,13 @@ class Prospects:
             if prospect.peak <= budget:
                 return prospect
         raise BudgetTooSmall(minimum=self.minimum, budget=budget)
+
+    def spread(self, count: int) -> list[Prospect]:
+        """At most so many of them, fastest first, evenly over their peaks."""
+        peaks = np.linspace(self.frontier[0].peak, self.frontier[-1].peak, count)
+        places = range(len(self.frontier))
+        nearest = {min(places, key=lambda k: abs(self.frontier[k].peak - peak)) for peak in peaks}
+        return [self.frontier[place] for place in sorted(nearest)]
 
     def nearest(self, budget: int) -> Prospect:
         """The fastest that fits, or else the one that needs least."""

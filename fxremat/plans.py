@@ -12,10 +12,10 @@ from torch import fx
 from fxremat.chain import Chain
 from fxremat.cost.table import Costs
 from fxremat.join_schedule import JoinSchedule
+from fxremat.passes.lanes import Link, Swapped
 from fxremat.passes.liveness import Memory, live_bytes
 from fxremat.passes.lower import lower
 from fxremat.passes.program import Program, Role, rematerialize
-from fxremat.passes.swap import Link, Swapped
 from fxremat.planner import Prospect, Prospects
 from fxremat.refine.bound import lower_bound
 from fxremat.report import page

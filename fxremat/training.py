@@ -12,12 +12,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from fxremat.cost.table import Costs
 from fxremat.errors import BudgetTooSmall
+from fxremat.passes.lanes import Link
 from fxremat.passes.liveness import live_bytes
-from fxremat.passes.swap import Link
 from fxremat.passes.weights import Choice, Unit, choose, hosted, update_inside
 from fxremat.planner import Prospect, Prospects
 
@@ -44,7 +42,7 @@ def best_within(
     """
     best: Trained | None = None
     least: int | None = None
-    for source in _sources(prospects):
+    for source in prospects.spread(SOURCES):
         program = update_inside(source.program(), units)
         everything = Choice(hosted=frozenset(u.value for u in units), twice=frozenset(u.value for u in units))
         floor = hosted(program, units, everything, costs, link, 0).memory.peak
@@ -68,11 +66,3 @@ def best_within(
 def resident_peak(prospect: Prospect, units: Sequence[Unit], costs: Costs) -> int:
     """Bytes at the peak of a step that keeps all weights, their state, and what the prospect keeps."""
     return live_bytes(update_inside(prospect.program(), units), costs.sizes).peak
-
-
-def _sources(prospects: Prospects) -> list[Prospect]:
-    """Some prospects of the frontier, fastest first, evenly over its peaks."""
-    frontier = prospects.frontier
-    peaks = np.linspace(frontier[0].peak, frontier[-1].peak, SOURCES)
-    places = {min(range(len(frontier)), key=lambda k: abs(frontier[k].peak - peak)) for peak in peaks}
-    return [frontier[place] for place in sorted(places)]

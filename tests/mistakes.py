@@ -412,19 +412,19 @@ MISTAKES += [
     Mistake("cost/table.py", "taken[op.index] = -(-sizes[result] // block) * block", "pass", IN_PLACE),
     # the memory of what left is let go at once
     Mistake(
-        "passes/swap.py",
-        "            self.ends[Role.OFFLOAD, self.lingering[0]] <= self.now\n",
+        "passes/lanes.py",
+        "            self._end(Role.OFFLOAD, self.lingering[0].departure.trip) <= self.now\n",
         "            True\n",
         SWAP,
     ),
     # what is leaving does not count
-    Mistake("passes/swap.py", "self.lingering_bytes += trip.size", "self.lingering_bytes += 0", SWAP),
+    Mistake("passes/lanes.py", "self.lingering_bytes += departure.size", "self.lingering_bytes += 0", SWAP),
     # a copy back starts where it does not fit
-    Mistake("passes/swap.py", "trip.size <= self.limit\n", "0 <= self.limit\n", SWAP),
+    Mistake("passes/lanes.py", "arrival.size <= self.limit\n", "0 <= self.limit\n", SWAP),
     # the backward reads the version that has left
-    Mistake("passes/swap.py", "self.renamed.get(version, version) for", "version for", SWAP),
+    Mistake("passes/lanes.py", "self.renamed.get(version, version) for", "version for", SWAP),
     # copies of one direction run at the same time
-    Mistake("passes/swap.py", "start = max(self.now, self.lanes[role])", "start = self.now", SWAP),
+    Mistake("passes/lanes.py", "start = max(self.now, self.free[role])", "start = self.now", SWAP),
     # memory goes back to the pool while something shows it
     Mistake(
         "runtime/host.py", "weakref.finalize(owner, self._give", "weakref.finalize(like, self._give", HOST
@@ -446,11 +446,11 @@ MISTAKES += [
     Mistake("passes/liveness.py", "if version in program.fetched:", "if False:", WEIGHTS),
     # weights that stay are not counted
     Mistake("passes/liveness.py", "start += program.resident", "start += 0", WEIGHTS),
-    # an update reads the weight that has left
+    # what is let go after its update is not what came from the host
     Mistake(
-        "passes/weights.py",
-        "self.current[version][0] if version in self.current else version for",
-        "version for",
+        "passes/lanes.py",
+        "self.renamed.get(departure.version, departure.version)",
+        "departure.version",
         WEIGHTS,
     ),
     # the new weight does not go home

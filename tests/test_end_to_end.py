@@ -14,7 +14,7 @@ import torch
 
 import fxremat
 from benchmarks import meter, models
-from tests.training import Trace, differences, least_budget, state_of, train, unequal
+from tests.training import Trace, differences, in_both_sizes, least_budget, state_of, train, unequal
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
 
@@ -44,16 +44,7 @@ class Runs:
     refused: tuple[int, ...]  # percentages
 
 
-@pytest.fixture(
-    params=[
-        pytest.param(
-            (size, name), id=f"{name}-{size}", marks=[*marks, pytest.mark.xdist_group(f"{name}-{size}")]
-        )
-        for size, marks in (("small", []), ("full", [pytest.mark.long]))
-        for name in models.MAIN
-    ],
-    scope="module",
-)
+@pytest.fixture(params=in_both_sizes("end-to-end"), scope="module")
 def runs(request: pytest.FixtureRequest) -> Runs:
     return _runs(*request.param)
 

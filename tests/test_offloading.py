@@ -20,7 +20,7 @@ from fxremat.passes.program import Role
 from fxremat.report import planned_lanes
 from fxremat.runtime.host import FileTier
 from tests.toys import Loss, Stack, rows
-from tests.training import Trace, differences, least_budget, train
+from tests.training import Trace, differences, in_both_sizes, least_budget, train
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
 
@@ -48,16 +48,7 @@ class Runs:
     runs: tuple[Run, ...]
 
 
-@pytest.fixture(
-    params=[
-        pytest.param(
-            (size, name), id=f"{name}-{size}", marks=[*marks, pytest.mark.xdist_group(f"off-{name}-{size}")]
-        )
-        for size, marks in (("small", []), ("full", [pytest.mark.long]))
-        for name in models.MAIN
-    ],
-    scope="module",
-)
+@pytest.fixture(params=in_both_sizes("offload"), scope="module")
 def runs(request: pytest.FixtureRequest) -> Runs:
     return _runs(*request.param)
 

@@ -134,3 +134,16 @@ def assert_as_plain(
 
 def mse(output: Tensor) -> Tensor:
     return F.mse_loss(output, torch.zeros_like(output))
+
+
+class FourLayers(nn.Module):
+    """Four times linear and tanh."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean()

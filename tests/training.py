@@ -6,10 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import fxremat
+from benchmarks import models
 from benchmarks.models import Case
 
 STEPS = 3
@@ -23,6 +25,19 @@ class Trace:
     gradients: list[dict[str, Tensor | None]]  # of each step
     state: dict[str, Tensor]  # parameters and buffers at the end
     rng: Tensor
+
+
+def in_both_sizes(group: str) -> list[Any]:
+    """Parameters (size, name) of a fixture whose runs many tests look at: one process makes those of a model."""
+    return [
+        pytest.param(
+            (size, name),
+            id=f"{name}-{size}",
+            marks=[*marks, pytest.mark.xdist_group(f"{group}-{name}-{size}")],
+        )
+        for size, marks in (("small", []), ("full", [pytest.mark.long]))
+        for name in models.MAIN
+    ]
 
 
 def train(model: nn.Module, case: Case, device: str = "cpu") -> Trace:

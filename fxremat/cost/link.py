@@ -10,7 +10,7 @@ import torch
 from fxremat.cost.cache import CostCache
 from fxremat.cost.measure import quiet_world
 from fxremat.linearize.joint import Joint, Origin
-from fxremat.passes.swap import Link
+from fxremat.passes.lanes import Link
 from fxremat.runtime.host import HostTier
 
 RUNS = 3

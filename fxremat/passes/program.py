@@ -56,6 +56,7 @@ class Transfer:
     writes: tuple[int, ...]
     op: None = None  # none is executed
     workspace: int = 0  # bytes while it runs, beyond what it reads and writes
+    seconds: float = 0.0  # that it takes, beside waiting for a copy
 
 
 @dataclass(frozen=True, eq=False)

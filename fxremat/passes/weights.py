@@ -6,12 +6,11 @@
                let go in between), is updated, and goes back; its state comes and goes within the update
 
 Which are hosted is chosen as gaps are in Algorithm 1 of the paper (see `solvers.weights.selection`): by the bytes of
-excess removed for each byte that is copied. When each comes is chosen as in `passes.swap`.
+excess removed for each byte that is copied. When each comes is decided by the clock (`passes.lanes`).
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -19,9 +18,9 @@ import numpy as np
 
 from fxremat.cost.table import Costs
 from fxremat.errors import FxrematError
+from fxremat.passes.lanes import Arrival, Departure, Ints, Link, Swapped, clocked, need_of
 from fxremat.passes.liveness import live_bytes
 from fxremat.passes.program import Program, Role, Step, Transfer
-from fxremat.passes.swap import Ints, Link, Swapped, need_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,12 +57,13 @@ def update_inside(program: Program, units: Iterable[Unit]) -> Program:
         position = max(last.get(weight, 0), last[gradient], program.turn)
         after.setdefault(position, []).append(
             Transfer(
-                _block_of(program, position),
+                program.steps[position].block,
                 Role.UPDATE,
                 -1,
                 (weight, gradient),
                 (),
                 workspace=unit.workspace,
+                seconds=unit.seconds,
             )
         )
     steps: list[Step | Transfer] = []
@@ -72,10 +72,6 @@ def update_inside(program: Program, units: Iterable[Unit]) -> Program:
         steps += after.get(position, ())
     resident = sum(unit.bytes + unit.state_bytes for unit in units)
     return replace(program, steps=tuple(steps), resident=resident)
-
-
-def _block_of(program: Program, position: int) -> int:
-    return program.steps[position].block
 
 
 @dataclass(frozen=True)
@@ -146,182 +142,58 @@ def hosted(
     program: Program, units: Sequence[Unit], choice: Choice, costs: Costs, link: Link, limit: int
 ) -> Swapped:
     """The program of `update_inside` with these units on the host."""
-    by_value = {unit.value: unit for unit in units}
-    away = [by_value[value] for value in sorted(choice.hosted)]
-    resident = program.resident - sum(unit.bytes + unit.state_bytes for unit in away)
-    steps: list[Step | Transfer] = []
-    for step in program.steps:
-        if isinstance(step, Transfer) and program.version_of[step.reads[0]] in choice.hosted:
-            unit = by_value[program.version_of[step.reads[0]]]
-            step = replace(step, workspace=step.workspace + unit.state_bytes)
-        steps.append(step)
-    base = replace(program, steps=tuple(steps), resident=resident)
-    stays: list[Stay] = []
-    for unit in away:
+    away = {unit.value: unit for unit in sorted(units, key=lambda u: u.value) if unit.value in choice.hosted}
+    base = replace(
+        program,
+        steps=tuple(_with_travelling_state(step, program, away, link) for step in program.steps),
+        resident=program.resident - sum(unit.bytes + unit.state_bytes for unit in away.values()),
+    )
+    need = need_of(base, live_bytes(base, costs.sizes))
+    arrivals: list[Arrival] = []
+    departures: list[Departure] = []
+    for unit in away.values():
         visits = _visits(program, unit)
         spans = [span for span in (visits.forward, visits.backward) if span is not None]
         if unit.value not in choice.twice:
             spans = [(spans[0][0], spans[-1][1])]
         begins = 0
         for first, last in spans:
-            begins = (
-                max(begins, program.turn) if first >= program.turn else begins
-            )  # each graph fetches its own
-            stays.append(Stay(unit.value, unit.bytes, begins, first, last))
-            begins = last + 1
-    seconds = {unit.value: unit.seconds for unit in units}
-    for unit in away:
-        seconds[unit.value] += unit.state_bytes / link.from_host + unit.state_bytes / link.to_host
-    return _Clock(base, stays, seconds, costs, link, limit).run()
-
-
-@dataclass(frozen=True, slots=True)
-class Stay:
-    """A parameter is on the device from before `first` to after `last`; it may come from position `begins` on."""
-
-    value: int
-    size: int
-    begins: int
-    first: int
-    last: int
-
-
-@dataclass(eq=False)
-class _Clock:
-    """Goes through the program once, and writes down what comes and goes when."""
-
-    program: Program
-    stays: Sequence[Stay]
-    seconds: Mapping[int, float]  # of the update of each parameter
-    costs: Costs
-    link: Link
-    limit: int
-
-    def __post_init__(self) -> None:
-        self.need = need_of(self.program, live_bytes(self.program, self.costs.sizes))
-        for stay in self.stays:
-            self.need[stay.first : stay.last + 1] += stay.size
-        self.coming = deque(sorted(self.stays, key=lambda stay: stay.first))
-        self.due: dict[int, list[Stay]] = {}
-        for stay in self.stays:
-            self.due.setdefault(stay.first, []).append(stay)
-        self.numbers = {stay: number for number, stay in enumerate(self.stays)}
-        self.version_of = list(self.program.version_of)
-        self.fetched: set[int] = set()
-        self.current: dict[
-            int, tuple[int, Stay]
-        ] = {}  # first version of a parameter -> the one on the device
-        self.steps: list[Step | Transfer] = []
-        self.starts: list[float] = []
-        self.copies: dict[tuple[Role, int], tuple[float, float]] = {}
-        self.now = self.waiting = self.waiting_back = 0.0
-        self.back_free = self.out_free = 0.0
-        self.ends: dict[Stay, float] = {}
-        self.lingering: deque[tuple[Stay, int, float]] = (
-            deque()
-        )  # what is being stored: its version, when it ends
-        self.lingering_bytes = 0
-
-    def run(self) -> Swapped:
-        turn = 0
-        for position, step in enumerate(self.program.steps):
-            self._make_room(position)
-            if position == self.program.turn:
-                turn = len(self.steps)
-            self._bring(position)
-            self._execute(step)
-        while self.lingering:
-            self._release()
-        program = replace(
-            self.program,
-            steps=tuple(self.steps),
-            turn=turn,
-            version_of=tuple(self.version_of),
-            fetched=frozenset(self.fetched),
-        )
-        came = sum(stay.size for stay in self.stays)
-        went = sum({stay.value: stay.size for stay in self.stays}.values())
-        return Swapped(
-            program=program,
-            memory=live_bytes(program, self.costs.sizes),
-            time=self.now + self.link.drag * (came / self.link.from_host + went / self.link.to_host),
-            copying=(went / self.link.to_host, came / self.link.from_host),
-            waiting=self.waiting,
-            waiting_back=self.waiting_back,
-            bytes=went,
-            starts=tuple(self.starts),
-            copies=self.copies,
-        )
-
-    def _make_room(self, position: int) -> None:
-        while self.lingering and (
-            self.lingering[0][2] <= self.now or self.need[position] + self.lingering_bytes > self.limit
-        ):
-            self._release()
-
-    def _release(self) -> None:
-        stay, version, end = self.lingering.popleft()
-        self.lingering_bytes -= stay.size
-        self._wait(end, back=False)
-        self._write(Role.RELEASE, stay, reads=(version,))
-
-    def _bring(self, position: int) -> None:
-        step = self.program.steps[position]
-        seconds = 0.0 if step.op is None else self.costs.seconds[step.op]
-        while self.coming:
-            stay = self.coming[0]
-            due = stay.first == position
-            soon = (
-                stay.begins <= position
-                and self.back_free <= self.now + seconds
-                and int(self.need[position : stay.first].max(initial=0)) + self.lingering_bytes + stay.size
-                <= self.limit
+            need[first : last + 1] += unit.bytes
+            arrivals.append(
+                Arrival(
+                    trip=len(arrivals),
+                    block=program.steps[first].block,
+                    version=program.first[unit.value],
+                    size=unit.bytes,
+                    begins=max(begins, program.turn)
+                    if first >= program.turn
+                    else begins,  # each graph fetches its own
+                    first=first,
+                )
             )
-            if not (due or soon):
-                break
-            self.coming.popleft()
-            self.need[position : stay.first] += stay.size
-            self._make_room(position)
-            self.version_of.append(stay.value)
-            version = len(self.version_of) - 1
-            self.fetched.add(version)
-            start = max(self.now, self.back_free)
-            self.back_free = self.ends[stay] = start + stay.size / self.link.from_host
-            self.copies[Role.PREFETCH, self.numbers[stay]] = (start, self.back_free)
-            self._write(Role.PREFETCH, stay, writes=(version,))
-            self.current[self.program.first[stay.value]] = (version, stay)
-        for stay in self.due.get(position, ()):
-            self._wait(self.ends[stay], back=True)
-            self._write(Role.WAIT, stay, reads=(self.current[self.program.first[stay.value]][0],))
-
-    def _execute(self, step: Step | Transfer) -> None:
-        reads = tuple(
-            self.current[version][0] if version in self.current else version for version in step.reads
+            begins = last + 1
+        latest = arrivals[-1]
+        departures.append(
+            Departure(
+                trip=latest.trip,
+                block=latest.block,
+                version=latest.version,
+                size=unit.bytes,
+                starts=visits.backward[1],
+                leaves=visits.backward[1],
+            )
         )
-        self.starts.append(self.now)
-        self.steps.append(replace(step, reads=reads))
-        if isinstance(step, Step):
-            self.now += self.costs.seconds[step.op]
-            return
-        value = self.program.version_of[step.reads[0]]
-        self.now += self.seconds[value]
-        if step.reads[0] in self.current:
-            version, stay = self.current[step.reads[0]]
-            start = max(self.now, self.out_free)
-            self.out_free = start + stay.size / self.link.to_host
-            self.copies[Role.OFFLOAD, self.numbers[stay]] = (start, self.out_free)
-            self.lingering.append((stay, version, self.out_free))
-            self.lingering_bytes += stay.size
+    return clocked(base, departures, arrivals, need, costs, link, limit)
 
-    def _write(
-        self, role: Role, stay: Stay, *, reads: tuple[int, ...] = (), writes: tuple[int, ...] = ()
-    ) -> None:
-        self.starts.append(self.now)
-        block = self.program.steps[stay.first].block
-        self.steps.append(Transfer(block, role, self.numbers[stay], reads, writes))
 
-    def _wait(self, moment: float, *, back: bool) -> None:
-        waited = max(0.0, moment - self.now)
-        self.waiting += waited
-        self.waiting_back += waited if back else 0.0
-        self.now += waited
+def _with_travelling_state(
+    step: Step | Transfer, program: Program, away: Mapping[int, Unit], link: Link
+) -> Step | Transfer:
+    """The update of a hosted unit brings its state, and sends it back; other steps are as they were."""
+    if isinstance(step, Step) or (unit := away.get(program.version_of[step.reads[0]])) is None:
+        return step
+    return replace(
+        step,
+        workspace=step.workspace + unit.state_bytes,
+        seconds=step.seconds + unit.state_bytes / link.from_host + unit.state_bytes / link.to_host,
+    )

@@ -21,26 +21,14 @@ from fxremat.passes.program import Program, Role, rematerialize
 from fxremat.planner import survey
 from fxremat.schedule import Schedule
 from tests.dags import Dag, Recipe, batch, capture, estimated, few, recipes
+from tests.toys import FourLayers
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
 FEW = few(25)
 
 
-class Chain(nn.Module):
-    """Four times linear and tanh."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x.square().mean()
-
-
 def chain_program(schedule: str) -> Program:
-    joint = capture(Chain(), torch.ones(4, 8))
+    joint = capture(FourLayers(), torch.ones(4, 8))
     ends = [op.index for op in joint.forward_ops if op.name.startswith("tanh")]
     return rematerialize(lay_out(joint, ends), Schedule.parse(schedule))
 
@@ -192,7 +180,7 @@ def _storage(node: fx.Node) -> int:
 
 
 def test_crossings_ignore_what_nothing_reads() -> None:
-    joint = capture(Chain(), torch.ones(4, 8))
+    joint = capture(FourLayers(), torch.ones(4, 8))
     assert [len(values) for values in crossings(joint).at] == [1] * (joint.forward_count - 1) + [0]
 
 

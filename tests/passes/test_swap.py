@@ -8,40 +8,28 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 
 from fxremat.cost.table import Costs
 from fxremat.errors import InvalidSchedule
 from fxremat.linearize.layout import Layout, lay_out
+from fxremat.passes.lanes import Link, need_of
 from fxremat.passes.liveness import Sizes, live_bytes
 from fxremat.passes.lower import lower
 from fxremat.passes.program import Program, Role, Transfer, rematerialize
-from fxremat.passes.swap import Link, cap, need_of, swap, trips, trips_of
+from fxremat.passes.swap import cap, swap, trips, trips_of
 from fxremat.planner import survey
 from fxremat.schedule import Schedule
 from tests.dags import Dag, Recipe, batch, capture, estimated, few, recipes
 from tests.passes.test_program import graph_memory, saved_bytes, tangents_of
+from tests.toys import FourLayers
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
 FEW = few(15)
 KEEP = "Fall1 Fall2 Fall3 Fall4 Fall5 B5 B4 B3 B2 B1"
 
 
-class Chain(nn.Module):
-    """Four times linear and tanh."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x.square().mean()
-
-
 def chain_layout(rows: int = 4) -> Layout:
-    joint = capture(Chain(), torch.ones(rows, 8))
+    joint = capture(FourLayers(), torch.ones(rows, 8))
     return lay_out(joint, [op.index for op in joint.forward_ops if op.name.startswith("tanh")])
 
 
