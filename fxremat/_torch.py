@@ -214,6 +214,16 @@ def shell_of(kind: type[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
     return shell
 
 
+def without_memory(like: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of the same layout on a device, whose storage has no bytes.
+
+    `UntypedStorage.resize_` (2.11, 2.13) is what torch's own sharded training frees parameters with.
+    """
+    empty = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
+    empty.untyped_storage().resize_(0)
+    return empty
+
+
 def version_of(tensor: torch.Tensor) -> int:
     """How often the tensor has been written to: `Tensor._version` (2.11, 2.13), which autograd checks."""
     return int(tensor._version)

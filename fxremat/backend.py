@@ -6,7 +6,7 @@ fxremat.compile(model, mem="4GiB")                                     the same,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
@@ -27,6 +27,7 @@ from fxremat.linearize.joint import Joint, read_joint, with_updates_inside
 from fxremat.memo import remembered
 from fxremat.offloading import with_offloading, with_schedules
 from fxremat.passes.lanes import Link
+from fxremat.passes.weights import Handles
 from fxremat.planner import Prospects, survey
 from fxremat.plans import Plan, Whole
 from fxremat.refine.search import EFFORT
@@ -64,7 +65,8 @@ class Backend:
         offload: let values wait on the host: True (pinned memory for a CUDA device, else files), or a tier of
             `fxremat.runtime.host`, such as fxremat.FileTier("/fast/disk").
         offload_weights: let parameters live on the host: True or a tier, as for `offload`. `mem` then covers them,
-            their gradients and the optimizer's state as well, and each backward is a step of `optimizer`. CPU only.
+            their gradients and the optimizer's state as well, and each backward is a step of `optimizer`. Parameters
+            may start on the CPU where all else is on the device.
         optimizer: of the model's parameters: SGD, Adam, AdamW, or another that treats each element by itself.
         host_mem: what may wait there at a time, in the forms of a size. None: whatever the plan wants.
         progress: show a bar while measuring, where stderr is a terminal.
@@ -109,6 +111,9 @@ class Backend:
         if self.offload_weights and self.offload:
             raise FxrematError("offload and offload_weights cannot be combined yet")
         self.weights: Weights | None = None
+        self.hosted: frozenset[int] = (
+            frozenset()
+        )  # the optimizer's numbers of parameters that live on the host
         self.host_bytes = None if self.host_mem is None else parse_bytes(self.host_mem)
 
     def fresh(self) -> Backend:
@@ -134,6 +139,16 @@ class Backend:
         with differentiate_as_eager():
             compiled: Callable[..., Any] = backend(module, inputs)
         return compiled
+
+    def prepare_weights(self, tensors: Iterable[torch.Tensor]) -> Weights | None:
+        """The optimizer's parameters, where the step updates them; the model computes where these tensors are."""
+        if self.optimizer is not None and self.weights is None:
+            devices = [tensor.device for tensor in tensors]
+            device = next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+            chosen = self.offload_weights
+            tier = chosen if isinstance(chosen, HostTier) else default_tier(device)
+            self.weights = Weights(self.optimizer, tier, device)
+        return self.weights
 
     def _forward_compiler(self, graph: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
         run = boxed(graph)
@@ -202,38 +217,42 @@ class Backend:
         """The joint graph, with the updates inside where the user wants them there."""
         if self.optimizer is None:
             return joint
-        trained = {value for value, _ in self._parameters(joint)}
+        trained = set(self._parameters(joint))
         if not trained:
             raise FxrematError("none of the optimizer's parameters is one of the model's")
         return with_updates_inside(joint, trained)
 
-    def _parameters(self, joint: Joint) -> Iterator[tuple[int, torch.nn.Parameter]]:
-        """The optimizer's parameters among the graph's inputs, which come in the order of its primals."""
+    def _parameters(self, joint: Joint) -> dict[int, int]:
+        """The optimizer's parameters among the graph's inputs (in the order of its primals), with their numbers."""
         assert self.optimizer is not None
-        mine = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
-        for node, given in zip(joint.primals, self._inputs, strict=False):
-            if id(given) in mine and given.shape == node.meta["val"].shape:
-                yield joint.value_of[node], given
+        everyone = (p for group in self.optimizer.param_groups for p in group["params"])
+        numbers = {id(parameter): number for number, parameter in enumerate(everyone)}
+        return {
+            joint.value_of[node]: numbers[id(given)]
+            for node, given in zip(joint.primals, self._inputs, strict=False)
+            if id(given) in numbers and given.shape == node.meta["val"].shape
+        }
 
     def _trained(self, plan: Plan, joint: Joint) -> Plan:
         """The plan for a step that updates its weights, some of which live on the host."""
         assert self.optimizer is not None
-        device = device_of(joint)
-        if device.type != "cpu":
-            raise FxrematError(f"offload_weights runs on a CPU so far, and this model is on {device.type}")
-        tier = self.offload_weights if isinstance(self.offload_weights, HostTier) else default_tier(device)
-        link = measure_link(tier, device, typical_size(joint))
+        weights = self.prepare_weights([joint.values[value].node.meta["val"] for value in joint.updates_of])
+        assert weights is not None
+        numbers = self._parameters(joint)
+        link = measure_link(weights.tier, device_of(joint), typical_size(joint))
         units = units_of(joint, self.optimizer)
         budget, everything = plan.budget, resident_peak(plan.prospects.keep_all, units, plan.costs)
         if isinstance(self.budget, Percent):
             budget = int(everything * self.budget.of_keep_all / 100)
-        trained = best_within(plan.prospects, units, plan.costs, link, budget)
-        if self.weights is None:
-            self.weights = Weights(self.optimizer, tier)
-        self.to_settle = [p for value, p in self._parameters(joint) if value in trained.choice.hosted]
+        settled = None
+        if self.plans:  # for other shapes: what lives on the host is settled
+            settled = frozenset(v for v in joint.updates_of if numbers[v] in self.hosted)
+        trained = best_within(plan.prospects, units, plan.costs, link, budget, settled)
+        self.hosted |= {numbers[value] for value in trained.choice.hosted}
         chosen = replace(trained.prospect, chain=chain_of(trained.prospect.layout, plan.costs))
-        whole = Whole(name=self.weights.name, keep_all_peak=everything, minimum=trained.minimum)
-        return replace(plan, budget=budget, chosen=chosen, tier=tier, link=link, weights=whole)
+        handles = Handles(name=weights.name, numbers=numbers)
+        whole = Whole(handles=handles, keep_all_peak=everything, minimum=trained.minimum)
+        return replace(plan, budget=budget, chosen=chosen, tier=weights.tier, link=link, weights=whole)
 
     def _offloaded(self, plan: Plan, joint: Joint) -> Plan:
         """The plan for the same budget where values may wait on the host."""

@@ -16,6 +16,7 @@ from fxremat.passes.lanes import Link, Swapped
 from fxremat.passes.liveness import Memory, live_bytes
 from fxremat.passes.lower import lower
 from fxremat.passes.program import Program, Role, rematerialize
+from fxremat.passes.weights import Handles
 from fxremat.planner import Prospect, Prospects
 from fxremat.refine.bound import lower_bound
 from fxremat.report import page
@@ -30,7 +31,7 @@ from fxremat.units import format_bytes
 class Whole:
     """A step that updates its weights: what its budget refers to."""
 
-    name: str  # of the parameters, in the graphs
+    handles: Handles  # of the parameters, in the graphs
     keep_all_peak: int  # bytes with everything on the device
     minimum: int  # the least budget
 
@@ -123,7 +124,7 @@ class Plan:
     def graphs(self) -> tuple[fx.GraphModule, fx.GraphModule]:
         """The forward and the backward graph."""
         return lower(
-            self.program, self.tier.name if self.tier else "", self.weights.name if self.weights else ""
+            self.program, self.tier.name if self.tier else "", self.weights.handles if self.weights else None
         )
 
     @property

@@ -33,22 +33,31 @@ class Trained:
 
 
 def best_within(
-    prospects: Prospects, units: Sequence[Unit], costs: Costs, link: Link, budget: int
+    prospects: Prospects,
+    units: Sequence[Unit],
+    costs: Costs,
+    link: Link,
+    budget: int,
+    settled: frozenset[int] | None = None,
 ) -> Trained:
     """The fastest step whose peak, resident weights and state included, is within `budget` bytes.
+
+    Args:
+        settled: the parameters that live on the host, where that is not to choose any more.
 
     Raises:
         BudgetTooSmall: none is; `.minimum` is the least that some plan needs.
     """
     best: Trained | None = None
     least: int | None = None
+    movable = frozenset(u.value for u in units) if settled is None else settled
+    everything = Choice(hosted=movable, twice=movable)
     for source in prospects.spread(SOURCES):
         program = update_inside(source.program(), units)
-        everything = Choice(hosted=frozenset(u.value for u in units), twice=frozenset(u.value for u in units))
         floor = hosted(program, units, everything, costs, link, 0).memory.peak
         least = floor if least is None else min(least, floor)
         for share in SPARE:
-            choice = choose(program, units, costs, int(budget * share))
+            choice = choose(program, units, costs, int(budget * share), settled)
             if choice is None and floor <= budget and share == 1.0:
                 choice = everything
             if choice is None:

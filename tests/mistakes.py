@@ -449,12 +449,12 @@ MISTAKES += [
     # what is let go after its update is not what came from the host
     Mistake(
         "passes/lanes.py",
-        "self.renamed.get(departure.version, departure.version)",
-        "departure.version",
+        "(self.renamed.get(what.version, what.version),)",
+        "(what.version,)",
         WEIGHTS,
     ),
     # the new weight does not go home
-    Mistake("runtime/weights.py", "self.tier.store(weight, parameter.data)", "pass", WEIGHTS),
+    Mistake("runtime/weights.py", "self.tier.store(weight, self.hosted[number])", "pass", WEIGHTS),
     # the user's learning rate of the moment is not looked at
     Mistake("runtime/weights.py", "single.param_groups[0].update(settings)", "pass", WEIGHTS),
     # a copy back starts where it does not fit
@@ -474,5 +474,25 @@ MISTAKES += [
         "        if discount:\n",
         "        if False:\n",
         "solvers/test_weights.py",
+    ),
+    # optimizer state on the device is not counted
+    Mistake("passes/lanes.py", "takes=sign * what.size", "takes=0", WEIGHTS),
+    # it stays there after the update
+    Mistake("runtime/weights.py", "self._leaving.pop(number, None)", "pass", WEIGHTS),
+    # the new state does not go home
+    Mistake("runtime/weights.py", "self.tier.store(value, homes[key])", "pass", WEIGHTS),
+    # a parameter stays without memory after a failed forward
+    Mistake(
+        "runtime/weights.py",
+        "for number, data in there.items():",
+        "for number, data in ():",
+        WEIGHTS,
+    ),
+    # another shape hosts what it likes
+    Mistake(
+        "backend.py",
+        "trained = best_within(plan.prospects, units, plan.costs, link, budget, settled)",
+        "trained = best_within(plan.prospects, units, plan.costs, link, budget)",
+        WEIGHTS,
     ),
 ]

@@ -145,7 +145,7 @@ def test_a_weight_comes_twice_and_leaves_once_a_step() -> None:
     tier = FileTier()
     model, optimizer = compiled(0.25, tier, OPTIMIZERS["SGD"])
     step(model, optimizer, (rows(),), 0)
-    hosted = sum(p.nbytes for p in model._backend.weights.hosted.values())
+    hosted = sum(home.nbytes for home in model._backend.weights.hosted.values())
     assert hosted > 0
     tier.copies = []
     step(model, optimizer, (rows(),), 1)
@@ -168,7 +168,7 @@ def test_a_hundred_steps_take_no_more_than_two() -> None:
 
 
 def test_more_memory_hosts_less() -> None:
-    hosted = [len(compiled(share)[0]._backend.to_settle) for share in (0.3, 0.6, 3.0)]
+    hosted = [len(compiled(share)[0]._backend.hosted) for share in (0.3, 0.6, 3.0)]
     assert hosted[0] > hosted[1] > hosted[2] == 0
 
 
@@ -217,11 +217,11 @@ def test_a_fault_in_the_middle_leaves_every_parameter_old_or_new_and_says_how_ma
     weights = model._backend.weights
     original, calls = type(weights)._single_for, [0]
 
-    def failing(self: Any, parameter: nn.Parameter) -> Any:
+    def failing(self: Any, *arguments: Any) -> Any:
         calls[0] += 1
         if calls[0] == 5:
             raise RuntimeError("a bolt from the blue")
-        return original(self, parameter)
+        return original(self, *arguments)
 
     with monkeypatch.context() as patch:
         patch.setattr(type(weights), "_single_for", failing)
@@ -312,3 +312,93 @@ def test_evaluation_reads_the_weights_where_they_are() -> None:
     plain.eval()
     with torch.no_grad():
         assert torch.equal(model(rows()), plain(rows()))
+
+
+def test_state_makes_one_trip_a_step_beside_the_weights() -> None:
+    tier = FileTier()
+    model, optimizer = compiled(0.25, tier)
+    for seed in range(2):
+        step(model, optimizer, (rows(),), seed)
+    weights = model._backend.weights
+    hosted = sum(home.nbytes for home in weights.hosted.values())
+    tier.copies = []
+    step(model, optimizer, (rows(),), 2)
+    moved = {way: sum(c.bytes for c in tier.copies if c.way == way) for way in ("out", "in")}
+    assert moved["out"] == 3 * hosted  # AdamW's two moments and the weight
+    assert 3 * hosted <= moved["in"] <= 4 * hosted
+    names = [node.name for node in model.plan.backward_graph.graph.nodes]
+    update = next(name for name in names if name.endswith("_update") and f"{name[:-7]}_prefetch" in names)
+    parameter = update.removesuffix("_update")
+    marks = [f"{parameter}_{what}" for what in ("state_prefetch", "state_wait", "update", "state_release")]
+    assert [name for name in names if name in marks] == marks
+    early = [
+        names.index(f"{name[:-7]}_state_wait") - names.index(f"{name[:-7]}_state_prefetch")
+        for name in names
+        if name.endswith("_update") and f"{name[:-7]}_state_wait" in names
+    ]
+    assert max(early) > 5  # the copy begins while others work
+
+
+def test_back_on_the_device_it_is_an_ordinary_model() -> None:
+    model, mine = compiled(0.4)
+    torch.manual_seed(0)
+    plain = MLP(tied=False)
+    theirs = OPTIMIZERS["AdamW"](plain)
+    for seed in range(2):
+        assert step(model, mine, (rows(),), seed) == step(plain, theirs, (rows(),), seed)
+    homes = set(model._backend.weights._homes)
+    ordinary = model.to_device()._model
+    tensors = [*ordinary.parameters(), *(t for s in mine.state.values() for t in s.values())]
+    assert not any(tensor.data_ptr() in homes for tensor in tensors)
+    for seed in range(2, 4):
+        assert step(ordinary, mine, (rows(),), seed) == step(plain, theirs, (rows(),), seed)
+    for seed in range(4, 6):
+        assert step(model, mine, (rows(),), seed) == step(plain, theirs, (rows(),), seed)
+    assert model._backend.weights.hosted
+
+
+def test_while_the_forward_is_called_parameters_of_the_host_have_no_memory() -> None:
+    model, optimizer = compiled(0.4)
+    step(model, optimizer, (rows(),), 0)
+    weights = model._backend.weights
+    parameters = [weights.parameters()[number] for number in weights.hosted]
+    before = [p.clone() for p in parameters]
+    with pytest.raises(ValueError, match="on purpose"), weights.seen_on_the_device():
+        assert all(p.untyped_storage().nbytes() == 0 for p in parameters)
+        raise ValueError("on purpose")
+    assert all(map(torch.equal, parameters, before))
+
+
+def test_a_parameter_with_new_data_takes_its_numbers_home() -> None:
+    model, mine = compiled(0.4)
+    torch.manual_seed(0)
+    plain = MLP(tied=False)
+    theirs = OPTIMIZERS["AdamW"](plain)
+    step(model, mine, (rows(),), 0)
+    step(plain, theirs, (rows(),), 0)
+    for m in (model, plain):
+        for p in m.parameters():
+            p.data = p.data * 0.5
+    assert step(model, mine, (rows(),), 1) == step(plain, theirs, (rows(),), 1)
+    first = next(iter(model._backend.weights.hosted))
+    parameter = model._backend.weights.parameters()[first]
+    good, parameter.data = parameter.data, torch.zeros(3)
+    with pytest.raises(fxremat.FxrematError, match="compile the model again"):
+        model(rows())
+    parameter.data = good
+    assert step(model, mine, (rows(),), 2) == step(plain, theirs, (rows(),), 2)
+
+
+def test_another_shape_is_planned_for_the_same_hosted_weights() -> None:
+    model, mine = compiled(0.4)
+    torch.manual_seed(0)
+    plain = MLP(tied=False)
+    theirs = OPTIMIZERS["AdamW"](plain)
+    hosted = []
+    for seed, count in enumerate((16, 12, 16, 12)):
+        batch = (rows()[:count],)
+        assert step(model, mine, batch, seed) == step(plain, theirs, batch, seed)
+        hosted.append(set(model._backend.weights.hosted))
+    assert len(model.plans) == 2
+    assert hosted[0]
+    assert all(numbers == hosted[0] for numbers in hosted)

@@ -44,7 +44,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Departure:
-    """A version that leaves the device."""
+    """A version that leaves the device, or the optimizer state of the parameter that the version shows."""
 
     trip: int  # what comes back of it has the same number
     block: int
@@ -52,11 +52,12 @@ class Departure:
     size: int
     starts: int  # position of the step after which its copy starts; an update starts it itself
     leaves: int  # position of its last reader
+    state: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrival:
-    """A version that comes from the host, as another one of the same value."""
+    """A version that comes from the host, as another one of the same value; or the state of a parameter."""
 
     trip: int
     block: int
@@ -64,6 +65,7 @@ class Arrival:
     size: int
     begins: int  # position of the first step before which it may come
     first: int  # position of its first reader
+    state: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -119,7 +121,7 @@ class _Leaving(NamedTuple):
     """What nothing on the device reads any more, and whose copy may still be under way."""
 
     departure: Departure
-    version: int
+    versions: tuple[int, ...]
 
 
 class _Clock:
@@ -195,10 +197,10 @@ class _Clock:
             self._release()
 
     def _release(self) -> None:
-        departure, version = self.lingering.popleft()
+        departure, versions = self.lingering.popleft()
         self.lingering_bytes -= departure.size
         self._wait_until(self._end(Role.OFFLOAD, departure.trip), Role.RELEASE)
-        self._write(Role.RELEASE, departure, reads=(version,))
+        self._write(Role.RELEASE, departure, reads=versions)
 
     def _bring(self, position: int) -> None:
         """Start the copies that fit and can start before this step ends; wait for what the step reads."""
@@ -218,13 +220,18 @@ class _Clock:
                 self._release()
             self.need[position : arrival.first] += arrival.size
             self._make_room(position)
-            self.version_of.append(self.program.version_of[arrival.version])
-            self.renamed[arrival.version] = version = len(self.version_of) - 1
+            if not arrival.state:
+                self.version_of.append(self.program.version_of[arrival.version])
+                self.renamed[arrival.version] = len(self.version_of) - 1
             self._copy(Role.PREFETCH, arrival)
-            self._write(Role.PREFETCH, arrival, writes=(version,))
+            self._write(Role.PREFETCH, arrival, writes=self._new(arrival))
         for arrival in self.due.get(position, ()):
             self._wait_until(self._end(Role.PREFETCH, arrival.trip), Role.WAIT)
-            self._write(Role.WAIT, arrival, reads=(self.renamed[arrival.version],))
+            self._write(Role.WAIT, arrival, reads=self._new(arrival))
+
+    def _new(self, what: Departure | Arrival) -> tuple[int, ...]:
+        """The version that stands for one of the program now; state has none."""
+        return () if what.state else (self.renamed.get(what.version, what.version),)
 
     def _fits_until_read(self, arrival: Arrival, position: int) -> bool:
         most = int(self.need[position : arrival.first].max(initial=0))
@@ -246,8 +253,7 @@ class _Clock:
             if isinstance(self.program.steps[position], Step):
                 self._write(Role.OFFLOAD, departure, reads=(departure.version,))
         for departure in self.left.get(position, ()):
-            version = self.renamed.get(departure.version, departure.version)
-            self.lingering.append(_Leaving(departure, version))
+            self.lingering.append(_Leaving(departure, self._new(departure)))
             self.lingering_bytes += departure.size
 
     def _copy(self, role: Role, what: Departure | Arrival) -> None:
@@ -272,7 +278,12 @@ class _Clock:
         writes: tuple[int, ...] = (),
     ) -> None:
         self.starts.append(self.now)
-        self.steps.append(Transfer(what.block, role, what.trip, reads, writes))
+        transfer = Transfer(what.block, role, what.trip, reads, writes)
+        if what.state:
+            sign = {Role.PREFETCH: 1, Role.RELEASE: -1}.get(role, 0)
+            value = self.program.version_of[what.version]
+            transfer = replace(transfer, state_of=value, takes=sign * what.size)
+        self.steps.append(transfer)
 
     def _wait_until(self, moment: float, role: Role) -> None:
         self.waited[role] += max(0.0, moment - self.now)

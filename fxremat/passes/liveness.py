@@ -85,6 +85,9 @@ def _changes(
     born, freed = [0] * len(steps), [0] * len(steps)
     for position, step in enumerate(steps):
         born[position] = sum([sizes.values[program.version_of[version]] for version in step.writes])
+        if isinstance(step, Transfer):
+            born[position] += max(step.takes, 0)
+            freed[position] += max(-step.takes, 0)
     for last, size in _lives(program, sizes, at_hand, kept, whole=whole):
         if 0 <= last < len(steps):
             freed[last] += size

@@ -19,20 +19,23 @@ from torch import fx
 
 from fxremat.linearize.joint import Joint, Origin, again_call
 from fxremat.passes.program import Program, Role, Step, Transfer
+from fxremat.passes.weights import Handles
 from fxremat.runtime import swap, weights
 from fxremat.runtime.rng import draw_again, draw_saving, generator_of
 
 aten = torch.ops.aten
 
 
-def lower(program: Program, tier: str = "", weights: str = "") -> tuple[fx.GraphModule, fx.GraphModule]:
+def lower(
+    program: Program, tier: str = "", handles: Handles | None = None
+) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Emit the forward and the backward graph of a program. O(steps); both are linted.
 
     Args:
         tier: the name of the host tier that its transfers go through, where it has any.
-        weights: the name of the parameters and their optimizer, where the step updates them.
+        handles: where it finds the parameters and their optimizer, where the step updates them.
     """
-    return _Lowering(program, tier, weights).run()
+    return _Lowering(program, tier, handles).run()
 
 
 @dataclass
@@ -48,13 +51,15 @@ class _Part:
 
 
 class _Lowering:
-    def __init__(self, program: Program, tier: str, weights: str) -> None:
+    def __init__(self, program: Program, tier: str, handles: Handles | None) -> None:
         self.program = program
-        self.tier, self.weights = tier, weights
+        self.tier, self.handles = tier, handles
         self.arrivals = {  # trip -> the primal that comes from the host, where it lives
             step.trip: program.version_of[step.writes[0]]
             for step in program.steps
-            if isinstance(step, Transfer) and step.role is Role.PREFETCH and step.writes[0] in program.fetched
+            if isinstance(step, Transfer)
+            and step.role is Role.PREFETCH
+            and program.fetched.intersection(step.writes)
         }
         self.joint: Joint = program.layout.joint
         self.forward, self.backward = _Part(), _Part()
@@ -117,12 +122,20 @@ class _Lowering:
             self._execute(part, step)
 
     def _transfer(self, part: _Part, step: Transfer) -> None:
+        if step.role is Role.UPDATE:
+            self._update(part, step)
+        elif step.state_of is not None:
+            self._travel_of_state(part, step, step.state_of)
+        elif step.trip in self.arrivals:
+            self._travel_of_weight(part, step, self.arrivals[step.trip])
+        else:
+            self._travel(part, step)
+
+    def _travel(self, part: _Part, step: Transfer) -> None:
         """One event of a trip; what is on the host is saved for the backward as a tensor of the host's memory."""
         version = (*step.reads, *step.writes)[0]
         shown = self.joint.values[self.program.version_of[version]].node
         match step.role:
-            case Role.UPDATE:
-                self._update(part, step)
             case Role.OFFLOAD:
                 node = self._call(
                     part, swap.offload, (self._base(part, version),), f"{shown.name}_offload", shown
@@ -144,6 +157,38 @@ class _Lowering:
                 arguments = (part.coming[step.trip], self._host(part, step.trip))
                 part.bases[version] = self._call(part, swap.wait, arguments, f"{shown.name}_wait", shown)
 
+    def _travel_of_weight(self, part: _Part, step: Transfer, value: int) -> None:
+        """A parameter of the host comes, or goes after its update."""
+        version = (*step.reads, *step.writes)[0]
+        match step.role:
+            case Role.PREFETCH:
+                device = self.joint.values[value].node.meta["val"].device
+                part.coming[step.trip] = self._call_weights(part, weights.prefetch, value, "prefetch", device)
+            case Role.WAIT:
+                coming = part.coming[step.trip]
+                part.bases[version] = self._call_weights(part, weights.wait, value, "wait", coming)
+            case _:
+                leaving = self._base(part, version)
+                self._call_weights(part, weights.release, value, "release", leaving)
+
+    def _travel_of_state(self, part: _Part, step: Transfer, value: int) -> None:
+        """The optimizer state of a parameter of the host comes, or goes after the update."""
+        calls = {
+            Role.PREFETCH: weights.prefetch_state,
+            Role.WAIT: weights.wait_for_state,
+            Role.RELEASE: weights.release_state,
+        }
+        self._call_weights(part, calls[step.role], value, f"state_{step.role.value}")
+
+    def _call_weights(self, part: _Part, function: Any, value: int, suffix: str, *arguments: Any) -> fx.Node:
+        assert self.handles is not None
+        shown = self.joint.values[value].node
+        where = (self.handles.numbers[value], self.handles.name)
+        node = part.graph.create_node(
+            "call_function", function, (*arguments, *where), name=f"{shown.name}_{suffix}"
+        )
+        return self._describe(node, shown)
+
     def _call(
         self, part: _Part, function: Any, arguments: tuple[Any, ...], name: str, shown: fx.Node
     ) -> fx.Node:
@@ -154,18 +199,10 @@ class _Lowering:
         """The optimizer's step of a parameter: of the version that is on the device, in place."""
         weight, gradient = step.reads
         value = self.program.version_of[weight]
-        primal = self.joint.values[value].node
-        reads = self._read(part, self.joint.updates_of[value], gradient)
-        arguments = (self._base(part, weight), reads, self._base(part, self.program.first[value]))
-        node = part.graph.create_node(
-            "call_function", weights.update, (*arguments, self.weights), name=f"{primal.name}_update"
-        )
-        self._describe(node, primal)
+        read = self._read(part, self.joint.updates_of[value], gradient)
+        self._call_weights(part, weights.update, value, "update", self._base(part, weight), read)
 
     def _host(self, part: _Part, trip: int) -> fx.Node:
-        fetched = self.arrivals.get(trip)
-        if fetched is not None:
-            return self._base(part, self.program.first[fetched])
         if trip not in part.hosts:
             part.hosts[trip] = self._save(self.forward.hosts[trip])
         return part.hosts[trip]

@@ -47,7 +47,10 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One event of a version's trip to the host and back, as another version of the same value; or an update."""
+    """An update, or one event of a trip to the host and back.
+
+    What travels is a version, which comes back as another one of the same value, or the optimizer state of a parameter.
+    """
 
     block: int
     role: Role
@@ -57,6 +60,8 @@ class Transfer:
     op: None = None  # none is executed
     workspace: int = 0  # bytes while it runs, beyond what it reads and writes
     seconds: float = 0.0  # that it takes, beside waiting for a copy
+    state_of: int | None = None  # the parameter whose optimizer state travels
+    takes: int = 0  # bytes of state that are on the device from here on; below 0: up to here
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,7 +3,8 @@
     update     right after the last step that reads the parameter or writes its gradient
     resident   a parameter that stays, with its optimizer state: bytes in every step
     hosted     one that lives on the host: it comes before its first reader (and once more after the turn, where it is
-               let go in between), is updated, and goes back; its state comes and goes within the update
+               let go in between), is updated, and goes back
+    state      of a hosted parameter: a unit of its own, which comes before the update and goes back after it
 
 Which are hosted is chosen as gaps are in Algorithm 1 of the paper (see `solvers.weights.selection`): by the bytes of
 excess removed for each byte that is copied. When each comes is decided by the clock (`passes.lanes`).
@@ -40,6 +41,14 @@ class Choice:
 
     hosted: frozenset[int]
     twice: frozenset[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Handles:
+    """Where the graphs find parameters that the step updates."""
+
+    name: str  # of the run time's weights
+    numbers: Mapping[int, int]  # parameter's value -> its place among the optimizer's
 
 
 def update_inside(program: Program, units: Iterable[Unit]) -> Program:
@@ -89,16 +98,25 @@ def _visits(program: Program, unit: Unit) -> _Visits:
     return _Visits((before[0], before[-1]) if before else None, (after[0], after[-1]))
 
 
-def choose(program: Program, units: Sequence[Unit], costs: Costs, limit: int) -> Choice | None:
-    """Which units to host so that the program fits into `limit` bytes; None where it does not even with all."""
+def choose(
+    program: Program, units: Sequence[Unit], costs: Costs, limit: int, settled: frozenset[int] | None = None
+) -> Choice | None:
+    """Which units to host so that the program fits into `limit` bytes; None where it does not even with all.
+
+    Args:
+        settled: those on the host, where only what leaves between forward and backward is still to choose.
+    """
     excess = need_of(program, live_bytes(program, costs.sizes)) - limit
     visits = {unit.value: _visits(program, unit) for unit in units}
-    hosted: set[int] = set()
+    hosted: set[int] = set(settled or ())
     twice: set[int] = set()
+    for unit in units:
+        if unit.value in hosted:
+            excess = excess - _removed(unit, visits[unit.value], excess.size, hosted=False)
     while excess.max(initial=0) > 0:
         best: tuple[float, Unit, Ints] | None = None
         for unit in units:
-            if unit.value in twice:
+            if unit.value in twice or not (settled is None or unit.value in settled):
                 continue
             removed = _removed(unit, visits[unit.value], excess.size, hosted=unit.value in hosted)
             moved = (unit.bytes if unit.value in hosted else 2 * (unit.bytes + unit.state_bytes)) or 1
@@ -111,7 +129,7 @@ def choose(program: Program, units: Sequence[Unit], costs: Costs, limit: int) ->
         (twice if unit.value in hosted else hosted).add(unit.value)
         excess = excess - removed
     for unit in sorted(units, key=lambda unit: unit.bytes):  # those that need not go after all stay
-        if unit.value in hosted:
+        if unit.value in hosted and settled is None:
             span = visits[unit.value], excess.size
             back = _removed(unit, *span, hosted=False)
             if unit.value in twice:
@@ -142,58 +160,69 @@ def hosted(
     program: Program, units: Sequence[Unit], choice: Choice, costs: Costs, link: Link, limit: int
 ) -> Swapped:
     """The program of `update_inside` with these units on the host."""
-    away = {unit.value: unit for unit in sorted(units, key=lambda u: u.value) if unit.value in choice.hosted}
-    base = replace(
-        program,
-        steps=tuple(_with_travelling_state(step, program, away, link) for step in program.steps),
-        resident=program.resident - sum(unit.bytes + unit.state_bytes for unit in away.values()),
-    )
+    away = sorted((unit for unit in units if unit.value in choice.hosted), key=lambda unit: unit.value)
+    base = replace(program, resident=program.resident - sum(unit.bytes + unit.state_bytes for unit in away))
     need = need_of(base, live_bytes(base, costs.sizes))
-    arrivals: list[Arrival] = []
-    departures: list[Departure] = []
-    for unit in away.values():
-        visits = _visits(program, unit)
+    trips = _Trips(program, need)
+    for unit in away:
+        trips.add_weight(unit, twice=unit.value in choice.twice)
+        if unit.state_bytes:
+            trips.add_state(unit)
+    return clocked(base, trips.departures, trips.arrivals, need, costs, link, limit)
+
+
+class _Trips:
+    """What comes and goes, and what is needed while it is there."""
+
+    def __init__(self, program: Program, need: Ints) -> None:
+        self.program, self.need = program, need
+        self.arrivals: list[Arrival] = []
+        self.departures: list[Departure] = []
+
+    def add_weight(self, unit: Unit, *, twice: bool) -> None:
+        """It comes before its first reader, after the turn once more if it is to; each graph fetches its own."""
+        visits = _visits(self.program, unit)
         spans = [span for span in (visits.forward, visits.backward) if span is not None]
-        if unit.value not in choice.twice:
+        if not twice:
             spans = [(spans[0][0], spans[-1][1])]
         begins = 0
         for first, last in spans:
-            need[first : last + 1] += unit.bytes
-            arrivals.append(
-                Arrival(
-                    trip=len(arrivals),
-                    block=program.steps[first].block,
-                    version=program.first[unit.value],
-                    size=unit.bytes,
-                    begins=max(begins, program.turn)
-                    if first >= program.turn
-                    else begins,  # each graph fetches its own
-                    first=first,
-                )
-            )
+            self.need[first : last + 1] += unit.bytes
+            earliest = max(begins, self.program.turn) if first >= self.program.turn else begins
+            self._come(unit, unit.bytes, begins=earliest, first=first)
             begins = last + 1
-        latest = arrivals[-1]
-        departures.append(
+        self._go(unit, unit.bytes, visits.backward[1])
+
+    def add_state(self, unit: Unit) -> None:
+        """It is there for the update alone."""
+        update = _visits(self.program, unit).backward[1]
+        self.need[update] += unit.state_bytes
+        self._come(unit, unit.state_bytes, begins=self.program.turn, first=update, state=True)
+        self._go(unit, unit.state_bytes, update, state=True)
+
+    def _come(self, unit: Unit, size: int, *, begins: int, first: int, state: bool = False) -> None:
+        self.arrivals.append(
+            Arrival(
+                trip=len(self.arrivals),
+                block=self.program.steps[first].block,
+                version=self.program.first[unit.value],
+                size=size,
+                begins=begins,
+                first=first,
+                state=state,
+            )
+        )
+
+    def _go(self, unit: Unit, size: int, update: int, *, state: bool = False) -> None:
+        latest = self.arrivals[-1]
+        self.departures.append(
             Departure(
                 trip=latest.trip,
                 block=latest.block,
                 version=latest.version,
-                size=unit.bytes,
-                starts=visits.backward[1],
-                leaves=visits.backward[1],
+                size=size,
+                starts=update,
+                leaves=update,
+                state=state,
             )
         )
-    return clocked(base, departures, arrivals, need, costs, link, limit)
-
-
-def _with_travelling_state(
-    step: Step | Transfer, program: Program, away: Mapping[int, Unit], link: Link
-) -> Step | Transfer:
-    """The update of a hosted unit brings its state, and sends it back; other steps are as they were."""
-    if isinstance(step, Step) or (unit := away.get(program.version_of[step.reads[0]])) is None:
-        return step
-    return replace(
-        step,
-        workspace=step.workspace + unit.state_bytes,
-        seconds=step.seconds + unit.state_bytes / link.from_host + unit.state_bytes / link.to_host,
-    )

@@ -71,6 +71,10 @@ class HostTier(ABC):
     def wait(self, host: torch.Tensor) -> None:
         """Return when what came back may be read. Raises what went wrong with the copy."""
 
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Return when all that was released is on the host, for code that reads it there."""
+
     @property
     @abstractmethod
     def description(self) -> str:
@@ -159,6 +163,9 @@ class FileTier(HostTier):
     def wait(self, host: torch.Tensor) -> None:
         """Wait for the copy back."""
         self._lanes["in"].finish(host.data_ptr())
+
+    def synchronize(self) -> None:
+        """Nothing to wait for: `release` has."""
 
 
 def _file_tier(folder: Path | None, to_host: float | None, from_host: float | None) -> FileTier:
@@ -307,6 +314,13 @@ class PinnedTier(HostTier):
     def wait(self, host: torch.Tensor) -> None:
         """Let the compute stream wait for the copy back."""
         self._finish("in", host)
+
+    def synchronize(self) -> None:
+        """Wait for the side streams that copy out: `release` makes the compute stream wait, not the thread."""
+        with self._lock:
+            streams = [stream for (way, _), stream in self._streams.items() if way == "out"]
+        for stream in streams:
+            stream.synchronize()
 
     def _copy(
         self, way: str, source: torch.Tensor, target: torch.Tensor, device: torch.device, key: int

@@ -6,6 +6,7 @@ differs. A training call (train mode, gradients enabled) runs the planned graphs
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 from typing import Any
@@ -19,6 +20,7 @@ from fxremat.errors import CaptureError, FxrematError
 from fxremat.plans import Plan
 from fxremat.runtime.advice import explained
 from fxremat.runtime.libraries import set_up
+from fxremat.runtime.weights import Weights
 
 SHARED = ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules")
 
@@ -68,9 +70,12 @@ class Rematerialized(nn.Module):
 
     def _train(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._check_trainable(args, kwargs)
-        self._settle(args, kwargs)
+        weights = self._backend.prepare_weights([*_tensors((args, kwargs)), *self._model.parameters()])
+        if weights and not self._backend.only_plan:
+            self._settle(weights, args, kwargs)
         try:
-            outputs = self._run(args, kwargs)
+            with weights.seen_on_the_device() if weights else contextlib.nullcontext():
+                outputs = self._run(args, kwargs)
         except PlannedOnly:
             raise
         except Exception as error:
@@ -79,17 +84,22 @@ class Rematerialized(nn.Module):
             raise clear.with_traceback(None) from clear.__cause__  # the way through dynamo would hide it
         return _refuse_double_backward(outputs)
 
-    def _settle(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _settle(self, weights: Weights, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Plan before the first step that updates weights itself, and move to the host those that live there."""
-        backend = self._backend
-        if not backend.offload_weights or backend.only_plan:
-            return
-        if not backend.plans:
+        if not self._backend.plans:
             self.make_plan(args, kwargs)
-        if backend.to_settle:
-            backend.weights.settle(backend.to_settle)
-            backend.to_settle = []
-        backend.weights.begin()
+        weights.settle(self._backend.hosted)
+        weights.begin()
+
+    def to_device(self) -> Rematerialized:
+        """Bring home, with offload_weights, what lives on the host: parameters and optimizer state, bit for bit.
+
+        Then model and optimizer train without fxremat as they would have all along. The next training call of this
+        module moves them to the host again.
+        """
+        if self._backend.weights:
+            self._backend.weights.back_to_device()
+        return self
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with capture_settings():
