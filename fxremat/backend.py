@@ -100,16 +100,23 @@ class Backend:
             raise FxrematError(
                 f"offload is {self.offload!r}; it is True, False or a host tier such as FileTier()"
             )
-        if self.host_mem is not None and not self.offload:
-            raise FxrematError("host_mem limits what is offloaded; it goes with offload=True")
+        if self.host_mem is not None and not (self.offload or self.offload_weights):
+            raise FxrematError(
+                "host_mem limits what is offloaded; it goes with offload=True or offload_weights"
+            )
         if bool(self.offload_weights) != (self.optimizer is not None):
             raise FxrematError(
                 "offload_weights and optimizer go together: the step then updates the parameters itself"
             )
         if self.optimizer is not None:
             check_optimizer(self.optimizer)
-        if self.offload_weights and self.offload:
-            raise FxrematError("offload and offload_weights cannot be combined yet")
+        tiers = [tier for tier in (self.offload, self.offload_weights) if isinstance(tier, HostTier)]
+        if len(tiers) == 2 and tiers[0] is not tiers[1]:
+            raise FxrematError("offload and offload_weights go through one tier; give both the same")
+        if self.offload_weights and self._offloads_by_chain:
+            raise FxrematError(
+                f'solver={self.solver!r} places transfers of activations alone; with offload_weights use "auto"'
+            )
         self.weights: Weights | None = None
         self.hosted: frozenset[int] = (
             frozenset()
@@ -145,8 +152,8 @@ class Backend:
         if self.optimizer is not None and self.weights is None:
             devices = [tensor.device for tensor in tensors]
             device = next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
-            chosen = self.offload_weights
-            tier = chosen if isinstance(chosen, HostTier) else default_tier(device)
+            chosen = (tier for tier in (self.offload_weights, self.offload) if isinstance(tier, HostTier))
+            tier = next(chosen, None) or default_tier(device)
             self.weights = Weights(self.optimizer, tier, device)
         return self.weights
 
@@ -247,7 +254,16 @@ class Backend:
         settled = None
         if self.plans:  # for other shapes: what lives on the host is settled
             settled = frozenset(v for v in joint.updates_of if numbers[v] in self.hosted)
-        trained = best_within(plan.prospects, units, plan.costs, link, budget, settled)
+        trained = best_within(
+            plan.prospects,
+            units,
+            plan.costs,
+            link,
+            budget,
+            settled=settled,
+            values_too=bool(self.offload),
+            host_mem=self.host_bytes,
+        )
         self.hosted |= {numbers[value] for value in trained.choice.hosted}
         chosen = replace(trained.prospect, chain=chain_of(trained.prospect.layout, plan.costs))
         handles = Handles(name=weights.name, numbers=numbers)

@@ -1,7 +1,7 @@
 """Plans for steps that hold everything inside the budget: weights, gradients, optimizer state and activations.
 
     sources    activation plans of the survey, from keeping everything to recomputing much
-    each       with the updates put in, and as few weights sent to the host as make it fit (passes.weights)
+    each       with the updates put in, and as little sent to the host as makes it fit (passes.weights)
     chosen     the fastest by the clock
 
 More memory for weights is less for activations: the two share the budget by trying every source.
@@ -11,15 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from fxremat.cost.table import Costs
 from fxremat.errors import BudgetTooSmall
 from fxremat.passes.lanes import Link
 from fxremat.passes.liveness import live_bytes
+from fxremat.passes.swap import trips
 from fxremat.passes.weights import Choice, Unit, choose, hosted, update_inside
 from fxremat.planner import Prospect, Prospects
 
 SOURCES = 16
+SMALL = 2000  # values below this part of the keep-everything peak do not travel
 SPARE = (1.0, 0.95, 0.9)  # shares of the budget that weights are chosen for: more of them, and fewer waits
 
 
@@ -38,29 +41,38 @@ def best_within(
     costs: Costs,
     link: Link,
     budget: int,
+    *,
     settled: frozenset[int] | None = None,
+    values_too: bool = False,
+    host_mem: int | None = None,
 ) -> Trained:
     """The fastest step whose peak, resident weights and state included, is within `budget` bytes.
 
     Args:
         settled: the parameters that live on the host, where that is not to choose any more.
+        values_too: whether forward values may wait on the host as well.
+        host_mem: bytes that may be there. None: as many as there are.
 
     Raises:
         BudgetTooSmall: none is; `.minimum` is the least that some plan needs.
     """
     best: Trained | None = None
     least: int | None = None
-    movable = frozenset(u.value for u in units) if settled is None else settled
-    everything = Choice(hosted=movable, twice=movable)
+    smallest = max(1, prospects.keep_all.peak // SMALL)
     for source in prospects.spread(SOURCES):
         program = update_inside(source.program(), units)
-        floor = hosted(program, units, everything, costs, link, 0).memory.peak
+        possible = trips(program, costs, smallest) if values_too else []
+        choosing = partial(
+            choose, program, units, costs, possible=possible, settled=settled, host_mem=host_mem
+        )
+        most, _ = choosing(0)
+        floor = hosted(program, units, most, costs, link, 0).memory.peak
         least = floor if least is None else min(least, floor)
         for share in SPARE:
-            choice = choose(program, units, costs, int(budget * share), settled)
-            if choice is None and floor <= budget and share == 1.0:
-                choice = everything
-            if choice is None:
+            choice, fits = choosing(int(budget * share))
+            if not fits and floor <= budget and share == 1.0:
+                choice = most
+            elif not fits:
                 continue
             swapped = hosted(program, units, choice, costs, link, budget)
             if swapped.memory.peak <= budget and (best is None or swapped.time < best.prospect.time):

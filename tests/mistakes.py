@@ -491,8 +491,8 @@ MISTAKES += [
     # another shape hosts what it likes
     Mistake(
         "backend.py",
-        "trained = best_within(plan.prospects, units, plan.costs, link, budget, settled)",
-        "trained = best_within(plan.prospects, units, plan.costs, link, budget)",
+        "            settled=settled,\n",
+        "",
         WEIGHTS,
     ),
 ]

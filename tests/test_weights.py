@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 import fxremat
 from benchmarks import meter, models
+from fxremat.passes.program import Role
 from fxremat.runtime.host import FileTier
 from fxremat.runtime.weights import Spent
 from tests.training import same
@@ -121,11 +122,14 @@ def least(model: nn.Module, make: Make, batch: tuple[Tensor, ...], **options: An
             example_inputs=batch,
             progress=False,
             effort=1,
+            **options,
         )
     return small.value.minimum
 
 
-def compiled(share: float, tier: FileTier | None = None, make: Make = OPTIMIZERS["AdamW"]) -> Any:
+def compiled(
+    share: float, tier: FileTier | None = None, make: Make = OPTIMIZERS["AdamW"], **options: Any
+) -> Any:
     torch.manual_seed(0)
     model = MLP(tied=False)
     optimizer = make(model)
@@ -138,6 +142,7 @@ def compiled(share: float, tier: FileTier | None = None, make: Make = OPTIMIZERS
         example_inputs=rows(),
         progress=False,
         effort=1,
+        **options,
     ), optimizer
 
 
@@ -402,3 +407,54 @@ def test_another_shape_is_planned_for_the_same_hosted_weights() -> None:
     assert len(model.plans) == 2
     assert hosted[0]
     assert all(numbers == hosted[0] for numbers in hosted)
+
+
+def test_weights_and_activations_travel_together() -> None:
+    torch.manual_seed(0)
+    plain = MLP(depth=12)
+    ours = copy.deepcopy(plain)
+    make = OPTIMIZERS["AdamW"]
+    batch = (torch.randn(256, WIDTH, generator=torch.Generator().manual_seed(0)),)
+    alone = least(ours, make, batch)
+    together = least(ours, make, batch, offload=True)
+    assert together < alone
+    theirs, mine = make(plain), make(ours)
+    tier = FileTier()
+    options = {"offload_weights": tier, "offload": True, "optimizer": mine}
+    model = fxremat.compile(ours, mem=together, progress=False, effort=1, **options)
+    for seed in range(4):
+        assert step(model, mine, batch, seed) == step(plain, theirs, batch, seed)
+    origins = {
+        model.plan.program.version_of[s.reads[0]] in model.plan.program.layout.joint.updates_of
+        for s in model.plan.program.steps
+        if s.role is Role.WAIT and s.reads
+    }
+    assert origins == {True, False}  # parameters came, and activations
+    peak = meter.peak_bytes(lambda: model(*batch).backward()) + resident(model, mine)
+    assert peak <= together
+    assert peak == pytest.approx(model.plan.predicted_peak, rel=0.02)
+
+
+def test_host_mem_limits_what_lives_on_the_host() -> None:
+    free, _ = compiled(0.3)
+    most = 150_000
+    with pytest.raises(fxremat.BudgetTooSmall) as small:
+        compiled(0.3, host_mem=most)
+    minimum = small.value.minimum
+    assert minimum > free.plan.minimum
+    share = 1.05 * minimum / (4 * sum(p.nbytes for p in free.parameters()))
+    tier = FileTier()
+    model, optimizer = compiled(share, tier, host_mem=most)
+    for seed in range(2):
+        step(model, optimizer, (rows(),), seed)
+    assert 0 < tier.bytes <= most
+
+
+def test_tiers_and_solvers_that_do_not_go_together_are_refused() -> None:
+    model = MLP()
+    optimizer = OPTIMIZERS["SGD"](model)
+    options = {"mem": "50%", "offload_weights": FileTier(), "optimizer": optimizer}
+    with pytest.raises(fxremat.FxrematError, match="go through one tier"):
+        fxremat.compile(model, offload=FileTier(), **options)
+    with pytest.raises(fxremat.FxrematError, match="places transfers of activations alone"):
+        fxremat.compile(model, offload=True, solver="pofo", **options)

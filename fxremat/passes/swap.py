@@ -144,8 +144,17 @@ def cap(need: Ints, possible: Sequence[Trip], limit: int) -> list[Trip] | None:
 def swap(program: Program, chosen: Sequence[Trip], costs: Costs, link: Link, limit: int) -> Swapped:
     """The program with these trips; it stays below `limit` wherever it can. O(steps + trips * steps between)."""
     need = need_of(program, live_bytes(program, costs.sizes))
-    departures, arrivals = [], []
-    for number, trip in enumerate(chosen):
+    departures, arrivals = copies_of(program, chosen, need)
+    return clocked(program, departures, arrivals, need, costs, link, limit)
+
+
+def copies_of(
+    program: Program, chosen: Sequence[Trip], need: Ints, first: int = 0
+) -> tuple[list[Departure], list[Arrival]]:
+    """What these trips copy, numbered from `first` on; `need` becomes what is needed while they are away."""
+    departures: list[Departure] = []
+    arrivals: list[Arrival] = []
+    for number, trip in enumerate(chosen, first):
         need[trip.away] -= trip.size
         block = program.steps[trip.made].block
         departures.append(
@@ -168,4 +177,4 @@ def swap(program: Program, chosen: Sequence[Trip], costs: Costs, link: Link, lim
                 first=trip.returns,
             )
         )
-    return clocked(program, departures, arrivals, need, costs, link, limit)
+    return departures, arrivals

@@ -6,14 +6,18 @@
                let go in between), is updated, and goes back
     state      of a hosted parameter: a unit of its own, which comes before the update and goes back after it
 
-Which are hosted is chosen as gaps are in Algorithm 1 of the paper (see `solvers.weights.selection`): by the bytes of
-excess removed for each byte that is copied. When each comes is decided by the clock (`passes.lanes`).
+What is on the host is chosen as gaps are in Algorithm 1 of the paper (see `solvers.weights.selection`): by the bytes
+of excess removed for each byte that is copied; forward values that may travel compete by the same measure. When each
+comes is decided by the clock (`passes.lanes`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from heapq import heapify, heappop, heappush
+from itertools import count
 
 import numpy as np
 
@@ -22,6 +26,7 @@ from fxremat.errors import FxrematError
 from fxremat.passes.lanes import Arrival, Departure, Ints, Link, Swapped, clocked, need_of
 from fxremat.passes.liveness import live_bytes
 from fxremat.passes.program import Program, Role, Step, Transfer
+from fxremat.passes.swap import Trip, copies_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,10 +42,11 @@ class Unit:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """Which parameters live on the host, and which of those leave between their forward and their backward as well."""
+    """What is on the host at times: parameters, and forward values between their last use and their backward."""
 
-    hosted: frozenset[int]
-    twice: frozenset[int]
+    hosted: frozenset[int]  # parameters that live there
+    twice: frozenset[int] = frozenset()  # of them, those that leave between forward and backward as well
+    trips: tuple[Trip, ...] = ()  # of forward values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +60,7 @@ class Handles:
 def update_inside(program: Program, units: Iterable[Unit]) -> Program:
     """The program with the update of every unit, all of them resident. O(steps)."""
     if any(isinstance(step, Transfer) for step in program.steps):
-        raise FxrematError("weights and activations cannot both be offloaded yet")
+        raise FxrematError("updates come before transfers: this program has transfers already")
     joint = program.layout.joint
     last: dict[int, int] = {}
     for position, step in enumerate(program.steps):
@@ -98,47 +104,119 @@ def _visits(program: Program, unit: Unit) -> _Visits:
     return _Visits((before[0], before[-1]) if before else None, (after[0], after[-1]))
 
 
+@dataclass(frozen=True, eq=False)
+class _Move:
+    """Something that may be sent to the host, on top of what is there already."""
+
+    what: Unit | Trip
+    removed: Ints  # bytes that it no longer takes, from step `start` on
+    start: int
+    moved: int  # bytes copied for it in a step, both ways
+    host: int  # bytes that it takes on the host
+    then: _Move | None = None  # what may follow once it is made
+
+    def profit(self, excess: Ints) -> float:
+        """Bytes of excess removed for each byte that is copied."""
+        stretch = excess[self.start : self.start + self.removed.size]
+        return float(np.minimum(np.maximum(stretch, 0), self.removed).sum()) / (self.moved or 1)
+
+    def make(self, excess: Ints) -> None:
+        excess[self.start : self.start + self.removed.size] -= self.removed
+
+    def undo(self, excess: Ints) -> None:
+        excess[self.start : self.start + self.removed.size] += self.removed
+
+
 def choose(
-    program: Program, units: Sequence[Unit], costs: Costs, limit: int, settled: frozenset[int] | None = None
-) -> Choice | None:
-    """Which units to host so that the program fits into `limit` bytes; None where it does not even with all.
+    program: Program,
+    units: Sequence[Unit],
+    costs: Costs,
+    limit: int,
+    *,
+    possible: Sequence[Trip] = (),
+    settled: frozenset[int] | None = None,
+    host_mem: int | None = None,
+) -> tuple[Choice, bool]:
+    """What to host so that the program fits into `limit` bytes, and whether it then does.
+
+    The best move first, lazily: a move is worth no more after others than before.
 
     Args:
-        settled: those on the host, where only what leaves between forward and backward is still to choose.
+        possible: forward values that may travel.
+        settled: the parameters on the host, where only what else leaves is still to choose.
+        host_mem: bytes that may be on the host.
     """
     excess = need_of(program, live_bytes(program, costs.sizes)) - limit
-    visits = {unit.value: _visits(program, unit) for unit in units}
-    hosted: set[int] = set(settled or ())
-    twice: set[int] = set()
-    for unit in units:
-        if unit.value in hosted:
-            excess = excess - _removed(unit, visits[unit.value], excess.size, hosted=False)
-    while excess.max(initial=0) > 0:
-        best: tuple[float, Unit, Ints] | None = None
-        for unit in units:
-            if unit.value in twice or not (settled is None or unit.value in settled):
-                continue
-            removed = _removed(unit, visits[unit.value], excess.size, hosted=unit.value in hosted)
-            moved = (unit.bytes if unit.value in hosted else 2 * (unit.bytes + unit.state_bytes)) or 1
-            profit = float(np.minimum(np.maximum(excess, 0), removed).sum()) / moved
-            if profit > 0 and (best is None or profit > best[0]):
-                best = (profit, unit, removed)
-        if best is None:
-            return None
-        _, unit, removed = best
-        (twice if unit.value in hosted else hosted).add(unit.value)
-        excess = excess - removed
-    for unit in sorted(units, key=lambda unit: unit.bytes):  # those that need not go after all stay
-        if unit.value in hosted and settled is None:
-            span = visits[unit.value], excess.size
-            back = _removed(unit, *span, hosted=False)
-            if unit.value in twice:
-                back = back + _removed(unit, *span, hosted=True)
-            if (excess + back).max(initial=0) <= 0:
-                excess = excess + back
-                hosted.discard(unit.value)
-                twice.discard(unit.value)
-    return Choice(hosted=frozenset(hosted), twice=frozenset(twice))
+    room = float("inf") if host_mem is None else host_mem
+    moves = [_hosting(program, unit, excess.size) for unit in units]
+    made: list[_Move] = []
+    waiting: list[tuple[float, int, _Move]] = []
+    order = count()
+
+    def make(move: _Move) -> None:
+        nonlocal room
+        move.make(excess)
+        made.append(move)
+        room -= move.host
+        if move.then:
+            heappush(waiting, (-move.then.profit(excess), next(order), move.then))
+
+    if settled is None:
+        waiting = [(-move.profit(excess), next(order), move) for move in moves]
+    for trip in possible:
+        sizes = np.full(trip.returns - trip.leaves - 1, trip.size, dtype=np.int64)
+        move = _Move(trip, sizes, trip.leaves + 1, 2 * trip.size, trip.size)
+        waiting.append((-move.profit(excess), next(order), move))
+    heapify(waiting)
+    for move in moves:
+        if isinstance(move.what, Unit) and move.what.value in (settled or ()):
+            make(move)
+    while waiting and excess.max(initial=0) > 0:
+        _, place, move = heappop(waiting)
+        profit = move.profit(excess)
+        if waiting and profit < -waiting[0][0]:
+            heappush(waiting, (-profit, place, move))
+        elif profit > 0 and move.host <= room:
+            make(move)
+    fits = bool(excess.max(initial=0) <= 0)
+    if fits:
+        made = _still_needed(made, excess, settled or frozenset())
+    return _choice(made), fits
+
+
+def _hosting(program: Program, unit: Unit, steps: int) -> _Move:
+    visits = _visits(program, unit)
+    again = _Move(unit, _removed(unit, visits, steps, hosted=True), 0, unit.bytes, 0)
+    both = unit.bytes + unit.state_bytes
+    return _Move(unit, _removed(unit, visits, steps, hosted=False), 0, 2 * both, both, again)
+
+
+def _still_needed(made: Sequence[_Move], excess: Ints, settled: Set[int]) -> list[_Move]:
+    """Without the moves that need not be after all, smallest first; those of one parameter stay or go together."""
+    groups: dict[Unit | Trip, list[_Move]] = {}
+    for move in made:
+        groups.setdefault(move.what, []).append(move)
+    for what, moves in sorted(groups.items(), key=lambda group: group[1][0].host):
+        if isinstance(what, Unit) and what.value in settled:
+            continue
+        for move in moves:
+            move.undo(excess)
+        if excess.max(initial=0) <= 0:
+            del groups[what]
+        else:
+            for move in moves:
+                move.make(excess)
+    return [move for moves in groups.values() for move in moves]
+
+
+def _choice(made: Sequence[_Move]) -> Choice:
+    units = Counter(move.what.value for move in made if isinstance(move.what, Unit))
+    trips = [move.what for move in made if isinstance(move.what, Trip)]
+    return Choice(
+        hosted=frozenset(units),
+        twice=frozenset(value for value, moves in units.items() if moves == 2),
+        trips=tuple(sorted(trips, key=lambda trip: trip.made)),
+    )
 
 
 def _removed(unit: Unit, visits: _Visits, count: int, *, hosted: bool) -> Ints:
@@ -159,7 +237,7 @@ def _removed(unit: Unit, visits: _Visits, count: int, *, hosted: bool) -> Ints:
 def hosted(
     program: Program, units: Sequence[Unit], choice: Choice, costs: Costs, link: Link, limit: int
 ) -> Swapped:
-    """The program of `update_inside` with these units on the host."""
+    """The program of `update_inside` with what the choice sends to the host."""
     away = sorted((unit for unit in units if unit.value in choice.hosted), key=lambda unit: unit.value)
     base = replace(program, resident=program.resident - sum(unit.bytes + unit.state_bytes for unit in away))
     need = need_of(base, live_bytes(base, costs.sizes))
@@ -168,7 +246,9 @@ def hosted(
         trips.add_weight(unit, twice=unit.value in choice.twice)
         if unit.state_bytes:
             trips.add_state(unit)
-    return clocked(base, trips.departures, trips.arrivals, need, costs, link, limit)
+    copies = copies_of(program, choice.trips, need, first=len(trips.arrivals))
+    departures, arrivals = trips.departures + copies[0], trips.arrivals + copies[1]
+    return clocked(base, departures, arrivals, need, costs, link, limit)
 
 
 class _Trips:
