@@ -247,7 +247,7 @@ class Backend:
         assert weights is not None
         numbers = self._parameters(joint)
         link = measure_link(weights.tier, device_of(joint), typical_size(joint))
-        units = units_of(joint, self.optimizer)
+        units = units_of(joint, self.optimizer, plan.costs)
         budget, everything = plan.budget, resident_peak(plan.prospects.keep_all, units, plan.costs)
         if isinstance(self.budget, Percent):
             budget = int(everything * self.budget.of_keep_all / 100)

@@ -6,12 +6,15 @@ ours may differ from it as far as it differs from itself, and no further.
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
 import fxremat
 from benchmarks import meter, models
+from tests.toys import Loss
 from tests.training import Trace, differences, least_budget, train
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("torch_ready", "repeatable")]
@@ -145,3 +148,62 @@ def test_a_gpu_s_step_takes_less_than_its_ops_and_its_copies_one_after_the_other
     steps = [meter.step_from_none(model, batch) for model in (case.model().cuda(), compiled)]
     plain, ours = meter.step_times(steps, clock=meter.cuda_clock)
     assert ours < plain + sum(swapped.copying)
+
+
+def test_a_model_whose_weights_are_on_the_host_trains_on_a_gpu() -> None:
+    torch.manual_seed(0)
+    plain = deep_rows()
+    ours = copy.deepcopy(plain)  # stays on the CPU: its parameters never need to fit the GPU together
+    plain.cuda()
+    batch = torch.randn(512, 256, device="cuda")
+    theirs, mine = (torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (plain, ours))
+    wanted = [train_step(plain, theirs, batch) for _ in range(4)]
+    theirs.zero_grad(set_to_none=True)
+    torch.cuda.synchronize()
+    mem = 2 * sum(p.nbytes for p in ours.parameters())  # half of parameters, gradients and state
+    before = torch.cuda.memory_allocated()
+    options = {"offload_weights": True, "optimizer": mine, "example_inputs": batch}
+    compiled = fxremat.compile(ours, mem=mem, **options)
+    losses = [train_step(compiled, mine, batch) for _ in range(2)]
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    losses += [train_step(compiled, mine, batch) for _ in range(2)]
+    torch.cuda.synchronize()
+    assert losses == wanted
+    assert torch.cuda.max_memory_allocated() - before <= mem
+    hosted = compiled._backend.weights.hosted
+    assert hosted
+    assert all(home.is_pinned() for home in hosted.values())
+    for (name, theirs_), mine_ in zip(plain.named_parameters(), ours.parameters(), strict=True):
+        assert torch.equal(theirs_.cpu(), mine_.detach().cpu()), name
+    compiled.to_device()
+    assert all(p.is_cuda for p in ours.parameters())
+    assert train_step(ours, mine, batch) == train_step(plain, theirs, batch)
+
+
+def test_weights_and_activations_leave_a_gpu_together() -> None:
+    torch.manual_seed(0)
+    plain = deep_rows()
+    ours = copy.deepcopy(plain)
+    plain.cuda()
+    batch = torch.randn(4096, 256, device="cuda")
+    theirs, mine = (torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (plain, ours))
+    wanted = [train_step(plain, theirs, batch) for _ in range(3)]
+    options = {"offload_weights": True, "offload": True, "optimizer": mine, "example_inputs": batch}
+    compiled = fxremat.compile(ours, mem="40%", **options)
+    assert [train_step(compiled, mine, batch) for _ in range(3)] == wanted
+
+
+def deep_rows() -> nn.Module:
+    return Loss(
+        nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Dropout(0.1)) for _ in range(12)))
+    )
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> float:
+    torch.manual_seed(5)
+    optimizer.zero_grad()
+    loss = model(batch)
+    loss.backward()
+    optimizer.step()
+    return float(loss.detach())

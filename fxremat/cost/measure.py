@@ -147,13 +147,18 @@ def real_like(tensor: torch.Tensor, index_limit: int = 1) -> torch.Tensor:
 def _seconds(op: Op, device: torch.device) -> float:
     call = call_of(op.node)
     try:
-        return _cuda_seconds(call) if device.type == "cuda" else _cpu_seconds(call)
+        return seconds_of(call, device)
     except Exception as error:
         raise FxrematError(
             f"{op.node.target} cannot be measured on {device} with inputs of the model's shapes "
             f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}); "
             'cost="estimate" plans without running anything'
         ) from error
+
+
+def seconds_of(call: Callable[[], Any], device: torch.device) -> float:
+    """What one call takes of the device's time."""
+    return _cuda_seconds(call) if device.type == "cuda" else _cpu_seconds(call)
 
 
 def _cpu_seconds(call: Callable[[], Any]) -> float:

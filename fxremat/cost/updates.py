@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 from fxremat._torch import allocation_trace
-from fxremat.cost.measure import quiet_world
+from fxremat.cost.measure import quiet_world, seconds_of
+from fxremat.cost.table import CUDA_BLOCK, Costs
 from fxremat.linearize.joint import Joint
 from fxremat.passes.weights import Unit
 
-RUNS = 3
 
-
-def units_of(joint: Joint, optimizer: torch.optim.Optimizer) -> list[Unit]:
+def units_of(joint: Joint, optimizer: torch.optim.Optimizer, costs: Costs) -> list[Unit]:
     """A unit for each parameter that the step updates."""
     known: dict[tuple[Any, ...], tuple[float, int, int]] = {}
     units = []
@@ -29,7 +28,7 @@ def units_of(joint: Joint, optimizer: torch.optim.Optimizer) -> list[Unit]:
         units.append(
             Unit(
                 value=value,
-                bytes=joint.values[value].bytes,
+                bytes=costs.sizes.values[value],
                 state_bytes=state,
                 workspace=workspace,
                 seconds=seconds,
@@ -40,6 +39,7 @@ def units_of(joint: Joint, optimizer: torch.optim.Optimizer) -> list[Unit]:
 
 def measure_update(optimizer: torch.optim.Optimizer, like: torch.Tensor) -> tuple[float, int, int]:
     """Seconds, bytes of state of the parameter's shape, and bytes that the second step (and later ones) allocates."""
+    block = CUDA_BLOCK if like.device.type == "cuda" else 1
     with quiet_world(like.device):
         shell = nn.Parameter(torch.zeros(like.shape, dtype=like.dtype, device=like.device))
         shell.grad = torch.zeros_like(shell)
@@ -48,18 +48,25 @@ def measure_update(optimizer: torch.optim.Optimizer, like: torch.Tensor) -> tupl
         single = made([shell])
         single.param_groups[0].update(settings)
         single.step()
-        with allocation_trace() as trace, torch.profiler.record_function("fxremat_update"):
-            single.step()
-        level = workspace = 0
-        for _, size in trace.allocations():
-            level += size
-            workspace = max(workspace, level)
-        runs = []
-        for _ in range(RUNS):
-            start = time.perf_counter()
-            single.step()
-            runs.append(time.perf_counter() - start)
-    tensors = [
-        s for s in single.state[shell].values() if isinstance(s, torch.Tensor) and s.shape == shell.shape
-    ]
-    return min(runs), sum(s.nbytes for s in tensors if s.dim()), workspace
+        workspace = _allocated(single.step, like.device)
+        seconds = seconds_of(single.step, like.device)
+    state = (s for s in single.state[shell].values() if isinstance(s, torch.Tensor) and s.dim())
+    return seconds, sum(-(-s.nbytes // block) * block for s in state if s.shape == shell.shape), workspace
+
+
+def _allocated(call: Callable[[], Any], device: torch.device) -> int:
+    """Bytes at the worst moment of a call, above those at its start."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        call()
+        torch.cuda.synchronize(device)
+        return int(torch.cuda.max_memory_allocated(device)) - before
+    with allocation_trace() as trace, torch.profiler.record_function("fxremat_update"):
+        call()
+    level = most = 0
+    for _, size in trace.allocations():
+        level += size
+        most = max(most, level)
+    return most
