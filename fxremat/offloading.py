@@ -20,10 +20,11 @@ from fxremat.cost.blocks import chain_of
 from fxremat.cost.table import Costs
 from fxremat.errors import BudgetTooSmall
 from fxremat.linearize.layout import Layout
-from fxremat.passes.lanes import Ints, Link, Swapped, need_of
+from fxremat.passes.clock import Floats, Ints
+from fxremat.passes.lanes import Link, Rehearsal, Swapped, durations, need_of, rehearse
 from fxremat.passes.liveness import live_bytes
 from fxremat.passes.program import Program
-from fxremat.passes.swap import Trip, cap, swap, trips, trips_of
+from fxremat.passes.swap import Trip, cap, copies_of, swap, trips, trips_of
 from fxremat.planner import Prospect, Prospects, unbeaten
 from fxremat.platform import Platform
 from fxremat.schedule import Schedule
@@ -43,6 +44,7 @@ class Source:
     prospect: Prospect
     program: Program
     need: Ints
+    seconds: Floats  # of each step
     trips: Sequence[Trip]
 
     @classmethod
@@ -50,7 +52,13 @@ class Source:
         """Of a prospect, with the trips of at least so many bytes."""
         program = prospect.program()
         need = need_of(program, live_bytes(program, costs.sizes))
-        return cls(prospect=prospect, program=program, need=need, trips=trips(program, costs, least))
+        return cls(
+            prospect=prospect,
+            program=program,
+            need=need,
+            seconds=durations(program, costs),
+            trips=trips(program, costs, least),
+        )
 
     @property
     def least(self) -> int:
@@ -60,8 +68,10 @@ class Source:
             need[trip.away] -= trip.size
         return int(need.max(initial=0))
 
-    def within(self, budget: int, costs: Costs, link: Link, host_mem: int | None) -> Iterator[Swapped]:
-        """It with trips that make it fit, a few ways."""
+    def within(
+        self, budget: int, link: Link, host_mem: int | None, faster_than: float
+    ) -> Iterator[Rehearsal]:
+        """It with trips that make it fit, a few ways, those that take less time than so many seconds."""
         seen: set[tuple[Trip, ...]] = set()
         for share in SPARE:
             chosen = cap(self.need.copy(), self.trips, int(budget * share))
@@ -70,9 +80,11 @@ class Source:
             seen.add(tuple(chosen))
             if host_mem is not None and sum(trip.size for trip in chosen) > host_mem:
                 continue
-            swapped = swap(self.program, chosen, costs, link, budget)
-            if swapped.memory.peak <= budget:
-                yield swapped
+            need = self.need.copy()
+            copies = copies_of(self.program, chosen, need)
+            rehearsal = rehearse(self.program, *copies, need, self.seconds, link, budget)
+            if rehearsal.peak <= budget and rehearsal.time < faster_than:
+                yield rehearsal
 
 
 def with_offloading(prospects: Prospects, costs: Costs, link: Link, host_mem: int | None = None) -> Prospects:
@@ -154,14 +166,15 @@ def _swapped(
         budgets.add(int(budget))
         budget /= STEP
     for budget in sorted(budgets, reverse=True):
-        best: Prospect | None = next((p for p in prospects.frontier if p.peak <= budget), None)
+        without = next((p.time for p in prospects.frontier if p.peak <= budget), float("inf"))
+        best: tuple[Prospect, Rehearsal] | None = None
         for source in sources:
-            if source.prospect.peak <= budget or (best and best.time <= source.prospect.time):
+            fastest = best[1].time if best else without
+            if source.prospect.peak <= budget or fastest <= source.prospect.time:
                 break  # sources get slower, and copies make none of them faster
-            for swapped in source.within(int(budget), costs, link, host_mem):
-                if best is None or swapped.time < best.time:
-                    best = replace(
-                        source.prospect, peak=swapped.memory.peak, time=swapped.time, swapped=swapped
-                    )
-        if best and best.swapped:
-            yield best
+            for rehearsal in source.within(int(budget), link, host_mem, fastest):
+                if best is None or rehearsal.time < best[1].time:
+                    best = source.prospect, rehearsal
+        if best:
+            swapped = best[1].performed(costs)
+            yield replace(best[0], peak=swapped.memory.peak, time=swapped.time, swapped=swapped)

@@ -66,7 +66,7 @@ def best_within(
             choose, program, units, costs, possible=possible, settled=settled, host_mem=host_mem
         )
         most, _ = choosing(0)
-        floor = hosted(program, units, most, costs, link, 0).memory.peak
+        floor = hosted(program, units, most, costs, link, 0).performed(costs).memory.peak
         least = floor if least is None else min(least, floor)
         for share in SPARE:
             choice, fits = choosing(int(budget * share))
@@ -74,8 +74,11 @@ def best_within(
                 choice = most
             elif not fits:
                 continue
-            swapped = hosted(program, units, choice, costs, link, budget)
-            if swapped.memory.peak <= budget and (best is None or swapped.time < best.prospect.time):
+            rehearsal = hosted(program, units, choice, costs, link, budget)
+            if rehearsal.peak > budget or (best and best.prospect.time <= rehearsal.time):
+                continue
+            swapped = rehearsal.performed(costs)
+            if swapped.memory.peak <= budget:
                 found = replace(source, peak=swapped.memory.peak, time=swapped.time, swapped=swapped)
                 best = Trained(prospect=found, choice=choice, minimum=floor)
     assert least is not None

@@ -412,19 +412,21 @@ MISTAKES += [
     Mistake("cost/table.py", "taken[op.index] = -(-sizes[result] // block) * block", "pass", IN_PLACE),
     # the memory of what left is let go at once
     Mistake(
-        "passes/lanes.py",
-        "            self._end(Role.OFFLOAD, self.lingering[0].departure.trip) <= self.now\n",
-        "            True\n",
+        "passes/clock.py",
+        "if ends > log.clock[_NOW] and need + log.counts[_BYTES] <= limit:",
+        "if False:",
         SWAP,
     ),
     # what is leaving does not count
-    Mistake("passes/lanes.py", "self.lingering_bytes += departure.size", "self.lingering_bytes += 0", SWAP),
+    Mistake("passes/clock.py", "log.counts[_BYTES] += out.sizes[number]", "log.counts[_BYTES] += 0", SWAP),
     # a copy back starts where it does not fit
-    Mistake("passes/lanes.py", "arrival.size <= self.limit\n", "0 <= self.limit\n", SWAP),
+    Mistake("passes/clock.py", "back.sizes[number] <= limit)", "0 <= limit)", SWAP),
     # the backward reads the version that has left
-    Mistake("passes/lanes.py", "self.renamed.get(version, version) for", "version for", SWAP),
+    Mistake("passes/lanes.py", "self.renamed.get(v, v) for", "v for", SWAP),
     # copies of one direction run at the same time
-    Mistake("passes/lanes.py", "start = max(self.now, self.free[role])", "start = self.now", SWAP),
+    Mistake(
+        "passes/clock.py", "max(log.clock[_NOW], log.clock[lane], after)", "max(log.clock[_NOW], after)", SWAP
+    ),
     # memory goes back to the pool while something shows it
     Mistake(
         "runtime/host.py", "weakref.finalize(owner, self._give", "weakref.finalize(like, self._give", HOST

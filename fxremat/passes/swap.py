@@ -18,7 +18,8 @@ from fxremat.cost.table import Costs
 from fxremat.errors import InvalidSchedule
 from fxremat.linearize.joint import Origin, storage_bytes
 from fxremat.linearize.layout import Layout
-from fxremat.passes.lanes import Arrival, Departure, Ints, Link, Swapped, clocked, need_of
+from fxremat.passes.clock import Ints
+from fxremat.passes.lanes import Arrival, Departure, Link, Swapped, durations, need_of, rehearse
 from fxremat.passes.liveness import live_bytes
 from fxremat.passes.program import Program, Replay
 from fxremat.schedule import Offload, Prefetch, Schedule, Value
@@ -145,7 +146,8 @@ def swap(program: Program, chosen: Sequence[Trip], costs: Costs, link: Link, lim
     """The program with these trips; it stays below `limit` wherever it can. O(steps + trips * steps between)."""
     need = need_of(program, live_bytes(program, costs.sizes))
     departures, arrivals = copies_of(program, chosen, need)
-    return clocked(program, departures, arrivals, need, costs, link, limit)
+    seconds = durations(program, costs)
+    return rehearse(program, departures, arrivals, need, seconds, link, limit).performed(costs)
 
 
 def copies_of(

@@ -23,7 +23,8 @@ import numpy as np
 
 from fxremat.cost.table import Costs
 from fxremat.errors import FxrematError
-from fxremat.passes.lanes import Arrival, Departure, Ints, Link, Swapped, clocked, need_of
+from fxremat.passes.clock import Ints
+from fxremat.passes.lanes import Arrival, Departure, Link, Rehearsal, durations, need_of, rehearse
 from fxremat.passes.liveness import live_bytes
 from fxremat.passes.program import Program, Role, Step, Transfer
 from fxremat.passes.swap import Trip, copies_of
@@ -236,7 +237,7 @@ def _removed(unit: Unit, visits: _Visits, count: int, *, hosted: bool) -> Ints:
 
 def hosted(
     program: Program, units: Sequence[Unit], choice: Choice, costs: Costs, link: Link, limit: int
-) -> Swapped:
+) -> Rehearsal:
     """The program of `update_inside` with what the choice sends to the host."""
     away = sorted((unit for unit in units if unit.value in choice.hosted), key=lambda unit: unit.value)
     base = replace(program, resident=program.resident - sum(unit.bytes + unit.state_bytes for unit in away))
@@ -248,7 +249,7 @@ def hosted(
             trips.add_state(unit)
     copies = copies_of(program, choice.trips, need, first=len(trips.arrivals))
     departures, arrivals = trips.departures + copies[0], trips.arrivals + copies[1]
-    return clocked(base, departures, arrivals, need, costs, link, limit)
+    return rehearse(base, departures, arrivals, need, durations(base, costs), link, limit)
 
 
 class _Trips:

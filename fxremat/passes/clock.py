@@ -1,0 +1,233 @@
+"""The clock of a program with copies, compiled: what happens when, and which step waits for which copy.
+
+    departure   its copy starts after the step at `starts`; after the one at `leaves` nothing on the device reads it
+    release     once that copy has ended, or where the memory is needed before: then the step there waits
+    arrival     as soon as, from `begins` on, it fits beside everything else up to its first reader, and its copy can
+                start before the step ends; the first that is read is the first to come
+    wait        before its first reader, at `first`
+
+The copies of each direction run one after the other, beside the ops (spec/offload.md, O.3 and O.4).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fxremat.solvers.rows import jit
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+EXECUTE, OFFLOAD, RELEASE, PREFETCH, WAIT = range(5)
+_NOW, _OUT, _BACK = range(3)  # of the clock: the time, and when each lane is free
+_EVENTS, _HEAD, _TAIL, _BYTES, _TURN, _PEAK = range(6)  # of the counts
+
+
+class Departures(NamedTuple):
+    """What leaves; copies of one trip share a number."""
+
+    trips: Ints
+    sizes: Ints
+    starts: Ints  # positions
+    leaves: Ints
+    by_start: Ints  # their order
+    by_leave: Ints
+
+
+class Arrivals(NamedTuple):
+    """What comes, in the order of its first readers."""
+
+    trips: Ints
+    sizes: Ints
+    begins: Ints  # positions
+    first: Ints
+
+
+class Log(NamedTuple):
+    """Everything that happens; a row of `events` is a kind, and a position or the number of a copy."""
+
+    events: Ints
+    starts: Floats  # seconds, of each event
+    out: Floats  # [departures, 2]: start and end of each copy
+    back: Floats  # [arrivals, 2]
+    ends: Floats  # by trip: when its copy out ends; 0 for what has been on the host from the start
+    queue: Ints  # departures that nothing reads any more, and that have not been released
+    lingers: Ints  # by trip: whether it is in there
+    clock: Floats
+    waited: Floats  # seconds that steps wait for copies out, and back
+    counts: Ints
+
+
+def blank_log(steps: int, out: Departures, back: Arrivals) -> Log:
+    """Room for a run."""
+    events = steps + 2 * out.trips.size + 2 * back.trips.size
+    trips = 1 + max(out.trips.max(initial=-1), back.trips.max(initial=-1))
+    return Log(
+        events=np.zeros((events, 2), np.int64),
+        starts=np.zeros(events),
+        out=np.zeros((out.trips.size, 2)),
+        back=np.zeros((back.trips.size, 2)),
+        ends=np.zeros(trips),
+        queue=np.zeros(out.trips.size, np.int64),
+        lingers=np.zeros(trips, np.int64),
+        clock=np.zeros(3),
+        waited=np.zeros(2),
+        counts=np.zeros(6, np.int64),
+    )
+
+
+def run(
+    need: Ints,
+    seconds: Floats,
+    turn: int,
+    out: Departures,
+    back: Arrivals,
+    speeds: tuple[float, float],
+    limit: int,
+) -> Log:
+    """Go through the steps once. O(steps + arrivals * steps between).
+
+    Args:
+        need: bytes at each step without what is away then; it is used up.
+        turn: position of the first step of the backward graph.
+        speeds: bytes per second to the host, and back.
+        limit: bytes; the steps stay below wherever they can.
+    """
+    log = blank_log(need.size, out, back)
+    _run(need, seconds, turn, out, back, speeds[0], speeds[1], limit, log)
+    return log
+
+
+def events_of(log: Log) -> int:
+    """How many there are."""
+    return int(log.counts[_EVENTS])
+
+
+def turn_of(log: Log) -> int:
+    """The first event of the backward graph."""
+    return int(log.counts[_TURN])
+
+
+def peak_of(log: Log) -> int:
+    """Bytes at the worst step."""
+    return int(log.counts[_PEAK])
+
+
+def time_of(log: Log) -> float:
+    """Seconds of the whole run."""
+    return float(log.clock[_NOW])
+
+
+@jit
+def _run(
+    need: Ints,
+    seconds: Floats,
+    turn: int,
+    out: Departures,
+    back: Arrivals,
+    to_host: float,
+    from_host: float,
+    limit: int,
+    log: Log,
+) -> None:
+    coming = due = started = left = 0
+    for position in range(need.size):
+        _make_room(need[position], out, limit, log)
+        if position == turn:
+            log.counts[_TURN] = log.counts[_EVENTS]
+        while coming < back.trips.size:
+            soon = _may_come(need, position, seconds[position], coming, back, limit, log)
+            if not (soon or back.first[coming] == position):
+                break
+            while log.lingers[back.trips[coming]]:
+                _release(out, log)
+            need[position : back.first[coming]] += back.sizes[coming]
+            _make_room(need[position], out, limit, log)
+            after = log.ends[back.trips[coming]]
+            _copy(_BACK, after, back.sizes[coming] / from_host, log.back[coming], log)
+            _note(PREFETCH, coming, log)
+            coming += 1
+        while due < back.trips.size and back.first[due] == position:
+            _wait(log.back[due, 1], 1, log)
+            _note(WAIT, due, log)
+            due += 1
+        log.counts[_PEAK] = max(log.counts[_PEAK], need[position] + log.counts[_BYTES])
+        _note(EXECUTE, position, log)
+        log.clock[_NOW] += seconds[position]
+        while started < out.trips.size and out.starts[out.by_start[started]] == position:
+            number = out.by_start[started]
+            _copy(_OUT, 0.0, out.sizes[number] / to_host, log.out[number], log)
+            log.ends[out.trips[number]] = log.out[number, 1]
+            _note(OFFLOAD, number, log)
+            started += 1
+        while left < out.trips.size and out.leaves[out.by_leave[left]] == position:
+            number = out.by_leave[left]
+            log.queue[log.counts[_TAIL]] = number
+            log.counts[_TAIL] += 1
+            log.counts[_BYTES] += out.sizes[number]
+            log.lingers[out.trips[number]] = 1
+            left += 1
+    while log.counts[_HEAD] < log.counts[_TAIL]:
+        _release(out, log)
+
+
+@jit
+def _make_room(need: int, out: Departures, limit: int, log: Log) -> None:
+    """Release what has left by now, and wait for more where the step would not fit."""
+    while log.counts[_HEAD] < log.counts[_TAIL]:
+        ends = log.ends[out.trips[log.queue[log.counts[_HEAD]]]]
+        if ends > log.clock[_NOW] and need + log.counts[_BYTES] <= limit:
+            return
+        _release(out, log)
+
+
+@jit
+def _release(out: Departures, log: Log) -> None:
+    number = log.queue[log.counts[_HEAD]]
+    log.counts[_HEAD] += 1
+    log.counts[_BYTES] -= out.sizes[number]
+    log.lingers[out.trips[number]] = 0
+    _wait(log.ends[out.trips[number]], 0, log)
+    _note(RELEASE, number, log)
+
+
+@jit
+def _may_come(
+    need: Ints, position: int, seconds: float, number: int, back: Arrivals, limit: int, log: Log
+) -> bool:
+    if (
+        back.begins[number] > position
+        or log.lingers[back.trips[number]]
+        or log.clock[_BACK] > log.clock[_NOW] + seconds
+    ):
+        return False
+    most = 0
+    for place in range(position, back.first[number]):
+        most = max(most, need[place])
+    return bool(most + log.counts[_BYTES] + back.sizes[number] <= limit)
+
+
+@jit
+def _copy(lane: int, after: float, seconds: float, span: Floats, log: Log) -> None:
+    """Put a copy into its lane; one that comes back starts after it has left."""
+    span[0] = max(log.clock[_NOW], log.clock[lane], after)
+    span[1] = span[0] + seconds
+    log.clock[lane] = span[1]
+
+
+@jit
+def _wait(moment: float, way: int, log: Log) -> None:
+    log.waited[way] += max(0.0, moment - log.clock[_NOW])
+    log.clock[_NOW] = max(log.clock[_NOW], moment)
+
+
+@jit
+def _note(kind: int, number: int, log: Log) -> None:
+    at = log.counts[_EVENTS]
+    log.events[at, 0] = kind
+    log.events[at, 1] = number
+    log.starts[at] = log.clock[_NOW]
+    log.counts[_EVENTS] = at + 1
