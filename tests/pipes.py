@@ -55,7 +55,11 @@ class Convolutions(nn.Sequential):
     def __init__(self) -> None:
         layers: list[nn.Module] = []
         for entering, leaving in ((3, 8), (8, 16), (16, 16), (16, 16)):
-            layers += [nn.Conv2d(entering, leaving, 3, padding=1), nn.BatchNorm2d(leaving), nn.ReLU(inplace=True)]
+            layers += [
+                nn.Conv2d(entering, leaving, 3, padding=1),
+                nn.BatchNorm2d(leaving),
+                nn.ReLU(inplace=True),
+            ]
         super().__init__(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10))
 
 
@@ -65,7 +69,7 @@ def next_token(logits: Tensor, target: Tensor) -> Tensor:
 
 def gpt() -> tuple[nn.Module, Tensor, Tensor, Callable[[Any, Tensor], Tensor]]:
     torch.manual_seed(0)
-    model = Gpt()
+    model = Gpt(blocks=2)
     return model, torch.randint(WORDS, (ROWS, LENGTH)), torch.randint(WORDS, (ROWS, LENGTH)), next_token
 
 
@@ -92,6 +96,11 @@ class Job:
     @property
     def devices(self) -> int:
         return max(self.allocation) + 1
+
+    @classmethod
+    def read(cls, folder: Path) -> Job:
+        fields = json.loads((folder / "job.json").read_text())
+        return cls(**fields | {"allocation": tuple(fields["allocation"])})
 
 
 def by_hand(job: Job) -> Callable[..., PipelinePlan]:
@@ -174,7 +183,7 @@ def reference(job: Job) -> dict[str, Any]:
 def _end_in_a_step(job: Job, rank: int, pipe: fxremat.Pipeline) -> None:
     """Run steps until one fails; the chosen rank kills itself in the middle of one."""
     if rank == job.kill:
-        pipe.stages[0].register_forward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        pipe._rank.stages[0].submod.register_forward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     _, inputs, target, _ = MODELS[job.model]()
     while True:
         pipe.step(inputs, target)
@@ -183,9 +192,13 @@ def _end_in_a_step(job: Job, rank: int, pipe: fxremat.Pipeline) -> None:
 def process(folder: Path, rank: int) -> None:
     """One process of a job."""
     torch.set_num_threads(1)
-    job = Job(**{k: tuple(v) if isinstance(v, list) else v for k, v in json.loads((folder / "job.json").read_text()).items()})
+    job = Job.read(folder)
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=job.devices, timeout=timedelta(seconds=60)
+        "gloo",
+        init_method=f"file://{folder}/meet",
+        rank=rank,
+        world_size=job.devices,
+        timeout=timedelta(seconds=60),
     )
     model, inputs, target, loss_fn = MODELS[job.model]()
     pipe = fxremat.pipeline(

@@ -2,7 +2,7 @@
 
     always     copies of its weights and their gradients
     F          what others in flight keep + the peak of this forward      then + what it keeps
-    B          what others in flight keep + the peak of this backward     then - what it kept, and its input
+    B          what others in flight keep + the peak of this backward     then - what it kept but a loss, and its input
     RECV       + a buffer, until the backward is done
     gradient   + one on its way to the stage before, until the next one leaves
 
@@ -62,6 +62,8 @@ class _Device:
                 case "B":  # the gradient that came is part of the backward's own peak
                     live -= spending.kept + held.leaving
                     peak = max(peak, live + spending.backward_peak)
+                    if action.stage == len(self.stages) - 1:
+                        live += spending.returned
                     if self._is_here(action.stage - 1):
                         live += held.entering  # the gradient waits here for the stage before
                     elif not first and action.stage in on_its_way:

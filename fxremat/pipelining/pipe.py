@@ -48,6 +48,11 @@ class Pipelined:
     cuts: tuple[int, ...]
     memory: tuple[int, ...]  # bytes of each device at its worst moment
 
+    @property
+    def most(self) -> int:
+        """Of all devices."""
+        return max(self.memory)
+
 
 class Pipeline:
     """A training step over several devices; `.plan` says who does what. Printing it shows it."""
@@ -141,8 +146,9 @@ def pipeline(
         loss_fn: (outputs, target) -> the mean loss of a micro-batch. It is a part of the last stage.
         example_target: of the batch; one tensor.
         options: copies (of the parameters on their device: 2, with their gradients; 4 with Adam's state), bandwidth
-            (bytes per second between devices; None: copies take no time), effort (seconds of refinement of each
-            stage), scale_grads (False: gradients are sums over the micro-batches), planner.
+            (bytes per second between devices; None: copies take no time), effort (seconds, about, that the search for
+            a plan takes), refine (seconds, for each run of layers, that its programs are improved op by op),
+            scale_grads (False: gradients are sums over the micro-batches), planner.
 
     Raises:
         BudgetTooSmall: no plan fits. The same on every rank, as all errors of planning.
@@ -159,7 +165,7 @@ def pipeline(
         found = make_plan(ops, first, target, settings)
         return Pipeline(ops, found, batch, None, model)
     found = _same_everywhere(lambda: make_plan(ops, first, target, settings))
-    mine = Profile(ops=ops, inputs=first, target=target, effort=settings.effort, cuts=found.cuts)
+    mine = Profile(ops=ops, inputs=first, target=target, effort=settings.refine, cuts=found.cuts)
     rank = Rank.of(
         mine, found.plan, dist.get_rank(), microbatches=microbatches, scale_grads=settings.scale_grads
     )
@@ -176,7 +182,8 @@ class Settings:
     microbatches: int
     copies: float = 2.0
     bandwidth: float | None = None
-    effort: float = 0.0
+    effort: float = 10.0
+    refine: float = 0.0
     scale_grads: bool = True
     planner: Planner | None = None
 
@@ -192,33 +199,57 @@ def make_plan(ops: Ops, inputs: tuple[Tensor, ...], target: Tensor, settings: Se
     The planner counts stages by themselves; what they hold together while they run in the engine's order is replayed
     here, and where that is more than the budget, the planner gets less.
     """
-    measured = profile(ops, inputs, target, devices=settings.devices, effort=settings.effort)
-    planner = settings.planner or import_module("fxremat.solvers.pipeline.plan").plan_pipeline
+    search = _Search(profile(ops, inputs, target, devices=settings.devices, effort=settings.refine), settings)
     room = settings.mem
     for _ in range(ATTEMPTS):
         try:
-            plan = planner(
-                measured.layers(),
-                replace(settings.machines, memory=room),
-                options=measured.ways,
-                microbatches=settings.microbatches,
-                effort=settings.effort,
-            )
+            found = search.within(room)
         except BudgetTooSmall as error:
-            raise BudgetTooSmall(error.minimum + settings.mem - room, settings.mem) from None
+            return search.least(error.minimum)
+        if found.most <= settings.mem:
+            return found
+        room -= found.most - settings.mem
+    return search.least(max(0, room))
+
+
+@dataclass(frozen=True)
+class _Search:
+    measured: Profile
+    settings: Settings
+
+    def within(self, room: int) -> Pipelined:
+        """The plan for devices of so many bytes, and what it takes in truth."""
+        planner = self.settings.planner or import_module("fxremat.solvers.pipeline.plan").plan_pipeline
+        plan: PipelinePlan = planner(
+            self.measured.layers(),
+            replace(self.settings.machines, memory=room),
+            options=self.measured.ways,
+            microbatches=self.settings.microbatches,
+            effort=self.settings.effort,
+        )
+        self._check_all_work(plan)
+        held = [held_by(self.measured, plan, number) for number in range(len(plan.stages))]
+        memory = most_bytes(plan, held, lowered(plan, self.settings.microbatches))
+        plan = replace(plan, machines=self.settings.machines)
+        return Pipelined(plan=plan, cuts=self.measured.cuts, memory=memory)
+
+    def least(self, room: int) -> Pipelined:
+        """The plan that takes least. Raises `BudgetTooSmall` where that is too much; its minimum is what works."""
+        try:
+            found = self.within(room)
+        except BudgetTooSmall as error:
+            found = self.within(error.minimum)
+        if found.most <= self.settings.mem:
+            return found
+        raise BudgetTooSmall(found.most, self.settings.mem, note="of each device")
+
+    def _check_all_work(self, plan: PipelinePlan) -> None:
         used = {stage.device for stage in plan.stages}
-        if used != set(range(settings.devices)):
+        if used != set(range(self.settings.devices)):
             raise FxrematError(
-                f"the fastest plan uses {len(used)} of {settings.devices} devices, and PyTorch's engine wants work for "
-                f"each; ask for devices={len(used)}"
+                f"the fastest plan uses {len(used)} of {self.settings.devices} devices, and PyTorch's engine wants "
+                f"work for each; ask for devices={len(used)}"
             )
-        held = [held_by(measured, plan, number) for number in range(len(plan.stages))]
-        memory = most_bytes(plan, held, lowered(plan, settings.microbatches))
-        if max(memory) <= settings.mem:
-            plan = replace(plan, machines=settings.machines)
-            return Pipelined(plan=plan, cuts=measured.cuts, memory=memory)
-        room -= max(memory) - settings.mem
-    raise BudgetTooSmall(max(memory), settings.mem)
 
 
 def _same_everywhere(make: Callable[[], Pipelined]) -> Pipelined:
@@ -244,7 +275,7 @@ def _checked_everywhere(rank: Rank, plan: PipelinePlan, settings: Settings) -> t
     held = [known[number] for number in range(len(plan.stages))]
     memory = most_bytes(plan, held, lowered(plan, settings.microbatches))
     if max(memory) > settings.mem:
-        raise BudgetTooSmall(max(memory), settings.mem, note="the ranks measure differently than rank 0")
+        raise BudgetTooSmall(max(memory), settings.mem, note="a rank measured other costs than rank 0")
     return memory
 
 
@@ -310,7 +341,7 @@ def _named(ops: Ops, rank: Rank | None, model: nn.Module) -> dict[str, Tensor]:
 
 def _described(plan: PipelinePlan, memory: Sequence[int]) -> Iterator[str]:
     devices = plan.machines.devices
-    yield f"fxremat pipeline plan: {len(plan.stages)} stages on {devices} devices"
+    yield f"fxremat plan for {devices} devices: {len(plan.stages)} stages"
     yield (
         f"  a micro-batch every {plan.period * 1e3:.3g} ms; no plan takes less than {plan.bound * 1e3:.3g} ms "
         f"(found by {plan.by})"

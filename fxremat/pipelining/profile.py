@@ -40,12 +40,16 @@ class Spending:
     backward_time: float
     budget: int  # for `fxremat.compile`, which then chooses this program
     kept: int  # from forward to backward, with the output
+    returned: int  # the output; a loss stays until the step is over
     forward_peak: int  # beyond what other micro-batches keep
-    backward_peak: int  # with what this one kept, and the gradient that comes in
+    backward_peak: (
+        int  # with what this one kept, and the gradient that comes in, which the engine holds on to
+    )
 
-    def fits(self, other: Spending) -> bool:
-        """Whether it takes no more memory than the other."""
-        return self.kept <= other.kept and self.budget <= other.budget
+    @property
+    def peak(self) -> int:
+        """The most at any time."""
+        return max(self.forward_peak, self.backward_peak)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -130,7 +134,7 @@ class Profile:
                 forward_time=spending.forward_time,
                 backward_time=spending.backward_time,
                 kept_bytes=spending.kept + entering,
-                peak_bytes=spending.budget + entering,
+                peak_bytes=spending.peak + entering,
             )
             for spending in _spread(spendings, WAYS)
         ]
@@ -139,7 +143,7 @@ class Profile:
         """The program behind a way: the fastest that takes no more memory, here and now."""
         entering = self.input_bytes(first)
         for spending in self.spendings(first, last):
-            if spending.budget + entering <= way.peak_bytes and spending.kept + entering <= way.kept_bytes:
+            if spending.peak + entering <= way.peak_bytes and spending.kept + entering <= way.kept_bytes:
                 return spending
         return self.spendings(first, last)[-1]
 
@@ -211,8 +215,8 @@ def _spendings(plan: Plan) -> tuple[Spending, ...]:
 
 def _spending(prospect: Prospect, costs: Costs) -> Spending:
     program = prospect.program()
-    memory = live_bytes(program, costs.sizes)
     joint = program.layout.joint
+    memory = live_bytes(program, costs.sizes, kept=joint.tangent_values)
     coming = sum(costs.sizes.values[value] for value in joint.tangent_values) + costs.sizes.root
     halves = [0.0, 0.0]
     for position, step in enumerate(program.steps):
@@ -223,6 +227,7 @@ def _spending(prospect: Prospect, costs: Costs) -> Spending:
         backward_time=halves[1],
         budget=prospect.peak,
         kept=memory.turn - max(coming, costs.sizes.outside),
+        returned=sum(costs.sizes.values[value] for value in joint.kept_outputs),
         forward_peak=max(memory.during[: program.turn], default=0),
         backward_peak=max(*memory.during[program.turn :], memory.turn, memory.end),
     )

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import logging
+import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from fxremat.solvers.pipeline.model import PipelinePlan
 
-SENT_OR_LOST = (*("connection", "peer", "socket", "timed out", "timeout", "nccl", "gloo", "broken pipe"),)
+LOST = ("connection", "peer", "socket", "timed out", "timeout", "nccl", "gloo", "broken pipe")
 
 
 @dataclass(frozen=True)
@@ -247,7 +248,7 @@ def lost_peer(error: BaseException) -> str | None:
     gloo raises a RuntimeError ("Connection closed by peer", "Timed out waiting"), NCCL a DistBackendError.
     """
     text = (str(error).strip().splitlines() or [""])[0]
-    if isinstance(error, dist.DistError):
-        return text
-    known = isinstance(error, RuntimeError) and any(word in text.lower() for word in SENT_OR_LOST)
-    return text if known else None
+    known = isinstance(error, RuntimeError) and any(word in text.lower() for word in LOST)
+    if not known and not isinstance(error, dist.DistError):
+        return None
+    return re.sub(r"^\[[^]]*\]\s*", "", text).split(". ")[0]

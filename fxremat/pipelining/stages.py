@@ -124,7 +124,8 @@ def _read(program: torch.export.ExportedProgram, count: int) -> Ops:
             values[held[node]] = getattr(program.graph_module, str(node.target))
     (output,) = program.graph.find_nodes(op="output")
     (results,) = output.args
-    if len(results) != 1 or not isinstance(results[0], fx.Node) or results[0].meta["val"].dim():
+    shown = results[0].meta.get("val") if isinstance(results[0], fx.Node) else None
+    if len(results) != 1 or not isinstance(shown, Tensor) or shown.dim():
         raise CaptureError("the loss is not one number; loss_fn(outputs, target) has to return a scalar")
     nodes = tuple(node for node in program.graph.nodes if node.op == "call_function")
     sharing = _Sharing(nodes, held, values)
