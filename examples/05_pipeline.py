@@ -29,9 +29,9 @@ from torch.profiler import ProfilerActivity, profile
 
 import fxremat
 
-DEVICES, MICROBATCHES, STEPS, ROWS = 2, 8, 4, 16
+DEVICES, MICROBATCHES, STEPS, ROWS = 2, 8, 4, 32
 WORDS, LENGTH, WIDTH, HEADS, DEPTH = 256, 64, 128, 4, 6
-SHARE = 0.45  # of what one device takes that trains the whole model
+SHARE = 0.5  # of what one device takes that trains the whole model
 
 
 class Block(nn.Module):

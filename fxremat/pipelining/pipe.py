@@ -27,7 +27,8 @@ from fxremat.pipelining.stages import Loss, Ops, capture
 from fxremat.solvers.pipeline.model import Layers, Machines, PipelinePlan, Way
 from fxremat.units import format_bytes, parse_bytes
 
-ATTEMPTS = 8  # plans for less and less, until one holds the budget with all that PyTorch adds
+ATTEMPTS = 6  # plans for less or more than the budget, until one spends it with all that PyTorch holds
+CLOSE = 0.01  # of the budget: so little more or less is not tried
 
 Options = Callable[[int, int], Sequence[Way]]
 
@@ -47,6 +48,7 @@ class Pipelined:
     plan: PipelinePlan
     cuts: tuple[int, ...]
     memory: tuple[int, ...]  # bytes of each device at its worst moment
+    seconds: float  # of a step
 
     @property
     def most(self) -> int:
@@ -197,19 +199,27 @@ def make_plan(ops: Ops, inputs: tuple[Tensor, ...], target: Tensor, settings: Se
     """Measure the layers and find a plan whose devices stay inside the budget, with all that PyTorch holds.
 
     The planner counts stages by themselves; what they hold together while they run in the engine's order is replayed
-    here, and where that is more than the budget, the planner gets less.
+    here, and the planner gets less or more, until the budget is held and nearly spent.
     """
     search = _Search(profile(ops, inputs, target, devices=settings.devices, effort=settings.refine), settings)
-    room = settings.mem
+    room, too_much, best = float(settings.mem), float("inf"), None
     for _ in range(ATTEMPTS):
         try:
-            found = search.within(room)
+            found = search.within(int(room))
         except BudgetTooSmall as error:
-            return search.least(error.minimum)
-        if found.most <= settings.mem:
-            return found
-        room -= found.most - settings.mem
-    return search.least(max(0, room))
+            return best or search.least(error.minimum)
+        left = settings.mem - found.most
+        if left < 0:
+            too_much = room
+        elif best is None or found.seconds < best.seconds:
+            best = found
+        following = room + left
+        if following >= too_much:
+            following = (room + too_much) / 2
+        if abs(following - room) < CLOSE * settings.mem:
+            break
+        room = following
+    return best or search.least(max(0, int(room)))
 
 
 @dataclass(frozen=True)
@@ -225,13 +235,15 @@ class _Search:
             replace(self.settings.machines, memory=room),
             options=self.measured.ways,
             microbatches=self.settings.microbatches,
-            effort=self.settings.effort,
+            effort=self.settings.effort / ATTEMPTS,
         )
         self._check_all_work(plan)
         held = [held_by(self.measured, plan, number) for number in range(len(plan.stages))]
         memory = most_bytes(plan, held, lowered(plan, self.settings.microbatches))
+        last = self.settings.microbatches - 1
+        seconds = plan.slot(last) * plan.tick + plan.backward_starts[0] + plan.stages[0].way.backward_time
         plan = replace(plan, machines=self.settings.machines)
-        return Pipelined(plan=plan, cuts=self.measured.cuts, memory=memory)
+        return Pipelined(plan=plan, cuts=self.measured.cuts, memory=memory, seconds=seconds)
 
     def least(self, room: int) -> Pipelined:
         """The plan that takes least. Raises `BudgetTooSmall` where that is too much; its minimum is what works."""

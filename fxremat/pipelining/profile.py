@@ -27,7 +27,7 @@ from fxremat.planner import Prospect
 from fxremat.plans import Plan
 from fxremat.solvers.pipeline.model import Layer, Layers, Way
 
-WAYS = 6  # for each run of layers
+WAYS = 12  # for each run of layers
 MOST_LAYERS = 12  # or three for each device, where that is more
 ALIKE = 1.05  # pairs of layers whose times are within this factor are joined at once, so that equal ones stay equal
 
