@@ -6,11 +6,13 @@ in FOLDER/RANK.pt.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
@@ -92,6 +94,7 @@ class Job:
     smallest: bool = False  # the way of each stage that takes least memory: it recomputes
     tick: float = 1.0  # times the load of the busiest device
     kill: int | None = None  # this rank ends in the middle of its second step
+    mem: int | str = "1GiB"
 
     @property
     def devices(self) -> int:
@@ -202,10 +205,14 @@ def process(folder: Path, rank: int) -> None:
     )
     model, inputs, target, loss_fn = MODELS[job.model]()
     pipe = fxremat.pipeline(
-        model, inputs, mem="1GiB", devices=job.devices, microbatches=job.microbatches, loss_fn=loss_fn,
+        model, inputs, mem=job.mem, devices=job.devices, microbatches=job.microbatches, loss_fn=loss_fn,
         example_target=target, planner=by_hand(job),
     )  # fmt: skip
+    others = {name: weakref.ref(tensor) for name, tensor in model.named_parameters()}
+    for name, _ in pipe.named_parameters():
+        del others[name]
     del model
+    gc.collect()
     pipe.step(inputs, target)
     if job.kill is not None:
         _end_in_a_step(job, rank, pipe)
@@ -228,6 +235,7 @@ def process(folder: Path, rank: int) -> None:
             "peak": peak + weights,
             "predicted": pipe.memory[rank],
             "text": str(pipe),
+            "not ours": [name for name, tensor in others.items() if tensor() is not None],
         },
         folder / f"{rank}.pt",
     )

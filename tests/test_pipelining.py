@@ -262,6 +262,7 @@ def check(job: Job, folder: Path) -> None:
     assert [name for name in state if not same(state[name], expected["state"][name])] == []
     for rank in seen:
         assert all(rank["allowed"][stage] >= most > 0 for stage, most in rank["in_flight"].items())
+        assert rank["not ours"] == []  # what other ranks own is freed
         assert 0.9 * rank["predicted"] <= rank["peak"] <= rank["predicted"], rank["text"]
 
 
@@ -285,6 +286,14 @@ def test_two_processes_of_which_one_has_two_stages(tmp_path: Path) -> None:
 )
 def test_more_processes_and_other_plans(job: Job, tmp_path: Path) -> None:
     check(job, tmp_path)
+
+
+@pytest.mark.long
+def test_an_error_of_planning_is_raised_in_every_process(tmp_path: Path) -> None:
+    for process in start(Job(allocation=(0, 1, 2), mem=1000), tmp_path):
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode == 1
+        assert "BudgetTooSmall: no schedule fits in 1000 bytes" in errors
 
 
 @pytest.mark.long
