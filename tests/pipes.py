@@ -1,7 +1,7 @@
 """Pipelines over processes of this machine: models, plans made by hand, and what each process does.
 
 `python -m tests.pipes FOLDER RANK` runs one process of the job that FOLDER/job.json describes, and leaves what it saw
-in FOLDER/RANK.pt.
+in FOLDER/RANK.pt. torchrun says the rank by itself.
 """
 
 from __future__ import annotations
@@ -267,4 +267,4 @@ def results(job: Job, folder: Path) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    process(Path(sys.argv[1]), int(sys.argv[2]))
+    process(Path(sys.argv[1]), int(sys.argv[2] if len(sys.argv) > 2 else os.environ["RANK"]))

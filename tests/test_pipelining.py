@@ -6,8 +6,13 @@ What runs in several processes runs once for each configuration, and many things
 from __future__ import annotations
 
 import itertools
+import json
+import os
 import signal
+import subprocess
+import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +27,19 @@ from fxremat.pipelining.profile import Spending, joined
 from fxremat.pipelining.schedule import Action, lost_peer, lowered
 from fxremat.pipelining.stages import Ops, capture
 from fxremat.solvers.pipeline.model import Layer, Layers, Machines, PipelinePlan, Stage, Way
-from tests.pipes import MODELS, ROWS, Gpt, Job, by_hand, in_groups, next_token, reference, results, start
+from tests.pipes import (
+    MODELS,
+    ROOT,
+    ROWS,
+    Gpt,
+    Job,
+    by_hand,
+    in_groups,
+    next_token,
+    reference,
+    results,
+    start,
+)
 from tests.training import same
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
@@ -293,7 +310,7 @@ def test_an_error_of_planning_is_raised_in_every_process(tmp_path: Path) -> None
     for process in start(Job(allocation=(0, 1, 2), mem=1000), tmp_path):
         _, errors = process.communicate(timeout=120)
         assert process.returncode == 1
-        assert "BudgetTooSmall: no schedule fits in 1000 bytes" in errors
+        assert "BudgetTooSmall: no schedule fits in 1000 bytes per device; the least that does is" in errors
 
 
 @pytest.mark.long
@@ -312,3 +329,25 @@ def test_when_one_process_is_killed_the_others_end_and_say_so(killed: int, tmp_p
             assert len(lines) == 1
             assert f"rank {rank} cannot finish this step" in lines[0]
     assert time.monotonic() - since < 30
+
+
+@pytest.mark.long
+def test_torchrun_ends_when_one_process_is_killed(tmp_path: Path) -> None:
+    job = Job(allocation=(0, 1), kill=1)
+    (tmp_path / "job.json").write_text(json.dumps(asdict(job)))
+    start = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "tests.pipes",
+        str(tmp_path),
+    ]
+    ran = subprocess.run(
+        [sys.executable, *start], cwd=ROOT, capture_output=True, text=True, timeout=180, check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert ran.returncode == 1
+    assert "exitcode  : -9" in ran.stderr

@@ -29,6 +29,7 @@ from fxremat.units import format_bytes, parse_bytes
 
 ATTEMPTS = 6  # plans for less or more than the budget, until one spends it with all that PyTorch holds
 CLOSE = 0.01  # of the budget: so little more or less is not tried
+UNIT = "bytes per device"
 
 Options = Callable[[int, int], Sequence[Way]]
 
@@ -253,7 +254,7 @@ class _Search:
             found = self.within(error.minimum)
         if found.most <= self.settings.mem:
             return found
-        raise BudgetTooSmall(found.most, self.settings.mem, note="of each device")
+        raise BudgetTooSmall(found.most, self.settings.mem, unit=UNIT)
 
     def _check_all_work(self, plan: PipelinePlan) -> None:
         used = {stage.device for stage in plan.stages}
@@ -287,7 +288,8 @@ def _checked_everywhere(rank: Rank, plan: PipelinePlan, settings: Settings) -> t
     held = [known[number] for number in range(len(plan.stages))]
     memory = most_bytes(plan, held, lowered(plan, settings.microbatches))
     if max(memory) > settings.mem:
-        raise BudgetTooSmall(max(memory), settings.mem, note="a rank measured other costs than rank 0")
+        note = "a rank measured other costs than rank 0"
+        raise BudgetTooSmall(max(memory), settings.mem, unit=UNIT, note=note)
     return memory
 
 
