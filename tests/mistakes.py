@@ -491,7 +491,7 @@ MISTAKES += [
     # tied weights are two
     Mistake(
         "pipelining/stages.py",
-        "self._shown[node] = first.setdefault(id(values[name]), node)",
+        "self._shown[node] = first.setdefault(_memory(values[name]), node)",
         "self._shown[node] = node",
         STAGES + "a_tied_weight_stays_with_all_who_read_it",
     ),

@@ -85,22 +85,24 @@ def test_dropout_draws_what_the_model_draws() -> None:
 
 
 class Tied(nn.Module):
-    """An output layer that shares its weight with the embedding."""
+    """An output layer that shares its weight with the embedding, or only the memory of it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, memory_only: bool = False) -> None:
         super().__init__()
         self.embedding = nn.Embedding(8, 4)
         self.layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh())
         self.head = nn.Linear(4, 8, bias=False)
-        self.head.weight = self.embedding.weight
+        weight = self.embedding.weight
+        self.head.weight = nn.Parameter(weight.detach()) if memory_only else weight
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.head(self.layers(self.embedding(tokens)))
 
 
-def test_a_tied_weight_stays_with_all_who_read_it() -> None:
+@pytest.mark.parametrize("memory_only", [False, True])
+def test_a_tied_weight_stays_with_all_who_read_it(memory_only: bool) -> None:
     tokens = torch.randint(8, (4, 3))
-    ops = captured(Tied(), tokens, tokens, next_token)
+    ops = captured(Tied(memory_only=memory_only), tokens, tokens, next_token)
     assert [str(value) for value in ops.cuts.values()] == ["linear_2"]  # behind the head
 
 

@@ -144,7 +144,7 @@ class _Sharing:
         self._shown: dict[fx.Node, fx.Node] = {}
         first: dict[int, fx.Node] = {}
         for node, name in held.items():  # tied weights are one
-            self._shown[node] = first.setdefault(id(values[name]), node)
+            self._shown[node] = first.setdefault(_memory(values[name]), node)
         self.written: dict[fx.Node, int] = {}  # the last op that writes it
         for place, node in enumerate(nodes):
             for argument, writes, shows in _aliases(node):
@@ -156,6 +156,11 @@ class _Sharing:
     def of(self, node: fx.Node) -> fx.Node:
         """The node whose memory this one shows."""
         return self._shown.get(node, node)
+
+
+def _memory(value: Any) -> int:
+    """Equal for tensors in the same memory: a weight may have two names, or two parameters may show one tensor."""
+    return (value.untyped_storage().data_ptr() if isinstance(value, Tensor) else 0) or id(value)
 
 
 def _aliases(node: fx.Node) -> Iterator[tuple[fx.Node, bool, bool]]:
