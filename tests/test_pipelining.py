@@ -251,6 +251,7 @@ def test_alone_it_plans_and_says_how_to_run() -> None:
 
 def test_a_budget_that_no_plan_keeps_names_one_that_works() -> None:
     least = max(_pipeline(planner=by_hand(Job(smallest=True))).memory)
+    assert least < 0.9 * max(_pipeline().memory)
     with pytest.raises(fxremat.BudgetTooSmall) as raised:
         _pipeline(mem=least - 1, planner=by_hand(Job(smallest=True)))
     assert raised.value.minimum == least
