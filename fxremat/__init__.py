@@ -26,6 +26,7 @@ from fxremat.solvers import solve
 
 if TYPE_CHECKING:
     from fxremat.api import compile, plan
+    from fxremat.pipelining.pipe import Pipeline, pipeline
     from fxremat.plans import Plan
     from fxremat.runtime.host import FileTier, HostTier, PinnedTier
 
@@ -46,11 +47,13 @@ __all__ = [
     "JoinTimeline",
     "Option",
     "PinnedTier",
+    "Pipeline",
     "Plan",
     "Platform",
     "Schedule",
     "Timeline",
     "compile",
+    "pipeline",
     "plan",
     "simulate",
     "solve",
@@ -99,6 +102,8 @@ def simulate(
 _NEED_TORCH = {
     "compile": "fxremat.api",
     "plan": "fxremat.api",
+    "Pipeline": "fxremat.pipelining.pipe",
+    "pipeline": "fxremat.pipelining.pipe",
     "Plan": "fxremat.plans",
     "FileTier": "fxremat.runtime.host",
     "HostTier": "fxremat.runtime.host",

@@ -143,8 +143,11 @@ class Backend:
             inference_compiler=lambda graph, _: boxed(graph),
             partition_fn=partial(self._partition, again=again),
         )
-        with differentiate_as_eager():
-            compiled: Callable[..., Any] = backend(module, inputs)
+        try:
+            with differentiate_as_eager():
+                compiled: Callable[..., Any] = backend(module, inputs)
+        finally:
+            self._inputs = ()  # dynamo holds on to backends, and the model is not theirs to keep
         return compiled
 
     def prepare_weights(self, tensors: Iterable[torch.Tensor]) -> Weights | None:

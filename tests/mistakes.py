@@ -498,3 +498,62 @@ MISTAKES += [
         WEIGHTS,
     ),
 ]
+
+PIPELINING = "test_pipelining.py"
+STAGES = f"{PIPELINING}::test_"
+ONE_JOB = f"{PIPELINING}::test_two_processes_of_which_one_has_two_stages"
+MISTAKES += [
+    # what crosses is overwritten in the buffer that it arrived in
+    Mistake(
+        "pipelining/stages.py",
+        "self.sharing.written.get(shown, -1) < place",
+        "True",
+        STAGES + "no_cut_before_what_crosses_is_written_in_place",
+    ),
+    # tied weights are two
+    Mistake(
+        "pipelining/stages.py",
+        "self._shown[node] = first.setdefault(_memory(values[name]), node)",
+        "self._shown[node] = node",
+        STAGES + "a_tied_weight_stays_with_all_who_read_it",
+    ),
+    # an input that is needed later does not cross
+    Mistake(
+        "pipelining/stages.py",
+        "crossing: set[fx.Node] = set(self.inputs)",
+        "crossing: set[fx.Node] = set()",
+        STAGES + "no_cut_where_an_input_is_needed_later",
+    ),
+    # losses take nothing
+    Mistake(
+        "pipelining/memory.py",
+        "live += spending.returned",
+        "live += 0",
+        STAGES + "memory_of_two_devices_by_hand",
+    ),
+    # the gradient that came is counted twice
+    Mistake(
+        "pipelining/memory.py",
+        "live -= spending.kept + held.leaving",
+        "live -= spending.kept",
+        STAGES + "memory_of_two_devices_by_hand",
+    ),
+    # the gradient that came is counted until its last reader, and the engine holds on to it
+    Mistake("pipelining/profile.py", "kept=joint.tangent_values", "kept=()", ONE_JOB),
+    # used buffers stay
+    Mistake(
+        "pipelining/schedule.py",
+        'info.buffer = torch.empty_like(info.buffer, device="meta")',
+        "info.buffer = info.buffer",
+        ONE_JOB,
+    ),
+    # every micro-batch is compared with the first target
+    Mistake("pipelining/schedule.py", "self.targets[fwd_chunk_id]", "self.targets[0]", ONE_JOB),
+    # a stage is compiled for its fastest program, whatever its way
+    Mistake(
+        "pipelining/profile.py",
+        "if spending.peak + entering <= way.peak_bytes and spending.kept + entering <= way.kept_bytes:",
+        "if True:",
+        STAGES + "a_budget_that_no_plan_keeps_names_one_that_works",
+    ),
+]

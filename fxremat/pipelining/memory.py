@@ -1,0 +1,77 @@
+"""What each device holds while it does its works, copies included: the most bytes at any time.
+
+    always     copies of its weights and their gradients
+    F          what others in flight keep + the peak of this forward      then + what it keeps
+    B          what others in flight keep + the peak of this backward     then - what it kept but a loss, and its input
+    RECV       + a buffer, until the backward is done
+    gradient   + one on its way to the stage before, until the next one leaves
+
+Exact but for the order in which copies arrive. A border inside a device copies nothing: what leaves one stage is what
+enters the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fxremat.pipelining.profile import Spending
+from fxremat.pipelining.schedule import Action
+from fxremat.solvers.pipeline.model import PipelinePlan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """What a stage holds."""
+
+    weights: int  # bytes, one copy
+    entering: int  # bytes of what enters, one micro-batch; 0 for the first stage
+    leaving: int  # bytes of what leaves; 0 for the last
+    spending: Spending
+
+
+def most_bytes(
+    plan: PipelinePlan, stages: Sequence[Held], actions: Sequence[Sequence[Action]]
+) -> tuple[int, ...]:
+    """The most bytes that each device holds at any time of a step."""
+    return tuple(_Device(plan, stages, number).most(works) for number, works in enumerate(actions))
+
+
+@dataclass
+class _Device:
+    plan: PipelinePlan
+    stages: Sequence[Held]
+    number: int
+
+    def most(self, actions: Sequence[Action]) -> int:
+        mine = [held for held, stage in zip(self.stages, self.plan.stages) if stage.device == self.number]
+        base = int(self.plan.machines.copies * sum(held.weights for held in mine))
+        live, peak = 0, 0
+        on_its_way: set[int] = set()  # stages whose latest gradient may not have arrived yet
+        for action in actions:
+            held = self.stages[action.stage]
+            spending, first = held.spending, action.stage == 0
+            match action.kind:
+                case "RECV_F":
+                    live += held.entering
+                case "RECV_B":
+                    live += held.leaving
+                case "F":
+                    peak = max(peak, live + spending.forward_peak)
+                    live += spending.kept
+                case "B":  # the gradient that came is part of the backward's own peak
+                    live -= spending.kept + held.leaving
+                    peak = max(peak, live + spending.backward_peak)
+                    if action.stage == len(self.stages) - 1:
+                        live += spending.returned
+                    if self._is_here(action.stage - 1):
+                        live += held.entering  # the gradient waits here for the stage before
+                    elif not first and action.stage in on_its_way:
+                        live -= held.entering  # the input; one gradient leaves and the next arrives
+                    elif not first:
+                        on_its_way.add(action.stage)  # the input makes room for the gradient
+            peak = max(peak, live)
+        return base + peak
+
+    def _is_here(self, stage: int) -> bool:
+        return stage >= 0 and self.plan.stages[stage].device == self.number

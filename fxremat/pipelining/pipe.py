@@ -1,0 +1,372 @@
+"""`fxremat.pipeline`: a model that fits on several devices and on none of them alone.
+
+ops     = capture(model and loss)             where it can be cut
+profile = layers, and what each run costs     measured on rank 0
+plan    = planner(layers, machines, ways)     the same on every rank
+rank    = its stages, compiled and run
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fxremat.errors import BudgetTooSmall, FxrematError
+from fxremat.pipelining.memory import Held, most_bytes
+from fxremat.pipelining.profile import Profile, profile
+from fxremat.pipelining.run import Rank, held_by
+from fxremat.pipelining.schedule import lowered
+from fxremat.pipelining.stages import Loss, Ops, capture
+from fxremat.solvers.pipeline.model import Layers, Machines, PipelinePlan, Way
+from fxremat.units import format_bytes, parse_bytes
+
+ATTEMPTS = 6  # plans for less or more than the budget, until one spends it with all that PyTorch holds
+CLOSE = 0.01  # of the budget: so little more or less is not tried
+UNIT = "bytes per device"
+
+Options = Callable[[int, int], Sequence[Way]]
+
+
+class Planner(Protocol):
+    """What finds a plan: `fxremat.solvers.pipeline.plan.plan_pipeline`."""
+
+    def __call__(
+        self, layers: Layers, machines: Machines, *, options: Options, microbatches: int, effort: float
+    ) -> PipelinePlan: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipelined:
+    """A plan and what belongs to it, equal on every rank."""
+
+    plan: PipelinePlan
+    cuts: tuple[int, ...]
+    memory: tuple[int, ...]  # bytes of each device at its worst moment
+    seconds: float  # of a step
+
+    @property
+    def most(self) -> int:
+        """Of all devices."""
+        return max(self.memory)
+
+
+class Pipeline:
+    """A training step over several devices; `.plan` says who does what. Printing it shows it."""
+
+    def __init__(self, ops: Ops, found: Pipelined, batch: int, rank: Rank | None, model: nn.Module) -> None:
+        self.plan = found.plan
+        self.memory = found.memory
+        self._batch = batch
+        self._rank = rank
+        self._named = _named(ops, rank, model)
+
+    def step(self, inputs: Tensor | Sequence[Tensor], target: Tensor) -> tuple[Tensor, ...]:
+        """Forward and backward of one batch; every rank calls it with the same batch, or what it has of it.
+
+        Gradients are added to the `.grad` of this rank's parameters, whose mean over the micro-batches they are: call
+        `zero_grad` before each step.
+
+        Returns:
+            the loss of each micro-batch on the rank of the last stage, () on others.
+        """
+        if self._rank is None:
+            raise FxrematError(
+                f"this pipeline has {self.plan.machines.devices} devices and runs in as many processes; start it with "
+                f"torchrun --nproc-per-node {self.plan.machines.devices} your_script.py"
+            )
+        given = _tensors(inputs)
+        for name, tensor in (*(("inputs", tensor) for tensor in given), ("target", target)):
+            if tensor.shape[0] != self._batch:
+                raise FxrematError(
+                    f"{name} has {tensor.shape[0]} rows, and the pipeline was planned for batches of {self._batch}"
+                )
+        return self._rank.step(given, target)
+
+    @property
+    def in_flight(self) -> dict[int, int]:
+        """The most micro-batches that each stage of this rank had between forward and backward in the latest step."""
+        stages = self._rank.stages if self._rank else []
+        return {stage.stage_index: stage.most_in_flight for stage in stages}
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Those of this rank, for its optimizer."""
+        return (parameter for _, parameter in self.named_parameters())
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Those of this rank, with the model's names; a tied weight once."""
+        seen: set[int] = set()
+        for name, tensor in self._named.items():
+            if isinstance(tensor, nn.Parameter) and id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield name, tensor
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """This rank's part of the model's; those of all ranks together are the whole."""
+        return {name: tensor.detach() for name, tensor in self._named.items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take this rank's part out of a state dict of the model."""
+        if missing := sorted(set(self._named) - set(state)):
+            raise FxrematError(f"the state dict lacks {', '.join(missing)}")
+        with torch.no_grad():
+            for name, tensor in self._named.items():
+                tensor.copy_(state[name])
+
+    def __str__(self) -> str:
+        return "\n".join(_described(self.plan, self.memory))
+
+
+def pipeline(
+    model: nn.Module,
+    example_inputs: Tensor | Sequence[Tensor],
+    *,
+    mem: int | str,
+    devices: int,
+    microbatches: int,
+    loss_fn: Loss,
+    example_target: Tensor,
+    **options: Any,
+) -> Pipeline:
+    """Train a model on several devices, each of which stays inside `mem`.
+
+    Start it in as many processes as there are devices (`torchrun --nproc-per-node 4 train.py`): each takes its stages
+    out of the model and runs them. In a single process it plans only.
+
+    Args:
+        model: takes tensors, returns what loss_fn wants. Where it may be cut, one tensor crosses. It is not changed;
+            let go of it after this call, and what other ranks own is freed.
+        example_inputs: a whole batch: one tensor or a tuple, split along their first dimension.
+        mem: what each device may hold at any time of a step: its parameters, their gradients, activations, buffers.
+        devices: how many.
+        microbatches: how many parts a batch is split into; divides it.
+        loss_fn: (outputs, target) -> the mean loss of a micro-batch. It is a part of the last stage.
+        example_target: of the batch; one tensor.
+        options: copies (of the parameters on their device: 2, with their gradients; 4 with Adam's state), bandwidth
+            (bytes per second between devices; None: copies take no time), effort (seconds, about, that the search for
+            a plan takes), refine (seconds, for each run of layers, that its programs are improved op by op),
+            scale_grads (False: gradients are sums over the micro-batches), planner.
+
+    Raises:
+        BudgetTooSmall: no plan fits. The same on every rank, as all errors of planning.
+        CaptureError: the model cannot be written down, or not be cut.
+    """
+    settings = Settings(mem=parse_bytes(mem), devices=devices, microbatches=microbatches, **options)
+    inputs = _tensors(example_inputs)
+    batch = _checked(inputs, example_target, settings)
+    alone = not _joined_group(settings)
+    first = tuple(torch.tensor_split(value, microbatches)[0] for value in inputs)
+    target = torch.tensor_split(example_target, microbatches)[0]
+    ops = capture(model, first, target, loss_fn)
+    if alone:
+        found = make_plan(ops, first, target, settings)
+        return Pipeline(ops, found, batch, None, model)
+    found = _same_everywhere(lambda: make_plan(ops, first, target, settings))
+    mine = Profile(ops=ops, inputs=first, target=target, effort=settings.refine, cuts=found.cuts)
+    rank = Rank.of(
+        mine, found.plan, dist.get_rank(), microbatches=microbatches, scale_grads=settings.scale_grads
+    )
+    found = replace(found, memory=_checked_everywhere(rank, found.plan, settings))
+    return Pipeline(ops, found, batch, rank, model)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What to plan for."""
+
+    mem: int
+    devices: int
+    microbatches: int
+    copies: float = 2.0
+    bandwidth: float | None = None
+    effort: float = 10.0
+    refine: float = 0.0
+    scale_grads: bool = True
+    planner: Planner | None = None
+
+    @property
+    def machines(self) -> Machines:
+        """The devices."""
+        return Machines(devices=self.devices, memory=self.mem, bandwidth=self.bandwidth, copies=self.copies)
+
+
+def make_plan(ops: Ops, inputs: tuple[Tensor, ...], target: Tensor, settings: Settings) -> Pipelined:
+    """Measure the layers and find a plan whose devices stay inside the budget, with all that PyTorch holds.
+
+    The planner counts stages by themselves; what they hold together while they run in the engine's order is replayed
+    here, and the planner gets less or more, until the budget is held and nearly spent.
+    """
+    search = _Search(profile(ops, inputs, target, devices=settings.devices, effort=settings.refine), settings)
+    room, too_much, best = float(settings.mem), float("inf"), None
+    for _ in range(ATTEMPTS):
+        try:
+            found = search.within(int(room))
+        except BudgetTooSmall as error:
+            return best or search.least(error.minimum)
+        left = settings.mem - found.most
+        if left < 0:
+            too_much = room
+        elif best is None or found.seconds < best.seconds:
+            best = found
+        following = room + left
+        if following >= too_much:
+            following = (room + too_much) / 2
+        if abs(following - room) < CLOSE * settings.mem:
+            break
+        room = following
+    return best or search.least(max(0, int(room)))
+
+
+@dataclass(frozen=True)
+class _Search:
+    measured: Profile
+    settings: Settings
+
+    def within(self, room: int) -> Pipelined:
+        """The plan for devices of so many bytes, and what it takes in truth."""
+        planner = self.settings.planner or import_module("fxremat.solvers.pipeline.plan").plan_pipeline
+        plan: PipelinePlan = planner(
+            self.measured.layers(),
+            replace(self.settings.machines, memory=room),
+            options=self.measured.ways,
+            microbatches=self.settings.microbatches,
+            effort=self.settings.effort / ATTEMPTS,
+        )
+        self._check_all_work(plan)
+        held = [held_by(self.measured, plan, number) for number in range(len(plan.stages))]
+        memory = most_bytes(plan, held, lowered(plan, self.settings.microbatches))
+        last = self.settings.microbatches - 1
+        seconds = plan.slot(last) * plan.tick + plan.backward_starts[0] + plan.stages[0].way.backward_time
+        plan = replace(plan, machines=self.settings.machines)
+        return Pipelined(plan=plan, cuts=self.measured.cuts, memory=memory, seconds=seconds)
+
+    def least(self, room: int) -> Pipelined:
+        """The plan that takes least. Raises `BudgetTooSmall` where that is too much; its minimum is what works."""
+        try:
+            found = self.within(room)
+        except BudgetTooSmall as error:
+            found = self.within(error.minimum)
+        if found.most <= self.settings.mem:
+            return found
+        raise BudgetTooSmall(found.most, self.settings.mem, unit=UNIT)
+
+    def _check_all_work(self, plan: PipelinePlan) -> None:
+        used = {stage.device for stage in plan.stages}
+        if used != set(range(self.settings.devices)):
+            raise FxrematError(
+                f"the fastest plan uses {len(used)} of {self.settings.devices} devices, and PyTorch's engine wants "
+                f"work for each; ask for devices={len(used)}"
+            )
+
+
+def _same_everywhere(make: Callable[[], Pipelined]) -> Pipelined:
+    """What rank 0 makes, on all ranks; an error of rank 0 is raised on all of them."""
+    message: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            message[0] = make()
+        except FxrematError as error:
+            message[0] = error
+    dist.broadcast_object_list(message, src=0)
+    if isinstance(message[0], FxrematError):
+        raise message[0]
+    found: Pipelined = message[0]
+    return found
+
+
+def _checked_everywhere(rank: Rank, plan: PipelinePlan, settings: Settings) -> tuple[int, ...]:
+    """The most bytes of each device under the programs that the ranks chose by their own measurements."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, dict(rank.held))
+    known: dict[int, Held] = {number: held for part in everyone for number, held in part.items()}
+    held = [known[number] for number in range(len(plan.stages))]
+    memory = most_bytes(plan, held, lowered(plan, settings.microbatches))
+    if max(memory) > settings.mem:
+        note = "a rank measured other costs than rank 0"
+        raise BudgetTooSmall(max(memory), settings.mem, unit=UNIT, note=note)
+    return memory
+
+
+def _joined_group(settings: Settings) -> bool:
+    """Whether this process is one of several, which torchrun started or which have met already."""
+    if not dist.is_initialized():
+        if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+            return False
+        dist.init_process_group()
+    if dist.get_world_size() != settings.devices:
+        raise FxrematError(
+            f"devices={settings.devices}, and {dist.get_world_size()} processes are running; "
+            f"start as many as there are devices"
+        )
+    return True
+
+
+def _checked(inputs: tuple[Tensor, ...], target: Tensor, settings: Settings) -> int:
+    """The rows of a batch. Raises `FxrematError` for numbers that do not go together."""
+    if settings.devices < 2:
+        raise FxrematError(
+            f"devices={settings.devices}: a pipeline has 2 or more; for one use fxremat.compile"
+        )
+    if settings.microbatches < 1:
+        raise FxrematError(f"microbatches={settings.microbatches}: there has to be 1 or more")
+    sizes = {tensor.shape[0] if tensor.dim() else 0 for tensor in (*inputs, target)}
+    if len(sizes) != 1:
+        raise FxrematError(
+            f"inputs and target are split along their first dimension, which has different sizes: {sorted(sizes)}"
+        )
+    (batch,) = sizes
+    if batch == 0 or batch % settings.microbatches:
+        raise FxrematError(
+            f"microbatches={settings.microbatches} does not divide the batch, which has {batch} rows"
+        )
+    return batch
+
+
+def _tensors(inputs: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
+    given = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    for value in given:
+        if not isinstance(value, Tensor):
+            raise FxrematError(f"a pipeline's inputs are tensors, and one is a {type(value).__name__}")
+    return given
+
+
+def _named(ops: Ops, rank: Rank | None, model: nn.Module) -> dict[str, Tensor]:
+    """The entries of the model's state dict that live on this rank; what no op reads lives with the first stage."""
+    tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(
+        model.named_buffers(remove_duplicate=False)
+    )
+    if rank is None:
+        wanted = {id(tensor) for tensor in tensors.values()}
+    else:
+        wanted = {id(tensor) for _, tensor in rank.tensors()}
+        if rank.is_first:
+            read = {id(value) for value in ops.read}
+            wanted |= {id(tensor) for tensor in tensors.values()} - read
+    return {
+        name: tensors[name] for name in model.state_dict() if name in tensors and id(tensors[name]) in wanted
+    }
+
+
+def _described(plan: PipelinePlan, memory: Sequence[int]) -> Iterator[str]:
+    devices = plan.machines.devices
+    yield f"fxremat plan for {devices} devices: {len(plan.stages)} stages"
+    yield (
+        f"  a micro-batch every {plan.period * 1e3:.3g} ms; no plan takes less than {plan.bound * 1e3:.3g} ms "
+        f"(found by {plan.by})"
+    )
+    for number, (stage, in_flight) in enumerate(zip(plan.stages, plan.in_flight)):
+        names = plan.layers.layers[stage.first].name, plan.layers.layers[stage.last].name
+        seconds = stage.way.forward_time + stage.way.backward_time
+        yield (
+            f"  stage {number} on device {stage.device}: layers {stage.first}..{stage.last} "
+            f"(to {names[1]}), {seconds * 1e3:.3g} ms, {in_flight} in flight, each keeps "
+            f"{format_bytes(int(stage.way.kept_bytes))}"
+        )
+    for device, most in enumerate(memory):
+        yield f"  device {device}: {format_bytes(most)} of {format_bytes(int(plan.machines.memory))}"

@@ -1,0 +1,260 @@
+"""What each run of layers costs on its own: a chain for the planner, and the ways to train a stage.
+
+    layers     ops between two cuts; short neighbours are joined until few enough are left
+    ways       of a run of layers: a few of the programs that fxremat's planner finds for its module
+
+Every run is planned as a model of its own (`fxremat.plan`): its ops are measured, its programs judged by exact
+liveness. Equal runs (the blocks of a GPT) are planned once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxremat.api import plan as plan_of
+from fxremat.cost.table import Costs
+from fxremat.errors import CaptureError
+from fxremat.passes.liveness import live_bytes
+from fxremat.pipelining.stages import Ops, Stage
+from fxremat.planner import Prospect
+from fxremat.plans import Plan
+from fxremat.solvers.pipeline.model import Layer, Layers, Way
+
+WAYS = 12  # for each run of layers
+MOST_LAYERS = 12  # or three for each device, where that is more
+ALIKE = 1.05  # pairs of layers whose times are within this factor are joined at once, so that equal ones stay equal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spending:
+    """What one program of a stage takes; bytes of one micro-batch, without its input."""
+
+    forward_time: float  # seconds
+    backward_time: float
+    budget: int  # for `fxremat.compile`, which then chooses this program
+    kept: int  # from forward to backward, with the output
+    returned: int  # the output; a loss stays until the step is over
+    forward_peak: int  # beyond what other micro-batches keep
+    backward_peak: (
+        int  # with what this one kept, and the gradient that comes in, which the engine holds on to
+    )
+
+    @property
+    def peak(self) -> int:
+        """The most at any time."""
+        return max(self.forward_peak, self.backward_peak)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Profile:
+    """A model in layers, with what every run of them costs. Planned when asked for, and remembered."""
+
+    ops: Ops
+    inputs: tuple[Tensor, ...]  # of one micro-batch
+    target: Tensor
+    effort: float
+    cuts: tuple[int, ...]  # where the layers begin, and the end of the last
+    _known: dict[str, tuple[Spending, ...]] = field(default_factory=dict)
+
+    def module(self, first: int, last: int) -> Stage:
+        """Layers first..last, both included, as a module."""
+        return self.ops.module(self.cuts[first], self.cuts[last + 1])
+
+    def examples(self, first: int, last: int) -> tuple[Tensor, ...]:
+        """Made-up arguments of that module."""
+        target = (self.target,) if last == self.count - 1 else ()
+        if first == 0:
+            return (*self.inputs, *target)
+        made = torch.randn(self.crossing(first).shape, device=self.device)
+        return (made.to(self.crossing(first).dtype).requires_grad_(), *target)
+
+    def crossing(self, layer: int) -> Tensor:
+        """What enters a layer, with its shape and type and no contents."""
+        value: Tensor = self.ops.cuts[self.cuts[layer]].meta["val"]
+        return torch.empty(value.shape, dtype=value.dtype, device="meta")
+
+    def entering(self, layer: int) -> tuple[Tensor, ...]:
+        """What enters a layer, without contents; the model's inputs for the first."""
+        if layer:
+            return (self.crossing(layer).requires_grad_(),)
+        return tuple(torch.empty_like(value, device="meta") for value in self.inputs)
+
+    def leaving(self, layer: int) -> Tensor:
+        """What leaves a layer, without contents; the loss for the last."""
+        if layer + 1 < self.count:
+            return self.crossing(layer + 1).requires_grad_()
+        return torch.empty((), device="meta", requires_grad=True)
+
+    def input_bytes(self, layer: int) -> int:
+        """Of what enters a layer from the one before."""
+        return self.crossing(layer).nbytes if layer else 0
+
+    @property
+    def count(self) -> int:
+        """How many layers."""
+        return len(self.cuts) - 1
+
+    def weight_bytes(self, first: int, last: int) -> int:
+        """Of the parameters of these layers."""
+        return sum(parameter.nbytes for parameter in self.module(first, last).parameters())
+
+    @cached_property
+    def device(self) -> torch.device:
+        """Of the largest parameter."""
+        tensors = [value for value in self.ops.values.values() if isinstance(value, Tensor)]
+        return max(tensors, key=lambda tensor: tensor.nbytes).device
+
+    def spendings(self, first: int, last: int) -> tuple[Spending, ...]:
+        """Every program on offer for these layers, fastest first."""
+        module = self.module(first, last)
+        key = _text(module)
+        if key not in self._known:
+            plan = plan_of(module, self.examples(first, last), mem="100%", **self.settings)
+            self._known[key] = _spendings(plan)
+        return self._known[key]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What every stage is compiled with; nothing is allocated outside of it but what is counted here."""
+        return {"loss_bytes": 1, "effort": self.effort, "progress": False}
+
+    def ways(self, first: int, last: int) -> Sequence[Way]:
+        """A few of the programs for these layers, as the planner wants them, fastest first."""
+        spendings = self.spendings(first, last)
+        entering = self.input_bytes(first)
+        return [
+            Way(
+                forward_time=spending.forward_time,
+                backward_time=spending.backward_time,
+                kept_bytes=spending.kept + entering,
+                peak_bytes=spending.peak + entering,
+            )
+            for spending in _spread(spendings, WAYS)
+        ]
+
+    def spending_of(self, first: int, last: int, way: Way) -> Spending:
+        """The program behind a way: the fastest that takes no more memory, here and now."""
+        entering = self.input_bytes(first)
+        for spending in self.spendings(first, last):
+            if spending.peak + entering <= way.peak_bytes and spending.kept + entering <= way.kept_bytes:
+                return spending
+        return self.spendings(first, last)[-1]
+
+    def layers(self) -> Layers:
+        """The chain for the planner: each layer when it keeps everything."""
+        chain = []
+        for number in range(self.count):
+            fastest = self.spendings(number, number)[0]
+            leaving = self.input_bytes(number + 1) if number + 1 < self.count else 0
+            chain.append(
+                Layer(
+                    name=str(self.ops.nodes[self.cuts[number + 1] - 1]),
+                    forward_time=fastest.forward_time,
+                    backward_time=fastest.backward_time,
+                    weight_bytes=self.weight_bytes(number, number),
+                    saved_bytes=fastest.kept + self.input_bytes(number),
+                    output_bytes=leaving,
+                    grad_bytes=leaving,
+                )
+            )
+        given = sum(value.nbytes for value in self.inputs)
+        return Layers(input_bytes=given, input_grad_bytes=0, layers=tuple(chain))
+
+
+def profile(ops: Ops, inputs: tuple[Tensor, ...], target: Tensor, *, devices: int, effort: float) -> Profile:
+    """Cut a model into layers and measure them. Raises `CaptureError` where there are fewer cuts than it takes."""
+    finest = (0, *ops.cuts, ops.end)
+    if len(finest) - 1 < devices:
+        raise CaptureError(
+            f"{devices} devices need a model that can be cut into {devices} layers, and this one has "
+            f"{len(finest) - 1}: between layers one tensor alone may cross, no input of the model and no parameter "
+            "may be used on both sides (tied weights, masks made from inputs, skip connections)"
+        )
+    known: dict[str, tuple[Spending, ...]] = {}
+    fine = Profile(ops=ops, inputs=inputs, target=target, effort=0.0, cuts=finest)
+    times = [_seconds(fine.spendings(number, number)[0]) for number in range(fine.count)]
+    cuts = joined(finest, times, max(MOST_LAYERS, 3 * devices))
+    if effort == 0.0:
+        known = fine._known
+    return Profile(ops=ops, inputs=inputs, target=target, effort=effort, cuts=cuts, _known=known)
+
+
+def joined(cuts: Sequence[int], times: Sequence[float], most: int) -> tuple[int, ...]:
+    """The cuts that are left when the shortest pairs of neighbours are joined until at most so many layers are.
+
+    >>> joined((0, 1, 2, 3, 4), (5.0, 1.0, 1.0, 5.0), 3)
+    (0, 1, 3, 4)
+    """
+    left, spans = list(cuts), list(times)
+    while len(spans) > most:
+        limit = ALIKE * min(one + other for one, other in pairwise(spans))
+        place = 0
+        while place + 1 < len(spans):
+            both = spans[place] + spans[place + 1]
+            if both <= limit:
+                spans[place : place + 2] = [both]
+                del left[place + 1]
+            place += 1
+    return tuple(left)
+
+
+def _seconds(spending: Spending) -> float:
+    return spending.forward_time + spending.backward_time
+
+
+def _spendings(plan: Plan) -> tuple[Spending, ...]:
+    return tuple(_spending(prospect, plan.costs) for prospect in plan.prospects.frontier)
+
+
+def _spending(prospect: Prospect, costs: Costs) -> Spending:
+    program = prospect.program()
+    joint = program.layout.joint
+    memory = live_bytes(program, costs.sizes, kept=joint.tangent_values)
+    coming = sum(costs.sizes.values[value] for value in joint.tangent_values) + costs.sizes.root
+    halves = [0.0, 0.0]
+    for position, step in enumerate(program.steps):
+        if step.op is not None:
+            halves[position >= program.turn] += costs.seconds[step.op]
+    return Spending(
+        forward_time=halves[0],
+        backward_time=halves[1],
+        budget=prospect.peak,
+        kept=memory.turn - max(coming, costs.sizes.outside),
+        returned=sum(costs.sizes.values[value] for value in joint.kept_outputs),
+        forward_peak=max(memory.during[: program.turn], default=0),
+        backward_peak=max(*memory.during[program.turn :], memory.turn, memory.end),
+    )
+
+
+def _spread(spendings: Sequence[Spending], count: int) -> list[Spending]:
+    """At most so many of them, from the fastest to the smallest, evenly over what they keep."""
+    most, least = spendings[0].kept, min(spending.kept for spending in spendings)
+    marks = [most - (most - least) * number / max(1, count - 1) for number in range(count)]
+    places = range(len(spendings))
+    chosen = {min(places, key=lambda k: abs(spendings[k].kept - mark)) for mark in marks}
+    return [spendings[place] for place in sorted(chosen | {0, len(spendings) - 1})]
+
+
+def _text(module: Stage) -> str:
+    """Equal for modules that run the same ops on tensors of the same shapes."""
+    number = {node: place for place, node in enumerate(module.graph.nodes)}
+    return "\n".join(_line(node, number) for node in module.graph.nodes)
+
+
+def _line(node: fx.Node, number: Mapping[fx.Node, int]) -> str:
+    target = "" if node.op in ("placeholder", "get_attr") else str(node.target)
+    arguments = fx.map_arg((node.args, node.kwargs), lambda read: f"%{number[read]}")
+    return f"{node.op} {target} {arguments} {list(_shapes(node.meta.get('val')))}"
+
+
+def _shapes(value: Any) -> Iterator[tuple[Any, ...]]:
+    for part in value if isinstance(value, tuple | list) else (value,):
+        if isinstance(part, Tensor):
+            yield tuple(part.shape), part.dtype, part.stride(), part.requires_grad

@@ -1,0 +1,121 @@
+"""What one rank does: its stages, each compiled under its own budget, run by PyTorch's pipeline engine.
+
+stage       a run of layers -> fxremat.compile(module, mem=its program's peak)
+step        split the batch, run the works of this rank in the plan's order, losses on the last rank
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from fxremat.api import compile as compile_stage
+from fxremat.errors import FxrematError
+from fxremat.pipelining.memory import Held
+from fxremat.pipelining.profile import Profile
+from fxremat.pipelining.schedule import LeanStage, Step, engine, lost_peer
+from fxremat.solvers.pipeline.model import PipelinePlan
+
+
+def held_by(profile: Profile, plan: PipelinePlan, number: int) -> Held:
+    """What a stage of a plan holds, under the program that its way stands for."""
+    stage, last = plan.stages[number], len(plan.stages) - 1
+    return Held(
+        weights=profile.weight_bytes(stage.first, stage.last),
+        entering=profile.input_bytes(stage.first),
+        leaving=0 if number == last else profile.input_bytes(stage.last + 1),
+        spending=profile.spending_of(stage.first, stage.last, stage.way),
+    )
+
+
+def _compiled(profile: Profile, plan: PipelinePlan, number: int, module: nn.Module) -> LeanStage:
+    stage, last = plan.stages[number], len(plan.stages) - 1
+    spending = profile.spending_of(stage.first, stage.last, stage.way)
+    examples = profile.examples(stage.first, stage.last)
+    small: nn.Module = compile_stage(module, mem=spending.budget, example_inputs=examples, **profile.settings)
+    return LeanStage(
+        _OnTarget(small) if number == last else small,
+        number,
+        last + 1,
+        profile.device,
+        profile.entering(stage.first),
+        profile.leaving(stage.last),
+    )
+
+
+class _OnTarget(nn.Module):
+    """A stage that takes the target by name, as the engine hands it over."""
+
+    def __init__(self, stage: nn.Module) -> None:
+        super().__init__()
+        self.stage = stage
+
+    def forward(self, *inputs: Tensor, target: Tensor | None = None) -> Any:
+        return self.stage(*inputs) if target is None else self.stage(*inputs, target)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Rank:
+    """The stages of one rank of a process group. Nothing of the others' is held."""
+
+    number: int
+    modules: Mapping[int, nn.Module]  # of its stages, by their numbers in the plan
+    stages: Sequence[LeanStage]
+    held: Mapping[int, Held]
+    last: int  # the number of the last stage of all
+    run: Step
+
+    @classmethod
+    def of(
+        cls, profile: Profile, plan: PipelinePlan, number: int, *, microbatches: int, scale_grads: bool
+    ) -> Rank:
+        """Compile the stages of this rank and tell the engine what to do."""
+        mine = {k: stage for k, stage in enumerate(plan.stages) if stage.device == number}
+        modules = {k: profile.module(stage.first, stage.last) for k, stage in mine.items()}
+        stages = [_compiled(profile, plan, k, module) for k, module in modules.items()]
+        return cls(
+            number=number,
+            modules=modules,
+            stages=stages,
+            held={k: held_by(profile, plan, k) for k in mine},
+            last=len(plan.stages) - 1,
+            run=engine(stages, plan, microbatches, scale_grads=scale_grads),
+        )
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the model's inputs go in here."""
+        return 0 in self.modules
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the losses come out here."""
+        return self.last in self.modules
+
+    def step(self, inputs: Sequence[Tensor], target: Tensor) -> tuple[Tensor, ...]:
+        """Forward and backward of all micro-batches; their losses on the last rank. Gradients add up in `.grad`."""
+        given = tuple(inputs) if self.is_first else ()
+        try:
+            losses = self.run(*given, target=target if self.is_last else None)
+        except Exception as error:
+            raise self._explained(error) from error.__cause__
+        return tuple(loss.detach() for loss in losses)
+
+    def _explained(self, error: Exception) -> Exception:
+        if isinstance(error.__cause__, FxrematError):  # raised in a stage, wrapped by the engine
+            return error.__cause__
+        if (text := lost_peer(error)) is None:
+            return error
+        return FxrematError(
+            f"rank {self.number} cannot finish this step: another process of the pipeline has ended or does not "
+            f"answer ({text}); end the job and start it again from its last checkpoint"
+        )
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The parameters and buffers of these stages, by the model's names."""
+        for module in self.modules.values():
+            yield from module.named_parameters()
+            yield from module.named_buffers()

@@ -1,0 +1,254 @@
+"""PyTorch's own pipeline engine, told what each rank does: every private name of torch.distributed.pipelining.
+
+    plan.orders(n)     F and B of every rank, any stage on any rank
+    lowered            the same with the sends and receives that the engine adds
+    engine             runs them: _PipelineScheduleRuntime on LeanStages
+
+The engine allocates every receive buffer for all micro-batches of a step, keeps them for good, and holds on to what it
+sent until the step ends (2.13; pytorch#136380). A `LeanStage` has buffers from the receive to the backward, and lets go
+of what has arrived.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import logging
+import re
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+
+from fxremat.solvers.pipeline.model import PipelinePlan
+
+LOST = ("connection", "peer", "socket", "timed out", "timeout", "nccl", "gloo", "broken pipe")
+
+
+@dataclass(frozen=True)
+class Action:
+    """What a rank does: F, B, SEND_F, RECV_F, SEND_B or RECV_B of one micro-batch of one stage."""
+
+    stage: int
+    kind: str
+    microbatch: int
+
+
+def lowered(plan: PipelinePlan, microbatches: int) -> tuple[tuple[Action, ...], ...]:
+    """What each rank does, copies included, in the order of the engine.
+
+    `_add_send_recv` and `_Action` of `torch.distributed.pipelining.schedules` (2.13).
+    """
+    from torch.distributed.pipelining.schedules import _Action, _add_send_recv
+
+    rank_of = [stage.device for stage in plan.stages]
+    computed = {
+        rank: [_Action.from_str(text) for text in row]
+        for rank, row in enumerate(rows(plan, microbatches))
+        if row
+    }
+    with_copies = _add_send_recv(computed, rank_of.__getitem__, len(plan.stages))
+    return tuple(
+        tuple(
+            Action(action.stage_index, action.computation_type.value, action.microbatch_index or 0)
+            for action in with_copies.get(rank, [])
+        )
+        for rank in range(plan.machines.devices)
+    )
+
+
+def rows(plan: PipelinePlan, microbatches: int) -> list[list[str]]:
+    """The works of each rank as the engine spells them: stage, kind, micro-batch."""
+    return [
+        [f"{work.stage}{work.kind.value}{work.microbatch}" for work in works]
+        for works in plan.orders(microbatches)
+    ]
+
+
+class LeanStage(PipelineStage):
+    """A stage that holds what is in flight and no more.
+
+    Shapes are given, so that the engine runs nothing to infer them. Overrides, read in 2.13:
+    `_prepare_forward_infra`, `_create_grad_recv_info`   make the buffers of all micro-batches: here without memory
+    `get_fwd_recv_ops`, `get_bwd_recv_ops`               called when a receive starts: here it gets its buffer
+    `get_fwd_send_ops`, `get_bwd_send_ops`               the engine keeps what it sends: here the stage sends by itself
+    `forward_one_chunk`, `backward_one_chunk`            the target goes in, used buffers go
+    """
+
+    def __init__(
+        self, module: nn.Module, number: int, count: int, device: torch.device,
+        entering: tuple[Tensor, ...], leaving: Tensor,
+    ) -> None:  # fmt: skip
+        super().__init__(module, number, count, device, input_args=entering, output_args=(leaving,))
+        self.targets: Sequence[Tensor] = ()
+        self.in_flight = 0
+        self.most_in_flight = 0
+        self._sent: dict[int, list[Sent]] = {}
+        self._gradient_sent: Sent | None = None
+
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        with self._without_memory():
+            return super()._prepare_forward_infra(*args, **kwargs)
+
+    def _create_grad_recv_info(self, *args: Any, **kwargs: Any) -> Any:
+        with self._without_memory():
+            return super()._create_grad_recv_info(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _without_memory(self) -> Iterator[None]:
+        device, self.device = self.device, torch.device("meta")
+        try:
+            yield
+        finally:
+            self.device = device
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Receive what enters, into a new buffer."""
+        self._allocate(self.args_recv_info[fwd_chunk_id], trained=True)
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Receive the gradient of what left, into a new buffer."""
+        self._allocate(self.grad_recv_info[bwd_chunk_id], trained=False)
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def _allocate(self, infos: Sequence[Any], *, trained: bool) -> None:
+        for info in infos:
+            info.buffer = torch.empty_like(info.buffer, device=self.device).requires_grad_(trained)
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Send what leaves; it is kept for the backward anyway. Nothing is left to do for the engine."""
+        self._sent[fwd_chunk_id] = [_send(op) for op in super().get_fwd_send_ops(fwd_chunk_id)]
+        return []
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Send the gradient of what entered, once the one before has arrived: one at a time waits for its receiver.
+
+        Waiting blocks nothing for good: sends and receives are in the order of a run with one action at a time.
+        """
+        for op in super().get_bwd_send_ops(bwd_chunk_id):
+            if self._gradient_sent is not None:
+                self._gradient_sent.wait()
+            self._gradient_sent = _send(op)
+        return []
+
+    def forward_one_chunk(
+        self,
+        fwd_chunk_id: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None = None,
+        save_forward_output: bool = True,
+    ) -> Any:
+        """The forward of one micro-batch; the last stage's is told what to compare with."""
+        self.in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self.in_flight)
+        if self.is_last:
+            kwargs = {"target": self.targets[fwd_chunk_id]}
+        return super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **options: Any) -> Any:
+        """The backward of one micro-batch; what entered, and the gradient that came, are let go."""
+        for sent in self._sent.pop(bwd_chunk_id, ()):
+            sent.wait()  # its gradient has come back, so it has arrived
+        super().backward_one_chunk(bwd_chunk_id, *args, **options)
+        self.in_flight -= 1
+        for info in (*self.args_recv_info[bwd_chunk_id], *self.grad_recv_info[bwd_chunk_id]):
+            if getattr(info, "buffer", None) is not None:
+                info.buffer = torch.empty_like(info.buffer, device="meta")
+
+    def begin(self, targets: Sequence[Tensor]) -> None:
+        """Before a step."""
+        self.targets, self.in_flight, self.most_in_flight = targets, 0, 0
+
+    def finish(self) -> None:
+        """After a step: wait until the last gradient has arrived."""
+        if self._gradient_sent is not None:
+            self._gradient_sent.wait()
+        self._gradient_sent = None
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A send on its way, with its tensor: some backends need somebody to hold it."""
+
+    work: dist.Work
+    tensor: Tensor
+
+    def wait(self) -> None:
+        """Until it has arrived."""
+        self.work.wait()
+
+
+def _send(op: dist.P2POp) -> Sent:
+    work = dist.isend(op.tensor, op.peer, group=op.group, tag=op.tag)
+    assert work is not None  # this rank is in the group
+    return Sent(work, op.tensor)
+
+
+Step = Callable[..., list[Tensor]]
+
+
+def engine(stages: list[LeanStage], plan: PipelinePlan, microbatches: int, *, scale_grads: bool) -> Step:
+    """A function that runs one step on this rank: (*inputs of the model, target=) -> losses on the last rank.
+
+    `_PipelineScheduleRuntime(stages, n, loss_fn)._load_csv(path)` (2.13) reads a row of works for each rank, sees from
+    them which stage is where, and adds sends and receives.
+    """
+    from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
+
+    runtime = _PipelineScheduleRuntime(
+        stages, microbatches, loss_fn=_computed_already, scale_grads=scale_grads
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "works.csv"
+        with path.open("w", newline="") as file:
+            csv.writer(file).writerows(rows(plan, microbatches))
+        runtime._load_csv(str(path))
+
+    def step(*inputs: Tensor, target: Tensor | None) -> list[Tensor]:
+        parts = () if target is None else torch.tensor_split(target, microbatches)
+        for stage in stages:
+            stage.begin(parts)
+        losses: list[Tensor] = []
+        with _own_words():
+            runtime.step(*inputs, target=target, losses=losses, return_outputs=False)
+            for stage in stages:
+                stage.finish()
+        return losses
+
+    return step
+
+
+def _computed_already(loss: Tensor, _: Tensor) -> Tensor:
+    """The last stage returns its loss."""
+    return loss
+
+
+@contextlib.contextmanager
+def _own_words() -> Iterator[None]:
+    """The engine writes its whole schedule to the log when it fails; the error says it in one line."""
+    logger = logging.getLogger("torch.distributed.pipelining.schedules")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def lost_peer(error: BaseException) -> str | None:
+    """The first line of an error of the network, None for any other: another process has ended or hangs.
+
+    gloo raises a RuntimeError ("Connection closed by peer", "Timed out waiting"), NCCL a DistBackendError.
+    """
+    text = (str(error).strip().splitlines() or [""])[0]
+    known = isinstance(error, RuntimeError) and any(word in text.lower() for word in LOST)
+    if not known and not isinstance(error, dist.DistError):
+        return None
+    return re.sub(r"^\[[^]]*\]\s*", "", text).split(". ")[0]

@@ -1,0 +1,333 @@
+"""A model and its loss as a chain of layers, and a module for any run of them.
+
+torch.export writes the forward down as one list of ops, in train mode, with dropout and batch norm as they are. The
+list can be cut before an op where one tensor alone crosses:
+
+    crosses     made before, read at or after it             a cut needs exactly one, which has a gradient
+    made again  what depends on no input, parameter or       every stage has its own: positions, masks, constants
+                random number
+    owned       parameters, buffers that ops write           all readers on one side, tied weights included
+    target      what the loss compares with                  handed to the last stage
+
+What crosses must not be written in place afterwards: it arrives in a buffer of its own.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export.graph_signature import InputKind
+
+from fxremat.errors import CaptureError
+
+Loss = Callable[[Any, Tensor], Tensor]  # (outputs, target) -> a scalar
+MODEL = "model."
+
+
+class WithLoss(nn.Module):
+    """A model and its loss as one module."""
+
+    def __init__(self, model: nn.Module, loss_fn: Loss) -> None:
+        super().__init__()
+        self.model = model
+        self.loss = loss_fn
+
+    def forward(self, inputs: tuple[Tensor, ...], target: Tensor) -> Tensor:
+        """The loss of one micro-batch."""
+        return self.loss(self.model(*inputs), target)
+
+
+class Stage(nn.Module):
+    """A run of ops with the parameters and buffers they read, under the model's own names.
+
+    A GraphModule wraps what is raised inside of it, which dynamo cannot trace; this one only has its forward.
+    """
+
+    graph: fx.Graph
+
+    @classmethod
+    def of(cls, module: fx.GraphModule) -> Stage:
+        """The same as a plain module."""
+        stage: Stage = type("Stage", (cls,), {"forward": type(module).forward, "__module__": __name__})()
+        for name in ("_parameters", "_buffers", "_modules"):
+            stage.__dict__[name] = module.__dict__[name]
+        stage.__dict__["graph"] = module.graph
+        return stage
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Ops:
+    """The forward of a model and its loss, op by op, and where it can be cut."""
+
+    nodes: tuple[fx.Node, ...]  # in order
+    inputs: tuple[fx.Node, ...]  # of the model
+    target: fx.Node
+    loss: fx.Node
+    held: Mapping[fx.Node, str]  # parameters, buffers and constants: their names
+    values: Mapping[str, Any]  # by those names
+    again: frozenset[fx.Node]  # made anew in each stage that reads them
+    cuts: Mapping[int, fx.Node]  # before this op: what crosses there
+
+    def module(self, first: int, last: int) -> Stage:
+        """Ops first..last - 1 as a module of (*inputs or what crosses before, target for the last) -> what crosses."""
+        return _Builder(self, first, last).module()
+
+    @property
+    def end(self) -> int:
+        """One past the last op."""
+        return len(self.nodes)
+
+    @property
+    def read(self) -> list[Any]:
+        """The parameters, buffers and constants that some op reads."""
+        return [self.values[name] for node, name in self.held.items() if node.users]
+
+
+def capture(model: nn.Module, inputs: tuple[Tensor, ...], target: Tensor, loss_fn: Loss) -> Ops:
+    """Write down the forward of one micro-batch. The model is not run, nor changed.
+
+    Raises `CaptureError` where torch.export cannot, or where the loss is not one number.
+    """
+    if not model.training:
+        raise CaptureError("the model is in eval mode, and a pipeline trains; call model.train() first")
+    try:
+        examples = (tuple(value.clone() for value in inputs), target.clone())  # one tensor given twice is two
+        program = torch.export.export(WithLoss(model, loss_fn), examples, strict=False)
+    except Exception as error:
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise CaptureError(
+            f"torch.export cannot write this model and its loss down as one graph: {reason[0]}"
+        ) from error
+    return _read(program, len(inputs))
+
+
+def _read(program: torch.export.ExportedProgram, count: int) -> Ops:
+    placeholders = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
+    given, held, values = [], {}, {}
+    for spec in program.graph_signature.input_specs:
+        node = placeholders[getattr(spec.arg, "name", "")]
+        if spec.kind is InputKind.USER_INPUT:
+            given.append(node)
+            continue
+        assert spec.target is not None
+        held[node] = spec.target.removeprefix(MODEL)
+        known = program.state_dict if spec.target in program.state_dict else program.constants
+        values[held[node]] = known[spec.target]
+    for node in program.graph.nodes:  # bodies of autocast, no_grad and the like
+        if node.op == "get_attr":
+            held[node] = str(node.target)
+            values[held[node]] = getattr(program.graph_module, str(node.target))
+    (output,) = program.graph.find_nodes(op="output")
+    (results,) = output.args
+    shown = results[0].meta.get("val") if isinstance(results[0], fx.Node) else None
+    if len(results) != 1 or not isinstance(shown, Tensor) or shown.dim():
+        raise CaptureError("the loss is not one number; loss_fn(outputs, target) has to return a scalar")
+    nodes = tuple(node for node in program.graph.nodes if node.op == "call_function")
+    sharing = _Sharing(nodes, held, values)
+    again = _made_again(nodes, held, values, sharing)
+    found = _Cuts(nodes, tuple(given[:count]), given[count], results[0], held, values, again, sharing)
+    return Ops(
+        nodes=nodes, inputs=tuple(given[:count]), target=given[count], loss=results[0], held=held, values=values,
+        again=again, cuts=dict(found.all()),
+    )  # fmt: skip
+
+
+class _Sharing:
+    """Which nodes show the same memory, and where it is written."""
+
+    def __init__(self, nodes: Sequence[fx.Node], held: Mapping[fx.Node, str], values: Mapping[str, Any]):
+        self._shown: dict[fx.Node, fx.Node] = {}
+        first: dict[int, fx.Node] = {}
+        for node, name in held.items():  # tied weights are one
+            self._shown[node] = first.setdefault(_memory(values[name]), node)
+        self.written: dict[fx.Node, int] = {}  # the last op that writes it
+        for place, node in enumerate(nodes):
+            for argument, writes, shows in _aliases(node):
+                if writes:
+                    self.written[self.of(argument)] = place
+                if shows:
+                    self._shown.setdefault(node, self.of(argument))
+
+    def of(self, node: fx.Node) -> fx.Node:
+        """The node whose memory this one shows."""
+        return self._shown.get(node, node)
+
+
+def _memory(value: Any) -> int:
+    """Equal for tensors in the same memory: a weight may have two names, or two parameters may show one tensor."""
+    return (value.untyped_storage().data_ptr() if isinstance(value, Tensor) else 0) or id(value)
+
+
+def _aliases(node: fx.Node) -> Iterator[tuple[fx.Node, bool, bool]]:
+    """Every tensor argument that an op writes in place or returns a view of: (argument, writes, shows)."""
+    if node.target is operator.getitem:
+        yield node.all_input_nodes[0], False, True
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return
+    returned = {
+        alias for value in schema.returns if value.alias_info for alias in value.alias_info.before_set
+    }
+    named = dict(zip((argument.name for argument in schema.arguments), node.args, strict=False)) | node.kwargs
+    for argument in schema.arguments:
+        if argument.alias_info is None:
+            continue
+        shows = bool(argument.alias_info.before_set & returned)
+        given = named.get(argument.name)
+        for read in given if isinstance(given, list | tuple) else (given,):
+            if isinstance(read, fx.Node):
+                yield read, argument.alias_info.is_write, shows
+
+
+def _made_again(
+    nodes: Sequence[fx.Node], held: Mapping[fx.Node, str], values: Mapping[str, Any], sharing: _Sharing
+) -> frozenset[fx.Node]:
+    """What every stage can make for itself, for next to nothing: no input, parameter or random number is in it."""
+    free = {node for node, name in held.items() if not _is_owned(node, values[name], sharing)}
+    for node in nodes:
+        written = sharing.of(node) in sharing.written
+        if not written and not _is_random(node) and all(read in free for read in node.all_input_nodes):
+            free.add(node)
+    return frozenset(free)
+
+
+def _is_owned(node: fx.Node, value: Any, sharing: _Sharing) -> bool:
+    return isinstance(value, nn.Parameter) or sharing.of(node) in sharing.written
+
+
+def _is_random(node: fx.Node) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+@dataclass(frozen=True, eq=False)
+class _Cuts:
+    """The search for places where one tensor crosses."""
+
+    nodes: tuple[fx.Node, ...]
+    inputs: tuple[fx.Node, ...]
+    target: fx.Node
+    loss: fx.Node
+    held: Mapping[fx.Node, str]
+    values: Mapping[str, Any]
+    again: frozenset[fx.Node]
+    sharing: _Sharing
+
+    def all(self) -> Iterator[tuple[int, fx.Node]]:
+        """(before which op, what crosses there); one cut for all views of a tensor, the first."""
+        place_of = {node: place for place, node in enumerate(self.nodes)}
+        last = {node: self._last_reader(node, place_of) for node in (*self.inputs, *self.nodes)}
+        first_use, last_use = self._uses(place_of)
+        trained = self._trained()
+        crossing: set[fx.Node] = set(self.inputs)
+        crossed: set[fx.Node] = set()
+        for place, node in enumerate(self.nodes):
+            crossing = {value for value in crossing if last[value] >= place}
+            split = any(first_use[value] < place <= last_use[value] for value in last_use)
+            if len(crossing) == 1 and not split:
+                (value,) = crossing
+                shown = self.sharing.of(value)
+                if value in trained and shown not in crossed and self.sharing.written.get(shown, -1) < place:
+                    crossed.add(shown)
+                    yield place, value
+            if node not in self.again:
+                crossing.add(node)
+
+    def _last_reader(self, node: fx.Node, place_of: Mapping[fx.Node, int]) -> int:
+        if node is self.loss:
+            return len(self.nodes)
+        return max((place_of[user] for user in node.users if user in place_of), default=-1)
+
+    def _uses(self, place_of: Mapping[fx.Node, int]) -> tuple[dict[fx.Node, int], dict[fx.Node, int]]:
+        """The first and last op that reads each owned tensor, or the target."""
+        first: dict[fx.Node, int] = {}
+        last: dict[fx.Node, int] = {}
+        for node in (*self.held, self.target):
+            if node in self.again:
+                continue
+            shown = self.sharing.of(node)
+            places = [place_of[user] for user in node.users if user in place_of]
+            if places:
+                first[shown] = min([*places, first.get(shown, len(self.nodes))])
+                last[shown] = max([*places, last.get(shown, -1)])
+        if self.target in last:
+            last[self.target] = len(self.nodes)
+        return first, last
+
+    def _trained(self) -> set[fx.Node]:
+        """Every value that a gradient flows through."""
+        found = {
+            node for node, name in self.held.items() if getattr(self.values[name], "requires_grad", False)
+        }
+        for node in self.nodes:
+            value = node.meta.get("val")
+            several = isinstance(value, tuple | list)
+            if (several or (isinstance(value, Tensor) and value.is_floating_point())) and any(
+                read in found for read in node.all_input_nodes
+            ):
+                found.add(node)
+        return {node for node in found if isinstance(node.meta.get("val"), Tensor)}
+
+
+@dataclass(frozen=True, eq=False)
+class _Builder:
+    ops: Ops
+    first: int
+    last: int
+
+    def module(self) -> Stage:
+        graph = fx.Graph()
+        copies = {node: graph.placeholder(node.name) for node in self._arguments()}
+        wanted = set(self.ops.nodes[self.first : self.last])
+        for node in self._in_order(wanted):
+            if node in self.ops.held:
+                copies[node] = graph.get_attr(self._attribute(node))
+                copies[node].meta = dict(node.meta)
+            else:
+                copies[node] = graph.node_copy(node, copies.__getitem__)
+        result = self.ops.loss if self.last == self.ops.end else self.ops.cuts[self.last]
+        value = copies[result]
+        if not result.meta["val"].is_contiguous():  # what is sent has to be
+            value = graph.call_function(torch.ops.aten.contiguous.default, (value,))
+        graph.output(value)
+        values = {
+            self._attribute(node): self.ops.values[self.ops.held[node]]
+            for node in copies
+            if node in self.ops.held
+        }
+        return Stage.of(fx.GraphModule(values, graph))
+
+    def _attribute(self, node: fx.Node) -> str:
+        return self.ops.held[self.shown(node)]
+
+    def shown(self, node: fx.Node) -> fx.Node:
+        """The first name of a tied weight."""
+        value = self.ops.values[self.ops.held[node]]
+        return next(other for other, name in self.ops.held.items() if self.ops.values[name] is value)
+
+    def _arguments(self) -> Iterator[fx.Node]:
+        if self.first:
+            yield self.ops.cuts[self.first]
+        else:
+            yield from self.ops.inputs
+        if self.last == self.ops.end:
+            yield self.ops.target
+
+    def _in_order(self, wanted: set[fx.Node]) -> Iterator[fx.Node]:
+        """The ops of this stage with what they need, made-again values of other stages included."""
+        given = set(self._arguments())
+        kept = {node for node in wanted if node not in self.ops.again}
+        if self.last == self.ops.end:
+            kept.add(self.ops.loss)
+        needed, todo = set(kept), list(kept)
+        while todo:
+            for read in todo.pop().all_input_nodes:
+                if read not in needed and read not in given:
+                    needed.add(read)
+                    todo.append(read)
+        yield from (node for node in self.ops.held if node in needed)
+        yield from (node for node in self.ops.nodes if node in needed)
