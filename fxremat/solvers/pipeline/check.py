@@ -56,9 +56,9 @@ def check(plan: PipelinePlan) -> Measured:
     for stage, (found, said) in enumerate(zip(flights, plan.in_flight, strict=True)):
         if found != said:
             raise InvalidSchedule(f"stage {stage} has {found} micro-batches in flight; the plan says {said}")
-    for device, (size, said) in enumerate(zip(memory, plan.memory, strict=True)):
-        if size > said + _TINY * plan.machines.memory:
-            raise InvalidSchedule(f"device {device} takes {size:.0f} bytes; the plan says {said:.0f}")
+    for device, (size, told) in enumerate(zip(memory, plan.memory, strict=True)):
+        if size > told + _TINY * plan.machines.memory:
+            raise InvalidSchedule(f"device {device} takes {size:.0f} bytes; the plan says {told:.0f}")
         if size > plan.machines.memory * (1 + _TINY):
             raise InvalidSchedule(f"device {device} takes {size:.0f} bytes of {plan.machines.memory:.0f}")
     _check_orders(plan, _enough(plan))

@@ -38,7 +38,7 @@ TOLERANCE = 1e-7  # relative: no allocation that is faster by more is missed
 class Table(NamedTuple):
     """Ways of all stages as arrays [first, last, way], the fastest first."""
 
-    count: Ints
+    ways: Ints  # how many
     seconds: Floats
     kept: Floats
     most: Floats  # of one micro-batch that is worked on
@@ -66,7 +66,7 @@ def table_of(job: Job) -> Table:
     width = max((len(ways) for _, _, ways in found), default=1)
     shape = (job.count, job.count, width)
     table = Table(
-        count=np.zeros(shape[:2], dtype=np.int64),
+        ways=np.zeros(shape[:2], dtype=np.int64),
         seconds=np.zeros(shape),
         kept=np.zeros(shape),
         most=np.zeros(shape),
@@ -74,7 +74,7 @@ def table_of(job: Job) -> Table:
         copying=np.array([job.copying(border) for border in range(job.count - 1)] + [0.0]),
     )
     for first, last, ways in found:
-        table.count[first, last] = len(ways)
+        table.ways[first, last] = len(ways)
         table.fixed[first, last] = job.fixed(first, last)
         for place, way in enumerate(ways):
             table.seconds[first, last, place] = way.seconds
@@ -95,7 +95,7 @@ def _place(
     table: Table, devices: int, memory: float, tick: float, skip: int, delay: Floats, first: Ints, way: Ints
 ) -> int:
     """Fill delay[p, j + 1] and the choices that lead there; how many stages do, 0 where none fit."""
-    count = table.count.shape[0]
+    count = table.ways.shape[0]
     limit = tick * (1 + 1e-9)
     room = memory * (1 + 1e-9)
     delay[:] = np.inf
@@ -108,7 +108,7 @@ def _place(
             for i in range(j, -1, -1):
                 if i > 0 and table.copying[i - 1] > limit:
                     continue
-                for o in range(table.count[i, j]):
+                for o in range(table.ways[i, j]):
                     if table.seconds[i, j, o] > limit:
                         break
                     after = joined(before, table.seconds[i, j, o], tick)
