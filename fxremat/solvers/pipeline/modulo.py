@@ -41,9 +41,9 @@ def _clear(tasks: Tasks, starts: Floats, placed: Ints, task: int, start: float, 
         after = (start - starts[other]) % tick  # since the other started
         if after > tick - tiny:
             after = 0.0
-        if after < tasks.seconds[other] - tiny or after + tasks.seconds[task] > tick + tiny:
-            if tasks.seconds[other] > 0.0 and tasks.seconds[task] > 0.0:
-                return False
+        overlap = after < tasks.seconds[other] - tiny or after + tasks.seconds[task] > tick + tiny
+        if overlap and tasks.seconds[other] > 0.0 and tasks.seconds[task] > 0.0:
+            return False
     return True
 
 
@@ -58,9 +58,9 @@ def _places(
     tick: float,
     found: Floats,
 ) -> int:
-    """Starts of a task within a period of `limit`, the nearest first: its end before it if `ahead`, else its start after.
+    """Starts of a task within a period of `limit`, the nearest first, and how many there are.
 
-    They are next to the limit or to another task. Returns how many there are.
+    It ends before the limit if `ahead`, else it starts after it; it touches the limit or another task.
     """
     seconds = tasks.seconds[task]
     near = limit - seconds if ahead else limit
@@ -131,7 +131,7 @@ def _search(tasks: Tasks, order: Ints, tick: float, skip: int, steps: int, start
                 taken[level] = -1
             if taken[level] >= 0:
                 placed[task] = 0
-                spent -= min(1, taken[level]) + max(0, taken[level] - 1)
+                spent -= taken[level]
             taken[level] += 1
             choice = taken[level]
             left -= 1

@@ -134,7 +134,7 @@ def bytes_of(tasks: Tasks, starts: Floats, tick: float, skip: int, device: int, 
                             read = _begun(moment, starts[left + 2], tick)
                             size += tasks.waits[left] * _slots(read, made, phase, skip)
                 most = max(most, size)
-    return max(most, sure)
+    return float(max(most, sure))
 
 
 @jit
@@ -170,7 +170,9 @@ def tight(tasks: Tasks, starts: Floats, tick: float) -> tuple[Floats, float]:
     for resource in range(int(tasks.resource.max()) + 1):
         lane = [task for task in range(starts.size) if tasks.resource[task] == resource]
         slots = {task: int(np.floor(starts[task] / tick + NEAR)) for task in lane}
-        lane.sort(key=lambda task: (round((starts[task] / tick - slots[task]) / NEAR), _order(tasks, task)))
+        lane.sort(
+            key=lambda task: (round(float(starts[task] / tick - slots[task]) / NEAR), _order(tasks, task))
+        )
         for place, task in enumerate(lane):
             after = lane[(place + 1) % len(lane)]
             turn = int(place + 1 == len(lane))
