@@ -35,7 +35,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class _Span:
+class Span:
     """Something that happens to a micro-batch of a stage or border."""
 
     start: float
@@ -49,19 +49,19 @@ def check(plan: PipelinePlan) -> Measured:
     """Run the plan on paper. Raises `InvalidSchedule`, which says what goes wrong first."""
     _check_shape(plan)
     _check_one_microbatch(plan)
-    spans = list(_spans(plan, _enough(plan)))
-    _check_resources(plan, spans)
-    flights = _in_flight(plan, spans)
-    memory = _memory(plan, spans)
-    for stage, (found, said) in enumerate(zip(flights, plan.in_flight, strict=True)):
-        if found != said:
-            raise InvalidSchedule(f"stage {stage} has {found} micro-batches in flight; the plan says {said}")
+    found = list(spans(plan, enough(plan)))
+    _check_resources(plan, found)
+    flights = _in_flight(plan, found)
+    memory = _memory(plan, found)
+    for stage, (count, said) in enumerate(zip(flights, plan.in_flight, strict=True)):
+        if count != said:
+            raise InvalidSchedule(f"stage {stage} has {count} micro-batches in flight; the plan says {said}")
     for device, (size, told) in enumerate(zip(memory, plan.memory, strict=True)):
         if size > told + _TINY * plan.machines.memory:
             raise InvalidSchedule(f"device {device} takes {size:.0f} bytes; the plan says {told:.0f}")
         if size > plan.machines.memory * (1 + _TINY):
             raise InvalidSchedule(f"device {device} takes {size:.0f} bytes of {plan.machines.memory:.0f}")
-    _check_orders(plan, _enough(plan))
+    _check_orders(plan, enough(plan))
     return Measured(in_flight=tuple(flights), memory=tuple(memory))
 
 
@@ -94,25 +94,25 @@ def _seconds(plan: PipelinePlan, border: int, what: str) -> float:
     return (layer.output_bytes if what == "forth" else layer.grad_bytes) / plan.machines.bandwidth
 
 
-def _first(plan: PipelinePlan) -> Iterator[_Span]:
+def first_microbatch(plan: PipelinePlan) -> Iterator[Span]:
     """All that happens to micro-batch 0, in the order that the chain asks for."""
     last = len(plan.stages) - 1
     for place, stage in enumerate(plan.stages):
         start = plan.forward_starts[place]
-        yield _Span(start, start + stage.way.forward_time, place, 0, "F")
+        yield Span(start, start + stage.way.forward_time, place, 0, "F")
         if place < last and _remote(plan, place):
             start = plan.forth_starts[place]
-            yield _Span(start, start + _seconds(plan, place, "forth"), place, 0, "forth")
+            yield Span(start, start + _seconds(plan, place, "forth"), place, 0, "forth")
     for place in range(last, -1, -1):
         if place < last and _remote(plan, place):
             start = plan.back_starts[place]
-            yield _Span(start, start + _seconds(plan, place, "back"), place, 0, "back")
+            yield Span(start, start + _seconds(plan, place, "back"), place, 0, "back")
         start = plan.backward_starts[place]
-        yield _Span(start, start + plan.stages[place].way.backward_time, place, 0, "B")
+        yield Span(start, start + plan.stages[place].way.backward_time, place, 0, "B")
 
 
 def _check_one_microbatch(plan: PipelinePlan) -> None:
-    for before, after in pairwise(_first(plan)):
+    for before, after in pairwise(first_microbatch(plan)):
         if after.start < before.end - _TINY * plan.tick:
             raise InvalidSchedule(
                 f"{after.what} of {after.place} starts at {after.start:.6g} s, before {before.what} of "
@@ -120,10 +120,10 @@ def _check_one_microbatch(plan: PipelinePlan) -> None:
             )
 
 
-def _enough(plan: PipelinePlan) -> int:
+def enough(plan: PipelinePlan) -> int:
     """Micro-batches after which all repeats itself."""
-    spans = list(_first(plan))
-    deep = (max(span.end for span in spans) - min(span.start for span in spans)) / plan.tick
+    once = list(first_microbatch(plan))
+    deep = (max(span.end for span in once) - min(span.start for span in once)) / plan.tick
     if not deep < 1000:
         raise InvalidSchedule(
             f"a micro-batch takes {deep:.0f} ticks from its first forward to its last backward"
@@ -131,17 +131,18 @@ def _enough(plan: PipelinePlan) -> int:
     return 2 * int(deep) + 2 * ((plan.skip or 0) + 1) + _MORE
 
 
-def _spans(plan: PipelinePlan, microbatches: int) -> Iterator[_Span]:
-    for span in _first(plan):
+def spans(plan: PipelinePlan, microbatches: int) -> Iterator[Span]:
+    """All that happens to so many micro-batches."""
+    for span in first_microbatch(plan):
         for number in range(microbatches):
             slot = number if plan.skip is None else number + number // plan.skip
             late = slot * plan.tick
-            yield _Span(span.start + late, span.end + late, span.place, number, span.what)
+            yield Span(span.start + late, span.end + late, span.place, number, span.what)
 
 
-def _check_resources(plan: PipelinePlan, spans: list[_Span]) -> None:
-    lanes: dict[object, list[_Span]] = defaultdict(list)
-    for span in spans:
+def _check_resources(plan: PipelinePlan, found: list[Span]) -> None:
+    lanes: dict[object, list[Span]] = defaultdict(list)
+    for span in found:
         device = plan.stages[span.place].device
         if span.what in "FB":
             lanes[f"device {device}"].append(span)
@@ -158,10 +159,10 @@ def _check_resources(plan: PipelinePlan, spans: list[_Span]) -> None:
                 )
 
 
-def _stays(plan: PipelinePlan, spans: list[_Span]) -> Iterator[tuple[float, float, int, float]]:
+def stays(plan: PipelinePlan, found: list[Span]) -> Iterator[tuple[float, float, int, float]]:
     """(from, to, device, bytes) of all that a device holds for a while."""
-    starts = {(s.what, s.place, s.microbatch): s for s in spans}
-    for span in spans:
+    starts = {(s.what, s.place, s.microbatch): s for s in found}
+    for span in found:
         stage = plan.stages[span.place]
         if span.what == "F":
             end = starts["B", span.place, span.microbatch].end
@@ -177,10 +178,10 @@ def _stays(plan: PipelinePlan, spans: list[_Span]) -> Iterator[tuple[float, floa
             yield span.end, starts["B", span.place - 1, span.microbatch].start, stage.device, size
 
 
-def _most(stays: list[tuple[float, float, float]], tiny: float) -> float:
+def _most(held: list[tuple[float, float, float]], tiny: float) -> float:
     """The largest sum of sizes at one time; what ends when something starts has gone."""
     events = []
-    for start, end, size in stays:
+    for start, end, size in held:
         if end - start > 2 * tiny:
             events += [(start + tiny, 1, size), (end - tiny, 0, -size)]
     most = total = 0.0
@@ -190,32 +191,37 @@ def _most(stays: list[tuple[float, float, float]], tiny: float) -> float:
     return most
 
 
-def _in_flight(plan: PipelinePlan, spans: list[_Span]) -> list[int]:
-    ends = {(s.place, s.microbatch): s.end for s in spans if s.what == "B"}
+def _in_flight(plan: PipelinePlan, found: list[Span]) -> list[int]:
+    ends = {(s.place, s.microbatch): s.end for s in found if s.what == "B"}
     alive: list[list[tuple[float, float, float]]] = [[] for _ in plan.stages]
-    for span in spans:
+    for span in found:
         if span.what == "F":
             alive[span.place].append((span.start, ends[span.place, span.microbatch], 1.0))
-    return [round(_most(stays, _TINY * plan.tick)) for stays in alive]
+    return [round(_most(held, _TINY * plan.tick)) for held in alive]
 
 
-def _memory(plan: PipelinePlan, spans: list[_Span]) -> list[float]:
+def _memory(plan: PipelinePlan, found: list[Span]) -> list[float]:
+    held = list(stays(plan, found))
     memory = []
-    stays = list(_stays(plan, spans))
     for device in range(plan.machines.devices):
-        always = 0.0
-        for number, stage in enumerate(plan.stages):
-            if stage.device != device:
-                continue
-            layers = plan.layers.layers[stage.first : stage.last + 1]
-            always += plan.machines.copies * sum(layer.weight_bytes for layer in layers)
-            for border in (number - 1, number):
-                if 0 <= border < len(plan.stages) - 1 and _remote(plan, border):
-                    layer = plan.layers.layers[plan.stages[border].last]
-                    always += layer.output_bytes + layer.grad_bytes
-        here = [(start, end, size) for start, end, at, size in stays if at == device]
-        memory.append(always + _most(here, _TINY * plan.tick))
+        here = [(start, end, size) for start, end, at, size in held if at == device]
+        memory.append(always(plan, device) + _most(here, _TINY * plan.tick))
     return memory
+
+
+def always(plan: PipelinePlan, device: int) -> float:
+    """Bytes of a device whatever happens: weights, and buffers of borders with other devices."""
+    size = 0.0
+    for number, stage in enumerate(plan.stages):
+        if stage.device != device:
+            continue
+        layers = plan.layers.layers[stage.first : stage.last + 1]
+        size += plan.machines.copies * sum(layer.weight_bytes for layer in layers)
+        for border in (number - 1, number):
+            if 0 <= border < len(plan.stages) - 1 and _remote(plan, border):
+                layer = plan.layers.layers[plan.stages[border].last]
+                size += layer.output_bytes + layer.grad_bytes
+    return size
 
 
 def _check_orders(plan: PipelinePlan, microbatches: int) -> None:

@@ -3,7 +3,8 @@
     moves         a border goes one or two layers left or right; a stage goes to another device; two stages swap theirs;
                   a stage is split, and one part goes to another device; a stage is trained in another way
 
-A move is kept where a pattern with a shorter period turns up (`modulo`). Which moves are tried is drawn from a
+A move is kept where a pattern with a shorter period turns up (`modulo`), or one with the same period and devices that
+are more evenly loaded. Which moves are tried is drawn from a
 generator with a fixed seed, so that the same job always has the same answer.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from itertools import product
+from math import inf
 
 from fxremat.solvers.pipeline.costs import Job
 from fxremat.solvers.pipeline.model import Stage, Way
@@ -29,20 +31,29 @@ def improved(job: Job, start: Pattern, *, tries: int, floor: float, seed: int = 
     """The best pattern after so many moves, or as good as the bound `floor` says."""
     draw = random.Random(seed)
     best = start
-    pieces = _pieces(job, start.stages)
+    pieces, spread = _pieces(job, start.stages), inf
     for _ in range(tries):
         if best.period <= floor * (1 + _GAIN):
             break
         moved = pieces
         for _ in range(draw.choice((1, 1, 2, 3))):
             moved = _joined(job, _moved(job, moved, draw))
+        uneven = _spread(job, moved)
         if moved == pieces:
             continue
-        tick = best.period * (1 - _GAIN) / (1 + 1 / best.skip if best.skip else 1)
-        found = pattern_at(job, _stages(job, moved), tick, skip=best.skip, steps=_STEPS)
+        ahead = 1.0 if uneven < spread * (1 - _GAIN) else 1 - _GAIN
+        found = pattern_at(job, _stages(job, moved), best.tick * ahead, skip=best.skip, steps=_STEPS)
         if found is not None:
-            best, pieces = found, moved
+            best, pieces, spread = found, moved, uneven
     return best
+
+
+def _spread(job: Job, pieces: Sequence[Piece]) -> float:
+    """How uneven the devices' seconds are: of allocations with one period, the evener one is nearer to a better one."""
+    loads = [0.0] * job.machines.devices
+    for first, last, device, way in pieces:
+        loads[device] += job.ways(first, last)[way].seconds
+    return sum(load * load for load in loads)
 
 
 def _pieces(job: Job, stages: Sequence[Stage]) -> list[Piece]:

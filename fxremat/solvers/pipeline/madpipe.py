@@ -39,10 +39,11 @@ from fxremat.solvers.sizes import Floats
 
 Shorts = NDArray[np.int16]
 
-SECONDS_CELLS, BYTES_CELLS = 101, 31
-_TOLERANCE = 1e-3  # relative, of periods
-_SHARES = (1.0, 0.9, 0.8, 0.65, 0.5)  # of the memory that the special device may fill
-_LONGER = (0.0, 0.15, 0.3, 0.5, 0.75)  # of the way from the hoped period to the best known one
+SECONDS_CELLS, BYTES_CELLS = 101, 21
+_TOLERANCE = 1e-2  # relative, of periods
+_MOST_FILLS = 40  # of the table, in all
+_SHARES = (1.0, 0.85, 0.7, 0.5)  # of the memory that the special device may fill
+_LONGER = (0.0, 0.1, 0.25, 0.5)  # of the way from the hoped period to the best known one
 
 
 @jit
@@ -73,15 +74,17 @@ def _fill(
     )
     for left in range(count, 0, -1):
         j = left - 1
+        reach = j + 1  # the longest stage that ends here
+        for i in range(j + 1):
+            if reach > j and table.ways[i, j] > 0 and table.seconds[i, j, 0] <= limit:
+                reach = i
         for p in range(devices - 1, -1, -1):
             for c in range(cells + 1):
                 for m in range(grains + 1):
                     before = delay[left, p, c, m]
                     if before == np.inf:
                         continue
-                    for i in range(j, -1, -1):
-                        if p == 0 and i > 0:
-                            continue
+                    for i in range(j if p > 0 else 0, reach - 1, -1):
                         if i > 0 and table.copying[i - 1] > limit:
                             continue
                         used = False
@@ -126,6 +129,7 @@ class MadPipe:
 
     def __init__(self, job: Job, *, cells: int = SECONDS_CELLS, grains: int = BYTES_CELLS) -> None:
         self.job = job
+        self.fills = 0
         self.table = table_of(job)
         shape = (job.count + 1, job.machines.devices, cells + 1, grains + 1)
         self._delay, self._load, self._size = np.empty(shape), np.empty(shape), np.empty(shape)
@@ -133,6 +137,7 @@ class MadPipe:
 
     def stages(self, tick: float, *, spare: int = 1, share: float = 1.0) -> tuple[Stage, ...] | None:
         """An allocation that may do with this period."""
+        self.fills += 1
         final = _fill(
             self.table,
             self.job.machines.memory,
@@ -183,16 +188,16 @@ class MadPipe:
     def allocations(self, low: float, high: float) -> Iterator[tuple[Stage, ...]]:
         """Allocations for periods between, the most hopeful first."""
         for spare in (1, 0):
+            least = low  # less memory, or less hope, never makes it shorter
             for share in _SHARES:
-                tick = self.least_tick(low, high, spare=spare, share=share)
-                if tick is None:
+                tick = self.least_tick(least, high, spare=spare, share=share)
+                if tick is None or self.fills > _MOST_FILLS:
                     break
+                least = tick
                 for part in _LONGER:
                     stages = self.stages(tick + part * (high - tick), spare=spare, share=share)
                     if stages is not None:
                         yield stages
-                if high <= tick * (1 + _TOLERANCE):
-                    break
 
 
 def merged(job: Job, stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
@@ -228,3 +233,17 @@ def best_madpipe(job: Job, *, low: float, below: float = inf) -> Pattern | None:
             if pattern is not None:
                 best = pattern
     return best
+
+
+def as_published(job: Job, *, low: float) -> tuple[Pattern | None, float]:
+    """The first phase's allocation alone, with a pattern, and the period that the first phase hopes for."""
+    if job.machines.devices < 2:
+        return None, inf
+    program = MadPipe(job)
+    longest = float(program.table.seconds.max() * job.machines.devices + program.table.copying.sum())
+    hoped = program.least_tick(low, longest)
+    stages = None if hoped is None else program.stages(hoped)
+    if hoped is None or stages is None:
+        return None, inf
+    found = [best_pattern(job, variant) for variant in dict.fromkeys((stages, merged(job, stages)))]
+    return min((p for p in found if p is not None), key=lambda p: p.period, default=None), hoped

@@ -219,9 +219,9 @@ def planned(
         tick=tick,
         skip=skip,
         forward_starts=tuple(map(float, starts[0 : 2 * count : 2])),
-        backward_starts=tuple(map(float, starts[total - 1 : total - 1 - 2 * count : -2])),
-        forth_starts=tuple(map(float, starts[1 : 2 * count - 1 : 2])),
-        back_starts=tuple(map(float, starts[total - 2 : total - 2 * count : -2])),
+        backward_starts=tuple(float(starts[total - 1 - 2 * number]) for number in range(count)),
+        forth_starts=tuple(float(starts[2 * number + 1]) for number in range(count - 1)),
+        back_starts=tuple(float(starts[total - 2 - 2 * number]) for number in range(count - 1)),
         in_flight=tuple(flights),
         memory=tuple(
             float(bytes_of(tasks, starts, tick, skip or 0, device, 0))
