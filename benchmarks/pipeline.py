@@ -28,7 +28,7 @@ from fxremat.solvers.pipeline.groups import scheduled
 from fxremat.solvers.pipeline.madpipe import as_published, best_madpipe
 from fxremat.solvers.pipeline.model import Layer, Layers, Machines, PipelinePlan, Way
 from fxremat.solvers.pipeline.of_chain import layers_of, ways_of
-from fxremat.solvers.pipeline.pipedream import pipedream
+from fxremat.solvers.pipeline.pipedream import best_of_targets, pipedream
 from fxremat.solvers.pipeline.plan import plan_pipeline
 from fxremat.solvers.pipeline.tasks import planned
 
@@ -59,6 +59,7 @@ def case(network: str, devices: int, memory: int, bandwidth: int) -> dict[str, A
     row: dict[str, Any] = {"network": network, "devices": devices, "memory": memory, "bandwidth": bandwidth}
     row |= {"alone": job.seconds, "bound": lower_bound(job)}
     row["pipedream"], row["pipedream hopes"] = _pipedream(job)
+    row["pipedream of many"] = _of_many(job)
     row["contiguous"] = _or_none(lambda: best_partition(job).period)
     published, hoped = as_published(job, low=min(row["bound"], job.seconds))
     row["madpipe"] = None
@@ -84,6 +85,11 @@ def _pipedream(job: Job) -> tuple[float | None, float | None]:
         return None, None
     check(scheduled(job, partition.stages, partition.tick, skip=None, bound=0.0, by="pipedream"))
     return partition.period, believed
+
+
+def _of_many(job: Job) -> float | None:
+    partition = best_of_targets(job)
+    return None if partition is None else partition.period
 
 
 def _checked(plan: PipelinePlan) -> float:
@@ -215,7 +221,8 @@ copies of the weights. The chains are ours (sizes exact, times a roofline estima
 measured), so that curves can be compared, not numbers. Every plan below has passed the independent checker.
 
 *PipeDream* is its partition, run by 1F1B*, the best schedule for it; what it believes it keeps is ours to guess: as
-many micro-batches as there are stages to the end. *MadPipe* is the allocation that its dynamic program hopes most of,
+many micro-batches as there are stages to the end. *Of many*: the best that it gives for 30 memories that it may
+believe in, as in chapter 6 of the thesis. *MadPipe* is the allocation that its dynamic program hopes most of,
 with a pattern by modulo scheduling (the thesis: a mixed integer program). *Contiguous* is the exact optimum over
 contiguous allocations, *ours* what `plan_pipeline` finds with an effort of {effort:g} s, both without recomputation;
 *recomputing* is the exact contiguous optimum where stages may recompute. "-" where nothing fits.
@@ -253,9 +260,13 @@ def _ratios(rows: Iterable[dict[str, Any]], over: str, under: str) -> list[float
     return [row[over] / row[under] for row in rows if row[over] and row[under]]
 
 
+NAMES = ("pipedream", "pipedream of many", "madpipe", "contiguous", "ours", "recomputing")
+
+
 def _claims(rows: list[dict[str, Any]]) -> str:
     tight = [row for row in rows if row["memory"] < TIGHT]
     slower = _ratios(tight, "pipedream", "ours")
+    many = _ratios(tight, "pipedream of many", "ours")
     worse = [row for row in rows if row["madpipe"] and (row["ours"] or inf) > row["madpipe"] * (1 + 1e-6)]
     beyond = [row for row in rows if row["contiguous"] and row["ours"] > row["contiguous"] * (1 + 1e-6)]
     unfit = {
@@ -268,6 +279,8 @@ def _claims(rows: list[dict[str, Any]]) -> str:
     lines = [
         f"* Below {TIGHT} GB PipeDream takes {mean(slower):.2f} times as long as ours, the geometric mean of the",
         f"  {len(slower)} cases where both fit (at worst {max(slower):.2f}); wanted: 1.20: {held}.",
+        f"* Of many memories that PipeDream may believe in, its best takes {mean(many):.2f} times as long",
+        f"  ({len(many)} cases, at worst {max(many):.2f}).",
         f"* Ours is slower than MadPipe in {len(worse)} of {len(rows)} cases, slower than the exact contiguous optimum",
         f"  in {len(beyond)}; wanted: none.",
         f"* Of {len(rows)} cases nothing fits for: {counts}.",
@@ -277,14 +290,12 @@ def _claims(rows: list[dict[str, Any]]) -> str:
 
 
 def _means(rows: list[dict[str, Any]]) -> str:
-    lines = [
-        "| M, GB | PipeDream / MadPipe | PipeDream / ours | MadPipe / ours | contiguous / ours | ours / bound |"
-    ]
-    lines.append("|---" * 6 + "|")
+    columns = (("pipedream", "madpipe"), *((name, "ours") for name in NAMES[:4]), ("ours", "bound"))
+    lines = [f"| M, GB | {' | '.join(f'{over} / {under}' for over, under in columns)} |"]
+    lines.append("|---" * (1 + len(columns)) + "|")
     for memory in MEMORIES:
         some = [row for row in rows if row["memory"] == memory]
-        pairs = (("pipedream", "madpipe"), ("pipedream", "ours"), ("madpipe", "ours"), ("contiguous", "ours"))
-        cells = [_cell(mean(_ratios(some, *pair)), ".2f") for pair in (*pairs, ("ours", "bound"))]
+        cells = [_cell(mean(_ratios(some, *pair)), ".2f") for pair in columns]
         lines.append(f"| {memory} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

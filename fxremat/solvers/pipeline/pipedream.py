@@ -39,6 +39,23 @@ def pipedream(job: Job) -> tuple[Partition, float]:
     return Partition(stages=stages, tick=shortest_tick(job, stages), skip=0), believed
 
 
+def best_of_targets(job: Job) -> Partition | None:
+    """The best of PipeDream's partitions for many memories that it may believe it has, each by 1F1B*; None: none fits.
+
+    More than PipeDream does by itself: the thesis picks from many targets in chapter 6.
+    """
+    found: list[Partition] = []
+    for target in (*(job.machines.memory * 2 ** (step / 4) for step in range(-12, 17)), inf):
+        stages, _ = _balanced(job, target)
+        if not stages or any(stages == partition.stages for partition in found):
+            continue
+        try:
+            found.append(Partition(stages=stages, tick=shortest_tick(job, stages), skip=0))
+        except BudgetTooSmall:
+            continue
+    return min(found, key=lambda partition: partition.period, default=None)
+
+
 def _balanced(job: Job, memory: float) -> tuple[tuple[Stage, ...], float]:
     """The stages whose slowest is fastest, as far as PipeDream knows; none where it believes that none fit."""
     count = job.count
