@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
-from fxremat.solvers.pipeline.model import Layers, Machines, PipelinePlan, Stage, Way
+from fxremat.solvers.pipeline.model import Layers, Machines, PipelinePlan, Way
 
 ROUNDING = 1e-9  # relative: what is this close is equal
 Ways = Callable[[int, int], Sequence[Way]]  # the options of a stage first..last
@@ -115,10 +115,6 @@ class Job:
         job = replace(self, machines=replace(self.machines, memory=memory))
         job.__dict__["_known"] = self._known
         return job
-
-    def remote(self, stages: Sequence[Stage]) -> list[bool]:
-        """Whether each border between stages is one between devices."""
-        return [stage.device != after.device for stage, after in pairwise(stages)]
 
 
 def undominated(ways: Sequence[Way]) -> tuple[Way, ...]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fxremat.errors import BudgetTooSmall
-from fxremat.solvers.pipeline.costs import ROUNDING, Job
+from fxremat.solvers.pipeline.costs import Job
 from fxremat.solvers.pipeline.groups import Element, alive, elements_of, groups_of
 from fxremat.solvers.pipeline.model import Stage
 
@@ -54,8 +54,3 @@ def shortest_tick(job: Job, stages: Sequence[Stage], *, skip: int = 0) -> float:
         else:
             low = middle
     return candidates[high]
-
-
-def same(first: float, second: float) -> bool:
-    """Whether two periods differ by rounding alone."""
-    return abs(first - second) <= ROUNDING * max(first, second)
