@@ -38,6 +38,7 @@ papers: $(READY)
 	$(BIN)/python -m benchmarks.papers
 	$(BIN)/python -m benchmarks.optimality
 	$(BIN)/python -m benchmarks.solvers
+	$(BIN)/python -m benchmarks.pipeline
 
 $(READY): pyproject.toml constraints-dev.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -1,4 +1,4 @@
-"""The command line: `python -m fxremat solve | simulate | plan`.
+"""The command line: `python -m fxremat solve | simulate | plan | pipeline`.
 
 Exit 0 with the answer on stdout, or exit 2 (130 after Ctrl-C) with one line on stderr and nothing on stdout.
 """
@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import asdict
 from pathlib import Path
 from threading import Thread
 from typing import Any, NoReturn, TypeVar
@@ -23,6 +24,12 @@ from fxremat.schedule import Schedule
 from fxremat.simulate import Timeline
 from fxremat.simulate_join import JoinTimeline
 from fxremat.solvers.front import EFFORT, JoinSolution, Solution, solution
+from fxremat.solvers.pipeline import report as pipeline_report
+from fxremat.solvers.pipeline.costs import step_seconds
+from fxremat.solvers.pipeline.model import Machines, PipelinePlan
+from fxremat.solvers.pipeline.of_chain import layers_of, ways_of
+from fxremat.solvers.pipeline.plan import EFFORT as PIPELINE_EFFORT
+from fxremat.solvers.pipeline.plan import plan_pipeline
 from fxremat.solvers.registry import JOINS, NAMES
 from fxremat.units import format_bytes, parse_bytes
 
@@ -34,7 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit status."""
     try:
         args = _parser().parse_args(arguments)
-        print({"solve": _solve, "simulate": _simulate, "plan": _plan}[args.command](args))
+        print(
+            {"solve": _solve, "simulate": _simulate, "plan": _plan, "pipeline": _pipeline}[args.command](args)
+        )
     except FxrematError as error:
         print("fxremat:", " ".join(str(error).split()), file=sys.stderr)
         return 2
@@ -104,6 +113,37 @@ def _plan(args: argparse.Namespace) -> str:
     if args.report is not None:
         Path(args.report).write_text(found.to_html(), encoding="utf-8")
     return str(found)
+
+
+def _pipeline(args: argparse.Namespace) -> str:
+    chain = _read_model(args.chain)
+    if isinstance(chain, Join):
+        raise FxrematError(f"{args.chain}: a pipeline runs a chain; this is a join")
+    layers, mem = layers_of(chain), parse_bytes(args.mem)
+    machines = Machines(devices=args.devices, memory=mem, bandwidth=args.bandwidth, copies=args.copies)
+    asked = {"microbatches": args.microbatches, "effort": args.effort}
+    options = None if args.keep_all else ways_of(chain)
+    found: PipelinePlan = _beside(lambda: plan_pipeline(layers, machines, options=options, **asked))
+    if args.picture is not None:
+        Path(args.picture).write_text(pipeline_report.picture(found), encoding="utf-8")
+    if not args.json:
+        return pipeline_report.text(found, args.microbatches)
+    answer = {
+        "period": found.period,
+        "lower_bound": found.bound,
+        "by": found.by,
+        "pipedream_period": pipeline_report.baseline_period(found),
+        "skip": found.skip,
+        "stages": [
+            {"layers": [stage.first + 1, stage.last + 1], "device": stage.device, "in_flight": flight}
+            | asdict(stage.way)
+            for stage, flight in zip(found.stages, found.in_flight, strict=True)
+        ],
+        "memory": list(found.memory),
+    }
+    if args.microbatches is not None:
+        answer["step"] = step_seconds(found, args.microbatches)
+    return json.dumps(answer)
 
 
 def _summary(timeline: Timeline | JoinTimeline) -> str:
@@ -181,6 +221,28 @@ def _parser() -> _Parser:
     simulate.add_argument("schedule", metavar='"Fck1 ..."')
     simulate.add_argument("--mem", metavar="BYTES", help="an error where the peak is above it")
     simulate.add_argument("--json", action="store_true")
+
+    pipeline = commands.add_parser("pipeline", help="stages on several devices that work like a pipeline")
+    pipeline.add_argument("chain", metavar="CHAIN.json", help="times and sizes of one micro-batch")
+    pipeline.add_argument("--devices", type=int, required=True, metavar="N")
+    pipeline.add_argument("--mem", required=True, metavar="BYTES", help="of each device")
+    pipeline.add_argument(
+        "--bandwidth", type=float, metavar="B/s", help="of each link; without it copies take no time"
+    )
+    pipeline.add_argument(
+        "--microbatches", type=int, metavar="N", help="of a step; without it the period decides"
+    )
+    pipeline.add_argument(
+        "--copies",
+        type=float,
+        default=3.0,
+        metavar="N",
+        help="of the weights, gradients included (default 3)",
+    )
+    pipeline.add_argument("--keep-all", action="store_true", help="recompute nothing")
+    pipeline.add_argument("--effort", type=float, default=PIPELINE_EFFORT, metavar="SECONDS")
+    pipeline.add_argument("--picture", metavar="OUT.svg")
+    pipeline.add_argument("--json", action="store_true")
 
     plan = commands.add_parser("plan", help="capture, measure and plan a model")
     plan.add_argument("factory", metavar="package.module:factory", help="returns (model, example_inputs)")

@@ -557,3 +557,79 @@ MISTAKES += [
         STAGES + "a_budget_that_no_plan_keeps_names_one_that_works",
     ),
 ]
+
+PIPELINE, ANY_PIPELINE = "solvers/test_pipeline.py", "solvers/test_pipeline_any.py"
+MISTAKES += [
+    # a group never ends
+    Mistake(
+        "solvers/pipeline/groups.py",
+        "group, seconds = group + 1, 0.0",
+        "group, seconds = group, 0.0",
+        PIPELINE,
+    ),
+    # an empty slot in k instead of k + 1
+    Mistake("solvers/pipeline/groups.py", "group - group // (skip + 1)", "group - group // skip", PIPELINE),
+    # one micro-batch fewer is counted
+    Mistake(
+        "solvers/pipeline/fixed.py",
+        "stage.way.bytes(alive(group, skip))",
+        "stage.way.bytes(alive(group, skip) - 1)",
+        PIPELINE,
+    ),
+    # copies delay nothing
+    Mistake(
+        "solvers/pipeline/contiguous.py",
+        "after = joined(after, table.copying[i - 1], tick)",
+        "after = joined(after, 0.0, tick)",
+        PIPELINE,
+    ),
+    # every border has a link of its own
+    Mistake(
+        "solvers/pipeline/check.py",
+        'f"the link of devices {low} and {high}"',
+        'f"the link {span.place} of devices {low} and {high}"',
+        ANY_PIPELINE + "::test_the_checker_refuses_a_link_that_carries_two_copies_at_once",
+    ),
+    # the checker lets devices overflow
+    Mistake(
+        "solvers/pipeline/check.py",
+        "if size > plan.machines.memory * (1 + _TINY):",
+        "if size > plan.machines.memory * 2:",
+        ANY_PIPELINE + "::test_the_checker_refuses_plans_with_something_wrong",
+    ),
+    # patterns do not know that borders share a link
+    Mistake(
+        "solvers/pipeline/tasks.py",
+        "link = links.setdefault(pair,",
+        "link = links.setdefault((number,),",
+        ANY_PIPELINE + "::test_the_checker_refuses_a_link_that_carries_two_copies_at_once",
+    ),
+    # a backward that is over still keeps
+    Mistake(
+        "solvers/pipeline/ilp.py",
+        "terms.append((-stage.way.kept_bytes, self.first[b, t]))",
+        "terms.append((0.0, self.first[b, t]))",
+        ANY_PIPELINE + "::test_the_integer_program_finds_the_optimum_of_the_vectors",
+    ),
+    # all devices together have the memory of one
+    Mistake(
+        "solvers/pipeline/bound.py",
+        "job.machines.devices * job.machines.memory - job",
+        "job.machines.memory - job",
+        ANY_PIPELINE + "::test_plans_hold_and_are_never_slower_than_the_best_contiguous_one",
+    ),
+    # the special device may work longer than a period
+    Mistake(
+        "solvers/pipeline/madpipe.py",
+        "if busy <= limit and held <= room * share:",
+        "if held <= room * share:",
+        ANY_PIPELINE + "::test_madpipe_hopes_for_the_period_of_the_vectors_and_plans_are_no_slower",
+    ),
+    # what is run again takes no time
+    Mistake(
+        "solvers/pipeline/of_chain.py",
+        "repeated += self.forward[end] - self.forward[start]",
+        "repeated += 0.0",
+        "solvers/test_pipeline_report.py",
+    ),
+]

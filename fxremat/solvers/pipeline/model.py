@@ -14,8 +14,12 @@ A. Shilova, Memory Saving Strategies for Deep Neural Network Training (thesis, 2
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, fields
 from enum import Enum
+from typing import Any
+
+from fxremat.errors import InvalidChain
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +34,9 @@ class Layer:
     output_bytes: float  # of a_l
     grad_bytes: float  # of the gradient of a_l
 
+    def __post_init__(self) -> None:
+        _check(self)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Layers:
@@ -39,15 +46,31 @@ class Layers:
     input_grad_bytes: float
     layers: tuple[Layer, ...]
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layers", tuple(self.layers))
+        if not self.layers:
+            raise InvalidChain("layers is empty; a pipeline has at least one layer")
+        _check(self)
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Machines:
-    """Identical devices; each pair of neighbouring stages has a link of its own, which copies one way at a time."""
+    """Identical devices; each pair of them has a link of its own, which makes one copy at a time."""
 
     devices: int
     memory: float  # bytes of each
     bandwidth: float | None  # bytes per second of a link; None: copies take no time
     copies: float  # of the weights that a device keeps (two versions and a gradient: 3)
+
+    def __post_init__(self) -> None:
+        if self.devices < 1:
+            raise InvalidChain(f"devices is {self.devices}; a pipeline has at least one")
+        if self.bandwidth is not None and not 0 < self.bandwidth < math.inf:
+            raise InvalidChain(f"bandwidth is {self.bandwidth}; it is above 0 bytes per second, or None")
+        _check(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +81,18 @@ class Way:
     backward_time: float  # with what it recomputes
     kept_bytes: float  # per micro-batch between its forward and its backward
     peak_bytes: float  # of the micro-batch that is worked on
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    @property
+    def seconds(self) -> float:
+        """Of a forward and a backward."""
+        return self.forward_time + self.backward_time
+
+    def bytes(self, in_flight: int) -> float:
+        """Of so many micro-batches, one of which is worked on."""
+        return (in_flight - 1) * self.kept_bytes + max(self.kept_bytes, self.peak_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,9 +153,9 @@ class PipelinePlan:
     def orders(self, microbatches: int) -> tuple[tuple[Work, ...], ...]:
         """What each device does with so many micro-batches, in order.
 
-        Works that start together, or take no time, are ordered as the chain asks for.
+        Works that start together, where some take no time, are ordered as the chain asks for.
         """
-        timed: list[list[tuple[float, int, Work]]] = [[] for _ in range(self.machines.devices)]
+        timed: list[list[tuple[int, int, int, Work]]] = [[] for _ in range(self.machines.devices)]
         depth = len(self.stages)
         for number, stage in enumerate(self.stages):
             for microbatch in range(microbatches):
@@ -130,5 +165,17 @@ class PipelinePlan:
                     (Kind.BACKWARD, self.backward_starts, 2 * depth - number),
                 ):
                     work = Work(number, kind, microbatch)
-                    timed[stage.device].append((starts[number] + late, rank, work))
-        return tuple(tuple(work for *_, work in sorted(works, key=lambda w: w[:2])) for works in timed)
+                    moment = round((starts[number] + late) / self.tick * _STEPS)
+                    timed[stage.device].append((moment, microbatch, rank, work))
+        return tuple(tuple(work for *_, work in sorted(works, key=lambda w: w[:3])) for works in timed)
+
+
+_STEPS = 1e7  # of a tick: what lies closer together starts together
+
+
+def _check(data: Any) -> None:
+    """Times, sizes and counts are finite, and not below 0."""
+    for field in fields(data):
+        value = getattr(data, field.name)
+        if isinstance(value, int | float) and not 0 <= value < math.inf:
+            raise InvalidChain(f"{field.name} is {value}; it is a finite number, 0 or more")

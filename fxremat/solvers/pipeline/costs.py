@@ -1,0 +1,139 @@
+"""What stages and borders of a chain of layers cost, looked up by every planner.
+
+    stage i..j    its ways: seconds, bytes kept per micro-batch, bytes of the one that is worked on
+                  copies * weights of i..j, and the buffers of the borders that it shares with other devices
+    border j      between layers j and j + 1: seconds of a_j forth and of its gradient back, bytes of both buffers
+
+    memory        copies * weights + sum of ways with what is in flight + buffers on both sides
+
+A. Shilova, Memory Saving Strategies for Deep Neural Network Training, section 7.1.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+
+from fxremat.solvers.pipeline.model import Layers, Machines, PipelinePlan, Way
+
+ROUNDING = 1e-9  # relative: what is this close is equal
+Ways = Callable[[int, int], Sequence[Way]]  # the options of a stage first..last
+
+
+@dataclass(frozen=True)
+class Job:
+    """Layers to train on machines, each stage in one of its ways."""
+
+    layers: Layers
+    machines: Machines
+    options: Ways | None = None  # None: a stage keeps everything
+
+    @property
+    def count(self) -> int:
+        """Of layers."""
+        return len(self.layers.layers)
+
+    def ways(self, first: int, last: int) -> tuple[Way, ...]:
+        """The ways of a stage, the fastest first; each keeps less, or peaks lower, than all that are faster."""
+        if (first, last) not in self._known:
+            options = [self.keeping_all(first, last)] if self.options is None else self.options(first, last)
+            self._known[first, last] = undominated(options)
+        return self._known[first, last]
+
+    @cached_property
+    def _known(self) -> dict[tuple[int, int], tuple[Way, ...]]:
+        return {}
+
+    def keeping_all(self, first: int, last: int) -> Way:
+        """The way that recomputes nothing."""
+        forward, backward, saved = (
+            sums[last + 1] - sums[first] for sums in (self._forward, self._backward, self._saved)
+        )
+        return Way(
+            forward_time=forward,
+            backward_time=backward,
+            kept_bytes=max(0.0, saved),
+            peak_bytes=max(0.0, saved),
+        )
+
+    @cached_property
+    def _forward(self) -> list[float]:
+        return _sums([layer.forward_time for layer in self.layers.layers])
+
+    @cached_property
+    def _backward(self) -> list[float]:
+        return _sums([layer.backward_time for layer in self.layers.layers])
+
+    @cached_property
+    def _saved(self) -> list[float]:
+        return _sums([layer.saved_bytes for layer in self.layers.layers])
+
+    @cached_property
+    def _weights(self) -> list[float]:
+        return _sums([layer.weight_bytes for layer in self.layers.layers])
+
+    @property
+    def seconds(self) -> float:
+        """Of one micro-batch on one device that keeps everything."""
+        return self._forward[-1] + self._backward[-1]
+
+    def weights(self, first: int, last: int) -> float:
+        """Bytes of all copies of a stage's weights."""
+        return self.machines.copies * (self._weights[last + 1] - self._weights[first])
+
+    def buffer(self, border: int) -> float:
+        """Bytes that a border takes on each of its sides."""
+        return self.layers.layers[border].output_bytes + self.layers.layers[border].grad_bytes
+
+    def fixed(self, first: int, last: int) -> float:
+        """Bytes of a stage on a device of its own, whatever is in flight."""
+        borders = [border for border in (first - 1, last) if 0 <= border < self.count - 1]
+        return self.weights(first, last) + sum(map(self.buffer, borders))
+
+    def forth(self, border: int) -> float:
+        """Seconds of the copy of a border's value."""
+        speed = self.machines.bandwidth
+        return 0.0 if speed is None else self.layers.layers[border].output_bytes / speed
+
+    def back(self, border: int) -> float:
+        """Seconds of the copy of its gradient."""
+        speed = self.machines.bandwidth
+        return 0.0 if speed is None else self.layers.layers[border].grad_bytes / speed
+
+    def copying(self, border: int) -> float:
+        """Seconds that a micro-batch takes of a border's link."""
+        return self.forth(border) + self.back(border)
+
+    def fits(self, size: float) -> bool:
+        """Whether a device can hold so many bytes."""
+        return size <= self.machines.memory * (1 + ROUNDING)
+
+    def with_memory(self, memory: float) -> Job:
+        """The same on devices of another size."""
+        job = replace(self, machines=replace(self.machines, memory=memory))
+        job.__dict__["_known"] = self._known
+        return job
+
+
+def undominated(ways: Sequence[Way]) -> tuple[Way, ...]:
+    """Those that no other way beats in seconds, kept and peak bytes alike, the fastest first."""
+    chosen: list[Way] = []
+    for way in sorted(ways, key=lambda way: (way.seconds, way.kept_bytes, way.peak_bytes)):
+        if not any(o.kept_bytes <= way.kept_bytes and o.bytes(1) <= way.bytes(1) for o in chosen):
+            chosen.append(way)
+    return tuple(chosen)
+
+
+def _sums(values: Sequence[float]) -> list[float]:
+    return list(accumulate(values, initial=0.0))
+
+
+def step_seconds(plan: PipelinePlan, microbatches: int) -> float:
+    """From the first forward of a step with so many micro-batches to its last backward."""
+    ends = [
+        start + stage.way.backward_time
+        for start, stage in zip(plan.backward_starts, plan.stages, strict=True)
+    ]
+    return plan.slot(microbatches - 1) * plan.tick + max(ends) - min(plan.forward_starts)

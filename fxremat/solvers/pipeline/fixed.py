@@ -1,0 +1,56 @@
+"""The shortest period of a contiguous allocation: 1F1B* at every period where its groups change.
+
+Groups at period T depend on which runs of consecutive elements take at most T, so memory is a step function of T that
+falls at sums of such runs alone. The least of those sums, from the longest element on, at which every device fits is
+the answer, found by bisection. Thesis, Algorithm 7, which bisects over numbers instead. O(n^2 log n).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fxremat.errors import BudgetTooSmall
+from fxremat.solvers.pipeline.costs import Job
+from fxremat.solvers.pipeline.groups import Element, alive, elements_of, groups_of
+from fxremat.solvers.pipeline.model import Stage
+
+
+def ticks(elements: Sequence[Element]) -> list[float]:
+    """Every period at which groups may change, from the shortest that is possible."""
+    longest = max(element.seconds for element in elements)
+    sums = {longest}
+    for first in range(len(elements)):
+        seconds = 0.0
+        for element in elements[first:]:
+            seconds += element.seconds
+            sums.add(seconds)
+    return sorted(seconds for seconds in sums if seconds >= longest)
+
+
+def memory_at(job: Job, stages: Sequence[Stage], tick: float, skip: int = 0) -> list[float]:
+    """Bytes of each stage's device."""
+    groups = groups_of(elements_of(job, stages), tick)[::2]
+    return [
+        job.fixed(stage.first, stage.last) + stage.way.bytes(alive(group, skip))
+        for stage, group in zip(stages, groups, strict=True)
+    ]
+
+
+def shortest_tick(job: Job, stages: Sequence[Stage], *, skip: int = 0) -> float:
+    """Seconds of the shortest tick at which every device fits, with every (skip + 1)-th slot empty (0: none).
+
+    Raises:
+        BudgetTooSmall: one micro-batch at a time does not fit; `.minimum` are the bytes that it takes.
+    """
+    candidates = ticks(elements_of(job, stages))
+    least = max(memory_at(job, stages, candidates[-1], skip))
+    if not job.fits(least):
+        raise BudgetTooSmall(minimum=int(-(-least // 1)), budget=int(job.machines.memory))
+    low, high = -1, len(candidates) - 1  # high fits
+    while high - low > 1:
+        middle = (low + high) // 2
+        if job.fits(max(memory_at(job, stages, candidates[middle], skip))):
+            high = middle
+        else:
+            low = middle
+    return candidates[high]

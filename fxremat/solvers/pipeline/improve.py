@@ -1,0 +1,153 @@
+"""Better allocations around one that is known, and all allocations of a short chain.
+
+    moves         a border goes one or two layers left or right; a stage goes to another device; two stages swap theirs;
+                  a stage is split, and one part goes to another device; a stage is trained in another way
+
+A move is kept where a pattern with a shorter period turns up (`modulo`), or one with the same period and devices that
+are more evenly loaded. Which moves are tried is drawn from a
+generator with a fixed seed, so that the same job always has the same answer.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from itertools import product
+from math import inf
+
+from fxremat.solvers.pipeline.costs import Job
+from fxremat.solvers.pipeline.model import Stage, Way
+from fxremat.solvers.pipeline.modulo import Pattern, best_pattern, pattern_at
+
+SHORT = 7  # layers
+_MOST_WAYS = 64  # choices of ways for one allocation
+_GAIN = 1e-4  # relative: less is not worth a move
+_STEPS = 600  # placements for each try
+
+Piece = tuple[int, int, int, int]  # first, last, device, way
+
+
+def improved(job: Job, start: Pattern, *, tries: int, floor: float, seed: int = 0) -> Pattern:
+    """The best pattern after so many moves, or as good as the bound `floor` says."""
+    draw = random.Random(seed)
+    best = start
+    pieces, spread = _pieces(job, start.stages), inf
+    for _ in range(tries):
+        if best.period <= floor * (1 + _GAIN):
+            break
+        moved = pieces
+        for _ in range(draw.choice((1, 1, 2, 3))):
+            moved = _joined(job, _moved(job, moved, draw))
+        uneven = _spread(job, moved)
+        if moved == pieces:
+            continue
+        ahead = 1.0 if uneven < spread * (1 - _GAIN) else 1 - _GAIN
+        found = pattern_at(job, _stages(job, moved), best.tick * ahead, skip=best.skip, steps=_STEPS)
+        if found is not None:
+            best, pieces, spread = found, moved, uneven
+    return best
+
+
+def _spread(job: Job, pieces: Sequence[Piece]) -> float:
+    """How uneven the devices' seconds are: of allocations with one period, the evener one is nearer to a better one."""
+    loads = [0.0] * job.machines.devices
+    for first, last, device, way in pieces:
+        loads[device] += job.ways(first, last)[way].seconds
+    return sum(load * load for load in loads)
+
+
+def _pieces(job: Job, stages: Sequence[Stage]) -> list[Piece]:
+    return [(s.first, s.last, s.device, job.ways(s.first, s.last).index(s.way)) for s in stages]
+
+
+def _stages(job: Job, pieces: Sequence[Piece]) -> list[Stage]:
+    return [Stage(first=i, last=j, device=d, way=job.ways(i, j)[w]) for i, j, d, w in pieces]
+
+
+def _moved(job: Job, pieces: list[Piece], draw: random.Random) -> list[Piece]:
+    """The pieces after one move, or as they were where it cannot be made."""
+    place = draw.randrange(len(pieces))
+    first, last, device, way = pieces[place]
+    other = draw.randrange(job.machines.devices)
+    match draw.randrange(6):
+        case 0 | 1 if place + 1 < len(pieces):
+            end = last + draw.choice((-2, -1, 1, 2))
+            _, after, neighbour, its = pieces[place + 1]
+            if first <= end < after:
+                pair = [(first, end, device, way), (end + 1, after, neighbour, its)]
+                return pieces[:place] + pair + pieces[place + 2 :]
+        case 2:
+            return [*pieces[:place], (first, last, other, way), *pieces[place + 1 :]]
+        case 3:
+            swap = {device: other, other: device}
+            return [(i, j, swap.get(d, d), w) for i, j, d, w in pieces]
+        case 4 if last > first:
+            cut = draw.randrange(first, last)
+            left, right = (device, other) if draw.random() < 0.5 else (other, device)
+            pair = [(first, cut, left, way), (cut + 1, last, right, way)]
+            return pieces[:place] + pair + pieces[place + 1 :]
+        case 5 if job.options is not None:
+            way = draw.randrange(len(job.ways(first, last)))
+            return [*pieces[:place], (first, last, device, way), *pieces[place + 1 :]]
+    return pieces
+
+
+def _joined(job: Job, pieces: list[Piece]) -> list[Piece]:
+    """Neighbours on one device as one stage, each stage in a way that it has."""
+    found: list[Piece] = []
+    for first, last, device, way in pieces:
+        if found and found[-1][2] == device:
+            first, way = found[-1][0], max(way, found.pop()[3])
+        found.append((first, last, device, way))
+    return [(i, j, d, min(w, len(job.ways(i, j)) - 1)) for i, j, d, w in found]
+
+
+def best_of_all(job: Job, *, below: float, floor: float) -> Pattern | None:
+    """The best pattern over all allocations of a chain of at most `SHORT` layers, if one is below a given period."""
+    best: Pattern | None = None
+    if job.count > SHORT:
+        return None
+    for devices in _sharings(job.count, job.machines.devices):
+        for stages in _variants(job, devices):
+            for skip in (0, 1, 2, 3):
+                limit = (best.period if best else below) / (1 + 1 / skip if skip else 1)
+                if limit <= floor * (1 + _GAIN) / (1 + 1 / skip if skip else 1):
+                    break
+                best = best_pattern(job, stages, below=limit, skip=skip, steps=_STEPS) or best
+    return best
+
+
+def _sharings(count: int, devices: int) -> Iterator[tuple[int, ...]]:
+    """The device of each layer, in every way that is not another one with devices renamed."""
+
+    def grown(chosen: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        if len(chosen) == count:
+            yield chosen
+            return
+        for device in range(min(devices, max(chosen, default=-1) + 2)):
+            yield from grown((*chosen, device))
+
+    return grown(())
+
+
+def _variants(job: Job, devices: Sequence[int]) -> Iterator[list[Stage]]:
+    """Layers of one device in a row as one stage, in every way, or each as a stage of its own."""
+    runs: list[tuple[int, int]] = []
+    for layer, device in enumerate(devices):
+        if runs and devices[layer - 1] == device:
+            runs[-1] = (runs[-1][0], layer)
+        else:
+            runs.append((layer, layer))
+    yield from _in_all_ways(job, devices, runs)
+    if len(runs) < job.count:
+        yield from _in_all_ways(job, devices, [(layer, layer) for layer in range(job.count)])
+
+
+def _in_all_ways(job: Job, devices: Sequence[int], runs: Sequence[tuple[int, int]]) -> Iterator[list[Stage]]:
+    choices: list[tuple[Way, ...]] = [job.ways(*run) for run in runs]
+    for number, ways in enumerate(product(*choices)):
+        if number == _MOST_WAYS:
+            return
+        yield [
+            Stage(first=i, last=j, device=devices[i], way=way) for (i, j), way in zip(runs, ways, strict=True)
+        ]

@@ -1,0 +1,249 @@
+"""MadPipe: allocations that are not contiguous, with one device that may have any number of stages.
+
+    state         layers 1..j to place, p normal devices left, seconds and bytes on the special device so far
+    delay         least seconds from the end of the forward of j to the start of its backward that leads there
+
+    stage i..j    x = delay (+) U(i, j);  g = ceil(x / T)
+    normal        U <= T and Mem(i, j, g) <= M                        -> i - 1, p - 1, the same
+    special       its seconds + U <= T and bytes + Mem(i, j, g - 1) <= M      -> i - 1, p, both grown
+                  then  delay' = x (+) copies of border i - 1, which take at most T
+    p = 0         all that is left is one stage of the special device
+
+The special device may really take as much as g counts say, so that g - 1 is a hope: `spare` = 0 counts with g. What
+a period T allows is asked here, and the least such T is bisected; the thesis asks for the best period with the delays
+of a guess, and bisects over guesses, which ends at the same period. States with seconds and bytes in the same cell of
+a grid are one, that with the least delay, and go on with its exact numbers.
+
+Then every allocation gets a pattern of its own (`modulo`), since the delays above know nothing of the turns that stages
+of the special device take. Where that takes longer than was hoped, allocations for longer periods, with g instead of
+g - 1, and with less memory on the special device are tried as well.
+
+Thesis, sections 7.1 and 7.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import inf
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fxremat.solvers.pipeline.contiguous import Table, table_of
+from fxremat.solvers.pipeline.costs import Job
+from fxremat.solvers.pipeline.groups import joined, periods
+from fxremat.solvers.pipeline.model import Stage
+from fxremat.solvers.pipeline.modulo import Pattern, best_pattern
+from fxremat.solvers.rows import jit
+from fxremat.solvers.sizes import Floats
+
+Shorts = NDArray[np.int16]
+
+SECONDS_CELLS, BYTES_CELLS = 101, 21
+_TOLERANCE = 1e-2  # relative, of periods
+_MOST_FILLS = 40  # of the table, in all
+_SHARES = (1.0, 0.85, 0.7, 0.5)  # of the memory that the special device may fill
+_LONGER = (0.0, 0.1, 0.25, 0.5)  # of the way from the hoped period to the best known one
+
+
+@jit
+def _relax(
+    delay: Floats, load: Floats, size: Floats, back: Shorts, at: tuple[int, int, int, int],
+    x: float, seconds: float, held: float, choice: tuple[int, int, int, int, int, int],
+) -> None:  # fmt: skip
+    """Take note of a way to a state if its delay is the least."""
+    if x < delay[at] or (x == delay[at] and held < size[at]):
+        delay[at], load[at], size[at] = x, seconds, held
+        for place in range(6):
+            back[at][place] = choice[place]
+
+
+@jit
+def _fill(
+    table: Table, memory: float, share: float, spare: int, tick: float,
+    delay: Floats, load: Floats, size: Floats, back: Shorts,
+) -> tuple[int, int, int]:  # fmt: skip
+    """Fill the states [layers left, devices left, cell of seconds, cell of bytes]; a final one, or (-1, -1, -1)."""
+    count, devices, cells, grains = delay.shape[0] - 1, delay.shape[1], delay.shape[2] - 1, delay.shape[3] - 1
+    limit, room = tick * (1 + 1e-9), memory * (1 + 1e-9)
+    delay[:] = np.inf
+    delay[count, devices - 1, 0, 0], load[count, devices - 1, 0, 0], size[count, devices - 1, 0, 0] = (
+        0.0,
+        0.0,
+        0.0,
+    )
+    for left in range(count, 0, -1):
+        j = left - 1
+        reach = j + 1  # the longest stage that ends here
+        for i in range(j + 1):
+            if reach > j and table.ways[i, j] > 0 and table.seconds[i, j, 0] <= limit:
+                reach = i
+        for p in range(devices - 1, -1, -1):
+            for c in range(cells + 1):
+                for m in range(grains + 1):
+                    before = delay[left, p, c, m]
+                    if before == np.inf:
+                        continue
+                    for i in range(j if p > 0 else 0, reach - 1, -1):
+                        if i > 0 and table.copying[i - 1] > limit:
+                            continue
+                        used = False
+                        for o in range(table.ways[i, j]):
+                            seconds = table.seconds[i, j, o]
+                            if seconds > limit:
+                                break
+                            x = joined(before, seconds, tick)
+                            flight = max(1, periods(x, tick))
+                            after = joined(x, table.copying[i - 1], tick) if i > 0 else x
+                            kept, most = table.kept[i, j, o], table.most[i, j, o]
+                            if not used and p > 0 and table.fixed[i, j] + (flight - 1) * kept + most <= room:
+                                _relax(
+                                    delay, load, size, back, (i, p - 1, c, m),
+                                    after, load[left, p, c, m], size[left, p, c, m], (left, p, c, m, o, 0),
+                                )  # fmt: skip
+                                used = True
+                            busy = load[left, p, c, m] + seconds
+                            held = size[left, p, c, m] + table.fixed[i, j] + (flight - spare) * kept
+                            if spare == 0:
+                                held += most - kept
+                            if busy <= limit and held <= room * share:
+                                cell = min(cells, int(np.ceil(busy / tick * cells - 1e-9)))
+                                grain = (
+                                    min(grains, int(np.ceil(held / room * grains - 1e-9))) if room > 0 else 0
+                                )
+                                _relax(
+                                    delay, load, size, back, (i, p, cell, grain),
+                                    after, busy, held, (left, p, c, m, o, 1),
+                                )  # fmt: skip
+    best = (-1, -1, -1)
+    for p in range(devices):
+        for c in range(cells + 1):
+            for m in range(grains + 1):
+                if delay[0, p, c, m] < np.inf and best[0] < 0:
+                    best = (p, c, m)
+    return best
+
+
+class MadPipe:
+    """The dynamic program for one job, at any period."""
+
+    def __init__(self, job: Job, *, cells: int = SECONDS_CELLS, grains: int = BYTES_CELLS) -> None:
+        self.job = job
+        self.fills = 0
+        self.table = table_of(job)
+        shape = (job.count + 1, job.machines.devices, cells + 1, grains + 1)
+        self._delay, self._load, self._size = np.empty(shape), np.empty(shape), np.empty(shape)
+        self._back = np.zeros((*shape, 6), dtype=np.int16)
+
+    def stages(self, tick: float, *, spare: int = 1, share: float = 1.0) -> tuple[Stage, ...] | None:
+        """An allocation that may do with this period."""
+        self.fills += 1
+        final = _fill(
+            self.table,
+            self.job.machines.memory,
+            share,
+            spare,
+            tick,
+            self._delay,
+            self._load,
+            self._size,
+            self._back,
+        )
+        if final[0] < 0:
+            return None
+        at = (0, *final)
+        stages: list[Stage] = []
+        device = 1
+        while at[0] < self.job.count:
+            *before, way, special = (int(entry) for entry in self._back[at])
+            first, last = at[0], before[0] - 1
+            stages.append(
+                Stage(
+                    first=first,
+                    last=last,
+                    device=0 if special else device,
+                    way=self.job.ways(first, last)[way],
+                )
+            )
+            device += not special
+            at = (before[0], before[1], before[2], before[3])
+        return tuple(stages)
+
+    def least_tick(
+        self, low: float, high: float, *, spare: int = 1, share: float = 1.0, tolerance: float = _TOLERANCE
+    ) -> float | None:
+        """The least period for which there is an allocation, in an interval."""
+        if self.stages(high, spare=spare, share=share) is None:
+            return None
+        if self.stages(low, spare=spare, share=share) is not None:
+            return low
+        while high > low * (1 + tolerance):
+            middle = (low + high) / 2
+            if self.stages(middle, spare=spare, share=share) is None:
+                low = middle
+            else:
+                high = middle
+        return high
+
+    def allocations(self, low: float, high: float) -> Iterator[tuple[Stage, ...]]:
+        """Allocations for periods between, the most hopeful first."""
+        for spare in (1, 0):
+            least = low  # less memory, or less hope, never makes it shorter
+            for share in _SHARES:
+                tick = self.least_tick(least, high, spare=spare, share=share)
+                if tick is None or self.fills > _MOST_FILLS:
+                    break
+                least = tick
+                for part in _LONGER:
+                    stages = self.stages(tick + part * (high - tick), spare=spare, share=share)
+                    if stages is not None:
+                        yield stages
+
+
+def merged(job: Job, stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
+    """Neighbours on one device that keep everything as one stage."""
+    found: list[Stage] = []
+    for stage in stages:
+        if found and found[-1].device == stage.device:
+            first = found[-1].first
+            keeps = job.keeping_all(first, stage.last)
+            if found[-1].way == job.keeping_all(first, found[-1].last) and stage.way == job.keeping_all(
+                stage.first, stage.last
+            ):
+                found[-1] = Stage(first=first, last=stage.last, device=stage.device, way=keeps)
+                continue
+        found.append(stage)
+    return tuple(found)
+
+
+def best_madpipe(job: Job, *, low: float, below: float = inf) -> Pattern | None:
+    """The shortest period of all that are tried, if any is below a given one."""
+    if job.machines.devices < 2:
+        return None
+    program = MadPipe(job)
+    longest = float(program.table.seconds.max() * job.machines.devices + program.table.copying.sum())
+    best: Pattern | None = None
+    tried = set()
+    for stages in program.allocations(low, min(below, longest)):
+        for variant in dict.fromkeys((stages, merged(job, stages))):
+            if variant in tried:
+                continue
+            tried.add(variant)
+            pattern = best_pattern(job, variant, below=best.period if best else below)
+            if pattern is not None:
+                best = pattern
+    return best
+
+
+def as_published(job: Job, *, low: float) -> tuple[Pattern | None, float]:
+    """The first phase's allocation alone, with a pattern, and the period that the first phase hopes for."""
+    if job.machines.devices < 2:
+        return None, inf
+    program = MadPipe(job)
+    longest = float(program.table.seconds.max() * job.machines.devices + program.table.copying.sum())
+    hoped = program.least_tick(low, longest)
+    stages = None if hoped is None else program.stages(hoped)
+    if hoped is None or stages is None:
+        return None, inf
+    found = [best_pattern(job, variant) for variant in dict.fromkeys((stages, merged(job, stages)))]
+    return min((p for p in found if p is not None), key=lambda p: p.period, default=None), hoped

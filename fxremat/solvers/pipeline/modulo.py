@@ -1,0 +1,233 @@
+"""A pattern of any allocation within a period: tasks are placed from the middle of the chain outwards.
+
+    F of the last stage starts at 0, its B right after it; then, stage by stage towards the first,
+    copy forth and F     as late as possible before what comes after them
+    copy back and B      as early as possible after what comes before them
+    in the time that their device or link has left, modulo the period
+
+Each stage is then in flight as shortly as the ones after it allow; on devices with one stage each this is 1F1B*.
+Where stages share a device the first place is not always the best: each task may also take later places next to other
+tasks of its resource. Places are tried in the order of how many times something else than the first was taken, up to
+a number of steps (limited discrepancy search); what a device holds so far must fit. This is modulo scheduling, as
+compilers pipeline loops; the thesis solves a mixed integer program instead (`ilp`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+
+import numpy as np
+
+from fxremat.solvers.pipeline.costs import Job
+from fxremat.solvers.pipeline.model import Stage
+from fxremat.solvers.pipeline.tasks import Tasks, bytes_of, least_period, tasks_of, tight
+from fxremat.solvers.rows import jit
+from fxremat.solvers.sizes import Floats, Ints
+
+STEPS = 3000  # placements in one search
+_DISCREPANCIES = 5
+_TRIES = 12  # periods
+_GAP = 1e-4  # relative: periods closer than this are not told apart
+
+
+@jit
+def _clear(tasks: Tasks, starts: Floats, placed: Ints, task: int, start: float, tick: float) -> bool:
+    """Whether a task may start there beside those that are placed."""
+    tiny = tick * 1e-9
+    for other in range(starts.size):
+        if placed[other] == 0 or tasks.resource[other] != tasks.resource[task]:
+            continue
+        after = (start - starts[other]) % tick  # since the other started
+        if after > tick - tiny:
+            after = 0.0
+        overlap = after < tasks.seconds[other] - tiny or after + tasks.seconds[task] > tick + tiny
+        if overlap and tasks.seconds[other] > 0.0 and tasks.seconds[task] > 0.0:
+            return False
+    return True
+
+
+@jit
+def _places(
+    tasks: Tasks,
+    starts: Floats,
+    placed: Ints,
+    task: int,
+    limit: float,
+    ahead: bool,
+    tick: float,
+    found: Floats,
+) -> int:
+    """Starts of a task within a period of `limit`, the nearest first, and how many there are.
+
+    It ends before the limit if `ahead`, else it starts after it; it touches the limit or another task.
+    """
+    seconds = tasks.seconds[task]
+    near = limit - seconds if ahead else limit
+    count = 0
+    tiny = tick * 1e-9
+    for other in range(-1, starts.size):
+        for side in range(2):
+            if other < 0:
+                start = near
+                if side == 1:
+                    continue
+            else:
+                if placed[other] == 0 or tasks.resource[other] != tasks.resource[task]:
+                    continue
+                start = starts[other] - seconds if side == 0 else starts[other] + tasks.seconds[other]
+            away = (near - start) % tick if ahead else (start - near) % tick
+            if away > tick - tiny:
+                away = 0.0
+            start = near - away if ahead else near + away
+            if tasks.resource[task] >= 0 and not _clear(tasks, starts, placed, task, start, tick):
+                continue
+            place = count
+            known = False
+            for earlier in range(count):
+                distance = abs(found[earlier] - near)
+                if abs(distance - away) <= tiny:
+                    known = True
+                elif distance > away and place == count:
+                    place = earlier
+            if known or count == found.size:
+                continue
+            for later in range(count, place, -1):
+                found[later] = found[later - 1]
+            found[place] = start
+            count += 1
+    return count
+
+
+@jit
+def _search(tasks: Tasks, order: Ints, tick: float, skip: int, steps: int, starts: Floats) -> bool:
+    """Fill `starts` with a pattern that fits; False where none was found."""
+    count = tasks.device.size
+    total = order.size
+    placed = np.zeros(total, dtype=np.int64)
+    places = np.zeros((total, 16))
+    number = np.zeros(total, dtype=np.int64)
+    taken = np.full(total, -1, dtype=np.int64)
+    left = steps
+    for allowed in range(_DISCREPANCIES + 1):
+        placed[:] = 0
+        taken[:] = -1
+        level, spent = 0, 0
+        number[0] = -1
+        while level >= 0:
+            task = order[level]
+            if number[level] < 0:  # not looked at yet
+                if level == 0:
+                    places[0, 0], number[0] = 0.0, 1
+                else:
+                    ahead = task < 2 * count - 1
+                    if ahead:
+                        limit = starts[task + 1]
+                    else:
+                        limit = starts[task - 1] + tasks.seconds[task - 1]
+                    number[level] = _places(tasks, starts, placed, task, limit, ahead, tick, places[level])
+                    if tasks.resource[task] < 0:
+                        number[level] = min(1, number[level])
+                taken[level] = -1
+            if taken[level] >= 0:
+                placed[task] = 0
+                spent -= taken[level]
+            taken[level] += 1
+            choice = taken[level]
+            left -= 1
+            if left < 0:
+                return False
+            if choice >= number[level] or spent + choice > allowed:
+                number[level] = -1
+                taken[level] = -1
+                level -= 1
+                continue
+            starts[task] = places[level, choice]
+            placed[task] = 1
+            spent += choice
+            stage = (total - 1 - task) // 2
+            if task >= 2 * count - 1 and (total - 1 - task) % 2 == 0:
+                device = tasks.device[stage]
+                if bytes_of(tasks, starts, tick, skip, device, stage) > tasks.memory * (1 + 1e-9):
+                    continue
+            if level + 1 == total:
+                fits = True
+                for device in range(tasks.always.size):
+                    fits = fits and bytes_of(tasks, starts, tick, skip, device, 0) <= tasks.memory * (
+                        1 + 1e-9
+                    )
+                if fits:
+                    return True
+                continue
+            level += 1
+            number[level] = -1
+    return False
+
+
+def _order(count: int) -> Ints:
+    """Tasks in the order in which they are placed."""
+    total = 4 * count - 2
+    order = [2 * count - 2, 2 * count - 1]
+    for stage in range(count - 2, -1, -1):
+        forward, backward = 2 * stage, total - 1 - 2 * stage
+        order += [forward + 1, forward, backward - 1, backward]
+    return np.array(order, dtype=np.int64)
+
+
+class Pattern:
+    """Starts of all tasks, the tick, and k of the slots that stay empty (0: none)."""
+
+    def __init__(self, stages: Sequence[Stage], starts: Floats, tick: float, skip: int) -> None:
+        self.stages = tuple(stages)
+        self.starts = starts
+        self.tick = tick
+        self.skip = skip
+
+    @property
+    def period(self) -> float:
+        """Seconds per micro-batch."""
+        return self.tick * (1 + 1 / self.skip) if self.skip else self.tick
+
+
+def pattern_at(
+    job: Job, stages: Sequence[Stage], tick: float, *, skip: int = 0, steps: int = STEPS
+) -> Pattern | None:
+    """A pattern with this tick, or less, if the search finds one."""
+    tasks = tasks_of(job, stages)
+    if least_period(tasks) > tick * (1 + 1e-9):
+        return None
+    if (tasks.always > tasks.memory * (1 + 1e-9)).any():
+        return None
+    starts = np.zeros(4 * len(stages) - 2)
+    if not _search(tasks, _order(len(stages)), tick, skip, steps, starts):
+        return None
+    starts, tick = tight(tasks, starts - starts[0], tick)
+    return Pattern(stages, starts, tick, skip)
+
+
+def best_pattern(
+    job: Job, stages: Sequence[Stage], *, below: float = inf, skip: int = 0, steps: int = STEPS
+) -> Pattern | None:
+    """The pattern with the shortest tick that the search finds, if it finds any below a given one."""
+    tasks = tasks_of(job, stages)
+    low = least_period(tasks)
+    total = float(tasks.seconds.sum())  # with which one micro-batch at a time has the devices
+    high = min(below * (1 - _GAP), total)
+    if low > high:
+        return None
+    found = pattern_at(job, stages, low, skip=skip, steps=steps)
+    if found is not None:
+        return found
+    found = pattern_at(job, stages, high, skip=skip, steps=steps)
+    if found is None:
+        return None
+    for _ in range(_TRIES):
+        if found.tick <= low * (1 + _GAP):
+            break
+        middle = (low + found.tick) / 2
+        better = pattern_at(job, stages, middle, skip=skip, steps=steps)
+        if better is None:
+            low = middle
+        else:
+            found = better
+    return found

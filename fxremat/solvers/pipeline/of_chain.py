@@ -1,0 +1,156 @@
+"""A chain of blocks as layers of a pipeline, and the ways in which its stages recompute.
+
+    layer l       weights are its parameters; it keeps A_l and its input instead of its output
+    stage i..j    keep        every block under the options that a price of memory chooses, for several prices
+                  prefix      blocks i..m are run again from the stage's input, the others keep what they save
+                  segments    all is run again, in segments that start from checkpoints
+
+    kept          a_(i-1) + what is saved, a_j included: more than a stage that has sent a_j away may need
+    peak          the same while its backward runs, with gradients and scratch; or a segment that was run again
+
+Which of them is best depends on how many micro-batches are in flight, so that the planner chooses. Within a stage, the
+chain solvers find more ways; these take no time to list for thousands of stages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from fxremat.chain import Chain
+from fxremat.solvers.pipeline.costs import Ways, undominated
+from fxremat.solvers.pipeline.model import Layer, Layers, Way
+
+_PRICES = 4
+_SEGMENTS = (1, 2, 3, 4, 6, 8)
+_PREFIXES = (0.25, 0.5, 0.75)  # of the saved bytes
+
+
+def layers_of(chain: Chain) -> Layers:
+    """Each block as a layer that keeps everything, under its fastest option."""
+    parameters = [block.weight_grad_bytes for block in chain.blocks]
+    if not any(parameters):  # a chain that says nothing of gradients
+        parameters = [block.weight_bytes for block in chain.blocks]
+    return Layers(
+        input_bytes=chain.input_bytes,
+        input_grad_bytes=chain.input_grad_bytes,
+        layers=tuple(
+            Layer(
+                name=block.name,
+                forward_time=block.forward_time,
+                backward_time=min(option.backward_time for option in block.choices),
+                weight_bytes=weight,
+                saved_bytes=max(0, entering + _fastest_saved(chain, place) - block.output_bytes),
+                output_bytes=block.output_bytes,
+                grad_bytes=block.grad_bytes,
+            )
+            for place, (block, weight, entering) in enumerate(
+                zip(chain.blocks, parameters, chain.output_sizes, strict=False)
+            )
+        ),
+    )
+
+
+def _fastest_saved(chain: Chain, place: int) -> int:
+    return min(chain.blocks[place].choices, key=lambda o: (o.backward_time, o.saved_bytes)).saved_bytes
+
+
+def ways_of(chain: Chain) -> Ways:
+    """The ways of every stage of a chain."""
+    prices = _prices(chain)
+    priced = [_Priced.of(chain, price) for price in prices]
+
+    def ways(first: int, last: int) -> list[Way]:
+        found = []
+        for one in priced:
+            found.append(one.way(first, last, ()))
+            cheap = one.saved[last + 1] - one.saved[first]
+            for part in _PREFIXES:
+                cut = one.cut(first, last, one.saved[first] + part * cheap)
+                found.append(one.way(first, last, (first, cut)))
+        least = priced[0]
+        whole = least.saved[last + 1] - least.saved[first]
+        for count in _SEGMENTS:
+            starts = {
+                least.cut(first, last, least.saved[first] + part * whole / count) for part in range(1, count)
+            }
+            found.append(least.way(first, last, (*sorted({first, *starts} - {last + 1}), last + 1)))
+        return list(undominated(found))
+
+    return ways
+
+
+def _prices(chain: Chain) -> list[float]:
+    """Seconds that a byte may cost: none, and some at which blocks change their option."""
+    ratios = []
+    for block in chain.blocks:
+        fast = min(block.choices, key=lambda o: (o.backward_time, o.saved_bytes))
+        for option in block.choices:
+            if option.saved_bytes < fast.saved_bytes:
+                ratios.append(
+                    (option.backward_time - fast.backward_time) / (fast.saved_bytes - option.saved_bytes)
+                )
+    ratios.sort()
+    picks = (
+        {ratios[(len(ratios) - 1) * part // (_PRICES - 1)] for part in range(_PRICES)} if ratios else set()
+    )
+    return [0.0, *(price * (1 + 1e-6) + 1e-18 for price in sorted(picks))]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Priced:
+    """Sums over blocks under the options that one price chooses."""
+
+    chain: Chain
+    forward: list[float]
+    backward: list[float]
+    saved: list[float]
+    beside: list[float]  # of each block: gradients and scratch while it works
+
+    @classmethod
+    def of(cls, chain: Chain, price: float) -> _Priced:
+        chosen = [
+            min(block.choices, key=lambda o: (o.backward_time + price * o.saved_bytes, o.saved_bytes))
+            for block in chain.blocks
+        ]
+        grads = chain.grad_sizes
+        return cls(
+            chain=chain,
+            forward=list(accumulate((block.forward_time for block in chain.blocks), initial=0.0)),
+            backward=list(accumulate((option.backward_time for option in chosen), initial=0.0)),
+            saved=list(accumulate((float(option.saved_bytes) for option in chosen), initial=0.0)),
+            beside=[
+                max(
+                    block.forward_scratch,
+                    option.save_scratch or 0,
+                    grads[place] + grads[place + 1] + block.held_bytes + option.backward_scratch,
+                )
+                for place, (block, option) in enumerate(zip(chain.blocks, chosen, strict=True))
+            ],
+        )
+
+    def cut(self, first: int, last: int, saved: float) -> int:
+        """The first block after which so many bytes have been saved since the chain's beginning, plus one."""
+        for place in range(first, last):
+            if self.saved[place + 1] >= saved:
+                return place + 1
+        return last + 1
+
+    def way(self, first: int, last: int, again: tuple[int, ...]) -> Way:
+        """Segments again[k] .. again[k + 1] - 1 are run again, each from its input; the blocks after them are kept."""
+        entering = self.chain.output_sizes[first]
+        after = again[-1] if again else first
+        kept = entering + self.saved[last + 1] - self.saved[after]
+        kept += sum(self.chain.output_sizes[start] for start in again[1:] if start <= last)
+        peak = kept
+        repeated = 0.0
+        for start, end in pairwise(again):
+            peak = max(peak, kept + self.saved[end] - self.saved[start])
+            repeated += self.forward[end] - self.forward[start]
+        beside = max(self.beside[first : last + 1])
+        return Way(
+            forward_time=self.forward[last + 1] - self.forward[first],
+            backward_time=self.backward[last + 1] - self.backward[first] + repeated,
+            kept_bytes=kept,
+            peak_bytes=peak + beside,
+        )

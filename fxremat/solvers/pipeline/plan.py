@@ -1,0 +1,136 @@
+"""The best plan of all planners, with its lower bound.
+
+    contiguous   exact over contiguous allocations, their ways and k-periodic 1F1B*           (`contiguous`)
+    madpipe      one device with many stages, patterns by modulo scheduling                   (`madpipe`, `modulo`)
+    short        all allocations, where there are few layers                                  (`improve`)
+    moves        from the best of them, as far as the effort goes                             (`improve`)
+
+For a given number of micro-batches a step takes  slots * T + the time of one micro-batch, so that a longer period with
+fewer groups may be faster: of the plans at hand, and of the contiguous ones for longer periods, the fastest step wins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fxremat.errors import BudgetTooSmall, FxrematError
+from fxremat.solvers.pipeline.bound import lower_bound
+from fxremat.solvers.pipeline.contiguous import Partition, Placer, best_partition, least_memory
+from fxremat.solvers.pipeline.costs import Job, Ways, step_seconds
+from fxremat.solvers.pipeline.fixed import ticks
+from fxremat.solvers.pipeline.groups import elements_of, scheduled
+from fxremat.solvers.pipeline.improve import best_of_all, improved
+from fxremat.solvers.pipeline.madpipe import best_madpipe
+from fxremat.solvers.pipeline.model import Layers, Machines, PipelinePlan
+from fxremat.solvers.pipeline.modulo import Pattern, best_pattern
+from fxremat.solvers.pipeline.tasks import planned
+
+EFFORT = 10.0  # seconds
+_TRY = 1e-3  # seconds of a move, about
+_NEAR = 1e-3  # relative: as good as the bound
+_LONGER = 60  # periods tried for a short step
+
+
+def plan_pipeline(
+    layers: Layers,
+    machines: Machines,
+    *,
+    options: Ways | None = None,
+    microbatches: int | None = None,
+    effort: float = EFFORT,
+) -> PipelinePlan:
+    """The plan with the shortest period, or with the fastest step of so many micro-batches.
+
+    Args:
+        layers: the chain; at the fastest, where `options` says how stages recompute.
+        options: the ways of a stage first..last; None: everything is kept.
+        microbatches: of a step; None: no end to them.
+        effort: seconds that searching may take beyond the exact contiguous plan, about; 0 leaves that alone.
+
+    Raises:
+        BudgetTooSmall: no plan fits; `.minimum` bytes are the least for which a contiguous one does.
+
+    >>> from fxremat.solvers.pipeline.model import Layer
+    >>> sizes = {"weight_bytes": 1, "saved_bytes": 1, "output_bytes": 0, "grad_bytes": 0}
+    >>> costs = (0.5, 1.0, 0.5)
+    >>> layers = [Layer(forward_time=cost, backward_time=cost, **sizes) for cost in costs]
+    >>> machines = Machines(devices=2, memory=9, bandwidth=None, copies=1)
+    >>> plan = plan_pipeline(Layers(input_bytes=0, input_grad_bytes=0, layers=layers), machines)
+    >>> plan.period, [stage.device for stage in plan.stages]
+    (2.0, [0, 1, 0])
+    """
+    if microbatches is not None and microbatches < 1:
+        raise FxrematError(f"microbatches is {microbatches}; a step has at least one")
+    if not effort >= 0:
+        raise FxrematError(f"effort is {effort!r}; it is a number of seconds, 0 or more")
+    job = Job(layers, machines, options)
+    bound = lower_bound(job)
+    found = list(_plans(job, bound, effort))
+    if not found:
+        raise BudgetTooSmall(
+            minimum=least_memory(job),
+            budget=int(machines.memory),
+            note="that is of contiguous allocations; no other was found to fit either",
+        )
+    if microbatches is None:
+        return min(found, key=lambda plan: plan.period)
+    found += _for_a_short_step(
+        job, bound, microbatches, min(step_seconds(plan, microbatches) for plan in found)
+    )
+    return min(found, key=lambda plan: step_seconds(plan, microbatches))
+
+
+def _plans(job: Job, bound: float, effort: float) -> Iterator[PipelinePlan]:
+    """A plan by each planner that finds a better one than those before."""
+    best: Pattern | None = None
+    try:
+        partition = best_partition(job)
+        plan = _scheduled(job, partition, bound)
+        yield plan
+        best = best_pattern(job, partition.stages, below=partition.tick * (1 + 1e-3), skip=partition.skip)
+    except BudgetTooSmall:
+        plan = None
+    period = plan.period if plan else float("inf")
+    if effort == 0 or period <= bound * (1 + _NEAR):
+        return
+    for by, pattern in (
+        ("all allocations", best_of_all(job, below=period, floor=bound)),
+        ("madpipe", best_madpipe(job, low=bound, below=period)),
+    ):
+        if pattern is not None and (best is None or pattern.period < best.period):
+            best = pattern
+            yield _planned(job, pattern, bound, by)
+    if best is not None:
+        better = improved(job, best, tries=int(effort / _TRY), floor=bound)
+        if better.period < best.period:
+            yield _planned(job, better, bound, "moves")
+
+
+def _scheduled(job: Job, partition: Partition, bound: float) -> PipelinePlan:
+    skip = partition.skip or None
+    return scheduled(job, partition.stages, partition.tick, skip=skip, bound=bound, by="contiguous")
+
+
+def _planned(job: Job, pattern: Pattern, bound: float, by: str) -> PipelinePlan:
+    skip = pattern.skip or None
+    return planned(job, pattern.stages, pattern.starts, pattern.tick, skip=skip, bound=bound, by=by)
+
+
+def _for_a_short_step(job: Job, bound: float, microbatches: int, seconds: float) -> Iterator[PipelinePlan]:
+    """Contiguous plans with longer periods, as long as one more may be faster than `seconds`."""
+    placer = Placer(job)
+    shortest = placer.best()
+    if shortest is None:
+        return
+    longest = min(placer.longest, seconds / max(1, microbatches - 1))
+    known = set()
+    for number in range(_LONGER + 1):
+        tick = shortest.tick * max(1.0, longest / shortest.tick) ** (number / _LONGER)
+        stages = placer.stages(tick * (1 + 1e-9))
+        if stages is None or stages in known:
+            continue
+        known.add(stages)
+        for shorter in ticks(elements_of(job, stages)):
+            plan = scheduled(job, stages, shorter, skip=None, bound=bound, by="contiguous")
+            if job.fits(max(plan.memory)):
+                yield plan
