@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("torch_ready")
 
 
 def test_the_python_blocks_run_one_after_the_other() -> None:
-    """With `model`, `x` and `loader` standing for the reader's own, a new model for each block."""
+    """With `model`, `x`, `y` and `loader` standing for the reader's own, a new model for each block."""
     torch.manual_seed(0)
 
     class Model(nn.Module):
@@ -33,10 +33,10 @@ def test_the_python_blocks_run_one_after_the_other() -> None:
             return self.layers(x).square().mean()
 
     x = torch.randn(256, 64)
-    names: dict[str, object] = {"torch": torch, "x": x, "loader": [x, x + 1]}
+    names: dict[str, object] = {"torch": torch, "x": x, "y": x.sin(), "loader": [x, x + 1]}
     assert PYTHON
     for block in PYTHON:
-        names["model"] = Model()
+        names["model"] = Model().layers if "loss_fn" in block else Model()
         exec(compile(block, "README.md", "exec"), names)
 
 
