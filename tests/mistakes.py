@@ -486,8 +486,8 @@ MISTAKES += [
     # a parameter stays without memory after a failed forward
     Mistake(
         "runtime/weights.py",
-        "for number, data in there.items():",
-        "for number, data in ():",
+        "        finally:\n            for number, data in there.items():",
+        "        except OSError:\n            raise\n        else:\n            for number, data in there.items():",
         WEIGHTS,
     ),
     # another shape hosts what it likes

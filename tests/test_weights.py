@@ -371,6 +371,7 @@ def test_while_the_forward_is_called_parameters_of_the_host_have_no_memory() -> 
     with pytest.raises(ValueError, match="on purpose"), weights.seen_on_the_device():
         assert all(p.untyped_storage().nbytes() == 0 for p in parameters)
         raise ValueError("on purpose")
+    assert all(p.untyped_storage().nbytes() for p in parameters)
     assert all(map(torch.equal, parameters, before))
 
 
