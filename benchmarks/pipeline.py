@@ -1,6 +1,6 @@
 """Pipelines on paper: the figures of the thesis, chapter 7, how long planning takes, and the page docs/pipeline.md.
 
-    python -m benchmarks.pipeline [speed | figures | page ...]      (default: all; figures take about half an hour)
+    python -m benchmarks.pipeline [speed | figures | page ...]      (default: all; figures take about 20 minutes)
 
 Chains are those of benchmarks/papers/chains. `figures` goes on where it was interrupted.
 """
@@ -229,6 +229,13 @@ contiguous allocations, *ours* what `plan_pipeline` finds with an effort of {eff
 """
 
 
+SPEEDUPS = """
+## Speedup over one device without limit (Figure 7.9)
+
+Geometric means, each over the cases in which that planner fits: where it fits in fewer, they are the easier ones.
+"""
+
+
 def page() -> str:
     """Its text."""
     record = _record()
@@ -236,7 +243,7 @@ def page() -> str:
     parts = [HEAD.format(effort=EFFORT)]
     if rows:
         parts += [_claims(rows), "## Geometric means by memory (Figure 7.8)\n", _means(rows)]
-        parts += ["\n## Speedup over one device without limit (Figure 7.9)\n", _speedups(rows)]
+        parts += [SPEEDUPS, _speedups(rows)]
         parts += ["\n## Periods in milliseconds (Figures 7.4-7.7)\n", *map(_table(rows), NETWORKS)]
     if "seconds" in record:
         times = ", ".join(

@@ -604,11 +604,11 @@ MISTAKES += [
         "link = links.setdefault((number,),",
         ANY_PIPELINE + "::test_the_checker_refuses_a_link_that_carries_two_copies_at_once",
     ),
-    # a backward that is over still keeps
+    # what a forward earlier in the period keeps is forgotten
     Mistake(
         "solvers/pipeline/ilp.py",
-        "terms.append((-stage.way.kept_bytes, self.first[b, t]))",
-        "terms.append((0.0, self.first[b, t]))",
+        "terms.append((stage.way.kept_bytes, self.first[f, t]))",
+        "terms.append((0.0, self.first[f, t]))",
         ANY_PIPELINE + "::test_the_integer_program_finds_the_optimum_of_the_vectors",
     ),
     # all devices together have the memory of one

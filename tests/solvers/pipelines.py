@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 
+from fxremat.solvers.pipeline.contiguous import least_memory
 from fxremat.solvers.pipeline.costs import Job
 from fxremat.solvers.pipeline.model import Layer, Layers, Machines, Stage, Way
 
@@ -115,8 +116,11 @@ def jobs(draw: st.DrawFn, most_layers: int = 7, most_devices: int = 4, ways: boo
     devices = draw(st.integers(1, most_devices))
     machines = Machines(
         devices=devices,
-        memory=draw(st.integers(5, 30)) * max(1, count) / devices,
+        memory=1,
         bandwidth=draw(st.sampled_from([None, 1, 2, 4])),
         copies=draw(st.sampled_from([1, 2, 3])),
     )
-    return Job(layers, machines, three_ways(layers) if ways and draw(st.booleans()) else None)
+    job = Job(layers, machines, three_ways(layers) if ways and draw(st.booleans()) else None)
+    least = least_memory(job)
+    more = sum(layer.saved_bytes for layer in layers.layers) * draw(st.integers(-1, 8)) / 8
+    return job.with_memory(max(1, least + more))

@@ -149,6 +149,14 @@ def compared(job: Job) -> None:
     assert lower_bound(job) <= exact.period * SLACK
 
 
+def test_a_copy_that_takes_no_time_lets_the_other_one_pass() -> None:
+    """The copy back crosses the moment of the copy forth, which 1F1B* does not let it do."""
+    chain = {"uF": [2, 6], "uB": [9, 8], "W": [4, 3], "a": [3, 0, 0], "delta": [0, 5, 0]}
+    job = job_of({"chain": chain | {"beta": 1, "C": 1}, "M": 17}, 2)
+    assert best_partition(job).period == 16
+    assert planned_and_checked(job).period == 15
+
+
 @few(25)
 @given(jobs(3, 3, ways=False))
 def test_short_chains_are_within_two_percent_of_the_integer_program(job: Job) -> None:
@@ -251,8 +259,8 @@ def test_the_checker_refuses_plans_with_something_wrong() -> None:
 
 
 def test_the_checker_refuses_a_link_that_carries_two_copies_at_once() -> None:
-    """Stages 0 and 2 on one device: both borders use one link."""
-    chain = {"uF": [4, 4, 4], "uB": [4, 4, 4], "W": [0] * 3, "a": [0, 4, 4, 0], "delta": [0, 4, 4, 0]}
+    """Stages 0 and 2 are on one device, so that both borders use one link; the devices themselves have time enough."""
+    chain = {"uF": [4, 4, 0], "uB": [4, 4, 0], "W": [0] * 3, "a": [0, 4, 4, 0], "delta": [0, 4, 4, 0]}
     job = job_of({"chain": chain | {"beta": 1, "C": 1}, "M": 100}, 2)
     pattern = best_pattern(job, one_by_one(job, [0, 1, 0]))
     assert pattern is not None
@@ -265,7 +273,7 @@ def test_the_checker_refuses_a_link_that_carries_two_copies_at_once() -> None:
     assert quick is not None
     assert quick.tick == 8
     stages = one_by_one(job, [0, 1, 0])
-    with pytest.raises(InvalidSchedule, match="is used twice"):
+    with pytest.raises(InvalidSchedule, match="the link of devices 0 and 1 is used twice"):
         check(planned(job, stages, quick.starts, quick.tick, skip=None, bound=0.0, by="test"))
 
 

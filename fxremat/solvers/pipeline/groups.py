@@ -11,7 +11,8 @@
     x (+) y       the seconds from a forward's end to its backward's start, x, grown by an element of y seconds:
                   x + y where that stays within as many periods, else T * ceil(x / T) + y
 
-Thesis, section 5.2.1, Theorem 15: it minimises every count at once.
+Thesis, section 5.2.1, Theorem 15: it minimises every count at once, where every element takes time forth and back. One
+that takes none one way need not wait for its resource there, which `modulo` makes use of.
 """
 
 from __future__ import annotations

@@ -7,9 +7,10 @@
 
 Each stage is then in flight as shortly as the ones after it allow; on devices with one stage each this is 1F1B*.
 Where stages share a device the first place is not always the best: each task may also take later places next to other
-tasks of its resource. Places are tried in the order of how many times something else than the first was taken, up to
-a number of steps (limited discrepancy search); what a device holds so far must fit. This is modulo scheduling, as
-compilers pipeline loops; the thesis solves a mixed integer program instead (`ilp`).
+tasks of its resource, or as far from them as tasks still to come will need. Places are tried in the order of how often
+another than the first was taken (far ones count twice), up to a number of steps (limited discrepancy search); what a
+device holds so far must fit. This is modulo scheduling, as compilers pipeline loops; the thesis solves a mixed integer
+program instead (`ilp`).
 """
 
 from __future__ import annotations
@@ -48,6 +49,30 @@ def _clear(tasks: Tasks, starts: Floats, placed: Ints, task: int, start: float, 
 
 
 @jit
+def _rooms(tasks: Tasks, placed: Ints, task: int, rooms: Floats) -> int:
+    """Seconds that tasks of the resource that come next may take side by side, and none; how many there are."""
+    rooms[0] = 0.0
+    count = 1
+    total = placed.size
+    forwards = backwards = 0.0
+    for stage in range(tasks.device.size - 1, -1, -1):
+        for side in range(2):
+            other = 2 * stage if side == 0 else total - 1 - 2 * stage
+            if placed[other] or other == task or tasks.resource[other] != tasks.resource[task]:
+                continue
+            seconds = tasks.seconds[other]
+            if side == 0:
+                forwards += seconds
+            else:
+                backwards += seconds
+            for room in (seconds, forwards if side == 0 else backwards):
+                if count < rooms.size and room > 0.0 and room != rooms[count - 1]:
+                    rooms[count] = room
+                    count += 1
+    return count
+
+
+@jit
 def _places(
     tasks: Tasks,
     starts: Floats,
@@ -56,29 +81,34 @@ def _places(
     limit: float,
     ahead: bool,
     tick: float,
+    rooms: Floats,
     found: Floats,
 ) -> int:
     """Starts of a task within a period of `limit`, the nearest first, and how many there are.
 
-    It ends before the limit if `ahead`, else it starts after it; it touches the limit or another task.
+    It ends before the limit if `ahead`, else it starts after it; it touches the limit or another task, or leaves just
+    the room between them that tasks still to be placed will take.
     """
     seconds = tasks.seconds[task]
     near = limit - seconds if ahead else limit
     count = 0
     tiny = tick * 1e-9
     for other in range(-1, starts.size):
-        for side in range(2):
+        if other >= 0 and (placed[other] == 0 or tasks.resource[other] != tasks.resource[task]):
+            continue
+        for number in range(1 if other < 0 else 2 * rooms.size):
+            room = rooms[number // 2]
             if other < 0:
                 start = near
-                if side == 1:
-                    continue
+            elif number % 2 == 0:
+                start = starts[other] - room - seconds
             else:
-                if placed[other] == 0 or tasks.resource[other] != tasks.resource[task]:
-                    continue
-                start = starts[other] - seconds if side == 0 else starts[other] + tasks.seconds[other]
+                start = starts[other] + tasks.seconds[other] + room
             away = (near - start) % tick if ahead else (start - near) % tick
             if away > tick - tiny:
                 away = 0.0
+            if count == found.size and away >= abs(found[count - 1] - near):
+                continue
             start = near - away if ahead else near + away
             if tasks.resource[task] >= 0 and not _clear(tasks, starts, placed, task, start, tick):
                 continue
@@ -90,12 +120,12 @@ def _places(
                     known = True
                 elif distance > away and place == count:
                     place = earlier
-            if known or count == found.size:
+            if known or place == found.size:
                 continue
-            for later in range(count, place, -1):
+            count = min(count + 1, found.size)
+            for later in range(count - 1, place, -1):
                 found[later] = found[later - 1]
             found[place] = start
-            count += 1
     return count
 
 
@@ -106,6 +136,7 @@ def _search(tasks: Tasks, order: Ints, tick: float, skip: int, steps: int, start
     total = order.size
     placed = np.zeros(total, dtype=np.int64)
     places = np.zeros((total, 16))
+    rooms = np.zeros(12)
     number = np.zeros(total, dtype=np.int64)
     taken = np.full(total, -1, dtype=np.int64)
     left = steps
@@ -125,26 +156,32 @@ def _search(tasks: Tasks, order: Ints, tick: float, skip: int, steps: int, start
                         limit = starts[task + 1]
                     else:
                         limit = starts[task - 1] + tasks.seconds[task - 1]
-                    number[level] = _places(tasks, starts, placed, task, limit, ahead, tick, places[level])
+                    spare = (
+                        _rooms(tasks, placed, task, rooms) if allowed > 0 and tasks.resource[task] >= 0 else 1
+                    )
+                    number[level] = _places(
+                        tasks, starts, placed, task, limit, ahead, tick, rooms[:spare], places[level]
+                    )
                     if tasks.resource[task] < 0:
                         number[level] = min(1, number[level])
                 taken[level] = -1
             if taken[level] >= 0:
                 placed[task] = 0
-                spent -= taken[level]
+                spent -= min(1, taken[level]) + min(1, taken[level] // 4)
             taken[level] += 1
             choice = taken[level]
             left -= 1
             if left < 0:
                 return False
-            if choice >= number[level] or spent + choice > allowed:
+            cost = min(1, choice) + min(1, choice // 4)
+            if choice >= number[level] or spent + cost > allowed:
                 number[level] = -1
                 taken[level] = -1
                 level -= 1
                 continue
             starts[task] = places[level, choice]
             placed[task] = 1
-            spent += choice
+            spent += cost
             stage = (total - 1 - task) // 2
             if task >= 2 * count - 1 and (total - 1 - task) % 2 == 0:
                 device = tasks.device[stage]

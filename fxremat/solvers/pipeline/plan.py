@@ -88,6 +88,8 @@ def _plans(job: Job, bound: float, effort: float) -> Iterator[PipelinePlan]:
         plan = _scheduled(job, partition, bound)
         yield plan
         best = best_pattern(job, partition.stages, below=partition.tick * (1 + 1e-3), skip=partition.skip)
+        if best is not None and best.period < plan.period:  # copies one way that take no time let others pass
+            yield _planned(job, best, bound, "modulo")
     except BudgetTooSmall:
         plan = None
     period = plan.period if plan else float("inf")

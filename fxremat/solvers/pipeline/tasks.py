@@ -211,7 +211,7 @@ def planned(
             for phase in range((skip or 0) + 1)
             if not skip or phase < skip
         )
-        flights.append(most)
+        flights.append(max(1, most))
     return PipelinePlan(
         layers=job.layers,
         machines=job.machines,
