@@ -15,7 +15,9 @@ program instead (`ilp`).
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
+from functools import cache
 from math import inf
 
 import numpy as np
@@ -29,6 +31,7 @@ from fxremat.solvers.sizes import Floats, Ints
 STEPS = 3000  # placements in one search
 _DISCREPANCIES = 5
 _TRIES = 12  # periods
+_MIXTURES = 3
 _GAP = 1e-4  # relative: periods closer than this are not told apart
 
 
@@ -182,8 +185,10 @@ def _search(tasks: Tasks, order: Ints, tick: float, skip: int, steps: int, start
             starts[task] = places[level, choice]
             placed[task] = 1
             spent += cost
-            stage = (total - 1 - task) // 2
-            if task >= 2 * count - 1 and (total - 1 - task) % 2 == 0:
+            stage = min(task, total - 1 - task) // 2
+            if (
+                task % 2 == (task >= 2 * count - 1) and placed[total - 1 - task]
+            ):  # an F or a B with its other half
                 device = tasks.device[stage]
                 if bytes_of(tasks, starts, tick, skip, device, stage) > tasks.memory * (1 + 1e-9):
                     continue
@@ -201,14 +206,24 @@ def _search(tasks: Tasks, order: Ints, tick: float, skip: int, steps: int, start
     return False
 
 
-def _order(count: int) -> Ints:
-    """Tasks in the order in which they are placed."""
+def _order(count: int, backward_first: Sequence[bool]) -> Ints:
+    """Tasks in the order in which they are placed; of each stage but the last F or B comes first."""
     total = 4 * count - 2
     order = [2 * count - 2, 2 * count - 1]
     for stage in range(count - 2, -1, -1):
         forward, backward = 2 * stage, total - 1 - 2 * stage
-        order += [forward + 1, forward, backward - 1, backward]
+        halves = [[forward + 1, forward], [backward - 1, backward]]
+        for half in reversed(halves) if backward_first[stage] else halves:
+            order += half
     return np.array(order, dtype=np.int64)
+
+
+@cache
+def _orders(count: int) -> list[Ints]:
+    """F first, B first, and some mixtures of both: what comes later finds what is left of its device."""
+    draw = random.Random(count)
+    mixed = [[draw.random() < 0.5 for _ in range(count)] for _ in range(_MIXTURES)]
+    return [_order(count, first) for first in ([False] * count, [True] * count, *mixed)]
 
 
 class Pattern:
@@ -236,10 +251,11 @@ def pattern_at(
     if (tasks.always > tasks.memory * (1 + 1e-9)).any():
         return None
     starts = np.zeros(4 * len(stages) - 2)
-    if not _search(tasks, _order(len(stages)), tick, skip, steps, starts):
-        return None
-    starts, tick = tight(tasks, starts - starts[0], tick)
-    return Pattern(stages, starts, tick, skip)
+    for order in _orders(len(stages)):
+        if _search(tasks, order, tick, skip, steps, starts):
+            starts, tick = tight(tasks, starts - starts[0], tick)
+            return Pattern(stages, starts, tick, skip)
+    return None
 
 
 def best_pattern(
