@@ -27,9 +27,10 @@ from fxremat.solvers.front import EFFORT, JoinSolution, Solution, solution
 from fxremat.solvers.pipeline import report as pipeline_report
 from fxremat.solvers.pipeline.costs import step_seconds
 from fxremat.solvers.pipeline.model import Machines, PipelinePlan
-from fxremat.solvers.pipeline.of_chain import layers_of, ways_of
+from fxremat.solvers.pipeline.of_chain import layers_of
 from fxremat.solvers.pipeline.plan import EFFORT as PIPELINE_EFFORT
 from fxremat.solvers.pipeline.plan import plan_pipeline
+from fxremat.solvers.pipeline.solved import plan_chain
 from fxremat.solvers.registry import JOINS, NAMES
 from fxremat.units import format_bytes, parse_bytes
 
@@ -119,11 +120,17 @@ def _pipeline(args: argparse.Namespace) -> str:
     chain = _read_model(args.chain)
     if isinstance(chain, Join):
         raise FxrematError(f"{args.chain}: a pipeline runs a chain; this is a join")
-    layers, mem = layers_of(chain), parse_bytes(args.mem)
-    machines = Machines(devices=args.devices, memory=mem, bandwidth=args.bandwidth, copies=args.copies)
+    machines = Machines(
+        devices=args.devices, memory=parse_bytes(args.mem), bandwidth=args.bandwidth, copies=args.copies
+    )
     asked = {"microbatches": args.microbatches, "effort": args.effort}
-    options = None if args.keep_all else ways_of(chain)
-    found: PipelinePlan = _beside(lambda: plan_pipeline(layers, machines, options=options, **asked))
+    found: PipelinePlan = _beside(
+        lambda: (
+            plan_pipeline(layers_of(chain), machines, **asked)
+            if args.keep_all
+            else plan_chain(chain, machines, **asked)
+        )
+    )
     if args.picture is not None:
         Path(args.picture).write_text(pipeline_report.picture(found), encoding="utf-8")
     if not args.json:

@@ -200,7 +200,7 @@ def test_training_goes_on_from_a_checkpoint(tmp_path: Any) -> None:
     again.load_state_dict(weights)
     other.load_state_dict(state)
     assert [step(again, other, (rows(),), seed) for seed in range(3, 6)] == wanted
-    assert resident(again, other) == resident(model, optimizer)
+    assert resident(again, other) <= again.plan.program.resident  # what was loaded went home as well
     weights, state = torch.load(tmp_path / "checkpoint.pt")
     plain = MLP(tied=False)
     plain.load_state_dict(weights)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
@@ -11,14 +12,18 @@ import pytest
 from hypothesis import given
 
 from benchmarks import pipeline as benchmark
+from benchmarks.papers import chains as networks
 from fxremat.__main__ import main
 from fxremat.chain import Block, Chain, Option
+from fxremat.errors import BudgetTooSmall
+from fxremat.schedule import Schedule
 from fxremat.solvers.pipeline.check import check
 from fxremat.solvers.pipeline.costs import Job
 from fxremat.solvers.pipeline.model import Machines
 from fxremat.solvers.pipeline.of_chain import layers_of, ways_of
 from fxremat.solvers.pipeline.plan import plan_pipeline
 from fxremat.solvers.pipeline.report import picture, text
+from fxremat.solvers.pipeline.solved import plan_chain, solved_ways, way_of
 from tests.dags import few
 from tests.solvers.chains import chains
 
@@ -86,6 +91,53 @@ def path(tmp_path: Path) -> str:
 
 
 ASKED = ["--devices", "3", "--mem", "70", "--bandwidth", "8", "--microbatches", "8", "--effort", "0.1"]
+
+
+def test_a_chain_solver_s_ways_are_its_schedules() -> None:
+    blocks = [
+        Block(
+            forward_time=1.0 + k % 3,
+            backward_time=2.0,
+            output_bytes=10 + k,
+            saved_bytes=40 - k,
+            weight_bytes=5,
+        )
+        for k in range(8)
+    ]
+    chain = Chain(input_bytes=7, blocks=blocks)
+    first, last = 2, 6
+    ways = solved_ways(chain, first, last)
+    keep = ways_of(chain)(first, last)[0]
+    assert (ways[0].kept_bytes, ways[0].seconds) == (keep.kept_bytes, keep.seconds)
+    assert ways[0].kept_bytes == chain.output_sizes[first] + sum(
+        b.saved_bytes for b in blocks[first : last + 1]
+    )
+    assert [way.peak_bytes for way in ways] == sorted((way.peak_bytes for way in ways), reverse=True)
+    assert [way.seconds for way in ways] == sorted(way.seconds for way in ways)
+    assert all(way.kept_bytes < way.peak_bytes for way in ways)
+    assert ways[-1].kept_bytes < 0.5 * ways[0].kept_bytes
+
+
+def test_a_schedule_s_way_by_hand() -> None:
+    blocks = [Block(forward_time=1.0, backward_time=2.0, output_bytes=10, saved_bytes=30) for _ in range(3)]
+    stage = Chain(input_bytes=7, blocks=blocks)
+    way = way_of(stage, Schedule.parse("Fck1 Fnone2 Fall3 B3 Fck1 Fall2 B2 Fall1 B1"))
+    assert (way.forward_time, way.backward_time) == (3.0, 9.0)
+    assert way.kept_bytes == 7 + 10 + 30  # the input, a_2, for which a_1 has gone, and A_3
+
+
+def test_ways_of_a_chain_solver_make_room_and_lose_no_time() -> None:
+    chain = networks.read("resnet50_1000x8")
+    for memory, better in ((5e9, True), (6e9, False)):
+        machines = Machines(devices=4, memory=memory, bandwidth=12e9, copies=3)
+        simple = plan_pipeline(layers_of(chain), machines, options=ways_of(chain), effort=0.0)
+        solved = plan_chain(chain, machines, effort=0.0)
+        check(solved)
+        assert solved.period < simple.period if better else solved.period <= simple.period
+    tight = replace(machines, memory=4e9)
+    with pytest.raises(BudgetTooSmall):
+        plan_pipeline(layers_of(chain), tight, options=ways_of(chain), effort=0.0)
+    check(plan_chain(chain, tight, effort=0.0))
 
 
 def test_the_command_line_prints_a_table_and_draws_a_picture(

@@ -1,0 +1,132 @@
+"""Ways of a stage that a chain solver finds, and plans that use them.
+
+    way        the stage's blocks as a chain of their own, solved for several budgets; before its first backward a
+               schedule is the stage's forward, and what is stored then is kept for each micro-batch in flight
+    asked      for the stages of the best contiguous plan so far, and for those with a border one block away, a few
+               times; then once more for those of the best plan of all
+
+Listing them for all stages would take minutes; `of_chain` lists simpler ways for all of them at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+
+from fxremat.chain import Chain
+from fxremat.errors import BudgetTooSmall
+from fxremat.schedule import Backward, Forward, Schedule
+from fxremat.simulate import simulate
+from fxremat.solvers import solve
+from fxremat.solvers.pipeline.costs import step_seconds
+from fxremat.solvers.pipeline.model import Machines, PipelinePlan, Stage, Way
+from fxremat.solvers.pipeline.of_chain import layers_of, ways_of
+from fxremat.solvers.pipeline.plan import EFFORT, plan_pipeline
+
+BUDGETS = 6  # for each stage, evenly between all that it may keep and the least
+SLOTS = 100
+ROUNDS = 8  # of asking, at most
+
+
+def plan_chain(
+    chain: Chain, machines: Machines, *, microbatches: int | None = None, effort: float = EFFORT
+) -> PipelinePlan:
+    """The best plan for a chain whose stages may recompute; arguments and errors are those of `plan_pipeline`."""
+    ways = _Ways(chain)
+    layers = layers_of(chain)
+
+    def planned(memory: float, effort: float) -> PipelinePlan:
+        room = replace(machines, memory=memory)
+        return plan_pipeline(layers, room, options=ways, microbatches=microbatches, effort=effort)
+
+    def seconds(plan: PipelinePlan) -> float:
+        return plan.period if microbatches is None else step_seconds(plan, microbatches)
+
+    for _ in range(ROUNDS):
+        try:
+            more = ways.ask(planned(machines.memory, 0.0).stages)
+        except BudgetTooSmall as error:  # the solver's ways may take less: ask for those of the least plan
+            more = ways.ask(planned(error.minimum, 0.0).stages)
+        if not more:
+            break
+    found = planned(machines.memory, effort)
+    if ways.ask(found.stages):
+        found = min(found, planned(machines.memory, effort), key=seconds)
+    return found
+
+
+@dataclass(eq=False)
+class _Ways:
+    """The ways of `of_chain`, and those of a solver for the stages that were asked for."""
+
+    chain: Chain
+    asked: set[tuple[int, int]] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.simple = ways_of(self.chain)
+        self.solved = cache(lambda first, last: solved_ways(self.chain, first, last))
+
+    def __call__(self, first: int, last: int) -> Sequence[Way]:
+        simple = self.simple(first, last)
+        return [*simple, *self.solved(first, last)] if (first, last) in self.asked else simple
+
+    def ask(self, stages: Sequence[Stage]) -> bool:
+        """Have more ways for these stages, and those around them, from now on; False where all had them already."""
+        before = len(self.asked)
+        for stage in stages:
+            self.asked.update(_around(stage, len(self.chain.blocks)))
+        return len(self.asked) > before
+
+
+def _around(stage: Stage, count: int) -> Iterator[tuple[int, int]]:
+    for first, last in (
+        (stage.first, stage.last),
+        (stage.first - 1, stage.last),
+        (stage.first + 1, stage.last),
+        (stage.first, stage.last - 1),
+        (stage.first, stage.last + 1),
+    ):
+        if 0 <= first <= last < count:
+            yield first, last
+
+
+def solved_ways(chain: Chain, first: int, last: int, solver: str = "persistent") -> list[Way]:
+    """The ways of blocks first..last, from 0, under schedules of a chain solver. A few solves of that many blocks."""
+    blocks = tuple(replace(block, weight_grad_bytes=0) for block in chain.blocks[first : last + 1])
+    stage = Chain(
+        input_bytes=chain.output_sizes[first], input_grad_bytes=chain.grad_sizes[first], blocks=blocks
+    )
+    most = simulate(stage, solve(stage, 2**52, solver="keep_all")).peak
+    try:
+        solve(stage, 0, solver=solver, slots=SLOTS)
+    except BudgetTooSmall as error:
+        least = error.minimum
+    else:
+        least = most
+    ways = []
+    for number in range(BUDGETS):
+        budget = most - (most - least) * number // (BUDGETS - 1)
+        try:
+            ways.append(way_of(stage, solve(stage, budget, solver=solver, slots=SLOTS)))
+        except BudgetTooSmall:  # slots round sizes up
+            continue
+    return ways
+
+
+def way_of(stage: Chain, schedule: Schedule) -> Way:
+    """What a stage takes that follows a schedule; weight gradients are counted elsewhere."""
+    timeline = simulate(stage, schedule)
+    turn = next(place for place, op in enumerate(schedule.ops) if isinstance(op, Backward))
+    final = len(stage.blocks)
+    option = next(
+        op.option for op in reversed(schedule.ops[:turn]) if isinstance(op, Forward) and op.block == final
+    )
+    working = stage.grad_sizes[final - 1] + stage.blocks[-1].choices[option].backward_scratch
+    forward = timeline.ends[turn - 1]
+    return Way(
+        forward_time=forward,
+        backward_time=timeline.time - forward,
+        kept_bytes=timeline.memory[turn] - stage.phase_sizes[final] - working,
+        peak_bytes=timeline.peak,
+    )
