@@ -30,6 +30,7 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.alternatives
 	$(BIN)/python -m benchmarks.libraries
 	$(BIN)/python -m benchmarks.planning
+	$(BIN)/python -m benchmarks.offload
 	$(BIN)/python examples/01_quickstart.py > benchmarks/results/quickstart.txt
 	$(BIN)/python -m benchmarks.readme
 
@@ -38,6 +39,7 @@ papers: $(READY)
 	$(BIN)/python -m benchmarks.papers
 	$(BIN)/python -m benchmarks.optimality
 	$(BIN)/python -m benchmarks.solvers
+	$(BIN)/python -m benchmarks.weights
 	$(BIN)/python -m benchmarks.pipeline
 
 $(READY): pyproject.toml constraints-dev.txt

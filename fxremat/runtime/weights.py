@@ -249,8 +249,9 @@ class Weights:
             for key, value in state.items()
             if isinstance(value, torch.Tensor) and not value.dim()
         }
+        coming = self._coming.pop(number, {})
         if state:
-            single.state[shell] = {**state, **self._coming.pop(number, {})}
+            single.state[shell] = {**state, **coming}
         try:
             single.step()
             after = single.state.pop(shell, {})
