@@ -24,7 +24,7 @@ from fxremat.passes.clock import Floats, Ints
 from fxremat.passes.lanes import Link, Rehearsal, Swapped, durations, need_of, rehearse
 from fxremat.passes.liveness import live_bytes
 from fxremat.passes.program import Program
-from fxremat.passes.swap import Trip, cap, copies_of, swap, trips, trips_of
+from fxremat.passes.swap import Trip, cap, copies_of, least_size, swap, trips, trips_of
 from fxremat.planner import Prospect, Prospects, unbeaten
 from fxremat.platform import Platform
 from fxremat.schedule import Schedule
@@ -33,7 +33,6 @@ from fxremat.solvers import solve
 SOURCES = 16
 STEP = 1.03  # from one budget to the next
 COARSE_STEP = 1.12  # the same for a solver of chains
-SMALL = 2000  # values below this share of keep-all's peak do not travel
 SPARE = (1.0, 0.93, 0.85)  # shares of the budget that trips are chosen for: more of them, and fewer waits
 
 
@@ -94,8 +93,8 @@ def with_offloading(prospects: Prospects, costs: Costs, link: Link, host_mem: in
         costs: the same that the prospects' times are in.
         host_mem: bytes that may wait on the host at a time. None: as many as there are.
     """
-    least_size = max(1, prospects.keep_all.peak // SMALL)
-    sources = [Source.of(p, costs, least_size) for p in prospects.spread(SOURCES)]
+    least = least_size(prospects.keep_all.peak)
+    sources = [Source.of(p, costs, least) for p in prospects.spread(SOURCES)]
     found = list(_swapped(sources, prospects, costs, link, host_mem))
     frontier = unbeaten([*prospects.frontier, *found])
     return replace(prospects, frontier=tuple(frontier))

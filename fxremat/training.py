@@ -17,12 +17,11 @@ from fxremat.cost.table import Costs
 from fxremat.errors import BudgetTooSmall
 from fxremat.passes.lanes import Link
 from fxremat.passes.liveness import live_bytes
-from fxremat.passes.swap import trips
+from fxremat.passes.swap import least_size, trips
 from fxremat.passes.weights import Choice, Unit, choose, hosted, update_inside
 from fxremat.planner import Prospect, Prospects
 
 SOURCES = 16
-SMALL = 2000  # values below this part of the keep-everything peak do not travel
 SPARE = (1.0, 0.95, 0.9)  # shares of the budget that weights are chosen for: more of them, and fewer waits
 
 
@@ -58,7 +57,7 @@ def best_within(
     """
     best: Trained | None = None
     least: int | None = None
-    smallest = max(1, prospects.keep_all.peak // SMALL)
+    smallest = least_size(prospects.keep_all.peak)
     for source in prospects.spread(SOURCES):
         program = update_inside(source.program(), units)
         possible = trips(program, costs, smallest) if values_too else []

@@ -221,14 +221,18 @@ def _cpu_peaks(ops: Sequence[Op]) -> list[tuple[int, tuple[int, ...]]]:
 
 
 def _cuda_peak(op: Op, device: torch.device) -> tuple[int, tuple[int, ...]]:
-    call = call_of(op.node)
+    peak, result = cuda_bytes(call_of(op.node), device)
+    return peak, tuple(-(-size // CUDA_BLOCK) * CUDA_BLOCK for size in _output_bytes(result))
+
+
+def cuda_bytes(call: Callable[[], Any], device: torch.device) -> tuple[int, Any]:
+    """Bytes at the worst moment of a call, above those at its start, and what it returns."""
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     result = call()
     torch.cuda.synchronize(device)
-    outputs = tuple(-(-size // CUDA_BLOCK) * CUDA_BLOCK for size in _output_bytes(result))
-    return int(torch.cuda.max_memory_allocated(device)) - before, outputs
+    return int(torch.cuda.max_memory_allocated(device)) - before, result
 
 
 def _output_bytes(result: Any) -> tuple[int, ...]:

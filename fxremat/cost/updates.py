@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fxremat._torch import allocation_trace
-from fxremat.cost.measure import quiet_world, seconds_of
+from fxremat.cost.measure import cuda_bytes, quiet_world, seconds_of
 from fxremat.cost.table import CUDA_BLOCK, Costs
 from fxremat.linearize.joint import Joint
 from fxremat.passes.weights import Unit
@@ -57,12 +57,7 @@ def measure_update(optimizer: torch.optim.Optimizer, like: torch.Tensor) -> tupl
 def _allocated(call: Callable[[], Any], device: torch.device) -> int:
     """Bytes at the worst moment of a call, above those at its start."""
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        before = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        call()
-        torch.cuda.synchronize(device)
-        return int(torch.cuda.max_memory_allocated(device)) - before
+        return cuda_bytes(call, device)[0]
     with allocation_trace() as trace, torch.profiler.record_function("fxremat_update"):
         call()
     level = most = 0

@@ -35,30 +35,31 @@ class Link:
     drag: float = 0.05  # seconds that ops lose for each second of copying: both use the device's memory
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Departure:
-    """A version that leaves the device, or the optimizer state of the parameter that the version shows."""
+@dataclass(frozen=True, kw_only=True)
+class Copy:
+    """A version that travels, or the optimizer state of the parameter that the version shows."""
 
-    trip: int  # what comes back of it has the same number
+    trip: int  # what leaves and what comes back of it have the same number
     block: int
-    version: int  # as the steps before read it
+    version: int  # as the steps of the program read it
     size: int
+    state: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Departure(Copy):
+    """It leaves the device."""
+
     starts: int  # position of the step after which its copy starts; an update starts it itself
     leaves: int  # position of its last reader
-    state: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Arrival:
-    """A version that comes from the host, as another one of the same value; or the state of a parameter."""
+@dataclass(frozen=True, kw_only=True)
+class Arrival(Copy):
+    """It comes from the host, a version as another one of the same value."""
 
-    trip: int
-    block: int
-    version: int  # that the steps from `first` on read, and which the new one stands for
-    size: int
     begins: int  # position of the first step before which it may come
     first: int  # position of its first reader
-    state: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -162,7 +163,7 @@ def rehearse(
     return Rehearsal(program=program, departures=departures, arrivals=arrivals, link=link, log=log)
 
 
-def _field(copies: Sequence[Departure] | Sequence[Arrival], name: str) -> Ints:
+def _field(copies: Sequence[Copy], name: str) -> Ints:
     return np.array([getattr(copy, name) for copy in copies], dtype=np.int64)
 
 
@@ -229,14 +230,14 @@ class _Writer:
                 coming = self.rehearsal.arrivals[number]
                 return self._transfer(Role.WAIT, coming, reads=self._now(coming))
 
-    def _now(self, what: Departure | Arrival) -> tuple[int, ...]:
+    def _now(self, what: Copy) -> tuple[int, ...]:
         """The version that stands for one of the program now; state has none."""
         return () if what.state else (self.renamed.get(what.version, what.version),)
 
     def _transfer(
         self,
         role: Role,
-        what: Departure | Arrival,
+        what: Copy,
         *,
         reads: tuple[int, ...] = (),
         writes: tuple[int, ...] = (),
@@ -250,9 +251,10 @@ class _Writer:
     def _copies(self) -> Iterator[tuple[tuple[Role, int], tuple[float, float]]]:
         """Start and end of each, by direction and trip."""
         log, heard = self.rehearsal.log, self.rehearsal
-        numbers = ([copy.trip for copy in heard.departures], [copy.trip for copy in heard.arrivals])
-        for role, trips, spans in zip(
-            (Role.OFFLOAD, Role.PREFETCH), numbers, (log.out, log.back), strict=True
-        ):
-            for trip, (start, end) in zip(trips, spans.tolist(), strict=True):
-                yield (role, trip), (start, end)
+        sides: tuple[tuple[Role, Sequence[Copy], Floats], ...] = (
+            (Role.OFFLOAD, heard.departures, log.out),
+            (Role.PREFETCH, heard.arrivals, log.back),
+        )
+        for role, copies, spans in sides:
+            for copy, (start, end) in zip(copies, spans.tolist(), strict=True):
+                yield (role, copy.trip), (start, end)

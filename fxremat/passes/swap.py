@@ -24,6 +24,8 @@ from fxremat.passes.liveness import live_bytes
 from fxremat.passes.program import Program, Replay
 from fxremat.schedule import Offload, Prefetch, Schedule, Value
 
+SMALL = 2000  # values below this part of the keep-everything peak do not travel
+
 
 @dataclass(frozen=True, slots=True)
 class Trip:
@@ -40,6 +42,11 @@ class Trip:
     def away(self) -> slice:
         """The steps during which it need not be on the device."""
         return slice(self.leaves + 1, self.returns)
+
+
+def least_size(keep_all_peak: int) -> int:
+    """Bytes from which on a value is worth a trip."""
+    return max(1, keep_all_peak // SMALL)
 
 
 def trips(program: Program, costs: Costs, least: int = 1) -> list[Trip]:

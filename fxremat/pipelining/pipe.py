@@ -24,6 +24,7 @@ from fxremat.pipelining.profile import Profile, profile
 from fxremat.pipelining.run import Rank, held_by
 from fxremat.pipelining.schedule import lowered
 from fxremat.pipelining.stages import Loss, Ops, capture
+from fxremat.solvers.pipeline.costs import step_seconds
 from fxremat.solvers.pipeline.model import Layers, Machines, PipelinePlan, Way
 from fxremat.units import format_bytes, parse_bytes
 
@@ -241,8 +242,7 @@ class _Search:
         self._check_all_work(plan)
         held = [held_by(self.measured, plan, number) for number in range(len(plan.stages))]
         memory = most_bytes(plan, held, lowered(plan, self.settings.microbatches))
-        last = self.settings.microbatches - 1
-        seconds = plan.slot(last) * plan.tick + plan.backward_starts[0] + plan.stages[0].way.backward_time
+        seconds = step_seconds(plan, self.settings.microbatches)
         plan = replace(plan, machines=self.settings.machines)
         return Pipelined(plan=plan, cuts=self.measured.cuts, memory=memory, seconds=seconds)
 

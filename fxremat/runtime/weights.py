@@ -80,6 +80,7 @@ class Weights:
         self._leaving: dict[int, dict[str, torch.Tensor]] = {}  # state that is being copied home
         self._going: dict[int, torch.Tensor] = {}  # new parameters that are being copied home
         self.updated: set[int] = set()  # numbers of parameters that the last backward has updated
+        self._all = self.parameters()  # as of the beginning of the step
         self._hook = optimizer.register_step_pre_hook(self._stepped)
 
     def _stepped(self, *_: Any) -> None:
@@ -96,6 +97,7 @@ class Weights:
                 "the last backward has updated the parameters, and optimizer.step() was not called since: with "
                 "offload_weights every backward is a step, so gradients of several cannot be accumulated"
             )
+        self._all = self.parameters()
         self._take_replaced()
         self._send_states_home()
 
@@ -221,26 +223,26 @@ class Weights:
 
     def prefetch_state(self, number: int) -> None:
         """Memory on the device for a parameter's optimizer state, if it has any yet, and its copy begins."""
-        parameter = self.parameters()[number]
+        parameter = self._all[number]
         state = _large(self.optimizer.state.get(parameter, {}), parameter)
         self._coming[number] = {key: self.tier.prefetch(home, self.device) for key, home in state.items()}
 
     def wait_for_state(self, number: int) -> None:
         """The state is on the device."""
-        parameter = self.parameters()[number]
+        parameter = self._all[number]
         for home in _large(self.optimizer.state.get(parameter, {}), parameter).values():
             self.tier.wait(home)
 
     def release_state(self, number: int) -> None:
         """Wait for the copy home of the state, and let its memory on the device go."""
-        parameter = self.parameters()[number]
+        parameter = self._all[number]
         for home in _large(self.optimizer.state.get(parameter, {}), parameter).values():
             self.tier.release(home)
         self._leaving.pop(number, None)
 
     def update(self, weight: torch.Tensor, gradient: torch.Tensor, number: int) -> None:
         """The optimizer's step of one parameter, which `weight` is or is a copy of on the device."""
-        parameter = self.parameters()[number]
+        parameter = self._all[number]
         single, shell = self._single_for(number, weight)
         shell.data, shell.grad = weight, gradient
         state = self.optimizer.state[parameter]
@@ -270,7 +272,7 @@ class Weights:
         parameter.grad = shell_of(Spent, parameter)
 
     def _single_for(self, number: int, weight: torch.Tensor) -> tuple[torch.optim.Optimizer, nn.Parameter]:
-        parameter = self.parameters()[number]
+        parameter = self._all[number]
         group = next(g for g in self.optimizer.param_groups if any(p is parameter for p in g["params"]))
         settings = {key: value for key, value in group.items() if key != "params"}
         if number not in self._single:
@@ -283,7 +285,7 @@ class Weights:
 
     def _store(self, weight: torch.Tensor, after: dict[str, Any], number: int) -> None:
         """Send the new numbers home. What can fail comes first: a parameter is all old or all new."""
-        parameter = self.parameters()[number]
+        parameter = self._all[number]
         state = self.optimizer.state[parameter]
         tensors = _large(after, parameter)
         homes = {
