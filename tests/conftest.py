@@ -20,6 +20,15 @@ def _own_cost_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _short_searches() -> Iterator[None]:
+    """Searches for better programs stop ten times earlier than users' do; what is promised does not depend on it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fxremat.refine.search.PAGES", 200_000)
+        patch.setattr("fxremat.refine.improve.PATIENCE", 50)
+        yield
+
+
 @pytest.fixture
 def torch_ready() -> Iterator[None]:
     """One thread, seed 0, and no compiled graphs left from the test before.

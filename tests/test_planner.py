@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
-import sys
 from collections import OrderedDict
 from pathlib import Path
 from xml.etree import ElementTree
@@ -15,6 +13,7 @@ from torch import nn
 
 import fxremat
 from fxremat import memo, planner
+from fxremat.__main__ import main as command_line
 from fxremat.errors import BudgetTooSmall, FxrematError
 from fxremat.planner import survey
 from tests.dags import capture, estimated
@@ -150,16 +149,18 @@ def factory() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     return Deep(), INPUTS
 
 
-def test_the_command_line_prints_a_plan() -> None:
-    command = [sys.executable, "-m", "fxremat", "plan", "tests.test_planner:factory", "--mem", "70%"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "predicted peak" in done.stdout
-    assert "schedule: F" in done.stdout
-    command[-1] = "10"
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert "no schedule fits in 10 bytes" in done.stderr
+COMMAND = ["plan", "tests.test_planner:factory", "--mem"]
+
+
+def test_the_command_line_prints_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command_line([*COMMAND, "70%"]) == 0
+    printed = capsys.readouterr().out
+    assert "predicted peak" in printed
+    assert "schedule: F" in printed
+    assert command_line([*COMMAND, "10"]) == 2
+    printed, complaint = capsys.readouterr()
+    assert printed == ""
+    assert "no schedule fits in 10 bytes" in complaint
 
 
 def test_the_report_is_a_page_with_a_bar_a_step(tmp_path: Path) -> None:
@@ -169,6 +170,5 @@ def test_the_report_is_a_page_with_a_bar_a_step(tmp_path: Path) -> None:
     assert "schedule: F" in text
     ElementTree.fromstring(text[text.index("<svg") : text.index("</svg>") + 6])
     out = tmp_path / "report.html"
-    command = [sys.executable, "-m", "fxremat", "plan", "tests.test_planner:factory", "--mem", "70%"]
-    subprocess.run([*command, "--report", str(out)], capture_output=True, check=True)
+    assert command_line([*COMMAND, "70%", "--report", str(out)]) == 0
     assert "<svg" in out.read_text()

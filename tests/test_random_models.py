@@ -63,14 +63,14 @@ def train_once_quietly(model: nn.Module) -> object:
 batch_once = batch()
 
 
-@few(10)
+@few(6)
 @given(recipes, st.integers(0, 100))
 @example(Recipe((Layer("batch_norm", 0, 0), Layer("dropout", 0, 0), Layer("cat", 0, 2)), 2, True), 0)
 def test_random_models_small(recipe: Recipe, share: int) -> None:
     check(recipe, share)
 
 
-@few(5)
+@few(3)
 @given(recipes, st.integers(0, 100), st.sampled_from(["auto", "keep_all"]))
 def test_random_models_that_offload_small(recipe: Recipe, share: int, solver: str) -> None:
     check(recipe, share, solver=solver, offload=True)

@@ -40,7 +40,7 @@ def exact(skeletons: Skeletons, program: Program) -> tuple[int, float]:
     return live_bytes(program, costs.sizes).peak, costs.time(program)
 
 
-@few(25)
+@few(15)
 @given(recipes, st.integers(0, 2**32 - 1))
 def test_a_replay_is_exact_liveness(recipe: Recipe, seed: int) -> None:
     """For the programs of schedules, and for any choice of recomputations."""

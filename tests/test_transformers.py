@@ -1,7 +1,7 @@
 """Models of the library `transformers`: trained inside two budgets, the least first, they are the plain models.
 
 A step of each is compared with the plain one's from the same seed: type and values of all that it returns, gradients,
-buffers and random state; and its peak is measured. Five models every day, all others with `-m long`.
+buffers and random state; and its peak is measured. Three models every day, all others with `-m long`.
 """
 
 from __future__ import annotations
@@ -109,12 +109,11 @@ def bounds(case: LibraryCase) -> tuple[int, int]:
     return plan.minimum, plan.keep_all_peak
 
 
-LONG = [
-    pytest.param(name, marks=pytest.mark.long) for name in libraries.CAPTURED if name not in libraries.MAIN
-]
+EVERY_DAY = ("gpt2", "bert", "llama")
+LONG = [pytest.param(name, marks=pytest.mark.long) for name in libraries.CAPTURED if name not in EVERY_DAY]
 
 
-@pytest.mark.parametrize("name", [*libraries.MAIN, *LONG])
+@pytest.mark.parametrize("name", [*EVERY_DAY, *LONG])
 def test_trains_inside_the_budget_as_the_plain_model(name: str) -> None:
     case = libraries.get(name, "small")
     minimum, everything = bounds(case)

@@ -17,7 +17,7 @@ from fxremat.linearize.options import add_options, save_sets
 from tests.dags import Dag, Recipe, batch, capture, estimated, few, recipes
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
-FEW = few(40)
+FEW = few(20)
 
 
 def layouts(joint: Joint) -> list[Layout]:

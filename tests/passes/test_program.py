@@ -24,7 +24,7 @@ from tests.dags import Dag, Recipe, batch, capture, estimated, few, recipes
 from tests.toys import FourLayers
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
-FEW = few(25)
+FEW = few(15)
 
 
 def chain_program(schedule: str) -> Program:

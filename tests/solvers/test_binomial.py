@@ -67,7 +67,7 @@ def test_candidates():
     assert 20 < len(binomial.schedules(_uniform(300))) <= 40
 
 
-@settings(max_examples=60, deadline=None, phases=PHASES)
+@settings(max_examples=30, deadline=None, phases=PHASES)
 @given(chains(6))
 def test_any_chain(chain):
     for timeline in (simulate(chain, schedule) for schedule in binomial.schedules(chain)):

@@ -2,16 +2,15 @@
 
     way        the stage's blocks as a chain of their own, solved for several budgets; before its first backward a
                schedule is the stage's forward, and what is stored then is kept for each micro-batch in flight
-    asked      for the stages of the best contiguous plan so far, and for those with a border one block away, a few
-               times; then once more for those of the best plan of all
+    asked      for the stages of the best contiguous plan so far and those around them (`asked`), a few times; then once
+               more for those of the best plan of all
 
 Listing them for all stages would take minutes; `of_chain` lists simpler ways for all of them at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cache
 
 from fxremat.chain import Chain
@@ -19,76 +18,40 @@ from fxremat.errors import BudgetTooSmall
 from fxremat.schedule import Backward, Forward, Schedule
 from fxremat.simulate import simulate
 from fxremat.solvers import solve
+from fxremat.solvers.pipeline.asked import Asked
 from fxremat.solvers.pipeline.costs import step_seconds
-from fxremat.solvers.pipeline.model import Machines, PipelinePlan, Stage, Way
+from fxremat.solvers.pipeline.model import Machines, PipelinePlan, Way
 from fxremat.solvers.pipeline.of_chain import layers_of, ways_of
 from fxremat.solvers.pipeline.plan import EFFORT, plan_pipeline
 
 BUDGETS = 6  # for each stage, evenly between all that it may keep and the least
 SLOTS = 100
-ROUNDS = 8  # of asking, at most
 
 
 def plan_chain(
     chain: Chain, machines: Machines, *, microbatches: int | None = None, effort: float = EFFORT
 ) -> PipelinePlan:
     """The best plan for a chain whose stages may recompute; arguments and errors are those of `plan_pipeline`."""
-    ways = _Ways(chain)
+    simple = ways_of(chain)
+    ways = Asked(
+        rough=simple,
+        exact=cache(lambda first, last: [*simple(first, last), *solved_ways(chain, first, last)]),
+        count=len(chain.blocks),
+    )
     layers = layers_of(chain)
 
-    def planned(memory: float, effort: float) -> PipelinePlan:
+    def planned(memory: float, effort: float = 0.0) -> PipelinePlan:
         room = replace(machines, memory=memory)
         return plan_pipeline(layers, room, options=ways, microbatches=microbatches, effort=effort)
 
     def seconds(plan: PipelinePlan) -> float:
         return plan.period if microbatches is None else step_seconds(plan, microbatches)
 
-    for _ in range(ROUNDS):
-        try:
-            more = ways.ask(planned(machines.memory, 0.0).stages)
-        except BudgetTooSmall as error:  # the solver's ways may take less: ask for those of the least plan
-            more = ways.ask(planned(error.minimum, 0.0).stages)
-        if not more:
-            break
+    ways.settle(planned, machines.memory)
     found = planned(machines.memory, effort)
     if ways.ask(found.stages):
         found = min(found, planned(machines.memory, effort), key=seconds)
     return found
-
-
-@dataclass(eq=False)
-class _Ways:
-    """The ways of `of_chain`, and those of a solver for the stages that were asked for."""
-
-    chain: Chain
-    asked: set[tuple[int, int]] = field(default_factory=set)
-
-    def __post_init__(self) -> None:
-        self.simple = ways_of(self.chain)
-        self.solved = cache(lambda first, last: solved_ways(self.chain, first, last))
-
-    def __call__(self, first: int, last: int) -> Sequence[Way]:
-        simple = self.simple(first, last)
-        return [*simple, *self.solved(first, last)] if (first, last) in self.asked else simple
-
-    def ask(self, stages: Sequence[Stage]) -> bool:
-        """Have more ways for these stages, and those around them, from now on; False where all had them already."""
-        before = len(self.asked)
-        for stage in stages:
-            self.asked.update(_around(stage, len(self.chain.blocks)))
-        return len(self.asked) > before
-
-
-def _around(stage: Stage, count: int) -> Iterator[tuple[int, int]]:
-    for first, last in (
-        (stage.first, stage.last),
-        (stage.first - 1, stage.last),
-        (stage.first + 1, stage.last),
-        (stage.first, stage.last - 1),
-        (stage.first, stage.last + 1),
-    ):
-        if 0 <= first <= last < count:
-            yield first, last
 
 
 def solved_ways(chain: Chain, first: int, last: int, solver: str = "persistent") -> list[Way]:
