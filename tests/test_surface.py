@@ -217,6 +217,28 @@ def test_input_gradients() -> None:
     assert compiled.plan.predicted_peak > 0
 
 
+def test_an_input_gradient_that_others_are_made_of() -> None:
+    class Shifted(Stack):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shift = nn.Parameter(torch.ones(WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(torch.tanh(x + self.shift)) + x
+
+    class Places(Stack):
+        def __init__(self) -> None:
+            super().__init__()
+            self.places = nn.Embedding(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x + self.places(torch.arange(WIDTH)).mean(0)
+            return x + super().forward(x)
+
+    assert_as_plain(Shifted, rows().requires_grad_())
+    assert_as_plain(Places, rows().requires_grad_())
+
+
 def test_an_input_modified_in_place() -> None:
     class InPlace(Stack):
         def forward(self, x: Tensor) -> Tensor:

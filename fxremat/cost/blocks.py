@@ -168,6 +168,7 @@ class _Builder:
         entering = self._entering(number)
         at_hand = {replay.give(value): self.costs.sizes.values[value] for value in sorted(stored | entering)}
         others = self.layout.held | {v for v, (made, read) in self.gradients.items() if read <= number < made}
+        others |= self._returned_before(number)
         for value in sorted(others - stored - entering):
             at_hand[replay.give(value)] = 0
         replay.backward(number)
@@ -184,6 +185,12 @@ class _Builder:
             peak = max(peak + tangents, self._size(stored) + max(tangents, self.costs.sizes.outside))
         counted = self._size(stored) + self._size(entering) + leaving
         return self.costs.time(program), max(0, peak - counted)
+
+    def _returned_before(self, number: int) -> set[int]:
+        """Gradients for the caller that a later block made, counted there, and this one reads: those of an input."""
+        read = {value for index in self.layout.blocks[number].backward for value in self.joint.ops[index].reads}
+        made = {value for index in self.layout.blocks[number].backward for value in self.joint.ops[index].writes}
+        return (read & self.joint.returned) - made
 
     @cached_property
     def _leaving(self) -> set[int]:

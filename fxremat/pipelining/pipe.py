@@ -24,6 +24,7 @@ from fxremat.pipelining.profile import Profile, profile
 from fxremat.pipelining.run import Rank, held_by
 from fxremat.pipelining.schedule import lowered
 from fxremat.pipelining.stages import Loss, Ops, capture
+from fxremat.solvers.pipeline.asked import Asked
 from fxremat.solvers.pipeline.costs import step_seconds
 from fxremat.solvers.pipeline.model import Layers, Machines, PipelinePlan, Way
 from fxremat.units import format_bytes, parse_bytes
@@ -224,21 +225,30 @@ def make_plan(ops: Ops, inputs: tuple[Tensor, ...], target: Tensor, settings: Se
     return best or search.least(max(0, int(room)))
 
 
-@dataclass(frozen=True)
 class _Search:
-    measured: Profile
-    settings: Settings
+    def __init__(self, measured: Profile, settings: Settings) -> None:
+        self.measured = measured
+        self.settings = settings
+        self.layers = measured.layers()
+        self.ways = Asked(rough=measured.rough, exact=measured.ways, count=measured.count)
 
-    def within(self, room: int) -> Pipelined:
-        """The plan for devices of so many bytes, and what it takes in truth."""
+    def _planned(self, room: float, effort: float = 0.0) -> PipelinePlan:
         planner = self.settings.planner or import_module("fxremat.solvers.pipeline.plan").plan_pipeline
         plan: PipelinePlan = planner(
-            self.measured.layers(),
+            self.layers,
             replace(self.settings.machines, memory=room),
-            options=self.measured.ways,
+            options=self.ways,
             microbatches=self.settings.microbatches,
-            effort=self.settings.effort / ATTEMPTS,
+            effort=effort,
         )
+        return plan
+
+    def within(self, room: int) -> Pipelined:
+        """The plan for devices of so many bytes, all of whose ways are exact, and what it takes in truth."""
+        self.ways.settle(self._planned, room)
+        plan = self._planned(room, self.settings.effort / ATTEMPTS)
+        while self.ways.ask(plan.stages, around=False):
+            plan = self._planned(room, self.settings.effort / ATTEMPTS)
         self._check_all_work(plan)
         held = [held_by(self.measured, plan, number) for number in range(len(plan.stages))]
         memory = most_bytes(plan, held, lowered(plan, self.settings.microbatches))
@@ -248,13 +258,15 @@ class _Search:
 
     def least(self, room: int) -> Pipelined:
         """The plan that takes least. Raises `BudgetTooSmall` where that is too much; its minimum is what works."""
-        try:
-            found = self.within(room)
-        except BudgetTooSmall as error:
-            found = self.within(error.minimum)
-        if found.most <= self.settings.mem:
-            return found
-        raise BudgetTooSmall(found.most, self.settings.mem, unit=UNIT)
+        while True:
+            try:
+                found = self.within(room)
+            except BudgetTooSmall as error:  # of rough ways, perhaps; exact ones may need more
+                room = max(room + 1, error.minimum)
+                continue
+            if found.most <= self.settings.mem:
+                return found
+            raise BudgetTooSmall(found.most, self.settings.mem, unit=UNIT)
 
     def _check_all_work(self, plan: PipelinePlan) -> None:
         used = {stage.device for stage in plan.stages}

@@ -1,10 +1,11 @@
 """What each run of layers costs on its own: a chain for the planner, and the ways to train a stage.
 
     layers     ops between two cuts; short neighbours are joined until few enough are left
-    ways       of a run of layers: a few of the programs that fxremat's planner finds for its module
+    exact      ways of a run of layers: a few of the programs that fxremat's planner finds for its module
+    rough      the same put together from the programs of its layers, at no cost: where to look for exact ones
 
-Every run is planned as a model of its own (`fxremat.plan`): its ops are measured, its programs judged by exact
-liveness. Equal runs (the blocks of a GPT) are planned once.
+For exact ways a run is planned as a model of its own (`fxremat.plan`): its ops are measured, its programs judged by
+exact liveness. Equal runs (the blocks of a GPT) are planned once.
 """
 
 from __future__ import annotations
@@ -19,13 +20,16 @@ import torch
 from torch import Tensor, fx
 
 from fxremat.api import plan as plan_of
+from fxremat.chain import Block, Chain, Option
 from fxremat.cost.table import Costs
 from fxremat.errors import CaptureError
 from fxremat.passes.liveness import live_bytes
 from fxremat.pipelining.stages import Ops, Stage
 from fxremat.planner import Prospect
 from fxremat.plans import Plan
+from fxremat.solvers.pipeline.costs import Ways
 from fxremat.solvers.pipeline.model import Layer, Layers, Way
+from fxremat.solvers.pipeline.of_chain import ways_of
 
 WAYS = 12  # for each run of layers
 MOST_LAYERS = 12  # or three for each device, where that is more
@@ -138,6 +142,39 @@ class Profile:
             )
             for spending in _spread(spendings, WAYS)
         ]
+
+    @cached_property
+    def rough(self) -> Ways:
+        """Ways of any run of layers: every layer under one of its own programs, or run again with others."""
+        return ways_of(self._chain)
+
+    @property
+    def _chain(self) -> Chain:
+        sizes = [self.input_bytes(number) for number in range(1, self.count)] + [0]
+        blocks = (self._block(number, size) for number, size in enumerate(sizes))
+        return Chain(blocks=tuple(blocks), input_bytes=self.input_bytes(0), input_grad_bytes=self.input_bytes(0))
+
+    def _block(self, layer: int, size: int) -> Block:
+        """A layer, whose result has this size, with its programs as options."""
+        around = self.input_bytes(layer) + size  # the gradients that come and go
+        first, *others = (
+            Option(
+                saved_bytes=max(spending.kept, size),  # nothing is kept of a view
+                backward_time=spending.backward_time,
+                backward_scratch=max(0, spending.backward_peak - spending.kept - around),
+                save_scratch=max(0, spending.forward_peak - spending.kept),
+            )
+            for spending in self.spendings(layer, layer)
+        )
+        return Block(
+            forward_time=self.spendings(layer, layer)[0].forward_time,
+            backward_time=first.backward_time,
+            output_bytes=size,
+            saved_bytes=first.saved_bytes,
+            backward_scratch=first.backward_scratch,
+            save_scratch=first.save_scratch or 0,
+            options=tuple(others),
+        )
 
     def spending_of(self, first: int, last: int, way: Way) -> Spending:
         """The program behind a way: the fastest that takes no more memory, here and now."""
