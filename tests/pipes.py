@@ -69,6 +69,19 @@ def next_token(logits: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
+class Section(nn.Module):
+    """Adds to its input what some layers make of it, so that it can be cut before and behind but not inside."""
+
+    def __init__(self, depth: int, width: int = 256) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            *(layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.Tanh()))
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layers(x)
+
+
 def gpt() -> tuple[nn.Module, Tensor, Tensor, Callable[[Any, Tensor], Tensor]]:
     torch.manual_seed(0)
     model = Gpt(blocks=2)
@@ -81,7 +94,14 @@ def convolutions() -> tuple[nn.Module, Tensor, Tensor, Callable[[Any, Tensor], T
     return model, torch.randn(ROWS, 3, 8, 8), torch.randint(10, (ROWS,)), nn.CrossEntropyLoss()
 
 
-MODELS = {"gpt": gpt, "convolutions": convolutions}
+def uneven() -> tuple[nn.Module, Tensor, Tensor, Callable[[Any, Tensor], Tensor]]:
+    """Three sections that take 1 : 2 : 1 of the time: two devices share them evenly if one has the first and last."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Section(3), Section(6), Section(3))
+    return model, torch.randn(ROWS * 128, 256), torch.randn(ROWS * 128, 256), F.mse_loss
+
+
+MODELS = {"gpt": gpt, "convolutions": convolutions, "uneven": uneven}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +115,7 @@ class Job:
     tick: float = 1.0  # times the load of the busiest device
     kill: int | None = None  # this rank ends in the middle of its second step
     mem: int | str = "1GiB"
+    by_hand: bool = True  # otherwise planned by fxremat; the allocation says then how many devices there are
 
     @property
     def devices(self) -> int:
@@ -206,7 +227,7 @@ def process(folder: Path, rank: int) -> None:
     model, inputs, target, loss_fn = MODELS[job.model]()
     pipe = fxremat.pipeline(
         model, inputs, mem=job.mem, devices=job.devices, microbatches=job.microbatches, loss_fn=loss_fn,
-        example_target=target, planner=by_hand(job),
+        example_target=target, planner=by_hand(job) if job.by_hand else None, effort=1.0,
     )  # fmt: skip
     others = {name: weakref.ref(tensor) for name, tensor in model.named_parameters()}
     for name, _ in pipe.named_parameters():
@@ -235,6 +256,7 @@ def process(folder: Path, rank: int) -> None:
             "peak": peak + weights,
             "predicted": pipe.memory[rank],
             "text": str(pipe),
+            "devices": [stage.device for stage in pipe.plan.stages],
             "not ours": [name for name, tensor in others.items() if tensor() is not None],
         },
         folder / f"{rank}.pt",

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import fxremat
 from fxremat.pipelining.memory import Held, most_bytes
-from fxremat.pipelining.profile import Spending, joined
+from fxremat.pipelining.profile import Spending, joined, profile
 from fxremat.pipelining.schedule import Action, lost_peer, lowered
 from fxremat.pipelining.stages import Ops, capture
 from fxremat.solvers.pipeline.model import Layer, Layers, Machines, PipelinePlan, Stage, Way
@@ -188,6 +188,15 @@ def test_a_border_inside_a_device_copies_nothing() -> None:
     assert most_bytes(plan, held, lowered(plan, 1)) == (30 + 60,)
 
 
+def test_equal_sections_with_and_without_a_gradient_of_their_input_are_planned_apart() -> None:
+    model, inputs, target, loss_fn = MODELS["uneven"]()
+    profiled = profile(captured(model, inputs, target, loss_fn), (inputs,), target, devices=2, effort=0.0)
+    assert profiled.count == 4  # three sections and the loss
+    first, third = profiled.spendings(0, 0)[0], profiled.spendings(2, 2)[0]
+    assert first.kept == third.kept
+    assert first.budget < third.budget  # which makes a gradient of its input as well
+
+
 # --- errors -----------------------------------------------------------------------------------------------
 
 
@@ -268,10 +277,10 @@ def test_other_errors_are_not_taken_for_lost_peers() -> None:
 # --- several processes ------------------------------------------------------------------------------------
 
 
-def check(job: Job, folder: Path) -> None:
-    """Run a job; every promise of it."""
+def check(job: Job, folder: Path) -> list[dict[str, Any]]:
+    """Run a job; every promise of it. Returns what its processes saw."""
     seen, expected = results(job, folder), reference(job)
-    last = seen[job.allocation[-1]]
+    last = seen[seen[0]["devices"][-1]]
     assert all(same(one, other) for one, other in zip(last["losses"], expected["losses"], strict=True))
     gradients = {name: gradient for rank in seen for name, gradient in rank["grads"].items()}
     assert sorted(gradients) == sorted(expected["grads"])
@@ -284,6 +293,7 @@ def check(job: Job, folder: Path) -> None:
         assert all(rank["allowed"][stage] >= most > 0 for stage, most in rank["in_flight"].items())
         assert rank["not ours"] == []  # what other ranks own is freed
         assert 0.9 * rank["predicted"] <= rank["peak"] <= rank["predicted"], rank["text"]
+    return seen
 
 
 def test_two_processes_of_which_one_has_two_stages(tmp_path: Path) -> None:
@@ -306,6 +316,13 @@ def test_two_processes_of_which_one_has_two_stages(tmp_path: Path) -> None:
 )
 def test_more_processes_and_other_plans(job: Job, tmp_path: Path) -> None:
     check(job, tmp_path)
+
+
+@pytest.mark.long
+def test_a_plan_that_gives_one_device_two_stages_is_found_and_run(tmp_path: Path) -> None:
+    seen = check(Job(model="uneven", allocation=(0, 1), microbatches=8, by_hand=False), tmp_path)
+    assert seen[0]["devices"] in ([0, 1, 0], [1, 0, 1])
+    assert "MiB/s" in seen[0]["text"] or "GiB/s" in seen[0]["text"]  # the measured speed of copies
 
 
 @pytest.mark.long

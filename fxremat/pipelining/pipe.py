@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fxremat.errors import BudgetTooSmall, FxrematError
+from fxremat.pipelining.links import measured_bandwidth
 from fxremat.pipelining.memory import Held, most_bytes
 from fxremat.pipelining.profile import Profile, profile
 from fxremat.pipelining.run import Rank, held_by
@@ -65,6 +66,7 @@ class Pipeline:
     def __init__(self, ops: Ops, found: Pipelined, batch: int, rank: Rank | None, model: nn.Module) -> None:
         self.plan = found.plan
         self.memory = found.memory
+        self.seconds = found.seconds
         self._batch = batch
         self._rank = rank
         self._named = _named(ops, rank, model)
@@ -122,7 +124,7 @@ class Pipeline:
                 tensor.copy_(state[name])
 
     def __str__(self) -> str:
-        return "\n".join(_described(self.plan, self.memory))
+        return "\n".join(_described(self))
 
 
 def pipeline(
@@ -151,9 +153,11 @@ def pipeline(
         loss_fn: (outputs, target) -> the mean loss of a micro-batch. It is a part of the last stage.
         example_target: of the batch; one tensor.
         options: copies (of the parameters on their device: 2, with their gradients; 4 with Adam's state), bandwidth
-            (bytes per second between devices; None: copies take no time), effort (seconds, about, that the search for
-            a plan takes), refine (seconds, for each run of layers, that its programs are improved op by op),
-            scale_grads (False: gradients are sums over the micro-batches), planner.
+            (bytes per second between devices; None: measured, or copies take no time where it only plans), effort
+            (seconds, about, that the search for a plan takes), refine (seconds, for each run of layers, that its
+            programs are improved op by op), scale_grads (False: gradients are sums over the micro-batches), planner.
+
+    Random numbers are each rank's own: give every rank another seed, or dropout in two stages draws equal masks.
 
     Raises:
         BudgetTooSmall: no plan fits. The same on every rank, as all errors of planning.
@@ -169,6 +173,8 @@ def pipeline(
     if alone:
         found = make_plan(ops, first, target, settings)
         return Pipeline(ops, found, batch, None, model)
+    if settings.bandwidth is None:
+        settings = replace(settings, bandwidth=measured_bandwidth(_crossing_bytes(ops), ops.device))
     found = _same_everywhere(lambda: make_plan(ops, first, target, settings))
     mine = Profile(ops=ops, inputs=first, target=target, effort=settings.refine, cuts=found.cuts)
     rank = Rank.of(
@@ -277,6 +283,12 @@ class _Search:
             )
 
 
+def _crossing_bytes(ops: Ops) -> int:
+    """Of a value that crosses a cut: the one in the middle."""
+    sizes = sorted(value.meta["val"].nbytes for value in ops.cuts.values())
+    return sizes[len(sizes) // 2] if sizes else 0
+
+
 def _same_everywhere(make: Callable[[], Pipelined]) -> Pipelined:
     """What rank 0 makes, on all ranks; an error of rank 0 is raised on all of them."""
     message: list[Any] = [None]
@@ -365,9 +377,13 @@ def _named(ops: Ops, rank: Rank | None, model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def _described(plan: PipelinePlan, memory: Sequence[int]) -> Iterator[str]:
-    devices = plan.machines.devices
-    yield f"fxremat plan for {devices} devices: {len(plan.stages)} stages"
+def _described(pipe: Pipeline) -> Iterator[str]:
+    plan, speed = pipe.plan, pipe.plan.machines.bandwidth
+    yield (
+        f"fxremat plan for {plan.machines.devices} devices: {len(plan.stages)} stages, "
+        f"{pipe.seconds * 1e3:.3g} ms a step"
+    )
+    yield f"  copies {'take no time' if speed is None else f'at {format_bytes(int(speed))}/s'}"
     yield (
         f"  a micro-batch every {plan.period * 1e3:.3g} ms; no plan takes less than {plan.bound * 1e3:.3g} ms "
         f"(found by {plan.by})"
@@ -380,5 +396,5 @@ def _described(plan: PipelinePlan, memory: Sequence[int]) -> Iterator[str]:
             f"(to {names[1]}), {seconds * 1e3:.3g} ms, {in_flight} in flight, each keeps "
             f"{format_bytes(int(stage.way.kept_bytes))}"
         )
-    for device, most in enumerate(memory):
+    for device, most in enumerate(pipe.memory):
         yield f"  device {device}: {format_bytes(most)} of {format_bytes(int(plan.machines.memory))}"

@@ -32,7 +32,7 @@ from fxremat.solvers.pipeline.model import Layer, Layers, Way
 from fxremat.solvers.pipeline.of_chain import ways_of
 
 WAYS = 12  # for each run of layers
-MOST_LAYERS = 12  # or three for each device, where that is more
+MOST_LAYERS = 32  # or three for each device, where that is more
 ALIKE = 1.05  # pairs of layers whose times are within this factor are joined at once, so that equal ones stay equal
 
 
@@ -109,18 +109,17 @@ class Profile:
         """Of the parameters of these layers."""
         return sum(parameter.nbytes for parameter in self.module(first, last).parameters())
 
-    @cached_property
+    @property
     def device(self) -> torch.device:
-        """Of the largest parameter."""
-        tensors = [value for value in self.ops.values.values() if isinstance(value, Tensor)]
-        return max(tensors, key=lambda tensor: tensor.nbytes).device
+        """Of the model."""
+        return self.ops.device
 
     def spendings(self, first: int, last: int) -> tuple[Spending, ...]:
         """Every program on offer for these layers, fastest first."""
-        module = self.module(first, last)
-        key = _text(module)
+        module, examples = self.module(first, last), self.examples(first, last)
+        key = _text(module, examples)
         if key not in self._known:
-            plan = plan_of(module, self.examples(first, last), mem="100%", **self.settings)
+            plan = plan_of(module, examples, mem="100%", **self.settings)
             self._known[key] = _spendings(plan)
         return self._known[key]
 
@@ -152,7 +151,9 @@ class Profile:
     def _chain(self) -> Chain:
         sizes = [self.input_bytes(number) for number in range(1, self.count)] + [0]
         blocks = (self._block(number, size) for number, size in enumerate(sizes))
-        return Chain(blocks=tuple(blocks), input_bytes=self.input_bytes(0), input_grad_bytes=self.input_bytes(0))
+        return Chain(
+            blocks=tuple(blocks), input_bytes=self.input_bytes(0), input_grad_bytes=self.input_bytes(0)
+        )
 
     def _block(self, layer: int, size: int) -> Block:
         """A layer, whose result has this size, with its programs as options."""
@@ -279,10 +280,11 @@ def _spread(spendings: Sequence[Spending], count: int) -> list[Spending]:
     return [spendings[place] for place in sorted(chosen | {0, len(spendings) - 1})]
 
 
-def _text(module: Stage) -> str:
-    """Equal for modules that run the same ops on tensors of the same shapes."""
+def _text(module: Stage, examples: tuple[Tensor, ...]) -> str:
+    """Equal for modules that run the same ops on tensors of the same shapes, and give gradients to the same ones."""
     number = {node: place for place, node in enumerate(module.graph.nodes)}
-    return "\n".join(_line(node, number) for node in module.graph.nodes)
+    lines = [_line(node, number) for node in module.graph.nodes]
+    return "\n".join([*lines, str(list(_shapes(examples)))])
 
 
 def _line(node: fx.Node, number: Mapping[fx.Node, int]) -> str:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -81,6 +82,12 @@ class Ops:
     def end(self) -> int:
         """One past the last op."""
         return len(self.nodes)
+
+    @cached_property
+    def device(self) -> torch.device:
+        """Of the largest parameter."""
+        tensors = [value for value in self.values.values() if isinstance(value, Tensor)]
+        return max(tensors, key=lambda tensor: tensor.nbytes).device
 
     @property
     def read(self) -> list[Any]:

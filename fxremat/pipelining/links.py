@@ -1,0 +1,42 @@
+"""How fast the processes of a pipeline copy to each other."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+import torch.distributed as dist
+
+ROUNDS = 5
+
+
+def measured_bandwidth(size: int, device: torch.device) -> float | None:
+    """Bytes per second of a copy of so many bytes, its latency included: half the fastest of a few round trips.
+
+    Every rank calls it. Ranks 0 and 1 measure, and stand for all pairs; rank 0 gets the answer, others None.
+    """
+    rank = dist.get_rank()
+    value = torch.zeros(max(1, size), dtype=torch.uint8, device=device)
+    found = None
+    if rank < 2:
+        trips = [_trip(value, rank) for _ in range(ROUNDS)]
+        found = value.nbytes / max(min(trips), 1e-9) if rank == 0 else None
+    return found
+
+
+def _trip(value: torch.Tensor, rank: int) -> float:
+    """Seconds one way; there and back is twice that."""
+    start = time.perf_counter()
+    if rank == 0:
+        dist.send(value, 1)
+        dist.recv(value, 1)
+        _wait(value)
+    else:
+        dist.recv(value, 0)
+        dist.send(value, 0)
+    return (time.perf_counter() - start) / 2
+
+
+def _wait(value: torch.Tensor) -> None:
+    """Until a GPU has the value: its receive returns before."""
+    value[:1].cpu()
