@@ -1,6 +1,6 @@
 """Pipelines on paper: the figures of the thesis, chapter 7, how long planning takes, and the page docs/pipeline.md.
 
-    python -m benchmarks.pipeline [speed | figures | page ...]      (default: all; figures take about 20 minutes)
+    python -m benchmarks.pipeline [speed | figures | programs | steps | page ...]     (default: all; about an hour)
 
 Chains are those of benchmarks/papers/chains. `figures` goes on where it was interrupted.
 """
@@ -12,21 +12,23 @@ import json
 import random
 import time
 from collections.abc import Callable, Iterable
-from itertools import product
+from itertools import pairwise, product
 from math import exp, fsum, inf, log
 from pathlib import Path
 from typing import Any
 
-from benchmarks import report
+from benchmarks import pipeline_steps, report
 from benchmarks.papers import chains
 from fxremat.errors import BudgetTooSmall
+from fxremat.pipelining.profile import joined
 from fxremat.solvers.pipeline.bound import lower_bound
 from fxremat.solvers.pipeline.check import check
 from fxremat.solvers.pipeline.contiguous import best_partition
 from fxremat.solvers.pipeline.costs import Job
 from fxremat.solvers.pipeline.groups import scheduled
+from fxremat.solvers.pipeline.ilp import least_pattern
 from fxremat.solvers.pipeline.madpipe import as_published, best_madpipe
-from fxremat.solvers.pipeline.model import Layer, Layers, Machines, PipelinePlan, Way
+from fxremat.solvers.pipeline.model import Layer, Layers, Machines, PipelinePlan, Stage, Way
 from fxremat.solvers.pipeline.of_chain import layers_of, ways_of
 from fxremat.solvers.pipeline.pipedream import best_of_targets, pipedream
 from fxremat.solvers.pipeline.plan import plan_pipeline
@@ -44,6 +46,9 @@ EFFORT = 2.0
 TIGHT = 10  # GB: below, PipeDream is wanted to be 20 % slower
 MOST = {"contiguous": 10.0, "joint": 10.0, "madpipe": 60.0}  # seconds, 100 layers on 8 devices
 LAYERS, ON = 100, 8
+PROGRAMS = {"resnet34_224x32": (0.5, 1, 2), "resnet50_1000x8": (4, 8, 16)}  # GB
+PIECES = (8, 11)
+PROGRAM_SECONDS = 120.0  # for each of its two solves
 
 
 def instances() -> Iterable[tuple[str, int, int, int]]:
@@ -117,6 +122,54 @@ def figures() -> None:
         print(*instance, f"{time.perf_counter() - start:.1f} s", flush=True)
         _write({"rows": rows})
     _write({"figures conditions": report.machine()})
+
+
+def programs() -> None:
+    """Beside the integer program of chapter 6, on pieces of a chain and on all of its layers."""
+    rows: list[dict[str, Any]] = []
+    for network, memories in PROGRAMS.items():
+        layers = layers_of(chains.read(network))
+        for memory in memories:
+            machines = Machines(devices=ON, memory=memory * 1e9, bandwidth=BANDWIDTHS[0] * 1e9, copies=COPIES)
+            job = Job(layers, machines)
+            row: dict[str, Any] = {"network": network, "memory": memory, "bound": lower_bound(job)}
+            row["pipedream"], _ = _pipedream(job)
+            row["pipedream of many"] = _of_many(job)
+            published, _ = as_published(job, low=min(row["bound"], job.seconds))
+            row["madpipe"] = None if published is None else published.period
+            row["ours"] = _or_none(lambda: _checked(plan_pipeline(job.layers, job.machines, effort=EFFORT)))  # noqa: B023
+            for count in (*PIECES, job.count):
+                start = time.perf_counter()
+                name = "layers" if count == job.count else f"{count} pieces"
+                row[name] = _by_program(job, count)
+                row[f"{name} seconds"] = time.perf_counter() - start
+            rows.append(row)
+            print(row, flush=True)
+            _write({"programs": rows, "programs conditions": report.machine()})
+
+
+def _by_program(job: Job, count: int) -> float | None:
+    seconds = [layer.forward_time + layer.backward_time for layer in job.layers.layers]
+    pieces = pairwise(joined(range(job.count + 1), seconds, count))
+    stages = [
+        Stage(first=first, last=end - 1, device=0, way=job.keeping_all(first, end - 1))
+        for first, end in pieces
+    ]
+    pattern = least_pattern(job, stages, free=True, seconds=PROGRAM_SECONDS)
+    if pattern is None:
+        return None
+    return _checked(
+        planned(job, pattern.stages, pattern.starts, pattern.tick, skip=None, bound=0.0, by="ilp")
+    )
+
+
+def steps() -> None:
+    """Real steps of two processes, as predicted?"""
+    found = []
+    for row in pipeline_steps.rows():
+        found.append(row)
+        print(row, flush=True)
+    _write({"steps": found, "steps conditions": report.machine()})
 
 
 def uneven(layers: int) -> Layers:
@@ -225,7 +278,8 @@ many micro-batches as there are stages to the end. *Of many*: the best that it g
 believe in, as in chapter 6 of the thesis. *MadPipe* is the allocation that its dynamic program hopes most of,
 with a pattern by modulo scheduling (the thesis: a mixed integer program). *Contiguous* is the exact optimum over
 contiguous allocations, *ours* what `plan_pipeline` finds with an effort of {effort:g} s, both without recomputation;
-*recomputing* is the exact contiguous optimum where stages may recompute. "-" where nothing fits.
+*recomputing* is the exact contiguous optimum where stages may recompute; it also counts gradients and scratch within a
+stage, which the model of the thesis leaves out, so that it may not fit where the others do. "-" where nothing fits.
 """
 
 
@@ -245,6 +299,10 @@ def page() -> str:
         parts += [_claims(rows), "## Geometric means by memory (Figure 7.8)\n", _means(rows)]
         parts += [SPEEDUPS, _speedups(rows)]
         parts += ["\n## Periods in milliseconds (Figures 7.4-7.7)\n", *map(_table(rows), NETWORKS)]
+    if "programs" in record:
+        parts += [_beside_programs(record)]
+    if "steps" in record:
+        parts += [_steps(record)]
     if "seconds" in record:
         times = ", ".join(
             f"{name} {value:.1f} s (at most {MOST[name]:g})" for name, value in record["seconds"].items()
@@ -255,6 +313,60 @@ def page() -> str:
             f"{len(record['periods'])} memories: {times}. {conditions['cpu']}, {conditions['date']}.\n"
         )
     return "\n".join(parts)
+
+
+PROGRAM_HEAD = """
+## Beside the integer program (Figures 7.2 and 7.3)
+
+Periods in milliseconds on {devices} devices, links of {bandwidth} GB/s. The integer program of chapter 6 decides
+about everything at once; HiGHS has {seconds:g} s for the period and as many for the shifts (the thesis: CPLEX, an
+hour). It is given the chain joined to 8 or 11 pieces of about equal time, and all of its layers.
+"""
+
+
+def _beside_programs(record: dict[str, Any]) -> str:
+    names = (
+        "bound",
+        "pipedream",
+        "pipedream of many",
+        "madpipe",
+        "ours",
+        *(f"{n} pieces" for n in PIECES),
+        "layers",
+    )
+    head = PROGRAM_HEAD.format(devices=ON, bandwidth=BANDWIDTHS[0], seconds=PROGRAM_SECONDS)
+    lines = [head, f"| network | M, GB | {' | '.join(names)} |", "|---" * (2 + len(names)) + "|"]
+    for row in record["programs"]:
+        cells = [_cell(row[name] and 1e3 * row[name], ".1f") for name in names]
+        lines.append(f"| {row['network']} | {row['memory']:g} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+STEPS_HEAD = """
+## Real steps
+
+Two processes on {cpu}, one thread each, gloo, {date}; steps of {microbatches} micro-batches, the fastest of several.
+*Alone* is plain PyTorch in one process; a share is of what one device takes for the same.
+
+| model | share | stages on devices | predicted, ms | measured, ms | measured / predicted | alone, ms | planning, s |
+|---|---|---|---|---|---|---|---|
+"""
+
+
+def _steps(record: dict[str, Any]) -> str:
+    conditions = record["steps conditions"]
+    lines = []
+    for row in record["steps"]:
+        devices = ", ".join(map(str, row["devices"])) + (" (contiguous)" if row["contiguous_only"] else "")
+        lines.append(
+            f"| {row['name']} | {row['share']:.0%} | {devices} | {1e3 * row['predicted']:.0f} | "
+            f"{1e3 * row['measured']:.0f} | {row['measured'] / row['predicted']:.2f} | {1e3 * row['alone']:.0f} | "
+            f"{row['planning']:.0f} |"
+        )
+    head = STEPS_HEAD.format(
+        cpu=conditions["cpu"], date=conditions["date"], microbatches=pipeline_steps.MICROBATCHES
+    )
+    return head + "\n".join(lines) + "\n"
 
 
 def mean(ratios: Iterable[float]) -> float:
@@ -347,7 +459,13 @@ def _table(rows: list[dict[str, Any]]) -> Callable[[str], str]:
     return table
 
 
-PARTS: dict[str, Callable[[], None]] = {"speed": speed, "figures": figures, "page": lambda: None}
+PARTS: dict[str, Callable[[], None]] = {
+    "speed": speed,
+    "figures": figures,
+    "programs": programs,
+    "steps": steps,
+    "page": lambda: None,
+}
 
 
 def main() -> None:

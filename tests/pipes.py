@@ -27,6 +27,8 @@ from torch import Tensor, nn
 import fxremat
 from benchmarks.meter import peak_bytes
 from benchmarks.models.gpt import Block
+from benchmarks.pipeline_steps import WIDTH as PRETENDED
+from benchmarks.pipeline_steps import Layer
 from fxremat.solvers.pipeline.model import Kind, Layers, Machines, PipelinePlan, Stage, Way
 
 ROOT = Path(__file__).parents[1]
@@ -94,14 +96,20 @@ def convolutions() -> tuple[nn.Module, Tensor, Tensor, Callable[[Any, Tensor], T
     return model, torch.randn(ROWS, 3, 8, 8), torch.randint(10, (ROWS,)), nn.CrossEntropyLoss()
 
 
-def uneven() -> tuple[nn.Module, Tensor, Tensor, Callable[[Any, Tensor], Tensor]]:
-    """Three sections that take 1 : 2 : 1 of the time: two devices share them evenly if one has the first and last."""
+def sections() -> tuple[nn.Module, Tensor, Tensor, Callable[[Any, Tensor], Tensor]]:
     torch.manual_seed(0)
     model = nn.Sequential(Section(3), Section(6), Section(3))
     return model, torch.randn(ROWS * 128, 256), torch.randn(ROWS * 128, 256), F.mse_loss
 
 
-MODELS = {"gpt": gpt, "convolutions": convolutions, "uneven": uneven}
+def uneven() -> tuple[nn.Module, Tensor, Tensor, Callable[[Any, Tensor], Tensor]]:
+    """Layers that take 1 : 2 : 1 of the time: two devices share them evenly if one has the first and last."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Layer(seconds) for seconds in (0.01, 0.02, 0.01)))
+    return model, torch.randn(ROWS, PRETENDED), torch.randn(ROWS, PRETENDED), F.mse_loss
+
+
+MODELS = {"gpt": gpt, "convolutions": convolutions, "sections": sections, "uneven": uneven}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -73,6 +73,13 @@ def test_stages_in_a_row_are_the_model(name: str) -> None:
     assert all(same(value, expected["state"][n]) for n, value in model.state_dict().items())
 
 
+def test_a_loss_that_waits_for_the_end_of_the_step_takes_no_room() -> None:
+    model, inputs, target, loss_fn = MODELS["sections"]()
+    ops = captured(model, inputs, target, loss_fn)
+    assert loss_fn(model(inputs), target).untyped_storage().nbytes() == inputs.nbytes  # all terms of the sum
+    assert ops.module(0, ops.end)(inputs, target).untyped_storage().nbytes() == 4
+
+
 def test_dropout_draws_what_the_model_draws() -> None:
     torch.manual_seed(0)
     model, tokens = Gpt(blocks=1, dropout=0.5), torch.randint(64, (2, 16))
@@ -189,7 +196,7 @@ def test_a_border_inside_a_device_copies_nothing() -> None:
 
 
 def test_equal_sections_with_and_without_a_gradient_of_their_input_are_planned_apart() -> None:
-    model, inputs, target, loss_fn = MODELS["uneven"]()
+    model, inputs, target, loss_fn = MODELS["sections"]()
     profiled = profile(captured(model, inputs, target, loss_fn), (inputs,), target, devices=2, effort=0.0)
     assert profiled.count == 4  # three sections and the loss
     first, third = profiled.spendings(0, 0)[0], profiled.spendings(2, 2)[0]
@@ -307,6 +314,7 @@ def test_two_processes_of_which_one_has_two_stages(tmp_path: Path) -> None:
         Job(allocation=(0, 1)),
         Job(allocation=(0, 1), smallest=True, tick=3.0),
         Job(allocation=(0, 1, 2), smallest=True),
+        Job(allocation=(2, 0)),  # rank 1 has nothing to do
         Job(allocation=(0, 1, 0), microbatches=8),
         Job(allocation=(0, 1, 2, 3), microbatches=8),
         Job(model="convolutions", allocation=(0, 1, 2)),

@@ -255,7 +255,6 @@ class _Search:
         plan = self._planned(room, self.settings.effort / ATTEMPTS)
         while self.ways.ask(plan.stages, around=False):
             plan = self._planned(room, self.settings.effort / ATTEMPTS)
-        self._check_all_work(plan)
         held = [held_by(self.measured, plan, number) for number in range(len(plan.stages))]
         memory = most_bytes(plan, held, lowered(plan, self.settings.microbatches))
         seconds = step_seconds(plan, self.settings.microbatches)
@@ -273,14 +272,6 @@ class _Search:
             if found.most <= self.settings.mem:
                 return found
             raise BudgetTooSmall(found.most, self.settings.mem, unit=UNIT)
-
-    def _check_all_work(self, plan: PipelinePlan) -> None:
-        used = {stage.device for stage in plan.stages}
-        if used != set(range(self.settings.devices)):
-            raise FxrematError(
-                f"the fastest plan uses {len(used)} of {self.settings.devices} devices, and PyTorch's engine wants "
-                f"work for each; ask for devices={len(used)}"
-            )
 
 
 def _crossing_bytes(ops: Ops) -> int:

@@ -11,7 +11,7 @@ exact liveness. Equal runs (the blocks of a GPT) are planned once.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -130,22 +130,31 @@ class Profile:
 
     def ways(self, first: int, last: int) -> Sequence[Way]:
         """A few of the programs for these layers, as the planner wants them, fastest first."""
-        spendings = self.spendings(first, last)
+        return [self._way(first, last, spending) for spending in _spread(self.spendings(first, last), WAYS)]
+
+    def _way(self, first: int, last: int, spending: Spending) -> Way:
         entering = self.input_bytes(first)
-        return [
-            Way(
-                forward_time=spending.forward_time,
-                backward_time=spending.backward_time,
-                kept_bytes=spending.kept + entering,
-                peak_bytes=spending.peak + entering,
-            )
-            for spending in _spread(spendings, WAYS)
-        ]
+        return Way(
+            forward_time=spending.forward_time,
+            backward_time=spending.backward_time,
+            kept_bytes=spending.kept + entering,
+            peak_bytes=max(0, spending.peak + entering - self._counted_twice(last)),
+        )
+
+    def _counted_twice(self, last: int) -> int:
+        """What leaves a stage, and its gradient: in the peak of its backward, and in the planner's buffers besides."""
+        return 2 * self.input_bytes(last + 1) if last + 1 < self.count else 0
 
     @cached_property
     def rough(self) -> Ways:
         """Ways of any run of layers: every layer under one of its own programs, or run again with others."""
-        return ways_of(self._chain)
+        ways = ways_of(self._chain)
+
+        def rough(first: int, last: int) -> Sequence[Way]:
+            twice = self._counted_twice(last)
+            return [replace(way, peak_bytes=max(0, way.peak_bytes - twice)) for way in ways(first, last)]
+
+        return rough
 
     @property
     def _chain(self) -> Chain:
@@ -179,9 +188,9 @@ class Profile:
 
     def spending_of(self, first: int, last: int, way: Way) -> Spending:
         """The program behind a way: the fastest that takes no more memory, here and now."""
-        entering = self.input_bytes(first)
         for spending in self.spendings(first, last):
-            if spending.peak + entering <= way.peak_bytes and spending.kept + entering <= way.kept_bytes:
+            takes = self._way(first, last, spending)
+            if takes.peak_bytes <= way.peak_bytes and takes.kept_bytes <= way.kept_bytes:
                 return spending
         return self.spendings(first, last)[-1]
 

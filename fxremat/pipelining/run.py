@@ -10,13 +10,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from fxremat.api import compile as compile_stage
 from fxremat.errors import FxrematError
 from fxremat.pipelining.memory import Held
 from fxremat.pipelining.profile import Profile
-from fxremat.pipelining.schedule import LeanStage, Step, engine, lost_peer
+from fxremat.pipelining.schedule import LeanStage, Step, engine, group_of, lost_peer
 from fxremat.solvers.pipeline.model import PipelinePlan
 
 
@@ -31,7 +32,9 @@ def held_by(profile: Profile, plan: PipelinePlan, number: int) -> Held:
     )
 
 
-def _compiled(profile: Profile, plan: PipelinePlan, number: int, module: nn.Module) -> LeanStage:
+def _compiled(
+    profile: Profile, plan: PipelinePlan, number: int, module: nn.Module, group: dist.ProcessGroup | None
+) -> LeanStage:
     stage, last = plan.stages[number], len(plan.stages) - 1
     spending = profile.spending_of(stage.first, stage.last, stage.way)
     examples = profile.examples(stage.first, stage.last)
@@ -43,6 +46,7 @@ def _compiled(profile: Profile, plan: PipelinePlan, number: int, module: nn.Modu
         profile.device,
         profile.entering(stage.first),
         profile.leaving(stage.last),
+        group,
     )
 
 
@@ -75,7 +79,8 @@ class Rank:
         """Compile the stages of this rank and tell the engine what to do."""
         mine = {k: stage for k, stage in enumerate(plan.stages) if stage.device == number}
         modules = {k: profile.module(stage.first, stage.last) for k, stage in mine.items()}
-        stages = [_compiled(profile, plan, k, module) for k, module in modules.items()]
+        group = group_of(plan)
+        stages = [_compiled(profile, plan, k, module, group) for k, module in modules.items()]
         return cls(
             number=number,
             modules=modules,

@@ -83,9 +83,11 @@ class LeanStage(PipelineStage):
 
     def __init__(
         self, module: nn.Module, number: int, count: int, device: torch.device,
-        entering: tuple[Tensor, ...], leaving: Tensor,
+        entering: tuple[Tensor, ...], leaving: Tensor, group: dist.ProcessGroup | None,
     ) -> None:  # fmt: skip
-        super().__init__(module, number, count, device, input_args=entering, output_args=(leaving,))
+        super().__init__(
+            module, number, count, device, input_args=entering, output_args=(leaving,), group=group
+        )
         self.targets: Sequence[Tensor] = ()
         self.in_flight = 0
         self.most_in_flight = 0
@@ -194,12 +196,20 @@ def _send(op: dist.P2POp) -> Sent:
 Step = Callable[..., list[Tensor]]
 
 
+def group_of(plan: PipelinePlan) -> dist.ProcessGroup | None:
+    """The ranks that have stages, None where all have: the engine wants work for each. Every rank calls it."""
+    used = sorted({stage.device for stage in plan.stages})
+    return None if len(used) == dist.get_world_size() else dist.new_group(used)
+
+
 def engine(stages: list[LeanStage], plan: PipelinePlan, microbatches: int, *, scale_grads: bool) -> Step:
     """A function that runs one step on this rank: (*inputs of the model, target=) -> losses on the last rank.
 
     `_PipelineScheduleRuntime(stages, n, loss_fn)._load_csv(path)` (2.13) reads a row of works for each rank, sees from
-    them which stage is where, and adds sends and receives.
+    them which stage is where, and adds sends and receives. A rank without stages does nothing.
     """
+    if not stages:
+        return lambda **_: []
     from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
     runtime = _PipelineScheduleRuntime(
@@ -208,7 +218,7 @@ def engine(stages: list[LeanStage], plan: PipelinePlan, microbatches: int, *, sc
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "works.csv"
         with path.open("w", newline="") as file:
-            csv.writer(file).writerows(rows(plan, microbatches))
+            csv.writer(file).writerows(filter(None, rows(plan, microbatches)))
         runtime._load_csv(str(path))
 
     def step(*inputs: Tensor, target: Tensor | None) -> list[Tensor]:

@@ -298,7 +298,11 @@ class _Builder:
                 copies[node] = graph.node_copy(node, copies.__getitem__)
         result = self.ops.loss if self.last == self.ops.end else self.ops.cuts[self.last]
         value = copies[result]
-        if not result.meta["val"].is_contiguous():  # what is sent has to be
+        if (
+            result is self.ops.loss
+        ):  # kept until the step ends; mse_loss returns it in the storage of all its terms
+            value = graph.call_function(torch.ops.aten.clone.default, (value,))
+        elif not result.meta["val"].is_contiguous():  # what is sent has to be
             value = graph.call_function(torch.ops.aten.contiguous.default, (value,))
         graph.output(value)
         values = {

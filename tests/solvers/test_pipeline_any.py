@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fxremat.errors import BudgetTooSmall, FxrematError, InvalidSchedule
 from fxremat.solvers.pipeline.bound import lower_bound
@@ -207,6 +208,32 @@ def test_a_short_step_trades_the_period_for_a_shorter_pipeline() -> None:
     assert all(steps[n] <= step_seconds(steady, n) for n in steps)
     assert steps[1] < step_seconds(steady, 1)  # all on one device: nothing is copied
     assert planned_and_checked(job, 0.0, 64).period < planned_and_checked(job, 0.0, 1).period
+
+
+def test_a_short_step_merges_what_only_a_short_period_needs_apart() -> None:
+    """A small layer on each side evens out the devices, but a micro-batch then crosses between them five times."""
+    chain = {
+        "uF": [0.1, 10, 20, 10, 0.1],
+        "uB": [0.1, 20, 40, 20, 0.3],
+        "W": [0] * 5,
+        "a": [1] * 6,
+        "delta": [1] * 6,
+    }
+    job = job_of({"chain": chain | {"beta": 0, "C": 1}, "M": 1000}, 2)
+    steady, short = planned_and_checked(job), planned_and_checked(job, 1.0, 8)
+    assert steady.period <= short.period
+    assert step_seconds(short, 8) <= 0.9 * step_seconds(steady, 8)
+    assert [stage.device for stage in short.stages] in ([0, 1, 0], [1, 0, 1])
+
+
+@few(15)
+@given(jobs(8, 4), st.integers(1, 12))
+def test_steps_of_some_microbatches_hold_and_are_no_slower_than_without_effort(job: Job, count: int) -> None:
+    try:
+        plain = planned_and_checked(job, 0.0, count)
+    except BudgetTooSmall:
+        return
+    assert step_seconds(planned_and_checked(job, 0.1, count), count) <= step_seconds(plain, count) * SLACK
 
 
 @few(60)

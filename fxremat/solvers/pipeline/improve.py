@@ -4,8 +4,9 @@
                   a stage is split, and one part goes to another device; a stage is trained in another way
 
 A move is kept where a pattern with a shorter period turns up (`modulo`), or one with the same period and devices that
-are more evenly loaded. Which moves are tried is drawn from a
-generator with a fixed seed, so that the same job always has the same answer.
+are more evenly loaded. Where a step has so many micro-batches, the seconds of a step count instead: fewer stages may be
+worth a longer period. Which moves are tried is drawn from a generator with a fixed seed, so that the same job always
+has the same answer.
 """
 
 from __future__ import annotations
@@ -23,17 +24,20 @@ SHORT = 7  # layers
 _MOST_WAYS = 64  # choices of ways for one allocation
 _GAIN = 1e-4  # relative: less is not worth a move
 _STEPS = 600  # placements for each try
+_TICKS = (1.0, 1.0, 1 - 1e-3, 1.02, 1.1)  # times that of the best, where a step is to be short
 
 Piece = tuple[int, int, int, int]  # first, last, device, way
 
 
-def improved(job: Job, start: Pattern, *, tries: int, floor: float, seed: int = 0) -> Pattern:
-    """The best pattern after so many moves, or as good as the bound `floor` says."""
+def improved(
+    job: Job, start: Pattern, *, tries: int, floor: float, microbatches: int | None = None, seed: int = 0
+) -> Pattern:
+    """The best pattern after so many moves, or one with a period as short as the bound `floor` says."""
     draw = random.Random(seed)
     best = start
     pieces, spread = _pieces(job, start.stages), inf
     for _ in range(tries):
-        if best.period <= floor * (1 + _GAIN):
+        if microbatches is None and best.period <= floor * (1 + _GAIN):
             break
         moved = pieces
         for _ in range(draw.choice((1, 1, 2, 3))):
@@ -42,8 +46,11 @@ def improved(job: Job, start: Pattern, *, tries: int, floor: float, seed: int = 
         if moved == pieces:
             continue
         ahead = 1.0 if uneven < spread * (1 - _GAIN) else 1 - _GAIN
-        found = pattern_at(job, _stages(job, moved), best.tick * ahead, skip=best.skip, steps=_STEPS)
-        if found is not None:
+        tick = best.tick * (ahead if microbatches is None else draw.choice(_TICKS))
+        found = pattern_at(job, _stages(job, moved), tick, skip=best.skip, steps=_STEPS)
+        if found is None:
+            continue
+        if microbatches is None or found.seconds(microbatches) <= best.seconds(microbatches) * ahead:
             best, pieces, spread = found, moved, uneven
     return best
 

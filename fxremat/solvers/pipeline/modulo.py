@@ -23,7 +23,7 @@ from math import inf
 import numpy as np
 
 from fxremat.solvers.pipeline.costs import Job
-from fxremat.solvers.pipeline.model import Stage
+from fxremat.solvers.pipeline.model import PipelinePlan, Stage
 from fxremat.solvers.pipeline.tasks import Tasks, bytes_of, least_period, tasks_of, tight
 from fxremat.solvers.rows import jit
 from fxremat.solvers.sizes import Floats, Ints
@@ -239,6 +239,24 @@ class Pattern:
     def period(self) -> float:
         """Seconds per micro-batch."""
         return self.tick * (1 + 1 / self.skip) if self.skip else self.tick
+
+    def seconds(self, microbatches: int | None) -> float:
+        """Of a step with so many micro-batches; of one micro-batch of many, where there is no end to them."""
+        if microbatches is None:
+            return self.period
+        last = microbatches - 1
+        end = float(self.starts[-1] - self.starts[0]) + self.stages[0].way.backward_time
+        return (last + (last // self.skip if self.skip else 0)) * self.tick + end
+
+    @classmethod
+    def of(cls, plan: PipelinePlan) -> Pattern:
+        """That of a plan."""
+        starts = np.zeros(4 * len(plan.stages) - 2)
+        starts[: 2 * len(plan.stages) : 2] = plan.forward_starts
+        starts[1 : 2 * len(plan.stages) - 1 : 2] = plan.forth_starts
+        starts[::-1][: 2 * len(plan.stages) : 2] = plan.backward_starts
+        starts[::-1][1 : 2 * len(plan.stages) - 1 : 2] = plan.back_starts
+        return cls(plan.stages, starts, plan.tick, plan.skip or 0)
 
 
 def pattern_at(

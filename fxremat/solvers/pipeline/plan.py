@@ -6,12 +6,13 @@
     moves        from the best of them, as far as the effort goes                             (`improve`)
 
 For a given number of micro-batches a step takes  slots * T + the time of one micro-batch, so that a longer period with
-fewer groups may be faster: of the plans at hand, and of the contiguous ones for longer periods, the fastest step wins.
+fewer groups may be faster: of the plans at hand, of the contiguous ones for longer periods, and of those that moves
+lead to from the best of both, the fastest step wins.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from fxremat.errors import BudgetTooSmall, FxrematError
 from fxremat.solvers.pipeline.bound import lower_bound
@@ -27,6 +28,7 @@ from fxremat.solvers.pipeline.tasks import planned
 
 EFFORT = 10.0  # seconds
 _TRY = 1e-3  # seconds of a move, about
+_FEWEST = 300  # moves for a short step
 _NEAR = 1e-3  # relative: as good as the bound
 _LONGER = 60  # periods tried for a short step
 
@@ -65,7 +67,7 @@ def plan_pipeline(
         raise FxrematError(f"effort is {effort!r}; it is a number of seconds, 0 or more")
     job = Job(layers, machines, options)
     bound = lower_bound(job)
-    found = list(_plans(job, bound, effort))
+    found = list(_plans(job, bound, effort if microbatches is None else effort / 2))
     if not found:
         raise BudgetTooSmall(
             minimum=least_memory(job),
@@ -77,7 +79,28 @@ def plan_pipeline(
     found += _for_a_short_step(
         job, bound, microbatches, min(step_seconds(plan, microbatches) for plan in found)
     )
+    if effort > 0:
+        found += _moved_for_a_short_step(job, found, bound, microbatches, effort / 2)
     return min(found, key=lambda plan: step_seconds(plan, microbatches))
+
+
+def _moved_for_a_short_step(
+    job: Job, found: Sequence[PipelinePlan], bound: float, microbatches: int, effort: float
+) -> Iterator[PipelinePlan]:
+    """What moves make of the plan with the shortest step, and of that with the shortest period."""
+    starts = {
+        id(plan): plan
+        for plan in (
+            min(found, key=lambda plan: step_seconds(plan, microbatches)),
+            min(found, key=lambda plan: plan.period),
+        )
+    }
+    for plan in starts.values():
+        pattern = Pattern.of(plan)
+        tries = max(_FEWEST, int(effort / _TRY / len(starts)))
+        better = improved(job, pattern, tries=tries, floor=bound, microbatches=microbatches)
+        if better is not pattern:
+            yield _planned(job, better, bound, "moves")
 
 
 def _plans(job: Job, bound: float, effort: float) -> Iterator[PipelinePlan]:
