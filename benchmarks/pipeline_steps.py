@@ -110,8 +110,8 @@ CASES = (
     Case(name="even", times=(1.0,) * 8, share=0.7),
     Case(name="even", times=(1.0,) * 8, devices=4),
     Case(name="even", times=(1.0,) * 8, devices=4, share=0.6),
-    Case(name="uneven", times=(1.0, 2.0, 1.0), contiguous=True),
-    Case(name="uneven", times=(1.0, 2.0, 1.0)),
+    Case(name="uneven", times=(1.0, 2.0, 1.0), share=2.0, contiguous=True),
+    Case(name="uneven", times=(1.0, 2.0, 1.0), share=2.0),
 )
 
 

@@ -87,9 +87,22 @@ def picture(plan: PipelinePlan) -> str:
         parts.append(
             f'<line x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{top:.0f}" stroke="#999" stroke-dasharray="3"/>'
         )
+    parts += _legend(plan, top + 4)
+    top += LANE + GAP
     size = f'viewBox="0 0 {LEFT + WIDTH + 4} {top:.0f}" width="{LEFT + WIDTH + 4}" height="{top:.0f}"'
     style = 'xmlns="http://www.w3.org/2000/svg" font-family="sans-serif" font-size="11"'
     return f"<svg {size} {style}>{''.join(parts)}</svg>"
+
+
+def _legend(plan: PipelinePlan, top: float) -> Iterator[str]:
+    """What colors, numbers and lines mean."""
+    x = LEFT
+    for what, name in (("F", "forward"), ("B", "backward"), ("forth", "copy forth"), ("back", "copy back")):
+        yield f'<rect x="{x}" y="{top:.0f}" width="14" height="14" fill="{COLORS[what]}"/>'
+        yield f'<text x="{x + 19}" y="{top + 11:.0f}">{name}</text>'
+        x += 105
+    words = f"numbers: micro-batches; below each device its memory; dashed: every {plan.tick:.4g} s"
+    yield f'<text x="{x}" y="{top + 11:.0f}">{words}</text>'
 
 
 def _deep(plan: PipelinePlan) -> int:
