@@ -345,8 +345,10 @@ def _beside_programs(record: dict[str, Any]) -> str:
 STEPS_HEAD = """
 ## Real steps
 
-Two processes on {cpu}, one thread each, gloo, {date}; steps of {microbatches} micro-batches, the fastest of several.
-*Alone* is plain PyTorch in one process; a share is of what one device takes for the same.
+Processes of one machine ({cpu}, {date}) as devices, whose layers sleep for as long as they would compute; what they
+keep, and what gloo copies between them, is real. *Even* has eight equal layers, *uneven* three that take 1 : 2 : 1 of
+the time. Steps of {microbatches} micro-batches, the fastest of several. *Alone* is plain PyTorch in one process; the
+share is what each device may take of what that one does.
 
 | model | share | stages on devices | predicted, ms | measured, ms | measured / predicted | alone, ms | planning, s |
 |---|---|---|---|---|---|---|---|

@@ -552,7 +552,7 @@ MISTAKES += [
     # a stage is compiled for its fastest program, whatever its way
     Mistake(
         "pipelining/profile.py",
-        "if spending.peak + entering <= way.peak_bytes and spending.kept + entering <= way.kept_bytes:",
+        "if takes.peak_bytes <= way.peak_bytes and takes.kept_bytes <= way.kept_bytes:",
         "if True:",
         STAGES + "a_budget_that_no_plan_keeps_names_one_that_works",
     ),
@@ -639,4 +639,19 @@ MISTAKES += [
         "timeline.memory[turn] - working",
         "solvers/test_pipeline_report.py",
     ),
+    Mistake(
+        "solvers/pipeline/improve.py",
+        "found.seconds(microbatches) <= best.seconds(microbatches) * ahead",
+        "found.period <= best.period * ahead",
+        ANY_PIPELINE,
+    ),
+    Mistake("pipelining/stages.py", "if result is self.ops.loss:", "if False:", PIPELINING),
+    Mistake("pipelining/profile.py", "str(list(_shapes(examples)))", "str(len(examples))", PIPELINING),
+    Mistake(
+        "pipelining/profile.py",
+        "2 * self.input_bytes(last + 1) if",
+        "0 * self.input_bytes(last + 1) if",
+        PIPELINING,
+    ),
+    Mistake("cost/blocks.py", "others |= self._returned_before(number)", "pass", "test_surface.py"),
 ]

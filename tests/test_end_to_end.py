@@ -18,7 +18,7 @@ from tests.training import Trace, differences, in_both_sizes, least_budget, stat
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
 
-PERCENT = {"small": (25, 50, 80), "full": (25, 40, 60, 80, 100)}
+PERCENT = {"small": (25, 50, 100), "full": (25, 40, 60, 80, 100)}
 EFFORT = 1  # second of refinement: less than users get, which the promises do not depend on
 
 

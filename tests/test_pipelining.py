@@ -204,6 +204,23 @@ def test_equal_sections_with_and_without_a_gradient_of_their_input_are_planned_a
     assert first.budget < third.budget  # which makes a gradient of its input as well
 
 
+def test_the_planner_counts_what_leaves_a_device_once() -> None:
+    model, inputs, target, loss_fn = MODELS["sections"]()
+    pipe = fxremat.pipeline(
+        model,
+        inputs,
+        mem="1GiB",
+        devices=2,
+        microbatches=4,
+        loss_fn=loss_fn,
+        example_target=target,
+        effort=0.0,
+    )
+    first = pipe.plan.stages[0].device
+    crossing = inputs.nbytes // 4
+    assert pipe.plan.memory[first] < pipe.memory[first] + crossing
+
+
 # --- errors -----------------------------------------------------------------------------------------------
 
 

@@ -298,9 +298,8 @@ class _Builder:
                 copies[node] = graph.node_copy(node, copies.__getitem__)
         result = self.ops.loss if self.last == self.ops.end else self.ops.cuts[self.last]
         value = copies[result]
-        if (
-            result is self.ops.loss
-        ):  # kept until the step ends; mse_loss returns it in the storage of all its terms
+        # A loss stays until the step ends, and mse_loss returns it in the storage of all its terms.
+        if result is self.ops.loss:
             value = graph.call_function(torch.ops.aten.clone.default, (value,))
         elif not result.meta["val"].is_contiguous():  # what is sent has to be
             value = graph.call_function(torch.ops.aten.contiguous.default, (value,))
