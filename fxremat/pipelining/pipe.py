@@ -222,7 +222,7 @@ def make_plan(ops: Ops, inputs: tuple[Tensor, ...], target: Tensor, settings: Se
             too_much = room
         elif best is None or found.seconds < best.seconds:
             best = found
-        following = room + left
+        following = max(0.0, room + left)
         if following >= too_much:
             following = (room + too_much) / 2
         if abs(following - room) < CLOSE * settings.mem:
