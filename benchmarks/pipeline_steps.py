@@ -29,7 +29,6 @@ from torch import Tensor, nn
 
 import fxremat
 from benchmarks.meter import peak_bytes
-from fxremat.solvers.pipeline.plan import plan_pipeline
 
 MICROBATCHES, ROUNDS = 8, 6
 ROWS, WIDTH = 64, 4096  # of a micro-batch: 1 MiB
@@ -94,7 +93,7 @@ class Case:
     times: tuple[float, ...]
     devices: int = 2
     share: float = 1.0  # of what one device takes that trains all of it
-    contiguous: bool = False
+    contiguous: bool = False  # no effort goes beyond such allocations
 
     def model(self) -> nn.Module:
         """The layers in a row."""
@@ -151,7 +150,6 @@ def worker(number: int, out: Path) -> None:
     pipe = fxremat.pipeline(
         model, inputs, mem=_budget(model, case, inputs, target), devices=case.devices,
         microbatches=MICROBATCHES, loss_fn=F.mse_loss, example_target=target, effort=0.0 if case.contiguous else 5.0,
-        planner=_contiguous if case.contiguous else None,
     )  # fmt: skip
     planning = time.perf_counter() - start
 
@@ -172,11 +170,6 @@ def worker(number: int, out: Path) -> None:
         out.write_text(json.dumps(asdict(row)))
     dist.barrier()
     dist.destroy_process_group()
-
-
-def _contiguous(*arguments: Any, effort: float, **options: Any) -> Any:
-    """The planner without what goes beyond contiguous allocations."""
-    return plan_pipeline(*arguments, effort=0.0, **options)
 
 
 def _budget(model: nn.Module, case: Case, inputs: Tensor, target: Tensor) -> int:

@@ -188,12 +188,9 @@ class _Builder:
 
     def _returned_before(self, number: int) -> set[int]:
         """Gradients for the caller that a later block made, counted there, and this one reads: those of an input."""
-        read = {
-            value for index in self.layout.blocks[number].backward for value in self.joint.ops[index].reads
-        }
-        made = {
-            value for index in self.layout.blocks[number].backward for value in self.joint.ops[index].writes
-        }
+        ops = [self.joint.ops[index] for index in self.layout.blocks[number].backward]
+        read = {value for op in ops for value in op.reads}
+        made = {value for op in ops for value in op.writes}
         return (read & self.joint.returned) - made
 
     @cached_property

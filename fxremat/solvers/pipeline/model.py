@@ -148,7 +148,7 @@ class PipelinePlan:
 
     def slot(self, microbatch: int) -> int:
         """How many ticks after micro-batch 0 this one works."""
-        return microbatch if self.skip is None else microbatch + microbatch // self.skip
+        return slot_of(microbatch, self.skip)
 
     def orders(self, microbatches: int) -> tuple[tuple[Work, ...], ...]:
         """What each device does with so many micro-batches, in order.
@@ -168,6 +168,15 @@ class PipelinePlan:
                     moment = round((starts[number] + late) / self.tick * _STEPS)
                     timed[stage.device].append((moment, microbatch, rank, work))
         return tuple(tuple(work for *_, work in sorted(works, key=lambda w: w[:3])) for works in timed)
+
+
+def slot_of(microbatch: int, skip: int | None) -> int:
+    """The slot of a micro-batch where every (skip + 1)-th stays empty; none does for None or 0.
+
+    >>> [slot_of(number, 2) for number in range(5)]
+    [0, 1, 3, 4, 6]
+    """
+    return microbatch + microbatch // skip if skip else microbatch
 
 
 _STEPS = 1e7  # of a tick: what lies closer together starts together

@@ -23,7 +23,7 @@ from math import inf
 import numpy as np
 
 from fxremat.solvers.pipeline.costs import Job
-from fxremat.solvers.pipeline.model import PipelinePlan, Stage
+from fxremat.solvers.pipeline.model import PipelinePlan, Stage, slot_of
 from fxremat.solvers.pipeline.tasks import Tasks, bytes_of, least_period, tasks_of, tight
 from fxremat.solvers.rows import jit
 from fxremat.solvers.sizes import Floats, Ints
@@ -244,9 +244,8 @@ class Pattern:
         """Of a step with so many micro-batches; of one micro-batch of many, where there is no end to them."""
         if microbatches is None:
             return self.period
-        last = microbatches - 1
-        end = float(self.starts[-1] - self.starts[0]) + self.stages[0].way.backward_time
-        return (last + (last // self.skip if self.skip else 0)) * self.tick + end
+        one = float(self.starts[-1] - self.starts[0]) + self.stages[0].way.backward_time
+        return slot_of(microbatches - 1, self.skip) * self.tick + one
 
     @classmethod
     def of(cls, plan: PipelinePlan) -> Pattern:
