@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
 
 from fxremat.errors import FxrematError
+
+T = TypeVar("T")
 
 
 def boxed(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
@@ -33,14 +36,17 @@ def boxed(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
     return call
 
 
-def real_tensors() -> AbstractContextManager[Any]:
+@contextlib.contextmanager
+def real_tensors() -> Iterator[None]:
     """Leave fake-tensor mode (a partition function runs inside it); everything made inside is real.
 
-    `torch.utils._python_dispatch._disable_current_modes` in 2.11 and 2.13.
+    `torch.utils._python_dispatch._disable_current_modes` in 2.11 and 2.13. AOTAutograd also partitions under the Python
+    dispatcher, where a collective's `wait_tensor` would block for ever: `torch._C._DisablePythonDispatcher` (both).
     """
     from torch.utils._python_dispatch import _disable_current_modes
 
-    return _disable_current_modes()
+    with _disable_current_modes(), torch._C._DisablePythonDispatcher():
+        yield
 
 
 def aot_backend(**options: Any) -> Callable[..., Any]:
@@ -162,45 +168,65 @@ def graph_break_place(error: BaseException) -> str | None:
     return f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" if frame else "an unknown line"
 
 
-@contextlib.contextmanager
-def allocation_trace() -> Iterator[Any]:
-    """Record the CPU allocator's events; `events()` of the yielded recorder is to be called after the block.
+def allocations(call: Callable[[], T], device: torch.device) -> tuple[T, list[int]]:
+    """The result of a call, and the bytes that the device's allocator gave or, negative, took back, in order.
 
-    `kineto_results` of `torch.profiler.profile().profiler` (2.11, 2.13). Kineto prints a line a session to stderr
-    unless its log level is set before its first message.
+    `torch.autograd._enable_profiler_legacy` with `profile_memory` (2.11, 2.13): it records this thread alone, without
+    Kineto, and a session costs some microseconds. A thread that a profiler of the user's records already has to be
+    left alone: see `unprofiled`.
     """
-    from torch.profiler import ProfilerActivity, profile
+    from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
 
-    before = os.environ.get("KINETO_LOG_LEVEL")
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    recorder = _Recorder()
+    settings: Any = (False, True, False, False, False, _ExperimentalConfig())  # memory alone
+    torch.autograd._enable_profiler_legacy(ProfilerConfig(ProfilerState.CPU, *settings))
     try:
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as session:
-            yield recorder
-        recorder.session = session
+        result = call()
     finally:
-        if before is None:
-            os.environ.pop("KINETO_LOG_LEVEL", None)
+        threads = torch.autograd._disable_profiler_legacy()
+    name = "cuda_memory_usage" if device.type == "cuda" else "cpu_memory_usage"
+    events = (event for thread in threads for event in thread if event.kind() == "memory_alloc")
+    return result, [size for event in events if (size := getattr(event, name)())]
 
 
-class _Recorder:
-    session: Any = None
+def unprofiled(work: Callable[[], T]) -> T:
+    """`work()`, on another thread where a profiler of the user's records this one: it is neither seen nor disturbed.
 
-    def allocations(self) -> list[tuple[int, int]]:
-        """(time in ns, bytes allocated or, negative, freed), in order of time."""
-        events = self.session.profiler.kineto_results.events()
-        return sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    `torch.autograd._profiler_enabled` (2.11, 2.13); what a profiler records is a thread's own setting.
+    """
+    if not torch.autograd._profiler_enabled():
+        return work()
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(work).result()
 
-    def marks(self, prefix: str) -> list[tuple[str, int, int]]:
-        """(name, start, end) in ns of every `record_function` whose name starts with the prefix."""
-        events = self.session.profiler.kineto_results.events()
-        found = [e for e in events if e.name().startswith(prefix)]
-        return [(e.name(), e.start_ns(), e.start_ns() + e.duration_ns()) for e in found]
+
+def is_real(value: object) -> bool:
+    """Whether a tensor has data: it is neither fake, nor on the meta device, nor a shell without memory.
+
+    `torch._subclasses.FakeTensor` (2.11, 2.13).
+    """
+    from torch._subclasses import FakeTensor
+
+    if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor) or value.is_meta:
+        return False
+    return value.layout is not torch.strided or value.numel() == 0 or value.untyped_storage().nbytes() > 0
+
+
+def depends_on_data(symbol: object) -> bool:
+    """Whether a symbolic number stands for what only the data tells, such as a count of non-zeros.
+
+    `torch.fx.experimental.symbolic_shapes.free_unbacked_symbols` (2.11, 2.13).
+    """
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    return bool(free_unbacked_symbols(symbol))
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """A number that is equal for tensors, fake ones too, that share a storage: `UntypedStorage._cdata` (2.11, 2.13)."""
-    return int(tensor.untyped_storage()._cdata)
+    """A number that is equal for tensors, fake ones too, that share a storage: `UntypedStorage._cdata` (2.11, 2.13).
+
+    A sparse tensor counts as one that shares nothing: its indices and values are taken to be its own.
+    """
+    return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else -id(tensor)
 
 
 def shell_of(kind: type[torch.Tensor], like: torch.Tensor) -> torch.Tensor:

@@ -129,6 +129,21 @@ def survey(
     return Prospects(keep_all=keep_everything, frontier=tuple(frontier))
 
 
+def order_for_measuring(joint: Joint, device: Device, budget: Budget) -> Sequence[int]:
+    """The ops in an order in which the step fits into the budget, as far as estimates tell, before anything is measured.
+
+    The captured order where that needs no more than the budget, else that of a program of nearly the least memory.
+    """
+    costs = estimate(joint, device)
+    layout = next(_layouts(joint, costs))
+    everything = _keep_everything(layout, costs).peak
+    if bytes_of(budget, everything, device_of(joint)) >= everything:
+        return range(len(joint.ops))
+    solved = _Solved.of(layout, costs, DEFAULT, MEASURING_SLOTS)
+    least = min(solved.judged(2).values(), key=lambda prospect: prospect.peak)
+    return [step.op for step in least.program().executions]
+
+
 def judge(layout: Layout, chain: Chain, schedule: Schedule, costs: Costs) -> Prospect:
     """The exact peak and time of a schedule."""
     program = rematerialize(layout, schedule)

@@ -1,41 +1,50 @@
 """One factor between the sum of the ops' times and the time of a whole step, from running the planned graphs.
 
-The graphs are functional (AOTAutograd applies updates outside of them), so they run on made-up tensors of the right
-shapes without touching the model. The run itself stays inside the budget; on CUDA it is left out where the made-up
-parameters would not fit. The factor is cached with the costs.
+The graphs are functional (AOTAutograd applies updates outside of them), so they run on the user's own inputs and
+parameters without touching the model; what has no data yet is made up. The run needs the memory that the plan says; on
+CUDA it is left out where that, with what is made up, is not free. The factor is cached with the costs.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fxremat._torch import boxed
+from fxremat._torch import boxed, unprofiled
 from fxremat.cost.blocks import chain_of
 from fxremat.cost.cache import CostCache
-from fxremat.cost.measure import quiet_world, real_value
+from fxremat.cost.made_up import value_like, weights_like
+from fxremat.cost.measure import quiet_world
 from fxremat.cost.table import device_of, op_key
+from fxremat.cost.walk import inputs_of
 from fxremat.linearize.joint import Joint, Origin
 
 if TYPE_CHECKING:
     from fxremat.plans import Plan
 
+log = logging.getLogger(__name__)
 RUNS = 3
 
 
-def calibrate(plan: Plan) -> Plan:
-    """The plan with all its times multiplied by measured over predicted time. Costs a few steps, once."""
+def calibrate(plan: Plan, inputs: Sequence[Any] = ()) -> Plan:
+    """The plan with all its times multiplied by measured over predicted time. Costs a few steps, once.
+
+    Args:
+        inputs: what the captured graph was called with.
+    """
     joint = plan.chosen.layout.joint
     device = device_of(joint)
     cache = CostCache.of_device(device)
     digest = hashlib.sha256("\n".join(op_key(op.node) for op in joint.ops).encode()).hexdigest()
     known = cache.numbers(f"factor {digest}")
     if known is None:
-        seconds = _run(plan, joint, device)
+        seconds = unprofiled(lambda: _run(plan, joint, inputs, device))
         if seconds is None:
             return plan
         known = [seconds / plan.predicted_time]
@@ -58,28 +67,26 @@ def _scaled(plan: Plan, factor: float) -> Plan:
     return replace(plan, chosen=chosen, prospects=prospects, costs=costs)
 
 
-def _run(plan: Plan, joint: Joint, device: torch.device) -> float | None:
-    """Seconds of one step of the planned graphs; None where there is no room for it."""
-    inputs = sum(value.bytes for value in joint.values if value.origin is Origin.PRIMAL)
-    if device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < 1.2 * (inputs + plan.predicted_peak):
+def _run(plan: Plan, joint: Joint, inputs: Sequence[Any], device: torch.device) -> float | None:
+    """Seconds of one step of the planned graphs; None where there is no room for it, or where it fails."""
+    given = inputs_of(joint, inputs)
+    made = sum(v.bytes for v in joint.values if v.origin is Origin.PRIMAL and v.index not in given)
+    if device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < 1.2 * (made + plan.predicted_peak):
         return None
-    forward, backward = plan.graphs
+    forward, backward = (boxed(graph) for graph in plan.graphs)
     returned = len(joint.forward_outputs)
-    with quiet_world(device):
-        primals = [_input(node) for node in joint.primals]
-        tangents = [_input(node) for node in joint.tangents]
-        runs = [
-            _step(boxed(forward), boxed(backward), primals, tangents, returned, device) for _ in range(RUNS)
-        ]
+    try:
+        with quiet_world(device):
+            primals = [
+                given[value].detach() if (value := joint.value_of[node]) in given else weights_like(node)
+                for node in joint.primals
+            ]
+            tangents = [value_like(node) for node in joint.tangents]
+            runs = [_step(forward, backward, primals, tangents, returned, device) for _ in range(RUNS)]
+    except Exception as error:  # no plan fails for want of a factor; the real step says what is wrong, if it is
+        log.debug("calibration failed: %s: %s", type(error).__name__, error)
+        return None
     return min(runs)
-
-
-def _input(node: Any) -> Any:
-    """Made-up data of small magnitude: weights whose activations neither vanish nor explode."""
-    value = real_value(node)
-    if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() > 1:
-        value.sub_(value.mean()).mul_((12 / max(1, value[0].numel())) ** 0.5)
-    return value
 
 
 def _step(

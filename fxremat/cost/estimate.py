@@ -4,7 +4,8 @@
 
 The roofline model. Flops are those of torch's own formulas (`torch.utils.flop_counter`); an op without a formula
 is bound by memory. Batch normalization in training reads what it normalizes twice, first for the statistics.
-Views cost nothing, workspaces are not known and count as nothing.
+Views cost nothing. Workspaces are known for few ops: what linear algebra and Fourier transforms copy, and a CPU's
+convolutions, which bring what they read and write into a layout of their own. For others they count as nothing.
 """
 
 from __future__ import annotations
@@ -31,6 +32,10 @@ TWICE = (
     torch.ops.aten.native_batch_norm_backward,
     torch.ops.aten.cudnn_batch_norm_backward,
 )
+COPYING = ("linalg_", "_linalg_", "lu_", "cholesky", "triangular_solve", "_fft_", "ormqr", "orgqr", "geqrf")
+"""How the names of ops begin that copy what they read and write once, at most."""
+MATRIX_EXP = 12  # copies of its input that a matrix exponential works with
+SMALL = 1024  # bytes of pivots, flags and scalars beside such copies
 CPU_ATTENTION = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: torch.ops.aten._scaled_dot_product_flash_attention,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
@@ -85,16 +90,35 @@ DEVICES = {
 
 def estimate(joint: Joint, device: Device) -> Costs:
     """The roofline cost of every op. O(ops); nothing is run, no memory is taken."""
-    return costs_from(joint, [_cost(op, joint, device) for op in joint.ops], device_of(joint))
+    return costs_from(joint, [cost_of(op, joint, device) for op in joint.ops], device_of(joint))
 
 
-def _cost(op: Op, joint: Joint, device: Device) -> OpCost:
+def cost_of(op: Op, joint: Joint, device: Device, *, safe: bool = False) -> OpCost:
+    """The estimated cost of one op.
+
+    Args:
+        safe: for an op that could not be measured among others that were: let its workspace be as large as all that it
+            reads and writes, so that the budget holds.
+    """
     read = sum(_bytes(parent) for parent in op.node.all_input_nodes)
+    written = _bytes(op.node)
     passes = 2 if _packet(op.node) in TWICE else 1
-    moved = passes * read + _bytes(op.node)
     half = any(t is not None and t.dtype in (torch.float16, torch.bfloat16) for t in tensors_of(op.node))
     rate = (device.half_flops if half else device.flops) * REACHED
-    return OpCost(device.launch + max(flops_of(op.node) / rate, moved / (STREAMED * device.bandwidth)), 0)
+    moved = passes * read + written
+    seconds = device.launch + max(flops_of(op.node) / rate, moved / (STREAMED * device.bandwidth))
+    workspace = _workspace(op.node, read, written)
+    return OpCost(seconds, max(workspace, read + written + SMALL) if safe else workspace)
+
+
+def _workspace(node: fx.Node, read: int, written: int) -> int:
+    name = getattr(_packet(node), "__name__", "")
+    if "matrix_exp" in name:
+        return MATRIX_EXP * read + SMALL
+    if name.startswith(COPYING):
+        return read + written + SMALL
+    on_cpu = any(t is not None and t.device.type == "cpu" for t in tensors_of(node))
+    return read + written if on_cpu and name in ("convolution", "convolution_backward") else 0
 
 
 def _bytes(node: fx.Node) -> int:

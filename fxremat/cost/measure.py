@@ -1,172 +1,287 @@
-"""Seconds and workspace of each distinct op, measured with real tensors on the model's own device.
+"""Seconds and workspace of each distinct op, measured on the step's real values on the model's own device.
+
+    walk      the step runs once, op by op, on the user's own inputs and parameters (`cost.walk`); each op that is not
+              known yet is timed and metered when its inputs are there
+    alone     what the walk could not reach (fake inputs; an op that fails) is run on made-up data
+    estimate  what cannot be run at all is estimated by itself, with a generous workspace and one warning
 
 Ops with equal keys (op, constants, shapes, strides, dtypes) are measured once, and once a machine: see `cost.cache`.
 Time is the median of a few runs after a warm-up. The workspace is the allocator's peak inside the op beyond the
-storages that it leaves: on a CPU from the profiler's memory events, on CUDA from `max_memory_allocated`.
+storages that it leaves, from the allocator's own events.
+
+The walk also sees the real layouts: a backward op that was made to overwrite its operand (`linearize.in_place`) is
+taken back where the operand's layout is not that of the new result.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import itertools
+import logging
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 from tqdm import tqdm
 
-from fxremat._torch import allocation_trace, real_tensors
+from fxremat._torch import allocations, is_real, real_tensors, unprofiled
 from fxremat.cost.cache import CostCache
+from fxremat.cost.estimate import Device, cost_of
+from fxremat.cost.made_up import call_of
 from fxremat.cost.table import CUDA_BLOCK, Costs, OpCost, costs_from, device_of, op_key
-from fxremat.errors import FxrematError
-from fxremat.linearize.in_place import overwritten
+from fxremat.cost.walk import Call, Walk, inputs_of
+from fxremat.linearize.in_place import overwritten, restore, with_new_result
 from fxremat.linearize.joint import Joint, Op, storage_bytes
 
 aten = torch.ops.aten
+log = logging.getLogger(__name__)
 
 SAMPLE_SECONDS = 0.04  # how long one op is sampled, at least LEAST_RUNS and at most MOST_RUNS times
 LEAST_RUNS, MOST_RUNS = 3, 15
-BATCH = 24  # ops whose workspaces are read from one profiler session
 
 
-def measure(joint: Joint, *, progress: bool = True) -> Costs:
+def measure(
+    joint: Joint,
+    inputs: Sequence[Any] = (),
+    *,
+    order: Callable[[], Sequence[int]] | None = None,
+    progress: bool = True,
+) -> Costs:
     """Measure every distinct op of a joint graph. A few seconds for a GPT of 12 layers, nothing from the cache.
 
+    Ops that overwrite an operand of another layout than their result's are put back in `joint` (see `in_place`).
+
     Args:
+        inputs: what the captured graph was called with, in its order.
+        order: gives the ops to run, in which the step fits into memory; None: each once, as captured.
         progress: show a bar on stderr while measuring, where that is a terminal.
     """
     device = device_of(joint)
     cache = CostCache.of_device(device)
-    keys = [op_key(op.node) for op in joint.ops]
-    missing = {key: op for key, op in zip(keys, joint.ops, strict=True) if cache.op(key) is None}
-    if missing:
-        with quiet_world(device):
-            _measure_missing(missing, device, cache, progress)
+    layouts = f"layouts {_digest(joint)}"
+    refused = cache.numbers(layouts)
+    for index in (refused or ())[1:]:  # the first number is their count
+        restore(joint.ops[int(index)].node)
+    unchecked = refused is None and any(overwritten(op.node) is not None for op in joint.ops)
+    if unchecked or _missing(joint, cache) or has_collectives(joint):
+        unprofiled(lambda: _measure(joint, inputs, order, device, cache, progress, layouts))
         cache.save()
-    by_op = [cache.op(key) for key in keys]
+    by_op = [cache.op(op_key(op.node)) for op in joint.ops]
+    if unknown := [op for op, cost in zip(joint.ops, by_op, strict=True) if cost is None]:
+        _warn_of_estimates(unknown)
+        rough = Device.named("cuda" if device.type == "cuda" else "cpu")
+        by_op = [
+            cost or cost_of(op, joint, rough, safe=True) for op, cost in zip(joint.ops, by_op, strict=True)
+        ]
     return costs_from(joint, [cost for cost in by_op if cost is not None], device)
+
+
+def has_collectives(joint: Joint) -> bool:
+    """Whether the graph communicates: all ranks then have to run the same ops equally often."""
+    return any(is_collective(op.node) for op in joint.ops)
+
+
+def is_collective(node: fx.Node) -> bool:
+    """True for the ops of `torch.distributed`'s functional collectives, and for waiting for them."""
+    return getattr(node.target, "namespace", "").startswith(("_c10d_functional", "c10d"))
+
+
+def _missing(joint: Joint, cache: CostCache) -> dict[str, Op]:
+    keys = ((op_key(op.node), op) for op in joint.ops)
+    return {key: op for key, op in keys if cache.op(key) is None}
+
+
+def _digest(joint: Joint) -> str:
+    """Equal for graphs whose real layouts are equal: the same ops on inputs of the same layouts."""
+    ops = "\n".join(f"{op.node.target} {op.reads} {op_key(op.node)}" for op in joint.ops)
+    return hashlib.sha256(ops.encode()).hexdigest()
+
+
+def _warn_of_estimates(ops: Iterable[Op]) -> None:
+    names = sorted({str(op.node.target) for op in ops})
+    warnings.warn(
+        f"fxremat could not run {', '.join(names)} by itself to measure what it takes: its cost is estimated",
+        stacklevel=2,
+    )
 
 
 @contextlib.contextmanager
 def quiet_world(device: torch.device) -> Iterator[None]:
-    """Real tensors, no gradients, no autocast, and the generators as they were afterwards."""
-    devices = [device] if device.type == "cuda" else []
-    with (
-        real_tensors(),
-        torch.no_grad(),
-        torch.random.fork_rng(devices=devices),
-        torch.autocast(device.type, enabled=False),
-    ):
+    """Real tensors, no gradients, no autocast, the device current, and the generators as they were afterwards."""
+    cuda = device.type == "cuda"
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(real_tensors())
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(torch.random.fork_rng(devices=[device] if cuda else []))
+        for kind in {"cpu", device.type} & {"cpu", "cuda"}:
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        if cuda:
+            stack.enter_context(torch.cuda.device(device))
         yield
 
 
-def _measure_missing(missing: dict[str, Op], device: torch.device, cache: CostCache, progress: bool) -> None:
-    todo = list(missing.items())
+def _measure(
+    joint: Joint,
+    inputs: Sequence[Any],
+    order: Callable[[], Sequence[int]] | None,
+    device: torch.device,
+    cache: CostCache,
+    progress: bool,
+    layouts: str,
+) -> None:
     bar = tqdm(
-        total=len(todo),
+        total=len(_missing(joint, cache)),
         desc="fxremat: measuring ops",
         unit="op",
         leave=False,
         disable=None if progress else True,
     )
-    with bar:
-        for start in range(0, len(todo), BATCH):
-            batch = todo[start : start + BATCH]
-            ops = [op for _, op in batch]
-            seconds = []
-            for op in ops:
-                seconds.append(_seconds(op, device))
-                bar.update()
-            for (key, _), spent, (workspace, outputs) in zip(
-                batch, seconds, _bytes(ops, device), strict=True
-            ):
-                cache.keep_op(key, OpCost(spent, workspace, outputs))
+    with bar, quiet_world(device):
+        if not any(isinstance(value, torch.Tensor) and not is_real(value) for value in inputs):
+            ops = range(len(joint.ops)) if order is None or has_collectives(joint) else order()
+            if (refused := _walk(joint, inputs, ops, device, cache, bar)) is not None:
+                cache.keep(layouts, [len(refused), *refused])
+        for key, op in _missing(joint, cache).items():
+            _alone(key, op, device, cache)
+            bar.update()
 
 
-def call_of(node: fx.Node) -> Callable[[], Any]:
-    """A call of a node's op on real tensors of the layouts that the node reads."""
-    made: dict[fx.Node, Any] = {}
-
-    def real(parent: fx.Node) -> Any:
-        if parent not in made:
-            made[parent] = real_value(parent, node)
-        return made[parent]
-
-    arguments = fx.node.map_arg(node.args, real)
-    options = fx.node.map_arg(node.kwargs, real)
-    target: Any = node.target
-    return lambda: target(*arguments, **options)
-
-
-def real_value(node: fx.Node, reader: fx.Node | None = None) -> Any:
-    """Real data of the layout of a node; integers are valid indices for the op that reads them."""
-    value = node.meta.get("val")
-    if node.op == "get_attr":
-        found: Any = node.graph.owning_module
-        for name in str(node.target).split("."):
-            found = getattr(found, name)
-        return found
-    if isinstance(value, torch.Tensor):
-        return real_like(value, _index_limit(reader))
-    if isinstance(value, tuple | list):
-        return type(value)(real_like(v) if isinstance(v, torch.Tensor) else v for v in value)
-    return value
-
-
-def _index_limit(reader: fx.Node | None) -> int:
-    """How large an integer input of an op may be; 1 (all zeros) where the op is not known to take more."""
-    if reader is None:
-        return 1
-    if reader.target is aten.embedding.default:
-        weight = reader.args[0]
-        return int(weight.meta["val"].shape[0]) if isinstance(weight, fx.Node) else 1
-    if reader.target is aten.embedding_dense_backward.default:
-        return int(reader.args[2])  # type: ignore[arg-type]
-    return 1
-
-
-def real_like(tensor: torch.Tensor, index_limit: int = 1) -> torch.Tensor:
-    """A real tensor with the size, stride, dtype and device of a fake one, with harmless numbers."""
-    count = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    if tensor.numel() == 0:
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
-        pattern = (
-            torch.rand(min(count, 1 << 14), device=tensor.device) * 0.5 + 0.1
-        )  # neither zero nor denormal
-    elif tensor.dtype is torch.bool:
-        pattern = torch.ones(1, device=tensor.device)
-    else:
-        pattern = torch.randint(max(1, index_limit), (min(count, 1 << 14),), device=tensor.device)
-    data = pattern.to(tensor.dtype).repeat(-(-count // pattern.numel()))[:count]
-    return data.as_strided(tensor.shape, tensor.stride())
-
-
-def _seconds(op: Op, device: torch.device) -> float:
-    call = call_of(op.node)
+def _walk(
+    joint: Joint, inputs: Sequence[Any], order: Sequence[int], device: torch.device, cache: CostCache, bar: Any
+) -> list[int] | None:
+    """Walk the step; the ops whose overwriting was taken back, or None where the walk did not reach its end."""
+    walk = Walk(joint, inputs_of(joint, inputs), order)
+    visitor = _Visitor(joint, walk, device, cache, bar)
     try:
-        return seconds_of(call, device)
+        walk.run(visitor)
+    except Exception as error:  # what runs next says it better: the step itself, or an op alone
+        log.debug("measuring walk ended early: %s: %s", type(error).__name__, error)
+        return None
+    return visitor.refused
+
+
+class _Visitor:
+    """Runs each op of a walk, measures what is not known, and compares layouts."""
+
+    def __init__(self, joint: Joint, walk: Walk, device: torch.device, cache: CostCache, bar: Any) -> None:
+        self.joint, self.walk, self.device, self.cache, self.bar = joint, walk, device, cache, bar
+        self.refused: list[int] = []
+        self.checked: set[int] = set()
+
+    def __call__(self, op: Op, call: Call) -> Any:
+        if overwritten(op.node) is not None and op.index not in self.checked:
+            call = self._checked(op, call)
+        key = op_key(op.node)
+        if self.cache.op(key) is not None and not is_collective(op.node):
+            return call()
+        cost, result = measured(op.node, call, self.device)
+        self.cache.keep_op(key, cost)
+        self.bar.update()
+        return result
+
+    def _checked(self, op: Op, call: Call) -> Call:
+        """The call, which makes a new result after all where it would have another layout than the operand."""
+        self.checked.add(op.index)
+        captured = Call(*with_new_result(op.node, call.args, call.kwargs))
+        operand, made = call.args[0], captured()
+        whole = operand.untyped_storage().nbytes() == operand.nbytes
+        alike = (operand.shape, operand.stride(), operand.dtype) == (made.shape, made.stride(), made.dtype)
+        taken = overwritten(op.node)
+        assert taken is not None
+        if whole and alike and not self.walk.shares(operand, besides=self.joint.value_of[taken]):
+            return call
+        restore(op.node)
+        self.refused.append(op.index)
+        return captured
+
+
+def measured(node: fx.Node, call: Call, device: torch.device) -> tuple[OpCost, Any]:
+    """What a call costs, and its result. It runs five times or more; one that overwrites its operand does so once."""
+    fixed = is_collective(node)
+    if overwritten(node) is None:
+        seconds = seconds_of(call, device, fixed=fixed)
+        largest = fullest(node, call)
+        peak, result = peak_of(largest, device)
+        cost = _cost(seconds, peak, result, device, new=True)
+        return cost, result if largest is call else call()
+    scratch = torch.empty_like(call.args[0]).copy_(call.args[0])
+    trial = _on(scratch, call)
+    seconds = seconds_of(trial, device, prepare=lambda: scratch.copy_(call.args[0]))
+    peak, _ = peak_of(trial, device)
+    del scratch, trial, _
+    result = call()
+    return _cost(seconds, peak, result, device, new=False), result
+
+
+def _on(operand: torch.Tensor, call: Call) -> Call:
+    """The same call that overwrites another tensor."""
+    options = {key: operand if value is call.args[0] else value for key, value in call.kwargs.items()}
+    return Call(call.target, (operand, *call.args[1:]), options)
+
+
+def fullest(node: fx.Node, call: Call) -> Call:
+    """The call with the data for which it allocates most, where its workspace depends on data.
+
+    `EmbeddingBag` in mode max gathers the bags that are not empty: the most that it can take is all of them.
+    """
+    if node.target not in (aten._embedding_bag_backward.default, aten._embedding_bag_dense_backward.default):
+        return call
+    assert isinstance(node.target, torch._ops.OpOverload)
+    place = next(k for k, a in enumerate(node.target._schema.arguments) if a.name == "bag_size")
+    args = [torch.ones_like(value) if k == place else value for k, value in enumerate(call.args)]
+    return Call(call.target, tuple(args), call.kwargs)
+
+
+def _cost(seconds: float, peak: int, result: Any, device: torch.device, *, new: bool) -> OpCost:
+    outputs = _output_bytes(result)
+    if device.type == "cuda":
+        outputs = tuple(-(-size // CUDA_BLOCK) * CUDA_BLOCK for size in outputs)
+    return OpCost(seconds, max(0, peak - (sum(outputs) if new else 0)), outputs)
+
+
+def _alone(key: str, op: Op, device: torch.device, cache: CostCache) -> None:
+    """Measure an op on made-up data, if it bears that."""
+    try:
+        call = call_of(op.node)
+        seconds = seconds_of(call, device, fixed=is_collective(op.node))
+        peak, result = peak_of(call, device)
     except Exception as error:
-        raise FxrematError(
-            f"{op.node.target} cannot be measured on {device} with inputs of the model's shapes "
-            f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}); "
-            'cost="estimate" plans without running anything'
-        ) from error
+        log.debug("%s cannot be measured alone: %s: %s", op.node.target, type(error).__name__, error)
+        return
+    cache.keep_op(key, _cost(seconds, peak, result, device, new=overwritten(op.node) is None))
 
 
-def seconds_of(call: Callable[[], Any], device: torch.device) -> float:
-    """What one call takes of the device's time."""
-    return _cuda_seconds(call) if device.type == "cuda" else _cpu_seconds(call)
+def seconds_of(
+    call: Callable[[], Any],
+    device: torch.device,
+    *,
+    prepare: Callable[[], Any] | None = None,
+    fixed: bool = False,
+) -> float:
+    """What one call takes of the device's time.
+
+    Args:
+        prepare: what to do before each run, outside of the stopwatch (on CUDA: once).
+        fixed: run it a fixed number of times, as other ranks do.
+    """
+    if device.type == "cuda":
+        return _cuda_seconds(call)
+    return _cpu_seconds(call, prepare, 0.0 if fixed else SAMPLE_SECONDS)
 
 
-def _cpu_seconds(call: Callable[[], Any]) -> float:
+def _cpu_seconds(call: Callable[[], Any], prepare: Callable[[], Any] | None, sample: float) -> float:
     """The median of a few runs after one to warm up."""
     call()
     runs: list[float] = []
-    end = time.perf_counter() + SAMPLE_SECONDS
+    end = time.perf_counter() + sample
     while len(runs) < LEAST_RUNS or (len(runs) < MOST_RUNS and time.perf_counter() < end):
+        if prepare is not None:
+            prepare()
         start = time.perf_counter()
         result = call()
         runs.append(time.perf_counter() - start)
@@ -189,44 +304,19 @@ def _cuda_seconds(call: Callable[[], Any]) -> float:
     return statistics.median(runs)
 
 
-def _bytes(ops: Sequence[Op], device: torch.device) -> list[tuple[int, tuple[int, ...]]]:
-    """For each op, the bytes it needs beyond its outputs while it runs, and the bytes of each output's storage."""
-    measured = [_cuda_peak(op, device) for op in ops] if device.type == "cuda" else _cpu_peaks(ops)
-    made = [
-        0 if overwritten(op.node) else sum(outputs) for op, (_, outputs) in zip(ops, measured, strict=True)
-    ]
-    return [(max(0, peak - new), outputs) for new, (peak, outputs) in zip(made, measured, strict=True)]
-
-
-def _cpu_peaks(ops: Sequence[Op]) -> list[tuple[int, tuple[int, ...]]]:
-    """The highest sum of the allocator's events inside each op, and the bytes of its outputs."""
-    prefix = "fxremat_op_"
-    peaks, outputs = [0] * len(ops), []
-    with allocation_trace() as trace:
-        for number, op in enumerate(ops):
-            call = call_of(op.node)
-            with torch.profiler.record_function(f"{prefix}{number}"):
-                result = call()
-            outputs.append(_output_bytes(result))
-            del result, call
-    allocations = trace.allocations()
-    for name, start, end in trace.marks(prefix):
-        level = peak = 0
-        for moment, size in allocations:
-            if start <= moment <= end:
-                level += size
-                peak = max(peak, level)
-        peaks[int(name.removeprefix(prefix))] = peak
-    return list(zip(peaks, outputs, strict=True))
-
-
-def _cuda_peak(op: Op, device: torch.device) -> tuple[int, tuple[int, ...]]:
-    peak, result = cuda_bytes(call_of(op.node), device)
-    return peak, tuple(-(-size // CUDA_BLOCK) * CUDA_BLOCK for size in _output_bytes(result))
-
-
-def cuda_bytes(call: Callable[[], Any], device: torch.device) -> tuple[int, Any]:
+def peak_of(call: Callable[[], Any], device: torch.device) -> tuple[int, Any]:
     """Bytes at the worst moment of a call, above those at its start, and what it returns."""
+    before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    result, sizes = allocations(call, device)
+    peak = max(0, *itertools.accumulate(sizes, initial=0))
+    if device.type == "cuda" and sum(sizes) != torch.cuda.memory_allocated(device) - before:
+        del result  # an allocator that does not tell of all it does
+        return _cuda_peak(call, device)
+    return peak, result
+
+
+def _cuda_peak(call: Callable[[], Any], device: torch.device) -> tuple[int, Any]:
+    """The same from the allocator's own peak, which begins anew."""
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
@@ -239,3 +329,4 @@ def _output_bytes(result: Any) -> tuple[int, ...]:
     """Bytes of the storage of each output of an op; 0 for what is no tensor."""
     items = result if isinstance(result, tuple | list) else [result]
     return tuple(storage_bytes(item) if isinstance(item, torch.Tensor) else 0 for item in items)
+

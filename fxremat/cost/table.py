@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -101,7 +102,11 @@ def device_of(joint: Joint) -> torch.device:
 
 
 def op_key(node: fx.Node) -> str:
-    """Text that is equal for ops of equal cost: the op, its constants, and the layout of each tensor it reads."""
+    """Text that is equal for ops of equal cost: the op, its constants, and the layout of each tensor it reads.
+
+    A layout names the device, and the bytes of the storage where a tensor shows a part of it: some ops copy it whole.
+    A subgraph (the score function of flex attention) is named by a digest of its code.
+    """
     arguments = ", ".join(_describe(argument) for argument in (*node.args, *_sorted(node.kwargs)))
     return f"{node.target}({arguments})"
 
@@ -116,15 +121,38 @@ def _describe(argument: object) -> str:
         value = argument.meta.get("val")
         if isinstance(value, tuple | list):
             return f"({', '.join(_layout(item) for item in value)})"
+        if value is None and argument.op == "get_attr":
+            return _subgraph(attribute(argument))
         return _layout(value)
     if isinstance(argument, tuple | list):
         return f"({', '.join(_describe(item) for item in argument)})"
     return repr(argument)
 
 
+def attribute(node: fx.Node) -> Any:
+    """The attribute of the graph's module that a `get_attr` node names."""
+    found: Any = node.graph.owning_module
+    for name in str(node.target).split("."):
+        found = getattr(found, name)
+    return found
+
+
+def _subgraph(value: object) -> str:
+    if not isinstance(value, fx.GraphModule):
+        return type(value).__name__
+    return f"graph {hashlib.sha256(str(value.graph).encode()).hexdigest()[:16]}"
+
+
 def _layout(value: object) -> str:
     if not isinstance(value, torch.Tensor):
         return repr(value)
     dtype = str(value.dtype).removeprefix("torch.")
-    shape, stride = "x".join(map(str, value.shape)), "x".join(map(str, value.stride()))
-    return f"{dtype}[{shape}|{stride}]"
+    shape = "x".join(map(str, value.shape))
+    if value.layout is not torch.strided:
+        return f"{dtype}[{shape}|{value.layout}]"
+    stride = "x".join(map(str, value.stride()))
+    whole = value.untyped_storage().nbytes()
+    part = f" of {whole} bytes" if whole != value.nbytes else ""
+    flags = ("^" if value.is_conj() else "") + ("-" if value.is_neg() else "")
+    device = "" if value.device.type == "cpu" else f" {value.device.type}"
+    return f"{flags}{dtype}[{shape}|{stride}{part}]{device}"

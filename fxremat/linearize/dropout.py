@@ -23,9 +23,12 @@ aten = torch.ops.aten
 
 def drop_as_eager(graph: fx.Graph) -> None:
     """Rewrite every dropout of a joint graph that would round otherwise than eager PyTorch. O(nodes)."""
+    for node in graph.find_nodes(op="call_function", target=aten.native_dropout.default):
+        if node.args[2] and node.args[1] == 1 and _tensor(node).numel():
+            _drop_all(node)
     for node in graph.find_nodes(op="call_function", target=aten.native_dropout_backward.default):
         gradient, mask, scale = node.args
-        if _on_cpu(node) and scale != 1:  # p = 0 or p = 1
+        if _on_cpu(node) and scale not in (0, 1):  # p = 1 or p = 0
             node.args = (gradient, mask, rounded(1 / cast(float, scale), _tensor(node).dtype))
     for node in graph.find_nodes(op="call_function", target=aten.native_dropout.default):
         _, p, training = node.args
@@ -55,20 +58,41 @@ def _on_cpu(node: fx.Node) -> bool:
 
 def _split(node: fx.Node, keep: float) -> None:
     """Draw the mask by itself (the same numbers), and multiply by what eager PyTorch multiplies by."""
-    x, graph = cast(fx.Node, node.args[0]), node.graph
+    x = cast(fx.Node, node.args[0])
+    with node.graph.inserting_before(node):
+        mask = _call(node, aten.bernoulli.p, _call(node, aten.empty_like.default, x, dtype=torch.bool), keep)
+        product = _call(node, aten.native_dropout_backward.default, x, mask, rounded(keep, torch.float32))
+    _replace(node, product, mask)
 
-    def call(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        made = graph.call_function(target, args, kwargs)
-        made.meta = dict(node.meta)
-        values = fx.node.map_arg((args, kwargs), lambda argument: argument.meta["val"])
+
+def _drop_all(node: fx.Node) -> None:
+    """A dropout of everything: eager PyTorch multiplies by a zero, forward and backward, and draws nothing."""
+    x = cast(fx.Node, node.args[0])
+    with node.graph.inserting_before(node):
+        options = {"dtype": _tensor(node).dtype, "device": _tensor(node).device}
+        zero = _call(node, aten.zeros.default, [], **options)
+        product = _call(node, aten.mul.Tensor, x, zero)
+    masks = [item for item in node.users if item.args[1] == 1]
+    for backward in [user for mask in masks for user in mask.users]:
+        if backward.target is aten.native_dropout_backward.default:
+            backward.target, backward.args = aten.mul.Tensor, (backward.args[0], zero)
+    _replace(node, product, zero)
+
+
+def _call(like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    """A new node that stands for a part of what another one did."""
+    made = like.graph.call_function(target, args, kwargs)
+    made.meta = dict(like.meta)
+    values = fx.node.map_arg((args, kwargs), lambda argument: argument.meta["val"])
+    with _tensor(like).fake_mode:  # type: ignore[attr-defined]
         made.meta["val"] = target(*values[0], **values[1])
-        return made
+    return made
 
-    with graph.inserting_before(node), _tensor(node).fake_mode:  # type: ignore[attr-defined]
-        mask = call(aten.bernoulli.p, call(aten.empty_like.default, x, dtype=torch.bool), keep)
-        product = call(aten.native_dropout_backward.default, x, mask, rounded(keep, torch.float32))
+
+def _replace(node: fx.Node, output: fx.Node, mask: fx.Node) -> None:
+    """Put two nodes in the place of a dropout and its mask."""
     for item in list(node.users):
         assert item.target is operator.getitem
-        item.replace_all_uses_with(mask if item.args[1] else product)
-        graph.erase_node(item)
-    graph.erase_node(node)
+        item.replace_all_uses_with(mask if item.args[1] else output)
+        node.graph.erase_node(item)
+    node.graph.erase_node(node)

@@ -4,7 +4,9 @@
 
 A sum of gradients, a ReLU's backward or a dropout's needs three buffers where two do. Such an op runs once, and what
 it overwrites has one reader, so it may do so in whatever order a plan runs the backward. The numbers are the same:
-the same kernel reads each element before it writes it. In the books the result is a value of its own, and the op's
+the same kernel reads each element before it writes it, provided that the result has the layout that a new one would
+have: what reads it next may add in another order otherwise. Fake tensors do not always know the real layouts, so the
+measuring walk compares them and takes back what they do not bear out (`cost.measure`). In the books the result is a value of its own, and the op's
 workspace is negative by the bytes that it takes over (`cost.table.costs_from`).
 """
 
@@ -12,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any
 
 import torch
@@ -42,16 +44,32 @@ BACKWARDS: dict[Any, Any] = {  # the first argument is given as `grad_input` as 
     aten.elu_backward.default: aten.elu_backward.grad_input,
 }
 COMMUTE = {aten.add.Tensor, aten.mul.Tensor}
-_OVERWRITING = {*METHODS.values(), *BACKWARDS.values()}
+_NEW_RESULT = {target: original for original, target in (METHODS | BACKWARDS).items()}
+_SWAPPED = "fxremat_swapped"  # in a node's meta: whether the operand that is overwritten came second before
 
 
 def overwritten(op: fx.Node) -> fx.Node | None:
     """The node whose storage the op's result takes over; None for an op that makes a new one."""
-    if op.target not in _OVERWRITING:
+    if op.target not in _NEW_RESULT:
         return None
     taken = op.args[0]
     assert isinstance(taken, fx.Node)
     return taken
+
+
+def with_new_result(
+    op: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """Target and arguments of the op as it was captured, which overwrites nothing, in place of an overwriting one's."""
+    first, *rest = args
+    if op.meta.get(_SWAPPED):
+        args = (rest[0], first)
+    return _NEW_RESULT[op.target], args, {key: value for key, value in kwargs.items() if key != "grad_input"}
+
+
+def restore(op: fx.Node) -> None:
+    """Undo what `overwrite_gradients` did to an op."""
+    op.target, op.args, op.kwargs = with_new_result(op, op.args, op.kwargs)
 
 
 def overwrite_gradients(graph: fx.Graph, tangents: Iterable[fx.Node]) -> None:
@@ -70,6 +88,7 @@ def overwrite_gradients(graph: fx.Graph, tangents: Iterable[fx.Node]) -> None:
             _overwrite(node, (first, *rest))
         elif node.target in COMMUTE and not node.kwargs and _may_take(node, rest[0], late - handed_in, shown):
             _overwrite(node, (rest[0], first))
+            node.meta[_SWAPPED] = True
 
 
 def _depending_on(graph: fx.Graph, tangents: Set[fx.Node]) -> set[fx.Node]:
@@ -82,7 +101,7 @@ def _depending_on(graph: fx.Graph, tangents: Set[fx.Node]) -> set[fx.Node]:
 
 def _tensor(node: fx.Node) -> torch.Tensor | None:
     value = node.meta.get("val")
-    return value if isinstance(value, torch.Tensor) else None
+    return value if isinstance(value, torch.Tensor) and value.layout is torch.strided else None
 
 
 def _may_take(node: fx.Node, operand: object, ours: Set[fx.Node], shown: Counter[int]) -> bool:

@@ -22,7 +22,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from fxremat._torch import storage_of
+from fxremat._torch import depends_on_data, storage_of
 from fxremat.errors import CaptureError
 from fxremat.linearize.dropout import drop_as_eager
 from fxremat.linearize.in_place import overwrite_gradients
@@ -209,8 +209,22 @@ def _source(node: fx.Node) -> str:
     return ", {}:{} in {}: {}".format(*frames[-1]) if frames else ""
 
 
+def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """The nodes, and all that they are computed from."""
+    found: set[fx.Node] = set()
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack += node.all_input_nodes
+    return found
+
+
 def storage_bytes(tensor: torch.Tensor) -> int:
-    """Bytes of the storage behind a (fake) tensor."""
+    """Bytes of the storage behind a (fake) tensor; of indices and values, where it is sparse."""
+    if tensor.layout is torch.sparse_coo:
+        return int(tensor._indices().nbytes + tensor._values().nbytes)
     return int(tensor.untyped_storage().nbytes())
 
 
@@ -253,7 +267,28 @@ def read_joint(module: fx.GraphModule, forward_outputs: int) -> Joint:
     Raises:
         CaptureError: the graph has symbolic sizes, which need one plan a shape.
     """
+    for node in module.graph.nodes:
+        _refuse_symbols(node)
     return _Reader(tidy(module), forward_outputs).read()
+
+
+def _refuse_symbols(node: fx.Node) -> None:
+    value = node.meta.get("val")
+    shapes: Iterable[torch.Tensor] = (t for t in tensors_of(node) if t is not None)
+    numbers = [value, *(size for t in shapes for size in t.shape)]
+    symbols = [n for n in numbers if isinstance(n, torch.SymInt | torch.SymFloat | torch.SymBool)]
+    if not symbols:
+        return
+    if any(depends_on_data(symbol) for symbol in symbols):
+        raise CaptureError(
+            f"the size of {node.name} depends on data{_source(node)}, and a plan in bytes needs fixed sizes: keep the "
+            "op out of the model, give it a fixed size (such as output_size=, a mask instead of a selection), or "
+            "compile the submodules around it instead"
+        )
+    raise CaptureError(
+        f"the graph has a symbolic size at {node.name}{_source(node)}: a plan in bytes needs fixed sizes; "
+        "torch.compile(..., dynamic=False) plans each new shape anew, as fxremat.compile does"
+    )
 
 
 class _Reader:
@@ -273,20 +308,34 @@ class _Reader:
         self.primals = tuple(node for node in placeholders if node not in tangents)
         self.values: list[Value] = []
         self.value_of: dict[fx.Node, int] = {}
-        self.late: set[fx.Node] = (
-            set()
-        )  # nodes that depend on a tangent, or that autograd made in the backward
+        self.late = self._late()
+
+    def _late(self) -> set[fx.Node]:
+        """The nodes of the backward: the first that autograd made there, and all that follow it.
+
+        AOTAutograd traces the forward first. A node of the backward depends on a tangent or is tagged; what a custom
+        `torch.autograd.Function` computes there from saved tensors alone is neither, but stands behind such a node.
+        """
+        forward = _ancestors(node for node in self.forward_outputs if isinstance(node, fx.Node))
+        late = set(self.tangents)
+        begun = False
+        for node in self.nodes:
+            if node.op == "placeholder":
+                continue
+            begun = begun or (
+                node not in forward
+                and (
+                    node.meta.get("partitioner_tag") == "is_backward"
+                    or not late.isdisjoint(node.all_input_nodes)
+                )
+            )
+            if begun and node not in forward and node.op != "get_attr":
+                late.add(node)
+        return late
 
     def read(self) -> Joint:
         compute: list[tuple[fx.Node, tuple[int, ...]]] = []
         for node in self.nodes:
-            self._refuse_symbols(node)
-            if (
-                node in self.tangents
-                or node.meta.get("partitioner_tag") == "is_backward"
-                or any(parent in self.late for parent in node.all_input_nodes)
-            ):
-                self.late.add(node)
             if node.op in ("placeholder", "get_attr"):
                 self._new_value(node, node, Origin.TANGENT if node in self.tangents else Origin.PRIMAL, None)
             elif node.target is operator.getitem and node.args[0] in self.value_of:
@@ -298,17 +347,6 @@ class _Reader:
             else:
                 compute.append((node, self._outputs(node)))
         return self._joint(compute)
-
-    def _refuse_symbols(self, node: fx.Node) -> None:
-        value = node.meta.get("val")
-        symbolic = isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
-        shapes: Iterable[torch.Tensor] = (t for t in tensors_of(node) if t is not None)
-        if symbolic or any(isinstance(size, torch.SymInt) for t in shapes for size in t.shape):
-            raise CaptureError(
-                f"the graph has a symbolic size at {node.name}{_source(node)}: a byte budget needs fixed shapes; "
-                "compile with dynamic=False (each new shape is then planned anew), and keep sizes and checks that "
-                "depend on data out of the model"
-            )
 
     def _new_value(self, node: fx.Node, shown: fx.Node, origin: Origin, producer: int | None) -> int:
         tensor = next((t for t in tensors_of(shown) if t is not None), None)

@@ -1,0 +1,95 @@
+"""Made-up data of the layout of a fake tensor, for what has no data when a step is planned.
+
+Numbers are harmless: floating-point values are neither zero nor denormal, integers are valid indices for the op that
+reads them where it is known how large they may be, and zero elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxremat.cost.table import attribute
+
+aten = torch.ops.aten
+
+PATTERN = 1 << 14  # numbers that are drawn; they repeat from there on
+
+
+def call_of(node: fx.Node) -> Callable[[], Any]:
+    """A call of a node's op on made-up tensors of the layouts that the node reads."""
+    made: dict[fx.Node, Any] = {}
+
+    def real(parent: fx.Node) -> Any:
+        if parent not in made:
+            made[parent] = value_like(parent, _index_limit(node))
+        return made[parent]
+
+    arguments = fx.node.map_arg(node.args, real)
+    options = fx.node.map_arg(node.kwargs, real)
+    target: Any = node.target
+    return lambda: target(*arguments, **options)
+
+
+def value_like(node: fx.Node, index_limit: int = 1) -> Any:
+    """Made-up data of what a node shows: a tensor, a tuple of tensors, or the constant or graph that it names."""
+    value = node.meta.get("val")
+    if node.op == "get_attr":
+        return attribute(node)
+    if isinstance(value, torch.Tensor):
+        return tensor_like(value, index_limit)
+    if isinstance(value, tuple | list):
+        return type(value)(tensor_like(v, index_limit) if isinstance(v, torch.Tensor) else v for v in value)
+    return value
+
+
+def tensor_like(tensor: torch.Tensor, index_limit: int = 1) -> torch.Tensor:
+    """A real tensor with the size, stride, dtype, device and storage size of a fake one."""
+    if tensor.layout is not torch.strided:
+        return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device, layout=tensor.layout)
+    size = tensor.element_size()
+    count = max(_span(tensor), tensor.untyped_storage().nbytes() // size)
+    if count == 0:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    pattern = _pattern(tensor, min(count, PATTERN), index_limit)
+    data = pattern.to(tensor.dtype).repeat(-(-count // pattern.numel()))[:count].clone()
+    return data.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def _span(tensor: torch.Tensor) -> int:
+    """Elements from the first to the last that the tensor shows, those before its offset included."""
+    if tensor.numel() == 0:
+        return 0
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return int(tensor.storage_offset()) + 1 + sum((size - 1) * step for size, step in steps)
+
+
+def _pattern(tensor: torch.Tensor, count: int, index_limit: int) -> torch.Tensor:
+    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+        return torch.rand(count, device=tensor.device) * 0.5 + 0.1
+    if tensor.dtype is torch.bool:
+        return torch.ones(1, device=tensor.device)
+    return torch.randint(max(1, index_limit), (count,), device=tensor.device)
+
+
+def weights_like(node: fx.Node) -> Any:
+    """Made-up data for a parameter or an input: of small magnitude, so that activations neither vanish nor explode."""
+    value = value_like(node)
+    if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() > 1 and value.numel():
+        storage = torch.empty(0, dtype=value.dtype, device=value.device).set_(value.untyped_storage())
+        inner = max(1, value.numel() // value.shape[0])
+        storage.sub_(0.35).mul_((48 / inner) ** 0.5)  # values of 0.1 to 0.6 become those of variance 1 / inner
+    return value
+
+
+def _index_limit(reader: fx.Node) -> int:
+    """How large an integer input of an op may be; 1 (all zeros) where the op is not known to take more."""
+    if reader.target is aten.embedding.default:
+        weight = reader.args[0]
+        return int(weight.meta["val"].shape[0]) if isinstance(weight, fx.Node) else 1
+    if reader.target is aten.embedding_dense_backward.default:
+        return int(reader.args[2])  # type: ignore[arg-type]
+    return 1

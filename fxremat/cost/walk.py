@@ -1,0 +1,145 @@
+"""A training step run op by op on real values, so that each op can be looked at when its inputs are there.
+
+    order    numbers of ops, with repetitions where something is computed again (the smallest-memory program), or each
+             once (the captured order)
+    visit    is given every op with its real arguments, and returns what the op returns
+
+Values are freed right after their last use in this order. Primals are the tensors that the step was captured with; what
+has no data there (fake tensors, gradients that autograd will hand in) is made up when it is first read, and freed too.
+The step's updates are not applied: AOTAutograd's graphs are functional, and parameters, buffers and inputs stay as
+they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxremat._torch import is_real
+from fxremat.cost.made_up import value_like, weights_like
+from fxremat.cost.table import attribute, output_position
+from fxremat.linearize.joint import Joint, Op, Origin, again_call
+
+
+@dataclass(frozen=True)
+class Call:
+    """One op with its real arguments."""
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    def __call__(self) -> Any:
+        return self.target(*self.args, **self.kwargs)
+
+
+Visit = Callable[[Op, Call], Any]
+
+
+def inputs_of(joint: Joint, inputs: Sequence[Any]) -> dict[int, torch.Tensor]:
+    """The tensors that a captured graph was called with, by the values of the joint graph's primals.
+
+    AOTAutograd says in `meta["desc"]` which input a primal is; one that it made itself has none here.
+    """
+    found = {}
+    for primal in joint.primals:
+        place = getattr(primal.meta.get("desc"), "idx", None)
+        given: Any = inputs[place] if isinstance(place, int) and place < len(inputs) else None
+        shown = primal.meta["val"]
+        if is_real(given) and given.shape == shown.shape and given.dtype == shown.dtype:
+            found[joint.value_of[primal]] = given
+    return found
+
+
+class Walk:
+    """The state of a walk.
+
+    Args:
+        given: real tensors by the number of the primal value; what is missing is made up.
+    """
+
+    def __init__(self, joint: Joint, given: Mapping[int, torch.Tensor], order: Sequence[int]) -> None:
+        self.joint = joint
+        self.given = given
+        self.order = order
+        self.values: dict[int, Any] = {}
+
+    def run(self, visit: Visit) -> None:
+        """Visit every op of the order. Raises what an op raises."""
+        ran: set[int] = set()
+        freed = _last_uses(self.joint, self.order)
+        for index, dead in zip(self.order, freed, strict=True):
+            op, again = self.joint.ops[index], index in ran
+            result = visit(op, self._call(op, again=again))
+            self._write(op, result, again=again)
+            ran.add(index)
+            del result
+            for value in dead:
+                self.values.pop(value, None)
+
+    def shares(self, tensor: torch.Tensor, besides: int) -> bool:
+        """Whether another value than `besides` that is alive, or a given tensor, has the tensor's storage."""
+        address = tensor.untyped_storage().data_ptr()
+        others = [held for value, held in self.values.items() if value != besides]
+        return any(
+            t.layout is torch.strided and t.untyped_storage().data_ptr() == address
+            for t in (*others, *self.given.values())
+            if isinstance(t, torch.Tensor)
+        )
+
+    def _call(self, op: Op, *, again: bool) -> Call:
+        target, args = again_call(op.node) if again else (op.node.target, op.node.args)
+        return Call(target, fx.node.map_arg(args, self._show), fx.node.map_arg(op.node.kwargs, self._show))
+
+    def _write(self, op: Op, result: Any, *, again: bool) -> None:
+        for value in op.again_writes if again else op.writes:
+            position = output_position(self.joint.values[value].node, op.node)
+            if position is not None:
+                self.values[value] = result[position] if isinstance(result, tuple | list) else result
+
+    def _show(self, node: fx.Node) -> Any:
+        """What a node of the joint graph shows: a value, or a view of one."""
+        value = self.joint.value_of.get(node)
+        if value is None:
+            return node.meta.get("val")  # a number beside an op's tensors
+        if self.joint.values[value].node is node:
+            if value not in self.values:
+                self.values[value] = self._new(value)
+            return self.values[value]
+        target: Any = node.target
+        return target(*fx.node.map_arg(node.args, self._show), **fx.node.map_arg(node.kwargs, self._show))
+
+    def _new(self, value: int) -> Any:
+        node = self.joint.values[value].node
+        if value in self.given:
+            return self.given[value].detach()
+        if node.op == "get_attr":
+            return attribute(node)
+        if self.joint.values[value].origin is Origin.TANGENT:
+            return torch.ones_like(tangent) if (tangent := value_like(node)).dim() == 0 else tangent
+        return weights_like(node)
+
+
+def _last_uses(joint: Joint, order: Sequence[int]) -> list[list[int]]:
+    """For each place of the order, the values whose present version is not read any more after it."""
+    needed: set[int] = set()
+    freed: list[list[int]] = []
+    firsts = _firsts(order)
+    for index, first in zip(reversed(order), reversed(list(firsts)), strict=True):
+        op = joint.ops[index]
+        reads, writes = (op.reads, op.writes) if first else (op.again_reads, op.again_writes)
+        freed.append([value for value in {*reads, *writes} if value not in needed])
+        needed.difference_update(writes)
+        needed.update(reads)
+    return freed[::-1]
+
+
+def _firsts(order: Sequence[int]) -> Iterator[bool]:
+    seen: set[int] = set()
+    for index in order:
+        yield index not in seen
+        seen.add(index)
