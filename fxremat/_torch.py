@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
@@ -74,6 +75,33 @@ def differentiate_as_eager() -> Iterator[None]:
         yield
 
 
+def never_donate() -> None:
+    """Let the backward that is being compiled run again whatever the settings are when it does.
+
+    Without `donated_buffer`, `ViewAndMutationMeta.bw_donated_idxs` stays None, and a second backward is refused unless
+    the setting still holds; an empty list says that nothing is donated (2.11, 2.13).
+    """
+    context = torch._guards.TracingContext.try_get()
+    if context is not None and context.fw_metadata is not None:
+        context.fw_metadata.bw_donated_idxs = []
+
+
+def is_compiled_backward(node: Any) -> bool:
+    """Whether an autograd node is the backward of a graph that AOTAutograd compiled: its class's name (2.11, 2.13)."""
+    return type(node).__name__ == "CompiledFunctionBackward"
+
+
+def graph_break_after(module: fx.GraphModule) -> str | None:
+    """Where dynamo broke the model's graph after this part of it, as `file:line in function: code`; None: nowhere.
+
+    `GraphModule.compile_subgraph_reason` is a `GraphCompileReason`, with `graph_break` and `user_stack` (2.11, 2.13).
+    """
+    reason = getattr(module, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break:
+        return None
+    return _place(reason.user_stack) or "an unknown line"
+
+
 DECOMPOSED = (
     *("upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d", "upsample_bicubic2d"),
     *(f"{kind}{n}d" for kind in ("upsample_nearest", "_upsample_nearest_exact") for n in (1, 2, 3)),
@@ -105,17 +133,74 @@ def _eager_kernels() -> Iterator[None]:
             op._dispatch_cache.clear()
 
 
+def compiled_step(
+    forward: Callable[..., Any], backend: Callable[..., Any], name: str
+) -> Callable[..., Any]:
+    """A function that dynamo captures whole, once a combination of shapes, and hands to a backend.
+
+    `torch.compile(..., fullgraph=True, dynamic=False)`, with two differences. The settings of `capture_settings` hold
+    while dynamo traces, and are not touched by a call that finds its graph: `torch._dynamo.optimize` returns an
+    `OptimizeContext` whose `callback` is what a frame without a graph is handed to (2.11, 2.13). And the function has
+    code of its own, since dynamo keeps and counts graphs by code object: models of one class do not share a limit.
+    """
+    import torch._dynamo
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    call.__code__ = call.__code__.replace(co_name=name)
+    context = torch._dynamo.optimize(backend=backend, nopython=True, dynamic=False)
+    inner: Any = context.callback
+
+    @functools.wraps(inner)
+    def capture(*args: Any, **kwargs: Any) -> Any:
+        with capture_settings():
+            return inner(*args, **kwargs)
+
+    capture._torchdynamo_orig_backend = inner  # type: ignore[attr-defined]
+    context.callback = capture
+    compiled: Callable[..., Any] = context(call)
+    return compiled
+
+
+def outside_graphs(function: Callable[..., Any], reason: str) -> Callable[..., Any]:
+    """The function, which no other `torch.compile` traces into: `torch.compiler.disable(reason=...)` (2.11, 2.13)."""
+    disabled: Callable[..., Any] = torch.compiler.disable(function, reason=reason)
+    return disabled
+
+
+def is_traced() -> bool:
+    """Whether something else records what is called now: torch.export, fx or jit tracing, or torch.func.
+
+    `torch.fx._symbolic_trace.is_fx_symbolic_tracing`, `torch._C._is_tracing` and `torch._C._functorch.peek_interpreter_stack`
+    (2.11, 2.13).
+    """
+    from torch.fx._symbolic_trace import is_fx_symbolic_tracing
+
+    return bool(
+        torch.compiler.is_exporting()
+        or is_fx_symbolic_tracing()
+        or torch._C._is_tracing()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )
+
+
 def capture_settings() -> AbstractContextManager[Any]:
     """While tracing: one graph a shape however many shapes, and logging calls that do not break the graph.
 
-    `recompile_limit` (2.11, 2.13) counts all graphs of one forward, those of other budgets included. The setting for
-    logging has had two names (`ignore_logger_methods` before `ignore_logging_functions`): those that exist are set.
+    `recompile_limit` (2.11, 2.13) counts all graphs of one forward. The setting for logging has had two names
+    (`ignore_logger_methods` before `ignore_logging_functions`): those that exist are set. `skip_nnmodule_hook_guards`
+    off: a hook that is registered later is seen. `optimize_ddp` off: DistributedDataParallel does not split the graph,
+    whose parts would each take the whole budget. `trace_autograd_ops`: `torch.autograd.grad` inside forward.
     """
     import torch._dynamo.config as dynamo_config
 
     settings: dict[str, Any] = {
         "recompile_limit": 512,
         "accumulated_recompile_limit": 4096,
+        "skip_nnmodule_hook_guards": False,
+        "optimize_ddp": False,
+        "trace_autograd_ops": True,
         "ignore_logger_methods": (ignored := logging_functions()),
         "ignore_logging_functions": ignored,
     }
@@ -161,11 +246,16 @@ def graph_break_place(error: BaseException) -> str | None:
 
     if not isinstance(error, exc.TorchDynamoException):
         return None
-    stack = getattr(error, "real_stack", None) or []
-    torch_itself = os.path.dirname(torch.__file__) + os.sep
-    frames = [frame for frame in stack if not frame.filename.startswith(torch_itself)] or stack
+    return _place(getattr(error, "real_stack", None) or []) or "an unknown line"
+
+
+def _place(stack: Iterable[Any]) -> str | None:
+    """The last frame outside of torch and of fxremat, or of all where there is none."""
+    ours = tuple(os.path.dirname(path) + os.sep for path in (torch.__file__, __file__))
+    stack = list(stack)
+    frames = [frame for frame in stack if not frame.filename.startswith(ours)] or stack
     frame = frames[-1] if frames else None
-    return f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" if frame else "an unknown line"
+    return f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" if frame else None
 
 
 def allocations(call: Callable[[], T], device: torch.device) -> tuple[T, list[int]]:

@@ -1,25 +1,30 @@
 """`compile` and `plan`: a model in, a model that fits out.
 
-backend = Backend(mem, ...)                     what to plan for
-module  = Rematerialized(model, backend)        captured at its first training call, then:
+options = options_of(mem=..., ...)              what to plan for
+module  = drop_in(model, options)               captured at its first training call, then:
           read_joint -> measure -> survey -> choose -> lower -> run        (fxremat.backend)
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Unpack
 
+import torch
 from torch import nn
 
-from fxremat.backend import backend_of
 from fxremat.errors import FxrematError
+from fxremat.options import CompileOptions, options_of
 from fxremat.plans import Plan
-from fxremat.runtime.module import Rematerialized
-
+from fxremat.runtime.module import Rematerialized, drop_in
 
 def compile(  # the name users know from torch.compile
-    model: nn.Module, *, mem: int | str, example_inputs: Any = None, solver: str = "auto", **options: Any
+    model: nn.Module,
+    mem: int | str,
+    *,
+    example_inputs: Any = None,
+    solver: str = "auto",
+    **options: Unpack[CompileOptions],
 ) -> Rematerialized:
     """Make training of a model fit into `mem`, with the gradients it has today.
 
@@ -30,44 +35,62 @@ def compile(  # the name users know from torch.compile
             everything takes, or "auto" (CUDA: what is free).
         example_inputs: plan now, for these inputs: a tuple of positional arguments, a dict of keyword arguments, or
             one tensor. None: plan at the first training call. New shapes are planned when they come.
-        solver: "auto", "input_drop", "persistent", "periodic" or "keep_all".
+        solver: "auto", or one by name: docs/solvers.md lists them.
         options: offload (True, or a host tier: values may wait on the host) and host_mem (how much may), cost
             ("measure" or "estimate"), device (for an estimate), loss_bytes (what a loss outside the model takes),
             offload_weights with optimizer (the step updates the weights, which may live on the host, and `mem` covers
-            them, their gradients and the optimizer's state), effort, slots, progress: see `fxremat.backend.Backend`.
+            them, their gradients and the optimizer's state), effort, slots, progress: see `fxremat.options.Options`.
 
     Returns:
-        a module with the model's parameters and state_dict; `.plan` says what it does. eval() and no_grad() calls run
-        the plain model.
+        an instance of the model's own class that shares all its state; `.plan` says what it does (None before it is
+        planned). eval() and no_grad() calls run the plain model.
 
     Raises:
         BudgetTooSmall: nothing fits; `.minimum` is what would. At the call that plans.
         CaptureError: the model is not one graph; names the line.
         InvalidBudget: `mem` has another form.
     """
-    module = Rematerialized(_checked(model), backend_of(mem=mem, solver=solver, **options))
+    module = drop_in(_checked(model), options_of(mem=mem, solver=solver, **options))
     if example_inputs is not None:
         module.make_plan(*_split(example_inputs))
     return module
 
 
 def plan(
-    model: nn.Module, example_inputs: Any, *, mem: int | str, solver: str = "auto", **options: Any
+    model: nn.Module,
+    example_inputs: Any,
+    *,
+    mem: int | str,
+    solver: str = "auto",
+    **options: Unpack[CompileOptions],
 ) -> Plan:
     """The plan that `compile` would make for these inputs; the model is neither run nor changed.
 
     Arguments and errors are those of `compile`. With cost="estimate" and device="A100-40GB" no op is run either, so
     that a plan can be made where the device is not.
     """
-    module = Rematerialized(_checked(model), backend_of(mem=mem, solver=solver, **options))
+    module = drop_in(_checked(model), options_of(mem=mem, solver=solver, **options))
     return module.make_plan(*_split(example_inputs))
 
 
 def _checked(model: object) -> nn.Module:
-    if isinstance(model, Rematerialized):
-        raise FxrematError("this model is compiled already; compile the original one with the new budget")
     if not isinstance(model, nn.Module):
         raise FxrematError(f"model is a {type(model).__name__}; fxremat compiles torch.nn.Module instances")
+    if isinstance(model, torch._dynamo.OptimizedModule):
+        model = model._orig_mod
+    if isinstance(model, Rematerialized):
+        raise FxrematError("this model is compiled already; compile the original one with the new budget")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise FxrematError("model is a TorchScript module, which cannot be captured; compile the module it was made of")
+    if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        kind = type(model).__name__
+        raise FxrematError(f"{kind} goes around the compiled model: write {kind}(fxremat.compile(model, mem=...))")
+    for name, part in model.named_modules():
+        if isinstance(part, Rematerialized):
+            raise FxrematError(
+                f"the part {name!r} of this model is compiled already, with a budget of its own; compile either the "
+                "whole or that part"
+            )
     return model
 
 

@@ -6,15 +6,24 @@ fxremat.compile(model, mem="4GiB")                                     the same,
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 
-from fxremat._torch import aot_backend, boxed, device_name, differentiate_as_eager
+from fxremat._torch import (
+    aot_backend,
+    boxed,
+    device_name,
+    differentiate_as_eager,
+    graph_break_after,
+    never_donate,
+)
+from fxremat.budget import bytes_of
 from fxremat.cost.blocks import chain_of
 from fxremat.cost.calibrate import calibrate
 from fxremat.cost.estimate import Device, estimate
@@ -22,114 +31,51 @@ from fxremat.cost.link import measure_link, typical_size
 from fxremat.cost.measure import measure
 from fxremat.cost.table import Costs, device_of
 from fxremat.cost.updates import units_of
+from fxremat.devices import check_devices
 from fxremat.errors import BudgetTooSmall, FxrematError, InvalidBudget
 from fxremat.linearize.joint import Joint, read_joint, with_updates_inside
 from fxremat.memo import remembered
 from fxremat.offloading import with_offloading, with_schedules
+from fxremat.options import Options, options_of
 from fxremat.passes.lanes import Link
 from fxremat.passes.weights import Handles
-from fxremat.planner import Prospects, survey
+from fxremat.planner import order_for_measuring, survey
 from fxremat.plans import Plan, Whole
-from fxremat.refine.search import EFFORT
 from fxremat.runtime.beside_loss import BesideLoss, check_runs_again, outputs_beside_loss
-from fxremat.runtime.host import HostTier, default_tier
-from fxremat.runtime.weights import Weights, check_optimizer, check_unscaled
-from fxremat.solvers.registry import SOLVERS
+from fxremat.runtime.host import default_tier
+from fxremat.runtime.parts import marking_part, refuse_second_part
+from fxremat.runtime.unused import telling_unused, unused_outputs, without
+from fxremat.runtime.weights import Weights, check_unscaled
 from fxremat.training import best_within, resident_peak
-from fxremat.units import Auto, Budget, Bytes, Percent, parse_budget, parse_bytes
+from fxremat.units import Percent
 
-AUTO_MARGIN = 0.05  # share of the free memory that mem="auto" leaves alone
+KEPT_PLANS = 8  # of the latest, that can still be read
 
 
 class PlannedOnly(Exception):
     """Raised in place of the first forward when only the plan was asked for."""
 
 
-@dataclass
 class Backend:
-    """Plans every joint graph that dynamo captures; `plans` holds them in order, the latest last.
+    """Plans every joint graph that dynamo captures.
 
-    Args:
-        mem: the budget, in any of the forms of `fxremat.compile`.
-        solver: "auto", "input_drop", "persistent", "periodic" or "keep_all"; with offload=True also "pofo",
-            "offload_dp", "autocapper", and what else `fxremat.solve` knows that offloads.
-        cost: "measure" runs every distinct op; "estimate" counts flops and bytes for `device`.
-        device: with cost="estimate", the name of a known device, or a `fxremat.cost.estimate.Device`.
-        slots: steps of memory in the dynamic programs.
-        loss_bytes: what a loss outside the model allocates between forward and backward, in the forms of a size. None:
-            nothing where the model returns its loss, else three times the bytes of its outputs.
-        effort: seconds, about, that "auto" takes to improve on schedules of blocks op by op; 0: it does not.
-        only_loss: where the model returns its loss, expect no gradient for what the loss is computed from. If one comes
-            after all, that step runs as plain PyTorch, outside of the budget, and the next is planned for it.
-            False: plan for it from the start.
-        offload: let values wait on the host: True (pinned memory for a CUDA device, else files), or a tier of
-            `fxremat.runtime.host`, such as fxremat.FileTier("/fast/disk").
-        offload_weights: let parameters live on the host: True or a tier, as for `offload`. `mem` then covers them,
-            their gradients and the optimizer's state as well, and each backward is a step of `optimizer`. Parameters
-            may start on the CPU where all else is on the device.
-        optimizer: of the model's parameters: SGD, Adam, AdamW, or another that treats each element by itself.
-        host_mem: what may wait there at a time, in the forms of a size. None: whatever the plan wants.
-        progress: show a bar while measuring, where stderr is a terminal.
+    Attributes:
+        plans: the latest plans, newest last; older ones go on running, but cannot be read any more.
+        only_plan: leave the first forward with `PlannedOnly`.
     """
 
-    mem: int | str
-    solver: str = "auto"
-    cost: str = "measure"
-    device: str | Device | None = None
-    slots: int = 500
-    loss_bytes: int | str | None = None
-    only_loss: bool = True
-    progress: bool = True
-    effort: float = EFFORT
-    offload: bool | HostTier = False
-    host_mem: int | str | None = None
-    offload_weights: bool | HostTier = False
-    optimizer: torch.optim.Optimizer | None = None
-    plans: list[Plan] = field(default_factory=list)
-    only_plan: bool = False
-
-    def __post_init__(self) -> None:
-        self.budget = parse_budget(self.mem)
-        if self.cost not in ("measure", "estimate"):
-            raise FxrematError(f'cost is {self.cost!r}; it is "measure" or "estimate"')
-        if self.device is not None and self.cost == "measure":
-            raise FxrematError(
-                'device goes with cost="estimate"; measured costs are those of the model\'s device'
-            )
-        if not isinstance(self.offload, bool | HostTier):
-            raise FxrematError(
-                f"offload is {self.offload!r}; it is True, False or a host tier such as FileTier()"
-            )
-        if self.host_mem is not None and not (self.offload or self.offload_weights):
-            raise FxrematError(
-                "host_mem limits what is offloaded; it goes with offload=True or offload_weights"
-            )
-        if bool(self.offload_weights) != (self.optimizer is not None):
-            raise FxrematError(
-                "offload_weights and optimizer go together: the step then updates the parameters itself"
-            )
-        if self.optimizer is not None:
-            check_optimizer(self.optimizer)
-        tiers = [tier for tier in (self.offload, self.offload_weights) if isinstance(tier, HostTier)]
-        if len(tiers) == 2 and tiers[0] is not tiers[1]:
-            raise FxrematError("offload and offload_weights go through one tier; give both the same")
-        if self.offload_weights and self._offloads_by_chain:
-            raise FxrematError(
-                f'solver={self.solver!r} places transfers of activations alone; with offload_weights use "auto"'
-            )
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.plans: deque[Plan] = deque(maxlen=KEPT_PLANS)
+        self.only_plan = False
         self.weights: Weights | None = None
-        self.hosted: frozenset[int] = (
-            frozenset()
-        )  # the optimizer's numbers of parameters that live on the host
-        self.host_bytes = None if self.host_mem is None else parse_bytes(self.host_mem)
-
-    def fresh(self) -> Backend:
-        """The same settings, and no plans."""
-        return replace(self, plans=[])
+        self.hosted: frozenset[int] = frozenset()  # the optimizer's numbers of parameters that live on the host
+        self._inputs: Sequence[Any] = ()  # what the graph that is being compiled was called with
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         """Compile one captured graph, as dynamo asks."""
-        if self.only_loss and (outputs := outputs_beside_loss(module)).beside:
+        outputs = outputs_beside_loss(module)
+        if self.options.only_loss and outputs.beside:
             return BesideLoss(module, outputs, self._differentiate, inputs)
         return self._differentiate(module, inputs)
 
@@ -137,30 +83,33 @@ class Backend:
         self, module: fx.GraphModule, inputs: Sequence[Any], *, again: bool = False
     ) -> Callable[..., Any]:
         self._inputs = inputs
+        outputs = outputs_beside_loss(module)
+        trained = sorted((*outputs.expected, *outputs.beside))
+        made: list[Plan] = []  # of this graph, from its partition to the compilation of its backward
         backend = aot_backend(
             fw_compiler=self._forward_compiler,
-            bw_compiler=self._backward_compiler,
+            bw_compiler=lambda graph, _: self._backward(graph, made.pop()),
             inference_compiler=lambda graph, _: boxed(graph),
-            partition_fn=partial(self._partition, again=again),
+            partition_fn=partial(self._partition, made=made, again=again),
         )
         try:
             with differentiate_as_eager():
                 compiled: Callable[..., Any] = backend(module, inputs)
         finally:
             self._inputs = ()  # dynamo holds on to backends, and the model is not theirs to keep
-        return compiled
+        return telling_unused(compiled, trained) if len(trained) > 1 else compiled
 
     def prepare_weights(self, tensors: Iterable[torch.Tensor]) -> Weights | None:
         """The optimizer's parameters, where the step updates them; the model computes where these tensors are."""
-        if self.optimizer is not None and self.weights is None:
+        optimizer = self.options.optimizer
+        if optimizer is not None and self.weights is None:
             devices = [tensor.device for tensor in tensors]
             device = next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
-            chosen = (tier for tier in (self.offload_weights, self.offload) if isinstance(tier, HostTier))
-            tier = next(chosen, None) or default_tier(device)
-            self.weights = Weights(self.optimizer, tier, device)
+            self.weights = Weights(optimizer, self.options.tier or default_tier(device), device)
         return self.weights
 
     def _forward_compiler(self, graph: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+        never_donate()
         run = boxed(graph)
 
         def forward(arguments: list[Any]) -> Any:
@@ -171,61 +120,76 @@ class Backend:
         forward._boxed_call = True  # type: ignore[attr-defined]
         return forward
 
-    def _backward_compiler(self, graph: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
-        run = boxed(graph)
-        if self.weights is None:
+    def _backward(self, graph: fx.GraphModule, plan: Plan) -> Callable[..., Any]:
+        run, weights = boxed(graph), self.weights
+        losses, needs = plan.loss_places, plan.joint.outputs_needed
+        if weights is None and len(plan.joint.tangents) < 2:
             return run
-        weights, losses = self.weights, self.plans[-1].loss_places
 
         def backward(arguments: list[Any]) -> Any:
+            unused = unused_outputs()
+            if weights is None:
+                return without(run(arguments), needs, unused)
             weights.begin()
             for place in losses:
                 check_unscaled(arguments[place])
             with weights.telling_what_is_new():
-                return run(arguments)
+                return without(run(arguments), needs, unused)
 
         backward._boxed_call = True  # type: ignore[attr-defined]
         return backward
 
     def _partition(
-        self, module: fx.GraphModule, _: Sequence[Any], *, num_fwd_outputs: int, again: bool, **__: Any
+        self,
+        module: fx.GraphModule,
+        _: Sequence[Any],
+        *,
+        num_fwd_outputs: int,
+        made: list[Plan],
+        again: bool,
+        **__: Any,
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         joint = self._with_updates(read_joint(module, num_fwd_outputs))
         if again:
             check_runs_again(joint)
+        check_devices(joint)
         plan = self.plan(joint)
+        made[:] = [plan]
         self.plans.append(plan)
         return plan.graphs
 
     def plan(self, joint: Joint) -> Plan:
         """The whole way from a joint graph to a plan."""
+        options = self.options
         costs = self._costs(joint)
-        settings: dict[str, Any] = {"solver": self.solver, "slots": self.slots, "effort": self.effort}
-        if self._offloads_by_chain:
+        settings: dict[str, Any] = {
+            "solver": options.solver,
+            "slots": options.slots,
+            "effort": options.effort,
+        }
+        if options.offloads_by_chain:
             settings |= {"solver": "auto", "effort": 0.0}
         prospects = remembered(joint, costs, settings, partial(survey, **settings))
-        budget = bytes_of(self.budget, prospects, device_of(joint))
-        device = (
-            device_name(device_of(joint)) if self.cost == "measure" else str(self._estimated_device(joint))
-        )
+        budget = bytes_of(options.budget, prospects.keep_all.peak, device_of(joint))
+        measured = options.cost == "measure"
         plan = Plan(
             budget=budget,
             chosen=prospects.nearest(budget)
-            if self.offload or self.offload_weights
+            if options.offload or options.offload_weights
             else prospects.within(budget),
             prospects=prospects,
             costs=costs,
-            device=device,
-            timed=f"{self.cost}d",
+            device=device_name(device_of(joint)) if measured else str(self._estimated_device(joint)),
+            timed=f"{options.cost}d",
         )
-        plan = calibrate(plan) if self.cost == "measure" else plan
-        if self.offload_weights:
+        plan = calibrate(plan, self._inputs) if measured else plan
+        if options.offload_weights:
             return self._trained(plan, joint)
-        return self._offloaded(plan, joint) if self.offload else plan
+        return self._offloaded(plan, joint) if options.offload else plan
 
     def _with_updates(self, joint: Joint) -> Joint:
         """The joint graph, with the updates inside where the user wants them there."""
-        if self.optimizer is None:
+        if self.options.optimizer is None:
             return joint
         trained = set(self._parameters(joint))
         if not trained:
@@ -234,8 +198,9 @@ class Backend:
 
     def _parameters(self, joint: Joint) -> dict[int, int]:
         """The optimizer's parameters among the graph's inputs (in the order of its primals), with their numbers."""
-        assert self.optimizer is not None
-        everyone = (p for group in self.optimizer.param_groups for p in group["params"])
+        optimizer = self.options.optimizer
+        assert optimizer is not None
+        everyone = (p for group in optimizer.param_groups for p in group["params"])
         numbers = {id(parameter): number for number, parameter in enumerate(everyone)}
         return {
             joint.value_of[node]: numbers[id(given)]
@@ -245,15 +210,16 @@ class Backend:
 
     def _trained(self, plan: Plan, joint: Joint) -> Plan:
         """The plan for a step that updates its weights, some of which live on the host."""
-        assert self.optimizer is not None
+        options = self.options
+        assert options.optimizer is not None
         weights = self.prepare_weights([joint.values[value].node.meta["val"] for value in joint.updates_of])
         assert weights is not None
         numbers = self._parameters(joint)
         link = measure_link(weights.tier, device_of(joint), typical_size(joint))
-        units = units_of(joint, self.optimizer, plan.costs)
+        units = units_of(joint, options.optimizer, plan.costs)
         budget, everything = plan.budget, resident_peak(plan.prospects.keep_all, units, plan.costs)
-        if isinstance(self.budget, Percent):
-            budget = int(everything * self.budget.of_keep_all / 100)
+        if isinstance(options.budget, Percent):
+            budget = int(everything * options.budget.of_keep_all / 100)
         settled = None
         if self.plans:  # for other shapes: what lives on the host is settled
             settled = frozenset(v for v in joint.updates_of if numbers[v] in self.hosted)
@@ -264,8 +230,8 @@ class Backend:
             link,
             budget,
             settled=settled,
-            values_too=bool(self.offload),
-            host_mem=self.host_bytes,
+            values_too=bool(options.offload),
+            host_mem=options.host_limit,
         )
         self.hosted |= {numbers[value] for value in trained.choice.hosted}
         chosen = replace(trained.prospect, chain=chain_of(trained.prospect.layout, plan.costs))
@@ -275,19 +241,19 @@ class Backend:
 
     def _offloaded(self, plan: Plan, joint: Joint) -> Plan:
         """The plan for the same budget where values may wait on the host."""
-        device = device_of(joint)
-        tier = self.offload if isinstance(self.offload, HostTier) else default_tier(device)
-        if self.cost == "measure":
+        options, device = self.options, device_of(joint)
+        tier = options.tier or default_tier(device)
+        if options.cost == "measure":
             link = measure_link(tier, device, typical_size(joint))
         else:
             speed = self._estimated_device(joint).link
             link = Link(to_host=speed, from_host=speed)
-        if self._offloads_by_chain:
+        if options.offloads_by_chain:
             prospects = with_schedules(
-                plan.prospects, plan.costs, link, self.solver, self.slots, self.host_bytes
+                plan.prospects, plan.costs, link, options.solver, options.slots, options.host_limit
             )
         else:
-            prospects = with_offloading(plan.prospects, plan.costs, link, self.host_bytes)
+            prospects = with_offloading(plan.prospects, plan.costs, link, options.host_limit)
         try:
             chosen = prospects.within(plan.budget)
         except BudgetTooSmall as error:
@@ -295,64 +261,30 @@ class Backend:
         chosen = replace(chosen, chain=chain_of(chosen.layout, plan.costs))
         return replace(plan, chosen=chosen, prospects=prospects, tier=tier, link=link)
 
-    @property
-    def _offloads_by_chain(self) -> bool:
-        """Whether the solver is one of chains that places transfers itself."""
-        return bool(self.offload) and self.solver in SOLVERS and SOLVERS[self.solver].transfers
-
     def _which_limit(self, error: BudgetTooSmall, plan: Plan, link: Link) -> BudgetTooSmall:
         """The error, with the host's limit named where that is what binds."""
-        if self.host_bytes is None:
+        if self.options.host_limit is None:
             return error
         free = with_offloading(plan.prospects, plan.costs, link).minimum
         if free > error.budget:
             return error
-        note = f"host_mem={self.host_mem!r} is what binds: with more of it, {free} bytes would do"
+        note = f"host_mem={self.options.host_mem!r} is what binds: with more of it, {free} bytes would do"
         return BudgetTooSmall(error.minimum, error.budget, note=note)
 
     def _costs(self, joint: Joint) -> Costs:
-        if self.cost == "estimate":
+        options = self.options
+        if options.cost == "estimate":
             costs = estimate(joint, self._estimated_device(joint))
         else:
-            costs = measure(joint, progress=self.progress)
-        if self.loss_bytes is None:
+            rough = Device.named(device_of(joint).type)
+            order = partial(order_for_measuring, joint, rough, options.budget)
+            costs = measure(joint, self._inputs, order=order, progress=options.progress)
+        if options.loss_size is None:
             return costs
-        return replace(costs, sizes=replace(costs.sizes, outside=parse_bytes(self.loss_bytes)))
+        return replace(costs, sizes=replace(costs.sizes, outside=options.loss_size))
 
     def _estimated_device(self, joint: Joint) -> Device:
-        return Device.named(self.device or device_of(joint).type)
-
-
-def backend_of(**options: Any) -> Backend:
-    """A backend from a user's options. Raises `FxrematError` for one that there is not."""
-    known = [setting.name for setting in fields(Backend) if setting.name not in ("plans", "only_plan")]
-    unknown = sorted(set(options) - set(known))
-    if unknown:
-        raise FxrematError(f"unknown option {', '.join(unknown)}; there are {', '.join(known)}")
-    return Backend(**options)
-
-
-def bytes_of(budget: Budget, prospects: Prospects, device: torch.device) -> int:
-    """What a budget means for this model on this device, in bytes."""
-    match budget:
-        case Bytes(count):
-            return count
-        case Percent(share):
-            return int(prospects.keep_all.peak * share / 100)
-        case Auto():
-            return free_bytes(device)
-
-
-def free_bytes(device: torch.device) -> int:
-    """What a CUDA device has free now, the allocator's own reserve included, less a margin."""
-    if device.type != "cuda":
-        raise InvalidBudget(
-            f'mem="auto" reads the free memory of a CUDA device, and this model is on {device.type}; '
-            'give bytes, such as mem="4GiB", or a share, such as mem="60%"'
-        )
-    free, _ = torch.cuda.mem_get_info(device)
-    reserve = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int((free + reserve) * (1 - AUTO_MARGIN))
+        return Device.named(self.options.device or device_of(joint).type)
 
 
 def fxremat(
@@ -364,13 +296,18 @@ def fxremat(
 ) -> Callable[..., Any]:
     """The entry point of `torch.compile(model, backend="fxremat", options={"mem": ...})`.
 
-    Options are those of `Backend`; "mem" is required.
+    Options are those of `Options`; "mem" is required. The model has to be one graph, since each graph would take the
+    whole budget: `CaptureError` names the line where a second one that needs gradients begins.
     """
-    options = dict(options or {})
+    given = dict(options or {})
     if mode is not None:
         raise FxrematError(
             f'mode={mode!r} belongs to another backend; fxremat takes options={{"mem": "4GiB"}}'
         )
-    if "mem" not in options:
+    if "mem" not in given:
         raise InvalidBudget('the fxremat backend needs a budget: torch.compile(..., options={"mem": "4GiB"})')
-    return backend_of(**options)(module, inputs)
+    backend = Backend(options_of(**given))
+    refuse_second_part(inputs, options)
+    step = backend(module, inputs)
+    place = graph_break_after(module)
+    return step if place is None else marking_part(step, place, options)

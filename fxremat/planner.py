@@ -20,9 +20,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from fxremat.budget import bytes_of
 from fxremat.chain import Chain
 from fxremat.cost.blocks import chain_of
-from fxremat.cost.table import Costs
+from fxremat.cost.estimate import Device, estimate
+from fxremat.cost.table import Costs, device_of
 from fxremat.errors import BudgetTooSmall, FxrematError
 from fxremat.linearize.cuts import carry_levels, crossings, low_cuts
 from fxremat.linearize.joint import Joint
@@ -40,6 +42,7 @@ from fxremat.solvers import DEFAULT, LISTS, TABLES, keep_all
 from fxremat.solvers.joins import canonical
 from fxremat.solvers.registry import JOINS
 from fxremat.solvers.table import Table
+from fxremat.units import Budget
 
 NEAR_LEAST = 1.15  # the last table is for this multiple of the least memory of the chain
 STEPS_TO_JUDGE = 500_000  # how many steps of programs a survey replays, about
@@ -48,6 +51,7 @@ LARGE = 2000  # ops: half as many schedules of larger graphs are judged
 MOST_BLOCKS = 250
 MOST_VALUES = 6  # that cross a cut
 JOIN_SLOTS = 150
+MEASURING_SLOTS = 100  # of the table that tells in which order ops are measured
 JOIN_STEP = 0.85  # from one budget that a join of towers is solved for to the next
 FAR = 1 << 50  # bytes: more than anything needs
 

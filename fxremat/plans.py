@@ -12,6 +12,7 @@ from torch import fx
 from fxremat.chain import Chain
 from fxremat.cost.table import Costs
 from fxremat.join_schedule import JoinSchedule
+from fxremat.linearize.joint import Joint
 from fxremat.passes.lanes import Link, Swapped
 from fxremat.passes.liveness import Memory, live_bytes
 from fxremat.passes.lower import lower
@@ -82,6 +83,11 @@ class Plan:
     def frontier(self) -> tuple[tuple[int, float], ...]:
         """(peak in bytes, time in seconds) of every plan on offer, fastest first."""
         return tuple((prospect.peak, prospect.time) for prospect in self.prospects.frontier)
+
+    @property
+    def joint(self) -> Joint:
+        """The graph of forward and backward that it was made for."""
+        return self.chosen.layout.joint
 
     @property
     def chain(self) -> Chain:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from fxremat._torch import allocation_trace
-from fxremat.cost.measure import cuda_bytes, quiet_world, seconds_of
+from fxremat._torch import unprofiled
+from fxremat.cost.measure import peak_of, quiet_world, seconds_of
 from fxremat.cost.table import CUDA_BLOCK, Costs
 from fxremat.linearize.joint import Joint
 from fxremat.passes.weights import Unit
@@ -23,7 +23,7 @@ def units_of(joint: Joint, optimizer: torch.optim.Optimizer, costs: Costs) -> li
         shown = joint.values[value].node.meta["val"]
         key = (tuple(shown.shape), shown.stride(), shown.dtype, shown.device)
         if key not in known:
-            known[key] = measure_update(optimizer, shown)
+            known[key] = unprofiled(partial(measure_update, optimizer, shown))
         seconds, state, workspace = known[key]
         units.append(
             Unit(
@@ -48,20 +48,7 @@ def measure_update(optimizer: torch.optim.Optimizer, like: torch.Tensor) -> tupl
         single = made([shell])
         single.param_groups[0].update(settings)
         single.step()
-        workspace = _allocated(single.step, like.device)
+        workspace, _ = peak_of(single.step, like.device)
         seconds = seconds_of(single.step, like.device)
     state = (s for s in single.state[shell].values() if isinstance(s, torch.Tensor) and s.dim())
     return seconds, sum(-(-s.nbytes // block) * block for s in state if s.shape == shell.shape), workspace
-
-
-def _allocated(call: Callable[[], Any], device: torch.device) -> int:
-    """Bytes at the worst moment of a call, above those at its start."""
-    if device.type == "cuda":
-        return cuda_bytes(call, device)[0]
-    with allocation_trace() as trace, torch.profiler.record_function("fxremat_update"):
-        call()
-    level = most = 0
-    for _, size in trace.allocations():
-        level += size
-        most = max(most, level)
-    return most

@@ -121,6 +121,23 @@ class Joint:
         return frozenset(self.value_of[node] for node in nodes if node in self.value_of)
 
     @cached_property
+    def outputs_needed(self) -> tuple[frozenset[int | None], ...]:
+        """For each output of the backward, the forward's outputs whose gradients it is computed from.
+
+        None stands for a gradient of something else, such as the base of several views.
+        """
+        needed: dict[fx.Node, frozenset[int | None]] = {}
+        for node in self.module.graph.nodes:
+            if node in self.tangents:
+                output = getattr(node.meta.get("desc"), "output", None)
+                needed[node] = frozenset([getattr(output, "idx", None)])
+            else:
+                needed[node] = frozenset().union(*(needed[parent] for parent in node.all_input_nodes))
+        return tuple(
+            needed[node] if isinstance(node, fx.Node) else frozenset() for node in self.backward_outputs
+        )
+
+    @cached_property
     def pinned(self) -> frozenset[int]:
         """What the caller holds when the step is over."""
         return self.kept_outputs | self.returned

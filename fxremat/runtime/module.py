@@ -1,7 +1,14 @@
 """The drop-in module: trains inside the budget, evaluates as ever, and is the model in all other respects.
 
-It shares the model's parameters, buffers, submodules and attributes (they are the same objects); only `forward`
-differs. A training call (train mode, gradients enabled) runs the planned graphs, any other call the plain model.
+`drop_in(model, options)` returns an instance of a class made for it: a subclass of the model's own, with the same name,
+whose instance shares the model's whole `__dict__`. So `isinstance`, attributes, methods, indexing, hooks and names are
+the model's, and what is set on either is set on both. Only `forward` differs: a training call (train mode, gradients
+enabled) runs the planned graphs, any other call the model's own forward. What fxremat keeps stands in a slot, outside
+of the shared dictionary.
+
+    compiled(x)
+      Module.__call__            hooks of the model, run as ever
+      Rematerialized.forward     plain(x), or the captured step: type(model).forward on the model, as one graph
 """
 
 from __future__ import annotations
@@ -9,178 +16,260 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from typing import Any
+import types
+import warnings
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 
-from fxremat._torch import capture_settings, graph_break_place
+from fxremat._torch import compiled_step, graph_break_place, is_traced, outside_graphs
 from fxremat.backend import Backend, PlannedOnly
 from fxremat.errors import CaptureError, FxrematError
+from fxremat.options import Options
 from fxremat.plans import Plan
 from fxremat.runtime.advice import explained
 from fxremat.runtime.libraries import set_up
 from fxremat.runtime.weights import Weights
 
-SHARED = ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules")
+_Base = nn.Module if TYPE_CHECKING else object  # at run time the other bases are those of the model
+
+INSIDE = (
+    "a model that fxremat.compile returned plans its own graph within its own budget; it cannot be a part of another "
+    "graph (fullgraph=True): compile the whole with fxremat.compile instead"
+)
+BYPASSED = (
+    "this training call never reached fxremat: `forward` was replaced after fxremat.compile, so that no budget held; "
+    "compile the model again"
+)
 
 
-class Rematerialized(nn.Module):
-    """A model that trains inside a memory budget; `.plan` says how."""
+@dataclass(eq=False)
+class _Training:
+    """What fxremat keeps of one drop-in module."""
 
-    def __init__(self, model: nn.Module, backend: Backend) -> None:
-        super().__init__()
-        self.__class__ = _with_the_signature_of(type(model))
-        for name in SHARED:
-            self.__dict__[name] = model.__dict__[name]
-        self.__dict__["_model"] = model
-        self.__dict__["_backend"] = backend
-        self.__dict__["_compiled"] = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
+    model: nn.Module
+    own: Any  # the `forward` of the model's instance dictionary at the time, which its class's gives way to; or None
+    plain: Callable[..., Any]  # the model's forward
+    backend: Backend
+    step: Callable[..., Any]  # the same, captured and planned
+    calls: int = 0  # of the drop-in's own forward
+    warned: bool = False
+
+
+class Rematerialized(_Base):
+    """What a drop-in module has beside its model: `.plan` says how it trains inside its budget.
+
+    It comes first among the bases of a class whose others are the model's class and its bases.
+    """
+
+    __slots__ = ()
+    _fxremat: _Training
+
+    def __init_subclass__(cls, **_: Any) -> None:
+        """Nothing: what the model's classes do when a subclass is made is not for this one."""
 
     @property
-    def plan(self) -> Plan:
-        """The latest plan. Raises `FxrematError` before the first training call."""
-        if not self._backend.plans:
-            raise FxrematError(
-                "there is no plan yet: it is made at the first training call, or by compile(..., example_inputs=...)"
-            )
-        latest: Plan = self._backend.plans[-1]
-        return latest
+    def plan(self) -> Plan | None:
+        """The latest plan. None before the first training call, which makes it."""
+        plans = self._fxremat.backend.plans
+        return plans[-1] if plans else None
 
     @property
     def plans(self) -> tuple[Plan, ...]:
-        """Every plan so far: one for each combination of input shapes."""
-        return tuple(self._backend.plans)
+        """The latest plans, newest last: one for each combination of input shapes."""
+        return tuple(self._fxremat.backend.plans)
 
     @property
-    def training(self) -> bool:
-        """The model's own flag."""
-        return self._model.training if "_model" in self.__dict__ else True
+    def _compiled_call_impl(self) -> None:
+        """None: `model.compile()` changes how the model is called, not how this module is."""
 
-    @training.setter
-    def training(self, mode: bool) -> None:
-        if "_model" in self.__dict__:
-            self._model.training = mode
+    @_compiled_call_impl.setter
+    def _compiled_call_impl(self, function: Any) -> None:
+        self.__dict__["_compiled_call_impl"] = function
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward."""
-        if not (self.training and torch.is_grad_enabled()):
-            return self._model(*args, **kwargs)
-        return self._train(args, kwargs)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        training = self._fxremat
+        before = training.calls
+        result = super().__call__(*args, **kwargs)  # type: ignore[misc]
+        if training.calls == before and not training.warned and _trains(self) and not is_traced():
+            training.warned = True
+            warnings.warn(BYPASSED, stacklevel=2)
+        return result
 
-    def _train(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._check_trainable(args, kwargs)
-        weights = self._backend.prepare_weights([*_tensors((args, kwargs)), *self._model.parameters()])
-        if weights and not self._backend.only_plan:
-            self._settle(weights, args, kwargs)
+    def make_plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+        """Plan for these inputs without running the model. The model is not changed in any way."""
+        training = self._fxremat
+        if not training.model.training:
+            raise FxrematError(
+                "the model is in eval mode, where it runs as it is and needs no plan; call model.train() first"
+            )
+        training.backend.only_plan = True
         try:
-            with weights.seen_on_the_device() if weights else contextlib.nullcontext():
-                outputs = self._run(args, kwargs)
+            with torch.enable_grad():
+                self(*args, **kwargs)
         except PlannedOnly:
-            raise
-        except Exception as error:
-            if (clear := explained(error)) is None:
-                raise
-            raise clear.with_traceback(None) from clear.__cause__  # the way through dynamo would hide it
-        return _refuse_double_backward(outputs)
+            pass
+        finally:
+            training.backend.only_plan = False
+        if self.plan is None:
+            raise FxrematError(
+                "there is nothing to plan: the model's forward computes nothing that needs a gradient"
+            )
+        return self.plan
 
-    def _settle(self, weights: Weights, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Plan before the first step that updates weights itself, and move to the host those that live there."""
-        if not self._backend.plans:
-            self.make_plan(args, kwargs)
-        weights.settle(self._backend.hosted)
-        weights.begin()
-
-    def to_device(self) -> Rematerialized:
+    def to_device(self) -> Any:
         """Bring home, with offload_weights, what lives on the host: parameters and optimizer state, bit for bit.
 
         Then model and optimizer train without fxremat as they would have all along. The next training call of this
         module moves them to the host again.
         """
-        if self._backend.weights:
-            self._backend.weights.back_to_device()
+        if self._fxremat.backend.weights:
+            self._fxremat.backend.weights.back_to_device()
         return self
 
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with capture_settings():
-            try:
-                return self._compiled(*args, **kwargs)
-            except Exception as error:
-                if not set_up(self._model, graph_break_place(error) or ""):
-                    raise
-            return self._compiled(*args, **kwargs)
+    def compile(self, *_: Any, **__: Any) -> None:
+        """Warn that there is nothing to do: this module runs the graphs that its plan made."""
+        warnings.warn("this module is compiled by fxremat.compile; compile() changes nothing", stacklevel=2)
 
-    def make_plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
-        """Plan for these inputs without running the model. The model is not changed in any way."""
-        if not self.training:
-            raise FxrematError(
-                "the model is in eval mode, where it runs as it is and needs no plan; call model.train() first"
-            )
-        self._backend.only_plan = True
-        try:
-            with torch.enable_grad():
-                self._train(args, kwargs)
-        except PlannedOnly:
-            pass
-        finally:
-            self._backend.only_plan = False
-        return self.plan
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        made = drop_in(copy.deepcopy(self._fxremat.model, memo), self._fxremat.backend.options)
+        memo[id(self)] = made
+        return made
 
-    def _check_trainable(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        tensors = [*self._model.parameters(), *_tensors((args, kwargs))]
-        if not any(tensor.requires_grad for tensor in tensors):
-            raise FxrematError(
-                "nothing to train: no parameter and no input requires grad; "
-                "use model.eval() or torch.no_grad() to run the plain model"
-            )
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if "_model" not in self.__dict__:
-                raise
-            return getattr(self.__dict__["_model"], name)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's."""
-        return self._model.state_dict(*args, **kwargs)
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load into the model."""
-        return self._model.load_state_dict(*args, **kwargs)
-
-    def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        self._model._apply(*args, **kwargs)
-        return self
-
-    def train(self, mode: bool = True) -> Any:
-        """Set the model's mode."""
-        self._model.train(mode)
-        return self
-
-    def extra_repr(self) -> str:
-        """The budget."""
-        return f"mem={self._backend.mem!r}"
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Rematerialized:
-        return Rematerialized(copy.deepcopy(self._model, memo), self._backend.fresh())
-
-    def __reduce__(self) -> Any:
-        return Rematerialized, (self._model, self._backend.fresh())
+    def __reduce_ex__(self, _: Any) -> Any:
+        return drop_in, (self._fxremat.model, self._fxremat.backend.options)
 
 
-def _with_the_signature_of(model: type[nn.Module]) -> type[Rematerialized]:
-    """A class whose `forward` takes what the model's takes: trainers look there for the names of inputs and labels."""
+def drop_in(model: nn.Module, options: Options) -> Rematerialized:
+    """A module that is the model in all respects, and trains inside a budget."""
+    cls = _class_for(type(model))
+    made = object.__new__(cls)
+    object.__setattr__(made, "__dict__", model.__dict__)
+    own = model.__dict__.get("forward")
+    plain = own or types.MethodType(cast(Any, type(model).forward), model)
+    backend = Backend(options)
+    step = compiled_step(plain, backend, f"forward of {type(model).__name__}")
+    object.__setattr__(made, "_fxremat", _Training(model, own, plain, backend, step))
+    return cast(Rematerialized, made)
 
-    @functools.wraps(model.forward)
-    def forward(self: Rematerialized, *args: Any, **kwargs: Any) -> Any:
-        return Rematerialized.forward(self, *args, **kwargs)
 
-    return type("Rematerialized", (Rematerialized,), {"forward": forward, "__module__": __name__})
+_classes: weakref.WeakValueDictionary[type[nn.Module], type] = weakref.WeakValueDictionary()
+
+
+def _class_for(model: type[nn.Module]) -> type:
+    """The class of drop-in modules for models of a class: of the same name, module and signature of `forward`."""
+    if (known := _classes.get(model)) is not None:
+        return known
+    names = {
+        "__slots__": ("_fxremat",),
+        "__module__": model.__module__,
+        "__qualname__": model.__qualname__,
+        "__doc__": model.__doc__,
+        "forward": _Forward(model),
+    }
+    made = types.new_class(model.__name__, (Rematerialized, model), exec_body=lambda body: body.update(names))
+    _classes[model] = made
+    return made
+
+
+class _Forward:
+    """The descriptor of `forward`: a trainer's wrapper, set on the instance later, comes before ours, and calls it.
+
+    At the class it is a function with the signature of the model's: trainers look there for the names of inputs.
+    """
+
+    def __init__(self, model: type[nn.Module]) -> None:
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return _forward(self, args, kwargs)
+
+        signed = functools.wraps(model.forward)(forward)
+        self.function = functools.wraps(model.forward)(outside_graphs(signed, INSIDE))
+
+    def __get__(self, module: Any, owner: type) -> Any:
+        if module is None:
+            return self.function
+        own = module.__dict__.get("forward")
+        if own is None or own is module._fxremat.own:
+            return types.MethodType(self.function, module)
+        return own
+
+    def __set__(self, module: Any, function: Any) -> None:
+        module.__dict__["forward"] = function
+
+    def __delete__(self, module: Any) -> None:
+        del module.__dict__["forward"]
+
+
+def _trains(module: Any) -> bool:
+    return module.training and torch.is_grad_enabled()
+
+
+def _forward(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The model's forward, planned where it trains."""
+    try:
+        training: _Training = module._fxremat
+    except AttributeError:
+        raise FxrematError(
+            "this copy of a compiled module was made without fxremat's knowledge (DataParallel copies modules so); "
+            "use copy.deepcopy, or DistributedDataParallel around the compiled module"
+        ) from None
+    training.calls += 1
+    if not _trains(module) or is_traced():
+        return training.plain(*args, **kwargs)
+    backend = training.backend
+    weights = None
+    if backend.options.optimizer is not None:
+        _check_trainable(training.model, args, kwargs)
+        weights = backend.prepare_weights([*_tensors((args, kwargs)), *training.model.parameters()])
+        if weights and not backend.only_plan:
+            _settle(module, weights, args, kwargs)
+    try:
+        with weights.seen_on_the_device() if weights else contextlib.nullcontext():
+            outputs = _run(training, args, kwargs)
+    except PlannedOnly:
+        raise
+    except Exception as error:
+        _check_trainable(training.model, args, kwargs)
+        if (clear := explained(error)) is None:
+            raise
+        raise clear.with_traceback(None) from clear.__cause__  # the way through dynamo would hide it
+    return _refuse_double_backward(outputs)
+
+
+def _run(training: _Training, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    try:
+        return training.step(*args, **kwargs)
+    except Exception as error:
+        if not set_up(training.model, graph_break_place(error) or ""):
+            raise
+    return training.step(*args, **kwargs)
+
+
+def _settle(module: Any, weights: Weights, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Plan before the first step that updates weights itself, and move to the host those that live there."""
+    backend = module._fxremat.backend
+    if not backend.plans:
+        module.make_plan(args, kwargs)
+    weights.settle(backend.hosted)
+    weights.begin()
+
+
+def _check_trainable(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    tensors = [*model.parameters(), *_tensors((args, kwargs))]
+    if not any(tensor.requires_grad for tensor in tensors):
+        raise FxrematError(
+            "nothing to train: no parameter and no input requires grad; "
+            "use model.eval() or torch.no_grad() to run the plain model"
+        )
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
     leaves = torch.utils._pytree.tree_leaves(value)
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 

@@ -1,0 +1,33 @@
+"""What a budget means in bytes, for a model on a device."""
+
+from __future__ import annotations
+
+import torch
+
+from fxremat.errors import InvalidBudget
+from fxremat.units import Auto, Budget, Bytes, Percent
+
+AUTO_MARGIN = 0.05  # share of the free memory that mem="auto" leaves alone
+
+
+def bytes_of(budget: Budget, keep_all: int, device: torch.device) -> int:
+    """The bytes of a budget, where keeping everything takes `keep_all` bytes. Raises `InvalidBudget`."""
+    match budget:
+        case Bytes(count):
+            return count
+        case Percent(share):
+            return int(keep_all * share / 100)
+        case Auto():
+            return free_bytes(device)
+
+
+def free_bytes(device: torch.device) -> int:
+    """What a CUDA device has free now, the allocator's own reserve included, less a margin."""
+    if device.type != "cuda":
+        raise InvalidBudget(
+            f'mem="auto" reads the free memory of a CUDA device, and this model is on {device.type}; '
+            'give bytes, such as mem="4GiB", or a share, such as mem="60%"'
+        )
+    free, _ = torch.cuda.mem_get_info(device)
+    reserve = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int((free + reserve) * (1 - AUTO_MARGIN))

@@ -1,0 +1,65 @@
+"""Outputs that the loss does not use: what they alone depend on gets no gradient, as in eager PyTorch.
+
+Where the caller uses some outputs of a step and not others, autograd hands the step zeros for the others, and the
+parameters that only those depend on would get gradients of zeros, which weight decay and momentum act on. So
+
+    call        a hook before the step's backward sees which outputs are given no gradient
+    backward    which runs next, on the same thread, returns None for what is computed from those outputs alone
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence, Set
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from fxremat._torch import is_compiled_backward
+
+_NONE: frozenset[int] = frozenset()
+_seen = threading.local()  # .unused: positions of outputs, from the hook to the backward
+
+
+def telling_unused(step: Callable[..., Sequence[Any]], trained: Sequence[int]) -> Callable[..., Sequence[Any]]:
+    """A compiled step that tells its backward which of its trained outputs are given no gradient.
+
+    Args:
+        trained: positions of the outputs that require grad. Those that AOTAutograd makes again as views of another
+            value count as used.
+    """
+
+    def call(*inputs: Any) -> Sequence[Any]:
+        outputs = step(*inputs)
+        places: dict[Any, dict[int, int]] = {}
+        for position in trained:
+            node = outputs[position].grad_fn
+            if node is not None and is_compiled_backward(node):
+                places.setdefault(node, {})[outputs[position].output_nr] = position
+        for node, positions in places.items():
+            node.register_prehook(partial(_remember, positions))
+        return outputs
+
+    return call
+
+
+def _remember(positions: dict[int, int], gradients: Sequence[Tensor | None]) -> None:
+    _seen.unused = frozenset(position for place, position in positions.items() if gradients[place] is None)
+
+
+def unused_outputs() -> frozenset[int]:
+    """Positions of the outputs without a gradient, for the backward that begins now."""
+    unused: frozenset[int] = getattr(_seen, "unused", _NONE)
+    _seen.unused = _NONE
+    return unused
+
+
+def without(
+    gradients: Sequence[Any], needs: Sequence[Set[int | None]], unused: Set[int | None]
+) -> Sequence[Any]:
+    """The gradients that a backward returns; None for those that are computed from unused outputs alone."""
+    if not unused:
+        return gradients
+    pairs = zip(gradients, needs, strict=True)
+    return tuple(None if needed and needed <= unused else gradient for gradient, needed in pairs)
