@@ -7,7 +7,6 @@ import functools
 import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
@@ -169,23 +168,34 @@ def outside_graphs(function: Callable[..., Any], reason: str) -> Callable[..., A
     return disabled
 
 
-def is_traced() -> bool:
-    """Whether something else records what is called now: torch.export, fx or jit tracing, or torch.func.
+def is_traced() -> str | None:
+    """What else records or transforms what is called now: torch.export, fx, jit or torch.func; None: nothing.
 
-    `torch.fx._symbolic_trace.is_fx_symbolic_tracing`, `torch._C._is_tracing` and `torch._C._functorch.peek_interpreter_stack`
-    (2.11, 2.13).
+    `torch.fx._symbolic_trace.is_fx_symbolic_tracing`, `torch._C._is_tracing` and
+    `torch._C._functorch.peek_interpreter_stack` (2.11, 2.13).
     """
     from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 
-    return bool(
-        torch.compiler.is_exporting()
-        or is_fx_symbolic_tracing()
-        or torch._C._is_tracing()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-    )
+    if torch.compiler.is_exporting():
+        return "torch.export"
+    if is_fx_symbolic_tracing():
+        return "torch.fx"
+    if torch._C._is_tracing():
+        return "torch.jit"
+    return None if torch._C._functorch.peek_interpreter_stack() is None else "torch.func"
 
 
-def capture_settings() -> AbstractContextManager[Any]:
+def compiled_frame() -> int | None:
+    """A number of the function that dynamo compiles now, equal when it does so again; None outside of dynamo.
+
+    `torch._guards.CompileContext.current_compile_id().frame_id` (2.11, 2.13).
+    """
+    compiled = torch._guards.CompileContext.current_compile_id()
+    return None if compiled is None else compiled.frame_id
+
+
+@contextlib.contextmanager
+def capture_settings() -> Iterator[None]:
     """While tracing: one graph a shape however many shapes, and logging calls that do not break the graph.
 
     `recompile_limit` (2.11, 2.13) counts all graphs of one forward. The setting for logging has had two names
@@ -205,8 +215,23 @@ def capture_settings() -> AbstractContextManager[Any]:
         "ignore_logging_functions": ignored,
     }
     known = {name: value for name, value in settings.items() if hasattr(dynamo_config, name)}
-    patch: AbstractContextManager[Any] = dynamo_config.patch(known)
-    return patch
+    with dynamo_config.patch(known), _silent("torch._subclasses.fake_tensor"):
+        yield
+
+
+@contextlib.contextmanager
+def _silent(logger: str) -> Iterator[None]:
+    """Keep a logger of torch from printing the traceback of an error that is raised, and explained, anyway."""
+    import logging
+
+    def nothing(_: logging.LogRecord) -> bool:
+        return False
+
+    logging.getLogger(logger).addFilter(nothing)
+    try:
+        yield
+    finally:
+        logging.getLogger(logger).removeFilter(nothing)
 
 
 def logging_functions() -> set[Callable[..., Any]]:
@@ -236,6 +261,16 @@ def backend_failure(error: BaseException) -> BaseException | None:
     return error.inner_exception if isinstance(error, exc.BackendCompilerFailed) else None
 
 
+def needs_data(error: BaseException) -> bool:
+    """Whether tracing failed because a number that it needed depends on data, and dynamo did not say where.
+
+    `torch.fx.experimental.symbolic_shapes.GuardOnDataDependentSymNode` (2.11, 2.13).
+    """
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    return isinstance(error, GuardOnDataDependentSymNode)
+
+
 def graph_break_place(error: BaseException) -> str | None:
     """`file:line in function: code` that dynamo could not trace; None if the error is something else.
 
@@ -250,11 +285,11 @@ def graph_break_place(error: BaseException) -> str | None:
 
 
 def _place(stack: Iterable[Any]) -> str | None:
-    """The last frame outside of torch and of fxremat, or of all where there is none."""
-    ours = tuple(os.path.dirname(path) + os.sep for path in (torch.__file__, __file__))
-    stack = list(stack)
-    frames = [frame for frame in stack if not frame.filename.startswith(ours)] or stack
-    frame = frames[-1] if frames else None
+    """The last frame outside of torch, or of torch's own where there is none; never one of fxremat."""
+    torchs, ours = (os.path.dirname(path) + os.sep for path in (torch.__file__, __file__))
+    frames = [frame for frame in stack if not frame.filename.startswith(ours)]
+    outside = [frame for frame in frames if not frame.filename.startswith(torchs)] or frames
+    frame = outside[-1] if outside else None
     return f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" if frame else None
 
 

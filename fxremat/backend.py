@@ -18,6 +18,7 @@ from torch import fx
 from fxremat._torch import (
     aot_backend,
     boxed,
+    compiled_frame,
     device_name,
     differentiate_as_eager,
     graph_break_after,
@@ -43,7 +44,7 @@ from fxremat.planner import order_for_measuring, survey
 from fxremat.plans import Plan, Whole
 from fxremat.runtime.beside_loss import BesideLoss, check_runs_again, outputs_beside_loss
 from fxremat.runtime.host import default_tier
-from fxremat.runtime.parts import marking_part, refuse_second_part
+from fxremat.runtime.parts import Part
 from fxremat.runtime.unused import telling_unused, unused_outputs, without
 from fxremat.runtime.weights import Weights, check_unscaled
 from fxremat.training import best_within, resident_peak
@@ -307,7 +308,6 @@ def fxremat(
     if "mem" not in given:
         raise InvalidBudget('the fxremat backend needs a budget: torch.compile(..., options={"mem": "4GiB"})')
     backend = Backend(options_of(**given))
-    refuse_second_part(inputs, options)
-    step = backend(module, inputs)
-    place = graph_break_after(module)
-    return step if place is None else marking_part(step, place, options)
+    part = Part(settings=options, frame=compiled_frame(), broken_at=graph_break_after(module))
+    part.refuse_if_second(inputs)
+    return part.marking(backend(module, inputs))

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import re
 
-from fxremat._torch import backend_failure, graph_break_place, planning_error
+from fxremat._torch import backend_failure, graph_break_place, needs_data, planning_error
 from fxremat.errors import CaptureError, FxrematError
 
 ADVICE = (  # a pattern of the place and the reason, and what to do; the first that fits is given
     ("layerdrop", "Set layerdrop to 0 in the model's config (encoder_layerdrop, decoder_layerdrop)"),
+    (r"requires_grad_\(", "Call requires_grad_() on the input before the call"),
     (
         r"gradient_checkpointing|requires_grad = True",
         "Call model.gradient_checkpointing_disable() (the plan decides what runs again), or set no requires_grad",
@@ -30,7 +31,6 @@ ADVICE = (  # a pattern of the place and the reason, and what to do; the first t
     (r"[Ss]parse", "Use dense gradients (sparse=False)"),
     (r"manual_seed|[gs]et_rng_state|Generator", "Seed before the call, and draw from the default generator"),
     (r"print\(|Logger|reorderable", "Leave messages out of forward"),
-    (r"\b(Runtime|Type|Index|Value)Error: ", "Check that the plain model takes these inputs"),
     (
         r"[Dd]ata-dependent|\.item\(|\.tolist\(|nonzero",
         "Keep what depends on the values of tensors (branches, .item(), sizes) out of forward",
@@ -60,15 +60,39 @@ def explained(error: Exception) -> FxrematError | None:
         error = CaptureError(f"the model's graph cannot be differentiated or planned: {what}. {advice(what)}")
         error.__cause__ = inner
         return error
-    if (place := graph_break_place(error)) is not None:
-        where = f"{place} ({_first_line(error)})"
-        return CaptureError(f"the model is not one graph: tracing stops at {where}. {advice(where)}")
-    return None
+    place = graph_break_place(error)
+    if needs_data(error):
+        return CaptureError(
+            f"the model is not one graph: what it does depends on the values of tensors{f' at {place}' if place else ''} "
+            f"({_first_line(error)}). Keep branches and sizes that depend on values out of forward, or compile a "
+            "submodule instead"
+        )
+    if place is None:
+        return None
+    if (own := _own_error(error)) is not None:
+        return CaptureError(
+            f"the model fails on these inputs at {place}: {own}. Check that the plain model takes these inputs, or "
+            "compile a submodule instead"
+        )
+    where = f"{place} ({_first_line(error)})"
+    return CaptureError(f"the model is not one graph: tracing stops at {where}. {advice(where)}")
+
+
+def _own_error(error: BaseException) -> str | None:
+    """The error that the model itself raises, as `ValueError: ...`; None where tracing is what fails.
+
+    Dynamo reports an op that does not take its inputs as one on fake tensors, and an exception that nothing inside of
+    the model catches as observed.
+    """
+    text = str(error)
+    if inside := re.search(r"fake tensors: .* got (\w+)\(['\"](.*)['\"]\)", text):
+        return f"{inside[1]}: {inside[2]}".rstrip(".")
+    if raised := re.search(r"raised exception (\w+)\(\[.*?: ['\"](.*?)['\"]\)", text):
+        return f"{raised[1]}: {raised[2]}".rstrip(".")
+    line = _first_line(error)
+    return line.rstrip(".") if re.match(r"(Runtime|Type|Index|Value)Error: ", line) else None
 
 
 def _first_line(error: BaseException) -> str:
-    """Of the message; of the error inside, where an op cannot work on inputs of these shapes."""
     text = str(error).strip()
-    if inside := re.search(r"fake tensors: .* got (\w+)\(['\"](.*)['\"]\)", text):
-        return f"{inside[1]}: {inside[2]}"
     return text.splitlines()[0] if text else type(error).__name__

@@ -45,6 +45,9 @@ BYPASSED = (
     "this training call never reached fxremat: `forward` was replaced after fxremat.compile, so that no budget held; "
     "compile the model again"
 )
+UNDER_TRANSFORM = (
+    "under a transform of torch.func (grad, vmap, ...) the plain model runs: fxremat's budget does not hold there"
+)
 
 
 @dataclass(eq=False)
@@ -90,15 +93,6 @@ class Rematerialized(_Base):
     @_compiled_call_impl.setter
     def _compiled_call_impl(self, function: Any) -> None:
         self.__dict__["_compiled_call_impl"] = function
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        training = self._fxremat
-        before = training.calls
-        result = super().__call__(*args, **kwargs)  # type: ignore[misc]
-        if training.calls == before and not training.warned and _trains(self) and not is_traced():
-            training.warned = True
-            warnings.warn(BYPASSED, stacklevel=2)
-        return result
 
     def make_plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
         """Plan for these inputs without running the model. The model is not changed in any way."""
@@ -157,6 +151,17 @@ def drop_in(model: nn.Module, options: Options) -> Rematerialized:
     return cast(Rematerialized, made)
 
 
+def _call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """`Module.__call__`, which sees to hooks; a training call that never reaches our forward is told of, once."""
+    training: _Training = self._fxremat
+    before = training.calls
+    result = nn.Module.__call__(self, *args, **kwargs)
+    if training.calls == before and not training.warned and _trains(self) and is_traced() is None:
+        training.warned = True
+        warnings.warn(BYPASSED, stacklevel=2)
+    return result
+
+
 _classes: weakref.WeakValueDictionary[type[nn.Module], type] = weakref.WeakValueDictionary()
 
 
@@ -170,6 +175,7 @@ def _class_for(model: type[nn.Module]) -> type:
         "__qualname__": model.__qualname__,
         "__doc__": model.__doc__,
         "forward": _Forward(model),
+        "__call__": outside_graphs(_call, INSIDE),
     }
     made = types.new_class(model.__name__, (Rematerialized, model), exec_body=lambda body: body.update(names))
     _classes[model] = made
@@ -194,7 +200,7 @@ class _Forward:
             return self.function
         own = module.__dict__.get("forward")
         if own is None or own is module._fxremat.own:
-            return types.MethodType(self.function, module)
+            return self.function.__get__(module, owner)
         return own
 
     def __set__(self, module: Any, function: Any) -> None:
@@ -218,7 +224,12 @@ def _forward(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             "use copy.deepcopy, or DistributedDataParallel around the compiled module"
         ) from None
     training.calls += 1
-    if not _trains(module) or is_traced():
+    if not _trains(module):
+        return training.plain(*args, **kwargs)
+    if (tracer := is_traced()) is not None:
+        if tracer == "torch.func" and not training.warned:
+            training.warned = True
+            warnings.warn(UNDER_TRANSFORM, stacklevel=3)
         return training.plain(*args, **kwargs)
     backend = training.backend
     weights = None
