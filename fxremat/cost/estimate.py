@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -20,7 +20,7 @@ from torch.utils.flop_counter import flop_registry
 
 from fxremat.cost.table import Costs, OpCost, costs_from, device_of
 from fxremat.errors import FxrematError
-from fxremat.linearize.joint import Joint, Op, tensors_of
+from fxremat.linearize.joint import Joint, Op, storage_bytes, tensors_of
 
 REACHED = 0.6  # share of its peak flops that a device reaches on large matrix products
 STREAMED = 0.8  # share of its peak bandwidth that a device reaches on long arrays
@@ -35,6 +35,7 @@ TWICE = (
 COPYING = ("linalg_", "_linalg_", "lu_", "cholesky", "triangular_solve", "_fft_", "ormqr", "orgqr", "geqrf")
 """How the names of ops begin that copy what they read and write once, at most."""
 MATRIX_EXP = 12  # copies of its input that a matrix exponential works with
+CHANNEL_BLOCK = 16
 SMALL = 1024  # bytes of pivots, flags and scalars beside such copies
 CPU_ATTENTION = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: torch.ops.aten._scaled_dot_product_flash_attention,
@@ -107,18 +108,38 @@ def cost_of(op: Op, joint: Joint, device: Device, *, safe: bool = False) -> OpCo
     rate = (device.half_flops if half else device.flops) * REACHED
     moved = passes * read + written
     seconds = device.launch + max(flops_of(op.node) / rate, moved / (STREAMED * device.bandwidth))
-    workspace = _workspace(op.node, read, written)
-    return OpCost(seconds, max(workspace, read + written + SMALL) if safe else workspace)
+    workspace = _workspace(op.node, device, read, written)
+    outputs = _outputs(op.node)
+    return OpCost(seconds, max(workspace, read + written + SMALL) if safe else workspace, outputs)
 
 
-def _workspace(node: fx.Node, read: int, written: int) -> int:
+def _workspace(node: fx.Node, device: Device, read: int, written: int) -> int:
     name = getattr(_packet(node), "__name__", "")
     if "matrix_exp" in name:
         return MATRIX_EXP * read + SMALL
     if name.startswith(COPYING):
         return read + written + SMALL
-    on_cpu = any(t is not None and t.device.type == "cpu" for t in tensors_of(node))
-    return read + written if on_cpu and name in ("convolution", "convolution_backward") else 0
+    if name.startswith("_embedding_bag") and "backward" in name:  # gathers the bags that are not empty
+        return 3 * _bytes(cast(fx.Node, node.args[0])) + read + SMALL
+    if device.name != "cpu" or name not in ("convolution", "convolution_backward"):
+        return 0
+    return sum(_blocked(t) for n in (*node.all_input_nodes, node) for t in tensors_of(n) if t is not None)
+
+
+def _outputs(node: fx.Node) -> tuple[int, ...]:
+    """Bytes of the outputs' storages where they are more than their shapes need; else empty.
+
+    `copy` into a view (functionalized from `y[0] = x`) clones the whole storage behind the view.
+    """
+    target = node.args[0] if node.target is torch.ops.aten.copy.default else None
+    return (storage_bytes(target.meta["val"]),) if isinstance(target, fx.Node) else ()
+
+
+def _blocked(tensor: torch.Tensor) -> int:
+    """Bytes of a tensor in the layout of a CPU's convolutions, whose channels come in blocks."""
+    size = tensor.numel() * tensor.element_size()
+    channels = tensor.shape[1] if tensor.dim() > 1 else 0
+    return size // channels * (-(-channels // CHANNEL_BLOCK) * CHANNEL_BLOCK) if channels else size
 
 
 def _bytes(node: fx.Node) -> int:
