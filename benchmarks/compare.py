@@ -76,6 +76,7 @@ def _row(case: Case, percent: float, mem: int, plain_peak: int, steps: int, devi
         [meter.step_from_none(plain, batch), meter.step_from_none(ours, batch)], repeats=steps, clock=clock
     )
     plain.zero_grad()
+    assert ours.plan is not None
     measured = Measured(
         measured_peak=meter.model_peak(ours, batch, device),
         predicted_peak=ours.plan.predicted_peak,

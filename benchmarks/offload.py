@@ -90,7 +90,9 @@ def measure(name: str, rounds: int) -> list[Row]:
             step = meter.training_step(model, batch)
             step()
             model.zero_grad(set_to_none=True)
-            plan, swapped = model.plan, model.plan.chosen.swapped
+            plan = model.plan
+            assert plan is not None
+            swapped = plan.chosen.swapped
             rows.append(
                 {
                     "model": name, "way": way, "speed": speed, "percent": percent, "mem": mem,

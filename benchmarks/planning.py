@@ -80,6 +80,7 @@ def _planning(name: str) -> dict[str, float]:
         model, mem="75%" if name == "of 200 blocks" else "45%", example_inputs=batch, progress=False
     )
     seconds = time.perf_counter() - start
+    assert compiled.plan is not None
     ops = len(compiled.plan.program.layout.joint.ops)
     size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {"seconds": seconds, "bytes": size, "ops": ops}

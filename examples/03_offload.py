@@ -135,6 +135,8 @@ def compare(name: str, make: Callable[[], nn.Module], batch: Tensor) -> tuple[nn
         mem = int(ABOVE * error.minimum)
     alone = fxremat.compile(plain, mem=mem, example_inputs=batch)
     both = fxremat.compile(plain, mem=mem, example_inputs=batch, offload=True)
+    assert alone.plan is not None
+    assert both.plan is not None
     seconds = steps([plain, alone, both], batch)
     print(f"{name} in {mem / 2**20:.1f} MiB, {mem / alone.plan.keep_all_peak:.0%} of keeping everything")
     print(f"  recomputing alone     {seconds[1] / seconds[0]:.2f}x of a plain step")

@@ -148,8 +148,8 @@ def compiled_step(
         return forward(*args, **kwargs)
 
     call.__code__ = call.__code__.replace(co_name=name)
-    context = torch._dynamo.optimize(backend=backend, nopython=True, dynamic=False)
-    inner: Any = context.callback
+    context: Any = torch._dynamo.optimize(backend=backend, nopython=True, dynamic=False)
+    inner = context.callback
 
     @functools.wraps(inner)
     def capture(*args: Any, **kwargs: Any) -> Any:
@@ -303,11 +303,12 @@ def allocations(call: Callable[[], T], device: torch.device) -> tuple[T, list[in
     from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
 
     settings: Any = (False, True, False, False, False, _ExperimentalConfig())  # memory alone
-    torch.autograd._enable_profiler_legacy(ProfilerConfig(ProfilerState.CPU, *settings))
+    autograd: Any = torch.autograd
+    autograd._enable_profiler_legacy(ProfilerConfig(ProfilerState.CPU, *settings))
     try:
         result = call()
     finally:
-        threads = torch.autograd._disable_profiler_legacy()
+        threads = autograd._disable_profiler_legacy()
     name = "cuda_memory_usage" if device.type == "cuda" else "cpu_memory_usage"
     events = (event for thread in threads for event in thread if event.kind() == "memory_alloc")
     return result, [size for event in events if (size := getattr(event, name)())]
@@ -318,7 +319,8 @@ def unprofiled(work: Callable[[], T]) -> T:
 
     `torch.autograd._profiler_enabled` (2.11, 2.13); what a profiler records is a thread's own setting.
     """
-    if not torch.autograd._profiler_enabled():
+    autograd: Any = torch.autograd
+    if not autograd._profiler_enabled():
         return work()
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(work).result()

@@ -18,6 +18,7 @@ from fxremat.options import CompileOptions, options_of
 from fxremat.plans import Plan
 from fxremat.runtime.module import Rematerialized, drop_in
 
+
 def compile(  # the name users know from torch.compile
     model: nn.Module,
     mem: int | str,

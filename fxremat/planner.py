@@ -134,7 +134,7 @@ def survey(
 
 
 def order_for_measuring(joint: Joint, device: Device, budget: Budget) -> Sequence[int]:
-    """The ops in an order in which the step fits into the budget, as far as estimates tell, before anything is measured.
+    """The ops in an order in which the step fits into the budget, as far as estimates tell.
 
     The captured order where that needs no more than the budget, else that of a program of nearly the least memory.
     """

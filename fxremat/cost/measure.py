@@ -209,13 +209,17 @@ def measured(node: fx.Node, call: Call, device: torch.device) -> tuple[OpCost, A
         peak, result = peak_of(largest, device)
         cost = _cost(seconds, peak, result, device, new=True)
         return cost, result if largest is call else call()
+    seconds, peak = _on_a_copy(call, device)
+    result = call()
+    return _cost(seconds, peak, result, device, new=False), result
+
+
+def _on_a_copy(call: Call, device: torch.device) -> tuple[float, int]:
+    """Seconds and peak of a call that overwrites its operand, from runs that overwrite a copy."""
     scratch = torch.empty_like(call.args[0]).copy_(call.args[0])
     trial = _on(scratch, call)
     seconds = seconds_of(trial, device, prepare=lambda: scratch.copy_(call.args[0]))
-    peak, _ = peak_of(trial, device)
-    del scratch, trial, _
-    result = call()
-    return _cost(seconds, peak, result, device, new=False), result
+    return seconds, peak_of(trial, device)[0]
 
 
 def _on(operand: torch.Tensor, call: Call) -> Call:

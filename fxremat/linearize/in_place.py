@@ -6,8 +6,8 @@ A sum of gradients, a ReLU's backward or a dropout's needs three buffers where t
 it overwrites has one reader, so it may do so in whatever order a plan runs the backward. The numbers are the same:
 the same kernel reads each element before it writes it, provided that the result has the layout that a new one would
 have: what reads it next may add in another order otherwise. Fake tensors do not always know the real layouts, so the
-measuring walk compares them and takes back what they do not bear out (`cost.measure`). In the books the result is a value of its own, and the op's
-workspace is negative by the bytes that it takes over (`cost.table.costs_from`).
+measuring walk compares them and takes back what they do not bear out (`cost.measure`). In the books the result is a
+value of its own, and the op's workspace is negative by the bytes that it takes over (`cost.table.costs_from`).
 """
 
 from __future__ import annotations

@@ -62,8 +62,9 @@ def explained(error: Exception) -> FxrematError | None:
         return error
     place = graph_break_place(error)
     if needs_data(error):
+        where = f" at {place}" if place else ""
         return CaptureError(
-            f"the model is not one graph: what it does depends on the values of tensors{f' at {place}' if place else ''} "
+            f"the model is not one graph: what it does depends on the values of tensors{where} "
             f"({_first_line(error)}). Keep branches and sizes that depend on values out of forward, or compile a "
             "submodule instead"
         )

@@ -35,7 +35,10 @@ from fxremat.runtime.advice import explained
 from fxremat.runtime.libraries import set_up
 from fxremat.runtime.weights import Weights
 
-_Base = nn.Module if TYPE_CHECKING else object  # at run time the other bases are those of the model
+if TYPE_CHECKING:
+    _Base = nn.Module
+else:
+    _Base = object  # at run time the other bases are those of the model
 
 INSIDE = (
     "a model that fxremat.compile returned plans its own graph within its own budget; it cannot be a part of another "
@@ -73,7 +76,7 @@ class Rematerialized(_Base):
     _fxremat: _Training
 
     def __init_subclass__(cls, **_: Any) -> None:
-        """Nothing: what the model's classes do when a subclass is made is not for this one."""
+        """Do nothing: what the model's classes do when a subclass is made is not for this one."""
 
     @property
     def plan(self) -> Plan | None:
@@ -141,7 +144,7 @@ class Rematerialized(_Base):
 def drop_in(model: nn.Module, options: Options) -> Rematerialized:
     """A module that is the model in all respects, and trains inside a budget."""
     cls = _class_for(type(model))
-    made = object.__new__(cls)
+    made: Any = object.__new__(cls)
     object.__setattr__(made, "__dict__", model.__dict__)
     own = model.__dict__.get("forward")
     plain = own or types.MethodType(cast(Any, type(model).forward), model)
@@ -193,7 +196,7 @@ class _Forward:
             return _forward(self, args, kwargs)
 
         signed = functools.wraps(model.forward)(forward)
-        self.function = functools.wraps(model.forward)(outside_graphs(signed, INSIDE))
+        self.function: Any = functools.wraps(model.forward)(outside_graphs(signed, INSIDE))
 
     def __get__(self, module: Any, owner: type) -> Any:
         if module is None:

@@ -32,7 +32,7 @@ class Part:
             outputs = step(*inputs)
             for output in outputs:
                 if isinstance(output, Tensor) and output.grad_fn is not None:
-                    output.grad_fn.metadata[MARK] = self
+                    _metadata(output.grad_fn)[MARK] = self
             return outputs
 
         return call
@@ -43,7 +43,7 @@ class Part:
         seen = set(stack)
         while stack:
             node = stack.pop()
-            other = node.metadata.get(MARK)
+            other = _metadata(node).get(MARK)
             if other is not None and other.settings is self.settings and other.frame != self.frame:
                 where = other.broken_at or "some line (TORCH_LOGS=graph_breaks shows it)"
                 raise CaptureError(
@@ -53,3 +53,9 @@ class Part:
             before = [parent for parent, _ in node.next_functions if parent is not None]
             stack += [parent for parent in before if parent not in seen]
             seen.update(before)
+
+
+def _metadata(node: Any) -> dict[str, Any]:
+    """What Python code may keep with a node of autograd's graph."""
+    found: dict[str, Any] = node.metadata
+    return found

@@ -1,4 +1,4 @@
-"""Costs come from the step's real values: budgets hold where workspaces depend on data, and no op's taste refuses a model."""
+"""Costs come from the step's real values: budgets hold where workspaces depend on data, and no op refuses a model."""
 
 from __future__ import annotations
 
@@ -140,7 +140,10 @@ TRAINED: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...]]] = {
         lambda: Layers(lambda m, x: torch.linalg.solve(m.p, m.l(x).T), l=linear(), p=nn.Parameter(square())),
         (rows(),),
     ),
-    "slogdet": (lambda: Layers(lambda m, x: torch.linalg.slogdet(m.p)[1] * m.l(x), l=linear(), p=nn.Parameter(square())), (rows(),)),
+    "slogdet": (
+        lambda: Layers(lambda m, x: torch.linalg.slogdet(m.p)[1] * m.l(x), l=linear(), p=nn.Parameter(square())),
+        (rows(),),
+    ),
     "cholesky of an input": (
         lambda: Layers(lambda m, x: (torch.linalg.cholesky(x) * m.p).sum(), p=nn.Parameter(torch.ones(WIDTH))),
         (square(),),
@@ -256,7 +259,7 @@ def walked(joint: Joint, given: tuple[Tensor, ...], order: list[int] | None = No
 def test_a_walk_computes_what_the_model_does_in_any_order_and_frees_what_is_not_read_again() -> None:
     model = Loss(Stack(dropout=0.0))
     joint = capture(model, rows())
-    parameters = [p for p in model.parameters()]
+    parameters = list(model.parameters())
     given = tuple(_in_the_graphs_order(joint, [rows(), *parameters]))
     found = walked(joint, given)
     loss = next(op.index for op in reversed(joint.forward_ops) if joint.output_values.intersection(op.writes))

@@ -1,4 +1,4 @@
-"""The returned module is the model: its class, its attributes, its hooks; and no training call goes by without a budget."""
+"""The returned module is the model: its class, attributes and hooks; and no training call escapes the budget unsaid."""
 
 from __future__ import annotations
 
