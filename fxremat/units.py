@@ -8,6 +8,7 @@ parse_budget("60%")  == Percent(of_keep_all=60.0)
 import math
 import re
 from dataclasses import dataclass
+from numbers import Integral
 
 from fxremat.errors import InvalidBudget
 
@@ -18,6 +19,8 @@ _FACTORS = {
 }  # fmt: skip
 _AMOUNT = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]+|%)?\s*", re.ASCII)
 _MOST = 2**53  # 8 PiB: up to here a size is exact as a float, too
+_MOST_DIGITS = 400  # of a number in a text; Python refuses to read integers of more than 4,300
+_FEW = 1024  # bytes: a float of less was hardly meant as a number of bytes
 
 
 @dataclass(frozen=True)
@@ -44,12 +47,12 @@ Budget = Bytes | Percent | Auto
 
 def parse_bytes(size: int | str) -> int:
     """The number of bytes that `size` means, a whole number above 0, rounded down. Raises `InvalidBudget`."""
-    if isinstance(size, int) and not isinstance(size, bool):
-        return _within_limits(size, size)
+    if (whole := integer(size)) is not None:
+        return _within_limits(whole, size)
     match = _AMOUNT.fullmatch(size) if isinstance(size, str) else None
     if match is None or match[2] == "%":
         raise _not_a_size(size)
-    number, unit = match[1], (match[2] or "").upper()
+    number, unit = match[1][:_MOST_DIGITS], (match[2] or "").upper()
     if not unit and number.isdigit():
         return _within_limits(int(number), size)
     if unit not in _FACTORS:
@@ -69,10 +72,11 @@ def parse_budget(mem: object) -> Budget:
             if share <= 0 or math.isinf(share):
                 raise _not_a_budget(mem)
             return Percent(share)
-    if not isinstance(mem, int | str):
+    size = mem if isinstance(mem, str) else integer(mem)
+    if size is None:
         raise _not_a_budget(mem)
     try:
-        return Bytes(parse_bytes(mem))
+        return Bytes(parse_bytes(size))
     except InvalidBudget:
         raise _not_a_budget(mem) from None
 
@@ -85,6 +89,13 @@ def format_bytes(count: int) -> str:
     return f"{count} B"
 
 
+def integer(given: object) -> int | None:
+    """`given` as an int where it is one, numpy's included; a bool is none."""
+    if isinstance(given, bool) or not isinstance(given, Integral):
+        return None
+    return int(given)
+
+
 def _within_limits(count: int, given: object) -> int:
     if not 0 < count <= _MOST:
         raise _not_a_size(given)
@@ -92,10 +103,36 @@ def _within_limits(count: int, given: object) -> int:
 
 
 def _not_a_size(given: object) -> InvalidBudget:
-    return InvalidBudget(f'{given!r} is not a number of bytes above 0; write "4GiB", "300MB" or 4294967296')
+    forms = '"4GiB", "300MB" or 4294967296'
+    return InvalidBudget(f"{shortened(given)} is not a number of bytes above 0; write {_meant(given)}{forms}")
 
 
 def _not_a_budget(given: object) -> InvalidBudget:
-    return InvalidBudget(
-        f'mem={given!r} is not a budget; write "4GiB", "300MB", 4294967296 (bytes), "60%" or "auto"'
-    )
+    forms = '"4GiB", "300MB", 4294967296 (bytes), "60%" or "auto"'
+    share = f'"{given:.6%}'.rstrip("%0").rstrip(".") + '%", ' if _is_share(given) else ""
+    return InvalidBudget(f"mem={shortened(given)} is not a budget; write {share or _meant(given)}{forms}")
+
+
+def _is_share(given: object) -> bool:
+    return isinstance(given, float) and 1e-4 <= given <= 1
+
+
+def _meant(given: object) -> str:
+    """The integer that a float, or a text such as "4e9", was to be; else nothing."""
+    try:
+        number = float(given) if isinstance(given, float | str) else math.nan
+    except ValueError:
+        return ""
+    if not _FEW <= number <= _MOST:
+        return ""
+    short = f"{number:g}".replace("e+0", "e").replace("e+", "e")
+    return f"int({short if float(short) == number else repr(number)}), "
+
+
+def shortened(given: object, most: int = 80) -> str:
+    """`repr(given)` for a message, with its middle left out where it is long: input must not fill the screen."""
+    try:
+        text = repr(given[: 2 * most] if isinstance(given, str | bytes) else given)
+    except Exception:  # an object that cannot even be shown
+        text = f"a {type(given).__name__}"
+    return text if len(text) <= most else f"{text[: most // 2]}...{text[-(most // 4) :]}"

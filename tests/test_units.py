@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 
 from fxremat.errors import InvalidBudget
@@ -45,6 +46,31 @@ def test_wrong_budgets_show_the_right_forms(wrong):
     message = str(error.value)
     assert "\n" not in message
     assert all(form in message for form in ("4GiB", "300MB", "4294967296", "60%", "auto", repr(wrong)))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [(1.5e9, "int(1.5e9)"), ("4e9", "int(4e9)"), (1234567891.5, "int(1234567891.5)"), (np.float64(3e9), "int(3e9)"),
+     (0.6, '"60%"'), (1.0, '"100%"'), (0.333, '"33.3%"')],
+)  # fmt: skip
+def test_what_was_meant_comes_first(wrong, right):
+    with pytest.raises(InvalidBudget) as error:
+        parse_budget(wrong)
+    assert f"is not a budget; write {right}, " in str(error.value)
+
+
+def test_integers_of_numpy_are_bytes():
+    assert parse_budget(np.int64(5)) == Bytes(5)
+    assert type(parse_bytes(np.uint8(5))) is int
+    with pytest.raises(InvalidBudget):
+        parse_bytes(np.bool_(True))
+
+
+@pytest.mark.parametrize("wrong", ["x" * 100_000, b"y" * 100_000, [1] * 100_000, "9" * 100_000, "9" * 100_000 + "%"])
+def test_long_input_is_not_repeated(wrong):
+    with pytest.raises(InvalidBudget) as error:
+        parse_budget(wrong)
+    assert len(str(error.value)) < 250
 
 
 @pytest.mark.parametrize("wrong", ["60%", "auto", None, 1.5, -2])

@@ -6,6 +6,7 @@ A `Join` has solvers of its own, `JOINS`, and `simulate_join` judges them.
 import math
 import time
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import overload
 
 from fxremat.chain import Chain, Join
@@ -18,8 +19,10 @@ from fxremat.simulate_join import JoinTimeline
 from fxremat.solvers import keep_all
 from fxremat.solvers.bound import lower_bound
 from fxremat.solvers.registry import DEFAULT, JOINS, NAMES, SOLVERS, Problem, search
+from fxremat.units import integer, shortened
 
 EFFORT = 10.0  # seconds
+MOST_SLOTS = 100_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,11 +170,10 @@ def _winner(
     accounting: Accounting,
 ) -> tuple[str, Timeline]:
     """The solver that won, and the simulation of its schedule."""
-    _check(mem, slots)
+    mem, slots = _check_mem(mem), check_slots(slots)
+    check_effort(effort)
     if solver not in NAMES:
-        raise FxrematError(f"unknown solver {solver!r}; there are {', '.join(NAMES)}")
-    if not effort >= 0:
-        raise FxrematError(f"effort is {effort!r}; it is a number of seconds, 0 or more")
+        raise FxrematError(f"unknown solver {shortened(solver)}; there are {', '.join(NAMES)}")
     if platform is not None and platform.memory is not None:
         mem = min(mem, platform.memory)
     machine = _machine(platform, mem)
@@ -186,18 +188,34 @@ def _winner(
     return _auto(problem) if solver == "auto" else (solver, ask(problem, solver))
 
 
-def _check(mem: int, slots: int) -> None:
-    if isinstance(mem, bool) or not isinstance(mem, int) or mem < 0:
-        raise InvalidBudget(f"mem is {mem!r}; solvers take a whole number of bytes, such as 4294967296")
-    if isinstance(slots, bool) or not isinstance(slots, int) or not 1 <= slots <= 100_000:
-        raise FxrematError(f"slots is {slots!r}; it is a whole number from 1 to 100000")
+def _check_mem(mem: object) -> int:
+    whole = integer(mem)
+    if whole is None or whole < 0:
+        raise InvalidBudget(
+            f"mem is {shortened(mem)}; solvers take a whole number of bytes, such as 4294967296"
+        )
+    return whole
+
+
+def check_slots(slots: object) -> int:
+    """`slots` as an int. Raises `FxrematError` for any that no table can have."""
+    whole = integer(slots)
+    if whole is None or not 1 <= whole <= MOST_SLOTS:
+        raise FxrematError(f"slots is {shortened(slots)}; it is a whole number from 1 to {MOST_SLOTS}")
+    return whole
+
+
+def check_effort(effort: object) -> None:
+    """Raise `FxrematError` for what is not a number of seconds, 0 or more."""
+    if isinstance(effort, bool) or not isinstance(effort, Real) or not float(effort) >= 0:
+        raise FxrematError(f"effort is {shortened(effort)}; it is a number of seconds, 0 or more")
 
 
 def _winner_of_join(
     join: Join, mem: int, solver: str, platform: Platform | None, slots: int
 ) -> tuple[str, JoinTimeline]:
     """The solver of joins that won, and the simulation of its schedule."""
-    _check(mem, slots)
+    mem, slots = _check_mem(mem), check_slots(slots)
     if solver not in ("auto", *JOINS):
         raise FxrematError(f"a join is solved by auto, {', '.join(JOINS)}; {solver!r} is none of them")
     if platform is not None and platform.linked:

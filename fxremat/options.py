@@ -1,0 +1,215 @@
+"""All that a user can set: typed, checked once, the same through every door.
+
+    options = options_of(mem="4GiB", effort=3)          what compile, plan and the dynamo backend begin with
+    def compile(model, mem, *, solver="auto", **options: Unpack[CompileOptions])
+
+`Options` is a value: nothing in it changes while a model is planned and trained. `CompileOptions` names the same
+settings for type checkers, but for `mem` and `solver`, which the doors have as parameters of their own.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from dataclasses import KW_ONLY, dataclass, field, fields
+from numbers import Real
+from typing import Any, TypedDict
+
+import torch
+
+from fxremat.cost.estimate import Device
+from fxremat.errors import FxrematError, InvalidBudget
+from fxremat.refine.search import EFFORT
+from fxremat.runtime.host import HostTier
+from fxremat.runtime.weights import check_optimizer
+from fxremat.solvers.front import check_effort, check_slots
+from fxremat.solvers.registry import LISTS, SOLVERS, TABLES
+from fxremat.units import Budget, parse_budget, parse_bytes, shortened
+
+PLANNERS = ("auto", *LISTS, *TABLES)  # solvers that plan models
+TRANSFERRING = tuple(name for name, solver in SOLVERS.items() if solver.transfers)  # with offload=True, too
+COSTS = ("measure", "estimate")
+
+
+class CompileOptions(TypedDict, total=False):
+    """The settings of `Options` beside `mem` and `solver`, for signatures: `**options: Unpack[CompileOptions]`."""
+
+    cost: str
+    device: str | Device | None
+    slots: int
+    loss_bytes: int | str | None
+    only_loss: bool
+    progress: bool
+    effort: float
+    offload: bool | HostTier
+    host_mem: int | str | None
+    offload_weights: bool | HostTier
+    optimizer: torch.optim.Optimizer | None
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to plan for.
+
+    Args:
+        mem: the budget, in any of the forms of `fxremat.compile`.
+        solver: one of `PLANNERS`; with offload=True also one of `TRANSFERRING`.
+        cost: "measure" runs every distinct op; "estimate" counts flops and bytes for `device`.
+        device: with cost="estimate", the name of a known device, or a `fxremat.cost.estimate.Device`.
+        slots: steps of memory in the dynamic programs, from 1 to 100,000.
+        loss_bytes: what a loss outside the model allocates between forward and backward, in the forms of a size. None:
+            nothing where the model returns its loss, else three times the bytes of its outputs.
+        only_loss: where the model returns its loss, expect no gradient for what the loss is computed from. If one comes
+            after all, that step runs as plain PyTorch, outside of the budget, and the next is planned for it.
+            False: plan for it from the start.
+        progress: show bars while ops are measured and the plan is refined, where stderr is a terminal.
+        effort: seconds, about, that "auto" takes to improve on schedules of blocks op by op; 0: it does not.
+        offload: let values wait on the host: True (pinned memory for a CUDA device, else files), or a tier of
+            `fxremat.runtime.host`, such as fxremat.FileTier("/fast/disk").
+        host_mem: what may wait there at a time, in the forms of a size. None: whatever the plan wants.
+        offload_weights: let parameters live on the host: True or a tier, as for `offload`. `mem` then covers them,
+            their gradients and the optimizer's state as well, and each backward is a step of `optimizer`. Parameters
+            may start on the CPU where all else is on the device.
+        optimizer: of the model's parameters: SGD, Adam, AdamW, or another that treats each element by itself.
+
+    Raises:
+        InvalidBudget: a size or budget of another form.
+        FxrematError: any other value that a setting cannot have, or two that do not go together.
+    """
+
+    _: KW_ONLY
+    mem: int | str
+    solver: str = "auto"
+    cost: str = "measure"
+    device: str | Device | None = None
+    slots: int = 500
+    loss_bytes: int | str | None = None
+    only_loss: bool = True
+    progress: bool = True
+    effort: float = EFFORT
+    offload: bool | HostTier = False
+    host_mem: int | str | None = None
+    offload_weights: bool | HostTier = False
+    optimizer: torch.optim.Optimizer | None = None
+    budget: Budget = field(init=False, repr=False)  # what `mem` means
+    host_limit: int | None = field(init=False, repr=False)  # bytes that `host_mem` means
+    loss_size: int | None = field(init=False, repr=False)  # bytes that `loss_bytes` means
+
+    def __post_init__(self) -> None:
+        self._set("budget", parse_budget(self.mem))
+        self._set("host_limit", _size("host_mem", self.host_mem))
+        self._set("loss_size", _size("loss_bytes", self.loss_bytes))
+        self._set("slots", check_slots(self.slots))
+        self._set("effort", _seconds(self.effort))
+        for name in ("only_loss", "progress"):
+            if not isinstance(getattr(self, name), bool):
+                raise FxrematError(f"{name} is {shortened(getattr(self, name))}; it is True or False")
+        self._check_costs()
+        self._check_tiers()
+        self._check_solver()
+
+    @property
+    def offloads_by_chain(self) -> bool:
+        """Whether the solver is one of chains that places transfers itself."""
+        return bool(self.offload) and self.solver in TRANSFERRING
+
+    @property
+    def tier(self) -> HostTier | None:
+        """The host tier that the user chose, if any."""
+        chosen = (tier for tier in (self.offload_weights, self.offload) if isinstance(tier, HostTier))
+        return next(chosen, None)
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+
+    def _check_costs(self) -> None:
+        if not isinstance(self.cost, str) or self.cost not in COSTS:
+            raise FxrematError(f'cost is {shortened(self.cost)}; it is "measure" or "estimate"')
+        if self.device is None:
+            return
+        if self.cost == "measure":
+            raise FxrematError(
+                'device goes with cost="estimate"; measured costs are those of the model\'s device'
+            )
+        if not isinstance(self.device, str | Device):
+            raise FxrematError(
+                f"device is {shortened(self.device)}; it is the name of a known device or a "
+                "fxremat.cost.estimate.Device"
+            )
+        Device.named(self.device)
+
+    def _check_tiers(self) -> None:
+        for name in ("offload", "offload_weights"):
+            if not isinstance(getattr(self, name), bool | HostTier):
+                raise FxrematError(
+                    f"{name} is {shortened(getattr(self, name))}; it is True, False or a host tier such as FileTier()"
+                )
+        if self.host_mem is not None and not (self.offload or self.offload_weights):
+            raise FxrematError(
+                "host_mem limits what is offloaded; it goes with offload=True or offload_weights"
+            )
+        if not isinstance(self.optimizer, torch.optim.Optimizer | None):
+            raise FxrematError(f"optimizer is {shortened(self.optimizer)}; it is one of torch.optim")
+        if bool(self.offload_weights) != (self.optimizer is not None):
+            raise FxrematError(
+                "offload_weights and optimizer go together: the step then updates the parameters itself"
+            )
+        if self.optimizer is not None:
+            check_optimizer(self.optimizer)
+        tiers = [tier for tier in (self.offload, self.offload_weights) if isinstance(tier, HostTier)]
+        if len(tiers) == 2 and tiers[0] is not tiers[1]:
+            raise FxrematError("offload and offload_weights go through one tier; give both the same")
+
+    def _check_solver(self) -> None:
+        known = (*PLANNERS, *TRANSFERRING) if self.offload else PLANNERS
+        if isinstance(self.solver, str) and self.solver in known:
+            if self.offload_weights and self.offloads_by_chain:
+                raise FxrematError(
+                    f'solver={self.solver!r} places transfers of activations alone; with offload_weights use "auto"'
+                )
+            return
+        if isinstance(self.solver, str) and self.solver in TRANSFERRING:
+            raise FxrematError(f"solver={self.solver!r} moves values to the host; it goes with offload=True")
+        guess = difflib.get_close_matches(str(self.solver), known, n=1)
+        raise FxrematError(
+            f"unknown solver {shortened(self.solver)}{_perhaps(guess)}; those that plan models are {', '.join(known)}"
+        )
+
+
+NAMES = tuple(field.name for field in fields(Options) if field.init)
+
+
+def options_of(**options: Any) -> Options:
+    """The options that a user gave by name.
+
+    Raises `InvalidBudget` where there is no `mem`, `FxrematError` for an option that there is not, and what
+    `Options` raises.
+    """
+    for name in options:
+        if name not in NAMES:
+            guess = difflib.get_close_matches(name, NAMES, n=1)
+            raise FxrematError(
+                f"unknown option {shortened(name)}{_perhaps(guess)}; there are {', '.join(NAMES)}"
+            )
+    if "mem" not in options:
+        raise InvalidBudget('the budget is missing: give mem, such as mem="4GiB" or mem="60%"')
+    return Options(**options)
+
+
+def _perhaps(guess: list[str]) -> str:
+    return f", did you mean {guess[0]!r}?" if guess else ""
+
+
+def _size(name: str, given: int | str | None) -> int | None:
+    try:
+        return None if given is None else parse_bytes(given)
+    except InvalidBudget as error:
+        raise InvalidBudget(f"{name}: {error}") from None
+
+
+def _seconds(given: object) -> float:
+    check_effort(given)
+    seconds = float(given) if isinstance(given, Real) else math.inf
+    if math.isinf(seconds):
+        raise FxrematError(f"effort is {given!r}; it is a finite number of seconds, such as 60")
+    return seconds
