@@ -156,6 +156,15 @@ class Plan:
         alive = {self.program.version_of[version] for version in written} & self.program.layout.joint.returned
         return sum(self.costs.sizes.values[value] for value in alive)
 
+    @property
+    def headline(self) -> str:
+        """The plan in a line, for logs."""
+        return (
+            f"peak {format_bytes(self.predicted_peak)} of {format_bytes(self.budget)} allowed, "
+            f"time {_duration(self.predicted_time)}, {_ratio(self.predicted_time, self.keep_all_time):.2f}x of "
+            f"keeping everything; the least budget is {format_bytes(self.minimum)}"
+        )
+
     def to_html(self) -> str:
         """A page that shows the plan, with its memory over the step as a picture."""
         return page(self)
@@ -247,6 +256,13 @@ class Plan:
             ops = "1 op" if again[number] == 1 else f"{again[number]} ops"
             actions.append(how + (f"; {ops} again" if again[number] else ""))
         return actions
+
+
+def _ratio(part: float, whole: float) -> float:
+    """`part / whole`; of nothing, all is 1 and more is infinite."""
+    if whole == 0:
+        return 1.0 if part == 0 else math.inf
+    return part / whole
 
 
 def _duration(seconds: float) -> str:

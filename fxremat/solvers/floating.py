@@ -29,7 +29,7 @@ import numpy as np
 from fxremat.chain import Chain
 from fxremat.errors import FxrematError
 from fxremat.jit import jit
-from fxremat.solvers.progress import progress
+from fxremat.progress import progress
 from fxremat.solvers.rows import Rows, guess, lay_out, relax
 from fxremat.solvers.sizes import Ints, Sizes, in_bytes, in_slots
 from fxremat.solvers.table import Table, frontier_of, table_of

@@ -27,9 +27,9 @@ import numpy as np
 from fxremat.errors import BudgetTooSmall, FxrematError
 from fxremat.jit import jit
 from fxremat.join_schedule import JoinOp, JoinSchedule, Loss, On
+from fxremat.progress import progress
 from fxremat.schedule import Forward, Keep
 from fxremat.solvers import binomial
-from fxremat.solvers.progress import progress
 from fxremat.solvers.rows import least
 from fxremat.solvers.sizes import Floats, Ints
 

@@ -32,12 +32,12 @@ from fxremat.chain import Chain
 from fxremat.errors import BudgetTooSmall
 from fxremat.jit import jit
 from fxremat.platform import Platform
+from fxremat.progress import progress
 from fxremat.schedule import Schedule
 from fxremat.solvers import keep_all
 from fxremat.solvers.offload import greedy
 from fxremat.solvers.offload.link import Carried, carried, speeds
 from fxremat.solvers.offload.trips import needs, travel, trips
-from fxremat.solvers.progress import progress
 from fxremat.solvers.sizes import Floats, Ints, in_slots
 
 _STATES = 60_000
