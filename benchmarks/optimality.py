@@ -15,9 +15,9 @@ from pathlib import Path
 
 from fxremat.chain import Block, Chain, Option
 from fxremat.errors import BudgetTooSmall
+from fxremat.progress import progress
 from fxremat.simulate import simulate
 from fxremat.solvers import TABLES, exact
-from fxremat.solvers.progress import progress
 
 RESULTS = Path(__file__).parent / "results" / "optimality.json"
 CLASSES = ("plain", "general", "options")

@@ -22,13 +22,13 @@ from fxremat.schedule import Schedule
 from fxremat.simulate import Accounting, Timeline
 from fxremat.simulate import simulate as _simulate
 from fxremat.simulate_join import JoinTimeline, simulate_join
-from fxremat.solvers import solve
 
 if TYPE_CHECKING:
     from fxremat.api import compile, plan
     from fxremat.pipelining.pipe import Pipeline, pipeline
     from fxremat.plans import Plan
     from fxremat.runtime.host import FileTier, HostTier, PinnedTier
+    from fxremat.solvers import solve
 
 __version__ = "0.1.0"
 __all__ = [
@@ -99,7 +99,7 @@ def simulate(
     )
 
 
-_NEED_TORCH = {
+_LATER = {  # what needs torch, or numba
     "compile": "fxremat.api",
     "plan": "fxremat.api",
     "Pipeline": "fxremat.pipelining.pipe",
@@ -108,11 +108,12 @@ _NEED_TORCH = {
     "FileTier": "fxremat.runtime.host",
     "HostTier": "fxremat.runtime.host",
     "PinnedTier": "fxremat.runtime.host",
+    "solve": "fxremat.solvers",
 }
 
 
 def __getattr__(name: str) -> Any:
-    """Import what needs torch when it is first asked for: solving a chain does without."""
-    if name in _NEED_TORCH:
-        return getattr(import_module(_NEED_TORCH[name]), name)
+    """Import what takes a while when it is first asked for: reading and simulating a chain does without."""
+    if name in _LATER:
+        return getattr(import_module(_LATER[name]), name)
     raise AttributeError(f"module 'fxremat' has no attribute {name!r}")

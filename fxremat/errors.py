@@ -1,26 +1,81 @@
 """Every error of the library: what happened, with which numbers, and what would work."""
 
+from __future__ import annotations
+
 
 class FxrematError(Exception):
     """The base of every error that fxremat raises on purpose."""
 
 
 class BudgetTooSmall(FxrematError):
-    """No schedule fits in `budget` bytes (or slots); `minimum` are the least that work, and do work."""
+    """No schedule fits in `budget` bytes (or slots); `minimum` are the least that work, and do work.
+
+    >>> error = BudgetTooSmall(minimum=913164, budget=191399)
+    >>> print(error)
+    no schedule fits in 191399 bytes; the least that does is 913164 bytes
+    >>> print(error.explained(share=10.0, whole=1913990))
+    no schedule fits in 10% = 191399 bytes; the least that does is 47.8% = 913164 bytes
+    """
 
     minimum: int
     budget: int
+    unit: str
+    note: str  # what else would help
+    share: float | None  # the budget in percent of `whole`, where the user gave it so
+    whole: int | None  # bytes of keeping everything
+    reason: str  # what needs the minimum
 
-    def __init__(self, minimum: int, budget: int, unit: str = "bytes", note: str = "") -> None:
-        super().__init__(minimum, budget, unit, note)
+    def __init__(
+        self,
+        minimum: int,
+        budget: int,
+        unit: str = "bytes",
+        note: str = "",
+        share: float | None = None,
+        whole: int | None = None,
+        reason: str = "",
+    ) -> None:
+        super().__init__(minimum, budget, unit, note, share, whole, reason)
         self.minimum = minimum
         self.budget = budget
         self.unit = unit
-        self.note = note  # what else would help
+        self.note = note
+        self.share = share
+        self.whole = whole
+        self.reason = reason
+
+    def explained(
+        self, *, share: float | None = None, whole: int | None = None, reason: str = "", note: str = ""
+    ) -> BudgetTooSmall:
+        """The same error with the budget in percent, the reason for the minimum, or what else would help."""
+        return BudgetTooSmall(
+            self.minimum,
+            self.budget,
+            self.unit,
+            note or self.note,
+            self.share if share is None else share,
+            self.whole if whole is None else whole,
+            reason or self.reason,
+        )
+
+    @property
+    def minimum_share(self) -> float | None:
+        """Percent that work, rounded up to a tenth; None where the budget was not given in percent."""
+        if self.share is None or not self.whole:
+            return None
+        tenths = -(-self.minimum * 1000 // self.whole)
+        while int(self.whole * (tenths / 10) / 100) < self.minimum:  # as a budget in percent is read
+            tenths += 1
+        return tenths / 10
 
     def __str__(self) -> str:
-        text = f"no schedule fits in {self.budget} {self.unit}; the least that does is {self.minimum} {self.unit}"
-        return f"{text}; {self.note}" if self.note else text
+        given, least = f"{self.budget} {self.unit}", f"{self.minimum} {self.unit}"
+        if self.share is not None and self.minimum_share is not None:
+            rounded = f"{self.minimum_share:.1f}".removesuffix(".0")
+            given, least = f"{self.share:g}% = {given}", f"{rounded}% = {least}"
+        parts = [f"no schedule fits in {given}", f"the least that does is {least}"]
+        parts += [f"there, {self.reason}"] if self.reason else []
+        return "; ".join([*parts, self.note] if self.note else parts)
 
 
 class InvalidSchedule(FxrematError):

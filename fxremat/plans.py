@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -11,21 +9,22 @@ from torch import fx
 
 from fxremat.chain import Chain
 from fxremat.cost.table import Costs
+from fxremat.description import describe
 from fxremat.join_schedule import JoinSchedule
 from fxremat.linearize.joint import Joint
-from fxremat.passes.lanes import Link, Swapped
+from fxremat.passes.lanes import Link
 from fxremat.passes.liveness import Memory, live_bytes
 from fxremat.passes.lower import lower
-from fxremat.passes.program import Program, Role, rematerialize
+from fxremat.passes.program import Program
 from fxremat.passes.weights import Handles
 from fxremat.planner import Prospect, Prospects
 from fxremat.refine.bound import lower_bound
 from fxremat.report import page
 from fxremat.runtime.host import HostTier
-from fxremat.schedule import Forward, Keep, Schedule
+from fxremat.schedule import Schedule
 from fxremat.simulate import Timeline, simulate
 from fxremat.simulate_join import JoinTimeline
-from fxremat.units import format_bytes
+from fxremat.units import format_bytes, format_ratio, format_seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,9 +111,8 @@ class Plan:
         may wait on the host, it is only known that they take no less than keeping everything.
         """
         if self.chosen.join or self.link:
-            return min(self.predicted_time, self.keep_all_time)
-        bound = lower_bound(self.chosen.layout.joint, self.costs, self.budget)
-        return min(self.predicted_time, bound)
+            return self.keep_all_time
+        return lower_bound(self.chosen.layout.joint, self.costs, self.budget)
 
     @cached_property
     def program(self) -> Program:
@@ -162,98 +160,23 @@ class Plan:
         alive = {self.program.version_of[version] for version in written} & self.program.layout.joint.returned
         return sum(self.costs.sizes.values[value] for value in alive)
 
+    @property
+    def headline(self) -> str:
+        """The plan in a line, for logs."""
+        return (
+            f"peak {format_bytes(self.predicted_peak)} of {format_bytes(self.budget)} allowed, "
+            f"time {format_seconds(self.predicted_time)}, "
+            f"{format_ratio(self.predicted_time, self.keep_all_time, '.2f')}x of keeping everything; "
+            f"the least budget is {format_bytes(self.minimum)}"
+        )
+
     def to_html(self) -> str:
         """A page that shows the plan, with its memory over the step as a picture."""
         return page(self)
 
+    def describe(self, *, full: bool = False) -> str:
+        """The plan as text of at most 100 columns; `full` has a line for each block and the whole schedule."""
+        return describe(self, full=full)
+
     def __str__(self) -> str:
-        return "\n".join([*self._summary(), "", *self._blocks(), "", *self._schedule()])
-
-    def _summary(self) -> Iterator[str]:
-        share, slower = self.predicted_peak / self.keep_all_peak, self.predicted_time / self.keep_all_time
-        again = self.program.recomputed
-        yield f"fxremat plan for {self.device} ({self.timed} times)"
-        yield f"  budget          {format_bytes(self.budget)}"
-        yield (
-            f"  predicted peak  {format_bytes(self.predicted_peak)}, "
-            f"{share:.1%} of the {format_bytes(self.keep_all_peak)} of keeping everything"
-        )
-        yield f"                  {format_bytes(self.gradient_bytes)} of it are gradients to return"
-        yield (
-            f"  predicted time  {_duration(self.predicted_time)}, "
-            f"{slower:.2f}x of {_duration(self.keep_all_time)}; {again} ops run again"
-        )
-        choice = "recomputed or offloaded" if self.link else "recomputed"
-        yield (
-            f"                  whatever is {choice}, it takes {_duration(self.lower_bound)} or more: "
-            f"time / lower bound is {self.predicted_time / self.lower_bound:.3f}"
-        )
-        if self.chosen.swapped and not self.weights:
-            yield from self._transfers(self.chosen.swapped)
-        if self.weights:
-            yield from self._weights()
-        yield f"  least budget    {format_bytes(self.minimum)} ({self.minimum} bytes)"
-
-    def _weights(self) -> Iterator[str]:
-        joint, program = self.program.layout.joint, self.program
-        away = {program.version_of[version] for version in program.fetched}
-        sizes = [sum(joint.values[v].bytes for v in values) for values in (joint.updates_of, away)]
-        everything, hosted = map(format_bytes, sizes)
-        yield (
-            f"  weights         {len(away)} of {len(joint.updates_of)} parameters ({hosted} of {everything}) "
-            f"live on the host; others, with their state, take {format_bytes(program.resident)}"
-        )
-
-    def _transfers(self, swapped: Swapped) -> Iterator[str]:
-        away = sum(step.role is Role.OFFLOAD for step in swapped.program.steps)
-        shares = (
-            f"{_duration(seconds)} {way}, {hidden:.0%} hidden behind ops"
-            for way, seconds, hidden in zip(("out", "back"), swapped.copying, swapped.hidden, strict=True)
-        )
-        yield f"  offloads        {format_bytes(swapped.bytes)} in {away} tensors: {'; '.join(shares)}"
-
-    def _schedule(self) -> Iterator[str]:
-        yield f"schedule: {self.schedule}"
-        if self.chosen.refined:
-            before = Counter(s.op for s in rematerialize(self.chosen.layout, self.chosen.schedule).executions)
-            now = Counter(step.op for step in self.program.executions)
-            yield f"refined:  {(before - now).total()} of its ops do not run again, {(now - before).total()} others do"
-
-    def _blocks(self) -> Iterator[str]:
-        """A line a block; equal neighbours share one."""
-        names = [block.name for block in self.chain.blocks]
-        width = max(12, *(len(name) for name in names))
-        heads = "".join(f"{head:>11}" for head in ("forward", "backward", "output", "saved"))
-        yield f"  {'block':>7}  {'ends with':{width}}{heads}  what it does"
-        for number, (block, does) in enumerate(zip(self.chain.blocks, self._actions(), strict=True), start=1):
-            times = (_duration(block.forward_time), _duration(block.backward_time))
-            sizes = (format_bytes(block.output_bytes), format_bytes(block.saved_bytes))
-            columns = "".join(f"{column:>11}" for column in (*times, *sizes))
-            yield f"  {number:>7}  {block.name:{width}}{columns}  {does}"
-
-    def _actions(self) -> list[str]:
-        runs: Counter[int] = Counter()
-        saved: dict[int, int] = {}
-        for op in self.chosen.schedule.ops:
-            if isinstance(op, Forward):
-                runs[op.block] += 1
-                if op.keep is Keep.ALL:
-                    saved[op.block] = op.option
-        again: Counter[int] = Counter(
-            step.block + 1 for step in self.program.steps if step.role is Role.RECOMPUTE
-        )
-        actions = []
-        for number, block in enumerate(self.chain.blocks, start=1):
-            option = saved[number]
-            kept = format_bytes(block.choices[option].saved_bytes)
-            how = "keeps everything" if option == 0 else f"keeps {kept} (option {option})"
-            if runs[number] > 1:
-                times = "once more" if runs[number] == 2 else f"{runs[number] - 1} times more"
-                how = f"runs {times}, then {how}"
-            ops = "1 op" if again[number] == 1 else f"{again[number]} ops"
-            actions.append(how + (f"; {ops} again" if again[number] else ""))
-        return actions
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+        return self.describe()

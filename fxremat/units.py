@@ -89,6 +89,23 @@ def format_bytes(count: int) -> str:
     return f"{count} B"
 
 
+def format_seconds(seconds: float) -> str:
+    """`seconds` in three digits and the unit that fits: "1.03 s", "58.2 ms", "9.11 us".
+
+    >>> [format_seconds(seconds) for seconds in (61.04, 0.9999, 0.0582, 9.113e-6, 0.0)]
+    ['61 s', '1 s', '58.2 ms', '9.11 us', '0 s']
+    """
+    for unit, factor in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
+        if float(f"{seconds * factor:.3g}") >= 1:
+            return f"{seconds * factor:.3g} {unit}" if seconds < 999.5 else f"{seconds:.0f} s"
+    return f"{seconds * 1e6:.3g} us" if seconds else "0 s"
+
+
+def format_ratio(part: float, whole: float, form: str) -> str:
+    """`part / whole` in a format; where both are 0 they are equal, and "inf" is more than nothing."""
+    return format(part / whole if whole else 1.0 if part == whole else math.inf, form)
+
+
 def integer(given: object) -> int | None:
     """`given` as an int where it is one, numpy's included; a bool is none."""
     if isinstance(given, bool) or not isinstance(given, Integral):

@@ -188,7 +188,7 @@ def interrupt(process):
 
 def test_no_bar_shows_where_there_is_no_terminal():
     loop = "import time\nfor _ in progress(range(30), 'a bar'): time.sleep(0.1)"
-    script = f"from fxremat.solvers.progress import progress\n{loop}"
+    script = f"from fxremat.progress import progress\n{loop}"
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True)
     assert (ran.stdout, ran.stderr) == (b"", b"")
 

@@ -6,7 +6,16 @@ import numpy as np
 import pytest
 
 from fxremat.errors import InvalidBudget
-from fxremat.units import Auto, Bytes, Percent, format_bytes, parse_budget, parse_bytes
+from fxremat.units import (
+    Auto,
+    Bytes,
+    Percent,
+    format_bytes,
+    format_ratio,
+    format_seconds,
+    parse_budget,
+    parse_bytes,
+)
 
 
 @pytest.mark.parametrize(
@@ -85,3 +94,16 @@ def test_a_number_of_bytes_is_no_other_budget(wrong):
 )
 def test_format(count, text):
     assert format_bytes(count) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0 s"), (1.03, "1.03 s"), (0.9999, "1 s"), (0.0582, "58.2 ms"), (9.999e-4, "1 ms"), (9.11e-6, "9.11 us"),
+     (1e-9, "0.001 us"), (999.9, "1000 s"), (12345.6, "12346 s")],
+)  # fmt: skip
+def test_seconds(seconds, text):
+    assert format_seconds(seconds) == text
+
+
+def test_ratios_of_nothing():
+    assert [format_ratio(*of, ".2f") for of in ((3, 2), (0, 2), (0, 0), (1, 0))] == ["1.50", "0.00", "1.00", "inf"]

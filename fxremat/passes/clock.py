@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fxremat.solvers.rows import jit
+from fxremat.jit import jit
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]

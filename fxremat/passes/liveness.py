@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from fxremat.linearize.joint import Origin
 from fxremat.passes.program import Program, Role, Transfer
@@ -88,10 +89,10 @@ def _changes(
         if isinstance(step, Transfer):
             born[position] += max(step.takes, 0)
             freed[position] += max(-step.takes, 0)
-    for last, size in _lives(program, sizes, at_hand, kept, whole=whole):
+    for last, size in lives(program, sizes, at_hand, kept, whole=whole):
         if 0 <= last < len(steps):
             freed[last] += size
-    for first, last in _seed_lives(program) if sizes.seed else ():
+    for first, last in seed_lives(program) if sizes.seed else ():
         born[first] += sizes.seed
         freed[last] += sizes.seed
     joint = program.layout.joint
@@ -101,8 +102,13 @@ def _changes(
     return _Changes(start, sum(tangents) + sizes.root if whole else 0, born, freed)
 
 
-def _lives(
-    program: Program, sizes: Sizes, at_hand: Mapping[int, int], kept: Iterable[int], *, whole: bool
+def lives(
+    program: Program,
+    sizes: Sizes,
+    at_hand: Mapping[int, int] = MappingProxyType({}),
+    kept: Iterable[int] = (),
+    *,
+    whole: bool = True,
 ) -> list[tuple[int, int]]:
     """For every version: the last step that uses it (-1: none, len(steps): alive to the end) and its bytes."""
     joint, forever = program.layout.joint, len(program.steps)
@@ -117,24 +123,24 @@ def _lives(
     for value, version in program.first.items():
         if value in pinned or value in kept:
             last[version] = forever
-    lives = []
+    found = []
     for version, value in enumerate(program.version_of):
         origin = joint.values[value].origin
         if version in program.fetched:
-            lives.append((last[version], sizes.values[value]))
+            found.append((last[version], sizes.values[value]))
         elif version in at_hand:
-            lives.append((last[version], at_hand[version]))
+            found.append((last[version], at_hand[version]))
         elif origin is Origin.TANGENT:
             ends = last[version] if last[version] >= 0 and value not in joint.root_tangents else forever
-            lives.append((ends, sizes.values[value] if whole else 0))
+            found.append((ends, sizes.values[value] if whole else 0))
         elif origin is Origin.PRIMAL and value not in program.preserved:
-            lives.append((forever, 0))
+            found.append((forever, 0))
         else:
-            lives.append((last[version], sizes.values[value]))
-    return lives
+            found.append((last[version], sizes.values[value]))
+    return found
 
 
-def _seed_lives(program: Program) -> list[tuple[int, int]]:
+def seed_lives(program: Program) -> list[tuple[int, int]]:
     """First and last step of every random op that runs more than once: its generator state lives in between."""
     ops = program.layout.joint.ops
     random = {op for op in program.repeated if ops[op].random}

@@ -25,8 +25,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
-from scipy.optimize import linprog
-from scipy.sparse import coo_array
 
 from fxremat.cost.table import Costs
 from fxremat.linearize.joint import Joint, Op, Origin
@@ -39,9 +37,8 @@ def lower_bound(joint: Joint, costs: Costs, budget: int, *, instants: int = INST
     """Seconds that no program within `budget` bytes beats; infinite where not even the relaxation fits."""
     once = sum(costs.seconds)
     fixed = _fixed(joint, costs)
-    return once + max(
-        _Rows(joint, costs, budget, marks, fixed).least() for marks in _watched(joint, fixed, instants)
-    )
+    rows = (_Rows(joint, costs, budget, marks, fixed) for marks in _watched(joint, fixed, instants))
+    return once + max((program.least() for program in rows), default=0.0)
 
 
 def _watched(joint: Joint, fixed: dict[int, int], instants: int) -> Iterator[list[int]]:
@@ -141,6 +138,12 @@ class _Rows:
         return self.joint.ops[self.marks[window] + 1 : end]
 
     def _solve(self) -> float:
+        """Seconds of what is run in the windows, at least."""
+        if not self.entries:  # nothing but limits on what is alive whatever was decided
+            return 0.0 if min(self.limits, default=0.0) >= 0 else math.inf
+        from scipy.optimize import linprog  # a second to import: only when used
+        from scipy.sparse import coo_array
+
         seconds = np.zeros(len(self.columns))
         for (kind, index, _), place in self.columns.items():
             if kind == "runs":

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from fxremat.cost.table import Costs
 from fxremat.passes.program import Order, Program
+from fxremat.progress import progress
 from fxremat.refine.improve import improve
 from fxremat.refine.skeleton import Skeletons
-from fxremat.solvers.progress import progress
 
 EFFORT = 10.0  # seconds, about
 PAGES = 2_000_000  # that a search replays in a second, about

@@ -25,8 +25,6 @@ Cost: an LP of about (3 + 2 options) n p variables, HiGHS.
 """
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import coo_array
 
 from fxremat.chain import Chain
 from fxremat.platform import Platform
@@ -183,6 +181,9 @@ class _Program:
         self._at_most(0.0, *carry)
 
     def _solve(self) -> float:
+        from scipy.optimize import Bounds, LinearConstraint, milp  # a second to import: only when used
+        from scipy.sparse import coo_array
+
         objective = np.zeros(len(self.columns))
         objective[self.columns["time",]] = 1.0
         free = [variable[0] in ("count", "time") for variable in self.columns]

@@ -22,8 +22,6 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import scipy.optimize
-import scipy.sparse
 
 from fxremat.chain import Chain
 from fxremat.errors import BudgetTooSmall, FxrematError
@@ -94,8 +92,11 @@ def _least(chain: Chain, seconds: float) -> int:
 
 def _highs(n: int, rows: list[Row], cost: _Floats, seconds: float) -> _Floats | None:
     """The best 0/1 solution; a variable beyond them is a real number."""
+    from scipy.optimize import Bounds, LinearConstraint, milp  # a second to import: only when used
+    from scipy.sparse import lil_matrix
+
     scale = [max([1, *map(abs, row.weights.values())]) for row in rows]
-    matrix = scipy.sparse.lil_matrix((len(rows), cost.size))
+    matrix = lil_matrix((len(rows), cost.size))
     for place, row in enumerate(rows):
         for variable, weight in row.weights.items():
             matrix[place, variable] = weight / scale[place]
@@ -104,11 +105,11 @@ def _highs(n: int, rows: list[Row], cost: _Floats, seconds: float) -> _Floats | 
     low, high = np.zeros(cost.size), np.ones(cost.size)
     for variable, value in fixed.items():
         low[variable] = high[variable] = value
-    result = scipy.optimize.milp(
+    result = milp(
         cost / max(1e-300, cost.max()),
-        constraints=scipy.optimize.LinearConstraint(matrix.tocsr(), -np.inf, np.array(most)),
+        constraints=LinearConstraint(matrix.tocsr(), -np.inf, np.array(most)),
         integrality=np.array(np.arange(cost.size) < 2 * n * n, dtype=np.int64),
-        bounds=scipy.optimize.Bounds(low, high),
+        bounds=Bounds(low, high),
         options={"time_limit": seconds, "mip_rel_gap": 0.0},
     )
     if result.x is None and result.status == 1:

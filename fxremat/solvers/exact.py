@@ -23,8 +23,8 @@ import numpy as np
 
 from fxremat.chain import Chain
 from fxremat.errors import BudgetTooSmall, FxrematError
+from fxremat.jit import jit
 from fxremat.schedule import Backward, Drop, Forward, Keep, Op, Schedule, Value
-from fxremat.solvers.rows import jit
 from fxremat.solvers.sizes import Floats, Ints, Sizes, in_bytes
 
 STATES = 5_000_000  # about half a GiB

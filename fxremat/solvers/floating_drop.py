@@ -32,8 +32,9 @@ import numpy as np
 
 from fxremat.chain import Chain
 from fxremat.errors import FxrematError
-from fxremat.solvers.progress import progress
-from fxremat.solvers.rows import Rows, guess, jit, lay_out, relax
+from fxremat.jit import jit
+from fxremat.progress import progress
+from fxremat.solvers.rows import Rows, guess, lay_out, relax
 from fxremat.solvers.sizes import Floats, Ints, Sizes, in_bytes, in_slots
 from fxremat.solvers.table import Table, frontier_of, table_of
 from fxremat.solvers.tape import BACKWARD, DROP, NONE, SAVE, emit, emit_pass

@@ -278,6 +278,7 @@ def _auto(problem: Problem) -> tuple[str, Timeline]:
     deadline = time.monotonic() + problem.effort
     found: list[tuple[str, Timeline]] = []
     refusals: list[BudgetTooSmall] = []
+    unable: list[FxrematError] = []
     names = [name for name, solver in SOLVERS.items() if problem.platform.linked or not solver.transfers]
     for name in sorted(names, key=lambda name: (SOLVERS[name].patient, SOLVERS[name].seconds(problem))):
         left = deadline - time.monotonic()
@@ -287,12 +288,13 @@ def _auto(problem: Problem) -> tuple[str, Timeline]:
             found.append((name, ask(replace(problem, effort=max(left, 0.0) / 2), name)))
         except BudgetTooSmall as refusal:
             refusals.append(refusal)
-        except FxrematError:  # the chain is too long for this solver
+        except FxrematError as error:  # the chain is too long for this solver
+            unable.append(error)
             continue
         if found and (found[-1][1].time <= problem.chain.least_time or _is_optimal(problem, found[-1][0])):
             return found[-1]
     if not found:
-        raise min(refusals, key=lambda refusal: refusal.minimum)
+        raise min(refusals, key=lambda refusal: refusal.minimum) if refusals else unable[0]
     name, timeline = min(found, key=lambda entry: _merit(entry[1]))
     if problem.platform.linked and (left := deadline - time.monotonic()) > 0:
         timeline = problem.judge(search(replace(problem, effort=left), timeline.schedule))

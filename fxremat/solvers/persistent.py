@@ -18,7 +18,8 @@ Beaumont et al., Optimal Re-Materialization Strategies for Heterogeneous Chains,
 import numpy as np
 
 from fxremat.chain import Chain
-from fxremat.solvers.rows import Rows, guess, jit, lay_out, relax
+from fxremat.jit import jit
+from fxremat.solvers.rows import Rows, guess, lay_out, relax
 from fxremat.solvers.sizes import Ints, Sizes, in_bytes, in_slots
 from fxremat.solvers.squares import TILE, fill_squares
 from fxremat.solvers.table import Table, frontier_of, table_of

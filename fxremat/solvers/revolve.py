@@ -17,7 +17,8 @@ Optimal Re-Materialization Strategies for Heterogeneous Chains. O(slots n^3).
 import numpy as np
 
 from fxremat.chain import Chain
-from fxremat.solvers.rows import Rows, guess, jit, lay_out, relax
+from fxremat.jit import jit
+from fxremat.solvers.rows import Rows, guess, lay_out, relax
 from fxremat.solvers.sizes import Ints, Sizes, in_bytes, in_slots
 from fxremat.solvers.table import Table, frontier_of, table_of
 from fxremat.solvers.tape import BACKWARD, SAVE, emit, emit_pass

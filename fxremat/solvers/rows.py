@@ -10,20 +10,16 @@ A row is the least time spent recomputing, as a function of the memory m, for on
 the time goes: one pass over contiguous memory, in vector instructions.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import NamedTuple
 
-import numba
 import numpy as np
 
+from fxremat.errors import FxrematError
+from fxremat.jit import jit
 from fxremat.solvers.sizes import Floats, Ints
+from fxremat.units import format_bytes
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
-
-def jit(function: _Function) -> _Function:
-    """Compile `function`, once for all processes; it keeps its type."""
-    return cast(_Function, numba.njit(cache=True, nogil=True, error_model="numpy")(function))
+MOST_BYTES = 16 << 30  # of a table
 
 
 class Rows(NamedTuple):
@@ -36,10 +32,18 @@ class Rows(NamedTuple):
 
 
 def lay_out(low: Ints, high: Ints, slots: int) -> Rows:
-    """Room for every row, cut off above `slots`, all infinite."""
+    """Room for every row, cut off above `slots`, all infinite. Raises `FxrematError` where that is no table to fill."""
     at, total = _places(low, high, slots)
+    if total * 8 > MOST_BYTES:
+        raise FxrematError(
+            f"a table of {slots} slots takes {format_bytes(total * 8)} here; {_fewer(slots, total)} slots would do"
+        )
     # made here: compiled code that makes a named tuple crashes if Ctrl-C comes while it does
     return Rows(low, high, at, np.full(total, np.inf))
+
+
+def _fewer(slots: int, total: int) -> int:
+    return max(1, slots * (MOST_BYTES // 8) // total)
 
 
 @jit

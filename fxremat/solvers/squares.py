@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from fxremat.solvers.progress import progress
+from fxremat.progress import progress
 
 TILE = 8
 _FEW = 64  # below so many blocks, threads cost more than they save

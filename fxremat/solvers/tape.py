@@ -7,8 +7,8 @@ The first entry of a tape is how many codes follow.
 import numpy as np
 
 from fxremat.chain import Chain
+from fxremat.jit import jit
 from fxremat.schedule import Backward, Drop, Forward, Keep, Op, Schedule, Value
-from fxremat.solvers.rows import jit
 from fxremat.solvers.sizes import Ints
 
 NONE, CHECKPOINT, SAVE, BACKWARD, DROP = range(5)

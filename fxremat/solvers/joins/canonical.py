@@ -28,11 +28,12 @@ import numpy as np
 
 from fxremat.chain import Chain, Join
 from fxremat.errors import BudgetTooSmall, FxrematError
+from fxremat.jit import jit
 from fxremat.join_schedule import JoinOp, JoinSchedule, Loss, On
+from fxremat.progress import progress
 from fxremat.schedule import Backward, Drop, Forward, Keep, Op, Value
 from fxremat.solvers.joins.tails import Tails, tails
-from fxremat.solvers.progress import progress
-from fxremat.solvers.rows import jit, least
+from fxremat.solvers.rows import least
 from fxremat.solvers.sizes import Floats, Ints
 
 _NEVER = 1 << 60

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from fxremat.chain import Chain
+from fxremat.jit import jit
 from fxremat.schedule import Op
 from fxremat.solvers.input_drop import bounds, fill_some, trace_row
-from fxremat.solvers.rows import Rows, jit, lay_out, value
+from fxremat.solvers.rows import Rows, lay_out, value
 from fxremat.solvers.sizes import Floats, Ints, Sizes, in_bytes, in_slots
 from fxremat.solvers.squares import fill_squares
 from fxremat.solvers.tape import decode

@@ -25,11 +25,12 @@ from itertools import permutations
 import numpy as np
 
 from fxremat.errors import BudgetTooSmall, FxrematError
+from fxremat.jit import jit
 from fxremat.join_schedule import JoinOp, JoinSchedule, Loss, On
+from fxremat.progress import progress
 from fxremat.schedule import Forward, Keep
 from fxremat.solvers import binomial
-from fxremat.solvers.progress import progress
-from fxremat.solvers.rows import jit, least
+from fxremat.solvers.rows import least
 from fxremat.solvers.sizes import Floats, Ints
 
 _ENTRIES = 1 << 27  # costs in a table: 1 GiB

@@ -30,14 +30,14 @@ import numpy.typing as npt
 
 from fxremat.chain import Chain
 from fxremat.errors import BudgetTooSmall
+from fxremat.jit import jit
 from fxremat.platform import Platform
+from fxremat.progress import progress
 from fxremat.schedule import Schedule
 from fxremat.solvers import keep_all
 from fxremat.solvers.offload import greedy
 from fxremat.solvers.offload.link import Carried, carried, speeds
 from fxremat.solvers.offload.trips import needs, travel, trips
-from fxremat.solvers.progress import progress
-from fxremat.solvers.rows import jit
 from fxremat.solvers.sizes import Floats, Ints, in_slots
 
 _STATES = 60_000

@@ -37,13 +37,14 @@ import numpy as np
 
 from fxremat.chain import Chain
 from fxremat.errors import BudgetTooSmall
+from fxremat.jit import jit
 from fxremat.platform import Platform
+from fxremat.progress import progress
 from fxremat.schedule import Backward, Offload, Op, Prefetch, Schedule, Value
 from fxremat.solvers.offload import frugal
 from fxremat.solvers.offload.link import Carried, carried, speeds
 from fxremat.solvers.offload.trips import needs
-from fxremat.solvers.progress import progress
-from fxremat.solvers.rows import jit, least
+from fxremat.solvers.rows import least
 from fxremat.solvers.sizes import Floats, Ints, Sizes, in_slots
 from fxremat.solvers.table import grain
 

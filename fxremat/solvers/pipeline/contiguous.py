@@ -25,11 +25,11 @@ from typing import NamedTuple
 import numpy as np
 
 from fxremat.errors import BudgetTooSmall
+from fxremat.jit import jit
 from fxremat.solvers.pipeline.costs import Job
 from fxremat.solvers.pipeline.fixed import shortest_tick
 from fxremat.solvers.pipeline.groups import alive, joined, periods
 from fxremat.solvers.pipeline.model import Stage, Way
-from fxremat.solvers.rows import jit
 from fxremat.solvers.sizes import Floats, Ints
 
 TOLERANCE = 1e-7  # relative: no allocation that is faster by more is missed

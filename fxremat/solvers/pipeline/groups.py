@@ -21,9 +21,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 
+from fxremat.jit import jit
 from fxremat.solvers.pipeline.costs import ROUNDING, Job
 from fxremat.solvers.pipeline.model import PipelinePlan, Stage
-from fxremat.solvers.rows import jit
 
 
 @dataclass(frozen=True)

@@ -22,16 +22,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import combinations
 from math import inf
+from typing import TYPE_CHECKING
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, OptimizeResult, milp
-from scipy.sparse import coo_array
 
 from fxremat.solvers.pipeline.costs import Job
 from fxremat.solvers.pipeline.model import Stage
 from fxremat.solvers.pipeline.modulo import Pattern
 from fxremat.solvers.pipeline.tasks import tasks_of, tight
 from fxremat.solvers.sizes import Floats
+
+if TYPE_CHECKING:
+    from scipy.optimize import OptimizeResult
 
 SECONDS = 60.0
 _FAILED = 4  # what HiGHS says where it lost its way; other units of time help
@@ -290,6 +292,9 @@ class _Program:
             yield self._output(s), {waits: 1.0}
 
     def solve(self, objective: Terms, seconds: float) -> OptimizeResult:
+        from scipy.optimize import Bounds, LinearConstraint, milp  # a second to import: only when used
+        from scipy.sparse import coo_array
+
         columns = len(self.low)
         cost = np.zeros(columns)
         for column, factor in objective.items():

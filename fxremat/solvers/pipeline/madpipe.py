@@ -29,12 +29,12 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
+from fxremat.jit import jit
 from fxremat.solvers.pipeline.contiguous import Table, table_of
 from fxremat.solvers.pipeline.costs import Job
 from fxremat.solvers.pipeline.groups import joined, periods
 from fxremat.solvers.pipeline.model import Stage
 from fxremat.solvers.pipeline.modulo import Pattern, best_pattern
-from fxremat.solvers.rows import jit
 from fxremat.solvers.sizes import Floats
 
 Shorts = NDArray[np.int16]

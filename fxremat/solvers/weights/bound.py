@@ -21,8 +21,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import coo_array
 
 from fxremat.errors import BudgetTooSmall
 from fxremat.solvers.weights.cycle import Cycle, Floats, Gap
@@ -75,6 +73,12 @@ class _Program:
             self._balance(unit)
         self._wholes()
         self._uses()
+        return self._solve()
+
+    def _solve(self) -> float:
+        from scipy.optimize import Bounds, LinearConstraint, milp  # a second to import: only when used
+        from scipy.sparse import coo_array
+
         objective = np.zeros(self.columns)
         objective[self.idle : self.leaves] = 1.0
         whole = np.zeros(self.columns, dtype=np.int64)

@@ -1,0 +1,81 @@
+"""What memory consists of: kinds add up to exact liveness, and are what they are called."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fxremat
+from fxremat.linearize.layout import lay_out
+from fxremat.passes.kinds import Kind, bytes_by_kind, host_bytes
+from fxremat.passes.liveness import Sizes, live_bytes
+from fxremat.passes.program import Program, Role, rematerialize
+from fxremat.planner import survey
+from fxremat.schedule import Schedule
+from tests.dags import Dag, Recipe, batch, capture, estimated, few, recipes
+from tests.toys import FourLayers
+
+pytestmark = pytest.mark.usefixtures("torch_ready")
+
+
+def check(program: Program, sizes: Sizes) -> dict[Kind, tuple[int, ...]]:
+    kinds = bytes_by_kind(program, sizes)
+    assert tuple(map(sum, zip(*kinds.values(), strict=True))) == live_bytes(program, sizes).during
+    assert min(min(series) for series in kinds.values()) >= 0
+    return kinds
+
+
+@few(10)
+@given(recipes, st.integers(0, 100))
+def test_kinds_add_up_to_exact_liveness(recipe: Recipe, share: int) -> None:
+    torch.manual_seed(0)
+    joint = capture(Dag(recipe), *batch())
+    costs = estimated(joint)
+    for prospect in survey(joint, costs, effort=0.1).frontier[:: 1 + share // 10]:
+        program = prospect.program()
+        kinds = check(program, costs.sizes)
+        if not program.recomputed:
+            assert not any(kinds[Kind.RECOMPUTED])
+        assert not any(kinds[Kind.RESULTS][: program.turn])
+        assert not any(kinds[Kind.TEMPORARY][program.turn :])
+        assert not any(kinds[Kind.OFFLOADED] + kinds[Kind.WEIGHTS]) or joint.mutated_primals
+
+
+def test_by_hand() -> None:
+    """Four layers of 4 x 8 floats, 128 bytes a value: block 1 runs again, blocks 2 to 5 keep their tanh."""
+    joint = capture(FourLayers(), torch.ones(4, 8))
+    ends = [op.index for op in joint.forward_ops if op.name.startswith("tanh")]
+    schedule = Schedule.parse("Fck1 Fall2 Drop(a1) Fall3 Fall4 Fall5 B5 B4 B3 Fall1 B2 B1")
+    program = rematerialize(lay_out(joint, ends), schedule)
+    kinds = check(program, estimated(joint).sizes)
+    again = [place for place, step in enumerate(program.steps) if step.role is Role.RECOMPUTE]
+    assert max(kinds[Kind.RECOMPUTED]) == 256
+    assert next(place for place, size in enumerate(kinds[Kind.RECOMPUTED]) if size) == again[0]
+    assert kinds[Kind.TEMPORARY][: program.turn][:2] == (128, 256)
+    weights = sum(p.numel() * 4 for p in FourLayers().parameters())
+    assert kinds[Kind.RESULTS][-1] == weights
+
+
+@pytest.mark.parametrize("weights", [False, True])
+def test_what_waits_on_the_host(weights: bool) -> None:
+    model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Tanh()) for _ in range(6)))
+    model.append(torch.nn.Flatten(0))
+    inputs = (torch.ones(64, 32),)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) if weights else None
+    options = {"cost": "estimate", "effort": 0, "loss_bytes": 64, "offload": True, "progress": False}
+    if weights:
+        options |= {"offload_weights": True, "optimizer": optimizer}
+    most = fxremat.plan(model, inputs, mem=2**40, **options)
+    plan = fxremat.plan(model, inputs, mem=most.minimum, **options)
+    kinds = check(plan.program, plan.costs.sizes)
+    hosted = host_bytes(plan.program, plan.costs.sizes)
+    if weights:
+        assert max(kinds[Kind.WEIGHTS]) > 0
+    else:
+        assert max(kinds[Kind.OFFLOADED]) > 0
+        assert plan.chosen.swapped is not None
+        assert max(hosted) <= plan.chosen.swapped.bytes
+        assert max(hosted) > 0
+    assert min(hosted) == hosted[-1] == 0

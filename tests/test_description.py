@@ -1,0 +1,119 @@
+"""A plan as text: narrow, short where blocks are alike, whole where asked; and its lower bound as it was found."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import fxremat
+from fxremat import description
+from fxremat.cost.estimate import Device
+from fxremat.description import ranges
+from fxremat.plans import Plan
+
+pytestmark = pytest.mark.usefixtures("torch_ready")
+
+
+class Layers(nn.Module):
+    """Alternately narrow and wide layers."""
+
+    def __init__(self, *widths: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, w), nn.Tanh(), nn.Linear(w, 8)) for w in widths)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.square().mean()
+
+
+class Towers(nn.Module):
+    """Two stacks that meet at the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = (nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.left(x) - self.right(x.sin())).square().mean()
+
+
+class Single(nn.Module):
+    """One op, and a backward that reads nothing of the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * 2
+
+
+MODELS = {
+    "linear": nn.Linear(8, 8),
+    "no loss": nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)),
+    "equal": Layers(*[8] * 6),
+    "alternating": Layers(*[8, 64] * 6),
+    "different": Layers(*range(8, 20)),
+    "towers": Towers(),
+    "single": Single(),
+}
+INPUTS = (torch.ones(64, 8),)
+INSTANT = Device(name="instant", flops=math.inf, half_flops=math.inf, bandwidth=math.inf, launch=0.0, link=1e9)
+
+
+def planned(name: str, mem: str | int, **options: object) -> Plan:
+    return fxremat.plan(MODELS[name], INPUTS, mem=mem, cost="estimate", effort=0, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [*((name, {}) for name in MODELS), ("equal", {"offload": True}), ("towers", {"offload": True}),
+     *((name, {"device": INSTANT}) for name in ("linear", "equal", "single"))],
+)  # fmt: skip
+def test_every_line_is_at_most_a_hundred_columns(name: str, options: dict[str, object]) -> None:
+    least = planned(name, "100%", **options).minimum
+    for mem in (least, "100%"):
+        plan = planned(name, mem, **options)
+        for text in (str(plan), plan.describe(full=True)):
+            assert max(map(len, text.splitlines())) <= 100
+            assert all(word in text for word in ("budget", "predicted peak", "least budget", "schedule: "))
+        assert len(plan.headline.splitlines()) == 1
+        assert plan.lower_bound <= plan.predicted_time * (1 + 1e-9)
+        assert plan.lower_bound >= plan.keep_all_time * (1 - 1e-9)
+
+
+def test_alike_blocks_share_a_line() -> None:
+    """Of 12 layers, wide and narrow in turn, those that keep everything look one of two ways; the loss is another."""
+    plan = planned("alternating", "100%")
+    table = str(plan).split("\n\n")[1].splitlines()
+    counts = [int(count) for count in re.findall(r" (\d+) x ", "\n".join(table))]
+    assert sorted(counts)[-2:] == [5, 6]
+    assert sum(counts) + sum(" x " not in line and not line.startswith(" " * 15) for line in table[1:]) >= 12
+    full = plan.describe(full=True).split("\n\n")[1].splitlines()
+    assert [int(line.split()[0]) for line in full[1:]] == [*range(1, len(plan.chain) + 1)]
+
+
+def test_the_full_form_has_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(description, "_LINES", 6)
+    plan = planned("different", planned("different", "100%").minimum)
+    short, full = str(plan), plan.describe(full=True)
+    assert " ".join(full.split()).count(str(plan.schedule)) == 1
+    assert len(full.splitlines()) > 20
+    assert len(short.splitlines()) < 32
+    left_out = int(re.findall(r"\.\.\. (\d+) more lines; plan\.describe\(full=True\) shows them", short)[0])
+    shown = len(short.split("\n\n")[1].splitlines()) - 2
+    assert left_out + shown == len(full.split("\n\n")[1].splitlines()) - 1
+    assert "print(plan.schedule) shows them" in short
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"),
+    [([], ""), ([4], "4"), ([1, 2, 3], "1-3"), ([1, 3, 5], "1, 3, 5"), ([1, 2, 4, 7, 8, 9], "1-2, 4, 7-9")],
+)
+def test_ranges(numbers: list[int], text: str) -> None:
+    assert ranges(numbers) == text

@@ -1,0 +1,102 @@
+"""Kernels compile with and without a cache on disk, whatever is in it; nothing slow is imported too early."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "fxremat"
+KERNELS = '''
+import numpy as np
+
+from fxremat.jit import jit
+
+
+@jit
+def twice(values: np.ndarray) -> np.ndarray:
+    return 2 * values
+
+
+if __name__ == "__main__":
+    print(twice(np.arange(3)).tolist(), sum(twice.stats.cache_hits.values()))
+'''
+
+
+@pytest.fixture
+def kernels(tmp_path: Path) -> Path:
+    path = tmp_path / "kernels" / "kernels.py"
+    path.parent.mkdir()
+    path.write_text(KERNELS)
+    return path
+
+
+def run(path: Path, **environment: str) -> str:
+    """What the script prints: its answer, and how often the cache was read."""
+    paths = {"PYTHONPATH": str(PACKAGE.parent), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(
+        [sys.executable, str(path)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "NUMBA_CACHE_DIR": "", **paths, **environment},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_a_second_process_reads_the_cache(kernels: Path) -> None:
+    assert run(kernels) == "[0, 2, 4] 0"
+    assert run(kernels) == "[0, 2, 4] 1"
+
+
+@pytest.mark.parametrize(
+    ("suffix", "damage"), [("nbi", b"not a pickle"), ("nbi", b"truncated"), ("nbc", b"truncated")]
+)
+def test_a_damaged_cache_is_compiled_again_and_replaced(kernels: Path, suffix: str, damage: bytes) -> None:
+    run(kernels)
+    (file,) = kernels.parent.glob(f"__pycache__/*.{suffix}")
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2] if damage == b"truncated" else damage)
+    assert run(kernels) == "[0, 2, 4] 0"
+    assert run(kernels) == "[0, 2, 4] 1"
+
+
+def test_without_a_folder_to_write_to_there_is_no_cache(kernels: Path) -> None:
+    """A file where the folder would be stands for a read-only file system: root may write to any folder."""
+    (kernels.parent / "__pycache__").write_text("")
+    nowhere = str(kernels)
+    assert run(kernels, HOME=nowhere, XDG_CACHE_HOME=nowhere) == "[0, 2, 4] 0"
+    assert run(kernels, HOME=nowhere, XDG_CACHE_HOME=nowhere) == "[0, 2, 4] 0"
+
+
+def test_another_version_does_not_read_it(kernels: Path, tmp_path: Path) -> None:
+    """Compiled code has the code of the kernels that it calls inside, and those may be new."""
+    run(kernels)
+    other = tmp_path / "other" / "fxremat"
+    other.mkdir(parents=True)
+    shutil.copy(PACKAGE / "jit.py", other)
+    (other / "__init__.py").write_text('__version__ = "9"')
+    assert run(kernels, PYTHONPATH=str(other.parent)) == "[0, 2, 4] 0"
+
+
+def test_every_kernel_is_compiled_through_it() -> None:
+    others = [path for path in PACKAGE.rglob("*.py") if "njit" in path.read_text() and path.name != "jit.py"]
+    assert others == []
+
+
+@pytest.mark.parametrize(
+    ("statement", "not_yet"),
+    [
+        ("import fxremat", {"torch", "numba", "scipy"}),
+        ("import fxremat; fxremat.solve", {"torch", "scipy.optimize", "scipy.sparse"}),
+        ("import fxremat.__main__", {"torch", "scipy.optimize"}),
+        ("import fxremat; fxremat.compile", {"scipy.optimize"}),
+    ],
+)
+def test_nothing_slow_is_imported_before_it_is_used(statement: str, not_yet: set[str]) -> None:
+    code = f"{statement}; import sys; print(*sorted({not_yet} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent)
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "", "")

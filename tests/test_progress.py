@@ -1,0 +1,83 @@
+"""Bars have one switch and one prefix; the log has a line when planning begins and one when it ends."""
+
+from __future__ import annotations
+
+import logging
+import re
+import subprocess
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+from fxremat import progress as module
+from fxremat.chain import Block, Chain
+from fxremat.errors import BudgetTooSmall
+from fxremat.progress import bars, planning, progress
+from fxremat.solvers import TABLES
+
+CHAIN = Chain(
+    blocks=(Block(forward_time=1.0, backward_time=2.0, output_bytes=4, saved_bytes=9),) * 4, input_bytes=4
+)
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The settings of every bar that is made."""
+    made: list[dict[str, Any]] = []
+
+    def tqdm(steps: Iterable[Any], **settings: Any) -> Any:
+        made.append(settings)
+        return original(steps, **{**settings, "disable": True})
+
+    original = module.tqdm
+    monkeypatch.setattr(module, "tqdm", tqdm)
+    return made
+
+
+def test_one_switch_for_all_bars(made: list[dict[str, Any]]) -> None:
+    TABLES["input_drop"](CHAIN, 30, 30)
+    with bars(shown=False):
+        TABLES["input_drop"](CHAIN, 30, 30)
+        TABLES["floating"](CHAIN, 30, 30)
+        with bars(shown=True):
+            assert list(progress([1, 2], "inner")) == [1, 2]
+    list(progress([1], "after"))
+    assert [settings["disable"] for settings in made] == [None, True, True, True, None]  # None: on a terminal
+    assert all(settings["desc"].startswith("fxremat: ") for settings in made)
+
+
+def test_the_switch_is_back_after_an_error(made: list[dict[str, Any]]) -> None:
+    with pytest.raises(ZeroDivisionError), bars(shown=False):
+        raise ZeroDivisionError
+    list(progress([1], "after"))
+    assert made[0]["disable"] is None
+
+
+def test_a_line_at_the_start_and_one_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "fxremat")
+    with planning("1460 ops within 4.0 GiB") as planned:
+        planned("peak 3.9 GiB")
+    begin, end = caplog.records
+    assert (begin.name, begin.levelname, begin.getMessage()) == (
+        "fxremat",
+        "INFO",
+        "planning 1460 ops within 4.0 GiB",
+    )
+    assert re.fullmatch(r"planned in \d+\.\d s: peak 3\.9 GiB", end.getMessage())
+
+
+def test_a_failure_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "fxremat")
+    with pytest.raises(BudgetTooSmall), planning("a model"):
+        raise BudgetTooSmall(365, 50)
+    end = caplog.records[-1].getMessage()
+    assert re.fullmatch(r"no plan after \d+\.\d s: BudgetTooSmall: no schedule fits in 50 bytes; .* 365 bytes", end)
+
+
+@pytest.mark.parametrize(("asked", "lines"), [("", 0), ("logging.basicConfig(level=logging.INFO)", 2)])
+def test_nothing_is_printed_unless_asked_for(asked: str, lines: int) -> None:
+    code = f"import logging; from fxremat.progress import planning; {asked}\nwith planning('a model'): pass"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr.count("\n")) == ("", lines)
