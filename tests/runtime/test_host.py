@@ -296,7 +296,12 @@ def test_the_pool_holds_no_more_than_was_needed_at_a_time() -> None:
 def test_the_pool_forgets_what_was_needed_long_ago(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hosts, "WINDOW", 10)
     tier = FileTier()
-    trip(tier, torch.ones(100_000))
+    both = [tier.offload(torch.ones(size)) for size in (100_000, 10)]
+    for host in both:
+        tier.release(host)
+    del both, host
+    trip(tier, torch.ones(10))
+    assert tier.bytes == 400_040
     for _ in range(30):
         trip(tier, torch.ones(10))
     assert tier.bytes == 40
