@@ -396,3 +396,8 @@ def cpu_name() -> str:
 def device_name(device: torch.device) -> str:
     """What a cost was measured on."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
+
+
+def nnpack_enabled() -> bool:
+    """Whether convolutions may use NNPACK: `torch._C._get_nnpack_enabled` (2.11, 2.13), which has no public name."""
+    return bool(torch._C._get_nnpack_enabled())

@@ -429,7 +429,7 @@ MISTAKES += [
     ),
     # memory goes back to the pool while something shows it
     Mistake(
-        "runtime/host.py", "weakref.finalize(owner, self._give", "weakref.finalize(like, self._give", HOST
+        "runtime/host.py", "weakref.finalize(owner, self._returned", "weakref.finalize(like, self._returned", HOST
     ),
     # nobody waits for the copy out
     Mistake("runtime/host.py", 'self._lanes["out"].finish(host.data_ptr())', "pass", HOST),

@@ -1,30 +1,48 @@
-"""Measured costs on disk, one JSON file a device, torch version and thread count.
+"""Measured costs on disk: an SQLite file for each environment (see `cost.environment`), a row for each key.
 
-The folder is $FXREMAT_CACHE, else fxremat in $XDG_CACHE_HOME or ~/.cache. A file that cannot be read counts as empty,
-one that cannot be written is not written: a cache never makes a plan fail.
+The folder is $FXREMAT_CACHE, else fxremat in $XDG_CACHE_HOME or ~/.cache. A cache never makes a plan fail: what cannot
+be read counts as absent, a file that is no cache is replaced, and what cannot be written is not kept.
+
+SQLite does what a hand-made format would have to: processes that write at the same time lose no rows, a killed process
+or a full disk leaves the old rows and no litter, and a foreign file of any size is told by its first bytes. A row is a
+blob of doubles: it holds numbers of one shape, and nothing that has to be parsed.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
+import math
 import os
-import re
-import tempfile
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Any, Self
+from urllib.parse import quote
 
 import torch
 
-from fxremat._torch import device_name
+from fxremat.cost.environment import environment, name_of
 from fxremat.cost.table import OpCost
+
+if TYPE_CHECKING:
+    import sqlite3
+
+PATIENCE = 0.5  # seconds to wait for another process that is writing
+MOST_FILE = 1 << 26  # bytes of a file that is read; a larger one is replaced
+MOST_ROW = 1 << 16  # bytes of a row that is believed
+DOUBLE = 8  # bytes
+NOT_A_CACHE = (1, 11, 26)  # SQLite's ERROR (other columns), CORRUPT and NOTADB
 
 
 def cache_folder() -> Path:
     """Where costs are kept."""
     if folder := os.environ.get("FXREMAT_CACHE"):
         return Path(folder)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fxremat"
+    if folder := os.environ.get("XDG_CACHE_HOME"):
+        return Path(folder) / "fxremat"
+    home = Path(os.path.expanduser("~"))
+    return (home if home.is_absolute() else Path(os.devnull)) / ".cache" / "fxremat"  # no home: no cache
 
 
 class CostCache:
@@ -32,45 +50,121 @@ class CostCache:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._known: dict[str, list[float]] = {}
+        self._known: dict[str, list[float]] = {}  # from the file
         self._new: dict[str, list[float]] = {}
-        with contextlib.suppress(OSError, ValueError):
-            loaded = json.loads(path.read_text())
-            self._known = {str(key): [float(x) for x in numbers] for key, numbers in loaded.items()}
+        self._unsaved: set[str] = set()
+        with contextlib.suppress(OSError, *_sqlite_errors()):
+            self._known = dict(_read(path))
 
     @classmethod
     def of_device(cls, device: torch.device) -> Self:
-        """The cache of this device under this torch, with this many threads."""
-        text = f"{device_name(device)}-torch{torch.__version__}-{torch.get_num_threads()}threads"
-        return cls(cache_folder() / (re.sub(r"[^A-Za-z0-9.+-]+", "_", text) + ".json"))
+        """The cache of this device as it is used now: under this torch, with these settings."""
+        return cls(cache_folder() / f"{name_of(environment(device))}.sqlite")
 
     def op(self, key: str) -> OpCost | None:
-        """The cost kept under a key."""
-        numbers = self.numbers(key)
-        if not numbers or len(numbers) < 2:
-            return None
-        return OpCost(numbers[0], int(numbers[1]), tuple(int(size) for size in numbers[2:]))
+        """The cost kept under a key; None too for numbers that no op can have."""
+        if numbers := self._new.get(key):
+            return _cost(numbers)
+        numbers = self._known.get(key)
+        return _cost(numbers) if numbers and _is_plausible(numbers) else None
 
     def keep_op(self, key: str, cost: OpCost) -> None:
         """Keep a cost; `save` writes it."""
         self.keep(key, [cost.seconds, cost.workspace, *cost.outputs])
 
-    def numbers(self, key: str) -> list[float] | None:
-        """The numbers kept under a key."""
-        return self._new.get(key) or self._known.get(key)
+    def numbers(self, key: str, count: int | None = None) -> list[float] | None:
+        """The numbers kept under a key, all of them finite and above 0.
 
-    def keep(self, key: str, numbers: list[float]) -> None:
+        Args:
+            count: how many there must be.
+        """
+        found = self._new.get(key) or self._known.get(key)
+        if not found or not all(math.isfinite(number) and number > 0 for number in found):
+            return None
+        return found if count in (None, len(found)) else None
+
+    def keep(self, key: str, numbers: Sequence[float]) -> None:
         """Keep numbers; `save` writes them."""
-        self._new[key] = numbers
+        self._new[key] = [float(number) for number in numbers]
+        self._unsaved.add(key)
 
     def save(self) -> None:
-        """Write what is new, merged with what other processes wrote meanwhile; atomic."""
-        if not self._new:
-            return
-        merged = type(self)(self.path)._known | self._new
-        with contextlib.suppress(OSError):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=self.path.parent, delete=False) as file:
-                json.dump(merged, file)
-            os.replace(file.name, self.path)
-        self._known, self._new = merged, {}
+        """Write what is new, where that is possible within a moment; what is new stays known here in any case."""
+        rows = [(key, _packed(self._new[key])) for key in self._unsaved]
+        self._unsaved.clear()
+        if rows:
+            with contextlib.suppress(OSError, *_sqlite_errors()):
+                _write(self.path, rows)
+
+
+def _cost(numbers: Sequence[float]) -> OpCost:
+    return OpCost(numbers[0], int(numbers[1]), tuple(int(size) for size in numbers[2:]))
+
+
+def _is_plausible(numbers: Sequence[float]) -> bool:
+    """Whether an op can have taken some seconds, and whole numbers of bytes."""
+    seconds, *sizes = numbers
+    whole = all(math.isfinite(size) and size >= 0 and size == int(size) for size in sizes)
+    return bool(sizes) and whole and math.isfinite(seconds) and seconds > 0
+
+
+def _packed(numbers: Sequence[float]) -> bytes:
+    return struct.pack(f"<{len(numbers)}d", *numbers)
+
+
+def _sqlite_errors() -> tuple[type[Exception], ...]:
+    """What SQLite raises; and what Python does where it was built without it."""
+    try:
+        import sqlite3
+    except ImportError:
+        return (ImportError,)
+    return (sqlite3.Error,)
+
+
+def _read(path: Path) -> Iterator[tuple[str, list[float]]]:
+    """The rows of a file that can be rows of ours. Raises `OSError` or what SQLite raises."""
+    import sqlite3
+
+    if not 0 < path.stat().st_size <= MOST_FILE or not path.is_file():
+        return
+    address = f"file:{quote(os.fsencode(path.absolute()))}?mode=ro"
+    with closing(sqlite3.connect(address, uri=True, timeout=PATIENCE)) as file:
+        file.text_factory = lambda text: text.decode(errors="replace")
+        select = "SELECT key, numbers FROM costs WHERE typeof(key) = 'text' AND typeof(numbers) = 'blob'"
+        for key, blob in file.execute(f"{select} AND length(numbers) BETWEEN {DOUBLE} AND {MOST_ROW}"):
+            if len(blob) % DOUBLE == 0:
+                yield key, list(struct.unpack(f"<{len(blob) // DOUBLE}d", blob))
+
+
+def _write(path: Path, rows: Sequence[tuple[str, bytes]]) -> None:
+    """Add rows to a file, or put a new one in the place of one that is no cache."""
+    import sqlite3
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists() and not path.is_file():
+        return
+    if path.exists() and path.stat().st_size > MOST_FILE:
+        _remove(path)
+    try:
+        _insert(path, rows)
+    except sqlite3.DatabaseError as error:
+        code: Any = getattr(error, "sqlite_errorcode", 0)
+        if code & 0xFF not in NOT_A_CACHE:
+            raise
+        _remove(path)
+        _insert(path, rows)
+
+
+def _remove(path: Path) -> None:
+    for file in (path, path.with_name(f"{path.name}-journal")):
+        file.unlink(missing_ok=True)
+
+
+def _insert(path: Path, rows: Sequence[tuple[str, bytes]]) -> None:
+    import sqlite3
+
+    path.open("a").close()  # SQLite's own new files are not writable for a group, whatever the umask
+    file: sqlite3.Connection
+    with closing(sqlite3.connect(path, timeout=PATIENCE)) as file, file:
+        file.execute("CREATE TABLE IF NOT EXISTS costs (key TEXT PRIMARY KEY, numbers BLOB NOT NULL)")
+        file.executemany("INSERT OR REPLACE INTO costs VALUES (?, ?)", rows)

@@ -34,7 +34,7 @@ def measure_link(tier: HostTier, device: torch.device, size: int) -> Link:
     size = 1 << (size - 1).bit_length()
     cache = CostCache.of_device(device)
     key = f"link {tier.description} {size}"
-    known = cache.numbers(key)
+    known = cache.numbers(key, 2)
     if known is None:
         with quiet_world(device):
             known = _speeds(tier, device, size)

@@ -9,8 +9,11 @@
 memory: autograd keeps it between forward and backward, and whatever happens there (an exception, a backward that never
 comes, two forwards in a row) the memory goes back to the pool with it.
 
-    PinnedTier   CUDA: pinned memory, one side stream a direction, events; torch's pinned allocator is the pool
+    PinnedTier   CUDA: pinned memory, one side stream a direction and device; torch's pinned allocator is the pool
     FileTier     everywhere: memory-mapped files without a name, one thread a direction
+
+A lane runs the copies of one direction in order, and holds what a copy reads and writes until the copy is over: an
+exception between `prefetch` and `wait` frees no memory that is still being written.
 """
 
 from __future__ import annotations
@@ -24,11 +27,13 @@ import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections import defaultdict
+from collections import OrderedDict, deque
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 
@@ -36,13 +41,19 @@ from fxremat.errors import FxrematError
 from fxremat.units import format_bytes
 
 CHUNK = 1 << 20  # bytes that a throttled copy moves between two looks at the clock
+MANY = 256  # copies of one direction that nobody has waited for yet
+WINDOW = 1000  # a pool keeps the memory that the last one to two thousand tensors needed at a time
 
 
 class HostTier(ABC):
-    """A place for tensors beside the device. Graphs name tiers by `name`."""
+    """A place for tensors beside the device. Graphs name tiers by `name`.
+
+    A tier is a context manager, and `close` ends it: what is on the host stays readable, and nothing more is copied.
+    """
 
     def __init__(self) -> None:
         self.name = f"{type(self).__name__}-{next(_numbers)}"
+        self.closed = False
         _tiers[self.name] = self
 
     @abstractmethod
@@ -80,6 +91,32 @@ class HostTier(ABC):
     def description(self) -> str:
         """Equal for tiers of equal speed."""
 
+    def close(self) -> None:
+        """Wait for the copies under way and give back threads and unused memory. Closing again does nothing."""
+        if not self.closed:
+            self.closed = True
+            self._end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @abstractmethod
+    def _end(self) -> None:
+        """What `close` does, once."""
+
+    @abstractmethod
+    def _begin_anew(self) -> None:
+        """In a forked child: take threads, locks and memory of its own; those of the parent are not there."""
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise FxrematError(
+                f"the host tier {self.name} is closed; compile the model again, with an open tier or offload=True"
+            )
+
 
 _numbers = count()
 _tiers: weakref.WeakValueDictionary[str, HostTier] = weakref.WeakValueDictionary()
@@ -91,6 +128,34 @@ def tier_named(name: str) -> HostTier:
     if tier is None:
         raise FxrematError(f"the host tier {name} is gone; keep the module that fxremat.compile returned")
     return tier
+
+
+def _forked() -> None:
+    """Let the tiers of a forked child begin anew. A reference by name is read at once: no other thread changes it."""
+    for reference in _tiers.valuerefs():
+        if (tier := reference()) is not None:
+            tier._begin_anew()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
+
+
+def current(device: torch.device) -> AbstractContextManager[Any]:
+    """Make a CUDA device the current one for a while; a CPU needs nothing."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def span_of(tensor: torch.Tensor) -> int:
+    """Elements from the first to the last that a tensor shows: of a view, not all of its storage."""
+    if tensor.numel() == 0:
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def span_bytes(tensor: torch.Tensor) -> int:
+    """Bytes that a tensor's layout takes, in memory of its own."""
+    return span_of(tensor) * tensor.element_size()
 
 
 class Copied(NamedTuple):
@@ -126,8 +191,17 @@ class FileTier(HostTier):
         self.folder = None if folder is None else Path(folder)
         self.to_host, self.from_host = to_host, from_host
         self.copies: list[Copied] | None = None  # set it to a list to have every copy written down there
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        speeds = {"out": self.to_host, "in": self.from_host}
         self._pool = _Pool(self.folder)
-        self._lanes = {way: _Lane(way, speed) for way, speed in (("out", to_host), ("in", from_host))}
+        self._lanes = {way: _ThreadLane(way, speed) for way, speed in speeds.items()}
+
+    def _end(self) -> None:
+        for lane in self._lanes.values():
+            lane.close()
+        self._pool.shrink(0)
 
     @property
     def description(self) -> str:
@@ -144,10 +218,12 @@ class FileTier(HostTier):
 
     def host_like(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor in a file."""
+        self._check_open()
         return self._pool.take(tensor)
 
     def store(self, tensor: torch.Tensor, host: torch.Tensor) -> None:
         """Begin to copy a tensor into a file."""
+        self._check_owns(host)
         self._lanes["out"].copy(tensor, host, host.data_ptr(), self.copies)
 
     def release(self, host: torch.Tensor) -> None:
@@ -156,6 +232,7 @@ class FileTier(HostTier):
 
     def prefetch(self, host: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Begin to copy back."""
+        self._check_owns(host)
         back = torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=device)
         self._lanes["in"].copy(host, back, host.data_ptr(), self.copies)
         return back
@@ -167,37 +244,103 @@ class FileTier(HostTier):
     def synchronize(self) -> None:
         """Nothing to wait for: `release` has."""
 
+    def _check_owns(self, host: torch.Tensor) -> None:
+        """Refuse files of the parent of a forked process: it writes to them, and takes them for other tensors."""
+        self._check_open()
+        if not self._pool.owns(host):
+            raise FxrematError(
+                "this tensor was offloaded by another process, before a fork: run forward and backward in one process"
+            )
+
 
 def _file_tier(folder: Path | None, to_host: float | None, from_host: float | None) -> FileTier:
     return FileTier(folder, to_host=to_host, from_host=from_host)
 
 
 class _Pool:
-    """Memory-mapped files by size; each goes back when the last tensor that shows it is gone."""
+    """Memory-mapped files by size; each goes back when the last tensor that shows it is gone.
+
+    Together they take no more than the tensors of the last steps did at a time: where a new file would make it more,
+    those that have waited longest are let go.
+    """
 
     def __init__(self, folder: Path | None) -> None:
         self.folder = folder
-        self.bytes = 0
-        self._lock = threading.Lock()
-        self._free: defaultdict[int, list[mmap.mmap]] = defaultdict(list)
+        self.used = 0  # bytes that tensors show
+        self._lock = threading.RLock()  # the collector may run finalizers, and they this code, at any place
+        self._returned: deque[tuple[int, int, mmap.mmap]] = deque()  # by finalizers, which take no lock
+        self._waiting: OrderedDict[int, tuple[int, mmap.mmap]] = OrderedDict()  # longest first, by number
+        self._by_size: dict[int, list[int]] = {}  # numbers of those that wait
+        self._number = count()
+        self._idle = 0  # bytes of those that wait
+        self._shown: set[int] = set()  # addresses of those that tensors show
+        self._most = [0, 0]  # bytes used at a time, in the last window of takes and in this one
+        self._taken = 0  # in this window
+
+    @property
+    def bytes(self) -> int:
+        """Of all files."""
+        with self._lock:
+            self._collect()
+            return self.used + self._idle
+
+    def owns(self, host: torch.Tensor) -> bool:
+        """Whether a tensor shows one of the files."""
+        return host.numel() == 0 or host.data_ptr() in self._shown
 
     def take(self, like: torch.Tensor) -> torch.Tensor:
         """A tensor of the same layout in a file."""
-        size = like.untyped_storage().nbytes()
+        size = span_bytes(like)
+        if size == 0:
+            return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
         with self._lock:
-            waiting = self._free[size]
-            memory = waiting.pop() if waiting else None
-        memory = memory or self._new(size)
-        owner = (ctypes.c_char * size).from_buffer(memory)
-        weakref.finalize(owner, self._give, size, memory).atexit = False
-        flat = torch.frombuffer(owner, dtype=like.dtype)
-        return flat.as_strided(like.shape, like.stride(), like.storage_offset())
+            self._collect()
+            memory = self._reuse(size) or self._new(size)
+            owner = (ctypes.c_char * size).from_buffer(memory)
+            address = ctypes.addressof(owner)
+            weakref.finalize(owner, self._returned.append, (size, address, memory)).atexit = False
+            self._shown.add(address)
+            self.used += size
+            self._most[1] = max(self._most[1], self.used)
+            self._turn_window()
+        return torch.frombuffer(owner, dtype=like.dtype).as_strided(like.shape, like.stride())
 
-    def _give(self, size: int, memory: mmap.mmap) -> None:
+    def shrink(self, most: int) -> None:
+        """Let go of files that wait, until all take at most so many bytes or none waits."""
         with self._lock:
-            self._free[size].append(memory)
+            self._collect()
+            while self._waiting and self.used + self._idle > most:
+                number, (size, _) = self._waiting.popitem(last=False)
+                self._by_size[size].remove(number)
+                self._idle -= size
+
+    def _collect(self) -> None:
+        """Let files wait that no tensor shows any more."""
+        while self._returned:
+            size, address, memory = self._returned.popleft()
+            self._shown.discard(address)
+            number = next(self._number)
+            self._waiting[number] = size, memory
+            self._by_size.setdefault(size, []).append(number)
+            self.used -= size
+            self._idle += size
+
+    def _reuse(self, size: int) -> mmap.mmap | None:
+        numbers = self._by_size.get(size)
+        if not numbers:
+            return None
+        _, memory = self._waiting.pop(numbers.pop())
+        self._idle -= size
+        return memory
+
+    def _turn_window(self) -> None:
+        self._taken += 1
+        if self._taken == WINDOW:
+            self._most, self._taken = [self._most[1], self.used], 0
+            self.shrink(max(self._most))
 
     def _new(self, size: int) -> mmap.mmap:
+        self.shrink(max(0, max(*self._most, self.used + size) - size))
         try:
             with tempfile.TemporaryFile(dir=self.folder) as file:  # has no name, or loses it at once
                 if hasattr(os, "posix_fallocate"):
@@ -206,31 +349,30 @@ class _Pool:
                     )  # a full disk is known now, not by a SIGBUS later
                 else:
                     file.truncate(size)
-                memory = mmap.mmap(file.fileno(), size)
+                return mmap.mmap(file.fileno(), size)
         except OSError as error:
             raise FxrematError(
                 f"no room for {format_bytes(size)} more beside the {format_bytes(self.bytes)} offloaded in "
                 f"{self.folder or tempfile.gettempdir()} ({error.strerror}): give a folder on a larger disk, "
                 "fxremat.FileTier(folder), or limit what is offloaded, host_mem=..."
             ) from error
-        with self._lock:
-            self.bytes += size
-        return memory
 
 
-class _Lane:
-    """One direction: copies run one after the other on a thread of their own."""
+class _ThreadLane:
+    """One direction: copies run one after the other on a thread of their own, which holds both tensors meanwhile."""
 
     def __init__(self, way: str, speed: float | None) -> None:
         self.way, self.speed = way, speed
         self._under_way: dict[int, Future[None]] = {}
         self._thread: ThreadPoolExecutor | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def copy(self, source: torch.Tensor, target: torch.Tensor, key: int, notes: list[Copied] | None) -> None:
         with self._lock:
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"fxremat-{self.way}")
+            if len(self._under_way) >= MANY:  # those of steps that failed, most of them: nobody will ask
+                self._under_way = {k: f for k, f in self._under_way.items() if not _succeeded(f)}
             self._under_way[key] = self._thread.submit(self._copy, source, target, notes)
 
     def _copy(self, source: torch.Tensor, target: torch.Tensor, notes: list[Copied] | None) -> None:
@@ -240,10 +382,20 @@ class _Lane:
             notes.append(Copied(self.way, start, time.time_ns(), target.nbytes))
 
     def finish(self, key: int) -> None:
+        """Wait for the latest copy of a key. Raises what went wrong with it."""
         with self._lock:
             copying = self._under_way.pop(key, None)
         if copying is not None:
             copying.result()
+
+    def close(self) -> None:
+        """Wait for all copies, and end the thread."""
+        if self._thread is not None:
+            self._thread.shutdown()
+
+
+def _succeeded(copying: Future[None]) -> bool:
+    return copying.done() and copying.exception() is None
 
 
 def _copy(source: torch.Tensor, target: torch.Tensor, speed: float | None) -> None:
@@ -252,38 +404,43 @@ def _copy(source: torch.Tensor, target: torch.Tensor, speed: float | None) -> No
             target.copy_(source)
             return
         start, moved = time.perf_counter(), 0
-        size = source.numel() * source.element_size()
         for old, new in _chunks(source, target):
             new.copy_(old)
-            moved += old.numel() * old.element_size()
-            time.sleep(max(0.0, start + min(moved, size) / speed - time.perf_counter()))
+            moved += old.nbytes
+            time.sleep(max(0.0, start + moved / speed - time.perf_counter()))
 
 
-def _chunks(source: torch.Tensor, target: torch.Tensor) -> Any:
+def _chunks(source: torch.Tensor, target: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """The memory of two tensors of one layout, piece by piece."""
-    count = source.untyped_storage().nbytes() // source.element_size()
     pieces = (
-        t.as_strided((count,), (1,), 0).split(max(1, CHUNK // source.element_size()))
+        t.as_strided((span_of(t),), (1,)).split(max(1, CHUNK // source.element_size()))
         for t in (source, target)
     )
     return zip(*pieces, strict=True)
 
 
 class PinnedTier(HostTier):
-    """Pinned host memory, copied by side streams of the CUDA device.
+    """Pinned host memory, copied by side streams of the CUDA device that the tensor is on, whichever is current.
 
-    A tensor that leaves is held by the graph until `release`, which makes the compute stream wait for the copy's event:
-    what the caching allocator gives that memory to next runs on the compute stream, so after the copy. A tensor that
-    comes back is allocated on the compute stream, and the side stream waits for what ran there before, whatever used
-    that memory last. So no `record_stream` is needed, and no block is kept from reuse longer than the plan says. Pinned
-    memory is torch's: its allocator reuses a block once the copies that it has seen are over.
+    A tensor that leaves is held until `release`, which makes the compute stream wait for the copy's event: what the
+    caching allocator gives that memory to next runs on the compute stream, so after the copy. A tensor that comes back
+    is allocated on the compute stream, and the side stream waits for what ran there before, whatever used that memory
+    last. So no `record_stream` is needed, and no block is kept from reuse longer than the plan says. Pinned memory is
+    torch's, which keeps it for the next pinned tensor.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._streams: dict[tuple[str, torch.device], torch.cuda.Stream] = {}
-        self._events: dict[tuple[str, int], torch.cuda.Event] = {}
-        self._lock = threading.Lock()
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        self._lanes: dict[tuple[str, torch.device], _StreamLane] = {}
+        self._lock = threading.RLock()
+
+    def _end(self) -> None:
+        for lane in self._lanes_of("out", "in"):
+            lane.synchronize()
+        self._lanes.clear()
 
     def __reduce__(self) -> Any:
         return PinnedTier, ()
@@ -295,11 +452,12 @@ class PinnedTier(HostTier):
 
     def host_like(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor in pinned memory."""
+        self._check_open()
         return _pinned_like(tensor)
 
     def store(self, tensor: torch.Tensor, host: torch.Tensor) -> None:
         """Begin to copy a tensor into pinned memory."""
-        self._copy("out", tensor, host, tensor.device, host.data_ptr())
+        self._lane("out", tensor.device).copy(tensor, host, host.data_ptr())
 
     def release(self, host: torch.Tensor) -> None:
         """Let the compute stream wait for the copy out."""
@@ -307,8 +465,9 @@ class PinnedTier(HostTier):
 
     def prefetch(self, host: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Begin to copy back."""
+        self._check_open()
         back = torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=device)
-        self._copy("in", host, back, device, host.data_ptr())
+        self._lane("in", back.device).copy(host, back, host.data_ptr())
         return back
 
     def wait(self, host: torch.Tensor) -> None:
@@ -317,48 +476,106 @@ class PinnedTier(HostTier):
 
     def synchronize(self) -> None:
         """Wait for the side streams that copy out: `release` makes the compute stream wait, not the thread."""
-        with self._lock:
-            streams = [stream for (way, _), stream in self._streams.items() if way == "out"]
-        for stream in streams:
-            stream.synchronize()
+        for lane in self._lanes_of("out"):
+            lane.synchronize()
 
-    def _copy(
-        self, way: str, source: torch.Tensor, target: torch.Tensor, device: torch.device, key: int
-    ) -> None:
+    def _lane(self, way: str, device: torch.device) -> _StreamLane:
+        self._check_open()
         with self._lock:
-            stream = self._streams.get((way, device))
-            if stream is None:
-                stream = self._streams[way, device] = torch.cuda.Stream(device)
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
-            target.data.copy_(source, non_blocking=True)  # .data: autograd may have saved it
-            event = torch.cuda.Event()
-            event.record(stream)
-        self._events[way, key] = event
+            if (way, device) not in self._lanes:
+                self._lanes[way, device] = _StreamLane(device)
+            return self._lanes[way, device]
+
+    def _lanes_of(self, *ways: str) -> list[_StreamLane]:
+        with self._lock:
+            return [lane for (way, _), lane in self._lanes.items() if way in ways]
 
     def _finish(self, way: str, host: torch.Tensor) -> None:
-        event = self._events.pop((way, host.data_ptr()), None)
-        if event is not None:
-            torch.cuda.current_stream().wait_event(event)
+        for lane in self._lanes_of(way):
+            lane.finish(host.data_ptr())
+
+
+class _Copying(NamedTuple):
+    """A copy that may still run, and the memory that it reads and writes."""
+
+    key: int
+    source: torch.Tensor
+    target: torch.Tensor
+    event: torch.cuda.Event  # has passed once the copy is over
+
+
+class _StreamLane:
+    """One direction of one CUDA device: copies run one after the other on a stream of their own.
+
+    What is copied is held until somebody waits for the copy or, after an exception, until it is seen to be over.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device)
+        self._under_way: dict[int, _Copying] = {}  # by number, in the order in which they end
+        self._latest: dict[int, int] = {}  # key -> number
+        self._number = count()
+        self._lock = threading.RLock()
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor, key: int) -> None:
+        self._let_go()
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        event = torch.cuda.Event()
+        try:
+            with torch.cuda.stream(self.stream):
+                target.data.copy_(source, non_blocking=True)  # .data: autograd may have saved it
+                event.record(self.stream)
+        except BaseException:
+            self.stream.synchronize()  # the caller lets go of both
+            raise
+        with self._lock:
+            self._latest[key] = number = next(self._number)
+            self._under_way[number] = _Copying(key, source, target, event)
+
+    def finish(self, key: int) -> None:
+        """Let the device's compute stream wait for the latest copy of a key, if it is not known to be over."""
+        with self._lock:
+            number = self._latest.pop(key, None)
+            copying = None if number is None else self._under_way.pop(number, None)
+        if copying is not None:
+            torch.cuda.current_stream(self.device).wait_event(copying.event)
+
+    def synchronize(self) -> None:
+        """Wait for all copies."""
+        self.stream.synchronize()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Let go of what is copied by now, and nobody waited for."""
+        with self._lock:
+            for number, copying in list(self._under_way.items()):
+                if not copying.event.query():
+                    break
+                del self._under_way[number]
+                if self._latest.get(copying.key) == number:
+                    del self._latest[copying.key]
 
 
 def _pinned_like(tensor: torch.Tensor) -> torch.Tensor:
-    size = tensor.untyped_storage().nbytes()
     try:
-        flat = torch.empty(size // tensor.element_size(), dtype=tensor.dtype, pin_memory=True)
+        with current(tensor.device):
+            flat = torch.empty(span_of(tensor), dtype=tensor.dtype, pin_memory=True)
     except RuntimeError as error:
         raise FxrematError(
-            f"the host has no {format_bytes(size)} of pinned memory left; limit what is offloaded with host_mem=..."
+            f"the host has no {format_bytes(span_bytes(tensor))} of pinned memory left; limit what is offloaded with "
+            "host_mem=..."
         ) from error
-    return flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+    return flat.as_strided(tensor.shape, tensor.stride())
 
 
 _default: dict[str, HostTier] = {}
 
 
 def default_tier(device: torch.device) -> HostTier:
-    """Pinned memory for a CUDA device, else files; one for the whole process."""
+    """Pinned memory for a CUDA device, else files; one for the whole process, and another once it is closed."""
     kind = "cuda" if device.type == "cuda" else "files"
-    with contextlib.suppress(KeyError):
-        return _default[kind]
-    return _default.setdefault(kind, PinnedTier() if kind == "cuda" else FileTier())
+    tier = _default.get(kind)
+    if tier is None or tier.closed:
+        tier = _default[kind] = PinnedTier() if kind == "cuda" else FileTier()
+    return tier

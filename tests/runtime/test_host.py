@@ -11,7 +11,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,8 @@ import torch
 from torch import Tensor
 
 from fxremat.errors import FxrematError
-from fxremat.runtime.host import FileTier, PinnedTier, default_tier, tier_named
+from fxremat.runtime import host as hosts
+from fxremat.runtime.host import FileTier, HostTier, PinnedTier, default_tier, tier_named
 from fxremat.runtime.swap import offload, prefetch, release, wait
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
@@ -232,6 +236,267 @@ def test_a_refused_pinned_allocation_is_one_clear_line(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch, "empty", refuse)
     with pytest.raises(FxrematError, match=r"the host has no 3.9 KiB of pinned memory left; .*host_mem"):
         PinnedTier().offload(tensor)
+
+
+def test_a_view_takes_its_own_bytes_and_not_those_of_its_storage() -> None:
+    """Flat parameters are views of one storage; so are the weights of a cuDNN LSTM."""
+    flat = torch.arange(40_000.0)
+    for speed in (None, 1e9):
+        tier = FileTier(to_host=speed, from_host=speed)
+        for view in (flat[100:200], flat[300:700].view(20, 20).t(), flat.view(200, 200)[:10, 5:25]):
+            before = tier.bytes
+            back = trip(tier, view)
+            assert torch.equal(back, view)
+            assert back.stride() == view.stride()
+            assert tier.bytes - before <= 4 * (9 * 200 + 20)
+    assert torch.equal(trip(FileTier(), torch.zeros(0, 4)), torch.zeros(0, 4))
+
+
+def test_a_finalizer_that_runs_while_the_pool_is_in_use_does_not_wait_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The collector may run at any allocation, and free a host tensor that an error's traceback kept in a cycle."""
+    tier = FileTier()
+    cycle: list[Any] = [tier.offload(torch.ones(1000))]
+    tier.release(cycle[0])
+    cycle.append(cycle)
+    del cycle
+    original = hosts._Pool._reuse
+
+    def collecting(self: Any, size: int) -> Any:
+        gc.collect()
+        return original(self, size)
+
+    monkeypatch.setattr(hosts._Pool, "_reuse", collecting)
+    worker = threading.Thread(target=lambda: trip(tier, torch.ones(1000)), daemon=True)
+    worker.start()
+    worker.join(timeout=20)
+    assert not worker.is_alive()
+
+
+def test_the_pool_holds_no_more_than_was_needed_at_a_time() -> None:
+    tier = FileTier()
+    for size in range(1000, 40_000, 1000):
+        trip(tier, torch.ones(size))
+    assert tier.bytes <= 4 * 39_000
+    together = [tier.offload(torch.ones(size)) for size in (1000, 2000, 3000)]
+    for host in together:
+        tier.release(host)
+    del together, host
+    addresses = set()
+    for _ in range(5):  # steps of the same sizes find their files again
+        together = [tier.offload(torch.ones(size)) for size in (1000, 2000, 3000)]
+        addresses.update(host.data_ptr() for host in together)
+        for host in together:
+            tier.release(host)
+        del together, host
+    assert len(addresses) == 3
+
+
+def test_the_pool_forgets_what_was_needed_long_ago(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hosts, "WINDOW", 10)
+    tier = FileTier()
+    both = [tier.offload(torch.ones(size)) for size in (100_000, 10)]
+    for host in both:
+        tier.release(host)
+    del both, host
+    trip(tier, torch.ones(10))
+    assert tier.bytes == 400_040
+    for _ in range(30):
+        trip(tier, torch.ones(10))
+    assert tier.bytes == 40
+
+
+@pytest.mark.parametrize("kind", [FileTier, PinnedTier])
+def test_a_closed_tier_says_so(kind: type[HostTier]) -> None:
+    x = torch.ones(1000)
+    with kind() as tier:
+        if isinstance(tier, FileTier):
+            host = tier.offload(x)
+    tier.close()
+    with pytest.raises(FxrematError, match=rf"{tier.name} is closed; compile the model again"):
+        tier.offload(x)
+    with pytest.raises(FxrematError, match="is closed"):
+        tier.prefetch(x, CPU)
+    if isinstance(tier, FileTier):
+        tier.release(host)
+        assert torch.equal(host, x)  # what is there stays readable
+        del host
+        assert tier.bytes == 4000  # its file goes with the tier
+
+
+def test_closing_waits_for_copies_and_ends_the_threads() -> None:
+    before = set(threading.enumerate())
+    tier, x = FileTier(to_host=2e7), torch.ones(1 << 18)
+    host = tier.offload(x)
+    assert set(threading.enumerate()) - before
+    tier.close()
+    assert torch.equal(host, x)
+    assert not set(threading.enumerate()) - before
+
+
+def test_a_closed_default_tier_is_replaced() -> None:
+    default_tier(CPU).close()
+    assert not default_tier(CPU).closed
+    assert default_tier(CPU) is default_tier(CPU)
+
+
+FORKED = """
+import os, sys, torch
+from fxremat.errors import FxrematError
+from fxremat.runtime.host import FileTier
+cpu, tier = torch.device("cpu"), FileTier(to_host=1e9)
+
+def trip(x):
+    host = tier.offload(x)
+    tier.release(host)
+    back = tier.prefetch(host, cpu)
+    tier.wait(host)
+    return host, back
+
+kept, _ = trip(torch.ones(1000))
+idle, _ = trip(torch.ones(2000))
+del idle
+pid = os.fork()
+if pid == 0:
+    code = 1
+    try:
+        host, back = trip(torch.full((2000,), 2.0))
+        small, _ = trip(torch.full((1000,), 2.0))
+        code = 0 if bool((back == 2).all()) and tier.bytes == 12_000 else 2
+        try:
+            tier.prefetch(kept, cpu)
+            code = 3
+        except FxrematError as error:
+            code = code if "before a fork" in str(error) else 4
+    finally:
+        os._exit(code)
+_, status = os.waitpid(pid, 0)
+assert bool((kept == 1).all())
+host, back = trip(torch.full((2000,), 3.0))
+assert bool((back == 3).all())
+print("child", os.waitstatus_to_exitcode(status))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_has_threads_and_files_of_its_own() -> None:
+    done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "child 0\n", done.stderr
+
+
+@dataclass
+class Gpus:
+    """A stand-in for torch.cuda that writes down what waits for what; events pass when they are told to."""
+
+    log: list[str] = field(default_factory=list)
+    events: list[Any] = field(default_factory=list)
+
+    def patch(self, patch: pytest.MonkeyPatch) -> None:
+        gpus = self
+
+        class Stream:
+            def __init__(self, device: torch.device, name: str = "side") -> None:
+                self.name = f"{name} of {device}"
+
+            def wait_stream(self, other: Any) -> None:
+                gpus.log.append(f"{self.name} waits for {other.name}")
+
+            def wait_event(self, event: Any) -> None:
+                gpus.log.append(f"{self.name} waits for {event.name}")
+
+            def synchronize(self) -> None:
+                for event in gpus.events:
+                    event.passed = True
+
+        class Event:
+            def __init__(self) -> None:
+                self.name, self.passed = f"event {len(gpus.events)}", False
+                gpus.events.append(self)
+
+            def record(self, stream: Stream) -> None:
+                gpus.log.append(f"{stream.name} records {self.name}")
+
+            def query(self) -> bool:
+                return bool(self.passed)
+
+        @contextmanager
+        def on(_: Stream) -> Iterator[None]:
+            yield
+
+        patch.setattr(torch.cuda, "Stream", Stream)
+        patch.setattr(torch.cuda, "Event", Event)
+        patch.setattr(torch.cuda, "stream", on)
+        patch.setattr(
+            torch.cuda, "current_stream", lambda device=None: Stream(device or "the current device", "compute")
+        )
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
+    found = Gpus()
+    found.patch(monkeypatch)
+    return found
+
+
+def test_copies_wait_for_streams_of_their_tensor_s_own_device(gpus: Gpus) -> None:
+    lane, x, y = hosts._StreamLane(torch.device("cuda", 1)), torch.ones(3), torch.zeros(3)
+    lane.copy(x, y, 7)
+    lane.finish(7)
+    assert gpus.log == [
+        "side of cuda:1 waits for compute of cuda:1",
+        "side of cuda:1 records event 0",
+        "compute of cuda:1 waits for event 0",
+    ]
+    lane.finish(7)
+    assert len(gpus.log) == 3
+
+
+def test_what_a_side_stream_writes_is_held_until_its_event_has_passed(gpus: Gpus) -> None:
+    """As after an exception between prefetch and wait: nobody else holds it, and nobody will wait."""
+    lane, held = hosts._StreamLane(torch.device("cuda", 0)), []
+    for number in range(3):
+        source, target = torch.ones(3), torch.zeros(3)
+        held.append((weakref.ref(source), weakref.ref(target)))
+        lane.copy(source, target, 5)  # the same host memory each time: a step that is tried again
+        del source, target
+        assert all(ref() is not None for pair in held for ref in pair), number
+    gpus.events[0].passed = True
+    lane.copy(torch.ones(3), torch.zeros(3), 6)
+    assert [ref() is not None for pair in held for ref in pair] == [False] * 2 + [True] * 4
+    lane.finish(5)  # the latest of them
+    assert gpus.log[-1].endswith("waits for event 2")
+    assert held[2][1]() is None
+    lane.synchronize()
+    assert held[1][1]() is None
+    assert not lane._under_way
+    assert not lane._latest
+
+
+def test_a_copy_that_cannot_start_leaves_nothing_under_way(
+    gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lane = hosts._StreamLane(torch.device("cuda", 0))
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        lane.copy(torch.ones(3), torch.zeros(4), 1)
+    assert gpus.events[0].passed  # the stream was waited for
+    assert not lane._under_way
+
+
+def test_many_copies_that_nobody_waits_for_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hosts, "MANY", 8)
+    tier, kept = FileTier(), []
+    for _ in range(50):
+        kept.append(tier.offload(torch.ones(10)))
+    tier.close()
+    assert len(tier._lanes["out"]._under_way) <= 50
+    again = FileTier()
+    for _ in range(50):
+        host = again.offload(torch.ones(10))
+        while not all(copying.done() for copying in again._lanes["out"]._under_way.values()):
+            time.sleep(0.001)
+        kept.append(host)
+    assert len(again._lanes["out"]._under_way) <= 8
 
 
 @pytest.mark.cuda

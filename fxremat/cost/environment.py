@@ -1,0 +1,156 @@
+"""Everything that decides how long an op takes and what workspace it needs, beside the op itself.
+
+A cost measured in one environment says nothing about another: with oneDNN off a convolution takes other workspaces,
+with cudnn.benchmark on another algorithm, with fewer threads more time. So each environment has costs of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from fxremat._torch import device_name, nnpack_enabled
+
+MEASURING = 2  # of fxremat's own measuring: raise it when `measure`, `calibrate` or the key of an op changes
+
+VARIABLES = (  # of the process's environment, that libraries read when they choose a kernel or its workspace
+    *("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR"),
+    *("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE", "NVIDIA_TF32_OVERRIDE", "CUDA_LAUNCH_BLOCKING"),
+    *("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_NO_CUDA_MEMORY_CACHING"),
+)
+
+DRIVER = Path("/proc/driver/nvidia/version")
+
+Settings = dict[str, Any]
+
+
+def environment(device: torch.device) -> Settings:
+    """The environment of a device, as JSON can write it."""
+    found = {"measuring": MEASURING, "device": device_name(device)} | software() | switches()
+    if device.type == "cuda":
+        found |= cuda_switches() | cuda_hardware(device)
+    return found
+
+
+def name_of(found: Mapping[str, Any]) -> str:
+    """A file name that is equal for equal environments, and begins with what a person would look for."""
+    text = f"{found['device']}-torch{found['torch']}-{found['threads']}threads"
+    digest = hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
+    return f"{re.sub(r'[^A-Za-z0-9.+-]+', '_', text)}-{digest[:16]}"
+
+
+def software() -> Settings:
+    """Versions, and variables that libraries read."""
+    return {
+        "torch": str(torch.__version__),
+        "git": torch.version.git_version,
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+        "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
+    }
+
+
+def switches() -> Settings:
+    """What a program may switch, for ops on any device."""
+    backends: Any = torch.backends
+    mkldnn, utils = backends.mkldnn, cast(Any, torch.utils)
+    return _read_all(
+        {
+            "threads": torch.get_num_threads,
+            "deterministic": torch.are_deterministic_algorithms_enabled,
+            "fill uninitialized memory": lambda: utils.deterministic.fill_uninitialized_memory,
+            "flush denormal": flushes_denormals,
+            "float32 matmul": torch.get_float32_matmul_precision,
+            "mkldnn": lambda: mkldnn.enabled,
+            "mkldnn deterministic": lambda: mkldnn.deterministic,
+            "mkldnn tf32": lambda: mkldnn.allow_tf32,
+            "mkldnn fp32": lambda: mkldnn.fp32_precision,
+            "mkldnn matmul fp32": lambda: mkldnn.matmul.fp32_precision,
+            "mkldnn conv fp32": lambda: mkldnn.conv.fp32_precision,
+            "mkldnn rnn fp32": lambda: mkldnn.rnn.fp32_precision,
+            "nnpack": nnpack_enabled,
+            "fp32": lambda: backends.fp32_precision,
+        }
+    )
+
+
+def cuda_switches() -> Settings:
+    """What a program may switch, for ops on CUDA devices."""
+    backends: Any = torch.backends
+    cudnn, cuda, matmul = backends.cudnn, backends.cuda, backends.cuda.matmul
+    return _read_all(
+        {
+            "cudnn": lambda: cudnn.enabled,
+            "cudnn benchmark": lambda: cudnn.benchmark,
+            "cudnn benchmark limit": lambda: cudnn.benchmark_limit,
+            "cudnn deterministic": lambda: cudnn.deterministic,
+            "cudnn tf32": lambda: cudnn.allow_tf32,
+            "cudnn fp32": lambda: cudnn.fp32_precision,
+            "cudnn conv fp32": lambda: cudnn.conv.fp32_precision,
+            "cudnn rnn fp32": lambda: cudnn.rnn.fp32_precision,
+            "matmul tf32": lambda: matmul.allow_tf32,
+            "matmul fp32": lambda: matmul.fp32_precision,
+            "matmul fp16 sums": lambda: matmul.allow_fp16_accumulation,
+            "matmul fp16 reduction": lambda: matmul.allow_fp16_reduced_precision_reduction,
+            "matmul fp16 split": lambda: matmul.allow_fp16_reduced_precision_reduction_split_k,
+            "matmul bf16 reduction": lambda: matmul.allow_bf16_reduced_precision_reduction,
+            "matmul bf16 split": lambda: matmul.allow_bf16_reduced_precision_reduction_split_k,
+            "attention flash": cuda.flash_sdp_enabled,
+            "attention efficient": cuda.mem_efficient_sdp_enabled,
+            "attention math": cuda.math_sdp_enabled,
+            "attention cudnn": cuda.cudnn_sdp_enabled,
+            "attention reduction": cuda.fp16_bf16_reduction_math_sdp_allowed,
+            "blas": lambda: str(cuda.preferred_blas_library()),
+            "linalg": lambda: str(cuda.preferred_linalg_library()),
+        }
+    )
+
+
+def cuda_hardware(device: torch.device) -> Settings:
+    """The device, or the slice of one that this process sees, and what drives it."""
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        "bytes": properties.total_memory,
+        "processors": properties.multi_processor_count,
+        "capability": [properties.major, properties.minor],
+        "driver": driver_version(),
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+        "cudnn version": torch.backends.cudnn.version(),
+        "allocator": torch.cuda.get_allocator_backend(),
+    }
+
+
+def driver_version() -> str:
+    """The NVIDIA driver's version line; "" where the system does not tell it."""
+    with contextlib.suppress(OSError):
+        return DRIVER.read_text(errors="replace").partition("\n")[0]
+    return ""
+
+
+def flushes_denormals() -> bool:
+    """Whether this thread's arithmetic takes denormal numbers for 0: torch can set that and not tell it."""
+    least = sys.float_info.min
+    return least * 0.5 == 0.0
+
+
+def _read_all(readers: Mapping[str, Callable[[], Any]]) -> Settings:
+    return {name: _read(reader) for name, reader in readers.items()}
+
+
+def _read(reader: Callable[[], Any]) -> Any:
+    """A setting; "unreadable" where this torch has none of the name, or a program mixed its old and new names."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with contextlib.suppress(AttributeError, RuntimeError):
+            return reader()
+    return "unreadable"
