@@ -29,19 +29,21 @@ from fxremat.cost.blocks import chain_of
 from fxremat.cost.calibrate import calibrate
 from fxremat.cost.estimate import Device, estimate
 from fxremat.cost.link import measure_link, typical_size
-from fxremat.cost.measure import measure
+from fxremat.cost.measure import measure, trust_known_layouts
 from fxremat.cost.table import Costs, device_of
 from fxremat.cost.updates import units_of
 from fxremat.devices import check_devices
 from fxremat.errors import BudgetTooSmall, FxrematError, InvalidBudget
+from fxremat.floor import floor_of
 from fxremat.linearize.joint import Joint, read_joint, with_updates_inside
 from fxremat.memo import remembered
 from fxremat.offloading import with_offloading, with_schedules
 from fxremat.options import Options, options_of
 from fxremat.passes.lanes import Link
 from fxremat.passes.weights import Handles
-from fxremat.planner import order_for_measuring, survey
+from fxremat.planner import Prospect, Prospects, order_for_measuring, survey
 from fxremat.plans import Plan, Whole
+from fxremat.progress import bars, planning
 from fxremat.runtime.beside_loss import BesideLoss, check_runs_again, outputs_beside_loss
 from fxremat.runtime.host import default_tier
 from fxremat.runtime.parts import Part
@@ -160,7 +162,14 @@ class Backend:
         return plan.graphs
 
     def plan(self, joint: Joint) -> Plan:
-        """The whole way from a joint graph to a plan."""
+        """The whole way from a joint graph to a plan, told of in the log. Raises `BudgetTooSmall`."""
+        what = f"{len(joint.ops)} ops within {self.options.mem}"
+        with bars(shown=self.options.progress), planning(what) as planned:
+            plan = self._plan(joint)
+            planned(plan.headline)
+        return plan
+
+    def _plan(self, joint: Joint) -> Plan:
         options = self.options
         costs = self._costs(joint)
         settings: dict[str, Any] = {
@@ -173,11 +182,10 @@ class Backend:
         prospects = remembered(joint, costs, settings, partial(survey, **settings))
         budget = bytes_of(options.budget, prospects.keep_all.peak, device_of(joint))
         measured = options.cost == "measure"
+        hosted = options.offload or options.offload_weights
         plan = Plan(
             budget=budget,
-            chosen=prospects.nearest(budget)
-            if options.offload or options.offload_weights
-            else prospects.within(budget),
+            chosen=prospects.nearest(budget) if hosted else self._within(budget, prospects, costs),
             prospects=prospects,
             costs=costs,
             device=device_name(device_of(joint)) if measured else str(self._estimated_device(joint)),
@@ -187,6 +195,20 @@ class Backend:
         if options.offload_weights:
             return self._trained(plan, joint)
         return self._offloaded(plan, joint) if options.offload else plan
+
+    def _within(self, budget: int, prospects: Prospects, costs: Costs) -> Prospect:
+        """The fastest prospect that fits. Raises `BudgetTooSmall`, with the op that needs the least budget."""
+        try:
+            return prospects.within(budget)
+        except BudgetTooSmall as error:
+            reason = str(floor_of(prospects.frontier[-1].program(), costs))
+            raise self._in_the_users_terms(error, prospects.keep_all.peak, reason) from None
+
+    def _in_the_users_terms(self, error: BudgetTooSmall, whole: int, reason: str = "") -> BudgetTooSmall:
+        """The error in percent of keeping everything, where the budget is in percent."""
+        asked = self.options.budget
+        share = asked.of_keep_all if isinstance(asked, Percent) else None
+        return error.explained(share=share, whole=whole, reason=reason)
 
     def _with_updates(self, joint: Joint) -> Joint:
         """The joint graph, with the updates inside where the user wants them there."""
@@ -224,16 +246,19 @@ class Backend:
         settled = None
         if self.plans:  # for other shapes: what lives on the host is settled
             settled = frozenset(v for v in joint.updates_of if numbers[v] in self.hosted)
-        trained = best_within(
-            plan.prospects,
-            units,
-            plan.costs,
-            link,
-            budget,
-            settled=settled,
-            values_too=bool(options.offload),
-            host_mem=options.host_limit,
-        )
+        try:
+            trained = best_within(
+                plan.prospects,
+                units,
+                plan.costs,
+                link,
+                budget,
+                settled=settled,
+                values_too=bool(options.offload),
+                host_mem=options.host_limit,
+            )
+        except BudgetTooSmall as error:
+            raise self._in_the_users_terms(error, everything) from None
         self.hosted |= {numbers[value] for value in trained.choice.hosted}
         chosen = replace(trained.prospect, chain=chain_of(trained.prospect.layout, plan.costs))
         handles = Handles(name=weights.name, numbers=numbers)
@@ -256,7 +281,7 @@ class Backend:
         else:
             prospects = with_offloading(plan.prospects, plan.costs, link, options.host_limit)
         try:
-            chosen = prospects.within(plan.budget)
+            chosen = self._within(plan.budget, prospects, plan.costs)
         except BudgetTooSmall as error:
             raise self._which_limit(error, plan, link) from None
         chosen = replace(chosen, chain=chain_of(chosen.layout, plan.costs))
@@ -270,16 +295,17 @@ class Backend:
         if free > error.budget:
             return error
         note = f"host_mem={self.options.host_mem!r} is what binds: with more of it, {free} bytes would do"
-        return BudgetTooSmall(error.minimum, error.budget, note=note)
+        return error.explained(note=note)
 
     def _costs(self, joint: Joint) -> Costs:
         options = self.options
         if options.cost == "estimate":
+            trust_known_layouts(joint)
             costs = estimate(joint, self._estimated_device(joint))
         else:
             rough = Device.named(device_of(joint).type)
             order = partial(order_for_measuring, joint, rough, options.budget)
-            costs = measure(joint, self._inputs, order=order, progress=options.progress)
+            costs = measure(joint, self._inputs, order=order)
         if options.loss_size is None:
             return costs
         return replace(costs, sizes=replace(costs.sizes, outside=options.loss_size))

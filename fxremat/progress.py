@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextvars import ContextVar
 from typing import TypeVar
 
@@ -40,7 +40,7 @@ def bars(*, shown: bool) -> Iterator[None]:
         _shown.reset(token)
 
 
-def progress(steps: Iterable[_T], what: str, *, total: int | None = None) -> Iterator[_T]:
+def progress(steps: Iterable[_T], what: str, *, total: int | None = None) -> Generator[_T]:
     """The same steps, with a bar named `what` on stderr while they are taken.
 
     >>> list(progress(range(3), "nothing to see"))

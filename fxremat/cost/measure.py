@@ -27,7 +27,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from tqdm import tqdm
 
 from fxremat._torch import allocations, is_real, real_tensors, unprofiled
 from fxremat.cost.cache import CostCache
@@ -37,6 +36,7 @@ from fxremat.cost.table import CUDA_BLOCK, Costs, OpCost, costs_from, device_of,
 from fxremat.cost.walk import Call, Walk, inputs_of
 from fxremat.linearize.in_place import overwritten, restore, with_new_result
 from fxremat.linearize.joint import Joint, Op, storage_bytes
+from fxremat.progress import progress
 
 aten = torch.ops.aten
 log = logging.getLogger(__name__)
@@ -50,7 +50,6 @@ def measure(
     inputs: Sequence[Any] = (),
     *,
     order: Callable[[], Sequence[int]] | None = None,
-    progress: bool = True,
 ) -> Costs:
     """Measure every distinct op of a joint graph. A few seconds for a GPT of 12 layers, nothing from the cache.
 
@@ -59,7 +58,6 @@ def measure(
     Args:
         inputs: what the captured graph was called with, in its order.
         order: gives the ops to run, in which the step fits into memory; None: each once, as captured.
-        progress: show a bar on stderr while measuring, where that is a terminal.
     """
     device = device_of(joint)
     cache = CostCache.of_device(device)
@@ -69,7 +67,7 @@ def measure(
         restore(joint.ops[int(index)].node)
     unchecked = refused is None and any(overwritten(op.node) is not None for op in joint.ops)
     if unchecked or _missing(joint, cache) or has_collectives(joint):
-        unprofiled(lambda: _measure(joint, inputs, order, device, cache, progress, layouts))
+        unprofiled(lambda: _measure(joint, inputs, order, device, cache, layouts))
         cache.save()
     by_op = [cache.op(op_key(op.node)) for op in joint.ops]
     if unknown := [op for op, cost in zip(joint.ops, by_op, strict=True) if cost is None]:
@@ -79,6 +77,15 @@ def measure(
             cost or cost_of(op, joint, rough, safe=True) for op, cost in zip(joint.ops, by_op, strict=True)
         ]
     return costs_from(joint, [cost for cost in by_op if cost is not None], device)
+
+
+def trust_known_layouts(joint: Joint) -> None:
+    """Where nothing is run: let no backward op overwrite its operand, unless an earlier walk has seen the layouts."""
+    refused = CostCache.of_device(device_of(joint)).numbers(f"layouts {_digest(joint)}")
+    untrusted = range(len(joint.ops)) if refused is None else map(int, refused[1:])
+    for index in untrusted:
+        if overwritten(joint.ops[index].node) is not None:
+            restore(joint.ops[index].node)
 
 
 def has_collectives(joint: Joint) -> bool:
@@ -131,24 +138,17 @@ def _measure(
     order: Callable[[], Sequence[int]] | None,
     device: torch.device,
     cache: CostCache,
-    progress: bool,
     layouts: str,
 ) -> None:
-    bar = tqdm(
-        total=len(_missing(joint, cache)),
-        desc="fxremat: measuring ops",
-        unit="op",
-        leave=False,
-        disable=None if progress else True,
-    )
-    with bar, quiet_world(device):
+    todo = range(len(_missing(joint, cache)))
+    with contextlib.closing(progress(todo, "measuring ops", total=len(todo))) as bar, quiet_world(device):
         if not any(isinstance(value, torch.Tensor) and not is_real(value) for value in inputs):
             ops = range(len(joint.ops)) if order is None or has_collectives(joint) else order()
             if (refused := _walk(joint, inputs, ops, device, cache, bar)) is not None:
                 cache.keep(layouts, [len(refused), *refused])
         for key, op in _missing(joint, cache).items():
             _alone(key, op, device, cache)
-            bar.update()
+            next(bar, None)
 
 
 def _walk(
@@ -181,7 +181,7 @@ class _Visitor:
             return call()
         cost, result = measured(op.node, call, self.device)
         self.cache.keep_op(key, cost)
-        self.bar.update()
+        next(self.bar, None)
         return result
 
     def _checked(self, op: Op, call: Call) -> Call:

@@ -72,9 +72,9 @@ def test_equal_ops_are_measured_once_and_never_again(
         return original(*args, **options)
 
     monkeypatch.setattr(measuring, "seconds_of", counted)
-    first = measure(joint, progress=False)
+    first = measure(joint)
     assert len(calls) == len({op_key(op.node) for op in joint.ops}) < len(joint.ops)
-    assert measure(joint, progress=False) == first
+    assert measure(joint) == first
     assert len(calls) == len({op_key(op.node) for op in joint.ops})
     assert len(list(cold_cache.iterdir())) == 1
 
@@ -91,12 +91,12 @@ def test_a_damaged_cache_counts_as_empty(tmp_path: Path) -> None:
 
 def test_measuring_leaves_the_generator_alone(joint: Joint, cold_cache: Path) -> None:
     before = torch.get_rng_state()
-    measure(joint, progress=False)
+    measure(joint)
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_outputs_are_as_large_as_the_op_leaves_them(joint: Joint) -> None:
-    sizes = measure(joint, progress=False).sizes
+    sizes = measure(joint).sizes
     loss = next(op for op in joint.ops if op.name == "mse_loss")
     assert joint.values[loss.writes[0]].bytes == 4
     assert sizes.values[loss.writes[0]] == 2 * 4 * 16 * 16 * 4  # the storage of all terms, resized to one
@@ -106,7 +106,7 @@ def test_an_op_that_cannot_run_is_estimated_with_a_warning(
     joint: Joint, cold_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake = [primal.meta["val"] for primal in joint.primals]
-    whole = measure(joint, fake, progress=False)
+    whole = measure(joint, fake)
 
     def broken(node: fx.Node) -> object:
         if node.target is torch.ops.aten.convolution.default:
@@ -116,7 +116,7 @@ def test_an_op_that_cannot_run_is_estimated_with_a_warning(
     monkeypatch.setenv("FXREMAT_CACHE", str(cold_cache / "other"))
     monkeypatch.setattr(measuring, "call_of", broken)
     with pytest.warns(UserWarning, match=r"aten\.convolution\.default"):
-        costs = measure(joint, fake, progress=False)
+        costs = measure(joint, fake)
     for op in joint.ops:
         if op.node.target is torch.ops.aten.convolution.default:
             assert costs.sizes.workspace[op.index] >= whole.sizes.workspace[op.index]
@@ -164,7 +164,7 @@ def test_unknown_devices_are_refused_with_the_known_ones() -> None:
 
 def test_the_chain_is_as_exact_as_the_graphs(joint: Joint) -> None:
     """What the chain model says of keep-all and of checkpoints is never below, and close to, the exact replay."""
-    costs = measure(joint, progress=False)
+    costs = measure(joint)
     layout = add_options(lay_out(joint, crossings(joint).cuts()), costs.seconds, costs.sizes.values)
     chain = chain_of(layout, costs)
     n = len(chain)

@@ -322,7 +322,7 @@ def test_an_op_that_overwrites_is_put_back_where_real_layouts_differ(
     monkeypatch.setattr(measuring, "_Visitor", Strided)
     monkeypatch.setenv("FXREMAT_CACHE", str(tmp_path))
     fake = tuple(torch.randn(p.meta["val"].shape) for p in joint.primals)
-    measure(joint, fake, progress=False)
+    measure(joint, fake)
     assert [op.index for op in joint.ops if overwritten(op.node) is not None] == []
 
 
@@ -349,10 +349,10 @@ def test_what_was_put_back_is_remembered(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
     given = tuple(torch.randn(p.meta["val"].shape) for p in first.primals)
     monkeypatch.setattr(measuring._Visitor, "_checked", differs)
-    measure(first, given, progress=False)
+    measure(first, given)
     monkeypatch.setattr(measuring, "_walk", None)
     second = joint()
-    measure(second, given, progress=False)
+    measure(second, given)
     assert taken(second) == taken(first)
     assert candidate not in taken(second)
 
