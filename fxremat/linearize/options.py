@@ -20,13 +20,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
-import networkx as nx
+import numpy as np
 
 from fxremat.linearize.joint import Joint
 from fxremat.linearize.layout import BlockLayout, Layout
 
 AT_MOST = 12  # options a block, option 0 included
+GRAIN = 16  # capacities are in sixteenths of a byte
 LEAST_STEP = 0.02  # corners closer than this share of the block's bytes are not told apart
 
 
@@ -131,32 +133,23 @@ class _Cut:
 
     def solve(self, rate: float) -> SaveSet:
         """The cheapest save set at `rate` bytes a second."""
-        graph: nx.DiGraph[object] = nx.DiGraph()
-        graph.add_node("source")
-        graph.add_node("sink")
-        for index in self.block.forward:
-            op = self.joint.ops[index]
-            graph.add_edge("source", ("op", index), capacity=max(1, round(rate * self.seconds[index] * 16)))
-            for value in op.again_reads:
-                if value in self.inside:
-                    graph.add_edge(("value", value), ("op", index))
-            for value in op.writes:
-                if value in self.inside:
-                    size = 0 if value in self.output else self.sizes[value] * 16
-                    graph.add_edge(("op", index), ("value", value), capacity=size)
-        for value in self.backward_reads:
-            graph.add_edge(("value", value), "sink")
         if not self.backward_reads:
             return self.price(self.output)
-        _, (good, _) = nx.minimum_cut(graph, "source", "sink")
+        runs = [max(1, round(rate * self.seconds[index] * GRAIN)) for index in self.block.forward]
+        good = self.network.source_side(runs)
         kept = {
             value
             for value in self.inside
-            if ("op", self.joint.values[value].producer) in good
-            and ("value", value) in graph
-            and ("value", value) not in good
+            if value in self.network.place
+            and self.network.place_of_op[self.joint.values[value].producer] in good
+            and self.network.place[value] not in good
         }
         return self.price(frozenset(kept) | self.output)
+
+    @cached_property
+    def network(self) -> _Network:
+        """The flow network of the block; the capacities that depend on the rate come later."""
+        return _Network(self)
 
     def price(self, kept: frozenset[int]) -> SaveSet:
         """Bytes of a save set, and seconds of what the backward then runs again."""
@@ -172,3 +165,54 @@ class _Cut:
                 ]
         size = sum(self.sizes[value] for value in kept)
         return SaveSet(kept, size, sum(self.seconds[index] for index in sorted(again)))
+
+
+SOURCE, SINK = 0, 1
+LARGEST = 1 << 30  # SciPy's capacities have 32 bits
+
+
+class _Network:
+    """The network of a block as arrays; edges from the source to the ops come first."""
+
+    def __init__(self, cut: _Cut) -> None:
+        ops = cut.block.forward
+        self.place_of_op: dict[int | None, int] = {index: 2 + k for k, index in enumerate(ops)}
+        written = [v for index in ops for v in cut.joint.ops[index].writes if v in cut.inside]
+        read = [v for index in ops for v in cut.joint.ops[index].again_reads if v in cut.inside]
+        values = dict.fromkeys([*written, *read, *sorted(cut.backward_reads)])
+        self.place = {value: 2 + len(ops) + k for k, value in enumerate(values)}
+        edges: list[tuple[int, int, int | None]] = []  # from, to, capacity; None: infinite
+        for index in ops:
+            op, here = cut.joint.ops[index], self.place_of_op[index]
+            edges += [(self.place[value], here, None) for value in op.again_reads if value in cut.inside]
+            for value in op.writes:
+                if value in cut.inside:
+                    size = 0 if value in cut.output else cut.sizes[value] * GRAIN
+                    edges.append((here, self.place[value], size))
+        edges += [(self.place[value], SINK, None) for value in cut.backward_reads]
+        self.tails = np.array([SOURCE] * len(ops) + [tail for tail, _, _ in edges])
+        self.heads = np.array([*(self.place_of_op[index] for index in ops), *(head for _, head, _ in edges)])
+        self.fixed = [capacity for _, _, capacity in edges]
+        self.size = 2 + len(ops) + len(values)
+
+    def source_side(self, runs: Sequence[int]) -> set[int]:
+        """The nodes from which the sink cannot be reached any more under a maximum flow: the largest source side.
+
+        Args:
+            runs: capacities of the edges to the ops.
+        """
+        from scipy.sparse import csr_array
+        from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+
+        total = sum(runs) + sum(size for size in self.fixed if size is not None)
+        shift = max(0, (total + 1).bit_length() - LARGEST.bit_length() + 1)
+        infinite = (total >> shift) + len(self.tails) + 1
+        capacities = [max(1, run >> shift) for run in runs]
+        capacities += [infinite if size is None else size >> shift for size in self.fixed]
+        places = (self.tails, self.heads)
+        graph = csr_array((np.array(capacities, np.int32), places), shape=(self.size, self.size))
+        left = graph - maximum_flow(graph, SOURCE, SINK).flow
+        left.data = np.maximum(left.data, 0)
+        left.eliminate_zeros()
+        reached = breadth_first_order(left.T.tocsr(), SINK, return_predecessors=False)
+        return set(range(self.size)).difference(reached.tolist())
