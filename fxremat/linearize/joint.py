@@ -22,7 +22,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from fxremat._torch import storage_of
+from fxremat._torch import is_effect_token, storage_of
 from fxremat.errors import CaptureError
 from fxremat.linearize.dropout import drop_as_eager
 from fxremat.linearize.in_place import overwrite_gradients
@@ -126,12 +126,19 @@ class Joint:
         return self.kept_outputs | self.returned
 
 
+def inputs_of(joint: Joint) -> tuple[fx.Node, ...]:
+    """The primals that the caller hands in, in order: `backward_outputs` begins with a gradient of each.
+
+    The others are tokens, which put ops with effects (such as the check in `linalg.cholesky`) in order.
+    """
+    return tuple(primal for primal in joint.primals if not is_effect_token(primal))
+
+
 def with_updates_inside(joint: Joint, trained: Set[int]) -> Joint:
     """The joint graph of a step that updates these parameters (primal values) itself, and keeps their gradients."""
     outputs = list(joint.backward_outputs)
     gradients: dict[int, fx.Node] = {}
-    for place, primal in enumerate(joint.primals):
-        gradient = outputs[place]
+    for place, (primal, gradient) in enumerate(zip(inputs_of(joint), joint.backward_outputs, strict=False)):
         if joint.value_of[primal] in trained and isinstance(gradient, fx.Node):
             gradients[joint.value_of[primal]] = gradient
             outputs[place] = None
