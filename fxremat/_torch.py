@@ -401,3 +401,27 @@ def device_name(device: torch.device) -> str:
 def nnpack_enabled() -> bool:
     """Whether convolutions may use NNPACK: `torch._C._get_nnpack_enabled` (2.11, 2.13), which has no public name."""
     return bool(torch._C._get_nnpack_enabled())
+
+
+def is_effect_token(placeholder: fx.Node) -> bool:
+    """Whether an input of a joint graph is a token of an op with effects, which has no gradient.
+
+    AOTAutograd puts them before the caller's inputs, and says so in `meta["desc"]`, a `ForwardTokenAOTInput` of
+    `torch._functorch._aot_autograd.descriptors` (2.11, 2.13).
+    """
+    return type(placeholder.meta.get("desc")).__name__ == "ForwardTokenAOTInput"
+
+
+def parameter_name(placeholder: fx.Node) -> str | None:
+    """The name in the model of the parameter that an input of dynamo's graph stands for; None for other inputs.
+
+    `meta["grapharg"].source` is where dynamo found it, such as `L['self']._modules['0']._parameters['weight']`; its
+    `name` is a method in 2.11 and a property in 2.13.
+    """
+    import re
+
+    source = getattr(placeholder.meta.get("grapharg"), "source", None)
+    name: Any = getattr(source, "name", "")
+    path = str(name() if callable(name) else name)
+    parts = re.findall(r"\._(modules|parameters)\['([^']*)'\]", path)
+    return ".".join(part for _, part in parts) if parts and parts[-1][0] == "parameters" else None

@@ -23,6 +23,7 @@ from fxremat._torch import (
     differentiate_as_eager,
     graph_break_after,
     never_donate,
+    parameter_name,
 )
 from fxremat.budget import bytes_of
 from fxremat.cost.blocks import chain_of
@@ -31,11 +32,11 @@ from fxremat.cost.estimate import Device, estimate
 from fxremat.cost.link import measure_link, typical_size
 from fxremat.cost.measure import measure, trust_known_layouts
 from fxremat.cost.table import Costs, device_of
-from fxremat.cost.updates import units_of
+from fxremat.cost.updates import units_of, with_own_sizes
 from fxremat.devices import check_devices
 from fxremat.errors import BudgetTooSmall, FxrematError, InvalidBudget
 from fxremat.floor import floor_of
-from fxremat.linearize.joint import Joint, read_joint, with_updates_inside
+from fxremat.linearize.joint import Joint, inputs_of, read_joint, with_updates_inside
 from fxremat.memo import remembered
 from fxremat.offloading import with_offloading, with_schedules
 from fxremat.options import Options, options_of
@@ -73,6 +74,7 @@ class Backend:
         self.only_plan = False
         self.weights: Weights | None = None
         self.hosted: frozenset[int] = frozenset()  # the optimizer's numbers of parameters that live on the host
+        self._names: list[str] = []  # of the captured graph's inputs, where they are parameters
         self._inputs: Sequence[Any] = ()  # what the graph that is being compiled was called with
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
@@ -89,6 +91,7 @@ class Backend:
         outputs = outputs_beside_loss(module)
         trained = sorted((*outputs.expected, *outputs.beside))
         made: list[Plan] = []  # of this graph, from its partition to the compilation of its backward
+        self._names = [parameter_name(node) for node in module.graph.nodes if node.op == "placeholder"]
         backend = aot_backend(
             fw_compiler=self._forward_compiler,
             bw_compiler=lambda graph, _: self._backward(graph, made.pop()),
@@ -134,8 +137,7 @@ class Backend:
             if weights is None:
                 return without(run(arguments), needs, unused)
             weights.begin()
-            for place in losses:
-                check_unscaled(arguments[place])
+            check_unscaled([arguments[place] for place in losses])
             with weights.telling_what_is_new():
                 return without(run(arguments), needs, unused)
 
@@ -217,7 +219,19 @@ class Backend:
         trained = set(self._parameters(joint))
         if not trained:
             raise FxrematError("none of the optimizer's parameters is one of the model's")
+        if written := sorted(trained & joint.mutated_primals):
+            raise FxrematError(
+                f"forward writes to {self._called(joint, written)}, which offload_weights updates inside the step (an "
+                "Embedding with max_norm does, and clamping in forward): write to it after optimizer.step(), or give "
+                "it to another optimizer than the one that fxremat.compile takes"
+            )
         return with_updates_inside(joint, trained)
+
+    def _called(self, joint: Joint, values: Iterable[int]) -> str:
+        """The names of parameters in the model, for messages."""
+        places = {joint.value_of[node]: place for place, node in enumerate(inputs_of(joint))}
+        names = [self._names[places[value]] or joint.values[value].name for value in values]
+        return f"the parameter {names[0]}" if len(names) == 1 else f"the parameters {', '.join(names)}"
 
     def _parameters(self, joint: Joint) -> dict[int, int]:
         """The optimizer's parameters among the graph's inputs (in the order of its primals), with their numbers."""
@@ -227,7 +241,7 @@ class Backend:
         numbers = {id(parameter): number for number, parameter in enumerate(everyone)}
         return {
             joint.value_of[node]: numbers[id(given)]
-            for node, given in zip(joint.primals, self._inputs, strict=False)
+            for node, given in zip(inputs_of(joint), self._inputs, strict=False)
             if id(given) in numbers and given.shape == node.meta["val"].shape
         }
 
@@ -239,18 +253,24 @@ class Backend:
         assert weights is not None
         numbers = self._parameters(joint)
         link = measure_link(weights.tier, device_of(joint), typical_size(joint))
-        units = units_of(joint, options.optimizer, plan.costs)
-        budget, everything = plan.budget, resident_peak(plan.prospects.keep_all, units, plan.costs)
+        costs = with_own_sizes(joint, plan.costs)
+        units = units_of(joint, options.optimizer, costs)
+        budget, everything = plan.budget, resident_peak(plan.prospects.keep_all, units, costs)
         if isinstance(options.budget, Percent):
             budget = int(everything * options.budget.of_keep_all / 100)
         settled = None
         if self.plans:  # for other shapes: what lives on the host is settled
             settled = frozenset(v for v in joint.updates_of if numbers[v] in self.hosted)
+            if shown := sorted(unit.value for unit in units if unit.stays and unit.value in settled):
+                raise FxrematError(
+                    f"forward returns a view of {self._called(joint, shown)}, which lives on the host since the plan "
+                    "for other inputs; plan with these inputs first, example_inputs=..., or return a copy"
+                )
         try:
             trained = best_within(
                 plan.prospects,
                 units,
-                plan.costs,
+                costs,
                 link,
                 budget,
                 settled=settled,
@@ -260,10 +280,12 @@ class Backend:
         except BudgetTooSmall as error:
             raise self._in_the_users_terms(error, everything) from None
         self.hosted |= {numbers[value] for value in trained.choice.hosted}
-        chosen = replace(trained.prospect, chain=chain_of(trained.prospect.layout, plan.costs))
+        chosen = replace(trained.prospect, chain=chain_of(trained.prospect.layout, costs))
         handles = Handles(name=weights.name, numbers=numbers)
         whole = Whole(handles=handles, keep_all_peak=everything, minimum=trained.minimum)
-        return replace(plan, budget=budget, chosen=chosen, tier=weights.tier, link=link, weights=whole)
+        return replace(
+            plan, budget=budget, chosen=chosen, costs=costs, tier=weights.tier, link=link, weights=whole
+        )
 
     def _offloaded(self, plan: Plan, joint: Joint) -> Plan:
         """The plan for the same budget where values may wait on the host."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from fxremat.errors import FxrematError
-from fxremat.linearize.joint import Joint, tensors_of
+from fxremat.linearize.joint import Joint, inputs_of, tensors_of
 
 PLANNED = ("cpu", "cuda", "meta")  # meta: shapes alone, for an estimate
 
@@ -41,6 +41,6 @@ def check_devices(joint: Joint) -> None:
 
 
 def _on_the_host(joint: Joint) -> list[str]:
-    pairs = zip(joint.primals, joint.backward_outputs, strict=False)
+    pairs = zip(inputs_of(joint), joint.backward_outputs, strict=False)
     trained = (primal for primal, gradient in pairs if gradient is not None)
     return [node.name for node in trained if node.meta["val"].device.type == "cpu" and node.meta["val"].dim()]

@@ -24,7 +24,7 @@ from fxremat.passes.clock import Floats, Ints
 from fxremat.passes.lanes import Link, Rehearsal, Swapped, durations, need_of, rehearse
 from fxremat.passes.liveness import live_bytes
 from fxremat.passes.program import Program
-from fxremat.passes.swap import Trip, cap, copies_of, least_size, swap, trips, trips_of
+from fxremat.passes.swap import Trip, cap, copies_of, least_size, most_on_host, swap, trips, trips_of
 from fxremat.planner import Prospect, Prospects, unbeaten
 from fxremat.platform import Platform
 from fxremat.schedule import Schedule
@@ -77,7 +77,7 @@ class Source:
             if chosen is None or tuple(chosen) in seen:
                 continue
             seen.add(tuple(chosen))
-            if host_mem is not None and sum(trip.size for trip in chosen) > host_mem:
+            if host_mem is not None and sum(trip.size for trip in chosen) > host_mem:  # all there at the turn
                 continue
             need = self.need.copy()
             copies = copies_of(self.program, chosen, need)
@@ -126,7 +126,7 @@ def _proposed(
         except BudgetTooSmall:
             return
         for swapped in _scheduled(prospect.layout, schedule, int(budget), costs, link):
-            if host_mem is None or swapped.bytes <= host_mem:
+            if host_mem is None or most_on_host(swapped.program, costs) <= host_mem:
                 yield replace(
                     prospect,
                     peak=swapped.memory.peak,

@@ -15,7 +15,7 @@ from functools import partial
 
 from fxremat.cost.table import Costs
 from fxremat.errors import BudgetTooSmall
-from fxremat.passes.lanes import Link
+from fxremat.passes.lanes import Link, Swapped
 from fxremat.passes.liveness import live_bytes
 from fxremat.passes.swap import least_size, trips
 from fxremat.passes.weights import Choice, Unit, choose, hosted, update_inside
@@ -50,12 +50,13 @@ def best_within(
     Args:
         settled: the parameters that live on the host, where that is not to choose any more.
         values_too: whether forward values may wait on the host as well.
-        host_mem: bytes that may be there. None: as many as there are.
+        host_mem: bytes that may be there at a time. None: as many as there are.
 
     Raises:
         BudgetTooSmall: none is; `.minimum` is the least that some plan needs.
     """
     best: Trained | None = None
+    tightest: Trained | None = None  # with everything away that can be, and each copy at the last moment
     least: int | None = None
     smallest = least_size(prospects.keep_all.peak)
     for source in prospects.spread(SOURCES):
@@ -65,8 +66,10 @@ def best_within(
             choose, program, units, costs, possible=possible, settled=settled, host_mem=host_mem
         )
         most, _ = choosing(0)
-        floor = hosted(program, units, most, costs, link, 0).performed(costs).memory.peak
-        least = floor if least is None else min(least, floor)
+        last_moment = hosted(program, units, most, costs, link, 0).performed(costs)
+        floor = last_moment.memory.peak
+        if least is None or floor < least:
+            least, tightest = floor, _trained(source, most, last_moment)
         for share in SPARE:
             choice, fits = choosing(int(budget * share))
             if not fits and floor <= budget and share == 1.0:
@@ -78,12 +81,19 @@ def best_within(
                 continue
             swapped = rehearsal.performed(costs)
             if swapped.memory.peak <= budget:
-                found = replace(source, peak=swapped.memory.peak, time=swapped.time, swapped=swapped)
-                best = Trained(prospect=found, choice=choice, minimum=floor)
+                best = _trained(source, choice, swapped)
     assert least is not None
-    if best is None:
+    assert tightest is not None
+    if best is None and budget < least:
         raise BudgetTooSmall(minimum=least, budget=budget)
-    return replace(best, minimum=least)
+    best = best or tightest  # where copies that come early leave no room, those of the least budget do
+    return replace(best, minimum=min(least, best.prospect.peak))
+
+
+def _trained(source: Prospect, choice: Choice, swapped: Swapped) -> Trained:
+    peak = swapped.memory.peak
+    prospect = replace(source, peak=peak, time=swapped.time, swapped=swapped)
+    return Trained(prospect=prospect, choice=choice, minimum=peak)
 
 
 def resident_peak(prospect: Prospect, units: Sequence[Unit], costs: Costs) -> int:

@@ -32,6 +32,10 @@ KINDS = (
     "split",
     "tanh",
     "view",
+    "tokens",
+    "attend",
+    "twist",
+    "images",
 )
 
 
@@ -128,6 +132,18 @@ class Dag(nn.Module):
                 return first.view(ROWS // 2, 2, WIDTH).transpose(0, 1).reshape(ROWS, WIDTH)
             case "tanh":
                 return torch.tanh(first)
+            case "tokens":  # a batch of one, whose dimension of size 1 has whatever stride comes out
+                tokens = module(first.view(1, ROWS, WIDTH)).transpose(1, 2)
+                return F.gelu(tokens + tokens.flip(2)).transpose(1, 2).reshape(ROWS, WIDTH)
+            case "attend":
+                heads = first.view(1, ROWS, 2, WIDTH // 2).transpose(1, 2)
+                mixed = module((heads @ heads.mT).softmax(-1) @ heads)
+                return mixed.transpose(1, 2).reshape(ROWS, WIDTH)
+            case "twist":  # the same numbers in the other order of dimensions
+                return module(first.t().contiguous().t()) * 0.5
+            case "images":
+                images = module(first.t().reshape(1, WIDTH, 4, ROWS // 4))
+                return images.flatten(2).transpose(1, 2).squeeze(0)
         return module(first)
 
 
@@ -139,6 +155,10 @@ def _module(kind: str) -> nn.Module:
         "norm": lambda: nn.LayerNorm(WIDTH),
         "batch_norm": lambda: nn.BatchNorm1d(WIDTH),
         "cat": lambda: nn.Linear(2 * WIDTH, WIDTH),
+        "tokens": lambda: nn.Linear(WIDTH, WIDTH),
+        "attend": lambda: nn.Linear(WIDTH // 2, WIDTH // 2),
+        "twist": lambda: nn.Linear(WIDTH, WIDTH),
+        "images": lambda: nn.Conv2d(WIDTH, WIDTH, 3, padding=1),
     }
     return makers.get(kind, nn.Identity)()
 

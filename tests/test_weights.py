@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
+import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -449,6 +452,216 @@ def test_host_mem_limits_what_lives_on_the_host() -> None:
     for seed in range(2):
         step(model, optimizer, (rows(),), seed)
     assert 0 < tier.bytes <= most
+
+
+class Of(nn.Module):
+    """A function of a module with these parts."""
+
+    def __init__(self, function: Callable[..., Any], **parts: nn.Module) -> None:
+        super().__init__()
+        self.function = function
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *inputs: Tensor) -> Any:
+        return self.function(self, *inputs)
+
+
+def clamped(model: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        model.first.weight.clamp_(-0.05, 0.05)
+    return model.second(model.first(x)).square().mean()
+
+
+def renormed(model: Any, x: Tensor, words: Tensor) -> Tensor:
+    return model.second(model.first(x)).square().mean() + model.words(words).square().mean()
+
+
+def two_layers(function: Callable[..., Any]) -> Of:
+    torch.manual_seed(0)
+    parts = {"first": nn.Linear(WIDTH, WIDTH), "second": nn.Linear(WIDTH, WIDTH)}
+    return Of(function, **parts, words=nn.Embedding(7, 3, max_norm=0.5))
+
+
+WORDS = torch.arange(20) % 7
+WRITES: dict[str, tuple[Callable[[], Of], tuple[Tensor, ...], str]] = {
+    "clamp": (lambda: two_layers(clamped), (rows(),), "first.weight"),
+    "max_norm": (
+        lambda: two_layers(renormed),
+        (rows(), WORDS),
+        "words.weight",
+    ),
+}
+QUICK: dict[str, Any] = {"progress": False, "effort": 0}
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+@pytest.mark.parametrize("kind", WRITES)
+def test_a_parameter_that_forward_writes_to_is_named_and_nothing_is_changed(kind: str, share: float) -> None:
+    """The step would update one of two copies of it: at the least budget that ended in a segmentation fault."""
+    make, batch, name = WRITES[kind]
+    model = make()
+    optimizer = OPTIMIZERS["AdamW"](model)
+    before = {key: (value.data_ptr(), value.clone()) for key, value in model.state_dict().items()}
+    mem = int(share * (1 << 30)) or 1
+    compiled = fxremat.compile(model, mem=mem, offload_weights=True, optimizer=optimizer, **QUICK)
+    with pytest.raises(fxremat.FxrematError, match=f"forward writes to the parameter {name}, which") as error:
+        compiled(*batch)
+    assert "another optimizer" in str(error.value)
+    for key, value in model.state_dict().items():
+        assert value.data_ptr() == before[key][0]
+        assert same(value, before[key][1])
+    assert not optimizer._optimizer_step_pre_hooks
+
+
+@pytest.mark.parametrize("kind", WRITES)
+def test_a_parameter_that_forward_writes_to_may_have_another_optimizer(kind: str) -> None:
+    make, batch, name = WRITES[kind]
+
+    def train(mem: int | None) -> tuple[list[float], dict[str, Tensor]]:
+        plain: Any = make()
+        parts = dict(plain.named_parameters())
+        other = torch.optim.AdamW([parts.pop(name)], lr=1e-2)
+        optimizer = torch.optim.AdamW(parts.values(), lr=1e-2)
+        model = plain
+        if mem is not None:
+            model = fxremat.compile(plain, mem=mem, offload_weights=True, optimizer=optimizer, **QUICK)
+        losses = []
+        for seed in range(3):
+            other.zero_grad()
+            losses.append(step(model, optimizer, batch, seed))
+            other.step()
+        return losses, plain.state_dict()
+
+    with pytest.raises(fxremat.BudgetTooSmall) as small:
+        train(1)
+    (losses, state), (wanted, theirs) = train(small.value.minimum), train(None)
+    assert losses == wanted
+    assert all(same(state[key], theirs[key]) for key in theirs)
+
+
+RETURNS: dict[str, Callable[..., Any]] = {  # the loss, and what a caller may read beside it
+    "a part of the loss": lambda m, x: ((y := m.second(m.first(x))).square().mean(), y.mean()),
+    "a transposed weight": lambda m, x: (m.second(m.first(x)).square().mean(), m.first.weight.t()),
+    "a detached weight": lambda m, x: (m.second(m.first(x)).square().mean(), m.second.weight.detach()),
+    "a weight": lambda m, x: (m.second(m.first(x)).square().mean(), m.second.weight),
+    "an op with effects": lambda m, x: (
+        m.second(m.first(x)).square().mean()
+        + torch.linalg.cholesky(x @ x.mT + 1e3 * torch.eye(len(x))).sum()
+        + torch.linalg.cholesky(m.first.weight @ m.first.weight.mT + 1e3 * torch.eye(WIDTH)).sum(),
+        x,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", RETURNS)
+def test_models_that_return_more_than_their_loss_train_at_the_least_budget(kind: str) -> None:
+    def train(mem: int | None) -> tuple[list[Tensor], dict[str, Tensor]]:
+        model: Any = two_layers(RETURNS[kind])
+        optimizer = OPTIMIZERS["AdamW"](model)
+        if mem is not None:
+            model = fxremat.compile(model, mem=mem, offload_weights=True, optimizer=optimizer, **QUICK)
+        seen = []
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss, beside = model(rows())
+            seen += [loss.detach().clone(), beside.detach().clone()]
+            loss.backward()
+            optimizer.step()
+        return seen, model.state_dict()
+
+    with pytest.raises(fxremat.BudgetTooSmall) as small:
+        train(1)
+    (seen, state), (wanted, plain) = train(small.value.minimum), train(None)
+    assert all(map(same, seen, wanted))
+    assert all(same(state[key], plain[key]) for key in plain)
+
+
+def test_a_loss_may_be_weighed_beside_another_output_and_not_scaled() -> None:
+    model: Any = two_layers(RETURNS["a part of the loss"])
+    optimizer = OPTIMIZERS["SGD"](model)
+    compiled = fxremat.compile(model, mem="100%", offload_weights=True, optimizer=optimizer, **QUICK)
+    loss, other = compiled(rows())
+    (loss + 0.5 * other).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    loss, other = compiled(rows())
+    with pytest.raises(fxremat.FxrematError, match=r"of the model's scalar outputs are 0.5, 0.25, not 1"):
+        (0.5 * loss + 0.25 * other).backward()
+
+
+def test_a_view_of_a_weight_that_lives_on_the_host_is_refused_by_name() -> None:
+    def function(model: Any, x: Tensor) -> Any:
+        loss = model.second(model.first(x)).square().mean()
+        return (loss, model.first.weight.t()) if len(x) == 3 else loss
+
+    model: Any = two_layers(function)
+    optimizer = OPTIMIZERS["AdamW"](model)
+    mem = least(model, OPTIMIZERS["AdamW"], (rows(),))
+    compiled = fxremat.compile(model, mem=mem, offload_weights=True, optimizer=optimizer, **QUICK)
+    step(compiled, optimizer, (rows(),), 0)
+    with pytest.raises(fxremat.FxrematError, match=r"a view of the parameter first.weight, which lives on the host"):
+        compiled(rows()[:3])
+
+
+def test_a_plan_leaves_nothing_on_the_optimizer() -> None:
+    model = MLP(tied=False)
+    optimizer = OPTIMIZERS["AdamW"](model)
+    for _ in range(2):
+        fxremat.plan(model, rows(), mem="40%", offload_weights=True, optimizer=optimizer, **QUICK)
+    assert not optimizer._optimizer_step_pre_hooks
+    compiled: Any = fxremat.compile(model, mem="40%", offload_weights=True, optimizer=optimizer, **QUICK)
+    for seed in range(2):
+        step(compiled, optimizer, (rows(),), seed)
+    assert len(optimizer._optimizer_step_pre_hooks) == 1
+    compiled.to_device()
+    del compiled
+    torch._dynamo.reset()
+    gc.collect()
+    assert not optimizer._optimizer_step_pre_hooks
+
+
+def test_flat_parameters_take_their_own_bytes_on_the_host() -> None:
+    """Parameters that are views of one storage: of torch.nn.utils.vector_to_parameters, or sharded."""
+    plain = MLP(tied=False)
+    ours = copy.deepcopy(plain)
+    for model in (plain, ours):
+        nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(model.parameters()), model.parameters())
+    make, tier = OPTIMIZERS["SGD"], FileTier()
+    theirs, mine = make(plain), make(ours)
+    size = sum(p.nbytes for p in ours.parameters())
+    options = {"offload_weights": tier, "optimizer": mine, **QUICK}
+    mem = fxremat.plan(ours, rows(), mem=1 << 30, **options).minimum
+    assert mem < size
+    compiled = fxremat.compile(ours, mem=mem, **options)
+    for seed in range(3):
+        assert step(compiled, mine, (rows(),), seed) == step(plain, theirs, (rows(),), seed)
+    weights = compiled._backend.weights
+    assert weights.hosted
+    assert tier.bytes <= size
+    for number, parameter in enumerate(weights.parameters()):  # none keeps the storage of all on the device
+        assert number in weights.hosted or parameter.untyped_storage().nbytes() == parameter.nbytes
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_trains_weights_of_its_own() -> None:
+    model, optimizer = compiled(0.3)
+    step(model, optimizer, (rows(),), 0)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    sys.stdout.flush()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            losses = [step(model, optimizer, (rows(),), seed) for seed in (1, 2)]
+            changed = [not same(value, before[key]) for key, value in model.state_dict().items()]
+            code = 0 if all(changed) and losses else 2
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert all(same(value, before[key]) for key, value in model.state_dict().items())
+    step(model, optimizer, (rows(),), 1)
 
 
 def test_tiers_and_solvers_that_do_not_go_together_are_refused() -> None:

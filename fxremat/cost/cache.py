@@ -28,7 +28,7 @@ from fxremat.cost.table import OpCost
 if TYPE_CHECKING:
     import sqlite3
 
-PATIENCE = 0.5  # seconds to wait for another process that is writing
+PATIENCE = 1.0  # seconds to wait for another process that is writing
 MOST_FILE = 1 << 26  # bytes of a file that is read; a larger one is replaced
 MOST_ROW = 1 << 16  # bytes of a row that is believed
 DOUBLE = 8  # bytes
@@ -89,12 +89,12 @@ class CostCache:
         self._unsaved.add(key)
 
     def save(self) -> None:
-        """Write what is new, where that is possible within a moment; what is new stays known here in any case."""
+        """Write what is new, where that is possible within a moment; else the next `save` tries again."""
         rows = [(key, _packed(self._new[key])) for key in self._unsaved]
-        self._unsaved.clear()
         if rows:
             with contextlib.suppress(OSError, *_sqlite_errors()):
                 _write(self.path, rows)
+                self._unsaved.clear()
 
 
 def _cost(numbers: Sequence[float]) -> OpCost:

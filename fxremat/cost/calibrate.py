@@ -22,7 +22,7 @@ from fxremat.cost.cache import CostCache
 from fxremat.cost.made_up import value_like, weights_like
 from fxremat.cost.measure import quiet_world
 from fxremat.cost.table import device_of, op_key
-from fxremat.cost.walk import inputs_of
+from fxremat.cost.walk import given_inputs
 from fxremat.linearize.joint import Joint, Origin
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def _scaled(plan: Plan, factor: float) -> Plan:
 
 def _run(plan: Plan, joint: Joint, inputs: Sequence[Any], device: torch.device) -> float | None:
     """Seconds of one step of the planned graphs; None where there is no room for it, or where it fails."""
-    given = inputs_of(joint, inputs)
+    given = given_inputs(joint, inputs)
     made = sum(v.bytes for v in joint.values if v.origin is Origin.PRIMAL and v.index not in given)
     if device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < 1.2 * (made + plan.predicted_peak):
         return None

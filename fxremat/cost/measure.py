@@ -33,7 +33,7 @@ from fxremat.cost.cache import CostCache
 from fxremat.cost.estimate import Device, cost_of
 from fxremat.cost.made_up import call_of
 from fxremat.cost.table import CUDA_BLOCK, Costs, OpCost, costs_from, device_of, op_key
-from fxremat.cost.walk import Call, Walk, inputs_of
+from fxremat.cost.walk import Call, Walk, given_inputs
 from fxremat.linearize.in_place import overwritten, restore, with_new_result
 from fxremat.linearize.joint import Joint, Op, storage_bytes
 from fxremat.progress import progress
@@ -155,7 +155,7 @@ def _walk(
     joint: Joint, inputs: Sequence[Any], order: Sequence[int], device: torch.device, cache: CostCache, bar: Any
 ) -> list[int] | None:
     """Walk the step; the ops whose overwriting was taken back, or None where the walk did not reach its end."""
-    walk = Walk(joint, inputs_of(joint, inputs), order)
+    walk = Walk(joint, given_inputs(joint, inputs), order)
     visitor = _Visitor(joint, walk, device, cache, bar)
     try:
         walk.run(visitor)

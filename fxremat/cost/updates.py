@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+<<<<<<< HEAD
 from functools import partial
+=======
+from collections.abc import Callable
+from dataclasses import replace
+>>>>>>> tiers
 from typing import Any
 
 import torch
@@ -13,6 +18,7 @@ from fxremat.cost.measure import peak_of, quiet_world, seconds_of
 from fxremat.cost.table import CUDA_BLOCK, Costs
 from fxremat.linearize.joint import Joint
 from fxremat.passes.weights import Unit
+from fxremat.runtime.host import span_bytes
 
 
 def units_of(joint: Joint, optimizer: torch.optim.Optimizer, costs: Costs) -> list[Unit]:
@@ -32,9 +38,20 @@ def units_of(joint: Joint, optimizer: torch.optim.Optimizer, costs: Costs) -> li
                 state_bytes=state,
                 workspace=workspace,
                 seconds=seconds,
+                stays=value in joint.output_values,
             )
         )
     return units
+
+
+def with_own_sizes(joint: Joint, costs: Costs) -> Costs:
+    """The costs, where a parameter that the step updates is as large as its layout: it may be a view of more."""
+    sizes = list(costs.sizes.values)
+    for value in joint.updates_of:
+        shown = joint.values[value].node.meta["val"]
+        block = CUDA_BLOCK if shown.device.type == "cuda" else 1
+        sizes[value] = -(-span_bytes(shown) // block) * block
+    return replace(costs, sizes=replace(costs.sizes, values=tuple(sizes)))
 
 
 def measure_update(optimizer: torch.optim.Optimizer, like: torch.Tensor) -> tuple[float, int, int]:

@@ -40,7 +40,7 @@ class Call:
 Visit = Callable[[Op, Call], Any]
 
 
-def inputs_of(joint: Joint, inputs: Sequence[Any]) -> dict[int, torch.Tensor]:
+def given_inputs(joint: Joint, inputs: Sequence[Any]) -> dict[int, torch.Tensor]:
     """The tensors that a captured graph was called with, by the values of the joint graph's primals.
 
     AOTAutograd says in `meta["desc"]` which input a primal is; one that it made itself has none here.

@@ -22,7 +22,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from fxremat._torch import depends_on_data, storage_of
+from fxremat._torch import depends_on_data, is_effect_token, storage_of
 from fxremat.errors import CaptureError
 from fxremat.linearize.dropout import drop_as_eager
 from fxremat.linearize.in_place import overwrite_gradients
@@ -143,12 +143,23 @@ class Joint:
         return self.kept_outputs | self.returned
 
 
+def inputs_of(joint: Joint) -> tuple[fx.Node, ...]:
+    """The primals that the caller hands in, in order: `backward_outputs` begins with a gradient of each.
+
+    The others are tokens, which put ops with effects (such as the check in `linalg.cholesky`) in order.
+    """
+    return _inputs(joint.primals)
+
+
+def _inputs(primals: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
+    return tuple(primal for primal in primals if not is_effect_token(primal))
+
+
 def with_updates_inside(joint: Joint, trained: Set[int]) -> Joint:
     """The joint graph of a step that updates these parameters (primal values) itself, and keeps their gradients."""
     outputs = list(joint.backward_outputs)
     gradients: dict[int, fx.Node] = {}
-    for place, primal in enumerate(joint.primals):
-        gradient = outputs[place]
+    for place, (primal, gradient) in enumerate(zip(inputs_of(joint), joint.backward_outputs, strict=False)):
         if joint.value_of[primal] in trained and isinstance(gradient, fx.Node):
             gradients[joint.value_of[primal]] = gradient
             outputs[place] = None
@@ -413,7 +424,7 @@ class _Reader:
         returned = {node for node in self.backward_outputs if isinstance(node, fx.Node)}
         differentiable = {
             self.value_of[primal]
-            for primal, gradient in zip(self.primals, self.backward_outputs, strict=False)
+            for primal, gradient in zip(_inputs(self.primals), self.backward_outputs, strict=False)
             if gradient is not None
         }
         moving = set(differentiable)  # values that depend on a differentiable input

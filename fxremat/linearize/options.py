@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -211,7 +212,7 @@ class _Network:
         capacities += [infinite if size is None else size >> shift for size in self.fixed]
         places = (self.tails, self.heads)
         graph = csr_array((np.array(capacities, np.int32), places), shape=(self.size, self.size))
-        left = graph - maximum_flow(graph, SOURCE, SINK).flow
+        left: Any = graph - maximum_flow(graph, SOURCE, SINK).flow
         left.data = np.maximum(left.data, 0)
         left.eliminate_zeros()
         reached = breadth_first_order(left.T.tocsr(), SINK, return_predecessors=False)

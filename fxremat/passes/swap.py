@@ -21,7 +21,7 @@ from fxremat.linearize.layout import Layout
 from fxremat.passes.clock import Ints
 from fxremat.passes.lanes import Arrival, Departure, Link, Swapped, durations, need_of, rehearse
 from fxremat.passes.liveness import live_bytes
-from fxremat.passes.program import Program, Replay
+from fxremat.passes.program import Program, Replay, Role, Transfer
 from fxremat.schedule import Offload, Prefetch, Schedule, Value
 
 SMALL = 2000  # values below this part of the keep-everything peak do not travel
@@ -155,6 +155,22 @@ def swap(program: Program, chosen: Sequence[Trip], costs: Costs, link: Link, lim
     departures, arrivals = copies_of(program, chosen, need)
     seconds = durations(program, costs)
     return rehearse(program, departures, arrivals, need, seconds, link, limit).performed(costs)
+
+
+def most_on_host(program: Program, costs: Costs) -> int:
+    """Bytes of values on the host at a time: each from where its copy out begins until it is back. O(steps)."""
+    there: dict[int, int] = {}
+    now = most = 0
+    for step in program.steps:
+        if not isinstance(step, Transfer) or step.state_of is not None:
+            continue
+        if step.role is Role.OFFLOAD:
+            there[step.trip] = costs.sizes.values[program.version_of[step.reads[0]]]
+            now += there[step.trip]
+            most = max(most, now)
+        elif step.role is Role.WAIT:
+            now -= there.pop(step.trip, 0)
+    return most
 
 
 def copies_of(

@@ -39,6 +39,7 @@ class Unit:
     state_bytes: int  # of its optimizer state
     workspace: int  # bytes that the update takes besides
     seconds: float  # of the update
+    stays: bool = False  # on the device: forward returns a view of it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,11 +146,11 @@ def choose(
     Args:
         possible: forward values that may travel.
         settled: the parameters on the host, where only what else leaves is still to choose.
-        host_mem: bytes that may be on the host.
+        host_mem: bytes that may be on the host at a time: parameters and their state always, values at the turn.
     """
     excess = need_of(program, live_bytes(program, costs.sizes)) - limit
     room = float("inf") if host_mem is None else host_mem
-    moves = [_hosting(program, unit, excess.size) for unit in units]
+    moves = [_hosting(program, unit, excess.size) for unit in units if not unit.stays]
     made: list[_Move] = []
     waiting: list[tuple[float, int, _Move]] = []
     order = count()

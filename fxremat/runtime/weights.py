@@ -18,15 +18,16 @@ never were on the device is captured as one that is.
 from __future__ import annotations
 
 import contextlib
+import os
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from fxremat._torch import shell_of, without_memory
+from fxremat._torch import shell_of, storage_of, without_memory
 from fxremat.errors import FxrematError
 from fxremat.runtime.host import HostTier
 
@@ -81,9 +82,10 @@ class Weights:
         self._going: dict[int, torch.Tensor] = {}  # new parameters that are being copied home
         self.updated: set[int] = set()  # numbers of parameters that the last backward has updated
         self._all = self.parameters()  # as of the beginning of the step
-        self._hook = optimizer.register_step_pre_hook(self._stepped)
+        self._watching = False  # the user's optimizer tells when it steps
+        self._process = os.getpid()
 
-    def _stepped(self, *_: Any) -> None:
+    def _stepped(self) -> None:
         """The user's `optimizer.step()`: all is done, so it finds no gradients."""
         self.updated.clear()
         for parameter in self.parameters():
@@ -98,8 +100,21 @@ class Weights:
                 "offload_weights every backward is a step, so gradients of several cannot be accumulated"
             )
         self._all = self.parameters()
+        self._watch()
         self._take_replaced()
         self._send_states_home()
+
+    def _watch(self) -> None:
+        """Hear of the optimizer's steps from the first one on, and as long as this lives: a plan changes nothing."""
+        if self._watching:
+            return
+        self._watching, myself = True, weakref.ref(self)
+
+        def stepped(*_: Any) -> None:
+            if (weights := myself()) is not None:
+                weights._stepped()
+
+        weakref.finalize(self, self.optimizer.register_step_pre_hook(stepped).remove).atexit = False
 
     @contextlib.contextmanager
     def telling_what_is_new(self) -> Iterator[None]:
@@ -133,15 +148,32 @@ class Weights:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def settle(self, hosted: Iterable[int]) -> None:
-        """Move the parameters of these numbers, and what state they have, to the host, all others to the device."""
-        hosted = set(hosted)
+        """Move the parameters of these numbers, and what state they have, to the host, all others to the device.
+
+        Parameters that are views of one storage get memory of their own where some of them move.
+        """
+        self._leave_parent()
+        hosted, left = set(hosted), set()
         for number, parameter in enumerate(self.parameters()):
             if number in hosted and number not in self.hosted:
+                left.add(storage_of(parameter))
                 self.hosted[number] = parameter.data = self._home(parameter.data)
                 self._shells[number] = without_memory(parameter.data, self.device)
-            elif number not in hosted and parameter.device != self.device:
+        for number, parameter in enumerate(self.parameters()):
+            if number not in hosted and parameter.device != self.device:
                 parameter.data = parameter.data.to(self.device)
+            elif number not in hosted and storage_of(parameter) in left:  # it would keep all of that storage
+                parameter.data = _moved(parameter.data, self.device)
         self._send_states_home()
+
+    def _leave_parent(self) -> None:
+        """In a forked child: copy what lives on the host, since the files there are the parent's."""
+        if self._process == os.getpid():
+            return
+        self._process, parameters = os.getpid(), self.parameters()
+        self._homes = set()
+        for number in self.hosted:
+            self.hosted[number] = parameters[number].data = self._home(parameters[number].data)
 
     def back_to_device(self) -> None:
         """Undo `settle`: everything is on the device, in memory of its own, and the optimizer steps as ever."""
@@ -322,12 +354,19 @@ def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return copy.copy_(tensor)
 
 
-def check_unscaled(gradient: torch.Tensor) -> None:
-    """Raise `FxrematError` where the loss was scaled before its backward: updates would be those of another loss."""
-    if gradient.numel() == 1 and float(gradient) != 1.0:
+def check_unscaled(gradients: Sequence[torch.Tensor]) -> None:
+    """Raise `FxrematError` where the loss was scaled before its backward: updates would be those of another loss.
+
+    Args:
+        gradients: of the model's scalar outputs. One of them is the loss; others may be unused, or weighed beside it.
+    """
+    found = [float(gradient) for gradient in gradients]
+    if found and 1.0 not in found:
+        what = "gradient of the loss is" if len(found) == 1 else "gradients of the model's scalar outputs are"
+        numbers = ", ".join(f"{number:g}" for number in found)
         raise FxrematError(
-            f"the gradient of the loss is {float(gradient):g}, not 1: a GradScaler, or a factor for accumulation; with "
-            "offload_weights the step is taken inside the backward, for the loss as the model returns it"
+            f"the {what} {numbers}, not 1: a GradScaler, or a factor for accumulation; with offload_weights the step "
+            "is taken inside the backward, for the loss as the model returns it"
         )
 
 

@@ -16,7 +16,7 @@ from benchmarks.meter import peak_bytes
 from fxremat.cost import measure as measuring
 from fxremat.cost.measure import measure
 from fxremat.cost.table import op_key
-from fxremat.cost.walk import Walk, inputs_of
+from fxremat.cost.walk import Walk, given_inputs
 from fxremat.linearize.in_place import overwritten
 from fxremat.linearize.joint import Joint
 from tests.dags import capture
@@ -252,7 +252,7 @@ def walked(joint: Joint, given: tuple[Tensor, ...], order: list[int] | None = No
         return result
 
     with measuring.quiet_world(torch.device("cpu")):
-        Walk(joint, inputs_of(joint, given), order or range(len(joint.ops))).run(visit)
+        Walk(joint, given_inputs(joint, given), order or range(len(joint.ops))).run(visit)
     return found
 
 

@@ -16,7 +16,7 @@ from fxremat.passes.lanes import Link, need_of
 from fxremat.passes.liveness import Sizes, live_bytes
 from fxremat.passes.lower import lower
 from fxremat.passes.program import Program, Role, Transfer, rematerialize
-from fxremat.passes.swap import cap, swap, trips, trips_of
+from fxremat.passes.swap import cap, most_on_host, swap, trips, trips_of
 from fxremat.planner import survey
 from fxremat.schedule import Schedule
 from tests.dags import Dag, Recipe, batch, capture, estimated, few, recipes
@@ -205,6 +205,24 @@ def test_nodes_are_named_after_their_values_and_say_their_block() -> None:
     assert [node.meta["fxremat"]["role"] for node in ahead] == ["prefetch", "wait"]
     assert {node.meta["fxremat"]["block"] for node in ahead} == {1}
     assert "'role': 'offload'" in forward.print_readable(print_output=False)
+
+
+def test_what_is_on_the_host_at_a_time() -> None:
+    """Values that cross the turn are all there at it; one that is back before another leaves is not counted twice."""
+    layout = chain_layout()
+    program, costs = rematerialize(layout, Schedule.parse(KEEP)), by_hand(layout)
+    link, found = Link(to_host=1e9, from_host=1e9), trips(program, costs)
+    assert most_on_host(program, costs) == 0
+    assert most_on_host(swap(program, found, costs, link, 1 << 20).program, costs) == 4 * 128
+    (first, second), steps = (trip.version for trip in found[:2]), program.steps
+    one_by_one = [
+        Transfer(0, role, trip, (version,), ())
+        for trip, version in ((0, first), (1, second))
+        for role in (Role.OFFLOAD, Role.RELEASE, Role.PREFETCH, Role.WAIT)
+    ]
+    assert most_on_host(replace(program, steps=(*steps, *one_by_one)), costs) == 128
+    together = sorted(one_by_one, key=lambda step: step.role is Role.WAIT)
+    assert most_on_host(replace(program, steps=(*steps, *together)), costs) == 256
 
 
 def test_a_version_that_comes_back_is_another_one() -> None:
