@@ -11,6 +11,7 @@ from fxremat.chain import Chain
 from fxremat.cost.table import Costs
 from fxremat.description import describe
 from fxremat.join_schedule import JoinSchedule
+from fxremat.page import page
 from fxremat.passes.lanes import Link
 from fxremat.passes.liveness import Memory, live_bytes
 from fxremat.passes.lower import lower
@@ -18,7 +19,6 @@ from fxremat.passes.program import Program
 from fxremat.passes.weights import Handles
 from fxremat.planner import Prospect, Prospects
 from fxremat.refine.bound import lower_bound
-from fxremat.report import page
 from fxremat.runtime.host import HostTier
 from fxremat.schedule import Schedule
 from fxremat.simulate import Timeline, simulate
