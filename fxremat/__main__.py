@@ -1,4 +1,4 @@
-"""The command line: `python -m fxremat solve | simulate | plan | pipeline`.
+"""The command line: `fxremat solve | simulate | plan | pipeline`, or `python -m fxremat ...`.
 
 Exit 0 with the answer on stdout, or exit 2 (130 after Ctrl-C) with one line on stderr and nothing on stdout.
 """
@@ -8,6 +8,7 @@ import importlib
 import json
 import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
@@ -32,10 +33,19 @@ from fxremat.solvers.pipeline.plan import EFFORT as PIPELINE_EFFORT
 from fxremat.solvers.pipeline.plan import plan_pipeline
 from fxremat.solvers.pipeline.solved import plan_chain
 from fxremat.solvers.registry import JOINS, NAMES
-from fxremat.units import format_bytes, parse_bytes
+from fxremat.units import format_bytes, parse_bytes, shortened
 
 _T = TypeVar("_T")
 _INTERRUPTED = 130  # as shells have it: 128 + SIGINT
+_LONGEST = 1000  # characters of a message
+
+
+def entry() -> NoReturn:
+    """The console script `fxremat`."""
+    status = main()
+    if status == _INTERRUPTED:
+        os._exit(status)  # whatever was under way stays undone
+    sys.exit(status)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -46,12 +56,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
             {"solve": _solve, "simulate": _simulate, "plan": _plan, "pipeline": _pipeline}[args.command](args)
         )
     except FxrematError as error:
-        print("fxremat:", " ".join(str(error).split()), file=sys.stderr)
+        print("fxremat:", _one_line(error), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("fxremat: interrupted", file=sys.stderr)
         return _INTERRUPTED
     return 0
+
+
+def _one_line(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}"
 
 
 def _solve(args: argparse.Namespace) -> str:
@@ -105,18 +120,65 @@ def _simulate(args: argparse.Namespace) -> str:
 
 
 def _plan(args: argparse.Namespace) -> str:
+    _check_folder(args.report)
     factory = _read_factory(args.factory)
     from fxremat.api import plan  # imports torch, which the other commands do without
+    from fxremat.options import options_of
 
-    model, example_inputs = factory()
-    limits = {"host_mem": args.host_mem} if args.host_mem else {}
-    found = plan(model, example_inputs, mem=args.mem, offload=args.offload, **limits)
-    if args.report is not None:
-        Path(args.report).write_text(found.to_html(), encoding="utf-8")
-    return str(found)
+    asked = ("solver", "effort", "slots", "cost", "device", "host_mem")
+    options = {name: value for name in asked if (value := getattr(args, name)) is not None}
+    options_of(mem=args.mem, offload=args.offload, **options)  # before the factory, which may take a while
+    model, example_inputs = _made(factory, args.factory)
+    found = _guarded(
+        f"planning {args.factory}",
+        lambda: plan(model, example_inputs, mem=args.mem, offload=args.offload, **options),
+    )
+    _write(args.report, found.to_html)
+    return found.describe(full=args.full)
+
+
+def _made(factory: Callable[[], Any], name: str) -> tuple[Any, Any]:
+    """What the user's factory returns. Raises `FxrematError` where that is no model with its inputs."""
+    from torch import nn
+
+    if not callable(factory):
+        raise FxrematError(f"{name} is a {type(factory).__name__}; it must be a function")
+    made = _guarded(f"{name}()", factory)
+    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
+        kind = type(made).__name__
+        raise FxrematError(f"{name}() returned a {kind}; it must return (model, example_inputs)")
+    return made
+
+
+def _guarded(what: str, work: Callable[[], _T]) -> _T:
+    """`work()`, which runs the user's code: whatever that raises, with its place."""
+    try:
+        return work()
+    except FxrematError:
+        raise
+    except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        at = f"{frame.filename}:{frame.lineno}"
+        raise FxrematError(f"{what} failed at {at}: {type(error).__name__}: {error}") from error
+
+
+def _check_folder(path: str | None) -> None:
+    """Raise `FxrematError` where a file could not be written, before much is computed for it."""
+    if path is not None and not Path(path).absolute().parent.is_dir():
+        raise FxrematError(f"cannot write {path}: there is no folder {Path(path).absolute().parent}")
+
+
+def _write(path: str | None, text: Callable[[], str]) -> None:
+    if path is None:
+        return
+    try:
+        Path(path).write_text(text(), encoding="utf-8")
+    except OSError as error:
+        raise FxrematError(f"cannot write {path}: {error.strerror or error}") from None
 
 
 def _pipeline(args: argparse.Namespace) -> str:
+    _check_folder(args.picture)
     chain = _read_model(args.chain)
     if isinstance(chain, Join):
         raise FxrematError(f"{args.chain}: a pipeline runs a chain; this is a join")
@@ -131,8 +193,7 @@ def _pipeline(args: argparse.Namespace) -> str:
             else plan_chain(chain, machines, **asked)
         )
     )
-    if args.picture is not None:
-        Path(args.picture).write_text(pipeline_report.picture(found), encoding="utf-8")
+    _write(args.picture, lambda: pipeline_report.picture(found))
     if not args.json:
         return pipeline_report.text(found, args.microbatches)
     answer = {
@@ -172,7 +233,7 @@ def _read_model(path: str) -> Chain | Join:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise FxrematError(f"cannot read {path}: {error}") from None
+        raise FxrematError(f"cannot read {shortened(path)}: {getattr(error, 'strerror', None) or error}") from None
     try:
         return Join.from_json(text) if _has_branches(text) else Chain.from_json(text)
     except FxrematError as error:
@@ -187,16 +248,18 @@ def _has_branches(text: str) -> bool:
     return isinstance(data, dict) and "branches" in data
 
 
-def _read_factory(name: str) -> Callable[[], tuple[Any, Any]]:
+def _read_factory(name: str) -> Callable[[], Any]:
     module, colon, attribute = name.partition(":")
     if not (module and colon and attribute):
-        raise FxrematError(f"{name!r} is not package.module:factory")
+        raise FxrematError(f"{shortened(name)} is not package.module:factory")
+    if module.startswith("."):
+        raise FxrematError(f"{shortened(name)} is relative; name the module from its package on")
     sys.path.insert(0, "")
     try:
-        factory: Callable[[], tuple[Any, Any]] = getattr(importlib.import_module(module), attribute)
-        return factory
-    except (ImportError, AttributeError) as error:
-        raise FxrematError(f"cannot import {name}: {error}") from None
+        factory: Callable[[], Any] = getattr(importlib.import_module(module), attribute)
+    except Exception as error:  # whatever the module does when it is imported
+        raise FxrematError(f"cannot import {shortened(name)}: {type(error).__name__}: {error}") from error
+    return factory
 
 
 class _Parser(argparse.ArgumentParser):
@@ -204,8 +267,14 @@ class _Parser(argparse.ArgumentParser):
         raise FxrematError(f"{message}; see {self.prog} --help")
 
 
+def _called() -> str:
+    """How a user calls this program."""
+    name = Path(sys.argv[0]).name if sys.argv else ""
+    return "fxremat" if name in ("fxremat", "fxremat.exe") else "python -m fxremat"
+
+
 def _parser() -> _Parser:
-    parser = _Parser(prog="python -m fxremat", description="Plan training steps inside a memory budget.")
+    parser = _Parser(prog=_called(), description="Plan training steps inside a memory budget.")
     commands = parser.add_subparsers(dest="command", required=True)
 
     joins = ", ".join(("auto", *JOINS))
@@ -256,12 +325,15 @@ def _parser() -> _Parser:
     plan.add_argument("--mem", required=True, help='such as 4GiB, 300MB, 60%%, or "auto"')
     plan.add_argument("--offload", action="store_true", help="let values wait on the host")
     plan.add_argument("--host-mem", metavar="SIZE", help="what may wait there at a time, such as 16GiB")
+    plan.add_argument("--solver", metavar="NAME", help='"auto" unless told; see docs/solvers.md')
+    plan.add_argument("--effort", type=float, metavar="SECONDS", help="to improve the plan op by op")
+    plan.add_argument("--slots", type=int, metavar="N", help="steps of memory (default 500)")
+    plan.add_argument("--cost", metavar="HOW", help='"measure", unless told, or "estimate"')
+    plan.add_argument("--device", metavar="NAME", help='with --cost estimate, such as "A100-40GB"')
+    plan.add_argument("--full", action="store_true", help="a line for each block, and the whole schedule")
     plan.add_argument("--report", metavar="OUT.html")
     return parser
 
 
 if __name__ == "__main__":
-    status = main()
-    if status == _INTERRUPTED:
-        os._exit(status)  # whatever was under way stays undone
-    sys.exit(status)
+    entry()

@@ -74,7 +74,7 @@ class Backend:
         self.only_plan = False
         self.weights: Weights | None = None
         self.hosted: frozenset[int] = frozenset()  # the optimizer's numbers of parameters that live on the host
-        self._names: list[str] = []  # of the captured graph's inputs, where they are parameters
+        self._names: list[str | None] = []  # of the captured graph's inputs, where they are parameters
         self._inputs: Sequence[Any] = ()  # what the graph that is being compiled was called with
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:

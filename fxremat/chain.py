@@ -17,9 +17,11 @@ from functools import cached_property
 from typing import Any, TypeVar, cast
 
 from fxremat.errors import InvalidChain
+from fxremat.units import shortened
 
 _T = TypeVar("_T")
 _MOST_BYTES = 2**53  # sums over a chain stay within 64 bits
+_MOST_SECONDS = 1e100  # sums over a schedule stay finite
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,9 +56,9 @@ class Block:
     options: tuple[Option, ...] = ()  # options 1, 2, ...; option 0 is the block's own numbers
 
     def __post_init__(self) -> None:
-        where = f"block {self.name!r}: " if self.name else ""
+        where = f"block {shortened(self.name)}: " if self.name else ""
         if not isinstance(self.name, str):
-            raise InvalidChain(f"name is {self.name!r}; a block's name is text")
+            raise InvalidChain(f"name is {shortened(self.name)}; a block's name is text")
         try:
             _default(self, "grad_bytes", self.output_bytes)
             _default(self, "save_scratch", self.forward_scratch)
@@ -88,7 +90,7 @@ class Block:
         """The options with their defaults filled in, without a leading copy of option 0."""
         for option in options:
             if not isinstance(option, Option):
-                raise InvalidChain(f"options holds {option!r}; each must be an Option")
+                raise InvalidChain(f"options holds {shortened(option)}; each must be an Option")
         filled = tuple(
             Option(
                 saved_bytes=option.saved_bytes,
@@ -122,9 +124,9 @@ class Chain:
             raise InvalidChain("blocks is empty; a chain has at least one block")
         for block in self.blocks:
             if not isinstance(block, Block):
-                raise InvalidChain(f"blocks holds {block!r}; each must be a Block")
+                raise InvalidChain(f"blocks holds {shortened(block)}; each must be a Block")
         if not isinstance(self.name, str):
-            raise InvalidChain(f"name is {self.name!r}; a chain's name is text")
+            raise InvalidChain(f"name is {shortened(self.name)}; a chain's name is text")
         _default(self, "input_grad_bytes", self.input_bytes)
         _check_numbers(self)
 
@@ -187,7 +189,7 @@ class Join:
         if not self.branches or not all(isinstance(branch, Chain) for branch in self.branches):
             raise InvalidChain("branches must hold at least one Chain, and nothing else")
         if not isinstance(self.trunk, Chain | None):
-            raise InvalidChain(f"trunk is {self.trunk!r}; it is a Chain or None")
+            raise InvalidChain(f"trunk is {shortened(self.trunk)}; it is a Chain or None")
 
     @classmethod
     def from_json(cls, source: str | Mapping[str, Any]) -> "Join":
@@ -223,7 +225,9 @@ def _check_numbers(data: Any) -> None:
         value = getattr(data, field.name)
         if field.name.endswith("_time"):
             object.__setattr__(data, field.name, _seconds(field.name, value))
-        elif field.name.endswith(("_bytes", "_scratch")) and value is not None:
+        elif field.name.endswith(("_bytes", "_scratch")) and (
+            value is not None or field.name not in _LEFT_OPEN.get(type(data).__name__, ())
+        ):
             object.__setattr__(data, field.name, _size(field.name, value))
 
 
@@ -232,8 +236,8 @@ def _seconds(name: str, value: object) -> float:
         seconds = math.nan if isinstance(value, bool | str) else float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
         seconds = math.nan
-    if not (math.isfinite(seconds) and seconds >= 0):
-        raise InvalidChain(f"{name} is {value!r}; a time is a finite number of seconds, 0 or more")
+    if not 0 <= seconds <= _MOST_SECONDS:
+        raise InvalidChain(f"{name} is {shortened(value)}; a time is a finite number of seconds, 0 or more")
     return seconds
 
 
@@ -243,7 +247,7 @@ def _size(name: str, value: object) -> int:
     except TypeError:
         size = -1
     if not 0 <= size <= _MOST_BYTES:
-        raise InvalidChain(f"{name} is {value!r}; a size is a whole number of bytes from 0 to 2**53")
+        raise InvalidChain(f"{name} is {shortened(value)}; a size is a whole number of bytes from 0 to 2**53")
     return size
 
 
@@ -265,7 +269,7 @@ def _read_block(entry: object, place: int) -> Block:
         data = _object(entry, "a block")
         options = data.get("options", ())
         if not isinstance(options, Sequence) or isinstance(options, str):
-            raise InvalidChain(f"options is {options!r}; it is a list of objects")
+            raise InvalidChain(f"options is {shortened(options)}; it is a list of objects")
         return _build(
             Block, data | {"options": tuple(_build(Option, _object(o, "an option")) for o in options)}
         )
@@ -277,13 +281,14 @@ def _build(cls: type[_T], data: dict[str, Any]) -> _T:
     """`cls(**data)`, with an `InvalidChain` for a field that is unknown or missing."""
     known = {field.name for field in fields(cast(Any, cls))}
     if unknown := sorted(str(key) for key in data.keys() - known):
-        raise InvalidChain(f"unknown field {unknown[0]!r}; the fields are {', '.join(sorted(known))}")
+        raise InvalidChain(f"unknown field {shortened(unknown[0])}; the fields are {', '.join(sorted(known))}")
     required = [name for name in _REQUIRED.get(cls.__name__, ()) if data.get(name) is None]
     if required:
         raise InvalidChain(f"{required[0]} is missing")
     return cls(**data)
 
 
+_LEFT_OPEN = {"Option": ("save_scratch",)}  # fields that may be None: whoever holds the data fills them in
 _REQUIRED = {
     "Block": ("forward_time", "backward_time", "output_bytes", "saved_bytes"),
     "Option": ("saved_bytes", "backward_time"),

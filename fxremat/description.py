@@ -10,6 +10,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise, takewhile
 from typing import TYPE_CHECKING, TypeGuard
 
 from fxremat.chain import Block
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 WIDTH = 100  # columns
 _INDENT = 18  # columns of what stands before a figure of the summary
 _NUMBERS, _NAME = 12, 14  # columns of the numbers of blocks, and of a name
+_MANY = 4  # numbers at equal distances that are shown as a range
 _LINES = 40  # of blocks in the short form, and of its schedule
 
 
@@ -135,28 +137,40 @@ def shortened_lines(lines: Sequence[str], note: str) -> Iterator[str]:
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """Increasing numbers, neighbours as a range.
+    """Increasing numbers; neighbours as a range, and so are four or more at equal distances.
 
-    >>> ranges([1, 2, 3, 5, 8, 9])
-    '1-3, 5, 8-9'
+    >>> ranges([1, 2, 3, 5, 8, 9]), ranges([2, 4, 6, 8, 10])
+    ('1-3, 5, 8-9', '2,4..10')
     """
-    spans: list[list[int]] = []
-    for number in numbers:
-        if spans and spans[-1][1] == number - 1:
-            spans[-1][1] = number
+    found, left = [], list(numbers)
+    while left:
+        count, distance = _run(left)
+        if distance == 1 and count > 1:
+            found.append(f"{left[0]}-{left[count - 1]}")
+        elif count >= _MANY:
+            found.append(f"{left[0]},{left[1]}..{left[count - 1]}")
         else:
-            spans.append([number, number])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
+            count = 1
+            found.append(str(left[0]))
+        del left[:count]
+    return ", ".join(found)
+
+
+def _run(numbers: Sequence[int]) -> tuple[int, int]:
+    """How many numbers from the first on are at equal distances, and that distance."""
+    distances = [after - before for before, after in pairwise(numbers)]
+    equal = list(takewhile(lambda distance: distance == distances[0], distances))
+    return len(equal) + 1, distances[0] if distances else 0
 
 
 def _summary(plan: Plan) -> Iterator[str]:
     yield _clipped(f"fxremat plan for {plan.device} ({plan.timed} times)", WIDTH)
-    for label, fact in _facts(plan):
+    for label, fact in facts(plan):
         before = f"  {label:{_INDENT - 2}}"
         yield from textwrap.wrap(fact, WIDTH, initial_indent=before, subsequent_indent=" " * _INDENT)
 
 
-def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
+def facts(plan: Plan) -> Iterator[tuple[str, str]]:
     """What to say of a plan, with a label or none."""
     share = format_ratio(plan.predicted_peak, plan.keep_all_peak, ".1%")
     slower = format_ratio(plan.predicted_time, plan.keep_all_time, ".2f")

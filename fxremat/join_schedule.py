@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from fxremat.errors import InvalidSchedule
 from fxremat.schedule import Op, Schedule
+from fxremat.units import shortened
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def _parse_op(token: str, place: int) -> JoinOp:
         return Loss()
     match = _TOKEN.fullmatch(token)
     if match is None:
-        raise InvalidSchedule(f"unknown token {token!r} at place {place}; tokens look like 1:Fck3 0:B2 Loss")
+        raise InvalidSchedule(f"unknown token {shortened(token)} at place {place}; tokens look like 1:Fck3 0:B2 Loss")
     try:
         return On(int(match["branch"]), Schedule.parse(match["op"]).ops[0])
     except InvalidSchedule as error:

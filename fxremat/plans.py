@@ -12,6 +12,7 @@ from fxremat.cost.table import Costs
 from fxremat.description import describe
 from fxremat.join_schedule import JoinSchedule
 from fxremat.linearize.joint import Joint
+from fxremat.page import page
 from fxremat.passes.lanes import Link
 from fxremat.passes.liveness import Memory, live_bytes
 from fxremat.passes.lower import lower
@@ -19,7 +20,6 @@ from fxremat.passes.program import Program
 from fxremat.passes.weights import Handles
 from fxremat.planner import Prospect, Prospects
 from fxremat.refine.bound import lower_bound
-from fxremat.report import page
 from fxremat.runtime.host import HostTier
 from fxremat.schedule import Schedule
 from fxremat.simulate import Timeline, simulate

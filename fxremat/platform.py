@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fxremat.errors import FxrematError
+from fxremat.units import shortened
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,9 +22,9 @@ class Platform:
             value = getattr(self, name)
             least = 1 if name == "memory" else 0
             if value is not None and not (math.isfinite(value) and value >= least):
-                raise FxrematError(f"{name} is {value!r}; it is a number from {least} on, or None")
+                raise FxrematError(f"{name} is {shortened(value)}; it is a number from {least} on, or None")
         if self.duplex not in ("full", "half"):
-            raise FxrematError(f'duplex is {self.duplex!r}; it is "full" or "half"')
+            raise FxrematError(f'duplex is {shortened(self.duplex)}; it is "full" or "half"')
 
     @property
     def linked(self) -> bool:

@@ -1,4 +1,4 @@
-"""Plans as pictures (SVG, no scripts): a page with the memory of every step, and the lanes of ops and copies."""
+"""What ran when, as a picture (SVG, no scripts): the lanes of ops and of copies, with the memory below them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from html import escape
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from fxremat.axes import horizontal_axis, size_ticks, time_ticks, vertical_axis
 from fxremat.errors import FxrematError
 from fxremat.passes.program import Role
 from fxremat.units import format_bytes
@@ -16,14 +17,6 @@ if TYPE_CHECKING:
     from fxremat.plans import Plan
 
 WIDTH, HEIGHT = 960, 260
-PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>fxremat plan</title>
-<style>body {{ font: 15px sans-serif; margin: 2em; }} pre {{ font-size: 13px; white-space: pre-wrap; }}</style></head>
-<body><h1>fxremat plan</h1>
-<p>Bytes allocated while each operation runs: forward, then (darker) backward. The line is the budget.</p>
-{picture}
-<pre>{text}</pre></body></html>
-"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +49,7 @@ def planned_lanes(plan: Plan) -> Lanes:
     )
 
 
-LANE, GAP, LEFT = 22, 6, 150  # pixels
+LANE, GAP, LEFT, RIGHT = 22, 6, 150, 30  # pixels
 LANES = (("ops", "#3b6ea5"), ("out", "#c98a2b"), ("back", "#5d9a4b"))
 NAMES = {"ops": "ops", "out": "to the host", "back": "from the host"}
 
@@ -78,8 +71,10 @@ def lanes_picture(lanes: Mapping[str, Lanes], *, budget: int) -> str:
                 )
             top += LANE + GAP
         parts += _memory(one, top, end, most, budget)
-        top += HEIGHT / 2 + 4 * GAP
-    size = f'viewBox="0 0 {LEFT + WIDTH} {top:.0f}" width="{LEFT + WIDTH}" height="{top:.0f}"'
+        top += HEIGHT / 2
+        parts += horizontal_axis(time_ticks(end), end, left=LEFT, width=WIDTH, y=top)
+        top += 6 * GAP
+    size = f'viewBox="0 0 {LEFT + WIDTH + RIGHT} {top:.0f}" width="{LEFT + WIDTH + RIGHT}" height="{top:.0f}"'
     style = 'xmlns="http://www.w3.org/2000/svg" font-family="sans-serif" font-size="13"'
     return f"<svg {size} {style}>{''.join(parts)}</svg>"
 
@@ -87,6 +82,7 @@ def lanes_picture(lanes: Mapping[str, Lanes], *, budget: int) -> str:
 def _memory(one: Lanes, top: float, end: float, most: int, budget: int) -> Iterator[str]:
     height = HEIGHT / 2
     yield f'<text x="0" y="{top + 16:.0f}">memory</text>'
+    yield from vertical_axis(size_ticks(most), most, left=LEFT, right=LEFT + WIDTH, top=top, height=height)
     points = [*one.memory, (one.end, 0)]
     path = [f"M{LEFT},{top + height:.1f}"]
     for (start, size), (stop, _) in pairwise(points):
@@ -95,30 +91,5 @@ def _memory(one: Lanes, top: float, end: float, most: int, budget: int) -> Itera
     yield f'<path d="{" ".join(path)} V{top + height:.1f} Z" fill="#8fb3d9"/>'
     line = top + height * (1 - budget / most)
     yield f'<line x1="{LEFT}" x2="{LEFT + WIDTH}" y1="{line:.1f}" y2="{line:.1f}" stroke="#c0392b"/>'
-
-
-def page(plan: Plan) -> str:
-    """The page, complete in itself."""
-    bars = picture(plan.memory.during, turn=plan.program.turn, budget=plan.budget)
-    if plan.chosen.swapped:
-        bars += f"<p>Ops and copies over time:</p>{lanes_picture({'planned': planned_lanes(plan)}, budget=plan.budget)}"
-    return PAGE.format(picture=bars, text=escape(str(plan)))
-
-
-def picture(memory: Sequence[int], *, turn: int, budget: int) -> str:
-    """Bars of bytes, one an operation; those from `turn` on are the backward's; a line at the budget if it is near."""
-    top = max(memory, default=1)
-    scale = max(top, budget) if budget <= 2 * top else top
-    width = WIDTH / max(1, len(memory))
-    bars = []
-    for position, size in enumerate(memory):
-        height = HEIGHT * size / scale
-        color = "#8fb3d9" if position < turn else "#3b6ea5"
-        bars.append(
-            f'<rect x="{position * width:.2f}" y="{HEIGHT - height:.2f}" width="{width:.2f}" '
-            f'height="{height:.2f}" fill="{color}"><title>{format_bytes(size)}</title></rect>'
-        )
-    if budget <= 2 * top:
-        line = HEIGHT - HEIGHT * budget / scale
-        bars.append(f'<line x1="0" x2="{WIDTH}" y1="{line:.2f}" y2="{line:.2f}" stroke="#c0392b"/>')
-    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}">{"".join(bars)}</svg>'
+    place = f'x="{LEFT + WIDTH}" y="{line - 4:.1f}" text-anchor="end"'
+    yield f'<text {place} fill="#c0392b">budget {format_bytes(budget)}</text>'

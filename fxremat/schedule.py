@@ -17,6 +17,7 @@ from enum import Enum
 from typing import Literal
 
 from fxremat.errors import InvalidSchedule
+from fxremat.units import shortened
 
 
 class Keep(Enum):
@@ -133,7 +134,7 @@ class Schedule:
 def _parse_op(token: str, place: int) -> Op:
     match = _TOKEN.fullmatch(token)
     if match is None or (match["option"] and match["keep"] != "all"):
-        raise InvalidSchedule(f"unknown token {token!r} at place {place}; tokens look like {_FORMS}")
+        raise InvalidSchedule(f"unknown token {shortened(token)} at place {place}; tokens look like {_FORMS}")
     if match["forward"]:
         return Forward(int(match["forward"]), Keep(match["keep"]), int(match["option"] or 0))
     if match["backward"]:

@@ -113,7 +113,8 @@ def test_the_full_form_has_everything(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("numbers", "text"),
-    [([], ""), ([4], "4"), ([1, 2, 3], "1-3"), ([1, 3, 5], "1, 3, 5"), ([1, 2, 4, 7, 8, 9], "1-2, 4, 7-9")],
+    [([], ""), ([4], "4"), ([1, 2, 3], "1-3"), ([1, 3, 5], "1, 3, 5"), ([1, 2, 4, 7, 8, 9], "1-2, 4, 7-9"),
+     ([1, 2, 4, 6, 8, 9], "1-2, 4, 6, 8-9"), ([1, 4, 7, 10, 20], "1,4..10, 20")],
 )
 def test_ranges(numbers: list[int], text: str) -> None:
     assert ranges(numbers) == text

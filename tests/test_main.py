@@ -1,5 +1,7 @@
 """The command line: the contract's JSON, and one line on stderr with exit 2 for everything that is wrong."""
 
+import functools
+import importlib
 import json
 import os
 import pty
@@ -9,6 +11,7 @@ import subprocess
 import sys
 import termios
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -106,6 +109,35 @@ def test_a_join_as_text(chain_file, capsys):
 
 
 GOOD = VECTORS[2]["chain"]
+NOTHING = {"forward_time": 0, "backward_time": 0, "output_bytes": 0, "saved_bytes": 0}
+ZEROS = {"input_bytes": 0, "blocks": [NOTHING] * 4}
+
+
+def with_first(chain, **changes):
+    """The chain with fields of its first block changed."""
+    first, *others = chain["blocks"]
+    return chain | {"blocks": [first | changes, *others]}
+
+
+def pair_of_nothing():
+    return None, None
+
+
+def model_and_inputs():
+    import torch
+
+    return torch.nn.Linear(4, 4), torch.ones(3, 4)
+
+
+def model_of_other_inputs():
+    import torch
+
+    return torch.nn.Linear(4, 4), torch.ones(3, 5)
+
+
+def record(into, function, *arguments, **options):
+    into.update(options)
+    return function(*arguments, **options)
 
 
 @pytest.mark.parametrize(
@@ -137,6 +169,33 @@ GOOD = VECTORS[2]["chain"]
         (GOOD, ["simulate", "FILE", "1:Fall1 Loss"], "'1:Fall1'"),
         (GOOD, ["plan", "nocolon", "--mem", "1GiB"], "package.module:factory"),
         (GOOD, ["plan", "no.such.module:f", "--mem", "1GiB"], "no.such.module"),
+        (GOOD, ["plan", "..:x", "--mem", "1GiB"], "is relative"),
+        (GOOD, ["plan", "os:getcwd", "--mem", "1GiB"], "os:getcwd() returned a str; it must return (model, "),
+        (GOOD, ["plan", "os.path:join", "--mem", "1GiB"], "os.path:join() failed at"),
+        (GOOD, ["plan", "os:sep", "--mem", "1GiB"], "os:sep is a str; it must be a function"),
+        (GOOD, ["plan", "tests.test_main:pair_of_nothing", "--mem", "1GiB"], "returned a tuple"),
+        (GOOD, ["plan", "tests.test_main:model_of_other_inputs", "--mem", "1GiB"], "[3, 5]"),
+        (GOOD, ["plan", "os:getcwd", "--mem", "1GiB", "--solver", "best"], "unknown solver 'best'"),
+        (GOOD, ["plan", "os:getcwd", "--mem", "1GiB", "--slots", "0"], "slots is 0"),
+        (GOOD, ["plan", "os:getcwd", "--mem", "1GiB", "--effort", "nan"], "effort is nan"),
+        (GOOD, ["plan", "os:getcwd", "--mem", "1GiB", "--device", "abacus", "--cost", "estimate"], "'abacus'"),
+        (GOOD, ["plan", "os:getcwd", "--mem", "1GiB", "--report", "/no/such/out.html"], "no folder /no/such"),
+        (GOOD, ["plan", "os:getcwd", "--mem", "1e9"], "int(1e9)"),
+        (GOOD, ["pipeline", "FILE", "--mem", "1GiB", "--devices", "1000000000"], "a pipeline has from 1 to 10000"),
+        (GOOD, ["pipeline", "FILE", "--mem", "1GiB", "--devices", "0"], "a pipeline has from 1"),
+        (GOOD, ["pipeline", "FILE", "--mem", "1GiB", "--devices", "2", "--picture", "/no/x.svg"], "no folder /no"),
+        (ZEROS, ["pipeline", "FILE", "--mem", "1GiB", "--devices", "2", "--effort", "1"], "no layer takes any time"),
+        (with_first(GOOD, forward_time=1e308), ["solve", "FILE", "--mem", "99"], "forward_time is 1e+308"),
+        (with_first(GOOD, forward_scratch=None), ["solve", "FILE", "--mem", "99"], "forward_scratch is None"),
+        (with_first(GOOD, weight_bytes=None), ["solve", "FILE", "--mem", "99"], "weight_bytes is None"),
+        (with_first(GOOD, **{"k" * 100_000: 1}), ["solve", "FILE", "--mem", "99"], "unknown field 'kkk"),
+        (with_first(GOOD, name=["n" * 100_000]), ["solve", "FILE", "--mem", "99"], "a block's name is text"),
+        (GOOD, ["simulate", "FILE", "F" * 100_000], "unknown token 'FFF"),
+        (GOOD, ["solve", "FILE", "--mem", "9" * 100_000], "is not a number of bytes"),
+        (GOOD, ["solve", "FILE", "--mem", "99", "--solver", "s" * 100_000], "unknown solver 'sss"),
+        (GOOD, ["solve", "f" * 100_000, "--mem", "99"], "cannot read"),
+        (GOOD, ["g" * 100_000], "invalid choice"),
+        (JOIN, ["solve", "FILE", "--mem", "99", "--effort", "-1"], "effort is -1"),
         (GOOD, ["guess"], "invalid choice"),
         (GOOD, [], "required"),
     ],
@@ -147,7 +206,55 @@ def test_wrong_input_is_one_line(chain_file, capsys, chain, arguments, says):
     printed = capsys.readouterr()
     assert (status, printed.out) == (2, "")
     assert printed.err.count("\n") == 1
+    assert len(printed.err) < 1200
     assert says in printed.err
+
+
+def test_a_join_of_many_towers_is_solved_within_the_effort_about(chain_file, capsys):
+    blocks = [
+        {"forward_time": 1 + k, "backward_time": 2, "output_bytes": 4000, "saved_bytes": 9000 + 37 * k}
+        for k in range(4)
+    ]
+    path = chain_file({"branches": [{"input_bytes": 4000, "blocks": blocks}] * 100})
+    began = time.monotonic()
+    assert main(["solve", path, "--mem", "1.6MB", "--effort", "1", "--json"]) == 0
+    assert time.monotonic() - began < 15
+    assert json.loads(capsys.readouterr().out)["peak"] <= 1_600_000
+    assert main(["solve", path, "--mem", "3kB", "--effort", "1"]) == 2
+    least = capsys.readouterr().err.split("the least that does is ")[1].split()[0]
+    assert main(["solve", path, "--mem", least, "--effort", "1"]) == 0
+
+
+def test_plan_takes_its_options(capsys, monkeypatch):
+    asked = {}
+    import fxremat.api
+
+    monkeypatch.setattr("fxremat.api.plan", functools.partial(record, asked, fxremat.api.plan))
+    options = ["--solver", "persistent", "--effort", "0", "--slots", "50", "--cost", "estimate", "--device", "H100"]
+    assert main(["plan", "tests.test_main:model_and_inputs", "--mem", "100%", *options, "--full"]) == 0
+    assert asked == {
+        "mem": "100%", "offload": False, "solver": "persistent", "effort": 0.0, "slots": 50, "cost": "estimate",
+        "device": "H100",
+    }  # fmt: skip
+    assert "fxremat plan for H100 (estimated times)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "name"), [("/usr/bin/fxremat", "fxremat"), ("/x/fxremat/__main__.py", "python -m fxremat")]
+)
+def test_the_program_is_called_what_it_was_called(monkeypatch, capsys, argv, name):
+    monkeypatch.setattr(sys, "argv", [argv])
+    assert main([]) == 2
+    assert capsys.readouterr().err.rstrip().endswith(f"see {name} --help")
+
+
+def test_the_console_script_is_this_program(monkeypatch):
+    scripts = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]["scripts"]
+    module, function = scripts["fxremat"].split(":")
+    monkeypatch.setattr(sys, "argv", ["fxremat", "solve"])
+    with pytest.raises(SystemExit) as ended:
+        getattr(importlib.import_module(module), function)()
+    assert ended.value.code == 2
 
 
 def test_solving_imports_no_torch(chain_file):

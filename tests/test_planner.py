@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections import OrderedDict
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -163,12 +162,7 @@ def test_the_command_line_prints_a_plan(capsys: pytest.CaptureFixture[str]) -> N
     assert "no schedule fits in 10 bytes" in complaint
 
 
-def test_the_report_is_a_page_with_a_bar_a_step(tmp_path: Path) -> None:
-    plan = fxremat.plan(Deep(), INPUTS, mem="70%", cost="estimate")
-    text = plan.to_html()
-    assert text.count("<rect") == len(plan.memory.during)
-    assert "schedule: F" in text
-    ElementTree.fromstring(text[text.index("<svg") : text.index("</svg>") + 6])
+def test_the_command_line_writes_the_page(tmp_path: Path) -> None:
     out = tmp_path / "report.html"
     assert command_line([*COMMAND, "70%", "--report", str(out)]) == 0
     assert "<svg" in out.read_text()

@@ -62,9 +62,9 @@ def measure(
     device = device_of(joint)
     cache = CostCache.of_device(device)
     layouts = f"layouts {_digest(joint)}"
-    refused = cache.numbers(layouts)
-    for index in (refused or ())[1:]:  # the first number is their count
-        restore(joint.ops[int(index)].node)
+    refused = _refused(cache, layouts)
+    for index in refused or ():
+        restore(joint.ops[index].node)
     unchecked = refused is None and any(overwritten(op.node) is not None for op in joint.ops)
     if unchecked or _missing(joint, cache) or has_collectives(joint):
         unprofiled(lambda: _measure(joint, inputs, order, device, cache, layouts))
@@ -81,11 +81,20 @@ def measure(
 
 def trust_known_layouts(joint: Joint) -> None:
     """Where nothing is run: let no backward op overwrite its operand, unless an earlier walk has seen the layouts."""
-    refused = CostCache.of_device(device_of(joint)).numbers(f"layouts {_digest(joint)}")
-    untrusted = range(len(joint.ops)) if refused is None else map(int, refused[1:])
-    for index in untrusted:
+    refused = _refused(CostCache.of_device(device_of(joint)), f"layouts {_digest(joint)}")
+    for index in range(len(joint.ops)) if refused is None else refused:
         if overwritten(joint.ops[index].node) is not None:
             restore(joint.ops[index].node)
+
+
+def _refused(cache: CostCache, layouts: str) -> list[int] | None:
+    """The ops whose overwriting an earlier walk took back; None where there was none."""
+    numbers = cache.numbers(layouts)
+    return None if numbers is None else [int(number) - 1 for number in numbers[1:]]
+
+
+def _keep_refused(cache: CostCache, layouts: str, refused: Sequence[int]) -> None:
+    cache.keep(layouts, [1.0, *(float(index + 1) for index in refused)])  # numbers above 0, as all that are kept
 
 
 def has_collectives(joint: Joint) -> bool:
@@ -145,7 +154,7 @@ def _measure(
         if not any(isinstance(value, torch.Tensor) and not is_real(value) for value in inputs):
             ops = range(len(joint.ops)) if order is None or has_collectives(joint) else order()
             if (refused := _walk(joint, inputs, ops, device, cache, bar)) is not None:
-                cache.keep(layouts, [len(refused), *refused])
+                _keep_refused(cache, layouts, refused)
         for key, op in _missing(joint, cache).items():
             _alone(key, op, device, cache)
             next(bar, None)

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-<<<<<<< HEAD
-from functools import partial
-=======
-from collections.abc import Callable
 from dataclasses import replace
->>>>>>> tiers
+from functools import partial
 from typing import Any
 
 import torch

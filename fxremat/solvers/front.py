@@ -67,7 +67,13 @@ def solve(
 ) -> Schedule: ...
 @overload
 def solve(
-    chain: Join, mem: int, *, solver: str = "auto", platform: Platform | None = None, slots: int = 500
+    chain: Join,
+    mem: int,
+    *,
+    solver: str = "auto",
+    platform: Platform | None = None,
+    slots: int = 500,
+    effort: float = EFFORT,
 ) -> JoinSchedule: ...
 def solve(
     chain: Chain | Join,
@@ -88,7 +94,8 @@ def solve(
             `JOINS`, and "auto" asks them all.
         platform: the machine; with `to_host` and `from_host`, values may leave and come back.
         slots: steps of memory in a dynamic program; where they cover every byte the answer is exact.
-        effort: seconds that "auto" may take; the default chain solver is asked whatever it takes.
+        effort: seconds that "auto" may take; the default chain solver is asked whatever it takes. Long joins get a
+            coarser table for less effort.
         accounting: "whole" as a runtime frees and allocates, or "fluid", the relaxation that the papers solve.
 
     Raises:
@@ -100,7 +107,7 @@ def solve(
     Fck1 Fall2 B2 Fall1 B1
     """
     if isinstance(chain, Join):
-        return _winner_of_join(chain, mem, solver, platform, slots)[1].schedule
+        return _winner_of_join(chain, mem, solver, platform, slots, effort)[1].schedule
     return best(
         chain, mem, solver=solver, platform=platform, slots=slots, effort=effort, accounting=accounting
     ).schedule
@@ -133,7 +140,13 @@ def solution(
 ) -> Solution: ...
 @overload
 def solution(
-    chain: Join, mem: int, *, solver: str = "auto", platform: Platform | None = None, slots: int = 500
+    chain: Join,
+    mem: int,
+    *,
+    solver: str = "auto",
+    platform: Platform | None = None,
+    slots: int = 500,
+    effort: float = EFFORT,
 ) -> JoinSolution: ...
 def solution(
     chain: Chain | Join,
@@ -147,7 +160,7 @@ def solution(
 ) -> Solution | JoinSolution:
     """`solve`, with who found the schedule, what it costs, and a lower bound on what any schedule costs."""
     if isinstance(chain, Join):
-        name, joined = _winner_of_join(chain, mem, solver, platform, slots)
+        name, joined = _winner_of_join(chain, mem, solver, platform, slots, effort)
         return JoinSolution(solver=name, timeline=joined, lower_bound=_least_time(chain))
     name, timeline = _winner(chain, mem, solver, platform, slots, effort, accounting)
     machine = _machine(platform, mem)
@@ -212,21 +225,24 @@ def check_effort(effort: object) -> None:
 
 
 def _winner_of_join(
-    join: Join, mem: int, solver: str, platform: Platform | None, slots: int
+    join: Join, mem: int, solver: str, platform: Platform | None, slots: int, effort: float
 ) -> tuple[str, JoinTimeline]:
     """The solver of joins that won, and the simulation of its schedule."""
     mem, slots = _check_mem(mem), check_slots(slots)
+    check_effort(effort)
     if solver not in ("auto", *JOINS):
-        raise FxrematError(f"a join is solved by auto, {', '.join(JOINS)}; {solver!r} is none of them")
+        raise FxrematError(f"a join is solved by auto, {', '.join(JOINS)}; {shortened(solver)} is none of them")
     if platform is not None and platform.linked:
         raise FxrematError("the values of a join do not travel: leave out to_host and from_host")
     if solver != "auto":
         return solver, JOINS[solver](join, mem, slots)
+    deadline = time.monotonic() + effort
     found: list[tuple[str, JoinTimeline]] = []
     refusals: list[BudgetTooSmall] = []
     for name, propose in JOINS.items():
         try:
-            found.append((name, propose(join, mem, slots)))
+            left = max(0.0, deadline - time.monotonic())
+            found.append((name, propose(join, mem, slots, effort=left)))
         except BudgetTooSmall as refusal:
             refusals.append(refusal)
         except FxrematError:  # the join is too large for this solver

@@ -4,9 +4,11 @@ A solver sees a `Problem` and proposes schedules. `judge` in it is `simulate` fo
 the solvers that improve a schedule step by step; a schedule that does not fit raises `InvalidSchedule` there.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Protocol
 
 from fxremat.chain import Chain, Join
 from fxremat.errors import BudgetTooSmall, InvalidSchedule
@@ -242,10 +244,13 @@ SOLVERS: Mapping[str, Solver] = MappingProxyType(
 NAMES = ("auto", *SOLVERS)
 
 
-JoinSolver = Callable[[Join, int, int], JoinTimeline]  # (join, bytes, slots); raises BudgetTooSmall
+class JoinSolver(Protocol):
+    """The best schedule of a join, simulated, in about `effort` seconds where it can. Raises `BudgetTooSmall`."""
+
+    def __call__(self, join: Join, mem: int, slots: int, *, effort: float = math.inf) -> JoinTimeline: ...
 
 
-def all_of_join(join: Join, mem: int, slots: int) -> JoinTimeline:
+def all_of_join(join: Join, mem: int, slots: int, *, effort: float = math.inf) -> JoinTimeline:
     """Everything is kept, in all branches."""
     chains = {0: join.trunk, **dict(enumerate(join.branches, start=1))}
     ops = {number: keep_all.schedules(chain)[0].ops for number, chain in chains.items() if chain}
@@ -261,12 +266,17 @@ def all_of_join(join: Join, mem: int, slots: int) -> JoinTimeline:
     return timeline
 
 
+def _canonical(join: Join, mem: int, slots: int, *, effort: float = math.inf) -> JoinTimeline:
+    """The canonical form: its table is small, or too large to be tried."""
+    return joins.best_canonical(join, mem, slots)
+
+
 def _unless_all_fits(propose: JoinSolver) -> JoinSolver:
-    def asked(join: Join, mem: int, slots: int) -> JoinTimeline:
+    def asked(join: Join, mem: int, slots: int, *, effort: float = math.inf) -> JoinTimeline:
         try:
             return all_of_join(join, mem, slots)
         except BudgetTooSmall:
-            return propose(join, mem, slots)
+            return propose(join, mem, slots, effort=effort)
 
     return asked
 
@@ -274,7 +284,7 @@ def _unless_all_fits(propose: JoinSolver) -> JoinSolver:
 JOINS: Mapping[str, JoinSolver] = MappingProxyType(
     {
         "keep_all": all_of_join,
-        "canonical": _unless_all_fits(joins.best_canonical),
+        "canonical": _unless_all_fits(_canonical),
         "linear": _unless_all_fits(joins.best_linear),
     }
 )

@@ -3,15 +3,15 @@
 `heterogeneous` is the front: it judges what the solvers propose by `simulate_join`, which they never see.
 """
 
-from collections.abc import Sequence
-from itertools import permutations
-from math import gcd
+from collections.abc import Iterator, Sequence
+from itertools import islice, permutations
+from math import gcd, inf
 
 from fxremat.chain import Chain, Join
 from fxremat.errors import BudgetTooSmall
 from fxremat.join_schedule import JoinSchedule
 from fxremat.simulate_join import JoinTimeline, simulate_join
-from fxremat.solvers import input_drop
+from fxremat.solvers import binomial, input_drop, periodic
 from fxremat.solvers.joins import canonical
 from fxremat.solvers.joins.linear import chain_of, translated
 from fxremat.solvers.joins.uniform import branch_by_branch, equiv_chain, least_slots, multi_chain, trade_off
@@ -29,6 +29,10 @@ __all__ = [
 ]
 _ORDERS = 6  # orders of branches that are tried
 _ROUNDED_UP = (1.0, 1.02, 1.05)  # budgets of the table, to make up for rounding
+_FEWEST = 4  # schedules of a list that are tried, whatever the effort
+_QUICK = 1.0  # seconds that tables may take, whatever the effort
+_LONGEST = 10  # ops for each block: longer schedules are not tried
+_OP_SECONDS = 1e-4  # to simulate an op of a join, about
 _ROOMS = (1.0, 1.1, 1.25, 1.5, 2.0)  # budgets of the one chain, as it says too much
 
 
@@ -68,20 +72,46 @@ def _steps(chains: Sequence[Chain], mem: int, slots: int) -> tuple[int, int, boo
     return (steps * unit, steps, True) if steps <= slots else (mem, slots, False)
 
 
-def best_linear(join: Join, mem: int, slots: int = 200) -> JoinTimeline:
-    """The fastest schedule of the join as one chain, over orders and budgets. Raises `BudgetTooSmall`."""
-    smallest, others = [], []
-    for _, order in zip(range(_ORDERS), permutations(range(len(join.branches)))):
+def best_linear(join: Join, mem: int, slots: int = 200, *, effort: float = inf) -> JoinTimeline:
+    """The fastest schedule of the join as one chain, over orders and budgets. Raises `BudgetTooSmall`.
+
+    Tables of all orders for all budgets where they take no more than `effort` seconds by an estimate, of fewer orders
+    where those do; else periodic and binomial schedules of the one chain, some hundred blocks of which are too many for
+    a table. What is tried does not depend on the clock or on `mem`, so that the minimum that is announced works.
+    """
+    orders = list(islice(permutations(range(len(join.branches))), _ORDERS))
+    affordable = int(min(_ORDERS, max(effort, _QUICK) / _table_seconds(chain_of(join, orders[0]), slots)))
+    smallest: list[JoinTimeline] = []
+    others: list[JoinTimeline] = []
+    for order in orders[:affordable]:
         chain = chain_of(join, order)
         least = max(1, input_drop.build(chain, 1, 1).least)
         smallest.append(_linear(join, order, chain, least, slots))  # the same whatever `mem` is
         for room in _ROOMS:
             if mem * room >= least:
                 others.append(_linear(join, order, chain, int(mem * room), slots))
+    if not affordable:
+        smallest = list(_listed(join, orders[0], effort))
     fitting = [timeline for timeline in [*smallest, *others] if timeline.peak <= mem]
     if not fitting:
         raise BudgetTooSmall(minimum=min(timeline.peak for timeline in smallest), budget=mem)
     return min(fitting, key=_merit)
+
+
+def _table_seconds(chain: Chain, slots: int) -> float:
+    """How long the tables of one order take, about."""
+    splits = len(chain) * float(sum(len(block.choices) for block in chain.blocks)) ** 2 / 6
+    return (2 + len(_ROOMS)) * splits * (1e-7 + 1e-9 * slots)
+
+
+def _listed(join: Join, order: Sequence[int], effort: float) -> Iterator[JoinTimeline]:
+    """Some periodic and binomial schedules of the one chain, on the join: from the smallest to the largest."""
+    chain = chain_of(join, order)
+    count = max(_FEWEST, int(effort / (_OP_SECONDS * 4 * len(chain))))
+    for proposed in (periodic.schedules(chain), binomial.schedules(chain)):
+        short = [schedule for schedule in proposed if len(schedule.ops) <= _LONGEST * len(chain)]
+        for schedule in short[:: -(-len(short) // count) or 1]:
+            yield simulate_join(join, translated(join, order, schedule))
 
 
 def _linear(join: Join, order: Sequence[int], chain: Chain, mem: int, slots: int) -> JoinTimeline:

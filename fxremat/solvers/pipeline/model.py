@@ -56,6 +56,9 @@ class Layers:
         return len(self.layers)
 
 
+MOST_DEVICES = 10_000
+
+
 @dataclass(frozen=True, kw_only=True)
 class Machines:
     """Identical devices; each pair of them has a link of its own, which makes one copy at a time."""
@@ -66,8 +69,8 @@ class Machines:
     copies: float  # of the weights that a device keeps (two versions and a gradient: 3)
 
     def __post_init__(self) -> None:
-        if self.devices < 1:
-            raise InvalidChain(f"devices is {self.devices}; a pipeline has at least one")
+        if not 1 <= self.devices <= MOST_DEVICES:
+            raise InvalidChain(f"devices is {self.devices}; a pipeline has from 1 to {MOST_DEVICES}")
         if self.bandwidth is not None and not 0 < self.bandwidth < math.inf:
             raise InvalidChain(f"bandwidth is {self.bandwidth}; it is above 0 bytes per second, or None")
         _check(self)

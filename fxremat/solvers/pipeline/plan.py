@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from fxremat.errors import BudgetTooSmall, FxrematError
+from fxremat.errors import BudgetTooSmall, FxrematError, InvalidChain
 from fxremat.solvers.pipeline.bound import lower_bound
 from fxremat.solvers.pipeline.contiguous import Partition, Placer, best_partition, least_memory
 from fxremat.solvers.pipeline.costs import Job, Ways, step_seconds
@@ -51,6 +51,7 @@ def plan_pipeline(
 
     Raises:
         BudgetTooSmall: no plan fits; `.minimum` bytes are the least for which a contiguous one does.
+        InvalidChain: the layers take no time.
 
     >>> from fxremat.solvers.pipeline.model import Layer
     >>> sizes = {"weight_bytes": 1, "saved_bytes": 1, "output_bytes": 0, "grad_bytes": 0}
@@ -65,6 +66,8 @@ def plan_pipeline(
         raise FxrematError(f"microbatches is {microbatches}; a step has at least one")
     if not effort >= 0:
         raise FxrematError(f"effort is {effort!r}; it is a number of seconds, 0 or more")
+    if not any(layer.forward_time or layer.backward_time for layer in layers.layers):
+        raise InvalidChain("no layer takes any time, so that every plan has the period 0; give their seconds")
     job = Job(layers, machines, options)
     bound = lower_bound(job)
     found = list(_plans(job, bound, effort if microbatches is None else effort / 2))
