@@ -8,8 +8,30 @@ from collections.abc import Iterator
 # Before torch is imported: its profiler reports every start and stop otherwise.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
+import importlib.util
+
 import hypothesis
 import pytest
+
+
+def _let_torchvision_be_imported() -> None:
+    """Declare what a torchvision without its compiled operators registers, where that is the one installed (for timm).
+
+    Beside a CPU build of torch, a wheel of torchvision that was built for CUDA cannot load them; no test calls them.
+    """
+    if importlib.util.find_spec("torchvision") is None:
+        return
+    import torch
+
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    for name in ("nms", "qnms"):
+        if not hasattr(torch.ops.torchvision, name):
+            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    _libraries.append(library)
+
+
+_libraries: list[object] = []  # torch forgets the declarations with their library
+_let_torchvision_be_imported()
 
 
 @pytest.fixture(scope="session", autouse=True)
