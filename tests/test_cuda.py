@@ -14,6 +14,7 @@ from torch import nn
 
 import fxremat
 from benchmarks import meter, models
+from fxremat.runtime.host import PinnedTier
 from tests.toys import Loss
 from tests.training import Trace, differences, least_budget, train
 
@@ -207,3 +208,55 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.
     loss.backward()
     optimizer.step()
     return float(loss.detach())
+
+
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+@two_gpus
+def test_copies_of_a_gpu_that_is_not_the_current_one() -> None:
+    """Every copy waits for, and is waited for by, the streams of its own device: device 0 is current throughout."""
+    tier, device = PinnedTier(), torch.device("cuda", 1)
+    with torch.cuda.device(0):
+        for seed in range(20):
+            x = torch.randn(1 << 22, device=device, generator=torch.Generator(device).manual_seed(seed))
+            wanted = x.double().sum()
+            host = tier.offload(x)
+            tier.release(host)
+            del x
+            torch.full((1 << 22,), float("nan"), device=device)  # takes the memory that was let go
+            back = tier.prefetch(host, device)
+            tier.wait(host)
+            assert torch.equal(back.double().sum(), wanted)
+
+
+@two_gpus
+def test_offloading_on_a_gpu_that_is_not_the_current_one() -> None:
+    torch.manual_seed(0)
+    plain = deep_rows()
+    ours = copy.deepcopy(plain)
+    plain.to("cuda:1")
+    batch = torch.randn(512, 256, device="cuda:1")
+    theirs, mine = (torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (plain, ours))
+    before = torch.cuda.memory_allocated(0)
+    with torch.cuda.device(0):
+        wanted = [train_step(plain, theirs, batch) for _ in range(3)]
+        options = {"offload_weights": True, "offload": True, "optimizer": mine, "example_inputs": batch}
+        compiled = fxremat.compile(ours, mem="40%", **options)
+        assert [train_step(compiled, mine, batch) for _ in range(3)] == wanted
+        assert torch.cuda.memory_allocated(0) == before
+
+
+def test_memory_that_a_side_stream_writes_is_not_given_away_after_an_exception() -> None:
+    tier, device = PinnedTier(), torch.device("cuda")
+    hosts = [torch.full((1 << 26,), float(number)).pin_memory() for number in range(4)]
+    for host in hosts:
+        tier.prefetch(host, device)  # dropped at once, as after an error before `wait`
+    others = [torch.full((1 << 26,), -1.0, device=device) for _ in hosts]
+    torch.cuda.synchronize()
+    assert all(bool((other == -1.0).all()) for other in others)
+    tier.synchronize()
+    tier.close()
+    before = torch.cuda.memory_allocated()
+    del others
+    assert torch.cuda.memory_allocated() == before - 4 * (1 << 28)
