@@ -70,6 +70,13 @@ recipes = st.builds(
     st.booleans(),
     st.booleans(),
 )
+small_recipes = st.builds(
+    Recipe,
+    st.lists(st.one_of(chain_layers, layers), min_size=1, max_size=6).map(tuple),
+    st.integers(0, 2),
+    st.booleans(),
+    st.sampled_from([False, False, True]),
+)
 
 
 def few(examples: int) -> settings:
