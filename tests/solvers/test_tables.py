@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.solvers import uneven
 from fxremat.chain import Block, Chain
-from fxremat.errors import BudgetTooSmall
+from fxremat.errors import BudgetTooSmall, FxrematError
 from fxremat.schedule import Drop, Schedule
 from fxremat.simulate import simulate
-from fxremat.solvers import best, floating_drop, input_drop, persistent, solve
+from fxremat.solvers import best, floating_drop, input_drop, persistent, rows, solve
 from tests.solvers.chains import chains
 from tests.solvers.oracle import fastest
 
@@ -224,3 +225,12 @@ def _scaled(chain, scale):
 def _uniform(n):
     block = Block(forward_time=1.0, backward_time=2.0, output_bytes=1, saved_bytes=2)
     return Chain(blocks=(block,) * n, input_bytes=1)
+
+
+def test_a_table_that_fits_into_no_memory_is_refused(monkeypatch):
+    """With the slots that would do, as far as the chain itself allows."""
+    monkeypatch.setattr(rows, "MOST_BYTES", 1 << 20)
+    with pytest.raises(FxrematError, match=r"a table of 2000 slots takes .* MiB here; \d+ slots would do") as error:
+        input_drop.build(uneven(60), 10**8, 2000)
+    fewer = int(str(error.value).split("; ")[1].split()[0])
+    assert input_drop.build(uneven(60), 10**8, fewer).slots == fewer
