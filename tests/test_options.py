@@ -99,7 +99,7 @@ TWO_TIERS = {"offload": FileTier(), "offload_weights": FileTier()}
         ({"budget": 3}, "unknown option 'budget'"),
         ({"x" * 100_000: 3}, "unknown option 'xxx"),
     ],
-    ids=str,
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",  # objects print their addresses
 )  # fmt: skip
 def test_wrong_options_are_one_line(wrong: dict[str, object], says: str) -> None:
     with pytest.raises(FxrematError) as error:
