@@ -21,16 +21,19 @@ def boxed(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
     """The module's forward as a function that takes one list, empties it, and frees each input after its last use.
 
     `torch.fx.graph._BoxedCodeGen` and the `_boxed_call` mark that AOTAutograd looks for are the same in 2.11 and 2.13.
-    Without them the caller keeps every saved tensor alive through the whole backward.
+    Without them the caller keeps every saved tensor alive through the whole backward. The function keeps the module's
+    attributes, and not its graph.
     """
     from torch.fx.graph import _BoxedCodeGen
 
     module.graph.set_codegen(_BoxedCodeGen())
     module.recompile()
-    function = module.forward
+    attributes = torch.nn.Module()
+    attributes.__dict__.update({key: value for key, value in module.__dict__.items() if key != "_graph"})
+    forward: Any = type(module).forward
 
     def call(arguments: list[Any]) -> Any:
-        return function(arguments)
+        return forward(attributes, arguments)
 
     call._boxed_call = True  # type: ignore[attr-defined]
     return call
@@ -139,8 +142,9 @@ def compiled_step(
 
     `torch.compile(..., fullgraph=True, dynamic=False)`, with two differences. The settings of `capture_settings` hold
     while dynamo traces, and are not touched by a call that finds its graph: `torch._dynamo.optimize` returns an
-    `OptimizeContext` whose `callback` is what a frame without a graph is handed to (2.11, 2.13). And the function has
-    code of its own, since dynamo keeps and counts graphs by code object: models of one class do not share a limit.
+    `OptimizeContext` whose `callback` is what a frame without a graph is handed to (2.11, 2.13); `dynamic=False` would
+    change settings at every call. And the function has code of its own, since dynamo keeps and counts graphs by code
+    object: models of one class do not share a limit.
     """
     import torch._dynamo
 
@@ -148,7 +152,7 @@ def compiled_step(
         return forward(*args, **kwargs)
 
     call.__code__ = call.__code__.replace(co_name=name)
-    context: Any = torch._dynamo.optimize(backend=backend, nopython=True, dynamic=False)
+    context: Any = torch._dynamo.optimize(backend=backend, nopython=True)
     inner = context.callback
 
     @functools.wraps(inner)
@@ -199,15 +203,19 @@ def capture_settings() -> Iterator[None]:
     """While tracing: one graph a shape however many shapes, and logging calls that do not break the graph.
 
     `recompile_limit` (2.11, 2.13) counts all graphs of one forward. The setting for logging has had two names
-    (`ignore_logger_methods` before `ignore_logging_functions`): those that exist are set. `skip_nnmodule_hook_guards`
-    off: a hook that is registered later is seen. `optimize_ddp` off: DistributedDataParallel does not split the graph,
-    whose parts would each take the whole budget. `trace_autograd_ops`: `torch.autograd.grad` inside forward.
+    (`ignore_logger_methods` before `ignore_logging_functions`): those that exist are set. What others mean:
+    `assume_static_by_default`, `automatic_dynamic_shapes`   what `dynamic=False` sets
+    `skip_nnmodule_hook_guards`   off: a hook that is registered later is seen
+    `optimize_ddp`                off: DistributedDataParallel does not split the graph by its buckets
+    `trace_autograd_ops`          on: `torch.autograd.grad` inside of forward
     """
     import torch._dynamo.config as dynamo_config
 
     settings: dict[str, Any] = {
         "recompile_limit": 512,
         "accumulated_recompile_limit": 4096,
+        "assume_static_by_default": True,
+        "automatic_dynamic_shapes": False,
         "skip_nnmodule_hook_guards": False,
         "optimize_ddp": False,
         "trace_autograd_ops": True,

@@ -72,7 +72,8 @@ def module_of(node: fx.Node) -> str:
     """The submodule that the op, or the one it is the backward of, belongs to, as "layers.3.up"; "" if unknown."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     path = str([*stack.values()][-1][0]) if stack else ""
-    inside = re.sub(r"^L\['\w+'\]", "", path.replace("._modules", ""))  # L['self'] is the model
+    # L['self'] is the model, or it is what L['forward'] is bound to
+    inside = re.sub(r"^L\['\w+'\](\.__self__)?", "", path.replace("._modules", ""))
     return re.sub(r"\[['\"]?(\w+)['\"]?\]", r".\1", inside).lstrip(".")
 
 

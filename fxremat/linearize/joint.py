@@ -295,7 +295,7 @@ def read_joint(module: fx.GraphModule, forward_outputs: int) -> Joint:
     Raises:
         CaptureError: the graph has symbolic sizes, which need one plan a shape.
     """
-    for node in module.graph.nodes:
+    for node in sorted(module.graph.nodes, key=lambda node: node.op == "placeholder"):  # an op has a line to name
         _refuse_symbols(node)
     return _Reader(tidy(module), forward_outputs).read()
 
