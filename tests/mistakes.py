@@ -655,3 +655,122 @@ MISTAKES += [
     ),
     Mistake("cost/blocks.py", "others |= self._returned_before(number)", "pass", "test_surface.py"),
 ]
+
+WALK = "cost/test_walk.py"
+DROP_IN = "runtime/test_module.py"
+MISTAKES += [
+    # layouts are not compared before an op overwrites its operand
+    Mistake(
+        "cost/measure.py",
+        "if whole and alike and not self.walk.shares(",
+        "if whole and not self.walk.shares(",
+        f"{WALK}::test_an_op_that_overwrites_is_put_back_where_real_layouts_differ",
+    ),
+    # what was put back is forgotten by the next plan
+    Mistake(
+        "cost/measure.py",
+        "cache.keep(layouts, [1.0, *(float(index + 1) for index in refused)])",
+        "cache.keep(layouts, [1.0])",
+        f"{WALK}::test_what_was_put_back_is_remembered",
+    ),
+    # bags that happen to be empty are measured so
+    Mistake(
+        "cost/measure.py",
+        "args = [torch.ones_like(value) if k == place else value",
+        "args = [value",
+        f"{WALK}::test_the_budget_holds_for_bags_that_were_empty_when_it_was_planned",
+    ),
+    # a walk frees what is read again
+    Mistake(
+        "cost/walk.py",
+        "        needed.update(reads)\n",
+        "",
+        f"{WALK}::test_a_walk_computes_what_the_model_does_in_any_order_and_frees_what_is_not_read_again",
+    ),
+    # a part of a storage costs what a whole one does
+    Mistake(
+        "cost/table.py",
+        'f" of {whole} bytes" if whole != value.nbytes else ""',
+        '""',
+        f"{WALK}::test_keys_tell_subgraphs_devices_and_parts_of_storages_apart",
+    ),
+    # ops are measured in the captured order, however small the budget
+    Mistake(
+        "planner.py",
+        "if bytes_of(budget, everything, device_of(joint)) >= everything:",
+        "if everything:",
+        f"{WALK}::test_small_budgets_are_measured_in_an_order_that_fits",
+    ),
+    # what a custom backward computes from saved tensors counts as forward
+    Mistake(
+        "linearize/joint.py",
+        "if begun and node not in forward",
+        'if node.meta.get("partitioner_tag") == "is_backward" and node not in forward',
+        f"{WALK}::test_a_custom_functions_backward_belongs_to_the_backward",
+    ),
+    # a dropout of everything draws
+    Mistake(
+        "linearize/dropout.py",
+        "if node.args[2] and node.args[1] == 1 and _tensor(node).numel():",
+        "if False:",
+        f"{WALK}::test_what_plain_pytorch_trains_is_trained_with_its_bits",
+    ),
+    # saved tensors are donated when the settings of tracing are over
+    Mistake(
+        "_torch.py",
+        "context.fw_metadata.bw_donated_idxs = []",
+        "pass",
+        f"{DROP_IN}::test_retain_graph_after_ordinary_steps",
+    ),
+    # hooks that are registered later are not seen
+    Mistake(
+        "_torch.py",
+        '"skip_nnmodule_hook_guards": False',
+        '"skip_nnmodule_hook_guards": True',
+        f"{DROP_IN}::test_hooks_of_the_model_run_once_whenever_they_are_registered",
+    ),
+    # unused outputs give zeros
+    Mistake(
+        "runtime/unused.py",
+        "    if not unused:\n        return gradients\n",
+        "    if True:\n        return gradients\n",
+        f"{DROP_IN}::test_what_only_unused_outputs_depend_on_gets_no_gradient",
+    ),
+    # any unused output is enough
+    Mistake(
+        "runtime/unused.py",
+        "None if needed and needed <= unused else gradient",
+        "None if needed & unused else gradient",
+        f"{DROP_IN}::test_what_only_unused_outputs_depend_on_gets_no_gradient",
+    ),
+    # a second part of a broken model is planned with the whole budget
+    Mistake(
+        "runtime/parts.py",
+        "other.settings is self.settings and other.frame != self.frame",
+        "False",
+        f"{DROP_IN}::test_the_parts_of_a_broken_graph_do_not_each_take_the_budget",
+    ),
+    # a recurrent use counts as a second part
+    Mistake(
+        "runtime/parts.py",
+        "other.settings is self.settings and other.frame != self.frame",
+        "other.settings is self.settings",
+        f"{DROP_IN}::test_a_recurrent_use_of_one_graph_is_no_second_part",
+    ),
+    # the drop-in has a dictionary of its own
+    Mistake(
+        "runtime/module.py",
+        'object.__setattr__(made, "__dict__", model.__dict__)',
+        'object.__setattr__(made, "__dict__", dict(model.__dict__))',
+        f"{DROP_IN}::test_attributes_set_on_either_are_set_on_both",
+    ),
+    # a wrapper that a trainer sets on the instance is ignored
+    Mistake(
+        "runtime/module.py",
+        "if own is None or own is module._fxremat.own:",
+        "if True:",
+        f"{DROP_IN}::test_a_wrapper_around_forward_set_later_keeps_the_budget",
+    ),
+    # a flow network is cut on the wrong side
+    Mistake("linearize/options.py", "left.T.tocsr()", "left.tocsr()", "linearize/test_layout.py"),
+]
