@@ -23,6 +23,7 @@ test: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -q
 
 test-long: $(READY)
+	$(BIN)/python -m pip install --quiet -c constraints-dev.txt -c constraints-libraries.txt -e ".[dev,libraries]"
 	$(BIN)/python -m pytest -m long -q
 
 bench: $(READY)

@@ -73,7 +73,8 @@ def differentiate_as_eager() -> Iterator[None]:
     """
     import torch._functorch.config as functorch_config
 
-    with functorch_config.patch(donated_buffer=False, backward_pass_autocast="off"), _eager_kernels():
+    settings = functorch_config.patch(donated_buffer=False, backward_pass_autocast="off")
+    with settings, _eager_kernels(), _eager_views():
         yield
 
 
@@ -133,6 +134,39 @@ def _eager_kernels() -> Iterator[None]:
         for op, kernels in registered.items():
             op.py_kernels.update(kernels)
             op._dispatch_cache.clear()
+
+
+@contextlib.contextmanager
+def _eager_views() -> Iterator[None]:
+    """Let views of fake tensors have the strides of real ones, also where a size is 1.
+
+    What autograd runs depends on strides: of a transposed operand a matrix product's gradient is computed the other way
+    round, and a convolution takes (1, C, H, W) for channels-last or not. torch has Python versions of `view` that give
+    sizes of 1 other strides: in `op_implementations_dict` of `torch/_subclasses/fake_impls.py`, and as kernels for Meta
+    (`torch._refs.view`). The C++ kernel is left in their place. `FakeTensorMode.cache` remembers what was traced before
+    (2.11, 2.13).
+    """
+    from torch._subclasses.fake_impls import op_implementations_dict
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    key = torch._C.DispatchKey.Meta
+    views = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
+    fakes = {op: op_implementations_dict.pop(op) for op in views if op in op_implementations_dict}
+    kernels = {op: op.py_kernels.pop(key) for op in views if key in op.py_kernels}
+
+    def forget() -> None:
+        for op in views:
+            op._dispatch_cache.clear()
+        FakeTensorMode.cache_clear()
+
+    forget()
+    try:
+        yield
+    finally:
+        op_implementations_dict.update(fakes)
+        for op, kernel in kernels.items():
+            op.py_kernels[key] = kernel
+        forget()
 
 
 def compiled_step(

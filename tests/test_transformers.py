@@ -6,20 +6,20 @@ buffers and random state; and its peak is measured. Three models every day, all 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import fxremat
 from benchmarks.meter import peak_bytes
 from benchmarks.models import libraries
 from benchmarks.models.libraries import LibraryCase
-from tests.training import gradients_of, same, state_of, unequal
+from tests.steps import Step, differences, step_of
+from tests.training import gradients_of, state_of, unequal
 
 pytestmark = [
     pytest.mark.usefixtures("torch_ready"),
@@ -29,59 +29,12 @@ pytestmark = [
 QUICK = {"effort": 0.0, "progress": False}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Step:
-    """All that a training step leaves behind; tensors are copies."""
-
-    kind: type
-    values: dict[str, object]  # what it returned, by where it was found
-    gradients: dict[str, Tensor | None]
-    state: dict[str, Tensor]
-    rng: Tensor
-
-
 def step(model: nn.Module, batch: Mapping[str, Any], autocast: bool = False) -> Step:
-    model.zero_grad(set_to_none=True)
-    torch.manual_seed(3)
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        outputs = model(**batch)
-    outputs.loss.backward()
-    return Step(
-        kind=type(outputs),
-        values=dict(leaves(outputs)),
-        gradients=gradients_of(model),
-        state=state_of(model),
-        rng=torch.get_rng_state(),
-    )
+    def call() -> Any:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return model(**batch)
 
-
-def leaves(value: object, place: str = "outputs") -> Iterator[tuple[str, object]]:
-    """All values inside of outputs, those of the library's own objects (caches of keys and values) included."""
-    if isinstance(value, Tensor):
-        yield f"{place} requires grad", value.requires_grad
-        yield place, value.detach().clone()
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from leaves(item, f"{place}.{key}")
-    elif isinstance(value, tuple | list):
-        for index, item in enumerate(value):
-            yield from leaves(item, f"{place}[{index}]")
-    elif type(value).__module__.startswith("transformers.") and hasattr(value, "__dict__"):
-        yield f"type of {place}", type(value)
-        yield from leaves(vars(value), place)
-    else:
-        yield place, value if isinstance(value, int | float | str | bool | None) else type(value)
-
-
-def differences(ours: Step, plain: Step) -> list[str]:
-    found = [] if ours.kind is plain.kind else [f"returns {ours.kind.__name__}, not {plain.kind.__name__}"]
-    for place in {**plain.values, **ours.values}:
-        mine, its = ours.values.get(place), plain.values.get(place)
-        equal = same(mine, its) if isinstance(mine, Tensor) and isinstance(its, Tensor) else mine == its
-        found += [] if equal else [place]
-    found += [f"gradient of {name}" for name in unequal(ours.gradients, plain.gradients)]
-    found += [f"value of {name}" for name in unequal(ours.state, plain.state)]
-    return found + ([] if same(ours.rng, plain.rng) else ["random state"])
+    return step_of(model, call, lambda outputs: outputs.loss)
 
 
 def assert_as_plain(

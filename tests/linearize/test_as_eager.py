@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_impls import op_implementations_dict
 
 import fxremat
 from tests.toys import WIDTH, Stack, assert_as_plain, rows, under_autocast
@@ -80,11 +81,42 @@ def test_the_backward_of_a_model_under_autocast_is_outside_of_it() -> None:
     assert_as_plain(lambda: Applies(invert), rows(), body=under_autocast)
 
 
+class Convolves(nn.Module):
+    """A feed-forward block that convolves its tokens as an image, as in vision transformers of many kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.depthwise = nn.Conv2d(4 * WIDTH, 4 * WIDTH, 3, padding=1, groups=4 * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.up(x).transpose(1, 2)
+        image = self.depthwise(x.view(*x.shape[:2], 4, -1))
+        return self.down(F.gelu(image.flatten(2).transpose(1, 2)))
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_layouts_of_a_batch_of_one(batch: int) -> None:
+    """The strides of sizes of 1 decide what is channels-last, and how the products of a backward are computed."""
+    compiled = assert_as_plain(Convolves, torch.randn(batch, 16, WIDTH))
+    assert compiled.plan is not None
+    ops = {str(op.node.target): op.node for op in compiled.plan.chosen.layout.joint.ops}
+    image = torch.empty(batch, 16, 4 * WIDTH).transpose(1, 2).view(batch, 4 * WIDTH, 4, 4)
+    convolved = F.conv2d(image, torch.empty(4 * WIDTH, 1, 3, 3), padding=1, groups=4 * WIDTH)
+    assert ops["aten.convolution.default"].meta["val"].stride() == convolved.stride()
+
+
 def test_tracing_leaves_torch_as_it_was() -> None:
     """The decompositions that are taken away while tracing are there again, after a failure too."""
-    op, key = torch.ops.aten.upsample_bilinear2d.vec, torch._C.DispatchKey.Autograd
-    before = op.py_kernels[key]
+    key = torch._C.DispatchKey
+    registered = (
+        (torch.ops.aten.upsample_bilinear2d.vec.py_kernels, key.Autograd),
+        (torch.ops.aten.view.default.py_kernels, key.Meta),
+        (op_implementations_dict, torch.ops.aten.view.default),
+        (op_implementations_dict, torch.ops.aten._unsafe_view.default),
+    )
+    before = [where[what] for where, what in registered]
     fxremat.plan(Applies(torch.relu), rows(), mem="100%", cost="estimate")
     with pytest.raises(fxremat.BudgetTooSmall):
         fxremat.plan(Applies(torch.relu), rows(), mem=1, cost="estimate")
-    assert op.py_kernels[key] is before
+    assert all(where[what] is kernel for (where, what), kernel in zip(registered, before, strict=True))
