@@ -36,7 +36,7 @@ from fxremat.cost.updates import units_of, with_own_sizes
 from fxremat.devices import check_devices
 from fxremat.errors import BudgetTooSmall, FxrematError, InvalidBudget
 from fxremat.floor import floor_of
-from fxremat.linearize.joint import Joint, inputs_of, read_joint, with_updates_inside
+from fxremat.linearize.joint import Joint, inputs_of, read_joint, refuse_symbols, with_updates_inside
 from fxremat.memo import remembered
 from fxremat.offloading import with_offloading, with_schedules
 from fxremat.options import Options, options_of
@@ -78,8 +78,10 @@ class Backend:
         self._inputs: Sequence[Any] = ()  # what the graph that is being compiled was called with
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
-        """Compile one captured graph, as dynamo asks."""
+        """Compile one captured graph, as dynamo asks. Raises `CaptureError` for sizes that are not fixed."""
         outputs = outputs_beside_loss(module)
+        if outputs.expected or outputs.beside:
+            refuse_symbols(module.graph, "example_value")
         if self.options.only_loss and outputs.beside:
             return BesideLoss(module, outputs, self._differentiate, inputs)
         return self._differentiate(module, inputs)

@@ -74,7 +74,7 @@ def test_every_solver_makes_plans_that_train(solver: str) -> None:
 
 
 def test_an_unknown_solver_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(FxrematError, match="input_drop, keep_all, periodic, persistent"):
+    with pytest.raises(FxrematError, match=r"keep_all, periodic, .*persistent, .*input_drop"):
         fxremat.plan(Deep(), INPUTS, mem="60%", solver="best", cost="estimate")
 
 
@@ -105,7 +105,7 @@ def test_a_plan_shows_itself() -> None:
 def test_planning_needs_training_mode_and_known_options() -> None:
     with pytest.raises(FxrematError, match=r"eval mode.*model\.train\(\)"):
         fxremat.plan(Deep().eval(), INPUTS, mem="60%")
-    with pytest.raises(FxrematError, match="unknown option speed; there are mem, solver, cost"):
+    with pytest.raises(FxrematError, match="unknown option 'speed'; there are mem, solver, cost"):
         fxremat.compile(Deep(), mem="60%", speed=1)
     with pytest.raises(FxrematError, match="compiled already"):
         fxremat.compile(fxremat.compile(Deep(), mem="60%"), mem="50%")

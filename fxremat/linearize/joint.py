@@ -295,14 +295,22 @@ def read_joint(module: fx.GraphModule, forward_outputs: int) -> Joint:
     Raises:
         CaptureError: the graph has symbolic sizes, which need one plan a shape.
     """
-    for node in sorted(module.graph.nodes, key=lambda node: node.op == "placeholder"):  # an op has a line to name
-        _refuse_symbols(node)
+    refuse_symbols(module.graph)
     return _Reader(tidy(module), forward_outputs).read()
 
 
-def _refuse_symbols(node: fx.Node) -> None:
-    value = node.meta.get("val")
-    shapes: Iterable[torch.Tensor] = (t for t in tensors_of(node) if t is not None)
+def refuse_symbols(graph: fx.Graph, example: str = "val") -> None:
+    """Raise `CaptureError` for a graph with a symbolic size, with the line of an op that has one.
+
+    Args:
+        example: where nodes keep what they show: "val" for AOTAutograd's, "example_value" for dynamo's.
+    """
+    for node in sorted(graph.nodes, key=lambda node: node.op == "placeholder"):  # an op has a line to name
+        _refuse_symbols(node, node.meta.get(example))
+
+
+def _refuse_symbols(node: fx.Node, value: object) -> None:
+    shapes = [t for t in (value if isinstance(value, tuple | list) else [value]) if isinstance(t, torch.Tensor)]
     numbers = [value, *(size for t in shapes for size in t.shape)]
     symbols = [n for n in numbers if isinstance(n, torch.SymInt | torch.SymFloat | torch.SymBool)]
     if not symbols:
