@@ -32,6 +32,7 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.libraries
 	$(BIN)/python -m benchmarks.planning
 	$(BIN)/python -m benchmarks.offload
+	$(BIN)/python -m benchmarks.overhead
 	$(BIN)/python examples/01_quickstart.py > benchmarks/results/quickstart.txt
 	$(BIN)/python -m benchmarks.readme
 

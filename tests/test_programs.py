@@ -346,6 +346,37 @@ def test_distributed_data_parallel(settings: dict[str, Any], tmp_path: Path) -> 
         assert_same_states(ours[1], theirs[1])
 
 
+def _parallel_rank(rank: int, folder: str) -> None:
+    import os
+
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    os.environ["FXREMAT_CACHE"] = f"{folder}/cache"  # empty: every op, collectives included, is measured
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+
+    def model() -> Any:
+        torch.manual_seed(0)
+        layers = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+        return parallelize_module(layers, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+
+    plain, ours = model(), model()
+    x = torch.randn(8, 32, generator=torch.Generator().manual_seed(1))
+    plain(x).square().mean().backward()
+    compiled(ours)(x).square().mean().backward()
+    pairs = zip(plain.parameters(), ours.parameters(), strict=True)
+    assert all(same(p.grad.to_local(), q.grad.to_local()) for p, q in pairs)
+    dist.destroy_process_group()
+
+
+def test_tensor_parallel_models_are_measured_without_hanging(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(_parallel_rank, (str(tmp_path),), nprocs=2)  # type: ignore[no-untyped-call]
+
+
 def test_copies_train_alike() -> None:
     torch.manual_seed(0)
     module = compiled(Net())

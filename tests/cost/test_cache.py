@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -442,12 +443,40 @@ class Convs(nn.Module):
         return self.layers(x).square().mean()
 
 
-def test_a_budget_holds_after_a_flag_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@contextlib.contextmanager
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@contextlib.contextmanager
+def two_threads() -> Iterator[None]:
+    torch.set_num_threads(2)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(1)
+
+
+CHANGES: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
+    "mkldnn off": lambda: torch.backends.mkldnn.flags(enabled=False),
+    "deterministic algorithms": deterministic,
+    "two threads": two_threads,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_budget_holds_after_a_flag_has_changed(
+    change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FXREMAT_CACHE", str(tmp_path))
     x = torch.randn(4, 8, 16, 16)
     fxremat.plan(Convs(), x, mem="100%", effort=0, progress=False)  # fills the cache
     torch._dynamo.reset()
-    with torch.backends.mkldnn.flags(enabled=False):
+    with CHANGES[change]():
         model = fxremat.compile(Convs(), mem="100%", effort=0, progress=False, example_inputs=x)
         peak = meter.peak_bytes(meter.training_step(model, (x,)))
     assert peak <= model.plan.budget
