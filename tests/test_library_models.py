@@ -101,12 +101,12 @@ ONCE = (1, 1, 1, 1)  # blocks of each stage
 DROP = {"drop_path_rate": 0.2, "drop_rate": 0.1}
 
 TIMM: dict[str, tuple[int, dict[str, Any]]] = {  # side of the images, options
-    "seresnext26ts": (64, {}),  # squeeze and excite
+    "seresnet50": (64, {"layers": ONCE}),  # squeeze and excite
     "densenet121": (64, {"block_config": (2, 2, 2, 2)}),
-    "hrnet_w18_small": (64, {}),  # four resolutions at a time
+    "inception_next_atto": (64, {"depths": ONCE, **DROP}),  # branches of depthwise convolutions
     "repvgg_a0": (64, {}),
     "mobilenetv3_small_050": (64, DROP),  # depthwise
-    "nf_regnet_b0": (64, {}),  # standardized weights, no normalization
+    "nf_resnet26": (32, {}),  # standardized weights, no normalization
     "convnext_atto": (64, {"depths": ONCE, **DROP}),
     "edgenext_xx_small": (64, {"depths": ONCE}),  # attention over channels
     "poolformer_s12": (32, DROP),  # GroupNorm, and pooling in place of attention
