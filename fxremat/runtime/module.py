@@ -156,7 +156,7 @@ def drop_in(model: nn.Module, options: Options) -> Rematerialized:
 
 def _call(self: Any, *args: Any, **kwargs: Any) -> Any:
     """`Module.__call__`, which sees to hooks; a training call that never reaches our forward is told of, once."""
-    training: _Training = self._fxremat
+    training = _training_of(self)
     before = training.calls
     result = nn.Module.__call__(self, *args, **kwargs)
     if training.calls == before and not training.warned and _trains(self) and is_traced() is None:
@@ -202,7 +202,7 @@ class _Forward:
         if module is None:
             return self.function
         own = module.__dict__.get("forward")
-        if own is None or own is module._fxremat.own:
+        if own is None or own is _training_of(module).own:
             return self.function.__get__(module, owner)
         return own
 
@@ -213,19 +213,24 @@ class _Forward:
         del module.__dict__["forward"]
 
 
+def _training_of(module: Any) -> _Training:
+    try:
+        kept: _Training = module._fxremat
+    except AttributeError:
+        raise FxrematError(
+            "this copy of a compiled module was made without fxremat's knowledge (DataParallel copies modules so); "
+            "use copy.deepcopy, or DistributedDataParallel around the compiled module"
+        ) from None
+    return kept
+
+
 def _trains(module: Any) -> bool:
     return module.training and torch.is_grad_enabled()
 
 
 def _forward(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The model's forward, planned where it trains."""
-    try:
-        training: _Training = module._fxremat
-    except AttributeError:
-        raise FxrematError(
-            "this copy of a compiled module was made without fxremat's knowledge (DataParallel copies modules so); "
-            "use copy.deepcopy, or DistributedDataParallel around the compiled module"
-        ) from None
+    training = _training_of(module)
     training.calls += 1
     if not _trains(module):
         return training.plain(*args, **kwargs)

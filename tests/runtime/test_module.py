@@ -230,6 +230,12 @@ def test_what_cannot_be_compiled_says_so(wrong: Callable[[], Any], hint: str) ->
     assert "\n" not in str(error.value)
 
 
+def test_a_copy_that_was_made_in_another_way_says_so() -> None:
+    replica = compiled(Stack())._replicate_for_data_parallel()
+    with pytest.raises(fxremat.FxrematError, match="DistributedDataParallel"):
+        replica(rows())
+
+
 def test_a_torch_compiled_model_is_compiled_itself() -> None:
     module = compiled(torch.compile(Loss(Stack()), backend="eager"))  # type: ignore[arg-type]
     assert type(module).__name__ == "Loss"
