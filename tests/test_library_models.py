@@ -1,4 +1,4 @@
-"""Forty models of timm and transformers, trained for a step at batch 1 and 2 inside two budgets: the plain models' bits.
+"""Forty models of timm and transformers train a step at batch 1 and 2 inside two budgets: the plain models' bits.
 
 Widths are the libraries' own where that is quick enough; depths are cut and images are small. What decides here is
 the variety of ops and layouts, and a batch of 1 is where layouts differ that are equal in every larger batch. Where
