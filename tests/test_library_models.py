@@ -1,4 +1,4 @@
-"""Forty models of timm and transformers, trained for a step at batch 1 and 2 inside two budgets: plain models' bits.
+"""Forty models of timm and transformers train a step at batch 1 and 2 inside two budgets: the plain models' bits.
 
 Widths are the libraries' own where that is quick enough; depths are cut and images are small. What decides here is
 the variety of ops and layouts, and a batch of 1 is where layouts differ that are equal in every larger batch. Where
@@ -110,7 +110,6 @@ TIMM: dict[str, tuple[int, dict[str, Any]]] = {  # side of the images, options
     "convnext_atto": (64, {"depths": ONCE, **DROP}),
     "edgenext_xx_small": (64, {"depths": ONCE}),  # attention over channels
     "poolformer_s12": (32, DROP),  # GroupNorm, and pooling in place of attention
-    "mobilevit_xxs": (64, {}),
     "vit_tiny_patch16_224": (64, {"depth": 2, "img_size": 64, "pos_drop_rate": 0.1, **DROP}),
     "beit_base_patch16_224": (64, {"depth": 2, "img_size": 64, "embed_dim": 192, "num_heads": 3}),
     "cait_xxs24_224": (64, {"depth": 2, "img_size": 64, **DROP}),
@@ -119,7 +118,6 @@ TIMM: dict[str, tuple[int, dict[str, Any]]] = {  # side of the images, options
     "twins_svt_small": (224, {"depths": ONCE, **DROP}),
     "maxvit_rmlp_pico_rw_256": (64, {"img_size": 64, "depths": ONCE}),
     "coatnet_pico_rw_224": (64, {"img_size": 64, "depths": ONCE}),
-    "gmlp_ti16_224": (64, {"img_size": 64, "drop_path_rate": 0.2}),
     "mixer_s32_224": (64, {"img_size": 64, **DROP}),
     "resmlp_12_224": (64, {"img_size": 64}),
     "efficientformer_l1": (224, {"depths": ONCE}),
