@@ -172,7 +172,7 @@ def test_a_model_whose_weights_are_on_the_host_trains_on_a_gpu() -> None:
     torch.cuda.synchronize()
     assert losses == wanted
     assert torch.cuda.max_memory_allocated() - before <= mem
-    hosted = compiled._backend.weights.hosted
+    hosted = compiled._fxremat.backend.weights.hosted
     assert hosted
     assert all(home.is_pinned() for home in hosted.values())
     for (name, theirs_), mine_ in zip(plain.named_parameters(), ours.parameters(), strict=True):

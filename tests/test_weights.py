@@ -65,7 +65,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Tensor
 
 def resident(compiled: Any, optimizer: torch.optim.Optimizer) -> int:
     """Bytes of parameters and state that are on the device between steps."""
-    homes = compiled._backend.weights._homes
+    homes = compiled._fxremat.backend.weights._homes
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     states = [t for p in parameters for t in optimizer.state[p].values() if isinstance(t, Tensor) and t.dim()]
     return sum(t.nbytes for t in (*parameters, *states) if t.data_ptr() not in homes)
@@ -153,7 +153,7 @@ def test_a_weight_comes_twice_and_leaves_once_a_step() -> None:
     tier = FileTier()
     model, optimizer = compiled(0.25, tier, OPTIMIZERS["SGD"])
     step(model, optimizer, (rows(),), 0)
-    hosted = sum(home.nbytes for home in model._backend.weights.hosted.values())
+    hosted = sum(home.nbytes for home in model._fxremat.backend.weights.hosted.values())
     assert hosted > 0
     tier.copies = []
     step(model, optimizer, (rows(),), 1)
@@ -176,7 +176,7 @@ def test_a_hundred_steps_take_no_more_than_two() -> None:
 
 
 def test_more_memory_hosts_less() -> None:
-    hosted = [len(compiled(share)[0]._backend.hosted) for share in (0.3, 0.6, 3.0)]
+    hosted = [len(compiled(share)[0]._fxremat.backend.hosted) for share in (0.3, 0.6, 3.0)]
     assert hosted[0] > hosted[1] > hosted[2] == 0
 
 
@@ -222,7 +222,7 @@ def test_a_fault_in_the_middle_leaves_every_parameter_old_or_new_and_says_how_ma
     old = {k: v.clone() for k, v in model.state_dict().items()}
     step(twin, theirs, (rows(),), 1)
     new = twin.state_dict()
-    weights = model._backend.weights
+    weights = model._fxremat.backend.weights
     original, calls = type(weights)._single_for, [0]
 
     def failing(self: Any, *arguments: Any) -> Any:
@@ -327,7 +327,7 @@ def test_state_makes_one_trip_a_step_beside_the_weights() -> None:
     model, optimizer = compiled(0.25, tier)
     for seed in range(2):
         step(model, optimizer, (rows(),), seed)
-    weights = model._backend.weights
+    weights = model._fxremat.backend.weights
     hosted = sum(home.nbytes for home in weights.hosted.values())
     tier.copies = []
     step(model, optimizer, (rows(),), 2)
@@ -354,21 +354,21 @@ def test_back_on_the_device_it_is_an_ordinary_model() -> None:
     theirs = OPTIMIZERS["AdamW"](plain)
     for seed in range(2):
         assert step(model, mine, (rows(),), seed) == step(plain, theirs, (rows(),), seed)
-    homes = set(model._backend.weights._homes)
-    ordinary = model.to_device()._model
+    homes = set(model._fxremat.backend.weights._homes)
+    ordinary = model.to_device()._fxremat.model
     tensors = [*ordinary.parameters(), *(t for s in mine.state.values() for t in s.values())]
     assert not any(tensor.data_ptr() in homes for tensor in tensors)
     for seed in range(2, 4):
         assert step(ordinary, mine, (rows(),), seed) == step(plain, theirs, (rows(),), seed)
     for seed in range(4, 6):
         assert step(model, mine, (rows(),), seed) == step(plain, theirs, (rows(),), seed)
-    assert model._backend.weights.hosted
+    assert model._fxremat.backend.weights.hosted
 
 
 def test_while_the_forward_is_called_parameters_of_the_host_have_no_memory() -> None:
     model, optimizer = compiled(0.4)
     step(model, optimizer, (rows(),), 0)
-    weights = model._backend.weights
+    weights = model._fxremat.backend.weights
     parameters = [weights.parameters()[number] for number in weights.hosted]
     before = [p.clone() for p in parameters]
     with pytest.raises(ValueError, match="on purpose"), weights.seen_on_the_device():
@@ -389,8 +389,8 @@ def test_a_parameter_with_new_data_takes_its_numbers_home() -> None:
         for p in m.parameters():
             p.data = p.data * 0.5
     assert step(model, mine, (rows(),), 1) == step(plain, theirs, (rows(),), 1)
-    first = next(iter(model._backend.weights.hosted))
-    parameter = model._backend.weights.parameters()[first]
+    first = next(iter(model._fxremat.backend.weights.hosted))
+    parameter = model._fxremat.backend.weights.parameters()[first]
     good, parameter.data = parameter.data, torch.zeros(3)
     with pytest.raises(fxremat.FxrematError, match="compile the model again"):
         model(rows())
@@ -407,7 +407,7 @@ def test_another_shape_is_planned_for_the_same_hosted_weights() -> None:
     for seed, count in enumerate((16, 12, 16, 12)):
         batch = (rows()[:count],)
         assert step(model, mine, batch, seed) == step(plain, theirs, batch, seed)
-        hosted.append(set(model._backend.weights.hosted))
+        hosted.append(set(model._fxremat.backend.weights.hosted))
     assert len(model.plans) == 2
     assert hosted[0]
     assert all(numbers == hosted[0] for numbers in hosted)
@@ -636,7 +636,7 @@ def test_flat_parameters_take_their_own_bytes_on_the_host() -> None:
     compiled = fxremat.compile(ours, mem=mem, **options)
     for seed in range(3):
         assert step(compiled, mine, (rows(),), seed) == step(plain, theirs, (rows(),), seed)
-    weights = compiled._backend.weights
+    weights = compiled._fxremat.backend.weights
     assert weights.hosted
     assert tier.bytes <= size
     for number, parameter in enumerate(weights.parameters()):  # none keeps the storage of all on the device
