@@ -27,7 +27,7 @@ def boxed(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
     from torch.fx.graph import _BoxedCodeGen
 
     module.graph.set_codegen(_BoxedCodeGen())
-    module.recompile()
+    getattr(module, "real_recompile", module.recompile)()  # inference graphs put their compilation off (2.11, 2.13)
     attributes = torch.nn.Module()
     attributes.__dict__.update({key: value for key, value in module.__dict__.items() if key != "_graph"})
     forward: Any = type(module).forward
