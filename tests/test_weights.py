@@ -446,7 +446,7 @@ def test_host_mem_limits_what_lives_on_the_host() -> None:
         compiled(0.3, host_mem=most)
     minimum = small.value.minimum
     assert minimum > free.plan.minimum
-    share = 1.05 * minimum / (4 * sum(p.nbytes for p in free.parameters()))
+    share = (minimum + 1) / (4 * sum(p.nbytes for p in free.parameters()))  # with more, none need live there
     tier = FileTier()
     model, optimizer = compiled(share, tier, host_mem=most)
     for seed in range(2):
