@@ -188,7 +188,7 @@ class _Chart:
 
     @property
     def end(self) -> float:
-        """When the last step ends."""
+        """Second at which the last step ends."""
         return max(self.ends, default=0.0) or 1.0
 
     @property

@@ -88,7 +88,7 @@ def test_every_line_is_at_most_a_hundred_columns(name: str, options: dict[str, o
 
 
 def test_alike_blocks_share_a_line() -> None:
-    """Of 12 layers, wide and narrow in turn, those that keep everything look one of two ways; the loss is another."""
+    """Twelve layers, wide and narrow in turn, look one of two ways if they keep everything; the loss is another."""
     plan = planned("alternating", "100%")
     table = str(plan).split("\n\n")[1].splitlines()
     counts = [int(count) for count in re.findall(r" (\d+) x ", "\n".join(table))]

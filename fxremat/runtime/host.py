@@ -279,7 +279,7 @@ class _Pool:
 
     @property
     def bytes(self) -> int:
-        """Of all files."""
+        """Number of bytes of all files."""
         with self._lock:
             self._collect()
             return self.used + self._idle

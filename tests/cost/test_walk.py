@@ -272,7 +272,7 @@ def test_a_walk_computes_what_the_model_does_in_any_order_and_frees_what_is_not_
 
 
 def _in_the_graphs_order(joint: Joint, tensors: list[Tensor]) -> list[Tensor]:
-    """By shape; equal shapes in their own order, as dynamo lifts them."""
+    """The tensors by shape; those of equal shapes keep their order, as dynamo lifts them."""
     left = list(tensors)
     ordered = []
     for primal in joint.primals:

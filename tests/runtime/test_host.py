@@ -453,7 +453,7 @@ def test_copies_wait_for_streams_of_their_tensor_s_own_device(gpus: Gpus) -> Non
 
 
 def test_what_a_side_stream_writes_is_held_until_its_event_has_passed(gpus: Gpus) -> None:
-    """As after an exception between prefetch and wait: nobody else holds it, and nobody will wait."""
+    """An exception between prefetch and wait leaves a copy that nobody holds and nobody will wait for."""
     lane, held = hosts._StreamLane(torch.device("cuda", 0)), []
     for number in range(3):
         source, target = torch.ones(3), torch.zeros(3)

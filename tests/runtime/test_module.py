@@ -145,7 +145,7 @@ def test_hooks_of_the_model_run_once_whenever_they_are_registered() -> None:
 
 
 def test_a_wrapper_around_forward_set_later_keeps_the_budget() -> None:
-    """As accelerate sets one for mixed precision."""
+    """Accelerate sets such a wrapper for mixed precision."""
     module = compiled(Loss(Stack()))
     inner, calls = module.forward, []
 
