@@ -175,3 +175,23 @@ def benchmark_case(name: str, batch: int) -> Trained:
 @pytest.mark.parametrize("name", CASES)
 def test_transformers(name: str, batch: int) -> None:
     check(benchmark_case(name, batch))
+
+
+def xlm_case(batch: int) -> Trained:
+    """A model that checks a number of its data on the way."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.XLMConfig(
+        vocab_size=WORDS, emb_dim=32, n_layers=2, n_heads=2, max_position_embeddings=32, num_labels=CLASSES
+    )
+    words = torch.randint(5, WORDS, (batch, 16), generator=drawn())
+    labels = torch.randint(CLASSES, (batch,), generator=drawn())
+    return Trained(
+        build=lambda: transformers.XLMForSequenceClassification(config),
+        batch={"input_ids": words, "attention_mask": torch.ones_like(words), "labels": labels},
+        loss=lambda outputs: outputs.loss,
+    )
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+def test_a_model_that_reads_a_number(batch: int) -> None:
+    check(xlm_case(batch))

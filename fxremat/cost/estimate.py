@@ -36,6 +36,7 @@ COPYING = ("linalg_", "_linalg_", "lu_", "cholesky", "triangular_solve", "_fft_"
 """How the names of ops begin that copy what they read and write once, at most."""
 MATRIX_EXP = 12  # copies of its input that a matrix exponential works with
 CHANNEL_BLOCK = 16
+WRAPPED = 16  # bytes that a CPU's kernels take for a number which they read as a tensor (a factor, a count)
 SMALL = 1024  # bytes of pivots, flags and scalars beside such copies
 CPU_ATTENTION = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: torch.ops.aten._scaled_dot_product_flash_attention,
@@ -121,8 +122,12 @@ def _workspace(node: fx.Node, device: Device, read: int, written: int) -> int:
         return read + written + SMALL
     if name.startswith("_embedding_bag") and "backward" in name:  # gathers the bags that are not empty
         return 3 * _bytes(cast(fx.Node, node.args[0])) + read + SMALL
-    if device.name != "cpu" or name not in ("convolution", "convolution_backward"):
+    if device.name != "cpu":
         return 0
+    if name in ("native_dropout", "native_dropout_backward"):  # the mask as numbers
+        return _bytes(cast(fx.Node, node.args[0])) + WRAPPED
+    if name not in ("convolution", "convolution_backward"):
+        return WRAPPED
     return sum(_blocked(t) for n in (*node.all_input_nodes, node) for t in tensors_of(n) if t is not None)
 
 

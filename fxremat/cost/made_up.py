@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from fxremat.cost.table import attribute
+from fxremat.linearize.joint import is_number
 
 aten = torch.ops.aten
 
@@ -43,7 +44,7 @@ def value_like(node: fx.Node, index_limit: int = 1) -> Any:
         return tensor_like(value, index_limit)
     if isinstance(value, tuple | list):
         return type(value)(tensor_like(v, index_limit) if isinstance(v, torch.Tensor) else v for v in value)
-    return value
+    return 1 if is_number(value) else value
 
 
 def tensor_like(tensor: torch.Tensor, index_limit: int = 1) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from fxremat.linearize.in_place import overwritten
-from fxremat.linearize.joint import Joint
+from fxremat.linearize.joint import Joint, is_number
 from fxremat.passes.liveness import Sizes
 from fxremat.passes.program import Program
 
@@ -89,7 +89,8 @@ def outside_bytes(joint: Joint) -> int:
 def output_position(shown: fx.Node, op: fx.Node) -> int | None:
     """Which output of `op` the node shows; None for one that nothing reads."""
     if shown is op:
-        return 0 if isinstance(op.meta.get("val"), torch.Tensor) else None
+        value = op.meta.get("val")
+        return 0 if isinstance(value, torch.Tensor) or is_number(value) else None
     position = shown.args[1]
     return position if isinstance(position, int) else None
 
@@ -144,6 +145,8 @@ def _subgraph(value: object) -> str:
 
 
 def _layout(value: object) -> str:
+    if is_number(value):
+        return type(value).__name__
     if not isinstance(value, torch.Tensor):
         return repr(value)
     dtype = str(value.dtype).removeprefix("torch.")

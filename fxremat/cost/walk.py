@@ -105,7 +105,7 @@ class Walk:
         """What a node of the joint graph shows: a value, or a view of one."""
         value = self.joint.value_of.get(node)
         if value is None:
-            return node.meta.get("val")  # a number beside an op's tensors
+            return node.meta.get("val")  # no tensor and no number: nothing, or a token
         if self.joint.values[value].node is node:
             if value not in self.values:
                 self.values[value] = self._new(value)

@@ -4,7 +4,8 @@
     Joint                   ops    in execution order, forward first, then backward
                             values one a storage; views are not values, they are made again where needed
 
-A value is born by one op (or is a primal, a tangent or a constant) and is read through any number of views.
+A value is born by one op (or is a primal, a tangent or a constant) and is read through any number of views. A number
+that an op reads from a tensor (`.item()`), and what is computed from it, are values of no bytes.
 Everything downstream (cuts, options, schedules, liveness) speaks of op and value numbers only; the fx nodes come
 back in `passes.lower`.
 """
@@ -28,6 +29,9 @@ from fxremat.linearize.dropout import drop_as_eager
 from fxremat.linearize.in_place import overwrite_gradients
 
 aten = torch.ops.aten
+
+SYMBOLS: tuple[type, ...] = (torch.SymInt, torch.SymFloat, torch.SymBool)
+NUMBERS: tuple[type, ...] = (*SYMBOLS, int, float)
 
 
 class Origin(Enum):
@@ -227,6 +231,11 @@ def again_inputs(node: fx.Node) -> list[fx.Node]:
     return [argument for argument in again_call(node)[1] if isinstance(argument, fx.Node)]
 
 
+def is_number(value: object) -> bool:
+    """True for what a node shows that is a number of Python's, known or not before the step runs."""
+    return isinstance(value, NUMBERS)
+
+
 def _is_scalar(node: fx.Node) -> bool:
     return any(tensor is not None and tensor.numel() == 1 for tensor in tensors_of(node))
 
@@ -275,9 +284,22 @@ def tidy(module: fx.GraphModule) -> fx.GraphModule:
             arguments[3] = arguments[4] = None
             node.args = tuple(arguments)
     drop_as_eager(graph)
+    copy_views_by_number(graph)
     graph.eliminate_dead_code()
     overwrite_gradients(graph, tangents_in(graph))
     return module
+
+
+def copy_views_by_number(graph: fx.Graph) -> None:
+    """Let a view that begins where a number of the data says (`x[i.item()]`) be a copy, which is a value. O(nodes)."""
+    for node in graph.nodes:
+        shown = node.meta.get("val")
+        numbers = [parent for parent in node.all_input_nodes if is_number(parent.meta.get("val"))]
+        if not numbers or not isinstance(shown, torch.Tensor) or not node.target.is_view:
+            continue
+        packet = node.target.overloadpacket
+        node.target = getattr(getattr(aten, f"{packet.__name__}_copy"), node.target._overloadname)
+        node.meta["val"] = shown.new_empty(shown.shape)
 
 
 def tangents_in(graph: fx.Graph) -> list[fx.Node]:
@@ -302,6 +324,8 @@ def read_joint(module: fx.GraphModule, forward_outputs: int) -> Joint:
 def refuse_symbols(graph: fx.Graph, example: str = "val") -> None:
     """Raise `CaptureError` for a graph with a symbolic size, with the line of an op that has one.
 
+    Numbers that depend on data may be there, as long as no tensor is as large as they say.
+
     Args:
         example: where nodes keep what they show: "val" for AOTAutograd's, "example_value" for dynamo's.
     """
@@ -311,8 +335,7 @@ def refuse_symbols(graph: fx.Graph, example: str = "val") -> None:
 
 def _refuse_symbols(node: fx.Node, value: object) -> None:
     shapes = [t for t in (value if isinstance(value, tuple | list) else [value]) if isinstance(t, torch.Tensor)]
-    numbers = [value, *(size for t in shapes for size in t.shape)]
-    symbols = [n for n in numbers if isinstance(n, torch.SymInt | torch.SymFloat | torch.SymBool)]
+    symbols = [size for t in shapes for size in t.shape if isinstance(size, SYMBOLS)]
     if not symbols:
         return
     if any(depends_on_data(symbol) for symbol in symbols):
@@ -405,7 +428,7 @@ class _Reader:
     def _outputs(self, node: fx.Node) -> tuple[int, ...]:
         """Make the values that a compute node gives birth to; producer numbers are filled in by `_joint`."""
         origin = Origin.BACKWARD if node in self.late else Origin.FORWARD
-        if isinstance(node.meta.get("val"), torch.Tensor):
+        if isinstance(node.meta.get("val"), (torch.Tensor, *NUMBERS)):
             return (self._new_value(node, node, origin, None),)
         written: list[int] = []
         seen: dict[int, int] = {}

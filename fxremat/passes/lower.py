@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxremat.linearize.joint import Joint, Origin, again_call
+from fxremat.linearize.joint import Joint, Origin, again_call, is_number
 from fxremat.passes.program import Program, Role, Step, Transfer
 from fxremat.passes.weights import Handles
 from fxremat.runtime import swap, weights
@@ -89,6 +89,7 @@ class _Lowering:
             self._step(self.backward, step)
         gradients: list[Any] = [self._output(self.backward, node) for node in joint.backward_outputs]
         outputs: list[Any] = [self._output(self.forward, node) for node in joint.forward_outputs]
+        self.saved.sort(key=lambda pair: is_number(pair[0].meta["val"]))  # autograd keeps numbers apart, and last
         self.forward.graph.output((*outputs, *(node for node, _ in self.saved)))
         self.backward.graph.output(tuple(gradients))
         self._order_placeholders()
@@ -308,9 +309,10 @@ class _Lowering:
         return self._read(part, node, self._first(node)) if isinstance(node, fx.Node) else node
 
     def _order_placeholders(self) -> None:
-        """Saved tensors first, in the order in which the forward returns them, then the tangents, then the code."""
+        """Saved numbers, saved tensors as the forward returns them, the tangents, then the code."""
         graph = self.backward.graph
         placed = [placeholder for _, placeholder in self.saved]
+        placed.sort(key=lambda node: not is_number(node.meta["val"]))
         placed += [self.backward.bases[self._first(tangent)] for tangent in self.joint.tangents]
         for placeholder in reversed(placed):
             graph._root.append(placeholder)

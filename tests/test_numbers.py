@@ -1,0 +1,109 @@
+"""Models that read a number from their data and compute with it: the plan holds for every number.
+
+Only a size that depends on data is refused (tests/runtime/test_advice.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxremat
+from benchmarks.meter import peak_bytes
+from tests.steps import differences, step_of
+
+pytestmark = pytest.mark.usefixtures("torch_ready")
+
+QUICK: Any = {"effort": 0.0, "slots": 100, "progress": False}
+
+
+class Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Dropout(0.1)) for _ in range(4)]
+        self.layers = nn.Sequential(*layers)
+
+
+class Checked(Deep):
+    def forward(self, x: Tensor, at: Tensor) -> Tensor:
+        torch._check(at.max().item() <= x.shape[0])
+        return self.layers(x).square().mean()
+
+
+class Factor(Deep):
+    def forward(self, x: Tensor, at: Tensor) -> Tensor:
+        return self.layers((self.layers(x) * (at.item() + 1)).sin()).square().mean()
+
+
+class Largest(Deep):
+    def forward(self, x: Tensor, at: Tensor) -> Tensor:
+        return self.layers((self.layers(x) * x.detach().abs().max().item()).sin()).square().mean() * at
+
+
+class Count(Deep):
+    def forward(self, x: Tensor, at: Tensor) -> Tensor:
+        return self.layers(self.layers(x)).square().sum() / max(at.sum().item(), 1)
+
+
+class Row(Deep):
+    def forward(self, x: Tensor, at: Tensor) -> Tensor:
+        number = at.item()
+        torch._check(number >= 0)
+        torch._check(number < x.shape[0])
+        hidden = self.layers(x)
+        return self.layers(hidden[number].sin() + hidden).square().mean()
+
+
+class Rolled(Deep):
+    def forward(self, x: Tensor, at: Tensor) -> Tensor:
+        return self.layers(torch.roll(self.layers(x), at.item(), 0)).square().mean()
+
+
+class Filled(Deep):
+    def forward(self, x: Tensor, at: Tensor) -> Tensor:
+        scale = torch.full(x.shape, at.item(), dtype=x.dtype)
+        return self.layers((self.layers(x) * scale).sin()).square().mean()
+
+
+class Returned(Deep):
+    def forward(self, x: Tensor, at: Tensor) -> tuple[Tensor, int]:
+        number = at.item()
+        return self.layers((self.layers(x) * number).sin()).square().mean(), number
+
+
+MODELS = (Checked, Factor, Largest, Count, Row, Rolled, Filled, Returned)
+
+
+@pytest.mark.parametrize(
+    ("kind", "cost"),
+    [*((kind, "measure") for kind in MODELS), (Filled, "estimate"), (Rolled, "estimate")],
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
+)
+def test_a_number_of_the_data_changes_no_bit_and_no_budget(kind: type[Deep], cost: Any) -> None:
+    torch.manual_seed(0)
+    plain = kind()
+    state = plain.state_dict()
+    x = torch.randn(64, 16)
+
+    def loss_of(outputs: Any) -> Tensor:
+        return outputs[0] if isinstance(outputs, tuple) else outputs
+
+    def trained(mem: int | str) -> fxremat.Plan:
+        model = kind()
+        model.load_state_dict(state)
+        compiled = fxremat.compile(model, mem, cost=cost, **QUICK)
+        for number in (2, 5):
+            at = torch.tensor(number)
+            ours = step_of(compiled, lambda at=at: compiled(x, at), loss_of)
+            assert differences(ours, step_of(plain, lambda at=at: plain(x, at), loss_of)) == []
+            compiled.zero_grad(set_to_none=True)
+            assert peak_bytes(lambda at=at: loss_of(compiled(x, at)).backward()) <= compiled.plan.budget
+        assert len(compiled.plans) == 1
+        return compiled.plan
+
+    everything = trained("100%")
+    least = everything.minimum + (everything.keep_all_peak - everything.minimum) // 10
+    assert trained(least).predicted_peak < everything.predicted_peak
