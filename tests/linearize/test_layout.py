@@ -10,11 +10,12 @@ from hypothesis import given
 from torch import nn
 
 from fxremat.cost.blocks import chain_of
+from fxremat.cost.table import Costs
 from fxremat.linearize.cuts import carry_levels, crossings
 from fxremat.linearize.joint import Joint, Origin
 from fxremat.linearize.layout import Layout, lay_out
 from fxremat.linearize.options import add_options, save_sets
-from tests.dags import Dag, Recipe, batch, capture, estimated, few, recipes
+from tests.dags import Dag, Layer, Recipe, batch, capture, estimated, few, recipes
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
 FEW = few(20)
@@ -83,6 +84,35 @@ def options_save_less_and_cost_more(layout: Layout) -> None:
             assert after.bytes < before.bytes
             assert after.seconds >= before.seconds
             assert block.boundary & block.made <= after.values
+
+
+def test_no_choice_of_values_beats_a_save_set_in_both_bytes_and_seconds() -> None:
+    joint = capture(Dag(Recipe((Layer("linear", 0, 1), Layer("add", 0, 2), Layer("linear", 1, 1)), 0, False)), *batch())
+    costs = estimated(joint)
+    (block,) = (layout := lay_out(joint, [])).blocks
+    sets = save_sets(layout, block, costs.seconds, costs.sizes.values)
+    assert len(sets) > 2
+    candidates = sorted(block.made - layout.held - block.boundary)
+    assert len(candidates) < 16
+    for count in range(len(candidates) + 1):
+        for chosen in itertools.combinations(candidates, count):
+            kept = frozenset(chosen) | (block.boundary & block.made)
+            size, seconds = priced(layout, costs, kept)
+            assert not any(size < known.bytes and seconds < known.seconds * (1 - 1e-9) for known in sets)
+
+
+def priced(layout: Layout, costs: Costs, kept: frozenset[int]) -> tuple[int, float]:
+    """Bytes of what a single block keeps, and seconds of all that its backward then computes again."""
+    joint, (block,) = layout.joint, layout.blocks
+    missing = {v for index in block.backward for v in joint.ops[index].reads} & (block.made - layout.held) - kept
+    again: set[int] = set()
+    while missing:
+        producer = joint.values[missing.pop()].producer
+        assert producer is not None
+        if producer not in again:
+            again.add(producer)
+            missing |= set(joint.ops[producer].again_reads) & (block.made - layout.held) - kept
+    return sum(costs.sizes.values[v] for v in kept), sum(costs.seconds[index] for index in again)
 
 
 class Carrier(nn.Module):
