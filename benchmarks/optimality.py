@@ -13,10 +13,10 @@ import json
 import random
 from pathlib import Path
 
-from fxremat.chain import Block, Chain, Option
+from fxremat.chains.chain import Block, Chain, Option
+from fxremat.chains.simulate import simulate
 from fxremat.errors import BudgetTooSmall
 from fxremat.progress import progress
-from fxremat.simulate import simulate
 from fxremat.solvers import TABLES, exact
 
 RESULTS = Path(__file__).parent / "results" / "optimality.json"

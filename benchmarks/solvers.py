@@ -27,9 +27,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import solver_page
-from fxremat.chain import Block, Chain, Option
-from fxremat.platform import Platform
-from fxremat.simulate import simulate
+from fxremat.chains.chain import Block, Chain, Option
+from fxremat.chains.platform import Platform
+from fxremat.chains.simulate import simulate
 from fxremat.solvers import best, joins, keep_all, persistent
 from fxremat.solvers.registry import SOLVERS
 

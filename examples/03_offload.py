@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import fxremat
-from fxremat.report import Lanes, lanes_picture, planned_lanes
+from fxremat.show.lanes import Lanes, lanes_picture, planned_lanes
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ABOVE = 1.05  # of the least memory that recomputing can reach

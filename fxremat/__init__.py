@@ -7,7 +7,13 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, overload
 
-from fxremat.chain import Block, Chain, Join, Option
+from fxremat.chains.chain import Block, Chain, Join, Option
+from fxremat.chains.join_schedule import JoinSchedule
+from fxremat.chains.platform import Platform
+from fxremat.chains.schedule import Schedule
+from fxremat.chains.simulate import Accounting, Timeline
+from fxremat.chains.simulate import simulate as _simulate
+from fxremat.chains.simulate_join import JoinTimeline, simulate_join
 from fxremat.errors import (
     BudgetTooSmall,
     CaptureError,
@@ -16,18 +22,12 @@ from fxremat.errors import (
     InvalidChain,
     InvalidSchedule,
 )
-from fxremat.join_schedule import JoinSchedule
-from fxremat.platform import Platform
-from fxremat.schedule import Schedule
-from fxremat.simulate import Accounting, Timeline
-from fxremat.simulate import simulate as _simulate
-from fxremat.simulate_join import JoinTimeline, simulate_join
 
 if TYPE_CHECKING:
     from fxremat.api import compile, plan
+    from fxremat.host.tiers import FileTier, HostTier, PinnedTier
     from fxremat.pipelining.pipe import Pipeline, pipeline
     from fxremat.plans import Plan
-    from fxremat.runtime.host import FileTier, HostTier, PinnedTier
     from fxremat.solvers import solve
 
 __version__ = "0.1.0"
@@ -105,9 +105,9 @@ _LATER = {  # what needs torch, or numba
     "Pipeline": "fxremat.pipelining.pipe",
     "pipeline": "fxremat.pipelining.pipe",
     "Plan": "fxremat.plans",
-    "FileTier": "fxremat.runtime.host",
-    "HostTier": "fxremat.runtime.host",
-    "PinnedTier": "fxremat.runtime.host",
+    "FileTier": "fxremat.host.tiers",
+    "HostTier": "fxremat.host.tiers",
+    "PinnedTier": "fxremat.host.tiers",
     "solve": "fxremat.solvers",
 }
 

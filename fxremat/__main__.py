@@ -17,15 +17,15 @@ from threading import Thread
 from typing import Any, NoReturn, TypeVar
 
 from fxremat import simulate
-from fxremat.chain import Chain, Join
+from fxremat.chains.chain import Chain, Join
+from fxremat.chains.join_schedule import JoinSchedule
+from fxremat.chains.platform import Platform
+from fxremat.chains.schedule import Schedule
+from fxremat.chains.simulate import Timeline
+from fxremat.chains.simulate_join import JoinTimeline
 from fxremat.errors import FxrematError
-from fxremat.join_schedule import JoinSchedule
-from fxremat.platform import Platform
-from fxremat.schedule import Schedule
-from fxremat.simulate import Timeline
-from fxremat.simulate_join import JoinTimeline
-from fxremat.solvers.front import EFFORT, JoinSolution, Solution, solution
-from fxremat.solvers.pipeline import report as pipeline_report
+from fxremat.show import pipeline as pipeline_report
+from fxremat.solvers.choose import EFFORT, JoinSolution, Solution, solution
 from fxremat.solvers.pipeline.costs import step_seconds
 from fxremat.solvers.pipeline.model import Machines, PipelinePlan
 from fxremat.solvers.pipeline.of_chain import layers_of

@@ -2,7 +2,7 @@
 
 options = options_of(mem=..., ...)              what to plan for
 module  = drop_in(model, options)               captured at its first training call, then:
-          read_joint -> measure -> survey -> choose -> lower -> run        (fxremat.backend)
+          read_joint -> measure -> survey -> choose -> lower -> run        (fxremat.runtime.dynamo)
 """
 
 from __future__ import annotations

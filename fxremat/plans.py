@@ -7,23 +7,23 @@ from functools import cached_property
 
 from torch import fx
 
-from fxremat.chain import Chain
-from fxremat.cost.table import Costs
-from fxremat.description import describe
-from fxremat.join_schedule import JoinSchedule
-from fxremat.linearize.joint import Joint
-from fxremat.page import page
-from fxremat.passes.lanes import Link
-from fxremat.passes.liveness import Memory, live_bytes
+from fxremat.chains.chain import Chain
+from fxremat.chains.join_schedule import JoinSchedule
+from fxremat.chains.schedule import Schedule
+from fxremat.chains.simulate import Timeline, simulate
+from fxremat.chains.simulate_join import JoinTimeline
+from fxremat.host.tiers import HostTier
 from fxremat.passes.lower import lower
-from fxremat.passes.program import Program
-from fxremat.passes.weights import Handles
-from fxremat.planner import Prospect, Prospects
-from fxremat.refine.bound import lower_bound
-from fxremat.runtime.host import HostTier
-from fxremat.schedule import Schedule
-from fxremat.simulate import Timeline, simulate
-from fxremat.simulate_join import JoinTimeline
+from fxremat.search.frontier import Prospect, Prospects
+from fxremat.search.lower_bound import lower_bound
+from fxremat.show.page import page
+from fxremat.show.text import describe
+from fxremat.step.costs import Costs
+from fxremat.step.joint import Joint
+from fxremat.step.liveness import Memory, live_bytes
+from fxremat.step.program import Program
+from fxremat.transfers.copies import Link
+from fxremat.transfers.weights import Handles
 from fxremat.units import format_bytes, format_ratio, format_seconds
 
 

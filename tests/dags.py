@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fxremat.cost.estimate import DEVICES, estimate
-from fxremat.cost.table import Costs
 from fxremat.linearize.capture import capture
-from fxremat.linearize.joint import Joint
+from fxremat.step.costs import Costs
+from fxremat.step.joint import Joint
 
 __all__ = ["capture"]
 WIDTH, ROWS = 8, 16

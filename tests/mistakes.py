@@ -95,7 +95,7 @@ MISTAKES += [
     ),
     # the gradients of the blocks behind are not held
     Mistake(
-        "chain.py",
+        "chains/chain.py",
         "weight_grads += block.weight_grad_bytes",
         "weight_grads += 0 * block.weight_grad_bytes",
         "test_chain.py",
@@ -239,7 +239,7 @@ MISTAKES += [
     ),
     # the loss writes its gradients into no memory
     Mistake(
-        "simulate_join.py",
+        "chains/simulate_join.py",
         "used = self.used + sum(branch.chain.grad_sizes[-1] for branch in self.branches)",
         "used = self.used",
         "solvers/test_unequal_joins.py",
@@ -252,32 +252,32 @@ DYNPROG = "solvers/test_offload_dp.py"
 MISTAKES += [
     # what leaves the device is gone although an op still reads it
     Mistake(
-        "script.py",
+        "chains/reading.py",
         "            stored.gone = here + 1\n",
         "            stored.gone = min(stored.gone, here + 1)\n",
         TRANSFERS,
     ),
     # a copy is due when the one behind it is needed, not the first of them
-    Mistake("script.py", "due = copy.due = min(due, copy.due)", "due = copy.due", TRANSFERS),
+    Mistake("chains/reading.py", "due = copy.due = min(due, copy.due)", "due = copy.due", TRANSFERS),
     # a copy from the host takes room that an op before its reader needs
     Mistake(
-        "transfers.py",
+        "chains/clock.py",
         "room = self.limit - float(self.need[self.place : copy.due].max())",
         "room = self.limit - float(self.need[self.place])",
         TRANSFERS,
     ),
     # on a shared bus the last in goes first
     Mistake(
-        "transfers.py",
+        "chains/clock.py",
         "for way in sorted((0, 1), key=heads.__getitem__):",
         "for way in sorted((1, 0), key=heads.__getitem__, reverse=True):",
         TRANSFERS,
     ),
     # values that are copied whole are released in part
-    Mistake("transfers.py", "        if not self.fluid:\n            return 0.0\n", "", TRANSFERS),
+    Mistake("chains/clock.py", "        if not self.fluid:\n            return 0.0\n", "", TRANSFERS),
     # a copy back does not wait until the value has arrived on the host
     Mistake(
-        "transfers.py",
+        "chains/clock.py",
         "if not queue or not (queue[0].after is None or queue[0].after in self.done):",
         "if not queue:",
         TRANSFERS,
@@ -339,7 +339,7 @@ MISTAKES += [
         "solvers/test_offload_simple.py",
     ),
     # the input of a pass is counted only while its first forward runs
-    Mistake("solvers/offload/frugal.py", "kept + int(low[s, t])", "int(low[s, t])", POFO),
+    Mistake("solvers/offload/min_memory.py", "kept + int(low[s, t])", "int(low[s, t])", POFO),
     # a worse schedule replaces the best
     Mistake(
         "solvers/offload/local_search.py",
@@ -353,29 +353,29 @@ REFINE = "test_refine.py"
 TOWERS = "test_towers.py"
 MISTAKES += [
     # what is read stays alive before it is written
-    Mistake("refine/replay.py", "        level -= leaving\n", "        level -= 0 * leaving\n", REFINE),
+    Mistake("search/replay.py", "        level -= leaving\n", "        level -= 0 * leaving\n", REFINE),
     # outputs that nothing reads take no memory
-    Mistake("refine/replay.py", "elif value < tape.seeds:", "elif value < 0:", REFINE),
+    Mistake("search/replay.py", "elif value < tape.seeds:", "elif value < 0:", REFINE),
     # a replay stops as soon as the bytes are as before, whatever is alive
     Mistake(
-        "refine/replay.py",
+        "search/replay.py",
         "if new.levels[page] == old.levels[page] and _equal(new.alive[page], old.alive[page]):",
         "if True:",
         REFINE,
     ),
     # what the caller holds is freed where it was made again
-    Mistake("refine/skeleton.py", "if value not in self.pinned],", "],", REFINE),
+    Mistake("search/skeleton.py", "if value not in self.pinned],", "],", REFINE),
     # the search may exceed the budget
-    Mistake("refine/replay.py", "if more <= 0 and", "if", REFINE),
+    Mistake("search/replay.py", "if more <= 0 and", "if", REFINE),
     # the lower bound forgets what recomputation itself reads
     Mistake(
-        "refine/bound.py",
+        "search/lower_bound.py",
         "room = self.budget - self.fixed[op.index] - sum(",
         "room = self.budget - 3 * self.fixed[op.index] - sum(",
         REFINE,
     ),
     # a low point need not be lower than what follows
-    Mistake("linearize/cuts.py", "if all(cost[level[0]] < bytes_", "if any(cost[level[0]] < bytes_", REFINE),
+    Mistake("linearize/crossings.py", "if all(cost[level[0]] < bytes_", "if any(cost[level[0]] < bytes_", REFINE),
     # towers run forward in the order of the join's schedule
     Mistake(
         "linearize/towers.py",
@@ -385,13 +385,13 @@ MISTAKES += [
     ),
     # gradients of shared weights do not wait for the other tower
     Mistake(
-        "passes/program.py",
+        "step/program.py",
         "if self._gradients_missing(index):",
         "if False:",
         TOWERS,
     ),
     # a BatchNorm that runs again is asked for its new running statistics
-    Mistake("linearize/joint.py", "cast(int, shown.args[1]) < RUNNING", "True", TOWERS),
+    Mistake("step/joint.py", "cast(int, shown.args[1]) < RUNNING", "True", TOWERS),
 ]
 
 IN_PLACE = "linearize/test_in_place.py"
@@ -401,41 +401,41 @@ OFFLOADING = "test_offloading.py::test_the_host_s_limit_is_respected_and_named"
 MISTAKES += [
     # a gradient that autograd hands in is overwritten
     Mistake(
-        "linearize/in_place.py",
+        "passes/in_place.py",
         "_may_take(node, first, late - handed_in",
         "_may_take(node, first, late",
         IN_PLACE,
     ),
     # what others read is overwritten
-    Mistake("linearize/in_place.py", "set(shower.users) == {reader}", "reader in shower.users", IN_PLACE),
+    Mistake("passes/in_place.py", "set(shower.users) == {reader}", "reader in shower.users", IN_PLACE),
     # an op that overwrites still takes memory for its result
-    Mistake("cost/table.py", "taken[op.index] = -(-sizes[result] // block) * block", "pass", IN_PLACE),
+    Mistake("step/costs.py", "taken[op.index] = -(-sizes[result] // block) * block", "pass", IN_PLACE),
     # the memory of what left is let go at once
     Mistake(
-        "passes/clock.py",
+        "transfers/clock.py",
         "if ends > log.clock[_NOW] and need + log.counts[_BYTES] <= limit:",
         "if False:",
         SWAP,
     ),
     # what is leaving does not count
-    Mistake("passes/clock.py", "log.counts[_BYTES] += out.sizes[number]", "log.counts[_BYTES] += 0", SWAP),
+    Mistake("transfers/clock.py", "log.counts[_BYTES] += out.sizes[number]", "log.counts[_BYTES] += 0", SWAP),
     # a copy back starts where it does not fit
-    Mistake("passes/clock.py", "back.sizes[number] <= limit)", "0 <= limit)", SWAP),
+    Mistake("transfers/clock.py", "back.sizes[number] <= limit)", "0 <= limit)", SWAP),
     # the backward reads the version that has left
-    Mistake("passes/lanes.py", "self.renamed.get(v, v) for", "v for", SWAP),
+    Mistake("transfers/copies.py", "self.renamed.get(v, v) for", "v for", SWAP),
     # copies of one direction run at the same time
     Mistake(
-        "passes/clock.py", "max(log.clock[_NOW], log.clock[lane], after)", "max(log.clock[_NOW], after)", SWAP
+        "transfers/clock.py", "max(log.clock[_NOW], log.clock[lane], after)", "max(log.clock[_NOW], after)", SWAP
     ),
     # memory goes back to the pool while something shows it
     Mistake(
-        "runtime/host.py", "weakref.finalize(owner, self._returned", "weakref.finalize(like, self._returned", HOST
+        "host/tiers.py", "weakref.finalize(owner, self._returned", "weakref.finalize(like, self._returned", HOST
     ),
     # nobody waits for the copy out
-    Mistake("runtime/host.py", 'self._lanes["out"].finish(host.data_ptr())', "pass", HOST),
+    Mistake("host/tiers.py", 'self._lanes["out"].finish(host.data_ptr())', "pass", HOST),
     # the host's limit is not looked at
     Mistake(
-        "offloading.py",
+        "transfers/offloading.py",
         "if host_mem is not None and sum(trip.size for trip in chosen) > host_mem:",
         "if False:",
         OFFLOADING,
@@ -445,20 +445,20 @@ MISTAKES += [
 WEIGHTS = "test_weights.py"
 MISTAKES += [
     # a weight that lives on the host takes no memory while it is on the device
-    Mistake("passes/liveness.py", "if version in program.fetched:", "if False:", WEIGHTS),
+    Mistake("step/liveness.py", "if version in program.fetched:", "if False:", WEIGHTS),
     # weights that stay are not counted
-    Mistake("passes/liveness.py", "start += program.resident", "start += 0", WEIGHTS),
+    Mistake("step/liveness.py", "start += program.resident", "start += 0", WEIGHTS),
     # what is let go after its update is not what came from the host
     Mistake(
-        "passes/lanes.py",
+        "transfers/copies.py",
         "(self.renamed.get(what.version, what.version),)",
         "(what.version,)",
         WEIGHTS,
     ),
     # the new weight does not go home
-    Mistake("runtime/weights.py", "self.tier.store(weight, self.hosted[number])", "pass", WEIGHTS),
+    Mistake("ops/weights.py", "self.tier.store(weight, self.hosted[number])", "pass", WEIGHTS),
     # the user's learning rate of the moment is not looked at
-    Mistake("runtime/weights.py", "single.param_groups[0].update(settings)", "pass", WEIGHTS),
+    Mistake("ops/weights.py", "single.param_groups[0].update(settings)", "pass", WEIGHTS),
     # a copy back starts where it does not fit
     Mistake(
         "solvers/weights/clock.py", "if staying + op.beside > limit:", "if False:", "solvers/test_weights.py"
@@ -478,21 +478,21 @@ MISTAKES += [
         "solvers/test_weights.py",
     ),
     # optimizer state on the device is not counted
-    Mistake("passes/lanes.py", "takes=sign * what.size", "takes=0", WEIGHTS),
+    Mistake("transfers/copies.py", "takes=sign * what.size", "takes=0", WEIGHTS),
     # it stays there after the update
-    Mistake("runtime/weights.py", "self._leaving.pop(number, None)", "pass", WEIGHTS),
+    Mistake("ops/weights.py", "self._leaving.pop(number, None)", "pass", WEIGHTS),
     # the new state does not go home
-    Mistake("runtime/weights.py", "self.tier.store(value, homes[key])", "pass", WEIGHTS),
+    Mistake("ops/weights.py", "self.tier.store(value, homes[key])", "pass", WEIGHTS),
     # a parameter stays without memory after a failed forward
     Mistake(
-        "runtime/weights.py",
+        "ops/weights.py",
         "        finally:\n            for number, data in there.items():",
         "        except OSError:\n            raise\n        else:\n            for number, data in there.items():",
         WEIGHTS,
     ),
     # another shape hosts what it likes
     Mistake(
-        "backend.py",
+        "runtime/dynamo.py",
         "            settled=settled,\n",
         "",
         WEIGHTS,
@@ -542,13 +542,13 @@ MISTAKES += [
     Mistake("pipelining/profile.py", "kept=joint.tangent_values", "kept=()", ONE_JOB),
     # used buffers stay
     Mistake(
-        "pipelining/schedule.py",
+        "pipelining/engine.py",
         'info.buffer = torch.empty_like(info.buffer, device="meta")',
         "info.buffer = info.buffer",
         ONE_JOB,
     ),
     # every micro-batch is compared with the first target
-    Mistake("pipelining/schedule.py", "self.targets[fwd_chunk_id]", "self.targets[0]", ONE_JOB),
+    Mistake("pipelining/engine.py", "self.targets[fwd_chunk_id]", "self.targets[0]", ONE_JOB),
     # a stage is compiled for its fastest program, whatever its way
     Mistake(
         "pipelining/profile.py",
@@ -653,7 +653,7 @@ MISTAKES += [
         "0 * self.input_bytes(last + 1) if",
         PIPELINING,
     ),
-    Mistake("cost/blocks.py", "others |= self._returned_before(number)", "pass", "test_surface.py"),
+    Mistake("linearize/chain_of.py", "others |= self._returned_before(number)", "pass", "test_surface.py"),
 ]
 
 WALK = "cost/test_walk.py"
@@ -689,42 +689,42 @@ MISTAKES += [
     ),
     # a part of a storage costs what a whole one does
     Mistake(
-        "cost/table.py",
+        "step/costs.py",
         'f" of {whole} bytes" if whole != value.nbytes else ""',
         '""',
         f"{WALK}::test_keys_tell_subgraphs_devices_and_parts_of_storages_apart",
     ),
     # ops are measured in the captured order, however small the budget
     Mistake(
-        "planner.py",
+        "search/frontier.py",
         "if bytes_of(budget, everything, device_of(joint)) >= everything:",
         "if everything:",
         f"{WALK}::test_small_budgets_are_measured_in_an_order_that_fits",
     ),
     # what a custom backward computes from saved tensors counts as forward
     Mistake(
-        "linearize/joint.py",
+        "step/joint.py",
         "if begun and node not in forward",
         'if node.meta.get("partitioner_tag") == "is_backward" and node not in forward',
         f"{WALK}::test_a_custom_functions_backward_belongs_to_the_backward",
     ),
     # a dropout of everything draws
     Mistake(
-        "linearize/dropout.py",
+        "passes/dropout.py",
         "if node.args[2] and node.args[1] == 1 and _tensor(node).numel():",
         "if False:",
         f"{WALK}::test_what_plain_pytorch_trains_is_trained_with_its_bits",
     ),
     # saved tensors are donated when the settings of tracing are over
     Mistake(
-        "_torch.py",
+        "torch_private.py",
         "context.fw_metadata.bw_donated_idxs = []",
         "pass",
         f"{DROP_IN}::test_retain_graph_after_ordinary_steps",
     ),
     # hooks that are registered later are not seen
     Mistake(
-        "_torch.py",
+        "torch_private.py",
         '"skip_nnmodule_hook_guards": False',
         '"skip_nnmodule_hook_guards": True',
         f"{DROP_IN}::test_hooks_of_the_model_run_once_whenever_they_are_registered",
@@ -773,14 +773,14 @@ MISTAKES += [
     ),
     # a flow network is cut on the wrong side
     Mistake(
-        "linearize/options.py",
+        "linearize/save_sets.py",
         "left.T.tocsr()",
         "left.tocsr()",
         "linearize/test_layout.py::test_no_choice_of_values_beats_a_save_set_in_both_bytes_and_seconds",
     ),
     # a view that begins at a number of the data shares its base
     Mistake(
-        "linearize/joint.py",
+        "step/joint.py",
         "    copy_views_by_number(graph)\n    graph.elim",
         "    graph.elim",
         "test_numbers.py::test_a_number_of_the_data_changes_no_bit_and_no_budget[Row-measure]",

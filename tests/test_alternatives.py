@@ -22,7 +22,7 @@ from benchmarks.alternatives.measure import Bench, compared, difference, in_play
 from benchmarks.alternatives.rows import NAMES, Measured, Ours, Point, Record
 from benchmarks.alternatives.verdict import cells, claims, geometric_mean, least_alternative
 from benchmarks.models.mixer import DeepChain
-from fxremat.linearize.joint import Origin
+from fxremat.step.joint import Origin
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
 

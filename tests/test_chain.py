@@ -7,7 +7,7 @@ import pickle
 import pytest
 from hypothesis import given
 
-from fxremat.chain import Block, Chain, Join, Option
+from fxremat.chains.chain import Block, Chain, Join, Option
 from fxremat.errors import InvalidChain
 from tests.solvers.chains import chains
 

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 import fxremat
-from fxremat import description
 from fxremat.cost.estimate import Device
-from fxremat.description import ranges
 from fxremat.plans import Plan
+from fxremat.show import text as description
+from fxremat.show.text import ranges
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
 

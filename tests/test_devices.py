@@ -10,8 +10,8 @@ import torch
 from torch import fx
 from torch._subclasses import FakeTensor, FakeTensorMode
 
-from fxremat.devices import check_devices
 from fxremat.errors import FxrematError
+from fxremat.runtime.devices import check_devices
 
 
 def joint(*devices: str, scalars: tuple[str, ...] = (), frozen: tuple[str, ...] = ()) -> Any:

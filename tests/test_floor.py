@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import fx, nn
 
-from fxremat.floor import floor_of, line_of, module_of
-from fxremat.passes.kinds import Kind
-from fxremat.planner import survey
+from fxremat.search.floor import floor_of, line_of, module_of
+from fxremat.search.frontier import survey
+from fxremat.show.kinds import Kind
 from tests.dags import capture, estimated
 
 pytestmark = pytest.mark.usefixtures("torch_ready")

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import fxremat
 from benchmarks.meter import peak_bytes
-from fxremat._torch import capture_settings
+from fxremat.torch_private import capture_settings
 from tests.steps import Step, differences, step_of
 
 pytestmark = [

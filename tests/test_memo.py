@@ -6,7 +6,9 @@ import pytest
 import torch
 
 import fxremat
-from fxremat import backend, memo, planner
+from fxremat.runtime import dynamo as backend
+from fxremat.search import frontier as planner
+from fxremat.search import frontier_cache as memo
 from tests.test_planner import INPUTS, Deep
 
 pytestmark = pytest.mark.usefixtures("torch_ready")

@@ -16,9 +16,9 @@ import fxremat
 from benchmarks import meter, models
 from fxremat.__main__ import main as command_line
 from fxremat.cost.link import measure_link
-from fxremat.passes.program import Role
-from fxremat.report import planned_lanes
-from fxremat.runtime.host import FileTier
+from fxremat.host.tiers import FileTier
+from fxremat.show.lanes import planned_lanes
+from fxremat.step.program import Role
 from tests.toys import Loss, Stack, rows
 from tests.training import Trace, differences, in_both_sizes, least_budget, train
 

@@ -16,8 +16,8 @@ from torch import nn
 
 from fxremat.cost.estimate import Device
 from fxremat.errors import FxrematError, InvalidBudget
+from fxremat.host.tiers import FileTier
 from fxremat.options import NAMES, CompileOptions, Options, options_of
-from fxremat.runtime.host import FileTier
 from fxremat.units import Bytes, Percent
 
 ROOT = Path(__file__).parents[1]

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 import fxremat
-from fxremat.axes import round_steps, size_ticks, time_ticks
 from fxremat.cost.estimate import Device
-from fxremat.page import BUDGET, COLORS, HEIGHT, TOP
-from fxremat.passes.kinds import Kind, bytes_by_kind
 from fxremat.plans import Plan
+from fxremat.show.axes import round_steps, size_ticks, time_ticks
+from fxremat.show.kinds import Kind, bytes_by_kind
+from fxremat.show.page import BUDGET, COLORS, HEIGHT, TOP
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
 SVG = "{http://www.w3.org/2000/svg}"

@@ -5,7 +5,7 @@ import pytest
 from benchmarks.papers import page
 from benchmarks.papers.chains import FOLDER, as_in_the_papers, read
 from benchmarks.papers.figure import PICTURES, RESULTS, Figure
-from fxremat.simulate import simulate
+from fxremat.chains.simulate import simulate
 from fxremat.solvers import best, keep_all
 
 NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))

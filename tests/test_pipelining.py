@@ -22,9 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxremat
+from fxremat.pipelining.engine import Action, lost_peer, lowered
 from fxremat.pipelining.memory import Held, most_bytes
 from fxremat.pipelining.profile import Spending, joined, profile
-from fxremat.pipelining.schedule import Action, lost_peer, lowered
 from fxremat.pipelining.stages import Ops, capture
 from fxremat.solvers.pipeline.model import Layer, Layers, Machines, PipelinePlan, Stage, Way
 from tests.pipes import (

@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 import fxremat
-from fxremat import memo, planner
 from fxremat.__main__ import main as command_line
 from fxremat.errors import BudgetTooSmall, FxrematError
-from fxremat.planner import survey
+from fxremat.search import frontier as planner
+from fxremat.search import frontier_cache as memo
+from fxremat.search.frontier import survey
 from tests.dags import capture, estimated
 
 pytestmark = pytest.mark.usefixtures("torch_ready")

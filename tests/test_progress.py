@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from fxremat import progress as module
-from fxremat.chain import Block, Chain
+from fxremat.chains.chain import Block, Chain
 from fxremat.errors import BudgetTooSmall
 from fxremat.progress import bars, planning, progress
 from fxremat.solvers import TABLES

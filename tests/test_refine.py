@@ -11,16 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fxremat
-from fxremat.linearize.cuts import Crossing
+from fxremat.chains.schedule import Schedule
+from fxremat.linearize.crossings import Crossing
 from fxremat.linearize.layout import lay_out
-from fxremat.passes.liveness import live_bytes
-from fxremat.passes.program import Order, Program, rematerialize
-from fxremat.planner import Prospects, survey
-from fxremat.refine.bound import lower_bound
-from fxremat.refine.improve import improve
-from fxremat.refine.search import budgets
-from fxremat.refine.skeleton import Skeleton, Skeletons
-from fxremat.schedule import Schedule
+from fxremat.search.frontier import Prospects, survey
+from fxremat.search.improve import improve
+from fxremat.search.lower_bound import lower_bound
+from fxremat.search.refine import budgets
+from fxremat.search.skeleton import Skeleton, Skeletons
+from fxremat.step.liveness import live_bytes
+from fxremat.step.program import Order, Program, rematerialize
 from tests.dags import Dag, Recipe, batch, capture, estimated, few, recipes
 from tests.test_planner import INPUTS, Deep
 

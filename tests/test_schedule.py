@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fxremat.chains.schedule import Backward, Drop, Forward, Keep, Offload, Prefetch, Schedule, Value
 from fxremat.errors import InvalidSchedule
-from fxremat.schedule import Backward, Drop, Forward, Keep, Offload, Prefetch, Schedule, Value
 
 numbers = st.integers(1, 999)
 values = st.builds(Value, st.just("A"), numbers) | st.builds(Value, st.just("a"), st.integers(0, 999))

@@ -2,10 +2,10 @@
 
 import pytest
 
-from fxremat.chain import Chain
+from fxremat.chains.chain import Chain
+from fxremat.chains.schedule import Schedule
+from fxremat.chains.simulate import simulate
 from fxremat.errors import InvalidSchedule
-from fxremat.schedule import Schedule
-from fxremat.simulate import simulate
 
 # Sizes are powers of two, so that each sum says what is in it.
 BLOCKS = [

@@ -500,7 +500,7 @@ def test_a_failure_after_tracing_says_what_failed(monkeypatch: pytest.MonkeyPatc
     def broken(*_: Any) -> None:
         raise NotImplementedError("no such op")
 
-    monkeypatch.setattr("fxremat.backend.read_joint", broken)
+    monkeypatch.setattr("fxremat.runtime.dynamo.read_joint", broken)
     with pytest.raises(fxremat.CaptureError) as error:
         fxremat.compile(Stack(), mem="100%")(rows())
     _assert_one_line(error.value, "no such op")

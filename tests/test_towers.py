@@ -12,10 +12,10 @@ from torch import Tensor, nn
 import fxremat
 from benchmarks import models
 from benchmarks.meter import peak_bytes
-from fxremat import planner
-from fxremat.join_schedule import JoinSchedule
-from fxremat.linearize.cuts import crossings
+from fxremat.chains.join_schedule import JoinSchedule
+from fxremat.linearize.crossings import crossings
 from fxremat.linearize.towers import Towers, find_towers, on_the_layout
+from fxremat.search import frontier as planner
 from tests.dags import capture, estimated
 from tests.training import differences, train
 

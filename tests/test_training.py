@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxremat.errors import BudgetTooSmall
-from fxremat.linearize.joint import Joint, with_updates_inside
-from fxremat.passes import clock
-from fxremat.passes.lanes import Link
-from fxremat.passes.weights import Unit, hosted
-from fxremat.planner import survey
-from fxremat.training import best_within, resident_peak
+from fxremat.search.frontier import survey
+from fxremat.step.joint import Joint, with_updates_inside
+from fxremat.transfers import clock
+from fxremat.transfers.copies import Link
+from fxremat.transfers.weight_updates import best_within, resident_peak
+from fxremat.transfers.weights import Unit, hosted
 from tests.dags import Dag, Layer, Recipe, batch, capture, estimated, few, recipes
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
@@ -83,7 +83,7 @@ def test_it_works_where_no_other_choice_fits(monkeypatch: pytest.MonkeyPatch) ->
         found.log.counts[clock._PEAK] += 1
         return found
 
-    monkeypatch.setattr("fxremat.training.hosted", larger)
+    monkeypatch.setattr("fxremat.transfers.weight_updates.hosted", larger)
     found = best_within(prospects, units, costs, link, least)
     assert (found.prospect.peak, found.minimum) == (least, least)
     with pytest.raises(BudgetTooSmall):

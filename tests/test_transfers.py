@@ -6,12 +6,12 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from fxremat.chain import Chain
+from fxremat.chains.chain import Chain
+from fxremat.chains.platform import Platform
+from fxremat.chains.reading import read
+from fxremat.chains.schedule import Drop, Offload, Prefetch, Schedule, Value
+from fxremat.chains.simulate import simulate
 from fxremat.errors import FxrematError, InvalidSchedule
-from fxremat.platform import Platform
-from fxremat.schedule import Drop, Offload, Prefetch, Schedule, Value
-from fxremat.script import read
-from fxremat.simulate import simulate
 from fxremat.solvers import input_drop, keep_all, periodic
 from tests.dags import few
 from tests.solvers.chains import chains

@@ -16,9 +16,9 @@ from torch.nn import functional as F
 
 import fxremat
 from benchmarks import meter, models
-from fxremat.passes.program import Role
-from fxremat.runtime.host import FileTier
-from fxremat.runtime.weights import Spent
+from fxremat.host.tiers import FileTier
+from fxremat.ops.weights import Spent
+from fxremat.step.program import Role
 from tests.training import same
 
 pytestmark = pytest.mark.usefixtures("torch_ready")

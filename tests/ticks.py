@@ -5,8 +5,8 @@ All times are whole seconds, all sizes whole bytes, and both directions of the l
 
 from dataclasses import dataclass, field
 
-from fxremat.chain import Chain
-from fxremat.schedule import Backward, Drop, Forward, Keep, Offload, Prefetch, Schedule, Value
+from fxremat.chains.chain import Chain
+from fxremat.chains.schedule import Backward, Drop, Forward, Keep, Offload, Prefetch, Schedule, Value
 
 
 @dataclass(eq=False)

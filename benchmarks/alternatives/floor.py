@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import fxremat
-from fxremat.linearize.joint import Origin
+from fxremat.step.joint import Origin
 
 
 def floor_bytes(plan: fxremat.Plan) -> int:

@@ -15,13 +15,13 @@ import torch
 from torch import nn
 
 from benchmarks.papers.networks import NETWORKS
-from fxremat.chain import Chain
-from fxremat.cost.blocks import chain_of
+from fxremat.chains.chain import Chain
 from fxremat.cost.estimate import DEVICES, estimate
 from fxremat.linearize.capture import capture
-from fxremat.linearize.cuts import crossings
+from fxremat.linearize.chain_of import chain_of
+from fxremat.linearize.crossings import crossings
 from fxremat.linearize.layout import lay_out
-from fxremat.linearize.options import add_options
+from fxremat.linearize.save_sets import add_options
 
 FOLDER = Path(__file__).parent / "chains"
 DEVICE = DEVICES["V100"]

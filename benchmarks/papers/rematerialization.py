@@ -7,9 +7,9 @@ import time
 
 from benchmarks.papers.chains import FOLDER, as_in_the_papers, read
 from benchmarks.papers.figure import Claim, Figure, Panel
-from fxremat.chain import Chain
+from fxremat.chains.chain import Chain
+from fxremat.chains.simulate import simulate
 from fxremat.errors import BudgetTooSmall
-from fxremat.simulate import simulate
 from fxremat.solvers import TABLES, best, keep_all, periodic
 from fxremat.solvers.table import Build
 

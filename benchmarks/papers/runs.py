@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from functools import cache
 
 from benchmarks.papers.chains import as_in_the_papers, read
-from fxremat.chain import Chain
+from fxremat.chains.chain import Chain
+from fxremat.chains.platform import Platform
+from fxremat.chains.schedule import Schedule
+from fxremat.chains.simulate import Accounting, simulate
 from fxremat.errors import BudgetTooSmall, InvalidSchedule
-from fxremat.platform import Platform
 from fxremat.progress import progress
-from fxremat.schedule import Schedule
-from fxremat.simulate import Accounting, simulate
 from fxremat.solvers import SOLVERS, TABLES, keep_all, persistent, solve
 from fxremat.solvers.offload import pofo
 from fxremat.solvers.registry import POFO_SLOTS, Problem, capped

@@ -23,7 +23,7 @@ from urllib.parse import quote
 import torch
 
 from fxremat.cost.environment import environment, name_of
-from fxremat.cost.table import OpCost
+from fxremat.step.costs import OpCost
 
 if TYPE_CHECKING:
     import sqlite3

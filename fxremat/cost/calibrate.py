@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fxremat._torch import boxed, unprofiled
-from fxremat.cost.blocks import chain_of
 from fxremat.cost.cache import CostCache
 from fxremat.cost.made_up import value_like, weights_like
 from fxremat.cost.measure import quiet_world
-from fxremat.cost.table import device_of, op_key
 from fxremat.cost.walk import given_inputs
-from fxremat.linearize.joint import Joint, Origin
+from fxremat.linearize.chain_of import chain_of
+from fxremat.step.costs import device_of, op_key
+from fxremat.step.joint import Joint, Origin
+from fxremat.torch_private import boxed, unprofiled
 
 if TYPE_CHECKING:
     from fxremat.plans import Plan

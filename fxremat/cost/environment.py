@@ -19,7 +19,7 @@ from typing import Any, cast
 
 import torch
 
-from fxremat._torch import device_name, nnpack_enabled
+from fxremat.torch_private import device_name, nnpack_enabled
 
 MEASURING = 2  # of fxremat's own measuring: raise it when `measure`, `calibrate` or the key of an op changes
 

@@ -18,9 +18,9 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
-from fxremat.cost.table import Costs, OpCost, costs_from, device_of
 from fxremat.errors import FxrematError
-from fxremat.linearize.joint import Joint, Op, storage_bytes, tensors_of
+from fxremat.step.costs import Costs, OpCost, costs_from, device_of
+from fxremat.step.joint import Joint, Op, storage_bytes, tensors_of
 
 REACHED = 0.6  # share of its peak flops that a device reaches on large matrix products
 STREAMED = 0.8  # share of its peak bandwidth that a device reaches on long arrays

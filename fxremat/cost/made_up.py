@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxremat.cost.table import attribute
-from fxremat.linearize.joint import is_number
+from fxremat.step.costs import attribute
+from fxremat.step.joint import is_number
 
 aten = torch.ops.aten
 

@@ -9,7 +9,7 @@ Ops with equal keys (op, constants, shapes, strides, dtypes) are measured once, 
 Time is the median of a few runs after a warm-up. The workspace is the allocator's peak inside the op beyond the
 storages that it leaves, from the allocator's own events.
 
-The walk also sees the real layouts: a backward op that was made to overwrite its operand (`linearize.in_place`) is
+The walk also sees the real layouts: a backward op that was made to overwrite its operand (`passes.in_place`) is
 taken back where the operand's layout is not that of the new result.
 """
 
@@ -28,15 +28,15 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxremat._torch import allocations, is_real, real_tensors, unprofiled
 from fxremat.cost.cache import CostCache
 from fxremat.cost.estimate import Device, cost_of
 from fxremat.cost.made_up import call_of
-from fxremat.cost.table import CUDA_BLOCK, Costs, OpCost, costs_from, device_of, op_key
 from fxremat.cost.walk import Call, Walk, given_inputs
-from fxremat.linearize.in_place import overwritten, restore, with_new_result
-from fxremat.linearize.joint import Joint, Op, storage_bytes
+from fxremat.passes.in_place import overwritten, restore, with_new_result
 from fxremat.progress import progress
+from fxremat.step.costs import CUDA_BLOCK, Costs, OpCost, costs_from, device_of, op_key
+from fxremat.step.joint import Joint, Op, storage_bytes
+from fxremat.torch_private import allocations, is_real, real_tensors, unprofiled
 
 aten = torch.ops.aten
 log = logging.getLogger(__name__)

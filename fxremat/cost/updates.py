@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxremat._torch import unprofiled
 from fxremat.cost.measure import peak_of, quiet_world, seconds_of
-from fxremat.cost.table import CUDA_BLOCK, Costs
-from fxremat.linearize.joint import Joint
-from fxremat.passes.weights import Unit
-from fxremat.runtime.host import span_bytes
+from fxremat.host.tiers import span_bytes
+from fxremat.step.costs import CUDA_BLOCK, Costs
+from fxremat.step.joint import Joint
+from fxremat.torch_private import unprofiled
+from fxremat.transfers.weights import Unit
 
 
 def units_of(joint: Joint, optimizer: torch.optim.Optimizer, costs: Costs) -> list[Unit]:

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxremat._torch import is_real
 from fxremat.cost.made_up import value_like, weights_like
-from fxremat.cost.table import attribute, output_position
-from fxremat.linearize.joint import Joint, Op, Origin, again_call
+from fxremat.step.costs import attribute, output_position
+from fxremat.step.joint import Joint, Op, Origin, again_call
+from fxremat.torch_private import is_real
 
 
 @dataclass(frozen=True)

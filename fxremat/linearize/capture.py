@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fxremat._torch import aot_backend, boxed, differentiate_as_eager
-from fxremat.linearize.joint import Joint, read_joint
+from fxremat.step.joint import Joint, read_joint
+from fxremat.torch_private import aot_backend, boxed, differentiate_as_eager
 
 
 class _Captured(Exception):

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fxremat.linearize.joint import Joint, Origin, Value
+from fxremat.step.joint import Joint, Origin, Value
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from fxremat.chain import Chain, Join
-from fxremat.join_schedule import JoinSchedule, On
-from fxremat.linearize.cuts import Crossing
-from fxremat.linearize.joint import Joint
+from fxremat.chains.chain import Chain, Join
+from fxremat.chains.join_schedule import JoinSchedule, On
+from fxremat.chains.schedule import Backward, Forward, Op, Schedule
+from fxremat.linearize.crossings import Crossing
 from fxremat.linearize.layout import Layout, lay_out
-from fxremat.schedule import Backward, Forward, Op, Schedule
+from fxremat.step.joint import Joint
 
 SHARE = 0.15  # of the forward's work: less is no tower, but a stem or an embedding
 

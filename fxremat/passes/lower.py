@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxremat.linearize.joint import Joint, Origin, again_call, is_number
-from fxremat.passes.program import Program, Role, Step, Transfer
-from fxremat.passes.weights import Handles
-from fxremat.runtime import swap, weights
-from fxremat.runtime.rng import draw_again, draw_saving, generator_of
+from fxremat.ops import copies as swap
+from fxremat.ops import weights
+from fxremat.ops.random import draw_again, draw_saving, generator_of
+from fxremat.step.joint import Joint, Origin, again_call, is_number
+from fxremat.step.program import Program, Role, Step, Transfer
+from fxremat.transfers.weights import Handles
 
 aten = torch.ops.aten
 

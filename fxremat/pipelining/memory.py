@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fxremat.pipelining.engine import Action
 from fxremat.pipelining.profile import Spending
-from fxremat.pipelining.schedule import Action
 from fxremat.solvers.pipeline.model import PipelinePlan
 
 

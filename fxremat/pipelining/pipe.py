@@ -19,15 +19,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fxremat.errors import BudgetTooSmall, FxrematError
-from fxremat.pipelining.links import measured_bandwidth
+from fxremat.pipelining.bandwidth import measured_bandwidth
+from fxremat.pipelining.engine import lowered
 from fxremat.pipelining.memory import Held, most_bytes
 from fxremat.pipelining.profile import Profile, profile
 from fxremat.pipelining.run import Rank, held_by
-from fxremat.pipelining.schedule import lowered
 from fxremat.pipelining.stages import Loss, Ops, capture
-from fxremat.solvers.pipeline.asked import Asked
 from fxremat.solvers.pipeline.costs import step_seconds
 from fxremat.solvers.pipeline.model import Layers, Machines, PipelinePlan, Way
+from fxremat.solvers.pipeline.on_demand import Asked
 from fxremat.units import format_bytes, parse_bytes
 
 ATTEMPTS = 6  # plans for less or more than the budget, until one spends it with all that PyTorch holds

@@ -20,16 +20,16 @@ import torch
 from torch import Tensor, fx
 
 from fxremat.api import plan as plan_of
-from fxremat.chain import Block, Chain, Option
-from fxremat.cost.table import Costs
+from fxremat.chains.chain import Block, Chain, Option
 from fxremat.errors import CaptureError
-from fxremat.passes.liveness import live_bytes
 from fxremat.pipelining.stages import Ops, Stage
-from fxremat.planner import Prospect
 from fxremat.plans import Plan
+from fxremat.search.frontier import Prospect
 from fxremat.solvers.pipeline.costs import Ways
 from fxremat.solvers.pipeline.model import Layer, Layers, Way
 from fxremat.solvers.pipeline.of_chain import ways_of
+from fxremat.step.costs import Costs
+from fxremat.step.liveness import live_bytes
 
 WAYS = 12  # for each run of layers
 MOST_LAYERS = 32  # or three for each device, where that is more

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from fxremat.api import compile as compile_stage
 from fxremat.errors import FxrematError
+from fxremat.pipelining.engine import LeanStage, Step, engine, group_of, lost_peer
 from fxremat.pipelining.memory import Held
 from fxremat.pipelining.profile import Profile
-from fxremat.pipelining.schedule import LeanStage, Step, engine, group_of, lost_peer
 from fxremat.solvers.pipeline.model import PipelinePlan
 
 

@@ -26,14 +26,14 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from fxremat._torch import compiled_step, graph_break_place, is_traced, outside_graphs
-from fxremat.backend import Backend, PlannedOnly
 from fxremat.errors import CaptureError, FxrematError
+from fxremat.ops.weights import Weights
 from fxremat.options import Options
 from fxremat.plans import Plan
-from fxremat.runtime.advice import explained
-from fxremat.runtime.libraries import set_up
-from fxremat.runtime.weights import Weights
+from fxremat.runtime.capture_errors import explained
+from fxremat.runtime.dynamo import Backend, PlannedOnly
+from fxremat.runtime.transformers_hooks import set_up
+from fxremat.torch_private import compiled_step, graph_break_place, is_traced, outside_graphs
 
 if TYPE_CHECKING:
     _Base = nn.Module

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fxremat._torch import is_compiled_backward
+from fxremat.torch_private import is_compiled_backward
 
 _NONE: frozenset[int] = frozenset()
 _seen = threading.local()  # .unused: positions of outputs, from the hook to the backward

@@ -29,7 +29,7 @@ and for joins of chains `JOINS`, see fxremat/solvers/joins.
 
 from fxremat.solvers import keep_all
 from fxremat.solvers.bound import lower_bound
-from fxremat.solvers.front import EFFORT, JoinSolution, Solution, best, solution, solve
+from fxremat.solvers.choose import EFFORT, JoinSolution, Solution, best, solution, solve
 from fxremat.solvers.registry import DEFAULT, JOINS, LISTS, NAMES, SOLVERS, TABLES
 
 __all__ = [

@@ -21,9 +21,9 @@ from math import comb
 
 import numpy as np
 
-from fxremat.chain import Chain
+from fxremat.chains.chain import Chain
+from fxremat.chains.schedule import Backward, Forward, Keep, Op, Schedule
 from fxremat.errors import FxrematError
-from fxremat.schedule import Backward, Forward, Keep, Op, Schedule
 from fxremat.solvers.keep_all import fastest
 
 _CANDIDATES = 40

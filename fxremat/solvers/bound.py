@@ -26,8 +26,8 @@ Cost: an LP of about (3 + 2 options) n p variables, HiGHS.
 
 import numpy as np
 
-from fxremat.chain import Chain
-from fxremat.platform import Platform
+from fxremat.chains.chain import Chain
+from fxremat.chains.platform import Platform
 
 
 def lower_bound(chain: Chain, mem: int, platform: Platform | None = None, *, instants: int = 16) -> float:

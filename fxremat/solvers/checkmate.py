@@ -23,9 +23,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from fxremat.chain import Chain
+from fxremat.chains.chain import Chain
+from fxremat.chains.schedule import Backward, Drop, Forward, Keep, Op, Schedule, Value
 from fxremat.errors import BudgetTooSmall, FxrematError
-from fxremat.schedule import Backward, Drop, Forward, Keep, Op, Schedule, Value
 from fxremat.solvers.keep_all import fastest
 
 _LONGEST = 40

@@ -21,10 +21,10 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from fxremat.chain import Chain
+from fxremat.chains.chain import Chain
+from fxremat.chains.schedule import Backward, Drop, Forward, Keep, Op, Schedule, Value
 from fxremat.errors import BudgetTooSmall, FxrematError
 from fxremat.jit import jit
-from fxremat.schedule import Backward, Drop, Forward, Keep, Op, Schedule, Value
 from fxremat.solvers.sizes import Floats, Ints, Sizes, in_bytes
 
 STATES = 5_000_000  # about half a GiB

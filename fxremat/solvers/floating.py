@@ -26,14 +26,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fxremat.chain import Chain
+from fxremat.chains.chain import Chain
 from fxremat.errors import FxrematError
 from fxremat.jit import jit
 from fxremat.progress import progress
+from fxremat.solvers.op_codes import BACKWARD, NONE, SAVE, emit, emit_pass
 from fxremat.solvers.rows import Rows, guess, lay_out, relax
 from fxremat.solvers.sizes import Ints, Sizes, in_bytes, in_slots
 from fxremat.solvers.table import Table, frontier_of, table_of
-from fxremat.solvers.tape import BACKWARD, NONE, SAVE, emit, emit_pass
 
 _NEVER = 1 << 60
 _ENTRIES = 1 << 27  # costs in a table: 1 GiB

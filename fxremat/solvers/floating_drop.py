@@ -30,14 +30,14 @@ of rounded sizes, so that coarse slots may promise a little too much. The schedu
 
 import numpy as np
 
-from fxremat.chain import Chain
+from fxremat.chains.chain import Chain
 from fxremat.errors import FxrematError
 from fxremat.jit import jit
 from fxremat.progress import progress
+from fxremat.solvers.op_codes import BACKWARD, DROP, NONE, SAVE, emit, emit_pass
 from fxremat.solvers.rows import Rows, guess, lay_out, relax
 from fxremat.solvers.sizes import Floats, Ints, Sizes, in_bytes, in_slots
 from fxremat.solvers.table import Table, frontier_of, table_of
-from fxremat.solvers.tape import BACKWARD, DROP, NONE, SAVE, emit, emit_pass
 
 _NEVER = 1 << 60
 _MOST_WORK = 3e11  # additions: some minutes

@@ -1,7 +1,7 @@
 """Keep everything: Fall1 .. Falln Bn .. B1, each block with its fastest option. Nothing is faster."""
 
-from fxremat.chain import Block, Chain
-from fxremat.schedule import Backward, Forward, Keep, Schedule
+from fxremat.chains.chain import Block, Chain
+from fxremat.chains.schedule import Backward, Forward, Keep, Schedule
 
 
 def schedules(chain: Chain) -> list[Schedule]:

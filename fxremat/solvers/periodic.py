@@ -11,8 +11,8 @@ import math
 
 import numpy as np
 
-from fxremat.chain import Chain
-from fxremat.schedule import Backward, Forward, Keep, Op, Schedule
+from fxremat.chains.chain import Chain
+from fxremat.chains.schedule import Backward, Forward, Keep, Op, Schedule
 from fxremat.solvers.keep_all import fastest
 
 

@@ -17,13 +17,13 @@ Beaumont et al., Optimal Re-Materialization Strategies for Heterogeneous Chains,
 
 import numpy as np
 
-from fxremat.chain import Chain
+from fxremat.chains.chain import Chain
 from fxremat.jit import jit
+from fxremat.solvers.op_codes import BACKWARD, SAVE, emit, emit_pass
 from fxremat.solvers.rows import Rows, guess, lay_out, relax
 from fxremat.solvers.sizes import Ints, Sizes, in_bytes, in_slots
-from fxremat.solvers.squares import TILE, fill_squares
 from fxremat.solvers.table import Table, frontier_of, table_of
-from fxremat.solvers.tape import BACKWARD, SAVE, emit, emit_pass
+from fxremat.solvers.tiles import TILE, fill_squares
 
 _NEVER = 1 << 60
 

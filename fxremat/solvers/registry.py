@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Protocol
 
-from fxremat.chain import Chain, Join
+from fxremat.chains.chain import Chain, Join
+from fxremat.chains.join_schedule import JoinSchedule, Loss, On
+from fxremat.chains.platform import Platform
+from fxremat.chains.schedule import Backward, Forward, Keep, Op, Schedule
+from fxremat.chains.simulate import Timeline, simulate
+from fxremat.chains.simulate_join import JoinTimeline, simulate_join
 from fxremat.errors import BudgetTooSmall, InvalidSchedule
-from fxremat.join_schedule import JoinSchedule, Loss, On
-from fxremat.platform import Platform
-from fxremat.schedule import Backward, Forward, Keep, Op, Schedule
-from fxremat.simulate import Timeline, simulate
-from fxremat.simulate_join import JoinTimeline, simulate_join
 from fxremat.solvers import (
     binomial,
     checkmate,

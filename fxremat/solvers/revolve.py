@@ -16,12 +16,12 @@ Optimal Re-Materialization Strategies for Heterogeneous Chains. O(slots n^3).
 
 import numpy as np
 
-from fxremat.chain import Chain
+from fxremat.chains.chain import Chain
 from fxremat.jit import jit
+from fxremat.solvers.op_codes import BACKWARD, SAVE, emit, emit_pass
 from fxremat.solvers.rows import Rows, guess, lay_out, relax
 from fxremat.solvers.sizes import Ints, Sizes, in_bytes, in_slots
 from fxremat.solvers.table import Table, frontier_of, table_of
-from fxremat.solvers.tape import BACKWARD, SAVE, emit, emit_pass
 
 _NEVER = 1 << 60
 

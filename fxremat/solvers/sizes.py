@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from fxremat.chain import Chain
+from fxremat.chains.chain import Chain
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]

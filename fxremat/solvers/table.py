@@ -7,12 +7,12 @@ from typing import Protocol
 
 import numpy as np
 
-from fxremat.chain import Chain
+from fxremat.chains.chain import Chain
+from fxremat.chains.schedule import Schedule
 from fxremat.errors import BudgetTooSmall
-from fxremat.schedule import Schedule
+from fxremat.solvers.op_codes import decode
 from fxremat.solvers.rows import Rows, value
 from fxremat.solvers.sizes import Floats, Ints
-from fxremat.solvers.tape import decode
 
 
 @dataclass(frozen=True, kw_only=True)

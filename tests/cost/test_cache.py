@@ -28,7 +28,7 @@ from fxremat.cost import cache as caching
 from fxremat.cost import environment as surroundings
 from fxremat.cost.cache import CostCache, cache_folder
 from fxremat.cost.environment import cuda_hardware, cuda_switches, switches
-from fxremat.cost.table import OpCost
+from fxremat.step.costs import OpCost
 from tests.toys import Loss
 
 pytestmark = pytest.mark.usefixtures("torch_ready")

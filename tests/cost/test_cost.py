@@ -13,22 +13,22 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 import fxremat
+from fxremat.chains.schedule import Schedule
+from fxremat.chains.simulate import simulate
 from fxremat.cost import measure as measuring
-from fxremat.cost.blocks import chain_of
 from fxremat.cost.cache import CostCache
 from fxremat.cost.estimate import DEVICES, Device, estimate, flops_of
 from fxremat.cost.made_up import call_of
 from fxremat.cost.measure import measure
-from fxremat.cost.table import OpCost, op_key
 from fxremat.errors import FxrematError
-from fxremat.linearize.cuts import crossings
-from fxremat.linearize.joint import Joint
+from fxremat.linearize.chain_of import chain_of
+from fxremat.linearize.crossings import crossings
 from fxremat.linearize.layout import lay_out
-from fxremat.linearize.options import add_options
-from fxremat.passes.liveness import live_bytes
-from fxremat.passes.program import rematerialize
-from fxremat.schedule import Schedule
-from fxremat.simulate import simulate
+from fxremat.linearize.save_sets import add_options
+from fxremat.step.costs import OpCost, op_key
+from fxremat.step.joint import Joint
+from fxremat.step.liveness import live_bytes
+from fxremat.step.program import rematerialize
 from tests.dags import Dag, Layer, Recipe, batch, capture
 
 pytestmark = pytest.mark.usefixtures("torch_ready")

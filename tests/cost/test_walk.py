@@ -15,10 +15,10 @@ import fxremat
 from benchmarks.meter import peak_bytes
 from fxremat.cost import measure as measuring
 from fxremat.cost.measure import measure
-from fxremat.cost.table import op_key
 from fxremat.cost.walk import Walk, given_inputs
-from fxremat.linearize.in_place import overwritten
-from fxremat.linearize.joint import Joint
+from fxremat.passes.in_place import overwritten
+from fxremat.step.costs import op_key
+from fxremat.step.joint import Joint
 from tests.dags import capture
 from tests.toys import WIDTH, Loss, Stack, assert_as_plain, record, rows, scalar
 from tests.training import same

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from fxremat.cost.table import CUDA_BLOCK, OpCost, costs_from
-from fxremat.linearize.in_place import BACKWARDS, METHODS, overwritten
-from fxremat.linearize.joint import Joint, Origin
+from fxremat.passes.in_place import BACKWARDS, METHODS, overwritten
+from fxremat.step.costs import CUDA_BLOCK, OpCost, costs_from
+from fxremat.step.joint import Joint, Origin
 from tests.dags import capture
 
 pytestmark = pytest.mark.usefixtures("torch_ready")

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from fxremat.linearize.joint import Origin, again_call, again_inputs
+from fxremat.step.joint import Origin, again_call, again_inputs
 from tests.dags import batch, capture
 
 pytestmark = pytest.mark.usefixtures("torch_ready")

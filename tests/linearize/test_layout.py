@@ -9,12 +9,12 @@ import torch
 from hypothesis import given
 from torch import nn
 
-from fxremat.cost.blocks import chain_of
-from fxremat.cost.table import Costs
-from fxremat.linearize.cuts import carry_levels, crossings
-from fxremat.linearize.joint import Joint, Origin
+from fxremat.linearize.chain_of import chain_of
+from fxremat.linearize.crossings import carry_levels, crossings
 from fxremat.linearize.layout import Layout, lay_out
-from fxremat.linearize.options import add_options, save_sets
+from fxremat.linearize.save_sets import add_options, save_sets
+from fxremat.step.costs import Costs
+from fxremat.step.joint import Joint, Origin
 from tests.dags import Dag, Layer, Recipe, batch, capture, estimated, few, recipes
 
 pytestmark = pytest.mark.usefixtures("torch_ready")

@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fxremat
+from fxremat.chains.schedule import Schedule
 from fxremat.linearize.layout import lay_out
-from fxremat.passes.kinds import Kind, bytes_by_kind, host_bytes
-from fxremat.passes.liveness import Sizes, live_bytes
-from fxremat.passes.program import Program, Role, rematerialize
-from fxremat.planner import survey
-from fxremat.schedule import Schedule
+from fxremat.search.frontier import survey
+from fxremat.show.kinds import Kind, bytes_by_kind, host_bytes
+from fxremat.step.liveness import Sizes, live_bytes
+from fxremat.step.program import Program, Role, rematerialize
 from tests.dags import Dag, Recipe, batch, capture, estimated, few, recipes
 from tests.toys import FourLayers
 

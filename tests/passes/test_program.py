@@ -11,15 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import fx, nn
 
+from fxremat.chains.schedule import Schedule
 from fxremat.errors import InvalidSchedule
-from fxremat.linearize.cuts import crossings
-from fxremat.linearize.joint import Joint
+from fxremat.linearize.crossings import crossings
 from fxremat.linearize.layout import lay_out
-from fxremat.passes.liveness import live_bytes
 from fxremat.passes.lower import lower
-from fxremat.passes.program import Program, Role, rematerialize
-from fxremat.planner import survey
-from fxremat.schedule import Schedule
+from fxremat.search.frontier import survey
+from fxremat.step.joint import Joint
+from fxremat.step.liveness import live_bytes
+from fxremat.step.program import Program, Role, rematerialize
 from tests.dags import Dag, Recipe, batch, capture, estimated, few, recipes
 from tests.toys import FourLayers
 

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from fxremat.errors import FxrematError
-from fxremat.runtime import host as hosts
-from fxremat.runtime.host import FileTier, HostTier, PinnedTier, default_tier, tier_named
-from fxremat.runtime.swap import offload, prefetch, release, wait
+from fxremat.host import tiers as hosts
+from fxremat.host.tiers import FileTier, HostTier, PinnedTier, default_tier, tier_named
+from fxremat.ops.copies import offload, prefetch, release, wait
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
 

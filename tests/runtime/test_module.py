@@ -343,8 +343,8 @@ def test_old_plans_are_let_go() -> None:
 def test_a_call_that_finds_its_graph_sets_no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     module = compiled(Loss(Stack()))
     module(rows()).backward()
-    monkeypatch.setattr("fxremat._torch.capture_settings", None)
-    monkeypatch.setattr("fxremat._torch.logging_functions", None)
+    monkeypatch.setattr("fxremat.torch_private.capture_settings", None)
+    monkeypatch.setattr("fxremat.torch_private.logging_functions", None)
     module(rows()).backward()
 
 

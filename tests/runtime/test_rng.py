@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.meter import peak_bytes
-from fxremat.runtime.rng import GeneratorStates, draw_again, draw_saving
+from fxremat.ops.random import GeneratorStates, draw_again, draw_saving
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
 DROPOUT = torch.ops.aten.native_dropout.default

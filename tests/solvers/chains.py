@@ -2,7 +2,7 @@
 
 from hypothesis import strategies as st
 
-from fxremat.chain import Block, Chain, Option
+from fxremat.chains.chain import Block, Chain, Option
 
 times = st.one_of(st.integers(0, 9), st.sampled_from([0, 1, 50, 1000]))
 sizes = st.integers(0, 9)

@@ -6,7 +6,7 @@ State: (stored values as (branch, kind, number, option), phases of trunk and bra
 import heapq
 import itertools
 
-from fxremat.chain import Join
+from fxremat.chains.chain import Join
 
 
 def fastest(join: Join, mem: int) -> float | None:

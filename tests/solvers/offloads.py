@@ -7,11 +7,11 @@ from itertools import product
 
 from hypothesis import strategies as st
 
-from fxremat.chain import Block, Chain
+from fxremat.chains.chain import Block, Chain
+from fxremat.chains.platform import Platform
+from fxremat.chains.reading import read
+from fxremat.chains.schedule import Backward, Forward, Keep, Offload, Op, Prefetch, Schedule, Value
 from fxremat.errors import InvalidSchedule
-from fxremat.platform import Platform
-from fxremat.schedule import Backward, Forward, Keep, Offload, Op, Prefetch, Schedule, Value
-from fxremat.script import read
 from fxremat.solvers import keep_all
 from tests.ticks import tick
 

@@ -6,7 +6,7 @@ State: (stored values with their options, phase). Moves: every forward, the back
 import heapq
 import itertools
 
-from fxremat.chain import Chain
+from fxremat.chains.chain import Chain
 
 
 def fastest(chain: Chain, mem: int, *, persistent: bool = False) -> float | None:

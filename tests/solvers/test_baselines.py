@@ -3,10 +3,10 @@
 import pytest
 from hypothesis import given, settings
 
-from fxremat.chain import Block, Chain
+from fxremat.chains.chain import Block, Chain
+from fxremat.chains.schedule import Schedule
+from fxremat.chains.simulate import simulate
 from fxremat.errors import BudgetTooSmall, FxrematError, InvalidBudget
-from fxremat.schedule import Schedule
-from fxremat.simulate import simulate
 from fxremat.solvers import best, keep_all, solve
 from fxremat.solvers.periodic import periodic, schedules
 from tests.solvers.chains import chains

@@ -4,10 +4,10 @@ import checkpoint_schedules
 import pytest
 from hypothesis import Phase, given, settings
 
-from fxremat.chain import Block, Chain
+from fxremat.chains.chain import Block, Chain
+from fxremat.chains.schedule import Forward, Keep, Schedule
+from fxremat.chains.simulate import simulate
 from fxremat.errors import FxrematError
-from fxremat.schedule import Forward, Keep, Schedule
-from fxremat.simulate import simulate
 from fxremat.solvers import binomial, exact
 from tests.solvers.chains import chains
 

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxremat.chain import Block, Chain
-from fxremat.platform import Platform
+from fxremat.chains.chain import Block, Chain
+from fxremat.chains.platform import Platform
 from fxremat.solvers import lower_bound
 from tests.dags import few
 from tests.solvers.chains import chains

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from fxremat.chain import Block, Chain
+from fxremat.chains.chain import Block, Chain
+from fxremat.chains.simulate import simulate
 from fxremat.errors import BudgetTooSmall, FxrematError
-from fxremat.simulate import simulate
 from fxremat.solvers import checkmate, exact, keep_all
 from tests.solvers.chains import chains
 

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxremat.chain import Chain
+from fxremat.chains.chain import Chain
+from fxremat.chains.platform import Platform
+from fxremat.chains.schedule import Schedule
+from fxremat.chains.simulate import simulate
 from fxremat.errors import BudgetTooSmall, FxrematError
-from fxremat.platform import Platform
-from fxremat.schedule import Schedule
-from fxremat.simulate import simulate
 from fxremat.solvers import NAMES, SOLVERS, best, exact, keep_all, registry, solution
 from tests.dags import few
 from tests.solvers.chains import chains

@@ -5,13 +5,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fxremat
-from fxremat.chain import Block, Chain, Join
+from fxremat.chains.chain import Block, Chain, Join
+from fxremat.chains.join_schedule import JoinSchedule
+from fxremat.chains.platform import Platform
+from fxremat.chains.schedule import Schedule
+from fxremat.chains.simulate_join import simulate_join
 from fxremat.errors import BudgetTooSmall, FxrematError, InvalidBudget, InvalidSchedule
-from fxremat.join_schedule import JoinSchedule
-from fxremat.platform import Platform
-from fxremat.schedule import Schedule
-from fxremat.simulate_join import simulate_join
-from fxremat.solvers.front import solution, solve
+from fxremat.solvers.choose import solution, solve
 from fxremat.solvers.registry import JOINS
 from tests.dags import few
 from tests.solvers.chains import chains

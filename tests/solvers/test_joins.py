@@ -7,9 +7,9 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from fxremat.chains.join_schedule import JoinSchedule, Loss, On
+from fxremat.chains.schedule import Backward, Forward, Keep
 from fxremat.errors import BudgetTooSmall, FxrematError, InvalidSchedule
-from fxremat.join_schedule import JoinSchedule, Loss, On
-from fxremat.schedule import Backward, Forward, Keep
 from fxremat.solvers import binomial, joins
 
 VECTORS = json.loads((Path(__file__).parents[1] / "data" / "joins.json").read_text())

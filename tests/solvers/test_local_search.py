@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxremat.chain import Block, Chain
-from fxremat.schedule import Schedule
-from fxremat.simulate import simulate
+from fxremat.chains.chain import Block, Chain
+from fxremat.chains.schedule import Schedule
+from fxremat.chains.simulate import simulate
 from fxremat.solvers import input_drop, keep_all
 from fxremat.solvers.offload import greedy, local_search, pofo
 from tests.dags import few

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from fxremat.chains.platform import Platform
+from fxremat.chains.schedule import Schedule
+from fxremat.chains.simulate import simulate
 from fxremat.errors import BudgetTooSmall
-from fxremat.platform import Platform
-from fxremat.schedule import Schedule
-from fxremat.simulate import simulate
 from fxremat.solvers import keep_all
 from fxremat.solvers.offload import greedy, offload_dp, pofo
 from fxremat.solvers.offload.trips import needs, travel, trips

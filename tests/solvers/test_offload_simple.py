@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxremat.chain import Block, Chain
+from fxremat.chains.chain import Block, Chain
+from fxremat.chains.schedule import Schedule
+from fxremat.chains.simulate import simulate
 from fxremat.errors import BudgetTooSmall
-from fxremat.schedule import Schedule
-from fxremat.simulate import simulate
 from fxremat.solvers import input_drop, keep_all
 from fxremat.solvers.offload import autocapper, greedy, opportunist, vdnn
 from tests.dags import few

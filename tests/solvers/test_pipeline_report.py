@@ -14,15 +14,15 @@ from hypothesis import given
 from benchmarks import pipeline as benchmark
 from benchmarks.papers import chains as networks
 from fxremat.__main__ import main
-from fxremat.chain import Block, Chain, Option
+from fxremat.chains.chain import Block, Chain, Option
+from fxremat.chains.schedule import Schedule
 from fxremat.errors import BudgetTooSmall
-from fxremat.schedule import Schedule
+from fxremat.show.pipeline import picture, text
 from fxremat.solvers.pipeline.check import check
 from fxremat.solvers.pipeline.costs import Job
 from fxremat.solvers.pipeline.model import Machines
 from fxremat.solvers.pipeline.of_chain import layers_of, ways_of
 from fxremat.solvers.pipeline.plan import plan_pipeline
-from fxremat.solvers.pipeline.report import picture, text
 from fxremat.solvers.pipeline.solved import plan_chain, solved_ways, way_of
 from tests.dags import few
 from tests.solvers.chains import chains

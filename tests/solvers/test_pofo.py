@@ -6,13 +6,14 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from fxremat.chain import Block, Chain
+from fxremat.chains.chain import Block, Chain
+from fxremat.chains.platform import Platform
+from fxremat.chains.schedule import Offload, Schedule
+from fxremat.chains.simulate import simulate
 from fxremat.errors import BudgetTooSmall
-from fxremat.platform import Platform
-from fxremat.schedule import Offload, Schedule
-from fxremat.simulate import simulate
 from fxremat.solvers import persistent
-from fxremat.solvers.offload import frugal, pofo
+from fxremat.solvers.offload import min_memory as frugal
+from fxremat.solvers.offload import pofo
 from fxremat.solvers.sizes import in_bytes
 from tests.dags import few
 from tests.solvers.chains import chains

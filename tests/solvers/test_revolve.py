@@ -6,10 +6,10 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from fxremat.chain import Block, Chain
+from fxremat.chains.chain import Block, Chain
+from fxremat.chains.schedule import Backward, Forward, Keep, Schedule
+from fxremat.chains.simulate import simulate
 from fxremat.errors import BudgetTooSmall
-from fxremat.schedule import Backward, Forward, Keep, Schedule
-from fxremat.simulate import simulate
 from fxremat.solvers import binomial, exact, persistent, revolve
 from tests.solvers.chains import chains
 

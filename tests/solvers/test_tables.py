@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.solvers import uneven
-from fxremat.chain import Block, Chain
+from fxremat.chains.chain import Block, Chain
+from fxremat.chains.schedule import Drop, Schedule
+from fxremat.chains.simulate import simulate
 from fxremat.errors import BudgetTooSmall, FxrematError
-from fxremat.schedule import Drop, Schedule
-from fxremat.simulate import simulate
 from fxremat.solvers import best, floating_drop, input_drop, persistent, rows, solve
 from tests.solvers.chains import chains
 from tests.solvers.oracle import fastest

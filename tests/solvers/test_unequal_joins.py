@@ -4,11 +4,11 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from fxremat.chain import Block, Chain, Join, Option
+from fxremat.chains.chain import Block, Chain, Join, Option
+from fxremat.chains.join_schedule import JoinSchedule, On
+from fxremat.chains.simulate import simulate
+from fxremat.chains.simulate_join import simulate_join
 from fxremat.errors import BudgetTooSmall, FxrematError, InvalidSchedule
-from fxremat.join_schedule import JoinSchedule, On
-from fxremat.simulate import simulate
-from fxremat.simulate_join import simulate_join
 from fxremat.solvers import input_drop, joins
 from fxremat.solvers.joins import canonical
 from tests.solvers.chains import chains

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from itertools import islice, permutations
 from math import gcd, inf
 
-from fxremat.chain import Chain, Join
+from fxremat.chains.chain import Chain, Join
+from fxremat.chains.join_schedule import JoinSchedule
+from fxremat.chains.simulate_join import JoinTimeline, simulate_join
 from fxremat.errors import BudgetTooSmall
-from fxremat.join_schedule import JoinSchedule
-from fxremat.simulate_join import JoinTimeline, simulate_join
 from fxremat.solvers import binomial, input_drop, periodic
 from fxremat.solvers.joins import canonical
 from fxremat.solvers.joins.linear import chain_of, translated

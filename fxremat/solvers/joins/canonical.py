@@ -26,12 +26,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fxremat.chain import Chain, Join
+from fxremat.chains.chain import Chain, Join
+from fxremat.chains.join_schedule import JoinOp, JoinSchedule, Loss, On
+from fxremat.chains.schedule import Backward, Drop, Forward, Keep, Op, Value
 from fxremat.errors import BudgetTooSmall, FxrematError
 from fxremat.jit import jit
-from fxremat.join_schedule import JoinOp, JoinSchedule, Loss, On
 from fxremat.progress import progress
-from fxremat.schedule import Backward, Drop, Forward, Keep, Op, Value
 from fxremat.solvers.joins.tails import Tails, tails
 from fxremat.solvers.rows import least
 from fxremat.solvers.sizes import Floats, Ints

@@ -12,9 +12,9 @@ schedules for several budgets are tried. Whoever judges them simulates them on t
 from collections.abc import Sequence
 from dataclasses import replace
 
-from fxremat.chain import Block, Chain, Join
-from fxremat.join_schedule import JoinOp, JoinSchedule, Loss, On
-from fxremat.schedule import Backward, Drop, Forward, Keep, Op, Schedule, Value
+from fxremat.chains.chain import Block, Chain, Join
+from fxremat.chains.join_schedule import JoinOp, JoinSchedule, Loss, On
+from fxremat.chains.schedule import Backward, Drop, Forward, Keep, Op, Schedule, Value
 
 
 def chain_of(join: Join, order: Sequence[int]) -> Chain:

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fxremat.chain import Chain
+from fxremat.chains.chain import Chain
+from fxremat.chains.schedule import Op
 from fxremat.jit import jit
-from fxremat.schedule import Op
 from fxremat.solvers.input_drop import bounds, fill_some, trace_row
+from fxremat.solvers.op_codes import decode
 from fxremat.solvers.rows import Rows, lay_out, value
 from fxremat.solvers.sizes import Floats, Ints, Sizes, in_bytes, in_slots
-from fxremat.solvers.squares import fill_squares
-from fxremat.solvers.tape import decode
+from fxremat.solvers.tiles import fill_squares
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,11 +24,11 @@ from itertools import permutations
 
 import numpy as np
 
+from fxremat.chains.join_schedule import JoinOp, JoinSchedule, Loss, On
+from fxremat.chains.schedule import Forward, Keep
 from fxremat.errors import BudgetTooSmall, FxrematError
 from fxremat.jit import jit
-from fxremat.join_schedule import JoinOp, JoinSchedule, Loss, On
 from fxremat.progress import progress
-from fxremat.schedule import Forward, Keep
 from fxremat.solvers import binomial
 from fxremat.solvers.rows import least
 from fxremat.solvers.sizes import Floats, Ints

@@ -12,9 +12,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from fxremat.chain import Chain
+from fxremat.chains.chain import Chain
+from fxremat.chains.schedule import Schedule
 from fxremat.errors import BudgetTooSmall
-from fxremat.schedule import Schedule
 from fxremat.solvers.offload.trips import Trip, needs, travel, trips
 from fxremat.solvers.sizes import Ints
 

@@ -4,9 +4,9 @@ Nothing is recomputed. The thesis, Theorem 8: optimal if parts of a value may tr
 last value goes as a whole; where that is too little, because the last values are in use at the peak, more do.
 """
 
-from fxremat.chain import Chain
+from fxremat.chains.chain import Chain
+from fxremat.chains.schedule import Schedule
 from fxremat.errors import BudgetTooSmall
-from fxremat.schedule import Schedule
 from fxremat.solvers import keep_all
 from fxremat.solvers.offload.trips import needs, travel, trips
 

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fxremat.chain import Chain
-from fxremat.platform import Platform
+from fxremat.chains.chain import Chain
+from fxremat.chains.platform import Platform
 from fxremat.solvers.sizes import Floats, Ints
 
 _ROUNDING = 1e-9

@@ -18,9 +18,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from fxremat.chain import Chain
+from fxremat.chains.chain import Chain
+from fxremat.chains.schedule import Backward, Drop, Forward, Keep, Offload, Op, Prefetch, Schedule, Value
 from fxremat.errors import InvalidSchedule
-from fxremat.schedule import Backward, Drop, Forward, Keep, Offload, Op, Prefetch, Schedule, Value
 from fxremat.solvers.offload.trips import Trip, needs, travel, trips
 
 _Key = tuple[Value, int]  # a trip: its value, and which of the value's trips it is

@@ -28,12 +28,12 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from fxremat.chain import Chain
+from fxremat.chains.chain import Chain
+from fxremat.chains.platform import Platform
+from fxremat.chains.schedule import Schedule
 from fxremat.errors import BudgetTooSmall
 from fxremat.jit import jit
-from fxremat.platform import Platform
 from fxremat.progress import progress
-from fxremat.schedule import Schedule
 from fxremat.solvers import keep_all
 from fxremat.solvers.offload import greedy
 from fxremat.solvers.offload.link import Carried, carried, speeds

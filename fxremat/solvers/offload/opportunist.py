@@ -10,12 +10,13 @@ by the persistent dynamic program (persistent.py), in all the memory beside it.
 The thesis, 4.3. It is sometimes unable to fit where memory is short, as the thesis says.
 """
 
-from fxremat.chain import Chain
+from fxremat.chains.chain import Chain
+from fxremat.chains.platform import Platform
+from fxremat.chains.schedule import Backward, Forward, Keep, Offload, Op, Prefetch, Schedule, Value
 from fxremat.errors import BudgetTooSmall
-from fxremat.platform import Platform
-from fxremat.schedule import Backward, Forward, Keep, Offload, Op, Prefetch, Schedule, Value
 from fxremat.solvers import keep_all, persistent
-from fxremat.solvers.offload import frugal, pofo
+from fxremat.solvers.offload import min_memory as frugal
+from fxremat.solvers.offload import pofo
 from fxremat.solvers.offload.link import speeds
 from fxremat.solvers.offload.trips import needs
 from fxremat.solvers.sizes import in_bytes

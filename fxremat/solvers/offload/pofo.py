@@ -35,13 +35,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fxremat.chain import Chain
+from fxremat.chains.chain import Chain
+from fxremat.chains.platform import Platform
+from fxremat.chains.schedule import Backward, Offload, Op, Prefetch, Schedule, Value
 from fxremat.errors import BudgetTooSmall
 from fxremat.jit import jit
-from fxremat.platform import Platform
 from fxremat.progress import progress
-from fxremat.schedule import Backward, Offload, Op, Prefetch, Schedule, Value
-from fxremat.solvers.offload import frugal
+from fxremat.solvers.offload import min_memory as frugal
 from fxremat.solvers.offload.link import Carried, carried, speeds
 from fxremat.solvers.offload.trips import needs
 from fxremat.solvers.rows import least

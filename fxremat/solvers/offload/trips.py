@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fxremat.chain import Chain
-from fxremat.schedule import Backward, Drop, Forward, Keep, Offload, Op, Prefetch, Schedule, Value
-from fxremat.script import read
+from fxremat.chains.chain import Chain
+from fxremat.chains.reading import read
+from fxremat.chains.schedule import Backward, Drop, Forward, Keep, Offload, Op, Prefetch, Schedule, Value
 from fxremat.solvers.sizes import Ints
 
 

@@ -6,9 +6,9 @@ threshold on  forward time / input bytes:  all inputs above it, or every other o
 The thesis, 3.4.1; Rhu et al., vDNN (MICRO 2016).
 """
 
-from fxremat.chain import Chain
+from fxremat.chains.chain import Chain
+from fxremat.chains.schedule import Schedule
 from fxremat.errors import BudgetTooSmall
-from fxremat.schedule import Schedule
 from fxremat.solvers import keep_all
 from fxremat.solvers.offload.trips import needs, travel, trips
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from fxremat.chain import Chain
+from fxremat.chains.chain import Chain
 from fxremat.solvers.pipeline.costs import Ways, undominated
 from fxremat.solvers.pipeline.model import Layer, Layers, Way
 

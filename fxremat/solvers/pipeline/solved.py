@@ -13,15 +13,15 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 
-from fxremat.chain import Chain
+from fxremat.chains.chain import Chain
+from fxremat.chains.schedule import Backward, Forward, Schedule
+from fxremat.chains.simulate import simulate
 from fxremat.errors import BudgetTooSmall
-from fxremat.schedule import Backward, Forward, Schedule
-from fxremat.simulate import simulate
 from fxremat.solvers import solve
-from fxremat.solvers.pipeline.asked import Asked
 from fxremat.solvers.pipeline.costs import step_seconds
 from fxremat.solvers.pipeline.model import Machines, PipelinePlan, Way
 from fxremat.solvers.pipeline.of_chain import layers_of, ways_of
+from fxremat.solvers.pipeline.on_demand import Asked
 from fxremat.solvers.pipeline.plan import EFFORT, plan_pipeline
 
 BUDGETS = 6  # for each stage, evenly between all that it may keep and the least

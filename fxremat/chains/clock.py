@@ -1,0 +1,307 @@
+"""The clock: when the ops of a script run and when its copies do, on a device with a memory limit.
+
+    op                starts when the one before has ended, the copies it needs have ended, and it fits
+    copy to host      first in, first out; starts when the value is on the device
+    copy from host    first in, first out; starts when the value is on the host, and when from now to the
+                      op that needs it everything fits beside it, the values that are still leaving included
+
+So a copy from the host never takes memory that an op before its reader needs, and it does no harm to place
+Pre(v) early. It follows that a schedule deadlocks only if `Script.base` exceeds the limit somewhere: with
+every copy to the host ended and every copy from it as late as possible. It also follows that, with two
+independent directions, more memory or bandwidth never costs time. On one shared bus the copy that joined its
+queue first goes first, if it can start; there more memory may let a copy from the host go before others.
+
+    whole   a value occupies the device until its copy to the host ends, and from the start of its copy back
+    fluid   it does so in part: memory is released and taken at the speed of the link; an op's input stays whole
+            while the op runs; copies from the host pause where they would take memory that an op needs
+
+The fluid model is the relaxation O.7'' / OR.5 of the thesis (ch. 3-4), which pauses nothing and delays
+copies from the host as long as it can instead: a copy that is early, where it fits, changes no op's start.
+Proposition 1 there: offloading as early as possible is best.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+from math import ceil, inf
+
+import numpy as np
+
+from fxremat.chains.reading import Copy, Script
+from fxremat.chains.schedule import Schedule
+from fxremat.errors import InvalidSchedule
+
+_BYTES = 1e-3  # less than this is rounding
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timed:
+    """When everything happened; lists are indexed by token."""
+
+    time: float
+    idle: float
+    peak: int
+    memory: list[int]
+    starts: list[float]
+    ends: list[float]
+    hidden: float  # share of the copies' seconds during which an op ran
+
+
+@dataclass(kw_only=True)
+class Link:
+    """The speeds of the two directions, bytes per second."""
+
+    to_host: float
+    from_host: float
+    shared: bool  # one copy at a time over both directions
+
+
+@dataclass(eq=False)
+class _Flow:
+    """A copy on its way."""
+
+    copy: Copy
+    rate: float
+    since: float
+    moved: float = 0.0  # at `since`
+    target: float = 0.0  # where it stops or pauses
+    until: float = inf  # when it gets there; inf where it is paused
+
+    def at(self, time: float) -> float:
+        if self.until == inf:
+            return self.moved
+        return self.target if time >= self.until else self.moved + (time - self.since) * self.rate
+
+    def head_for(self, target: float, time: float) -> None:
+        """Go on to `target` bytes, from now."""
+        if target == self.target and self.until < inf:
+            return
+        self.moved, self.since = self.at(time), time
+        self.target = max(target, self.moved)
+        self.until = time + (self.target - self.moved) / self.rate
+
+    def pause(self, time: float) -> None:
+        self.moved, self.since, self.until = self.at(time), time, inf
+
+
+def run(script: Script, schedule: Schedule, limit: int | None, link: Link, *, fluid: bool) -> Timed:
+    """Let the clock run. Raises `InvalidSchedule` where nothing can proceed."""
+    return _Clock(script, schedule, limit, link, fluid).run()
+
+
+class _Clock:
+    def __init__(
+        self, script: Script, schedule: Schedule, limit: int | None, link: Link, fluid: bool
+    ) -> None:
+        self.script, self.schedule, self.link, self.fluid = script, schedule, link, fluid
+        self.limit: float = inf if limit is None else limit
+        # need[q]: bytes at place q, with all that is leaving still there and what has come early
+        self.need = np.array(script.base, dtype=np.int64)
+        for copy in script.copies:
+            if copy.outward:
+                self.need[copy.stored.gone :] += copy.stored.size
+        self.queues: tuple[deque[Copy], deque[Copy]] = deque(), deque()  # from host, to host
+        self.flows: list[_Flow | None] = [None, None]
+        self.done: set[Copy] = set()
+        self.time, self.place, self.step = 0.0, 0, 0
+        self.running = inf  # when the op that runs ends; inf: none runs
+        self.peak = 0.0
+        tokens = len(schedule.ops)
+        self.memory, self.starts, self.ends = [0.0] * tokens, [0.0] * tokens, [0.0] * tokens
+        self.busy = self.copying = self.beneath = 0.0  # seconds
+
+    def run(self) -> Timed:
+        self._reach_slot()
+        while True:
+            while self._start_op() or self._start_copies():
+                pass
+            event = self._next_event()
+            if event == inf:
+                break
+            self._advance(event)
+        if self.step < len(self.script.steps) or any(self.queues) or any(self.flows):
+            raise InvalidSchedule(self._stuck())
+        return Timed(
+            time=self.time,
+            idle=max(0.0, self.time - self.busy),
+            peak=_whole(self.peak),
+            memory=[_whole(memory) for memory in self.memory],
+            starts=self.starts,
+            ends=self.ends,
+            hidden=self.beneath / self.copying if self.copying else 1.0,
+        )
+
+    def _reach_slot(self) -> None:
+        """An op has ended, or the step begins: read the tokens that follow."""
+        self._see()
+        now = self._used()
+        for token in self.script.slots[self.step]:
+            self.memory[token.token] = now
+            now -= token.freed
+            self.starts[token.token] = self.ends[token.token] = self.time
+            if token.copy:
+                self.queues[token.copy.outward].append(token.copy)
+        self.place = 3 * self.step + 1
+        self._see()
+
+    def _used(self) -> float:
+        """Bytes on the device now."""
+        return float(self.need[self.place]) + self._partial(self.place)
+
+    def _partial(self, place: int) -> float:
+        """What copies on their way change at a place, beyond `need`."""
+        if not self.fluid:
+            return 0.0
+        coming, leaving = self.flows
+        change = 0.0
+        if leaving and leaving.copy.stored.gone <= place:
+            change -= leaving.at(self.time)
+        if coming and place < coming.copy.due:
+            change += coming.at(self.time)
+        return change
+
+    def _see(self) -> None:
+        used = self._used()
+        self.peak = max(self.peak, used)
+        if self.running < inf:
+            token = self.script.steps[self.step].token
+            self.memory[token] = max(self.memory[token], used)
+
+    def _start_op(self) -> bool:
+        if self.running < inf or self.step == len(self.script.steps):
+            return False
+        step = self.script.steps[self.step]
+        if self._excess() > 0 or not all(copy in self.done for copy in step.needs):
+            return False
+        self.starts[step.token] = self.time
+        self.running = self.time + step.seconds
+        self.busy += step.seconds
+        self.place += 1
+        self._see()
+        return True
+
+    def _excess(self) -> float:
+        """By how many bytes the next op, or what it leaves, does not fit now; not above 0: it fits."""
+        places = (self.place + 1, self.place + 2)
+        most = max(float(self.need[place]) + self._partial(place) for place in places) - self.limit
+        return most if most > (_BYTES if self.fluid else 0) else 0.0
+
+    def _start_copies(self) -> bool:
+        """Start what can start in the two queues; on a shared bus, the copy that joined first."""
+        heads = [
+            flow.copy.token if flow else queue[0].token if queue else inf
+            for flow, queue in zip(self.flows, self.queues, strict=True)
+        ]
+        started = False
+        for way in sorted((0, 1), key=heads.__getitem__):
+            other = self.flows[1 - way]
+            if self.link.shared and other and other.until < inf:
+                continue
+            started = self._start_copy(way) or started
+        return started
+
+    def _start_copy(self, way: int) -> bool:
+        flow, queue = self.flows[way], self.queues[way]
+        if flow is None:
+            if not queue or not (queue[0].after is None or queue[0].after in self.done):
+                return False
+            copy = queue[0]
+            target = self._room(copy, 0.0)
+            if target <= 0 < copy.stored.size or (not self.fluid and target < copy.stored.size):
+                return False
+            queue.popleft()
+            flow = self.flows[way] = _Flow(
+                copy, self.link.to_host if copy.outward else self.link.from_host, self.time
+            )
+            self.starts[copy.token] = self.time
+            if not copy.outward and not self.fluid:
+                self.need[self.place : copy.due] += copy.stored.size
+                self._see()
+            flow.head_for(target, self.time)
+            return True
+        if flow.until < inf:
+            return False
+        target = self._room(flow.copy, flow.moved)
+        if target <= flow.moved + _BYTES and target < flow.copy.stored.size:
+            return False
+        flow.head_for(target, self.time)
+        return True
+
+    def _room(self, copy: Copy, moved: float) -> float:
+        """How many bytes of a copy may have moved, as things stand."""
+        size = copy.stored.size
+        if copy.outward:
+            return size
+        room = self.limit - float(self.need[self.place : copy.due].max())
+        return max(moved, min(size, room))
+
+    def _next_event(self) -> float:
+        event = self.running
+        for flow in self.flows:
+            if flow:
+                event = min(event, flow.until)
+        if self.fluid and self.running == inf and self.step < len(self.script.steps):
+            event = min(event, self._fits_at())
+        return float(event)
+
+    def _fits_at(self) -> float:
+        """When the next op fits thanks to the copy to the host that is under way; inf if that is not enough."""
+        leaving, event = self.flows[1], 0.0
+        for place in (self.place + 1, self.place + 2):
+            excess = float(self.need[place]) + self._partial(place) - self.limit
+            if excess > _BYTES:
+                if leaving is None or leaving.copy.stored.gone > place:
+                    return inf
+                event = max(event, self.time + excess / leaving.rate, np.nextafter(self.time, inf))
+        return event or inf
+
+    def _advance(self, time: float) -> None:
+        span = time - self.time
+        active = sum(flow is not None and flow.until < inf for flow in self.flows)
+        self.copying += span * active
+        self.beneath += span * active if self.running < inf else 0.0
+        self.time = time
+        self._see()
+        self._settle(1)
+        if self.running <= time:
+            self.ends[self.script.steps[self.step].token] = time
+            self.running = inf
+            self.step += 1
+            self.place += 1
+            self._reach_slot()
+        coming = self.flows[0]
+        if self.fluid and coming and coming.until < inf:
+            coming.head_for(self._room(coming.copy, coming.at(time)), time)
+        self._settle(0)
+
+    def _settle(self, way: int) -> None:
+        """Note that a copy has got to where it was heading."""
+        flow = self.flows[way]
+        if flow is None or flow.until > self.time:
+            return
+        copy = flow.copy
+        if flow.target < copy.stored.size:
+            flow.pause(self.time)
+            return
+        self.flows[way] = None
+        self.ends[copy.token] = self.time
+        self.done.add(copy)
+        if copy.outward:
+            self.need[copy.stored.gone :] -= copy.stored.size
+        elif self.fluid:
+            self.need[self.place : copy.due] += copy.stored.size
+        self._see()
+
+    def _stuck(self) -> str:
+        """What nothing can proceed from."""
+        copy = self.flows[0].copy if self.flows[0] else self.queues[0][0] if self.queues[0] else None
+        if copy is None:
+            step = self.script.steps[self.step]
+            where, lacks = f"op {step.token + 1}, {self.schedule.ops[step.token]}", self._excess()
+        else:
+            where = f"op {copy.token + 1}, {self.schedule.ops[copy.token]}"
+            lacks = float(self.need[self.place : copy.due].max()) + copy.stored.size - self.limit
+        return f"{where}: deadlock: nothing can proceed; it lacks {lacks:.0f} bytes of {self.limit:.0f}"
+
+
+def _whole(size: float) -> int:
+    return ceil(size - _BYTES)

@@ -1,0 +1,274 @@
+"""A schedule read against its chain: what runs when, which copy of a value it reads, and how long each stays.
+
+Nothing here depends on time. Op c (c = 0, 1, ...) is the c-th forward or backward; tokens that take no time
+belong to the slot before the op that follows them. Places in the order of the schedule are numbered
+
+    3c       op c - 1 has ended (c = 0: the step begins)
+    3c + 1   the tokens of slot c have been read, op c has not started
+    3c + 2   op c runs
+
+and `Script.base` is the memory at each of them, if copies to the host took no time and copies from the host
+came as late as the order allows. Timing adds what has not left yet and what has come early.
+
+A value that is offloaded stays readable until the next Pre(v) or recomputation of v: it leaves the device
+when its copy has ended and the last op that reads it has, too. An op that finds its input both as a and as A
+reads the one that is not leaving, and a if there is a choice.
+"""
+
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+from fxremat.chains.chain import Block, Chain
+from fxremat.chains.schedule import Backward, Drop, Forward, Keep, Offload, Op, Prefetch, Schedule, Value
+from fxremat.errors import InvalidSchedule
+
+
+@dataclass(eq=False)
+class Stored:
+    """A value on the device, from the place where it is `born` to the one where it is `gone`."""
+
+    size: int
+    option: int  # with which A was saved
+    born: int
+    gone: int = -1  # -1: it stays to the end
+    coming: "Copy | None" = None  # the copy from the host that brings it
+    leaving: "Copy | None" = None  # the copy to the host that it waits for
+    touched: bool = False  # by an op or a token
+
+
+@dataclass(eq=False)
+class Copy:
+    """A copy of a value over the link, in one of the two queues."""
+
+    token: int  # its place in the schedule, from 0
+    value: Value
+    stored: Stored
+    outward: bool  # to the host
+    after: "Copy | None"  # the copy that must have ended before
+    due: int = -1  # from the host: the place at which it must be there
+
+
+@dataclass(frozen=True)
+class Step:
+    """A forward or backward."""
+
+    token: int
+    seconds: float
+    needs: tuple[Copy, ...]  # copies that bring what it reads
+
+
+@dataclass(frozen=True)
+class Token:
+    """A drop, or a copy that joins its queue."""
+
+    token: int
+    copy: Copy | None
+    freed: int  # bytes
+
+
+@dataclass(frozen=True)
+class Script:
+    """All there is to know of a schedule before the clock starts."""
+
+    steps: list[Step]
+    slots: list[list[Token]]  # one more than there are steps
+    copies: list[Copy]
+    base: list[int]  # bytes, at every place
+
+
+def read(chain: Chain, schedule: Schedule) -> Script:
+    """The script of `schedule`. Raises `InvalidSchedule` that names the op and what it lacks."""
+    reader = _Reader(chain)
+    for token, op in enumerate(schedule.ops):
+        try:
+            reader.take(token, op)
+        except InvalidSchedule as error:
+            raise InvalidSchedule(f"op {token + 1}, {op}: {error}") from None
+    if reader.phase != 0:
+        raise InvalidSchedule(
+            f"the schedule ends before B{reader.phase}; it must run every backward down to B1"
+        )
+    for copy in reader.copies:
+        if not copy.outward and not copy.stored.touched:
+            place = f"op {copy.token + 1}, {schedule.ops[copy.token]}"
+            raise InvalidSchedule(f"{place}: nothing reads {copy.value} before the step ends")
+    return reader.script()
+
+
+@dataclass
+class _Reader:
+    """The device and the host between two ops, in the order of the schedule."""
+
+    chain: Chain
+    device: dict[Value, Stored] = field(init=False)
+    host: dict[Value, Copy] = field(init=False, default_factory=dict)
+    phase: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.phase = len(self.chain)
+        start = Stored(self.chain.input_bytes, 0, 0)
+        self.device = {Value("a", 0): start}
+        self.all = [start]
+        self.copies: list[Copy] = []
+        self.steps: list[Step] = []
+        self.slots: list[list[Token]] = [[]]
+        self.extra: list[int] = []  # bytes of each op beyond what it stores
+        self.turns: list[int] = []  # the steps that are backwards
+
+    def take(self, token: int, op: Op) -> None:
+        match op:
+            case Forward():
+                self._forward(token, op)
+            case Backward():
+                self._backward(token, op)
+            case Drop(value):
+                self._drop(token, value)
+            case Offload(value):
+                self._offload(token, value)
+            case Prefetch(value):
+                self._prefetch(token, value)
+
+    def _forward(self, token: int, op: Forward) -> None:
+        block = self._block(op.block)
+        needs = self._read_input(op.block)
+        if op.keep is Keep.ALL:
+            if op.option >= len(block.choices):
+                raise InvalidSchedule(f"block {op.block} has options 0 to {len(block.choices) - 1}")
+            option = block.choices[op.option]
+            value, size, scratch = Value("A", op.block), option.saved_bytes, option.save_scratch or 0
+        else:
+            value, size, scratch = Value("a", op.block), block.output_bytes, block.forward_scratch
+        here = 3 * len(self.steps) + 2
+        needs += self._close(value, here + 1)  # a value computed anew replaces the stored one
+        self._store(value, Stored(size, op.option, here))
+        if op.keep is Keep.NONE:
+            needs += self._close(Value("a", op.block - 1), here + 1)
+        self._step(token, block.forward_time, scratch, needs)
+
+    def _backward(self, token: int, op: Backward) -> None:
+        block = self._block(op.block)
+        if self.phase != op.block:
+            then = f"the next backward is B{self.phase}" if self.phase else "the step is over"
+            raise InvalidSchedule(f"the gradient of a{op.block} is not there; {then}")
+        saved = Value("A", op.block)
+        option = block.choices[self._need(saved).option]
+        needs = self._read(saved) + self._read_input(op.block)
+        end = 3 * len(self.steps) + 3
+        needs += self._close(saved, end) + self._close(Value("a", op.block - 1), end)
+        self.turns.append(len(self.steps))
+        extra = self.chain.grad_sizes[op.block - 1] + option.backward_scratch
+        self._step(token, option.backward_time, extra, needs)
+        self.phase = op.block - 1
+
+    def _drop(self, token: int, value: Value) -> None:
+        stored = self._settled(value)
+        self.slots[-1].append(Token(token, None, 0 if stored.leaving else stored.size))
+        self._close(value, 3 * len(self.steps) + 1)
+
+    def _offload(self, token: int, value: Value) -> None:
+        stored = self._settled(value)
+        if stored.leaving:
+            raise InvalidSchedule(f"{value} is on its way to the host already")
+        stored.gone = 3 * len(self.steps) + 1
+        stored.leaving = self.host[value] = self._copy(token, value, stored, stored.coming, outward=True)
+
+    def _prefetch(self, token: int, value: Value) -> None:
+        if value not in self.host:
+            raise InvalidSchedule(f"{value} is not on the host")
+        if value in self.device and not self.device[value].leaving:
+            raise InvalidSchedule(f"{value} is on the device already")
+        copy = self.host[value]
+        stored = Stored(copy.stored.size, copy.stored.option, -1)
+        self._store(value, stored)
+        stored.coming = self._copy(token, value, stored, copy, outward=False)
+
+    def _copy(self, token: int, value: Value, stored: Stored, after: Copy | None, *, outward: bool) -> Copy:
+        copy = Copy(token, value, stored, outward, after)
+        self.copies.append(copy)
+        self.slots[-1].append(Token(token, copy, 0))
+        return copy
+
+    def _step(self, token: int, seconds: float, extra: int, needs: tuple[Copy, ...]) -> None:
+        self.steps.append(Step(token, seconds, needs))
+        self.extra.append(extra)
+        self.slots.append([])
+
+    def _store(self, value: Value, stored: Stored) -> None:
+        self.device[value] = stored
+        self.all.append(stored)
+
+    def _read_input(self, number: int) -> tuple[Copy, ...]:
+        small, large = Value("a", number - 1), Value("A", number - 1)
+        found = [value for value in (small, large) if value in self.device]
+        if not found:
+            raise InvalidSchedule(
+                f"its input is not stored: neither {small} nor {large}"
+                if number > 1
+                else f"its input is not stored: {small} is gone"
+            )
+        return self._read(min(found, key=lambda value: self.device[value].leaving is not None))
+
+    def _read(self, value: Value) -> tuple[Copy, ...]:
+        """Let the next op read a stored value; the copies it has to wait for."""
+        stored = self.device[value]
+        here = 3 * len(self.steps) + 2
+        if stored.leaving:
+            stored.gone = here + 1
+        return self._touch(stored, here)
+
+    def _close(self, value: Value, gone: int) -> tuple[Copy, ...]:
+        """Take a value off the device, if it is there, from the place `gone` on; the copies to wait for."""
+        stored = self.device.pop(value, None)
+        if stored is None:
+            return ()
+        if not stored.leaving:
+            stored.gone = gone
+        return self._touch(stored, gone - 1)
+
+    def _touch(self, stored: Stored, here: int) -> tuple[Copy, ...]:
+        if stored.coming is None:
+            return ()
+        if not stored.touched:
+            stored.touched = True
+            stored.coming.due = here
+        return (stored.coming,)
+
+    def _need(self, value: Value) -> Stored:
+        if value not in self.device:
+            raise InvalidSchedule(f"{value} is not stored")
+        return self.device[value]
+
+    def _settled(self, value: Value) -> Stored:
+        stored = self._need(value)
+        if stored.coming and not stored.touched:
+            raise InvalidSchedule(f"{value} has been fetched from the host and not been read")
+        return stored
+
+    def _block(self, number: int) -> Block:
+        if not 1 <= number <= len(self.chain):
+            raise InvalidSchedule(f"there is no block {number}; the chain has blocks 1 to {len(self.chain)}")
+        return self.chain.blocks[number - 1]
+
+    def script(self) -> Script:
+        """The script, once every op has been taken."""
+        end = 3 * len(self.steps) + 1
+        due = end
+        for copy in reversed(self.copies):
+            if not copy.outward:  # its queue is first in, first out
+                due = copy.due = min(due, copy.due)
+                copy.stored.born = due
+        return Script(self.steps, self.slots, self.copies, self._base(end))
+
+    def _base(self, end: int) -> list[int]:
+        change = [0] * (end + 2)
+        for stored in self.all:
+            change[stored.born] += stored.size
+            change[stored.gone if stored.gone >= 0 else end + 1] -= stored.size
+        for step, extra in enumerate(self.extra):
+            change[3 * step + 2] += extra
+            change[3 * step + 3] -= extra
+        phases = self.chain.phase_sizes
+        change[0] += phases[-1]
+        for block, step in zip(range(len(self.chain), 0, -1), self.turns, strict=True):
+            change[3 * step + 3] += phases[block - 1] - phases[block]
+        return list(accumulate(change[: end + 1]))

@@ -1,0 +1,175 @@
+"""The one definition of a valid schedule, its memory and its time.
+
+    stored    values a_i and A_i on the device, at first {a_0}
+    phase k   the gradient d_k is stored; k = n until B_n has run, in the end k = 0
+
+    op        needs               memory while it runs                        leaves
+    Fnone_l   input l             stored + phase + a_l + scratch              a_l, without a_{l-1}
+    Fck_l     input l             stored + phase + a_l + scratch              a_l
+    Fall_l    input l             stored + phase + A_l[o] + its scratch       A_l[o]
+    B_l       d_l, A_l, input l   stored + phase + d_{l-1} + its scratch      phase l-1, less A_l, a_{l-1}
+    Drop(v)   v                   stored + phase                              all but v
+    Off(v)    v                   stored + phase                              v on the host too, and soon only there
+    Pre(v)    v on the host       stored + phase                              v on both
+
+"input l" is a_{l-1} or A_{l-1}; what a phase holds is `Chain.phase_sizes`. The peak also counts the end of
+the step, when d_0 and all weight gradients are held. Solvers do not import this file: none grades itself.
+
+Off(v) and Pre(v) join the queue of their direction when the op before them has ended; copies run beneath the
+ops. `script.py` says which copy of a value an op reads and how long each stays, `transfers.py` what waits for
+what. A value on the host stays there: it may be fetched again. Drop(v) frees the device's copy, once no copy
+reads or writes it; a value that is leaving anyway can be dropped, to no effect.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from fxremat.chains.chain import Chain
+from fxremat.chains.clock import Link, Timed, run
+from fxremat.chains.platform import Platform
+from fxremat.chains.reading import Script, read
+from fxremat.chains.schedule import Schedule
+from fxremat.errors import FxrematError, InvalidSchedule
+from fxremat.units import format_bytes
+
+Accounting = Literal["whole", "fluid"]
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What a schedule costs; `memory[i]`, `starts[i]` and `ends[i]` belong to `schedule.ops[i]`.
+
+    The start of an Off or Pre is that of its copy; its memory is that of the device when its place in the
+    schedule is reached.
+    """
+
+    schedule: Schedule
+    peak: int  # bytes
+    time: float  # seconds, until the last op and the last copy have ended
+    memory: tuple[int, ...]  # bytes, the most while the op runs, everything stored included
+    starts: tuple[float, ...]  # seconds from the start of the step
+    ends: tuple[float, ...]
+    idle: float  # seconds of `time` during which no op runs
+    sent: int  # bytes copied to the host
+    returned: int  # bytes copied back
+    hidden: float  # share of the copies' seconds that ops run above; 1 where nothing is copied
+
+    def __str__(self) -> str:
+        lines = [f"peak {format_bytes(self.peak)}, time {self.time:.6g} s, {len(self.memory)} operations"]
+        if self.sent or self.returned:
+            lines[0] += (
+                f"; {format_bytes(self.sent)} to the host and {format_bytes(self.returned)} back, "
+                f"{self.hidden:.0%} of it hidden, {self.idle:.6g} s idle"
+            )
+        width = max((len(str(op)) for op in self.schedule.ops), default=0)
+        for op, start, memory in zip(self.schedule.ops, self.starts, self.memory, strict=True):
+            bar = "#" * round(40 * memory / self.peak) if self.peak else ""
+            lines.append(f"{start:12.6g} s  {op!s:{width}}  {format_bytes(memory):>10}  {bar}")
+        return "\n".join(lines)
+
+
+def simulate(
+    chain: Chain,
+    schedule: Schedule,
+    platform: Platform | None = None,
+    *,
+    accounting: Accounting = "whole",
+) -> Timeline:
+    """Run `schedule` on paper.
+
+    Args:
+        platform: where `memory` is given, ops and copies wait for room in it, and the peak is no more than
+            that; without it nothing waits. Copies need `to_host` and `from_host`.
+        accounting: whether a value that is copied counts as a whole until or from then on, or in part.
+
+    Raises:
+        InvalidSchedule: names the op and what it lacks; says deadlock where copies are in the way.
+
+    >>> from fxremat.chain import Block
+    >>> block = Block(forward_time=1.0, backward_time=2.0, output_bytes=4, saved_bytes=9)
+    >>> chain = Chain(blocks=(block, block), input_bytes=4)
+    >>> timeline = simulate(chain, Schedule.parse("Fck1 Fall2 B2 Fall1 B1"))
+    >>> timeline.peak, timeline.time, timeline.memory
+    (25, 7.0, (12, 21, 25, 17, 21))
+
+    A copy to the host beneath Fall2, and one back for which B2 waits:
+
+    >>> chain = Chain(blocks=(block, block, block), input_bytes=4)
+    >>> machine = Platform(memory=30, to_host=9.0, from_host=9.0)
+    >>> timeline = simulate(chain, Schedule.parse("Fall1 Off(A1) Fall2 Fall3 B3 Pre(A1) B2 B1"), machine)
+    >>> timeline.peak, timeline.time, timeline.idle, timeline.hidden
+    (30, 10.0, 1.0, 0.5)
+    """
+    if accounting not in ("whole", "fluid"):
+        raise FxrematError(f'accounting is {accounting!r}; it is "whole" or "fluid"')
+    script = read(chain, schedule)
+    limit = platform.memory if platform else None
+    if limit is not None:
+        _check_room(script, schedule, limit)
+    timed = (
+        run(script, schedule, limit, _link(script, schedule, platform), fluid=accounting == "fluid")
+        if script.copies
+        else _straight(script, schedule)
+    )
+    return Timeline(
+        schedule=schedule,
+        peak=timed.peak,
+        time=timed.time,
+        memory=tuple(timed.memory),
+        starts=tuple(timed.starts),
+        ends=tuple(timed.ends),
+        idle=timed.idle,
+        sent=sum(copy.stored.size for copy in script.copies if copy.outward),
+        returned=sum(copy.stored.size for copy in script.copies if not copy.outward),
+        hidden=timed.hidden,
+    )
+
+
+def _straight(script: Script, schedule: Schedule) -> Timed:
+    """The clock where there are no copies: one op after the other."""
+    count = len(schedule.ops)
+    memory: list[int] = [0] * count
+    starts, ends, time = [0.0] * count, [0.0] * count, 0.0
+    for slot, tokens in enumerate(script.slots):
+        now = script.base[3 * slot]
+        for token in tokens:
+            memory[token.token], starts[token.token], ends[token.token] = now, time, time
+            now -= token.freed
+        if slot < len(script.steps):
+            step = script.steps[slot]
+            memory[step.token], starts[step.token] = script.base[3 * slot + 2], time
+            time += step.seconds
+            ends[step.token] = time
+    return Timed(
+        time=time, idle=0.0, peak=max(script.base), memory=memory, starts=starts, ends=ends, hidden=1.0
+    )
+
+
+def _link(script: Script, schedule: Schedule, platform: Platform | None) -> Link:
+    for copy in script.copies:
+        speed = "to_host" if copy.outward else "from_host"
+        if platform is None or not getattr(platform, speed):
+            raise InvalidSchedule(
+                f"op {copy.token + 1}, {schedule.ops[copy.token]}: the platform has no {speed} bandwidth"
+            )
+    assert platform is not None
+    return Link(
+        to_host=platform.to_host or 1.0,  # without a speed there is no such copy
+        from_host=platform.from_host or 1.0,
+        shared=platform.duplex == "half",
+    )
+
+
+def _check_room(script: Script, schedule: Schedule, limit: int) -> None:
+    """Raise if memory is too small although copies to the host took no time and those from it came late."""
+    for place, need in enumerate(script.base):
+        if need > limit:
+            step = (place - 1) // 3 if place % 3 == 0 and place else place // 3
+            last = step == len(script.steps)
+            where = (
+                "the end of the step"
+                if last
+                else f"op {script.steps[step].token + 1}, {schedule.ops[script.steps[step].token]}"
+            )
+            why = "deadlock: even when no copy is left to wait for, " if script.copies else ""
+            raise InvalidSchedule(f"{where}: {why}it needs {need} bytes, {need - limit} more than there are")

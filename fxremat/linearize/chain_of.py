@@ -1,0 +1,198 @@
+"""A layout and its costs as a Chain: the sizes, times and scratches that the solvers plan with.
+
+Every scratch is read off an exact replay of the block alone (`step.liveness`): what the block allocates at its
+highest, beyond what the chain model already counts while that operation runs.
+
+    F      a_l (or A_l[o]) + scratch          B      A_l[o] + a_{l-1} + d_l, then d_{l-1} + scratch
+
+Values that cross many boundaries are counted once a phase, in `held_bytes`: carried values until their last reader,
+gradients that pass a block by, the model's outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+from fxremat.chains.chain import Block, Chain, Option
+from fxremat.chains.schedule import Keep
+from fxremat.linearize.layout import Layout
+from fxremat.step.costs import Costs
+from fxremat.step.joint import Joint, Origin
+from fxremat.step.liveness import Sizes, live_bytes
+from fxremat.step.program import Replay
+
+
+def chain_of(layout: Layout, costs: Costs) -> Chain:
+    """The chain of a layout. O(blocks * options * ops of a block)."""
+    return _Builder(layout, costs).chain()
+
+
+@dataclass
+class _Builder:
+    layout: Layout
+    costs: Costs
+
+    def chain(self) -> Chain:
+        blocks = tuple(self._block(number) for number in range(len(self.layout.blocks)))
+        return Chain(blocks=blocks, input_bytes=0, input_grad_bytes=0)
+
+    @property
+    def joint(self) -> Joint:
+        return self.layout.joint
+
+    @cached_property
+    def block_of(self) -> dict[int, int]:
+        """The block of every backward op."""
+        return {op: number for number, block in enumerate(self.layout.blocks) for op in block.backward}
+
+    @cached_property
+    def gradients(self) -> dict[int, tuple[int, int]]:
+        """Gradients that leave the block that made them, returned ones apart: (block that made it, last reader)."""
+        last: dict[int, int] = {}
+        for op in self.joint.backward_ops:
+            for value in op.reads:
+                if self.joint.values[value].origin is Origin.BACKWARD:
+                    last[value] = min(self.block_of[op.index], last.get(value, len(self.layout.blocks)))
+        found = {}
+        for value, reader in last.items():
+            producer = self.joint.values[value].producer
+            assert producer is not None
+            if self.block_of[producer] > reader and value not in self.joint.returned:
+                found[value] = (self.block_of[producer], reader)
+        return found
+
+    def _size(self, values: Iterable[int]) -> int:
+        return sum(self.costs.sizes.values[value] for value in values)
+
+    def _entering(self, block: int) -> set[int]:
+        """d_l: gradients made by the block after this one, for this one alone."""
+        return {v for v, (made, read) in self.gradients.items() if made == block + 1 and read == block}
+
+    def _held(self, block: int) -> int:
+        """Bytes that phase l holds besides d_l and the parameters' gradients."""
+        passing = {v for v, (made, read) in self.gradients.items() if read <= block < made}
+        alive = {value for value in self.layout.held if self._first_reader[value] <= block}
+        last = block == len(self.layout.blocks) - 1  # whose backward counts them as scratch
+        tangents = {t for t, reader in self._tangents.items() if reader <= block and not last}
+        return self._size(passing - self._entering(block)) + self._size(alive) + self._size(tangents)
+
+    @cached_property
+    def _tangents(self) -> dict[int, int]:
+        """The lowest block that reads each gradient that the caller hands in; 0 where none does."""
+        readers: dict[int, int] = {}
+        for op in self.joint.backward_ops:
+            for value in op.reads:
+                readers[value] = min(self.block_of[op.index], readers.get(value, len(self.layout.blocks)))
+        tangents = [v.index for v in self.joint.values if v.origin is Origin.TANGENT]
+        return {t: 0 if t in self.joint.root_tangents else readers.get(t, 0) for t in tangents}
+
+    @cached_property
+    def _first_reader(self) -> dict[int, int]:
+        """The lowest block that reads a held value: it is freed when that block's backward is done."""
+        first = dict.fromkeys(self.layout.held, len(self.layout.blocks))
+        for number, block in enumerate(self.layout.blocks):
+            for index in (*block.forward, *block.backward):
+                for value in (*self.joint.ops[index].reads, *self.joint.ops[index].writes):
+                    if value in first:
+                        first[value] = min(first[value], number)
+        forever = self.joint.pinned
+        return {value: 0 if value in forever else block for value, block in first.items()}
+
+    def _block(self, number: int) -> Block:
+        place = self.layout.blocks[number]
+        seconds, scratch = self._forward(number, Keep.CHECKPOINT, 0, place.boundary & place.made)
+        options = [self._option(number, option) for option in range(len(place.saved))]
+        returned = {v for op in place.backward for v in self.joint.ops[op].writes} & self.joint.returned
+        reads = {value for index in place.forward for value in self.joint.ops[index].reads}
+        return Block(
+            name=place.name,
+            forward_time=seconds,
+            backward_time=options[0].backward_time,
+            output_bytes=self._size(place.boundary),
+            saved_bytes=options[0].saved_bytes,
+            grad_bytes=self._size(self._entering(number)),
+            forward_scratch=scratch,
+            backward_scratch=options[0].backward_scratch,
+            weight_bytes=sum(
+                v.bytes for v in self.joint.values if v.index in reads and v.origin is Origin.PRIMAL
+            ),
+            weight_grad_bytes=self._size(returned),
+            held_bytes=self._held(number),
+            save_scratch=options[0].save_scratch or 0,
+            options=tuple(options[1:]),
+        )
+
+    def _option(self, number: int, option: int) -> Option:
+        place = self.layout.blocks[number]
+        saved = place.saved[option]
+        _, save_scratch = self._forward(number, Keep.ALL, option, saved)
+        seconds, backward_scratch = self._backward(number, option)
+        return Option(
+            saved_bytes=self._size(saved | place.boundary),
+            backward_time=seconds,
+            backward_scratch=backward_scratch,
+            save_scratch=save_scratch,
+        )
+
+    @cached_property
+    def _sizes(self) -> Sizes:
+        """The sizes of a block on its own: held values are counted by phase, not here."""
+        values = list(self.costs.sizes.values)
+        for value in self.layout.held:
+            values[value] = 0
+        return Sizes(values=values, workspace=self.costs.sizes.workspace, seed=self.costs.sizes.seed)
+
+    def _replay(self, number: int) -> Replay:
+        replay = Replay(self.layout)
+        for value in self.layout.boundary_before(number) | (
+            self.layout.held - self.layout.blocks[number].made
+        ):
+            replay.give(value)
+        return replay
+
+    def _forward(self, number: int, keep: Keep, option: int, kept: frozenset[int]) -> tuple[float, int]:
+        """Seconds of a forward, and its scratch beyond what it stores."""
+        replay = self._replay(number)
+        replay.forward(number, keep, option)
+        program = replay.program()
+        memory = live_bytes(program, self._sizes, at_hand={}, kept=kept)
+        return self.costs.time(program), max(0, max(memory.during, default=0) - self._size(kept))
+
+    def _backward(self, number: int, option: int) -> tuple[float, int]:
+        """Seconds of a backward that starts from a save set, and its scratch."""
+        place = self.layout.blocks[number]
+        replay = Replay(self.layout, ran=set(range(self.joint.forward_count)))
+        stored = place.saved[option] | place.boundary | self.layout.boundary_before(number)
+        entering = self._entering(number)
+        at_hand = {replay.give(value): self.costs.sizes.values[value] for value in sorted(stored | entering)}
+        others = self.layout.held | {v for v, (made, read) in self.gradients.items() if read <= number < made}
+        others |= self._returned_before(number)
+        for value in sorted(others - stored - entering):
+            at_hand[replay.give(value)] = 0
+        replay.backward(number)
+        program = replay.program()
+        written = {value for index in place.backward for value in self.joint.ops[index].writes}
+        stays = (written & self._leaving) | self.layout.boundary_before(
+            number
+        )  # the input may be part of A_{l-1}
+        memory = live_bytes(program, self._sizes, at_hand=at_hand, kept=stays)
+        leaving = self._size(self._entering(number - 1)) if number else 0
+        peak = max(memory.during, default=0)
+        if number == len(self.layout.blocks) - 1:
+            tangents = self._size(self._tangents)
+            peak = max(peak + tangents, self._size(stored) + max(tangents, self.costs.sizes.outside))
+        counted = self._size(stored) + self._size(entering) + leaving
+        return self.costs.time(program), max(0, peak - counted)
+
+    def _returned_before(self, number: int) -> set[int]:
+        """Gradients for the caller that a later block made, counted there, and this one reads: those of an input."""
+        ops = [self.joint.ops[index] for index in self.layout.blocks[number].backward]
+        read = {value for op in ops for value in op.reads}
+        made = {value for op in ops for value in op.writes}
+        return (read & self.joint.returned) - made
+
+    @cached_property
+    def _leaving(self) -> set[int]:
+        return set(self.gradients) | self.joint.returned

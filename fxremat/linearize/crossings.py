@@ -1,0 +1,147 @@
+"""Where the forward may be cut: positions that few values, or few bytes, cross.
+
+    crossing(p) = the values made by forward ops 0..p and read by forward ops after p, anchors and primals apart
+    cut         = a position with at most `width` crossing values that are not carried
+    low point   = a position that fewer bytes cross than those around it
+
+Carrying a value (a UNet's skip, an encoder's output, the first tower's result) means keeping it from its forward to
+its backward: a constant of memory that opens cuts for as long as it lives. A value that is not carried travels: it
+is part of every boundary that it crosses. Which is better depends on the budget, so there are several ways to cut,
+each with its set of carried values, and the planner prices the plans:
+
+    one value at each cut, after none, one, two, ... carried values that open the most cuts         carry_levels
+    low points; values that cross many of them are carried, or travel                               low_cuts
+    everywhere that no more than a few values cross                                                 cuts(width=...)
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from fxremat.step.joint import Joint
+
+CARRY_AT_MOST = 8
+LEAST_SPAN = 0.12  # the cuts that a carried value opens must span at least this share of the forward's work,
+LEAST_CUTS = 5  # and be this many: otherwise it is the input of a fork-join, not a long-lived value
+LONG_LIVED = (1, 4)  # values that cross more low points than this are carried
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """For each forward position, the values that cross it."""
+
+    at: tuple[frozenset[int], ...]
+    worth_keeping: frozenset[int]  # values that the backward reads too: no others make a good boundary
+
+    def cuts(self, carried: frozenset[int] = frozenset(), width: int = 1) -> tuple[int, ...]:
+        """The positions (op numbers) after which the forward is cut; equal neighbours count once.
+
+        A boundary that the backward does not read (a BatchNorm's output before its ReLU) would be saved in vain:
+        there is no cut there.
+        """
+        found: list[int] = []
+        before: frozenset[int] | None = None
+        for position, values in enumerate(self.at[:-1]):
+            left = values - carried
+            if len(left) <= width and left != before and left <= self.worth_keeping:
+                found.append(position)
+                before = left
+            elif len(left) > width:
+                before = None
+        return tuple(found)
+
+    def low_points(self, sizes: Sequence[int]) -> tuple[int, ...]:
+        """The positions that fewer bytes cross than what precedes and what follows.
+
+        Of neighbours that equally many cross, those are taken whose values the backward reads, one for each set of
+        values; the first where there is none.
+        """
+        cost = [sum(sizes[value] for value in values) for values in self.at[:-1]]
+        levels = [list(group) for _, group in groupby(range(len(cost)), key=cost.__getitem__)]
+        found: list[int] = []
+        for number, level in enumerate(levels):
+            around = [
+                cost[levels[other][0]] for other in (number - 1, number + 1) if 0 <= other < len(levels)
+            ]
+            if all(cost[level[0]] < bytes_ for bytes_ in around):
+                found += self._distinct(level)
+        return tuple(found)
+
+    def _distinct(self, positions: Sequence[int]) -> list[int]:
+        """The first position of each set of values that the backward reads."""
+        first: dict[frozenset[int], int] = {}
+        for position in positions:
+            if self.at[position] <= self.worth_keeping:
+                first.setdefault(self.at[position], position)
+        return list(first.values()) or [positions[0]]
+
+
+def low_cuts(crossing: Crossing, sizes: Sequence[int]) -> Iterator[tuple[tuple[int, ...], frozenset[int]]]:
+    """Low points, with the values that cross more than a few of them carried, or with none.
+
+    Args:
+        sizes: bytes of each value, by number.
+    """
+    points = crossing.low_points(sizes)
+    crosses = Counter(value for point in points for value in crossing.at[point])
+    for most in LONG_LIVED:
+        yield points, frozenset(value for value, times in crosses.items() if times > most)
+    yield points, frozenset()
+
+
+def crossings(joint: Joint) -> Crossing:
+    """The crossing sets of all forward positions. O(ops * width)."""
+    last: dict[int, int] = {}
+    for op in joint.forward_ops:
+        for (
+            value
+        ) in op.again_reads:  # running statistics that pass from one call of a layer to the next do not count
+            last[value] = op.index
+    live: set[int] = set()
+    at: list[frozenset[int]] = []
+    for op in joint.forward_ops:
+        if not op.anchored:
+            live.update(value for value in op.writes if last.get(value, -1) > op.index)
+        live = {value for value in live if last[value] > op.index}
+        at.append(frozenset(live))
+    read = {value for op in joint.backward_ops for value in op.reads}
+    return Crossing(tuple(at), frozenset(read))
+
+
+def carry_levels(joint: Joint, crossing: Crossing, work: Sequence[float]) -> Iterator[frozenset[int]]:
+    """Sets of values to carry, each holding the one before: nothing, then the value that opens most, and so on.
+
+    Args:
+        work: seconds of each forward op; a value is worth carrying if it opens cuts over enough of their sum.
+    """
+    carried: frozenset[int] = frozenset()
+    yield carried
+    while len(carried) < CARRY_AT_MOST:
+        gain = _gains(crossing, carried, work)
+        best = max(gain, key=lambda value: (gain[value], -value), default=None)
+        if best is None:
+            return
+        carried |= {best}
+        yield carried
+
+
+def _gains(crossing: Crossing, carried: frozenset[int], work: Sequence[float]) -> dict[int, float]:
+    """Share of the forward's work between the first and the last cut that each value alone prevents."""
+    opened: dict[int, list[int]] = {}
+    for position, values in enumerate(crossing.at[:-1]):
+        left = values - carried
+        if len(left) == 2:
+            for value in left:
+                if left - {value} <= crossing.worth_keeping:
+                    opened.setdefault(value, []).append(position)
+    total = sum(work) or 1.0
+    gains = {}
+    for value, positions in opened.items():
+        distinct = {crossing.at[position] for position in positions}
+        span = sum(work[positions[0] : positions[-1] + 1]) / total
+        if len(distinct) >= LEAST_CUTS and span >= LEAST_SPAN:
+            gains[value] = span
+    return gains

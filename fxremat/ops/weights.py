@@ -1,0 +1,435 @@
+"""Parameters that are updated inside the step, and that may live on the host between their uses.
+
+    w = wait(prefetch(d), w)      a parameter of the host as a tensor on device d, before its first reader
+    update(w, gradient)           the optimizer's own step of one parameter, in place on `w`; its copy home begins
+    release(w)                    that copy has ended
+    prefetch_state, wait_for_state, release_state     the same for its optimizer state, around the update
+
+Graphs name parameters by their place among the optimizer's. The step is that of an optimizer of the user's class that
+holds one parameter and the user's settings of the moment (learning rates may change), so its bits are those of the
+plain step. Its state is the user's optimizer's: `optimizer.state_dict()` has it, on the host where the parameter lives
+there.
+
+Between steps a parameter of the host is an ordinary CPU tensor in the host's memory, to be read, saved and loaded.
+While the forward is called it looks like a tensor of the device that has no memory, so that a model whose parameters
+never were on the device is captured as one that is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import count
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from fxremat.errors import FxrematError
+from fxremat.host.tiers import HostTier
+from fxremat.torch_private import shell_of, storage_of, without_memory
+
+ELEMENTWISE = (  # what they do to one parameter depends on that one alone, element by element
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.RMSprop,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.Rprop,
+)
+
+_numbers = count()
+_known: weakref.WeakValueDictionary[str, Weights] = weakref.WeakValueDictionary()
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Raise `FxrematError` for an optimizer whose step of one parameter may depend on others."""
+    if type(optimizer) not in ELEMENTWISE:
+        names = ", ".join(kind.__name__ for kind in ELEMENTWISE)
+        raise FxrematError(
+            f"a {type(optimizer).__name__} cannot step inside the backward, parameter by parameter; "
+            f"of torch.optim these can: {names}"
+        )
+
+
+class Weights:
+    """The parameters of an optimizer, each with an optimizer of its own that shares its state.
+
+    Args:
+        device: where the model computes.
+
+    Raises:
+        FxrematError: what `check_optimizer` raises.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, tier: HostTier, device: torch.device) -> None:
+        check_optimizer(optimizer)
+        self.name = f"weights-{next(_numbers)}"
+        _known[self.name] = self
+        self.optimizer, self.tier, self.device = optimizer, tier, device
+        self.hosted: dict[int, torch.Tensor] = {}  # by number: where its parameter is on the host
+        self._shells: dict[int, torch.Tensor] = {}  # by number: what the parameter shows to the forward
+        self._homes: set[int] = set()  # addresses of what is on the host; parameters and state keep it alive
+        self._single: dict[int, tuple[torch.optim.Optimizer, nn.Parameter]] = {}
+        self._coming: dict[int, dict[str, torch.Tensor]] = {}  # state on its way to the device
+        self._leaving: dict[int, dict[str, torch.Tensor]] = {}  # state that is being copied home
+        self._going: dict[int, torch.Tensor] = {}  # new parameters that are being copied home
+        self.updated: set[int] = set()  # numbers of parameters that the last backward has updated
+        self._all = self.parameters()  # as of the beginning of the step
+        self._watching = False  # the user's optimizer tells when it steps
+        self._process = os.getpid()
+
+    def _stepped(self) -> None:
+        """The user's `optimizer.step()`: all is done, so it finds no gradients."""
+        self.updated.clear()
+        for parameter in self.parameters():
+            if isinstance(parameter.grad, Spent):
+                parameter.grad = None
+
+    def begin(self) -> None:
+        """A step begins. Raises `FxrematError` where the last one was not ended by `optimizer.step()`."""
+        if self.updated:
+            raise FxrematError(
+                "the last backward has updated the parameters, and optimizer.step() was not called since: with "
+                "offload_weights every backward is a step, so gradients of several cannot be accumulated"
+            )
+        self._all = self.parameters()
+        self._watch()
+        self._take_replaced()
+        self._send_states_home()
+
+    def _watch(self) -> None:
+        """Hear of the optimizer's steps from the first one on, and as long as this lives: a plan changes nothing."""
+        if self._watching:
+            return
+        self._watching, myself = True, weakref.ref(self)
+
+        def stepped(*_: Any) -> None:
+            if (weights := myself()) is not None:
+                weights._stepped()
+
+        weakref.finalize(self, self.optimizer.register_step_pre_hook(stepped).remove).atexit = False
+
+    @contextlib.contextmanager
+    def telling_what_is_new(self) -> Iterator[None]:
+        """Around a backward: an exception in the middle says how many parameters are new; the others are old."""
+        try:
+            yield
+            self.tier.synchronize()  # what reads parameters between steps reads new ones
+        except BaseException as error:
+            count, all_of = len(self.updated), len(self.parameters())
+            error.add_note(
+                f"fxremat: {count} of {all_of} parameters were updated before this happened, with their optimizer "
+                "state; each of the others is as it was"
+            )
+            self._abandon()
+            raise
+
+    def _abandon(self) -> None:
+        """After an exception: wait for the copies under way."""
+        self.updated.clear()
+        for number in list(self._going):
+            self.release(self._going[number], number)
+        for number in list(self._leaving):
+            self.release_state(number)
+        for number in list(self._coming):
+            self.wait_for_state(number)
+            del self._coming[number]
+        self.tier.synchronize()
+
+    def parameters(self) -> list[nn.Parameter]:
+        """All of the optimizer's."""
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def settle(self, hosted: Iterable[int]) -> None:
+        """Move the parameters of these numbers, and what state they have, to the host, all others to the device.
+
+        Parameters that are views of one storage get memory of their own where some of them move.
+        """
+        self._leave_parent()
+        hosted, left = set(hosted), set()
+        for number, parameter in enumerate(self.parameters()):
+            if number in hosted and number not in self.hosted:
+                left.add(storage_of(parameter))
+                self.hosted[number] = parameter.data = self._home(parameter.data)
+                self._shells[number] = without_memory(parameter.data, self.device)
+        for number, parameter in enumerate(self.parameters()):
+            if number not in hosted and parameter.device != self.device:
+                parameter.data = parameter.data.to(self.device)
+            elif number not in hosted and storage_of(parameter) in left:  # it would keep all of that storage
+                parameter.data = _moved(parameter.data, self.device)
+        self._send_states_home()
+
+    def _leave_parent(self) -> None:
+        """In a forked child: copy what lives on the host, since the files there are the parent's."""
+        if self._process == os.getpid():
+            return
+        self._process, parameters = os.getpid(), self.parameters()
+        self._homes = set()
+        for number in self.hosted:
+            self.hosted[number] = parameters[number].data = self._home(parameters[number].data)
+
+    def back_to_device(self) -> None:
+        """Undo `settle`: everything is on the device, in memory of its own, and the optimizer steps as ever."""
+        parameters = self.parameters()
+        for number in self.hosted:
+            parameter = parameters[number]
+            parameter.data = _moved(parameter.data, self.device)
+            state = self.optimizer.state.get(parameter, {})
+            for key, value in _large(state, parameter).items():
+                state[key] = _moved(value, self.device)
+        self.hosted, self._shells, self._homes, self.updated = {}, {}, set(), set()
+
+    @contextlib.contextmanager
+    def seen_on_the_device(self) -> Iterator[None]:
+        """While the forward is called: parameters of the host, or not yet on the device, look as if they were there."""
+        parameters = self.parameters()
+        there = {number: parameters[number].data for number in self.hosted}
+        shells = {number: self._shells[number] for number in self.hosted}
+        for number, parameter in enumerate(parameters):
+            if number not in there and parameter.device != self.device:
+                there[number] = parameter.data
+                shells[number] = without_memory(parameter.data, self.device)
+        try:
+            for number, shell in shells.items():
+                parameters[number].data = shell
+            yield
+        finally:
+            for number, data in there.items():
+                parameters[number].data = data
+
+    def _take_replaced(self) -> None:
+        """A parameter of the host that was given new data takes its numbers to its home."""
+        parameters = self.parameters()
+        for number, home in self.hosted.items():
+            parameter = parameters[number]
+            if parameter.data.data_ptr() != home.data_ptr():
+                if parameter.shape != home.shape or parameter.dtype != home.dtype:
+                    raise FxrematError(
+                        f"parameter {number} of the optimizer is now {parameter.dtype} of {tuple(parameter.shape)}, "
+                        f"and the step was planned for {home.dtype} of {tuple(home.shape)}; compile the model again"
+                    )
+                home.copy_(parameter.data)
+                parameter.data = home
+
+    def _send_states_home(self) -> None:
+        """Move state of hosted parameters to the host; what `optimizer.load_state_dict` brought is not there yet."""
+        parameters = self.parameters()
+        for number in self.hosted:
+            state = self.optimizer.state.get(parameters[number], {})
+            for key, value in _large(state, parameters[number]).items():
+                state[key] = self._home(value)
+
+    def _home(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor itself where it is on the host already, else a copy there."""
+        if tensor.data_ptr() in self._homes:
+            return tensor
+        host = self._place_for(tensor)
+        host.copy_(tensor)
+        return host
+
+    def _place_for(self, tensor: torch.Tensor) -> torch.Tensor:
+        host = self.tier.host_like(tensor)
+        self._homes.add(host.data_ptr())
+        return host
+
+    def prefetch(self, device: torch.device, number: int) -> torch.Tensor:
+        """Memory on the device for a parameter, and its copy begins."""
+        return self.tier.prefetch(self._at_home(number), device)
+
+    def wait(self, back: torch.Tensor, number: int) -> torch.Tensor:
+        """The parameter on the device."""
+        self.tier.wait(self.hosted[number])
+        return back
+
+    def release(self, weight: torch.Tensor, number: int) -> None:
+        """Wait for the copy home of an updated parameter; the caller then lets go of `weight`."""
+        self._going.pop(number, None)
+        self.tier.release(self.hosted[number])
+
+    def prefetch_state(self, number: int) -> None:
+        """Memory on the device for a parameter's optimizer state, if it has any yet, and its copy begins."""
+        parameter = self._all[number]
+        state = _large(self.optimizer.state.get(parameter, {}), parameter)
+        self._coming[number] = {key: self.tier.prefetch(home, self.device) for key, home in state.items()}
+
+    def wait_for_state(self, number: int) -> None:
+        """The state is on the device."""
+        parameter = self._all[number]
+        for home in _large(self.optimizer.state.get(parameter, {}), parameter).values():
+            self.tier.wait(home)
+
+    def release_state(self, number: int) -> None:
+        """Wait for the copy home of the state, and let its memory on the device go."""
+        parameter = self._all[number]
+        for home in _large(self.optimizer.state.get(parameter, {}), parameter).values():
+            self.tier.release(home)
+        self._leaving.pop(number, None)
+
+    def update(self, weight: torch.Tensor, gradient: torch.Tensor, number: int) -> None:
+        """The optimizer's step of one parameter, which `weight` is or is a copy of on the device."""
+        parameter = self._all[number]
+        single, shell = self._single_for(number, weight)
+        shell.data, shell.grad = weight, gradient
+        state = self.optimizer.state[parameter]
+        counts = {  # of steps: tensors of one number, which the optimizer changes in place
+            key: value.item()
+            for key, value in state.items()
+            if isinstance(value, torch.Tensor) and not value.dim()
+        }
+        coming = self._coming.pop(number, {})
+        if state:
+            single.state[shell] = {**state, **coming}
+        try:
+            single.step()
+            after = single.state.pop(shell, {})
+            if number in self.hosted:
+                self._store(weight, after, number)
+            else:
+                self.optimizer.state[parameter] = after
+        except BaseException:
+            for key, count in counts.items():
+                state[key].fill_(count)
+            raise
+        finally:
+            shell.grad = None
+            shell.data = shell.data.new_empty(0)
+        self.updated.add(number)
+        parameter.grad = shell_of(Spent, parameter)
+
+    def _single_for(self, number: int, weight: torch.Tensor) -> tuple[torch.optim.Optimizer, nn.Parameter]:
+        parameter = self._all[number]
+        group = next(g for g in self.optimizer.param_groups if any(p is parameter for p in g["params"]))
+        settings = {key: value for key, value in group.items() if key != "params"}
+        if number not in self._single:
+            shell = nn.Parameter(weight.data, requires_grad=True)
+            made: Any = type(self.optimizer)
+            self._single[number] = (made([shell]), shell)
+        single, shell = self._single[number]
+        single.param_groups[0].update(settings)
+        return single, shell
+
+    def _store(self, weight: torch.Tensor, after: dict[str, Any], number: int) -> None:
+        """Send the new numbers home. What can fail comes first: a parameter is all old or all new."""
+        parameter = self._all[number]
+        state = self.optimizer.state[parameter]
+        tensors = _large(after, parameter)
+        homes = {
+            key: state[key] if key in state else self._place_for(value) for key, value in tensors.items()
+        }
+        self.tier.store(weight, self.hosted[number])
+        self._going[number] = weight
+        for key, value in tensors.items():
+            self.tier.store(value, homes[key])
+        self._leaving[number] = tensors
+        state.update(after | homes)
+
+    def _at_home(self, number: int) -> torch.Tensor:
+        if number not in self.hosted:
+            raise FxrematError(
+                "weights that live on the host are moved there by the module that fxremat.compile returns; "
+                "call that one"
+            )
+        return self.hosted[number]
+
+
+def _large(state: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The state that is a tensor of the parameter's shape: what is worth a trip."""
+    return {
+        key: value
+        for key, value in state.items()
+        if isinstance(value, torch.Tensor) and value.dim() and value.shape == parameter.shape
+    }
+
+
+def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy on the device, in memory of its own."""
+    copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    return copy.copy_(tensor)
+
+
+def check_unscaled(gradients: Sequence[torch.Tensor]) -> None:
+    """Raise `FxrematError` where the loss was scaled before its backward: updates would be those of another loss.
+
+    Args:
+        gradients: of the model's scalar outputs. One of them is the loss; others may be unused, or weighed beside it.
+    """
+    found = [float(gradient) for gradient in gradients]
+    if found and 1.0 not in found:
+        what = "gradient of the loss is" if len(found) == 1 else "gradients of the model's scalar outputs are"
+        numbers = ", ".join(f"{number:g}" for number in found)
+        raise FxrematError(
+            f"the {what} {numbers}, not 1: a GradScaler, or a factor for accumulation; with offload_weights the step "
+            "is taken inside the backward, for the loss as the model returns it"
+        )
+
+
+class Spent(torch.Tensor):
+    """What stands in `.grad` once the step has used the gradient up: any use of it is an error that says so."""
+
+    @classmethod
+    def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """Only `zero_grad(set_to_none=False)` may touch it."""
+        if op in (torch.ops.aten.zero_.default, torch.ops.aten.detach.default):
+            return args[0]
+        raise FxrematError(
+            f"{op} asks for a gradient, but with offload_weights each parameter is updated as soon as its gradient is "
+            "there, and the gradient is gone: clipping by the norm of all, GradScaler and what else needs all "
+            "gradients at once work with a plan without offload_weights"
+        )
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return "Spent()"
+
+
+def weights_named(name: str) -> Weights:
+    """The living weights of a name. Raises `FxrematError`."""
+    found = _known.get(name)
+    if found is None:
+        raise FxrematError(f"the parameters {name} are gone; keep the module that fxremat.compile returned")
+    return found
+
+
+def prefetch(device: torch.device, number: int, weights: str) -> torch.Tensor:
+    """Begin to copy a parameter to the device."""
+    return weights_named(weights).prefetch(device, number)
+
+
+def wait(back: torch.Tensor, number: int, weights: str) -> torch.Tensor:
+    """Wait for that copy."""
+    return weights_named(weights).wait(back, number)
+
+
+def update(weight: torch.Tensor, gradient: torch.Tensor, number: int, weights: str) -> None:
+    """The optimizer's step of one parameter; one of the host then starts for home, with its state."""
+    weights_named(weights).update(weight, gradient, number)
+
+
+def release(weight: torch.Tensor, number: int, weights: str) -> None:
+    """Wait until a parameter is home."""
+    weights_named(weights).release(weight, number)
+
+
+def prefetch_state(number: int, weights: str) -> None:
+    """Begin to copy a parameter's optimizer state to the device."""
+    weights_named(weights).prefetch_state(number)
+
+
+def wait_for_state(number: int, weights: str) -> None:
+    """Wait for that copy."""
+    weights_named(weights).wait_for_state(number)
+
+
+def release_state(number: int, weights: str) -> None:
+    """Wait until the state is home."""
+    weights_named(weights).release_state(number)
+
+
+for _function in (prefetch, wait, update, release, prefetch_state, wait_for_state, release_state):
+    fx.node.has_side_effect(_function)

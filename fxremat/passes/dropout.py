@@ -1,0 +1,98 @@
+"""Dropout in a captured graph, put back to the bits of eager PyTorch.
+
+    eager on a CPU     x * (mask / (1 - p)), the quotient rounded to x's type; so is its backward
+    as captured        x * mask * (1 / (1 - p)), the quotient exact
+
+The two differ where rounding shows: forward and backward in single precision for some p (0.15, not 0.1), backward in
+half precision for most. On CUDA eager PyTorch runs the captured op itself.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import fx
+
+from fxremat.torch_private import real_tensors
+
+aten = torch.ops.aten
+
+
+def drop_as_eager(graph: fx.Graph) -> None:
+    """Rewrite every dropout of a joint graph that would round otherwise than eager PyTorch. O(nodes)."""
+    for node in graph.find_nodes(op="call_function", target=aten.native_dropout.default):
+        if node.args[2] and node.args[1] == 1 and _tensor(node).numel():
+            _drop_all(node)
+    for node in graph.find_nodes(op="call_function", target=aten.native_dropout_backward.default):
+        gradient, mask, scale = node.args
+        if _on_cpu(node) and scale not in (0, 1):  # p = 1 or p = 0
+            node.args = (gradient, mask, rounded(1 / cast(float, scale), _tensor(node).dtype))
+    for node in graph.find_nodes(op="call_function", target=aten.native_dropout.default):
+        _, p, training = node.args
+        if _on_cpu(node) and _tensor(node).dtype == torch.float32 and training and p not in (0, 1):
+            keep = 1 - cast(float, p)
+            if rounded(keep, torch.float32) != np.float32(1 / keep):
+                _split(node, keep)
+
+
+def rounded(keep: float, dtype: torch.dtype) -> float:
+    """1 / keep as eager dropout rounds it.
+
+    >>> rounded(0.85, torch.float32), rounded(0.85, torch.bfloat16)
+    (1.1764705181121826, 1.1796875)
+    """
+    with real_tensors():
+        return float(torch.ones((), dtype=dtype).div_(keep))
+
+
+def _tensor(node: fx.Node) -> torch.Tensor:
+    return cast(torch.Tensor, cast(fx.Node, node.args[0]).meta["val"])
+
+
+def _on_cpu(node: fx.Node) -> bool:
+    return _tensor(node).device.type == "cpu"
+
+
+def _split(node: fx.Node, keep: float) -> None:
+    """Draw the mask by itself (the same numbers), and multiply by what eager PyTorch multiplies by."""
+    x = cast(fx.Node, node.args[0])
+    with node.graph.inserting_before(node):
+        mask = _call(node, aten.bernoulli.p, _call(node, aten.empty_like.default, x, dtype=torch.bool), keep)
+        product = _call(node, aten.native_dropout_backward.default, x, mask, rounded(keep, torch.float32))
+    _replace(node, product, mask)
+
+
+def _drop_all(node: fx.Node) -> None:
+    """A dropout of everything: eager PyTorch multiplies by a zero, forward and backward, and draws nothing."""
+    x = cast(fx.Node, node.args[0])
+    with node.graph.inserting_before(node):
+        options = {"dtype": _tensor(node).dtype, "device": _tensor(node).device}
+        zero = _call(node, aten.zeros.default, [], **options)
+        product = _call(node, aten.mul.Tensor, x, zero)
+    masks = [item for item in node.users if item.args[1] == 1]
+    for backward in [user for mask in masks for user in mask.users]:
+        if backward.target is aten.native_dropout_backward.default:
+            backward.target, backward.args = aten.mul.Tensor, (backward.args[0], zero)
+    _replace(node, product, zero)
+
+
+def _call(like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    """A new node that stands for a part of what another one did."""
+    made = like.graph.call_function(target, args, kwargs)
+    made.meta = dict(like.meta)
+    values = fx.node.map_arg((args, kwargs), lambda argument: argument.meta["val"])
+    with _tensor(like).fake_mode:  # type: ignore[attr-defined]
+        made.meta["val"] = target(*values[0], **values[1])
+    return made
+
+
+def _replace(node: fx.Node, output: fx.Node, mask: fx.Node) -> None:
+    """Put two nodes in the place of a dropout and its mask."""
+    for item in list(node.users):
+        assert item.target is operator.getitem
+        item.replace_all_uses_with(mask if item.args[1] else output)
+        node.graph.erase_node(item)
+    node.graph.erase_node(node)

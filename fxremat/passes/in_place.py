@@ -1,0 +1,143 @@
+"""Backward ops that write their result over a gradient which nothing else reads.
+
+    add(g1, g2), g1 read here alone    ->    add_(g1, g2)
+
+A sum of gradients, a ReLU's backward or a dropout's needs three buffers where two do. Such an op runs once, and what
+it overwrites has one reader, so it may do so in whatever order a plan runs the backward. The numbers are the same:
+the same kernel reads each element before it writes it, provided that the result has the layout that a new one would
+have: what reads it next may add in another order otherwise. Fake tensors do not always know the real layouts, so the
+measuring walk compares them and takes back what they do not bear out (`cost.measure`). In the books the result is a
+value of its own, and the op's workspace is negative by the bytes that it takes over (`step.costs.costs_from`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Set
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_leaves
+
+from fxremat.torch_private import storage_of
+
+aten = torch.ops.aten
+
+METHODS: dict[
+    Any, Any
+] = {  # the first argument is overwritten; forms with a Scalar round otherwise in bfloat16
+    aten.add.Tensor: aten.add_.Tensor,
+    aten.mul.Tensor: aten.mul_.Tensor,
+    aten.div.Tensor: aten.div_.Tensor,
+    aten.neg.default: aten.neg_.default,
+}
+BACKWARDS: dict[Any, Any] = {  # the first argument is given as `grad_input` as well
+    aten.threshold_backward.default: aten.threshold_backward.grad_input,
+    aten.gelu_backward.default: aten.gelu_backward.grad_input,
+    aten.silu_backward.default: aten.silu_backward.grad_input,
+    aten.tanh_backward.default: aten.tanh_backward.grad_input,
+    aten.sigmoid_backward.default: aten.sigmoid_backward.grad_input,
+    aten.hardtanh_backward.default: aten.hardtanh_backward.grad_input,
+    aten.leaky_relu_backward.default: aten.leaky_relu_backward.grad_input,
+    aten.elu_backward.default: aten.elu_backward.grad_input,
+}
+COMMUTE = {aten.add.Tensor, aten.mul.Tensor}
+_NEW_RESULT = {target: original for original, target in (METHODS | BACKWARDS).items()}
+_SWAPPED = "fxremat_swapped"  # in a node's meta: whether the operand that is overwritten came second before
+
+
+def overwritten(op: fx.Node) -> fx.Node | None:
+    """The node whose storage the op's result takes over; None for an op that makes a new one."""
+    if op.target not in _NEW_RESULT:
+        return None
+    taken = op.args[0]
+    assert isinstance(taken, fx.Node)
+    return taken
+
+
+def with_new_result(
+    op: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """Target and arguments of the op as it was captured, which overwrites nothing, in place of an overwriting one's."""
+    first, *rest = args
+    if op.meta.get(_SWAPPED):
+        args = (rest[0], first)
+    return _NEW_RESULT[op.target], args, {key: value for key, value in kwargs.items() if key != "grad_input"}
+
+
+def restore(op: fx.Node) -> None:
+    """Undo what `overwrite_gradients` did to an op."""
+    op.target, op.args, op.kwargs = with_new_result(op, op.args, op.kwargs)
+
+
+def overwrite_gradients(graph: fx.Graph, tangents: Iterable[fx.Node]) -> None:
+    """Let backward ops overwrite what they alone read, where the layouts agree. O(nodes).
+
+    Only what depends on a tangent is overwritten, and never a tangent itself: autograd may still hold it.
+    """
+    handed_in = set(tangents)
+    late = _depending_on(graph, handed_in)
+    shown = Counter(storage_of(t) for node in graph.nodes if (t := _tensor(node)) is not None)
+    for node in list(graph.nodes):
+        if node not in late or node.target not in METHODS | BACKWARDS:
+            continue
+        first, *rest = node.args
+        if _may_take(node, first, late - handed_in, shown):
+            _overwrite(node, (first, *rest))
+        elif node.target in COMMUTE and not node.kwargs and _may_take(node, rest[0], late - handed_in, shown):
+            _overwrite(node, (rest[0], first))
+            node.meta[_SWAPPED] = True
+
+
+def _depending_on(graph: fx.Graph, tangents: Set[fx.Node]) -> set[fx.Node]:
+    late = set(tangents)
+    for node in graph.nodes:
+        if not late.isdisjoint(node.all_input_nodes):
+            late.add(node)
+    return late
+
+
+def _tensor(node: fx.Node) -> torch.Tensor | None:
+    value = node.meta.get("val")
+    return value if isinstance(value, torch.Tensor) and value.layout is torch.strided else None
+
+
+def _may_take(node: fx.Node, operand: object, ours: Set[fx.Node], shown: Counter[int]) -> bool:
+    """Whether the op is the one reader of an operand that shows a whole storage, laid out as the result is."""
+    if not isinstance(operand, fx.Node) or operand not in ours:
+        return False
+    if sum(leaf is operand for leaf in tree_leaves((node.args, node.kwargs))) != 1:
+        return False
+    old, new = _tensor(operand), _tensor(node)
+    if old is None or new is None:
+        return False
+    chain = [node, operand, *_views_below(operand)]
+    return (
+        all(set(shower.users) == {reader} for reader, shower in itertools.pairwise(chain))
+        and chain[-1] in ours
+        and shown[storage_of(old)] == len(chain) - 1
+        and (old.dtype, old.device, old.shape, old.stride())
+        == (new.dtype, new.device, new.shape, new.stride())
+        and old.untyped_storage().nbytes() == new.untyped_storage().nbytes() == old.nbytes
+    )
+
+
+def _views_below(node: fx.Node) -> Iterator[fx.Node]:
+    """The node that a view was taken from, and so on down to the one that made the storage."""
+    storage = storage_of(node.meta["val"])
+    while parents := [
+        p for p in node.all_input_nodes if (t := _tensor(p)) is not None and storage_of(t) == storage
+    ]:
+        node = parents[0]
+        yield node
+
+
+def _overwrite(node: fx.Node, args: tuple[fx.node.Argument, ...]) -> None:
+    taken = args[0]
+    if node.target in BACKWARDS:
+        node.target, node.args = BACKWARDS[node.target], args
+        node.kwargs = {**node.kwargs, "grad_input": taken}
+    else:
+        node.target, node.args = METHODS[node.target], args

@@ -1,0 +1,245 @@
+"""Outputs beside the loss: nearly every program leaves them without a gradient, and then they cost none.
+
+A model that returns its loss often returns what it computed the loss from as well: logits, hidden states, keys and
+values. AOTAutograd takes a gradient for each of them, of zeros where autograd has none, and adds it in: memory, time,
+and other bits than eager PyTorch where the sum has another layout. So here
+
+    capture     outputs that the loss is computed from are detached: the graph is what eager autograd would run
+    call        an autograd function ties them to the loss and to the model's inputs again
+    backward    the loss's gradient goes on to the planned backward; where a gradient comes for another output too, the
+                step runs again as plain PyTorch, and from the next call on every output's gradient is planned for
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, fx
+
+from fxremat.ops.random import GeneratorStates
+from fxremat.step.joint import Joint
+from fxremat.torch_private import storage_of, version_of
+
+Step = Callable[..., Sequence[Any]]
+
+
+class Differentiate(Protocol):
+    """Compiles a graph for inputs such as these. Raises `RunsOnce` where `again` asks for what cannot run again."""
+
+    def __call__(self, module: fx.GraphModule, inputs: Sequence[Any], *, again: bool = False) -> Step:
+        """The compiled step."""
+
+
+class RunsOnce(Exception):
+    """The step computes with what it overwrites, so that a second run would not be the first."""
+
+
+def check_runs_again(joint: Joint) -> None:
+    """Raise `RunsOnce` if any op but BatchNorm, and the update itself, reads an input that the step overwrites."""
+    for op in joint.ops:
+        if not joint.mutated_primals.isdisjoint(op.again_reads) and not joint.updates.issuperset(op.writes):
+            raise RunsOnce
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Positions of the outputs of a graph that require grad."""
+
+    expected: tuple[int, ...]  # to be given a gradient: scalars, and what no scalar is computed from
+    beside: tuple[int, ...]  # a scalar is computed from them
+
+
+def outputs_beside_loss(module: fx.GraphModule) -> Outputs:
+    """Tell the outputs that a scalar output, a loss, is computed from, from all others. O(nodes).
+
+    `module` is a graph as dynamo hands it to a backend; a view counts as what it shows.
+    """
+    trained = {position: node for position, node in enumerate(_outputs(module)) if _is_trained(node)}
+    scalars = [position for position, node in trained.items() if node.meta["example_value"].numel() == 1]
+    before = set(_ancestors([trained[position] for position in scalars]))
+    storages = {storage for node in before for storage in _storages(node)}
+    beside = tuple(
+        position
+        for position, node in trained.items()
+        if position not in scalars and (node in before or not storages.isdisjoint(_storages(node)))
+    )
+    return Outputs(expected=tuple(position for position in trained if position not in beside), beside=beside)
+
+
+def _outputs(module: fx.GraphModule) -> list[Any]:
+    return list(cast(Sequence[Any], _end(module).args[0]))
+
+
+def _end(module: fx.GraphModule) -> fx.Node:
+    end: fx.Node = next(iter(reversed(module.graph.nodes)))
+    return end
+
+
+def _is_trained(node: object) -> bool:
+    if not isinstance(node, fx.Node) or node.op == "placeholder":
+        return False
+    value = node.meta.get("example_value")
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+def _ancestors(nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
+    seen, stack = set[fx.Node](), list(nodes)
+    while stack:
+        for parent in stack.pop().all_input_nodes:
+            if parent not in seen:
+                seen.add(parent)
+                stack.append(parent)
+                yield parent
+
+
+def _storages(node: fx.Node) -> Iterator[int]:
+    value = node.meta.get("example_value")
+    for item in value if isinstance(value, tuple | list) else (value,):
+        if isinstance(item, Tensor):
+            with contextlib.suppress(NotImplementedError):  # sparse, or of torch.func: has no storage
+                yield storage_of(item)
+
+
+def detach_outputs(module: fx.GraphModule, positions: Iterable[int]) -> fx.GraphModule:
+    """Detach the outputs at these positions. Returns the module as it was before, sharing its attributes."""
+    before = fx.GraphModule(module, copy.deepcopy(module.graph))
+    outputs = _outputs(module)
+    with module.graph.inserting_before(_end(module)):
+        for position in positions:
+            node = outputs[position]
+            outputs[position] = module.graph.call_method("detach", (node,))
+            outputs[position].meta = {**node.meta, "example_value": node.meta["example_value"].detach()}
+    _end(module).args = (tuple(outputs),)
+    module.recompile()
+    return before
+
+
+class BesideLoss:
+    """One captured step, planned without gradients for the outputs beside the loss until one is given.
+
+    Args:
+        module: the graph that dynamo captured; its outputs are detached in place.
+        outputs: what `outputs_beside_loss` found in it.
+        differentiate: compiles it.
+        inputs: those to compile for now.
+    """
+
+    def __init__(
+        self, module: fx.GraphModule, outputs: Outputs, differentiate: Differentiate, inputs: Sequence[Any]
+    ) -> None:
+        self.positions = (*outputs.expected, *outputs.beside)
+        self.expected = len(outputs.expected)
+        self.whole = detach_outputs(module, outputs.beside)
+        self.differentiate = differentiate
+        self.surprised = False  # an output beside the loss was given a gradient
+        self.every_output = False  # `planned` takes a gradient for each
+        try:
+            self.planned = differentiate(module, inputs, again=True)
+        except RunsOnce:
+            self._take_every_gradient(inputs)
+
+    def __call__(self, *inputs: Any) -> Sequence[Any]:
+        if self.surprised and not self.every_output:
+            self._take_every_gradient(inputs)
+        if self.every_output:
+            return self.planned(*inputs)
+        call = _Call(self, inputs)
+        trained = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
+        outputs = list(self.planned(*inputs))
+        tie: Any = _Tie.apply
+        tied = tie(call, *(outputs[position] for position in self.positions), *trained)
+        for position, output in zip(self.positions, tied, strict=True):
+            outputs[position] = output
+        return outputs
+
+    def _take_every_gradient(self, inputs: Sequence[Any]) -> None:
+        self.planned = self.differentiate(self.whole, inputs)
+        self.every_output = True
+
+
+class _Call:
+    """One call of a `BesideLoss`, begun with these inputs: what running it again takes."""
+
+    def __init__(self, step: BesideLoss, inputs: tuple[Any, ...]) -> None:
+        tensors = [x for x in inputs if isinstance(x, Tensor)]
+        self.step = step
+        self.inputs: list[Any] = list(inputs)
+        self.versions = [version_of(x) for x in tensors]
+        self.random = GeneratorStates(tensors)
+        self.autocast = [
+            (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+            for device in sorted({x.device.type for x in tensors})
+        ]
+
+    def give_to_autograd(self, ctx: Any) -> None:
+        """Let autograd keep the inputs, check that nobody changes them, and free them.
+
+        What the step itself has overwritten (statistics, counters) stays here: its value makes no difference.
+        """
+        saved, versions = [], iter(self.versions)
+        for place, value in enumerate(self.inputs):
+            if isinstance(value, Tensor) and version_of(value) == next(versions):
+                saved.append(value)
+                self.inputs[place] = _SAVED
+        ctx.save_for_backward(*saved)
+
+    def again(self, saved: Iterable[Tensor], gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """Run the step as plain PyTorch: gradients of the inputs that take one, from those of the outputs."""
+        saved = iter(saved)
+        inputs = [_apart(next(saved) if value is _SAVED else value) for value in self.inputs]
+        with torch.enable_grad(), self.random.replayed(), contextlib.ExitStack() as stack:
+            for device, enabled, dtype in self.autocast:
+                stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
+            outputs = self.step.whole(*inputs)
+        places = zip(self.step.positions, gradients, strict=True)
+        given = [(outputs[position], gradient) for position, gradient in places if gradient is not None]
+        return torch.autograd.grad(
+            [output for output, _ in given],
+            [x for x in inputs if isinstance(x, Tensor) and x.requires_grad],
+            [gradient for _, gradient in given],
+            allow_unused=True,
+        )
+
+
+_SAVED = object()  # stands for an input that autograd keeps
+
+
+def _apart(value: Any) -> Any:
+    """The same tensor outside of every graph; a buffer is copied, since the step may write to it."""
+    if not isinstance(value, Tensor):
+        return value
+    return value.detach().requires_grad_() if value.requires_grad else value.clone()
+
+
+class _Tie(torch.autograd.Function):
+    """Ties the outputs, the expected ones first, and the inputs that take a gradient; returns the outputs."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, *tensors: Tensor) -> tuple[Tensor, ...]:
+        outputs = tensors[: len(call.step.positions)]
+        ctx.call, ctx.inputs = call, len(tensors) - len(outputs)
+        ctx.set_materialize_grads(False)
+        call.give_to_autograd(ctx)
+        return tuple(output.detach() for output in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        call: _Call = ctx.call
+        if all(gradient is None for gradient in gradients[call.step.expected :]):
+            return None, *gradients, *(None for _ in range(ctx.inputs))
+        call.step.surprised = True
+        warnings.warn(SURPRISE, stacklevel=2)
+        return None, *(None for _ in gradients), *call.again(ctx.saved_tensors, gradients)
+
+
+SURPRISE = (
+    "the loss reads outputs of the model beside the loss that the model returns: this step ran as plain PyTorch, "
+    "without a budget; from the next one on a gradient of every output is planned for, "
+    "which compile(..., only_loss=False) does from the start"
+)

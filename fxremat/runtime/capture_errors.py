@@ -1,0 +1,99 @@
+"""What went wrong while a model was captured, as an error that a user can act on.
+
+CaptureError: the model is not one graph: tracing stops at net.py:12 in forward: if x.sum() > 0: (Data-dependent
+branching). Keep what depends on the values of tensors (branches, .item(), sizes) out of forward, or compile a
+submodule instead
+"""
+
+from __future__ import annotations
+
+import re
+
+from fxremat.errors import CaptureError, FxrematError
+from fxremat.torch_private import backend_failure, graph_break_place, needs_data, planning_error
+
+ADVICE = (  # a pattern of the place and the reason, and what to do; the first that fits is given
+    ("layerdrop", "Set layerdrop to 0 in the model's config (encoder_layerdrop, decoder_layerdrop)"),
+    (r"requires_grad_\(", "Call requires_grad_() on the input before the call"),
+    (
+        r"gradient_checkpointing|requires_grad = True",
+        "Call model.gradient_checkpointing_disable() (the plan decides what runs again), or set no requires_grad",
+    ),
+    (
+        r"isfinite|isnan|isinf|raise |assert |\.max\(\) >|\.any\(\)|torch\.any",
+        "It checks values: switch that off, or do it before the call (for labels: compute the loss outside)",
+    ),
+    (
+        r"Unsupported context manager|register_buffer|register_\w*hook|setattr",
+        "If it is done at the first call only, call the uncompiled model once before compiling it",
+    ),
+    (r"RNN, GRU, or LSTM", "Write it as a loop over cells (nn.LSTMCell)"),
+    (r"[Ss]parse", "Use dense gradients (sparse=False)"),
+    (r"manual_seed|[gs]et_rng_state|Generator", "Seed before the call, and draw from the default generator"),
+    (r"print\(|Logger|reorderable", "Leave messages out of forward"),
+    (
+        r"[Dd]ata-dependent|\.item\(|\.tolist\(|nonzero",
+        "Keep what depends on the values of tensors (branches, .item(), sizes) out of forward",
+    ),
+)
+"""Tried in this order, since a line of code says more than the reason that tracing gives."""
+
+
+def advice(trouble: str) -> str:
+    """What to do about it, in one sentence without a full stop.
+
+    >>> advice("if dropout_probability < self.layerdrop: (Data-dependent branching)")[:20]
+    'Set layerdrop to 0 i'
+    """
+    fitting = (what for pattern, what in ADVICE if re.search(pattern, trouble))
+    return f"{next(fitting, 'Move it out of forward')}, or compile a submodule instead"
+
+
+def explained(error: Exception) -> FxrematError | None:
+    """The error that a user can act on, in place of the one that came through dynamo; None: show that one."""
+    if isinstance(error, FxrematError):
+        return error
+    if (cause := planning_error(error)) is not None:
+        return cause
+    if (inner := backend_failure(error)) is not None:
+        what = f"{type(inner).__name__}: {_first_line(inner)}"
+        error = CaptureError(f"the model's graph cannot be differentiated or planned: {what}. {advice(what)}")
+        error.__cause__ = inner
+        return error
+    place = graph_break_place(error)
+    if needs_data(error):
+        where = f" at {place}" if place else ""
+        return CaptureError(
+            f"the model is not one graph: what it does depends on the values of tensors{where} "
+            f"({_first_line(error)}). Keep branches and sizes that depend on values out of forward, or compile a "
+            "submodule instead"
+        )
+    if place is None:
+        return None
+    if (own := _own_error(error)) is not None:
+        return CaptureError(
+            f"the model fails on these inputs at {place}: {own}. Check that the plain model takes these inputs, or "
+            "compile a submodule instead"
+        )
+    where = f"{place} ({_first_line(error)})"
+    return CaptureError(f"the model is not one graph: tracing stops at {where}. {advice(where)}")
+
+
+def _own_error(error: BaseException) -> str | None:
+    """The error that the model itself raises, as `ValueError: ...`; None where tracing is what fails.
+
+    Dynamo reports an op that does not take its inputs as one on fake tensors, and an exception that nothing inside of
+    the model catches as observed.
+    """
+    text = str(error)
+    if inside := re.search(r"fake tensors: .* got (\w+)\(['\"](.*)['\"]\)", text):
+        return f"{inside[1]}: {inside[2]}".rstrip(".")
+    if raised := re.search(r"raised exception (\w+)\(\[.*?: ['\"](.*?)['\"]\)", text):
+        return f"{raised[1]}: {raised[2]}".rstrip(".")
+    line = _first_line(error)
+    return line.rstrip(".") if re.match(r"(Runtime|Type|Index|Value)Error: ", line) else None
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

@@ -1,0 +1,46 @@
+"""Which devices a step can be planned for: one CUDA device, or the CPU."""
+
+from __future__ import annotations
+
+import torch
+
+from fxremat.errors import FxrematError
+from fxremat.step.joint import Joint, inputs_of, tensors_of
+
+PLANNED = ("cpu", "cuda", "meta")  # meta: shapes alone, for an estimate
+
+
+def check_devices(joint: Joint) -> None:
+    """Raise `FxrematError` unless the step runs on one device that fxremat can measure and replay.
+
+    Numbers and small masks on the CPU beside a CUDA device are no second one; a parameter there is.
+    """
+    found: dict[torch.device, str] = {}
+    for node in joint.module.graph.nodes:
+        for tensor in tensors_of(node):
+            if tensor is not None:
+                found.setdefault(tensor.device, node.name)
+    for device in found:
+        if device.type not in PLANNED:
+            raise FxrematError(
+                f"the model computes on {device}, where fxremat can neither measure memory nor replay random numbers; "
+                "it plans for CPUs and CUDA devices"
+            )
+    accelerators = sorted({str(device) for device in found if device.type == "cuda"})
+    if len(accelerators) > 1:
+        raise FxrematError(
+            f"the model computes on {len(accelerators)} devices ({', '.join(accelerators)}), and a budget is for one: "
+            "move it to one of them, or compile the parts of each device apart"
+        )
+    if accelerators and (parameters := _on_the_host(joint)):
+        raise FxrematError(
+            f"{len(parameters)} trained inputs of the step are on the CPU ({parameters[0]}, ...) and others on "
+            f"{accelerators[0]}, and a budget is for one device: move the model there, or let fxremat keep parameters "
+            "on the host with offload_weights=True"
+        )
+
+
+def _on_the_host(joint: Joint) -> list[str]:
+    pairs = zip(inputs_of(joint), joint.backward_outputs, strict=False)
+    trained = (primal for primal, gradient in pairs if gradient is not None)
+    return [node.name for node in trained if node.meta["val"].device.type == "cpu" and node.meta["val"].dim()]

@@ -1,0 +1,99 @@
+"""Where a program needs most memory, and what for: the reason why no smaller budget works.
+
+    floor = floor_of(prospects.frontier[-1].program(), costs)
+    str(floor)    "mm_4 (backward of blocks.3.up, net.py:31 in forward: x = self.up(x)) runs with 3.1 MiB of gradients
+                   to return, 1.2 MiB of kept values and 96.0 KiB of workspace"
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import fx
+
+from fxremat.show.kinds import Kind, bytes_by_kind
+from fxremat.step.costs import Costs
+from fxremat.step.joint import Joint
+from fxremat.step.liveness import live_bytes
+from fxremat.step.program import Program, Role
+from fxremat.units import format_bytes, shortened
+
+_NAMES = {
+    Kind.WEIGHTS: "weights and their state",
+    Kind.KEPT: "kept values",
+    Kind.TEMPORARY: "values of the forward",
+    Kind.RECOMPUTED: "recomputed values",
+    Kind.OFFLOADED: "values on their way to or from the host",
+    Kind.RESULTS: "gradients to return",
+    Kind.GRADIENTS: "gradients on their way",
+    Kind.OUTSIDE: "gradients and temporaries of the loss",
+    Kind.WORKSPACE: "workspace",
+}
+_MOST = 3  # kinds that are named
+
+
+@dataclass(frozen=True, kw_only=True)
+class Floor:
+    """The worst moment of a program."""
+
+    bytes: int
+    moment: str  # the op that runs, and where it was written
+    kinds: tuple[tuple[Kind, int], ...]  # what the bytes are, the most first
+
+    def __str__(self) -> str:
+        *others, last = [f"{format_bytes(size)} of {_NAMES[kind]}" for kind, size in self.kinds[:_MOST]]
+        return f"{self.moment} with {', '.join(others)}{' and ' if others else ''}{last}"
+
+
+def floor_of(program: Program, costs: Costs) -> Floor:
+    """The moment at which a program needs most, the first of equals. O(steps)."""
+    memory = live_bytes(program, costs.sizes)
+    if memory.turn == memory.peak:
+        rest = memory.turn - _loss(program.layout.joint, costs)
+        kinds = {Kind.OUTSIDE: memory.turn - rest, Kind.KEPT: rest}
+        return Floor(bytes=memory.peak, moment="the loss outside the model runs", kinds=_sorted(kinds))
+    place = max(range(len(memory.during)), key=memory.during.__getitem__)
+    kinds = {kind: series[place] for kind, series in bytes_by_kind(program, costs.sizes).items()}
+    return Floor(bytes=memory.peak, moment=f"{_moment(program, place)} runs", kinds=_sorted(kinds))
+
+
+def line_of(node: fx.Node) -> str:
+    """Where the op was written, as "model.py:12 in forward: code", if tracing noted it; else nothing."""
+    frames = re.findall(r'File "(.+)", line (\d+), in (\w+)\n *(.*)', node.meta.get("stack_trace") or "")
+    if not frames:
+        return ""
+    file, line, function, code = frames[-1]
+    return f"{file}:{line} in {function}: {shortened(code)[1:-1]}"
+
+
+def module_of(node: fx.Node) -> str:
+    """The submodule that the op, or the one it is the backward of, belongs to, as "layers.3.up"; "" if unknown."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    path = str([*stack.values()][-1][0]) if stack else ""
+    # L['self'] is the model, or it is what L['forward'] is bound to
+    inside = re.sub(r"^L\['\w+'\](\.__self__)?", "", path.replace("._modules", ""))
+    return re.sub(r"\[['\"]?(\w+)['\"]?\]", r".\1", inside).lstrip(".")
+
+
+def _moment(program: Program, place: int) -> str:
+    step = program.steps[place]
+    if step.op is None:
+        return f"the {step.role.value} of a tensor"
+    node = program.layout.joint.ops[step.op].node
+    where = ", ".join(part for part in (module_of(node), line_of(node)) if part)
+    if where and step.role is Role.BACKWARD:
+        where = f"backward of {where}"
+    return f"{node.name} ({where})" if where else node.name
+
+
+def _loss(joint: Joint, costs: Costs) -> int:
+    """Bytes that a loss outside the model, or the gradients that it hands in, take between forward and backward."""
+    tangents = sum(costs.sizes.values[value] for value in joint.tangent_values) + costs.sizes.root
+    return max(tangents, costs.sizes.outside)
+
+
+def _sorted(kinds: Mapping[Kind, int]) -> tuple[tuple[Kind, int], ...]:
+    found = sorted(kinds.items(), key=lambda entry: entry[1], reverse=True)
+    return tuple((kind, size) for kind, size in found if size) or tuple(found[:1])

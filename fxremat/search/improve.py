@@ -1,0 +1,93 @@
+"""Large neighbourhood search for a faster choice among the executions of a skeleton.
+
+Over and over: somewhere in the program, some recomputations that do not happen are taken in, which makes room; then
+whatever the room allows is left out again, in an order by seconds a byte and chance. What is no better is undone.
+(P. Shaw, Using constraint programming and local search methods to solve vehicle routing problems, 1998.)
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fxremat.search.replay import (
+    PAGE,
+    TINY,
+    Bits,
+    Floats,
+    Ints,
+    Pages,
+    Tape,
+    blank_pages,
+    copy_pages,
+    replay,
+    replay_again,
+    spend,
+)
+
+PATIENCE = 500  # changes in vain after which a search ends early
+OVERHEAD = 50  # pages that could be replayed in the time that a change takes besides
+STRETCH = 0.1  # of the optional executions, the most that one change looks at
+NOISE = 1.0  # the most by which the order of leaving out is disturbed: standard deviation of the logarithm
+MANY = 1500  # values: a page takes twice as long where there are so many
+FAR = 1 << 62  # bytes: more than anything exceeds a budget by
+
+
+def improve(tape: Tape, choice: Bits, budget: int, work: int, seed: int) -> tuple[int, float]:
+    """Make a choice faster within the budget, in place; where it does not fit, make it exceed the budget by less.
+
+    Replays about `work` pages, fewer where nothing more is found. Returns peak in bytes and time in seconds, neither
+    of which is worse than before unless the peak was above the budget.
+    """
+    rng = np.random.default_rng(seed)
+    places, worth = np.flatnonzero(tape.optional), _worth(tape)
+    best, best_pages, pages, spare = choice.copy(), *(blank_pages(tape) for _ in range(3))
+    count = pages.peaks.size
+    work //= 1 + tape.sizes.size // MANY
+    replay(tape, best, best_pages, budget)
+    in_vain, noise, high = 0, 0.0, count
+    while work > 0 and in_vain < PATIENCE and (best_pages.runs[places] == 1).any():
+        choice[:] = best
+        copy_pages(best_pages, pages, 0, count)
+        if in_vain:
+            high = _take_in(choice, places, rng)
+            work -= high - replay_again(tape, choice, best_pages, pages, high, budget, FAR)
+        order = _order(worth, places[pages.runs[places] == 1], noise, rng)
+        work -= spend(tape, choice, pages, spare, order, budget) + OVERHEAD
+        in_vain, noise = in_vain + 1, NOISE * rng.random()
+        if _better(pages, best_pages):
+            in_vain = 1
+            best[:] = choice * np.maximum(pages.runs, 1 - tape.optional)
+            copy_pages(pages, best_pages, 0, count)
+    choice[:] = best
+    return int(best_pages.peaks.max()), float(best_pages.times.sum())
+
+
+def _better(pages: Pages, best: Pages) -> bool:
+    """Whether it exceeds the budget by less, or by the same in less time."""
+    excess, least = pages.excess.sum(), best.excess.sum()
+    return bool(excess < least or (excess == least and pages.times.sum() < best.times.sum() - TINY))
+
+
+def _take_in(choice: Bits, places: Ints, rng: np.random.Generator) -> int:
+    """Take in some of the recomputations of a random stretch; the page after the last of them."""
+    width = max(3, int(places.size * STRETCH * rng.random() ** 2))
+    first = int(rng.integers(max(1, places.size - width + 1)))
+    stretch = places[first : first + width]
+    choice[stretch[rng.random(stretch.size) < rng.random()]] = 1
+    return int(stretch[-1]) // PAGE + 1
+
+
+def _order(worth: Floats, happening: Ints, noise: float, rng: np.random.Generator) -> Ints:
+    """Those first that take most time a byte, but for chance."""
+    ordered: Ints = happening[
+        np.argsort(-worth[happening] * np.exp(noise * rng.standard_normal(happening.size)))
+    ]
+    return ordered
+
+
+def _worth(tape: Tape) -> Floats:
+    """Seconds a byte written, of each execution."""
+    sizes = np.where(tape.writes < tape.seeds, tape.sizes[tape.writes], 0)
+    total = np.concatenate(([0], np.cumsum(sizes)))
+    worth: Floats = tape.seconds / (1 + total[tape.write_from[1:]] - total[tape.write_from[:-1]])
+    return worth

@@ -1,0 +1,180 @@
+"""Compiled replay of a skeleton: exact peak and time of a choice, and of one that differs a little from it.
+
+The replay runs backwards: a value is alive from the moment a reader is met until an execution that writes it is met;
+an optional execution of which nothing alive remains does not happen. Memory is that of `step.liveness`.
+
+What is alive is noted every PAGE executions. A change of one choice is then replayed from its page on, until what is
+alive is as it was before: the pages further on stay what they are.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fxremat.jit import jit
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Bits = NDArray[np.uint8]
+
+PAGE = 64
+TINY = 1e-12  # seconds: differences below it are rounding
+
+
+class Tape(NamedTuple):
+    """A skeleton as arrays: execution i reads reads[read_from[i] : read_from[i + 1]], and so for writes."""
+
+    optional: Bits
+    read_from: Ints
+    reads: Ints
+    write_from: Ints
+    writes: Ints
+    sizes: Ints  # bytes of each value
+    extra: Ints  # bytes of each execution while it runs
+    seconds: Floats
+    seeds: int  # values from this number on take no memory unless they are read
+    start: int  # bytes alive all the time
+
+
+class Pages(NamedTuple):
+    """What a replay leaves behind; page p holds the executions from PAGE * p on."""
+
+    runs: Bits  # by execution: whether it happens
+    alive: Bits  # [pages + 1, values]: before each page; the last is what is alive at the end
+    levels: Ints  # [pages + 1]: bytes alive there
+    peaks: Ints  # [pages]
+    excess: Ints  # [pages]: bytes above the budget, added up over the executions
+    times: Floats  # [pages]
+
+
+def blank_pages(tape: Tape) -> Pages:
+    """Room for a replay."""
+    count = (tape.optional.size + PAGE - 1) // PAGE
+    return Pages(
+        np.zeros(tape.optional.size, np.uint8),
+        np.zeros((count + 1, tape.sizes.size), np.uint8),
+        np.zeros(count + 1, np.int64),
+        np.zeros(count, np.int64),
+        np.zeros(count, np.int64),
+        np.zeros(count, np.float64),
+    )
+
+
+@jit
+def replay(tape: Tape, choice: Bits, pages: Pages, budget: int = 0) -> tuple[int, float]:
+    """Peak in bytes and time in seconds of a choice. O(reads + writes)."""
+    count = pages.peaks.size
+    pages.alive[count] = 0
+    pages.levels[count] = tape.start
+    for page in range(count - 1, -1, -1):
+        _page(tape, choice, pages, page, budget)
+    return pages.peaks.max(), pages.times.sum()
+
+
+@jit
+def _page(tape: Tape, choice: Bits, pages: Pages, page: int, budget: int) -> None:
+    """Replay one page from what is alive after it."""
+    runs, alive = pages.runs, pages.alive[page]
+    alive[:] = pages.alive[page + 1]
+    level, peak, excess, time = pages.levels[page + 1], 0, 0, 0.0
+    for i in range(min(choice.size, (page + 1) * PAGE) - 1, page * PAGE - 1, -1):
+        runs[i] = choice[i] and (not tape.optional[i] or _wanted(tape, alive, i))
+        if not runs[i]:
+            continue
+        time += tape.seconds[i]
+        here, leaving = tape.extra[i], 0
+        for k in range(tape.write_from[i], tape.write_from[i + 1]):
+            value = tape.writes[k]
+            if alive[value]:
+                leaving += tape.sizes[value]
+                alive[value] = 0
+            elif value < tape.seeds:
+                here += tape.sizes[value]
+        for k in range(tape.read_from[i], tape.read_from[i + 1]):
+            value = tape.reads[k]
+            if not alive[value]:
+                alive[value] = 1
+                level += tape.sizes[value]
+        peak = max(peak, level + here)
+        excess += max(0, level + here - budget)
+        level -= leaving
+    pages.levels[page], pages.peaks[page], pages.excess[page], pages.times[page] = level, peak, excess, time
+
+
+@jit
+def _wanted(tape: Tape, alive: Bits, i: int) -> bool:
+    """Whether anything that execution i writes is read before it is written again."""
+    wanted = False
+    for k in range(tape.write_from[i], tape.write_from[i + 1]):
+        wanted = wanted or alive[tape.writes[k]] == 1
+    return wanted
+
+
+@jit
+def copy_pages(source: Pages, target: Pages, low: int, high: int) -> None:
+    """Pages low..high - 1, and what is alive before and after them."""
+    first, last = low * PAGE, high * PAGE
+    target.runs[first:last] = source.runs[first:last]
+    target.alive[low : high + 1] = source.alive[low : high + 1]
+    target.levels[low : high + 1] = source.levels[low : high + 1]
+    target.peaks[low:high] = source.peaks[low:high]
+    target.excess[low:high] = source.excess[low:high]
+    target.times[low:high] = source.times[low:high]
+
+
+@jit
+def replay_again(
+    tape: Tape, choice: Bits, old: Pages, new: Pages, high: int, budget: int, allowed: int
+) -> int:
+    """Replay from the page before `high` on, until all is as it was; the lowest page replayed.
+
+    Gives up, with -1, once the pages exceed the budget by more than what is allowed.
+    """
+    new.alive[high] = old.alive[high]
+    new.levels[high] = old.levels[high]
+    for page in range(high - 1, -1, -1):
+        _page(tape, choice, new, page, budget)
+        allowed -= new.excess[page]
+        if allowed < 0:
+            return -1
+        if new.levels[page] == old.levels[page] and _equal(new.alive[page], old.alive[page]):
+            return page
+    return 0
+
+
+@jit
+def _equal(one: Bits, other: Bits) -> bool:
+    equal = True
+    for k in range(one.size):
+        equal = equal and one[k] == other[k]
+    return equal
+
+
+@jit
+def spend(tape: Tape, choice: Bits, pages: Pages, spare: Pages, places: Ints, budget: int) -> int:
+    """Leave out the recomputations at `places`, in this order, wherever that takes no time and fits; in place.
+
+    Where the choice does not fit, none may exceed the budget by more. `pages` are those of the choice, and kept so.
+    Returns the number of pages replayed.
+    """
+    work = 0
+    excess = pages.excess.sum()
+    for i in places:
+        if not pages.runs[i]:
+            continue
+        choice[i] = 0
+        high = i // PAGE + 1
+        allowed = excess - pages.excess[high:].sum()
+        low = replay_again(tape, choice, pages, spare, high, budget, allowed)
+        work += high - max(low, 0)
+        if low >= 0:
+            more = spare.excess[low:high].sum() - pages.excess[low:high].sum()
+            if more <= 0 and spare.times[low:high].sum() <= pages.times[low:high].sum() + TINY:
+                copy_pages(spare, pages, low, high)
+                excess += more
+                continue
+        choice[i] = 1
+    return work

@@ -1,0 +1,126 @@
+"""What the memory of a program consists of: at every step, the bytes of each kind. They add up to `live_bytes`.
+
+    kept         values of the forward, from when they are made, that the backward reads or the caller holds
+    temporary    values of the forward that are gone before the backward begins
+    recomputed   values of the forward that were made again
+    offloaded    values of the forward that go to the host, before they have left and after they have come back
+    gradients    gradients of values on their way, those that the caller hands in among them
+    results      gradients of parameters and inputs, which the step returns
+    weights      parameters and optimizer state, where the budget covers them; copies of inputs that are overwritten
+    outside      what a loss outside the model takes
+    workspace    what kernels take while they run, and saved states of the random generator
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from itertools import accumulate
+
+from fxremat.step.joint import Origin
+from fxremat.step.liveness import Sizes, lives, seed_lives
+from fxremat.step.program import Program, Role, Step, Transfer
+
+
+class Kind(Enum):
+    """What bytes are for; in the order in which pictures stack them."""
+
+    WEIGHTS = "weights"
+    KEPT = "kept"
+    TEMPORARY = "temporary"
+    RECOMPUTED = "recomputed"
+    OFFLOADED = "offloaded"
+    RESULTS = "results"
+    GRADIENTS = "gradients"
+    OUTSIDE = "outside"
+    WORKSPACE = "workspace"
+
+
+def bytes_by_kind(program: Program, sizes: Sizes) -> dict[Kind, tuple[int, ...]]:
+    """Bytes of each kind while each step runs; their sum is `live_bytes(program, sizes).during`. O(steps).
+
+    An op that overwrites what it reads has its result in the bytes of that operand: they count once, as the result.
+    """
+    count = len(program.steps)
+    change = {kind: [0] * (count + 1) for kind in Kind}
+
+    def live(kind: Kind, first: int, last: int, size: int) -> None:
+        """Count `size` bytes from step `first` to step `last`, both included."""
+        change[kind][min(first, count)] += size
+        change[kind][min(last + 1, count)] -= size
+
+    versions = _Versions.of(program, sizes)
+    for version, (last, size) in enumerate(versions.lives):
+        first = versions.birth(version)
+        if last >= first:
+            live(versions.kind(version), first, last, size)
+    live(Kind.WEIGHTS, 0, count, program.resident)
+    live(Kind.OUTSIDE, program.turn, count, sizes.root)
+    for first, last in seed_lives(program) if sizes.seed else ():
+        live(Kind.WORKSPACE, first, last, sizes.seed)
+    for place, step in enumerate(program.steps):
+        if isinstance(step, Transfer) and step.takes:
+            live(Kind.WEIGHTS, *((place, count) if step.takes > 0 else (place + 1, count)), step.takes)
+        extra = step.workspace if isinstance(step, Transfer) else sizes.workspace[step.op]
+        live(Kind.WORKSPACE if extra >= 0 else versions.kind(versions.overwritten(step)), place, place, extra)
+    return {kind: tuple(accumulate(change[kind][:-1])) for kind in Kind}
+
+
+def host_bytes(program: Program, sizes: Sizes) -> tuple[int, ...]:
+    """Bytes of values of the forward that wait on the host while each step runs: from release to prefetch."""
+    change = [0] * len(program.steps)
+    for place, step in enumerate(program.steps):
+        if isinstance(step, Transfer) and step.role in (Role.RELEASE, Role.PREFETCH):
+            values = [program.version_of[v] for v in (*step.reads, *step.writes)]
+            size = sum(sizes.values[v] for v in values if program.layout.joint.values[v].origin is Origin.FORWARD)
+            change[place] += size if step.role is Role.RELEASE else -size
+    return tuple(accumulate(change))
+
+
+@dataclass(frozen=True)
+class _Versions:
+    """The versions of a program: which step makes each, and when it goes."""
+
+    program: Program
+    lives: Sequence[tuple[int, int]]  # last step and bytes
+    writer: Mapping[int, int]  # the step that makes a version
+    leaving: frozenset[int]  # versions that leave for the host
+
+    @classmethod
+    def of(cls, program: Program, sizes: Sizes) -> _Versions:
+        writer = {version: place for place, step in enumerate(program.steps) for version in step.writes}
+        leaving = {v for step in program.steps if step.role is Role.RELEASE for v in step.reads}
+        return cls(program, lives(program, sizes), writer, frozenset(leaving))
+
+    def birth(self, version: int) -> int:
+        """The step that makes a version, or the one before which the caller does."""
+        if version in self.writer:
+            return self.writer[version]
+        return self.program.turn if self._origin(version) is Origin.TANGENT else 0
+
+    def kind(self, version: int) -> Kind:
+        """What a version is for."""
+        match self._origin(version):
+            case Origin.PRIMAL:
+                return Kind.WEIGHTS
+            case Origin.TANGENT:
+                return Kind.GRADIENTS
+            case Origin.BACKWARD:
+                returned = self.program.version_of[version] in self.program.layout.joint.returned
+                return Kind.RESULTS if returned else Kind.GRADIENTS
+        role = self.program.steps[self.writer[version]].role
+        if role is Role.RECOMPUTE:
+            return Kind.RECOMPUTED
+        if role is Role.PREFETCH or version in self.leaving:
+            return Kind.OFFLOADED
+        return Kind.KEPT if self.lives[version][0] >= self.program.turn else Kind.TEMPORARY
+
+    def overwritten(self, step: Step | Transfer) -> int:
+        """The version that a step overwrites: the largest that it reads last."""
+        place = self.writer[step.writes[0]]
+        ending = [version for version in step.reads if self.lives[version][0] == place]
+        return max(ending or step.writes, key=lambda version: self.lives[version][1])
+
+    def _origin(self, version: int) -> Origin:
+        return self.program.layout.joint.values[self.program.version_of[version]].origin

@@ -1,0 +1,330 @@
+"""`solve`: ask one solver, or all that the time allows, and let `simulate` judge what they propose.
+
+A `Join` has solvers of its own, `JOINS`, and `simulate_join` judges them.
+"""
+
+import math
+import time
+from dataclasses import dataclass, replace
+from numbers import Real
+from typing import overload
+
+from fxremat.chains.chain import Chain, Join
+from fxremat.chains.join_schedule import JoinSchedule
+from fxremat.chains.platform import Platform
+from fxremat.chains.schedule import Schedule
+from fxremat.chains.simulate import Accounting, Timeline, simulate
+from fxremat.chains.simulate_join import JoinTimeline
+from fxremat.errors import BudgetTooSmall, FxrematError, InvalidBudget, InvalidSchedule
+from fxremat.solvers import keep_all
+from fxremat.solvers.bound import lower_bound
+from fxremat.solvers.registry import DEFAULT, JOINS, NAMES, SOLVERS, Problem, search
+from fxremat.units import integer, shortened
+
+EFFORT = 10.0  # seconds
+MOST_SLOTS = 100_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Solution:
+    """The best schedule found, who found it, and how much better any other could be."""
+
+    solver: str
+    timeline: Timeline
+    fluid_time: float  # seconds, where memory came and went as fast as the link carries it
+    lower_bound: float  # seconds
+
+    @property
+    def schedule(self) -> Schedule:
+        """What to run."""
+        return self.timeline.schedule
+
+
+@dataclass(frozen=True, kw_only=True)
+class JoinSolution:
+    """The best schedule of a join that was found, and who found it."""
+
+    solver: str
+    timeline: JoinTimeline
+    lower_bound: float  # seconds: every op once, at its fastest
+
+    @property
+    def schedule(self) -> JoinSchedule:
+        """What to run."""
+        return self.timeline.schedule
+
+
+@overload
+def solve(
+    chain: Chain,
+    mem: int,
+    *,
+    solver: str = "auto",
+    platform: Platform | None = None,
+    slots: int = 500,
+    effort: float = EFFORT,
+    accounting: Accounting = "whole",
+) -> Schedule: ...
+@overload
+def solve(
+    chain: Join,
+    mem: int,
+    *,
+    solver: str = "auto",
+    platform: Platform | None = None,
+    slots: int = 500,
+    effort: float = EFFORT,
+) -> JoinSchedule: ...
+def solve(
+    chain: Chain | Join,
+    mem: int,
+    *,
+    solver: str = "auto",
+    platform: Platform | None = None,
+    slots: int = 500,
+    effort: float = EFFORT,
+    accounting: Accounting = "whole",
+) -> Schedule | JoinSchedule:
+    """The fastest schedule found that fits in `mem` bytes.
+
+    Args:
+        chain: the model, in bytes and seconds.
+        mem: bytes, or those of the platform if they are fewer; the chain's input counts, parameters do not.
+        solver: one of `SOLVERS`; "auto" asks all that its time allows and keeps the best. For a join one of
+            `JOINS`, and "auto" asks them all.
+        platform: the machine; with `to_host` and `from_host`, values may leave and come back.
+        slots: steps of memory in a dynamic program; where they cover every byte the answer is exact.
+        effort: seconds that "auto" may take; the default chain solver is asked whatever it takes. Long joins get a
+            coarser table for less effort.
+        accounting: "whole" as a runtime frees and allocates, or "fluid", the relaxation that the papers solve.
+
+    Raises:
+        BudgetTooSmall: the solver has no schedule that fits; `.minimum` bytes are the least for which it has.
+
+    >>> from fxremat.chain import Block
+    >>> block = Block(forward_time=1.0, backward_time=2.0, output_bytes=4, saved_bytes=9)
+    >>> print(solve(Chain(blocks=(block, block), input_bytes=4), 25))
+    Fck1 Fall2 B2 Fall1 B1
+    """
+    if isinstance(chain, Join):
+        return _winner_of_join(chain, mem, solver, platform, slots, effort)[1].schedule
+    return best(
+        chain, mem, solver=solver, platform=platform, slots=slots, effort=effort, accounting=accounting
+    ).schedule
+
+
+def best(
+    chain: Chain,
+    mem: int,
+    *,
+    solver: str = "auto",
+    platform: Platform | None = None,
+    slots: int = 500,
+    effort: float = EFFORT,
+    accounting: Accounting = "whole",
+) -> Timeline:
+    """`solve`, with the simulation of its answer."""
+    return _winner(chain, mem, solver, platform, slots, effort, accounting)[1]
+
+
+@overload
+def solution(
+    chain: Chain,
+    mem: int,
+    *,
+    solver: str = "auto",
+    platform: Platform | None = None,
+    slots: int = 500,
+    effort: float = EFFORT,
+    accounting: Accounting = "whole",
+) -> Solution: ...
+@overload
+def solution(
+    chain: Join,
+    mem: int,
+    *,
+    solver: str = "auto",
+    platform: Platform | None = None,
+    slots: int = 500,
+    effort: float = EFFORT,
+) -> JoinSolution: ...
+def solution(
+    chain: Chain | Join,
+    mem: int,
+    *,
+    solver: str = "auto",
+    platform: Platform | None = None,
+    slots: int = 500,
+    effort: float = EFFORT,
+    accounting: Accounting = "whole",
+) -> Solution | JoinSolution:
+    """`solve`, with who found the schedule, what it costs, and a lower bound on what any schedule costs."""
+    if isinstance(chain, Join):
+        name, joined = _winner_of_join(chain, mem, solver, platform, slots, effort)
+        return JoinSolution(solver=name, timeline=joined, lower_bound=_least_time(chain))
+    name, timeline = _winner(chain, mem, solver, platform, slots, effort, accounting)
+    machine = _machine(platform, mem)
+    fluid = simulate(chain, timeline.schedule, machine, accounting="fluid") if timeline.sent else timeline
+    return Solution(
+        solver=name,
+        timeline=timeline,
+        fluid_time=fluid.time,
+        lower_bound=lower_bound(chain, mem, platform),
+    )
+
+
+def _winner(
+    chain: Chain,
+    mem: int,
+    solver: str,
+    platform: Platform | None,
+    slots: int,
+    effort: float,
+    accounting: Accounting,
+) -> tuple[str, Timeline]:
+    """The solver that won, and the simulation of its schedule."""
+    mem, slots = _check_mem(mem), check_slots(slots)
+    check_effort(effort)
+    if solver not in NAMES:
+        raise FxrematError(f"unknown solver {shortened(solver)}; there are {', '.join(NAMES)}")
+    if platform is not None and platform.memory is not None:
+        mem = min(mem, platform.memory)
+    machine = _machine(platform, mem)
+    problem = Problem(
+        chain=chain,
+        mem=mem,
+        platform=machine,
+        slots=slots,
+        judge=lambda schedule: simulate(chain, schedule, machine, accounting=accounting),
+        effort=effort,
+    )
+    return _auto(problem) if solver == "auto" else (solver, ask(problem, solver))
+
+
+def _check_mem(mem: object) -> int:
+    whole = integer(mem)
+    if whole is None or whole < 0:
+        raise InvalidBudget(
+            f"mem is {shortened(mem)}; solvers take a whole number of bytes, such as 4294967296"
+        )
+    return whole
+
+
+def check_slots(slots: object) -> int:
+    """`slots` as an int. Raises `FxrematError` for any that no table can have."""
+    whole = integer(slots)
+    if whole is None or not 1 <= whole <= MOST_SLOTS:
+        raise FxrematError(f"slots is {shortened(slots)}; it is a whole number from 1 to {MOST_SLOTS}")
+    return whole
+
+
+def check_effort(effort: object) -> None:
+    """Raise `FxrematError` for what is not a number of seconds, 0 or more."""
+    if isinstance(effort, bool) or not isinstance(effort, Real) or not float(effort) >= 0:
+        raise FxrematError(f"effort is {shortened(effort)}; it is a number of seconds, 0 or more")
+
+
+def _winner_of_join(
+    join: Join, mem: int, solver: str, platform: Platform | None, slots: int, effort: float
+) -> tuple[str, JoinTimeline]:
+    """The solver of joins that won, and the simulation of its schedule."""
+    mem, slots = _check_mem(mem), check_slots(slots)
+    check_effort(effort)
+    if solver not in ("auto", *JOINS):
+        raise FxrematError(f"a join is solved by auto, {', '.join(JOINS)}; {shortened(solver)} is none of them")
+    if platform is not None and platform.linked:
+        raise FxrematError("the values of a join do not travel: leave out to_host and from_host")
+    if solver != "auto":
+        return solver, JOINS[solver](join, mem, slots)
+    deadline = time.monotonic() + effort
+    found: list[tuple[str, JoinTimeline]] = []
+    refusals: list[BudgetTooSmall] = []
+    for name, propose in JOINS.items():
+        try:
+            left = max(0.0, deadline - time.monotonic())
+            found.append((name, propose(join, mem, slots, effort=left)))
+        except BudgetTooSmall as refusal:
+            refusals.append(refusal)
+        except FxrematError:  # the join is too large for this solver
+            continue
+        if found and found[-1][1].time <= _least_time(join):
+            return found[-1]
+    if not found:
+        raise min(refusals, key=lambda refusal: refusal.minimum)
+    return min(found, key=lambda entry: _merit(entry[1]))
+
+
+def _least_time(join: Join) -> float:
+    return math.fsum(chain.least_time for chain in (*join.branches, *([join.trunk] if join.trunk else [])))
+
+
+def ask(problem: Problem, solver: str) -> Timeline:
+    """The fastest that one solver proposes. Raises `BudgetTooSmall`."""
+    if SOLVERS[solver].transfers and None in (problem.platform.to_host, problem.platform.from_host):
+        raise FxrematError(f"{solver} moves values to the host: give a platform with to_host and from_host")
+    proposed = SOLVERS[solver].propose(problem)
+    fitting = [timeline for schedule in proposed if (timeline := _fit(problem, schedule)) is not None]
+    if not fitting:
+        raise BudgetTooSmall(minimum=_least(problem, proposed), budget=problem.mem)
+    return min(fitting, key=_merit)
+
+
+def _least(problem: Problem, proposed: list[Schedule]) -> int:
+    """The least memory that one of the schedules takes, or keeping everything where none can run at all."""
+    roomy = replace(problem.platform, memory=None)
+    peaks = []
+    for schedule in proposed:
+        try:
+            peaks.append(simulate(problem.chain, schedule, roomy).peak)
+        except InvalidSchedule:  # it needs a link that carries something
+            continue
+    return min(peaks) if peaks else simulate(problem.chain, keep_all.schedules(problem.chain)[0]).peak
+
+
+def _fit(problem: Problem, schedule: Schedule) -> Timeline | None:
+    try:
+        timeline = problem.judge(schedule)
+    except InvalidSchedule:
+        return None
+    return timeline if timeline.peak <= problem.mem else None
+
+
+def _auto(problem: Problem) -> tuple[str, Timeline]:
+    """Ask every solver that the time left allows, the quickest first; stop where nothing can be faster."""
+    deadline = time.monotonic() + problem.effort
+    found: list[tuple[str, Timeline]] = []
+    refusals: list[BudgetTooSmall] = []
+    unable: list[FxrematError] = []
+    names = [name for name, solver in SOLVERS.items() if problem.platform.linked or not solver.transfers]
+    for name in sorted(names, key=lambda name: (SOLVERS[name].patient, SOLVERS[name].seconds(problem))):
+        left = deadline - time.monotonic()
+        if name != DEFAULT and SOLVERS[name].seconds(problem) > left:
+            continue
+        try:
+            found.append((name, ask(replace(problem, effort=max(left, 0.0) / 2), name)))
+        except BudgetTooSmall as refusal:
+            refusals.append(refusal)
+        except FxrematError as error:  # the chain is too long for this solver
+            unable.append(error)
+            continue
+        if found and (found[-1][1].time <= problem.chain.least_time or _is_optimal(problem, found[-1][0])):
+            return found[-1]
+    if not found:
+        raise min(refusals, key=lambda refusal: refusal.minimum) if refusals else unable[0]
+    name, timeline = min(found, key=lambda entry: _merit(entry[1]))
+    if problem.platform.linked and (left := deadline - time.monotonic()) > 0:
+        timeline = problem.judge(search(replace(problem, effort=left), timeline.schedule))
+    return name, timeline
+
+
+def _is_optimal(problem: Problem, solver: str) -> bool:
+    return solver == "exact" and not problem.platform.linked
+
+
+def _machine(platform: Platform | None, mem: int) -> Platform:
+    """The platform with `mem` bytes; where that is 0, with one byte, as every platform has some."""
+    return replace(platform or Platform(), memory=max(mem, 1))
+
+
+def _merit(timeline: Timeline | JoinTimeline) -> tuple[float, int]:
+    return timeline.time, timeline.peak

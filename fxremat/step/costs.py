@@ -1,0 +1,161 @@
+"""The costs of one joint graph, by op number, and the text that identifies an op's cost."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxremat.passes.in_place import overwritten
+from fxremat.step.joint import Joint, is_number
+from fxremat.step.liveness import Sizes
+from fxremat.step.program import Program
+
+CUDA_BLOCK = 512  # the caching allocator counts every tensor in blocks of this many bytes
+
+
+@dataclass(frozen=True)
+class OpCost:
+    """One execution of one op."""
+
+    seconds: float
+    workspace: int  # bytes beyond inputs and outputs, while it runs
+    outputs: tuple[int, ...] = ()  # bytes of the storage of each output, by position; (): as the graph says
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of each op, and the sizes that liveness needs."""
+
+    seconds: tuple[float, ...]
+    sizes: Sizes
+
+    def time(self, program: Program) -> float:
+        """Seconds of all executions of a program, as if copies took no time."""
+        return sum([self.seconds[step.op] for step in program.executions])
+
+    def scaled(self, factor: float) -> Costs:
+        """The same with every time multiplied (calibration)."""
+        return Costs(tuple(seconds * factor for seconds in self.seconds), self.sizes)
+
+
+def costs_from(joint: Joint, by_op: Sequence[OpCost], device: torch.device) -> Costs:
+    """Put the costs of the ops together with the sizes of the values as the device's allocator rounds them.
+
+    An op may leave more than its outputs' shapes need: `mse_loss` returns its sum in the storage of all its terms.
+    One that overwrites what it reads leaves that storage, and needs no other: its workspace makes up for the two.
+    """
+    block = CUDA_BLOCK if device.type == "cuda" else 1
+    sizes = [value.bytes for value in joint.values]
+    taken = [0] * len(joint.ops)
+    for op, cost in zip(joint.ops, by_op, strict=True):
+        if (operand := overwritten(op.node)) is not None:
+            (result,) = op.writes
+            sizes[result] = sizes[joint.value_of[operand]]
+            taken[op.index] = -(-sizes[result] // block) * block
+            continue
+        for value in op.writes:
+            position = output_position(joint.values[value].node, op.node)
+            if position is not None and position < len(cost.outputs):
+                sizes[value] = cost.outputs[position]
+    return Costs(
+        seconds=tuple(cost.seconds for cost in by_op),
+        sizes=Sizes(
+            values=tuple(-(-size // block) * block for size in sizes),
+            workspace=tuple(cost.workspace - bytes_ for cost, bytes_ in zip(by_op, taken, strict=True)),
+            seed=torch.default_generator.get_state().numel() if device.type == "cpu" else 0,
+            outside=outside_bytes(joint),
+            root=0 if joint.root_tangents else 2 * max(block, 8),
+        ),
+    )
+
+
+def outside_bytes(joint: Joint) -> int:
+    """What a loss outside the model is taken to need between forward and backward.
+
+    A model that returns its loss needs nothing. For other outputs: three times their bytes, which is what a cross
+    entropy takes (log-probabilities, and two gradients at a time). The user can say better (`loss_bytes`).
+    """
+    if joint.root_tangents:
+        return 0
+    gradients = [t for node in joint.tangents if isinstance(t := node.meta.get("val"), torch.Tensor)]
+    return 3 * sum(gradient.numel() * gradient.element_size() for gradient in gradients)
+
+
+def output_position(shown: fx.Node, op: fx.Node) -> int | None:
+    """Which output of `op` the node shows; None for one that nothing reads."""
+    if shown is op:
+        value = op.meta.get("val")
+        return 0 if isinstance(value, torch.Tensor) or is_number(value) else None
+    position = shown.args[1]
+    return position if isinstance(position, int) else None
+
+
+def device_of(joint: Joint) -> torch.device:
+    """The device of the largest parameter or input: where the step runs."""
+    tensors = [t for node in joint.primals if isinstance(t := node.meta.get("val"), torch.Tensor)]
+    accelerated = [t.device for t in tensors if t.device.type != "cpu"]
+    return accelerated[0] if accelerated else torch.device("cpu")
+
+
+def op_key(node: fx.Node) -> str:
+    """Text that is equal for ops of equal cost: the op, its constants, and the layout of each tensor it reads.
+
+    A layout names the device, and the bytes of the storage where a tensor shows a part of it: some ops copy it whole.
+    A subgraph (the score function of flex attention) is named by a digest of its code.
+    """
+    arguments = ", ".join(_describe(argument) for argument in (*node.args, *_sorted(node.kwargs)))
+    return f"{node.target}({arguments})"
+
+
+def _sorted(options: dict[str, Any]) -> Iterator[Any]:
+    for name in sorted(options):
+        yield (name, options[name])
+
+
+def _describe(argument: object) -> str:
+    if isinstance(argument, fx.Node):
+        value = argument.meta.get("val")
+        if isinstance(value, tuple | list):
+            return f"({', '.join(_layout(item) for item in value)})"
+        if value is None and argument.op == "get_attr":
+            return _subgraph(attribute(argument))
+        return _layout(value)
+    if isinstance(argument, tuple | list):
+        return f"({', '.join(_describe(item) for item in argument)})"
+    return repr(argument)
+
+
+def attribute(node: fx.Node) -> Any:
+    """The attribute of the graph's module that a `get_attr` node names."""
+    found: Any = node.graph.owning_module
+    for name in str(node.target).split("."):
+        found = getattr(found, name)
+    return found
+
+
+def _subgraph(value: object) -> str:
+    if not isinstance(value, fx.GraphModule):
+        return type(value).__name__
+    return f"graph {hashlib.sha256(str(value.graph).encode()).hexdigest()[:16]}"
+
+
+def _layout(value: object) -> str:
+    if is_number(value):
+        return type(value).__name__
+    if not isinstance(value, torch.Tensor):
+        return repr(value)
+    dtype = str(value.dtype).removeprefix("torch.")
+    shape = "x".join(map(str, value.shape))
+    if value.layout is not torch.strided:
+        return f"{dtype}[{shape}|{value.layout}]"
+    stride = "x".join(map(str, value.stride()))
+    whole = value.untyped_storage().nbytes()
+    part = f" of {whole} bytes" if whole != value.nbytes else ""
+    flags = ("^" if value.is_conj() else "") + ("-" if value.is_neg() else "")
+    device = "" if value.device.type == "cpu" else f" {value.device.type}"
+    return f"{flags}{dtype}[{shape}|{stride}{part}]{device}"

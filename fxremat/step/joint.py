@@ -1,0 +1,529 @@
+"""The joint graph seen as what the planner needs: ops that compute, and values that occupy memory.
+
+    torch.fx joint graph    placeholders, compute nodes, views of views, getitems, detaches
+    Joint                   ops    in execution order, forward first, then backward
+                            values one a storage; views are not values, they are made again where needed
+
+A value is born by one op (or is a primal, a tangent or a constant) and is read through any number of views. A number
+that an op reads from a tensor (`.item()`), and what is computed from it, are values of no bytes.
+Everything downstream (cuts, options, schedules, liveness) speaks of op and value numbers only; the fx nodes come
+back in `passes.lower`.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from functools import cached_property
+from typing import Any, cast
+
+import torch
+from torch import fx
+
+from fxremat.errors import CaptureError
+from fxremat.passes.dropout import drop_as_eager
+from fxremat.passes.in_place import overwrite_gradients
+from fxremat.torch_private import depends_on_data, is_effect_token, storage_of
+
+aten = torch.ops.aten
+
+SYMBOLS: tuple[type, ...] = (torch.SymInt, torch.SymFloat, torch.SymBool)
+NUMBERS: tuple[type, ...] = (*SYMBOLS, int, float)
+
+
+class Origin(Enum):
+    """Where a value comes from; only FORWARD values can be recomputed."""
+
+    PRIMAL = "primal"  # a parameter, buffer, input or constant: outside the budget, always there
+    TANGENT = "tangent"  # the gradient that autograd hands to the backward graph
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """One storage of the joint graph."""
+
+    index: int
+    name: str
+    bytes: int  # of the storage; a primal's is outside the budget
+    origin: Origin
+    node: fx.Node  # the placeholder, the op's node, or the getitem that takes this output out of its op
+    producer: int | None  # op number; None for placeholders and constants
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One node that computes, with the values it reads (through views) and writes."""
+
+    index: int
+    node: fx.Node
+    backward: bool
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    again_reads: tuple[int, ...]  # the same for a second execution, which must not touch running statistics
+    again_writes: tuple[int, ...]
+    random: bool  # draws from the generator: a second execution must replay the first one's state
+    anchored: bool  # a forward op that depends on no differentiable input: masks, positions, frozen layers
+
+    @property
+    def name(self) -> str:
+        """The name of the fx node."""
+        return self.node.name
+
+
+@dataclass(frozen=True, eq=False)
+class Joint:
+    """Forward and backward of one training step; op and value numbers index `ops` and `values`."""
+
+    module: fx.GraphModule
+    ops: tuple[Op, ...]
+    values: tuple[Value, ...]
+    value_of: dict[fx.Node, int]  # every tensor node (views included) to the storage it shows
+    primals: tuple[fx.Node, ...]
+    tangents: tuple[fx.Node, ...]
+    forward_outputs: tuple[object, ...]  # fx nodes, or constants such as None
+    backward_outputs: tuple[object, ...]
+    output_descs: tuple[object, ...]
+    forward_count: int  # ops[:forward_count] is the forward
+    root_tangents: frozenset[int]  # gradients of a loss, which autograd holds until the backward has returned
+    kept_outputs: frozenset[int]  # values that the caller still holds after the forward
+    mutated_primals: frozenset[int]  # primals that the step overwrites once the forward has run
+    updates: frozenset[int]  # the values that overwrite them (running statistics, in-place inputs)
+    returned: frozenset[int]  # values that the backward returns (gradients of parameters and inputs)
+    updates_of: Mapping[int, fx.Node] = field(
+        default_factory=dict
+    )  # parameter that the step updates -> its gradient
+
+    @property
+    def forward_ops(self) -> tuple[Op, ...]:
+        """The ops of the forward, in execution order."""
+        return self.ops[: self.forward_count]
+
+    @property
+    def backward_ops(self) -> tuple[Op, ...]:
+        """The ops of the backward, in execution order."""
+        return self.ops[self.forward_count :]
+
+    @cached_property
+    def given(self) -> frozenset[int]:
+        """The values that no op makes: primals, constants and tangents."""
+        return frozenset(v.index for v in self.values if v.origin in (Origin.PRIMAL, Origin.TANGENT))
+
+    @cached_property
+    def tangent_values(self) -> tuple[int, ...]:
+        """The gradients that autograd hands in."""
+        return tuple(v.index for v in self.values if v.origin is Origin.TANGENT)
+
+    @cached_property
+    def output_values(self) -> frozenset[int]:
+        """What the forward returns, values that overwrite an input among them."""
+        nodes = [node for node in self.forward_outputs if isinstance(node, fx.Node)]
+        return frozenset(self.value_of[node] for node in nodes if node in self.value_of)
+
+    @cached_property
+    def outputs_needed(self) -> tuple[frozenset[int | None], ...]:
+        """For each output of the backward, the forward's outputs whose gradients it is computed from.
+
+        None stands for a gradient of something else, such as the base of several views.
+        """
+        needed: dict[fx.Node, frozenset[int | None]] = {}
+        for node in self.module.graph.nodes:
+            if node in self.tangents:
+                output = getattr(node.meta.get("desc"), "output", None)
+                needed[node] = frozenset([getattr(output, "idx", None)])
+            else:
+                needed[node] = frozenset().union(*(needed[parent] for parent in node.all_input_nodes))
+        return tuple(
+            needed[node] if isinstance(node, fx.Node) else frozenset() for node in self.backward_outputs
+        )
+
+    @cached_property
+    def pinned(self) -> frozenset[int]:
+        """What the caller holds when the step is over."""
+        return self.kept_outputs | self.returned
+
+
+def inputs_of(joint: Joint) -> tuple[fx.Node, ...]:
+    """The primals that the caller hands in, in order: `backward_outputs` begins with a gradient of each.
+
+    The others are tokens, which put ops with effects (such as the check in `linalg.cholesky`) in order.
+    """
+    return _inputs(joint.primals)
+
+
+def _inputs(primals: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
+    return tuple(primal for primal in primals if not is_effect_token(primal))
+
+
+def with_updates_inside(joint: Joint, trained: Set[int]) -> Joint:
+    """The joint graph of a step that updates these parameters (primal values) itself, and keeps their gradients."""
+    outputs = list(joint.backward_outputs)
+    gradients: dict[int, fx.Node] = {}
+    for place, (primal, gradient) in enumerate(zip(inputs_of(joint), joint.backward_outputs, strict=False)):
+        if joint.value_of[primal] in trained and isinstance(gradient, fx.Node):
+            gradients[joint.value_of[primal]] = gradient
+            outputs[place] = None
+    returned = frozenset(joint.value_of[node] for node in outputs if isinstance(node, fx.Node))
+    return replace(joint, backward_outputs=tuple(outputs), returned=returned, updates_of=gradients)
+
+
+def tensors_of(node: fx.Node) -> list[torch.Tensor | None]:
+    """The outputs of a node as a list; None where an output is no tensor."""
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, tuple | list):
+        return [item if isinstance(item, torch.Tensor) else None for item in value]
+    return []
+
+
+def is_random(node: fx.Node) -> bool:
+    """True where the op draws random numbers (a dropout in eval mode does not)."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    if target is aten.native_dropout.default:
+        return node.args[2] is not False
+    return node.kwargs.get("dropout_p", _argument(node, "dropout_p")) != 0.0
+
+
+def _argument(node: fx.Node, name: str) -> object:
+    """The value of the argument `name` of an op node, by position; None where there is none."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    for position, argument in enumerate(node.target._schema.arguments):
+        if argument.name == name:
+            return node.args[position] if position < len(node.args) else argument.default_value
+    return None
+
+
+BATCH_NORMS = {  # (input, weight, bias, running_mean, running_var, training, momentum, eps)
+    aten._native_batch_norm_legit_functional.default,
+    aten.cudnn_batch_norm.default,
+}
+
+
+RUNNING = 3  # output, mean and rstd of the batch come first, then the new running statistics
+
+
+def is_training_batch_norm(node: fx.Node) -> bool:
+    """True for a BatchNorm that updates its running statistics."""
+    return node.target in BATCH_NORMS and bool(node.args[5])
+
+
+def again_call(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
+    """Target and positional arguments of a second execution: a BatchNorm leaves the running statistics alone."""
+    if not is_training_batch_norm(node):
+        return node.target, node.args
+    x, weight, bias, _, _, training, momentum, eps = node.args
+    if node.target is aten.cudnn_batch_norm.default:
+        return node.target, (x, weight, bias, None, None, training, momentum, eps)
+    return aten._native_batch_norm_legit.no_stats, (x, weight, bias, training, momentum, eps)
+
+
+def again_inputs(node: fx.Node) -> list[fx.Node]:
+    """The nodes that a second execution reads."""
+    if not is_training_batch_norm(node):
+        return node.all_input_nodes
+    return [argument for argument in again_call(node)[1] if isinstance(argument, fx.Node)]
+
+
+def is_number(value: object) -> bool:
+    """True for what a node shows that is a number of Python's, known or not before the step runs."""
+    return isinstance(value, NUMBERS)
+
+
+def _is_scalar(node: fx.Node) -> bool:
+    return any(tensor is not None and tensor.numel() == 1 for tensor in tensors_of(node))
+
+
+def _source(node: fx.Node) -> str:
+    """Where the op was written, as `, model.py:12 in forward: code`, if tracing noted it."""
+    frames = re.findall(r'File "(.+)", line (\d+), in (\w+)\n *(.*)', node.meta.get("stack_trace") or "")
+    return ", {}:{} in {}: {}".format(*frames[-1]) if frames else ""
+
+
+def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """The nodes, and all that they are computed from."""
+    found: set[fx.Node] = set()
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack += node.all_input_nodes
+    return found
+
+
+def storage_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of the storage behind a (fake) tensor; of indices and values, where it is sparse."""
+    if tensor.layout is torch.sparse_coo:
+        return int(tensor._indices().nbytes + tensor._values().nbytes)
+    return int(tensor.untyped_storage().nbytes())
+
+
+def tidy(module: fx.GraphModule) -> fx.GraphModule:
+    """Drop `detach` chains, and the read of the running statistics by a training-mode BatchNorm backward.
+
+    In training mode that backward uses the batch statistics alone; reading the running ones would only make autograd
+    complain that they were "modified by an inplace operation". Dropout is put back to what eager PyTorch computes,
+    and backward ops overwrite gradients that they alone read.
+    """
+    graph = module.graph
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        if node.target is aten.detach.default:
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+        elif node.target is aten.native_batch_norm_backward.default and node.args[7]:
+            arguments = list(node.args)
+            arguments[3] = arguments[4] = None
+            node.args = tuple(arguments)
+    drop_as_eager(graph)
+    copy_views_by_number(graph)
+    graph.eliminate_dead_code()
+    overwrite_gradients(graph, tangents_in(graph))
+    return module
+
+
+def copy_views_by_number(graph: fx.Graph) -> None:
+    """Let a view that begins where a number of the data says (`x[i.item()]`) be a copy, which is a value. O(nodes)."""
+    for node in graph.nodes:
+        shown = node.meta.get("val")
+        numbers = [parent for parent in node.all_input_nodes if is_number(parent.meta.get("val"))]
+        if not numbers or not isinstance(shown, torch.Tensor) or not node.target.is_view:
+            continue
+        packet = node.target.overloadpacket
+        node.target = getattr(getattr(aten, f"{packet.__name__}_copy"), node.target._overloadname)
+        node.meta["val"] = shown.new_empty(shown.shape)
+
+
+def tangents_in(graph: fx.Graph) -> list[fx.Node]:
+    """The placeholders of the gradients that autograd hands in."""
+    return [node for node in graph.nodes if node.op == "placeholder" and node.name.startswith("tangents")]
+
+
+def read_joint(module: fx.GraphModule, forward_outputs: int) -> Joint:
+    """Read a joint graph as AOTAutograd hands it to a partition function. O(nodes).
+
+    Args:
+        module: the joint graph, functional and undecomposed, with fake tensors in `meta["val"]`.
+        forward_outputs: how many of its outputs belong to the forward.
+
+    Raises:
+        CaptureError: the graph has symbolic sizes, which need one plan a shape.
+    """
+    refuse_symbols(module.graph)
+    return _Reader(tidy(module), forward_outputs).read()
+
+
+def refuse_symbols(graph: fx.Graph, example: str = "val") -> None:
+    """Raise `CaptureError` for a graph with a symbolic size, with the line of an op that has one.
+
+    Numbers that depend on data may be there, as long as no tensor is as large as they say.
+
+    Args:
+        example: where nodes keep what they show: "val" for AOTAutograd's, "example_value" for dynamo's.
+    """
+    for node in sorted(graph.nodes, key=lambda node: node.op == "placeholder"):  # an op has a line to name
+        _refuse_symbols(node, node.meta.get(example))
+
+
+def _refuse_symbols(node: fx.Node, value: object) -> None:
+    shapes = [t for t in (value if isinstance(value, tuple | list) else [value]) if isinstance(t, torch.Tensor)]
+    symbols = [size for t in shapes for size in t.shape if isinstance(size, SYMBOLS)]
+    if not symbols:
+        return
+    if any(depends_on_data(symbol) for symbol in symbols):
+        raise CaptureError(
+            f"the size of {node.name} depends on data{_source(node)}, and a plan in bytes needs fixed sizes: keep the "
+            "op out of the model, give it a fixed size (such as output_size=, a mask instead of a selection), or "
+            "compile the submodules around it instead"
+        )
+    raise CaptureError(
+        f"the graph has a symbolic size at {node.name}{_source(node)}: a plan in bytes needs fixed sizes; "
+        "torch.compile(..., dynamic=False) plans each new shape anew, as fxremat.compile does"
+    )
+
+
+class _Reader:
+    def __init__(self, module: fx.GraphModule, forward_outputs: int) -> None:
+        self.module = module
+        nodes = list(module.graph.nodes)
+        output = nodes[-1]
+        outputs: list[object] = list(cast(Sequence[object], output.args[0]))
+        descs = output.meta.get("desc") or [None] * len(outputs)
+        self.nodes = nodes[:-1]
+        self.forward_outputs = tuple(outputs[:forward_outputs])
+        self.backward_outputs = tuple(outputs[forward_outputs:])
+        self.descs = tuple(descs[:forward_outputs])
+        placeholders = [node for node in self.nodes if node.op == "placeholder"]
+        self.tangents = tuple(tangents_in(module.graph))
+        tangents = set(self.tangents)
+        self.primals = tuple(node for node in placeholders if node not in tangents)
+        self.values: list[Value] = []
+        self.value_of: dict[fx.Node, int] = {}
+        self.late = self._late()
+
+    def _late(self) -> set[fx.Node]:
+        """The nodes of the backward: the first that autograd made there, and all that follow it.
+
+        AOTAutograd traces the forward first. A node of the backward depends on a tangent or is tagged; what a custom
+        `torch.autograd.Function` computes there from saved tensors alone is neither, but stands behind such a node.
+        """
+        forward = _ancestors(node for node in self.forward_outputs if isinstance(node, fx.Node))
+        late = set(self.tangents)
+        begun = False
+        for node in self.nodes:
+            if node.op == "placeholder":
+                continue
+            begun = begun or (
+                node not in forward
+                and (
+                    node.meta.get("partitioner_tag") == "is_backward"
+                    or not late.isdisjoint(node.all_input_nodes)
+                )
+            )
+            if begun and node not in forward and node.op != "get_attr":
+                late.add(node)
+        return late
+
+    def read(self) -> Joint:
+        compute: list[tuple[fx.Node, tuple[int, ...]]] = []
+        for node in self.nodes:
+            if node.op in ("placeholder", "get_attr"):
+                self._new_value(node, node, Origin.TANGENT if node in self.tangents else Origin.PRIMAL, None)
+            elif node.target is operator.getitem and node.args[0] in self.value_of:
+                self.value_of[node] = self.value_of[node.args[0]]  # an item of a tuple of views
+            elif node.target is operator.getitem:
+                pass  # named by its op below
+            elif (base := self._base_of_view(node)) is not None:
+                self.value_of[node] = base
+            else:
+                compute.append((node, self._outputs(node)))
+        return self._joint(compute)
+
+    def _new_value(self, node: fx.Node, shown: fx.Node, origin: Origin, producer: int | None) -> int:
+        tensor = next((t for t in tensors_of(shown) if t is not None), None)
+        index = len(self.values)
+        size = 0 if tensor is None else storage_bytes(tensor)
+        self.values.append(Value(index, node.name, size, origin, shown, producer))
+        self.value_of[shown] = index
+        return index
+
+    def _base_of_view(self, node: fx.Node) -> int | None:
+        """The value that all outputs of `node` alias, or None where the node computes something new."""
+        outputs = [tensor for tensor in tensors_of(node) if tensor is not None]
+        parents = [parent for parent in node.all_input_nodes if parent in self.value_of]
+        if not outputs or len(parents) != 1:
+            return None
+        storages = {storage_of(tensor) for tensor in tensors_of(parents[0]) if tensor is not None}
+        aliases = all(storage_of(tensor) in storages for tensor in outputs)
+        return self.value_of[parents[0]] if aliases else None
+
+    def _outputs(self, node: fx.Node) -> tuple[int, ...]:
+        """Make the values that a compute node gives birth to; producer numbers are filled in by `_joint`."""
+        origin = Origin.BACKWARD if node in self.late else Origin.FORWARD
+        if isinstance(node.meta.get("val"), (torch.Tensor, *NUMBERS)):
+            return (self._new_value(node, node, origin, None),)
+        written: list[int] = []
+        seen: dict[int, int] = {}
+        for item in [user for user in node.users if user.target is operator.getitem]:
+            position = item.args[1]
+            if not isinstance(position, int) or not isinstance(item.meta.get("val"), torch.Tensor):
+                continue
+            if position in seen:
+                self.value_of[item] = seen[position]
+                continue
+            seen[position] = self._new_value(item, item, origin, None)
+            written.append(seen[position])
+        unread = [t for k, t in enumerate(tensors_of(node)) if t is not None and k not in seen]
+        for tensor in unread:  # occupies memory while the op runs and until its outputs are taken apart
+            index = len(self.values)
+            self.values.append(Value(index, f"{node.name}_unread", storage_bytes(tensor), origin, node, None))
+            written.append(index)
+        return tuple(written)
+
+    def _joint(self, compute: Sequence[tuple[fx.Node, tuple[int, ...]]]) -> Joint:
+        ordered = [item for item in compute if item[0] not in self.late]
+        forward_count = len(ordered)
+        ordered += [item for item in compute if item[0] in self.late]
+        returned = {node for node in self.backward_outputs if isinstance(node, fx.Node)}
+        differentiable = {
+            self.value_of[primal]
+            for primal, gradient in zip(_inputs(self.primals), self.backward_outputs, strict=False)
+            if gradient is not None
+        }
+        moving = set(differentiable)  # values that depend on a differentiable input
+        kept, updates = self._split_outputs()
+        ops: list[Op] = []
+        for index, (node, writes) in enumerate(ordered):
+            reads = tuple(dict.fromkeys(self.value_of[p] for p in node.all_input_nodes if p in self.value_of))
+            backward = node in self.late
+            anchored = not backward and moving.isdisjoint(reads)
+            if not anchored:
+                moving.update(writes)
+            again = tuple(self.value_of[p] for p in again_inputs(node) if p in self.value_of)
+            again_writes = tuple(write for write in writes if self._made_again(node, self.values[write].node))
+            ops.append(
+                Op(
+                    index,
+                    node,
+                    backward,
+                    reads,
+                    writes,
+                    tuple(dict.fromkeys(again)),
+                    again_writes,
+                    is_random(node),
+                    anchored,
+                )
+            )
+            for write in writes:
+                value = self.values[write]
+                self.values[write] = Value(write, value.name, value.bytes, value.origin, value.node, index)
+        return Joint(
+            module=self.module,
+            ops=tuple(ops),
+            values=tuple(self.values),
+            value_of=self.value_of,
+            primals=self.primals,
+            tangents=self.tangents,
+            forward_outputs=self.forward_outputs,
+            backward_outputs=self.backward_outputs,
+            output_descs=self.descs,
+            forward_count=forward_count,
+            root_tangents=frozenset(self.value_of[node] for node in self.tangents if _is_scalar(node)),
+            kept_outputs=frozenset(kept),
+            mutated_primals=frozenset(self._mutated()),
+            updates=frozenset(updates),
+            returned=frozenset(self.value_of[node] for node in returned),
+        )
+
+    def _made_again(self, op: fx.Node, shown: fx.Node) -> bool:
+        """Whether a second execution makes this output too: none makes new running statistics."""
+        if op.target is not aten._native_batch_norm_legit_functional.default or not is_training_batch_norm(
+            op
+        ):
+            return True
+        return shown is op or cast(int, shown.args[1]) < RUNNING
+
+    def _split_outputs(self) -> tuple[set[int], set[int]]:
+        """What the forward returns: values the caller holds on to, and values that overwrite an input."""
+        kept: set[int] = set()
+        updates: set[int] = set()
+        for node, desc in zip(self.forward_outputs, self.descs, strict=True):
+            if isinstance(node, fx.Node):
+                overwrites = getattr(desc, "mutated_input", None) is not None
+                (updates if overwrites else kept).add(self.value_of[node])
+        return kept, updates - kept
+
+    def _mutated(self) -> Iterable[int]:
+        places = {str(node.meta.get("desc")): self.value_of[node] for node in self.primals}
+        for desc in self.descs:
+            source = getattr(desc, "mutated_input", None)
+            if source is not None and str(source) in places:
+                yield places[str(source)]

@@ -1,0 +1,151 @@
+"""The exact memory of a program: allocate at the step that writes, free after the step that reads last.
+
+    memory during step i = versions alive + what step i writes + the workspace of its op
+
+Only storages count (views share them); primals do not; what the caller holds stays until the end. With measured
+workspaces this reproduces the allocator's peak.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from fxremat.step.joint import Origin
+from fxremat.step.program import Program, Role, Transfer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Bytes that the device's allocator takes, by value and by op number."""
+
+    values: Sequence[int]  # of each value
+    workspace: Sequence[
+        int
+    ]  # of each op while it runs, beyond what it reads and writes; < 0: one is the other
+    seed: int = 0  # of one saved generator state, on the device
+    outside: int = 0  # at the turn, for a loss outside the model; the gradients it hands in are part of it
+    root: int = 0  # from the turn to the end: such a loss, and the gradient that its backward starts from
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes above the start of the step: `during[i]` while step i runs, `turn` between forward and backward."""
+
+    during: tuple[int, ...]
+    turn: int
+    end: int
+
+    @property
+    def peak(self) -> int:
+        """The largest of them all."""
+        return max(*self.during, self.turn, self.end)
+
+
+def live_bytes(
+    program: Program,
+    sizes: Sizes,
+    *,
+    at_hand: Mapping[int, int] | None = None,
+    kept: Iterable[int] = (),
+) -> Memory:
+    """Replay the allocations of a program. O(steps).
+
+    Args:
+        at_hand: version -> bytes of what is alive before the first step (None: a whole training step).
+        kept: values that stay alive to the end, besides what the step returns.
+    """
+    changes = _changes(program, sizes, at_hand, kept)
+    live, during, turn_bytes = changes.start, [], changes.start
+    for position, step in enumerate(program.steps):
+        if position == program.turn:
+            turn_bytes = live + max(changes.tangents, sizes.outside)
+            live += changes.tangents
+        live += changes.born[position]
+        during.append(live + (step.workspace if isinstance(step, Transfer) else sizes.workspace[step.op]))
+        live -= changes.freed[position]
+    return Memory(tuple(during), turn_bytes, live)
+
+
+@dataclass(frozen=True)
+class _Changes:
+    """Bytes that appear before and vanish after each step."""
+
+    start: int
+    tangents: int  # with all that the caller brings at the turn
+    born: list[int]
+    freed: list[int]
+
+
+def _changes(
+    program: Program, sizes: Sizes, at_hand: Mapping[int, int] | None, kept: Iterable[int]
+) -> _Changes:
+    whole, at_hand = at_hand is None, at_hand or {}
+    steps = program.steps
+    born, freed = [0] * len(steps), [0] * len(steps)
+    for position, step in enumerate(steps):
+        born[position] = sum([sizes.values[program.version_of[version]] for version in step.writes])
+        if isinstance(step, Transfer):
+            born[position] += max(step.takes, 0)
+            freed[position] += max(-step.takes, 0)
+    for last, size in lives(program, sizes, at_hand, kept, whole=whole):
+        if 0 <= last < len(steps):
+            freed[last] += size
+    for first, last in seed_lives(program) if sizes.seed else ():
+        born[first] += sizes.seed
+        freed[last] += sizes.seed
+    joint = program.layout.joint
+    tangents = [sizes.values[tangent] for tangent in joint.tangent_values]
+    start = sum(at_hand.values()) + sum(sizes.values[primal] for primal in program.preserved)
+    start += program.resident
+    return _Changes(start, sum(tangents) + sizes.root if whole else 0, born, freed)
+
+
+def lives(
+    program: Program,
+    sizes: Sizes,
+    at_hand: Mapping[int, int] = MappingProxyType({}),
+    kept: Iterable[int] = (),
+    *,
+    whole: bool = True,
+) -> list[tuple[int, int]]:
+    """For every version: the last step that uses it (-1: none, len(steps): alive to the end) and its bytes."""
+    joint, forever = program.layout.joint, len(program.steps)
+    last = [-1] * len(program.version_of)
+    for position, step in enumerate(program.steps):
+        for version in (*step.reads, *step.writes):
+            last[version] = position
+    for value in joint.updates:  # returned by the forward, copied over its input, freed
+        if value in program.first:
+            last[program.first[value]] = max(last[program.first[value]], program.turn - 1)
+    pinned, kept = joint.pinned, set(kept)
+    for value, version in program.first.items():
+        if value in pinned or value in kept:
+            last[version] = forever
+    found = []
+    for version, value in enumerate(program.version_of):
+        origin = joint.values[value].origin
+        if version in program.fetched:
+            found.append((last[version], sizes.values[value]))
+        elif version in at_hand:
+            found.append((last[version], at_hand[version]))
+        elif origin is Origin.TANGENT:
+            ends = last[version] if last[version] >= 0 and value not in joint.root_tangents else forever
+            found.append((ends, sizes.values[value] if whole else 0))
+        elif origin is Origin.PRIMAL and value not in program.preserved:
+            found.append((forever, 0))
+        else:
+            found.append((last[version], sizes.values[value]))
+    return found
+
+
+def seed_lives(program: Program) -> list[tuple[int, int]]:
+    """First and last step of every random op that runs more than once: its generator state lives in between."""
+    ops = program.layout.joint.ops
+    random = {op for op in program.repeated if ops[op].random}
+    lives: dict[int, tuple[int, int]] = {}
+    for position, step in enumerate(program.steps):
+        if step.op is not None and step.op in random and step.role is not Role.BACKWARD:
+            lives[step.op] = (lives.get(step.op, (position, 0))[0], position)
+    return list(lives.values())

@@ -1,0 +1,340 @@
+"""The rewritten step before it becomes graphs: which op runs when, on which version of each value.
+
+A schedule speaks of blocks; `rematerialize` replays it block by block and writes down every execution of every op:
+
+    Fck l, Fnone l, Fall l[o]   the ops of block l that what is to be stored needs, and that is not there already
+    B l                         the backward ops of block l, each right after what it needs and is missing
+
+What a schedule stores decides what may be read; what is read decides how long it lives (see `step.liveness`):
+a version is freed right after its last use, which may be earlier than the schedule's own bookkeeping asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from fxremat.chains.schedule import Backward, Drop, Forward, Keep, Op, Schedule
+from fxremat.errors import InvalidSchedule
+from fxremat.linearize.layout import Layout
+from fxremat.step.joint import Origin
+
+
+class Role(Enum):
+    """Why a step is there."""
+
+    FORWARD = "forward"  # the first execution of a forward op
+    RECOMPUTE = "recompute"  # any later one
+    BACKWARD = "backward"
+    OFFLOAD = "offload"  # a copy to the host begins
+    RELEASE = "release"  # that copy has ended: the last use of what left
+    PREFETCH = "prefetch"  # memory is taken, and the copy back begins
+    WAIT = "wait"  # that copy has ended
+    UPDATE = "update"  # the optimizer's step of one parameter; the copy to its home on the host begins
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One execution of one op."""
+
+    op: int
+    block: int
+    role: Role
+    reads: tuple[int, ...]  # versions
+    writes: tuple[int, ...]  # versions, in the order of the op's writes
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """An update, or one event of a trip to the host and back.
+
+    What travels is a version, which comes back as another one of the same value, or the optimizer state of a parameter.
+    """
+
+    block: int
+    role: Role
+    trip: int  # numbers the trips of a program
+    reads: tuple[int, ...]  # versions
+    writes: tuple[int, ...]
+    op: None = None  # none is executed
+    workspace: int = 0  # bytes while it runs, beyond what it reads and writes
+    seconds: float = 0.0  # that it takes, beside waiting for a copy
+    state_of: int | None = None  # the parameter whose optimizer state travels
+    takes: int = 0  # bytes of state that are on the device from here on; below 0: up to here
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """Every execution of one training step; `steps[turn:]` is the backward graph.
+
+    A version is one life of a value: `version_of[v]` is the value, in order of creation.
+    """
+
+    layout: Layout
+    steps: tuple[Step | Transfer, ...]
+    turn: int
+    version_of: tuple[int, ...]
+    first: dict[int, int]  # value -> its first version: what the graphs return, whatever is made again later
+    repeated: frozenset[int]  # ops that run more than once
+    preserved: frozenset[
+        int
+    ]  # mutated primals that the backward reads: copied before the forward overwrites them
+    fetched: frozenset[int] = (
+        frozenset()
+    )  # versions of primals that live on the host: they take memory as others do
+    resident: int = (
+        0  # bytes of weights and optimizer state that stay on the device, where the budget counts them
+    )
+
+    @property
+    def executions(self) -> tuple[Step, ...]:
+        """The steps that execute an op: all but transfers."""
+        return tuple(step for step in self.steps if isinstance(step, Step))
+
+    @property
+    def recomputed(self) -> int:
+        """How many steps execute a forward op again."""
+        return sum(step.role is Role.RECOMPUTE for step in self.steps)
+
+
+@dataclass(frozen=True, eq=False)
+class Order:
+    """Which op runs when, and for which block: a program in short, where each value is read from its latest version.
+
+    What the caller holds is read from its first version.
+    """
+
+    layout: Layout
+    ops: tuple[int, ...]
+    blocks: tuple[int, ...]
+    turn: int
+
+    def program(self) -> Program:
+        """The program that runs in this order. Raises `InvalidSchedule` where an op lacks what it reads."""
+        replay = Replay(self.layout)
+        pinned = self.layout.joint.pinned
+        for position, (op, block) in enumerate(zip(self.ops, self.blocks, strict=True)):
+            if position == self.turn:
+                replay.turn = position
+            replay.run(op, block, pinned)
+        return replay.whole_program()
+
+
+def rematerialize(layout: Layout, schedule: Schedule) -> Program:
+    """Write down what a schedule executes. O(steps * reads).
+
+    Raises:
+        InvalidSchedule: an op of the schedule needs what is not stored when it runs.
+    """
+    replay = Replay(layout)
+    for op in schedule.ops:
+        replay.execute(op)
+    return replay.whole_program()
+
+
+@dataclass(slots=True)
+class Replay:
+    """The state of a replay: the current version of each value at hand, and what the schedule keeps stored."""
+
+    layout: Layout
+    steps: list[Step] = field(default_factory=list)
+    version_of: list[int] = field(default_factory=list)
+    current: dict[int, int] = field(default_factory=dict)
+    ran: set[int] = field(default_factory=set)  # ops that ran at least once, here or before
+    turn: int | None = None
+    _covers: dict[int, int] = field(default_factory=dict)  # value -> how many stored items hold it
+    _stored: dict[tuple[str, int], frozenset[int]] = field(default_factory=dict)
+    _repeated: set[int] = field(default_factory=set)
+    _waiting: list[int] = field(default_factory=list)  # backward ops that lack a gradient
+    _first: dict[int, int] = field(default_factory=dict)
+
+    def give(self, value: int) -> int:
+        """Put a value at hand that no step of this program makes."""
+        self.current[value] = version = len(self.version_of)
+        self.version_of.append(value)
+        self._first.setdefault(value, version)
+        return version
+
+    def execute(self, op: Op) -> None:
+        """Run one operation of a schedule; transfers are no part of it (`transfers.activations.trips_of` reads those)."""
+        match op:
+            case Forward(block, keep, option):
+                self.forward(block - 1, keep, option)
+            case Backward(block):
+                self.backward(block - 1)
+            case Drop(value):
+                self.discard(value.kind, value.index - 1)
+            case _:
+                raise InvalidSchedule(f"{op} needs a host to go to: compile with offload=True")
+
+    def versions_of(self, kind: str, block: int) -> dict[int, int]:
+        """The values of a stored a or A that nothing else stored holds, and their versions; none of a0, the input.
+
+        Raises `InvalidSchedule` where it is not stored.
+        """
+        if block < 0:
+            return {}
+        if (kind, block) not in self._stored:
+            raise InvalidSchedule(f"Off({kind}{block + 1}): it is not stored")
+        values = self._stored[kind, block]
+        return {value: self.current[value] for value in sorted(values) if self._covers[value] == 1}
+
+    def restore(self, kind: str, block: int, versions: Mapping[int, int]) -> None:
+        """Store an a or A again that was discarded, as it was; nothing happens where it is stored."""
+        if (kind, block) not in self._stored:
+            self.current |= versions
+            self._store((kind, block), versions)
+
+    def forward(self, block: int, keep: Keep, option: int = 0) -> None:
+        """Run the forward of a block and store what `keep` says."""
+        layout, place = self.layout, self.layout.blocks[block]
+        wanted = set(place.boundary & place.made)
+        if keep is Keep.ALL:
+            if option >= len(place.saved):
+                raise InvalidSchedule(f"block {block + 1} has {len(place.saved)} options, not {option + 1}")
+            wanted |= place.saved[option]
+        joint = layout.joint
+        if not self._seen(block):
+            wanted |= place.made & layout.held
+            wanted |= place.made & joint.output_values
+            for index in place.forward:  # checks, which return nothing, run once
+                if not joint.ops[index].writes:
+                    self._run(index, block)
+        self._need(wanted, block)
+        if keep is Keep.ALL:
+            self._store(("A", block), place.saved[option] | place.boundary)
+        else:
+            self._store(("a", block), place.boundary)
+        if keep is Keep.NONE:
+            self.discard("a", block - 1)
+        self._forget(place.made)
+
+    def backward(self, block: int) -> None:
+        """Run the backward of a block; forget its input and what it saved.
+
+        An op that reads a gradient which a later backward makes (towers that share weights) waits for it.
+        """
+        if self.turn is None:
+            self.turn = len(self.steps)
+        place = self.layout.blocks[block]
+        self._run_ready(place.backward, block)
+        self._run_ready((), block)
+        self.discard("A", block)
+        self.discard("a", block - 1)
+        self.discard("a", block)
+        self._forget(place.made)
+
+    def _run_ready(self, backward: Iterable[int], block: int) -> None:
+        """Run these ops, and those that waited, as far as their gradients are there."""
+        waiting, self._waiting = [*self._waiting, *backward], []
+        for index in waiting:
+            if self._gradients_missing(index):
+                self._waiting.append(index)
+            else:
+                self._run(index, block)
+
+    def _gradients_missing(self, index: int) -> bool:
+        values = self.layout.joint.values
+        reads = self.layout.joint.ops[index].reads
+        return any(value not in self.current and values[value].origin is Origin.BACKWARD for value in reads)
+
+    def discard(self, kind: str, block: int) -> None:
+        """Forget a stored a or A; nothing happens where it is not stored."""
+        for value in self._stored.pop((kind, block), ()):
+            self._covers[value] -= 1
+            if not self._covers[value]:
+                del self._covers[value]
+                if value not in self.layout.held:
+                    self.current.pop(value, None)
+
+    def whole_program(self) -> Program:
+        """What was written down, as that of a whole step: inputs that nothing reads are part of it too."""
+        for value in sorted(self.layout.joint.given - self.current.keys()):
+            self.give(value)
+        return self.program()
+
+    def program(self) -> Program:
+        """What was written down so far."""
+        if self._waiting:
+            name = self.layout.joint.ops[self._waiting[0]].name
+            raise InvalidSchedule(f"the schedule ends before {name} has the gradients that it reads")
+        turn = len(self.steps) if self.turn is None else self.turn
+        late_reads = {self.version_of[version] for step in self.steps[turn:] for version in step.reads}
+        return Program(
+            layout=self.layout,
+            steps=tuple(self.steps),
+            turn=turn,
+            version_of=tuple(self.version_of),
+            first=self._first,
+            repeated=frozenset(self._repeated),
+            preserved=frozenset(late_reads & self.layout.joint.mutated_primals),
+        )
+
+    def _seen(self, block: int) -> bool:
+        return any(index in self.ran for index in self.layout.blocks[block].forward)
+
+    def _store(self, item: tuple[str, int], values: Iterable[int]) -> None:
+        if item in self._stored:
+            self.discard(*item)
+        held = frozenset(values)
+        self._stored[item] = held
+        for value in held:
+            self._covers[value] = self._covers.get(value, 0) + 1
+
+    def _forget(self, values: Iterable[int]) -> None:
+        for value in values:
+            if value not in self._covers and value not in self.layout.held:
+                self.current.pop(value, None)
+
+    def _need(self, wanted: Iterable[int], block: int) -> None:
+        """Make the wanted values of a block, in the order of the original forward."""
+        joint, place = self.layout.joint, self.layout.blocks[block]
+        missing: set[int] = set()
+        stack = self._missing(wanted)
+        while stack:
+            producer = joint.values[stack.pop()].producer
+            assert producer is not None
+            if producer in missing:
+                continue
+            missing.add(producer)
+            op = joint.ops[producer]
+            reads = op.again_reads if producer in self.ran else op.reads
+            stack += self._missing(reads)
+        for index in sorted(missing):
+            if not place.forward or index < place.forward[0] or index > place.forward[-1]:
+                op = joint.ops[index]
+                raise InvalidSchedule(f"block {block + 1} needs {op.name}, which belongs to another block")
+            self._run(index, block)
+
+    def _missing(self, values: Iterable[int]) -> list[int]:
+        """Those of the values that are not at hand; inputs are given when they are first read."""
+        missing = []
+        for value in values:
+            if value not in self.current:
+                if value in self.layout.joint.given:
+                    self.give(value)
+                else:
+                    missing.append(value)
+        return missing
+
+    def _run(self, index: int, block: int) -> None:
+        op = self.layout.joint.ops[index]
+        if missing := self._missing(op.again_reads if index in self.ran else op.reads):
+            self._need(missing, block)
+        self.run(index, block)
+
+    def run(self, index: int, block: int, pinned: frozenset[int] = frozenset()) -> None:
+        """Run one op on the current versions; pinned values stay at their first."""
+        op = self.layout.joint.ops[index]
+        again = index in self.ran
+        wanted, made = (op.again_reads, op.again_writes) if again else (op.reads, op.writes)
+        if missing := self._missing(wanted):
+            name = self.layout.joint.values[missing[0]].name
+            raise InvalidSchedule(f"{op.name} runs before {name}, which it reads")
+        reads = tuple([self.current[value] for value in wanted])
+        writes = tuple([self.give(value) for value in made])
+        self.current |= {value: self._first[value] for value in made if value in pinned}
+        role = Role.BACKWARD if op.backward else Role.RECOMPUTE if again else Role.FORWARD
+        self.steps.append(Step(index, block, role, reads, writes))
+        (self._repeated if again else self.ran).add(index)

@@ -1,0 +1,205 @@
+"""Values that wait on the host between two uses: which may, which do, and the program that sends them.
+
+    trip       a forward value that some step reads last before the turn, and some step reads first after it
+    offload    right after the step that makes it: as early as possible (thesis, Proposition 1)
+
+When it is let go and when it comes back, the clock decides (`transfers.copies`).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fxremat.chains.schedule import Offload, Prefetch, Schedule, Value
+from fxremat.errors import InvalidSchedule
+from fxremat.linearize.layout import Layout
+from fxremat.step.costs import Costs
+from fxremat.step.joint import Origin, storage_bytes
+from fxremat.step.liveness import live_bytes
+from fxremat.step.program import Program, Replay, Role, Transfer
+from fxremat.transfers.clock import Ints
+from fxremat.transfers.copies import Arrival, Departure, Link, Swapped, durations, need_of, rehearse
+
+SMALL = 2000  # values below this part of the keep-everything peak do not travel
+
+
+@dataclass(frozen=True, slots=True)
+class Trip:
+    """A version that can be away between two steps: `leaves` is its last reader before, `returns` its first after."""
+
+    version: int
+    size: int
+    made: int  # position of the step that makes it
+    leaves: int
+    returns: int
+    back: int  # position of the first step before which it may start to come back
+
+    @property
+    def away(self) -> slice:
+        """The steps during which it need not be on the device."""
+        return slice(self.leaves + 1, self.returns)
+
+
+def least_size(keep_all_peak: int) -> int:
+    """Bytes from which on a value is worth a trip."""
+    return max(1, keep_all_peak // SMALL)
+
+
+def trips(program: Program, costs: Costs, least: int = 1) -> list[Trip]:
+    """Every trip over the turn that a program allows, of at least so many bytes, by where it starts. O(steps).
+
+    Only whole storages travel: one that is larger than the tensor that shows it stays.
+    """
+    found = _Visits.of(program).trips(dict.fromkeys(range(len(program.version_of)), program.turn), costs)
+    return [trip for trip in found if trip.size >= least and trip.leaves < program.turn]
+
+
+def trips_of(layout: Layout, schedule: Schedule, costs: Costs) -> tuple[Program, list[Trip]]:
+    """What a schedule executes, and the trips that its Off and Pre tokens ask for.
+
+    What comes back a second time (a solver of chains may drop it and fetch it again) has stayed since the first.
+
+    Raises:
+        InvalidSchedule: a value that is not stored leaves, or one comes back that has not left.
+    """
+    replay = Replay(layout)
+    hosted: dict[Value, Mapping[int, int]] = {}
+    back: dict[int, int] = {}
+    for op in schedule.ops:
+        match op:
+            case Offload(value):
+                hosted[value] = replay.versions_of(value.kind, value.index - 1)
+            case Prefetch(value):
+                if value not in hosted:
+                    raise InvalidSchedule(f"{op} is not on the host")
+                replay.restore(value.kind, value.index - 1, hosted[value])
+                for version in hosted[value].values():
+                    back.setdefault(version, len(replay.steps))
+            case _:
+                replay.execute(op)
+    program = replay.whole_program()
+    return program, _Visits.of(program).trips(back, costs)
+
+
+@dataclass(frozen=True)
+class _Visits:
+    """The positions of the steps that touch each version, in order."""
+
+    program: Program
+    at: dict[int, list[int]]
+
+    @classmethod
+    def of(cls, program: Program) -> _Visits:
+        at: dict[int, list[int]] = {}
+        for position, step in enumerate(program.steps):
+            for version in (*step.reads, *step.writes):
+                at.setdefault(version, []).append(position)
+        return cls(program, at)
+
+    def trips(self, back: Mapping[int, int], costs: Costs) -> list[Trip]:
+        """The trips of those versions that can travel, each back from a position on, by where they start."""
+        found = []
+        for version, position in back.items():
+            visits = self.at.get(version, [])
+            place = bisect_left(visits, position)
+            size = self._travels(version, costs)
+            if size and 0 < place < len(visits):
+                leaves, returns = visits[place - 1], visits[place]
+                soonest = max(position, self.program.turn) if returns >= self.program.turn else position
+                found.append(Trip(version, size, visits[0], leaves, returns, soonest))
+        return sorted(found, key=lambda trip: trip.made)
+
+    def _travels(self, version: int, costs: Costs) -> int:
+        """The bytes of a version that may leave; 0 for what stays: what the caller holds, and odd storages."""
+        joint = self.program.layout.joint
+        value = joint.values[self.program.version_of[version]]
+        size = costs.sizes.values[value.index]
+        if value.origin is not Origin.FORWARD or value.index in joint.pinned | joint.updates:
+            return 0
+        shown = value.node.meta["val"]
+        whole = (
+            isinstance(shown, torch.Tensor) and shown.nbytes == storage_bytes(shown) == value.bytes <= size
+        )
+        return size if whole else 0
+
+
+def cap(need: Ints, possible: Sequence[Trip], limit: int) -> list[Trip] | None:
+    """Trips that make a program fit into `limit` bytes, or None; `need` becomes what is needed then.
+
+    While something does not fit, the earliest value that need not be there at the worst step leaves (autocapper of the
+    thesis, 4.3); then those that are not needed after all stay.
+    """
+    waiting, chosen = list(possible), []
+    while need.max(initial=0) > limit:
+        worst = int(need.argmax())
+        idle = next((trip for trip in waiting if trip.leaves < worst < trip.returns), None)
+        if idle is None:
+            return None
+        waiting.remove(idle)
+        chosen.append(idle)
+        need[idle.away] -= idle.size
+    for trip in reversed(tuple(chosen)):
+        if (need[trip.away] + trip.size).max(initial=0) <= limit:
+            need[trip.away] += trip.size
+            chosen.remove(trip)
+    return sorted(chosen, key=lambda trip: trip.made)
+
+
+def swap(program: Program, chosen: Sequence[Trip], costs: Costs, link: Link, limit: int) -> Swapped:
+    """The program with these trips; it stays below `limit` wherever it can. O(steps + trips * steps between)."""
+    need = need_of(program, live_bytes(program, costs.sizes))
+    departures, arrivals = copies_of(program, chosen, need)
+    seconds = durations(program, costs)
+    return rehearse(program, departures, arrivals, need, seconds, link, limit).performed(costs)
+
+
+def most_on_host(program: Program, costs: Costs) -> int:
+    """Bytes of values on the host at a time: each from where its copy out begins until it is back. O(steps)."""
+    there: dict[int, int] = {}
+    now = most = 0
+    for step in program.steps:
+        if not isinstance(step, Transfer) or step.state_of is not None:
+            continue
+        if step.role is Role.OFFLOAD:
+            there[step.trip] = costs.sizes.values[program.version_of[step.reads[0]]]
+            now += there[step.trip]
+            most = max(most, now)
+        elif step.role is Role.WAIT:
+            now -= there.pop(step.trip, 0)
+    return most
+
+
+def copies_of(
+    program: Program, chosen: Sequence[Trip], need: Ints, first: int = 0
+) -> tuple[list[Departure], list[Arrival]]:
+    """What these trips copy, numbered from `first` on; `need` becomes what is needed while they are away."""
+    departures: list[Departure] = []
+    arrivals: list[Arrival] = []
+    for number, trip in enumerate(chosen, first):
+        need[trip.away] -= trip.size
+        block = program.steps[trip.made].block
+        departures.append(
+            Departure(
+                trip=number,
+                block=block,
+                version=trip.version,
+                size=trip.size,
+                starts=trip.made,
+                leaves=trip.leaves,
+            )
+        )
+        arrivals.append(
+            Arrival(
+                trip=number,
+                block=block,
+                version=trip.version,
+                size=trip.size,
+                begins=max(trip.back, trip.leaves + 1),
+                first=trip.returns,
+            )
+        )
+    return departures, arrivals

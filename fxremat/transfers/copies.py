@@ -1,0 +1,260 @@
+"""Programs with copies: ops one after the other, and a lane of copies in each direction beside them.
+
+    departure, release      a version leaves the device; its memory is let go
+    arrival, wait           a version comes from the host; its first reader may read it
+    rehearse                run the clock (`transfers.clock`): what happens when
+    performed               the program in which it happens so
+
+All of the first four are steps of the program, so memory follows from the order of the steps alone and does not depend
+on how fast copies are; only time does. That is the accounting `whole` of the simulator (spec/offload.md, O.7), op by
+op: what leaves is on the device until its copy ends, what comes is there from the moment its copy starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from operator import attrgetter
+
+import numpy as np
+
+from fxremat.step.costs import Costs
+from fxremat.step.joint import Origin
+from fxremat.step.liveness import Memory, live_bytes
+from fxremat.step.program import Program, Role, Step, Transfer
+from fxremat.transfers import clock
+from fxremat.transfers.clock import Floats, Ints
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """Speeds of the copies, and what one costs the thread that starts it."""
+
+    to_host: float  # bytes per second
+    from_host: float
+    drag: float = 0.05  # seconds that ops lose for each second of copying: both use the device's memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class Copy:
+    """A version that travels, or the optimizer state of the parameter that the version shows."""
+
+    trip: int  # what leaves and what comes back of it have the same number
+    block: int
+    version: int  # as the steps of the program read it
+    size: int
+    state: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Departure(Copy):
+    """It leaves the device."""
+
+    starts: int  # position of the step after which its copy starts; an update starts it itself
+    leaves: int  # position of its last reader
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrival(Copy):
+    """It comes from the host, a version as another one of the same value."""
+
+    begins: int  # position of the first step before which it may come
+    first: int  # position of its first reader
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Swapped:
+    """A program with transfers, and what the clock says about it."""
+
+    program: Program
+    memory: Memory
+    time: float  # seconds
+    copying: tuple[float, float]  # seconds of copying to the host, and back
+    waiting: float  # seconds that ops wait for copies
+    waiting_back: float  # of them, for copies that come back
+    bytes: int  # that leave
+    starts: tuple[float, ...]  # seconds, of each step
+    copies: Mapping[tuple[Role, int], tuple[float, float]]  # start and end of OFFLOAD and PREFETCH, by trip
+
+    @property
+    def hidden(self) -> tuple[float, float]:
+        """The shares of the copies' seconds that no op waits for: to the host, and back."""
+        waits = (self.waiting - self.waiting_back, self.waiting_back)
+        out, back = (
+            1.0 - min(1.0, wait / c) if c else 1.0 for wait, c in zip(waits, self.copying, strict=True)
+        )
+        return out, back
+
+
+def need_of(program: Program, memory: Memory) -> Ints:
+    """Bytes needed at each step; the first of the backward answers for the moment between the two graphs as well."""
+    need = np.array(memory.during, dtype=np.int64)
+    if program.turn < need.size:
+        need[program.turn] = max(need[program.turn], memory.turn)
+    return need
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Rehearsal:
+    """What the clock says about a program with these copies, before it is written down."""
+
+    program: Program
+    departures: Sequence[Departure]
+    arrivals: Sequence[Arrival]  # in the order of their first readers
+    link: Link
+    log: clock.Log
+
+    @property
+    def peak(self) -> int:
+        """Bytes at the worst step."""
+        return clock.peak_of(self.log)
+
+    @property
+    def copying(self) -> tuple[float, float]:
+        """Seconds of copying to the host, and back."""
+        out, back = (sum(copy.size for copy in copies) for copies in (self.departures, self.arrivals))
+        return out / self.link.to_host, back / self.link.from_host
+
+    @property
+    def time(self) -> float:
+        """Seconds of the step."""
+        return clock.time_of(self.log) + self.link.drag * sum(self.copying)
+
+    def performed(self, costs: Costs) -> Swapped:
+        """The program, with its transfers. O(steps)."""
+        return _Writer(self).written(costs)
+
+
+def durations(program: Program, costs: Costs) -> Floats:
+    """Seconds of each step."""
+    steps = program.steps
+    return np.array([costs.seconds[s.op] if isinstance(s, Step) else s.seconds for s in steps])
+
+
+def rehearse(
+    program: Program,
+    departures: Sequence[Departure],
+    arrivals: Sequence[Arrival],
+    need: Ints,
+    seconds: Floats,
+    link: Link,
+    limit: int,
+) -> Rehearsal:
+    """Run the clock on a program with these copies; it stays below `limit` bytes wherever it can.
+
+    O(steps + arrivals * steps between).
+
+    Args:
+        need: bytes at each step without what is away then; it is used up.
+        seconds: `durations` of its steps.
+    """
+    arrivals = sorted(arrivals, key=attrgetter("first"))
+    starts, leaves = _field(departures, "starts"), _field(departures, "leaves")
+    out = clock.Departures(
+        trips=_field(departures, "trip"),
+        sizes=_field(departures, "size"),
+        starts=starts,
+        leaves=leaves,
+        by_start=np.argsort(starts, kind="stable"),
+        by_leave=np.argsort(leaves, kind="stable"),
+    )
+    back = clock.Arrivals(*(_field(arrivals, name) for name in ("trip", "size", "begins", "first")))
+    log = clock.run(need, seconds, program.turn, out, back, (link.to_host, link.from_host), limit)
+    return Rehearsal(program=program, departures=departures, arrivals=arrivals, link=link, log=log)
+
+
+def _field(copies: Sequence[Copy], name: str) -> Ints:
+    return np.array([getattr(copy, name) for copy in copies], dtype=np.int64)
+
+
+class _Writer:
+    """Writes down what was rehearsed, as steps."""
+
+    def __init__(self, rehearsal: Rehearsal) -> None:
+        self.rehearsal, self.program = rehearsal, rehearsal.program
+        self.renamed: dict[int, int] = {}  # a version of the program -> the one that came in its place
+        self.version_of = list(self.program.version_of)
+        self.steps: list[Step | Transfer] = []
+        self.starts: list[float] = []
+
+    def written(self, costs: Costs) -> Swapped:
+        log, turn = self.rehearsal.log, 0
+        for place in range(clock.events_of(log)):
+            if place == clock.turn_of(log):
+                turn = len(self.steps)
+            if (step := self._step(*log.events[place].tolist())) is not None:
+                self.steps.append(step)
+                self.starts.append(float(log.starts[place]))
+        values = self.program.layout.joint.values
+        came = range(len(self.program.version_of), len(self.version_of))
+        program = replace(
+            self.program,
+            steps=tuple(self.steps),
+            turn=turn,
+            version_of=tuple(self.version_of),
+            fetched=frozenset(v for v in came if values[self.version_of[v]].origin is Origin.PRIMAL),
+        )
+        return Swapped(
+            program=program,
+            memory=live_bytes(program, costs.sizes),
+            time=self.rehearsal.time,
+            copying=self.rehearsal.copying,
+            waiting=float(log.waited.sum()),
+            waiting_back=float(log.waited[1]),
+            bytes=sum(departure.size for departure in self.rehearsal.departures),
+            starts=tuple(self.starts),
+            copies=dict(self._copies()),
+        )
+
+    def _step(self, kind: int, number: int) -> Step | Transfer | None:
+        """What an event is in the program; None for the copy of what is updated, which its update starts itself."""
+        match kind:
+            case clock.EXECUTE:
+                step = self.program.steps[number]
+                return replace(step, reads=tuple(self.renamed.get(v, v) for v in step.reads))
+            case clock.OFFLOAD:
+                leaving = self.rehearsal.departures[number]
+                if isinstance(self.program.steps[leaving.starts], Transfer):
+                    return None
+                return self._transfer(Role.OFFLOAD, leaving, reads=(leaving.version,))
+            case clock.RELEASE:
+                leaving = self.rehearsal.departures[number]
+                return self._transfer(Role.RELEASE, leaving, reads=self._now(leaving))
+            case clock.PREFETCH:
+                coming = self.rehearsal.arrivals[number]
+                if not coming.state:
+                    self.version_of.append(self.program.version_of[coming.version])
+                    self.renamed[coming.version] = len(self.version_of) - 1
+                return self._transfer(Role.PREFETCH, coming, writes=self._now(coming))
+            case _:
+                coming = self.rehearsal.arrivals[number]
+                return self._transfer(Role.WAIT, coming, reads=self._now(coming))
+
+    def _now(self, what: Copy) -> tuple[int, ...]:
+        """The version that stands for one of the program now; state has none."""
+        return () if what.state else (self.renamed.get(what.version, what.version),)
+
+    def _transfer(
+        self,
+        role: Role,
+        what: Copy,
+        *,
+        reads: tuple[int, ...] = (),
+        writes: tuple[int, ...] = (),
+    ) -> Transfer:
+        transfer = Transfer(what.block, role, what.trip, reads, writes)
+        if not what.state:
+            return transfer
+        sign = {Role.PREFETCH: 1, Role.RELEASE: -1}.get(role, 0)
+        return replace(transfer, state_of=self.program.version_of[what.version], takes=sign * what.size)
+
+    def _copies(self) -> Iterator[tuple[tuple[Role, int], tuple[float, float]]]:
+        """Start and end of each, by direction and trip."""
+        log, heard = self.rehearsal.log, self.rehearsal
+        sides: tuple[tuple[Role, Sequence[Copy], Floats], ...] = (
+            (Role.OFFLOAD, heard.departures, log.out),
+            (Role.PREFETCH, heard.arrivals, log.back),
+        )
+        for role, copies, spans in sides:
+            for copy, (start, end) in zip(copies, spans.tolist(), strict=True):
+                yield (role, copy.trip), (start, end)

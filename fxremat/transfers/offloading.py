@@ -1,0 +1,188 @@
+"""Prospects with transfers: what a step costs where values may wait on the host.
+
+    sources   programs of the survey, from keeping everything to recomputing much
+    budgets   from keep-all's peak down to the least that is possible with everything away that can be
+    each      the trips that make a source fit (passes.swap.cap), put in and clocked; the fastest source counts
+
+The frontier of both kinds is then that of recomputing and offloading mixed: recomputing decides which values there
+are to send. What cannot be made faster or smaller by offloading stays as it was.
+
+A solver of chains that offloads (pofo, offload_dp, ...) can be asked by name instead: its Off and Pre tokens say what
+leaves, and the clock of the ops when. Where the chain's estimate was too low for the ops, more values leave.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from fxremat.chains.platform import Platform
+from fxremat.chains.schedule import Schedule
+from fxremat.errors import BudgetTooSmall
+from fxremat.linearize.chain_of import chain_of
+from fxremat.linearize.layout import Layout
+from fxremat.search.frontier import Prospect, Prospects, unbeaten
+from fxremat.solvers import solve
+from fxremat.step.costs import Costs
+from fxremat.step.liveness import live_bytes
+from fxremat.step.program import Program
+from fxremat.transfers.activations import (
+    Trip,
+    cap,
+    copies_of,
+    least_size,
+    most_on_host,
+    swap,
+    trips,
+    trips_of,
+)
+from fxremat.transfers.clock import Floats, Ints
+from fxremat.transfers.copies import Link, Rehearsal, Swapped, durations, need_of, rehearse
+
+SOURCES = 16
+STEP = 1.03  # from one budget to the next
+COARSE_STEP = 1.12  # the same for a solver of chains
+SPARE = (1.0, 0.93, 0.85)  # shares of the budget that trips are chosen for: more of them, and fewer waits
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Source:
+    """A program that values can be sent away from."""
+
+    prospect: Prospect
+    program: Program
+    need: Ints
+    seconds: Floats  # of each step
+    trips: Sequence[Trip]
+
+    @classmethod
+    def of(cls, prospect: Prospect, costs: Costs, least: int) -> Source:
+        """Of a prospect, with the trips of at least so many bytes."""
+        program = prospect.program()
+        need = need_of(program, live_bytes(program, costs.sizes))
+        return cls(
+            prospect=prospect,
+            program=program,
+            need=need,
+            seconds=durations(program, costs),
+            trips=trips(program, costs, least),
+        )
+
+    @property
+    def least(self) -> int:
+        """Bytes that it needs with everything away."""
+        need = self.need.copy()
+        for trip in self.trips:
+            need[trip.away] -= trip.size
+        return int(need.max(initial=0))
+
+    def within(
+        self, budget: int, link: Link, host_mem: int | None, faster_than: float
+    ) -> Iterator[Rehearsal]:
+        """It with trips that make it fit, a few ways, those that take less time than so many seconds."""
+        seen: set[tuple[Trip, ...]] = set()
+        for share in SPARE:
+            chosen = cap(self.need.copy(), self.trips, int(budget * share))
+            if chosen is None or tuple(chosen) in seen:
+                continue
+            seen.add(tuple(chosen))
+            if host_mem is not None and sum(trip.size for trip in chosen) > host_mem:  # all there at the turn
+                continue
+            need = self.need.copy()
+            copies = copies_of(self.program, chosen, need)
+            rehearsal = rehearse(self.program, *copies, need, self.seconds, link, budget)
+            if rehearsal.peak <= budget and rehearsal.time < faster_than:
+                yield rehearsal
+
+
+def with_offloading(prospects: Prospects, costs: Costs, link: Link, host_mem: int | None = None) -> Prospects:
+    """The prospects, and those with transfers that beat some of them. Less memory still never takes more time.
+
+    Args:
+        costs: the same that the prospects' times are in.
+        host_mem: bytes that may wait on the host at a time. None: as many as there are.
+    """
+    least = least_size(prospects.keep_all.peak)
+    sources = [Source.of(p, costs, least) for p in prospects.spread(SOURCES)]
+    found = list(_swapped(sources, prospects, costs, link, host_mem))
+    frontier = unbeaten([*prospects.frontier, *found])
+    return replace(prospects, frontier=tuple(frontier))
+
+
+def with_schedules(
+    prospects: Prospects, costs: Costs, link: Link, solver: str, slots: int, host_mem: int | None = None
+) -> Prospects:
+    """Keeping everything, and what a solver of chains that offloads proposes for a range of budgets.
+
+    It sees the layouts of the fastest and of the smallest of the prospects.
+    """
+    found = [prospects.keep_all]
+    for prospect in {id(p.layout): p for p in (prospects.frontier[0], prospects.frontier[-1])}.values():
+        found += _proposed(prospect, prospects.keep_all.peak, costs, link, solver, slots, host_mem)
+    return replace(prospects, frontier=tuple(unbeaten(found)))
+
+
+def _proposed(
+    prospect: Prospect, most: int, costs: Costs, link: Link, solver: str, slots: int, host_mem: int | None
+) -> Iterator[Prospect]:
+    chain = chain_of(prospect.layout, costs)
+    platform = Platform(to_host=link.to_host, from_host=link.from_host)
+    budget = float(most)
+    while True:
+        budget /= COARSE_STEP
+        try:
+            schedule = solve(chain, int(budget), solver=solver, slots=slots, platform=platform, effort=1.0)
+        except BudgetTooSmall:
+            return
+        for swapped in _scheduled(prospect.layout, schedule, int(budget), costs, link):
+            if host_mem is None or most_on_host(swapped.program, costs) <= host_mem:
+                yield replace(
+                    prospect,
+                    peak=swapped.memory.peak,
+                    time=swapped.time,
+                    chain=chain,
+                    schedule=schedule,
+                    join=None,
+                    refined=None,
+                    swapped=swapped,
+                )
+
+
+def _scheduled(
+    layout: Layout, schedule: Schedule, budget: int, costs: Costs, link: Link
+) -> Iterator[Swapped]:
+    """A schedule as a program with its transfers, and with more where the ops need more than the chain said."""
+    program, chosen = trips_of(layout, schedule, costs)
+    yield swap(program, chosen, costs, link, budget)
+    need = need_of(program, live_bytes(program, costs.sizes))
+    for trip in chosen:
+        need[trip.away] -= trip.size
+    leaving = {trip.version for trip in chosen}
+    others = [trip for trip in trips(program, costs) if trip.version not in leaving]
+    more = cap(need, others, budget)
+    if more:
+        yield swap(program, sorted([*chosen, *more], key=lambda trip: trip.made), costs, link, budget)
+
+
+def _swapped(
+    sources: Sequence[Source], prospects: Prospects, costs: Costs, link: Link, host_mem: int | None
+) -> Iterator[Prospect]:
+    least = min(source.least for source in sources)
+    budgets = {source.least for source in sources}
+    budget = float(prospects.frontier[0].peak)
+    while budget > least:
+        budgets.add(int(budget))
+        budget /= STEP
+    for budget in sorted(budgets, reverse=True):
+        without = next((p.time for p in prospects.frontier if p.peak <= budget), float("inf"))
+        best: tuple[Prospect, Rehearsal] | None = None
+        for source in sources:
+            fastest = best[1].time if best else without
+            if source.prospect.peak <= budget or fastest <= source.prospect.time:
+                break  # sources get slower, and copies make none of them faster
+            for rehearsal in source.within(int(budget), link, host_mem, fastest):
+                if best is None or rehearsal.time < best[1].time:
+                    best = source.prospect, rehearsal
+        if best:
+            swapped = best[1].performed(costs)
+            yield replace(best[0], peak=swapped.memory.peak, time=swapped.time, swapped=swapped)

@@ -1,0 +1,101 @@
+"""Plans for steps that hold everything inside the budget: weights, gradients, optimizer state and activations.
+
+    sources    activation plans of the survey, from keeping everything to recomputing much
+    each       with the updates put in, and as little sent to the host as makes it fit (passes.weights)
+    chosen     the fastest by the clock
+
+More memory for weights is less for activations: the two share the budget by trying every source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from fxremat.errors import BudgetTooSmall
+from fxremat.search.frontier import Prospect, Prospects
+from fxremat.step.costs import Costs
+from fxremat.step.liveness import live_bytes
+from fxremat.transfers.activations import least_size, trips
+from fxremat.transfers.copies import Link, Swapped
+from fxremat.transfers.weights import Choice, Unit, choose, hosted, update_inside
+
+SOURCES = 16
+SPARE = (1.0, 0.95, 0.9)  # shares of the budget that weights are chosen for: more of them, and fewer waits
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Trained:
+    """A plan for the whole step."""
+
+    prospect: Prospect  # `swapped` holds the program
+    choice: Choice
+    minimum: int  # bytes that the least of all plans needs
+
+
+def best_within(
+    prospects: Prospects,
+    units: Sequence[Unit],
+    costs: Costs,
+    link: Link,
+    budget: int,
+    *,
+    settled: frozenset[int] | None = None,
+    values_too: bool = False,
+    host_mem: int | None = None,
+) -> Trained:
+    """The fastest step whose peak, resident weights and state included, is within `budget` bytes.
+
+    Args:
+        settled: the parameters that live on the host, where that is not to choose any more.
+        values_too: whether forward values may wait on the host as well.
+        host_mem: bytes that may be there at a time. None: as many as there are.
+
+    Raises:
+        BudgetTooSmall: none is; `.minimum` is the least that some plan needs.
+    """
+    best: Trained | None = None
+    tightest: Trained | None = None  # with everything away that can be, and each copy at the last moment
+    least: int | None = None
+    smallest = least_size(prospects.keep_all.peak)
+    for source in prospects.spread(SOURCES):
+        program = update_inside(source.program(), units)
+        possible = trips(program, costs, smallest) if values_too else []
+        choosing = partial(
+            choose, program, units, costs, possible=possible, settled=settled, host_mem=host_mem
+        )
+        most, _ = choosing(0)
+        last_moment = hosted(program, units, most, costs, link, 0).performed(costs)
+        floor = last_moment.memory.peak
+        if least is None or floor < least:
+            least, tightest = floor, _trained(source, most, last_moment)
+        for share in SPARE:
+            choice, fits = choosing(int(budget * share))
+            if not fits and floor <= budget and share == 1.0:
+                choice = most
+            elif not fits:
+                continue
+            rehearsal = hosted(program, units, choice, costs, link, budget)
+            if rehearsal.peak > budget or (best and best.prospect.time <= rehearsal.time):
+                continue
+            swapped = rehearsal.performed(costs)
+            if swapped.memory.peak <= budget:
+                best = _trained(source, choice, swapped)
+    assert least is not None
+    assert tightest is not None
+    if best is None and budget < least:
+        raise BudgetTooSmall(minimum=least, budget=budget)
+    best = best or tightest  # where copies that come early leave no room, those of the least budget do
+    return replace(best, minimum=min(least, best.prospect.peak))
+
+
+def _trained(source: Prospect, choice: Choice, swapped: Swapped) -> Trained:
+    peak = swapped.memory.peak
+    prospect = replace(source, peak=peak, time=swapped.time, swapped=swapped)
+    return Trained(prospect=prospect, choice=choice, minimum=peak)
+
+
+def resident_peak(prospect: Prospect, units: Sequence[Unit], costs: Costs) -> int:
+    """Bytes at the peak of a step that keeps all weights, their state, and what the prospect keeps."""
+    return live_bytes(update_inside(prospect.program(), units), costs.sizes).peak

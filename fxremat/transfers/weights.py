@@ -1,0 +1,310 @@
+"""Weights that come and go, and updates inside the step, put into a program.
+
+    update     right after the last step that reads the parameter or writes its gradient
+    resident   a parameter that stays, with its optimizer state: bytes in every step
+    hosted     one that lives on the host: it comes before its first reader (and once more after the turn, where it is
+               let go in between), is updated, and goes back
+    state      of a hosted parameter: a unit of its own, which comes before the update and goes back after it
+
+What is on the host is chosen as gaps are in Algorithm 1 of the paper (see `solvers.weights.selection`): by the bytes
+of excess removed for each byte that is copied; forward values that may travel compete by the same measure. When each
+comes is decided by the clock (`transfers.copies`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from heapq import heapify, heappop, heappush
+from itertools import count
+
+import numpy as np
+
+from fxremat.errors import FxrematError
+from fxremat.step.costs import Costs
+from fxremat.step.liveness import live_bytes
+from fxremat.step.program import Program, Role, Step, Transfer
+from fxremat.transfers.activations import Trip, copies_of
+from fxremat.transfers.clock import Ints
+from fxremat.transfers.copies import Arrival, Departure, Link, Rehearsal, durations, need_of, rehearse
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unit:
+    """A parameter that the step updates."""
+
+    value: int  # of the joint graph
+    bytes: int
+    state_bytes: int  # of its optimizer state
+    workspace: int  # bytes that the update takes besides
+    seconds: float  # of the update
+    stays: bool = False  # on the device: forward returns a view of it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """What is on the host at times: parameters, and forward values between their last use and their backward."""
+
+    hosted: frozenset[int]  # parameters that live there
+    twice: frozenset[int] = frozenset()  # of them, those that leave between forward and backward as well
+    trips: tuple[Trip, ...] = ()  # of forward values
+
+
+@dataclass(frozen=True, kw_only=True)
+class Handles:
+    """Where the graphs find parameters that the step updates."""
+
+    name: str  # of the run time's weights
+    numbers: Mapping[int, int]  # parameter's value -> its place among the optimizer's
+
+
+def update_inside(program: Program, units: Iterable[Unit]) -> Program:
+    """The program with the update of every unit, all of them resident. O(steps)."""
+    if any(isinstance(step, Transfer) for step in program.steps):
+        raise FxrematError("updates come before transfers: this program has transfers already")
+    joint = program.layout.joint
+    last: dict[int, int] = {}
+    for position, step in enumerate(program.steps):
+        last |= dict.fromkeys((*step.reads, *step.writes), position)
+    after: dict[int, list[Transfer]] = {}
+    for unit in units:
+        weight = program.first[unit.value]
+        gradient = program.first[joint.value_of[joint.updates_of[unit.value]]]
+        position = max(last.get(weight, 0), last[gradient], program.turn)
+        after.setdefault(position, []).append(
+            Transfer(
+                program.steps[position].block,
+                Role.UPDATE,
+                -1,
+                (weight, gradient),
+                (),
+                workspace=unit.workspace,
+                seconds=unit.seconds,
+            )
+        )
+    steps: list[Step | Transfer] = []
+    for position, step in enumerate(program.steps):
+        steps.append(step)
+        steps += after.get(position, ())
+    resident = sum(unit.bytes + unit.state_bytes for unit in units)
+    return replace(program, steps=tuple(steps), resident=resident)
+
+
+@dataclass(frozen=True)
+class _Visits:
+    """Where a parameter is used: first and last position before the turn, and the same from it on."""
+
+    forward: tuple[int, int] | None
+    backward: tuple[int, int]
+
+
+def _visits(program: Program, unit: Unit) -> _Visits:
+    version = program.first[unit.value]
+    places = [place for place, step in enumerate(program.steps) if version in step.reads]
+    before, after = [p for p in places if p < program.turn], [p for p in places if p >= program.turn]
+    return _Visits((before[0], before[-1]) if before else None, (after[0], after[-1]))
+
+
+@dataclass(frozen=True, eq=False)
+class _Move:
+    """Something that may be sent to the host, on top of what is there already."""
+
+    what: Unit | Trip
+    removed: Ints  # bytes that it no longer takes, from step `start` on
+    start: int
+    moved: int  # bytes copied for it in a step, both ways
+    host: int  # bytes that it takes on the host
+    then: _Move | None = None  # what may follow once it is made
+
+    def profit(self, excess: Ints) -> float:
+        """Bytes of excess removed for each byte that is copied."""
+        stretch = excess[self.start : self.start + self.removed.size]
+        return float(np.minimum(np.maximum(stretch, 0), self.removed).sum()) / (self.moved or 1)
+
+    def make(self, excess: Ints) -> None:
+        excess[self.start : self.start + self.removed.size] -= self.removed
+
+    def undo(self, excess: Ints) -> None:
+        excess[self.start : self.start + self.removed.size] += self.removed
+
+
+def choose(
+    program: Program,
+    units: Sequence[Unit],
+    costs: Costs,
+    limit: int,
+    *,
+    possible: Sequence[Trip] = (),
+    settled: frozenset[int] | None = None,
+    host_mem: int | None = None,
+) -> tuple[Choice, bool]:
+    """What to host so that the program fits into `limit` bytes, and whether it then does.
+
+    The best move first, lazily: a move is worth no more after others than before.
+
+    Args:
+        possible: forward values that may travel.
+        settled: the parameters on the host, where only what else leaves is still to choose.
+        host_mem: bytes that may be on the host at a time: parameters and their state always, values at the turn.
+    """
+    excess = need_of(program, live_bytes(program, costs.sizes)) - limit
+    room = float("inf") if host_mem is None else host_mem
+    moves = [_hosting(program, unit, excess.size) for unit in units if not unit.stays]
+    made: list[_Move] = []
+    waiting: list[tuple[float, int, _Move]] = []
+    order = count()
+
+    def make(move: _Move) -> None:
+        nonlocal room
+        move.make(excess)
+        made.append(move)
+        room -= move.host
+        if move.then:
+            heappush(waiting, (-move.then.profit(excess), next(order), move.then))
+
+    if settled is None:
+        waiting = [(-move.profit(excess), next(order), move) for move in moves]
+    for trip in possible:
+        sizes = np.full(trip.returns - trip.leaves - 1, trip.size, dtype=np.int64)
+        move = _Move(trip, sizes, trip.leaves + 1, 2 * trip.size, trip.size)
+        waiting.append((-move.profit(excess), next(order), move))
+    heapify(waiting)
+    for move in moves:
+        if isinstance(move.what, Unit) and move.what.value in (settled or ()):
+            make(move)
+    while waiting and excess.max(initial=0) > 0:
+        _, place, move = heappop(waiting)
+        profit = move.profit(excess)
+        if waiting and profit < -waiting[0][0]:
+            heappush(waiting, (-profit, place, move))
+        elif profit > 0 and move.host <= room:
+            make(move)
+    fits = bool(excess.max(initial=0) <= 0)
+    if fits:
+        made = _still_needed(made, excess, settled or frozenset())
+    return _choice(made), fits
+
+
+def _hosting(program: Program, unit: Unit, steps: int) -> _Move:
+    visits = _visits(program, unit)
+    again = _Move(unit, _removed(unit, visits, steps, hosted=True), 0, unit.bytes, 0)
+    both = unit.bytes + unit.state_bytes
+    return _Move(unit, _removed(unit, visits, steps, hosted=False), 0, 2 * both, both, again)
+
+
+def _still_needed(made: Sequence[_Move], excess: Ints, settled: Set[int]) -> list[_Move]:
+    """Without the moves that need not be after all, smallest first; those of one parameter stay or go together."""
+    groups: dict[Unit | Trip, list[_Move]] = {}
+    for move in made:
+        groups.setdefault(move.what, []).append(move)
+    for what, moves in sorted(groups.items(), key=lambda group: group[1][0].host):
+        if isinstance(what, Unit) and what.value in settled:
+            continue
+        for move in moves:
+            move.undo(excess)
+        if excess.max(initial=0) <= 0:
+            del groups[what]
+        else:
+            for move in moves:
+                move.make(excess)
+    return [move for moves in groups.values() for move in moves]
+
+
+def _choice(made: Sequence[_Move]) -> Choice:
+    units = Counter(move.what.value for move in made if isinstance(move.what, Unit))
+    trips = [move.what for move in made if isinstance(move.what, Trip)]
+    return Choice(
+        hosted=frozenset(units),
+        twice=frozenset(value for value, moves in units.items() if moves == 2),
+        trips=tuple(sorted(trips, key=lambda trip: trip.made)),
+    )
+
+
+def _removed(unit: Unit, visits: _Visits, count: int, *, hosted: bool) -> Ints:
+    """Bytes that a unit no longer takes at each step once it is hosted, or once it leaves after its forward too."""
+    removed = np.zeros(count, dtype=np.int64)
+    if hosted:
+        if visits.forward is not None:
+            removed[visits.forward[1] + 1 : visits.backward[0]] = unit.bytes
+        return removed
+    first = (visits.forward or visits.backward)[0]
+    removed[:first] = unit.bytes
+    removed[visits.backward[1] + 1 :] = unit.bytes
+    removed += unit.state_bytes
+    removed[visits.backward[1]] -= unit.state_bytes
+    return removed
+
+
+def hosted(
+    program: Program, units: Sequence[Unit], choice: Choice, costs: Costs, link: Link, limit: int
+) -> Rehearsal:
+    """The program of `update_inside` with what the choice sends to the host."""
+    away = sorted((unit for unit in units if unit.value in choice.hosted), key=lambda unit: unit.value)
+    base = replace(program, resident=program.resident - sum(unit.bytes + unit.state_bytes for unit in away))
+    need = need_of(base, live_bytes(base, costs.sizes))
+    trips = _Trips(program, need)
+    for unit in away:
+        trips.add_weight(unit, twice=unit.value in choice.twice)
+        if unit.state_bytes:
+            trips.add_state(unit)
+    copies = copies_of(program, choice.trips, need, first=len(trips.arrivals))
+    departures, arrivals = trips.departures + copies[0], trips.arrivals + copies[1]
+    return rehearse(base, departures, arrivals, need, durations(base, costs), link, limit)
+
+
+class _Trips:
+    """What comes and goes, and what is needed while it is there."""
+
+    def __init__(self, program: Program, need: Ints) -> None:
+        self.program, self.need = program, need
+        self.arrivals: list[Arrival] = []
+        self.departures: list[Departure] = []
+
+    def add_weight(self, unit: Unit, *, twice: bool) -> None:
+        """It comes before its first reader, after the turn once more if it is to; each graph fetches its own."""
+        visits = _visits(self.program, unit)
+        spans = [span for span in (visits.forward, visits.backward) if span is not None]
+        if not twice:
+            spans = [(spans[0][0], spans[-1][1])]
+        begins = 0
+        for first, last in spans:
+            self.need[first : last + 1] += unit.bytes
+            earliest = max(begins, self.program.turn) if first >= self.program.turn else begins
+            self._come(unit, unit.bytes, begins=earliest, first=first)
+            begins = last + 1
+        self._go(unit, unit.bytes, visits.backward[1])
+
+    def add_state(self, unit: Unit) -> None:
+        """It is there for the update alone."""
+        update = _visits(self.program, unit).backward[1]
+        self.need[update] += unit.state_bytes
+        self._come(unit, unit.state_bytes, begins=self.program.turn, first=update, state=True)
+        self._go(unit, unit.state_bytes, update, state=True)
+
+    def _come(self, unit: Unit, size: int, *, begins: int, first: int, state: bool = False) -> None:
+        self.arrivals.append(
+            Arrival(
+                trip=len(self.arrivals),
+                block=self.program.steps[first].block,
+                version=self.program.first[unit.value],
+                size=size,
+                begins=begins,
+                first=first,
+                state=state,
+            )
+        )
+
+    def _go(self, unit: Unit, size: int, update: int, *, state: bool = False) -> None:
+        latest = self.arrivals[-1]
+        self.departures.append(
+            Departure(
+                trip=latest.trip,
+                block=latest.block,
+                version=latest.version,
+                size=size,
+                starts=update,
+                leaves=update,
+                state=state,
+            )
+        )
