@@ -157,7 +157,7 @@ class Replay:
         return version
 
     def execute(self, op: Op) -> None:
-        """Run one operation of a schedule; transfers are no part of it (`transfers.activations.trips_of` reads those)."""
+        """Run one operation of a schedule; `transfers.activations.trips_of` reads its transfers."""
         match op:
             case Forward(block, keep, option):
                 self.forward(block - 1, keep, option)
