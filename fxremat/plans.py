@@ -13,17 +13,15 @@ from fxremat.chains.schedule import Schedule
 from fxremat.chains.simulate import Timeline, simulate
 from fxremat.chains.simulate_join import JoinTimeline
 from fxremat.host.tiers import HostTier
-from fxremat.passes.lower import lower
+from fxremat.passes.lower import Handles, lower
 from fxremat.search.frontier import Prospect, Prospects
 from fxremat.search.lower_bound import lower_bound
 from fxremat.show.page import page
 from fxremat.show.text import describe
-from fxremat.step.costs import Costs
+from fxremat.step.costs import Costs, Link
 from fxremat.step.joint import Joint
 from fxremat.step.liveness import Memory, live_bytes
 from fxremat.step.program import Program
-from fxremat.transfers.copies import Link
-from fxremat.transfers.weights import Handles
 from fxremat.units import format_bytes, format_ratio, format_seconds
 
 

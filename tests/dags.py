@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from benchmarks.capture import capture
 from fxremat.cost.estimate import DEVICES, estimate
-from fxremat.linearize.capture import capture
 from fxremat.step.costs import Costs
 from fxremat.step.joint import Joint
 

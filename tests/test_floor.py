@@ -10,7 +10,7 @@ from torch import fx, nn
 
 from fxremat.search.floor import floor_of, line_of, module_of
 from fxremat.search.frontier import survey
-from fxremat.show.kinds import Kind
+from fxremat.step.kinds import Kind
 from tests.dags import capture, estimated
 
 pytestmark = pytest.mark.usefixtures("torch_ready")

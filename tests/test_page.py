@@ -13,8 +13,8 @@ import fxremat
 from fxremat.cost.estimate import Device
 from fxremat.plans import Plan
 from fxremat.show.axes import round_steps, size_ticks, time_ticks
-from fxremat.show.kinds import Kind, bytes_by_kind
 from fxremat.show.page import BUDGET, COLORS, HEIGHT, TOP
+from fxremat.step.kinds import Kind, bytes_by_kind
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
 SVG = "{http://www.w3.org/2000/svg}"

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from fxremat.errors import BudgetTooSmall
 from fxremat.search.frontier import survey
+from fxremat.step.costs import Link, Unit
 from fxremat.step.joint import Joint, with_updates_inside
 from fxremat.transfers import clock
-from fxremat.transfers.copies import Link
 from fxremat.transfers.weight_updates import best_within, resident_peak
-from fxremat.transfers.weights import Unit, hosted
+from fxremat.transfers.weights import hosted
 from tests.dags import Dag, Layer, Recipe, batch, capture, estimated, few, recipes
 
 pytestmark = pytest.mark.usefixtures("torch_ready")

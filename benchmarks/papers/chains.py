@@ -14,10 +14,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from benchmarks.capture import capture
 from benchmarks.papers.networks import NETWORKS
 from fxremat.chains.chain import Chain
 from fxremat.cost.estimate import DEVICES, estimate
-from fxremat.linearize.capture import capture
 from fxremat.linearize.chain_of import chain_of
 from fxremat.linearize.crossings import crossings
 from fxremat.linearize.layout import lay_out

@@ -10,8 +10,8 @@ import torch
 from fxremat.cost.cache import CostCache
 from fxremat.cost.measure import quiet_world
 from fxremat.host.tiers import HostTier
+from fxremat.step.costs import Link
 from fxremat.step.joint import Joint, Origin
-from fxremat.transfers.copies import Link
 
 RUNS = 3
 MOST_BYTES = 1 << 26  # of a tensor that is copied to find a speed

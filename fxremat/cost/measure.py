@@ -32,10 +32,11 @@ from fxremat.cost.cache import CostCache
 from fxremat.cost.estimate import Device, cost_of
 from fxremat.cost.made_up import call_of
 from fxremat.cost.walk import Call, Walk, given_inputs
-from fxremat.passes.in_place import overwritten, restore, with_new_result
+from fxremat.passes.in_place import restore, with_new_result
 from fxremat.progress import progress
 from fxremat.step.costs import CUDA_BLOCK, Costs, OpCost, costs_from, device_of, op_key
 from fxremat.step.joint import Joint, Op, storage_bytes
+from fxremat.step.overwriting import overwritten
 from fxremat.torch_private import allocations, is_real, real_tensors, unprofiled
 
 aten = torch.ops.aten

@@ -11,10 +11,9 @@ from torch import nn
 
 from fxremat.cost.measure import peak_of, quiet_world, seconds_of
 from fxremat.host.tiers import span_bytes
-from fxremat.step.costs import CUDA_BLOCK, Costs
+from fxremat.step.costs import CUDA_BLOCK, Costs, Unit
 from fxremat.step.joint import Joint
 from fxremat.torch_private import unprofiled
-from fxremat.transfers.weights import Unit
 
 
 def units_of(joint: Joint, optimizer: torch.optim.Optimizer, costs: Costs) -> list[Unit]:

@@ -17,9 +17,9 @@ from functools import cached_property
 
 from fxremat.chains.chain import Block, Chain, Option
 from fxremat.chains.schedule import Keep
-from fxremat.linearize.layout import Layout
 from fxremat.step.costs import Costs
 from fxremat.step.joint import Joint, Origin
+from fxremat.step.layout import Layout
 from fxremat.step.liveness import Sizes, live_bytes
 from fxremat.step.program import Replay
 

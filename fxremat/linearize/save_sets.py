@@ -25,8 +25,8 @@ from typing import Any
 
 import numpy as np
 
-from fxremat.linearize.layout import BlockLayout, Layout
 from fxremat.step.joint import Joint
+from fxremat.step.layout import BlockLayout, Layout
 
 AT_MOST = 12  # options a block, option 0 included
 GRAIN = 16  # capacities are in sixteenths of a byte

@@ -17,8 +17,9 @@ from fxremat.chains.chain import Chain, Join
 from fxremat.chains.join_schedule import JoinSchedule, On
 from fxremat.chains.schedule import Backward, Forward, Op, Schedule
 from fxremat.linearize.crossings import Crossing
-from fxremat.linearize.layout import Layout, lay_out
+from fxremat.linearize.layout import lay_out
 from fxremat.step.joint import Joint
+from fxremat.step.layout import Layout
 
 SHARE = 0.15  # of the forward's work: less is no tower, but a stem or an embedding
 

@@ -14,47 +14,23 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
+from fxremat.step.joint import tangents_in
+from fxremat.step.overwriting import BACKWARDS, METHODS, NEW_RESULT
 from fxremat.torch_private import storage_of
 
 aten = torch.ops.aten
 
-METHODS: dict[
-    Any, Any
-] = {  # the first argument is overwritten; forms with a Scalar round otherwise in bfloat16
-    aten.add.Tensor: aten.add_.Tensor,
-    aten.mul.Tensor: aten.mul_.Tensor,
-    aten.div.Tensor: aten.div_.Tensor,
-    aten.neg.default: aten.neg_.default,
-}
-BACKWARDS: dict[Any, Any] = {  # the first argument is given as `grad_input` as well
-    aten.threshold_backward.default: aten.threshold_backward.grad_input,
-    aten.gelu_backward.default: aten.gelu_backward.grad_input,
-    aten.silu_backward.default: aten.silu_backward.grad_input,
-    aten.tanh_backward.default: aten.tanh_backward.grad_input,
-    aten.sigmoid_backward.default: aten.sigmoid_backward.grad_input,
-    aten.hardtanh_backward.default: aten.hardtanh_backward.grad_input,
-    aten.leaky_relu_backward.default: aten.leaky_relu_backward.grad_input,
-    aten.elu_backward.default: aten.elu_backward.grad_input,
-}
 COMMUTE = {aten.add.Tensor, aten.mul.Tensor}
-_NEW_RESULT = {target: original for original, target in (METHODS | BACKWARDS).items()}
 _SWAPPED = "fxremat_swapped"  # in a node's meta: whether the operand that is overwritten came second before
 
 
-def overwritten(op: fx.Node) -> fx.Node | None:
-    """The node whose storage the op's result takes over; None for an op that makes a new one."""
-    if op.target not in _NEW_RESULT:
-        return None
-    taken = op.args[0]
-    assert isinstance(taken, fx.Node)
-    return taken
 
 
 def with_new_result(
@@ -64,7 +40,7 @@ def with_new_result(
     first, *rest = args
     if op.meta.get(_SWAPPED):
         args = (rest[0], first)
-    return _NEW_RESULT[op.target], args, {key: value for key, value in kwargs.items() if key != "grad_input"}
+    return NEW_RESULT[op.target], args, {key: value for key, value in kwargs.items() if key != "grad_input"}
 
 
 def restore(op: fx.Node) -> None:
@@ -72,12 +48,12 @@ def restore(op: fx.Node) -> None:
     op.target, op.args, op.kwargs = with_new_result(op, op.args, op.kwargs)
 
 
-def overwrite_gradients(graph: fx.Graph, tangents: Iterable[fx.Node]) -> None:
+def overwrite_gradients(graph: fx.Graph) -> None:
     """Let backward ops overwrite what they alone read, where the layouts agree. O(nodes).
 
     Only what depends on a tangent is overwritten, and never a tangent itself: autograd may still hold it.
     """
-    handed_in = set(tangents)
+    handed_in = set(tangents_in(graph))
     late = _depending_on(graph, handed_in)
     shown = Counter(storage_of(t) for node in graph.nodes if (t := _tensor(node)) is not None)
     for node in list(graph.nodes):

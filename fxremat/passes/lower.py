@@ -11,6 +11,7 @@ node carries `meta["fxremat"] = {"block", "name", "role"}`, and `print_readable(
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,9 +23,16 @@ from fxremat.ops import weights
 from fxremat.ops.random import draw_again, draw_saving, generator_of
 from fxremat.step.joint import Joint, Origin, again_call, is_number
 from fxremat.step.program import Program, Role, Step, Transfer
-from fxremat.transfers.weights import Handles
 
 aten = torch.ops.aten
+
+
+@dataclass(frozen=True, kw_only=True)
+class Handles:
+    """Where the graphs find parameters that the step updates."""
+
+    name: str  # of the run time's weights
+    numbers: Mapping[int, int]  # parameter's value -> its place among the optimizer's
 
 
 def lower(

@@ -26,6 +26,9 @@ from fxremat.host.tiers import default_tier
 from fxremat.linearize.chain_of import chain_of
 from fxremat.ops.weights import Weights, check_unscaled
 from fxremat.options import Options, options_of
+from fxremat.passes.lower import Handles
+from fxremat.passes.normalize import normalize
+from fxremat.passes.numbers import refuse_symbols
 from fxremat.plans import Plan, Whole
 from fxremat.progress import bars, planning
 from fxremat.runtime.auxiliary_outputs import BesideLoss, check_runs_again, outputs_beside_loss
@@ -35,8 +38,8 @@ from fxremat.runtime.unused import telling_unused, unused_outputs, without
 from fxremat.search.floor import floor_of
 from fxremat.search.frontier import Prospect, Prospects, order_for_measuring, survey
 from fxremat.search.frontier_cache import remembered
-from fxremat.step.costs import Costs, device_of
-from fxremat.step.joint import Joint, inputs_of, read_joint, refuse_symbols, with_updates_inside
+from fxremat.step.costs import Costs, Link, device_of
+from fxremat.step.joint import Joint, inputs_of, read_joint, with_updates_inside
 from fxremat.torch_private import (
     aot_backend,
     boxed,
@@ -47,10 +50,8 @@ from fxremat.torch_private import (
     never_donate,
     parameter_name,
 )
-from fxremat.transfers.copies import Link
 from fxremat.transfers.offloading import with_offloading, with_schedules
 from fxremat.transfers.weight_updates import best_within, resident_peak
-from fxremat.transfers.weights import Handles
 from fxremat.units import Percent
 
 KEPT_PLANS = 8  # of the latest, that can still be read
@@ -156,7 +157,7 @@ class Backend:
         again: bool,
         **__: Any,
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        joint = self._with_updates(read_joint(module, num_fwd_outputs))
+        joint = self._with_updates(read_joint(normalize(module), num_fwd_outputs))
         if again:
             check_runs_again(joint)
         check_devices(joint)

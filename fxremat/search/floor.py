@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from fxremat.show.kinds import Kind, bytes_by_kind
 from fxremat.step.costs import Costs
 from fxremat.step.joint import Joint
+from fxremat.step.kinds import Kind, bytes_by_kind
 from fxremat.step.liveness import live_bytes
 from fxremat.step.program import Program, Role
 from fxremat.units import format_bytes, shortened

@@ -29,7 +29,7 @@ from fxremat.cost.estimate import Device, estimate
 from fxremat.errors import BudgetTooSmall, FxrematError
 from fxremat.linearize.chain_of import chain_of
 from fxremat.linearize.crossings import carry_levels, crossings, low_cuts
-from fxremat.linearize.layout import Layout, lay_out
+from fxremat.linearize.layout import lay_out
 from fxremat.linearize.save_sets import add_options
 from fxremat.linearize.towers import find_towers, join_of, on_the_layout
 from fxremat.search.refine import EFFORT, Searched, search
@@ -39,9 +39,10 @@ from fxremat.solvers.registry import JOINS
 from fxremat.solvers.table import Table
 from fxremat.step.costs import Costs, device_of
 from fxremat.step.joint import Joint
+from fxremat.step.layout import Layout
 from fxremat.step.liveness import live_bytes
 from fxremat.step.program import Order, Program, rematerialize
-from fxremat.transfers.copies import Swapped
+from fxremat.step.transferred import Swapped
 from fxremat.units import Budget
 
 NEAR_LEAST = 1.15  # the last table is for this multiple of the least memory of the chain

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import cast
 
-from fxremat.linearize.layout import Layout
 from fxremat.search.frontier import Prospect, Prospects
 from fxremat.step.costs import Costs, op_key
 from fxremat.step.joint import Joint
+from fxremat.step.layout import Layout
 
 AT_MOST = 4
 _NO_GRAPH = cast(Joint, None)

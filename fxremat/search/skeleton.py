@@ -19,10 +19,10 @@ from functools import cache
 
 import numpy as np
 
-from fxremat.linearize.layout import Layout
 from fxremat.search.replay import Bits, Ints, Tape, blank_pages, replay
 from fxremat.step.costs import Costs
 from fxremat.step.joint import Joint, Origin
+from fxremat.step.layout import Layout
 from fxremat.step.program import Order, Program, Role
 
 NEAREST = 16  # recomputations that are offered before a backward op, at most

@@ -15,9 +15,9 @@ from itertools import accumulate, groupby
 from typing import TYPE_CHECKING
 
 from fxremat.show.axes import horizontal_axis, size_ticks, time_ticks, vertical_axis
-from fxremat.show.kinds import Kind, bytes_by_kind, host_bytes
 from fxremat.show.lanes import lanes_picture, planned_lanes
 from fxremat.show.text import block_rows, facts
+from fxremat.step.kinds import Kind, bytes_by_kind, host_bytes
 from fxremat.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:

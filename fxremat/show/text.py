@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeGuard
 from fxremat.chains.chain import Block
 from fxremat.chains.schedule import Forward, Keep, Op
 from fxremat.step.program import Role, rematerialize
-from fxremat.transfers.copies import Swapped
+from fxremat.step.transferred import Swapped
 from fxremat.units import format_bytes, format_ratio, format_seconds
 
 if TYPE_CHECKING:

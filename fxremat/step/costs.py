@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxremat.passes.in_place import overwritten
 from fxremat.step.joint import Joint, is_number
 from fxremat.step.liveness import Sizes
+from fxremat.step.overwriting import overwritten
 from fxremat.step.program import Program
 
 CUDA_BLOCK = 512  # the caching allocator counts every tensor in blocks of this many bytes
@@ -159,3 +159,24 @@ def _layout(value: object) -> str:
     flags = ("^" if value.is_conj() else "") + ("-" if value.is_neg() else "")
     device = "" if value.device.type == "cpu" else f" {value.device.type}"
     return f"{flags}{dtype}[{shape}|{stride}{part}]{device}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """Speeds of the copies, and what one costs the thread that starts it."""
+
+    to_host: float  # bytes per second
+    from_host: float
+    drag: float = 0.05  # seconds that ops lose for each second of copying: both use the device's memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unit:
+    """A parameter that the step updates."""
+
+    value: int  # of the joint graph
+    bytes: int
+    state_bytes: int  # of its optimizer state
+    workspace: int  # bytes that the update takes besides
+    seconds: float  # of the update
+    stays: bool = False  # on the device: forward returns a view of it

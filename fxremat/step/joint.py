@@ -13,7 +13,6 @@ back in `passes.lower`.
 from __future__ import annotations
 
 import operator
-import re
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -23,10 +22,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from fxremat.errors import CaptureError
-from fxremat.passes.dropout import drop_as_eager
-from fxremat.passes.in_place import overwrite_gradients
-from fxremat.torch_private import depends_on_data, is_effect_token, storage_of
+from fxremat.torch_private import is_effect_token, storage_of
 
 aten = torch.ops.aten
 
@@ -240,12 +236,6 @@ def _is_scalar(node: fx.Node) -> bool:
     return any(tensor is not None and tensor.numel() == 1 for tensor in tensors_of(node))
 
 
-def _source(node: fx.Node) -> str:
-    """Where the op was written, as `, model.py:12 in forward: code`, if tracing noted it."""
-    frames = re.findall(r'File "(.+)", line (\d+), in (\w+)\n *(.*)', node.meta.get("stack_trace") or "")
-    return ", {}:{} in {}: {}".format(*frames[-1]) if frames else ""
-
-
 def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     """The nodes, and all that they are computed from."""
     found: set[fx.Node] = set()
@@ -265,43 +255,6 @@ def storage_bytes(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage().nbytes())
 
 
-def tidy(module: fx.GraphModule) -> fx.GraphModule:
-    """Drop `detach` chains, and the read of the running statistics by a training-mode BatchNorm backward.
-
-    In training mode that backward uses the batch statistics alone; reading the running ones would only make autograd
-    complain that they were "modified by an inplace operation". Dropout is put back to what eager PyTorch computes,
-    and backward ops overwrite gradients that they alone read.
-    """
-    graph = module.graph
-    for node in list(graph.nodes):
-        if node.op != "call_function":
-            continue
-        if node.target is aten.detach.default:
-            node.replace_all_uses_with(node.args[0])
-            graph.erase_node(node)
-        elif node.target is aten.native_batch_norm_backward.default and node.args[7]:
-            arguments = list(node.args)
-            arguments[3] = arguments[4] = None
-            node.args = tuple(arguments)
-    drop_as_eager(graph)
-    copy_views_by_number(graph)
-    graph.eliminate_dead_code()
-    overwrite_gradients(graph, tangents_in(graph))
-    return module
-
-
-def copy_views_by_number(graph: fx.Graph) -> None:
-    """Let a view that begins where a number of the data says (`x[i.item()]`) be a copy, which is a value. O(nodes)."""
-    for node in graph.nodes:
-        shown = node.meta.get("val")
-        numbers = [parent for parent in node.all_input_nodes if is_number(parent.meta.get("val"))]
-        if not numbers or not isinstance(shown, torch.Tensor) or not node.target.is_view:
-            continue
-        packet = node.target.overloadpacket
-        node.target = getattr(getattr(aten, f"{packet.__name__}_copy"), node.target._overloadname)
-        node.meta["val"] = shown.new_empty(shown.shape)
-
-
 def tangents_in(graph: fx.Graph) -> list[fx.Node]:
     """The placeholders of the gradients that autograd hands in."""
     return [node for node in graph.nodes if node.op == "placeholder" and node.name.startswith("tangents")]
@@ -317,37 +270,7 @@ def read_joint(module: fx.GraphModule, forward_outputs: int) -> Joint:
     Raises:
         CaptureError: the graph has symbolic sizes, which need one plan a shape.
     """
-    refuse_symbols(module.graph)
-    return _Reader(tidy(module), forward_outputs).read()
-
-
-def refuse_symbols(graph: fx.Graph, example: str = "val") -> None:
-    """Raise `CaptureError` for a graph with a symbolic size, with the line of an op that has one.
-
-    Numbers that depend on data may be there, as long as no tensor is as large as they say.
-
-    Args:
-        example: where nodes keep what they show: "val" for AOTAutograd's, "example_value" for dynamo's.
-    """
-    for node in sorted(graph.nodes, key=lambda node: node.op == "placeholder"):  # an op has a line to name
-        _refuse_symbols(node, node.meta.get(example))
-
-
-def _refuse_symbols(node: fx.Node, value: object) -> None:
-    shapes = [t for t in (value if isinstance(value, tuple | list) else [value]) if isinstance(t, torch.Tensor)]
-    symbols = [size for t in shapes for size in t.shape if isinstance(size, SYMBOLS)]
-    if not symbols:
-        return
-    if any(depends_on_data(symbol) for symbol in symbols):
-        raise CaptureError(
-            f"the size of {node.name} depends on data{_source(node)}, and a plan in bytes needs fixed sizes: keep the "
-            "op out of the model, give it a fixed size (such as output_size=, a mask instead of a selection), or "
-            "compile the submodules around it instead"
-        )
-    raise CaptureError(
-        f"the graph has a symbolic size at {node.name}{_source(node)}: a plan in bytes needs fixed sizes; "
-        "torch.compile(..., dynamic=False) plans each new shape anew, as fxremat.compile does"
-    )
+    return _Reader(module, forward_outputs).read()
 
 
 class _Reader:

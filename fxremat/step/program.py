@@ -17,8 +17,8 @@ from enum import Enum
 
 from fxremat.chains.schedule import Backward, Drop, Forward, Keep, Op, Schedule
 from fxremat.errors import InvalidSchedule
-from fxremat.linearize.layout import Layout
 from fxremat.step.joint import Origin
+from fxremat.step.layout import Layout
 
 
 class Role(Enum):

@@ -16,13 +16,14 @@ import torch
 
 from fxremat.chains.schedule import Offload, Prefetch, Schedule, Value
 from fxremat.errors import InvalidSchedule
-from fxremat.linearize.layout import Layout
-from fxremat.step.costs import Costs
+from fxremat.step.costs import Costs, Link
 from fxremat.step.joint import Origin, storage_bytes
+from fxremat.step.layout import Layout
 from fxremat.step.liveness import live_bytes
 from fxremat.step.program import Program, Replay, Role, Transfer
+from fxremat.step.transferred import Swapped
 from fxremat.transfers.clock import Ints
-from fxremat.transfers.copies import Arrival, Departure, Link, Swapped, durations, need_of, rehearse
+from fxremat.transfers.copies import Arrival, Departure, durations, need_of, rehearse
 
 SMALL = 2000  # values below this part of the keep-everything peak do not travel
 

@@ -12,27 +12,19 @@ op: what leaves is on the device until its copy ends, what comes is there from t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 
 import numpy as np
 
-from fxremat.step.costs import Costs
+from fxremat.step.costs import Costs, Link
 from fxremat.step.joint import Origin
 from fxremat.step.liveness import Memory, live_bytes
 from fxremat.step.program import Program, Role, Step, Transfer
+from fxremat.step.transferred import Swapped
 from fxremat.transfers import clock
 from fxremat.transfers.clock import Floats, Ints
-
-
-@dataclass(frozen=True, kw_only=True)
-class Link:
-    """Speeds of the copies, and what one costs the thread that starts it."""
-
-    to_host: float  # bytes per second
-    from_host: float
-    drag: float = 0.05  # seconds that ops lose for each second of copying: both use the device's memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,28 +54,6 @@ class Arrival(Copy):
     first: int  # position of its first reader
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Swapped:
-    """A program with transfers, and what the clock says about it."""
-
-    program: Program
-    memory: Memory
-    time: float  # seconds
-    copying: tuple[float, float]  # seconds of copying to the host, and back
-    waiting: float  # seconds that ops wait for copies
-    waiting_back: float  # of them, for copies that come back
-    bytes: int  # that leave
-    starts: tuple[float, ...]  # seconds, of each step
-    copies: Mapping[tuple[Role, int], tuple[float, float]]  # start and end of OFFLOAD and PREFETCH, by trip
-
-    @property
-    def hidden(self) -> tuple[float, float]:
-        """The shares of the copies' seconds that no op waits for: to the host, and back."""
-        waits = (self.waiting - self.waiting_back, self.waiting_back)
-        out, back = (
-            1.0 - min(1.0, wait / c) if c else 1.0 for wait, c in zip(waits, self.copying, strict=True)
-        )
-        return out, back
 
 
 def need_of(program: Program, memory: Memory) -> Ints:

@@ -20,12 +20,13 @@ from fxremat.chains.platform import Platform
 from fxremat.chains.schedule import Schedule
 from fxremat.errors import BudgetTooSmall
 from fxremat.linearize.chain_of import chain_of
-from fxremat.linearize.layout import Layout
 from fxremat.search.frontier import Prospect, Prospects, unbeaten
 from fxremat.solvers import solve
-from fxremat.step.costs import Costs
+from fxremat.step.costs import Costs, Link
+from fxremat.step.layout import Layout
 from fxremat.step.liveness import live_bytes
 from fxremat.step.program import Program
+from fxremat.step.transferred import Swapped
 from fxremat.transfers.activations import (
     Trip,
     cap,
@@ -37,7 +38,7 @@ from fxremat.transfers.activations import (
     trips_of,
 )
 from fxremat.transfers.clock import Floats, Ints
-from fxremat.transfers.copies import Link, Rehearsal, Swapped, durations, need_of, rehearse
+from fxremat.transfers.copies import Rehearsal, durations, need_of, rehearse
 
 SOURCES = 16
 STEP = 1.03  # from one budget to the next

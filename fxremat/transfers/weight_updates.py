@@ -15,11 +15,11 @@ from functools import partial
 
 from fxremat.errors import BudgetTooSmall
 from fxremat.search.frontier import Prospect, Prospects
-from fxremat.step.costs import Costs
+from fxremat.step.costs import Costs, Link, Unit
 from fxremat.step.liveness import live_bytes
+from fxremat.step.transferred import Swapped
 from fxremat.transfers.activations import least_size, trips
-from fxremat.transfers.copies import Link, Swapped
-from fxremat.transfers.weights import Choice, Unit, choose, hosted, update_inside
+from fxremat.transfers.weights import Choice, choose, hosted, update_inside
 
 SOURCES = 16
 SPARE = (1.0, 0.95, 0.9)  # shares of the budget that weights are chosen for: more of them, and fewer waits

@@ -14,7 +14,7 @@ comes is decided by the clock (`transfers.copies`).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from itertools import count
@@ -22,24 +22,12 @@ from itertools import count
 import numpy as np
 
 from fxremat.errors import FxrematError
-from fxremat.step.costs import Costs
+from fxremat.step.costs import Costs, Link, Unit
 from fxremat.step.liveness import live_bytes
 from fxremat.step.program import Program, Role, Step, Transfer
 from fxremat.transfers.activations import Trip, copies_of
 from fxremat.transfers.clock import Ints
-from fxremat.transfers.copies import Arrival, Departure, Link, Rehearsal, durations, need_of, rehearse
-
-
-@dataclass(frozen=True, kw_only=True)
-class Unit:
-    """A parameter that the step updates."""
-
-    value: int  # of the joint graph
-    bytes: int
-    state_bytes: int  # of its optimizer state
-    workspace: int  # bytes that the update takes besides
-    seconds: float  # of the update
-    stays: bool = False  # on the device: forward returns a view of it
+from fxremat.transfers.copies import Arrival, Departure, Rehearsal, durations, need_of, rehearse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,12 +39,6 @@ class Choice:
     trips: tuple[Trip, ...] = ()  # of forward values
 
 
-@dataclass(frozen=True, kw_only=True)
-class Handles:
-    """Where the graphs find parameters that the step updates."""
-
-    name: str  # of the run time's weights
-    numbers: Mapping[int, int]  # parameter's value -> its place among the optimizer's
 
 
 def update_inside(program: Program, units: Iterable[Unit]) -> Program:

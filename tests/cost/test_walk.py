@@ -16,9 +16,9 @@ from benchmarks.meter import peak_bytes
 from fxremat.cost import measure as measuring
 from fxremat.cost.measure import measure
 from fxremat.cost.walk import Walk, given_inputs
-from fxremat.passes.in_place import overwritten
 from fxremat.step.costs import op_key
 from fxremat.step.joint import Joint
+from fxremat.step.overwriting import overwritten
 from tests.dags import capture
 from tests.toys import WIDTH, Loss, Stack, assert_as_plain, record, rows, scalar
 from tests.training import same

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from fxremat.passes.in_place import BACKWARDS, METHODS, overwritten
 from fxremat.step.costs import CUDA_BLOCK, OpCost, costs_from
 from fxremat.step.joint import Joint, Origin
+from fxremat.step.overwriting import BACKWARDS, METHODS, overwritten
 from tests.dags import capture
 
 pytestmark = pytest.mark.usefixtures("torch_ready")

@@ -11,10 +11,11 @@ from torch import nn
 
 from fxremat.linearize.chain_of import chain_of
 from fxremat.linearize.crossings import carry_levels, crossings
-from fxremat.linearize.layout import Layout, lay_out
+from fxremat.linearize.layout import lay_out
 from fxremat.linearize.save_sets import add_options, save_sets
 from fxremat.step.costs import Costs
 from fxremat.step.joint import Joint, Origin
+from fxremat.step.layout import Layout
 from tests.dags import Dag, Layer, Recipe, batch, capture, estimated, few, recipes
 
 pytestmark = pytest.mark.usefixtures("torch_ready")

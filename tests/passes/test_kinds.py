@@ -11,7 +11,7 @@ import fxremat
 from fxremat.chains.schedule import Schedule
 from fxremat.linearize.layout import lay_out
 from fxremat.search.frontier import survey
-from fxremat.show.kinds import Kind, bytes_by_kind, host_bytes
+from fxremat.step.kinds import Kind, bytes_by_kind, host_bytes
 from fxremat.step.liveness import Sizes, live_bytes
 from fxremat.step.program import Program, Role, rematerialize
 from tests.dags import Dag, Recipe, batch, capture, estimated, few, recipes

@@ -11,14 +11,15 @@ from hypothesis import strategies as st
 
 from fxremat.chains.schedule import Schedule
 from fxremat.errors import InvalidSchedule
-from fxremat.linearize.layout import Layout, lay_out
+from fxremat.linearize.layout import lay_out
 from fxremat.passes.lower import lower
 from fxremat.search.frontier import survey
-from fxremat.step.costs import Costs
+from fxremat.step.costs import Costs, Link
+from fxremat.step.layout import Layout
 from fxremat.step.liveness import Sizes, live_bytes
 from fxremat.step.program import Program, Role, Transfer, rematerialize
 from fxremat.transfers.activations import cap, most_on_host, swap, trips, trips_of
-from fxremat.transfers.copies import Link, need_of
+from fxremat.transfers.copies import need_of
 from tests.dags import Dag, Recipe, batch, capture, estimated, few, recipes
 from tests.passes.test_program import graph_memory, saved_bytes, tangents_of
 from tests.toys import FourLayers

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from fxremat.passes.normalize import normalize
 from fxremat.step.joint import Joint, read_joint
 from fxremat.torch_private import aot_backend, boxed, differentiate_as_eager
 
@@ -20,7 +21,7 @@ def capture(model: nn.Module, *inputs: Any, **options: Any) -> Joint:
     found: list[Joint] = []
 
     def partition(module: fx.GraphModule, _: Any, *, num_fwd_outputs: int, **__: Any) -> Any:
-        found.append(read_joint(module, num_fwd_outputs))
+        found.append(read_joint(normalize(module), num_fwd_outputs))
         raise _Captured
 
     backend = aot_backend(fw_compiler=lambda graph, _: boxed(graph), partition_fn=partition)

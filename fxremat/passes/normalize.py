@@ -1,0 +1,37 @@
+"""The passes that a captured joint graph goes through before it is read, each checked before and after.
+
+    detach          chains of `detach` go
+    batch_norm      the backward of a training BatchNorm reads no running statistics
+    dropout         drops as eager PyTorch does
+    numbers         views that begin at a number of the data are copies
+    in_place        backward ops overwrite gradients that they alone read
+
+The graph stays functional but for the last one, whose overwritten values have one reader each.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from fxremat.passes.batch_norm import drop_running_statistics
+from fxremat.passes.detach import drop_detach
+from fxremat.passes.dropout import drop_as_eager
+from fxremat.passes.in_place import overwrite_gradients
+from fxremat.passes.numbers import copy_views_by_number, refuse_symbols
+
+PASSES = (drop_detach, drop_running_statistics, drop_as_eager, copy_views_by_number, overwrite_gradients)
+
+
+def normalize(module: fx.GraphModule) -> fx.GraphModule:
+    """Run all passes on a joint graph, in place. O(nodes).
+
+    Raises:
+        CaptureError: the graph has symbolic sizes, which need one plan a shape.
+    """
+    graph = module.graph
+    refuse_symbols(graph)
+    for rewrite in PASSES:
+        rewrite(graph)
+        graph.eliminate_dead_code()
+        graph.lint()
+    return module

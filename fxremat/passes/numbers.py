@@ -1,0 +1,65 @@
+"""Numbers of the data: views that begin at one become copies, sizes that depend on one are refused.
+
+A number that forward reads from its data (`.item()`) is a value of no bytes. What it may not be is a size, since a plan
+in bytes is made for fixed ones.
+"""
+
+from __future__ import annotations
+
+import re
+
+import torch
+from torch import fx
+
+from fxremat.errors import CaptureError
+from fxremat.step.joint import SYMBOLS, is_number
+from fxremat.torch_private import depends_on_data
+
+aten = torch.ops.aten
+
+
+def copy_views_by_number(graph: fx.Graph) -> None:
+    """Let a view that begins where a number of the data says (`x[i.item()]`) be a copy, which is a value. O(nodes)."""
+    for node in graph.nodes:
+        shown = node.meta.get("val")
+        numbers = [parent for parent in node.all_input_nodes if is_number(parent.meta.get("val"))]
+        if not numbers or not isinstance(shown, torch.Tensor) or not node.target.is_view:
+            continue
+        packet = node.target.overloadpacket
+        node.target = getattr(getattr(aten, f"{packet.__name__}_copy"), node.target._overloadname)
+        node.meta["val"] = shown.new_empty(shown.shape)
+
+
+def refuse_symbols(graph: fx.Graph, example: str = "val") -> None:
+    """Raise `CaptureError` for a graph with a symbolic size, with the line of an op that has one.
+
+    Numbers that depend on data may be there, as long as no tensor is as large as they say.
+
+    Args:
+        example: where nodes keep what they show: "val" for AOTAutograd's, "example_value" for dynamo's.
+    """
+    for node in sorted(graph.nodes, key=lambda node: node.op == "placeholder"):  # an op has a line to name
+        _refuse_symbols(node, node.meta.get(example))
+
+
+def _refuse_symbols(node: fx.Node, value: object) -> None:
+    shapes = [t for t in (value if isinstance(value, tuple | list) else [value]) if isinstance(t, torch.Tensor)]
+    symbols = [size for t in shapes for size in t.shape if isinstance(size, SYMBOLS)]
+    if not symbols:
+        return
+    if any(depends_on_data(symbol) for symbol in symbols):
+        raise CaptureError(
+            f"the size of {node.name} depends on data{_source(node)}, and a plan in bytes needs fixed sizes: keep the "
+            "op out of the model, give it a fixed size (such as output_size=, a mask instead of a selection), or "
+            "compile the submodules around it instead"
+        )
+    raise CaptureError(
+        f"the graph has a symbolic size at {node.name}{_source(node)}: a plan in bytes needs fixed sizes; "
+        "torch.compile(..., dynamic=False) plans each new shape anew, as fxremat.compile does"
+    )
+
+
+def _source(node: fx.Node) -> str:
+    """Where the op was written, as `, model.py:12 in forward: code`, if tracing noted it."""
+    frames = re.findall(r'File "(.+)", line (\d+), in (\w+)\n *(.*)', node.meta.get("stack_trace") or "")
+    return ", {}:{} in {}: {}".format(*frames[-1]) if frames else ""

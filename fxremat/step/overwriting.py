@@ -1,0 +1,40 @@
+"""Ops that write their result over an operand: which there are, and which operand an op takes.
+
+`passes.in_place` rewrites to them, `step.costs` accounts for them. Forms with a Scalar round otherwise in bfloat16.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+
+METHODS: dict[Any, Any] = {  # the first argument is overwritten
+    aten.add.Tensor: aten.add_.Tensor,
+    aten.mul.Tensor: aten.mul_.Tensor,
+    aten.div.Tensor: aten.div_.Tensor,
+    aten.neg.default: aten.neg_.default,
+}
+BACKWARDS: dict[Any, Any] = {  # the first argument is given as `grad_input` as well
+    aten.threshold_backward.default: aten.threshold_backward.grad_input,
+    aten.gelu_backward.default: aten.gelu_backward.grad_input,
+    aten.silu_backward.default: aten.silu_backward.grad_input,
+    aten.tanh_backward.default: aten.tanh_backward.grad_input,
+    aten.sigmoid_backward.default: aten.sigmoid_backward.grad_input,
+    aten.hardtanh_backward.default: aten.hardtanh_backward.grad_input,
+    aten.leaky_relu_backward.default: aten.leaky_relu_backward.grad_input,
+    aten.elu_backward.default: aten.elu_backward.grad_input,
+}
+NEW_RESULT = {target: original for original, target in (METHODS | BACKWARDS).items()}
+
+
+def overwritten(op: fx.Node) -> fx.Node | None:
+    """The node whose storage the op's result takes over; None for an op that makes a new one."""
+    if op.target not in NEW_RESULT:
+        return None
+    taken = op.args[0]
+    assert isinstance(taken, fx.Node)
+    return taken

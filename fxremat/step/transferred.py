@@ -1,0 +1,33 @@
+"""A program whose values travel to the host and back, with what the clock of its copies says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from fxremat.step.liveness import Memory
+from fxremat.step.program import Program, Role
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Swapped:
+    """A program with transfers, and what the clock says about it."""
+
+    program: Program
+    memory: Memory
+    time: float  # seconds
+    copying: tuple[float, float]  # seconds of copying to the host, and back
+    waiting: float  # seconds that ops wait for copies
+    waiting_back: float  # of them, for copies that come back
+    bytes: int  # that leave
+    starts: tuple[float, ...]  # seconds, of each step
+    copies: Mapping[tuple[Role, int], tuple[float, float]]  # start and end of OFFLOAD and PREFETCH, by trip
+
+    @property
+    def hidden(self) -> tuple[float, float]:
+        """The shares of the copies' seconds that no op waits for: to the host, and back."""
+        waits = (self.waiting - self.waiting_back, self.waiting_back)
+        out, back = (
+            1.0 - min(1.0, wait / c) if c else 1.0 for wait, c in zip(waits, self.copying, strict=True)
+        )
+        return out, back
