@@ -92,7 +92,7 @@ def measure(name: str, rounds: int) -> list[Row]:
             model.zero_grad(set_to_none=True)
             plan = model.plan
             assert plan is not None
-            swapped = plan.chosen.swapped
+            swapped = plan.chosen.transfers
             rows.append(
                 {
                     "model": name, "way": way, "speed": speed, "percent": percent, "mem": mem,

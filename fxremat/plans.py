@@ -1,172 +1,20 @@
-"""A plan: what a model will do inside its budget, and everything one may want to read about it."""
+"""A plan: what a model will do inside its budget. Printing it shows it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
-from torch import fx
-
-from fxremat.chains.chain import Chain
-from fxremat.chains.join_schedule import JoinSchedule
-from fxremat.chains.schedule import Schedule
-from fxremat.chains.simulate import Timeline, simulate
-from fxremat.chains.simulate_join import JoinTimeline
-from fxremat.host.tiers import HostTier
-from fxremat.passes.lower import Handles, lower
-from fxremat.search.frontier import Prospect, Prospects
-from fxremat.search.lower_bound import lower_bound
+from fxremat.planned_step import PlannedStep
 from fxremat.show.page import page
 from fxremat.show.text import describe
-from fxremat.step.costs import Costs, Link
-from fxremat.step.joint import Joint
-from fxremat.step.liveness import Memory, live_bytes
-from fxremat.step.program import Program
-from fxremat.units import format_bytes, format_ratio, format_seconds
-
-
-@dataclass(frozen=True, kw_only=True)
-class Whole:
-    """A step that updates its weights: what its budget refers to."""
-
-    handles: Handles  # of the parameters, in the graphs
-    keep_all_peak: int  # bytes with everything on the device
-    minimum: int  # the least budget
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Plan:
-    """One training step inside a budget. Printing it shows it.
+class Plan(PlannedStep):
+    """One training step inside a budget, which shows itself as text and as a page.
 
     Bytes are above what was allocated when forward began; seconds are those of the device it was planned for.
     """
-
-    budget: int  # bytes that the user allows
-    chosen: Prospect
-    prospects: Prospects
-    costs: Costs
-    device: str
-    timed: str  # how times were found: "measured" or "estimated"
-    tier: HostTier | None = None  # where values may wait, with offloading
-    link: Link | None = None  # how fast they get there and back
-    weights: Whole | None = None  # where the step updates its weights, and the budget covers them
-
-    @property
-    def predicted_peak(self) -> int:
-        """Bytes, exact up to the allocator's rounding."""
-        return self.chosen.peak
-
-    @property
-    def predicted_time(self) -> float:
-        """Seconds of one forward and backward."""
-        return self.chosen.time
-
-    @property
-    def keep_all_peak(self) -> int:
-        """Bytes at the peak when everything is kept: what percentages refer to."""
-        return self.weights.keep_all_peak if self.weights else self.prospects.keep_all.peak
-
-    @property
-    def keep_all_time(self) -> float:
-        """Seconds of one forward and backward when everything is kept."""
-        return self.prospects.keep_all.time
-
-    @property
-    def minimum(self) -> int:
-        """The least budget, in bytes, that this model can be compiled with."""
-        return self.weights.minimum if self.weights else self.prospects.minimum
-
-    @property
-    def frontier(self) -> tuple[tuple[int, float], ...]:
-        """(peak in bytes, time in seconds) of every plan on offer, fastest first."""
-        return tuple((prospect.peak, prospect.time) for prospect in self.prospects.frontier)
-
-    @property
-    def joint(self) -> Joint:
-        """The graph of forward and backward that it was made for."""
-        return self.chosen.layout.joint
-
-    @property
-    def chain(self) -> Chain:
-        """The model as a chain of blocks."""
-        return self.chosen.chain
-
-    @property
-    def schedule(self) -> Schedule | JoinSchedule:
-        """What runs, in order, block by block; a refined plan departs from it here and there (see `program`)."""
-        return self.chosen.join.schedule if self.chosen.join else self.chosen.schedule
-
-    @cached_property
-    def timeline(self) -> Timeline | JoinTimeline:
-        """The schedule simulated on the chain, or on the join of its towers: memory during each of its operations."""
-        return self.chosen.join or simulate(self.chain, self.chosen.schedule)
-
-    @cached_property
-    def lower_bound(self) -> float:
-        """Seconds that no choice of what to recompute, op by op, beats within the budget.
-
-        Of programs that run the backward in its captured order; of others (towers that take turns), and where values
-        may wait on the host, it is only known that they take no less than keeping everything.
-        """
-        if self.chosen.join or self.link:
-            return self.keep_all_time
-        return lower_bound(self.chosen.layout.joint, self.costs, self.budget)
-
-    @cached_property
-    def program(self) -> Program:
-        """What runs, op by op."""
-        return self.chosen.program()
-
-    @cached_property
-    def memory(self) -> Memory:
-        """Bytes alive during each step of the program."""
-        return live_bytes(self.program, self.costs.sizes)
-
-    @cached_property
-    def graphs(self) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """The forward and the backward graph."""
-        return lower(
-            self.program, self.tier.name if self.tier else "", self.weights.handles if self.weights else None
-        )
-
-    @property
-    def loss_places(self) -> tuple[int, ...]:
-        """Where the backward graph takes the gradients of losses, counted from the end of its inputs."""
-        joint = self.chosen.layout.joint
-        count = len(joint.tangents)
-        return tuple(
-            place - count
-            for place, node in enumerate(joint.tangents)
-            if joint.value_of[node] in joint.root_tangents
-        )
-
-    @property
-    def forward_graph(self) -> fx.GraphModule:
-        """(*inputs) -> (*outputs, *saved); `print_readable()` shows it with its blocks."""
-        return self.graphs[0]
-
-    @property
-    def backward_graph(self) -> fx.GraphModule:
-        """(*saved, *gradients of the outputs) -> gradients of the inputs."""
-        return self.graphs[1]
-
-    @cached_property
-    def gradient_bytes(self) -> int:
-        """Bytes of parameter and input gradients alive at the peak."""
-        at = max(range(len(self.memory.during)), key=self.memory.during.__getitem__, default=-1)
-        written = (version for step in self.program.steps[: at + 1] for version in step.writes)
-        alive = {self.program.version_of[version] for version in written} & self.program.layout.joint.returned
-        return sum(self.costs.sizes.values[value] for value in alive)
-
-    @property
-    def headline(self) -> str:
-        """The plan in a line, for logs."""
-        return (
-            f"peak {format_bytes(self.predicted_peak)} of {format_bytes(self.budget)} allowed, "
-            f"time {format_seconds(self.predicted_time)}, "
-            f"{format_ratio(self.predicted_time, self.keep_all_time, '.2f')}x of keeping everything; "
-            f"the least budget is {format_bytes(self.minimum)}"
-        )
 
     def to_html(self) -> str:
         """A page that shows the plan, with its memory over the step as a picture."""

@@ -696,7 +696,7 @@ MISTAKES += [
     ),
     # ops are measured in the captured order, however small the budget
     Mistake(
-        "search/frontier.py",
+        "search/survey.py",
         "if bytes_of(budget, everything, device_of(joint)) >= everything:",
         "if everything:",
         f"{WALK}::test_small_budgets_are_measured_in_an_order_that_fits",

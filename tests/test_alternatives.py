@@ -214,7 +214,7 @@ def test_the_floor_of_a_graph_by_hand() -> None:
     joint = SimpleNamespace(ops=ops, values=values, returned=frozenset({2, 3}))
     sizes = SimpleNamespace(values=(1000, 4, 8, 16, 1), workspace=(20, 0, 0, 2))
     plan: Any = SimpleNamespace(
-        prospects=SimpleNamespace(keep_all=SimpleNamespace(layout=SimpleNamespace(joint=joint))),
+        frontier=SimpleNamespace(keep_all=SimpleNamespace(layout=SimpleNamespace(joint=joint))),
         costs=SimpleNamespace(sizes=sizes),
     )
     assert floor_bytes(plan) == 31

@@ -144,7 +144,7 @@ def test_a_gpu_s_step_takes_less_than_its_ops_and_its_copies_one_after_the_other
     batch = tuple(t.cuda() for t in case.batch())
     options = {"mem": "50%", "example_inputs": batch, "solver": "keep_all"}
     compiled = fxremat.compile(case.model().cuda(), offload=True, **options)
-    swapped = compiled.plan.chosen.swapped
+    swapped = compiled.plan.chosen.transfers
     assert swapped is not None
     steps = [meter.step_from_none(model, batch) for model in (case.model().cuda(), compiled)]
     plain, ours = meter.step_times(steps, clock=meter.cuda_clock)

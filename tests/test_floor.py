@@ -9,7 +9,7 @@ import torch
 from torch import fx, nn
 
 from fxremat.search.floor import floor_of, line_of, module_of
-from fxremat.search.frontier import survey
+from fxremat.search.survey import survey
 from fxremat.step.kinds import Kind
 from tests.dags import capture, estimated
 
@@ -33,9 +33,9 @@ class Wide(nn.Module):
 def test_the_worst_op_is_named_with_its_module_and_line() -> None:
     joint = capture(Wide(loss=True), torch.ones(64, 8))
     costs = estimated(joint)
-    prospects = survey(joint, costs, effort=0)
-    floor = floor_of(prospects.frontier[-1].program(), costs)
-    assert floor.bytes == prospects.minimum == sum(size for _, size in floor.kinds)
+    frontier = survey(joint, costs, effort=0)
+    floor = floor_of(frontier.candidates[-1].program(), costs)
+    assert floor.bytes == frontier.minimum == sum(size for _, size in floor.kinds)
     assert "(backward of layers.1." in str(floor)
     assert "test_floor.py:" in str(floor)
     assert "x = self.layers[1](x)  # the wide one" in str(floor)

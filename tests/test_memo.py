@@ -18,7 +18,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """One entry for each survey that is really made."""
     made: list[int] = []
 
-    def survey(*arguments: object, **options: object) -> planner.Prospects:
+    def survey(*arguments: object, **options: object) -> planner.Frontier:
         made.append(1)
         return planner.survey(*arguments, **options)  # type: ignore[arg-type]
 
@@ -57,7 +57,7 @@ def test_nothing_of_an_old_graph_is_kept(monkeypatch: pytest.MonkeyPatch) -> Non
     counted(monkeypatch)
     fxremat.plan(Deep(), INPUTS, mem="90%", cost="estimate")
     (kept,) = memo._latest.values()
-    assert all(prospect.layout.joint is memo._NO_GRAPH for prospect in (kept.keep_all, *kept.frontier))
+    assert all(candidate.layout.joint is memo._NO_GRAPH for candidate in (kept.keep_all, *kept.frontier))
     for number in range(memo.AT_MOST + 1):
         fxremat.plan(Deep(), (torch.ones(32 + number, 16),), mem="100%", cost="estimate", effort=0)
     assert len(memo._latest) == memo.AT_MOST

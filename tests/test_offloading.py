@@ -272,11 +272,11 @@ def test_threads_train_models_of_their_own(tier: FileTier, wanted: list[torch.Te
 def test_the_host_s_limit_is_respected_and_named() -> None:
     model, options = Loss(Stack()), {"example_inputs": rows(), "solver": "keep_all", "progress": False}
     whole = fxremat.compile(model, mem="55%", offload=True, **options).plan
-    assert whole.chosen.swapped is not None
-    little = whole.chosen.swapped.bytes // 3
+    assert whole.chosen.transfers is not None
+    little = whole.chosen.transfers.bytes // 3
     limited = fxremat.compile(model, mem="90%", offload=True, host_mem=little, **options).plan
-    assert limited.chosen.swapped is not None
-    assert limited.chosen.swapped.bytes <= little
+    assert limited.chosen.transfers is not None
+    assert limited.chosen.transfers.bytes <= little
     with pytest.raises(
         fxremat.BudgetTooSmall, match=r"host_mem=\d+ is what binds: with more of it, \d+ bytes"
     ):
@@ -300,7 +300,7 @@ def test_an_estimate_needs_no_copies() -> None:
     )
     assert plan.link is not None
     assert plan.link.to_host == 24e9
-    assert plan.chosen.swapped is not None
+    assert plan.chosen.transfers is not None
 
 
 @pytest.mark.parametrize(

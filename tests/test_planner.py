@@ -15,7 +15,7 @@ from fxremat.__main__ import main as command_line
 from fxremat.errors import BudgetTooSmall, FxrematError
 from fxremat.search import frontier as planner
 from fxremat.search import frontier_cache as memo
-from fxremat.search.frontier import survey
+from fxremat.search.survey import survey
 from tests.dags import capture, estimated
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
@@ -39,12 +39,12 @@ INPUTS = (torch.ones(256, 16),)
 
 def test_the_fastest_that_fits_is_chosen() -> None:
     joint = capture(Deep(), *INPUTS)
-    prospects = survey(joint, estimated(joint))
-    for budget in (prospects.minimum, prospects.minimum * 2, prospects.keep_all.peak):
-        chosen = prospects.within(budget)
+    frontier = survey(joint, estimated(joint))
+    for budget in (frontier.minimum, frontier.minimum * 2, frontier.keep_all.peak):
+        chosen = frontier.within(budget)
         assert chosen.peak <= budget
-        assert chosen.time == min(p.time for p in prospects.frontier if p.peak <= budget)
-    assert prospects.within(prospects.keep_all.peak).time == prospects.keep_all.time
+        assert chosen.time == min(p.time for p in frontier.candidates if p.peak <= budget)
+    assert frontier.within(frontier.keep_all.peak).time == frontier.keep_all.time
 
 
 def test_the_frontier_does_not_depend_on_the_budget() -> None:

@@ -14,11 +14,11 @@ import fxremat
 from fxremat.chains.schedule import Schedule
 from fxremat.linearize.crossings import Crossing
 from fxremat.linearize.layout import lay_out
-from fxremat.search.frontier import Prospects, survey
 from fxremat.search.improve import improve
 from fxremat.search.lower_bound import lower_bound
 from fxremat.search.refine import budgets
 from fxremat.search.skeleton import Skeleton, Skeletons
+from fxremat.search.survey import Frontier, survey
 from fxremat.step.liveness import live_bytes
 from fxremat.step.program import Order, Program, rematerialize
 from tests.dags import Dag, Recipe, batch, capture, estimated, few, recipes
@@ -27,7 +27,7 @@ from tests.test_planner import INPUTS, Deep
 pytestmark = pytest.mark.usefixtures("torch_ready")
 
 
-def prospects_of(recipe: Recipe, effort: float = 0.0) -> tuple[Prospects, Skeletons]:
+def prospects_of(recipe: Recipe, effort: float = 0.0) -> tuple[Frontier, Skeletons]:
     torch._dynamo.reset()
     torch.manual_seed(0)
     joint = capture(Dag(recipe).train(), *batch())
@@ -44,12 +44,12 @@ def exact(skeletons: Skeletons, program: Program) -> tuple[int, float]:
 @given(recipes, st.integers(0, 2**32 - 1))
 def test_a_replay_is_exact_liveness(recipe: Recipe, seed: int) -> None:
     """For the programs of schedules, and for any choice of recomputations."""
-    prospects, skeletons = prospects_of(recipe)
+    frontier, skeletons = prospects_of(recipe)
     rng = np.random.default_rng(seed)
-    for prospect in (prospects.frontier[0], prospects.frontier[-1]):
-        skeleton = skeletons.around(prospect.program())
-        assert skeleton.judge(skeleton.choice)[0] <= prospect.peak
-        assert skeleton.judge(skeleton.choice)[1] <= prospect.time * (1 + 1e-9), "less what nothing reads"
+    for candidate in (frontier.candidates[0], frontier.candidates[-1]):
+        skeleton = skeletons.around(candidate.program())
+        assert skeleton.judge(skeleton.choice)[0] <= candidate.peak
+        assert skeleton.judge(skeleton.choice)[1] <= candidate.time * (1 + 1e-9), "less what nothing reads"
         for choice in (skeleton.choice, *(_some(skeleton, rng, share) for share in (0.2, 0.7, 1.0))):
             peak, time = exact(skeletons, skeleton.order(choice).program())
             assert skeleton.judge(choice) == (peak, pytest.approx(time))
@@ -63,10 +63,10 @@ def _some(skeleton: Skeleton, rng: np.random.Generator, share: float) -> np.ndar
 @few(15)
 @given(recipes, st.integers(0, 100))
 def test_a_search_makes_no_program_worse(recipe: Recipe, share: int) -> None:
-    prospects, skeletons = prospects_of(recipe)
-    least, most = prospects.minimum, prospects.keep_all.peak
+    frontier, skeletons = prospects_of(recipe)
+    least, most = frontier.minimum, frontier.keep_all.peak
     budget = least + share * (most - least) // 100
-    start = prospects.within(budget)
+    start = frontier.within(budget)
     skeleton = skeletons.around(start.program())
     choice = skeleton.choice.copy()
     peak, time = improve(skeleton.tape, choice, budget, 3_000, 1)
@@ -80,11 +80,11 @@ def test_a_search_makes_no_program_worse(recipe: Recipe, share: int) -> None:
 @few(10)
 @given(recipes)
 def test_what_does_not_fit_is_made_smaller(recipe: Recipe) -> None:
-    prospects, skeletons = prospects_of(recipe)
-    skeleton = skeletons.around(prospects.keep_all.program())
+    frontier, skeletons = prospects_of(recipe)
+    skeleton = skeletons.around(frontier.keep_all.program())
     choice = skeleton.choice.copy()
-    peak, _ = improve(skeleton.tape, choice, prospects.minimum, 3_000, 1)
-    assert peak <= prospects.keep_all.peak
+    peak, _ = improve(skeleton.tape, choice, frontier.minimum, 3_000, 1)
+    assert peak <= frontier.keep_all.peak
 
 
 def test_room_that_a_schedule_of_blocks_leaves_is_spent() -> None:
@@ -104,13 +104,13 @@ def test_refined_frontiers_are_no_worse_anywhere_and_the_same_each_time() -> Non
     joint = capture(Deep(), *INPUTS)
     costs = estimated(joint)
     plain, refined, again = (survey(joint, costs, effort=effort) for effort in (0, 2, 2))
-    for prospect in plain.frontier:
-        assert refined.within(prospect.peak).time <= prospect.time + 1e-12
+    for candidate in plain.frontier:
+        assert refined.within(candidate.peak).time <= candidate.time + 1e-12
     assert [(p.peak, p.time) for p in refined.frontier] == [(p.peak, p.time) for p in again.frontier]
-    for prospect in refined.frontier:
-        program = prospect.program()
-        assert live_bytes(program, costs.sizes).peak == prospect.peak
-        assert costs.time(program) == pytest.approx(prospect.time)
+    for candidate in refined.frontier:
+        program = candidate.program()
+        assert live_bytes(program, costs.sizes).peak == candidate.peak
+        assert costs.time(program) == pytest.approx(candidate.time)
 
 
 def test_budgets_go_from_the_least_to_the_most_in_small_steps() -> None:
@@ -151,25 +151,25 @@ def test_a_plan_says_that_it_was_refined() -> None:
 @given(recipes, st.integers(0, 100))
 def test_nothing_beats_the_lower_bound(recipe: Recipe, share: int) -> None:
     """Neither a schedule, nor what the search makes of it; and where nothing fits, the bound says at most so."""
-    prospects, skeletons = prospects_of(recipe, effort=0.5)
+    frontier, skeletons = prospects_of(recipe, effort=0.5)
     joint, costs = skeletons.parts.joint, skeletons.parts.costs
     once = sum(costs.seconds)
-    for prospect in prospects.frontier:
-        if prospect.join:  # its backward has another order
-            assert once <= prospect.time * (1 + 1e-6)
+    for candidate in frontier.candidates:
+        if candidate.join:  # its backward has another order
+            assert once <= candidate.time * (1 + 1e-6)
             continue
-        bound = lower_bound(joint, costs, prospect.peak)
-        assert once * (1 - 1e-6) <= bound <= prospect.time * (1 + 1e-6)
+        bound = lower_bound(joint, costs, candidate.peak)
+        assert once * (1 - 1e-6) <= bound <= candidate.time * (1 + 1e-6)
 
 
 def test_the_lower_bound_of_a_deep_chain_is_near_what_the_search_finds() -> None:
     """Twelve equal layers: half of the memory costs some recomputation, and the bound knows most of it."""
     joint = capture(Deep(), *INPUTS)
     costs = estimated(joint)
-    prospects = survey(joint, costs, effort=1)
-    once = prospects.keep_all.time
-    budget = prospects.keep_all.peak // 2
-    found, bound = prospects.within(budget).time, lower_bound(joint, costs, budget)
+    frontier = survey(joint, costs, effort=1)
+    once = frontier.keep_all.time
+    budget = frontier.keep_all.peak // 2
+    found, bound = frontier.within(budget).time, lower_bound(joint, costs, budget)
     assert once < bound <= found <= 1.1 * bound
-    assert lower_bound(joint, costs, prospects.keep_all.peak) == pytest.approx(once)
+    assert lower_bound(joint, costs, frontier.keep_all.peak) == pytest.approx(once)
     assert lower_bound(joint, costs, 100) == float("inf"), "not even the relaxation fits"

@@ -93,7 +93,7 @@ def test_joins_run_with_the_numbers_of_plain_pytorch(
     plain = Pair(shared, count).train()
     batch = inputs(count)
     offered = fxremat.plan(copy.deepcopy(plain), batch, mem="100%", effort=0)
-    smallest = offered.prospects.frontier[-1]
+    smallest = offered.alternatives.candidates[-1]
     assert smallest.join is not None
     torch._dynamo.reset()
     compiled = fxremat.compile(copy.deepcopy(plain), mem=offered.minimum, effort=0, progress=False)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxremat.errors import BudgetTooSmall
-from fxremat.search.frontier import survey
+from fxremat.search.survey import survey
 from fxremat.step.costs import Link, Unit
 from fxremat.step.joint import Joint, with_updates_inside
 from fxremat.transfers import clock
@@ -50,19 +50,19 @@ def test_the_least_budget_that_is_announced_works(
     joint = capture(Dag(recipe), *batch())
     joint = with_updates_inside(joint, {joint.value_of[primal] for primal in joint.primals[:-2]})
     costs, units = estimated(joint), made_up_units(joint, seed)
-    prospects = survey(joint, costs, slots=60, effort=0)
+    frontier = survey(joint, costs, slots=60, effort=0)
     link = Link(to_host=speed, from_host=speed / 2)
 
     def peak(budget: int) -> int:
         found = best_within(
-            prospects, units, costs, link, budget, values_too=values_too, host_mem=host_mem
+            frontier, units, costs, link, budget, values_too=values_too, host_mem=host_mem
         )
-        assert found.prospect.peak <= budget
+        assert found.candidate.peak <= budget
         return found.minimum
 
     with pytest.raises(BudgetTooSmall) as small:
         peak(1)
-    least, most = small.value.minimum, resident_peak(prospects.keep_all, units, costs)
+    least, most = small.value.minimum, resident_peak(frontier.keep_all, units, costs)
     assert least <= most
     for budget in (least, least + 4, *np.linspace(least, most, 5).astype(int).tolist()):
         assert peak(budget) <= least
@@ -73,9 +73,9 @@ def test_it_works_where_no_other_choice_fits(monkeypatch: pytest.MonkeyPatch) ->
     joint = capture(Dag(Recipe((Layer("linear", 0, 0),) * 4, 0, False)), *batch())
     joint = with_updates_inside(joint, {joint.value_of[primal] for primal in joint.primals[:-2]})
     costs, units, link = estimated(joint), made_up_units(joint, 0), Link(to_host=1e9, from_host=1e9)
-    prospects = survey(joint, costs, slots=60, effort=0)
+    frontier = survey(joint, costs, slots=60, effort=0)
     with pytest.raises(BudgetTooSmall) as small:
-        best_within(prospects, units, costs, link, 1)
+        best_within(frontier, units, costs, link, 1)
     least = small.value.minimum
 
     def larger(*arguments: Any) -> Any:
@@ -84,7 +84,7 @@ def test_it_works_where_no_other_choice_fits(monkeypatch: pytest.MonkeyPatch) ->
         return found
 
     monkeypatch.setattr("fxremat.transfers.weight_updates.hosted", larger)
-    found = best_within(prospects, units, costs, link, least)
-    assert (found.prospect.peak, found.minimum) == (least, least)
+    found = best_within(frontier, units, costs, link, least)
+    assert (found.candidate.peak, found.minimum) == (least, least)
     with pytest.raises(BudgetTooSmall):
-        best_within(prospects, units, costs, link, least - 1)
+        best_within(frontier, units, costs, link, least - 1)

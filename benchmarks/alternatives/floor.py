@@ -13,7 +13,7 @@ from fxremat.step.joint import Origin
 
 def floor_bytes(plan: fxremat.Plan) -> int:
     """The floor of the model behind a plan, its gradients in the order in which plain PyTorch makes them."""
-    joint, sizes = plan.prospects.keep_all.layout.joint, plan.costs.sizes
+    joint, sizes = plan.alternatives.keep_all.layout.joint, plan.costs.sizes
 
     def size(values: Iterable[int]) -> int:
         return sum(sizes.values[v] for v in values if joint.values[v].origin is not Origin.PRIMAL)

@@ -11,8 +11,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -20,60 +19,47 @@ from fxremat.cost.cache import CostCache
 from fxremat.cost.made_up import value_like, weights_like
 from fxremat.cost.measure import quiet_world
 from fxremat.cost.walk import given_inputs
-from fxremat.linearize.chain_of import chain_of
-from fxremat.step.costs import device_of, op_key
-from fxremat.step.joint import Joint, Origin
+from fxremat.passes.lower import lower
+from fxremat.step.costs import Costs, device_of, op_key
+from fxremat.step.joint import Origin
+from fxremat.step.liveness import live_bytes
+from fxremat.step.program import Program
 from fxremat.torch_private import boxed, unprofiled
-
-if TYPE_CHECKING:
-    from fxremat.plans import Plan
 
 log = logging.getLogger(__name__)
 RUNS = 3
 
 
-def calibrate(plan: Plan, inputs: Sequence[Any] = ()) -> Plan:
-    """The plan with all its times multiplied by measured over predicted time. Costs a few steps, once.
+def calibration(program: Program, costs: Costs, inputs: Sequence[Any] = ()) -> float:
+    """The measured time of a step over the predicted one; 1 where it cannot be measured. Costs a few steps, once.
 
     Args:
         inputs: what the captured graph was called with.
     """
-    joint = plan.chosen.layout.joint
+    joint = program.layout.joint
     device = device_of(joint)
     cache = CostCache.of_device(device)
     digest = hashlib.sha256("\n".join(op_key(op.node) for op in joint.ops).encode()).hexdigest()
     known = cache.numbers(f"factor {digest}", 1)
     if known is None:
-        seconds = unprofiled(lambda: _run(plan, joint, inputs, device))
+        seconds = unprofiled(lambda: _run(program, costs, inputs, device))
         if seconds is None:
-            return plan
-        known = [seconds / plan.predicted_time]
+            return 1.0
+        known = [seconds / costs.time(program)]
         cache.keep(f"factor {digest}", known)
         cache.save()
-    return _scaled(plan, known[0])
+    return known[0]
 
 
-def _scaled(plan: Plan, factor: float) -> Plan:
-    def scale(prospect: Any) -> Any:
-        return replace(prospect, time=prospect.time * factor)
-
-    prospects = replace(
-        plan.prospects,
-        keep_all=scale(plan.prospects.keep_all),
-        frontier=tuple(scale(prospect) for prospect in plan.prospects.frontier),
-    )
-    costs = plan.costs.scaled(factor)
-    chosen = replace(scale(plan.chosen), chain=chain_of(plan.chosen.layout, costs))
-    return replace(plan, chosen=chosen, prospects=prospects, costs=costs)
-
-
-def _run(plan: Plan, joint: Joint, inputs: Sequence[Any], device: torch.device) -> float | None:
-    """Seconds of one step of the planned graphs; None where there is no room for it, or where it fails."""
+def _run(program: Program, costs: Costs, inputs: Sequence[Any], device: torch.device) -> float | None:
+    """Seconds of one step of a program's graphs; None where there is no room for it, or where it fails."""
+    joint = program.layout.joint
     given = given_inputs(joint, inputs)
     made = sum(v.bytes for v in joint.values if v.origin is Origin.PRIMAL and v.index not in given)
-    if device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < 1.2 * (made + plan.predicted_peak):
+    peak = live_bytes(program, costs.sizes).peak
+    if device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < 1.2 * (made + peak):
         return None
-    forward, backward = (boxed(graph) for graph in plan.graphs)
+    forward, backward = (boxed(graph) for graph in lower(program))
     returned = len(joint.forward_outputs)
     try:
         with quiet_world(device):

@@ -24,7 +24,7 @@ from fxremat.chains.chain import Block, Chain, Option
 from fxremat.errors import CaptureError
 from fxremat.pipelining.stages import Ops, Stage
 from fxremat.plans import Plan
-from fxremat.search.frontier import Prospect
+from fxremat.search.candidate import Candidate
 from fxremat.solvers.pipeline.costs import Ways
 from fxremat.solvers.pipeline.model import Layer, Layers, Way
 from fxremat.solvers.pipeline.of_chain import ways_of
@@ -257,11 +257,11 @@ def _seconds(spending: Spending) -> float:
 
 
 def _spendings(plan: Plan) -> tuple[Spending, ...]:
-    return tuple(_spending(prospect, plan.costs) for prospect in plan.prospects.frontier)
+    return tuple(_spending(candidate, plan.costs) for candidate in plan.alternatives.candidates)
 
 
-def _spending(prospect: Prospect, costs: Costs) -> Spending:
-    program = prospect.program()
+def _spending(candidate: Candidate, costs: Costs) -> Spending:
+    program = candidate.program()
     joint = program.layout.joint
     memory = live_bytes(program, costs.sizes, kept=joint.tangent_values)
     coming = sum(costs.sizes.values[value] for value in joint.tangent_values) + costs.sizes.root
@@ -272,7 +272,7 @@ def _spending(prospect: Prospect, costs: Costs) -> Spending:
     return Spending(
         forward_time=halves[0],
         backward_time=halves[1],
-        budget=prospect.peak,
+        budget=candidate.peak,
         kept=memory.turn - max(coming, costs.sizes.outside),
         returned=sum(costs.sizes.values[value] for value in joint.kept_outputs),
         forward_peak=max(memory.during[: program.turn], default=0),

@@ -1,6 +1,6 @@
 """Where a program needs most memory, and what for: the reason why no smaller budget works.
 
-    floor = floor_of(prospects.frontier[-1].program(), costs)
+    floor = floor_of(frontier.candidates[-1].program(), costs)
     str(floor)    "mm_4 (backward of blocks.3.up, net.py:31 in forward: x = self.up(x)) runs with 3.1 MiB of gradients
                    to return, 1.2 MiB of kept values and 96.0 KiB of workspace"
 """

@@ -6,15 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 from fxremat.errors import FxrematError
+from fxremat.planned_step import PlannedStep
 from fxremat.show.axes import horizontal_axis, size_ticks, time_ticks, vertical_axis
 from fxremat.step.program import Role
 from fxremat.units import format_bytes
-
-if TYPE_CHECKING:
-    from fxremat.plans import Plan
 
 WIDTH, HEIGHT = 960, 260
 
@@ -34,9 +31,9 @@ class Lanes:
         return max([end for lane in (self.ops, self.out, self.back) for _, end in lane], default=0.0)
 
 
-def planned_lanes(plan: Plan) -> Lanes:
+def planned_lanes(plan: PlannedStep) -> Lanes:
     """The lanes that a plan with transfers foresees. Raises `FxrematError` for one without."""
-    swapped = plan.chosen.swapped
+    swapped = plan.chosen.transfers
     if swapped is None:
         raise FxrematError("this plan offloads nothing: it has one lane, and plan.to_html() shows its memory")
     steps = list(zip(swapped.program.steps, swapped.starts, strict=True))

@@ -12,16 +12,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import accumulate, groupby
-from typing import TYPE_CHECKING
 
+from fxremat.planned_step import PlannedStep
 from fxremat.show.axes import horizontal_axis, size_ticks, time_ticks, vertical_axis
 from fxremat.show.lanes import lanes_picture, planned_lanes
 from fxremat.show.text import block_rows, facts
 from fxremat.step.kinds import Kind, bytes_by_kind, host_bytes
 from fxremat.units import format_bytes, format_seconds
-
-if TYPE_CHECKING:
-    from fxremat.plans import Plan
 
 LEFT, WIDTH, RIGHT = 80, 1000, 20  # pixels
 TOP, HEIGHT, STRIP, BELOW = 24, 320, 20, 24
@@ -64,7 +61,7 @@ PAGE = """<!doctype html>
 """
 
 
-def page(plan: Plan) -> str:
+def page(plan: PlannedStep) -> str:
     """The page of a plan."""
     chart = _Chart.of(plan)
     return PAGE.format(
@@ -79,13 +76,13 @@ def page(plan: Plan) -> str:
     )
 
 
-def _facts(plan: Plan) -> str:
+def _facts(plan: PlannedStep) -> str:
     rows = (f"<tr><th>{escape(label)}</th><td>{escape(fact)}</td></tr>" for label, fact in facts(plan))
     return f'<table class="facts">{"".join(rows)}</table>'
 
 
-def _lanes(plan: Plan) -> str:
-    if not plan.chosen.swapped:
+def _lanes(plan: PlannedStep) -> str:
+    if not plan.chosen.transfers:
         return ""
     return f"<h2>Ops and copies</h2>{lanes_picture({'planned': planned_lanes(plan)}, budget=plan.budget)}"
 
@@ -98,7 +95,7 @@ def _links(blocks: int) -> Iterator[str]:
         yield f"{', '.join(marked)} {{ fill: #ffcf4a; }}"
 
 
-def _table(plan: Plan) -> str:
+def _table(plan: PlannedStep) -> str:
     heads = (
         ("block", "text"), ("ends with", "text"), ("forward", ""), ("backward", ""), ("output", ""), ("saved", ""),
         ("keeps [option]", "text"), ("runs again", "text"),
@@ -127,7 +124,7 @@ def _legend(chart: _Chart) -> str:
     return f'<p class="legend">{"".join(entries)}</p>'
 
 
-def _blocks(plan: Plan) -> Iterator[tuple[int, str]]:
+def _blocks(plan: PlannedStep) -> Iterator[tuple[int, str]]:
     """Number and name of each step's block; a transfer shows as part of the op before it."""
     blocks = plan.chain.blocks
     place = 0
@@ -152,7 +149,7 @@ class _Chart:
     budget: int
 
     @classmethod
-    def of(cls, plan: Plan) -> _Chart:
+    def of(cls, plan: PlannedStep) -> _Chart:
         program, sizes = plan.program, plan.costs.sizes
         ops = program.layout.joint.ops
         seconds = [
@@ -163,8 +160,8 @@ class _Chart:
             seconds = [1.0] * len(seconds)
         ends = list(accumulate(seconds))
         starts = [0.0, *ends[:-1]]
-        if timed and plan.chosen.swapped and len(plan.chosen.swapped.starts) == len(seconds):
-            starts = list(plan.chosen.swapped.starts)
+        if timed and plan.chosen.transfers and len(plan.chosen.transfers.starts) == len(seconds):
+            starts = list(plan.chosen.transfers.starts)
             ends = [*starts[1:], max(plan.predicted_time, starts[-1] + seconds[-1])]
         return cls(
             kinds=bytes_by_kind(program, sizes),

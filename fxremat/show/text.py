@@ -11,16 +11,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, takewhile
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TypeGuard
 
 from fxremat.chains.chain import Block
 from fxremat.chains.schedule import Forward, Keep, Op
+from fxremat.planned_step import PlannedStep
 from fxremat.step.program import Role, rematerialize
-from fxremat.step.transferred import Swapped
+from fxremat.step.transferred import ProgramWithTransfers
 from fxremat.units import format_bytes, format_ratio, format_seconds
-
-if TYPE_CHECKING:
-    from fxremat.plans import Plan
 
 WIDTH = 100  # columns
 _INDENT = 18  # columns of what stands before a figure of the summary
@@ -60,13 +58,13 @@ HEADS = BlockRow(
 )
 
 
-def describe(plan: Plan, *, full: bool = False) -> str:
+def describe(plan: PlannedStep, *, full: bool = False) -> str:
     """The summary, the blocks and the schedule of a plan."""
     parts = (_summary(plan), _blocks(block_rows(plan), full), _schedule(plan, full))
     return "\n\n".join("\n".join(lines) for lines in parts)
 
 
-def block_rows(plan: Plan) -> list[BlockRow]:
+def block_rows(plan: PlannedStep) -> list[BlockRow]:
     """A row for each block of the plan's chain."""
     option = {op.block: op.option for op in plan.chosen.schedule.ops if _keeps(op)}
     again = Counter(step.block + 1 for step in plan.program.steps if step.role is Role.RECOMPUTE)
@@ -163,14 +161,14 @@ def _run(numbers: Sequence[int]) -> tuple[int, int]:
     return len(equal) + 1, distances[0] if distances else 0
 
 
-def _summary(plan: Plan) -> Iterator[str]:
+def _summary(plan: PlannedStep) -> Iterator[str]:
     yield _clipped(f"fxremat plan for {plan.device} ({plan.timed} times)", WIDTH)
     for label, fact in facts(plan):
         before = f"  {label:{_INDENT - 2}}"
         yield from textwrap.wrap(fact, WIDTH, initial_indent=before, subsequent_indent=" " * _INDENT)
 
 
-def facts(plan: Plan) -> Iterator[tuple[str, str]]:
+def facts(plan: PlannedStep) -> Iterator[tuple[str, str]]:
     """What to say of a plan, with a label or none."""
     share = format_ratio(plan.predicted_peak, plan.keep_all_peak, ".1%")
     slower = format_ratio(plan.predicted_time, plan.keep_all_time, ".2f")
@@ -195,14 +193,14 @@ def facts(plan: Plan) -> Iterator[tuple[str, str]]:
             f"{format_ratio(plan.predicted_time, plan.lower_bound, '.3f')}"
         ),
     )
-    if plan.chosen.swapped and not plan.weights:
-        yield "offloads", _transfers(plan.chosen.swapped)
+    if plan.chosen.transfers and not plan.weights:
+        yield "offloads", _transfers(plan.chosen.transfers)
     if plan.weights:
         yield "weights", _weights(plan)
     yield "least budget", f"{format_bytes(plan.minimum)} ({plan.minimum} bytes)"
 
 
-def _weights(plan: Plan) -> str:
+def _weights(plan: PlannedStep) -> str:
     joint, program = plan.program.layout.joint, plan.program
     away = {program.version_of[version] for version in program.fetched}
     sizes = [sum(joint.values[v].bytes for v in values) for values in (joint.updates_of, away)]
@@ -213,7 +211,7 @@ def _weights(plan: Plan) -> str:
     )
 
 
-def _transfers(swapped: Swapped) -> str:
+def _transfers(swapped: ProgramWithTransfers) -> str:
     away = sum(step.role is Role.OFFLOAD for step in swapped.program.steps)
     shares = (
         f"{format_seconds(seconds)} {way}, {hidden:.0%} hidden behind ops"
@@ -222,7 +220,7 @@ def _transfers(swapped: Swapped) -> str:
     return f"{format_bytes(swapped.bytes)} in {_counted(away, 'tensor')}: {'; '.join(shares)}"
 
 
-def _schedule(plan: Plan, full: bool) -> Iterator[str]:
+def _schedule(plan: PlannedStep, full: bool) -> Iterator[str]:
     lines = textwrap.wrap(f"schedule: {plan.schedule}", WIDTH, subsequent_indent=" " * len("schedule: "))
     yield from lines if full else shortened_lines(lines, "print(plan.schedule) shows them")
     if plan.chosen.refined:

@@ -10,7 +10,7 @@ from fxremat.step.program import Program, Role
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Swapped:
+class ProgramWithTransfers:
     """A program with transfers, and what the clock says about it."""
 
     program: Program

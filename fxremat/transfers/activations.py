@@ -21,7 +21,7 @@ from fxremat.step.joint import Origin, storage_bytes
 from fxremat.step.layout import Layout
 from fxremat.step.liveness import live_bytes
 from fxremat.step.program import Program, Replay, Role, Transfer
-from fxremat.step.transferred import Swapped
+from fxremat.step.transferred import ProgramWithTransfers
 from fxremat.transfers.clock import Ints
 from fxremat.transfers.copies import Arrival, Departure, durations, need_of, rehearse
 
@@ -150,7 +150,7 @@ def cap(need: Ints, possible: Sequence[Trip], limit: int) -> list[Trip] | None:
     return sorted(chosen, key=lambda trip: trip.made)
 
 
-def swap(program: Program, chosen: Sequence[Trip], costs: Costs, link: Link, limit: int) -> Swapped:
+def swap(program: Program, chosen: Sequence[Trip], costs: Costs, link: Link, limit: int) -> ProgramWithTransfers:
     """The program with these trips; it stays below `limit` wherever it can. O(steps + trips * steps between)."""
     need = need_of(program, live_bytes(program, costs.sizes))
     departures, arrivals = copies_of(program, chosen, need)

@@ -22,7 +22,7 @@ from fxremat.step.costs import Costs, Link
 from fxremat.step.joint import Origin
 from fxremat.step.liveness import Memory, live_bytes
 from fxremat.step.program import Program, Role, Step, Transfer
-from fxremat.step.transferred import Swapped
+from fxremat.step.transferred import ProgramWithTransfers
 from fxremat.transfers import clock
 from fxremat.transfers.clock import Floats, Ints
 
@@ -90,7 +90,7 @@ class Rehearsal:
         """Seconds of the step."""
         return clock.time_of(self.log) + self.link.drag * sum(self.copying)
 
-    def performed(self, costs: Costs) -> Swapped:
+    def performed(self, costs: Costs) -> ProgramWithTransfers:
         """The program, with its transfers. O(steps)."""
         return _Writer(self).written(costs)
 
@@ -147,7 +147,7 @@ class _Writer:
         self.steps: list[Step | Transfer] = []
         self.starts: list[float] = []
 
-    def written(self, costs: Costs) -> Swapped:
+    def written(self, costs: Costs) -> ProgramWithTransfers:
         log, turn = self.rehearsal.log, 0
         for place in range(clock.events_of(log)):
             if place == clock.turn_of(log):
@@ -164,7 +164,7 @@ class _Writer:
             version_of=tuple(self.version_of),
             fetched=frozenset(v for v in came if values[self.version_of[v]].origin is Origin.PRIMAL),
         )
-        return Swapped(
+        return ProgramWithTransfers(
             program=program,
             memory=live_bytes(program, costs.sizes),
             time=self.rehearsal.time,

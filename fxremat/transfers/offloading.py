@@ -1,4 +1,4 @@
-"""Prospects with transfers: what a step costs where values may wait on the host.
+"""Frontier with transfers: what a step costs where values may wait on the host.
 
     sources   programs of the survey, from keeping everything to recomputing much
     budgets   from keep-all's peak down to the least that is possible with everything away that can be
@@ -20,13 +20,13 @@ from fxremat.chains.platform import Platform
 from fxremat.chains.schedule import Schedule
 from fxremat.errors import BudgetTooSmall
 from fxremat.linearize.chain_of import chain_of
-from fxremat.search.frontier import Prospect, Prospects, unbeaten
+from fxremat.search.candidate import Candidate, FromSchedule, Frontier, unbeaten
 from fxremat.solvers import solve
 from fxremat.step.costs import Costs, Link
 from fxremat.step.layout import Layout
 from fxremat.step.liveness import live_bytes
 from fxremat.step.program import Program
-from fxremat.step.transferred import Swapped
+from fxremat.step.transferred import ProgramWithTransfers
 from fxremat.transfers.activations import (
     Trip,
     cap,
@@ -50,19 +50,19 @@ SPARE = (1.0, 0.93, 0.85)  # shares of the budget that trips are chosen for: mor
 class Source:
     """A program that values can be sent away from."""
 
-    prospect: Prospect
+    candidate: Candidate
     program: Program
     need: Ints
     seconds: Floats  # of each step
     trips: Sequence[Trip]
 
     @classmethod
-    def of(cls, prospect: Prospect, costs: Costs, least: int) -> Source:
-        """Of a prospect, with the trips of at least so many bytes."""
-        program = prospect.program()
+    def of(cls, candidate: Candidate, costs: Costs, least: int) -> Source:
+        """Of a candidate, with the trips of at least so many bytes."""
+        program = candidate.program()
         need = need_of(program, live_bytes(program, costs.sizes))
         return cls(
-            prospect=prospect,
+            candidate=candidate,
             program=program,
             need=need,
             seconds=durations(program, costs),
@@ -96,37 +96,36 @@ class Source:
                 yield rehearsal
 
 
-def with_offloading(prospects: Prospects, costs: Costs, link: Link, host_mem: int | None = None) -> Prospects:
-    """The prospects, and those with transfers that beat some of them. Less memory still never takes more time.
+def with_offloading(frontier: Frontier, costs: Costs, link: Link, host_mem: int | None = None) -> Frontier:
+    """The frontier with those candidates that transfers make better. Less memory still never takes more time.
 
     Args:
-        costs: the same that the prospects' times are in.
+        costs: those that the frontier's times are in.
         host_mem: bytes that may wait on the host at a time. None: as many as there are.
     """
-    least = least_size(prospects.keep_all.peak)
-    sources = [Source.of(p, costs, least) for p in prospects.spread(SOURCES)]
-    found = list(_swapped(sources, prospects, costs, link, host_mem))
-    frontier = unbeaten([*prospects.frontier, *found])
-    return replace(prospects, frontier=tuple(frontier))
+    least = least_size(frontier.keep_all.peak)
+    sources = [Source.of(p, costs, least) for p in frontier.spread(SOURCES)]
+    found = list(_swapped(sources, frontier, costs, link, host_mem))
+    return replace(frontier, candidates=tuple(unbeaten([*frontier.candidates, *found])))
 
 
 def with_schedules(
-    prospects: Prospects, costs: Costs, link: Link, solver: str, slots: int, host_mem: int | None = None
-) -> Prospects:
+    frontier: Frontier, costs: Costs, link: Link, solver: str, slots: int, host_mem: int | None = None
+) -> Frontier:
     """Keeping everything, and what a solver of chains that offloads proposes for a range of budgets.
 
-    It sees the layouts of the fastest and of the smallest of the prospects.
+    It sees the layouts of the fastest and of the smallest candidate.
     """
-    found = [prospects.keep_all]
-    for prospect in {id(p.layout): p for p in (prospects.frontier[0], prospects.frontier[-1])}.values():
-        found += _proposed(prospect, prospects.keep_all.peak, costs, link, solver, slots, host_mem)
-    return replace(prospects, frontier=tuple(unbeaten(found)))
+    found = [frontier.keep_all]
+    for candidate in {id(p.layout): p for p in (frontier.candidates[0], frontier.candidates[-1])}.values():
+        found += _proposed(candidate, frontier.keep_all.peak, costs, link, solver, slots, host_mem)
+    return replace(frontier, candidates=tuple(unbeaten(found)))
 
 
 def _proposed(
-    prospect: Prospect, most: int, costs: Costs, link: Link, solver: str, slots: int, host_mem: int | None
-) -> Iterator[Prospect]:
-    chain = chain_of(prospect.layout, costs)
+    candidate: Candidate, most: int, costs: Costs, link: Link, solver: str, slots: int, host_mem: int | None
+) -> Iterator[Candidate]:
+    chain = chain_of(candidate.layout, costs)
     platform = Platform(to_host=link.to_host, from_host=link.from_host)
     budget = float(most)
     while True:
@@ -135,23 +134,14 @@ def _proposed(
             schedule = solve(chain, int(budget), solver=solver, slots=slots, platform=platform, effort=1.0)
         except BudgetTooSmall:
             return
-        for swapped in _scheduled(prospect.layout, schedule, int(budget), costs, link):
+        for swapped in _scheduled(candidate.layout, schedule, int(budget), costs, link):
             if host_mem is None or most_on_host(swapped.program, costs) <= host_mem:
-                yield replace(
-                    prospect,
-                    peak=swapped.memory.peak,
-                    time=swapped.time,
-                    chain=chain,
-                    schedule=schedule,
-                    join=None,
-                    refined=None,
-                    swapped=swapped,
-                )
+                yield replace(candidate, origin=FromSchedule(schedule)).transferring(swapped)
 
 
 def _scheduled(
     layout: Layout, schedule: Schedule, budget: int, costs: Costs, link: Link
-) -> Iterator[Swapped]:
+) -> Iterator[ProgramWithTransfers]:
     """A schedule as a program with its transfers, and with more where the ops need more than the chain said."""
     program, chosen = trips_of(layout, schedule, costs)
     yield swap(program, chosen, costs, link, budget)
@@ -166,24 +156,23 @@ def _scheduled(
 
 
 def _swapped(
-    sources: Sequence[Source], prospects: Prospects, costs: Costs, link: Link, host_mem: int | None
-) -> Iterator[Prospect]:
+    sources: Sequence[Source], frontier: Frontier, costs: Costs, link: Link, host_mem: int | None
+) -> Iterator[Candidate]:
     least = min(source.least for source in sources)
     budgets = {source.least for source in sources}
-    budget = float(prospects.frontier[0].peak)
+    budget = float(frontier.candidates[0].peak)
     while budget > least:
         budgets.add(int(budget))
         budget /= STEP
     for budget in sorted(budgets, reverse=True):
-        without = next((p.time for p in prospects.frontier if p.peak <= budget), float("inf"))
-        best: tuple[Prospect, Rehearsal] | None = None
+        without = next((p.time for p in frontier.candidates if p.peak <= budget), float("inf"))
+        best: tuple[Candidate, Rehearsal] | None = None
         for source in sources:
             fastest = best[1].time if best else without
-            if source.prospect.peak <= budget or fastest <= source.prospect.time:
+            if source.candidate.peak <= budget or fastest <= source.candidate.time:
                 break  # sources get slower, and copies make none of them faster
             for rehearsal in source.within(int(budget), link, host_mem, fastest):
                 if best is None or rehearsal.time < best[1].time:
-                    best = source.prospect, rehearsal
+                    best = source.candidate, rehearsal
         if best:
-            swapped = best[1].performed(costs)
-            yield replace(best[0], peak=swapped.memory.peak, time=swapped.time, swapped=swapped)
+            yield best[0].transferring(best[1].performed(costs))

@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from fxremat.errors import BudgetTooSmall
-from fxremat.search.frontier import Prospect, Prospects
+from fxremat.search.candidate import Candidate, Frontier
 from fxremat.step.costs import Costs, Link, Unit
 from fxremat.step.liveness import live_bytes
-from fxremat.step.transferred import Swapped
+from fxremat.step.transferred import ProgramWithTransfers
 from fxremat.transfers.activations import least_size, trips
 from fxremat.transfers.weights import Choice, choose, hosted, update_inside
 
@@ -29,13 +29,13 @@ SPARE = (1.0, 0.95, 0.9)  # shares of the budget that weights are chosen for: mo
 class Trained:
     """A plan for the whole step."""
 
-    prospect: Prospect  # `swapped` holds the program
+    candidate: Candidate  # with the transfers of parameters in its program
     choice: Choice
     minimum: int  # bytes that the least of all plans needs
 
 
 def best_within(
-    prospects: Prospects,
+    frontier: Frontier,
     units: Sequence[Unit],
     costs: Costs,
     link: Link,
@@ -58,8 +58,8 @@ def best_within(
     best: Trained | None = None
     tightest: Trained | None = None  # with everything away that can be, and each copy at the last moment
     least: int | None = None
-    smallest = least_size(prospects.keep_all.peak)
-    for source in prospects.spread(SOURCES):
+    smallest = least_size(frontier.keep_all.peak)
+    for source in frontier.spread(SOURCES):
         program = update_inside(source.program(), units)
         possible = trips(program, costs, smallest) if values_too else []
         choosing = partial(
@@ -77,7 +77,7 @@ def best_within(
             elif not fits:
                 continue
             rehearsal = hosted(program, units, choice, costs, link, budget)
-            if rehearsal.peak > budget or (best and best.prospect.time <= rehearsal.time):
+            if rehearsal.peak > budget or (best and best.candidate.time <= rehearsal.time):
                 continue
             swapped = rehearsal.performed(costs)
             if swapped.memory.peak <= budget:
@@ -87,15 +87,13 @@ def best_within(
     if best is None and budget < least:
         raise BudgetTooSmall(minimum=least, budget=budget)
     best = best or tightest  # where copies that come early leave no room, those of the least budget do
-    return replace(best, minimum=min(least, best.prospect.peak))
+    return replace(best, minimum=min(least, best.candidate.peak))
 
 
-def _trained(source: Prospect, choice: Choice, swapped: Swapped) -> Trained:
-    peak = swapped.memory.peak
-    prospect = replace(source, peak=peak, time=swapped.time, swapped=swapped)
-    return Trained(prospect=prospect, choice=choice, minimum=peak)
+def _trained(source: Candidate, choice: Choice, swapped: ProgramWithTransfers) -> Trained:
+    return Trained(candidate=source.transferring(swapped), choice=choice, minimum=swapped.memory.peak)
 
 
-def resident_peak(prospect: Prospect, units: Sequence[Unit], costs: Costs) -> int:
-    """Bytes at the peak of a step that keeps all weights, their state, and what the prospect keeps."""
-    return live_bytes(update_inside(prospect.program(), units), costs.sizes).peak
+def resident_peak(candidate: Candidate, units: Sequence[Unit], costs: Costs) -> int:
+    """Bytes at the peak of a step that keeps all weights, their state, and what the candidate keeps."""
+    return live_bytes(update_inside(candidate.program(), units), costs.sizes).peak

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import fxremat
 from fxremat.chains.schedule import Schedule
 from fxremat.linearize.layout import lay_out
-from fxremat.search.frontier import survey
+from fxremat.search.survey import survey
 from fxremat.step.kinds import Kind, bytes_by_kind, host_bytes
 from fxremat.step.liveness import Sizes, live_bytes
 from fxremat.step.program import Program, Role, rematerialize
@@ -33,8 +33,8 @@ def test_kinds_add_up_to_exact_liveness(recipe: Recipe, share: int) -> None:
     torch.manual_seed(0)
     joint = capture(Dag(recipe), *batch())
     costs = estimated(joint)
-    for prospect in survey(joint, costs, effort=0.1).frontier[:: 1 + share // 10]:
-        program = prospect.program()
+    for candidate in survey(joint, costs, effort=0.1).frontier[:: 1 + share // 10]:
+        program = candidate.program()
         kinds = check(program, costs.sizes)
         if not program.recomputed:
             assert not any(kinds[Kind.RECOMPUTED])
@@ -75,7 +75,7 @@ def test_what_waits_on_the_host(weights: bool) -> None:
         assert max(kinds[Kind.WEIGHTS]) > 0
     else:
         assert max(kinds[Kind.OFFLOADED]) > 0
-        assert plan.chosen.swapped is not None
-        assert max(hosted) <= plan.chosen.swapped.bytes
+        assert plan.chosen.transfers is not None
+        assert max(hosted) <= plan.chosen.transfers.bytes
         assert max(hosted) > 0
     assert min(hosted) == hosted[-1] == 0

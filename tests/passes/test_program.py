@@ -16,7 +16,7 @@ from fxremat.errors import InvalidSchedule
 from fxremat.linearize.crossings import crossings
 from fxremat.linearize.layout import lay_out
 from fxremat.passes.lower import lower
-from fxremat.search.frontier import survey
+from fxremat.search.survey import survey
 from fxremat.step.joint import Joint
 from fxremat.step.liveness import live_bytes
 from fxremat.step.program import Program, Role, rematerialize
@@ -133,8 +133,8 @@ def test_liveness_of_the_emitted_graphs_is_what_was_planned(recipe: Recipe, shar
     for faster, smaller in itertools.pairwise(frontier):
         assert faster.peak > smaller.peak
         assert faster.time <= smaller.time
-    prospect = frontier[share * (len(frontier) - 1) // 100]
-    program = prospect.program()
+    candidate = frontier[share * (len(frontier) - 1) // 100]
+    program = candidate.program()
     planned = live_bytes(program, costs.sizes)
     if any(joint.ops[op].random for op in program.repeated) or program.preserved:
         return  # generator states and preserved inputs are not storages of the joint graph

@@ -13,7 +13,7 @@ from fxremat.chains.schedule import Schedule
 from fxremat.errors import InvalidSchedule
 from fxremat.linearize.layout import lay_out
 from fxremat.passes.lower import lower
-from fxremat.search.frontier import survey
+from fxremat.search.survey import survey
 from fxremat.step.costs import Costs, Link
 from fxremat.step.layout import Layout
 from fxremat.step.liveness import Sizes, live_bytes

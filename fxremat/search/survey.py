@@ -1,13 +1,7 @@
-"""From a joint graph to the plan that runs it inside a budget.
-
-    joint      = read_joint(graph)                      ops and values
-    costs      = measure(joint) or estimate(joint)      seconds and bytes
-    prospects  = survey(joint, costs)                   what memory buys: programs judged by exact liveness
-    chosen     = prospects.within(budget)               the fastest that fits
-    graphs     = lower(chosen.program)
+"""The survey of a joint graph: what memory buys, as the Pareto frontier of programs judged by exact liveness.
 
 A survey lays the graph out as chains of blocks in several ways, solves each for many budgets, and judges the schedules
-op by op; then it improves on the best of them op by op (`fxremat.refine`). It does not know the budget: the same
+op by op; then it improves on the best of them op by op (`search.refine`). It does not know the budget: the same
 programs are judged whatever it is, and those that are beaten in both memory and time are dropped. So less memory can
 never lead to a plan that takes more.
 """
@@ -15,16 +9,14 @@ never lead to a plan that takes more.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-
-import numpy as np
 
 from fxremat.budget import bytes_of
 from fxremat.chains.chain import Chain
 from fxremat.chains.schedule import Schedule
 from fxremat.chains.simulate import simulate
-from fxremat.chains.simulate_join import JoinTimeline, simulate_join
+from fxremat.chains.simulate_join import simulate_join
 from fxremat.cost.estimate import Device, estimate
 from fxremat.errors import BudgetTooSmall, FxrematError
 from fxremat.linearize.chain_of import chain_of
@@ -32,6 +24,7 @@ from fxremat.linearize.crossings import carry_levels, crossings, low_cuts
 from fxremat.linearize.layout import lay_out
 from fxremat.linearize.save_sets import add_options
 from fxremat.linearize.towers import find_towers, join_of, on_the_layout
+from fxremat.search.candidate import Candidate, FromJoin, FromSchedule, Frontier, unbeaten
 from fxremat.search.refine import EFFORT, Searched, search
 from fxremat.solvers import DEFAULT, LISTS, TABLES, keep_all
 from fxremat.solvers.joins import canonical
@@ -41,8 +34,7 @@ from fxremat.step.costs import Costs, device_of
 from fxremat.step.joint import Joint
 from fxremat.step.layout import Layout
 from fxremat.step.liveness import live_bytes
-from fxremat.step.program import Order, Program, rematerialize
-from fxremat.step.transferred import Swapped
+from fxremat.step.program import rematerialize
 from fxremat.units import Budget
 
 NEAR_LEAST = 1.15  # the last table is for this multiple of the least memory of the chain
@@ -57,62 +49,9 @@ JOIN_STEP = 0.85  # from one budget that a join of towers is solved for to the n
 FAR = 1 << 50  # bytes: more than anything needs
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Prospect:
-    """One way to run the step, judged exactly."""
-
-    peak: int  # bytes above the start of the step
-    time: float  # seconds
-    layout: Layout
-    chain: Chain
-    schedule: Schedule
-    join: JoinTimeline | None = None  # of the towers, where the schedule is one of their join
-    refined: Order | None = (
-        None  # what runs instead of the schedule of blocks, where the refinement found better
-    )
-    swapped: Swapped | None = None  # the same with copies to the host and back
-
-    def program(self) -> Program:
-        """Every step of it."""
-        if self.swapped:
-            return self.swapped.program
-        return self.refined.program() if self.refined else rematerialize(self.layout, self.schedule)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Prospects:
-    """What memory buys: from the fastest to the smallest, each slower and smaller than the one before."""
-
-    keep_all: Prospect
-    frontier: tuple[Prospect, ...]
-
-    @property
-    def minimum(self) -> int:
-        """The least budget that works, in bytes."""
-        return self.frontier[-1].peak
-
-    def within(self, budget: int) -> Prospect:
-        """The fastest that fits. Raises `BudgetTooSmall`."""
-        for prospect in self.frontier:
-            if prospect.peak <= budget:
-                return prospect
-        raise BudgetTooSmall(minimum=self.minimum, budget=budget)
-
-    def spread(self, count: int) -> list[Prospect]:
-        """At most so many of them, fastest first, evenly over their peaks."""
-        peaks = np.linspace(self.frontier[0].peak, self.frontier[-1].peak, count)
-        places = range(len(self.frontier))
-        nearest = {min(places, key=lambda k: abs(self.frontier[k].peak - peak)) for peak in peaks}
-        return [self.frontier[place] for place in sorted(nearest)]
-
-    def nearest(self, budget: int) -> Prospect:
-        """The fastest that fits, or else the one that needs least."""
-        return next((prospect for prospect in self.frontier if prospect.peak <= budget), self.frontier[-1])
-
-
 def survey(
     joint: Joint, costs: Costs, *, solver: str = "auto", slots: int = 500, effort: float = EFFORT
-) -> Prospects:
+) -> Frontier:
     """Lay the graph out as chains, solve them for many budgets, judge every schedule by exact liveness, and refine.
 
     Takes some seconds, and about `effort` more, for a GPT of 12 layers. Only "auto" is refined: a solver that is
@@ -124,14 +63,14 @@ def survey(
     keep_everything = _keep_everything(layouts[0], costs)
     if solver in LISTS:
         chains = [(layout, chain_of(layout, costs)) for layout in layouts]
-        found = [judge(layout, chain, s, costs) for layout, chain in chains for s in LISTS[solver](chain)]
+        found = [judge(layout, s, costs) for layout, chain in chains for s in LISTS[solver](chain)]
     else:
         found = _solved([_Solved.of(layout, costs, solver, slots) for layout in layouts])
         found += _joined(joint, costs, slots)
     frontier = list(unbeaten([keep_everything, *found]))
     if solver == "auto" and effort > 0:
         frontier = list(unbeaten([*frontier, *_refined(frontier, costs, effort)]))
-    return Prospects(keep_all=keep_everything, frontier=tuple(frontier))
+    return Frontier(keep_all=keep_everything, candidates=tuple(frontier))
 
 
 def order_for_measuring(joint: Joint, device: Device, budget: Budget) -> Sequence[int]:
@@ -145,15 +84,17 @@ def order_for_measuring(joint: Joint, device: Device, budget: Budget) -> Sequenc
     if bytes_of(budget, everything, device_of(joint)) >= everything:
         return range(len(joint.ops))
     solved = _Solved.of(layout, costs, DEFAULT, MEASURING_SLOTS)
-    least = min(solved.judged(2).values(), key=lambda prospect: prospect.peak)
+    least = min(solved.judged(2).values(), key=lambda candidate: candidate.peak)
     return [step.op for step in least.program().executions]
 
 
-def judge(layout: Layout, chain: Chain, schedule: Schedule, costs: Costs) -> Prospect:
+def judge(layout: Layout, schedule: Schedule, costs: Costs) -> Candidate:
     """The exact peak and time of a schedule."""
     program = rematerialize(layout, schedule)
     memory = live_bytes(program, costs.sizes)
-    return Prospect(peak=memory.peak, time=costs.time(program), layout=layout, chain=chain, schedule=schedule)
+    return Candidate(
+        peak=memory.peak, time=costs.time(program), layout=layout, origin=FromSchedule(schedule)
+    )
 
 
 def _layouts(joint: Joint, costs: Costs) -> Iterator[Layout]:
@@ -178,9 +119,9 @@ def _thin(ends: Sequence[int], seconds: Sequence[float]) -> list[int]:
     return sorted(kept)
 
 
-def _keep_everything(layout: Layout, costs: Costs) -> Prospect:
+def _keep_everything(layout: Layout, costs: Costs) -> Candidate:
     chain = chain_of(layout, costs)
-    return judge(layout, chain, keep_all.schedules(chain)[0], costs)
+    return judge(layout, keep_all.schedules(chain)[0], costs)
 
 
 @dataclass(frozen=True, eq=False)
@@ -207,25 +148,25 @@ class _Solved:
         tables.append(build(chain, int(NEAR_LEAST * least) + 1, slots))
         return cls(layout, chain, costs, tuple(tables))
 
-    def judged(self, count: int) -> dict[Schedule, Prospect]:
+    def judged(self, count: int) -> dict[Schedule, Candidate]:
         """About `count` schedules of each table."""
         schedules = dict.fromkeys(s for table in self.tables for s in table.frontier(count))
-        return {schedule: judge(self.layout, self.chain, schedule, self.costs) for schedule in schedules}
+        return {schedule: judge(self.layout, schedule, self.costs) for schedule in schedules}
 
 
-def _solved(layouts: Sequence[_Solved]) -> list[Prospect]:
+def _solved(layouts: Sequence[_Solved]) -> list[Candidate]:
     """A few schedules of every layout, and many of those layouts that have some unbeaten one among the few."""
     first = A_FEW if len(layouts[0].layout.joint.ops) <= LARGE else A_FEW // 2
     few = [list(solved.judged(first).values()) for solved in layouts]
-    everything = [prospect for prospects in few for prospect in prospects]
-    best = {id(prospect.layout) for prospect in unbeaten(everything)}
+    everything = [candidate for candidates in few for candidate in candidates]
+    best = {id(candidate.layout) for candidate in unbeaten(everything)}
     promising = [solved for solved in layouts if id(solved.layout) in best]
     steps = sum(3 * len(solved.layout.joint.ops) * len(solved.tables) for solved in promising)
     count = max(2 * first, min(100, STEPS_TO_JUDGE // steps))
-    return everything + [prospect for solved in promising for prospect in solved.judged(count).values()]
+    return everything + [candidate for solved in promising for candidate in solved.judged(count).values()]
 
 
-def _joined(joint: Joint, costs: Costs, slots: int) -> Iterator[Prospect]:
+def _joined(joint: Joint, costs: Costs, slots: int) -> Iterator[Candidate]:
     """Schedules of the join of the towers, where there are any, over the range of budgets."""
     crossing = crossings(joint)
     towers = find_towers(joint, crossing, costs.seconds)
@@ -245,29 +186,19 @@ def _joined(joint: Joint, costs: Costs, slots: int) -> Iterator[Prospect]:
         except BudgetTooSmall:  # in slots, which are coarse for small budgets
             return
         schedule = on_the_layout(timeline.schedule, parts)
-        yield replace(judge(layout, chain, schedule, costs), join=timeline)
+        judged = judge(layout, schedule, costs)
+        yield replace(judged, origin=FromJoin(schedule, timeline))
         budget = int(min(budget, timeline.peak) * JOIN_STEP)
 
 
-def _refined(frontier: Sequence[Prospect], costs: Costs, effort: float) -> Iterator[Prospect]:
+def _refined(frontier: Sequence[Candidate], costs: Costs, effort: float) -> Iterator[Candidate]:
     """The programs that a search from those of the frontier finds; each keeps the blocks of the one it began with."""
 
     def begin(place: int) -> Searched:
-        prospect = frontier[place]
-        return Searched(peak=prospect.peak, time=prospect.time, program=prospect.program(), began=place)
+        candidate = frontier[place]
+        return Searched(peak=candidate.peak, time=candidate.time, program=candidate.program(), began=place)
 
-    starts = [(prospect.peak, prospect.time) for prospect in frontier]
+    starts = [(candidate.peak, candidate.time) for candidate in frontier]
     for found in search(starts, begin, costs, effort=effort):
-        memory = live_bytes(found.program, costs.sizes)
-        yield replace(
-            frontier[found.began], peak=memory.peak, time=costs.time(found.program), refined=found.order
-        )
-
-
-def unbeaten(prospects: Iterable[Prospect]) -> Iterator[Prospect]:
-    """Those that no other beats in both peak and time, fastest first."""
-    least: int | None = None
-    for prospect in sorted(prospects, key=lambda p: (p.time, p.peak)):
-        if least is None or prospect.peak < least:
-            least = prospect.peak
-            yield prospect
+        began = frontier[found.began]
+        yield began if found.order is None else began.refined_to(found.order, found.program, costs)

@@ -1,0 +1,243 @@
+"""From a captured step to the plan that runs it inside a budget: `plan_step`, the whole way in one function.
+
+    costs      seconds and bytes of every op, measured on the step's real values or estimated
+    frontier   candidate programs, judged by exact liveness: what memory buys, whatever the budget is
+    budget     bytes
+    transfers  what waits on the host, activations or weights: further candidates
+    plan       the fastest candidate that fits
+
+Everything here is a value; what is captured and what runs is in `fxremat.runtime`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from fxremat.budget import bytes_of
+from fxremat.cost.calibrate import calibration
+from fxremat.cost.estimate import Device, estimate
+from fxremat.cost.link import measure_link, typical_size
+from fxremat.cost.measure import measure, trust_known_layouts
+from fxremat.cost.updates import units_of, with_own_sizes
+from fxremat.errors import BudgetTooSmall, FxrematError
+from fxremat.host.tiers import HostTier, default_tier
+from fxremat.ops.weights import Weights
+from fxremat.options import Options
+from fxremat.passes.lower import Handles
+from fxremat.planned_step import WeightBudget
+from fxremat.plans import Plan
+from fxremat.progress import bars, planning
+from fxremat.search.candidate import Candidate, Frontier
+from fxremat.search.floor import floor_of
+from fxremat.search.frontier_cache import remembered
+from fxremat.search.survey import order_for_measuring, survey
+from fxremat.step.costs import Costs, Link, device_of
+from fxremat.step.joint import Joint
+from fxremat.torch_private import device_name
+from fxremat.transfers.offloading import with_offloading, with_schedules
+from fxremat.transfers.weight_updates import best_within, resident_peak
+from fxremat.units import Percent
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedParameters:
+    """The optimizer's parameters in a joint graph, where the step updates them."""
+
+    weights: Weights
+    optimizer: torch.optim.Optimizer
+    numbers: Mapping[int, int]  # parameter's value -> its place among the optimizer's
+    names: Mapping[int, str]  # parameter's value -> its name in the model
+    settled: frozenset[int] | None  # values that live on the host since an earlier plan; None: nothing is settled
+
+
+@dataclass(frozen=True, kw_only=True)
+class CapturedStep:
+    """A joint graph, and what is known of the call that it was captured from."""
+
+    joint: Joint
+    inputs: Sequence[Any] = ()  # what the captured graph was called with
+    trained: TrainedParameters | None = None  # where the step updates its weights
+
+
+def plan_step(step: CapturedStep, options: Options) -> Plan:
+    """The plan of a captured step, told of in the log.
+
+    Raises:
+        BudgetTooSmall: no candidate fits; in percent too, where the budget is in percent.
+    """
+    what = f"{len(step.joint.ops)} ops within {options.mem}"
+    with bars(shown=options.progress), planning(what) as planned:
+        costs = _cost_model(step, options)
+        frontier = _survey(step.joint, costs, options)
+        budget = bytes_of(options.budget, frontier.keep_all.peak, device_of(step.joint))
+        frontier, costs = _calibrated(frontier, costs, budget, step, options)
+        if step.trained:
+            plan = _plan_with_weights(frontier, costs, budget, step, step.trained, options)
+        elif options.offload:
+            plan = _plan_with_offloading(frontier, costs, budget, options)
+        else:
+            plan = _planned(_within(budget, frontier, costs, options), frontier, costs, budget, options)
+        planned(plan.headline)
+    return plan
+
+
+def _cost_model(step: CapturedStep, options: Options) -> Costs:
+    joint = step.joint
+    if options.cost == "estimate":
+        trust_known_layouts(joint)
+        costs = estimate(joint, _estimated_device(joint, options))
+    else:
+        rough = Device.named(device_of(joint).type)
+        order = partial(order_for_measuring, joint, rough, options.budget)
+        costs = measure(joint, step.inputs, order=order)
+    if options.loss_size is None:
+        return costs
+    return replace(costs, sizes=replace(costs.sizes, outside=options.loss_size))
+
+
+def _survey(joint: Joint, costs: Costs, options: Options) -> Frontier:
+    settings: dict[str, Any] = {"solver": options.solver, "slots": options.slots, "effort": options.effort}
+    if options.offloads_by_chain:
+        settings |= {"solver": "auto", "effort": 0.0}
+    return remembered(joint, costs, settings, partial(survey, **settings))
+
+
+def _calibrated(
+    frontier: Frontier, costs: Costs, budget: int, step: CapturedStep, options: Options
+) -> tuple[Frontier, Costs]:
+    """All times multiplied by what a program near the budget really takes over what it was predicted to."""
+    if not (options.offload or options.offload_weights):
+        _within(budget, frontier, costs, options)  # raises before anything runs
+    if options.cost == "estimate":
+        return frontier, costs
+    factor = calibration(frontier.nearest(budget).program(), costs, step.inputs)
+    return frontier.scaled(factor), costs.scaled(factor)
+
+
+def _planned(
+    chosen: Candidate, frontier: Frontier, costs: Costs, budget: int, options: Options, **further: Any
+) -> Plan:
+    joint = chosen.layout.joint
+    measured = options.cost == "measure"
+    return Plan(
+        budget=budget,
+        chosen=chosen,
+        alternatives=frontier,
+        costs=costs,
+        device=device_name(device_of(joint)) if measured else str(_estimated_device(joint, options)),
+        timed=f"{options.cost}d",
+        **further,
+    )
+
+
+def _plan_with_offloading(frontier: Frontier, costs: Costs, budget: int, options: Options) -> Plan:
+    """The plan where values may wait on the host."""
+    joint = frontier.keep_all.layout.joint
+    tier = options.tier or default_tier(device_of(joint))
+    link = _link(tier, joint, options)
+    if options.offloads_by_chain:
+        offloaded = with_schedules(frontier, costs, link, options.solver, options.slots, options.host_limit)
+    else:
+        offloaded = with_offloading(frontier, costs, link, options.host_limit)
+    try:
+        chosen = _within(budget, offloaded, costs, options)
+    except BudgetTooSmall as error:
+        raise _naming_the_limit(error, frontier, costs, link, options) from None
+    return _planned(chosen, offloaded, costs, budget, options, tier=tier, link=link)
+
+
+def _plan_with_weights(
+    frontier: Frontier,
+    costs: Costs,
+    budget: int,
+    step: CapturedStep,
+    trained: TrainedParameters,
+    options: Options,
+) -> Plan:
+    """The plan of a step that updates its weights, some of which live on the host."""
+    joint, tier = step.joint, trained.weights.tier
+    link = measure_link(tier, device_of(joint), typical_size(joint))
+    costs = with_own_sizes(joint, costs)
+    units = units_of(joint, trained.optimizer, costs)
+    everything = resident_peak(frontier.keep_all, units, costs)
+    if isinstance(options.budget, Percent):
+        budget = int(everything * options.budget.of_keep_all / 100)
+    if shown := sorted(unit.value for unit in units if unit.stays and unit.value in (trained.settled or ())):
+        raise FxrematError(
+            f"forward returns a view of {named(trained, shown)}, which lives on the host since the plan for other "
+            "inputs; plan with these inputs first, example_inputs=..., or return a copy"
+        )
+    try:
+        best = best_within(
+            frontier,
+            units,
+            costs,
+            link,
+            budget,
+            settled=trained.settled,
+            values_too=bool(options.offload),
+            host_mem=options.host_limit,
+        )
+    except BudgetTooSmall as error:
+        raise _in_the_users_terms(error, everything, options) from None
+    weights = WeightBudget(
+        handles=Handles(name=trained.weights.name, numbers=trained.numbers),
+        keep_all_peak=everything,
+        minimum=best.minimum,
+        hosted=frozenset(best.choice.hosted),
+    )
+    return _planned(best.candidate, frontier, costs, budget, options, tier=tier, link=link, weights=weights)
+
+
+def named(trained: TrainedParameters, values: Iterable[int]) -> str:
+    """The names of parameters in the model, for messages."""
+    names = [trained.names[value] for value in values]
+    return f"the parameter {names[0]}" if len(names) == 1 else f"the parameters {', '.join(names)}"
+
+
+def _link(tier: HostTier, joint: Joint, options: Options) -> Link:
+    """The speeds of the copies to the tier and back, measured where costs are."""
+    if options.cost == "measure":
+        return measure_link(tier, device_of(joint), typical_size(joint))
+    speed = _estimated_device(joint, options).link
+    return Link(to_host=speed, from_host=speed)
+
+
+def _estimated_device(joint: Joint, options: Options) -> Device:
+    return Device.named(options.device or device_of(joint).type)
+
+
+def _within(budget: int, frontier: Frontier, costs: Costs, options: Options) -> Candidate:
+    """The fastest candidate that fits. Raises `BudgetTooSmall`, with the op that needs the least budget."""
+    try:
+        return frontier.within(budget)
+    except BudgetTooSmall as error:
+        reason = str(floor_of(frontier.candidates[-1].program(), costs))
+        raise _in_the_users_terms(error, frontier.keep_all.peak, options, reason) from None
+
+
+def _in_the_users_terms(
+    error: BudgetTooSmall, whole: int, options: Options, reason: str = ""
+) -> BudgetTooSmall:
+    """The error in percent of keeping everything, where the budget is in percent."""
+    share = options.budget.of_keep_all if isinstance(options.budget, Percent) else None
+    return error.explained(share=share, whole=whole, reason=reason)
+
+
+def _naming_the_limit(
+    error: BudgetTooSmall, frontier: Frontier, costs: Costs, link: Link, options: Options
+) -> BudgetTooSmall:
+    """The error, with the host's limit named where that is what binds."""
+    if options.host_limit is None:
+        return error
+    free = with_offloading(frontier, costs, link).minimum
+    if free > error.budget:
+        return error
+    return error.explained(
+        note=f"host_mem={options.host_mem!r} is what binds: with more of it, {free} bytes would do"
+    )

@@ -1,0 +1,196 @@
+"""A candidate: one way to run the step, judged exactly, and where it comes from.
+
+    FromSchedule    a schedule of blocks, as a solver of chains gave it
+    FromJoin        one of the towers of a join, laid on the blocks
+    Refined         one of these, improved on op by op
+    Transferred     any of these, with copies to the host and back
+
+An origin knows its program, and the schedule that it began with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from fxremat.chains.schedule import Schedule
+from fxremat.chains.simulate_join import JoinTimeline
+from fxremat.errors import BudgetTooSmall
+from fxremat.step.costs import Costs
+from fxremat.step.joint import Joint
+from fxremat.step.layout import Layout
+from fxremat.step.liveness import live_bytes
+from fxremat.step.program import Order, Program, rematerialize
+from fxremat.step.transferred import ProgramWithTransfers
+
+
+@dataclass(frozen=True, eq=False)
+class FromSchedule:
+    """A schedule of the layout's blocks."""
+
+    schedule: Schedule
+
+    def program(self, layout: Layout) -> Program:
+        """Every step of the schedule. O(steps)."""
+        return rematerialize(layout, self.schedule)
+
+    def on(self, _: Layout) -> FromSchedule:
+        """The same origin on the layout of an equal graph."""
+        return self
+
+
+@dataclass(frozen=True, eq=False)
+class FromJoin(FromSchedule):
+    """A schedule of a join of towers, which the layout's blocks run in the same order."""
+
+    timeline: JoinTimeline
+
+
+@dataclass(frozen=True, eq=False)
+class Refined:
+    """An order of ops that the search found, beginning from the program of another origin."""
+
+    began: FromSchedule
+    order: Order
+
+    def program(self, _: Layout) -> Program:
+        """Every step of the order. O(steps)."""
+        return self.order.program()
+
+    def on(self, layout: Layout) -> Refined:
+        """The same origin on the layout of an equal graph."""
+        return replace(self, order=replace(self.order, layout=layout))
+
+
+@dataclass(frozen=True, eq=False)
+class Transferred:
+    """A program with copies to the host and back, put into that of another origin."""
+
+    began: FromSchedule | Refined
+    result: ProgramWithTransfers
+
+    def program(self, _: Layout) -> Program:
+        """Every step of it, transfers included."""
+        return self.result.program
+
+    def on(self, layout: Layout) -> FromSchedule | Refined:
+        """The origin without its transfers on the layout of an equal graph."""
+        return self.began.on(layout)
+
+
+Origin = FromSchedule | Refined | Transferred
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Candidate:
+    """One way to run the step, judged exactly."""
+
+    peak: int  # bytes above the start of the step
+    time: float  # seconds
+    layout: Layout
+    origin: Origin
+
+    def program(self) -> Program:
+        """Every step of it."""
+        return self.origin.program(self.layout)
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule of blocks that it began with; what runs may depart from it here and there."""
+        return self._base.schedule
+
+    @property
+    def join(self) -> JoinTimeline | None:
+        """The join of towers whose schedule it began with, simulated; None for others."""
+        return self._base.timeline if isinstance(self._base, FromJoin) else None
+
+    @property
+    def refined(self) -> bool:
+        """Whether the search improved on its schedule op by op."""
+        origin = self.origin.began if isinstance(self.origin, Transferred) else self.origin
+        return isinstance(origin, Refined)
+
+    @property
+    def transfers(self) -> ProgramWithTransfers | None:
+        """Its copies to the host and back; None where it makes none."""
+        return self.origin.result if isinstance(self.origin, Transferred) else None
+
+    @property
+    def _base(self) -> FromSchedule:
+        origin = self.origin
+        while not isinstance(origin, FromSchedule):
+            origin = origin.began
+        return origin
+
+    def refined_to(self, order: Order, program: Program, costs: Costs) -> Candidate:
+        """The candidate that runs this order of ops, whose program this is, instead."""
+        peak, time = live_bytes(program, costs.sizes).peak, costs.time(program)
+        return replace(self, peak=peak, time=time, origin=Refined(self._base, order))
+
+    def transferring(self, result: ProgramWithTransfers) -> Candidate:
+        """The candidate with these transfers in its program."""
+        origin = self.origin.began if isinstance(self.origin, Transferred) else self.origin
+        return replace(self, peak=result.memory.peak, time=result.time, origin=Transferred(origin, result))
+
+    def on(self, layout: Layout) -> Candidate:
+        """The same candidate on the layout of an equal graph."""
+        return replace(self, layout=layout, origin=self.origin.on(layout))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Frontier:
+    """The Pareto frontier of candidate programs, by increasing time and decreasing peak."""
+
+    keep_all: Candidate
+    candidates: tuple[Candidate, ...]
+
+    @property
+    def minimum(self) -> int:
+        """The least budget that works, in bytes."""
+        return self.candidates[-1].peak
+
+    def within(self, budget: int) -> Candidate:
+        """The fastest candidate that fits. Raises `BudgetTooSmall`."""
+        for candidate in self.candidates:
+            if candidate.peak <= budget:
+                return candidate
+        raise BudgetTooSmall(minimum=self.minimum, budget=budget)
+
+    def nearest(self, budget: int) -> Candidate:
+        """The fastest candidate that fits, or else the one that needs least."""
+        return next((c for c in self.candidates if c.peak <= budget), self.candidates[-1])
+
+    def spread(self, count: int) -> list[Candidate]:
+        """At most `count` candidates, fastest first, evenly over their peaks."""
+        peaks = np.linspace(self.candidates[0].peak, self.candidates[-1].peak, count)
+        places = range(len(self.candidates))
+        nearest = {min(places, key=lambda k: abs(self.candidates[k].peak - peak)) for peak in peaks}
+        return [self.candidates[place] for place in sorted(nearest)]
+
+    def scaled(self, factor: float) -> Frontier:
+        """The frontier with every time multiplied (calibration)."""
+        return self._each(lambda candidate: replace(candidate, time=candidate.time * factor))
+
+    def on(self, joint: Joint) -> Frontier:
+        """The same frontier on an equal graph."""
+        layouts: dict[int, Layout] = {}
+
+        def moved(candidate: Candidate) -> Candidate:
+            old = candidate.layout
+            return candidate.on(layouts.setdefault(id(old), replace(old, joint=joint)))
+
+        return self._each(moved)
+
+    def _each(self, change: Callable[[Candidate], Candidate]) -> Frontier:
+        return Frontier(keep_all=change(self.keep_all), candidates=tuple(map(change, self.candidates)))
+
+
+def unbeaten(candidates: Iterable[Candidate]) -> Iterator[Candidate]:
+    """Yield the candidates that no other beats in both peak and time, fastest first. O(n log n)."""
+    least: int | None = None
+    for candidate in sorted(candidates, key=lambda c: (c.time, c.peak)):
+        if least is None or candidate.peak < least:
+            least = candidate.peak
+            yield candidate
