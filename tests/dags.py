@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from benchmarks.capture import capture
-from fxremat.cost.estimate import DEVICES, estimate
+from fxremat.cost.estimate import DEVICES, WRAPPED, estimate
 from fxremat.step.costs import Costs
 from fxremat.step.joint import Joint
 
@@ -179,5 +179,5 @@ def batch(seed: int = 0) -> tuple[Tensor, Tensor]:
 def estimated(joint: Joint) -> Costs:
     """Costs that take no time to find, without the workspaces that are known to be needed (convolutions)."""
     costs = estimate(joint, DEVICES["cpu"])
-    workspace = tuple(min(size, 0) for size in costs.sizes.workspace)  # below 0: an operand is overwritten
+    workspace = tuple(min(size - WRAPPED, 0) for size in costs.sizes.workspace)  # below 0: an operand is overwritten
     return replace(costs, sizes=replace(costs.sizes, workspace=workspace))

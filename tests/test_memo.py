@@ -6,9 +6,10 @@ import pytest
 import torch
 
 import fxremat
-from fxremat.runtime import dynamo as backend
-from fxremat.search import frontier as planner
+from fxremat import planning
 from fxremat.search import frontier_cache as memo
+from fxremat.search import survey as planner
+from fxremat.search.candidate import Frontier
 from tests.test_planner import INPUTS, Deep
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
@@ -18,11 +19,11 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """One entry for each survey that is really made."""
     made: list[int] = []
 
-    def survey(*arguments: object, **options: object) -> planner.Frontier:
+    def survey(*arguments: object, **options: object) -> Frontier:
         made.append(1)
         return planner.survey(*arguments, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(backend, "survey", survey)
+    monkeypatch.setattr(planning, "survey", survey)
     memo._latest.clear()
     return made
 
@@ -57,7 +58,7 @@ def test_nothing_of_an_old_graph_is_kept(monkeypatch: pytest.MonkeyPatch) -> Non
     counted(monkeypatch)
     fxremat.plan(Deep(), INPUTS, mem="90%", cost="estimate")
     (kept,) = memo._latest.values()
-    assert all(candidate.layout.joint is memo._NO_GRAPH for candidate in (kept.keep_all, *kept.frontier))
+    assert all(candidate.layout.joint is memo._NO_GRAPH for candidate in (kept.keep_all, *kept.candidates))
     for number in range(memo.AT_MOST + 1):
         fxremat.plan(Deep(), (torch.ones(32 + number, 16),), mem="100%", cost="estimate", effort=0)
     assert len(memo._latest) == memo.AT_MOST

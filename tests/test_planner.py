@@ -13,8 +13,8 @@ from torch import nn
 import fxremat
 from fxremat.__main__ import main as command_line
 from fxremat.errors import BudgetTooSmall, FxrematError
-from fxremat.search import frontier as planner
 from fxremat.search import frontier_cache as memo
+from fxremat.search import survey as planner
 from fxremat.search.survey import survey
 from tests.dags import capture, estimated
 

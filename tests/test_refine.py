@@ -14,11 +14,12 @@ import fxremat
 from fxremat.chains.schedule import Schedule
 from fxremat.linearize.crossings import Crossing
 from fxremat.linearize.layout import lay_out
+from fxremat.search.candidate import Frontier
 from fxremat.search.improve import improve
 from fxremat.search.lower_bound import lower_bound
 from fxremat.search.refine import budgets
 from fxremat.search.skeleton import Skeleton, Skeletons
-from fxremat.search.survey import Frontier, survey
+from fxremat.search.survey import survey
 from fxremat.step.liveness import live_bytes
 from fxremat.step.program import Order, Program, rematerialize
 from tests.dags import Dag, Recipe, batch, capture, estimated, few, recipes
@@ -27,7 +28,7 @@ from tests.test_planner import INPUTS, Deep
 pytestmark = pytest.mark.usefixtures("torch_ready")
 
 
-def prospects_of(recipe: Recipe, effort: float = 0.0) -> tuple[Frontier, Skeletons]:
+def surveyed(recipe: Recipe, effort: float = 0.0) -> tuple[Frontier, Skeletons]:
     torch._dynamo.reset()
     torch.manual_seed(0)
     joint = capture(Dag(recipe).train(), *batch())
@@ -44,7 +45,7 @@ def exact(skeletons: Skeletons, program: Program) -> tuple[int, float]:
 @given(recipes, st.integers(0, 2**32 - 1))
 def test_a_replay_is_exact_liveness(recipe: Recipe, seed: int) -> None:
     """For the programs of schedules, and for any choice of recomputations."""
-    frontier, skeletons = prospects_of(recipe)
+    frontier, skeletons = surveyed(recipe)
     rng = np.random.default_rng(seed)
     for candidate in (frontier.candidates[0], frontier.candidates[-1]):
         skeleton = skeletons.around(candidate.program())
@@ -63,7 +64,7 @@ def _some(skeleton: Skeleton, rng: np.random.Generator, share: float) -> np.ndar
 @few(15)
 @given(recipes, st.integers(0, 100))
 def test_a_search_makes_no_program_worse(recipe: Recipe, share: int) -> None:
-    frontier, skeletons = prospects_of(recipe)
+    frontier, skeletons = surveyed(recipe)
     least, most = frontier.minimum, frontier.keep_all.peak
     budget = least + share * (most - least) // 100
     start = frontier.within(budget)
@@ -80,7 +81,7 @@ def test_a_search_makes_no_program_worse(recipe: Recipe, share: int) -> None:
 @few(10)
 @given(recipes)
 def test_what_does_not_fit_is_made_smaller(recipe: Recipe) -> None:
-    frontier, skeletons = prospects_of(recipe)
+    frontier, skeletons = surveyed(recipe)
     skeleton = skeletons.around(frontier.keep_all.program())
     choice = skeleton.choice.copy()
     peak, _ = improve(skeleton.tape, choice, frontier.minimum, 3_000, 1)
@@ -92,7 +93,7 @@ def test_room_that_a_schedule_of_blocks_leaves_is_spent() -> None:
     joint = capture(Deep(), *INPUTS)
     costs = estimated(joint)
     blocks = survey(joint, costs, effort=0)
-    small = blocks.frontier[-1]
+    small = blocks.candidates[-1]
     skeleton = Skeletons(joint, costs).around(small.program())
     choice = skeleton.choice.copy()
     peak, time = improve(skeleton.tape, choice, blocks.keep_all.peak, 3_000, 0)
@@ -104,10 +105,10 @@ def test_refined_frontiers_are_no_worse_anywhere_and_the_same_each_time() -> Non
     joint = capture(Deep(), *INPUTS)
     costs = estimated(joint)
     plain, refined, again = (survey(joint, costs, effort=effort) for effort in (0, 2, 2))
-    for candidate in plain.frontier:
+    for candidate in plain.candidates:
         assert refined.within(candidate.peak).time <= candidate.time + 1e-12
-    assert [(p.peak, p.time) for p in refined.frontier] == [(p.peak, p.time) for p in again.frontier]
-    for candidate in refined.frontier:
+    assert [(p.peak, p.time) for p in refined.candidates] == [(p.peak, p.time) for p in again.candidates]
+    for candidate in refined.candidates:
         program = candidate.program()
         assert live_bytes(program, costs.sizes).peak == candidate.peak
         assert costs.time(program) == pytest.approx(candidate.time)
@@ -144,14 +145,14 @@ def test_a_plan_says_that_it_was_refined() -> None:
     plan = fxremat.plan(Deep(), INPUTS, mem="50%", cost="estimate")
     coarse = fxremat.plan(Deep(), INPUTS, mem="50%", cost="estimate", effort=0)
     assert plan.predicted_time <= coarse.predicted_time
-    assert coarse.chosen.refined is None
+    assert not coarse.chosen.refined
 
 
 @few(10)
 @given(recipes, st.integers(0, 100))
 def test_nothing_beats_the_lower_bound(recipe: Recipe, share: int) -> None:
     """Neither a schedule, nor what the search makes of it; and where nothing fits, the bound says at most so."""
-    frontier, skeletons = prospects_of(recipe, effort=0.5)
+    frontier, skeletons = surveyed(recipe, effort=0.5)
     joint, costs = skeletons.parts.joint, skeletons.parts.costs
     once = sum(costs.seconds)
     for candidate in frontier.candidates:

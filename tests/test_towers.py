@@ -15,7 +15,7 @@ from benchmarks.meter import peak_bytes
 from fxremat.chains.join_schedule import JoinSchedule
 from fxremat.linearize.crossings import crossings
 from fxremat.linearize.towers import Towers, find_towers, on_the_layout
-from fxremat.search import frontier as planner
+from fxremat.search import survey as planner
 from tests.dags import capture, estimated
 from tests.training import differences, train
 

@@ -19,11 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxremat.api import plan as plan_of
 from fxremat.chains.chain import Block, Chain, Option
 from fxremat.errors import CaptureError
+from fxremat.options import options_of
 from fxremat.pipelining.stages import Ops, Stage
 from fxremat.plans import Plan
+from fxremat.runtime.module import drop_in
 from fxremat.search.candidate import Candidate
 from fxremat.solvers.pipeline.costs import Ways
 from fxremat.solvers.pipeline.model import Layer, Layers, Way
@@ -119,7 +120,7 @@ class Profile:
         module, examples = self.module(first, last), self.examples(first, last)
         key = _text(module, examples)
         if key not in self._known:
-            plan = plan_of(module, examples, mem="100%", **self.settings)
+            plan = drop_in(module, options_of(mem="100%", **self.settings)).make_plan(examples, {})
             self._known[key] = _spendings(plan)
         return self._known[key]
 

@@ -13,11 +13,12 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fxremat.api import compile as compile_stage
 from fxremat.errors import FxrematError
+from fxremat.options import options_of
 from fxremat.pipelining.engine import LeanStage, Step, engine, group_of, lost_peer
 from fxremat.pipelining.memory import Held
 from fxremat.pipelining.profile import Profile
+from fxremat.runtime.module import drop_in
 from fxremat.solvers.pipeline.model import PipelinePlan
 
 
@@ -38,7 +39,8 @@ def _compiled(
     stage, last = plan.stages[number], len(plan.stages) - 1
     spending = profile.spending_of(stage.first, stage.last, stage.way)
     examples = profile.examples(stage.first, stage.last)
-    small: nn.Module = compile_stage(module, mem=spending.budget, example_inputs=examples, **profile.settings)
+    small = drop_in(module, options_of(mem=spending.budget, **profile.settings))
+    small.make_plan(examples, {})
     return LeanStage(
         _OnTarget(small) if number == last else small,
         number,

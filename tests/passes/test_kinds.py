@@ -33,7 +33,7 @@ def test_kinds_add_up_to_exact_liveness(recipe: Recipe, share: int) -> None:
     torch.manual_seed(0)
     joint = capture(Dag(recipe), *batch())
     costs = estimated(joint)
-    for candidate in survey(joint, costs, effort=0.1).frontier[:: 1 + share // 10]:
+    for candidate in survey(joint, costs, effort=0.1).candidates[:: 1 + share // 10]:
         program = candidate.program()
         kinds = check(program, costs.sizes)
         if not program.recomputed:

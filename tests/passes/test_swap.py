@@ -155,7 +155,7 @@ def test_transfers_keep_the_budget_at_every_step_and_are_emitted_as_planned(
 ) -> None:
     joint = capture(Dag(recipe), *batch())
     costs = estimated(joint)
-    frontier = survey(joint, costs, slots=60, effort=0).frontier
+    frontier = survey(joint, costs, slots=60, effort=0).candidates
     program = frontier[share * (len(frontier) - 1) // 100].program()
     need, possible = need_of(program, live_bytes(program, costs.sizes)), trips(program, costs)
     least = need.copy()
