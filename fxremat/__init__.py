@@ -25,7 +25,9 @@ from fxremat.errors import (
 
 if TYPE_CHECKING:
     from fxremat.api import compile, plan
-    from fxremat.host.tiers import FileTier, HostTier, PinnedTier
+    from fxremat.host.files import FileTier
+    from fxremat.host.pinned import PinnedTier
+    from fxremat.host.tier import HostTier
     from fxremat.pipelining.pipe import Pipeline, pipeline
     from fxremat.plans import Plan
     from fxremat.solvers import solve
@@ -105,9 +107,9 @@ _LATER = {  # what needs torch, or numba
     "Pipeline": "fxremat.pipelining.pipe",
     "pipeline": "fxremat.pipelining.pipe",
     "Plan": "fxremat.plans",
-    "FileTier": "fxremat.host.tiers",
-    "HostTier": "fxremat.host.tiers",
-    "PinnedTier": "fxremat.host.tiers",
+    "FileTier": "fxremat.host.files",
+    "HostTier": "fxremat.host.tier",
+    "PinnedTier": "fxremat.host.pinned",
     "solve": "fxremat.solvers",
 }
 

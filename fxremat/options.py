@@ -19,7 +19,7 @@ import torch
 
 from fxremat.cost.estimate import Device
 from fxremat.errors import FxrematError, InvalidBudget
-from fxremat.host.tiers import HostTier
+from fxremat.host.tier import HostTier
 from fxremat.ops.weights import check_optimizer
 from fxremat.search.refine import EFFORT
 from fxremat.solvers.choose import check_effort, check_slots
@@ -65,7 +65,7 @@ class Options:
         progress: show bars while ops are measured and the plan is refined, where stderr is a terminal.
         effort: seconds, about, that "auto" takes to improve on schedules of blocks op by op; 0: it does not.
         offload: let values wait on the host: True (pinned memory for a CUDA device, else files), or a tier of
-            `fxremat.host.tiers`, such as fxremat.FileTier("/fast/disk").
+            `fxremat.host.tier`, such as fxremat.FileTier("/fast/disk").
         host_mem: what may wait there at a time, in the forms of a size. None: whatever the plan wants.
         offload_weights: let parameters live on the host: True or a tier, as for `offload`. `mem` then covers them,
             their gradients and the optimizer's state as well, and each backward is a step of `optimizer`. Parameters

@@ -12,7 +12,7 @@ from fxremat.chains.join_schedule import JoinSchedule
 from fxremat.chains.schedule import Schedule
 from fxremat.chains.simulate import Timeline, simulate
 from fxremat.chains.simulate_join import JoinTimeline
-from fxremat.host.tiers import HostTier
+from fxremat.host.tier import HostTier
 from fxremat.linearize.chain_of import chain_of
 from fxremat.passes.lower import Handles, lower
 from fxremat.search.candidate import Candidate, Frontier

@@ -25,7 +25,8 @@ from fxremat.cost.link import measure_link, typical_size
 from fxremat.cost.measure import measure, trust_known_layouts
 from fxremat.cost.updates import units_of, with_own_sizes
 from fxremat.errors import BudgetTooSmall, FxrematError
-from fxremat.host.tiers import HostTier, default_tier
+from fxremat.host.default import default_tier
+from fxremat.host.tier import HostTier
 from fxremat.ops.weights import Weights
 from fxremat.options import Options
 from fxremat.passes.lower import Handles

@@ -429,10 +429,10 @@ MISTAKES += [
     ),
     # memory goes back to the pool while something shows it
     Mistake(
-        "host/tiers.py", "weakref.finalize(owner, self._returned", "weakref.finalize(like, self._returned", HOST
+        "host/tier.py", "weakref.finalize(owner, self._returned", "weakref.finalize(like, self._returned", HOST
     ),
     # nobody waits for the copy out
-    Mistake("host/tiers.py", 'self._lanes["out"].finish(host.data_ptr())', "pass", HOST),
+    Mistake("host/tier.py", 'self._lanes["out"].finish(host.data_ptr())', "pass", HOST),
     # the host's limit is not looked at
     Mistake(
         "transfers/offloading.py",

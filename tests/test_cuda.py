@@ -14,7 +14,7 @@ from torch import nn
 
 import fxremat
 from benchmarks import meter, models
-from fxremat.host.tiers import PinnedTier
+from fxremat.host.pinned import PinnedTier
 from tests.toys import Loss
 from tests.training import Trace, differences, least_budget, train
 

@@ -16,7 +16,7 @@ import fxremat
 from benchmarks import meter, models
 from fxremat.__main__ import main as command_line
 from fxremat.cost.link import measure_link
-from fxremat.host.tiers import FileTier
+from fxremat.host.files import FileTier
 from fxremat.show.lanes import planned_lanes
 from fxremat.step.program import Role
 from tests.toys import Loss, Stack, rows

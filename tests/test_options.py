@@ -16,7 +16,7 @@ from torch import nn
 
 from fxremat.cost.estimate import Device
 from fxremat.errors import FxrematError, InvalidBudget
-from fxremat.host.tiers import FileTier
+from fxremat.host.files import FileTier
 from fxremat.options import NAMES, CompileOptions, Options, options_of
 from fxremat.units import Bytes, Percent
 

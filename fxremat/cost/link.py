@@ -9,7 +9,7 @@ import torch
 
 from fxremat.cost.cache import CostCache
 from fxremat.cost.measure import quiet_world
-from fxremat.host.tiers import HostTier
+from fxremat.host.tier import HostTier
 from fxremat.step.costs import Link
 from fxremat.step.joint import Joint, Origin
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fxremat.cost.measure import peak_of, quiet_world, seconds_of
-from fxremat.host.tiers import span_bytes
+from fxremat.host.tier import span_bytes
 from fxremat.step.costs import CUDA_BLOCK, Costs, Unit
 from fxremat.step.joint import Joint
 from fxremat.torch_private import unprofiled

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from fxremat.host.tiers import tier_named
+from fxremat.host.tier import tier_named
 
 
 def offload(tensor: torch.Tensor, tier: str) -> torch.Tensor:

@@ -28,7 +28,7 @@ import torch
 from torch import fx, nn
 
 from fxremat.errors import FxrematError
-from fxremat.host.tiers import HostTier
+from fxremat.host.tier import HostTier
 from fxremat.torch_private import shell_of, storage_of, without_memory
 
 ELEMENTWISE = (  # what they do to one parameter depends on that one alone, element by element

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from fxremat.errors import FxrematError, InvalidBudget
-from fxremat.host.tiers import default_tier
+from fxremat.host.default import default_tier
 from fxremat.ops.weights import Weights, check_unscaled
 from fxremat.options import Options, options_of
 from fxremat.passes.normalize import normalize

@@ -24,7 +24,10 @@ from torch import Tensor
 
 from fxremat.errors import FxrematError
 from fxremat.host import tiers as hosts
-from fxremat.host.tiers import FileTier, HostTier, PinnedTier, default_tier, tier_named
+from fxremat.host.default import default_tier
+from fxremat.host.files import FileTier
+from fxremat.host.pinned import PinnedTier
+from fxremat.host.tier import HostTier, tier_named
 from fxremat.ops.copies import offload, prefetch, release, wait
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
@@ -261,13 +264,13 @@ def test_a_finalizer_that_runs_while_the_pool_is_in_use_does_not_wait_for_it(
     tier.release(cycle[0])
     cycle.append(cycle)
     del cycle
-    original = hosts._Pool._reuse
+    original = hosts.FilePool._reuse
 
     def collecting(self: Any, size: int) -> Any:
         gc.collect()
         return original(self, size)
 
-    monkeypatch.setattr(hosts._Pool, "_reuse", collecting)
+    monkeypatch.setattr(hosts.FilePool, "_reuse", collecting)
     worker = threading.Thread(target=lambda: trip(tier, torch.ones(1000)), daemon=True)
     worker.start()
     worker.join(timeout=20)

@@ -1,0 +1,181 @@
+"""A host tier in files: memory-mapped ones without a name, with one thread for each direction of copying."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from fxremat.errors import FxrematError
+from fxremat.host.pool import FilePool
+from fxremat.host.tier import HostTier, span_of
+
+MANY = 256  # copies of one direction that nobody has waited for yet
+CHUNK = 1 << 20  # bytes that a throttled copy moves between two looks at the clock
+
+
+class Copied(NamedTuple):
+    """A copy that is over."""
+
+    way: str  # "out" or "in"
+    start: int  # nanoseconds since the epoch
+    end: int
+    bytes: int
+
+
+class FileTier(HostTier):
+    """Host memory as memory-mapped files that have no name: no crash leaves any behind.
+
+    Args:
+        folder: where their disk is. None: the system's folder for temporary files.
+        to_host, from_host: bytes per second that the copies are slowed down to. None: as fast as they go.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str] | None = None,
+        *,
+        to_host: float | None = None,
+        from_host: float | None = None,
+    ) -> None:
+        super().__init__()
+        for name, speed in (("to_host", to_host), ("from_host", from_host)):
+            if speed is not None and not speed > 0:
+                raise FxrematError(
+                    f"{name} is {speed!r}; it is a number of bytes per second above 0, or None"
+                )
+        self.folder = None if folder is None else Path(folder)
+        self.to_host, self.from_host = to_host, from_host
+        self.copies: list[Copied] | None = None  # set it to a list to have every copy written down there
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        speeds = {"out": self.to_host, "in": self.from_host}
+        self._pool = FilePool(self.folder)
+        self._lanes = {way: _ThreadLane(way, speed) for way, speed in speeds.items()}
+
+    def _end(self) -> None:
+        for lane in self._lanes.values():
+            lane.close()
+        self._pool.shrink(0)
+
+    @property
+    def description(self) -> str:
+        """Folder and speeds."""
+        return f"files in {self.folder or tempfile.gettempdir()} at {self.to_host}, {self.from_host} bytes/s"
+
+    @property
+    def bytes(self) -> int:
+        """All that its files take, those in use and those that wait for the next step."""
+        return self._pool.bytes
+
+    def __reduce__(self) -> Any:
+        return _file_tier, (self.folder, self.to_host, self.from_host)
+
+    def host_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor in a file."""
+        self._check_open()
+        return self._pool.take(tensor)
+
+    def store(self, tensor: torch.Tensor, host: torch.Tensor) -> None:
+        """Begin to copy a tensor into a file."""
+        self._check_owns(host)
+        self._lanes["out"].copy(tensor, host, host.data_ptr(), self.copies)
+
+    def release(self, host: torch.Tensor) -> None:
+        """Wait for the copy out."""
+        self._lanes["out"].finish(host.data_ptr())
+
+    def prefetch(self, host: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Begin to copy back."""
+        self._check_owns(host)
+        back = torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=device)
+        self._lanes["in"].copy(host, back, host.data_ptr(), self.copies)
+        return back
+
+    def wait(self, host: torch.Tensor) -> None:
+        """Wait for the copy back."""
+        self._lanes["in"].finish(host.data_ptr())
+
+    def synchronize(self) -> None:
+        """Nothing to wait for: `release` has."""
+
+    def _check_owns(self, host: torch.Tensor) -> None:
+        """Refuse files of the parent of a forked process: it writes to them, and takes them for other tensors."""
+        self._check_open()
+        if not self._pool.owns(host):
+            raise FxrematError(
+                "this tensor was offloaded by another process, before a fork: run forward and backward in one process"
+            )
+
+
+def _file_tier(folder: Path | None, to_host: float | None, from_host: float | None) -> FileTier:
+    return FileTier(folder, to_host=to_host, from_host=from_host)
+
+
+class _ThreadLane:
+    """One direction: copies run one after the other on a thread of their own, which holds both tensors meanwhile."""
+
+    def __init__(self, way: str, speed: float | None) -> None:
+        self.way, self.speed = way, speed
+        self._under_way: dict[int, Future[None]] = {}
+        self._thread: ThreadPoolExecutor | None = None
+        self._lock = threading.RLock()
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor, key: int, notes: list[Copied] | None) -> None:
+        with self._lock:
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"fxremat-{self.way}")
+            if len(self._under_way) >= MANY:  # those of steps that failed, most of them: nobody will ask
+                self._under_way = {k: f for k, f in self._under_way.items() if not _succeeded(f)}
+            self._under_way[key] = self._thread.submit(self._copy, source, target, notes)
+
+    def _copy(self, source: torch.Tensor, target: torch.Tensor, notes: list[Copied] | None) -> None:
+        start = time.time_ns()
+        _copy(source, target.data, self.speed)  # .data: autograd does not see a change of what it saved
+        if notes is not None:
+            notes.append(Copied(self.way, start, time.time_ns(), target.nbytes))
+
+    def finish(self, key: int) -> None:
+        """Wait for the latest copy of a key. Raises what went wrong with it."""
+        with self._lock:
+            copying = self._under_way.pop(key, None)
+        if copying is not None:
+            copying.result()
+
+    def close(self) -> None:
+        """Wait for all copies, and end the thread."""
+        if self._thread is not None:
+            self._thread.shutdown()
+
+
+def _succeeded(copying: Future[None]) -> bool:
+    return copying.done() and copying.exception() is None
+
+
+def _copy(source: torch.Tensor, target: torch.Tensor, speed: float | None) -> None:
+    with torch.no_grad():
+        if speed is None:
+            target.copy_(source)
+            return
+        start, moved = time.perf_counter(), 0
+        for old, new in _chunks(source, target):
+            new.copy_(old)
+            moved += old.nbytes
+            time.sleep(max(0.0, start + moved / speed - time.perf_counter()))
+
+
+def _chunks(source: torch.Tensor, target: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The memory of two tensors of one layout, piece by piece."""
+    pieces = (
+        t.as_strided((span_of(t),), (1,)).split(max(1, CHUNK // source.element_size()))
+        for t in (source, target)
+    )
+    return zip(*pieces, strict=True)

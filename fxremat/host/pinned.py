@@ -1,0 +1,163 @@
+"""A host tier in pinned memory, for CUDA: a side stream for each direction and device."""
+
+from __future__ import annotations
+
+import threading
+from itertools import count
+from typing import Any, NamedTuple
+
+import torch
+
+from fxremat.errors import FxrematError
+from fxremat.host.tier import HostTier, current, span_bytes, span_of
+from fxremat.units import format_bytes
+
+
+class PinnedTier(HostTier):
+    """Pinned host memory, copied by side streams of the CUDA device that the tensor is on, whichever is current.
+
+    A tensor that leaves is held until `release`, which makes the compute stream wait for the copy's event: what the
+    caching allocator gives that memory to next runs on the compute stream, so after the copy. A tensor that comes back
+    is allocated on the compute stream, and the side stream waits for what ran there before, whatever used that memory
+    last. So no `record_stream` is needed, and no block is kept from reuse longer than the plan says. Pinned memory is
+    torch's, which keeps it for the next pinned tensor.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        self._lanes: dict[tuple[str, torch.device], _StreamLane] = {}
+        self._lock = threading.RLock()
+
+    def _end(self) -> None:
+        for lane in self._lanes_of("out", "in"):
+            lane.synchronize()
+        self._lanes.clear()
+
+    def __reduce__(self) -> Any:
+        return PinnedTier, ()
+
+    @property
+    def description(self) -> str:
+        """Pinned memory has one speed a device."""
+        return "pinned memory"
+
+    def host_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor in pinned memory."""
+        self._check_open()
+        return _pinned_like(tensor)
+
+    def store(self, tensor: torch.Tensor, host: torch.Tensor) -> None:
+        """Begin to copy a tensor into pinned memory."""
+        self._lane("out", tensor.device).copy(tensor, host, host.data_ptr())
+
+    def release(self, host: torch.Tensor) -> None:
+        """Let the compute stream wait for the copy out."""
+        self._finish("out", host)
+
+    def prefetch(self, host: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Begin to copy back."""
+        self._check_open()
+        back = torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=device)
+        self._lane("in", back.device).copy(host, back, host.data_ptr())
+        return back
+
+    def wait(self, host: torch.Tensor) -> None:
+        """Let the compute stream wait for the copy back."""
+        self._finish("in", host)
+
+    def synchronize(self) -> None:
+        """Wait for the side streams that copy out: `release` makes the compute stream wait, not the thread."""
+        for lane in self._lanes_of("out"):
+            lane.synchronize()
+
+    def _lane(self, way: str, device: torch.device) -> _StreamLane:
+        self._check_open()
+        with self._lock:
+            if (way, device) not in self._lanes:
+                self._lanes[way, device] = _StreamLane(device)
+            return self._lanes[way, device]
+
+    def _lanes_of(self, *ways: str) -> list[_StreamLane]:
+        with self._lock:
+            return [lane for (way, _), lane in self._lanes.items() if way in ways]
+
+    def _finish(self, way: str, host: torch.Tensor) -> None:
+        for lane in self._lanes_of(way):
+            lane.finish(host.data_ptr())
+
+
+class _Copying(NamedTuple):
+    """A copy that may still run, and the memory that it reads and writes."""
+
+    key: int
+    source: torch.Tensor
+    target: torch.Tensor
+    event: torch.cuda.Event  # has passed once the copy is over
+
+
+class _StreamLane:
+    """One direction of one CUDA device: copies run one after the other on a stream of their own.
+
+    What is copied is held until somebody waits for the copy or, after an exception, until it is seen to be over.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device)
+        self._under_way: dict[int, _Copying] = {}  # by number, in the order in which they end
+        self._latest: dict[int, int] = {}  # key -> number
+        self._number = count()
+        self._lock = threading.RLock()
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor, key: int) -> None:
+        self._let_go()
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        event = torch.cuda.Event()
+        try:
+            with torch.cuda.stream(self.stream):
+                target.data.copy_(source, non_blocking=True)  # .data: autograd may have saved it
+                event.record(self.stream)
+        except BaseException:
+            self.stream.synchronize()  # the caller lets go of both
+            raise
+        with self._lock:
+            self._latest[key] = number = next(self._number)
+            self._under_way[number] = _Copying(key, source, target, event)
+
+    def finish(self, key: int) -> None:
+        """Let the device's compute stream wait for the latest copy of a key, if it is not known to be over."""
+        with self._lock:
+            number = self._latest.pop(key, None)
+            copying = None if number is None else self._under_way.pop(number, None)
+        if copying is not None:
+            torch.cuda.current_stream(self.device).wait_event(copying.event)
+
+    def synchronize(self) -> None:
+        """Wait for all copies."""
+        self.stream.synchronize()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Let go of what is copied by now, and nobody waited for."""
+        with self._lock:
+            for number, copying in list(self._under_way.items()):
+                if not copying.event.query():
+                    break
+                del self._under_way[number]
+                if self._latest.get(copying.key) == number:
+                    del self._latest[copying.key]
+
+
+def _pinned_like(tensor: torch.Tensor) -> torch.Tensor:
+    try:
+        with current(tensor.device):
+            flat = torch.empty(span_of(tensor), dtype=tensor.dtype, pin_memory=True)
+    except RuntimeError as error:
+        raise FxrematError(
+            f"the host has no {format_bytes(span_bytes(tensor))} of pinned memory left; limit what is offloaded with "
+            "host_mem=..."
+        ) from error
+    return flat.as_strided(tensor.shape, tensor.stride())

@@ -1,0 +1,122 @@
+"""Memory-mapped files without a name, which serve one tensor after the other."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import tempfile
+import threading
+import weakref
+from collections import OrderedDict, deque
+from itertools import count
+from pathlib import Path
+
+import torch
+
+from fxremat.errors import FxrematError
+from fxremat.host.tier import span_bytes
+from fxremat.units import format_bytes
+
+WINDOW = 1000  # a pool keeps the memory that the last one to two thousand tensors needed at a time
+
+
+class FilePool:
+    """Memory-mapped files by size; each goes back when the last tensor that shows it is gone.
+
+    Together they take no more than the tensors of the last steps did at a time: where a new file would make it more,
+    those that have waited longest are let go.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self.folder = folder
+        self.used = 0  # bytes that tensors show
+        self._lock = threading.RLock()  # the collector may run finalizers, and they this code, at any place
+        self._returned: deque[tuple[int, int, mmap.mmap]] = deque()  # by finalizers, which take no lock
+        self._waiting: OrderedDict[int, tuple[int, mmap.mmap]] = OrderedDict()  # longest first, by number
+        self._by_size: dict[int, list[int]] = {}  # numbers of those that wait
+        self._number = count()
+        self._idle = 0  # bytes of those that wait
+        self._shown: set[int] = set()  # addresses of those that tensors show
+        self._most = [0, 0]  # bytes used at a time, in the last window of takes and in this one
+        self._taken = 0  # in this window
+
+    @property
+    def bytes(self) -> int:
+        """Number of bytes of all files."""
+        with self._lock:
+            self._collect()
+            return self.used + self._idle
+
+    def owns(self, host: torch.Tensor) -> bool:
+        """Whether a tensor shows one of the files."""
+        return host.numel() == 0 or host.data_ptr() in self._shown
+
+    def take(self, like: torch.Tensor) -> torch.Tensor:
+        """A tensor of the same layout in a file."""
+        size = span_bytes(like)
+        if size == 0:
+            return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
+        with self._lock:
+            self._collect()
+            memory = self._reuse(size) or self._new(size)
+            owner = (ctypes.c_char * size).from_buffer(memory)
+            address = ctypes.addressof(owner)
+            weakref.finalize(owner, self._returned.append, (size, address, memory)).atexit = False
+            self._shown.add(address)
+            self.used += size
+            self._most[1] = max(self._most[1], self.used)
+            self._turn_window()
+        return torch.frombuffer(owner, dtype=like.dtype).as_strided(like.shape, like.stride())
+
+    def shrink(self, most: int) -> None:
+        """Let go of files that wait, until all take at most so many bytes or none waits."""
+        with self._lock:
+            self._collect()
+            while self._waiting and self.used + self._idle > most:
+                number, (size, _) = self._waiting.popitem(last=False)
+                self._by_size[size].remove(number)
+                self._idle -= size
+
+    def _collect(self) -> None:
+        """Let files wait that no tensor shows any more."""
+        while self._returned:
+            size, address, memory = self._returned.popleft()
+            self._shown.discard(address)
+            number = next(self._number)
+            self._waiting[number] = size, memory
+            self._by_size.setdefault(size, []).append(number)
+            self.used -= size
+            self._idle += size
+
+    def _reuse(self, size: int) -> mmap.mmap | None:
+        numbers = self._by_size.get(size)
+        if not numbers:
+            return None
+        _, memory = self._waiting.pop(numbers.pop())
+        self._idle -= size
+        return memory
+
+    def _turn_window(self) -> None:
+        self._taken += 1
+        if self._taken == WINDOW:
+            self._most, self._taken = [self._most[1], self.used], 0
+            self.shrink(max(self._most))
+
+    def _new(self, size: int) -> mmap.mmap:
+        self.shrink(max(0, max(*self._most, self.used + size) - size))
+        try:
+            with tempfile.TemporaryFile(dir=self.folder) as file:  # has no name, or loses it at once
+                if hasattr(os, "posix_fallocate"):
+                    os.posix_fallocate(
+                        file.fileno(), 0, size
+                    )  # a full disk is known now, not by a SIGBUS later
+                else:
+                    file.truncate(size)
+                return mmap.mmap(file.fileno(), size)
+        except OSError as error:
+            raise FxrematError(
+                f"no room for {format_bytes(size)} more beside the {format_bytes(self.bytes)} offloaded in "
+                f"{self.folder or tempfile.gettempdir()} ({error.strerror}): give a folder on a larger disk, "
+                "fxremat.FileTier(folder), or limit what is offloaded, host_mem=..."
+            ) from error
