@@ -126,11 +126,11 @@ def test_an_order_that_reads_what_is_not_there_is_refused() -> None:
     layout = lay_out(joint, [])
     program = rematerialize(layout, Schedule.parse("Fall1 B1"))
     ops = [step.op for step in program.steps]
-    order = Order(layout=layout, ops=tuple(ops), blocks=(0,) * len(ops), turn=program.turn)
+    order = Order(layout=layout, ops=tuple(ops), blocks=(0,) * len(ops), split=program.split)
     assert [step.op for step in order.program().steps] == ops
     ops[0], ops[1] = ops[1], ops[0]
     with pytest.raises(fxremat.InvalidSchedule, match="runs before"):
-        Order(layout=layout, ops=tuple(ops), blocks=(0,) * len(ops), turn=program.turn).program()
+        Order(layout=layout, ops=tuple(ops), blocks=(0,) * len(ops), split=program.split).program()
 
 
 def test_low_points_are_where_fewer_bytes_cross_than_around_them() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fxremat.errors import BudgetTooSmall
 from fxremat.search.survey import survey
-from fxremat.step.costs import Link, Unit
+from fxremat.step.costs import Link, ParameterUpdate
 from fxremat.step.joint import Joint, with_updates_inside
 from fxremat.transfers import clock
 from fxremat.transfers.weight_updates import best_within, resident_peak
@@ -21,11 +21,11 @@ from tests.dags import Dag, Layer, Recipe, batch, capture, estimated, few, recip
 pytestmark = pytest.mark.usefixtures("torch_ready")
 
 
-def made_up_units(joint: Joint, seed: int) -> list[Unit]:
+def made_up_units(joint: Joint, seed: int) -> list[ParameterUpdate]:
     """Updates of every kind: with and without state, some with a large workspace."""
     random = np.random.default_rng(seed)
     return [
-        Unit(
+        ParameterUpdate(
             value=value,
             bytes=joint.values[value].bytes,
             state_bytes=int(random.choice([0, 1, 2])) * joint.values[value].bytes,

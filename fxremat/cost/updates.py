@@ -11,12 +11,12 @@ from torch import nn
 
 from fxremat.cost.measure import peak_of, quiet_world, seconds_of
 from fxremat.host.tier import span_bytes
-from fxremat.step.costs import CUDA_BLOCK, Costs, Unit
+from fxremat.step.costs import CUDA_BLOCK, Costs, ParameterUpdate
 from fxremat.step.joint import Joint
 from fxremat.torch_private import unprofiled
 
 
-def units_of(joint: Joint, optimizer: torch.optim.Optimizer, costs: Costs) -> list[Unit]:
+def units_of(joint: Joint, optimizer: torch.optim.Optimizer, costs: Costs) -> list[ParameterUpdate]:
     """A unit for each parameter that the step updates."""
     known: dict[tuple[Any, ...], tuple[float, int, int]] = {}
     units = []
@@ -27,7 +27,7 @@ def units_of(joint: Joint, optimizer: torch.optim.Optimizer, costs: Costs) -> li
             known[key] = unprofiled(partial(measure_update, optimizer, shown))
         seconds, state, workspace = known[key]
         units.append(
-            Unit(
+            ParameterUpdate(
                 value=value,
                 bytes=costs.sizes.values[value],
                 state_bytes=state,

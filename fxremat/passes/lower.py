@@ -63,7 +63,7 @@ class _Lowering:
     def __init__(self, program: Program, tier: str, handles: Handles | None) -> None:
         self.program = program
         self.tier, self.handles = tier, handles
-        self.arrivals = {  # trip -> the primal that comes from the host, where it lives
+        self.copies_in = {  # trip -> the primal that comes from the host, where it lives
             step.trip: program.version_of[step.writes[0]]
             for step in program.steps
             if isinstance(step, Transfer)
@@ -87,14 +87,14 @@ class _Lowering:
                 for part in (self.forward, self.backward):
                     part.bases[version] = part.graph.node_copy(joint.values[value].node)
         copies = {value: self._preserve(value) for value in sorted(program.preserved)}
-        for step in program.steps[: program.turn]:
+        for step in program.steps[: program.split]:
             self._step(self.forward, step)
         for value, copy in copies.items():  # from here on the primal is the overwritten one
             self.forward.bases[program.first[value]] = copy
         self.meta = {}
         for tangent in joint.tangents:
             self.backward.bases[self._first(tangent)] = self._placeholder(self.backward, tangent)
-        for step in program.steps[program.turn :]:
+        for step in program.steps[program.split :]:
             self._step(self.backward, step)
         gradients: list[Any] = [self._output(self.backward, node) for node in joint.backward_outputs]
         outputs: list[Any] = [self._output(self.forward, node) for node in joint.forward_outputs]
@@ -136,8 +136,8 @@ class _Lowering:
             self._update(part, step)
         elif step.state_of is not None:
             self._travel_of_state(part, step, step.state_of)
-        elif step.trip in self.arrivals:
-            self._travel_of_weight(part, step, self.arrivals[step.trip])
+        elif step.trip in self.copies_in:
+            self._travel_of_weight(part, step, self.copies_in[step.trip])
         else:
             self._travel(part, step)
 

@@ -269,15 +269,15 @@ def _spending(candidate: Candidate, costs: Costs) -> Spending:
     halves = [0.0, 0.0]
     for position, step in enumerate(program.steps):
         if step.op is not None:
-            halves[position >= program.turn] += costs.seconds[step.op]
+            halves[position >= program.split] += costs.seconds[step.op]
     return Spending(
         forward_time=halves[0],
         backward_time=halves[1],
         budget=candidate.peak,
-        kept=memory.turn - max(coming, costs.sizes.outside),
+        kept=memory.at_split - max(coming, costs.sizes.outside),
         returned=sum(costs.sizes.values[value] for value in joint.kept_outputs),
-        forward_peak=max(memory.during[: program.turn], default=0),
-        backward_peak=max(*memory.during[program.turn :], memory.turn, memory.end),
+        forward_peak=max(memory.during[: program.split], default=0),
+        backward_peak=max(*memory.during[program.split :], memory.at_split, memory.end),
     )
 
 

@@ -55,7 +55,7 @@ class Outputs:
     beside: tuple[int, ...]  # a scalar is computed from them
 
 
-def outputs_beside_loss(module: fx.GraphModule) -> Outputs:
+def auxiliary_outputs_of(module: fx.GraphModule) -> Outputs:
     """Tell the outputs that a scalar output, a loss, is computed from, from all others. O(nodes).
 
     `module` is a graph as dynamo hands it to a backend; a view counts as what it shows.
@@ -120,12 +120,12 @@ def detach_outputs(module: fx.GraphModule, positions: Iterable[int]) -> fx.Graph
     return before
 
 
-class BesideLoss:
+class AuxiliaryOutputs:
     """One captured step, planned without gradients for the outputs beside the loss until one is given.
 
     Args:
         module: the graph that dynamo captured; its outputs are detached in place.
-        outputs: what `outputs_beside_loss` found in it.
+        outputs: what `auxiliary_outputs_of` found in it.
         differentiate: compiles it.
         inputs: those to compile for now.
     """
@@ -164,9 +164,9 @@ class BesideLoss:
 
 
 class _Call:
-    """One call of a `BesideLoss`, begun with these inputs: what running it again takes."""
+    """One call of a `AuxiliaryOutputs`, begun with these inputs: what running it again takes."""
 
-    def __init__(self, step: BesideLoss, inputs: tuple[Any, ...]) -> None:
+    def __init__(self, step: AuxiliaryOutputs, inputs: tuple[Any, ...]) -> None:
         tensors = [x for x in inputs if isinstance(x, Tensor)]
         self.step = step
         self.inputs: list[Any] = list(inputs)

@@ -22,7 +22,7 @@ from fxremat.passes.normalize import normalize
 from fxremat.passes.numbers import refuse_symbols
 from fxremat.planning import CapturedStep, TrainedParameters, named, plan_step
 from fxremat.plans import Plan
-from fxremat.runtime.auxiliary_outputs import BesideLoss, check_runs_again, outputs_beside_loss
+from fxremat.runtime.auxiliary_outputs import AuxiliaryOutputs, auxiliary_outputs_of, check_runs_again
 from fxremat.runtime.devices import check_devices
 from fxremat.runtime.parts import Part
 from fxremat.runtime.unused import telling_unused, unused_outputs, without
@@ -63,18 +63,18 @@ class Backend:
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         """Compile one captured graph, as dynamo asks. Raises `CaptureError` for sizes that are not fixed."""
-        outputs = outputs_beside_loss(module)
+        outputs = auxiliary_outputs_of(module)
         if outputs.expected or outputs.beside:
             refuse_symbols(module.graph, "example_value")
         if self.options.only_loss and outputs.beside:
-            return BesideLoss(module, outputs, self._differentiate, inputs)
+            return AuxiliaryOutputs(module, outputs, self._differentiate, inputs)
         return self._differentiate(module, inputs)
 
     def _differentiate(
         self, module: fx.GraphModule, inputs: Sequence[Any], *, again: bool = False
     ) -> Callable[..., Any]:
         self._inputs = inputs
-        outputs = outputs_beside_loss(module)
+        outputs = auxiliary_outputs_of(module)
         trained = sorted((*outputs.expected, *outputs.beside))
         made: list[Plan] = []  # of this graph, from its partition to the compilation of its backward
         self._names = [parameter_name(node) for node in module.graph.nodes if node.op == "placeholder"]

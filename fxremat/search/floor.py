@@ -50,9 +50,9 @@ class Floor:
 def floor_of(program: Program, costs: Costs) -> Floor:
     """The moment at which a program needs most, the first of equals. O(steps)."""
     memory = live_bytes(program, costs.sizes)
-    if memory.turn == memory.peak:
-        rest = memory.turn - _loss(program.layout.joint, costs)
-        kinds = {Kind.OUTSIDE: memory.turn - rest, Kind.KEPT: rest}
+    if memory.at_split == memory.peak:
+        rest = memory.at_split - _loss(program.layout.joint, costs)
+        kinds = {Kind.OUTSIDE: memory.at_split - rest, Kind.KEPT: rest}
         return Floor(bytes=memory.peak, moment="the loss outside the model runs", kinds=_sorted(kinds))
     place = max(range(len(memory.during)), key=memory.during.__getitem__)
     kinds = {kind: series[place] for kind, series in bytes_by_kind(program, costs.sizes).items()}

@@ -23,7 +23,7 @@ SMALLER = 30  # steps below the least given peak, at most
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Searched:
+class SearchResult:
     """A program, and which of the given ones the search began with."""
 
     peak: int
@@ -34,8 +34,8 @@ class Searched:
 
 
 def search(
-    given: Sequence[tuple[int, float]], begin: Callable[[int], Searched], costs: Costs, *, effort: float
-) -> Iterator[Searched]:
+    given: Sequence[tuple[int, float]], begin: Callable[[int], SearchResult], costs: Costs, *, effort: float
+) -> Iterator[SearchResult]:
     """Faster programs for budgets between the least and the largest peak of the given ones; some need less still.
 
     Args:
@@ -60,7 +60,7 @@ def search(
             yield best
 
 
-def _smaller(start: Searched, skeletons: Skeletons, work: int) -> Iterator[Searched]:
+def _smaller(start: SearchResult, skeletons: Skeletons, work: int) -> Iterator[SearchResult]:
     """Programs with less and less memory, however slow, until no further one is found."""
     in_vain = 0
     for seed in range(SMALLER):
@@ -81,7 +81,7 @@ def budgets(least: int, most: int) -> list[int]:
     return found
 
 
-def refine(start: Searched, skeletons: Skeletons, budget: int, work: int, seed: int) -> Searched:
+def refine(start: SearchResult, skeletons: Skeletons, budget: int, work: int, seed: int) -> SearchResult:
     """A faster program within the budget; where the given one does not fit, one with a lower peak; or the given one."""
     skeleton = skeletons.around(start.program)
     choice = skeleton.choice.copy()
@@ -89,4 +89,4 @@ def refine(start: Searched, skeletons: Skeletons, budget: int, work: int, seed: 
     if (choice == skeleton.choice).all():
         return start
     order = skeleton.order(choice)
-    return Searched(peak=peak, time=time, program=order.program(), began=start.began, order=order)
+    return SearchResult(peak=peak, time=time, program=order.program(), began=start.began, order=order)

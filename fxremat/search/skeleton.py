@@ -30,7 +30,7 @@ NEAREST = 16  # recomputations that are offered before a backward op, at most
 
 @dataclass(frozen=True, slots=True)
 class _Execution:
-    """One entry of a skeleton; op is None for the two moments between ops: the turn, and the end."""
+    """One entry of a skeleton; op is None for the two moments between ops: the split, and the end."""
 
     op: int | None
     optional: bool
@@ -47,7 +47,7 @@ class Skeleton:
     layout: Layout
     tape: Tape
     choice: Bits  # of the program
-    ops: Ints  # op numbers, -1 for the turn and the end
+    ops: Ints  # op numbers, -1 for the split and the end
     blocks: Ints
 
     def judge(self, choice: Bits) -> tuple[int, float]:
@@ -59,12 +59,12 @@ class Skeleton:
         pages = blank_pages(self.tape)
         replay(self.tape, choice, pages)
         runs = (pages.runs == 1) & (self.ops >= 0)
-        turn = int(np.flatnonzero(self.ops < 0)[0])
+        split = int(np.flatnonzero(self.ops < 0)[0])
         return Order(
             layout=self.layout,
             ops=tuple(self.ops[runs].tolist()),
             blocks=tuple(self.blocks[runs].tolist()),
-            turn=int(runs[:turn].sum()),
+            split=int(runs[:split].sum()),
         )
 
 
@@ -105,8 +105,8 @@ def _executions(program: Program, parts: _Parts) -> Iterator[tuple[_Execution, i
     """Every execution, its block, and whether it is one of the program's."""
     ran, just_ran = set[int](), set[int]()
     for position, step in enumerate(program.executions):
-        if position == program.turn:
-            yield from ((moment, -1, True) for moment in parts.turn())
+        if position == program.split:
+            yield from ((moment, -1, True) for moment in parts.split())
         if step.role is Role.BACKWARD:
             for near in parts.near(step.op):
                 if near not in just_ran:
@@ -178,7 +178,7 @@ class _Parts:
             seconds=self.costs.seconds[index],
         )
 
-    def turn(self) -> Iterator[_Execution]:
+    def split(self) -> Iterator[_Execution]:
         """The end of the forward graph, then what the caller brings."""
         updates = [v for v in self.joint.updates if v not in self.primals]
         yield _Execution(op=None, optional=False, reads=updates, writes=())

@@ -25,7 +25,7 @@ from fxremat.linearize.layout import lay_out
 from fxremat.linearize.save_sets import add_options
 from fxremat.linearize.towers import find_towers, join_of, on_the_layout
 from fxremat.search.candidate import Candidate, FromJoin, FromSchedule, Frontier, unbeaten
-from fxremat.search.refine import EFFORT, Searched, search
+from fxremat.search.refine import EFFORT, SearchResult, search
 from fxremat.solvers import DEFAULT, LISTS, TABLES, keep_all
 from fxremat.solvers.joins import canonical
 from fxremat.solvers.registry import JOINS
@@ -194,9 +194,9 @@ def _joined(joint: Joint, costs: Costs, slots: int) -> Iterator[Candidate]:
 def _refined(frontier: Sequence[Candidate], costs: Costs, effort: float) -> Iterator[Candidate]:
     """The programs that a search from those of the frontier finds; each keeps the blocks of the one it began with."""
 
-    def begin(place: int) -> Searched:
+    def begin(place: int) -> SearchResult:
         candidate = frontier[place]
-        return Searched(peak=candidate.peak, time=candidate.time, program=candidate.program(), began=place)
+        return SearchResult(peak=candidate.peak, time=candidate.time, program=candidate.program(), began=place)
 
     starts = [(candidate.peak, candidate.time) for candidate in frontier]
     for found in search(starts, begin, costs, effort=effort):

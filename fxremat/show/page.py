@@ -145,7 +145,7 @@ class _Chart:
     starts: Sequence[float]  # seconds, or numbers of steps where no op takes time
     ends: Sequence[float]
     timed: bool
-    turn: float
+    split: float
     budget: int
 
     @classmethod
@@ -174,7 +174,7 @@ class _Chart:
             starts=starts,
             ends=ends,
             timed=timed,
-            turn=starts[program.turn] if program.turn < len(starts) else ends[-1] if ends else 0.0,
+            split=starts[program.split] if program.split < len(starts) else ends[-1] if ends else 0.0,
             budget=plan.budget,
         )
 
@@ -262,7 +262,7 @@ class _Chart:
         )
 
     def _turn_line(self) -> Iterator[str]:
-        x = self._x(self.turn)
+        x = self._x(self.split)
         yield f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{TOP + HEIGHT}" stroke="#444" stroke-dasharray="1 3"/>'
         yield f'<text x="{x - 6:.1f}" y="{TOP - 8}" text-anchor="end" fill="#555">forward</text>'
         yield f'<text x="{x + 6:.1f}" y="{TOP - 8}" fill="#555">backward</text>'

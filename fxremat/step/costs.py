@@ -167,11 +167,11 @@ class Link:
 
     to_host: float  # bytes per second
     from_host: float
-    drag: float = 0.05  # seconds that ops lose for each second of copying: both use the device's memory
+    slowdown: float = 0.05  # seconds that ops lose for each second of copying: both use the device's memory
 
 
 @dataclass(frozen=True, kw_only=True)
-class Unit:
+class ParameterUpdate:
     """A parameter that the step updates."""
 
     value: int  # of the joint graph

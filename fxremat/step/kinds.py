@@ -56,7 +56,7 @@ def bytes_by_kind(program: Program, sizes: Sizes) -> dict[Kind, tuple[int, ...]]
         if last >= first:
             live(versions.kind(version), first, last, size)
     live(Kind.WEIGHTS, 0, count, program.resident)
-    live(Kind.OUTSIDE, program.turn, count, sizes.root)
+    live(Kind.OUTSIDE, program.split, count, sizes.root)
     for first, last in seed_lives(program) if sizes.seed else ():
         live(Kind.WORKSPACE, first, last, sizes.seed)
     for place, step in enumerate(program.steps):
@@ -97,7 +97,7 @@ class _Versions:
         """The step that makes a version, or the one before which the caller does."""
         if version in self.writer:
             return self.writer[version]
-        return self.program.turn if self._origin(version) is Origin.TANGENT else 0
+        return self.program.split if self._origin(version) is Origin.TANGENT else 0
 
     def kind(self, version: int) -> Kind:
         """What a version is for."""
@@ -114,7 +114,7 @@ class _Versions:
             return Kind.RECOMPUTED
         if role is Role.PREFETCH or version in self.leaving:
             return Kind.OFFLOADED
-        return Kind.KEPT if self.lives[version][0] >= self.program.turn else Kind.TEMPORARY
+        return Kind.KEPT if self.lives[version][0] >= self.program.split else Kind.TEMPORARY
 
     def overwritten(self, step: Step | Transfer) -> int:
         """The version that a step overwrites: the largest that it reads last."""

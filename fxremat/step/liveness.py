@@ -25,22 +25,22 @@ class Sizes:
         int
     ]  # of each op while it runs, beyond what it reads and writes; < 0: one is the other
     seed: int = 0  # of one saved generator state, on the device
-    outside: int = 0  # at the turn, for a loss outside the model; the gradients it hands in are part of it
-    root: int = 0  # from the turn to the end: such a loss, and the gradient that its backward starts from
+    outside: int = 0  # at the split, for a loss outside the model; the gradients it hands in are part of it
+    root: int = 0  # from the split to the end: such a loss, and the gradient that its backward starts from
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes above the start of the step: `during[i]` while step i runs, `turn` between forward and backward."""
+    """Bytes above the start of the step: `during[i]` while step i runs, `at_split` between forward and backward."""
 
     during: tuple[int, ...]
-    turn: int
+    at_split: int
     end: int
 
     @property
     def peak(self) -> int:
         """The largest of them all."""
-        return max(*self.during, self.turn, self.end)
+        return max(*self.during, self.at_split, self.end)
 
 
 def live_bytes(
@@ -57,15 +57,15 @@ def live_bytes(
         kept: values that stay alive to the end, besides what the step returns.
     """
     changes = _changes(program, sizes, at_hand, kept)
-    live, during, turn_bytes = changes.start, [], changes.start
+    live, during, split_bytes = changes.start, [], changes.start
     for position, step in enumerate(program.steps):
-        if position == program.turn:
-            turn_bytes = live + max(changes.tangents, sizes.outside)
+        if position == program.split:
+            split_bytes = live + max(changes.tangents, sizes.outside)
             live += changes.tangents
         live += changes.born[position]
         during.append(live + (step.workspace if isinstance(step, Transfer) else sizes.workspace[step.op]))
         live -= changes.freed[position]
-    return Memory(tuple(during), turn_bytes, live)
+    return Memory(tuple(during), split_bytes, live)
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class _Changes:
     """Bytes that appear before and vanish after each step."""
 
     start: int
-    tangents: int  # with all that the caller brings at the turn
+    tangents: int  # with all that the caller brings at the split
     born: list[int]
     freed: list[int]
 
@@ -118,7 +118,7 @@ def lives(
             last[version] = position
     for value in joint.updates:  # returned by the forward, copied over its input, freed
         if value in program.first:
-            last[program.first[value]] = max(last[program.first[value]], program.turn - 1)
+            last[program.first[value]] = max(last[program.first[value]], program.split - 1)
     pinned, kept = joint.pinned, set(kept)
     for value, version in program.first.items():
         if value in pinned or value in kept:

@@ -66,14 +66,14 @@ class Transfer:
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """Every execution of one training step; `steps[turn:]` is the backward graph.
+    """Every execution of one training step; `steps[split:]` is the backward graph.
 
     A version is one life of a value: `version_of[v]` is the value, in order of creation.
     """
 
     layout: Layout
     steps: tuple[Step | Transfer, ...]
-    turn: int
+    split: int
     version_of: tuple[int, ...]
     first: dict[int, int]  # value -> its first version: what the graphs return, whatever is made again later
     repeated: frozenset[int]  # ops that run more than once
@@ -108,15 +108,15 @@ class Order:
     layout: Layout
     ops: tuple[int, ...]
     blocks: tuple[int, ...]
-    turn: int
+    split: int
 
     def program(self) -> Program:
         """The program that runs in this order. Raises `InvalidSchedule` where an op lacks what it reads."""
         replay = Replay(self.layout)
         pinned = self.layout.joint.pinned
         for position, (op, block) in enumerate(zip(self.ops, self.blocks, strict=True)):
-            if position == self.turn:
-                replay.turn = position
+            if position == self.split:
+                replay.split = position
             replay.run(op, block, pinned)
         return replay.whole_program()
 
@@ -142,7 +142,7 @@ class Replay:
     version_of: list[int] = field(default_factory=list)
     current: dict[int, int] = field(default_factory=dict)
     ran: set[int] = field(default_factory=set)  # ops that ran at least once, here or before
-    turn: int | None = None
+    split: int | None = None
     _covers: dict[int, int] = field(default_factory=dict)  # value -> how many stored items hold it
     _stored: dict[tuple[str, int], frozenset[int]] = field(default_factory=dict)
     _repeated: set[int] = field(default_factory=set)
@@ -215,8 +215,8 @@ class Replay:
 
         An op that reads a gradient which a later backward makes (towers that share weights) waits for it.
         """
-        if self.turn is None:
-            self.turn = len(self.steps)
+        if self.split is None:
+            self.split = len(self.steps)
         place = self.layout.blocks[block]
         self._run_ready(place.backward, block)
         self._run_ready((), block)
@@ -259,12 +259,12 @@ class Replay:
         if self._waiting:
             name = self.layout.joint.ops[self._waiting[0]].name
             raise InvalidSchedule(f"the schedule ends before {name} has the gradients that it reads")
-        turn = len(self.steps) if self.turn is None else self.turn
-        late_reads = {self.version_of[version] for step in self.steps[turn:] for version in step.reads}
+        split = len(self.steps) if self.split is None else self.split
+        late_reads = {self.version_of[version] for step in self.steps[split:] for version in step.reads}
         return Program(
             layout=self.layout,
             steps=tuple(self.steps),
-            turn=turn,
+            split=split,
             version_of=tuple(self.version_of),
             first=self._first,
             repeated=frozenset(self._repeated),

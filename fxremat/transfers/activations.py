@@ -1,6 +1,6 @@
 """Values that wait on the host between two uses: which may, which do, and the program that sends them.
 
-    trip       a forward value that some step reads last before the turn, and some step reads first after it
+    trip       a forward value that some step reads last before the split, and some step reads first after it
     offload    right after the step that makes it: as early as possible (thesis, Proposition 1)
 
 When it is let go and when it comes back, the clock decides (`transfers.copies`).
@@ -23,13 +23,13 @@ from fxremat.step.liveness import live_bytes
 from fxremat.step.program import Program, Replay, Role, Transfer
 from fxremat.step.transferred import ProgramWithTransfers
 from fxremat.transfers.clock import Ints
-from fxremat.transfers.copies import Arrival, Departure, durations, need_of, rehearse
+from fxremat.transfers.copies import CopyIn, CopyOut, durations, need_of, time_copies
 
 SMALL = 2000  # values below this part of the keep-everything peak do not travel
 
 
 @dataclass(frozen=True, slots=True)
-class Trip:
+class RoundTrip:
     """A version that can be away between two steps: `leaves` is its last reader before, `returns` its first after."""
 
     version: int
@@ -50,16 +50,16 @@ def least_size(keep_all_peak: int) -> int:
     return max(1, keep_all_peak // SMALL)
 
 
-def trips(program: Program, costs: Costs, least: int = 1) -> list[Trip]:
-    """Every trip over the turn that a program allows, of at least so many bytes, by where it starts. O(steps).
+def trips(program: Program, costs: Costs, least: int = 1) -> list[RoundTrip]:
+    """Every trip over the split that a program allows, of at least so many bytes, by where it starts. O(steps).
 
     Only whole storages travel: one that is larger than the tensor that shows it stays.
     """
-    found = _Visits.of(program).trips(dict.fromkeys(range(len(program.version_of)), program.turn), costs)
-    return [trip for trip in found if trip.size >= least and trip.leaves < program.turn]
+    found = _Visits.of(program).trips(dict.fromkeys(range(len(program.version_of)), program.split), costs)
+    return [trip for trip in found if trip.size >= least and trip.leaves < program.split]
 
 
-def trips_of(layout: Layout, schedule: Schedule, costs: Costs) -> tuple[Program, list[Trip]]:
+def trips_of(layout: Layout, schedule: Schedule, costs: Costs) -> tuple[Program, list[RoundTrip]]:
     """What a schedule executes, and the trips that its Off and Pre tokens ask for.
 
     What comes back a second time (a solver of chains may drop it and fetch it again) has stayed since the first.
@@ -101,7 +101,7 @@ class _Visits:
                 at.setdefault(version, []).append(position)
         return cls(program, at)
 
-    def trips(self, back: Mapping[int, int], costs: Costs) -> list[Trip]:
+    def trips(self, back: Mapping[int, int], costs: Costs) -> list[RoundTrip]:
         """The trips of those versions that can travel, each back from a position on, by where they start."""
         found = []
         for version, position in back.items():
@@ -110,8 +110,8 @@ class _Visits:
             size = self._travels(version, costs)
             if size and 0 < place < len(visits):
                 leaves, returns = visits[place - 1], visits[place]
-                soonest = max(position, self.program.turn) if returns >= self.program.turn else position
-                found.append(Trip(version, size, visits[0], leaves, returns, soonest))
+                soonest = max(position, self.program.split) if returns >= self.program.split else position
+                found.append(RoundTrip(version, size, visits[0], leaves, returns, soonest))
         return sorted(found, key=lambda trip: trip.made)
 
     def _travels(self, version: int, costs: Costs) -> int:
@@ -128,7 +128,7 @@ class _Visits:
         return size if whole else 0
 
 
-def cap(need: Ints, possible: Sequence[Trip], limit: int) -> list[Trip] | None:
+def cap(need: Ints, possible: Sequence[RoundTrip], limit: int) -> list[RoundTrip] | None:
     """Trips that make a program fit into `limit` bytes, or None; `need` becomes what is needed then.
 
     While something does not fit, the earliest value that need not be there at the worst step leaves (autocapper of the
@@ -150,12 +150,12 @@ def cap(need: Ints, possible: Sequence[Trip], limit: int) -> list[Trip] | None:
     return sorted(chosen, key=lambda trip: trip.made)
 
 
-def swap(program: Program, chosen: Sequence[Trip], costs: Costs, link: Link, limit: int) -> ProgramWithTransfers:
+def swap(program: Program, chosen: Sequence[RoundTrip], costs: Costs, link: Link, limit: int) -> ProgramWithTransfers:
     """The program with these trips; it stays below `limit` wherever it can. O(steps + trips * steps between)."""
     need = need_of(program, live_bytes(program, costs.sizes))
-    departures, arrivals = copies_of(program, chosen, need)
+    copies_out, copies_in = copies_of(program, chosen, need)
     seconds = durations(program, costs)
-    return rehearse(program, departures, arrivals, need, seconds, link, limit).performed(costs)
+    return time_copies(program, copies_out, copies_in, need, seconds, link, limit).performed(costs)
 
 
 def most_on_host(program: Program, costs: Costs) -> int:
@@ -175,16 +175,16 @@ def most_on_host(program: Program, costs: Costs) -> int:
 
 
 def copies_of(
-    program: Program, chosen: Sequence[Trip], need: Ints, first: int = 0
-) -> tuple[list[Departure], list[Arrival]]:
+    program: Program, chosen: Sequence[RoundTrip], need: Ints, first: int = 0
+) -> tuple[list[CopyOut], list[CopyIn]]:
     """What these trips copy, numbered from `first` on; `need` becomes what is needed while they are away."""
-    departures: list[Departure] = []
-    arrivals: list[Arrival] = []
+    copies_out: list[CopyOut] = []
+    copies_in: list[CopyIn] = []
     for number, trip in enumerate(chosen, first):
         need[trip.away] -= trip.size
         block = program.steps[trip.made].block
-        departures.append(
-            Departure(
+        copies_out.append(
+            CopyOut(
                 trip=number,
                 block=block,
                 version=trip.version,
@@ -193,8 +193,8 @@ def copies_of(
                 leaves=trip.leaves,
             )
         )
-        arrivals.append(
-            Arrival(
+        copies_in.append(
+            CopyIn(
                 trip=number,
                 block=block,
                 version=trip.version,
@@ -203,4 +203,4 @@ def copies_of(
                 first=trip.returns,
             )
         )
-    return departures, arrivals
+    return copies_out, copies_in

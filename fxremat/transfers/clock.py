@@ -1,8 +1,8 @@
 """The clock of a program with copies, compiled: what happens when, and which step waits for which copy.
 
-    departure   its copy starts after the step at `starts`; after the one at `leaves` nothing on the device reads it
+    copy_out   its copy starts after the step at `starts`; after the one at `leaves` nothing on the device reads it
     release     once that copy has ended, or where the memory is needed before: then the step there waits
-    arrival     as soon as, from `begins` on, it fits beside everything else up to its first reader, and its copy can
+    copy_in     as soon as, from `begins` on, it fits beside everything else up to its first reader, and its copy can
                 start before the step ends; the first that is read is the first to come
     wait        before its first reader, at `first`
 
@@ -26,7 +26,7 @@ _NOW, _OUT, _BACK = range(3)  # of the clock: the time, and when each lane is fr
 _EVENTS, _HEAD, _TAIL, _BYTES, _TURN, _PEAK = range(6)  # of the counts
 
 
-class Departures(NamedTuple):
+class CopiesOut(NamedTuple):
     """What leaves; copies of one trip share a number."""
 
     trips: Ints
@@ -37,7 +37,7 @@ class Departures(NamedTuple):
     by_leave: Ints
 
 
-class Arrivals(NamedTuple):
+class CopiesIn(NamedTuple):
     """What comes, in the order of its first readers."""
 
     trips: Ints
@@ -51,17 +51,17 @@ class Log(NamedTuple):
 
     events: Ints
     starts: Floats  # seconds, of each event
-    out: Floats  # [departures, 2]: start and end of each copy
-    back: Floats  # [arrivals, 2]
+    out: Floats  # [copies_out, 2]: start and end of each copy
+    back: Floats  # [copies_in, 2]
     ends: Floats  # by trip: when its copy out ends; 0 for what has been on the host from the start
-    queue: Ints  # departures that nothing reads any more, and that have not been released
+    queue: Ints  # copies_out that nothing reads any more, and that have not been released
     lingers: Ints  # by trip: whether it is in there
     clock: Floats
     waited: Floats  # seconds that steps wait for copies out, and back
     counts: Ints
 
 
-def blank_log(steps: int, out: Departures, back: Arrivals) -> Log:
+def blank_log(steps: int, out: CopiesOut, back: CopiesIn) -> Log:
     """Room for a run."""
     events = steps + 2 * out.trips.size + 2 * back.trips.size
     trips = 1 + max(out.trips.max(initial=-1), back.trips.max(initial=-1))
@@ -82,22 +82,22 @@ def blank_log(steps: int, out: Departures, back: Arrivals) -> Log:
 def run(
     need: Ints,
     seconds: Floats,
-    turn: int,
-    out: Departures,
-    back: Arrivals,
+    split: int,
+    out: CopiesOut,
+    back: CopiesIn,
     speeds: tuple[float, float],
     limit: int,
 ) -> Log:
-    """Go through the steps once. O(steps + arrivals * steps between).
+    """Go through the steps once. O(steps + copies_in * steps between).
 
     Args:
         need: bytes at each step without what is away then; it is used up.
-        turn: position of the first step of the backward graph.
+        split: position of the first step of the backward graph.
         speeds: bytes per second to the host, and back.
         limit: bytes; the steps stay below wherever they can.
     """
     log = blank_log(need.size, out, back)
-    _run(need, seconds, turn, out, back, speeds[0], speeds[1], limit, log)
+    _run(need, seconds, split, out, back, speeds[0], speeds[1], limit, log)
     return log
 
 
@@ -106,7 +106,7 @@ def events_of(log: Log) -> int:
     return int(log.counts[_EVENTS])
 
 
-def turn_of(log: Log) -> int:
+def split_of(log: Log) -> int:
     """The first event of the backward graph."""
     return int(log.counts[_TURN])
 
@@ -125,9 +125,9 @@ def time_of(log: Log) -> float:
 def _run(
     need: Ints,
     seconds: Floats,
-    turn: int,
-    out: Departures,
-    back: Arrivals,
+    split: int,
+    out: CopiesOut,
+    back: CopiesIn,
     to_host: float,
     from_host: float,
     limit: int,
@@ -136,7 +136,7 @@ def _run(
     coming = due = started = left = 0
     for position in range(need.size):
         _make_room(need[position], out, limit, log)
-        if position == turn:
+        if position == split:
             log.counts[_TURN] = log.counts[_EVENTS]
         while coming < back.trips.size:
             soon = _may_come(need, position, seconds[position], coming, back, limit, log)
@@ -175,7 +175,7 @@ def _run(
 
 
 @jit
-def _make_room(need: int, out: Departures, limit: int, log: Log) -> None:
+def _make_room(need: int, out: CopiesOut, limit: int, log: Log) -> None:
     """Release what has left by now, and wait for more where the step would not fit."""
     while log.counts[_HEAD] < log.counts[_TAIL]:
         ends = log.ends[out.trips[log.queue[log.counts[_HEAD]]]]
@@ -185,7 +185,7 @@ def _make_room(need: int, out: Departures, limit: int, log: Log) -> None:
 
 
 @jit
-def _release(out: Departures, log: Log) -> None:
+def _release(out: CopiesOut, log: Log) -> None:
     number = log.queue[log.counts[_HEAD]]
     log.counts[_HEAD] += 1
     log.counts[_BYTES] -= out.sizes[number]
@@ -196,7 +196,7 @@ def _release(out: Departures, log: Log) -> None:
 
 @jit
 def _may_come(
-    need: Ints, position: int, seconds: float, number: int, back: Arrivals, limit: int, log: Log
+    need: Ints, position: int, seconds: float, number: int, back: CopiesIn, limit: int, log: Log
 ) -> bool:
     if (
         back.begins[number] > position

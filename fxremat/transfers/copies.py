@@ -1,8 +1,8 @@
 """Programs with copies: ops one after the other, and a lane of copies in each direction beside them.
 
-    departure, release      a version leaves the device; its memory is let go
-    arrival, wait           a version comes from the host; its first reader may read it
-    rehearse                run the clock (`transfers.clock`): what happens when
+    copy_out, release      a version leaves the device; its memory is let go
+    copy_in, wait           a version comes from the host; its first reader may read it
+    time_copies                run the clock (`transfers.clock`): what happens when
     performed               the program in which it happens so
 
 All of the first four are steps of the program, so memory follows from the order of the steps alone and does not depend
@@ -39,7 +39,7 @@ class Copy:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Departure(Copy):
+class CopyOut(Copy):
     """It leaves the device."""
 
     starts: int  # position of the step after which its copy starts; an update starts it itself
@@ -47,7 +47,7 @@ class Departure(Copy):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arrival(Copy):
+class CopyIn(Copy):
     """It comes from the host, a version as another one of the same value."""
 
     begins: int  # position of the first step before which it may come
@@ -59,18 +59,18 @@ class Arrival(Copy):
 def need_of(program: Program, memory: Memory) -> Ints:
     """Bytes needed at each step; the first of the backward answers for the moment between the two graphs as well."""
     need = np.array(memory.during, dtype=np.int64)
-    if program.turn < need.size:
-        need[program.turn] = max(need[program.turn], memory.turn)
+    if program.split < need.size:
+        need[program.split] = max(need[program.split], memory.at_split)
     return need
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Rehearsal:
+class TimedCopies:
     """What the clock says about a program with these copies, before it is written down."""
 
     program: Program
-    departures: Sequence[Departure]
-    arrivals: Sequence[Arrival]  # in the order of their first readers
+    copies_out: Sequence[CopyOut]
+    copies_in: Sequence[CopyIn]  # in the order of their first readers
     link: Link
     log: clock.Log
 
@@ -82,13 +82,13 @@ class Rehearsal:
     @property
     def copying(self) -> tuple[float, float]:
         """Seconds of copying to the host, and back."""
-        out, back = (sum(copy.size for copy in copies) for copies in (self.departures, self.arrivals))
+        out, back = (sum(copy.size for copy in copies) for copies in (self.copies_out, self.copies_in))
         return out / self.link.to_host, back / self.link.from_host
 
     @property
     def time(self) -> float:
         """Seconds of the step."""
-        return clock.time_of(self.log) + self.link.drag * sum(self.copying)
+        return clock.time_of(self.log) + self.link.slowdown * sum(self.copying)
 
     def performed(self, costs: Costs) -> ProgramWithTransfers:
         """The program, with its transfers. O(steps)."""
@@ -101,36 +101,36 @@ def durations(program: Program, costs: Costs) -> Floats:
     return np.array([costs.seconds[s.op] if isinstance(s, Step) else s.seconds for s in steps])
 
 
-def rehearse(
+def time_copies(
     program: Program,
-    departures: Sequence[Departure],
-    arrivals: Sequence[Arrival],
+    copies_out: Sequence[CopyOut],
+    copies_in: Sequence[CopyIn],
     need: Ints,
     seconds: Floats,
     link: Link,
     limit: int,
-) -> Rehearsal:
+) -> TimedCopies:
     """Run the clock on a program with these copies; it stays below `limit` bytes wherever it can.
 
-    O(steps + arrivals * steps between).
+    O(steps + copies_in * steps between).
 
     Args:
         need: bytes at each step without what is away then; it is used up.
         seconds: `durations` of its steps.
     """
-    arrivals = sorted(arrivals, key=attrgetter("first"))
-    starts, leaves = _field(departures, "starts"), _field(departures, "leaves")
-    out = clock.Departures(
-        trips=_field(departures, "trip"),
-        sizes=_field(departures, "size"),
+    copies_in = sorted(copies_in, key=attrgetter("first"))
+    starts, leaves = _field(copies_out, "starts"), _field(copies_out, "leaves")
+    out = clock.CopiesOut(
+        trips=_field(copies_out, "trip"),
+        sizes=_field(copies_out, "size"),
         starts=starts,
         leaves=leaves,
         by_start=np.argsort(starts, kind="stable"),
         by_leave=np.argsort(leaves, kind="stable"),
     )
-    back = clock.Arrivals(*(_field(arrivals, name) for name in ("trip", "size", "begins", "first")))
-    log = clock.run(need, seconds, program.turn, out, back, (link.to_host, link.from_host), limit)
-    return Rehearsal(program=program, departures=departures, arrivals=arrivals, link=link, log=log)
+    back = clock.CopiesIn(*(_field(copies_in, name) for name in ("trip", "size", "begins", "first")))
+    log = clock.run(need, seconds, program.split, out, back, (link.to_host, link.from_host), limit)
+    return TimedCopies(program=program, copies_out=copies_out, copies_in=copies_in, link=link, log=log)
 
 
 def _field(copies: Sequence[Copy], name: str) -> Ints:
@@ -140,18 +140,18 @@ def _field(copies: Sequence[Copy], name: str) -> Ints:
 class _Writer:
     """Writes down what was rehearsed, as steps."""
 
-    def __init__(self, rehearsal: Rehearsal) -> None:
-        self.rehearsal, self.program = rehearsal, rehearsal.program
+    def __init__(self, timed: TimedCopies) -> None:
+        self.timed, self.program = timed, timed.program
         self.renamed: dict[int, int] = {}  # a version of the program -> the one that came in its place
         self.version_of = list(self.program.version_of)
         self.steps: list[Step | Transfer] = []
         self.starts: list[float] = []
 
     def written(self, costs: Costs) -> ProgramWithTransfers:
-        log, turn = self.rehearsal.log, 0
+        log, split = self.timed.log, 0
         for place in range(clock.events_of(log)):
-            if place == clock.turn_of(log):
-                turn = len(self.steps)
+            if place == clock.split_of(log):
+                split = len(self.steps)
             if (step := self._step(*log.events[place].tolist())) is not None:
                 self.steps.append(step)
                 self.starts.append(float(log.starts[place]))
@@ -160,18 +160,18 @@ class _Writer:
         program = replace(
             self.program,
             steps=tuple(self.steps),
-            turn=turn,
+            split=split,
             version_of=tuple(self.version_of),
             fetched=frozenset(v for v in came if values[self.version_of[v]].origin is Origin.PRIMAL),
         )
         return ProgramWithTransfers(
             program=program,
             memory=live_bytes(program, costs.sizes),
-            time=self.rehearsal.time,
-            copying=self.rehearsal.copying,
+            time=self.timed.time,
+            copying=self.timed.copying,
             waiting=float(log.waited.sum()),
             waiting_back=float(log.waited[1]),
-            bytes=sum(departure.size for departure in self.rehearsal.departures),
+            bytes=sum(copy_out.size for copy_out in self.timed.copies_out),
             starts=tuple(self.starts),
             copies=dict(self._copies()),
         )
@@ -183,21 +183,21 @@ class _Writer:
                 step = self.program.steps[number]
                 return replace(step, reads=tuple(self.renamed.get(v, v) for v in step.reads))
             case clock.OFFLOAD:
-                leaving = self.rehearsal.departures[number]
+                leaving = self.timed.copies_out[number]
                 if isinstance(self.program.steps[leaving.starts], Transfer):
                     return None
                 return self._transfer(Role.OFFLOAD, leaving, reads=(leaving.version,))
             case clock.RELEASE:
-                leaving = self.rehearsal.departures[number]
+                leaving = self.timed.copies_out[number]
                 return self._transfer(Role.RELEASE, leaving, reads=self._now(leaving))
             case clock.PREFETCH:
-                coming = self.rehearsal.arrivals[number]
+                coming = self.timed.copies_in[number]
                 if not coming.state:
                     self.version_of.append(self.program.version_of[coming.version])
                     self.renamed[coming.version] = len(self.version_of) - 1
                 return self._transfer(Role.PREFETCH, coming, writes=self._now(coming))
             case _:
-                coming = self.rehearsal.arrivals[number]
+                coming = self.timed.copies_in[number]
                 return self._transfer(Role.WAIT, coming, reads=self._now(coming))
 
     def _now(self, what: Copy) -> tuple[int, ...]:
@@ -220,10 +220,10 @@ class _Writer:
 
     def _copies(self) -> Iterator[tuple[tuple[Role, int], tuple[float, float]]]:
         """Start and end of each, by direction and trip."""
-        log, heard = self.rehearsal.log, self.rehearsal
+        log, heard = self.timed.log, self.timed
         sides: tuple[tuple[Role, Sequence[Copy], Floats], ...] = (
-            (Role.OFFLOAD, heard.departures, log.out),
-            (Role.PREFETCH, heard.arrivals, log.back),
+            (Role.OFFLOAD, heard.copies_out, log.out),
+            (Role.PREFETCH, heard.copies_in, log.back),
         )
         for role, copies, spans in sides:
             for copy, (start, end) in zip(copies, spans.tolist(), strict=True):

@@ -28,7 +28,7 @@ from fxremat.step.liveness import live_bytes
 from fxremat.step.program import Program
 from fxremat.step.transferred import ProgramWithTransfers
 from fxremat.transfers.activations import (
-    Trip,
+    RoundTrip,
     cap,
     copies_of,
     least_size,
@@ -38,7 +38,7 @@ from fxremat.transfers.activations import (
     trips_of,
 )
 from fxremat.transfers.clock import Floats, Ints
-from fxremat.transfers.copies import Rehearsal, durations, need_of, rehearse
+from fxremat.transfers.copies import TimedCopies, durations, need_of, time_copies
 
 SOURCES = 16
 STEP = 1.03  # from one budget to the next
@@ -54,7 +54,7 @@ class Source:
     program: Program
     need: Ints
     seconds: Floats  # of each step
-    trips: Sequence[Trip]
+    trips: Sequence[RoundTrip]
 
     @classmethod
     def of(cls, candidate: Candidate, costs: Costs, least: int) -> Source:
@@ -79,21 +79,21 @@ class Source:
 
     def within(
         self, budget: int, link: Link, host_mem: int | None, faster_than: float
-    ) -> Iterator[Rehearsal]:
+    ) -> Iterator[TimedCopies]:
         """It with trips that make it fit, a few ways, those that take less time than so many seconds."""
-        seen: set[tuple[Trip, ...]] = set()
+        seen: set[tuple[RoundTrip, ...]] = set()
         for share in SPARE:
             chosen = cap(self.need.copy(), self.trips, int(budget * share))
             if chosen is None or tuple(chosen) in seen:
                 continue
             seen.add(tuple(chosen))
-            if host_mem is not None and sum(trip.size for trip in chosen) > host_mem:  # all there at the turn
+            if host_mem is not None and sum(trip.size for trip in chosen) > host_mem:  # all there at the split
                 continue
             need = self.need.copy()
             copies = copies_of(self.program, chosen, need)
-            rehearsal = rehearse(self.program, *copies, need, self.seconds, link, budget)
-            if rehearsal.peak <= budget and rehearsal.time < faster_than:
-                yield rehearsal
+            timed = time_copies(self.program, *copies, need, self.seconds, link, budget)
+            if timed.peak <= budget and timed.time < faster_than:
+                yield timed
 
 
 def with_offloading(frontier: Frontier, costs: Costs, link: Link, host_mem: int | None = None) -> Frontier:
@@ -166,13 +166,13 @@ def _swapped(
         budget /= STEP
     for budget in sorted(budgets, reverse=True):
         without = next((p.time for p in frontier.candidates if p.peak <= budget), float("inf"))
-        best: tuple[Candidate, Rehearsal] | None = None
+        best: tuple[Candidate, TimedCopies] | None = None
         for source in sources:
             fastest = best[1].time if best else without
             if source.candidate.peak <= budget or fastest <= source.candidate.time:
                 break  # sources get slower, and copies make none of them faster
-            for rehearsal in source.within(int(budget), link, host_mem, fastest):
-                if best is None or rehearsal.time < best[1].time:
-                    best = source.candidate, rehearsal
+            for timed in source.within(int(budget), link, host_mem, fastest):
+                if best is None or timed.time < best[1].time:
+                    best = source.candidate, timed
         if best:
             yield best[0].transferring(best[1].performed(costs))

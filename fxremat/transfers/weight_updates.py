@@ -15,7 +15,7 @@ from functools import partial
 
 from fxremat.errors import BudgetTooSmall
 from fxremat.search.candidate import Candidate, Frontier
-from fxremat.step.costs import Costs, Link, Unit
+from fxremat.step.costs import Costs, Link, ParameterUpdate
 from fxremat.step.liveness import live_bytes
 from fxremat.step.transferred import ProgramWithTransfers
 from fxremat.transfers.activations import least_size, trips
@@ -36,7 +36,7 @@ class Trained:
 
 def best_within(
     frontier: Frontier,
-    units: Sequence[Unit],
+    units: Sequence[ParameterUpdate],
     costs: Costs,
     link: Link,
     budget: int,
@@ -76,10 +76,10 @@ def best_within(
                 choice = most
             elif not fits:
                 continue
-            rehearsal = hosted(program, units, choice, costs, link, budget)
-            if rehearsal.peak > budget or (best and best.candidate.time <= rehearsal.time):
+            timed = hosted(program, units, choice, costs, link, budget)
+            if timed.peak > budget or (best and best.candidate.time <= timed.time):
                 continue
-            swapped = rehearsal.performed(costs)
+            swapped = timed.performed(costs)
             if swapped.memory.peak <= budget:
                 best = _trained(source, choice, swapped)
     assert least is not None
@@ -94,6 +94,6 @@ def _trained(source: Candidate, choice: Choice, swapped: ProgramWithTransfers) -
     return Trained(candidate=source.transferring(swapped), choice=choice, minimum=swapped.memory.peak)
 
 
-def resident_peak(candidate: Candidate, units: Sequence[Unit], costs: Costs) -> int:
+def resident_peak(candidate: Candidate, units: Sequence[ParameterUpdate], costs: Costs) -> int:
     """Bytes at the peak of a step that keeps all weights, their state, and what the candidate keeps."""
     return live_bytes(update_inside(candidate.program(), units), costs.sizes).peak

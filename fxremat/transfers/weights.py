@@ -2,7 +2,7 @@
 
     update     right after the last step that reads the parameter or writes its gradient
     resident   a parameter that stays, with its optimizer state: bytes in every step
-    hosted     one that lives on the host: it comes before its first reader (and once more after the turn, where it is
+    hosted     one that lives on the host: it comes before its first reader (and once more after the split, where it is
                let go in between), is updated, and goes back
     state      of a hosted parameter: a unit of its own, which comes before the update and goes back after it
 
@@ -22,12 +22,12 @@ from itertools import count
 import numpy as np
 
 from fxremat.errors import FxrematError
-from fxremat.step.costs import Costs, Link, Unit
+from fxremat.step.costs import Costs, Link, ParameterUpdate
 from fxremat.step.liveness import live_bytes
 from fxremat.step.program import Program, Role, Step, Transfer
-from fxremat.transfers.activations import Trip, copies_of
+from fxremat.transfers.activations import RoundTrip, copies_of
 from fxremat.transfers.clock import Ints
-from fxremat.transfers.copies import Arrival, Departure, Rehearsal, durations, need_of, rehearse
+from fxremat.transfers.copies import CopyIn, CopyOut, TimedCopies, durations, need_of, time_copies
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,12 +36,12 @@ class Choice:
 
     hosted: frozenset[int]  # parameters that live there
     twice: frozenset[int] = frozenset()  # of them, those that leave between forward and backward as well
-    trips: tuple[Trip, ...] = ()  # of forward values
+    trips: tuple[RoundTrip, ...] = ()  # of forward values
 
 
 
 
-def update_inside(program: Program, units: Iterable[Unit]) -> Program:
+def update_inside(program: Program, units: Iterable[ParameterUpdate]) -> Program:
     """The program with the update of every unit, all of them resident. O(steps)."""
     if any(isinstance(step, Transfer) for step in program.steps):
         raise FxrematError("updates come before transfers: this program has transfers already")
@@ -53,7 +53,7 @@ def update_inside(program: Program, units: Iterable[Unit]) -> Program:
     for unit in units:
         weight = program.first[unit.value]
         gradient = program.first[joint.value_of[joint.updates_of[unit.value]]]
-        position = max(last.get(weight, 0), last[gradient], program.turn)
+        position = max(last.get(weight, 0), last[gradient], program.split)
         after.setdefault(position, []).append(
             Transfer(
                 program.steps[position].block,
@@ -75,16 +75,16 @@ def update_inside(program: Program, units: Iterable[Unit]) -> Program:
 
 @dataclass(frozen=True)
 class _Visits:
-    """Where a parameter is used: first and last position before the turn, and the same from it on."""
+    """Where a parameter is used: first and last position before the split, and the same from it on."""
 
     forward: tuple[int, int] | None
     backward: tuple[int, int]
 
 
-def _visits(program: Program, unit: Unit) -> _Visits:
+def _visits(program: Program, unit: ParameterUpdate) -> _Visits:
     version = program.first[unit.value]
     places = [place for place, step in enumerate(program.steps) if version in step.reads]
-    before, after = [p for p in places if p < program.turn], [p for p in places if p >= program.turn]
+    before, after = [p for p in places if p < program.split], [p for p in places if p >= program.split]
     return _Visits((before[0], before[-1]) if before else None, (after[0], after[-1]))
 
 
@@ -92,7 +92,7 @@ def _visits(program: Program, unit: Unit) -> _Visits:
 class _Move:
     """Something that may be sent to the host, on top of what is there already."""
 
-    what: Unit | Trip
+    what: ParameterUpdate | RoundTrip
     removed: Ints  # bytes that it no longer takes, from step `start` on
     start: int
     moved: int  # bytes copied for it in a step, both ways
@@ -113,11 +113,11 @@ class _Move:
 
 def choose(
     program: Program,
-    units: Sequence[Unit],
+    units: Sequence[ParameterUpdate],
     costs: Costs,
     limit: int,
     *,
-    possible: Sequence[Trip] = (),
+    possible: Sequence[RoundTrip] = (),
     settled: frozenset[int] | None = None,
     host_mem: int | None = None,
 ) -> tuple[Choice, bool]:
@@ -128,7 +128,7 @@ def choose(
     Args:
         possible: forward values that may travel.
         settled: the parameters on the host, where only what else leaves is still to choose.
-        host_mem: bytes that may be on the host at a time: parameters and their state always, values at the turn.
+        host_mem: bytes that may be on the host at a time: parameters and their state always, values at the split.
     """
     excess = need_of(program, live_bytes(program, costs.sizes)) - limit
     room = float("inf") if host_mem is None else host_mem
@@ -153,7 +153,7 @@ def choose(
         waiting.append((-move.profit(excess), next(order), move))
     heapify(waiting)
     for move in moves:
-        if isinstance(move.what, Unit) and move.what.value in (settled or ()):
+        if isinstance(move.what, ParameterUpdate) and move.what.value in (settled or ()):
             make(move)
     while waiting and excess.max(initial=0) > 0:
         _, place, move = heappop(waiting)
@@ -168,7 +168,7 @@ def choose(
     return _choice(made), fits
 
 
-def _hosting(program: Program, unit: Unit, steps: int) -> _Move:
+def _hosting(program: Program, unit: ParameterUpdate, steps: int) -> _Move:
     visits = _visits(program, unit)
     again = _Move(unit, _removed(unit, visits, steps, hosted=True), 0, unit.bytes, 0)
     both = unit.bytes + unit.state_bytes
@@ -177,11 +177,11 @@ def _hosting(program: Program, unit: Unit, steps: int) -> _Move:
 
 def _still_needed(made: Sequence[_Move], excess: Ints, settled: Set[int]) -> list[_Move]:
     """Without the moves that need not be after all, smallest first; those of one parameter stay or go together."""
-    groups: dict[Unit | Trip, list[_Move]] = {}
+    groups: dict[ParameterUpdate | RoundTrip, list[_Move]] = {}
     for move in made:
         groups.setdefault(move.what, []).append(move)
     for what, moves in sorted(groups.items(), key=lambda group: group[1][0].host):
-        if isinstance(what, Unit) and what.value in settled:
+        if isinstance(what, ParameterUpdate) and what.value in settled:
             continue
         for move in moves:
             move.undo(excess)
@@ -194,8 +194,8 @@ def _still_needed(made: Sequence[_Move], excess: Ints, settled: Set[int]) -> lis
 
 
 def _choice(made: Sequence[_Move]) -> Choice:
-    units = Counter(move.what.value for move in made if isinstance(move.what, Unit))
-    trips = [move.what for move in made if isinstance(move.what, Trip)]
+    units = Counter(move.what.value for move in made if isinstance(move.what, ParameterUpdate))
+    trips = [move.what for move in made if isinstance(move.what, RoundTrip)]
     return Choice(
         hosted=frozenset(units),
         twice=frozenset(value for value, moves in units.items() if moves == 2),
@@ -203,7 +203,7 @@ def _choice(made: Sequence[_Move]) -> Choice:
     )
 
 
-def _removed(unit: Unit, visits: _Visits, count: int, *, hosted: bool) -> Ints:
+def _removed(unit: ParameterUpdate, visits: _Visits, count: int, *, hosted: bool) -> Ints:
     """Bytes that a unit no longer takes at each step once it is hosted, or once it leaves after its forward too."""
     removed = np.zeros(count, dtype=np.int64)
     if hosted:
@@ -219,8 +219,8 @@ def _removed(unit: Unit, visits: _Visits, count: int, *, hosted: bool) -> Ints:
 
 
 def hosted(
-    program: Program, units: Sequence[Unit], choice: Choice, costs: Costs, link: Link, limit: int
-) -> Rehearsal:
+    program: Program, units: Sequence[ParameterUpdate], choice: Choice, costs: Costs, link: Link, limit: int
+) -> TimedCopies:
     """The program of `update_inside` with what the choice sends to the host."""
     away = sorted((unit for unit in units if unit.value in choice.hosted), key=lambda unit: unit.value)
     base = replace(program, resident=program.resident - sum(unit.bytes + unit.state_bytes for unit in away))
@@ -230,9 +230,9 @@ def hosted(
         trips.add_weight(unit, twice=unit.value in choice.twice)
         if unit.state_bytes:
             trips.add_state(unit)
-    copies = copies_of(program, choice.trips, need, first=len(trips.arrivals))
-    departures, arrivals = trips.departures + copies[0], trips.arrivals + copies[1]
-    return rehearse(base, departures, arrivals, need, durations(base, costs), link, limit)
+    copies = copies_of(program, choice.trips, need, first=len(trips.copies_in))
+    copies_out, copies_in = trips.copies_out + copies[0], trips.copies_in + copies[1]
+    return time_copies(base, copies_out, copies_in, need, durations(base, costs), link, limit)
 
 
 class _Trips:
@@ -240,11 +240,11 @@ class _Trips:
 
     def __init__(self, program: Program, need: Ints) -> None:
         self.program, self.need = program, need
-        self.arrivals: list[Arrival] = []
-        self.departures: list[Departure] = []
+        self.copies_in: list[CopyIn] = []
+        self.copies_out: list[CopyOut] = []
 
-    def add_weight(self, unit: Unit, *, twice: bool) -> None:
-        """It comes before its first reader, after the turn once more if it is to; each graph fetches its own."""
+    def add_weight(self, unit: ParameterUpdate, *, twice: bool) -> None:
+        """It comes before its first reader, after the split once more if it is to; each graph fetches its own."""
         visits = _visits(self.program, unit)
         spans = [span for span in (visits.forward, visits.backward) if span is not None]
         if not twice:
@@ -252,22 +252,22 @@ class _Trips:
         begins = 0
         for first, last in spans:
             self.need[first : last + 1] += unit.bytes
-            earliest = max(begins, self.program.turn) if first >= self.program.turn else begins
+            earliest = max(begins, self.program.split) if first >= self.program.split else begins
             self._come(unit, unit.bytes, begins=earliest, first=first)
             begins = last + 1
         self._go(unit, unit.bytes, visits.backward[1])
 
-    def add_state(self, unit: Unit) -> None:
+    def add_state(self, unit: ParameterUpdate) -> None:
         """It is there for the update alone."""
         update = _visits(self.program, unit).backward[1]
         self.need[update] += unit.state_bytes
-        self._come(unit, unit.state_bytes, begins=self.program.turn, first=update, state=True)
+        self._come(unit, unit.state_bytes, begins=self.program.split, first=update, state=True)
         self._go(unit, unit.state_bytes, update, state=True)
 
-    def _come(self, unit: Unit, size: int, *, begins: int, first: int, state: bool = False) -> None:
-        self.arrivals.append(
-            Arrival(
-                trip=len(self.arrivals),
+    def _come(self, unit: ParameterUpdate, size: int, *, begins: int, first: int, state: bool = False) -> None:
+        self.copies_in.append(
+            CopyIn(
+                trip=len(self.copies_in),
                 block=self.program.steps[first].block,
                 version=self.program.first[unit.value],
                 size=size,
@@ -277,10 +277,10 @@ class _Trips:
             )
         )
 
-    def _go(self, unit: Unit, size: int, update: int, *, state: bool = False) -> None:
-        latest = self.arrivals[-1]
-        self.departures.append(
-            Departure(
+    def _go(self, unit: ParameterUpdate, size: int, update: int, *, state: bool = False) -> None:
+        latest = self.copies_in[-1]
+        self.copies_out.append(
+            CopyOut(
                 trip=latest.trip,
                 block=latest.block,
                 version=latest.version,

@@ -38,8 +38,8 @@ def test_kinds_add_up_to_exact_liveness(recipe: Recipe, share: int) -> None:
         kinds = check(program, costs.sizes)
         if not program.recomputed:
             assert not any(kinds[Kind.RECOMPUTED])
-        assert not any(kinds[Kind.RESULTS][: program.turn])
-        assert not any(kinds[Kind.TEMPORARY][program.turn :])
+        assert not any(kinds[Kind.RESULTS][: program.split])
+        assert not any(kinds[Kind.TEMPORARY][program.split :])
         assert not any(kinds[Kind.OFFLOADED] + kinds[Kind.WEIGHTS]) or joint.mutated_primals
 
 
@@ -53,7 +53,7 @@ def test_by_hand() -> None:
     again = [place for place, step in enumerate(program.steps) if step.role is Role.RECOMPUTE]
     assert max(kinds[Kind.RECOMPUTED]) == 256
     assert next(place for place, size in enumerate(kinds[Kind.RECOMPUTED]) if size) == again[0]
-    assert kinds[Kind.TEMPORARY][: program.turn][:2] == (128, 256)
+    assert kinds[Kind.TEMPORARY][: program.split][:2] == (128, 256)
     weights = sum(p.numel() * 4 for p in FourLayers().parameters())
     assert kinds[Kind.RESULTS][-1] == weights
 

@@ -42,14 +42,14 @@ def names(program: Program, start: int = 0) -> list[str]:
 def test_keeping_everything_runs_nothing_twice() -> None:
     program = chain_program("Fall1 Fall2 Fall3 Fall4 Fall5 B5 B4 B3 B2 B1")
     assert program.recomputed == 0
-    assert names(program)[: program.turn] == [
+    assert names(program)[: program.split] == [
         "addmm", "tanh", "addmm_1", "tanh_1", "addmm_2", "tanh_2", "addmm_3", "tanh_3", "pow_1", "mean",
     ]  # fmt: skip
 
 
 def test_a_checkpoint_reruns_its_segment_up_to_what_is_needed() -> None:
     program = chain_program("Fck1 Fnone2 Fall3 Fall4 Fall5 B5 B4 B3 Fall1 Fall2 B2 B1")
-    again = [name for name in names(program, program.turn) if name.startswith("again")]
+    again = [name for name in names(program, program.split) if name.startswith("again")]
     assert again == ["again addmm", "again tanh", "again addmm_1", "again tanh_1"]
 
 
@@ -139,13 +139,13 @@ def test_liveness_of_the_emitted_graphs_is_what_was_planned(recipe: Recipe, shar
     if any(joint.ops[op].random for op in program.repeated) or program.preserved:
         return  # generator states and preserved inputs are not storages of the joint graph
     forward, backward = lower(program)
-    assert max(graph_memory(forward, {})) == max(planned.during[: program.turn])
+    assert max(graph_memory(forward, {})) == max(planned.during[: program.split])
     own = saved_bytes(forward, backward, joint)
     root = {node: node.meta["val"].untyped_storage().nbytes() for node in tangents_of(backward)}
     own |= {node: size for node, size in root.items() if node.meta["val"].numel() > 1}
     held = sum(joint.values[value].bytes for value in (*joint.kept_outputs, *joint.root_tangents))
     ours = max(graph_memory(backward, own)) + held
-    assert ours == max(planned.during[program.turn :])
+    assert ours == max(planned.during[program.split :])
 
 
 def on_the_host(node: fx.Node) -> bool:

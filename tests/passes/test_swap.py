@@ -67,7 +67,7 @@ def test_a_program_may_send_away_what_its_backward_reads() -> None:
     steps = names(program)
     assert (steps[first.made], steps[first.leaves]) == ("tanh", "addmm_1")
     assert "tanh" in {values[program.version_of[v]].name for v in program.steps[first.returns].reads}
-    assert first.returns >= program.turn
+    assert first.returns >= program.split
     assert trips(program, costs, least=129) == []
 
 
@@ -75,7 +75,7 @@ def test_the_clock_by_hand() -> None:
     """tanh (128 bytes) leaves at 2 s; at 64 bytes/s it is out at 4 s, beside addmm_1 and tanh_1, and back in time."""
     layout = chain_layout()
     program, costs = rematerialize(layout, Schedule.parse(KEEP)), by_hand(layout)
-    link = Link(to_host=64.0, from_host=64.0, drag=0.0)
+    link = Link(to_host=64.0, from_host=64.0, slowdown=0.0)
     first = trips(program, costs)[:1]
     swapped = swap(program, first, costs, link, limit=1 << 20)
     steps = names(swapped.program)
@@ -84,14 +84,14 @@ def test_the_clock_by_hand() -> None:
     assert (swapped.bytes, swapped.copying, swapped.waiting) == (128, (2.0, 2.0), 0.0)
     assert swapped.hidden == (1.0, 1.0)
     reader = steps.index("wait tanh") + 1
-    assert steps.index("prefetch tanh") == swapped.program.turn
+    assert steps.index("prefetch tanh") == swapped.program.split
     assert swapped.program.steps[reader].reads != program.steps[first[0].returns].reads
 
 
 def test_a_slow_link_makes_ops_wait_where_memory_is_short_and_only_there() -> None:
     layout = chain_layout(rows=64)
     program, costs = rematerialize(layout, Schedule.parse(KEEP)), by_hand(layout)
-    slow = Link(to_host=20.48, from_host=204.8, drag=0.0)  # 100 s out, 10 s back
+    slow = Link(to_host=20.48, from_host=204.8, slowdown=0.0)  # 100 s out, 10 s back
     need, possible = need_of(program, live_bytes(program, costs.sizes)), trips(program, costs)
     least = need.copy()
     for trip in possible:
@@ -173,12 +173,12 @@ def test_transfers_keep_the_budget_at_every_step_and_are_emitted_as_planned(
         return  # generator states and preserved inputs are not storages of the joint graph
     forward, backward = lower(swapped.program, "tier")
     during = swapped.memory.during
-    assert max(graph_memory(forward, {})) == max(during[: swapped.program.turn])
+    assert max(graph_memory(forward, {})) == max(during[: swapped.program.split])
     own = saved_bytes(forward, backward, joint)
     root = {node: node.meta["val"].untyped_storage().nbytes() for node in tangents_of(backward)}
     own |= {node: size for node, size in root.items() if node.meta["val"].numel() > 1}
     held = sum(joint.values[value].bytes for value in (*joint.kept_outputs, *joint.root_tangents))
-    assert max(graph_memory(backward, own)) + held == max(during[swapped.program.turn :])
+    assert max(graph_memory(backward, own)) + held == max(during[swapped.program.split :])
 
 
 def _check_order(program: Program) -> None:
@@ -209,7 +209,7 @@ def test_nodes_are_named_after_their_values_and_say_their_block() -> None:
 
 
 def test_what_is_on_the_host_at_a_time() -> None:
-    """Values that cross the turn are all there at it; one that is back before another leaves is not counted twice."""
+    """Values that cross the split are all there at it; one that is back before another leaves is not counted twice."""
     layout = chain_layout()
     program, costs = rematerialize(layout, Schedule.parse(KEEP)), by_hand(layout)
     link, found = Link(to_host=1e9, from_host=1e9), trips(program, costs)
