@@ -131,7 +131,7 @@ class PlannedStep:
 
     @property
     def loss_places(self) -> tuple[int, ...]:
-        """Where the backward graph takes the gradients of losses, counted from the end of its inputs."""
+        """The places of the losses' gradients among the backward graph's inputs, counted from their end."""
         joint = self.chosen.layout.joint
         count = len(joint.tangents)
         return tuple(

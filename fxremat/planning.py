@@ -111,7 +111,7 @@ def _survey(joint: Joint, costs: Costs, options: Options) -> Frontier:
 def _calibrated(
     frontier: Frontier, costs: Costs, budget: int, step: CapturedStep, options: Options
 ) -> tuple[Frontier, Costs]:
-    """All times multiplied by what a program near the budget really takes over what it was predicted to."""
+    """Multiply all times by the measured over the predicted time of a program near the budget."""
     if not (options.offload or options.offload_weights):
         _within(budget, frontier, costs, options)  # raises before anything runs
     if options.cost == "estimate":

@@ -95,7 +95,7 @@ def is_compiled_backward(node: Any) -> bool:
 
 
 def graph_break_after(module: fx.GraphModule) -> str | None:
-    """Where dynamo broke the model's graph after this part of it, as `file:line in function: code`; None: nowhere.
+    """The line where dynamo broke the graph after this part, as `file:line in function: code`; None: nowhere.
 
     `GraphModule.compile_subgraph_reason` is a `GraphCompileReason`, with `graph_break` and `user_stack` (2.11, 2.13).
     """

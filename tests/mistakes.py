@@ -252,13 +252,13 @@ DYNPROG = "solvers/test_offload_dp.py"
 MISTAKES += [
     # what leaves the device is gone although an op still reads it
     Mistake(
-        "chains/reading.py",
+        "chains/resolved.py",
         "            stored.gone = here + 1\n",
         "            stored.gone = min(stored.gone, here + 1)\n",
         TRANSFERS,
     ),
     # a copy is due when the one behind it is needed, not the first of them
-    Mistake("chains/reading.py", "due = copy.due = min(due, copy.due)", "due = copy.due", TRANSFERS),
+    Mistake("chains/resolved.py", "due = copy.due = min(due, copy.due)", "due = copy.due", TRANSFERS),
     # a copy from the host takes room that an op before its reader needs
     Mistake(
         "chains/clock.py",

@@ -10,7 +10,7 @@ from torch import fx, nn
 
 from fxremat.search.floor import floor_of, line_of, module_of
 from fxremat.search.survey import survey
-from fxremat.step.kinds import Kind
+from fxremat.step.kinds import MemoryKind
 from tests.dags import capture, estimated
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
@@ -50,7 +50,7 @@ def test_a_loss_outside_the_model_is_named() -> None:
     keep_all = survey(joint, costs, effort=0).keep_all
     floor = floor_of(keep_all.program(), costs)
     assert str(floor).startswith("the loss outside the model runs with 953.7 MiB of ")
-    assert dict(floor.kinds)[Kind.OUTSIDE] == 10**9
+    assert dict(floor.kinds)[MemoryKind.OUTSIDE] == 10**9
     assert floor.bytes == keep_all.peak == sum(size for _, size in floor.kinds)
 
 

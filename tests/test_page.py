@@ -14,7 +14,7 @@ from fxremat.cost.estimate import Device
 from fxremat.plans import Plan
 from fxremat.show.axes import round_steps, size_ticks, time_ticks
 from fxremat.show.page import BUDGET, COLORS, HEIGHT, TOP
-from fxremat.step.kinds import Kind, bytes_by_kind
+from fxremat.step.kinds import MemoryKind, bytes_by_kind
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
 SVG = "{http://www.w3.org/2000/svg}"
@@ -60,8 +60,8 @@ def test_the_picture_has_axes_a_budget_and_the_kinds_of_memory(options: dict[str
     assert {area.get("fill") for area in areas} == {color for color, _ in shown.values()}
     legend = text[text.index('<p class="legend">') :]
     assert all(color in legend and words in legend for color, words in shown.values())
-    assert (Kind.OFFLOADED in shown) == bool(options)
-    assert Kind.RECOMPUTED in shown or options
+    assert (MemoryKind.OFFLOADED in shown) == bool(options)
+    assert MemoryKind.RECOMPUTED in shown or options
     assert "<th>" in text
     assert str(plan.schedule) in text
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from fxremat.chains.chain import Chain
 from fxremat.chains.platform import Platform
-from fxremat.chains.reading import read
+from fxremat.chains.resolved import read
 from fxremat.chains.schedule import Drop, Offload, Prefetch, Schedule, Value
 from fxremat.chains.simulate import simulate
 from fxremat.errors import FxrematError, InvalidSchedule

@@ -6,7 +6,7 @@
                       op that needs it everything fits beside it, the values that are still leaving included
 
 So a copy from the host never takes memory that an op before its reader needs, and it does no harm to place
-Pre(v) early. It follows that a schedule deadlocks only if `Script.base` exceeds the limit somewhere: with
+Pre(v) early. It follows that a schedule deadlocks only if `ResolvedSchedule.base` exceeds the limit somewhere: with
 every copy to the host ended and every copy from it as late as possible. It also follows that, with two
 independent directions, more memory or bandwidth never costs time. On one shared bus the copy that joined its
 queue first goes first, if it can start; there more memory may let a copy from the host go before others.
@@ -26,7 +26,7 @@ from math import ceil, inf
 
 import numpy as np
 
-from fxremat.chains.reading import Copy, Script
+from fxremat.chains.resolved import LinkCopy, ResolvedSchedule
 from fxremat.chains.schedule import Schedule
 from fxremat.errors import InvalidSchedule
 
@@ -34,8 +34,8 @@ _BYTES = 1e-3  # less than this is rounding
 
 
 @dataclass(frozen=True, kw_only=True)
-class Timed:
-    """When everything happened; lists are indexed by token."""
+class TimedRun:
+    """The times at which everything happened; lists are indexed by token."""
 
     time: float
     idle: float
@@ -47,7 +47,7 @@ class Timed:
 
 
 @dataclass(kw_only=True)
-class Link:
+class LinkSpeeds:
     """The speeds of the two directions, bytes per second."""
 
     to_host: float
@@ -59,7 +59,7 @@ class Link:
 class _Flow:
     """A copy on its way."""
 
-    copy: Copy
+    copy: LinkCopy
     rate: float
     since: float
     moved: float = 0.0  # at `since`
@@ -83,14 +83,14 @@ class _Flow:
         self.moved, self.since, self.until = self.at(time), time, inf
 
 
-def run(script: Script, schedule: Schedule, limit: int | None, link: Link, *, fluid: bool) -> Timed:
+def run(script: ResolvedSchedule, schedule: Schedule, limit: int | None, link: LinkSpeeds, *, fluid: bool) -> TimedRun:
     """Let the clock run. Raises `InvalidSchedule` where nothing can proceed."""
     return _Clock(script, schedule, limit, link, fluid).run()
 
 
 class _Clock:
     def __init__(
-        self, script: Script, schedule: Schedule, limit: int | None, link: Link, fluid: bool
+        self, script: ResolvedSchedule, schedule: Schedule, limit: int | None, link: LinkSpeeds, fluid: bool
     ) -> None:
         self.script, self.schedule, self.link, self.fluid = script, schedule, link, fluid
         self.limit: float = inf if limit is None else limit
@@ -99,9 +99,9 @@ class _Clock:
         for copy in script.copies:
             if copy.outward:
                 self.need[copy.stored.gone :] += copy.stored.size
-        self.queues: tuple[deque[Copy], deque[Copy]] = deque(), deque()  # from host, to host
+        self.queues: tuple[deque[LinkCopy], deque[LinkCopy]] = deque(), deque()  # from host, to host
         self.flows: list[_Flow | None] = [None, None]
-        self.done: set[Copy] = set()
+        self.done: set[LinkCopy] = set()
         self.time, self.place, self.step = 0.0, 0, 0
         self.running = inf  # when the op that runs ends; inf: none runs
         self.peak = 0.0
@@ -109,7 +109,7 @@ class _Clock:
         self.memory, self.starts, self.ends = [0.0] * tokens, [0.0] * tokens, [0.0] * tokens
         self.busy = self.copying = self.beneath = 0.0  # seconds
 
-    def run(self) -> Timed:
+    def run(self) -> TimedRun:
         self._reach_slot()
         while True:
             while self._start_op() or self._start_copies():
@@ -120,7 +120,7 @@ class _Clock:
             self._advance(event)
         if self.step < len(self.script.steps) or any(self.queues) or any(self.flows):
             raise InvalidSchedule(self._stuck())
-        return Timed(
+        return TimedRun(
             time=self.time,
             idle=max(0.0, self.time - self.busy),
             peak=_whole(self.peak),
@@ -226,7 +226,7 @@ class _Clock:
         flow.head_for(target, self.time)
         return True
 
-    def _room(self, copy: Copy, moved: float) -> float:
+    def _room(self, copy: LinkCopy, moved: float) -> float:
         """How many bytes of a copy may have moved, as things stand."""
         size = copy.stored.size
         if copy.outward:
@@ -244,7 +244,7 @@ class _Clock:
         return float(event)
 
     def _fits_at(self) -> float:
-        """When the next op fits thanks to the copy to the host that is under way; inf if that is not enough."""
+        """The time from which the next op fits as the copy to the host makes room; inf if that is not enough."""
         leaving, event = self.flows[1], 0.0
         for place in (self.place + 1, self.place + 2):
             excess = float(self.need[place]) + self._partial(place) - self.limit
@@ -292,7 +292,7 @@ class _Clock:
         self._see()
 
     def _stuck(self) -> str:
-        """What nothing can proceed from."""
+        """Describe the deadlock: the op that cannot start, and what it lacks."""
         copy = self.flows[0].copy if self.flows[0] else self.queues[0][0] if self.queues[0] else None
         if copy is None:
             step = self.script.steps[self.step]

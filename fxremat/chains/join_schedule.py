@@ -28,7 +28,7 @@ class On:
 
 @dataclass(frozen=True)
 class Loss:
-    """All branches meet."""
+    """The operation in which all branches meet."""
 
     def __str__(self) -> str:
         return "Loss"

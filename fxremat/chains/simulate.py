@@ -25,9 +25,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fxremat.chains.chain import Chain
-from fxremat.chains.clock import Link, Timed, run
+from fxremat.chains.clock import LinkSpeeds, TimedRun, run
 from fxremat.chains.platform import Platform
-from fxremat.chains.reading import Script, read
+from fxremat.chains.resolved import ResolvedSchedule, read
 from fxremat.chains.schedule import Schedule
 from fxremat.errors import FxrematError, InvalidSchedule
 from fxremat.units import format_bytes
@@ -125,7 +125,7 @@ def simulate(
     )
 
 
-def _straight(script: Script, schedule: Schedule) -> Timed:
+def _straight(script: ResolvedSchedule, schedule: Schedule) -> TimedRun:
     """The clock where there are no copies: one op after the other."""
     count = len(schedule.ops)
     memory: list[int] = [0] * count
@@ -140,12 +140,12 @@ def _straight(script: Script, schedule: Schedule) -> Timed:
             memory[step.token], starts[step.token] = script.base[3 * slot + 2], time
             time += step.seconds
             ends[step.token] = time
-    return Timed(
+    return TimedRun(
         time=time, idle=0.0, peak=max(script.base), memory=memory, starts=starts, ends=ends, hidden=1.0
     )
 
 
-def _link(script: Script, schedule: Schedule, platform: Platform | None) -> Link:
+def _link(script: ResolvedSchedule, schedule: Schedule, platform: Platform | None) -> LinkSpeeds:
     for copy in script.copies:
         speed = "to_host" if copy.outward else "from_host"
         if platform is None or not getattr(platform, speed):
@@ -153,14 +153,14 @@ def _link(script: Script, schedule: Schedule, platform: Platform | None) -> Link
                 f"op {copy.token + 1}, {schedule.ops[copy.token]}: the platform has no {speed} bandwidth"
             )
     assert platform is not None
-    return Link(
+    return LinkSpeeds(
         to_host=platform.to_host or 1.0,  # without a speed there is no such copy
         from_host=platform.from_host or 1.0,
         shared=platform.duplex == "half",
     )
 
 
-def _check_room(script: Script, schedule: Schedule, limit: int) -> None:
+def _check_room(script: ResolvedSchedule, schedule: Schedule, limit: int) -> None:
     """Raise if memory is too small although copies to the host took no time and those from it came late."""
     for place, need in enumerate(script.base):
         if need > limit:

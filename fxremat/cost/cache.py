@@ -36,7 +36,7 @@ NOT_A_CACHE = (1, 11, 26)  # SQLite's ERROR (other columns), CORRUPT and NOTADB
 
 
 def cache_folder() -> Path:
-    """Where costs are kept."""
+    """The folder that costs are kept in."""
     if folder := os.environ.get("FXREMAT_CACHE"):
         return Path(folder)
     if folder := os.environ.get("XDG_CACHE_HOME"):

@@ -81,7 +81,7 @@ def measure(
 
 
 def trust_known_layouts(joint: Joint) -> None:
-    """Where nothing is run: let no backward op overwrite its operand, unless an earlier walk has seen the layouts."""
+    """Let no backward op overwrite its operand, unless an earlier walk has seen the layouts; nothing is run."""
     refused = _refused(CostCache.of_device(device_of(joint)), f"layouts {_digest(joint)}")
     for index in range(len(joint.ops)) if refused is None else refused:
         if overwritten(joint.ops[index].node) is not None:

@@ -73,7 +73,7 @@ class FileTier(HostTier):
 
     @property
     def bytes(self) -> int:
-        """All that its files take, those in use and those that wait for the next step."""
+        """Bytes of all its files, those in use and those that wait for the next step."""
         return self._pool.bytes
 
     def __reduce__(self) -> Any:

@@ -95,7 +95,7 @@ class HostTier(ABC):
 
     @abstractmethod
     def _begin_anew(self) -> None:
-        """In a forked child: take threads, locks and memory of its own; those of the parent are not there."""
+        """Take new threads, locks and memory in a forked child, which has none of its parent's."""
 
     def _check_open(self) -> None:
         if self.closed:

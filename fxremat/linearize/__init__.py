@@ -1,1 +1,1 @@
-"""Joint graph to chain: ops and values, cuts and carried values, blocks, save options."""
+"""From joint graphs to chains: crossings, cuts, blocks, save sets and towers."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fxremat.step.joint import Joint, Origin, Value
+from fxremat.step.joint import Joint, JointValue, Origin
 from fxremat.step.layout import BlockLayout, Layout
 
 
@@ -27,7 +27,7 @@ def lay_out(joint: Joint, ends: Sequence[int], carried: frozenset[int] = frozens
 
 @dataclass(frozen=True)
 class _Reach:
-    """Where each forward value is made and read, in blocks."""
+    """The blocks in which each forward value is made and read."""
 
     made: dict[int, int]
     last_forward: dict[int, int]  # the last block whose forward reads it, the one that makes it at least
@@ -89,7 +89,7 @@ def _block(
     )
 
 
-def _is_forward(value: Value) -> bool:
+def _is_forward(value: JointValue) -> bool:
     return value.origin is Origin.FORWARD
 
 

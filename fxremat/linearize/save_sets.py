@@ -112,7 +112,7 @@ class _Cut:
         }
 
     def sweep(self, everything: SaveSet) -> Iterator[SaveSet]:
-        """All corners but the first, by halving the rate between neighbours."""
+        """Yield all corners but the first, by halving the rate between neighbours."""
         total = sum(self.seconds[index] for index in self.block.forward)
         if not total or not everything.bytes:
             return

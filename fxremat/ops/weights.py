@@ -144,7 +144,7 @@ class Weights:
         self.tier.synchronize()
 
     def parameters(self) -> list[nn.Parameter]:
-        """All of the optimizer's."""
+        """The parameters of the optimizer, in order."""
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def settle(self, hosted: Iterable[int]) -> None:
@@ -167,7 +167,7 @@ class Weights:
         self._send_states_home()
 
     def _leave_parent(self) -> None:
-        """In a forked child: copy what lives on the host, since the files there are the parent's."""
+        """Copy, in a forked child, what lives on the host: the files there are the parent's."""
         if self._process == os.getpid():
             return
         self._process, parameters = os.getpid(), self.parameters()

@@ -1,1 +1,1 @@
-"""Schedule to graphs: recompute, liveness, lowering to torch.fx."""
+"""Rewrites of graphs, one a file, and lowering: from a program to the two graphs that run."""

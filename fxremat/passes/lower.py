@@ -29,7 +29,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, kw_only=True)
 class Handles:
-    """Where the graphs find parameters that the step updates."""
+    """The names by which graphs find parameters that the step updates."""
 
     name: str  # of the run time's weights
     numbers: Mapping[int, int]  # parameter's value -> its place among the optimizer's

@@ -60,6 +60,6 @@ def _refuse_symbols(node: fx.Node, value: object) -> None:
 
 
 def _source(node: fx.Node) -> str:
-    """Where the op was written, as `, model.py:12 in forward: code`, if tracing noted it."""
+    """The line where the op was written, as `, model.py:12 in forward: code`, if tracing noted it."""
     frames = re.findall(r'File "(.+)", line (\d+), in (\w+)\n *(.*)', node.meta.get("stack_trace") or "")
     return ", {}:{} in {}: {}".format(*frames[-1]) if frames else ""

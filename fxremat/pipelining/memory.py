@@ -21,7 +21,7 @@ from fxremat.solvers.pipeline.model import PipelinePlan
 
 
 @dataclass(frozen=True, kw_only=True)
-class Held:
+class StageMemory:
     """What a stage holds."""
 
     weights: int  # bytes, one copy
@@ -31,7 +31,7 @@ class Held:
 
 
 def most_bytes(
-    plan: PipelinePlan, stages: Sequence[Held], actions: Sequence[Sequence[Action]]
+    plan: PipelinePlan, stages: Sequence[StageMemory], actions: Sequence[Sequence[Action]]
 ) -> tuple[int, ...]:
     """The most bytes that each device holds at any time of a step."""
     return tuple(_Device(plan, stages, number).most(works) for number, works in enumerate(actions))
@@ -40,7 +40,7 @@ def most_bytes(
 @dataclass
 class _Device:
     plan: PipelinePlan
-    stages: Sequence[Held]
+    stages: Sequence[StageMemory]
     number: int
 
     def most(self, actions: Sequence[Action]) -> int:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from fxremat.errors import BudgetTooSmall, FxrematError
 from fxremat.pipelining.bandwidth import measured_bandwidth
 from fxremat.pipelining.engine import lowered
-from fxremat.pipelining.memory import Held, most_bytes
+from fxremat.pipelining.memory import StageMemory, most_bytes
 from fxremat.pipelining.profile import Profile, profile
 from fxremat.pipelining.run import Rank, held_by
 from fxremat.pipelining.stages import Loss, Ops, capture
@@ -56,7 +56,7 @@ class Pipelined:
 
     @property
     def most(self) -> int:
-        """Of all devices."""
+        """The largest of all devices."""
         return max(self.memory)
 
 
@@ -100,11 +100,11 @@ class Pipeline:
         return {stage.stage_index: stage.most_in_flight for stage in stages}
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Those of this rank, for its optimizer."""
+        """The parameters of this rank, for its optimizer."""
         return (parameter for _, parameter in self.named_parameters())
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Those of this rank, with the model's names; a tied weight once."""
+        """The parameters of this rank with the model's names; a tied weight once."""
         seen: set[int] = set()
         for name, tensor in self._named.items():
             if isinstance(tensor, nn.Parameter) and id(tensor) not in seen:
@@ -275,7 +275,7 @@ class _Search:
 
 
 def _crossing_bytes(ops: Ops) -> int:
-    """Of a value that crosses a cut: the one in the middle."""
+    """Bytes of the median value that crosses a cut."""
     sizes = sorted(value.meta["val"].nbytes for value in ops.cuts.values())
     return sizes[len(sizes) // 2] if sizes else 0
 
@@ -299,7 +299,7 @@ def _checked_everywhere(rank: Rank, plan: PipelinePlan, settings: Settings) -> t
     """The most bytes of each device under the programs that the ranks chose by their own measurements."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, dict(rank.held))
-    known: dict[int, Held] = {number: held for part in everyone for number, held in part.items()}
+    known: dict[int, StageMemory] = {number: held for part in everyone for number, held in part.items()}
     held = [known[number] for number in range(len(plan.stages))]
     memory = most_bytes(plan, held, lowered(plan, settings.microbatches))
     if max(memory) > settings.mem:

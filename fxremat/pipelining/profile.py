@@ -22,7 +22,7 @@ from torch import Tensor, fx
 from fxremat.chains.chain import Block, Chain, Option
 from fxremat.errors import CaptureError
 from fxremat.options import options_of
-from fxremat.pipelining.stages import Ops, Stage
+from fxremat.pipelining.stages import Ops, StageModule
 from fxremat.plans import Plan
 from fxremat.runtime.module import drop_in
 from fxremat.search.candidate import Candidate
@@ -68,7 +68,7 @@ class Profile:
     cuts: tuple[int, ...]  # where the layers begin, and the end of the last
     _known: dict[str, tuple[Spending, ...]] = field(default_factory=dict)
 
-    def module(self, first: int, last: int) -> Stage:
+    def module(self, first: int, last: int) -> StageModule:
         """Layers first..last, both included, as a module."""
         return self.ops.module(self.cuts[first], self.cuts[last + 1])
 
@@ -98,7 +98,7 @@ class Profile:
         return torch.empty((), device="meta", requires_grad=True)
 
     def input_bytes(self, layer: int) -> int:
-        """Of what enters a layer from the one before."""
+        """Bytes of what enters a layer from the one before."""
         return self.crossing(layer).nbytes if layer else 0
 
     @property
@@ -107,12 +107,12 @@ class Profile:
         return len(self.cuts) - 1
 
     def weight_bytes(self, first: int, last: int) -> int:
-        """Of the parameters of these layers."""
+        """Bytes of the parameters of these layers."""
         return sum(parameter.nbytes for parameter in self.module(first, last).parameters())
 
     @property
     def device(self) -> torch.device:
-        """Of the model."""
+        """The device that the model is on."""
         return self.ops.device
 
     def spendings(self, first: int, last: int) -> tuple[Spending, ...]:
@@ -282,7 +282,7 @@ def _spending(candidate: Candidate, costs: Costs) -> Spending:
 
 
 def _spread(spendings: Sequence[Spending], count: int) -> list[Spending]:
-    """At most so many of them, from the fastest to the smallest, evenly over what they keep."""
+    """At most `count` spendings, from the fastest to the smallest, evenly over what they keep."""
     most, least = spendings[0].kept, min(spending.kept for spending in spendings)
     marks = [most - (most - least) * number / max(1, count - 1) for number in range(count)]
     places = range(len(spendings))
@@ -290,7 +290,7 @@ def _spread(spendings: Sequence[Spending], count: int) -> list[Spending]:
     return [spendings[place] for place in sorted(chosen | {0, len(spendings) - 1})]
 
 
-def _text(module: Stage, examples: tuple[Tensor, ...]) -> str:
+def _text(module: StageModule, examples: tuple[Tensor, ...]) -> str:
     """Equal for modules that run the same ops on tensors of the same shapes, and give gradients to the same ones."""
     number = {node: place for place, node in enumerate(module.graph.nodes)}
     lines = [_line(node, number) for node in module.graph.nodes]

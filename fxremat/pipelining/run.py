@@ -16,16 +16,16 @@ from torch import Tensor, nn
 from fxremat.errors import FxrematError
 from fxremat.options import options_of
 from fxremat.pipelining.engine import LeanStage, Step, engine, group_of, lost_peer
-from fxremat.pipelining.memory import Held
+from fxremat.pipelining.memory import StageMemory
 from fxremat.pipelining.profile import Profile
 from fxremat.runtime.module import drop_in
 from fxremat.solvers.pipeline.model import PipelinePlan
 
 
-def held_by(profile: Profile, plan: PipelinePlan, number: int) -> Held:
+def held_by(profile: Profile, plan: PipelinePlan, number: int) -> StageMemory:
     """What a stage of a plan holds, under the program that its way stands for."""
     stage, last = plan.stages[number], len(plan.stages) - 1
-    return Held(
+    return StageMemory(
         weights=profile.weight_bytes(stage.first, stage.last),
         entering=profile.input_bytes(stage.first),
         leaving=0 if number == last else profile.input_bytes(stage.last + 1),
@@ -70,7 +70,7 @@ class Rank:
     number: int
     modules: Mapping[int, nn.Module]  # of its stages, by their numbers in the plan
     stages: Sequence[LeanStage]
-    held: Mapping[int, Held]
+    held: Mapping[int, StageMemory]
     last: int  # the number of the last stage of all
     run: Step
 

@@ -43,7 +43,7 @@ class WithLoss(nn.Module):
         return self.loss(self.model(*inputs), target)
 
 
-class Stage(nn.Module):
+class StageModule(nn.Module):
     """A run of ops with the parameters and buffers they read, under the model's own names.
 
     A GraphModule wraps what is raised inside of it, which dynamo cannot trace; this one only has its forward.
@@ -52,9 +52,9 @@ class Stage(nn.Module):
     graph: fx.Graph
 
     @classmethod
-    def of(cls, module: fx.GraphModule) -> Stage:
+    def of(cls, module: fx.GraphModule) -> StageModule:
         """The same as a plain module."""
-        stage: Stage = type("Stage", (cls,), {"forward": type(module).forward, "__module__": __name__})()
+        stage: StageModule = type("StageModule", (cls,), {"forward": type(module).forward, "__module__": __name__})()
         for name in ("_parameters", "_buffers", "_modules"):
             stage.__dict__[name] = module.__dict__[name]
         stage.__dict__["graph"] = module.graph
@@ -74,18 +74,18 @@ class Ops:
     again: frozenset[fx.Node]  # made anew in each stage that reads them
     cuts: Mapping[int, fx.Node]  # before this op: what crosses there
 
-    def module(self, first: int, last: int) -> Stage:
+    def module(self, first: int, last: int) -> StageModule:
         """Ops first..last - 1 as a module of (*inputs or what crosses before, target for the last) -> what crosses."""
         return _Builder(self, first, last).module()
 
     @property
     def end(self) -> int:
-        """One past the last op."""
+        """The number after that of the last op."""
         return len(self.nodes)
 
     @cached_property
     def device(self) -> torch.device:
-        """Of the largest parameter."""
+        """The device of the largest parameter."""
         tensors = [value for value in self.values.values() if isinstance(value, Tensor)]
         return max(tensors, key=lambda tensor: tensor.nbytes).device
 
@@ -286,7 +286,7 @@ class _Builder:
     first: int
     last: int
 
-    def module(self) -> Stage:
+    def module(self) -> StageModule:
         graph = fx.Graph()
         copies = {node: graph.placeholder(node.name) for node in self._arguments()}
         wanted = set(self.ops.nodes[self.first : self.last])
@@ -309,7 +309,7 @@ class _Builder:
             for node in copies
             if node in self.ops.held
         }
-        return Stage.of(fx.GraphModule(values, graph))
+        return StageModule.of(fx.GraphModule(values, graph))
 
     def _attribute(self, node: fx.Node) -> str:
         return self.ops.held[self.shown(node)]

@@ -1,1 +1,1 @@
-"""What runs in the training step: the drop-in module and the replay of random ops."""
+"""What runs in a training step: the drop-in module, the dynamo backend, and what they need while torch traces."""

@@ -15,21 +15,21 @@ from torch import fx
 
 from fxremat.step.costs import Costs
 from fxremat.step.joint import Joint
-from fxremat.step.kinds import Kind, bytes_by_kind
+from fxremat.step.kinds import MemoryKind, bytes_by_kind
 from fxremat.step.liveness import live_bytes
 from fxremat.step.program import Program, Role
 from fxremat.units import format_bytes, shortened
 
 _NAMES = {
-    Kind.WEIGHTS: "weights and their state",
-    Kind.KEPT: "kept values",
-    Kind.TEMPORARY: "values of the forward",
-    Kind.RECOMPUTED: "recomputed values",
-    Kind.OFFLOADED: "values on their way to or from the host",
-    Kind.RESULTS: "gradients to return",
-    Kind.GRADIENTS: "gradients on their way",
-    Kind.OUTSIDE: "gradients and temporaries of the loss",
-    Kind.WORKSPACE: "workspace",
+    MemoryKind.WEIGHTS: "weights and their state",
+    MemoryKind.KEPT: "kept values",
+    MemoryKind.TEMPORARY: "values of the forward",
+    MemoryKind.RECOMPUTED: "recomputed values",
+    MemoryKind.OFFLOADED: "values on their way to or from the host",
+    MemoryKind.RESULTS: "gradients to return",
+    MemoryKind.GRADIENTS: "gradients on their way",
+    MemoryKind.OUTSIDE: "gradients and temporaries of the loss",
+    MemoryKind.WORKSPACE: "workspace",
 }
 _MOST = 3  # kinds that are named
 
@@ -40,7 +40,7 @@ class Floor:
 
     bytes: int
     moment: str  # the op that runs, and where it was written
-    kinds: tuple[tuple[Kind, int], ...]  # what the bytes are, the most first
+    kinds: tuple[tuple[MemoryKind, int], ...]  # what the bytes are, the most first
 
     def __str__(self) -> str:
         *others, last = [f"{format_bytes(size)} of {_NAMES[kind]}" for kind, size in self.kinds[:_MOST]]
@@ -52,7 +52,7 @@ def floor_of(program: Program, costs: Costs) -> Floor:
     memory = live_bytes(program, costs.sizes)
     if memory.at_split == memory.peak:
         rest = memory.at_split - _loss(program.layout.joint, costs)
-        kinds = {Kind.OUTSIDE: memory.at_split - rest, Kind.KEPT: rest}
+        kinds = {MemoryKind.OUTSIDE: memory.at_split - rest, MemoryKind.KEPT: rest}
         return Floor(bytes=memory.peak, moment="the loss outside the model runs", kinds=_sorted(kinds))
     place = max(range(len(memory.during)), key=memory.during.__getitem__)
     kinds = {kind: series[place] for kind, series in bytes_by_kind(program, costs.sizes).items()}
@@ -60,7 +60,7 @@ def floor_of(program: Program, costs: Costs) -> Floor:
 
 
 def line_of(node: fx.Node) -> str:
-    """Where the op was written, as "model.py:12 in forward: code", if tracing noted it; else nothing."""
+    """The line where the op was written, as "model.py:12 in forward: code", if tracing noted it; else nothing."""
     frames = re.findall(r'File "(.+)", line (\d+), in (\w+)\n *(.*)', node.meta.get("stack_trace") or "")
     if not frames:
         return ""
@@ -94,6 +94,6 @@ def _loss(joint: Joint, costs: Costs) -> int:
     return max(tangents, costs.sizes.outside)
 
 
-def _sorted(kinds: Mapping[Kind, int]) -> tuple[tuple[Kind, int], ...]:
+def _sorted(kinds: Mapping[MemoryKind, int]) -> tuple[tuple[MemoryKind, int], ...]:
     found = sorted(kinds.items(), key=lambda entry: entry[1], reverse=True)
     return tuple((kind, size) for kind, size in found if size) or tuple(found[:1])

@@ -78,7 +78,7 @@ def _take_in(choice: Bits, places: Ints, rng: np.random.Generator) -> int:
 
 
 def _order(worth: Floats, happening: Ints, noise: float, rng: np.random.Generator) -> Ints:
-    """Those first that take most time a byte, but for chance."""
+    """Recomputations by seconds per byte, descending, randomly perturbed."""
     ordered: Ints = happening[
         np.argsort(-worth[happening] * np.exp(noise * rng.standard_normal(happening.size)))
     ]

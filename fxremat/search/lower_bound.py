@@ -118,7 +118,7 @@ class _Rows:
                 self._at_most(0.0, (1.0, ("alive", value, instant)), *self._there(value, instant - 1))
 
     def _there(self, value: int, window: int) -> list[tuple[float, _Variable]]:
-        """What lets a value be read in a window, negative."""
+        """Negated LP terms that make the value available in the window."""
         return [(-1.0, ("alive", value, window)), (-1.0, ("runs", self.maker[value], window))]
 
     def _window(self, window: int) -> None:

@@ -109,7 +109,7 @@ def _layouts(joint: Joint, costs: Costs) -> Iterator[Layout]:
 
 
 def _thin(ends: Sequence[int], seconds: Sequence[float]) -> list[int]:
-    """At most MOST_BLOCKS ends, those after the shortest blocks left out."""
+    """Keep at most MOST_BLOCKS ends: those after the shortest blocks are left out."""
     ends = list(ends)
     if len(ends) <= MOST_BLOCKS:
         return ends

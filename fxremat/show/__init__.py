@@ -1,0 +1,1 @@
+"""Plans as text, as a page and as pictures."""

@@ -27,7 +27,7 @@ class Lanes:
 
     @property
     def end(self) -> float:
-        """When all is over."""
+        """Seconds after which everything is over."""
         return max([end for lane in (self.ops, self.out, self.back) for _, end in lane], default=0.0)
 
 

@@ -17,21 +17,21 @@ from fxremat.planned_step import PlannedStep
 from fxremat.show.axes import horizontal_axis, size_ticks, time_ticks, vertical_axis
 from fxremat.show.lanes import lanes_picture, planned_lanes
 from fxremat.show.text import block_rows, facts
-from fxremat.step.kinds import Kind, bytes_by_kind, host_bytes
+from fxremat.step.kinds import MemoryKind, bytes_by_kind, host_bytes
 from fxremat.units import format_bytes, format_seconds
 
 LEFT, WIDTH, RIGHT = 80, 1000, 20  # pixels
 TOP, HEIGHT, STRIP, BELOW = 24, 320, 20, 24
-COLORS: Mapping[Kind, tuple[str, str]] = {
-    Kind.WEIGHTS: ("#9aa0a6", "weights and optimizer state"),
-    Kind.KEPT: ("#3b6ea5", "kept for the backward"),
-    Kind.TEMPORARY: ("#a9c9e8", "temporary values of the forward"),
-    Kind.RECOMPUTED: ("#e8862e", "recomputed"),
-    Kind.OFFLOADED: ("#9b6fc0", "offloaded: leaving, or back"),
-    Kind.RESULTS: ("#2f7d4f", "gradients to return"),
-    Kind.GRADIENTS: ("#8fce9f", "gradients on their way"),
-    Kind.OUTSIDE: ("#cdb84a", "the loss outside the model"),
-    Kind.WORKSPACE: ("#cc5f6c", "workspace of kernels"),
+COLORS: Mapping[MemoryKind, tuple[str, str]] = {
+    MemoryKind.WEIGHTS: ("#9aa0a6", "weights and optimizer state"),
+    MemoryKind.KEPT: ("#3b6ea5", "kept for the backward"),
+    MemoryKind.TEMPORARY: ("#a9c9e8", "temporary values of the forward"),
+    MemoryKind.RECOMPUTED: ("#e8862e", "recomputed"),
+    MemoryKind.OFFLOADED: ("#9b6fc0", "offloaded: leaving, or back"),
+    MemoryKind.RESULTS: ("#2f7d4f", "gradients to return"),
+    MemoryKind.GRADIENTS: ("#8fce9f", "gradients on their way"),
+    MemoryKind.OUTSIDE: ("#cdb84a", "the loss outside the model"),
+    MemoryKind.WORKSPACE: ("#cc5f6c", "workspace of kernels"),
 }
 BUDGET, HOST = "#c0392b", "#5b2c83"
 STYLE = """
@@ -138,7 +138,7 @@ def _blocks(plan: PlannedStep) -> Iterator[tuple[int, str]]:
 class _Chart:
     """Memory by kind over time, step by step."""
 
-    kinds: Mapping[Kind, Sequence[int]]
+    kinds: Mapping[MemoryKind, Sequence[int]]
     hosted: Sequence[int]
     names: Sequence[str]  # of the steps
     blocks: Sequence[tuple[int, str]]  # number from 1, and name, of each step

@@ -42,7 +42,7 @@ class BlockRow:
 
     @property
     def looks(self) -> tuple[str, ...]:
-        """All but number and name: blocks that agree in it share a line."""
+        """Everything but number and name: blocks that agree in it share a line."""
         return self.forward, self.backward, self.output, self.saved, self.keeps, self.again
 
 

@@ -31,7 +31,7 @@ NUMBERS: tuple[type, ...] = (*SYMBOLS, int, float)
 
 
 class Origin(Enum):
-    """Where a value comes from; only FORWARD values can be recomputed."""
+    """The part of the step that makes a value; only FORWARD values can be recomputed."""
 
     PRIMAL = "primal"  # a parameter, buffer, input or constant: outside the budget, always there
     TANGENT = "tangent"  # the gradient that autograd hands to the backward graph
@@ -40,7 +40,7 @@ class Origin(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Value:
+class JointValue:
     """One storage of the joint graph."""
 
     index: int
@@ -77,7 +77,7 @@ class Joint:
 
     module: fx.GraphModule
     ops: tuple[Op, ...]
-    values: tuple[Value, ...]
+    values: tuple[JointValue, ...]
     value_of: dict[fx.Node, int]  # every tensor node (views included) to the storage it shows
     primals: tuple[fx.Node, ...]
     tangents: tuple[fx.Node, ...]
@@ -288,7 +288,7 @@ class _Reader:
         self.tangents = tuple(tangents_in(module.graph))
         tangents = set(self.tangents)
         self.primals = tuple(node for node in placeholders if node not in tangents)
-        self.values: list[Value] = []
+        self.values: list[JointValue] = []
         self.value_of: dict[fx.Node, int] = {}
         self.late = self._late()
 
@@ -334,7 +334,7 @@ class _Reader:
         tensor = next((t for t in tensors_of(shown) if t is not None), None)
         index = len(self.values)
         size = 0 if tensor is None else storage_bytes(tensor)
-        self.values.append(Value(index, node.name, size, origin, shown, producer))
+        self.values.append(JointValue(index, node.name, size, origin, shown, producer))
         self.value_of[shown] = index
         return index
 
@@ -367,7 +367,7 @@ class _Reader:
         unread = [t for k, t in enumerate(tensors_of(node)) if t is not None and k not in seen]
         for tensor in unread:  # occupies memory while the op runs and until its outputs are taken apart
             index = len(self.values)
-            self.values.append(Value(index, f"{node.name}_unread", storage_bytes(tensor), origin, node, None))
+            self.values.append(JointValue(index, f"{node.name}_unread", storage_bytes(tensor), origin, node, None))
             written.append(index)
         return tuple(written)
 
@@ -407,7 +407,7 @@ class _Reader:
             )
             for write in writes:
                 value = self.values[write]
-                self.values[write] = Value(write, value.name, value.bytes, value.origin, value.node, index)
+                self.values[write] = JointValue(write, value.name, value.bytes, value.origin, value.node, index)
         return Joint(
             module=self.module,
             ops=tuple(ops),

@@ -23,7 +23,7 @@ from fxremat.step.liveness import Sizes, lives, seed_lives
 from fxremat.step.program import Program, Role, Step, Transfer
 
 
-class Kind(Enum):
+class MemoryKind(Enum):
     """What bytes are for; in the order in which pictures stack them."""
 
     WEIGHTS = "weights"
@@ -37,15 +37,15 @@ class Kind(Enum):
     WORKSPACE = "workspace"
 
 
-def bytes_by_kind(program: Program, sizes: Sizes) -> dict[Kind, tuple[int, ...]]:
+def bytes_by_kind(program: Program, sizes: Sizes) -> dict[MemoryKind, tuple[int, ...]]:
     """Bytes of each kind while each step runs; their sum is `live_bytes(program, sizes).during`. O(steps).
 
     An op that overwrites what it reads has its result in the bytes of that operand: they count once, as the result.
     """
     count = len(program.steps)
-    change = {kind: [0] * (count + 1) for kind in Kind}
+    change = {kind: [0] * (count + 1) for kind in MemoryKind}
 
-    def live(kind: Kind, first: int, last: int, size: int) -> None:
+    def live(kind: MemoryKind, first: int, last: int, size: int) -> None:
         """Count `size` bytes from step `first` to step `last`, both included."""
         change[kind][min(first, count)] += size
         change[kind][min(last + 1, count)] -= size
@@ -55,16 +55,16 @@ def bytes_by_kind(program: Program, sizes: Sizes) -> dict[Kind, tuple[int, ...]]
         first = versions.birth(version)
         if last >= first:
             live(versions.kind(version), first, last, size)
-    live(Kind.WEIGHTS, 0, count, program.resident)
-    live(Kind.OUTSIDE, program.split, count, sizes.root)
+    live(MemoryKind.WEIGHTS, 0, count, program.resident)
+    live(MemoryKind.OUTSIDE, program.split, count, sizes.root)
     for first, last in seed_lives(program) if sizes.seed else ():
-        live(Kind.WORKSPACE, first, last, sizes.seed)
+        live(MemoryKind.WORKSPACE, first, last, sizes.seed)
     for place, step in enumerate(program.steps):
         if isinstance(step, Transfer) and step.takes:
-            live(Kind.WEIGHTS, *((place, count) if step.takes > 0 else (place + 1, count)), step.takes)
+            live(MemoryKind.WEIGHTS, *((place, count) if step.takes > 0 else (place + 1, count)), step.takes)
         extra = step.workspace if isinstance(step, Transfer) else sizes.workspace[step.op]
-        live(Kind.WORKSPACE if extra >= 0 else versions.kind(versions.overwritten(step)), place, place, extra)
-    return {kind: tuple(accumulate(change[kind][:-1])) for kind in Kind}
+        live(MemoryKind.WORKSPACE if extra >= 0 else versions.kind(versions.overwritten(step)), place, place, extra)
+    return {kind: tuple(accumulate(change[kind][:-1])) for kind in MemoryKind}
 
 
 def host_bytes(program: Program, sizes: Sizes) -> tuple[int, ...]:
@@ -99,22 +99,22 @@ class _Versions:
             return self.writer[version]
         return self.program.split if self._origin(version) is Origin.TANGENT else 0
 
-    def kind(self, version: int) -> Kind:
+    def kind(self, version: int) -> MemoryKind:
         """What a version is for."""
         match self._origin(version):
             case Origin.PRIMAL:
-                return Kind.WEIGHTS
+                return MemoryKind.WEIGHTS
             case Origin.TANGENT:
-                return Kind.GRADIENTS
+                return MemoryKind.GRADIENTS
             case Origin.BACKWARD:
                 returned = self.program.version_of[version] in self.program.layout.joint.returned
-                return Kind.RESULTS if returned else Kind.GRADIENTS
+                return MemoryKind.RESULTS if returned else MemoryKind.GRADIENTS
         role = self.program.steps[self.writer[version]].role
         if role is Role.RECOMPUTE:
-            return Kind.RECOMPUTED
+            return MemoryKind.RECOMPUTED
         if role is Role.PREFETCH or version in self.leaving:
-            return Kind.OFFLOADED
-        return Kind.KEPT if self.lives[version][0] >= self.program.split else Kind.TEMPORARY
+            return MemoryKind.OFFLOADED
+        return MemoryKind.KEPT if self.lives[version][0] >= self.program.split else MemoryKind.TEMPORARY
 
     def overwritten(self, step: Step | Transfer) -> int:
         """The version that a step overwrites: the largest that it reads last."""

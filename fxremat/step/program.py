@@ -308,7 +308,7 @@ class Replay:
             self._run(index, block)
 
     def _missing(self, values: Iterable[int]) -> list[int]:
-        """Those of the values that are not at hand; inputs are given when they are first read."""
+        """The values that are not at hand; inputs are given when they are first read."""
         missing = []
         for value in values:
             if value not in self.current:

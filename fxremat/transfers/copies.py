@@ -28,7 +28,7 @@ from fxremat.transfers.clock import Floats, Ints
 
 
 @dataclass(frozen=True, kw_only=True)
-class Copy:
+class HostCopy:
     """A version that travels, or the optimizer state of the parameter that the version shows."""
 
     trip: int  # what leaves and what comes back of it have the same number
@@ -39,16 +39,16 @@ class Copy:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CopyOut(Copy):
-    """It leaves the device."""
+class CopyOut(HostCopy):
+    """A device-to-host copy."""
 
     starts: int  # position of the step after which its copy starts; an update starts it itself
     leaves: int  # position of its last reader
 
 
 @dataclass(frozen=True, kw_only=True)
-class CopyIn(Copy):
-    """It comes from the host, a version as another one of the same value."""
+class CopyIn(HostCopy):
+    """A host-to-device copy, which makes a new version of the value."""
 
     begins: int  # position of the first step before which it may come
     first: int  # position of its first reader
@@ -133,7 +133,7 @@ def time_copies(
     return TimedCopies(program=program, copies_out=copies_out, copies_in=copies_in, link=link, log=log)
 
 
-def _field(copies: Sequence[Copy], name: str) -> Ints:
+def _field(copies: Sequence[HostCopy], name: str) -> Ints:
     return np.array([getattr(copy, name) for copy in copies], dtype=np.int64)
 
 
@@ -200,14 +200,14 @@ class _Writer:
                 coming = self.timed.copies_in[number]
                 return self._transfer(Role.WAIT, coming, reads=self._now(coming))
 
-    def _now(self, what: Copy) -> tuple[int, ...]:
+    def _now(self, what: HostCopy) -> tuple[int, ...]:
         """The version that stands for one of the program now; state has none."""
         return () if what.state else (self.renamed.get(what.version, what.version),)
 
     def _transfer(
         self,
         role: Role,
-        what: Copy,
+        what: HostCopy,
         *,
         reads: tuple[int, ...] = (),
         writes: tuple[int, ...] = (),
@@ -221,7 +221,7 @@ class _Writer:
     def _copies(self) -> Iterator[tuple[tuple[Role, int], tuple[float, float]]]:
         """Start and end of each, by direction and trip."""
         log, heard = self.timed.log, self.timed
-        sides: tuple[tuple[Role, Sequence[Copy], Floats], ...] = (
+        sides: tuple[tuple[Role, Sequence[HostCopy], Floats], ...] = (
             (Role.OFFLOAD, heard.copies_out, log.out),
             (Role.PREFETCH, heard.copies_in, log.back),
         )

@@ -58,7 +58,7 @@ class Source:
 
     @classmethod
     def of(cls, candidate: Candidate, costs: Costs, least: int) -> Source:
-        """Of a candidate, with the trips of at least so many bytes."""
+        """Make the source of a candidate, with its round trips of at least `least` bytes."""
         program = candidate.program()
         need = need_of(program, live_bytes(program, costs.sizes))
         return cls(
@@ -80,7 +80,7 @@ class Source:
     def within(
         self, budget: int, link: Link, host_mem: int | None, faster_than: float
     ) -> Iterator[TimedCopies]:
-        """It with trips that make it fit, a few ways, those that take less time than so many seconds."""
+        """Yield offloaded variants of this program that fit `budget` and are faster than `faster_than` seconds."""
         seen: set[tuple[RoundTrip, ...]] = set()
         for share in SPARE:
             chosen = cap(self.need.copy(), self.trips, int(budget * share))

@@ -75,7 +75,7 @@ def update_inside(program: Program, units: Iterable[ParameterUpdate]) -> Program
 
 @dataclass(frozen=True)
 class _Visits:
-    """Where a parameter is used: first and last position before the split, and the same from it on."""
+    """The first and last position of a parameter's uses before the split, and the same from it on."""
 
     forward: tuple[int, int] | None
     backward: tuple[int, int]
@@ -244,7 +244,7 @@ class _Trips:
         self.copies_out: list[CopyOut] = []
 
     def add_weight(self, unit: ParameterUpdate, *, twice: bool) -> None:
-        """It comes before its first reader, after the split once more if it is to; each graph fetches its own."""
+        """Copy a parameter in before its first reader, and once more after the split where it leaves in between."""
         visits = _visits(self.program, unit)
         spans = [span for span in (visits.forward, visits.backward) if span is not None]
         if not twice:
@@ -258,7 +258,7 @@ class _Trips:
         self._go(unit, unit.bytes, visits.backward[1])
 
     def add_state(self, unit: ParameterUpdate) -> None:
-        """It is there for the update alone."""
+        """Copy the optimizer state in for the update alone."""
         update = _visits(self.program, unit).backward[1]
         self.need[update] += unit.state_bytes
         self._come(unit, unit.state_bytes, begins=self.program.split, first=update, state=True)

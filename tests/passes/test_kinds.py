@@ -11,7 +11,7 @@ import fxremat
 from fxremat.chains.schedule import Schedule
 from fxremat.linearize.layout import lay_out
 from fxremat.search.survey import survey
-from fxremat.step.kinds import Kind, bytes_by_kind, host_bytes
+from fxremat.step.kinds import MemoryKind, bytes_by_kind, host_bytes
 from fxremat.step.liveness import Sizes, live_bytes
 from fxremat.step.program import Program, Role, rematerialize
 from tests.dags import Dag, Recipe, batch, capture, estimated, few, recipes
@@ -20,7 +20,7 @@ from tests.toys import FourLayers
 pytestmark = pytest.mark.usefixtures("torch_ready")
 
 
-def check(program: Program, sizes: Sizes) -> dict[Kind, tuple[int, ...]]:
+def check(program: Program, sizes: Sizes) -> dict[MemoryKind, tuple[int, ...]]:
     kinds = bytes_by_kind(program, sizes)
     assert tuple(map(sum, zip(*kinds.values(), strict=True))) == live_bytes(program, sizes).during
     assert min(min(series) for series in kinds.values()) >= 0
@@ -37,10 +37,10 @@ def test_kinds_add_up_to_exact_liveness(recipe: Recipe, share: int) -> None:
         program = candidate.program()
         kinds = check(program, costs.sizes)
         if not program.recomputed:
-            assert not any(kinds[Kind.RECOMPUTED])
-        assert not any(kinds[Kind.RESULTS][: program.split])
-        assert not any(kinds[Kind.TEMPORARY][program.split :])
-        assert not any(kinds[Kind.OFFLOADED] + kinds[Kind.WEIGHTS]) or joint.mutated_primals
+            assert not any(kinds[MemoryKind.RECOMPUTED])
+        assert not any(kinds[MemoryKind.RESULTS][: program.split])
+        assert not any(kinds[MemoryKind.TEMPORARY][program.split :])
+        assert not any(kinds[MemoryKind.OFFLOADED] + kinds[MemoryKind.WEIGHTS]) or joint.mutated_primals
 
 
 def test_by_hand() -> None:
@@ -51,11 +51,11 @@ def test_by_hand() -> None:
     program = rematerialize(lay_out(joint, ends), schedule)
     kinds = check(program, estimated(joint).sizes)
     again = [place for place, step in enumerate(program.steps) if step.role is Role.RECOMPUTE]
-    assert max(kinds[Kind.RECOMPUTED]) == 256
-    assert next(place for place, size in enumerate(kinds[Kind.RECOMPUTED]) if size) == again[0]
-    assert kinds[Kind.TEMPORARY][: program.split][:2] == (128, 256)
+    assert max(kinds[MemoryKind.RECOMPUTED]) == 256
+    assert next(place for place, size in enumerate(kinds[MemoryKind.RECOMPUTED]) if size) == again[0]
+    assert kinds[MemoryKind.TEMPORARY][: program.split][:2] == (128, 256)
     weights = sum(p.numel() * 4 for p in FourLayers().parameters())
-    assert kinds[Kind.RESULTS][-1] == weights
+    assert kinds[MemoryKind.RESULTS][-1] == weights
 
 
 @pytest.mark.parametrize("weights", [False, True])
@@ -72,9 +72,9 @@ def test_what_waits_on_the_host(weights: bool) -> None:
     kinds = check(plan.program, plan.costs.sizes)
     hosted = host_bytes(plan.program, plan.costs.sizes)
     if weights:
-        assert max(kinds[Kind.WEIGHTS]) > 0
+        assert max(kinds[MemoryKind.WEIGHTS]) > 0
     else:
-        assert max(kinds[Kind.OFFLOADED]) > 0
+        assert max(kinds[MemoryKind.OFFLOADED]) > 0
         assert plan.chosen.transfers is not None
         assert max(hosted) <= plan.chosen.transfers.bytes
         assert max(hosted) > 0

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fxremat.chains.chain import Block, Chain
 from fxremat.chains.platform import Platform
-from fxremat.chains.reading import read
+from fxremat.chains.resolved import read
 from fxremat.chains.schedule import Backward, Forward, Keep, Offload, Op, Prefetch, Schedule, Value
 from fxremat.errors import InvalidSchedule
 from fxremat.solvers import keep_all

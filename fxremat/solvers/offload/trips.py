@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fxremat.chains.chain import Chain
-from fxremat.chains.reading import read
+from fxremat.chains.resolved import read
 from fxremat.chains.schedule import Backward, Drop, Forward, Keep, Offload, Op, Prefetch, Schedule, Value
 from fxremat.solvers.sizes import Ints
 

@@ -7,7 +7,7 @@ belong to the slot before the op that follows them. Places in the order of the s
     3c + 1   the tokens of slot c have been read, op c has not started
     3c + 2   op c runs
 
-and `Script.base` is the memory at each of them, if copies to the host took no time and copies from the host
+and `ResolvedSchedule.base` is the memory at each of them, if copies to the host took no time and copies from the host
 came as late as the order allows. Timing adds what has not left yet and what has come early.
 
 A value that is offloaded stays readable until the next Pre(v) or recomputation of v: it leaves the device
@@ -31,30 +31,30 @@ class Stored:
     option: int  # with which A was saved
     born: int
     gone: int = -1  # -1: it stays to the end
-    coming: "Copy | None" = None  # the copy from the host that brings it
-    leaving: "Copy | None" = None  # the copy to the host that it waits for
+    coming: "LinkCopy | None" = None  # the copy from the host that brings it
+    leaving: "LinkCopy | None" = None  # the copy to the host that it waits for
     touched: bool = False  # by an op or a token
 
 
 @dataclass(eq=False)
-class Copy:
+class LinkCopy:
     """A copy of a value over the link, in one of the two queues."""
 
     token: int  # its place in the schedule, from 0
     value: Value
     stored: Stored
     outward: bool  # to the host
-    after: "Copy | None"  # the copy that must have ended before
+    after: "LinkCopy | None"  # the copy that must have ended before
     due: int = -1  # from the host: the place at which it must be there
 
 
 @dataclass(frozen=True)
-class Step:
+class OpRun:
     """A forward or backward."""
 
     token: int
     seconds: float
-    needs: tuple[Copy, ...]  # copies that bring what it reads
+    needs: tuple[LinkCopy, ...]  # copies that bring what it reads
 
 
 @dataclass(frozen=True)
@@ -62,21 +62,21 @@ class Token:
     """A drop, or a copy that joins its queue."""
 
     token: int
-    copy: Copy | None
+    copy: LinkCopy | None
     freed: int  # bytes
 
 
 @dataclass(frozen=True)
-class Script:
-    """All there is to know of a schedule before the clock starts."""
+class ResolvedSchedule:
+    """A schedule read against its chain: all that is known before the clock starts."""
 
-    steps: list[Step]
+    steps: list[OpRun]
     slots: list[list[Token]]  # one more than there are steps
-    copies: list[Copy]
+    copies: list[LinkCopy]
     base: list[int]  # bytes, at every place
 
 
-def read(chain: Chain, schedule: Schedule) -> Script:
+def read(chain: Chain, schedule: Schedule) -> ResolvedSchedule:
     """The script of `schedule`. Raises `InvalidSchedule` that names the op and what it lacks."""
     reader = _Reader(chain)
     for token, op in enumerate(schedule.ops):
@@ -101,7 +101,7 @@ class _Reader:
 
     chain: Chain
     device: dict[Value, Stored] = field(init=False)
-    host: dict[Value, Copy] = field(init=False, default_factory=dict)
+    host: dict[Value, LinkCopy] = field(init=False, default_factory=dict)
     phase: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -109,8 +109,8 @@ class _Reader:
         start = Stored(self.chain.input_bytes, 0, 0)
         self.device = {Value("a", 0): start}
         self.all = [start]
-        self.copies: list[Copy] = []
-        self.steps: list[Step] = []
+        self.copies: list[LinkCopy] = []
+        self.steps: list[OpRun] = []
         self.slots: list[list[Token]] = [[]]
         self.extra: list[int] = []  # bytes of each op beyond what it stores
         self.turns: list[int] = []  # the steps that are backwards
@@ -182,14 +182,14 @@ class _Reader:
         self._store(value, stored)
         stored.coming = self._copy(token, value, stored, copy, outward=False)
 
-    def _copy(self, token: int, value: Value, stored: Stored, after: Copy | None, *, outward: bool) -> Copy:
-        copy = Copy(token, value, stored, outward, after)
+    def _copy(self, token: int, value: Value, stored: Stored, after: LinkCopy | None, *, outward: bool) -> LinkCopy:
+        copy = LinkCopy(token, value, stored, outward, after)
         self.copies.append(copy)
         self.slots[-1].append(Token(token, copy, 0))
         return copy
 
-    def _step(self, token: int, seconds: float, extra: int, needs: tuple[Copy, ...]) -> None:
-        self.steps.append(Step(token, seconds, needs))
+    def _step(self, token: int, seconds: float, extra: int, needs: tuple[LinkCopy, ...]) -> None:
+        self.steps.append(OpRun(token, seconds, needs))
         self.extra.append(extra)
         self.slots.append([])
 
@@ -197,7 +197,7 @@ class _Reader:
         self.device[value] = stored
         self.all.append(stored)
 
-    def _read_input(self, number: int) -> tuple[Copy, ...]:
+    def _read_input(self, number: int) -> tuple[LinkCopy, ...]:
         small, large = Value("a", number - 1), Value("A", number - 1)
         found = [value for value in (small, large) if value in self.device]
         if not found:
@@ -208,7 +208,7 @@ class _Reader:
             )
         return self._read(min(found, key=lambda value: self.device[value].leaving is not None))
 
-    def _read(self, value: Value) -> tuple[Copy, ...]:
+    def _read(self, value: Value) -> tuple[LinkCopy, ...]:
         """Let the next op read a stored value; the copies it has to wait for."""
         stored = self.device[value]
         here = 3 * len(self.steps) + 2
@@ -216,7 +216,7 @@ class _Reader:
             stored.gone = here + 1
         return self._touch(stored, here)
 
-    def _close(self, value: Value, gone: int) -> tuple[Copy, ...]:
+    def _close(self, value: Value, gone: int) -> tuple[LinkCopy, ...]:
         """Take a value off the device, if it is there, from the place `gone` on; the copies to wait for."""
         stored = self.device.pop(value, None)
         if stored is None:
@@ -225,7 +225,7 @@ class _Reader:
             stored.gone = gone
         return self._touch(stored, gone - 1)
 
-    def _touch(self, stored: Stored, here: int) -> tuple[Copy, ...]:
+    def _touch(self, stored: Stored, here: int) -> tuple[LinkCopy, ...]:
         if stored.coming is None:
             return ()
         if not stored.touched:
@@ -249,7 +249,7 @@ class _Reader:
             raise InvalidSchedule(f"there is no block {number}; the chain has blocks 1 to {len(self.chain)}")
         return self.chain.blocks[number - 1]
 
-    def script(self) -> Script:
+    def script(self) -> ResolvedSchedule:
         """The script, once every op has been taken."""
         end = 3 * len(self.steps) + 1
         due = end
@@ -257,7 +257,7 @@ class _Reader:
             if not copy.outward:  # its queue is first in, first out
                 due = copy.due = min(due, copy.due)
                 copy.stored.born = due
-        return Script(self.steps, self.slots, self.copies, self._base(end))
+        return ResolvedSchedule(self.steps, self.slots, self.copies, self._base(end))
 
     def _base(self, end: int) -> list[int]:
         change = [0] * (end + 2)
