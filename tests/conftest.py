@@ -66,6 +66,10 @@ def torch_ready() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="write the texts in tests/golden anew")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     cuda = [item for item in items if item.get_closest_marker("cuda")]
     if cuda and not _cuda_is_available():

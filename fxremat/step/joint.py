@@ -375,42 +375,12 @@ class _Reader:
         ordered = [item for item in compute if item[0] not in self.late]
         forward_count = len(ordered)
         ordered += [item for item in compute if item[0] in self.late]
+        ops = self._ops(ordered)
         returned = {node for node in self.backward_outputs if isinstance(node, fx.Node)}
-        differentiable = {
-            self.value_of[primal]
-            for primal, gradient in zip(_inputs(self.primals), self.backward_outputs, strict=False)
-            if gradient is not None
-        }
-        moving = set(differentiable)  # values that depend on a differentiable input
         kept, updates = self._split_outputs()
-        ops: list[Op] = []
-        for index, (node, writes) in enumerate(ordered):
-            reads = tuple(dict.fromkeys(self.value_of[p] for p in node.all_input_nodes if p in self.value_of))
-            backward = node in self.late
-            anchored = not backward and moving.isdisjoint(reads)
-            if not anchored:
-                moving.update(writes)
-            again = tuple(self.value_of[p] for p in again_inputs(node) if p in self.value_of)
-            again_writes = tuple(write for write in writes if self._made_again(node, self.values[write].node))
-            ops.append(
-                Op(
-                    index,
-                    node,
-                    backward,
-                    reads,
-                    writes,
-                    tuple(dict.fromkeys(again)),
-                    again_writes,
-                    is_random(node),
-                    anchored,
-                )
-            )
-            for write in writes:
-                value = self.values[write]
-                self.values[write] = JointValue(write, value.name, value.bytes, value.origin, value.node, index)
         return Joint(
             module=self.module,
-            ops=tuple(ops),
+            ops=ops,
             values=tuple(self.values),
             value_of=self.value_of,
             primals=self.primals,
@@ -425,6 +395,30 @@ class _Reader:
             updates=frozenset(updates),
             returned=frozenset(self.value_of[node] for node in returned),
         )
+
+    def _ops(self, ordered: Sequence[tuple[fx.Node, tuple[int, ...]]]) -> tuple[Op, ...]:
+        """The ops in execution order; the values they write learn their producers."""
+        moving = {  # values that depend on a differentiable input
+            self.value_of[primal]
+            for primal, gradient in zip(_inputs(self.primals), self.backward_outputs, strict=False)
+            if gradient is not None
+        }
+        ops: list[Op] = []
+        for index, (node, writes) in enumerate(ordered):
+            reads = self._values_of(node.all_input_nodes)
+            anchored = node not in self.late and moving.isdisjoint(reads)
+            if not anchored:
+                moving.update(writes)
+            again_writes = tuple(write for write in writes if self._made_again(node, self.values[write].node))
+            again_reads = self._values_of(again_inputs(node))
+            late, random = node in self.late, is_random(node)
+            ops.append(Op(index, node, late, reads, writes, again_reads, again_writes, random, anchored))
+            for write in writes:
+                self.values[write] = replace(self.values[write], producer=index)
+        return tuple(ops)
+
+    def _values_of(self, nodes: Iterable[fx.Node]) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(self.value_of[node] for node in nodes if node in self.value_of))
 
     def _made_again(self, op: fx.Node, shown: fx.Node) -> bool:
         """Whether a second execution makes this output too: none makes new running statistics."""

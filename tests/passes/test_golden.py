@@ -1,0 +1,110 @@
+"""Each pass on a small graph, before and after, as text in tests/golden.
+
+    python -m pytest tests/passes/test_golden.py --update-golden      writes them anew; review the diff
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from benchmarks.capture import joint_graph
+from fxremat.chains.schedule import Schedule
+from fxremat.linearize.layout import lay_out
+from fxremat.passes.lower import lower
+from fxremat.passes.normalize import PASSES, normalize
+from fxremat.step.joint import read_joint
+from fxremat.step.program import rematerialize
+
+pytestmark = pytest.mark.usefixtures("torch_ready")
+GOLDEN = Path(__file__).parents[1] / "golden"
+
+
+class Model(nn.Module):
+    """A model for one pass: what it does to `x` of 4 rows and 3 columns, given a number."""
+
+    def __init__(self, forward: Callable[[Model, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3, bias=False)
+        self.norm = nn.BatchNorm1d(3)
+        self.dropout = nn.Dropout(0.25)
+        self.drop_all = nn.Dropout(1.0)
+        self.body = forward
+
+    def forward(self, x: Tensor, number: Tensor) -> Tensor:
+        return self.body(self, x, number)
+
+
+def row(m: Model, x: Tensor, number: Tensor) -> Tensor:
+    place = number.item()
+    torch._check(place >= 0)
+    torch._check(place < 4)
+    return m.linear(x)[place].sum()
+
+
+MODELS: dict[str, Callable[[Model, Tensor, Tensor], Tensor]] = {
+    "drop_detach": lambda m, x, _: (m.linear(x).relu() * m.linear(x).detach()).sum(),
+    "drop_running_statistics": lambda m, x, _: m.norm(m.linear(x)).sum(),
+    "drop_as_eager": lambda m, x, _: m.drop_all(m.dropout(m.linear(x))).sum(),
+    "copy_views_by_number": row,
+    "lower": lambda m, x, _: m.linear(m.dropout(m.linear(x)).tanh()).sum(),
+    "overwrite_gradients": lambda m, x, _: (m.linear(x).relu() + m.linear(x).tanh()).sum(),
+}
+
+
+def text_of(graph: fx.Graph) -> str:
+    """One line a node: its name, what it calls with which arguments, and the shape of what it shows."""
+    lines = []
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        shape = f" : {list(value.shape)}" if isinstance(value, Tensor) else ""
+        options = [f"{key}={value}" for key, value in node.kwargs.items()]
+        target = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+        arguments = ["..." if isinstance(argument, str) else str(argument) for argument in node.args]
+        lines.append(f"{node.name} = {target}({', '.join([*arguments, *options])}){shape}")
+    return "\n".join(lines) + "\n"
+
+
+def check(name: str, found: str, *, update: bool) -> None:
+    file = GOLDEN / f"{name}.txt"
+    if update:
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(found)
+    wanted = file.read_text()
+    difference = "\n".join(difflib.unified_diff(wanted.splitlines(), found.splitlines(), "golden", "now", lineterm=""))
+    assert not difference, f"{difference}\n--update-golden writes what is now"
+
+
+def joint_of(name: str) -> tuple[fx.GraphModule, int]:
+    return joint_graph(Model(MODELS[name]).train(), torch.ones(4, 3), torch.tensor(2))
+
+
+@pytest.mark.parametrize("rewrite", PASSES, ids=lambda rewrite: rewrite.__name__)
+def test_a_pass_rewrites_its_graph_as_reviewed(
+    rewrite: Callable[[fx.Graph], None], pytestconfig: pytest.Config
+) -> None:
+    module, _ = joint_of(rewrite.__name__)
+    before = text_of(module.graph)
+    rewrite(module.graph)
+    module.graph.eliminate_dead_code()
+    module.graph.lint()
+    after = text_of(module.graph)
+    assert after != before, "a graph for a pass is one that it changes"
+    difference = difflib.unified_diff(before.splitlines(), after.splitlines(), "before", "after", n=99, lineterm="")
+    check(rewrite.__name__, "\n".join(difference) + "\n", update=pytestconfig.getoption("--update-golden"))
+
+
+def test_lowering_emits_recomputations_as_reviewed(pytestconfig: pytest.Config) -> None:
+    module, outputs = joint_of("lower")
+    joint = read_joint(normalize(module), outputs)
+    tanh = next(op.index for op in joint.forward_ops if op.name == "tanh")
+    layout = lay_out(joint, [tanh])
+    program = rematerialize(layout, Schedule.parse("Fck1 Fall2 B2 Fall1 B1"))
+    forward, backward = lower(program)
+    found = f"forward\n{text_of(forward.graph)}\nbackward\n{text_of(backward.graph)}"
+    check("lower", found, update=pytestconfig.getoption("--update-golden"))
