@@ -28,6 +28,7 @@ import sys
 import tempfile
 import time
 import tomllib
+import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 RECORDS = ROOT / ".cache" / "mutants"
+NOT_COPIED = (".git", ".venv", ".*cache", ".hypothesis", "*.egg-info")
 SECONDS = 20.0  # of tests for a mutant, at most
 PATIENCE = 30.0  # seconds beyond three times what its tests take, before a mutant counts as endless
 FLIPPED: dict[type[ast.cmpop], type[ast.cmpop]] = {
@@ -259,7 +261,11 @@ def _in_a_process(work: Callable[[], int], copy: Path, timeout: float | None) ->
         status = 99
         try:
             status = work()
+        except BaseException:
+            traceback.print_exc()
         finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
             os._exit(status)
     end = time.monotonic() + (timeout or 1e9)
     while time.monotonic() < end:
@@ -280,7 +286,7 @@ def _is_ours(module: Any) -> bool:
 def _import_what_they_need() -> None:
     """Import the libraries that the project depends on, which forks then need not."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    for requirement in (*project["dependencies"], "hypothesis"):
+    for requirement in project["dependencies"]:
         importlib.import_module(re.split(r"[^\w.]", requirement)[0])
 
 
@@ -296,8 +302,7 @@ def main(arguments: list[str] | None = None) -> None:
     _import_what_they_need()
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder).resolve() / "copy"
-        hidden = shutil.ignore_patterns(".*", "*.egg-info")
-        shutil.copytree(ROOT, copy, ignore=hidden)
+        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*NOT_COPIED))
         known = record(copy, options.tests)
         for file in files:
             report(copy, file, known, options.sample, options.seed)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.mistakes import MISTAKES, Mistake
+from tests.mutants import NOT_COPIED
 
 ROOT = Path(__file__).parents[1]
 
@@ -29,7 +30,7 @@ def test_the_mistakes_can_be_made():
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All of the repository, with what was compiled of it; times of files are kept, so that it stays valid."""
     folder = tmp_path_factory.mktemp("repository") / "copy"
-    return shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(".*", "*.egg-info"))
+    return shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*NOT_COPIED))
 
 
 @pytest.mark.long
