@@ -2,9 +2,11 @@
 #
 #   make demo        set up, then run the quickstart
 #   make test        set up, then lint, types and the everyday tests
+#   make quick       set up, then some tests of everything: a minute once kernels are compiled
 #   make test-long   set up, then the full-size tests (tens of minutes)
 #   make bench       set up, then the benchmark tables of the README and docs (about two hours)
 #   make papers      set up, then the figures of the papers, and how far the solvers are from the optimum
+#   make mutants     set up, then make small mistakes in FILES="fxremat/...", and list those that no test notices
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -12,19 +14,36 @@ VENV   ?= .venv
 BIN   := $(VENV)/bin
 READY := $(VENV)/.fxremat-ready
 
-.PHONY: demo test test-long bench papers clean
+PYTEST := $(BIN)/python -m pytest -q
+
+.PHONY: demo test quick lint types kernels test-long mutants bench papers clean
 
 demo: $(READY)
 	$(BIN)/python examples/01_quickstart.py
 
-test: $(READY)
+# Types are checked on one core while the kernels are compiled on another: each worker of pytest would compile its own.
+test: lint
+	$(MAKE) -j 2 types kernels
+	$(PYTEST) -n 2 --dist loadgroup
+
+quick: $(READY)
+	$(PYTEST) -n 2 --dist loadgroup @tests/quick.txt
+
+lint: $(READY)
 	$(BIN)/ruff check .
+
+types: $(READY)
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -q
+
+kernels: $(READY)
+	$(PYTEST) -p no:xdist @tests/kernels.txt
+
+mutants: $(READY)
+	$(BIN)/python -m tests.mutants $(FILES)
 
 test-long: $(READY)
 	$(BIN)/python -m pip install --quiet -c constraints-dev.txt -c constraints-libraries.txt -e ".[dev,libraries]"
-	$(BIN)/python -m pytest -m long -q
+	$(PYTEST) -m long
 
 bench: $(READY)
 	$(BIN)/python -m pip install --quiet -c constraints-dev.txt -e ".[plot]"

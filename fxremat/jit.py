@@ -2,17 +2,23 @@
 
 The cache lies in the `__pycache__` of each source file, or in the user's cache folder where that one is not
 writable (`NUMBA_CACHE_DIR` names another). Where none is, kernels are compiled in every process. Entries that cannot
-be read are deleted and compiled again; entries that cannot be written are left out.
+be read are deleted and compiled again; entries that cannot be written are left out. An entry is valid for the sources
+it was compiled from: compiled code contains the kernels that a kernel calls, which other files define.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from types import CodeType, ModuleType
 from typing import Any, TypeVar, cast
 
 import numba
 from numba.core import caching
+from numba.core.dispatcher import Dispatcher
 
 _FunctionCache: Any = caching.FunctionCache  # numba is not typed
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -42,7 +48,40 @@ class _Cache(_FunctionCache):  # type: ignore[misc]
             super().save_overload(sig, data)
 
     def _index_key(self, sig: Any, codegen: Any) -> tuple[Any, ...]:
-        """With fxremat's version: kernels have the code of those they call inside, which other files define."""
-        from fxremat import __version__
+        records = tuple(getattr(argument, "fields", None) for argument in sig)  # named tuples, read by position
+        return (*super()._index_key(sig, codegen), records, _digest(self._py_func))
 
-        return (*super()._index_key(sig, codegen), __version__)
+
+@cache
+def _digest(function: Any) -> str:
+    """Digest of the files of a kernel and of those that it calls, and of the constants that all of them read."""
+    kernels, constants = [function], set()
+    for kernel in kernels:  # grows
+        for name, value in _globals_read(kernel):
+            if isinstance(value, Dispatcher):
+                kernels += [value.py_func] if value.py_func not in kernels else []
+            elif isinstance(value, int | float | str | tuple):
+                constants.add(f"{name} = {value!r}")
+            elif hasattr(value, "_fields"):
+                constants.add(f"{name}: {value._fields}")
+    found = hashlib.sha256("\n".join(sorted(constants)).encode())
+    for path in sorted({kernel.__code__.co_filename for kernel in kernels}):
+        found.update(Path(path).read_bytes())
+    return found.hexdigest()
+
+
+def _globals_read(function: Any) -> Iterator[tuple[str, Any]]:
+    """Names and values of the globals that a function reads, and of those of modules, as in `rows.least`."""
+    names = _names(function.__code__)
+    values = {name: function.__globals__[name] for name in names if name in function.__globals__}
+    for module in [value for value in values.values() if isinstance(value, ModuleType)]:
+        values |= {name: getattr(module, name) for name in names if hasattr(module, name)}
+    yield from values.items()
+    for cell in function.__closure__ or ():
+        yield "", cell.cell_contents
+
+
+def _names(code: CodeType) -> set[str]:
+    """Global names in a function's code and in the functions inside it."""
+    inner = (_names(constant) for constant in code.co_consts if isinstance(constant, CodeType))
+    return {*code.co_names}.union(*inner)

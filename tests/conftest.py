@@ -44,9 +44,9 @@ def _own_cost_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _short_searches() -> Iterator[None]:
-    """Searches for better programs stop ten times earlier than users' do; what is promised does not depend on it."""
+    """Searches for better programs stop far earlier than users' do; what is promised does not depend on it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fxremat.search.refine.PAGES", 200_000)
+        patch.setattr("fxremat.search.refine.PAGES", 50_000)
         patch.setattr("fxremat.search.improve.PATIENCE", 50)
         yield
 

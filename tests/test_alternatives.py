@@ -24,7 +24,7 @@ from benchmarks.alternatives.verdict import cells, claims, geometric_mean, least
 from benchmarks.models.mixer import DeepChain
 from fxremat.step.joint import Origin
 
-pytestmark = pytest.mark.usefixtures("torch_ready")
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("torch_ready")]
 
 BY_HAND = ("checkpoint", "checkpoint_sequential", "nested", "selective")
 GOT = Measured(

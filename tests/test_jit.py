@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -72,14 +71,67 @@ def test_without_a_folder_to_write_to_there_is_no_cache(kernels: Path) -> None:
     assert run(kernels, HOME=nowhere, XDG_CACHE_HOME=nowhere) == "[0, 2, 4] 0"
 
 
-def test_another_version_does_not_read_it(kernels: Path, tmp_path: Path) -> None:
-    """Compiled code has the code of the kernels that it calls inside, and those may be new."""
-    run(kernels)
-    other = tmp_path / "other" / "fxremat"
-    other.mkdir(parents=True)
-    shutil.copy(PACKAGE / "jit.py", other)
-    (other / "__init__.py").write_text('__version__ = "9"')
-    assert run(kernels, PYTHONPATH=str(other.parent)) == "[0, 2, 4] 0"
+CALLER = """
+import numpy as np
+
+from fxremat.jit import jit
+import called
+from called import Record, twice
+
+
+@jit
+def work(values: np.ndarray, record: Record) -> np.ndarray:
+    return twice(values) + record.first - called.again(0)
+
+
+if __name__ == "__main__":
+    print(work(np.arange(3), Record(1, 0)).tolist(), sum(work.stats.cache_hits.values()))
+"""
+CALLED = """
+from typing import NamedTuple
+
+from constants import TIMES
+from fxremat.jit import jit
+
+
+class Record(NamedTuple):
+    first: int
+    second: int
+
+
+@jit
+def twice(values):
+    return TIMES * values
+
+
+@jit
+def again(value):
+    return value
+"""
+
+
+@pytest.mark.parametrize(
+    ("file", "right", "wrong", "answer"),
+    [
+        ("called", "TIMES * values", "TIMES * values + 1", "[2, 4, 6]"),
+        ("called", "return value", "return value - 1", "[2, 4, 6]"),
+        ("called", "first: int\n    second: int", "second: int\n    first: int", "[0, 2, 4]"),
+        ("constants", "2", "3", "[1, 4, 7]"),
+    ],
+)
+def test_a_change_in_what_a_kernel_reads_is_compiled(
+    tmp_path: Path, file: str, right: str, wrong: str, answer: str
+) -> None:
+    """Compiled code has the code of the kernels that it calls inside, their constants, and the order of fields."""
+    for name, text in {"caller": CALLER, "called": CALLED, "constants": "TIMES = 2"}.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    assert run(tmp_path / "caller.py") == "[1, 3, 5] 0"
+    assert run(tmp_path / "caller.py") == "[1, 3, 5] 1"
+    edited = tmp_path / f"{file}.py"
+    assert edited.read_text().count(right) == 1
+    edited.write_text(edited.read_text().replace(right, wrong))
+    assert run(tmp_path / "caller.py") == f"{answer} 0"
+    assert run(tmp_path / "caller.py") == f"{answer} 1"
 
 
 def test_every_kernel_is_compiled_through_it() -> None:

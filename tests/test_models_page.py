@@ -8,6 +8,8 @@ from benchmarks import models_page
 
 TEXT = models_page.PAGE.read_text(encoding="utf-8")
 
+pytestmark = pytest.mark.long
+
 
 def test_the_table_is_what_is_on_record():
     assert models_page.filled(TEXT) == TEXT, "run `python -m benchmarks.models_page`"

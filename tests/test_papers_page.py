@@ -10,6 +10,8 @@ from fxremat.solvers import best, keep_all
 
 NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))
 
+pytestmark = pytest.mark.long
+
 
 def test_the_page_is_that_of_the_saved_figures():
     assert page.PAGE.read_text(encoding="utf-8") == page.page(), "run python -m benchmarks.papers page"

@@ -17,6 +17,7 @@ PYTHON = "".join(re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL))
 SHELL = "".join(re.findall(r"```sh\n(.*?)```", TEXT, re.DOTALL))
 
 
+@pytest.mark.long
 def test_the_examples_run(tmp_path, monkeypatch, capsys):
     """The Python first: it writes the files that the commands read."""
     monkeypatch.chdir(tmp_path)
@@ -44,6 +45,7 @@ def test_every_solver_is_in_its_table():
     assert re.findall(r"^\| `(\w+)` \|", joins, re.MULTILINE) == list(JOINS)
 
 
+@pytest.mark.long
 def test_the_figures_are_those_on_record():
     assert solver_page.filled(TEXT) == TEXT, "run `python -m benchmarks.solver_page`"
     assert "misses the optimum" in TEXT

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxremat
-from tests.toys import WIDTH, Loss, Stack, assert_as_plain, mse, record, rows, scalar, under_autocast
+from tests.toys import QUICK, WIDTH, Loss, Stack, assert_as_plain, mse, record, rows, scalar, under_autocast
 from tests.training import same
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
@@ -30,7 +30,7 @@ LOGGER = logging.getLogger(__name__)
 
 def test_parameters_are_the_same_tensors() -> None:
     model = Stack()
-    compiled = fxremat.compile(model, mem="100%")
+    compiled = fxremat.compile(model, mem="100%", **QUICK)
     scalar(compiled(rows())).backward()
     assert list(dict(compiled.named_parameters())) == list(dict(model.named_parameters()))
     assert all(a is b for a, b in zip(compiled.parameters(), model.parameters(), strict=True))
@@ -39,7 +39,7 @@ def test_parameters_are_the_same_tensors() -> None:
 
 def test_state_dicts_load_both_ways() -> None:
     one, other = Stack(), Stack()
-    compiled = fxremat.compile(one, mem="100%")
+    compiled = fxremat.compile(one, mem="100%", **QUICK)
     assert list(compiled.state_dict()) == list(one.state_dict())
     other.load_state_dict(compiled.state_dict())
     assert all(same(p, q) for p, q in zip(other.parameters(), one.parameters(), strict=True))
@@ -49,7 +49,7 @@ def test_state_dicts_load_both_ways() -> None:
 
 
 def test_loading_a_state_dict_after_planning_takes_effect() -> None:
-    compiled, fresh = fxremat.compile(Stack(), mem="100%"), Stack()
+    compiled, fresh = fxremat.compile(Stack(), mem="100%", **QUICK), Stack()
     compiled(rows())
     compiled.load_state_dict(fresh.state_dict())
     assert _same_steps(compiled, fresh)
@@ -57,7 +57,7 @@ def test_loading_a_state_dict_after_planning_takes_effect() -> None:
 
 def test_train_and_eval_reach_the_model() -> None:
     model = Stack()
-    compiled = fxremat.compile(model, mem="100%")
+    compiled = fxremat.compile(model, mem="100%", **QUICK)
     assert compiled.training
     compiled.eval()
     assert not model.training
@@ -95,7 +95,7 @@ def test_training_goes_on_after_eval() -> None:
 
 def test_the_uncompiled_model_is_unaffected() -> None:
     model = Stack()
-    compiled = fxremat.compile(model, mem="100%")
+    compiled = fxremat.compile(model, mem="100%", **QUICK)
     scalar(compiled(rows())).backward()
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert type(twin) is Stack
@@ -107,15 +107,15 @@ def test_the_uncompiled_model_is_unaffected() -> None:
 
 def test_planning_at_once_or_at_the_first_call_is_the_same() -> None:
     torch.manual_seed(1)
-    early = fxremat.compile(Stack(), mem="80%", example_inputs=(rows(),))
-    late = fxremat.compile(Stack(), mem="80%")
+    early = fxremat.compile(Stack(), mem="80%", example_inputs=(rows(),), **QUICK)
+    late = fxremat.compile(Stack(), mem="80%", **QUICK)
     late(rows())
     assert early.plan.budget == late.plan.budget
     assert str(early.plan.schedule) == str(late.plan.schedule)
 
 
 def test_before_planning_there_is_no_plan() -> None:
-    compiled = fxremat.compile(Stack(), mem="80%")
+    compiled = fxremat.compile(Stack(), mem="80%", **QUICK)
     compiled.eval()(rows())
     assert compiled.plan is None
     assert compiled.plans == ()
@@ -127,14 +127,14 @@ def test_nested_in_a_larger_module() -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(WIDTH, WIDTH), Stack(), nn.Linear(WIDTH, 4))
     nested = copy.deepcopy(plain)
-    nested[1] = fxremat.compile(nested[1], mem="100%")
+    nested[1] = fxremat.compile(nested[1], mem="100%", **QUICK)
     assert list(nested.state_dict()) == list(plain.state_dict())
     assert _same_steps(nested, plain)
 
 
 def test_forward_has_the_signature_of_the_models() -> None:
     """Trainers look there, at the object and at its class, for the names of inputs and labels."""
-    compiled = fxremat.compile(Structured(), mem="100%")
+    compiled = fxremat.compile(Structured(), mem="100%", **QUICK)
     for forward in (compiled.forward, type(compiled).forward):
         assert [name for name in inspect.signature(forward).parameters if name != "self"] == [
             "x",
@@ -492,7 +492,7 @@ def test_the_line_that_is_named_is_the_models() -> None:
 
 def test_inputs_that_the_model_does_not_take() -> None:
     with pytest.raises(fxremat.CaptureError, match=r"reduction dim.*plain model") as error:
-        fxremat.compile(Stack(), mem="100%")(torch.zeros(3, WIDTH + 1))
+        fxremat.compile(Stack(), mem="100%", **QUICK)(torch.zeros(3, WIDTH + 1))
     _assert_one_line(error.value, "toys.py")
 
 
@@ -502,13 +502,13 @@ def test_a_failure_after_tracing_says_what_failed(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr("fxremat.runtime.dynamo.read_joint", broken)
     with pytest.raises(fxremat.CaptureError) as error:
-        fxremat.compile(Stack(), mem="100%")(rows())
+        fxremat.compile(Stack(), mem="100%", **QUICK)(rows())
     _assert_one_line(error.value, "no such op")
     assert isinstance(error.value.__cause__, NotImplementedError)
 
 
 def test_double_backward_is_refused() -> None:
-    compiled = fxremat.compile(Stack(), mem="100%")
+    compiled = fxremat.compile(Stack(), mem="100%", **QUICK)
     x = rows().requires_grad_()
     with pytest.raises(fxremat.CaptureError):
         (gradient,) = torch.autograd.grad(scalar(compiled(x)), x, create_graph=True)
@@ -517,7 +517,7 @@ def test_double_backward_is_refused() -> None:
 
 def test_a_model_without_trainable_parameters_runs_and_has_nothing_to_plan() -> None:
     model = Stack(dropout=0.0).requires_grad_(False)
-    compiled = fxremat.compile(model, mem="100%")
+    compiled = fxremat.compile(model, mem="100%", **QUICK)
     assert same(compiled(rows()), model(rows()))
     with pytest.raises(fxremat.FxrematError) as error:
         compiled.make_plan((rows(),), {})
@@ -527,7 +527,7 @@ def test_a_model_without_trainable_parameters_runs_and_has_nothing_to_plan() -> 
 @pytest.mark.parametrize("mem", [1.5, 0.6, None, True, 0, -1, "lots", "", "-3MB", "0%", "60 x", b"4GiB", [4]])
 def test_a_wrong_mem_shows_the_right_forms(mem: Any) -> None:
     with pytest.raises(fxremat.FxrematError) as error:
-        fxremat.compile(Stack(), mem=mem)
+        fxremat.compile(Stack(), mem=mem, **QUICK)
     _assert_one_line(error.value, "4GiB")
 
 
@@ -539,7 +539,7 @@ def test_auto_needs_a_gpu_and_says_so() -> None:
 
 @pytest.mark.parametrize("mem", ["4 GB", "4GB", "4 GiB", "1500MB", "100 %", 10**9])
 def test_the_right_forms_of_mem(mem: int | str) -> None:
-    scalar(fxremat.compile(Stack(depth=2), mem=mem)(rows())).backward()
+    scalar(fxremat.compile(Stack(depth=2), mem=mem, **QUICK)(rows())).backward()
 
 
 def _assert_capture_fails(model: nn.Module, code: str) -> None:
@@ -547,7 +547,7 @@ def _assert_capture_fails(model: nn.Module, code: str) -> None:
     with open(__file__) as source:
         line = next(number for number, text in enumerate(source, 1) if code in text)
     with pytest.raises(fxremat.CaptureError, match=rf"test_surface\.py:{line}\b"):
-        fxremat.compile(model, mem="100%")(rows())
+        fxremat.compile(model, mem="100%", **QUICK)(rows())
 
 
 def _assert_one_line(error: Exception, hint: str) -> None:

@@ -15,6 +15,7 @@ import fxremat
 from tests.training import gradients_of, least_budget, same, state_of, unequal
 
 WIDTH, ROWS = 32, 128
+QUICK: Any = {"effort": 0.0, "slots": 100}  # bits do not depend on how good a plan is
 
 
 class Stack(nn.Module):
@@ -116,9 +117,9 @@ def assert_as_plain(
     torch.manual_seed(0)
     model = make()
     if mem is None:
-        mem = least_budget(model, lambda compiled: record(compiled, args, kwargs, body))
+        mem = least_budget(model, lambda compiled: record(compiled, args, kwargs, body), **QUICK)
         torch._dynamo.reset()
-    compiled = fxremat.compile(model, mem=mem)
+    compiled = fxremat.compile(model, mem=mem, **QUICK)
     expected, got = record(plain, args, kwargs, body), record(compiled, args, kwargs, body)
 
     assert type(got.output) is type(expected.output)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fxremat
 from benchmarks.meter import peak_bytes
-from tests.toys import WIDTH, Stack, assert_as_plain, record, rows
+from tests.toys import QUICK, WIDTH, Stack, assert_as_plain, record, rows
 from tests.training import same, unequal
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
@@ -69,7 +69,7 @@ def test_a_loss_that_reads_another_output(norm: bool) -> None:
 
 
 def test_the_first_time_it_says_so() -> None:
-    compiled = fxremat.compile(Returning(), mem="100%")
+    compiled = fxremat.compile(Returning(), mem="100%", **QUICK)
     with pytest.warns(UserWarning, match="only_loss=False"):
         loss_and_logits(compiled, rows())
 
@@ -77,7 +77,7 @@ def test_the_first_time_it_says_so() -> None:
 def test_every_output_from_the_start() -> None:
     """No warning: they are errors here."""
     model = Returning()
-    compiled = fxremat.compile(copy.deepcopy(model), mem="100%", only_loss=False)
+    compiled = fxremat.compile(copy.deepcopy(model), mem="100%", only_loss=False, **QUICK)
     expected, got = (record(m, (rows(),), {}, loss_and_logits) for m in (model, compiled))
     assert unequal(got.gradients, expected.gradients) == []
     assert len(compiled.plans) == 1
@@ -105,7 +105,7 @@ def test_an_output_that_the_backward_reads_may_not() -> None:
         hidden.mul_(2)
         loss.backward()
 
-    for model in (Squares(), fxremat.compile(Squares(), mem="100%")):
+    for model in (Squares(), fxremat.compile(Squares(), mem="100%", **QUICK)):
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             body(model)
 
