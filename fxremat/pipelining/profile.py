@@ -25,9 +25,9 @@ from fxremat.errors import CaptureError
 from fxremat.pipelining.stages import Ops, Stage
 from fxremat.plans import Plan
 from fxremat.search.frontier import Prospect
-from fxremat.solvers.pipeline.costs import Ways
 from fxremat.solvers.pipeline.model import Layer, Layers, Way
 from fxremat.solvers.pipeline.of_chain import ways_of
+from fxremat.solvers.pipeline.stage_costs import Ways
 from fxremat.step.costs import Costs
 from fxremat.step.liveness import live_bytes
 
