@@ -21,18 +21,18 @@ from benchmarks import pipeline_steps, report
 from benchmarks.papers import chains
 from fxremat.errors import BudgetTooSmall
 from fxremat.pipelining.profile import joined
-from fxremat.solvers.pipeline.bound import lower_bound
+from fxremat.solvers.pipeline.best_plan import plan_pipeline
 from fxremat.solvers.pipeline.check import check
 from fxremat.solvers.pipeline.contiguous import best_partition
-from fxremat.solvers.pipeline.costs import Job
 from fxremat.solvers.pipeline.groups import scheduled
-from fxremat.solvers.pipeline.ilp import least_pattern
 from fxremat.solvers.pipeline.madpipe import as_published, best_madpipe
 from fxremat.solvers.pipeline.model import Layer, Layers, Machines, PipelinePlan, Stage, Way
 from fxremat.solvers.pipeline.of_chain import layers_of, ways_of
-from fxremat.solvers.pipeline.pipedream import best_of_targets, pipedream
-from fxremat.solvers.pipeline.plan import plan_pipeline
+from fxremat.solvers.pipeline.period_bound import lower_bound
+from fxremat.solvers.pipeline.stage_costs import Job
 from fxremat.solvers.pipeline.tasks import planned
+from fxremat.solvers.references.pipeline.ilp import least_pattern
+from fxremat.solvers.references.pipeline.pipedream import best_of_targets, pipedream
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "pipeline.json"

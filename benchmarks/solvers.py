@@ -30,7 +30,8 @@ from benchmarks import solver_page
 from fxremat.chains.chain import Block, Chain, Option
 from fxremat.chains.platform import Platform
 from fxremat.chains.simulate import simulate
-from fxremat.solvers import best, joins, keep_all, persistent
+from fxremat.solvers import best, keep_all, persistent
+from fxremat.solvers.references import joins
 from fxremat.solvers.registry import SOLVERS
 
 RESULTS = Path(__file__).parent / "results" / "solvers.json"

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fxremat.solvers.weights.bound import lower_bound
-from fxremat.solvers.weights.cycle import Cycle, one_by_one
-from fxremat.solvers.weights.plan import plan
+from fxremat.solvers.references.weights.cycle import Cycle, one_by_one
+from fxremat.solvers.references.weights.step_bound import lower_bound
+from fxremat.solvers.references.weights.weight_plan import plan
 
 from . import report
 

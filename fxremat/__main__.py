@@ -26,12 +26,12 @@ from fxremat.chains.simulate_join import JoinTimeline
 from fxremat.errors import FxrematError
 from fxremat.show import pipeline as pipeline_report
 from fxremat.solvers.choose import EFFORT, JoinSolution, Solution, solution
-from fxremat.solvers.pipeline.costs import step_seconds
+from fxremat.solvers.pipeline.best_plan import EFFORT as PIPELINE_EFFORT
+from fxremat.solvers.pipeline.best_plan import plan_pipeline
 from fxremat.solvers.pipeline.model import Machines, PipelinePlan
 from fxremat.solvers.pipeline.of_chain import layers_of
-from fxremat.solvers.pipeline.plan import EFFORT as PIPELINE_EFFORT
-from fxremat.solvers.pipeline.plan import plan_pipeline
 from fxremat.solvers.pipeline.solved import plan_chain
+from fxremat.solvers.pipeline.stage_costs import step_seconds
 from fxremat.solvers.registry import JOINS, NAMES
 from fxremat.units import format_bytes, parse_bytes, shortened
 
@@ -233,7 +233,9 @@ def _read_model(path: str) -> Chain | Join:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise FxrematError(f"cannot read {shortened(path)}: {getattr(error, 'strerror', None) or error}") from None
+        raise FxrematError(
+            f"cannot read {shortened(path)}: {getattr(error, 'strerror', None) or error}"
+        ) from None
     try:
         return Join.from_json(text) if _has_branches(text) else Chain.from_json(text)
     except FxrematError as error:

@@ -81,14 +81,14 @@ MISTAKES += [
     ),
     # scratch memory counted twice
     Mistake(
-        "solvers/bound.py",
+        "solvers/time_bound.py",
         "float(option.saved_bytes + scratch)",
         "float(option.saved_bytes + 2 * scratch + 1)",
         "solvers/test_bound.py",
     ),
     # what is on the host costs nothing to fetch
     Mistake(
-        "solvers/bound.py",
+        "solvers/time_bound.py",
         "return 1 / platform.to_host + 1 / platform.from_host",
         "return 0 / platform.to_host + 0 / platform.from_host",
         "solvers/test_bound.py",
@@ -128,39 +128,42 @@ MISTAKES += [
     ),
     # a checkpoint takes no memory
     Mistake(
-        "solvers/floating.py",
+        "solvers/references/floating.py",
         "again, left, out[j], right, 0)",
         "again, left, 0, right, 0)",
         "solvers/test_floating.py",
     ),
     # forwards of a cut count the gradient of the wrong phase
     Mistake(
-        "solvers/floating.py",
+        "solvers/references/floating.py",
         "need, again = phase[t] + sizes.run[s, j], forward[j] - forward[s - 1]",
         "need, again = phase[s] + sizes.run[s, j], forward[j] - forward[s - 1]",
         "solvers/test_floating.py",
     ),
     # a move runs its forwards for nothing
     Mistake(
-        "solvers/floating.py",
+        "solvers/references/floating.py",
         "moved, again = cuts + place(n, r, t, last), forward[r - 1] - forward[s - 1]",
         "moved, again = cuts + place(n, r, t, last), 0.0 * forward[r - 1]",
         "solvers/test_floating.py",
     ),
     # what a checkpoint moves to is no larger
     Mistake(
-        "solvers/floating.py", "moved, moves.more[s, r], 0, 0)", "moved, 0, 0, 0)", "solvers/test_floating.py"
+        "solvers/references/floating.py",
+        "moved, moves.more[s, r], 0, 0)",
+        "moved, 0, 0, 0)",
+        "solvers/test_floating.py",
     ),
     # a cut pays for one forward too many
     Mistake(
-        "solvers/revolve.py",
+        "solvers/references/revolve.py",
         "need, again = phase[t] + sizes.run[s, j], forward[j - 1] - forward[s - 1]",
         "need, again = phase[t] + sizes.run[s, j], forward[j] - forward[s - 1]",
         "solvers/test_revolve.py",
     ),
     # the backward does not have to fit
     Mistake(
-        "solvers/revolve.py",
+        "solvers/references/revolve.py",
         "            need = phase[t] + max(sizes.save[o], sizes.back[o])",
         "            need = phase[t] + sizes.save[o]",
         "solvers/test_revolve.py",
@@ -181,37 +184,39 @@ MISTAKES += [
     ),
     # the forward has no scratch memory
     Mistake(
-        "solvers/checkmate.py",
+        "solvers/references/checkmate.py",
         "weights[_r(n, t, block)] += options[block - 1].save_scratch or 0",
         "weights[_r(n, t, block)] += 0",
         "solvers/test_checkmate.py",
     ),
     # a backward does without its input
-    Mistake("solvers/checkmate.py", "if block >= t - 1:", "if block >= t:", "solvers/test_checkmate.py"),
+    Mistake(
+        "solvers/references/checkmate.py", "if block >= t - 1:", "if block >= t:", "solvers/test_checkmate.py"
+    ),
     # the backward has no scratch memory
     Mistake(
-        "solvers/checkmate.py",
+        "solvers/references/checkmate.py",
         "chain.grad_sizes[t - 1] + options[t - 1].backward_scratch",
         "chain.grad_sizes[t - 1]",
         "solvers/test_checkmate.py",
     ),
     # b of the branch that was cut is not set
     Mistake(
-        "solvers/joins/uniform.py",
+        "solvers/references/joins/uniform.py",
         "code[k] - (code[k] & 1) - 2 * i + 1)",
         "code[k] - 2 * i)",
         "solvers/test_joins.py",
     ),
     # the gradients of the other branches take no slots
     Mistake(
-        "solvers/joins/uniform.py",
+        "solvers/references/joins/uniform.py",
         "child[m - 1] + tail[m - others])",
         "child[m - 1] + tail[m])",
         "solvers/test_joins.py",
     ),
     # the tail of a branch is read off with all slots
     Mistake(
-        "solvers/joins/uniform.py",
+        "solvers/references/joins/uniform.py",
         "tails.append((k, start, i - 1, m - sum(kept) + kept[k]))",
         "tails.append((k, start, i - 1, m))",
         "solvers/test_joins.py",
@@ -312,21 +317,21 @@ MISTAKES += [
     ),
     # the scratch memory of backwards is forgotten
     Mistake(
-        "solvers/offload/offload_dp.py",
+        "solvers/references/offload/offload_dp.py",
         "idle_back = max(task.run[i] + a + max(b, 0) + size - task.slots, 0)",
         "idle_back = max(task.value[i] + a + max(b, 0) + size - task.slots, 0)",
         DYNPROG,
     ),
     # equation 3.10 as printed: a value may be back before it has been read
     Mistake(
-        "solvers/offload/offload_dp.py",
+        "solvers/references/offload/offload_dp.py",
         "max(max(f, 0) + size - sent, 0) if goes else f - sent",
         "max(f, 0) + size - sent if goes else f - sent",
         DYNPROG,
     ),
     # at the turn both copies are hidden by each other
     Mistake(
-        "solvers/offload/offload_dp.py",
+        "solvers/references/offload/offload_dp.py",
         "max(f, 0) * link.slot_out + max(b, 0) * link.slot_in",
         "max(max(f, 0) * link.slot_out, max(b, 0) * link.slot_in)",
         DYNPROG,
@@ -375,7 +380,9 @@ MISTAKES += [
         REFINE,
     ),
     # a low point need not be lower than what follows
-    Mistake("linearize/crossings.py", "if all(cost[level[0]] < bytes_", "if any(cost[level[0]] < bytes_", REFINE),
+    Mistake(
+        "linearize/crossings.py", "if all(cost[level[0]] < bytes_", "if any(cost[level[0]] < bytes_", REFINE
+    ),
     # towers run forward in the order of the join's schedule
     Mistake(
         "linearize/towers.py",
@@ -425,14 +432,20 @@ MISTAKES += [
     Mistake("transfers/copies.py", "self.renamed.get(v, v) for", "v for", SWAP),
     # copies of one direction run at the same time
     Mistake(
-        "transfers/clock.py", "max(log.clock[_NOW], log.clock[lane], after)", "max(log.clock[_NOW], after)", SWAP
+        "transfers/clock.py",
+        "max(log.clock[_NOW], log.clock[lane], after)",
+        "max(log.clock[_NOW], after)",
+        SWAP,
     ),
     # memory goes back to the pool while something shows it
     Mistake(
-        "host/tier.py", "weakref.finalize(owner, self._returned", "weakref.finalize(like, self._returned", HOST
+        "host/pool.py",
+        "weakref.finalize(owner, self._returned",
+        "weakref.finalize(like, self._returned",
+        HOST,
     ),
     # nobody waits for the copy out
-    Mistake("host/tier.py", 'self._lanes["out"].finish(host.data_ptr())', "pass", HOST),
+    Mistake("host/files.py", 'self._lanes["out"].finish(host.data_ptr())', "pass", HOST),
     # the host's limit is not looked at
     Mistake(
         "transfers/offloading.py",
@@ -461,18 +474,21 @@ MISTAKES += [
     Mistake("ops/weights.py", "single.param_groups[0].update(settings)", "pass", WEIGHTS),
     # a copy back starts where it does not fit
     Mistake(
-        "solvers/weights/clock.py", "if staying + op.beside > limit:", "if False:", "solvers/test_weights.py"
+        "solvers/references/weights/cycle_clock.py",
+        "if staying + op.beside > limit:",
+        "if False:",
+        "solvers/test_weights.py",
     ),
     # a unit is dropped although the host has an old version
     Mistake(
-        "solvers/weights/clock.py",
+        "solvers/references/weights/cycle_clock.py",
         "        if self.hosted[unit]:\n",
         "        if True:\n",
         "solvers/test_weights.py",
     ),
     # every gap pays for its own copy out
     Mistake(
-        "solvers/weights/selection.py",
+        "solvers/references/weights/selection.py",
         "        if discount:\n",
         "        if False:\n",
         "solvers/test_weights.py",
@@ -606,14 +622,14 @@ MISTAKES += [
     ),
     # what a forward earlier in the period keeps is forgotten
     Mistake(
-        "solvers/pipeline/ilp.py",
+        "solvers/references/pipeline/ilp.py",
         "terms.append((stage.way.kept_bytes, self.first[f, t]))",
         "terms.append((0.0, self.first[f, t]))",
         ANY_PIPELINE + "::test_the_integer_program_finds_the_optimum_of_the_vectors",
     ),
     # all devices together have the memory of one
     Mistake(
-        "solvers/pipeline/bound.py",
+        "solvers/pipeline/period_bound.py",
         "job.machines.devices * job.machines.memory - job",
         "job.machines.memory - job",
         ANY_PIPELINE + "::test_plans_hold_and_are_never_slower_than_the_best_contiguous_one",
@@ -640,7 +656,7 @@ MISTAKES += [
         "solvers/test_pipeline_report.py",
     ),
     Mistake(
-        "solvers/pipeline/improve.py",
+        "solvers/pipeline/moves.py",
         "found.seconds(microbatches) <= best.seconds(microbatches) * ahead",
         "found.period <= best.period * ahead",
         ANY_PIPELINE,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from benchmarks.papers.figure import Claim, Figure, Panel
 from fxremat.errors import BudgetTooSmall
-from fxremat.solvers.joins import branch_by_branch, equiv_chain, multi_chain, trade_off
+from fxremat.solvers.references.joins import branch_by_branch, equiv_chain, multi_chain, trade_off
 
 SHAPES: dict[str, Callable[[int], tuple[int, ...]]] = {
     "CM": lambda length: (length, 5 * length),

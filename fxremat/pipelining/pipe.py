@@ -25,9 +25,9 @@ from fxremat.pipelining.memory import StageMemory, most_bytes
 from fxremat.pipelining.profile import Profile, profile
 from fxremat.pipelining.run import Rank, held_by
 from fxremat.pipelining.stages import Loss, Ops, capture
-from fxremat.solvers.pipeline.costs import step_seconds
 from fxremat.solvers.pipeline.model import Layers, Machines, PipelinePlan, Way
 from fxremat.solvers.pipeline.on_demand import Asked
+from fxremat.solvers.pipeline.stage_costs import step_seconds
 from fxremat.units import format_bytes, parse_bytes
 
 ATTEMPTS = 6  # plans for less or more than the budget, until one spends it with all that PyTorch holds
@@ -38,7 +38,7 @@ Options = Callable[[int, int], Sequence[Way]]
 
 
 class Planner(Protocol):
-    """What finds a plan: `fxremat.solvers.pipeline.plan.plan_pipeline`."""
+    """What finds a plan: `fxremat.solvers.pipeline.best_plan.plan_pipeline`."""
 
     def __call__(
         self, layers: Layers, machines: Machines, *, options: Options, microbatches: int, effort: float
@@ -239,7 +239,7 @@ class _Search:
         self.ways = Asked(rough=measured.rough, exact=measured.ways, count=measured.count)
 
     def _planned(self, room: float, effort: float = 0.0) -> PipelinePlan:
-        planner = self.settings.planner or import_module("fxremat.solvers.pipeline.plan").plan_pipeline
+        planner = self.settings.planner or import_module("fxremat.solvers.pipeline.best_plan").plan_pipeline
         plan: PipelinePlan = planner(
             self.layers,
             replace(self.settings.machines, memory=room),

@@ -26,9 +26,9 @@ from fxremat.pipelining.stages import Ops, StageModule
 from fxremat.plans import Plan
 from fxremat.runtime.module import drop_in
 from fxremat.search.candidate import Candidate
-from fxremat.solvers.pipeline.costs import Ways
 from fxremat.solvers.pipeline.model import Layer, Layers, Way
 from fxremat.solvers.pipeline.of_chain import ways_of
+from fxremat.solvers.pipeline.stage_costs import Ways
 from fxremat.step.costs import Costs
 from fxremat.step.liveness import live_bytes
 

@@ -7,9 +7,9 @@ from html import escape
 
 from fxremat.errors import FxrematError
 from fxremat.solvers.pipeline.check import Span, always, spans, stays
-from fxremat.solvers.pipeline.costs import Job, step_seconds
 from fxremat.solvers.pipeline.model import Kind, PipelinePlan
-from fxremat.solvers.pipeline.pipedream import pipedream
+from fxremat.solvers.pipeline.stage_costs import Job, step_seconds
+from fxremat.solvers.references.pipeline.pipedream import pipedream
 from fxremat.units import format_bytes
 
 WIDTH, LEFT, LANE, GRAPH, GAP = 960, 110, 22, 46, 8  # pixels

@@ -28,9 +28,9 @@ and for joins of chains `JOINS`, see fxremat/solvers/joins.
 """
 
 from fxremat.solvers import keep_all
-from fxremat.solvers.bound import lower_bound
 from fxremat.solvers.choose import EFFORT, JoinSolution, Solution, best, solution, solve
 from fxremat.solvers.registry import DEFAULT, JOINS, LISTS, NAMES, SOLVERS, TABLES
+from fxremat.solvers.time_bound import lower_bound
 
 __all__ = [
     "DEFAULT",

@@ -17,8 +17,8 @@ from fxremat.chains.simulate import Accounting, Timeline, simulate
 from fxremat.chains.simulate_join import JoinTimeline
 from fxremat.errors import BudgetTooSmall, FxrematError, InvalidBudget, InvalidSchedule
 from fxremat.solvers import keep_all
-from fxremat.solvers.bound import lower_bound
 from fxremat.solvers.registry import DEFAULT, JOINS, NAMES, SOLVERS, Problem, search
+from fxremat.solvers.time_bound import lower_bound
 from fxremat.units import integer, shortened
 
 EFFORT = 10.0  # seconds
@@ -231,7 +231,9 @@ def _winner_of_join(
     mem, slots = _check_mem(mem), check_slots(slots)
     check_effort(effort)
     if solver not in ("auto", *JOINS):
-        raise FxrematError(f"a join is solved by auto, {', '.join(JOINS)}; {shortened(solver)} is none of them")
+        raise FxrematError(
+            f"a join is solved by auto, {', '.join(JOINS)}; {shortened(solver)} is none of them"
+        )
     if platform is not None and platform.linked:
         raise FxrematError("the values of a join do not travel: leave out to_host and from_host")
     if solver != "auto":

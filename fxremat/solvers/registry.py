@@ -19,18 +19,17 @@ from fxremat.chains.simulate_join import JoinTimeline, simulate_join
 from fxremat.errors import BudgetTooSmall, InvalidSchedule
 from fxremat.solvers import (
     binomial,
-    checkmate,
     exact,
-    floating,
     floating_drop,
     input_drop,
     joins,
     keep_all,
     periodic,
     persistent,
-    revolve,
 )
-from fxremat.solvers.offload import autocapper, greedy, local_search, offload_dp, opportunist, pofo, vdnn
+from fxremat.solvers.offload import autocapper, local_search, pofo
+from fxremat.solvers.references import checkmate, floating, revolve
+from fxremat.solvers.references.offload import greedy, offload_dp, opportunist, vdnn
 from fxremat.solvers.table import Build, grain
 
 DEFAULT = "input_drop"  # the chain solver of choice: what others start from

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import strategies as st
 
 from fxremat.solvers.pipeline.contiguous import least_memory
-from fxremat.solvers.pipeline.costs import Job
 from fxremat.solvers.pipeline.model import Layer, Layers, Machines, Stage, Way
+from fxremat.solvers.pipeline.stage_costs import Job
 
 VECTORS = json.loads((Path(__file__).parents[1] / "data" / "pipeline.json").read_text())
 

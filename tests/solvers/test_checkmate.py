@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from fxremat.chains.chain import Block, Chain
 from fxremat.chains.simulate import simulate
 from fxremat.errors import BudgetTooSmall, FxrematError
-from fxremat.solvers import checkmate, exact, keep_all
+from fxremat.solvers import exact, keep_all
+from fxremat.solvers.references import checkmate
 from tests.solvers.chains import chains
 
 PHASES = [Phase.explicit, Phase.reuse, Phase.generate]

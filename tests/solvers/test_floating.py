@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from fxremat.chains.chain import Block, Chain
 from fxremat.chains.simulate import simulate
 from fxremat.errors import BudgetTooSmall, FxrematError
-from fxremat.solvers import exact, floating, persistent
+from fxremat.solvers import exact, persistent
+from fxremat.solvers.references import floating
 from tests.solvers.chains import chains
 
 VECTORS = json.loads((Path(__file__).parents[1] / "data" / "remat.json").read_text())

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from fxremat.chains.join_schedule import JoinSchedule, Loss, On
 from fxremat.chains.schedule import Backward, Forward, Keep
 from fxremat.errors import BudgetTooSmall, FxrematError, InvalidSchedule
-from fxremat.solvers import binomial, joins
+from fxremat.solvers import binomial
+from fxremat.solvers.references import joins
 
 VECTORS = json.loads((Path(__file__).parents[1] / "data" / "joins.json").read_text())
 PHASES = [Phase.explicit, Phase.reuse, Phase.generate]

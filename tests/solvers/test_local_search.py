@@ -8,7 +8,8 @@ from fxremat.chains.chain import Block, Chain
 from fxremat.chains.schedule import Schedule
 from fxremat.chains.simulate import simulate
 from fxremat.solvers import input_drop, keep_all
-from fxremat.solvers.offload import greedy, local_search, pofo
+from fxremat.solvers.offload import local_search, pofo
+from fxremat.solvers.references.offload import greedy
 from tests.dags import few
 from tests.solvers.chains import chains
 from tests.solvers.offloads import machine, speeds

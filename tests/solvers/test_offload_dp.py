@@ -11,8 +11,9 @@ from fxremat.chains.schedule import Schedule
 from fxremat.chains.simulate import simulate
 from fxremat.errors import BudgetTooSmall
 from fxremat.solvers import keep_all
-from fxremat.solvers.offload import greedy, offload_dp, pofo
+from fxremat.solvers.offload import pofo
 from fxremat.solvers.offload.trips import needs, travel, trips
+from fxremat.solvers.references.offload import greedy, offload_dp
 from tests.dags import few
 from tests.solvers.chains import chains
 from tests.solvers.offloads import everything_away, machine, speeds

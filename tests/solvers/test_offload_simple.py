@@ -11,7 +11,8 @@ from fxremat.chains.schedule import Schedule
 from fxremat.chains.simulate import simulate
 from fxremat.errors import BudgetTooSmall
 from fxremat.solvers import input_drop, keep_all
-from fxremat.solvers.offload import autocapper, greedy, opportunist, vdnn
+from fxremat.solvers.offload import autocapper
+from fxremat.solvers.references.offload import greedy, opportunist, vdnn
 from tests.dags import few
 from tests.solvers.chains import chains
 from tests.solvers.offloads import machine, speeds

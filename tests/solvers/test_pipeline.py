@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from fxremat.errors import BudgetTooSmall
 from fxremat.solvers.pipeline.check import check
 from fxremat.solvers.pipeline.contiguous import best_partition
-from fxremat.solvers.pipeline.costs import Job
 from fxremat.solvers.pipeline.fixed import memory_at, shortest_tick, ticks
 from fxremat.solvers.pipeline.groups import Element, alive, elements_of, pattern_of, scheduled
 from fxremat.solvers.pipeline.model import Machines, Stage
+from fxremat.solvers.pipeline.stage_costs import Job
 from tests.solvers.pipelines import job_of, jobs, kind, stages_of, three_ways
 
 

@@ -11,19 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxremat.errors import BudgetTooSmall, FxrematError, InvalidSchedule
-from fxremat.solvers.pipeline.bound import lower_bound
+from fxremat.solvers.pipeline.best_plan import plan_pipeline
 from fxremat.solvers.pipeline.check import check
 from fxremat.solvers.pipeline.contiguous import best_partition
-from fxremat.solvers.pipeline.costs import Job, step_seconds
 from fxremat.solvers.pipeline.groups import scheduled
-from fxremat.solvers.pipeline.ilp import least_pattern
-from fxremat.solvers.pipeline.improve import improved
 from fxremat.solvers.pipeline.madpipe import MadPipe, best_madpipe
 from fxremat.solvers.pipeline.model import Machines, PipelinePlan, Stage
 from fxremat.solvers.pipeline.modulo import best_pattern
-from fxremat.solvers.pipeline.pipedream import pipedream
-from fxremat.solvers.pipeline.plan import plan_pipeline
+from fxremat.solvers.pipeline.moves import improved
+from fxremat.solvers.pipeline.period_bound import lower_bound
+from fxremat.solvers.pipeline.stage_costs import Job, step_seconds
 from fxremat.solvers.pipeline.tasks import planned
+from fxremat.solvers.references.pipeline.ilp import least_pattern
+from fxremat.solvers.references.pipeline.pipedream import pipedream
 from tests.dags import few
 from tests.solvers.pipelines import job_of, jobs, kind, stages_of
 from tests.solvers.test_pipeline import by_costs, theory

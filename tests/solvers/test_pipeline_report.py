@@ -18,12 +18,12 @@ from fxremat.chains.chain import Block, Chain, Option
 from fxremat.chains.schedule import Schedule
 from fxremat.errors import BudgetTooSmall
 from fxremat.show.pipeline import picture, text
+from fxremat.solvers.pipeline.best_plan import plan_pipeline
 from fxremat.solvers.pipeline.check import check
-from fxremat.solvers.pipeline.costs import Job
 from fxremat.solvers.pipeline.model import Machines
 from fxremat.solvers.pipeline.of_chain import layers_of, ways_of
-from fxremat.solvers.pipeline.plan import plan_pipeline
 from fxremat.solvers.pipeline.solved import plan_chain, solved_ways, way_of
+from fxremat.solvers.pipeline.stage_costs import Job
 from tests.dags import few
 from tests.solvers.chains import chains
 

@@ -10,7 +10,8 @@ from fxremat.chains.chain import Block, Chain
 from fxremat.chains.schedule import Backward, Forward, Keep, Schedule
 from fxremat.chains.simulate import simulate
 from fxremat.errors import BudgetTooSmall
-from fxremat.solvers import binomial, exact, persistent, revolve
+from fxremat.solvers import binomial, exact, persistent
+from fxremat.solvers.references import revolve
 from tests.solvers.chains import chains
 
 PHASES = [Phase.explicit, Phase.reuse, Phase.generate]

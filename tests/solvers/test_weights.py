@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxremat.errors import BudgetTooSmall, InvalidChain, InvalidSchedule
-from fxremat.solvers.weights.bound import lower_bound
-from fxremat.solvers.weights.clock import Timed, run
-from fxremat.solvers.weights.cycle import Cycle, CycleOp, Gap, one_by_one
-from fxremat.solvers.weights.plan import plan
-from fxremat.solvers.weights.selection import select
+from fxremat.solvers.references.weights.cycle import Cycle, CycleOp, Gap, one_by_one
+from fxremat.solvers.references.weights.cycle_clock import Timed, run
+from fxremat.solvers.references.weights.selection import select
+from fxremat.solvers.references.weights.step_bound import lower_bound
+from fxremat.solvers.references.weights.weight_plan import plan
 
 VECTORS = json.loads((Path(__file__).parents[1] / "data" / "weights.json").read_text())
 TINY = 1e-6

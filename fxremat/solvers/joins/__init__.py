@@ -14,18 +14,12 @@ from fxremat.errors import BudgetTooSmall
 from fxremat.solvers import binomial, input_drop, periodic
 from fxremat.solvers.joins import canonical
 from fxremat.solvers.joins.linear import chain_of, translated
-from fxremat.solvers.joins.uniform import branch_by_branch, equiv_chain, least_slots, multi_chain, trade_off
 from fxremat.solvers.table import grain
 
 __all__ = [
     "best_canonical",
     "best_linear",
-    "branch_by_branch",
-    "equiv_chain",
     "heterogeneous",
-    "least_slots",
-    "multi_chain",
-    "trade_off",
 ]
 _ORDERS = 6  # orders of branches that are tried
 _ROUNDED_UP = (1.0, 1.02, 1.05)  # budgets of the table, to make up for rounding

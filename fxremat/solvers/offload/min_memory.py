@@ -14,7 +14,7 @@ from fxremat.chains.chain import Chain
 from fxremat.chains.platform import Platform
 from fxremat.chains.schedule import Backward, Forward, Keep, Offload, Op, Prefetch, Schedule, Value
 from fxremat.solvers import persistent
-from fxremat.solvers.offload.link import speeds
+from fxremat.solvers.offload.link_slots import speeds
 from fxremat.solvers.sizes import Ints, Sizes, in_bytes
 
 

@@ -42,7 +42,7 @@ from fxremat.errors import BudgetTooSmall
 from fxremat.jit import jit
 from fxremat.progress import progress
 from fxremat.solvers.offload import min_memory as frugal
-from fxremat.solvers.offload.link import Carried, carried, speeds
+from fxremat.solvers.offload.link_slots import Carried, carried, speeds
 from fxremat.solvers.offload.trips import needs
 from fxremat.solvers.rows import least
 from fxremat.solvers.sizes import Floats, Ints, Sizes, in_slots

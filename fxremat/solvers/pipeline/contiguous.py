@@ -26,10 +26,10 @@ import numpy as np
 
 from fxremat.errors import BudgetTooSmall
 from fxremat.jit import jit
-from fxremat.solvers.pipeline.costs import Job
 from fxremat.solvers.pipeline.fixed import shortest_tick
 from fxremat.solvers.pipeline.groups import alive, joined, periods
 from fxremat.solvers.pipeline.model import Stage, Way
+from fxremat.solvers.pipeline.stage_costs import Job
 from fxremat.solvers.sizes import Floats, Ints
 
 TOLERANCE = 1e-7  # relative: no allocation that is faster by more is missed

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fxremat.errors import BudgetTooSmall
-from fxremat.solvers.pipeline.costs import Job
 from fxremat.solvers.pipeline.groups import Element, alive, elements_of, groups_of
 from fxremat.solvers.pipeline.model import Stage
+from fxremat.solvers.pipeline.stage_costs import Job
 
 
 def ticks(elements: Sequence[Element]) -> list[float]:

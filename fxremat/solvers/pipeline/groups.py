@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from math import ceil
 
 from fxremat.jit import jit
-from fxremat.solvers.pipeline.costs import ROUNDING, Job
 from fxremat.solvers.pipeline.model import PipelinePlan, Stage
+from fxremat.solvers.pipeline.stage_costs import ROUNDING, Job
 
 
 @dataclass(frozen=True)

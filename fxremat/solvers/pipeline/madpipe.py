@@ -31,10 +31,10 @@ from numpy.typing import NDArray
 
 from fxremat.jit import jit
 from fxremat.solvers.pipeline.contiguous import Table, table_of
-from fxremat.solvers.pipeline.costs import Job
 from fxremat.solvers.pipeline.groups import joined, periods
 from fxremat.solvers.pipeline.model import Stage
 from fxremat.solvers.pipeline.modulo import Pattern, best_pattern
+from fxremat.solvers.pipeline.stage_costs import Job
 from fxremat.solvers.sizes import Floats
 
 Shorts = NDArray[np.int16]

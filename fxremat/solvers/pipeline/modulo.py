@@ -23,8 +23,8 @@ from math import inf
 import numpy as np
 
 from fxremat.jit import jit
-from fxremat.solvers.pipeline.costs import Job
 from fxremat.solvers.pipeline.model import PipelinePlan, Stage, slot_of
+from fxremat.solvers.pipeline.stage_costs import Job
 from fxremat.solvers.pipeline.tasks import Tasks, bytes_of, least_period, tasks_of, tight
 from fxremat.solvers.sizes import Floats, Ints
 

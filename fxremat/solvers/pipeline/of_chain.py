@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from fxremat.chains.chain import Chain
-from fxremat.solvers.pipeline.costs import Ways, undominated
 from fxremat.solvers.pipeline.model import Layer, Layers, Way
+from fxremat.solvers.pipeline.stage_costs import Ways, undominated
 
 _PRICES = 4
 _SEGMENTS = (1, 2, 3, 4, 6, 8)

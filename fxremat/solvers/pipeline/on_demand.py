@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from fxremat.errors import BudgetTooSmall
-from fxremat.solvers.pipeline.costs import Ways
 from fxremat.solvers.pipeline.model import PipelinePlan, Stage, Way
+from fxremat.solvers.pipeline.stage_costs import Ways
 
 ROUNDS = 8  # of asking, at most
 

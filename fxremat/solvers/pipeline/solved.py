@@ -18,11 +18,11 @@ from fxremat.chains.schedule import Backward, Forward, Schedule
 from fxremat.chains.simulate import simulate
 from fxremat.errors import BudgetTooSmall
 from fxremat.solvers import solve
-from fxremat.solvers.pipeline.costs import step_seconds
+from fxremat.solvers.pipeline.best_plan import EFFORT, plan_pipeline
 from fxremat.solvers.pipeline.model import Machines, PipelinePlan, Way
 from fxremat.solvers.pipeline.of_chain import layers_of, ways_of
 from fxremat.solvers.pipeline.on_demand import Asked
-from fxremat.solvers.pipeline.plan import EFFORT, plan_pipeline
+from fxremat.solvers.pipeline.stage_costs import step_seconds
 
 BUDGETS = 6  # for each stage, evenly between all that it may keep and the least
 SLOTS = 100

@@ -18,8 +18,8 @@ from typing import NamedTuple
 import numpy as np
 
 from fxremat.jit import jit
-from fxremat.solvers.pipeline.costs import Job
 from fxremat.solvers.pipeline.model import PipelinePlan, Stage
+from fxremat.solvers.pipeline.stage_costs import Job
 from fxremat.solvers.sizes import Floats, Ints
 
 NEAR = 1e-7  # of a period

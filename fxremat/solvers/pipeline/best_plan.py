@@ -15,15 +15,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from fxremat.errors import BudgetTooSmall, FxrematError, InvalidChain
-from fxremat.solvers.pipeline.bound import lower_bound
 from fxremat.solvers.pipeline.contiguous import Partition, Placer, best_partition, least_memory
-from fxremat.solvers.pipeline.costs import Job, Ways, step_seconds
 from fxremat.solvers.pipeline.fixed import ticks
 from fxremat.solvers.pipeline.groups import elements_of, scheduled
-from fxremat.solvers.pipeline.improve import best_of_all, improved
 from fxremat.solvers.pipeline.madpipe import best_madpipe
 from fxremat.solvers.pipeline.model import Layers, Machines, PipelinePlan
 from fxremat.solvers.pipeline.modulo import Pattern, best_pattern
+from fxremat.solvers.pipeline.moves import best_of_all, improved
+from fxremat.solvers.pipeline.period_bound import lower_bound
+from fxremat.solvers.pipeline.stage_costs import Job, Ways, step_seconds
 from fxremat.solvers.pipeline.tasks import planned
 
 EFFORT = 10.0  # seconds

@@ -35,9 +35,9 @@ from fxremat.errors import BudgetTooSmall
 from fxremat.jit import jit
 from fxremat.progress import progress
 from fxremat.solvers import keep_all
-from fxremat.solvers.offload import greedy
-from fxremat.solvers.offload.link import Carried, carried, speeds
+from fxremat.solvers.offload.link_slots import Carried, carried, speeds
 from fxremat.solvers.offload.trips import needs, travel, trips
+from fxremat.solvers.references.offload import greedy
 from fxremat.solvers.sizes import Floats, Ints, in_slots
 
 _STATES = 60_000

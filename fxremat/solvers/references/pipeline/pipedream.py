@@ -15,9 +15,9 @@ from math import inf
 
 from fxremat.errors import BudgetTooSmall
 from fxremat.solvers.pipeline.contiguous import Partition
-from fxremat.solvers.pipeline.costs import Job
 from fxremat.solvers.pipeline.fixed import shortest_tick
 from fxremat.solvers.pipeline.model import Stage
+from fxremat.solvers.pipeline.stage_costs import Job
 
 Best = tuple[float, int]  # the slowest stage or copy, and where the first stage ends
 

@@ -17,7 +17,7 @@ from fxremat.errors import BudgetTooSmall
 from fxremat.solvers import keep_all, persistent
 from fxremat.solvers.offload import min_memory as frugal
 from fxremat.solvers.offload import pofo
-from fxremat.solvers.offload.link import speeds
+from fxremat.solvers.offload.link_slots import speeds
 from fxremat.solvers.offload.trips import needs
 from fxremat.solvers.sizes import in_bytes
 

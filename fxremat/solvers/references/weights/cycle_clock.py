@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from math import inf
 
 from fxremat.errors import InvalidSchedule
-from fxremat.solvers.weights.cycle import Cycle, Gap
+from fxremat.solvers.references.weights.cycle import Cycle, Gap
 
 CYCLES = 8
 _ROUNDING = 1e-9

@@ -16,9 +16,9 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 from math import inf
 
-from fxremat.solvers.pipeline.costs import Job
 from fxremat.solvers.pipeline.model import Stage, Way
 from fxremat.solvers.pipeline.modulo import Pattern, best_pattern, pattern_at
+from fxremat.solvers.pipeline.stage_costs import Job
 
 SHORT = 7  # layers
 _MOST_WAYS = 64  # choices of ways for one allocation

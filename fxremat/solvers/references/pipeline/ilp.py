@@ -26,9 +26,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fxremat.solvers.pipeline.costs import Job
 from fxremat.solvers.pipeline.model import Stage
 from fxremat.solvers.pipeline.modulo import Pattern
+from fxremat.solvers.pipeline.stage_costs import Job
 from fxremat.solvers.pipeline.tasks import tasks_of, tight
 from fxremat.solvers.sizes import Floats
 

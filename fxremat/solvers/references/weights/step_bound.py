@@ -23,7 +23,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from fxremat.errors import BudgetTooSmall
-from fxremat.solvers.weights.cycle import Cycle, Floats, Gap
+from fxremat.solvers.references.weights.cycle import Cycle, Floats, Gap
 
 WHOLE = 12  # units
 SECONDS = 20.0  # that HiGHS may take

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from fxremat.errors import BudgetTooSmall
-from fxremat.solvers.weights.cycle import Cycle, Gap
+from fxremat.solvers.references.weights.cycle import Cycle, Gap
 
 
 def select(cycle: Cycle, memory: float, *, discount: bool = True) -> tuple[Gap, ...]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from itertools import accumulate
 from math import inf
 
-from fxremat.solvers.pipeline.costs import Job
+from fxremat.solvers.pipeline.stage_costs import Job
 
 
 def lower_bound(job: Job) -> float:

@@ -1,0 +1,1 @@
+"""References for pipelined model parallelism: an integer program, and the partition of PipeDream."""
