@@ -508,8 +508,8 @@ MISTAKES += [
     ),
     # another shape hosts what it likes
     Mistake(
-        "runtime/dynamo.py",
-        "            settled=settled,\n",
+        "planning.py",
+        "            settled=trained.settled,\n",
         "",
         WEIGHTS,
     ),
@@ -796,9 +796,9 @@ MISTAKES += [
     ),
     # a view that begins at a number of the data shares its base
     Mistake(
-        "step/joint.py",
-        "    copy_views_by_number(graph)\n    graph.elim",
-        "    graph.elim",
+        "passes/normalize.py",
+        "drop_as_eager, copy_views_by_number, overwrite_gradients)",
+        "drop_as_eager, overwrite_gradients)",
         "test_numbers.py::test_a_number_of_the_data_changes_no_bit_and_no_budget[Row-measure]",
     ),
     # numbers are saved among tensors

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -59,11 +60,23 @@ def test_no_circle_of_files() -> None:
         uses = {name: others for name, others in uses.items() if name not in free}
 
 
-def test_solvers_know_no_references_and_references_serve_nobody() -> None:
+def test_references_are_asked_by_name_and_compared_with_but_nothing_else_needs_them() -> None:
     for file in FILES:
         inside = file.relative_to(PACKAGE).parts
-        if inside[:2] != ("solvers", "references") and inside != ("solvers", "registry.py"):
+        if inside[:2] != ("solvers", "references") and inside not in (("solvers", "registry.py"), ("show", "pipeline.py")):
             assert not [m for m, _ in imports(file) if m.startswith("fxremat.solvers.references")], file
+
+
+def test_the_page_on_architecture_names_files_and_rooms_that_there_are() -> None:
+    page = (PACKAGE.parent / "docs" / "architecture.md").read_text()
+    named = set(re.findall(r"`((?:\w+/)+(?:\w+\.py)?|\w+\.py)`", page))
+    assert len(named) > 20
+    there = [PACKAGE, PACKAGE.parent]
+    assert [name for name in sorted(named) if not any((root / name).exists() for root in there)] == []
+    rooms = re.search(r"```\n( __main__.*?)```", page, re.DOTALL)
+    assert rooms
+    drawn = [room.strip("/") for line in rooms[1].splitlines() for room in line[:38].split()]
+    assert set(ROOMS) - set(drawn) <= {"budget", "progress"}
 
 
 @pytest.mark.parametrize("statement", ["import fxremat", "fxremat.solve", "fxremat.Chain", "fxremat.simulate"])
