@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import fxremat
 from benchmarks import meter, models
 from fxremat.host.files import FileTier
-from fxremat.ops.weights import Spent
+from fxremat.ops.spent import Spent
 from fxremat.step.program import Role
 from tests.training import same
 

@@ -29,6 +29,7 @@ from torch import fx, nn
 
 from fxremat.errors import FxrematError
 from fxremat.host.tier import HostTier
+from fxremat.ops.spent import Spent
 from fxremat.torch_private import shell_of, storage_of, without_memory
 
 ELEMENTWISE = (  # what they do to one parameter depends on that one alone, element by element
@@ -370,22 +371,6 @@ def check_unscaled(gradients: Sequence[torch.Tensor]) -> None:
         )
 
 
-class Spent(torch.Tensor):
-    """What stands in `.grad` once the step has used the gradient up: any use of it is an error that says so."""
-
-    @classmethod
-    def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Only `zero_grad(set_to_none=False)` may touch it."""
-        if op in (torch.ops.aten.zero_.default, torch.ops.aten.detach.default):
-            return args[0]
-        raise FxrematError(
-            f"{op} asks for a gradient, but with offload_weights each parameter is updated as soon as its gradient is "
-            "there, and the gradient is gone: clipping by the norm of all, GradScaler and what else needs all "
-            "gradients at once work with a plan without offload_weights"
-        )
-
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return "Spent()"
 
 
 def weights_named(name: str) -> Weights:

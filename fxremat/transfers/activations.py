@@ -1,6 +1,6 @@
 """Values that wait on the host between two uses: which may, which do, and the program that sends them.
 
-    trip       a forward value that some step reads last before the split, and some step reads first after it
+    round trip a forward value that some step reads last before the split, and some step reads first after it
     offload    right after the step that makes it: as early as possible (thesis, Proposition 1)
 
 When it is let go and when it comes back, the clock decides (`transfers.copies`).

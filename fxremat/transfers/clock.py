@@ -1,8 +1,8 @@
 """The clock of a program with copies, compiled: what happens when, and which step waits for which copy.
 
-    copy_out   its copy starts after the step at `starts`; after the one at `leaves` nothing on the device reads it
+    copy out    its copy starts after the step at `starts`; after the one at `leaves` nothing on the device reads it
     release     once that copy has ended, or where the memory is needed before: then the step there waits
-    copy_in     as soon as, from `begins` on, it fits beside everything else up to its first reader, and its copy can
+    copy in     as soon as, from `begins` on, it fits beside everything else up to its first reader, and its copy can
                 start before the step ends; the first that is read is the first to come
     wait        before its first reader, at `first`
 

@@ -1,11 +1,11 @@
 """Programs with copies: ops one after the other, and a lane of copies in each direction beside them.
 
-    copy_out, release      a version leaves the device; its memory is let go
-    copy_in, wait           a version comes from the host; its first reader may read it
-    time_copies                run the clock (`transfers.clock`): what happens when
-    performed               the program in which it happens so
+    offload, release   a device-to-host copy begins; it has ended, and the memory is free
+    prefetch, wait     memory is taken and a host-to-device copy begins; it has ended, and the first reader may read
+    time_copies        run the clock (`transfers.clock`): what happens when
+    performed          the program in which it happens so
 
-All of the first four are steps of the program, so memory follows from the order of the steps alone and does not depend
+The first four are steps of the program, so memory follows from the order of the steps alone and does not depend
 on how fast copies are; only time does. That is the accounting `whole` of the simulator (spec/offload.md, O.7), op by
 op: what leaves is on the device until its copy ends, what comes is there from the moment its copy starts.
 """

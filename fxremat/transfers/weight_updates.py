@@ -1,7 +1,7 @@
 """Plans for steps that hold everything inside the budget: weights, gradients, optimizer state and activations.
 
     sources    activation plans of the survey, from keeping everything to recomputing much
-    each       with the updates put in, and as little sent to the host as makes it fit (passes.weights)
+    each       with the updates put in, and as little sent to the host as makes it fit (`transfers.weights`)
     chosen     the fastest by the clock
 
 More memory for weights is less for activations: the two share the budget by trying every source.
