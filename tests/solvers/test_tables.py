@@ -230,9 +230,7 @@ def _uniform(n):
 def test_a_table_that_fits_into_no_memory_is_refused(monkeypatch):
     """With the slots that would do, as far as the chain itself allows."""
     monkeypatch.setattr(rows, "MOST_BYTES", 1 << 20)
-    with pytest.raises(
-        FxrematError, match=r"a table of 2000 slots takes .* MiB here; \d+ slots would do"
-    ) as error:
+    with pytest.raises(FxrematError, match=r"a table of 2000 slots takes .* MiB here; \d+ slots would do") as error:
         input_drop.build(uneven(60), 10**8, 2000)
     fewer = int(str(error.value).split("; ")[1].split()[0])
     assert input_drop.build(uneven(60), 10**8, fewer).slots == fewer
