@@ -37,7 +37,7 @@ from fxremat.progress import progress
 from fxremat.solvers.op_codes import BACKWARD, DROP, NONE, SAVE, emit, emit_pass
 from fxremat.solvers.rows import Filled, Rows, guess, lay_out, relax
 from fxremat.solvers.sizes import ChainSizes, Floats, Ints, in_bytes, in_slots
-from fxremat.solvers.table import Table, frontier_of, table_of
+from fxremat.solvers.table import Table, table_of
 
 _NEVER = 1 << 60
 _MOST_WORK = 3e11  # additions: some minutes
@@ -74,9 +74,6 @@ def build(chain: Chain, mem: int, slots: int) -> Table:
         high=high,
         trace=lambda m, full: trace(Filled(exact, low, rows, n, slots, full), m),
     )
-
-
-frontier = frontier_of(build)
 
 
 def work(chain: Chain, slots: int) -> float:

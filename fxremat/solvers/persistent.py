@@ -22,7 +22,7 @@ from fxremat.jit import jit
 from fxremat.solvers.op_codes import BACKWARD, SAVE, emit, emit_pass
 from fxremat.solvers.rows import Filled, Grid, guess, lay_out, relax
 from fxremat.solvers.sizes import ChainSizes, Ints, in_bytes, in_slots
-from fxremat.solvers.table import Table, frontier_of, table_of
+from fxremat.solvers.table import Table, table_of
 from fxremat.solvers.tiles import TILE, fill_tiles_by_diagonal
 
 _NEVER = 1 << 60
@@ -50,9 +50,6 @@ def build(chain: Chain, mem: int, slots: int) -> Table:
         high=high,
         trace=lambda m, full: trace(Filled(exact, low, grid.rows, n, slots, full), m),
     )
-
-
-frontier = frontier_of(build)
 
 
 @jit

@@ -91,18 +91,3 @@ def grain(chain: Chain) -> int:
         for option in block.choices:
             sizes += [option.saved_bytes, option.backward_scratch, option.save_scratch or 0]
     return gcd(*sizes) or 1
-
-
-class ScheduleFrontier(Protocol):
-    """At most `count` schedules from one table for `mem` bytes, from the fastest to the least memory."""
-
-    def __call__(self, chain: Chain, mem: int, *, slots: int = ..., count: int = ...) -> list[Schedule]: ...
-
-
-def frontier_of(build: Build, usual_slots: int = 500) -> ScheduleFrontier:
-    """The frontier that a solver's tables have. A call raises `BudgetTooSmall` and costs one table."""
-
-    def frontier(chain: Chain, mem: int, *, slots: int = usual_slots, count: int = 100) -> list[Schedule]:
-        return build(chain, mem, slots).frontier(count)
-
-    return frontier

@@ -126,7 +126,7 @@ def test_a_rounded_table_keeps_its_promise(chain, scale, room, slots, solver):
 def test_frontier(chain, slots, count, solver):
     chain = _scaled(chain, 37)
     mem = max(1, TABLES[solver].build(chain, 1 << 20, 8).least * 2)
-    schedules = TABLES[solver].frontier(chain, mem, slots=slots, count=count)
+    schedules = TABLES[solver].build(chain, mem, slots).frontier(count)
     timelines = [simulate(chain, schedule) for schedule in schedules]
     assert 1 <= len(schedules) == len(set(schedules)) <= count
     assert all(timeline.peak <= mem for timeline in timelines)
@@ -135,7 +135,7 @@ def test_frontier(chain, slots, count, solver):
 
 def test_frontier_of_an_impossible_budget():
     with pytest.raises(BudgetTooSmall):
-        input_drop.frontier(_uniform(5), 3)
+        input_drop.build(_uniform(5), 3, 500).frontier(100)
 
 
 def test_input_drop_drops_an_input():

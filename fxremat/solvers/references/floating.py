@@ -33,7 +33,7 @@ from fxremat.progress import progress
 from fxremat.solvers.op_codes import BACKWARD, NONE, SAVE, emit, emit_pass
 from fxremat.solvers.rows import Filled, Rows, guess, lay_out, relax
 from fxremat.solvers.sizes import ChainSizes, Ints, in_bytes, in_slots
-from fxremat.solvers.table import Table, frontier_of, table_of
+from fxremat.solvers.table import Table, table_of
 
 _NEVER = 1 << 60
 _ENTRIES = 1 << 27  # costs in a table: 1 GiB
@@ -67,9 +67,6 @@ def build(chain: Chain, mem: int, slots: int) -> Table:
         high=high,
         trace=lambda m, full: trace(Filled(exact, low, rows, n, slots, full), exact_moves, m),
     )
-
-
-frontier = frontier_of(build, 100)
 
 
 def _affordable(low: Ints, high: Ints, slots: int) -> tuple[Ints, Ints]:

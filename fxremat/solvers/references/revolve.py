@@ -21,7 +21,7 @@ from fxremat.jit import jit
 from fxremat.solvers.op_codes import BACKWARD, SAVE, emit, emit_pass
 from fxremat.solvers.rows import Filled, Rows, guess, lay_out, relax
 from fxremat.solvers.sizes import ChainSizes, Ints, in_bytes, in_slots
-from fxremat.solvers.table import Table, frontier_of, table_of
+from fxremat.solvers.table import Table, table_of
 
 _NEVER = 1 << 60
 
@@ -46,9 +46,6 @@ def build(chain: Chain, mem: int, slots: int) -> Table:
         trace=lambda m, full: trace(Filled(exact, low, rows, n, slots, full), m),
         always=twice,
     )
-
-
-frontier = frontier_of(build)
 
 
 @jit
