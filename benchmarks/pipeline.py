@@ -26,7 +26,7 @@ from fxremat.solvers.pipeline.check import check
 from fxremat.solvers.pipeline.contiguous import best_partition
 from fxremat.solvers.pipeline.groups import scheduled
 from fxremat.solvers.pipeline.madpipe import as_published, best_madpipe
-from fxremat.solvers.pipeline.model import Layer, Layers, Machines, PipelinePlan, Stage, Way
+from fxremat.solvers.pipeline.model import Layer, Layers, Machines, PipelinePlan, PlannedStage, Way
 from fxremat.solvers.pipeline.of_chain import layers_of, ways_of
 from fxremat.solvers.pipeline.period_bound import lower_bound
 from fxremat.solvers.pipeline.stage_costs import Job
@@ -152,7 +152,7 @@ def _by_program(job: Job, count: int) -> float | None:
     seconds = [layer.forward_time + layer.backward_time for layer in job.layers.layers]
     pieces = pairwise(joined(range(job.count + 1), seconds, count))
     stages = [
-        Stage(first=first, last=end - 1, device=0, way=job.keeping_all(first, end - 1))
+        PlannedStage(first=first, last=end - 1, device=0, way=job.keeping_all(first, end - 1))
         for first, end in pieces
     ]
     pattern = least_pattern(job, stages, free=True, seconds=PROGRAM_SECONDS)

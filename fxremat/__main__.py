@@ -233,9 +233,7 @@ def _read_model(path: str) -> Chain | Join:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise FxrematError(
-            f"cannot read {shortened(path)}: {getattr(error, 'strerror', None) or error}"
-        ) from None
+        raise FxrematError(f"cannot read {shortened(path)}: {getattr(error, 'strerror', None) or error}") from None
     try:
         return Join.from_json(text) if _has_branches(text) else Chain.from_json(text)
     except FxrematError as error:

@@ -311,8 +311,8 @@ MISTAKES += [
     # what comes back beneath a rerun is forgotten
     Mistake(
         "solvers/offload/pofo.py",
-        "max(ahead - came, 0)\n\n\nclass States",
-        "ahead\n\n\nclass States",
+        "max(ahead - came, 0)\n\n\nclass PofoStates",
+        "ahead\n\n\nclass PofoStates",
         POFO,
     ),
     # the scratch memory of backwards is forgotten
@@ -637,8 +637,8 @@ MISTAKES += [
     # the special device may work longer than a period
     Mistake(
         "solvers/pipeline/madpipe.py",
-        "if busy <= limit and held <= room * share:",
-        "if held <= room * share:",
+        "if busy <= limit and held <= room * limits.share:",
+        "if held <= room * limits.share:",
         ANY_PIPELINE + "::test_madpipe_hopes_for_the_period_of_the_vectors_and_plans_are_no_slower",
     ),
     # what is run again takes no time

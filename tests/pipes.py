@@ -29,7 +29,7 @@ from benchmarks.meter import peak_bytes
 from benchmarks.models.gpt import Block
 from benchmarks.pipeline_steps import WIDTH as PRETENDED
 from benchmarks.pipeline_steps import Layer
-from fxremat.solvers.pipeline.model import Kind, Layers, Machines, PipelinePlan, Stage, Way
+from fxremat.solvers.pipeline.model import Layers, Machines, PipelinePlan, PlannedStage, Way, WorkKind
 
 ROOT = Path(__file__).parents[1]
 WORDS, WIDTH, LENGTH, ROWS = 64, 32, 16, 8
@@ -145,7 +145,9 @@ def by_hand(job: Job) -> Callable[..., PipelinePlan]:
         depth, count = len(job.allocation), len(layers.layers)
         bounds = [count * number // depth for number in range(depth + 1)]
         stages = tuple(
-            Stage(first=first, last=last - 1, device=device, way=options(first, last - 1)[-1 if job.smallest else 0])
+            PlannedStage(
+                first=first, last=last - 1, device=device, way=options(first, last - 1)[-1 if job.smallest else 0]
+            )
             for first, last, device in zip(bounds, bounds[1:], job.allocation)
         )  # fmt: skip
         return in_groups(layers, machines, stages, microbatches, job.tick)
@@ -154,7 +156,7 @@ def by_hand(job: Job) -> Callable[..., PipelinePlan]:
 
 
 def in_groups(
-    layers: Layers, machines: Machines, stages: tuple[Stage, ...], microbatches: int, slack: float
+    layers: Layers, machines: Machines, stages: tuple[PlannedStage, ...], microbatches: int, slack: float
 ) -> PipelinePlan:
     """Forwards back to back, backwards by groups of stages whose works take one tick: 1F1B* without copies."""
     work = [stage.way.forward_time + stage.way.backward_time for stage in stages]
@@ -186,7 +188,7 @@ def most_in_flight(plan: PipelinePlan, microbatches: int) -> list[int]:
     now, most = [0] * len(plan.stages), [0] * len(plan.stages)
     for works in plan.orders(microbatches):
         for work in works:
-            now[work.stage] += 1 if work.kind is Kind.FORWARD else -1
+            now[work.stage] += 1 if work.kind is WorkKind.FORWARD else -1
             most[work.stage] = max(most[work.stage], now[work.stage])
     return most
 

@@ -26,7 +26,7 @@ from fxremat.pipelining.engine import Action, lost_peer, lowered
 from fxremat.pipelining.memory import Held, most_bytes
 from fxremat.pipelining.profile import Spending, joined, profile
 from fxremat.pipelining.stages import Ops, capture
-from fxremat.solvers.pipeline.model import Layer, Layers, Machines, PipelinePlan, Stage, Way
+from fxremat.solvers.pipeline.model import Layer, Layers, Machines, PipelinePlan, PlannedStage, Way
 from tests.pipes import (
     MODELS,
     ROOT,
@@ -161,7 +161,7 @@ def _plan(allocation: tuple[int, ...], microbatches: int, tick: float = 1.0) -> 
     )
     layers = Layers(input_bytes=0, input_grad_bytes=0, layers=(layer,) * len(allocation))
     machines = Machines(devices=max(allocation) + 1, memory=0, bandwidth=None, copies=2.0)
-    stages = tuple(Stage(first=k, last=k, device=d, way=way) for k, d in enumerate(allocation))
+    stages = tuple(PlannedStage(first=k, last=k, device=d, way=way) for k, d in enumerate(allocation))
     return in_groups(layers, machines, stages, microbatches, tick)
 
 

@@ -26,7 +26,7 @@ from fxremat.pipelining.profile import Profile, profile
 from fxremat.pipelining.run import Rank, held_by
 from fxremat.pipelining.stages import Loss, Ops, capture
 from fxremat.solvers.pipeline.model import Layers, Machines, PipelinePlan, Way
-from fxremat.solvers.pipeline.on_demand import Asked
+from fxremat.solvers.pipeline.on_demand import OnDemandCosts
 from fxremat.solvers.pipeline.stage_costs import step_seconds
 from fxremat.units import format_bytes, parse_bytes
 
@@ -236,7 +236,7 @@ class _Search:
         self.measured = measured
         self.settings = settings
         self.layers = measured.layers()
-        self.ways = Asked(rough=measured.rough, exact=measured.ways, count=measured.count)
+        self.ways = OnDemandCosts(rough=measured.rough, exact=measured.ways, count=measured.count)
 
     def _planned(self, room: float, effort: float = 0.0) -> PipelinePlan:
         planner = self.settings.planner or import_module("fxremat.solvers.pipeline.best_plan").plan_pipeline

@@ -7,7 +7,7 @@ from html import escape
 
 from fxremat.errors import FxrematError
 from fxremat.solvers.pipeline.check import Span, always, spans, stays
-from fxremat.solvers.pipeline.model import Kind, PipelinePlan
+from fxremat.solvers.pipeline.model import PipelinePlan, WorkKind
 from fxremat.solvers.pipeline.stage_costs import Job, step_seconds
 from fxremat.solvers.references.pipeline.pipedream import pipedream
 from fxremat.units import format_bytes
@@ -126,7 +126,7 @@ def _lane(name: str, works: list[Span], begin: float, end: float, scale: float, 
         if stop - start <= 0:
             continue
         x, width = LEFT + (start - begin) * scale, (stop - start) * scale
-        kind = {"F": Kind.FORWARD.value, "B": Kind.BACKWARD.value}.get(span.what, span.what)
+        kind = {"F": WorkKind.FORWARD.value, "B": WorkKind.BACKWARD.value}.get(span.what, span.what)
         title = f"{kind} of {span.place}, micro-batch {span.microbatch}: {span.start:.4g} to {span.end:.4g} s"
         color = "white" if span.what == "B" else "black"
         yield (

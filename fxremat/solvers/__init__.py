@@ -1,38 +1,44 @@
 """Solvers: pure functions from a chain and a budget in bytes to a schedule. None imports torch.
 
+"auto" returns the best schedule of those solvers that the time allows:
+
     keep_all        everything is kept                              the fastest, the largest
+    input_drop      saved blocks may also lose their input          dynamic program; the default chain solver
+    floating_drop   and stored boundaries may move                  dynamic program for short chains
+    exact           optimal                                         A*, for a few blocks
+
+and with a link to the host, over which values may leave and come back:
+
+    pofo            recomputation and offloading together           dynamic program, POFO
+    autocapper      input_drop for more memory, then offloading     the heuristic of the thesis, on a better base
+    local_search    the same, then small changes that help          as long as the effort lasts
+
+References can be asked by name. `references` holds those that no other solver is built on; `persistent` is part of
+`pofo`, `periodic` and `binomial` serve long joins:
+
     periodic        checkpoints at equal distances                  what checkpoint_sequential does
     binomial        optimal for uniform chains                      what Revolve does
     revolve         boundaries only, every block run again          dynamic program
     persistent      optimal where a stored value stays              dynamic program, what ROTOR does
     floating        stored boundaries may move                      dynamic program for short chains
-    input_drop      saved blocks may also lose their input          dynamic program; the chain solver of choice
-    floating_drop   both, and more                                  dynamic program for short chains
     checkmate       optimal without a_l as a value of its own       integer program for a few blocks
-    exact           optimal                                         A*, for a few blocks
-
-with a link to the host, values may also leave and come back:
-
     offload_greedy  the first values go until the rest fits         the thesis, Th. 8
     vdnn            values that take long to compute go             what vDNN does
     offload_dp      the best set to offload, nothing recomputed     dynamic program, DYNPROG of the thesis
-    pofo            recomputation and offloading together           dynamic program, POFO
     opportunist     persistent, with offloading where it is free    the heuristic of the thesis
-    autocapper      input_drop for more memory, then offloading     the heuristic of the thesis, on a better base
-    local_search    the same, then small changes that help          as long as the effort lasts
-    auto            the best of those that the time allows
 
-and for joins of chains `JOINS`, see fxremat/solvers/joins.
+Joins of chains have solvers of their own, `JOINS`; see fxremat/solvers/joins.
 
 `solve` is the front: it judges what solvers propose by `simulate`, which they themselves never see.
 """
 
 from fxremat.solvers import keep_all
 from fxremat.solvers.choose import EFFORT, JoinSolution, Solution, best, solution, solve
-from fxremat.solvers.registry import DEFAULT, JOINS, LISTS, NAMES, SOLVERS, TABLES
+from fxremat.solvers.registry import CHOSEN, DEFAULT, JOINS, LISTS, NAMES, SOLVERS, TABLES
 from fxremat.solvers.time_bound import lower_bound
 
 __all__ = [
+    "CHOSEN",
     "DEFAULT",
     "EFFORT",
     "JOINS",

@@ -1,4 +1,4 @@
-"""`solve`: ask one solver, or all that the time allows, and let `simulate` judge what they propose.
+"""`solve`: ask one solver, or those of `CHOSEN` that the time allows, and let `simulate` judge what they propose.
 
 A `Join` has solvers of its own, `JOINS`, and `simulate_join` judges them.
 """
@@ -17,7 +17,7 @@ from fxremat.chains.simulate import Accounting, Timeline, simulate
 from fxremat.chains.simulate_join import JoinTimeline
 from fxremat.errors import BudgetTooSmall, FxrematError, InvalidBudget, InvalidSchedule
 from fxremat.solvers import keep_all
-from fxremat.solvers.registry import DEFAULT, JOINS, NAMES, SOLVERS, Problem, search
+from fxremat.solvers.registry import CHOSEN, DEFAULT, JOINS, NAMES, SOLVERS, Problem, search
 from fxremat.solvers.time_bound import lower_bound
 from fxremat.units import integer, shortened
 
@@ -90,8 +90,8 @@ def solve(
     Args:
         chain: the model, in bytes and seconds.
         mem: bytes, or those of the platform if they are fewer; the chain's input counts, parameters do not.
-        solver: one of `SOLVERS`; "auto" asks all that its time allows and keeps the best. For a join one of
-            `JOINS`, and "auto" asks them all.
+        solver: one of `SOLVERS`; "auto" asks those of `CHOSEN` that its time allows and keeps the best. For a join
+            one of `JOINS`, and "auto" asks them all.
         platform: the machine; with `to_host` and `from_host`, values may leave and come back.
         slots: steps of memory in a dynamic program; where they cover every byte the answer is exact.
         effort: seconds that "auto" may take; the default chain solver is asked whatever it takes. Long joins get a
@@ -292,12 +292,15 @@ def _fit(problem: Problem, schedule: Schedule) -> Timeline | None:
 
 
 def _auto(problem: Problem) -> tuple[str, Timeline]:
-    """Ask every solver that the time left allows, the quickest first; stop where nothing can be faster."""
+    """Ask the chosen solvers that the time left allows, the quickest first; stop where nothing can be faster.
+
+    On FIGURES
+    """
     deadline = time.monotonic() + problem.effort
     found: list[tuple[str, Timeline]] = []
     refusals: list[BudgetTooSmall] = []
     unable: list[FxrematError] = []
-    names = [name for name, solver in SOLVERS.items() if problem.platform.linked or not solver.transfers]
+    names = [name for name in CHOSEN if problem.platform.linked or not SOLVERS[name].transfers]
     for name in sorted(names, key=lambda name: (SOLVERS[name].patient, SOLVERS[name].seconds(problem))):
         left = deadline - time.monotonic()
         if name != DEFAULT and SOLVERS[name].seconds(problem) > left:

@@ -25,7 +25,7 @@ from fxremat.chains.chain import Chain
 from fxremat.chains.schedule import Backward, Drop, Forward, Keep, Op, Schedule, Value
 from fxremat.errors import BudgetTooSmall, FxrematError
 from fxremat.jit import jit
-from fxremat.solvers.sizes import Floats, Ints, Sizes, in_bytes
+from fxremat.solvers.sizes import ChainSizes, Floats, Ints, in_bytes
 
 STATES = 5_000_000  # about half a GiB
 _Array = TypeVar("_Array", Ints, Floats)
@@ -46,7 +46,7 @@ class Search(NamedTuple):
     ends: Ints  # how many states, how many heap entries, and the goal's place plus 1
 
 
-class Moves(NamedTuple):
+class StateMoves(NamedTuple):
     """Room for the moves from one state; `drop` tells the last of them, which are free."""
 
     code: Ints
@@ -78,7 +78,7 @@ def least(chain: Chain, *, states: int = STATES) -> int:
     return int(search.cost[search.ends[2] - 1])
 
 
-def _floor(sizes: Sizes, n: int) -> float:
+def _floor(sizes: ChainSizes, n: int) -> float:
     """A bound on the least peak: what each op needs that must run, with a_0 and its input."""
     start, out, floor = sizes.start, sizes.out, 0
     for i in range(1, n + 1):
@@ -153,7 +153,7 @@ def _drop(ops: list[Op], value: Value) -> None:
 
 
 @jit
-def shifts(sizes: Sizes, n: int) -> Ints:
+def shifts(sizes: ChainSizes, n: int) -> Ints:
     """Where the code of a state has boundaries 0..n, in bits; last, how many bits there are."""
     shift = np.zeros(n + 2, dtype=np.int64)
     shift[0] = _PHASE_BITS
@@ -197,11 +197,11 @@ def _begin(code: int, cost: float) -> Search:
 
 
 @jit
-def advance(search: Search, sizes: Sizes, n: int, mem: int) -> Search:
+def advance(search: Search, sizes: ChainSizes, n: int, mem: int) -> Search:
     """Go on from some more states: for the least time within `mem` bytes, or for the least peak if mem < 0."""
     shift = shifts(sizes, n)
     most = (n + 1) * 2 + sizes.saved.size
-    moves = Moves(np.zeros(most, dtype=np.int64), np.zeros(most), np.zeros(most, dtype=np.int64))
+    moves = StateMoves(np.zeros(most, dtype=np.int64), np.zeros(most), np.zeros(most, dtype=np.int64))
     for _ in range(_STEPS):
         if search.ends[1] == 0:
             break
@@ -235,14 +235,14 @@ def advance(search: Search, sizes: Sizes, n: int, mem: int) -> Search:
 
 @jit
 def _try(
-    search: Search, sizes: Sizes, n: int, code: int, cost: float, shift: Ints, mem: int, parent: int
+    search: Search, sizes: ChainSizes, n: int, code: int, cost: float, shift: Ints, mem: int, parent: int
 ) -> Search:
     """`_meet`, with the bound on what is left."""
     return _meet(search, code, cost, cost + _bound(sizes, n, decode(code, shift), mem), parent)
 
 
 @jit
-def _moves(sizes: Sizes, n: int, code: int, state: Ints, shift: Ints, moves: Moves) -> int:
+def _moves(sizes: ChainSizes, n: int, code: int, state: Ints, shift: Ints, moves: StateMoves) -> int:
     """Write down every move but the drops, with its seconds of recomputation and the memory it needs."""
     phase, start, saved, out = sizes.phase, sizes.start, sizes.saved, sizes.out
     k, count = state[-1], 0
@@ -277,7 +277,7 @@ def _moves(sizes: Sizes, n: int, code: int, state: Ints, shift: Ints, moves: Mov
 
 
 @jit
-def _held(sizes: Sizes, i: int, holds: int) -> int:
+def _held(sizes: ChainSizes, i: int, holds: int) -> int:
     """The memory of what a boundary holds."""
     if holds == 0:
         return 0
@@ -285,7 +285,7 @@ def _held(sizes: Sizes, i: int, holds: int) -> int:
 
 
 @jit
-def _bound(sizes: Sizes, n: int, state: Ints, mem: int) -> float:
+def _bound(sizes: ChainSizes, n: int, state: Ints, mem: int) -> float:
     """Seconds of recomputation that are left at least."""
     start, k = sizes.start, state[-1]
     if k == 0:

@@ -35,9 +35,9 @@ from fxremat.errors import FxrematError
 from fxremat.jit import jit
 from fxremat.progress import progress
 from fxremat.solvers.op_codes import BACKWARD, DROP, NONE, SAVE, emit, emit_pass
-from fxremat.solvers.rows import Rows, guess, lay_out, relax
-from fxremat.solvers.sizes import Floats, Ints, Sizes, in_bytes, in_slots
-from fxremat.solvers.table import Table, frontier_of, table_of
+from fxremat.solvers.rows import Filled, Rows, guess, lay_out, relax
+from fxremat.solvers.sizes import ChainSizes, Floats, Ints, in_bytes, in_slots
+from fxremat.solvers.table import Table, table_of
 
 _NEVER = 1 << 60
 _MOST_WORK = 3e11  # additions: some minutes
@@ -72,11 +72,8 @@ def build(chain: Chain, mem: int, slots: int) -> Table:
         whole=(_row(sizes, n, 1, 0), n),
         low=low,
         high=high,
-        trace=lambda m, full: trace(exact, low, rows, n, m, full, slots),
+        trace=lambda m, full: trace(Filled(exact, low, rows, n, slots, full), m),
     )
-
-
-frontier = frontier_of(build)
 
 
 def work(chain: Chain, slots: int) -> float:
@@ -86,19 +83,19 @@ def work(chain: Chain, slots: int) -> float:
 
 
 @jit
-def _row(sizes: Sizes, n: int, s: int, e: int) -> int:
+def _row(sizes: ChainSizes, n: int, s: int, e: int) -> int:
     """Where the rows of (s, ., e) are."""
     return s * (n + 1 + sizes.saved.size) + e
 
 
 @jit
-def _block(sizes: Sizes, n: int, c: int) -> int:
+def _block(sizes: ChainSizes, n: int, c: int) -> int:
     """The next backward of what is still to run."""
     return c if c <= n else int(np.searchsorted(sizes.start, c - n - 1, side="right")) - 1
 
 
 @jit
-def _moves(sizes: Sizes, n: int, s: int, c: int, e: int, moves: Ints, costs: Floats) -> int:
+def _moves(sizes: ChainSizes, n: int, s: int, c: int, e: int, moves: Ints, costs: Floats) -> int:
     """Write down every way to begin (s, c, e); how many.
 
     moves[k] = (kind, block or option, x, memory that it needs to run, row of what follows at once, memory
@@ -120,16 +117,8 @@ def _moves(sizes: Sizes, n: int, s: int, c: int, e: int, moves: Ints, costs: Flo
         count += 1
         if s == rest and e > n:
             o = e - n - 1
-            moves[count] = (
-                _LEAVE,
-                o,
-                0,
-                held + sizes.save[o],
-                (s + 1) * width + s,
-                saved[o] - out[s - 1],
-                0,
-                0,
-            )
+            need, less = held + sizes.save[o], saved[o] - out[s - 1]
+            moves[count] = (_LEAVE, o, 0, need, (s + 1) * width + s, less, 0, 0)
             costs[count] = sizes.extra[o]
             count += 1
     for j in range(s, t):
@@ -152,14 +141,14 @@ def _moves(sizes: Sizes, n: int, s: int, c: int, e: int, moves: Ints, costs: Flo
 
 
 @jit
-def _room(sizes: Sizes, n: int) -> tuple[Ints, Floats]:
+def _room(sizes: ChainSizes, n: int) -> tuple[Ints, Floats]:
     """Room for the moves of any state."""
     most = (n + 1) * (n + 2 + sizes.saved.size) + sizes.saved.size + 2
     return np.zeros((most, 8), dtype=np.int64), np.zeros(most)
 
 
 @jit
-def _states(sizes: Sizes, n: int, s: int, t: int) -> Ints:
+def _states(sizes: ChainSizes, n: int, s: int, t: int) -> Ints:
     """All (c, e) where t is the next backward of c and s a block to begin with."""
     start = sizes.start
     states = [(t, t)][:0]
@@ -181,7 +170,7 @@ def _both(start: Ints, n: int, block: int) -> Ints:
 
 
 @jit
-def bounds(sizes: Sizes, n: int) -> tuple[Ints, Ints]:
+def bounds(sizes: ChainSizes, n: int) -> tuple[Ints, Ints]:
     """For each row, the least memory that works and one from which on nothing is recomputed, in any unit."""
     width = n + 1 + sizes.saved.size
     low = np.full(((n + 2) * width, width), _NEVER, dtype=np.int64)
@@ -206,7 +195,7 @@ def bounds(sizes: Sizes, n: int) -> tuple[Ints, Ints]:
 
 
 @jit
-def _fill(sizes: Sizes, rows: Rows, n: int, s: int, t: int, slots: int) -> None:
+def _fill(sizes: ChainSizes, rows: Rows, n: int, s: int, t: int, slots: int) -> None:
     """Fill the rows that begin at s and whose next backward is t."""
     moves, costs = _room(sizes, n)
     for c, e in _states(sizes, n, s, t):
@@ -218,38 +207,39 @@ def _fill(sizes: Sizes, rows: Rows, n: int, s: int, t: int, slots: int) -> None:
 
 
 @jit
-def trace(sizes: Sizes, low: Ints, rows: Rows, n: int, m: int, full: int, slots: int) -> Ints:
-    """The ops of cost[1, n, 0, m] on a tape; m, `sizes`, `low` are in bytes, `slots` stand for `full` bytes."""
-    tape = np.zeros(64, dtype=np.int64)
+def trace(table: Filled, m: int) -> Ints:
+    """The op codes of cost[1, n, 0, m], m in bytes."""
+    sizes, low, n = table.sizes, table.low, table.n
+    codes = np.zeros(64, dtype=np.int64)
     moves, costs = _room(sizes, n)
-    dear, width = sizes.forward[n] + 1.0, n + 1 + sizes.saved.size
+    width = n + 1 + sizes.saved.size
     todo = [(1, n, 0, m)]  # s = 0: the backward of block c alone
     while todo:
         s, c, e, m = todo.pop()
         if s == 0 or (c > n and s == _block(sizes, n, c)):
-            tape = emit(tape, BACKWARD, s or c)
+            codes = emit(codes, BACKWARD, s or c)
         elif s <= _block(sizes, n, c):
             best, choice = np.inf, -1
             for k in range(_moves(sizes, n, s, c, e, moves, costs)):
                 _, _, _, need, left, shift, right, column = moves[k]
                 if max(need, low[left, c] + shift, low[right, column]) <= m:
-                    cost = costs[k] + guess(rows, left, c, (m - shift) * slots // full, slots, dear)
-                    cost += guess(rows, right, column, m * slots // full, slots, dear)
+                    cost = costs[k] + guess(table, left, c, m - shift)
+                    cost += guess(table, right, column, m)
                     if cost < best:
                         best, choice = cost, k
             kind, number, j, _, left, shift, _, column = moves[choice]
             if kind == _KEEP:
-                tape = emit(tape, SAVE, number)
+                codes = emit(codes, SAVE, number)
                 todo.append((0, s, 0, 0))
             elif kind == _MOVE:
-                tape = emit(tape, NONE, s)
+                codes = emit(codes, NONE, s)
             elif kind == _LEAVE:
-                tape = emit(emit(tape, SAVE, number), DROP, s - 1)
+                codes = emit(emit(codes, SAVE, number), DROP, s - 1)
             elif kind == _CUT:
-                tape = emit_pass(tape, s, number)
+                codes = emit_pass(codes, s, number)
                 todo.append((s, column, e, m))
             else:
-                tape = emit(emit(emit_pass(tape, s, j - 1), SAVE, number), DROP, j - 1)
+                codes = emit(emit(emit_pass(codes, s, j - 1), SAVE, number), DROP, j - 1)
                 todo.append((s, column, e, m))
             todo.append((left // width, c, left % width, m - shift))
-    return tape
+    return codes

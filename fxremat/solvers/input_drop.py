@@ -23,10 +23,10 @@ import numpy as np
 from fxremat.chains.chain import Chain
 from fxremat.jit import jit
 from fxremat.solvers.op_codes import BACKWARD, DROP, SAVE, emit, emit_pass
-from fxremat.solvers.rows import Rows, guess, lay_out, relax
-from fxremat.solvers.sizes import Ints, Sizes, in_bytes, in_slots
-from fxremat.solvers.table import Table, frontier_of, table_of
-from fxremat.solvers.tiles import TILE, fill_squares
+from fxremat.solvers.rows import Filled, Grid, Rows, guess, lay_out, relax
+from fxremat.solvers.sizes import ChainSizes, Ints, in_bytes, in_slots
+from fxremat.solvers.table import Table, table_of
+from fxremat.solvers.tiles import TILE, fill_tiles_by_diagonal
 
 _NEVER = 1 << 60
 
@@ -37,29 +37,26 @@ def build(chain: Chain, mem: int, slots: int) -> Table:
     exact = in_bytes(chain)
     low, high = bounds(exact, n)
     sizes = in_slots(chain, mem, slots)
-    rows = lay_out(*bounds(sizes, n), slots)
-    fill_squares(
+    grid = Grid(sizes, lay_out(*bounds(sizes, n), slots), n, slots)
+    fill_tiles_by_diagonal(
         n,
         "input_drop",
-        lambda distance, worker, workers: fill_some(sizes, rows, n, slots, distance, worker, workers),
+        lambda distance, worker, workers: fill_tiles(grid, distance, worker, workers),
     )
     return table_of(
         chain,
         mem,
         slots,
-        rows=rows,
+        rows=grid.rows,
         whole=(1, n),
         low=low,
         high=high,
-        trace=lambda m, full: trace(exact, low, rows, n, m, full, slots),
+        trace=lambda m, full: trace(Filled(exact, low, grid.rows, n, slots, full), m),
     )
 
 
-frontier = frontier_of(build)
-
-
 @jit
-def bounds(sizes: Sizes, n: int) -> tuple[Ints, Ints]:
+def bounds(sizes: ChainSizes, n: int) -> tuple[Ints, Ints]:
     """For each row, the least memory that works and one from which on everything is kept, in any unit."""
     width = n + 1 + sizes.saved.size
     low = np.zeros((n + 2, width), dtype=np.int64)
@@ -76,7 +73,7 @@ def bounds(sizes: Sizes, n: int) -> tuple[Ints, Ints]:
 
 
 @jit
-def _bound_row(sizes: Sizes, low: Ints, high: Ints, n: int, s: int, t: int, c: int, kept: int) -> None:
+def _bound_row(sizes: ChainSizes, low: Ints, high: Ints, n: int, s: int, t: int, c: int, kept: int) -> None:
     saved, start, held = sizes.saved, sizes.start, sizes.phase[t] + kept
     least, enough = _NEVER, _NEVER
     for o in range(start[s], start[s + 1]):
@@ -94,12 +91,13 @@ def _bound_row(sizes: Sizes, low: Ints, high: Ints, n: int, s: int, t: int, c: i
 
 
 @jit
-def fill_some(sizes: Sizes, rows: Rows, n: int, slots: int, distance: int, worker: int, workers: int) -> None:
-    """Fill every `workers`-th of the squares that lie so far from the diagonal."""
-    for square in range(worker, (n - 1) // TILE + 1 - distance, workers):
-        s0, t0 = square * TILE + 1, (square + distance) * TILE + 1
+def fill_tiles(grid: Grid, distance: int, worker: int, workers: int) -> None:
+    """Fill every `workers`-th of the tiles that lie so far from the diagonal."""
+    sizes, rows, n, slots = grid
+    for tile in range(worker, (n - 1) // TILE + 1 - distance, workers):
+        s0, t0 = tile * TILE + 1, (tile + distance) * TILE + 1
         s1, t1 = min(s0 + TILE - 1, n), min(t0 + TILE - 1, n)
-        for j in range(s1, t0):  # here the rows of a square read no other row of it
+        for j in range(s1, t0):  # here the rows of a tile read no other row of it
             for t in range(t0, t1 + 1):
                 for s in range(s1, s0 - 1, -1):
                     _split(sizes, rows, n, s, t, j, slots)
@@ -113,7 +111,7 @@ def fill_some(sizes: Sizes, rows: Rows, n: int, slots: int, distance: int, worke
 
 
 @jit
-def _keep(sizes: Sizes, rows: Rows, n: int, s: int, t: int, slots: int) -> None:
+def _keep(sizes: ChainSizes, rows: Rows, n: int, s: int, t: int, slots: int) -> None:
     """Let the rows of (s, t) keep all of s."""
     start, saved = sizes.start, sizes.saved
     for d in range(start[t] - 1, start[t + 1] if s < t else start[t]):
@@ -126,7 +124,7 @@ def _keep(sizes: Sizes, rows: Rows, n: int, s: int, t: int, slots: int) -> None:
 
 
 @jit
-def _split(sizes: Sizes, rows: Rows, n: int, s: int, t: int, j: int, slots: int) -> None:
+def _split(sizes: ChainSizes, rows: Rows, n: int, s: int, t: int, j: int, slots: int) -> None:
     """Let the rows of (s, t) run on to j first, and either cut there or save j and drop its input."""
     start, saved, forward = sizes.start, sizes.saved, sizes.forward
     for d in range(start[t] - 1, start[t + 1]):
@@ -143,65 +141,59 @@ def _split(sizes: Sizes, rows: Rows, n: int, s: int, t: int, j: int, slots: int)
 
 
 @jit
-def trace(sizes: Sizes, low: Ints, rows: Rows, n: int, m: int, full: int, slots: int) -> Ints:
-    """The ops of cost[1, n, m] on a tape; m, `sizes`, `low` are in bytes, `slots` stand for `full` bytes."""
-    tape: Ints = trace_row(sizes, low, rows, n, 1, n, n, m, full, slots)
-    return tape
+def trace(table: Filled, m: int) -> Ints:
+    """The op codes of cost[1, n, m], m in bytes."""
+    codes: Ints = trace_row(table, 1, table.n, table.n, m)
+    return codes
 
 
 @jit
-def trace_row(
-    sizes: Sizes, low: Ints, rows: Rows, n: int, s: int, t: int, c: int, m: int, full: int, slots: int
-) -> Ints:
-    """The ops of row (s, c), which is cost[s, t, m] or drop[s, t, m], on a tape, as `trace`."""
-    start, saved = sizes.start, sizes.saved
-    tape = np.zeros(64, dtype=np.int64)
+def trace_row(table: Filled, s: int, t: int, c: int, m: int) -> Ints:
+    """The op codes of row (s, c), which is cost[s, t, m] or drop[s, t, m], m in bytes."""
+    sizes, n = table.sizes, table.n
+    codes = np.zeros(64, dtype=np.int64)
     todo = [(s, t, c, m)]  # row (s, c) for the backward of t..s; c = 0: the backward of s alone
     while todo:
         s, t, c, m = todo.pop()
         if c == 0 or (c > n and s == t):
-            tape = emit(tape, BACKWARD, s)
+            codes = emit(codes, BACKWARD, s)
         elif s <= t:
-            save, cut, lose = _choose(sizes, low, rows, n, s, t, c, m, full, slots)
+            save, cut, lose = _choose(table, s, t, c, m)
             if cut >= 0:
-                tape = emit_pass(tape, s, cut)
+                codes = emit_pass(codes, s, cut)
                 todo.append((s, cut, cut, m))
                 todo.append((cut + 1, t, c, m - sizes.out[cut]))
             elif lose >= 0:
-                j = int(np.searchsorted(start, lose, side="right")) - 1
-                tape = emit_pass(tape, s, j - 1)
-                tape = emit(tape, SAVE, lose)
-                tape = emit(tape, DROP, j - 1)
+                j = int(np.searchsorted(sizes.start, lose, side="right")) - 1
+                codes = emit_pass(codes, s, j - 1)
+                codes = emit(codes, SAVE, lose)
+                codes = emit(codes, DROP, j - 1)
                 todo.append((s, j, n + 1 + lose, m))
-                todo.append((j + 1, t, c, m - saved[lose]))
+                todo.append((j + 1, t, c, m - sizes.saved[lose]))
             else:
-                tape = emit(tape, SAVE, save)
+                codes = emit(codes, SAVE, save)
                 todo.append((s, 0, 0, 0))
-                todo.append((s + 1, t, c, m - saved[save]))
-    return tape
+                todo.append((s + 1, t, c, m - sizes.saved[save]))
+    return codes
 
 
 @jit
-def _choose(
-    sizes: Sizes, low: Ints, rows: Rows, n: int, s: int, t: int, c: int, m: int, full: int, slots: int
-) -> tuple[int, int, int]:
+def _choose(table: Filled, s: int, t: int, c: int, m: int) -> tuple[int, int, int]:
     """What fits in m bytes and looks fastest: (option of s, cut, option of j to save); two of them are -1."""
+    sizes, low, n = table.sizes, table.low, table.n
     saved, start, forward = sizes.saved, sizes.start, sizes.forward
     held = sizes.phase[t] + (saved[c - n - 1] if c > n else 0)
-    dear = forward[n] + 1.0
-    whole = m * slots // full
     best, save, cut, lose = np.inf, -1, -1, -1
     for o in range(start[s], start[s + 1]):
         need = max(held + sizes.save[o], sizes.phase[s] + sizes.back[o], saved[o] + low[s + 1, c])
         if need <= m:
-            cost = sizes.extra[o] + guess(rows, s + 1, c, (m - saved[o]) * slots // full, slots, dear)
+            cost = sizes.extra[o] + guess(table, s + 1, c, m - saved[o])
             if cost < best:
                 best, save = cost, o
     for j in range(s, t):
         if max(held + sizes.run[s, j], sizes.out[j] + low[j + 1, c], low[s, j]) <= m:
-            cost = forward[j] - forward[s - 1]
-            cost += guess(rows, j + 1, c, (m - sizes.out[j]) * slots // full, slots, dear)
-            cost += guess(rows, s, j, whole, slots, dear)
+            cost = forward[j] - forward[s - 1] + guess(table, j + 1, c, m - sizes.out[j])
+            cost += guess(table, s, j, m)
             if cost < best:
                 best, save, cut, lose = cost, -1, j, -1
         if j > s:
@@ -210,9 +202,8 @@ def _choose(
                 held_pass = held + max(sizes.run[s, j - 1], sizes.save_next[o])
                 need = max(held_pass, saved[o] + low[j + 1, c], low[s, n + 1 + o])
                 if need <= m:
-                    cost = again + sizes.extra[o]
-                    cost += guess(rows, j + 1, c, (m - saved[o]) * slots // full, slots, dear)
-                    cost += guess(rows, s, n + 1 + o, whole, slots, dear)
+                    cost = again + sizes.extra[o] + guess(table, j + 1, c, m - saved[o])
+                    cost += guess(table, s, n + 1 + o, m)
                     if cost < best:
                         best, save, cut, lose = cost, -1, -1, o
     return save, cut, lose

@@ -1,7 +1,7 @@
 """Operations as integers, so that compiled code can write a schedule down; `decode` makes ops of them.
 
 A code is 8 * number + kind, where the number is a block, or for SAVE an option counted over the whole chain.
-The first entry of a tape is how many codes follow.
+They stand in an array whose first entry is how many codes follow.
 """
 
 import numpy as np
@@ -15,26 +15,26 @@ NONE, CHECKPOINT, SAVE, BACKWARD, DROP = range(5)
 
 
 @jit
-def emit(tape: Ints, kind: int, number: int) -> Ints:
-    """The tape with one more op, in place where there is room."""
-    count = tape[0] + 1
-    if count == tape.size:
-        tape = np.concatenate((tape, np.zeros(tape.size, dtype=np.int64)))
-    tape[count] = 8 * number + kind
-    tape[0] = count
-    return tape
+def emit(codes: Ints, kind: int, number: int) -> Ints:
+    """The codes with one more op, in place where there is room."""
+    count = codes[0] + 1
+    if count == codes.size:
+        codes = np.concatenate((codes, np.zeros(codes.size, dtype=np.int64)))
+    codes[count] = 8 * number + kind
+    codes[0] = count
+    return codes
 
 
 @jit
-def emit_pass(tape: Ints, s: int, j: int) -> Ints:
-    """The tape with the forwards of blocks s..j, which keep the input of s and store a_j."""
+def emit_pass(codes: Ints, s: int, j: int) -> Ints:
+    """The codes with the forwards of blocks s..j, which keep the input of s and store a_j."""
     for block in range(s, j + 1):
-        tape = emit(tape, CHECKPOINT if block == s else NONE, block)
-    return tape
+        codes = emit(codes, CHECKPOINT if block == s else NONE, block)
+    return codes
 
 
-def decode(chain: Chain, tape: Ints) -> Schedule:
-    """The schedule that a tape holds."""
+def decode(chain: Chain, codes: Ints) -> Schedule:
+    """The schedule that the codes stand for."""
     saves = [
         Forward(number, Keep.ALL, option)
         for number, block in enumerate(chain.blocks, start=1)
@@ -55,6 +55,6 @@ def decode(chain: Chain, tape: Ints) -> Schedule:
             case _:
                 return Drop(Value("a", number))
 
-    codes = tape[1 : tape[0] + 1].tolist()
-    ops = {code: op(code) for code in set(codes)}
-    return Schedule(tuple(ops[code] for code in codes))
+    listed = codes[1 : codes[0] + 1].tolist()
+    ops = {code: op(code) for code in set(listed)}
+    return Schedule(tuple(ops[code] for code in listed))

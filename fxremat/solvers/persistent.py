@@ -20,10 +20,10 @@ import numpy as np
 from fxremat.chains.chain import Chain
 from fxremat.jit import jit
 from fxremat.solvers.op_codes import BACKWARD, SAVE, emit, emit_pass
-from fxremat.solvers.rows import Rows, guess, lay_out, relax
-from fxremat.solvers.sizes import Ints, Sizes, in_bytes, in_slots
-from fxremat.solvers.table import Table, frontier_of, table_of
-from fxremat.solvers.tiles import TILE, fill_squares
+from fxremat.solvers.rows import Filled, Grid, guess, lay_out, relax
+from fxremat.solvers.sizes import ChainSizes, Ints, in_bytes, in_slots
+from fxremat.solvers.table import Table, table_of
+from fxremat.solvers.tiles import TILE, fill_tiles_by_diagonal
 
 _NEVER = 1 << 60
 
@@ -34,29 +34,26 @@ def build(chain: Chain, mem: int, slots: int) -> Table:
     exact = in_bytes(chain)
     low, high = bounds(exact, n)
     sizes = in_slots(chain, mem, slots)
-    rows = lay_out(*bounds(sizes, n), slots)
-    fill_squares(
+    grid = Grid(sizes, lay_out(*bounds(sizes, n), slots), n, slots)
+    fill_tiles_by_diagonal(
         n,
         "persistent",
-        lambda distance, worker, workers: _fill_squares(sizes, rows, n, slots, distance, worker, workers),
+        lambda distance, worker, workers: _fill_tiles(grid, distance, worker, workers),
     )
     return table_of(
         chain,
         mem,
         slots,
-        rows=rows,
+        rows=grid.rows,
         whole=(1, n),
         low=low,
         high=high,
-        trace=lambda m, full: trace(exact, low, rows, n, m, full, slots),
+        trace=lambda m, full: trace(Filled(exact, low, grid.rows, n, slots, full), m),
     )
 
 
-frontier = frontier_of(build)
-
-
 @jit
-def bounds(sizes: Sizes, n: int) -> tuple[Ints, Ints]:
+def bounds(sizes: ChainSizes, n: int) -> tuple[Ints, Ints]:
     """For each (s, t), the least memory that works and one from which on everything is kept, in any unit."""
     phase, out, start = sizes.phase, sizes.out, sizes.start
     low = np.zeros((n + 2, n + 1), dtype=np.int64)
@@ -76,71 +73,69 @@ def bounds(sizes: Sizes, n: int) -> tuple[Ints, Ints]:
 
 
 @jit
-def _fill_squares(
-    sizes: Sizes, rows: Rows, n: int, slots: int, distance: int, worker: int, workers: int
-) -> None:
+def _fill_tiles(grid: Grid, distance: int, worker: int, workers: int) -> None:
     """Fill every `workers`-th of the tiles that lie so far from the diagonal."""
-    for square in range(worker, (n - 1) // TILE + 1 - distance, workers):
-        s0, t0 = square * TILE + 1, (square + distance) * TILE + 1
+    sizes, rows, n = grid.sizes, grid.rows, grid.n
+    for tile in range(worker, (n - 1) // TILE + 1 - distance, workers):
+        s0, t0 = tile * TILE + 1, (tile + distance) * TILE + 1
         s1, t1 = min(s0 + TILE - 1, n), min(t0 + TILE - 1, n)
         for j in range(s1, t0):  # here the rows of a tile read no other row of it
             for t in range(t0, t1 + 1):
                 for s in range(s1, s0 - 1, -1):
-                    _cut(sizes, rows, s, t, j, slots)
+                    _cut(grid, s, t, j)
         for t in range(t0, t1 + 1):
             for s in range(min(s1, t), s0 - 1, -1):
                 for j in range(s, min(s1, t)):
-                    _cut(sizes, rows, s, t, j, slots)
+                    _cut(grid, s, t, j)
                 for j in range(max(s, s1, t0), t):
-                    _cut(sizes, rows, s, t, j, slots)
-                if rows.low[s, t] <= slots:
+                    _cut(grid, s, t, j)
+                if rows.low[s, t] <= grid.slots:
                     for o in range(sizes.start[s], sizes.start[s + 1]):
                         need = max(sizes.phase[t] + sizes.save[o], sizes.phase[s] + sizes.back[o])
                         relax(rows, s, t, need, sizes.extra[o], s + 1, sizes.saved[o], 0, 0)
 
 
 @jit
-def _cut(sizes: Sizes, rows: Rows, s: int, t: int, j: int, slots: int) -> None:
+def _cut(grid: Grid, s: int, t: int, j: int) -> None:
     """Let the row of (s, t) run on to j and store a_j."""
-    if rows.low[s, t] <= slots:
+    sizes, rows = grid.sizes, grid.rows
+    if rows.low[s, t] <= grid.slots:
         again = sizes.forward[j] - sizes.forward[s - 1]
         relax(rows, s, t, sizes.phase[t] + sizes.run[s, j], again, j + 1, sizes.out[j], s, j)
 
 
 @jit
-def trace(sizes: Sizes, low: Ints, rows: Rows, n: int, m: int, full: int, slots: int) -> Ints:
-    """The ops of cost[1, n, m] on a tape; m, `sizes`, `low` are in bytes, `slots` stand for `full` bytes."""
+def trace(table: Filled, m: int) -> Ints:
+    """The op codes of cost[1, n, m], m in bytes."""
+    sizes, low = table.sizes, table.low
     phase, out, start, forward = sizes.phase, sizes.out, sizes.start, sizes.forward
-    dear = forward[n] + 1.0
-    tape = np.zeros(64, dtype=np.int64)
-    todo = [(1, n, m)]  # t = 0: the backward of s
+    codes = np.zeros(64, dtype=np.int64)
+    todo = [(1, table.n, m)]  # t = 0: the backward of s
     while todo:
         s, t, m = todo.pop()
         if t == 0:
-            tape = emit(tape, BACKWARD, s)
+            codes = emit(codes, BACKWARD, s)
         if s > t:
             continue
         best, save, cut = np.inf, -1, -1
         for o in range(start[s], start[s + 1]):
             need = max(phase[t] + sizes.save[o], phase[s] + sizes.back[o], sizes.saved[o] + low[s + 1, t])
             if need <= m:
-                left = (m - sizes.saved[o]) * slots // full
-                cost = sizes.extra[o] + guess(rows, s + 1, t, left, slots, dear)
+                cost = sizes.extra[o] + guess(table, s + 1, t, m - sizes.saved[o])
                 if cost < best:
                     best, save = cost, o
         for j in range(s, t):
             if max(phase[t] + sizes.run[s, j], out[j] + low[j + 1, t], low[s, j]) <= m:
-                left = (m - out[j]) * slots // full
-                cost = forward[j] - forward[s - 1] + guess(rows, j + 1, t, left, slots, dear)
-                cost += guess(rows, s, j, m * slots // full, slots, dear)
+                cost = forward[j] - forward[s - 1] + guess(table, j + 1, t, m - out[j])
+                cost += guess(table, s, j, m)
                 if cost < best:
                     best, cut = cost, j
         if cut == -1:
-            tape = emit(tape, SAVE, save)
+            codes = emit(codes, SAVE, save)
             todo.append((s, 0, 0))
             todo.append((s + 1, t, m - sizes.saved[save]))
         else:
-            tape = emit_pass(tape, s, cut)
+            codes = emit_pass(codes, s, cut)
             todo.append((s, cut, m))
             todo.append((cut + 1, t, m - out[cut]))
-    return tape
+    return codes

@@ -1,4 +1,4 @@
-"""The solvers by name: how to ask each of them, and about how long it takes.
+"""The solvers by name: how to ask each of them, about how long it takes, and which ones "auto" chooses from.
 
 A solver sees a `Problem` and proposes schedules. `judge` in it is `simulate` for that machine and budget, for
 the solvers that improve a schedule step by step; a schedule that does not fit raises `InvalidSchedule` there.
@@ -241,6 +241,7 @@ SOLVERS: Mapping[str, Solver] = MappingProxyType(
     | _OTHERS
 )
 NAMES = ("auto", *SOLVERS)
+CHOSEN = ("keep_all", "input_drop", "floating_drop", "exact", "pofo", "autocapper", "local_search")  # by "auto"
 
 
 class JoinSolver(Protocol):

@@ -16,7 +16,7 @@ import numpy as np
 
 from fxremat.errors import FxrematError
 from fxremat.jit import jit
-from fxremat.solvers.sizes import Floats, Ints
+from fxremat.solvers.sizes import ChainSizes, Floats, Ints
 from fxremat.units import format_bytes
 
 MOST_BYTES = 16 << 30  # of a table
@@ -29,6 +29,26 @@ class Rows(NamedTuple):
     high: Ints
     at: Ints
     cost: Floats
+
+
+class Grid(NamedTuple):
+    """A table that is being filled: everything in slots."""
+
+    sizes: ChainSizes
+    rows: Rows
+    n: int  # number of blocks
+    slots: int
+
+
+class Filled(NamedTuple):
+    """A filled table, from which schedules are read in bytes."""
+
+    sizes: ChainSizes  # in bytes
+    low: Ints  # [i, j]: the least memory of row (i, j), in bytes
+    rows: Rows  # in slots
+    n: int  # number of blocks
+    slots: int
+    full: int  # bytes that the slots stand for
 
 
 def lay_out(low: Ints, high: Ints, slots: int) -> Rows:
@@ -77,9 +97,10 @@ def value(rows: Rows, i: int, j: int, m: int) -> float:
 
 
 @jit
-def guess(rows: Rows, i: int, j: int, m: int, slots: int, dear: float) -> float:
-    """The cost of row (i, j); where m is below what the rounded sizes need, `dear` for each slot short."""
-    low = int(rows.low[i, j])
+def guess(table: Filled, i: int, j: int, m: int) -> float:
+    """The cost of row (i, j) in m bytes; each slot that is short of what rounded sizes need costs a whole step."""
+    rows, slots, dear = table.rows, table.slots, table.sizes.forward[table.n] + 1.0
+    m, low = m * slots // table.full, int(rows.low[i, j])
     if m >= low:
         return value(rows, i, j, m)
     return (low - m) * dear + (value(rows, i, j, low) if low <= slots else slots * dear)

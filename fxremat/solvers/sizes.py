@@ -27,7 +27,7 @@ Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
 
-class Sizes(NamedTuple):
+class ChainSizes(NamedTuple):
     """See the top of the file; every array is indexed by block number (0..n) or option number."""
 
     phase: Ints
@@ -42,7 +42,7 @@ class Sizes(NamedTuple):
     forward: Floats
 
 
-def in_slots(chain: Chain, mem: int, slots: int) -> Sizes:
+def in_slots(chain: Chain, mem: int, slots: int) -> ChainSizes:
     """The sizes in slots of mem / slots bytes each, rounded up; with slots == mem, exactly in bytes."""
 
     def units(sizes: list[int]) -> Ints:
@@ -52,12 +52,12 @@ def in_slots(chain: Chain, mem: int, slots: int) -> Sizes:
     return _arrays(chain, units)
 
 
-def in_bytes(chain: Chain) -> Sizes:
+def in_bytes(chain: Chain) -> ChainSizes:
     """The sizes in bytes."""
     return _arrays(chain, lambda sizes: np.array(sizes, dtype=np.int64))
 
 
-def _arrays(chain: Chain, units: Callable[[list[int]], Ints]) -> Sizes:
+def _arrays(chain: Chain, units: Callable[[list[int]], Ints]) -> ChainSizes:
     out, grad, phase = chain.output_sizes, chain.grad_sizes, chain.phase_sizes
     # d_0 and every weight gradient are there when B_1 ends: as good as scratch of B_1
     end = phase[0] - phase[1] - out[0]
@@ -66,7 +66,7 @@ def _arrays(chain: Chain, units: Callable[[list[int]], Ints]) -> Sizes:
     counts = [0, 0] + [len(block.choices) for block in chain.blocks]
     first = units([0] + [block.output_bytes + block.forward_scratch for block in chain.blocks])
     later = units([0] + [out[k - 1] + block.output_bytes + block.forward_scratch for k, block in blocks])
-    return Sizes(
+    return ChainSizes(
         phase=units(list(phase)),
         out=units(list(out)),
         run=_passes(first, later),

@@ -25,7 +25,7 @@ class Table:
     least: int  # bytes: below this nothing fits, whatever the slots
     enough: int  # bytes: from here on everything is kept
     curve: Floats  # curve[k]: seconds of recomputation within k slots, infinite where nothing fits
-    trace: Callable[[int, int], Ints]  # (bytes beyond the input, bytes that `slots` stand for) -> tape
+    trace: Callable[[int, int], Ints]  # (bytes beyond the input, bytes that `slots` stand for) -> op codes
 
     def schedule(self, budget: int, *, full: int | None = None) -> Schedule:
         """A schedule that fits in `budget` bytes, as fast as the table knows.
@@ -91,18 +91,3 @@ def grain(chain: Chain) -> int:
         for option in block.choices:
             sizes += [option.saved_bytes, option.backward_scratch, option.save_scratch or 0]
     return gcd(*sizes) or 1
-
-
-class Frontier(Protocol):
-    """At most `count` schedules from one table for `mem` bytes, from the fastest to the least memory."""
-
-    def __call__(self, chain: Chain, mem: int, *, slots: int = ..., count: int = ...) -> list[Schedule]: ...
-
-
-def frontier_of(build: Build, usual_slots: int = 500) -> Frontier:
-    """The frontier that a solver's tables have. A call raises `BudgetTooSmall` and costs one table."""
-
-    def frontier(chain: Chain, mem: int, *, slots: int = usual_slots, count: int = 100) -> list[Schedule]:
-        return build(chain, mem, slots).frontier(count)
-
-    return frontier

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import strategies as st
 
 from fxremat.solvers.pipeline.contiguous import least_memory
-from fxremat.solvers.pipeline.model import Layer, Layers, Machines, Stage, Way
+from fxremat.solvers.pipeline.model import Layer, Layers, Machines, PlannedStage, Way
 from fxremat.solvers.pipeline.stage_costs import Job
 
 VECTORS = json.loads((Path(__file__).parents[1] / "data" / "pipeline.json").read_text())
@@ -54,10 +54,10 @@ def job_of(vector: dict[str, Any], devices: int, *, buffers: bool = True) -> Job
 
 def stages_of(
     job: Job, stages: Sequence[Sequence[int]], alloc: Sequence[int] | None = None
-) -> tuple[Stage, ...]:
+) -> tuple[PlannedStage, ...]:
     """From pairs of layers, counted from 1, each on a device of its own where none are given."""
     return tuple(
-        Stage(
+        PlannedStage(
             first=first - 1,
             last=last - 1,
             device=number if alloc is None else alloc[number],

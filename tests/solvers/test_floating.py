@@ -114,7 +114,7 @@ def test_a_table_too_large_is_refused():
 
 def test_frontier():
     chain = Chain.from_json(VECTORS[1]["chain"])
-    timelines = [simulate(chain, schedule) for schedule in floating.frontier(chain, 40)]
+    timelines = [simulate(chain, schedule) for schedule in floating.build(chain, 40, 100).frontier(100)]
     assert all(timeline.peak <= 40 for timeline in timelines)
     assert timelines[-1].peak == floating.build(chain, 40, 40).least
 

@@ -14,7 +14,7 @@ from fxremat.solvers.pipeline.check import check
 from fxremat.solvers.pipeline.contiguous import best_partition
 from fxremat.solvers.pipeline.fixed import memory_at, shortest_tick, ticks
 from fxremat.solvers.pipeline.groups import Element, alive, elements_of, pattern_of, scheduled
-from fxremat.solvers.pipeline.model import Machines, Stage
+from fxremat.solvers.pipeline.model import Machines, PlannedStage
 from fxremat.solvers.pipeline.stage_costs import Job
 from tests.solvers.pipelines import job_of, jobs, kind, stages_of, three_ways
 
@@ -67,7 +67,7 @@ def test_stages_that_recompute_have_the_period_of_the_vectors(vector: dict[str, 
         for (a, b), option in zip(vector["stages"], vector["options"], strict=True)
     ]
     stages = [
-        Stage(first=s.first, last=s.last, device=s.device, way=way)
+        PlannedStage(first=s.first, last=s.last, device=s.device, way=way)
         for s, way in zip(stages_of(job, vector["stages"]), chosen, strict=True)
     ]
     assert shortest_tick(job, stages) == vector["T_opt"]
@@ -80,7 +80,7 @@ def test_empty_slots_leave_as_many_in_flight_as_the_vectors_say(vector: dict[str
     assert [[group, skip, alive(group, skip)] for group, skip, _ in vector["table"]] == vector["table"]
 
 
-def _allocations(job: Job) -> list[list[Stage]]:
+def _allocations(job: Job) -> list[list[PlannedStage]]:
     """Every contiguous allocation with every choice of ways."""
     found = []
     for devices in range(1, min(job.count, job.machines.devices) + 1):
@@ -89,7 +89,7 @@ def _allocations(job: Job) -> list[list[Stage]]:
             for ways in product(*(job.ways(a, b - 1) for a, b in ends)):
                 found.append(
                     [
-                        Stage(first=a, last=b - 1, device=device, way=way)
+                        PlannedStage(first=a, last=b - 1, device=device, way=way)
                         for device, ((a, b), way) in enumerate(zip(ends, ways, strict=True))
                     ]
                 )

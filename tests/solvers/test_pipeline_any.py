@@ -16,7 +16,7 @@ from fxremat.solvers.pipeline.check import check
 from fxremat.solvers.pipeline.contiguous import best_partition
 from fxremat.solvers.pipeline.groups import scheduled
 from fxremat.solvers.pipeline.madpipe import MadPipe, best_madpipe
-from fxremat.solvers.pipeline.model import Machines, PipelinePlan, Stage
+from fxremat.solvers.pipeline.model import Machines, PipelinePlan, PlannedStage
 from fxremat.solvers.pipeline.modulo import best_pattern
 from fxremat.solvers.pipeline.moves import improved
 from fxremat.solvers.pipeline.period_bound import lower_bound
@@ -31,7 +31,7 @@ from tests.solvers.test_pipeline import by_costs, theory
 SLACK = 1 + 1e-6
 
 
-def one_by_one(job: Job, alloc: list[int] | None = None) -> tuple[Stage, ...]:
+def one_by_one(job: Job, alloc: list[int] | None = None) -> tuple[PlannedStage, ...]:
     """Each layer as a stage."""
     return stages_of(job, [[k + 1, k + 1] for k in range(job.count)], alloc or [0] * job.count)
 

@@ -12,8 +12,7 @@ from fxremat.chains.schedule import Offload, Schedule
 from fxremat.chains.simulate import simulate
 from fxremat.errors import BudgetTooSmall
 from fxremat.solvers import persistent
-from fxremat.solvers.offload import min_memory as frugal
-from fxremat.solvers.offload import pofo
+from fxremat.solvers.offload import min_memory, pofo
 from fxremat.solvers.sizes import in_bytes
 from tests.dags import few
 from tests.solvers.chains import chains
@@ -142,7 +141,7 @@ def test_more_memory_never_costs_time(chain, more, speed):
 @few(100)
 @given(chains(6))
 def test_the_least_budget_is_exact(chain):
-    least = frugal.plan(chain, machine(None)).peak
+    least = min_memory.plan(chain, machine(None)).peak
     (*_, schedule) = pofo.schedules(chain, max(least, 1), machine(None), slots=max(least, 1))
     assert fits(chain, schedule, least)
     with pytest.raises(BudgetTooSmall, match=str(least)):
@@ -152,7 +151,7 @@ def test_the_least_budget_is_exact(chain):
 @few(100)
 @given(chains(7), st.floats(1.0, 2.5), st.integers(3, 40), speeds)
 def test_every_candidate_fits(chain, room, slots, speed):
-    mem = max(1, int(frugal.plan(chain, machine(None)).peak * room))
+    mem = max(1, int(min_memory.plan(chain, machine(None)).peak * room))
     for schedule in pofo.schedules(chain, mem, machine(None, speed), slots=slots):
         assert simulate(chain, schedule, machine(mem, speed)).peak <= mem
 
@@ -166,4 +165,4 @@ def test_a_fast_link_makes_recomputation_needless():
 
 
 def _least(chain):
-    return max(1, frugal.plan(chain, machine(None)).peak)
+    return max(1, min_memory.plan(chain, machine(None)).peak)

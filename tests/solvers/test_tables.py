@@ -126,7 +126,7 @@ def test_a_rounded_table_keeps_its_promise(chain, scale, room, slots, solver):
 def test_frontier(chain, slots, count, solver):
     chain = _scaled(chain, 37)
     mem = max(1, TABLES[solver].build(chain, 1 << 20, 8).least * 2)
-    schedules = TABLES[solver].frontier(chain, mem, slots=slots, count=count)
+    schedules = TABLES[solver].build(chain, mem, slots).frontier(count)
     timelines = [simulate(chain, schedule) for schedule in schedules]
     assert 1 <= len(schedules) == len(set(schedules)) <= count
     assert all(timeline.peak <= mem for timeline in timelines)
@@ -135,7 +135,7 @@ def test_frontier(chain, slots, count, solver):
 
 def test_frontier_of_an_impossible_budget():
     with pytest.raises(BudgetTooSmall):
-        input_drop.frontier(_uniform(5), 3)
+        input_drop.build(_uniform(5), 3, 500).frontier(100)
 
 
 def test_input_drop_drops_an_input():
@@ -230,9 +230,7 @@ def _uniform(n):
 def test_a_table_that_fits_into_no_memory_is_refused(monkeypatch):
     """With the slots that would do, as far as the chain itself allows."""
     monkeypatch.setattr(rows, "MOST_BYTES", 1 << 20)
-    with pytest.raises(
-        FxrematError, match=r"a table of 2000 slots takes .* MiB here; \d+ slots would do"
-    ) as error:
+    with pytest.raises(FxrematError, match=r"a table of 2000 slots takes .* MiB here; \d+ slots would do") as error:
         input_drop.build(uneven(60), 10**8, 2000)
     fewer = int(str(error.value).split("; ")[1].split()[0])
     assert input_drop.build(uneven(60), 10**8, fewer).slots == fewer

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from fxremat.errors import BudgetTooSmall, InvalidChain, InvalidSchedule
 from fxremat.solvers.references.weights.cycle import Cycle, CycleOp, Gap, one_by_one
-from fxremat.solvers.references.weights.cycle_clock import Timed, run
+from fxremat.solvers.references.weights.cycle_clock import TimedCycle, run
 from fxremat.solvers.references.weights.selection import select
 from fxremat.solvers.references.weights.step_bound import lower_bound
 from fxremat.solvers.references.weights.weight_plan import plan
@@ -182,7 +182,7 @@ def test_plans_keep_the_memory_and_the_order_and_are_between_the_bounds(cycle: C
         assert found.time == pytest.approx(cycle.seconds)
 
 
-def faults(cycle: Cycle, timed: Timed) -> Iterator[str]:
+def faults(cycle: Cycle, timed: TimedCycle) -> Iterator[str]:
     """What is wrong with a log of events, by rules written apart from the clock."""
     count = len(cycle.ops)
     ops = sorted((e for e in timed.events if e.kind == "op"), key=lambda e: e.place)
@@ -219,7 +219,7 @@ def faults(cycle: Cycle, timed: Timed) -> Iterator[str]:
     yield from _lost(cycle, timed)
 
 
-def _stays(cycle: Cycle, timed: Timed) -> list[tuple[int, float, float]]:
+def _stays(cycle: Cycle, timed: TimedCycle) -> list[tuple[int, float, float]]:
     """(unit, from, to) of every stay on the device."""
     found = []
     for unit in range(len(cycle.units)):
@@ -240,7 +240,7 @@ def _stays(cycle: Cycle, timed: Timed) -> list[tuple[int, float, float]]:
     return found
 
 
-def _lost(cycle: Cycle, timed: Timed) -> Iterator[str]:
+def _lost(cycle: Cycle, timed: TimedCycle) -> Iterator[str]:
     """Copies back and drops of a unit whose latest version the host does not have."""
     count = len(cycle.ops)
     for unit in range(len(cycle.units)):

@@ -1,6 +1,7 @@
-"""Joins of several chains: uniform ones by Theorem 3, any others by its canonical form or as one chain.
+"""Joins of several chains: the canonical form of uniform joins, or one chain. Both are judged by `simulate_join`.
 
-`heterogeneous` is the front: it judges what the solvers propose by `simulate_join`, which they never see.
+    best_canonical    branches take turns; each stretch that was set aside first is finished last
+    best_linear       one branch after the other, as one chain, in several orders and for several budgets
 """
 
 from collections.abc import Iterator, Sequence
@@ -8,7 +9,6 @@ from itertools import islice, permutations
 from math import gcd, inf
 
 from fxremat.chains.chain import Chain, Join
-from fxremat.chains.join_schedule import JoinSchedule
 from fxremat.chains.simulate_join import JoinTimeline, simulate_join
 from fxremat.errors import BudgetTooSmall
 from fxremat.solvers import binomial, input_drop, periodic
@@ -16,11 +16,7 @@ from fxremat.solvers.joins import canonical
 from fxremat.solvers.joins.linear import chain_of, translated
 from fxremat.solvers.table import grain
 
-__all__ = [
-    "best_canonical",
-    "best_linear",
-    "heterogeneous",
-]
+__all__ = ["best_canonical", "best_linear"]
 _ORDERS = 6  # orders of branches that are tried
 _ROUNDED_UP = (1.0, 1.02, 1.05)  # budgets of the table, to make up for rounding
 _FEWEST = 4  # schedules of a list that are tried, whatever the effort
@@ -28,24 +24,6 @@ _QUICK = 1.0  # seconds that tables may take, whatever the effort
 _LONGEST = 10  # ops for each block: longer schedules are not tried
 _OP_SECONDS = 1e-4  # to simulate an op of a join, about
 _ROOMS = (1.0, 1.1, 1.25, 1.5, 2.0)  # budgets of the one chain, as it says too much
-
-
-def heterogeneous(join: Join, mem: int, slots: int = 200) -> JoinSchedule:
-    """The faster of the best canonical and the best linear schedule that fit in `mem` bytes.
-
-    Raises:
-        BudgetTooSmall: neither solver has a schedule that fits; `.minimum` bytes are the least for which one has.
-    """
-    found = []
-    least = []
-    for solver in (best_canonical, best_linear):
-        try:
-            found.append(solver(join, mem, slots))
-        except BudgetTooSmall as error:
-            least.append(error.minimum)
-    if not found:
-        raise BudgetTooSmall(minimum=min(least), budget=mem)
-    return min(found, key=_merit).schedule
 
 
 def best_canonical(join: Join, mem: int, slots: int = 200) -> JoinTimeline:

@@ -41,7 +41,7 @@ _ENTRIES = 1 << 27  # costs in a table: 1 GiB
 _STEP = 256  # states between two chances to interrupt
 
 
-class Steps(NamedTuple):
+class BranchSteps(NamedTuple):
     """Every step of every branch, in any unit; those of branch k from p are first[k, p] .. first[k, p + 1] - 1."""
 
     first: Ints
@@ -53,7 +53,7 @@ class Steps(NamedTuple):
     low: Ints  # the least memory of its tail
 
 
-class Held(NamedTuple):
+class HeldBytes(NamedTuple):
     """What is there besides what a step does, in any unit."""
 
     lengths: Ints
@@ -66,7 +66,7 @@ class Held(NamedTuple):
     trunk_low: int  # the least memory of the trunk
 
 
-class Kind(NamedTuple):
+class BranchStep(NamedTuple):
     """What a step does: run blocks s..to, and save the last one under `option` (of the chain), unless it is -1."""
 
     s: int
@@ -75,7 +75,7 @@ class Kind(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Table:
+class CanonicalTable:
     """Costs of a join for every budget up to `mem` bytes, in `slots` steps."""
 
     join: Join
@@ -95,7 +95,7 @@ class Table:
         return self.read(budget, full or self.mem)
 
 
-def build(join: Join, mem: int, slots: int) -> Table:
+def build(join: Join, mem: int, slots: int) -> CanonicalTable:
     """The table of costs for every budget up to `mem` bytes. Raises `FxrematError` where it would be too large."""
     states = int(np.prod([2 * (len(branch) + 1) for branch in join.branches], dtype=object))
     if states * (slots + 1) > _ENTRIES:
@@ -123,7 +123,7 @@ def build(join: Join, mem: int, slots: int) -> Table:
         )
     )
     reader = _Reader(join, solved, trunk, kinds, exact, exact_held, lows, costs, slots)
-    return Table(
+    return CanonicalTable(
         join=join, mem=mem, slots=slots, least=int(lows[start]), curve=costs[start], read=reader.schedule
     )
 
@@ -138,11 +138,11 @@ def _trunk(join: Join, trunk: Chain) -> Chain:
     )
 
 
-def _numbered(join: Join) -> list[tuple[int, Kind]]:
+def _numbered(join: Join) -> list[tuple[int, BranchStep]]:
     return [(k, kind) for k, chain in enumerate(join.branches) for kind in _kinds(chain)]
 
 
-def _kinds(chain: Chain) -> list[Kind]:
+def _kinds(chain: Chain) -> list[BranchStep]:
     """The steps of a branch, by where they start."""
     numbers = np.cumsum([0, *(len(block.choices) for block in chain.blocks)]).tolist()
     return [
@@ -150,18 +150,21 @@ def _kinds(chain: Chain) -> list[Kind]:
         for s in range(1, len(chain) + 1)
         for to in range(s, len(chain) + 1)
         for kind in (
-            Kind(s, to, -1),
-            *(Kind(s, to, numbers[to - 1] + option) for option in range(len(chain.blocks[to - 1].choices))),
+            BranchStep(s, to, -1),
+            *(
+                BranchStep(s, to, numbers[to - 1] + option)
+                for option in range(len(chain.blocks[to - 1].choices))
+            ),
         )
     ]
 
 
-def _row(chain: Chain, kind: Kind) -> tuple[int, int]:
+def _row(chain: Chain, kind: BranchStep) -> tuple[int, int]:
     """The row of input_drop that finishes a step."""
     return kind.s, kind.to if kind.option < 0 else len(chain) + 1 + kind.option
 
 
-def _costs(solved: Tails, kind: Kind) -> Floats:
+def _costs(solved: Tails, kind: BranchStep) -> Floats:
     """Seconds of recomputation of what finishes a step, by slots without the input of s."""
     if kind.option >= 0 and kind.s == kind.to:
         need = solved.sizes.phase[kind.s] + solved.sizes.back[kind.option]
@@ -169,7 +172,7 @@ def _costs(solved: Tails, kind: Kind) -> Floats:
     return solved.costs(*_row(solved.chain, kind))
 
 
-def _steps(solved: list[Tails], *, exact: bool) -> Steps:
+def _steps(solved: list[Tails], *, exact: bool) -> BranchSteps:
     """The steps of all branches, in bytes or in slots."""
     longest = max(len(one.chain) for one in solved)
     first = np.zeros((len(solved), longest + 2), dtype=np.int64)
@@ -190,10 +193,10 @@ def _steps(solved: list[Tails], *, exact: bool) -> Steps:
         first[k, n:] = len(entries)
         first[k, 0] = first[k - 1, -1] if k else 0
     to, own, needs, takes, base, low = (np.array(column) for column in zip(*entries))
-    return Steps(first, to, own, needs, takes, base.astype(np.float64), low)
+    return BranchSteps(first, to, own, needs, takes, base.astype(np.float64), low)
 
 
-def _held(join: Join, trunk: Tails | None, slots: int, mem: int) -> Held:
+def _held(join: Join, trunk: Tails | None, slots: int, mem: int) -> HeldBytes:
     """What is held, in slots of mem / slots bytes each, rounded up."""
     longest = max(map(len, join.branches))
     limit = 2 * slots + 2 if slots != mem else _NEVER
@@ -208,7 +211,7 @@ def _held(join: Join, trunk: Tails | None, slots: int, mem: int) -> Held:
         phase[k, : len(chain) + 1] = [units(size) for size in chain.phase_sizes]
     ends = [chain.blocks[-1] for chain in join.branches]
     held = sum(block.held_bytes for block in ends)
-    return Held(
+    return HeldBytes(
         lengths=np.array([len(chain) for chain in join.branches], dtype=np.int64),
         out=out,
         phase=phase,
@@ -241,7 +244,7 @@ def _state(code: int, lengths: Ints) -> tuple[Ints, Ints]:
 
 
 @jit
-def _memory(held: Held, place: Ints, own: Ints) -> tuple[int, int]:
+def _memory(held: HeldBytes, place: Ints, own: Ints) -> tuple[int, int]:
     """The values stored by themselves, and what all branches hold after the turn."""
     inputs, phases = 0, held.after
     for k in range(place.size):
@@ -251,7 +254,7 @@ def _memory(held: Held, place: Ints, own: Ints) -> tuple[int, int]:
 
 
 @jit
-def _fill_lows(lows: Ints, steps: Steps, held: Held, first: int, end: int) -> None:
+def _fill_lows(lows: Ints, steps: BranchSteps, held: HeldBytes, first: int, end: int) -> None:
     """The least memory of states first..end-1, in bytes; those after are there."""
     for code in range(end - 1, first - 1, -1):
         place, own = _state(code, held.lengths)
@@ -274,7 +277,7 @@ def _fill_lows(lows: Ints, steps: Steps, held: Held, first: int, end: int) -> No
 
 @jit
 def _fill(
-    costs: Floats, steps: Steps, held: Held, after: Floats, trunk: Floats, first: int, end: int
+    costs: Floats, steps: BranchSteps, held: HeldBytes, after: Floats, trunk: Floats, first: int, end: int
 ) -> None:
     """Fill the rows of states first..end-1 by the recursion; those after are there."""
     width = costs.shape[1]
@@ -306,9 +309,9 @@ class _Reader:
     join: Join
     solved: list[Tails]
     trunk: Tails | None
-    kinds: list[Kind]
-    steps: Steps
-    held: Held
+    kinds: list[BranchStep]
+    steps: BranchSteps
+    held: HeldBytes
     lows: Ints
     costs: Floats
     slots: int
@@ -338,7 +341,7 @@ class _Reader:
             ops += [On(k + 1, op) for op in tail]
         return JoinSchedule(tuple(ops))
 
-    def _tail(self, k: int, kind: Kind, rest: int, full: int) -> tuple[Op, ...]:
+    def _tail(self, k: int, kind: BranchStep, rest: int, full: int) -> tuple[Op, ...]:
         """The ops that finish a step."""
         if kind.option >= 0 and kind.s == kind.to:
             return (Backward(kind.s),)
@@ -386,7 +389,7 @@ def _dearly(costs: Floats, m: int) -> float:
     return 1e12 + 1e6 * (finite[0] - m if finite.size else 2 * len(costs))
 
 
-def _forwards(chain: Chain, kind: Kind) -> list[Op]:
+def _forwards(chain: Chain, kind: BranchStep) -> list[Op]:
     """The forwards of a step; the input of s stays, that of a block saved further on goes."""
     s, to, option = kind
     end = to if option < 0 else to - 1

@@ -11,11 +11,11 @@ import numpy as np
 from fxremat.chains.chain import Chain
 from fxremat.chains.schedule import Op
 from fxremat.jit import jit
-from fxremat.solvers.input_drop import bounds, fill_some, trace_row
+from fxremat.solvers.input_drop import bounds, fill_tiles, trace_row
 from fxremat.solvers.op_codes import decode
-from fxremat.solvers.rows import Rows, lay_out, value
-from fxremat.solvers.sizes import Floats, Ints, Sizes, in_bytes, in_slots
-from fxremat.solvers.tiles import fill_squares
+from fxremat.solvers.rows import Filled, Grid, Rows, lay_out, value
+from fxremat.solvers.sizes import ChainSizes, Floats, Ints, in_bytes, in_slots
+from fxremat.solvers.tiles import fill_tiles_by_diagonal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,8 +24,8 @@ class Tails:
 
     chain: Chain
     slots: int
-    exact: Sizes  # in bytes
-    sizes: Sizes  # in slots
+    exact: ChainSizes  # in bytes
+    sizes: ChainSizes  # in slots
     low: Ints  # [s, c]: the least memory of a row, in bytes
     rows: Rows
 
@@ -36,21 +36,19 @@ class Tails:
 
     def ops(self, s: int, t: int, c: int, m: int, full: int) -> tuple[Op, ...]:
         """The ops of row (s, c) in m bytes, without the input of s; the slots stand for `full` bytes."""
-        tape = trace_row(self.exact, self.low, self.rows, len(self.chain), s, t, c, m, full, self.slots)
-        return decode(self.chain, tape).ops
+        table = Filled(self.exact, self.low, self.rows, len(self.chain), self.slots, full)
+        return decode(self.chain, trace_row(table, s, t, c, m)).ops
 
 
 def tails(chain: Chain, mem: int, slots: int) -> Tails:
     """Solve one chain for every budget up to `mem` bytes."""
     n, exact, sizes = len(chain), in_bytes(chain), in_slots(chain, mem, slots)
-    rows = lay_out(*bounds(sizes, n), slots)
-    fill_squares(
-        n,
-        "joins",
-        lambda distance, worker, workers: fill_some(sizes, rows, n, slots, distance, worker, workers),
+    grid = Grid(sizes, lay_out(*bounds(sizes, n), slots), n, slots)
+    fill_tiles_by_diagonal(
+        n, "joins", lambda distance, worker, workers: fill_tiles(grid, distance, worker, workers)
     )
     low, _ = bounds(exact, n)
-    return Tails(chain=chain, slots=slots, exact=exact, sizes=sizes, low=low, rows=rows)
+    return Tails(chain=chain, slots=slots, exact=exact, sizes=sizes, low=low, rows=grid.rows)
 
 
 @jit

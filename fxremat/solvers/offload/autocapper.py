@@ -15,7 +15,7 @@ import numpy as np
 from fxremat.chains.chain import Chain
 from fxremat.chains.schedule import Schedule
 from fxremat.errors import BudgetTooSmall
-from fxremat.solvers.offload.trips import Trip, needs, travel, trips
+from fxremat.solvers.offload.trips import ChainTrip, needs, travel, trips
 from fxremat.solvers.sizes import Ints
 
 
@@ -46,7 +46,7 @@ def schedules(
     return list(dict.fromkeys(found))
 
 
-def cap(chain: Chain, schedule: Schedule, mem: int) -> tuple[list[Trip], Ints]:
+def cap(chain: Chain, schedule: Schedule, mem: int) -> tuple[list[ChainTrip], Ints]:
     """The trips that make a schedule fit in `mem` bytes if any do, and what it then needs at every place."""
     need = needs(chain, schedule)
     waiting = sorted(

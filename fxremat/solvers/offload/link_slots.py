@@ -6,15 +6,25 @@
 The thesis, 3.3.3.2, rounds in the same way.
 """
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from fxremat.chains.chain import Chain
 from fxremat.chains.platform import Platform
+from fxremat.chains.schedule import Schedule
 from fxremat.solvers.sizes import Floats, Ints
 
 _ROUNDING = 1e-9
+
+
+@dataclass(frozen=True, kw_only=True)
+class FluidSchedule:
+    """A schedule, and the seconds it takes in the fluid model where sizes are whole numbers of slots."""
+
+    schedule: Schedule
+    time: float
 
 
 class Carried(NamedTuple):

@@ -21,7 +21,7 @@ from typing import Protocol
 from fxremat.chains.chain import Chain
 from fxremat.chains.schedule import Backward, Drop, Forward, Keep, Offload, Op, Prefetch, Schedule, Value
 from fxremat.errors import InvalidSchedule
-from fxremat.solvers.offload.trips import Trip, needs, travel, trips
+from fxremat.solvers.offload.trips import ChainTrip, needs, travel, trips
 
 _Key = tuple[Value, int]  # a trip: its value, and which of the value's trips it is
 
@@ -120,7 +120,7 @@ def _read(chain: Chain, schedule: Schedule) -> _State:
     return _State(plain, frozenset(away))
 
 
-def _keyed(chain: Chain, plain: Schedule) -> dict[_Key, Trip]:
+def _keyed(chain: Chain, plain: Schedule) -> dict[_Key, ChainTrip]:
     counts: dict[Value, int] = {}
     keyed = {}
     for trip in trips(chain, plain):

@@ -15,22 +15,22 @@ from fxremat.chains.platform import Platform
 from fxremat.chains.schedule import Backward, Forward, Keep, Offload, Op, Prefetch, Schedule, Value
 from fxremat.solvers import persistent
 from fxremat.solvers.offload.link_slots import speeds
-from fxremat.solvers.sizes import Ints, Sizes, in_bytes
+from fxremat.solvers.sizes import ChainSizes, Ints, in_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
-class Frugal:
+class MinMemorySchedule:
     """A schedule, and the memory that it needs whatever the speed of the link."""
 
     schedule: Schedule
     peak: int  # bytes
 
 
-def plan(chain: Chain, platform: Platform | None) -> Frugal:
+def plan(chain: Chain, platform: Platform | None) -> MinMemorySchedule:
     """The schedule of least memory in which a stored value stays, on the device or on the host."""
     table = persistent.build(chain, 1, 1)
     if speeds(platform) == (0.0, 0.0):
-        return Frugal(schedule=table.schedule(table.least), peak=table.least)
+        return MinMemorySchedule(schedule=table.schedule(table.least), peak=table.least)
     sizes, n = in_bytes(chain), len(chain)
     low, _ = persistent.bounds(sizes, n)
 
@@ -54,7 +54,7 @@ def plan(chain: Chain, platform: Platform | None) -> Frugal:
                 )
                 found.append((max(need, ways[t + 1, -1][0]), t, -1))
             ways[s, option] = min(found, key=lambda way: (way[0], way[1] - way[2]))
-    return Frugal(schedule=_schedule(chain, ways, low), peak=ways[1, -1][0])
+    return MinMemorySchedule(schedule=_schedule(chain, ways, low), peak=ways[1, -1][0])
 
 
 def _schedule(chain: Chain, ways: dict[tuple[int, int], tuple[int, int, int]], low: Ints) -> Schedule:
@@ -78,7 +78,7 @@ def _schedule(chain: Chain, ways: dict[tuple[int, int], tuple[int, int, int]], l
     return Schedule((*forward, *fetches, *runs))
 
 
-def rerun(sizes: Sizes, low: Ints, s: int, t: int, mem: int) -> list[Op]:
+def rerun(sizes: ChainSizes, low: Ints, s: int, t: int, mem: int) -> list[Op]:
     """Run backward t..s within `mem` bytes beyond the input of s: save where that fits."""
     ops: list[Op] = []
     todo: list[tuple[int, int, int] | Backward] = [(s, t, mem)]
@@ -119,7 +119,7 @@ def passing(s: int, t: int) -> list[Op]:
     return [Forward(s, Keep.CHECKPOINT), *(Forward(block, Keep.NONE) for block in range(s + 1, t + 1))]
 
 
-def saving(sizes: Sizes, s: int, option: int) -> Forward:
+def saving(sizes: ChainSizes, s: int, option: int) -> Forward:
     """The forward of s that saves it; the option is counted over the whole chain."""
     return Forward(s, Keep.ALL, option - int(sizes.start[s]))
 

@@ -29,7 +29,6 @@ The schedule asks for everything back at the turn; that is early, and harmless (
 
 import os
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -41,11 +40,11 @@ from fxremat.chains.schedule import Backward, Offload, Op, Prefetch, Schedule, V
 from fxremat.errors import BudgetTooSmall
 from fxremat.jit import jit
 from fxremat.progress import progress
-from fxremat.solvers.offload import min_memory as frugal
-from fxremat.solvers.offload.link_slots import Carried, carried, speeds
+from fxremat.solvers.offload import min_memory
+from fxremat.solvers.offload.link_slots import Carried, FluidSchedule, carried, speeds
 from fxremat.solvers.offload.trips import needs
 from fxremat.solvers.rows import least
-from fxremat.solvers.sizes import Floats, Ints, Sizes, in_slots
+from fxremat.solvers.sizes import ChainSizes, Floats, Ints, in_slots
 from fxremat.solvers.table import grain
 
 _ROUNDING = 1e-9
@@ -54,20 +53,12 @@ _ROUNDS = 4
 _CELLS = 60_000_000  # of `forward` for saved inputs
 
 
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """A schedule, and the seconds it takes in the fluid model where sizes are whole numbers of slots."""
-
-    schedule: Schedule
-    time: float
-
-
-class Task(NamedTuple):
+class PofoTask(NamedTuple):
     """All that the compiled code reads."""
 
     n: int
     slots: int
-    sizes: Sizes
+    sizes: ChainSizes
     first: Ints  # a_l + scratch of F_l
     link: Carried
     leaving: Ints  # [s, j]: what a pass s..j needs, less what has left meanwhile
@@ -86,7 +77,7 @@ def schedules(chain: Chain, mem: int, platform: Platform | None, slots: int = 50
 
     Raises `BudgetTooSmall`; its minimum is exact.
     """
-    least = frugal.plan(chain, platform)
+    least = min_memory.plan(chain, platform)
     if mem < least.peak:
         raise BudgetTooSmall(minimum=least.peak, budget=mem)
     found = [least.schedule]
@@ -130,7 +121,7 @@ def seconds(chain: Chain, slots: int) -> float:
 
 def build(
     chain: Chain, mem: int, platform: Platform | None, slots: int = 50, *, in_sums: bool = False
-) -> Plan:
+) -> FluidSchedule:
     """The best schedule in `slots` steps of memory. Raises `BudgetTooSmall` where the steps are too coarse.
 
     With `in_sums` the sums of values along the chain are rounded up, not each value: the schedule may need
@@ -142,11 +133,11 @@ def build(
     back = fill_back(task)
     plan = _plan(chain, task, back, fill_forward(task, back))
     if plan is None:
-        raise BudgetTooSmall(minimum=frugal.plan(chain, platform).peak, budget=mem)
+        raise BudgetTooSmall(minimum=min_memory.plan(chain, platform).peak, budget=mem)
     return plan
 
 
-def task_of(chain: Chain, mem: int, platform: Platform | None, slots: int) -> Task:
+def task_of(chain: Chain, mem: int, platform: Platform | None, slots: int) -> PofoTask:
     """The chain, the budget and the link, rounded to slots."""
     n = len(chain)
     sizes = in_slots(chain, mem, slots)
@@ -163,10 +154,12 @@ def task_of(chain: Chain, mem: int, platform: Platform | None, slots: int) -> Ta
     )
     leaving, coming, beyond = _passes(n, first, later, link.forward_out, link.forward_in)
     linked = speeds(platform) != (0.0, 0.0)
-    return Task(n, slots, sizes, first, link, leaving, coming, beyond, _considered(sizes, n, slots), linked)
+    return PofoTask(
+        n, slots, sizes, first, link, leaving, coming, beyond, _considered(sizes, n, slots), linked
+    )
 
 
-def _rounded_in_sums(chain: Chain, mem: int, task: Task) -> Task:
+def _rounded_in_sums(chain: Chain, mem: int, task: PofoTask) -> PofoTask:
     """The task where a value takes as many slots as it adds to the sum of those before it (the thesis, 3.3.3.2)."""
 
     def slots(before: int, size: int) -> int:
@@ -189,7 +182,7 @@ def _rounded_in_sums(chain: Chain, mem: int, task: Task) -> Task:
     )
 
 
-def _considered(sizes: Sizes, n: int, slots: int) -> Ints:
+def _considered(sizes: ChainSizes, n: int, slots: int) -> Ints:
     """Every option, or where their states would not fit in memory, as many of each block as do."""
     room = max(1, _CELLS // (slots + 1) ** 3 // n)
     picks = []
@@ -327,7 +320,9 @@ def _line(back: Back, s: int, t: int, kept: int) -> Floats:
 
 
 @jit
-def _try_save(task: Task, back: Back, s: int, t: int, kept: int, o: int, mine: Floats, begin: int) -> None:
+def _try_save(
+    task: PofoTask, back: Back, s: int, t: int, kept: int, o: int, mine: Floats, begin: int
+) -> None:
     """Let a stretch of back[s, t, kept] save s with option o."""
     sizes, link, full = task.sizes, task.link, task.slots
     save, run = sizes.phase[t] + sizes.save[o] + kept, sizes.phase[s] + sizes.back[o] + kept
@@ -351,7 +346,7 @@ def _try_save(task: Task, back: Back, s: int, t: int, kept: int, o: int, mine: F
 
 
 @jit
-def _try_cut(task: Task, back: Back, s: int, t: int, kept: int, j: int, mine: Floats, begin: int) -> None:
+def _try_cut(task: PofoTask, back: Back, s: int, t: int, kept: int, j: int, mine: Floats, begin: int) -> None:
     """Let a stretch of back[s, t, kept] keep a_j next."""
     sizes, link, full = task.sizes, task.link, task.slots
     if sizes.phase[t] + sizes.run[s, j] + kept <= full and kept + sizes.out[j] <= full:
@@ -370,7 +365,7 @@ def _try_cut(task: Task, back: Back, s: int, t: int, kept: int, j: int, mine: Fl
 
 
 @jit
-def _fill_rows(task: Task, back: Back, distance: int, worker: int, workers: int) -> None:
+def _fill_rows(task: PofoTask, back: Back, distance: int, worker: int, workers: int) -> None:
     """Fill every `workers`-th of the rows (s, s + distance)."""
     start, forward = task.sizes.start, task.sizes.forward
     for s in range(1 + worker, task.n + 1 - distance, workers):
@@ -385,7 +380,7 @@ def _fill_rows(task: Task, back: Back, distance: int, worker: int, workers: int)
                 _try_cut(task, back, s, t, kept, j, mine, 0)
 
 
-def fill_back(task: Task) -> Back:
+def fill_back(task: PofoTask) -> Back:
     """The table `back`, by distance of s and t."""
     back: Back = _lay_out(task.n, task.slots, task.sizes.out, task.linked)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
@@ -400,7 +395,7 @@ def fill_back(task: Task) -> Back:
 
 @jit
 def _save(
-    task: Task, s: int, size: int, away: bool, kept: int, behind: int, ahead: int, o: int
+    task: PofoTask, s: int, size: int, away: bool, kept: int, behind: int, ahead: int, o: int
 ) -> tuple[float, int, int, int]:
     """What saving s with option o costs, and the next (A, F, B); `away`: its input is offloaded."""
     sizes, link, full = task.sizes, task.link, task.slots
@@ -419,7 +414,7 @@ def _save(
 
 @jit
 def _run(
-    task: Task, s: int, t: int, size: int, away: bool, kept: int, behind: int, ahead: int, later: float
+    task: PofoTask, s: int, t: int, size: int, away: bool, kept: int, behind: int, ahead: int, later: float
 ) -> tuple[float, int, int, int]:
     """What running on to t costs, and the next (A, F, B); `later` is what t..s lose later."""
     sizes, link, full = task.sizes, task.link, task.slots
@@ -436,7 +431,7 @@ def _run(
     return lost, kept + size, max(behind - sent, 0), max(ahead - came, 0)
 
 
-class States(NamedTuple):
+class PofoStates(NamedTuple):
     """The table `forward`, as [A, B, F]: `plain[s]` has a_{s-1} for input, `saved[k]` what option saves[k] saves."""
 
     plain: Floats
@@ -444,11 +439,11 @@ class States(NamedTuple):
     block: Ints  # [k]: the block of saves[k]
 
 
-def fill_forward(task: Task, back: Back) -> States:
+def fill_forward(task: PofoTask, back: Back) -> PofoStates:
     """The table `forward`, block by block, as far as it can still beat doing without the link."""
     side = task.slots + 1
     block = np.searchsorted(task.sizes.start, task.saves, side="right") - 1
-    states = States(
+    states = PofoStates(
         np.full((task.n + 1, side, side, side), np.inf),
         np.full((task.saves.size, side, side, side), np.inf),
         block,
@@ -463,55 +458,80 @@ def fill_forward(task: Task, back: Back) -> States:
 
 
 @jit
-def _push(task: Task, back: Back, states: States, s: int, k: int, bound: float) -> None:
+def _push(task: PofoTask, back: Back, states: PofoStates, s: int, k: int, bound: float) -> None:
     """Go on from the states of block s whose input is a (k = -1) or what saves[k] saved."""
-    sizes, link, n = task.sizes, task.link, task.n
-    size = sizes.out[s - 1] if k < 0 else sizes.saved[task.saves[k]]
+    link, slots = task.link, task.slots
+    size = task.sizes.out[s - 1] if k < 0 else task.sizes.saved[task.saves[k]]
     here = states.plain[s] if k < 0 else states.saved[k]
-    most_out = link.forward_out[n] - link.forward_out[s - 1]  # the time to come carries this much
-    most_in = _carries(link, s, n)
+    most_out = link.forward_out[task.n] - link.forward_out[s - 1]  # the time to come carries this much
+    most_in = _carries(link, s, task.n)
+    for kept in range(slots + 1 - size):
+        for ahead in range(slots + 1):
+            late = max(ahead - most_in, 0) * link.slot_in
+            if _forget(here[kept, ahead], most_out, link.slot_out, late, bound * (1 + _ROUNDING)):
+                _push_saves(task, states, here[kept, ahead], s, size, kept, ahead)
+                _push_runs(task, back, states, here[kept, ahead], s, size, kept, ahead, bound)
+
+
+@jit
+def _forget(here: Floats, most_out: int, slot_out: float, late: float, bound: float) -> bool:
+    """Drop the states, by F, that cannot end below the bound; whether any is left. `late`: seconds for B alone."""
+    live = False
+    for behind in range(here.size):
+        if here[behind] < np.inf:
+            if here[behind] + max(behind - most_out, 0) * slot_out + late > bound:
+                here[behind] = np.inf
+            else:
+                live = True
+    return live
+
+
+@jit
+def _push_saves(
+    task: PofoTask, states: PofoStates, here: Floats, s: int, size: int, kept: int, ahead: int
+) -> None:
+    """Save s with each option; `here` are the states of (s, A, B) by F."""
     begin, end = np.searchsorted(states.block, s), np.searchsorted(states.block, s + 1)
-    for kept in range(task.slots + 1 - size):
-        for ahead in range(task.slots + 1):
-            live = False
-            for behind in range(task.slots + 1):
-                if here[kept, ahead, behind] < np.inf:
-                    least = here[kept, ahead, behind]
-                    if behind > most_out:
-                        least += (behind - most_out) * link.slot_out
-                    if ahead > most_in:
-                        least += (ahead - most_in) * link.slot_in
-                    if least > bound * (1 + _ROUNDING):
-                        here[kept, ahead, behind] = np.inf
-                    else:
-                        live = True
-            if not live:
-                continue
-            for behind in range(task.slots + 1):
-                cost = here[kept, ahead, behind]
-                if cost < np.inf:
-                    for away in range(2 if task.linked and s < n else 1):
-                        for g in range(begin, end):
-                            o = task.saves[g]
-                            lost, a, f, b = _save(task, s, size, away == 1, kept, behind, ahead, o)
-                            if max(a + f, a + b) <= task.slots and cost + lost < states.saved[g, a, b, f]:
-                                states.saved[g, a, b, f] = cost + lost
-            for t in range(s, n):
-                later = _back(back, s, t, kept + size, ahead)
-                if later + sizes.forward[t] - sizes.forward[s - 1] > bound * (1 + _ROUNDING):
-                    continue
-                for behind in range(task.slots + 1):
-                    cost = here[kept, ahead, behind]
-                    if cost < np.inf:
-                        for away in range(2 if task.linked else 1):
-                            lost, a, f, b = _run(task, s, t, size, away == 1, kept, behind, ahead, later)
-                            if max(a + f, a + b) <= task.slots and cost + lost < states.plain[t + 1, a, b, f]:
-                                states.plain[t + 1, a, b, f] = cost + lost
+    for behind in range(task.slots + 1):
+        cost = here[behind]
+        if cost < np.inf:
+            for away in range(2 if task.linked and s < task.n else 1):
+                for g in range(begin, end):
+                    lost, a, f, b = _save(task, s, size, away == 1, kept, behind, ahead, task.saves[g])
+                    if max(a + f, a + b) <= task.slots and cost + lost < states.saved[g, a, b, f]:
+                        states.saved[g, a, b, f] = cost + lost
+
+
+@jit
+def _push_runs(
+    task: PofoTask,
+    back: Back,
+    states: PofoStates,
+    here: Floats,
+    s: int,
+    size: int,
+    kept: int,
+    ahead: int,
+    bound: float,
+) -> None:
+    """Run on from s to each t without saving; `here` are the states of (s, A, B) by F."""
+    forward = task.sizes.forward
+    for t in range(s, task.n):
+        later = _back(back, s, t, kept + size, ahead)
+        if later + forward[t] - forward[s - 1] > bound * (1 + _ROUNDING):
+            continue
+        for behind in range(task.slots + 1):
+            cost = here[behind]
+            if cost < np.inf:
+                for away in range(2 if task.linked else 1):
+                    lost, a, f, b = _run(task, s, t, size, away == 1, kept, behind, ahead, later)
+                    if max(a + f, a + b) <= task.slots and cost + lost < states.plain[t + 1, a, b, f]:
+                        states.plain[t + 1, a, b, f] = cost + lost
 
 
 @jit
 def _came_from(
-    task: Task, back: Back, states: States, g: int, s1: int, a1: int, b1: int, f1: int
+    task: PofoTask, back: Back, states: PofoStates, g: int, s1: int, a1: int, b1: int, f1: int
 ) -> tuple[int, int, int, int, int, int]:
     """The state that led to one of block s1 (whose input saves[g] saved, or a if g = -1), and how.
 
@@ -558,7 +578,7 @@ class Move(NamedTuple):
     due: int  # B
 
 
-def _plan(chain: Chain, task: Task, back: Back, states: States) -> Plan | None:
+def _plan(chain: Chain, task: PofoTask, back: Back, states: PofoStates) -> FluidSchedule | None:
     """The best schedule of the tables, None where there is none."""
     ends = np.flatnonzero(states.block == task.n)
     turn = np.arange(task.slots + 1)
@@ -579,18 +599,18 @@ def _plan(chain: Chain, task: Task, back: Back, states: States) -> Plan | None:
         size = int(task.sizes.out[s - 1] if k < 0 else task.sizes.saved[task.saves[k]])
         moves.append(Move(s, s1 - 1, int(task.saves[g]) if g >= 0 else -1, value, bool(away), a + size, b))
         g, s1, f = k, s, f1
-    return Plan(schedule=_schedule(task, back, moves[::-1]), time=time)
+    return FluidSchedule(schedule=_schedule(task, back, moves[::-1]), time=time)
 
 
-def _schedule(task: Task, back: Back, moves: list[Move]) -> Schedule:
+def _schedule(task: PofoTask, back: Back, moves: list[Move]) -> Schedule:
     ops: list[Op] = []
     for move in moves:
         if move.away:
             ops.append(Offload(move.value))
         ops += (
-            frugal.passing(move.s, move.t)
+            min_memory.passing(move.s, move.t)
             if move.option < 0
-            else [frugal.saving(task.sizes, move.s, move.option)]
+            else [min_memory.saving(task.sizes, move.s, move.option)]
         )
     ops += [Prefetch(move.value) for move in reversed(moves) if move.away]
     for move in reversed(moves):
@@ -606,7 +626,7 @@ def lost(back: Back, s: int, t: int, held: int) -> float:
     return float(_line(back, s, t, held)[0])
 
 
-def rerun(task: Task, back: Back, s: int, t: int, held: int, due: int) -> list[Op]:
+def rerun(task: PofoTask, back: Back, s: int, t: int, held: int, due: int) -> list[Op]:
     """The ops of back[s, t, held, due]."""
     ops: list[Op] = []
     todo: list[tuple[int, int, int, int] | Backward] = [(s, t, held, due)]
@@ -618,11 +638,11 @@ def rerun(task: Task, back: Back, s: int, t: int, held: int, due: int) -> list[O
         s, t, held, due = item
         save, cut, rest = _choose(task, back, s, t, held, due)
         if cut >= 0:
-            ops += frugal.passing(s, cut)
+            ops += min_memory.passing(s, cut)
             todo.append((s, cut, held, due))
             todo.append((cut + 1, t, held + int(task.sizes.out[cut]), rest))
         else:
-            ops.append(frugal.saving(task.sizes, s, save))
+            ops.append(min_memory.saving(task.sizes, s, save))
             todo.append(Backward(s))
             if s < t:
                 todo.append((s + 1, t, held + int(task.sizes.saved[save]), rest))
@@ -630,7 +650,7 @@ def rerun(task: Task, back: Back, s: int, t: int, held: int, due: int) -> list[O
 
 
 @jit
-def _choose(task: Task, back: Back, s: int, t: int, kept: int, due: int) -> tuple[int, int, int]:
+def _choose(task: PofoTask, back: Back, s: int, t: int, kept: int, due: int) -> tuple[int, int, int]:
     """The best of back[s, t, kept, due]: (option, cut, D of the rest); option or cut is -1."""
     sizes, link = task.sizes, task.link
     best, save, cut, rest = np.inf, -1, -1, 0

@@ -1,6 +1,6 @@
 """Trips to the host: which values of a schedule could be away when, and the schedule in which some of them are.
 
-A value is away between two ops that read it (or that make it and read it): that is a `Trip`. With trips,
+A value is away between two ops that read it (or that make it and read it): that is a `ChainTrip`. With trips,
 
     Off(v)    right after the op that makes v, once however often it is away
     Pre(v)    as soon as there is room for it until it is read, in the order in which they are read
@@ -21,7 +21,7 @@ from fxremat.solvers.sizes import Ints
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trip:
+class ChainTrip:
     """A value that could be away; ops are numbered from 0 and drops are not counted."""
 
     value: Value
@@ -44,16 +44,16 @@ class _Item:
     last: int
 
 
-def trips(chain: Chain, schedule: Schedule) -> list[Trip]:
+def trips(chain: Chain, schedule: Schedule) -> list[ChainTrip]:
     """Every trip that frees anything in a schedule without copies, in the order of their ends."""
     device = {Value("a", 0): _Item(Value("a", 0), chain.input_bytes, -1, -1)}
-    found: list[Trip] = []
+    found: list[ChainTrip] = []
     step = 0
 
     def read_by(value: Value) -> None:
         item = device[value]
         if item.last < step - 1 and item.size:
-            found.append(Trip(value=value, size=item.size, made=item.made, start=item.last, end=step))
+            found.append(ChainTrip(value=value, size=item.size, made=item.made, start=item.last, end=step))
         item.last = step
 
     def read_input(block: int) -> None:
@@ -88,7 +88,7 @@ def needs(chain: Chain, schedule: Schedule) -> Ints:
 
 
 def travel(
-    schedule: Schedule, chosen: Sequence[Trip], need: Ints, mem: int, *, in_part: bool = False
+    schedule: Schedule, chosen: Sequence[ChainTrip], need: Ints, mem: int, *, in_part: bool = False
 ) -> Schedule:
     """A schedule without copies, with these trips; `need` is what it then needs, `mem` what there is.
 

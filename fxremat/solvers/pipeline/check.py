@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from fxremat.errors import InvalidSchedule
-from fxremat.solvers.pipeline.model import Kind, PipelinePlan, Work
+from fxremat.solvers.pipeline.model import PipelinePlan, Work, WorkKind
 
 _TINY = 1e-6  # of a tick, and of the memory
 _MORE = 8  # micro-batches beyond those that fill the pipeline
@@ -236,7 +236,7 @@ def _check_orders(plan: PipelinePlan, microbatches: int) -> None:
                 work = queue.pop()
                 done.add(work)
                 waiting = False
-                alive[work.stage] += 1 if work.kind is Kind.FORWARD else -1
+                alive[work.stage] += 1 if work.kind is WorkKind.FORWARD else -1
                 if alive[work.stage] > plan.in_flight[work.stage]:
                     raise InvalidSchedule(
                         f"done in order, stage {work.stage} has {alive[work.stage]} in flight"
@@ -250,8 +250,8 @@ def _check_orders(plan: PipelinePlan, microbatches: int) -> None:
 def _needs(plan: PipelinePlan, work: Work) -> set[Work]:
     """What must be done before."""
     last = len(plan.stages) - 1
-    if work.kind is Kind.FORWARD:
-        return {Work(work.stage - 1, Kind.FORWARD, work.microbatch)} if work.stage else set()
+    if work.kind is WorkKind.FORWARD:
+        return {Work(work.stage - 1, WorkKind.FORWARD, work.microbatch)} if work.stage else set()
     if work.stage == last:
-        return {Work(last, Kind.FORWARD, work.microbatch)}
-    return {Work(work.stage + 1, Kind.BACKWARD, work.microbatch)}
+        return {Work(last, WorkKind.FORWARD, work.microbatch)}
+    return {Work(work.stage + 1, WorkKind.BACKWARD, work.microbatch)}

@@ -28,14 +28,14 @@ from fxremat.errors import BudgetTooSmall
 from fxremat.jit import jit
 from fxremat.solvers.pipeline.fixed import shortest_tick
 from fxremat.solvers.pipeline.groups import alive, joined, periods
-from fxremat.solvers.pipeline.model import Stage, Way
+from fxremat.solvers.pipeline.model import PlannedStage, Way
 from fxremat.solvers.pipeline.stage_costs import Job
 from fxremat.solvers.sizes import Floats, Ints
 
 TOLERANCE = 1e-7  # relative: no allocation that is faster by more is missed
 
 
-class Table(NamedTuple):
+class StageTable(NamedTuple):
     """Ways of all stages as arrays [first, last, way], the fastest first."""
 
     ways: Ints  # how many
@@ -50,7 +50,7 @@ class Table(NamedTuple):
 class Partition:
     """Stages, one on each device, and the shortest tick at which they fit."""
 
-    stages: tuple[Stage, ...]
+    stages: tuple[PlannedStage, ...]
     tick: float
     skip: int  # 0: no slot stays empty
 
@@ -60,12 +60,12 @@ class Partition:
         return self.tick * (1 + 1 / self.skip) if self.skip else self.tick
 
 
-def table_of(job: Job) -> Table:
+def table_of(job: Job) -> StageTable:
     """All stages that fit on a device with one micro-batch at a time."""
     found = list(_fitting(job))
     width = max((len(ways) for _, _, ways in found), default=1)
     shape = (job.count, job.count, width)
-    table = Table(
+    table = StageTable(
         ways=np.zeros(shape[:2], dtype=np.int64),
         seconds=np.zeros(shape),
         kept=np.zeros(shape),
@@ -90,12 +90,19 @@ def _fitting(job: Job) -> Iterator[tuple[int, int, tuple[Way, ...]]]:
                 yield first, last, ways
 
 
+class Choices(NamedTuple):
+    """The table of the recursion, [stages, first layer of them]."""
+
+    delay: Floats  # seconds
+    last: Ints  # last layer of the first of these stages
+    way: Ints  # its configuration
+
+
 @jit
-def _place(
-    table: Table, devices: int, memory: float, tick: float, skip: int, delay: Floats, first: Ints, way: Ints
-) -> int:
-    """Fill delay[p, j + 1] and the choices that lead there; how many stages do, 0 where none fit."""
-    count = table.ways.shape[0]
+def _place(table: StageTable, choices: Choices, memory: float, tick: float, skip: int) -> int:
+    """Fill the choices; how many stages do, 0 where none fit."""
+    delay, last, way = choices.delay, choices.last, choices.way
+    count, devices = table.ways.shape[0], delay.shape[0] - 1
     limit = tick * (1 + 1e-9)
     room = memory * (1 + 1e-9)
     delay[:] = np.inf
@@ -117,7 +124,7 @@ def _place(
                         if i > 0:
                             after = joined(after, table.copying[i - 1], tick)
                         if after < delay[p + 1, i]:
-                            delay[p + 1, i], first[p + 1, i], way[p + 1, i] = after, j, o
+                            delay[p + 1, i], last[p + 1, i], way[p + 1, i] = after, j, o
                         break
         if delay[p + 1, 0] < np.inf:
             return p + 1
@@ -131,31 +138,18 @@ class Placer:
         self.job = job
         self.table = table_of(job)
         shape = (job.machines.devices + 1, job.count + 1)
-        self._delay, self._last, self._way = (
-            np.empty(shape),
-            np.zeros(shape, np.int64),
-            np.zeros(shape, np.int64),
-        )
+        self._choices = Choices(np.empty(shape), np.zeros(shape, np.int64), np.zeros(shape, np.int64))
 
-    def stages(self, tick: float, skip: int = 0) -> tuple[Stage, ...] | None:
+    def stages(self, tick: float, skip: int = 0) -> tuple[PlannedStage, ...] | None:
         """Stages that fit with this tick, if there are any."""
         job = self.job
-        count = _place(
-            self.table,
-            job.machines.devices,
-            job.machines.memory,
-            tick,
-            skip,
-            self._delay,
-            self._last,
-            self._way,
-        )
+        count = _place(self.table, self._choices, job.machines.memory, tick, skip)
         stages = []
         first = 0
         for left in range(count, 0, -1):
-            last = int(self._last[left, first])
-            way = job.ways(first, last)[self._way[left, first]]
-            stages.append(Stage(first=first, last=last, device=count - left, way=way))
+            last = int(self._choices.last[left, first])
+            way = job.ways(first, last)[self._choices.way[left, first]]
+            stages.append(PlannedStage(first=first, last=last, device=count - left, way=way))
             first = last + 1
         return tuple(stages) or None
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from fxremat.errors import BudgetTooSmall
 from fxremat.solvers.pipeline.groups import Element, alive, elements_of, groups_of
-from fxremat.solvers.pipeline.model import Stage
+from fxremat.solvers.pipeline.model import PlannedStage
 from fxremat.solvers.pipeline.stage_costs import Job
 
 
@@ -27,7 +27,7 @@ def ticks(elements: Sequence[Element]) -> list[float]:
     return sorted(seconds for seconds in sums if seconds >= longest)
 
 
-def memory_at(job: Job, stages: Sequence[Stage], tick: float, skip: int = 0) -> list[float]:
+def memory_at(job: Job, stages: Sequence[PlannedStage], tick: float, skip: int = 0) -> list[float]:
     """Bytes of each stage's device."""
     groups = groups_of(elements_of(job, stages), tick)[::2]
     return [
@@ -36,7 +36,7 @@ def memory_at(job: Job, stages: Sequence[Stage], tick: float, skip: int = 0) -> 
     ]
 
 
-def shortest_tick(job: Job, stages: Sequence[Stage], *, skip: int = 0) -> float:
+def shortest_tick(job: Job, stages: Sequence[PlannedStage], *, skip: int = 0) -> float:
     """Seconds of the shortest tick at which every device fits, with every (skip + 1)-th slot empty (0: none).
 
     Raises:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from fxremat.jit import jit
-from fxremat.solvers.pipeline.model import PipelinePlan, Stage
+from fxremat.solvers.pipeline.model import PipelinePlan, PlannedStage
 from fxremat.solvers.pipeline.stage_costs import ROUNDING, Job
 
 
@@ -40,7 +40,7 @@ class Element:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pattern:
+class ElementPattern:
     """When each element works on micro-batch 0."""
 
     groups: tuple[int, ...]
@@ -48,7 +48,7 @@ class Pattern:
     backward_starts: tuple[float, ...]
 
 
-def elements_of(job: Job, stages: Sequence[Stage]) -> list[Element]:
+def elements_of(job: Job, stages: Sequence[PlannedStage]) -> list[Element]:
     """Stages and copies in turn; stages must be on different devices."""
     found = []
     for stage in stages:
@@ -69,7 +69,7 @@ def groups_of(elements: Sequence[Element], tick: float) -> list[int]:
     return groups[::-1]
 
 
-def pattern_of(elements: Sequence[Element], tick: float) -> Pattern:
+def pattern_of(elements: Sequence[Element], tick: float) -> ElementPattern:
     """1F1B* with this period."""
     groups = groups_of(elements, tick)
     forward, start = [], 0.0
@@ -83,7 +83,9 @@ def pattern_of(elements: Sequence[Element], tick: float) -> Pattern:
             moment = forward[place] + elements[place].forward
         backward[place] = moment + (groups[place] - 1) * tick
         moment += elements[place].backward
-    return Pattern(groups=tuple(groups), forward_starts=tuple(forward), backward_starts=tuple(backward))
+    return ElementPattern(
+        groups=tuple(groups), forward_starts=tuple(forward), backward_starts=tuple(backward)
+    )
 
 
 @jit
@@ -107,7 +109,7 @@ def joined(delay: float, seconds: float, tick: float) -> float:
 
 
 def scheduled(
-    job: Job, stages: Sequence[Stage], tick: float, *, skip: int | None, bound: float, by: str
+    job: Job, stages: Sequence[PlannedStage], tick: float, *, skip: int | None, bound: float, by: str
 ) -> PipelinePlan:
     """The plan that runs a contiguous allocation by 1F1B*; whether it fits is up to the caller."""
     pattern = pattern_of(elements_of(job, stages), tick)

@@ -25,14 +25,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import inf
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fxremat.jit import jit
-from fxremat.solvers.pipeline.contiguous import Table, table_of
+from fxremat.solvers.pipeline.contiguous import StageTable, table_of
 from fxremat.solvers.pipeline.groups import joined, periods
-from fxremat.solvers.pipeline.model import Stage
+from fxremat.solvers.pipeline.model import PlannedStage
 from fxremat.solvers.pipeline.modulo import Pattern, best_pattern
 from fxremat.solvers.pipeline.stage_costs import Job
 from fxremat.solvers.sizes import Floats
@@ -46,82 +47,95 @@ _SHARES = (1.0, 0.85, 0.7, 0.5)  # of the memory that the special device may fil
 _LONGER = (0.0, 0.1, 0.25, 0.5)  # of the way from the hoped period to the best known one
 
 
+class Cells(NamedTuple):
+    """The states [layers left, devices left, cell of seconds, cell of bytes]: the best in each cell, and whence."""
+
+    delay: Floats
+    load: Floats  # exact seconds of the special device
+    size: Floats  # exact bytes of the special device
+    back: Shorts  # [..., 6]: the state before, the stage configuration, whether the stage is special
+
+
+class Limits(NamedTuple):
+    """What a fill of the table allows."""
+
+    memory: float  # bytes of a device
+    share: float  # of it that the special device may fill
+    spare: int  # micro-batches that the special device is hoped to do without
+    tick: float  # seconds
+
+
 @jit
 def _relax(
-    delay: Floats, load: Floats, size: Floats, back: Shorts, at: tuple[int, int, int, int],
-    x: float, seconds: float, held: float, choice: tuple[int, int, int, int, int, int],
+    cells: Cells, at: tuple[int, int, int, int], x: float, seconds: float, held: float,
+    choice: tuple[int, int, int, int, int, int],
 ) -> None:  # fmt: skip
-    """Take note of a way to a state if its delay is the least."""
-    if x < delay[at] or (x == delay[at] and held < size[at]):
-        delay[at], load[at], size[at] = x, seconds, held
+    """Take note of a transition to a state if its delay is the least."""
+    if x < cells.delay[at] or (x == cells.delay[at] and held < cells.size[at]):
+        cells.delay[at], cells.load[at], cells.size[at] = x, seconds, held
         for place in range(6):
-            back[at][place] = choice[place]
+            cells.back[at][place] = choice[place]
 
 
 @jit
-def _fill(
-    table: Table, memory: float, share: float, spare: int, tick: float,
-    delay: Floats, load: Floats, size: Floats, back: Shorts,
-) -> tuple[int, int, int]:  # fmt: skip
-    """Fill the states [layers left, devices left, cell of seconds, cell of bytes]; a final one, or (-1, -1, -1)."""
-    count, devices, cells, grains = delay.shape[0] - 1, delay.shape[1], delay.shape[2] - 1, delay.shape[3] - 1
-    limit, room = tick * (1 + 1e-9), memory * (1 + 1e-9)
-    delay[:] = np.inf
-    delay[count, devices - 1, 0, 0], load[count, devices - 1, 0, 0], size[count, devices - 1, 0, 0] = (
-        0.0,
-        0.0,
-        0.0,
-    )
-    for left in range(count, 0, -1):
-        j = left - 1
-        reach = j + 1  # the longest stage that ends here
-        for i in range(j + 1):
-            if reach > j and table.ways[i, j] > 0 and table.seconds[i, j, 0] <= limit:
+def _fill(table: StageTable, cells: Cells, limits: Limits) -> tuple[int, int, int]:
+    """Fill all states; the first final one as (devices left, two cells), or (-1, -1, -1)."""
+    count, devices, columns, grains = cells.delay.shape
+    start = (count - 1, devices - 1, 0, 0)
+    cells.delay[:] = np.inf
+    cells.delay[start], cells.load[start], cells.size[start] = 0.0, 0.0, 0.0
+    for left in range(count - 1, 0, -1):
+        reach = left  # where the longest stage that ends here starts
+        for i in range(left):
+            quick = table.seconds[i, left - 1, 0] <= limits.tick * (1 + 1e-9)
+            if reach == left and table.ways[i, left - 1] > 0 and quick:
                 reach = i
         for p in range(devices - 1, -1, -1):
-            for c in range(cells + 1):
-                for m in range(grains + 1):
-                    before = delay[left, p, c, m]
-                    if before == np.inf:
-                        continue
-                    for i in range(j if p > 0 else 0, reach - 1, -1):
-                        if i > 0 and table.copying[i - 1] > limit:
-                            continue
-                        used = False
-                        for o in range(table.ways[i, j]):
-                            seconds = table.seconds[i, j, o]
-                            if seconds > limit:
-                                break
-                            x = joined(before, seconds, tick)
-                            flight = max(1, periods(x, tick))
-                            after = joined(x, table.copying[i - 1], tick) if i > 0 else x
-                            kept, most = table.kept[i, j, o], table.most[i, j, o]
-                            if not used and p > 0 and table.fixed[i, j] + (flight - 1) * kept + most <= room:
-                                _relax(
-                                    delay, load, size, back, (i, p - 1, c, m),
-                                    after, load[left, p, c, m], size[left, p, c, m], (left, p, c, m, o, 0),
-                                )  # fmt: skip
-                                used = True
-                            busy = load[left, p, c, m] + seconds
-                            held = size[left, p, c, m] + table.fixed[i, j] + (flight - spare) * kept
-                            if spare == 0:
-                                held += most - kept
-                            if busy <= limit and held <= room * share:
-                                cell = min(cells, int(np.ceil(busy / tick * cells - 1e-9)))
-                                grain = (
-                                    min(grains, int(np.ceil(held / room * grains - 1e-9))) if room > 0 else 0
-                                )
-                                _relax(
-                                    delay, load, size, back, (i, p, cell, grain),
-                                    after, busy, held, (left, p, c, m, o, 1),
-                                )  # fmt: skip
-    best = (-1, -1, -1)
+            for c in range(columns):
+                for m in range(grains):
+                    if cells.delay[left, p, c, m] < np.inf:
+                        _leave(table, cells, limits, (left, p, c, m), reach)
     for p in range(devices):
-        for c in range(cells + 1):
-            for m in range(grains + 1):
-                if delay[0, p, c, m] < np.inf and best[0] < 0:
-                    best = (p, c, m)
-    return best
+        for c in range(columns):
+            for m in range(grains):
+                if cells.delay[0, p, c, m] < np.inf:
+                    return p, c, m
+    return -1, -1, -1
+
+
+@jit
+def _leave(
+    table: StageTable, cells: Cells, limits: Limits, at: tuple[int, int, int, int], reach: int
+) -> None:
+    """Place each stage that ends with the last layer left and starts at `reach` or later."""
+    left, p, c, m = at
+    j, tick = left - 1, limits.tick
+    limit, room = tick * (1 + 1e-9), limits.memory * (1 + 1e-9)
+    columns, grains = cells.delay.shape[2] - 1, cells.delay.shape[3] - 1
+    for i in range(j if p > 0 else 0, reach - 1, -1):
+        if i > 0 and table.copying[i - 1] > limit:
+            continue
+        used = False
+        for o in range(table.ways[i, j]):
+            seconds = table.seconds[i, j, o]
+            if seconds > limit:
+                break
+            x = joined(cells.delay[at], seconds, tick)
+            flight = max(1, periods(x, tick))
+            after = joined(x, table.copying[i - 1], tick) if i > 0 else x
+            kept, most = table.kept[i, j, o], table.most[i, j, o]
+            if not used and p > 0 and table.fixed[i, j] + (flight - 1) * kept + most <= room:
+                choice = (left, p, c, m, o, 0)
+                _relax(cells, (i, p - 1, c, m), after, cells.load[at], cells.size[at], choice)
+                used = True
+            busy = cells.load[at] + seconds
+            held = cells.size[at] + table.fixed[i, j] + (flight - limits.spare) * kept
+            if limits.spare == 0:
+                held += most - kept
+            if busy <= limit and held <= room * limits.share:
+                cell = min(columns, int(np.ceil(busy / tick * columns - 1e-9)))
+                grain = min(grains, int(np.ceil(held / room * grains - 1e-9))) if room > 0 else 0
+                _relax(cells, (i, p, cell, grain), after, busy, held, (left, p, c, m, o, 1))
 
 
 class MadPipe:
@@ -132,33 +146,23 @@ class MadPipe:
         self.fills = 0
         self.table = table_of(job)
         shape = (job.count + 1, job.machines.devices, cells + 1, grains + 1)
-        self._delay, self._load, self._size = np.empty(shape), np.empty(shape), np.empty(shape)
-        self._back = np.zeros((*shape, 6), dtype=np.int16)
+        back = np.zeros((*shape, 6), dtype=np.int16)
+        self._cells = Cells(np.empty(shape), np.empty(shape), np.empty(shape), back)
 
-    def stages(self, tick: float, *, spare: int = 1, share: float = 1.0) -> tuple[Stage, ...] | None:
+    def stages(self, tick: float, *, spare: int = 1, share: float = 1.0) -> tuple[PlannedStage, ...] | None:
         """An allocation that may do with this period."""
         self.fills += 1
-        final = _fill(
-            self.table,
-            self.job.machines.memory,
-            share,
-            spare,
-            tick,
-            self._delay,
-            self._load,
-            self._size,
-            self._back,
-        )
+        final = _fill(self.table, self._cells, Limits(self.job.machines.memory, share, spare, tick))
         if final[0] < 0:
             return None
         at = (0, *final)
-        stages: list[Stage] = []
+        stages: list[PlannedStage] = []
         device = 1
         while at[0] < self.job.count:
-            *before, way, special = (int(entry) for entry in self._back[at])
+            *before, way, special = (int(entry) for entry in self._cells.back[at])
             first, last = at[0], before[0] - 1
             stages.append(
-                Stage(
+                PlannedStage(
                     first=first,
                     last=last,
                     device=0 if special else device,
@@ -185,7 +189,7 @@ class MadPipe:
                 high = middle
         return high
 
-    def allocations(self, low: float, high: float) -> Iterator[tuple[Stage, ...]]:
+    def allocations(self, low: float, high: float) -> Iterator[tuple[PlannedStage, ...]]:
         """Allocations for periods between, the most hopeful first."""
         for spare in (1, 0):
             least = low  # less memory, or less hope, never makes it shorter
@@ -200,9 +204,9 @@ class MadPipe:
                         yield stages
 
 
-def merged(job: Job, stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
+def merged(job: Job, stages: tuple[PlannedStage, ...]) -> tuple[PlannedStage, ...]:
     """Neighbours on one device that keep everything as one stage."""
-    found: list[Stage] = []
+    found: list[PlannedStage] = []
     for stage in stages:
         if found and found[-1].device == stage.device:
             first = found[-1].first
@@ -210,7 +214,7 @@ def merged(job: Job, stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
             if found[-1].way == job.keeping_all(first, found[-1].last) and stage.way == job.keeping_all(
                 stage.first, stage.last
             ):
-                found[-1] = Stage(first=first, last=stage.last, device=stage.device, way=keeps)
+                found[-1] = PlannedStage(first=first, last=stage.last, device=stage.device, way=keeps)
                 continue
         found.append(stage)
     return tuple(found)

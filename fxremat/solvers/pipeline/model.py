@@ -99,7 +99,7 @@ class Way:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stage:
+class PlannedStage:
     """Layers first..last, from 0, both included, on one device."""
 
     first: int
@@ -108,7 +108,7 @@ class Stage:
     way: Way
 
 
-class Kind(Enum):
+class WorkKind(Enum):
     FORWARD = "F"
     BACKWARD = "B"
 
@@ -118,7 +118,7 @@ class Work:
     """What a device does with one micro-batch."""
 
     stage: int
-    kind: Kind
+    kind: WorkKind
     microbatch: int
 
 
@@ -132,7 +132,7 @@ class PipelinePlan:
 
     layers: Layers
     machines: Machines
-    stages: tuple[Stage, ...]  # in the order of the chain
+    stages: tuple[PlannedStage, ...]  # in the order of the chain
     tick: float  # seconds
     skip: int | None  # k: every (k + 1)-th slot stays empty; None: none does
     forward_starts: tuple[float, ...]  # of each stage
@@ -164,8 +164,8 @@ class PipelinePlan:
             for microbatch in range(microbatches):
                 late = self.slot(microbatch) * self.tick
                 for kind, starts, rank in (
-                    (Kind.FORWARD, self.forward_starts, number),
-                    (Kind.BACKWARD, self.backward_starts, 2 * depth - number),
+                    (WorkKind.FORWARD, self.forward_starts, number),
+                    (WorkKind.BACKWARD, self.backward_starts, 2 * depth - number),
                 ):
                     work = Work(number, kind, microbatch)
                     moment = round((starts[number] + late) / self.tick * _STEPS)

@@ -19,13 +19,14 @@ import random
 from collections.abc import Sequence
 from functools import cache
 from math import inf
+from typing import NamedTuple
 
 import numpy as np
 
 from fxremat.jit import jit
-from fxremat.solvers.pipeline.model import PipelinePlan, Stage, slot_of
+from fxremat.solvers.pipeline.model import PipelinePlan, PlannedStage, slot_of
 from fxremat.solvers.pipeline.stage_costs import Job
-from fxremat.solvers.pipeline.tasks import Tasks, bytes_of, least_period, tasks_of, tight
+from fxremat.solvers.pipeline.tasks import PipelineTasks, bytes_of, least_period, tasks_of, tight
 from fxremat.solvers.sizes import Floats, Ints
 
 STEPS = 3000  # placements in one search
@@ -36,7 +37,7 @@ _GAP = 1e-4  # relative: periods closer than this are not told apart
 
 
 @jit
-def _clear(tasks: Tasks, starts: Floats, placed: Ints, task: int, start: float, tick: float) -> bool:
+def _clear(tasks: PipelineTasks, starts: Floats, placed: Ints, task: int, start: float, tick: float) -> bool:
     """Whether a task may start there beside those that are placed."""
     tiny = tick * 1e-9
     for other in range(starts.size):
@@ -52,7 +53,7 @@ def _clear(tasks: Tasks, starts: Floats, placed: Ints, task: int, start: float, 
 
 
 @jit
-def _rooms(tasks: Tasks, placed: Ints, task: int, rooms: Floats) -> int:
+def _rooms(tasks: PipelineTasks, placed: Ints, task: int, rooms: Floats) -> int:
     """Seconds that tasks of the resource that come next may take side by side, and none; how many there are."""
     rooms[0] = 0.0
     count = 1
@@ -75,32 +76,35 @@ def _rooms(tasks: Tasks, placed: Ints, task: int, rooms: Floats) -> int:
     return count
 
 
+class Searched(NamedTuple):
+    """The state of a search: the tasks placed so far, and the places still to be tried on each level."""
+
+    starts: Floats  # of each task
+    placed: Ints  # of each task, 1 where it is
+    places: Floats  # [level]: starts that the level's task may have
+    number: Ints  # [level]: how many of them; -1 where they are not known
+    taken: Ints  # [level]: which is tried, -1 before the first
+    rooms: Floats  # scratch for `_rooms`
+
+
 @jit
 def _places(
-    tasks: Tasks,
-    starts: Floats,
-    placed: Ints,
-    task: int,
-    limit: float,
-    ahead: bool,
-    tick: float,
-    rooms: Floats,
-    found: Floats,
-) -> int:
-    """Starts of a task within a period of `limit`, the nearest first, and how many there are.
+    tasks: PipelineTasks, found: Searched, level: int, task: int, limit: float, ahead: bool, tick: float, spare: int
+) -> int:  # fmt: skip
+    """Write down starts of a task within a period of `limit`, the nearest first, and return how many there are.
 
     It ends before the limit if `ahead`, else it starts after it; it touches the limit or another task, or leaves just
-    the room between them that tasks still to be placed will take.
+    the room between them that tasks still to be placed will take: one of the first `spare` of the rooms.
     """
-    seconds = tasks.seconds[task]
+    starts, seconds, places = found.starts, tasks.seconds[task], found.places[level]
     near = limit - seconds if ahead else limit
     count = 0
     tiny = tick * 1e-9
     for other in range(-1, starts.size):
-        if other >= 0 and (placed[other] == 0 or tasks.resource[other] != tasks.resource[task]):
+        if other >= 0 and (found.placed[other] == 0 or tasks.resource[other] != tasks.resource[task]):
             continue
-        for number in range(1 if other < 0 else 2 * rooms.size):
-            room = rooms[number // 2]
+        for number in range(1 if other < 0 else 2 * spare):
+            room = found.rooms[number // 2]
             if other < 0:
                 start = near
             elif number % 2 == 0:
@@ -110,99 +114,103 @@ def _places(
             away = (near - start) % tick if ahead else (start - near) % tick
             if away > tick - tiny:
                 away = 0.0
-            if count == found.size and away >= abs(found[count - 1] - near):
+            if count == places.size and away >= abs(places[count - 1] - near):
                 continue
             start = near - away if ahead else near + away
-            if tasks.resource[task] >= 0 and not _clear(tasks, starts, placed, task, start, tick):
-                continue
-            place = count
-            known = False
-            for earlier in range(count):
-                distance = abs(found[earlier] - near)
-                if abs(distance - away) <= tiny:
-                    known = True
-                elif distance > away and place == count:
-                    place = earlier
-            if known or place == found.size:
-                continue
-            count = min(count + 1, found.size)
-            for later in range(count - 1, place, -1):
-                found[later] = found[later - 1]
-            found[place] = start
+            if tasks.resource[task] < 0 or _clear(tasks, starts, found.placed, task, start, tick):
+                count = _insert(places, count, start, away, near, tiny)
     return count
 
 
 @jit
-def _search(tasks: Tasks, order: Ints, tick: float, skip: int, steps: int, starts: Floats) -> bool:
-    """Fill `starts` with a pattern that fits; False where none was found."""
-    count = tasks.device.size
-    total = order.size
-    placed = np.zeros(total, dtype=np.int64)
-    places = np.zeros((total, 16))
-    rooms = np.zeros(12)
-    number = np.zeros(total, dtype=np.int64)
-    taken = np.full(total, -1, dtype=np.int64)
-    left = steps
+def _insert(places: Floats, count: int, start: float, away: float, near: float, tiny: float) -> int:
+    """Put a start among the first `count`, by its distance `away` from `near`, unless it is there; how many then."""
+    place = count
+    for earlier in range(count):
+        distance = abs(places[earlier] - near)
+        if abs(distance - away) <= tiny:
+            return count
+        if distance > away and place == count:
+            place = earlier
+    if place == places.size:
+        return count
+    count = min(count + 1, places.size)
+    for later in range(count - 1, place, -1):
+        places[later] = places[later - 1]
+    places[place] = start
+    return count
+
+
+@jit
+def _look(tasks: PipelineTasks, found: Searched, level: int, task: int, tick: float, later: bool) -> int:
+    """Write down where the task of a level may start, beside the others; how many places. `later`: far ones, too."""
+    if level == 0:
+        found.places[0, 0] = 0.0
+        return 1
+    ahead = task < 2 * tasks.device.size - 1
+    limit = found.starts[task + 1] if ahead else found.starts[task - 1] + tasks.seconds[task - 1]
+    bound = tasks.resource[task] >= 0
+    spare = _rooms(tasks, found.placed, task, found.rooms) if later and bound else 1
+    count = _places(tasks, found, level, task, limit, ahead, tick, spare)
+    return count if bound else min(1, count)
+
+
+@jit
+def _fits(tasks: PipelineTasks, starts: Floats, tick: float, skip: int, device: int, first: int) -> bool:
+    """Whether stages first.. of a device fit beside what is sure of the others."""
+    return bytes_of(tasks, starts, tick, skip, device, first) <= tasks.memory * (1 + 1e-9)
+
+
+@jit
+def _cost(choice: int) -> int:
+    """The discrepancies of a choice: none for the first place, one for others, two for far ones."""
+    return min(1, choice) + min(1, choice // 4)
+
+
+@jit
+def _search(tasks: PipelineTasks, order: Ints, found: Searched, tick: float, skip: int, steps: int) -> bool:
+    """Fill `found.starts` with a pattern that fits; False where none was found."""
+    count, total = tasks.device.size, order.size
+    starts, placed, number, taken = found.starts, found.placed, found.number, found.taken
     for allowed in range(_DISCREPANCIES + 1):
         placed[:] = 0
-        taken[:] = -1
         level, spent = 0, 0
         number[0] = -1
         while level >= 0:
             task = order[level]
             if number[level] < 0:  # not looked at yet
-                if level == 0:
-                    places[0, 0], number[0] = 0.0, 1
-                else:
-                    ahead = task < 2 * count - 1
-                    if ahead:
-                        limit = starts[task + 1]
-                    else:
-                        limit = starts[task - 1] + tasks.seconds[task - 1]
-                    spare = (
-                        _rooms(tasks, placed, task, rooms) if allowed > 0 and tasks.resource[task] >= 0 else 1
-                    )
-                    number[level] = _places(
-                        tasks, starts, placed, task, limit, ahead, tick, rooms[:spare], places[level]
-                    )
-                    if tasks.resource[task] < 0:
-                        number[level] = min(1, number[level])
+                number[level] = _look(tasks, found, level, task, tick, allowed > 0)
                 taken[level] = -1
             if taken[level] >= 0:
                 placed[task] = 0
-                spent -= min(1, taken[level]) + min(1, taken[level] // 4)
+                spent -= _cost(taken[level])
             taken[level] += 1
             choice = taken[level]
-            left -= 1
-            if left < 0:
+            steps -= 1
+            if steps < 0:
                 return False
-            cost = min(1, choice) + min(1, choice // 4)
-            if choice >= number[level] or spent + cost > allowed:
+            if choice >= number[level] or spent + _cost(choice) > allowed:
                 number[level] = -1
-                taken[level] = -1
                 level -= 1
                 continue
-            starts[task] = places[level, choice]
+            starts[task] = found.places[level, choice]
             placed[task] = 1
-            spent += cost
-            stage = min(task, total - 1 - task) // 2
+            spent += _cost(choice)
             if (
                 task % 2 == (task >= 2 * count - 1) and placed[total - 1 - task]
             ):  # an F or a B with its other half
-                device = tasks.device[stage]
-                if bytes_of(tasks, starts, tick, skip, device, stage) > tasks.memory * (1 + 1e-9):
+                stage = min(task, total - 1 - task) // 2
+                if not _fits(tasks, starts, tick, skip, tasks.device[stage], stage):
                     continue
-            if level + 1 == total:
-                fits = True
-                for device in range(tasks.always.size):
-                    fits = fits and bytes_of(tasks, starts, tick, skip, device, 0) <= tasks.memory * (
-                        1 + 1e-9
-                    )
-                if fits:
-                    return True
+            if level + 1 < total:
+                level += 1
+                number[level] = -1
                 continue
-            level += 1
-            number[level] = -1
+            fits = True
+            for device in range(tasks.always.size):
+                fits = fits and _fits(tasks, starts, tick, skip, device, 0)
+            if fits:
+                return True
     return False
 
 
@@ -229,7 +237,7 @@ def _orders(count: int) -> list[Ints]:
 class Pattern:
     """Starts of all tasks, the tick, and k of the slots that stay empty (0: none)."""
 
-    def __init__(self, stages: Sequence[Stage], starts: Floats, tick: float, skip: int) -> None:
+    def __init__(self, stages: Sequence[PlannedStage], starts: Floats, tick: float, skip: int) -> None:
         self.stages = tuple(stages)
         self.starts = starts
         self.tick = tick
@@ -259,7 +267,7 @@ class Pattern:
 
 
 def pattern_at(
-    job: Job, stages: Sequence[Stage], tick: float, *, skip: int = 0, steps: int = STEPS
+    job: Job, stages: Sequence[PlannedStage], tick: float, *, skip: int = 0, steps: int = STEPS
 ) -> Pattern | None:
     """A pattern with this tick, or less, if the search finds one."""
     tasks = tasks_of(job, stages)
@@ -267,16 +275,18 @@ def pattern_at(
         return None
     if (tasks.always > tasks.memory * (1 + 1e-9)).any():
         return None
-    starts = np.zeros(4 * len(stages) - 2)
+    total = 4 * len(stages) - 2
+    numbers = np.zeros((3, total), dtype=np.int64)
+    found = Searched(np.zeros(total), numbers[0], np.zeros((total, 16)), numbers[1], numbers[2], np.zeros(12))
     for order in _orders(len(stages)):
-        if _search(tasks, order, tick, skip, steps, starts):
-            starts, tick = tight(tasks, starts - starts[0], tick)
+        if _search(tasks, order, found, tick, skip, steps):
+            starts, tick = tight(tasks, found.starts - found.starts[0], tick)
             return Pattern(stages, starts, tick, skip)
     return None
 
 
 def best_pattern(
-    job: Job, stages: Sequence[Stage], *, below: float = inf, skip: int = 0, steps: int = STEPS
+    job: Job, stages: Sequence[PlannedStage], *, below: float = inf, skip: int = 0, steps: int = STEPS
 ) -> Pattern | None:
     """The pattern with the shortest tick that the search finds, if it finds any below a given one."""
     tasks = tasks_of(job, stages)

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 from math import inf
 
-from fxremat.solvers.pipeline.model import Stage, Way
+from fxremat.solvers.pipeline.model import PlannedStage, Way
 from fxremat.solvers.pipeline.modulo import Pattern, best_pattern, pattern_at
 from fxremat.solvers.pipeline.stage_costs import Job
 
@@ -63,12 +63,12 @@ def _spread(job: Job, pieces: Sequence[Piece]) -> float:
     return sum(load * load for load in loads)
 
 
-def _pieces(job: Job, stages: Sequence[Stage]) -> list[Piece]:
+def _pieces(job: Job, stages: Sequence[PlannedStage]) -> list[Piece]:
     return [(s.first, s.last, s.device, job.ways(s.first, s.last).index(s.way)) for s in stages]
 
 
-def _stages(job: Job, pieces: Sequence[Piece]) -> list[Stage]:
-    return [Stage(first=i, last=j, device=d, way=job.ways(i, j)[w]) for i, j, d, w in pieces]
+def _stages(job: Job, pieces: Sequence[Piece]) -> list[PlannedStage]:
+    return [PlannedStage(first=i, last=j, device=d, way=job.ways(i, j)[w]) for i, j, d, w in pieces]
 
 
 def _moved(job: Job, pieces: list[Piece], draw: random.Random) -> list[Piece]:
@@ -137,7 +137,7 @@ def _sharings(count: int, devices: int) -> Iterator[tuple[int, ...]]:
     return grown(())
 
 
-def _variants(job: Job, devices: Sequence[int]) -> Iterator[list[Stage]]:
+def _variants(job: Job, devices: Sequence[int]) -> Iterator[list[PlannedStage]]:
     """Layers of one device in a row as one stage, in every way, or each as a stage of its own."""
     runs: list[tuple[int, int]] = []
     for layer, device in enumerate(devices):
@@ -150,11 +150,14 @@ def _variants(job: Job, devices: Sequence[int]) -> Iterator[list[Stage]]:
         yield from _in_all_ways(job, devices, [(layer, layer) for layer in range(job.count)])
 
 
-def _in_all_ways(job: Job, devices: Sequence[int], runs: Sequence[tuple[int, int]]) -> Iterator[list[Stage]]:
+def _in_all_ways(
+    job: Job, devices: Sequence[int], runs: Sequence[tuple[int, int]]
+) -> Iterator[list[PlannedStage]]:
     choices: list[tuple[Way, ...]] = [job.ways(*run) for run in runs]
     for number, ways in enumerate(product(*choices)):
         if number == _MOST_WAYS:
             return
         yield [
-            Stage(first=i, last=j, device=devices[i], way=way) for (i, j), way in zip(runs, ways, strict=True)
+            PlannedStage(first=i, last=j, device=devices[i], way=way)
+            for (i, j), way in zip(runs, ways, strict=True)
         ]

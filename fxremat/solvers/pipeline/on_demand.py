@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from fxremat.errors import BudgetTooSmall
-from fxremat.solvers.pipeline.model import PipelinePlan, Stage, Way
+from fxremat.solvers.pipeline.model import PipelinePlan, PlannedStage, Way
 from fxremat.solvers.pipeline.stage_costs import Ways
 
 ROUNDS = 8  # of asking, at most
 
 
 @dataclass(eq=False)
-class Asked:
+class OnDemandCosts:
     """The exact ways of the stages that were asked for, rough ones of all others."""
 
     rough: Ways
@@ -31,7 +31,7 @@ class Asked:
     def __call__(self, first: int, last: int) -> Sequence[Way]:
         return self.exact(first, last) if (first, last) in self.known else self.rough(first, last)
 
-    def ask(self, stages: Sequence[Stage], *, around: bool = True) -> bool:
+    def ask(self, stages: Sequence[PlannedStage], *, around: bool = True) -> bool:
         """Have exact ways of these stages, and those around them, from now on; False where all had them already."""
         before = len(self.known)
         for stage in stages:
@@ -40,7 +40,7 @@ class Asked:
                 self.known.update(self._around(stage))
         return len(self.known) > before
 
-    def _around(self, stage: Stage) -> Iterator[tuple[int, int]]:
+    def _around(self, stage: PlannedStage) -> Iterator[tuple[int, int]]:
         for first, last in (
             (stage.first - 1, stage.last),
             (stage.first + 1, stage.last),

@@ -21,7 +21,7 @@ from fxremat.solvers import solve
 from fxremat.solvers.pipeline.best_plan import EFFORT, plan_pipeline
 from fxremat.solvers.pipeline.model import Machines, PipelinePlan, Way
 from fxremat.solvers.pipeline.of_chain import layers_of, ways_of
-from fxremat.solvers.pipeline.on_demand import Asked
+from fxremat.solvers.pipeline.on_demand import OnDemandCosts
 from fxremat.solvers.pipeline.stage_costs import step_seconds
 
 BUDGETS = 6  # for each stage, evenly between all that it may keep and the least
@@ -33,7 +33,7 @@ def plan_chain(
 ) -> PipelinePlan:
     """The best plan for a chain whose stages may recompute; arguments and errors are those of `plan_pipeline`."""
     simple = ways_of(chain)
-    ways = Asked(
+    ways = OnDemandCosts(
         rough=simple,
         exact=cache(lambda first, last: [*simple(first, last), *solved_ways(chain, first, last)]),
         count=len(chain.blocks),

@@ -18,15 +18,15 @@ from typing import NamedTuple
 import numpy as np
 
 from fxremat.jit import jit
-from fxremat.solvers.pipeline.model import PipelinePlan, Stage
+from fxremat.solvers.pipeline.model import PipelinePlan, PlannedStage
 from fxremat.solvers.pipeline.stage_costs import Job
 from fxremat.solvers.sizes import Floats, Ints
 
 NEAR = 1e-7  # of a period
 
 
-class Tasks(NamedTuple):
-    """Stage s has tasks 2 * s (F) and 4 * n - 2 - 2 * s (B) of 4 * n - 2; the copies lie between."""
+class PipelineTasks(NamedTuple):
+    """The 4 * n - 2 tasks of n stages: F of stage s is task 2 * s, its B is 4 * n - 3 - 2 * s, copies lie between."""
 
     seconds: Floats
     resource: Ints  # devices first, then links; -1: none
@@ -38,7 +38,7 @@ class Tasks(NamedTuple):
     memory: float
 
 
-def tasks_of(job: Job, stages: Sequence[Stage]) -> Tasks:
+def tasks_of(job: Job, stages: Sequence[PlannedStage]) -> PipelineTasks:
     """The tasks of an allocation."""
     count = len(stages)
     total = 4 * count - 2
@@ -63,7 +63,7 @@ def tasks_of(job: Job, stages: Sequence[Stage]) -> Tasks:
         for task, length in ((forward + 1, job.forth(stage.last)), (backward - 1, job.back(stage.last))):
             seconds[task] = length
             resource[task] = link if length else -1
-    return Tasks(
+    return PipelineTasks(
         seconds=seconds,
         resource=resource,
         kept=np.array([stage.way.kept_bytes for stage in stages]),
@@ -75,7 +75,7 @@ def tasks_of(job: Job, stages: Sequence[Stage]) -> Tasks:
     )
 
 
-def least_period(tasks: Tasks) -> float:
+def least_period(tasks: PipelineTasks) -> float:
     """Seconds of the busiest resource."""
     loads = np.zeros(int(tasks.resource.max()) + 1)
     for resource, seconds in zip(tasks.resource, tasks.seconds, strict=True):
@@ -99,7 +99,7 @@ def _begun(moment: float, start: float, tick: float) -> int:
 
 
 @jit
-def bytes_of(tasks: Tasks, starts: Floats, tick: float, skip: int, device: int, first: int) -> float:
+def bytes_of(tasks: PipelineTasks, starts: Floats, tick: float, skip: int, device: int, first: int) -> float:
     """The most that stages first.. take of a device, in a pattern of starts; the others count with what is sure."""
     count = tasks.device.size
     total = 4 * count - 2
@@ -164,7 +164,7 @@ def _raised(heads: Ints, tails: Ints, seconds: Floats, shifts: Ints, tick: float
             return length / turns if turns > 0 else np.inf
 
 
-def tight(tasks: Tasks, starts: Floats, tick: float) -> tuple[Floats, float]:
+def tight(tasks: PipelineTasks, starts: Floats, tick: float) -> tuple[Floats, float]:
     """The same orders with the shortest period that they allow."""
     edges = [(task, task + 1, tasks.seconds[task], 0) for task in range(starts.size - 1)]
     for resource in range(int(tasks.resource.max()) + 1):
@@ -189,13 +189,20 @@ def tight(tasks: Tasks, starts: Floats, tick: float) -> tuple[Floats, float]:
     return found - found[0], shortest
 
 
-def _order(tasks: Tasks, task: int) -> int:
+def _order(tasks: PipelineTasks, task: int) -> int:
     """Of tasks that start together, those that take no time come first."""
     return int(tasks.seconds[task] > 0)
 
 
 def planned(
-    job: Job, stages: Sequence[Stage], starts: Floats, tick: float, *, skip: int | None, bound: float, by: str
+    job: Job,
+    stages: Sequence[PlannedStage],
+    starts: Floats,
+    tick: float,
+    *,
+    skip: int | None,
+    bound: float,
+    by: str,
 ) -> PipelinePlan:
     """The plan with these starts; whether it fits is up to the caller."""
     tasks = tasks_of(job, stages)

@@ -31,15 +31,15 @@ from fxremat.errors import FxrematError
 from fxremat.jit import jit
 from fxremat.progress import progress
 from fxremat.solvers.op_codes import BACKWARD, NONE, SAVE, emit, emit_pass
-from fxremat.solvers.rows import Rows, guess, lay_out, relax
-from fxremat.solvers.sizes import Ints, Sizes, in_bytes, in_slots
-from fxremat.solvers.table import Table, frontier_of, table_of
+from fxremat.solvers.rows import Filled, Rows, guess, lay_out, relax
+from fxremat.solvers.sizes import ChainSizes, Ints, in_bytes, in_slots
+from fxremat.solvers.table import Table, table_of
 
 _NEVER = 1 << 60
 _ENTRIES = 1 << 27  # costs in a table: 1 GiB
 
 
-class Moves(NamedTuple):
+class CheckpointMoves(NamedTuple):
     """What it takes to replace a_{s-1} by a_{r-1}, in any unit."""
 
     allowed: Ints  # [s, r]: 1 where a_{r-1} >= a_{s-1} in bytes
@@ -65,11 +65,8 @@ def build(chain: Chain, mem: int, slots: int) -> Table:
         whole=(int(place(n, 1, n, 1)), 0),
         low=low,
         high=high,
-        trace=lambda m, full: trace(exact, exact_moves, low, rows, n, m, full, slots),
+        trace=lambda m, full: trace(Filled(exact, low, rows, n, slots, full), exact_moves, m),
     )
-
-
-frontier = frontier_of(build, 100)
 
 
 def _affordable(low: Ints, high: Ints, slots: int) -> tuple[Ints, Ints]:
@@ -81,7 +78,7 @@ def _affordable(low: Ints, high: Ints, slots: int) -> tuple[Ints, Ints]:
     return low, high
 
 
-def _moves(chain: Chain, slots: int, mem: int) -> Moves:
+def _moves(chain: Chain, slots: int, mem: int) -> CheckpointMoves:
     """The moves in slots of mem / slots bytes each, rounded up."""
     n, out = len(chain), np.array(chain.output_sizes, dtype=np.int64)
     more, run = np.zeros((n + 2, n + 2), dtype=np.int64), np.zeros((n + 2, n + 2), dtype=np.int64)
@@ -97,7 +94,7 @@ def _moves(chain: Chain, slots: int, mem: int) -> Moves:
         return np.array([[min(-(-int(x) * slots // mem), limit) for x in row] for row in sizes.tolist()])
 
     allowed = np.array(more >= 0, dtype=np.int64)
-    return Moves(allowed, units(more), units(run))
+    return CheckpointMoves(allowed, units(more), units(run))
 
 
 @jit
@@ -107,7 +104,7 @@ def place(n: int, s: int, t: int, l: int) -> int:  # noqa: E741
 
 
 @jit
-def bounds(sizes: Sizes, moves: Moves, n: int) -> tuple[Ints, Ints]:
+def bounds(sizes: ChainSizes, moves: CheckpointMoves, n: int) -> tuple[Ints, Ints]:
     """For each row, the least memory that works and one from which on everything is kept, in any unit."""
     phase, out, start, saved = sizes.phase, sizes.out, sizes.start, sizes.saved
     cuts = (n + 2) ** 3
@@ -143,7 +140,7 @@ def bounds(sizes: Sizes, moves: Moves, n: int) -> tuple[Ints, Ints]:
 
 
 @jit
-def fill(sizes: Sizes, moves: Moves, rows: Rows, n: int, s: int, t: int) -> None:
+def fill(sizes: ChainSizes, moves: CheckpointMoves, rows: Rows, n: int, s: int, t: int) -> None:
     """Fill the rows of (s, t) by the recursion; those of (s, t') and (s', t) with t' < t, s' > s are there."""
     phase, out, start, forward = sizes.phase, sizes.out, sizes.start, sizes.forward
     cuts = (n + 2) ** 3
@@ -166,83 +163,69 @@ def fill(sizes: Sizes, moves: Moves, rows: Rows, n: int, s: int, t: int) -> None
 
 
 @jit
-def trace(sizes: Sizes, moves: Moves, low: Ints, rows: Rows, n: int, m: int, full: int, slots: int) -> Ints:
-    """The ops of cost[1, n, 1, m] on a tape; m and all sizes are in bytes, `slots` stand for `full` bytes."""
-    tape = np.zeros(64, dtype=np.int64)
-    todo = [(1, n, 1, m)]  # t = 0: the backward of s
+def trace(table: Filled, moves: CheckpointMoves, m: int) -> Ints:
+    """The op codes of cost[1, n, 1, m], m and the moves in bytes."""
+    sizes = table.sizes
+    codes = np.zeros(64, dtype=np.int64)
+    todo = [(1, table.n, 1, m)]  # t = 0: the backward of s
     while todo:
         s, t, last, m = todo.pop()
         if t == 0:
-            tape = emit(tape, BACKWARD, s)
+            codes = emit(codes, BACKWARD, s)
         if s > t:
             continue
-        save, r = _choose(sizes, moves, low, rows, n, s, t, last, m, full, slots)
+        save, r = _choose(table, moves, s, t, last, m)
         if r == 0:
-            tape = emit(tape, SAVE, save)
+            codes = emit(codes, SAVE, save)
             todo.append((s, 0, 0, 0))
             todo.append((s + 1, t, s + 1, m - sizes.saved[save]))
         else:
             for block in range(s, r):
-                tape = emit(tape, NONE, block)
+                codes = emit(codes, NONE, block)
             m -= moves.more[s, r]
-            j, q = _choose_cut(sizes, low, rows, n, r, t, last, m, full, slots)
-            tape = emit_pass(tape, r, j)
+            j, q = _choose_cut(table, r, t, last, m)
+            codes = emit_pass(codes, r, j)
             todo.append((r, q - 1, last, m))
             todo.append((j + 1, t, q, m - sizes.out[j]))
-    return tape
+    return codes
 
 
 @jit
-def _choose(
-    sizes: Sizes,
-    moves: Moves,
-    low: Ints,
-    rows: Rows,
-    n: int,
-    s: int,
-    t: int,
-    last: int,
-    m: int,
-    full: int,
-    slots: int,
-) -> tuple[int, int]:
+def _choose(table: Filled, moves: CheckpointMoves, s: int, t: int, last: int, m: int) -> tuple[int, int]:
     """What fits in m bytes and looks fastest: the option to keep s with, or else where to move to."""
+    sizes, low, n = table.sizes, table.low, table.n
     phase, start, saved, forward = sizes.phase, sizes.start, sizes.saved, sizes.forward
-    dear, cuts = forward[n] + 1.0, (n + 2) ** 3
+    cuts = (n + 2) ** 3
     best, save, to = np.inf, -1, 0
     for o in range(start[s], start[s + 1] if s == last else start[s]):
         rest = place(n, s + 1, t, s + 1)
         need = max(phase[t] + sizes.save[o], phase[s] + sizes.back[o], saved[o] + low[rest, 0])
         if need <= m:
-            cost = sizes.extra[o] + guess(rows, rest, 0, (m - saved[o]) * slots // full, slots, dear)
+            cost = sizes.extra[o] + guess(table, rest, 0, m - saved[o])
             if cost < best:
                 best, save = cost, o
     for r in range(s, last + 1):
         moved = cuts + place(n, r, t, last)
         need = max(phase[t] + moves.run[s, r] if r > s else 0, moves.more[s, r] + low[moved, 0])
         if moves.allowed[s, r] and need <= m:
-            cost = forward[r - 1] - forward[s - 1]
-            cost += guess(rows, moved, 0, (m - moves.more[s, r]) * slots // full, slots, dear)
+            cost = forward[r - 1] - forward[s - 1] + guess(table, moved, 0, m - moves.more[s, r])
             if cost < best:
                 best, to = cost, r
     return save, to
 
 
 @jit
-def _choose_cut(
-    sizes: Sizes, low: Ints, rows: Rows, n: int, s: int, t: int, last: int, m: int, full: int, slots: int
-) -> tuple[int, int]:
+def _choose_cut(table: Filled, s: int, t: int, last: int, m: int) -> tuple[int, int]:
     """Where the pass from s ends, and the last backward that starts from there, likewise."""
+    sizes, low, n = table.sizes, table.low, table.n
     forward, out = sizes.forward, sizes.out
-    dear = forward[n] + 1.0
     best, cut, until = np.inf, 0, 0
     for j in range(s, t):
         for q in range(max(last, j) + 1, t + 1):
             left, right = place(n, j + 1, t, q), place(n, s, q - 1, last)
             if max(sizes.phase[t] + sizes.run[s, j], out[j] + low[left, 0], low[right, 0]) <= m:
-                cost = forward[j] - forward[s - 1]
-                cost += guess(rows, left, 0, (m - out[j]) * slots // full, slots, dear)
-                cost += guess(rows, right, 0, m * slots // full, slots, dear)
+                cost = forward[j] - forward[s - 1] + guess(table, left, 0, m - out[j])
+                cost += guess(table, right, 0, m)
                 if cost < best:
                     best, cut, until = cost, j, q
     return cut, until

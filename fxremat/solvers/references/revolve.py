@@ -19,9 +19,9 @@ import numpy as np
 from fxremat.chains.chain import Chain
 from fxremat.jit import jit
 from fxremat.solvers.op_codes import BACKWARD, SAVE, emit, emit_pass
-from fxremat.solvers.rows import Rows, guess, lay_out, relax
-from fxremat.solvers.sizes import Ints, Sizes, in_bytes, in_slots
-from fxremat.solvers.table import Table, frontier_of, table_of
+from fxremat.solvers.rows import Filled, Rows, guess, lay_out, relax
+from fxremat.solvers.sizes import ChainSizes, Ints, in_bytes, in_slots
+from fxremat.solvers.table import Table, table_of
 
 _NEVER = 1 << 60
 
@@ -43,16 +43,13 @@ def build(chain: Chain, mem: int, slots: int) -> Table:
         whole=(1, n),
         low=low,
         high=high,
-        trace=lambda m, full: trace(exact, low, rows, n, m, full, slots),
+        trace=lambda m, full: trace(Filled(exact, low, rows, n, slots, full), m),
         always=twice,
     )
 
 
-frontier = frontier_of(build)
-
-
 @jit
-def bounds(sizes: Sizes, n: int) -> tuple[Ints, Ints]:
+def bounds(sizes: ChainSizes, n: int) -> tuple[Ints, Ints]:
     """For each (s, t), the least memory that works and one that keeps every checkpoint, in any unit."""
     phase, out, start = sizes.phase, sizes.out, sizes.start
     low = np.full((n + 2, n + 1), _NEVER)
@@ -73,7 +70,7 @@ def bounds(sizes: Sizes, n: int) -> tuple[Ints, Ints]:
 
 
 @jit
-def fill(sizes: Sizes, rows: Rows, n: int) -> None:
+def fill(sizes: ChainSizes, rows: Rows, n: int) -> None:
     """Fill every row by the recursion."""
     phase, start, forward = sizes.phase, sizes.start, sizes.forward
     for t in range(1, n + 1):
@@ -86,12 +83,12 @@ def fill(sizes: Sizes, rows: Rows, n: int) -> None:
 
 
 @jit
-def trace(sizes: Sizes, low: Ints, rows: Rows, n: int, m: int, full: int, slots: int) -> Ints:
-    """The ops of cost[1, n, m] on a tape; m, `sizes`, `low` are in bytes, `slots` stand for `full` bytes."""
+def trace(table: Filled, m: int) -> Ints:
+    """The op codes of cost[1, n, m], m in bytes."""
+    sizes, low = table.sizes, table.low
     phase, out, start, forward = sizes.phase, sizes.out, sizes.start, sizes.forward
-    dear = forward[n] + 1.0
-    tape = np.zeros(64, dtype=np.int64)
-    todo = [(1, n, m)]
+    codes = np.zeros(64, dtype=np.int64)
+    todo = [(1, table.n, m)]
     while todo:
         s, t, m = todo.pop()
         best, save, cut = np.inf, -1, -1
@@ -100,16 +97,15 @@ def trace(sizes: Sizes, low: Ints, rows: Rows, n: int, m: int, full: int, slots:
                 best, save = sizes.extra[o], o
         for j in range(s, t):
             if max(phase[t] + sizes.run[s, j], out[j] + low[j + 1, t], low[s, j]) <= m:
-                cost = forward[j - 1] - forward[s - 1]
-                cost += guess(rows, j + 1, t, (m - out[j]) * slots // full, slots, dear)
-                cost += guess(rows, s, j, m * slots // full, slots, dear)
+                cost = forward[j - 1] - forward[s - 1] + guess(table, j + 1, t, m - out[j])
+                cost += guess(table, s, j, m)
                 if cost < best:
                     best, cut = cost, j
         if cut == -1:
-            tape = emit(tape, SAVE, save)
-            tape = emit(tape, BACKWARD, s)
+            codes = emit(codes, SAVE, save)
+            codes = emit(codes, BACKWARD, s)
         else:
-            tape = emit_pass(tape, s, cut)
+            codes = emit_pass(codes, s, cut)
             todo.append((s, cut, m))
             todo.append((cut + 1, t, m - out[cut]))
-    return tape
+    return codes

@@ -38,7 +38,7 @@ _STEP = 2048  # states between two chances to interrupt
 
 
 @dataclass(frozen=True, kw_only=True)
-class Costs:
+class UniformCosts:
     """Seconds of a forward, a backward and the loss."""
 
     forward: float = 1.0
@@ -69,7 +69,7 @@ def multi_chain(
     >>> multi_chain((4, 10, 12), 9)[0]
     74.0
     """
-    table = solve(lengths, slots, keep_gradient, Costs(forward=u_F, backward=u_B, loss=u_L))
+    table = solve(lengths, slots, keep_gradient, UniformCosts(forward=u_F, backward=u_B, loss=u_L))
     return table.makespan(slots), table.schedule(slots)
 
 
@@ -83,17 +83,17 @@ def trade_off(
     [0.833, 1.111]
     """
     everything, best = sum(lengths) + len(lengths), 2 * sum(lengths) + 1
-    table = solve(lengths, everything, keep_gradient, Costs())
+    table = solve(lengths, everything, keep_gradient, UniformCosts())
     counts = range(table.least, everything + 1)
     return [m / everything for m in counts], [table.makespan(m) / best for m in counts]
 
 
-def equiv_chain(branches: int, length: int, slots: int, *, costs: Costs | None = None) -> float:
+def equiv_chain(branches: int, length: int, slots: int, *, costs: UniformCosts | None = None) -> float:
     """The makespan where operations at the same distance from the loss are one (EQUIV-CHAIN, RR-9273 section 6).
 
     All branches have the same length; one value of the chain takes a slot for each of them.
     """
-    costs, m = costs or Costs(), slots // branches
+    costs, m = costs or UniformCosts(), slots // branches
     need = 1 if length == 0 else 2 if length == 1 else 3
     if m < need:
         raise BudgetTooSmall(minimum=need * branches, budget=slots, unit="slots")
@@ -108,12 +108,12 @@ def branch_by_branch(
     slots: int,
     keep_gradient: Sequence[int] | None = None,
     *,
-    costs: Costs | None = None,
+    costs: UniformCosts | None = None,
 ) -> float:
     """The makespan where branches are one chain, the best of all orders: each but one runs to its end without
     checkpoints, and later, on its own, once more.
     """
-    costs = costs or Costs()
+    costs = costs or UniformCosts()
     table = solve(lengths, slots, keep_gradient, costs)
     times = [_in_order(table, order, slots, costs) for order in permutations(range(len(lengths)))]
     if min(times) == np.inf:
@@ -121,7 +121,7 @@ def branch_by_branch(
     return min(times)
 
 
-def _in_order(table: "Table", order: Sequence[int], slots: int, costs: Costs) -> float:
+def _in_order(table: "UniformTable", order: Sequence[int], slots: int, costs: UniformCosts) -> float:
     """Branches are set aside in this order, and finished in the opposite one."""
     left, kept, m, time = list(table.lengths), list(table.keep_gradient), slots, 0.0
     for branch in order[:-1]:
@@ -148,12 +148,12 @@ def least_slots(lengths: Sequence[int], keep_gradient: Sequence[int] | None = No
 
 
 @dataclass(frozen=True, kw_only=True)
-class Table:
+class UniformTable:
     """Opt(L, m, b) for every L, m and b that can come up."""
 
     lengths: tuple[int, ...]
     keep_gradient: tuple[int, ...]
-    costs: Costs
+    costs: UniformCosts
     strides: Ints
     opt: Floats  # [state, slots]
     tails: Floats  # [length, slots]: Opt0
@@ -207,7 +207,9 @@ class Table:
         return cost + float(self.tails[i - 1, m - others])
 
 
-def solve(lengths: Sequence[int], slots: int, keep_gradient: Sequence[int] | None, costs: Costs) -> Table:
+def solve(
+    lengths: Sequence[int], slots: int, keep_gradient: Sequence[int] | None, costs: UniformCosts
+) -> UniformTable:
     """The table for every number of slots up to `slots`. Raises `FxrematError` where it would be too large."""
     if not lengths or any(length < 0 for length in lengths):
         raise FxrematError(
@@ -227,7 +229,7 @@ def solve(lengths: Sequence[int], slots: int, keep_gradient: Sequence[int] | Non
     tails = _tails(max(lengths), slots, costs)
     for first in progress(range(0, len(opt), _STEP), "joins"):
         _fill(opt, tails, strides, costs.forward, costs.loss, first, min(first + _STEP, len(opt)))
-    return Table(
+    return UniformTable(
         lengths=tuple(lengths),
         keep_gradient=kept,
         costs=costs,
@@ -244,7 +246,7 @@ def _kept(lengths: Sequence[int], keep_gradient: Sequence[int] | None) -> tuple[
     return kept
 
 
-def _tails(longest: int, slots: int, costs: Costs) -> Floats:
+def _tails(longest: int, slots: int, costs: UniformCosts) -> Floats:
     """Opt0(l, m) for every l < longest and m <= slots."""
     tails = np.full((max(1, longest), slots + 1), np.inf)
     for length in range(longest):

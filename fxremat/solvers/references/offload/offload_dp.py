@@ -22,7 +22,6 @@ been read: here it does not.
 Optimal for the fluid model on one link, as long as `_STATES` suffice and nothing is rounded.
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -35,7 +34,7 @@ from fxremat.errors import BudgetTooSmall
 from fxremat.jit import jit
 from fxremat.progress import progress
 from fxremat.solvers import keep_all
-from fxremat.solvers.offload.link_slots import Carried, carried, speeds
+from fxremat.solvers.offload.link_slots import Carried, FluidSchedule, carried, speeds
 from fxremat.solvers.offload.trips import needs, travel, trips
 from fxremat.solvers.references.offload import greedy
 from fxremat.solvers.sizes import Floats, Ints, in_slots
@@ -44,15 +43,7 @@ _STATES = 60_000
 _ROUNDS = 3  # answers that do not fit
 
 
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """A schedule, and the seconds it takes in the fluid model where sizes are whole numbers of slots."""
-
-    schedule: Schedule
-    time: float
-
-
-class Task(NamedTuple):
+class DynprogTask(NamedTuple):
     """All in slots; index 0 is unused, or a_0."""
 
     slots: int
@@ -64,7 +55,7 @@ class Task(NamedTuple):
     link: Carried
 
 
-class States(NamedTuple):
+class DynprogStates(NamedTuple):
     """States before one block, a row each; `came` is the row before the last decision, -1 - row if it was to go."""
 
     kept: Ints
@@ -89,7 +80,7 @@ def schedules(chain: Chain, mem: int, platform: Platform | None, slots: int = 50
 
 def build(
     chain: Chain, mem: int, platform: Platform | None, slots: int = 500, *, synchronized: bool = False
-) -> Plan:
+) -> FluidSchedule:
     """The best schedule in `slots` steps of memory. Raises `BudgetTooSmall` where the steps are too coarse."""
     everything = keep_all.schedules(chain)[0]
     every = {trip.value.index: trip for trip in trips(chain, everything)}
@@ -110,7 +101,7 @@ def build(
         for trip in chosen:
             need[trip.away] -= trip.size
         if need.max() <= mem and np.isfinite(lost):
-            return Plan(
+            return FluidSchedule(
                 schedule=travel(everything, chosen, need, mem, in_part=True), time=chain.least_time + lost
             )
         down = np.flatnonzero(rounded < exact)
@@ -129,12 +120,12 @@ def _rounded(exact: Floats, raised: npt.NDArray[np.bool_]) -> Ints:
     return np.where(raised, np.ceil(exact - 1e-9), np.diff(sums, prepend=0.0)).astype(np.int64)
 
 
-def _task(chain: Chain, mem: int, platform: Platform | None, slots: int, value: Ints) -> Task:
+def _task(chain: Chain, mem: int, platform: Platform | None, slots: int, value: Ints) -> DynprogTask:
     n, sizes = len(chain), in_slots(chain, mem, slots)
     pick = np.array([0] + [sizes.start[i] + keep_all.fastest(chain.blocks[i - 1]) for i in range(1, n + 1)])
     save, run = sizes.phase[n] + sizes.save[pick], sizes.phase + sizes.back[pick]
     gone = np.concatenate((np.cumsum(value[::-1])[::-1][1:], [0]))  # A_{j+1}..A_n
-    return Task(
+    return DynprogTask(
         slots=slots,
         value=value,
         save=save,
@@ -145,14 +136,14 @@ def _task(chain: Chain, mem: int, platform: Platform | None, slots: int, value: 
     )
 
 
-def _solve(task: Task, synchronized: bool) -> tuple[list[int], float]:
+def _solve(task: DynprogTask, synchronized: bool) -> tuple[list[int], float]:
     """The values that travel, and the idle time."""
     n = task.value.size - 1
     room = task.slots - np.maximum(task.save, task.run)
     # A may grow to this much before block i if the rest is to fit
     rooms = np.concatenate((np.minimum.accumulate((room[1:] - task.value[:-1])[::-1])[::-1], [task.slots]))
     zero = np.zeros(1, dtype=np.int64)
-    layers = [States(zero, zero, zero, np.zeros(1), zero)]
+    layers = [DynprogStates(zero, zero, zero, np.zeros(1), zero)]
     for i in progress(range(1, n + 1), "offload_dp"):
         layers.append(_prune(_step(task, layers[-1], i, int(rooms[i]), synchronized)))
     last = layers[-1]
@@ -170,7 +161,7 @@ def _solve(task: Task, synchronized: bool) -> tuple[list[int], float]:
 
 
 @jit
-def _step(task: Task, states: States, i: int, room: int, synchronized: bool) -> States:
+def _step(task: DynprogTask, states: DynprogStates, i: int, room: int, synchronized: bool) -> DynprogStates:
     """The states before block i + 1; `room` is the most that A may then be if the rest is to fit."""
     link, size, n = task.link, task.value[i - 1], task.value.size - 1
     kept, behind, ahead = np.zeros((3, 2 * states.kept.size), dtype=np.int64)
@@ -199,10 +190,10 @@ def _step(task: Task, states: States, i: int, room: int, synchronized: bool) -> 
             lost[count] = cost
             came[count] = -1 - k if goes else k
             count += 1
-    return States(kept[:count], behind[:count], ahead[:count], lost[:count], came[:count])
+    return DynprogStates(kept[:count], behind[:count], ahead[:count], lost[:count], came[:count])
 
 
-def _prune(states: States) -> States:
+def _prune(states: DynprogStates) -> DynprogStates:
     """The states that no other dominates in A, B and in F and loss together, or that have lost least."""
     states = _pick(states, np.lexsort((states.lost, states.behind, states.ahead, states.kept)))
     states = _pick(states, np.flatnonzero(_undominated(states)))
@@ -211,13 +202,13 @@ def _prune(states: States) -> States:
     return states
 
 
-def _pick(states: States, rows: npt.NDArray[np.intp]) -> States:
+def _pick(states: DynprogStates, rows: npt.NDArray[np.intp]) -> DynprogStates:
     kept, behind, ahead, lost, came = states
-    return States(kept[rows], behind[rows], ahead[rows], lost[rows], came[rows])
+    return DynprogStates(kept[rows], behind[rows], ahead[rows], lost[rows], came[rows])
 
 
 @jit
-def _undominated(states: States) -> npt.NDArray[np.bool_]:
+def _undominated(states: DynprogStates) -> npt.NDArray[np.bool_]:
     """Sorted by A, B, F, loss: whether a state loses less than every one before it of the same A and B."""
     keep = np.zeros(states.kept.size, dtype=np.bool_)
     best = np.inf
@@ -230,7 +221,7 @@ def _undominated(states: States) -> npt.NDArray[np.bool_]:
 
 
 @jit
-def _turn(task: Task, states: States, k: int, synchronized: bool) -> float:
+def _turn(task: DynprogTask, states: DynprogStates, k: int, synchronized: bool) -> float:
     """The loss of a last state, with the idle time between the last forward and the first backward."""
     link, n = task.link, task.value.size - 1
     a, f, b, lost = states.kept[k], states.behind[k], states.ahead[k], states.lost[k]

@@ -15,8 +15,7 @@ from fxremat.chains.platform import Platform
 from fxremat.chains.schedule import Backward, Forward, Keep, Offload, Op, Prefetch, Schedule, Value
 from fxremat.errors import BudgetTooSmall
 from fxremat.solvers import keep_all, persistent
-from fxremat.solvers.offload import min_memory as frugal
-from fxremat.solvers.offload import pofo
+from fxremat.solvers.offload import min_memory, pofo
 from fxremat.solvers.offload.link_slots import speeds
 from fxremat.solvers.offload.trips import needs
 from fxremat.solvers.sizes import in_bytes
@@ -59,7 +58,7 @@ def _schedule(chain: Chain, mem: int, platform: Platform | None, slots: int) -> 
             if slots_held <= slots and pofo.lost(back, s + 1, t, slots_held) < float("inf"):
                 backward += pofo.rerun(task, back, s + 1, t, slots_held, 0)
             else:  # only because sizes were rounded up
-                backward += frugal.rerun(sizes, low, s + 1, t, mem - held)
+                backward += min_memory.rerun(sizes, low, s + 1, t, mem - held)
         backward.append(Backward(s))
         fetches.append(Prefetch(Value("A", s)))
         if s == 1 or (s - 1, s - 1) not in groups:

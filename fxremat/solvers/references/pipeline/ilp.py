@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fxremat.solvers.pipeline.model import Stage
+from fxremat.solvers.pipeline.model import PlannedStage
 from fxremat.solvers.pipeline.modulo import Pattern
 from fxremat.solvers.pipeline.stage_costs import Job
 from fxremat.solvers.pipeline.tasks import tasks_of, tight
@@ -44,7 +44,7 @@ Terms = dict[int, float]  # column: factor; column -1 is the number 1
 
 
 def least_pattern(
-    job: Job, stages: Sequence[Stage], *, free: bool, whole: bool = False, seconds: float = SECONDS
+    job: Job, stages: Sequence[PlannedStage], *, free: bool, whole: bool = False, seconds: float = SECONDS
 ) -> Pattern | None:
     """The pattern with the shortest period; None where there is none, or none was found in time.
 
@@ -68,7 +68,9 @@ def least_pattern(
 
 
 class _Program:
-    def __init__(self, job: Job, stages: Sequence[Stage], free: bool, whole: bool, scale: float) -> None:
+    def __init__(
+        self, job: Job, stages: Sequence[PlannedStage], free: bool, whole: bool, scale: float
+    ) -> None:
         self.job, self.stages, self.free, self.whole = job, stages, free, whole
         self.count = len(stages)
         self.total = 2 * self.count
@@ -330,7 +332,7 @@ class _Program:
         exact, tick = tight(tasks, np.array(starts) / self.unit, period / self.unit)
         return Pattern(stages, exact, tick, 0)
 
-    def _allocated(self, x: Floats) -> list[Stage]:
+    def _allocated(self, x: Floats) -> list[PlannedStage]:
         """The pieces on the devices that z says."""
         devices: list[int] = []
         for b, stage in enumerate(self.stages):
@@ -340,6 +342,6 @@ class _Program:
             mates = [devices[a] for a in range(b) if sum(f * x[c] for c, f in self.z[a, b].items()) > 0.5]
             devices.append(mates[0] if mates else max(devices, default=-1) + 1)
         return [
-            Stage(first=s.first, last=s.last, device=d, way=s.way)
+            PlannedStage(first=s.first, last=s.last, device=d, way=s.way)
             for s, d in zip(self.stages, devices, strict=True)
         ]

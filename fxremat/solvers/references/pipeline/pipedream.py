@@ -16,7 +16,7 @@ from math import inf
 from fxremat.errors import BudgetTooSmall
 from fxremat.solvers.pipeline.contiguous import Partition
 from fxremat.solvers.pipeline.fixed import shortest_tick
-from fxremat.solvers.pipeline.model import Stage
+from fxremat.solvers.pipeline.model import PlannedStage
 from fxremat.solvers.pipeline.stage_costs import Job
 
 Best = tuple[float, int]  # the slowest stage or copy, and where the first stage ends
@@ -56,7 +56,7 @@ def best_of_targets(job: Job) -> Partition | None:
     return min(found, key=lambda partition: partition.period, default=None)
 
 
-def _balanced(job: Job, memory: float) -> tuple[tuple[Stage, ...], float]:
+def _balanced(job: Job, memory: float) -> tuple[tuple[PlannedStage, ...], float]:
     """The stages whose slowest is fastest, as far as PipeDream knows; none where it believes that none fit."""
     count = job.count
     table: list[list[Best]] = [[(inf, -1)] * count + [(0.0, -1)]]
@@ -69,7 +69,7 @@ def _balanced(job: Job, memory: float) -> tuple[tuple[Stage, ...], float]:
     stages, first = [], 0
     for device in range(devices):
         last = table[devices - device][first][1]
-        stages.append(Stage(first=first, last=last, device=device, way=job.keeping_all(first, last)))
+        stages.append(PlannedStage(first=first, last=last, device=device, way=job.keeping_all(first, last)))
         first = last + 1
     return tuple(stages), believed
 

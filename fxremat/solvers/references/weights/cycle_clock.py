@@ -38,14 +38,14 @@ class Event:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Timed:
+class TimedCycle:
     """A run of several cycles."""
 
     time: float  # seconds of a cycle in the end
     events: tuple[Event, ...]
 
 
-def run(cycle: Cycle, chosen: Sequence[Gap], *, ahead: int | None = None, cycles: int = CYCLES) -> Timed:
+def run(cycle: Cycle, chosen: Sequence[Gap], *, ahead: int | None = None, cycles: int = CYCLES) -> TimedCycle:
     """Run a choice of gaps. O(cycles * ops * ops between a copy and its use).
 
     Args:
@@ -100,7 +100,7 @@ class _Run:
                 first[gap.unit] = gap.start
         return first
 
-    def run(self) -> Timed:
+    def run(self) -> TimedCycle:
         while True:
             while self._start_op() or self._start_back() or self._start_out():
                 pass
@@ -115,7 +115,7 @@ class _Run:
             op = self.cycle.ops[self.place % self.count]
             raise InvalidSchedule(f"{op.name} never starts: too little leaves the device before it")
         starts = [e.start for e in self.events if e.kind == "op" and e.place % self.count == 0]
-        return Timed(time=starts[-1] - starts[-2], events=tuple(self.events))
+        return TimedCycle(time=starts[-1] - starts[-2], events=tuple(self.events))
 
     def _start_op(self) -> bool:
         if self.running < inf or self.place == self.total:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from fxremat.errors import BudgetTooSmall, InvalidSchedule
 from fxremat.solvers.references.weights.cycle import Cycle, Gap
-from fxremat.solvers.references.weights.cycle_clock import Timed, run
+from fxremat.solvers.references.weights.cycle_clock import TimedCycle, run
 from fxremat.solvers.references.weights.selection import select
 
 MARGINS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0)  # in units of the largest one
@@ -24,7 +24,7 @@ class WeightPlan:
 
     chosen: tuple[Gap, ...]
     ahead: int | None
-    timed: Timed
+    timed: TimedCycle
 
     @property
     def time(self) -> float:
