@@ -62,7 +62,7 @@ def bounds(case: LibraryCase) -> tuple[int, int]:
     return plan.minimum, plan.keep_all_peak
 
 
-EVERY_DAY = ("gpt2", "bert", "llama")
+EVERY_DAY = ("gpt2", "llama")
 LONG = [pytest.param(name, marks=pytest.mark.long) for name in libraries.CAPTURED if name not in EVERY_DAY]
 
 
