@@ -2,7 +2,7 @@
 
     sources   programs of the survey, from keeping everything to recomputing much
     budgets   from keep-all's peak down to the least that is possible with everything away that can be
-    each      the trips that make a source fit (`transfers.activations.cap`), put in and clocked; the fastest source counts
+    each      the round trips that make a source fit (`transfers.activations.cap`), timed; the fastest source counts
 
 The frontier of both kinds is then that of recomputing and offloading mixed: recomputing decides which values there
 are to send. What cannot be made faster or smaller by offloading stays as it was.

@@ -6,8 +6,8 @@
                let go in between), is updated, and goes back
     state      of a hosted parameter: a unit of its own, which comes before the update and goes back after it
 
-What is on the host is chosen as gaps are in Algorithm 1 of the paper (`solvers.references.weights.selection` is its reference): by the bytes
-of excess removed for each byte that is copied; forward values that may travel compete by the same measure. When each
+What is on the host is chosen as gaps are in Algorithm 1 of the paper: by the bytes of excess removed for each byte
+that is copied; forward values that may travel compete by the same measure. When each
 comes is decided by the clock (`transfers.copies`).
 """
 

@@ -23,10 +23,11 @@ import torch
 from torch import Tensor
 
 from fxremat.errors import FxrematError
-from fxremat.host import tiers as hosts
+from fxremat.host import files, pinned, pool
 from fxremat.host.default import default_tier
 from fxremat.host.files import FileTier
 from fxremat.host.pinned import PinnedTier
+from fxremat.host.pool import FilePool
 from fxremat.host.tier import HostTier, tier_named
 from fxremat.ops.copies import offload, prefetch, release, wait
 
@@ -178,7 +179,7 @@ def test_files_have_no_name(tmp_path: Path) -> None:
 
 KILLED = """
 import sys, torch
-from fxremat.runtime.host import FileTier
+from fxremat.host.files import FileTier
 tier = FileTier(sys.argv[1])
 host = tier.offload(torch.zeros(1 << 20))
 print("ready", flush=True)
@@ -264,13 +265,13 @@ def test_a_finalizer_that_runs_while_the_pool_is_in_use_does_not_wait_for_it(
     tier.release(cycle[0])
     cycle.append(cycle)
     del cycle
-    original = hosts.FilePool._reuse
+    original = FilePool._reuse
 
     def collecting(self: Any, size: int) -> Any:
         gc.collect()
         return original(self, size)
 
-    monkeypatch.setattr(hosts.FilePool, "_reuse", collecting)
+    monkeypatch.setattr(FilePool, "_reuse", collecting)
     worker = threading.Thread(target=lambda: trip(tier, torch.ones(1000)), daemon=True)
     worker.start()
     worker.join(timeout=20)
@@ -297,7 +298,7 @@ def test_the_pool_holds_no_more_than_was_needed_at_a_time() -> None:
 
 
 def test_the_pool_forgets_what_was_needed_long_ago(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hosts, "WINDOW", 10)
+    monkeypatch.setattr(pool, "WINDOW", 10)
     tier = FileTier()
     both = [tier.offload(torch.ones(size)) for size in (100_000, 10)]
     for host in both:
@@ -347,7 +348,7 @@ def test_a_closed_default_tier_is_replaced() -> None:
 FORKED = """
 import os, sys, torch
 from fxremat.errors import FxrematError
-from fxremat.runtime.host import FileTier
+from fxremat.host.files import FileTier
 cpu, tier = torch.device("cpu"), FileTier(to_host=1e9)
 
 def trip(x):
@@ -443,7 +444,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
 
 
 def test_copies_wait_for_streams_of_their_tensor_s_own_device(gpus: Gpus) -> None:
-    lane, x, y = hosts._StreamLane(torch.device("cuda", 1)), torch.ones(3), torch.zeros(3)
+    lane, x, y = pinned._StreamLane(torch.device("cuda", 1)), torch.ones(3), torch.zeros(3)
     lane.copy(x, y, 7)
     lane.finish(7)
     assert gpus.log == [
@@ -457,7 +458,7 @@ def test_copies_wait_for_streams_of_their_tensor_s_own_device(gpus: Gpus) -> Non
 
 def test_what_a_side_stream_writes_is_held_until_its_event_has_passed(gpus: Gpus) -> None:
     """An exception between prefetch and wait leaves a copy that nobody holds and nobody will wait for."""
-    lane, held = hosts._StreamLane(torch.device("cuda", 0)), []
+    lane, held = pinned._StreamLane(torch.device("cuda", 0)), []
     for number in range(3):
         source, target = torch.ones(3), torch.zeros(3)
         held.append((weakref.ref(source), weakref.ref(target)))
@@ -479,7 +480,7 @@ def test_what_a_side_stream_writes_is_held_until_its_event_has_passed(gpus: Gpus
 def test_a_copy_that_cannot_start_leaves_nothing_under_way(
     gpus: Gpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lane = hosts._StreamLane(torch.device("cuda", 0))
+    lane = pinned._StreamLane(torch.device("cuda", 0))
     with pytest.raises(RuntimeError, match="size of tensor"):
         lane.copy(torch.ones(3), torch.zeros(4), 1)
     assert gpus.events[0].passed  # the stream was waited for
@@ -487,7 +488,7 @@ def test_a_copy_that_cannot_start_leaves_nothing_under_way(
 
 
 def test_many_copies_that_nobody_waits_for_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hosts, "MANY", 8)
+    monkeypatch.setattr(files, "MANY", 8)
     tier, kept = FileTier(), []
     for _ in range(50):
         kept.append(tier.offload(torch.ones(10)))
