@@ -20,7 +20,7 @@ import torch
 from fxremat.cost.estimate import Device
 from fxremat.errors import FxrematError, InvalidBudget
 from fxremat.host.tier import HostTier
-from fxremat.ops.weights import check_optimizer
+from fxremat.ops.parameters import check_optimizer
 from fxremat.search.refine import EFFORT
 from fxremat.solvers.choose import check_effort, check_slots
 from fxremat.solvers.registry import LISTS, SOLVERS, TABLES

@@ -27,7 +27,7 @@ from fxremat.cost.updates import units_of, with_own_sizes
 from fxremat.errors import BudgetTooSmall, FxrematError
 from fxremat.host.default import default_tier
 from fxremat.host.tier import HostTier
-from fxremat.ops.weights import Weights
+from fxremat.ops.parameters import Weights
 from fxremat.options import Options
 from fxremat.passes.lower import Handles
 from fxremat.planned_step import WeightBudget

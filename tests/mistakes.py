@@ -266,23 +266,23 @@ MISTAKES += [
     Mistake("chains/resolved.py", "due = copy.due = min(due, copy.due)", "due = copy.due", TRANSFERS),
     # a copy from the host takes room that an op before its reader needs
     Mistake(
-        "chains/clock.py",
+        "chains/token_clock.py",
         "room = self.limit - float(self.need[self.place : copy.due].max())",
         "room = self.limit - float(self.need[self.place])",
         TRANSFERS,
     ),
     # on a shared bus the last in goes first
     Mistake(
-        "chains/clock.py",
+        "chains/token_clock.py",
         "for way in sorted((0, 1), key=heads.__getitem__):",
         "for way in sorted((1, 0), key=heads.__getitem__, reverse=True):",
         TRANSFERS,
     ),
     # values that are copied whole are released in part
-    Mistake("chains/clock.py", "        if not self.fluid:\n            return 0.0\n", "", TRANSFERS),
+    Mistake("chains/token_clock.py", "        if not self.fluid:\n            return 0.0\n", "", TRANSFERS),
     # a copy back does not wait until the value has arrived on the host
     Mistake(
-        "chains/clock.py",
+        "chains/token_clock.py",
         "if not queue or not (queue[0].after is None or queue[0].after in self.done):",
         "if not queue:",
         TRANSFERS,
@@ -469,9 +469,9 @@ MISTAKES += [
         WEIGHTS,
     ),
     # the new weight does not go home
-    Mistake("ops/weights.py", "self.tier.store(weight, self.hosted[number])", "pass", WEIGHTS),
+    Mistake("ops/parameters.py", "self.tier.store(weight, self.hosted[number])", "pass", WEIGHTS),
     # the user's learning rate of the moment is not looked at
-    Mistake("ops/weights.py", "single.param_groups[0].update(settings)", "pass", WEIGHTS),
+    Mistake("ops/parameters.py", "single.param_groups[0].update(settings)", "pass", WEIGHTS),
     # a copy back starts where it does not fit
     Mistake(
         "solvers/references/weights/cycle_clock.py",
@@ -496,12 +496,12 @@ MISTAKES += [
     # optimizer state on the device is not counted
     Mistake("transfers/copies.py", "takes=sign * what.size", "takes=0", WEIGHTS),
     # it stays there after the update
-    Mistake("ops/weights.py", "self._leaving.pop(number, None)", "pass", WEIGHTS),
+    Mistake("ops/parameters.py", "self._leaving.pop(number, None)", "pass", WEIGHTS),
     # the new state does not go home
-    Mistake("ops/weights.py", "self.tier.store(value, homes[key])", "pass", WEIGHTS),
+    Mistake("ops/parameters.py", "self.tier.store(value, homes[key])", "pass", WEIGHTS),
     # a parameter stays without memory after a failed forward
     Mistake(
-        "ops/weights.py",
+        "ops/parameters.py",
         "        finally:\n            for number, data in there.items():",
         "        except OSError:\n            raise\n        else:\n            for number, data in there.items():",
         WEIGHTS,

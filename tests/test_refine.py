@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import fxremat
 from fxremat.chains.schedule import Schedule
 from fxremat.linearize.crossings import Crossing
-from fxremat.linearize.layout import lay_out
+from fxremat.linearize.lay_out import lay_out
 from fxremat.search.candidate import Frontier
 from fxremat.search.improve import improve
 from fxremat.search.lower_bound import lower_bound

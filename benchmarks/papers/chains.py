@@ -20,7 +20,7 @@ from fxremat.chains.chain import Chain
 from fxremat.cost.estimate import DEVICES, estimate
 from fxremat.linearize.chain_of import chain_of
 from fxremat.linearize.crossings import crossings
-from fxremat.linearize.layout import lay_out
+from fxremat.linearize.lay_out import lay_out
 from fxremat.linearize.save_sets import add_options
 
 FOLDER = Path(__file__).parent / "chains"

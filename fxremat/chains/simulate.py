@@ -25,10 +25,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fxremat.chains.chain import Chain
-from fxremat.chains.clock import LinkSpeeds, TimedRun, run
 from fxremat.chains.platform import Platform
 from fxremat.chains.resolved import ResolvedSchedule, read
 from fxremat.chains.schedule import Schedule
+from fxremat.chains.token_clock import LinkSpeeds, TimedRun, run
 from fxremat.errors import FxrematError, InvalidSchedule
 from fxremat.units import format_bytes
 

@@ -17,7 +17,7 @@ from fxremat.chains.chain import Chain, Join
 from fxremat.chains.join_schedule import JoinSchedule, On
 from fxremat.chains.schedule import Backward, Forward, Op, Schedule
 from fxremat.linearize.crossings import Crossing
-from fxremat.linearize.layout import lay_out
+from fxremat.linearize.lay_out import lay_out
 from fxremat.step.joint import Joint
 from fxremat.step.layout import Layout
 

@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxremat.ops import copies as swap
-from fxremat.ops import weights
+from fxremat.ops import host_copies, parameters
 from fxremat.ops.random import draw_again, draw_saving, generator_of
 from fxremat.step.joint import Joint, Origin, again_call, is_number
 from fxremat.step.program import Program, Role, Step, Transfer
@@ -148,24 +147,24 @@ class _Lowering:
         match step.role:
             case Role.OFFLOAD:
                 node = self._call(
-                    part, swap.offload, (self._base(part, version),), f"{shown.name}_offload", shown
+                    part, host_copies.offload, (self._base(part, version),), f"{shown.name}_offload", shown
                 )
                 node.meta["val"] = _fake_host(shown)
                 part.hosts[step.trip] = node
             case Role.RELEASE:
                 host, leaving = self._host(part, step.trip), self._base(part, version)
-                node = self._call(part, swap.release, (host, leaving), f"{shown.name}_release", shown)
+                node = self._call(part, host_copies.release, (host, leaving), f"{shown.name}_release", shown)
                 node.meta["val"] = _fake_host(shown)
                 part.hosts[step.trip] = node
             case Role.PREFETCH:
                 device = shown.meta["val"].device
                 arguments = (self._host(part, step.trip), device)
                 part.coming[step.trip] = self._call(
-                    part, swap.prefetch, arguments, f"{shown.name}_prefetch", shown
+                    part, host_copies.prefetch, arguments, f"{shown.name}_prefetch", shown
                 )
             case _:
                 arguments = (part.coming[step.trip], self._host(part, step.trip))
-                part.bases[version] = self._call(part, swap.wait, arguments, f"{shown.name}_wait", shown)
+                part.bases[version] = self._call(part, host_copies.wait, arguments, f"{shown.name}_wait", shown)
 
     def _travel_of_weight(self, part: _Part, step: Transfer, value: int) -> None:
         """A parameter of the host comes, or goes after its update."""
@@ -173,20 +172,20 @@ class _Lowering:
         match step.role:
             case Role.PREFETCH:
                 device = self.joint.values[value].node.meta["val"].device
-                part.coming[step.trip] = self._call_weights(part, weights.prefetch, value, "prefetch", device)
+                part.coming[step.trip] = self._call_weights(part, parameters.prefetch, value, "prefetch", device)
             case Role.WAIT:
                 coming = part.coming[step.trip]
-                part.bases[version] = self._call_weights(part, weights.wait, value, "wait", coming)
+                part.bases[version] = self._call_weights(part, parameters.wait, value, "wait", coming)
             case _:
                 leaving = self._base(part, version)
-                self._call_weights(part, weights.release, value, "release", leaving)
+                self._call_weights(part, parameters.release, value, "release", leaving)
 
     def _travel_of_state(self, part: _Part, step: Transfer, value: int) -> None:
         """The optimizer state of a parameter of the host comes, or goes after the update."""
         calls = {
-            Role.PREFETCH: weights.prefetch_state,
-            Role.WAIT: weights.wait_for_state,
-            Role.RELEASE: weights.release_state,
+            Role.PREFETCH: parameters.prefetch_state,
+            Role.WAIT: parameters.wait_for_state,
+            Role.RELEASE: parameters.release_state,
         }
         self._call_weights(part, calls[step.role], value, f"state_{step.role.value}")
 
@@ -210,7 +209,7 @@ class _Lowering:
         weight, gradient = step.reads
         value = self.program.version_of[weight]
         read = self._read(part, self.joint.updates_of[value], gradient)
-        self._call_weights(part, weights.update, value, "update", self._base(part, weight), read)
+        self._call_weights(part, parameters.update, value, "update", self._base(part, weight), read)
 
     def _host(self, part: _Part, trip: int) -> fx.Node:
         if trip not in part.hosts:

@@ -16,7 +16,7 @@ from torch import fx
 
 from fxremat.errors import FxrematError, InvalidBudget
 from fxremat.host.default import default_tier
-from fxremat.ops.weights import Weights, check_unscaled
+from fxremat.ops.parameters import Weights, check_unscaled
 from fxremat.options import Options, options_of
 from fxremat.passes.normalize import normalize
 from fxremat.passes.numbers import refuse_symbols

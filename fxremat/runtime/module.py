@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from fxremat.errors import CaptureError, FxrematError
-from fxremat.ops.weights import Weights
+from fxremat.ops.parameters import Weights
 from fxremat.options import Options
 from fxremat.plans import Plan
 from fxremat.runtime.capture_errors import explained

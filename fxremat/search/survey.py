@@ -21,7 +21,7 @@ from fxremat.cost.estimate import Device, estimate
 from fxremat.errors import BudgetTooSmall, FxrematError
 from fxremat.linearize.chain_of import chain_of
 from fxremat.linearize.crossings import carry_levels, crossings, low_cuts
-from fxremat.linearize.layout import lay_out
+from fxremat.linearize.lay_out import lay_out
 from fxremat.linearize.save_sets import add_options
 from fxremat.linearize.towers import find_towers, join_of, on_the_layout
 from fxremat.search.candidate import Candidate, FromJoin, FromSchedule, Frontier, unbeaten

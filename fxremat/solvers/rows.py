@@ -103,7 +103,7 @@ def guess(table: Filled, i: int, j: int, m: int) -> float:
     m, low = m * slots // table.full, int(rows.low[i, j])
     if m >= low:
         return value(rows, i, j, m)
-    return (low - m) * dear + (value(rows, i, j, low) if low <= slots else slots * dear)
+    return float((low - m) * dear + (value(rows, i, j, low) if low <= slots else slots * dear))
 
 
 @jit

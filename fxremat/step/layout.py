@@ -5,7 +5,7 @@
     saved l, o   what block l keeps for its backward under option o; option 0 is everything that B_l reads
 
 Blocks are numbered 0..n-1 here (tokens of a schedule count from 1). Sizes and times are not known at this level.
-`linearize.layout` makes layouts.
+`linearize.lay_out` makes layouts.
 """
 
 from __future__ import annotations

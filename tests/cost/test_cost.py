@@ -23,7 +23,7 @@ from fxremat.cost.measure import measure
 from fxremat.errors import FxrematError
 from fxremat.linearize.chain_of import chain_of
 from fxremat.linearize.crossings import crossings
-from fxremat.linearize.layout import lay_out
+from fxremat.linearize.lay_out import lay_out
 from fxremat.linearize.save_sets import add_options
 from fxremat.step.costs import OpCost, op_key
 from fxremat.step.joint import Joint

@@ -11,7 +11,7 @@ from torch import nn
 
 from fxremat.linearize.chain_of import chain_of
 from fxremat.linearize.crossings import carry_levels, crossings
-from fxremat.linearize.layout import lay_out
+from fxremat.linearize.lay_out import lay_out
 from fxremat.linearize.save_sets import add_options, save_sets
 from fxremat.step.costs import Costs
 from fxremat.step.joint import Joint, Origin

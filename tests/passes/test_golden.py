@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 
 from benchmarks.capture import joint_graph
 from fxremat.chains.schedule import Schedule
-from fxremat.linearize.layout import lay_out
+from fxremat.linearize.lay_out import lay_out
 from fxremat.passes.lower import lower
 from fxremat.passes.normalize import PASSES, normalize
 from fxremat.step.joint import read_joint

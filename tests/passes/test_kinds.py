@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import fxremat
 from fxremat.chains.schedule import Schedule
-from fxremat.linearize.layout import lay_out
+from fxremat.linearize.lay_out import lay_out
 from fxremat.search.survey import survey
 from fxremat.step.kinds import MemoryKind, bytes_by_kind, host_bytes
 from fxremat.step.liveness import Sizes, live_bytes

@@ -14,7 +14,7 @@ from torch import fx, nn
 from fxremat.chains.schedule import Schedule
 from fxremat.errors import InvalidSchedule
 from fxremat.linearize.crossings import crossings
-from fxremat.linearize.layout import lay_out
+from fxremat.linearize.lay_out import lay_out
 from fxremat.passes.lower import lower
 from fxremat.search.survey import survey
 from fxremat.step.joint import Joint

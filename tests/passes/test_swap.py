@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fxremat.chains.schedule import Schedule
 from fxremat.errors import InvalidSchedule
-from fxremat.linearize.layout import lay_out
+from fxremat.linearize.lay_out import lay_out
 from fxremat.passes.lower import lower
 from fxremat.search.survey import survey
 from fxremat.step.costs import Costs, Link

@@ -29,7 +29,7 @@ from fxremat.host.files import FileTier
 from fxremat.host.pinned import PinnedTier
 from fxremat.host.pool import FilePool
 from fxremat.host.tier import HostTier, tier_named
-from fxremat.ops.copies import offload, prefetch, release, wait
+from fxremat.ops.host_copies import offload, prefetch, release, wait
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
 
