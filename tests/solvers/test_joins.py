@@ -96,7 +96,7 @@ def test_schedules_take_what_the_table_says(instance, more, costs):
     lengths, kept = zip(*instance)
     least = joins.least_slots(lengths, kept)
     forward, backward, loss = costs
-    times = {"u_F": forward, "u_B": backward, "u_L": loss}
+    times = {"forward_time": forward, "backward_time": backward, "loss_time": loss}
     makespan, schedule = joins.multi_chain(lengths, least + more, kept, **times)
     time, slots = run(schedule, lengths, kept, forward=forward, backward=backward, loss=loss)
     assert time == pytest.approx(makespan)

@@ -51,9 +51,9 @@ def multi_chain(
     slots: int,
     keep_gradient: Sequence[int] | None = None,
     *,
-    u_F: float = 1.0,
-    u_B: float = 1.0,
-    u_L: float = 1.0,
+    forward_time: float = 1.0,
+    backward_time: float = 1.0,
+    loss_time: float = 1.0,
 ) -> tuple[float, JoinSchedule]:
     """The least makespan of branches of `lengths` blocks in `slots` slots, and a schedule that takes it.
 
@@ -61,7 +61,7 @@ def multi_chain(
         lengths: L_1 .. L_K.
         slots: how many values fit.
         keep_gradient: for each branch, whether the gradient of its input stays to the end; by default none does.
-        u_F, u_B, u_L: seconds of a forward, a backward and the loss.
+        forward_time, backward_time, loss_time: u_F, u_B, u_L, seconds of a forward, a backward and the loss.
 
     Raises:
         BudgetTooSmall: `.minimum` slots are the least.
@@ -69,7 +69,8 @@ def multi_chain(
     >>> multi_chain((4, 10, 12), 9)[0]
     74.0
     """
-    table = solve(lengths, slots, keep_gradient, UniformCosts(forward=u_F, backward=u_B, loss=u_L))
+    costs = UniformCosts(forward=forward_time, backward=backward_time, loss=loss_time)
+    table = solve(lengths, slots, keep_gradient, costs)
     return table.makespan(slots), table.schedule(slots)
 
 
