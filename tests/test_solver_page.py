@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import solver_page
 from fxremat.__main__ import main
-from fxremat.solvers.registry import JOINS, SOLVERS
+from fxremat.solvers.registry import CHOSEN, JOINS, SOLVERS
 
 TEXT = solver_page.PAGE.read_text(encoding="utf-8")
 PYTHON = "".join(re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL))
@@ -39,9 +39,10 @@ def test_the_examples_run(tmp_path, monkeypatch, capsys):
 
 def test_every_solver_is_in_its_table():
     chains, joins = TEXT.split("## Joins")
-    assert re.findall(
-        r"^\| `(\w+)` \|.*\|.*\|.*\|.*\|$", chains.split("<!-- optimality")[0], re.MULTILINE
-    ) == list(SOLVERS)
+    tables = chains.split("<!-- optimality")[0].split("## References")
+    chosen, references = (re.findall(r"^\| `(\w+)` \|.*\|.*\|.*\|.*\|$", t, re.MULTILINE) for t in tables)
+    assert chosen == list(CHOSEN)
+    assert references == [name for name in SOLVERS if name not in CHOSEN]
     assert re.findall(r"^\| `(\w+)` \|", joins, re.MULTILINE) == list(JOINS)
 
 

@@ -34,7 +34,7 @@ _STEPS = 50_000  # states between two chances to interrupt
 
 
 class Search(NamedTuple):
-    """States met so far, where to find them by code, and a heap of those to go on from."""
+    """The states met so far, a hash table of them by code, and a heap of the states still to be expanded."""
 
     code: Ints
     cost: Floats
@@ -47,7 +47,7 @@ class Search(NamedTuple):
 
 
 class StateMoves(NamedTuple):
-    """Room for the moves from one state; `drop` tells the last of them, which are free."""
+    """Buffers for the moves from one state; the drops come last and are free."""
 
     code: Ints
     seconds: Floats
@@ -105,7 +105,7 @@ def _search(chain: Chain, mem: int, states: int) -> list[Ints] | None:
 
 
 def _run(chain: Chain, search: Search, mem: int, states: int) -> Search:
-    """The search, when it has reached its goal or met every state."""
+    """Advance the search until it has reached its goal or met every state."""
     n, sizes = len(chain), in_bytes(chain)
     if shifts(sizes, n)[-1] > 62:
         raise FxrematError(_too_long(n))
@@ -182,7 +182,7 @@ def _start_code(n: int) -> int:
 
 @jit
 def _begin(code: int, cost: float) -> Search:
-    """A search that has met one state."""
+    """Begin a search: one state has been met."""
     search = Search(
         np.zeros(256, dtype=np.int64),
         np.zeros(256),
@@ -198,7 +198,7 @@ def _begin(code: int, cost: float) -> Search:
 
 @jit
 def advance(search: Search, sizes: ChainSizes, n: int, mem: int) -> Search:
-    """Go on from some more states: for the least time within `mem` bytes, or for the least peak if mem < 0."""
+    """Expand some more states: for the least time within `mem` bytes, or for the least peak if mem < 0."""
     shift = shifts(sizes, n)
     most = (n + 1) * 2 + sizes.saved.size
     moves = StateMoves(np.zeros(most, dtype=np.int64), np.zeros(most), np.zeros(most, dtype=np.int64))
@@ -237,7 +237,7 @@ def advance(search: Search, sizes: ChainSizes, n: int, mem: int) -> Search:
 def _try(
     search: Search, sizes: ChainSizes, n: int, code: int, cost: float, shift: Ints, mem: int, parent: int
 ) -> Search:
-    """`_meet`, with the bound on what is left."""
+    """Note a state as `_meet` does, with the lower bound on what is left as part of its key."""
     return _meet(search, code, cost, cost + _bound(sizes, n, decode(code, shift), mem), parent)
 
 
@@ -286,7 +286,7 @@ def _held(sizes: ChainSizes, i: int, holds: int) -> int:
 
 @jit
 def _bound(sizes: ChainSizes, n: int, state: Ints, mem: int) -> float:
-    """Seconds of recomputation that are left at least."""
+    """Return a lower bound on the seconds of recomputation that are left."""
     start, k = sizes.start, state[-1]
     if k == 0:
         return 0.0
@@ -356,7 +356,7 @@ def _meet(search: Search, code: int, cost: float, key: float, parent: int) -> Se
 
 @jit
 def _slot(table: Ints, codes: Ints, code: int) -> int:
-    """Where the table has, or would have, a code."""
+    """The place at which the hash table has a code, or would have it."""
     slot = (code * 0x9E3779B97F4A7C1 >> 20) & (table.size - 1)
     while table[slot] and codes[table[slot] - 1] != code:
         slot = (slot + 1) & (table.size - 1)
@@ -365,7 +365,7 @@ def _slot(table: Ints, codes: Ints, code: int) -> int:
 
 @jit
 def _grow(search: Search) -> Search:
-    """Room for twice as many states."""
+    """Make room for twice as many states."""
     code, table = _longer(search.code), np.zeros(2 * search.table.size, dtype=np.int64)
     for place in range(search.ends[0]):
         table[_slot(table, code, code[place])] = place + 1
@@ -376,7 +376,7 @@ def _grow(search: Search) -> Search:
 
 @jit
 def _heighten(search: Search) -> Search:
-    """Room for twice as many heap entries."""
+    """Make room for twice as many heap entries."""
     heap_key, heap_cost = _longer(search.heap_key), _longer(search.heap_cost)
     heap_state = _longer(search.heap_state)
     code, cost, parent, table = search.code, search.cost, search.parent, search.table

@@ -77,14 +77,14 @@ def build(chain: Chain, mem: int, slots: int) -> Table:
 
 
 def work(chain: Chain, slots: int) -> float:
-    """About how many additions a table takes."""
+    """Estimated number of additions that a table takes."""
     n, options = len(chain), sum(len(block.choices) for block in chain.blocks)
     return slots * n**2 * float(n + options) ** 3 / 60
 
 
 @jit
 def _row(sizes: ChainSizes, n: int, s: int, e: int) -> int:
-    """Where the rows of (s, ., e) are."""
+    """The index of the rows of (s, ., e)."""
     return s * (n + 1 + sizes.saved.size) + e
 
 
@@ -96,7 +96,7 @@ def _block(sizes: ChainSizes, n: int, c: int) -> int:
 
 @jit
 def _moves(sizes: ChainSizes, n: int, s: int, c: int, e: int, moves: Ints, costs: Floats) -> int:
-    """Write down every way to begin (s, c, e); how many.
+    """Write down every move from (s, c, e), and return their number.
 
     moves[k] = (kind, block or option, x, memory that it needs to run, row of what follows at once, memory
     that this cannot use, row of what follows later, its column). costs[k]: seconds of recomputation.
@@ -142,7 +142,7 @@ def _moves(sizes: ChainSizes, n: int, s: int, c: int, e: int, moves: Ints, costs
 
 @jit
 def _room(sizes: ChainSizes, n: int) -> tuple[Ints, Floats]:
-    """Room for the moves of any state."""
+    """Buffers for the moves of any state."""
     most = (n + 1) * (n + 2 + sizes.saved.size) + sizes.saved.size + 2
     return np.zeros((most, 8), dtype=np.int64), np.zeros(most)
 

@@ -16,7 +16,7 @@ NONE, CHECKPOINT, SAVE, BACKWARD, DROP = range(5)
 
 @jit
 def emit(codes: Ints, kind: int, number: int) -> Ints:
-    """The codes with one more op, in place where there is room."""
+    """Append one op to the codes, in place where there is room."""
     count = codes[0] + 1
     if count == codes.size:
         codes = np.concatenate((codes, np.zeros(codes.size, dtype=np.int64)))
@@ -27,7 +27,7 @@ def emit(codes: Ints, kind: int, number: int) -> Ints:
 
 @jit
 def emit_pass(codes: Ints, s: int, j: int) -> Ints:
-    """The codes with the forwards of blocks s..j, which keep the input of s and store a_j."""
+    """Append the forwards of blocks s..j, which keep the input of s and store a_j."""
     for block in range(s, j + 1):
         codes = emit(codes, CHECKPOINT if block == s else NONE, block)
     return codes

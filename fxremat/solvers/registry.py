@@ -53,7 +53,7 @@ class Problem:
 
     @property
     def room(self) -> int:
-        """`mem`, but at least a byte: sizes can be divided by it."""
+        """Bytes of `mem`, but at least one: sizes can be divided by it."""
         return max(1, self.mem)
 
     def fits(self, schedule: Schedule) -> bool:
@@ -66,7 +66,7 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True)
 class Solver:
-    """One way to answer a problem."""
+    """A solver: what it proposes, and an estimate of its seconds."""
 
     propose: Callable[[Problem], list[Schedule]]  # raises BudgetTooSmall
     seconds: Callable[[Problem], float]  # about how long that takes; infinite where it does not apply
@@ -89,7 +89,7 @@ def _tabled(build: Build, work: Callable[[Chain, int], float]) -> Solver:
 
 
 def _cubic(chain: Chain, slots: int) -> float:
-    """About how many additions a dynamic program of O(slots n^3) takes."""
+    """Estimated number of additions of a dynamic program of O(slots n^3)."""
     return slots * len(chain) * float(sum(len(block.choices) for block in chain.blocks)) ** 2 / 6
 
 
@@ -241,7 +241,15 @@ SOLVERS: Mapping[str, Solver] = MappingProxyType(
     | _OTHERS
 )
 NAMES = ("auto", *SOLVERS)
-CHOSEN = ("keep_all", "input_drop", "floating_drop", "exact", "pofo", "autocapper", "local_search")  # by "auto"
+CHOSEN = (
+    "keep_all",
+    "input_drop",
+    "floating_drop",
+    "exact",
+    "pofo",
+    "autocapper",
+    "local_search",
+)  # by "auto"
 
 
 class JoinSolver(Protocol):
@@ -251,7 +259,7 @@ class JoinSolver(Protocol):
 
 
 def all_of_join(join: Join, mem: int, slots: int, *, effort: float = math.inf) -> JoinTimeline:
-    """Everything is kept, in all branches."""
+    """The schedule that keeps everything in all branches, simulated. Raises `BudgetTooSmall`."""
     chains = {0: join.trunk, **dict(enumerate(join.branches, start=1))}
     ops = {number: keep_all.schedules(chain)[0].ops for number, chain in chains.items() if chain}
     numbers = [*range(1, len(chains)), *([0] if join.trunk else [])]
@@ -272,13 +280,13 @@ def _canonical(join: Join, mem: int, slots: int, *, effort: float = math.inf) ->
 
 
 def _unless_all_fits(propose: JoinSolver) -> JoinSolver:
-    def asked(join: Join, mem: int, slots: int, *, effort: float = math.inf) -> JoinTimeline:
+    def proposed(join: Join, mem: int, slots: int, *, effort: float = math.inf) -> JoinTimeline:
         try:
             return all_of_join(join, mem, slots)
         except BudgetTooSmall:
             return propose(join, mem, slots, effort=effort)
 
-    return asked
+    return proposed
 
 
 JOINS: Mapping[str, JoinSolver] = MappingProxyType(

@@ -52,7 +52,7 @@ class Filled(NamedTuple):
 
 
 def lay_out(low: Ints, high: Ints, slots: int) -> Rows:
-    """Room for every row, cut off above `slots`, all infinite. Raises `FxrematError` where that is no table to fill."""
+    """Allocate every row, cut off above `slots`, all infinite. Raises `FxrematError` where that is no table to fill."""
     at, total = _places(low, high, slots)
     if total * 8 > MOST_BYTES:
         raise FxrematError(
@@ -68,7 +68,7 @@ def _fewer(slots: int, total: int) -> int:
 
 @jit
 def _places(low: Ints, high: Ints, slots: int) -> tuple[Ints, int]:
-    """Where the rows begin, and how many entries they have; cuts `high` off above `slots`."""
+    """Compute where the rows begin and how many entries there are; cuts `high` off above `slots`."""
     at = np.zeros(low.shape, dtype=np.int64)
     total = 0
     for i in range(low.shape[0]):
@@ -99,7 +99,7 @@ def value(rows: Rows, i: int, j: int, m: int) -> float:
 @jit
 def guess(table: Filled, i: int, j: int, m: int) -> float:
     """The cost of row (i, j) in m bytes; each slot that is short of what rounded sizes need costs a whole step."""
-    rows, slots, dear = table.rows, table.slots, table.sizes.forward[table.n] + 1.0
+    rows, slots, dear = table.rows, table.slots, float(table.sizes.forward[table.n]) + 1.0
     m, low = m * slots // table.full, int(rows.low[i, j])
     if m >= low:
         return value(rows, i, j, m)

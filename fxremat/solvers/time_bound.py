@@ -98,7 +98,7 @@ class _Program:
         self.limits.append(limit)
 
     def _before(self, kind: str, block: int, window: int, option: int = 0) -> list[_Term]:
-        """What is there of a value when a window begins, negative; the chain's input may always be."""
+        """Negated LP terms that make the value available when a window begins; the chain's input always may be."""
         if window == 1:
             return []
         there: list[_Term] = [(-1.0, (kind, block, window - 1, option))]
@@ -133,7 +133,7 @@ class _Program:
         return [(-1.0, (kind, block, window - 1, option))] if window > 1 else []
 
     def _memory(self, instant: int) -> None:
-        """Everything stored just before a backward, and what the backward itself needs."""
+        """Bound everything stored just before a backward, and what the backward itself needs."""
         chain, k = self.chain, self.marks[instant - 1]
         terms: list[_Term] = []
         for block in range(1, k + 1):
@@ -151,7 +151,7 @@ class _Program:
             self._at_most(-1.0, (-1.0, ("a", k - 1, instant, 0)), *inputs)
 
     def _backward(self, block: int) -> None:
-        """The backward reads one of the save sets, stored when its window began or saved within it."""
+        """Let the backward read one of the save sets, stored when its window began or saved within it."""
         window = 1 + sum(k >= block for k in self.marks)
         uses: list[_Term] = [(-1.0, ("use", block, o)) for o in self._options(block)]
         self._at_most(-1.0, *uses)
@@ -163,7 +163,7 @@ class _Program:
             self._at_most(0.0, (1.0, use), *there)
 
     def _time(self) -> None:
-        """The step lasts as long as what it computes, and as long as what it carries."""
+        """Let the step last as long as what it computes, and as long as what it carries."""
         compute: list[_Term] = [(-1.0, ("time",))]
         carry: list[_Term] = [(-1.0, ("time",))]
         for variable in list(self.columns):

@@ -2,6 +2,7 @@
 
 import time
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -127,6 +128,13 @@ def test_a_link_that_carries_nothing_is_no_link(chain, mem):
         mem, timeline = ask(chain, mem, name, still)
         assert timeline.sent == 0
         assert timeline.peak <= mem
+
+
+def test_only_the_registry_knows_the_references():
+    folder = Path(registry.__file__).parent
+    for path in folder.rglob("*.py"):
+        if path.name != "registry.py" and "references" not in path.relative_to(folder).parts:
+            assert "solvers.references" not in path.read_text(), path
 
 
 def test_unknown_names_and_bad_efforts_are_refused():

@@ -1,7 +1,7 @@
 """Joins of several chains: the canonical form of uniform joins, or one chain. Both are judged by `simulate_join`.
 
-    best_canonical    branches take turns; each stretch that was set aside first is finished last
-    best_linear       one branch after the other, as one chain, in several orders and for several budgets
+best_canonical    branches take turns; each stretch that was set aside first is finished last
+best_linear       one branch after the other, as one chain, in several orders and for several budgets
 """
 
 from collections.abc import Iterator, Sequence
@@ -71,7 +71,7 @@ def best_linear(join: Join, mem: int, slots: int = 200, *, effort: float = inf) 
 
 
 def _table_seconds(chain: Chain, slots: int) -> float:
-    """How long the tables of one order take, about."""
+    """Estimated seconds that the tables of one order take."""
     splits = len(chain) * float(sum(len(block.choices) for block in chain.blocks)) ** 2 / 6
     return (2 + len(_ROOMS)) * splits * (1e-7 + 1e-9 * slots)
 
@@ -87,7 +87,7 @@ def _listed(join: Join, order: Sequence[int], effort: float) -> Iterator[JoinTim
 
 
 def _linear(join: Join, order: Sequence[int], chain: Chain, mem: int, slots: int) -> JoinTimeline:
-    """What the one chain proposes for `mem` bytes, on the join, whether it fits there or not."""
+    """The schedule of the one chain for `mem` bytes, simulated on the join, whether it fits there or not."""
     full, steps, _ = _steps([chain], mem, slots)
     schedule = input_drop.build(chain, full, steps).schedule(mem, full=full)
     return simulate_join(join, translated(join, order, schedule))

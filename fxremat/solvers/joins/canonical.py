@@ -12,8 +12,8 @@
     s = p_k + 1;  a = a_{p_k} where f_k = 1;  rest = m - a - the gradients and what else the other branches hold at p
 
 C_k and D_k are the rows of input_drop on branch k: what was set aside is finished last, alone, as in Theorem 3.
-No gradient is there before the turn. Each branch keeps its d_0 to the end. Costs do not count the first run of
-anything. Not proven optimal: with unequal costs, branches may gain by taking turns on the way back.
+No gradient is there before the forward/backward split. Each branch keeps its d_0 to the end. Costs do not count the
+first run of anything. Not proven optimal: with unequal costs, branches may gain by taking turns on the way back.
 
 The table is in slots, the schedule is read off in bytes, as in persistent.py. States: prod 2 (n_k + 1).
 
@@ -54,14 +54,14 @@ class BranchSteps(NamedTuple):
 
 
 class HeldBytes(NamedTuple):
-    """What is there besides what a step does, in any unit."""
+    """Memory that is held besides what a step needs, in any unit."""
 
     lengths: Ints
     out: Ints  # [k, l]: a_l
     phase: Ints  # [k, t]: what branch k holds while its gradient is d_t
-    ends: int  # before the turn, by the last blocks of all branches
+    ends: int  # before the forward/backward split, by the last blocks of all branches
     before: int  # the same and the gradient of the trunk: while the branches run
-    after: int  # the weight gradients of the trunk, after the turn
+    after: int  # the weight gradients of the trunk, after the split
     turn: int  # gradients that the loss writes; 0 where there is a trunk
     trunk_low: int  # the least memory of the trunk
 
@@ -86,7 +86,7 @@ class CanonicalTable:
     read: Callable[[int, int], JoinSchedule]  # (bytes, bytes that `slots` stand for)
 
     def schedule(self, budget: int, *, full: int | None = None) -> JoinSchedule:
-        """A schedule that fits in `budget` bytes, as fast as the table knows; `full` as in table.py.
+        """A schedule that fits in `budget` bytes, as fast as the table knows; `full` as in `Table.schedule`.
 
         Raises `BudgetTooSmall`.
         """
@@ -165,7 +165,7 @@ def _row(chain: Chain, kind: BranchStep) -> tuple[int, int]:
 
 
 def _costs(solved: Tails, kind: BranchStep) -> Floats:
-    """Seconds of recomputation of what finishes a step, by slots without the input of s."""
+    """Seconds of recomputation that finishing a step takes, by slots without the input of s."""
     if kind.option >= 0 and kind.s == kind.to:
         need = solved.sizes.phase[kind.s] + solved.sizes.back[kind.option]
         return np.where(np.arange(solved.slots + 1) >= need, 0.0, np.inf)
@@ -197,7 +197,7 @@ def _steps(solved: list[Tails], *, exact: bool) -> BranchSteps:
 
 
 def _held(join: Join, trunk: Tails | None, slots: int, mem: int) -> HeldBytes:
-    """What is held, in slots of mem / slots bytes each, rounded up."""
+    """The held memory in slots of mem / slots bytes each, rounded up."""
     longest = max(map(len, join.branches))
     limit = 2 * slots + 2 if slots != mem else _NEVER
 
@@ -225,7 +225,7 @@ def _held(join: Join, trunk: Tails | None, slots: int, mem: int) -> HeldBytes:
 
 @jit
 def _code(place: Ints, own: Ints, lengths: Ints) -> int:
-    """The number of a state; larger ones are nearer to the turn."""
+    """The number of a state; larger ones are nearer to the forward/backward split."""
     code = 0
     for k in range(lengths.size):
         code = code * 2 * (lengths[k] + 1) + 2 * place[k] + (1 - own[k])
@@ -234,7 +234,7 @@ def _code(place: Ints, own: Ints, lengths: Ints) -> int:
 
 @jit
 def _state(code: int, lengths: Ints) -> tuple[Ints, Ints]:
-    """Where each branch is, and whether its value is stored by itself."""
+    """The position of each branch, and whether its value is stored by itself."""
     place, own = np.zeros_like(lengths), np.zeros_like(lengths)
     for k in range(lengths.size - 1, -1, -1):
         digit = code % (2 * (lengths[k] + 1))
@@ -245,7 +245,7 @@ def _state(code: int, lengths: Ints) -> tuple[Ints, Ints]:
 
 @jit
 def _memory(held: HeldBytes, place: Ints, own: Ints) -> tuple[int, int]:
-    """The values stored by themselves, and what all branches hold after the turn."""
+    """Sizes of the values stored by themselves, and of what all branches hold after the forward/backward split."""
     inputs, phases = 0, held.after
     for k in range(place.size):
         inputs += own[k] * held.out[k, place[k]]
@@ -304,7 +304,7 @@ def _fill(
 
 @dataclass(frozen=True)
 class _Reader:
-    """Reads schedules off a table, in bytes."""
+    """A reader of schedules off a table, in bytes."""
 
     join: Join
     solved: list[Tails]

@@ -39,7 +39,7 @@ class Carried(NamedTuple):
 
 
 def carried(chain: Chain, mem: int, slots: int, platform: Platform | None) -> Carried:
-    """What the ops of a chain carry; without a link, nothing."""
+    """The slots that the link carries during the ops of a chain; without a link, none."""
     out, back = speeds(platform)
     forward = np.cumsum([0.0] + [block.forward_time for block in chain.blocks])
     backward = np.cumsum([0.0] + [min(o.backward_time for o in block.choices) for block in chain.blocks])

@@ -9,7 +9,7 @@ A schedule is its ops without copies, and the trips to the host that some values
 
 then sends the idle values of the lowest index as long as memory is exceeded (autocapper.py), and keeps the
 outcome if the judge finds it no slower. Beyond the papers, whose relaxed model neither sees that values occupy
-memory as a whole while they travel nor overlaps copies with the turn.
+memory as a whole while they travel nor overlaps copies with the forward/backward split.
 """
 
 import random
@@ -27,7 +27,7 @@ _Key = tuple[Value, int]  # a trip: its value, and which of the value's trips it
 
 
 class Verdict(Protocol):
-    """What the search reads of a timeline."""
+    """The part of a timeline that the search reads."""
 
     @property
     def time(self) -> float: ...

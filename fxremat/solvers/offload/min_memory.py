@@ -125,6 +125,6 @@ def saving(sizes: ChainSizes, s: int, option: int) -> Forward:
 
 
 def _later(chain: Chain, block: int) -> int:
-    """What the forward of a block needs, its input included."""
+    """Bytes that the forward of a block needs, its input included."""
     out, scratch = chain.output_sizes, chain.blocks[block - 1].forward_scratch
     return out[block - 1] + out[block] + scratch

@@ -10,7 +10,7 @@ From a state of `forward`, with the input I of s either kept (A grows) or offloa
 
     save s        to s+1     forward idles until A + F + I leave room for F_s, backward after B_s likewise
     run to t      to t+1     and runs t..s backward again later, in back[s, t, A + I, B]      s <= t < n
-    at the turn   all of F leaves, then all of B comes back: F slots out, B slots in
+    at the split  all of F leaves, then all of B comes back: F slots out, B slots in
 
     back   keep all       extra(s) + back[s+1, t, A + saved(s), D1] + idle
            cut after j    forward(s..j) + back[j+1, t, A + a(j), D2] + back[s, j, A, D] + idle
@@ -24,7 +24,7 @@ Offloading for Training DNNs (NeurIPS 2021), Theorem 1; the thesis, chapter 4. B
 of a block, forwards' and backwards' slots rounded together. Nothing there bounds D by the room beside the
 input of s: B_s drops it, so D may fill its place, and does here.
 
-The schedule asks for everything back at the turn; that is early, and harmless (see transfers.py).
+The schedule prefetches everything at the forward/backward split; that is early, and harmless: a copy waits for room.
 """
 
 import os
@@ -54,7 +54,7 @@ _CELLS = 60_000_000  # of `forward` for saved inputs
 
 
 class PofoTask(NamedTuple):
-    """All that the compiled code reads."""
+    """The problem in slots, as the compiled code reads it."""
 
     n: int
     slots: int
@@ -114,7 +114,7 @@ def schedules(chain: Chain, mem: int, platform: Platform | None, slots: int = 50
 
 
 def seconds(chain: Chain, slots: int) -> float:
-    """About how long `build` takes, on two cores."""
+    """Estimated seconds of `build` on two cores."""
     options = sum(len(block.choices) for block in chain.blocks) / len(chain)
     return 7e-10 * len(chain) ** 3 * slots**2 + 2e-9 * options**2 * len(chain) ** 2 * slots**2
 
@@ -255,17 +255,9 @@ def _carries(link: Carried, s: int, t: int) -> int:
 
 @jit
 def _relax_save(
-    mine: Floats,
-    begin: int,
-    inner: Floats,
-    extra: float,
-    save: int,
-    run: int,
-    sent: int,
-    inner_sent: int,
-    rate: float,
-    slot: float,
-) -> None:
+    mine: Floats, begin: int, inner: Floats, extra: float, save: int, run: int, sent: int, inner_sent: int,
+    rate: float, slot: float,
+) -> None:  # fmt: skip
     """mine[D - begin] = min(itself, the cost of keeping all).
 
     `save`, `run`: slots that F_s and B_s lack where nothing comes (0 or less); `sent`: what B_s carries;
@@ -285,17 +277,9 @@ def _relax_save(
 
 @jit
 def _relax_cut(
-    mine: Floats,
-    begin: int,
-    left: Floats,
-    right: Floats,
-    again: float,
-    over: int,
-    left_sent: int,
-    right_sent: int,
-    rate: float,
-    slot: float,
-) -> None:
+    mine: Floats, begin: int, left: Floats, right: Floats, again: float, over: int, left_sent: int, right_sent: int,
+    rate: float, slot: float,
+) -> None:  # fmt: skip
     """mine[D - begin] = min(itself, the cost of a cut).
 
     `again`: seconds of the pass; `over`: slots that it lacks where nothing comes (0 or less); `left`, `right`:
@@ -332,17 +316,8 @@ def _try_save(
         if s < t:
             inner, inner_sent = _line(back, s + 1, t, kept + sizes.saved[o]), _carries(link, s + 1, t)
         _relax_save(
-            mine,
-            begin,
-            inner,
-            sizes.extra[o],
-            save - full,
-            run - full,
-            sent,
-            inner_sent,
-            link.rate_in,
-            link.slot_in,
-        )
+            mine, begin, inner, sizes.extra[o], save - full, run - full, sent, inner_sent, link.rate_in, link.slot_in
+        )  # fmt: skip
 
 
 @jit
@@ -397,7 +372,7 @@ def fill_back(task: PofoTask) -> Back:
 def _save(
     task: PofoTask, s: int, size: int, away: bool, kept: int, behind: int, ahead: int, o: int
 ) -> tuple[float, int, int, int]:
-    """What saving s with option o costs, and the next (A, F, B); `away`: its input is offloaded."""
+    """The cost of saving s with option o, and the next (A, F, B); `away`: its input is offloaded."""
     sizes, link, full = task.sizes, task.link, task.slots
     save = sizes.phase[task.n] + sizes.save[o] + kept + size
     run = sizes.phase[s] + sizes.back[o] + kept + size
@@ -416,7 +391,7 @@ def _save(
 def _run(
     task: PofoTask, s: int, t: int, size: int, away: bool, kept: int, behind: int, ahead: int, later: float
 ) -> tuple[float, int, int, int]:
-    """What running on to t costs, and the next (A, F, B); `later` is what t..s lose later."""
+    """The cost of running on to t, and the next (A, F, B); `later` is what t..s lose later."""
     sizes, link, full = task.sizes, task.link, task.slots
     held = sizes.phase[task.n] + kept
     # what is offloaded stays while the first forward reads it
@@ -459,7 +434,7 @@ def fill_forward(task: PofoTask, back: Back) -> PofoStates:
 
 @jit
 def _push(task: PofoTask, back: Back, states: PofoStates, s: int, k: int, bound: float) -> None:
-    """Go on from the states of block s whose input is a (k = -1) or what saves[k] saved."""
+    """Expand the states of block s whose input is a (k = -1) or what saves[k] saved."""
     link, slots = task.link, task.slots
     size = task.sizes.out[s - 1] if k < 0 else task.sizes.saved[task.saves[k]]
     here = states.plain[s] if k < 0 else states.saved[k]
@@ -504,16 +479,8 @@ def _push_saves(
 
 @jit
 def _push_runs(
-    task: PofoTask,
-    back: Back,
-    states: PofoStates,
-    here: Floats,
-    s: int,
-    size: int,
-    kept: int,
-    ahead: int,
-    bound: float,
-) -> None:
+    task: PofoTask, back: Back, states: PofoStates, here: Floats, s: int, size: int, kept: int, ahead: int, bound: float
+) -> None:  # fmt: skip
     """Run on from s to each t without saving; `here` are the states of (s, A, B) by F."""
     forward = task.sizes.forward
     for t in range(s, task.n):

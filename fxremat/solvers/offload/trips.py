@@ -6,7 +6,7 @@ A value is away between two ops that read it (or that make it and read it): that
     Pre(v)    as soon as there is room for it until it is read, in the order in which they are read
     Drop(v)   where v is already on the host and leaves again
 
-Where several share that room the simulator lets the first of them have it (transfers.py).
+Where several share that room, `simulate` lets the first of them have it.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from fxremat.solvers.sizes import Ints
 
 @dataclass(frozen=True, kw_only=True)
 class ChainTrip:
-    """A value that could be away; ops are numbered from 0 and drops are not counted."""
+    """A value that could be on the host between two ops, which are numbered from 0 without the drops."""
 
     value: Value
     size: int  # bytes
@@ -32,7 +32,7 @@ class ChainTrip:
 
     @property
     def away(self) -> slice:
-        """The places of `Script.base` that it frees."""
+        """The places of `needs` at which the trip frees memory."""
         return slice(3 * self.start + 3, 3 * self.end + 2)
 
 
@@ -83,14 +83,14 @@ def trips(chain: Chain, schedule: Schedule) -> list[ChainTrip]:
 
 
 def needs(chain: Chain, schedule: Schedule) -> Ints:
-    """Bytes at every place of a schedule (script.py), copies to the host done and others not begun."""
+    """Bytes at every place of a schedule (`chains.reading`), copies to the host done and others not begun."""
     return np.array(read(chain, schedule).base, dtype=np.int64)
 
 
 def travel(
     schedule: Schedule, chosen: Sequence[ChainTrip], need: Ints, mem: int, *, in_part: bool = False
 ) -> Schedule:
-    """A schedule without copies, with these trips; `need` is what it then needs, `mem` what there is.
+    """Add the chosen trips to a schedule without copies. `need`: bytes it then needs at every place; `mem`: the budget.
 
     With `in_part`, values set out on their way back as soon as there is room for a byte of them, for which the
     fluid model has a use; in the other one the copy waits for more.

@@ -45,7 +45,7 @@ def plan_pipeline(
 
     Args:
         layers: the chain; at the fastest, where `options` says how stages recompute.
-        options: the ways of a stage first..last; None: everything is kept.
+        options: the configurations of a stage first..last; None: everything is kept.
         microbatches: of a step; None: no end to them.
         effort: seconds that searching may take beyond the exact contiguous plan, about; 0 leaves that alone.
 
@@ -55,8 +55,7 @@ def plan_pipeline(
 
     >>> from fxremat.solvers.pipeline.model import Layer
     >>> sizes = {"weight_bytes": 1, "saved_bytes": 1, "output_bytes": 0, "grad_bytes": 0}
-    >>> costs = (0.5, 1.0, 0.5)
-    >>> layers = [Layer(forward_time=cost, backward_time=cost, **sizes) for cost in costs]
+    >>> layers = [Layer(forward_time=cost, backward_time=cost, **sizes) for cost in (0.5, 1.0, 0.5)]
     >>> machines = Machines(devices=2, memory=9, bandwidth=None, copies=1)
     >>> plan = plan_pipeline(Layers(input_bytes=0, input_grad_bytes=0, layers=layers), machines)
     >>> plan.period, [stage.device for stage in plan.stages]
@@ -79,9 +78,8 @@ def plan_pipeline(
         )
     if microbatches is None:
         return min(found, key=lambda plan: plan.period)
-    found += _for_a_short_step(
-        job, bound, microbatches, min(step_seconds(plan, microbatches) for plan in found)
-    )
+    seconds = min(step_seconds(plan, microbatches) for plan in found)
+    found += _for_a_short_step(job, bound, microbatches, seconds)
     if effort > 0:
         found += _moved_for_a_short_step(job, found, bound, microbatches, effort / 2)
     return min(found, key=lambda plan: step_seconds(plan, microbatches))

@@ -28,7 +28,7 @@ _MORE = 8  # micro-batches beyond those that fill the pipeline
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What the simulation found."""
+    """The counts and bytes that the simulation found."""
 
     in_flight: tuple[int, ...]  # of each stage
     memory: tuple[float, ...]  # bytes of each device
@@ -36,7 +36,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Span:
-    """Something that happens to a micro-batch of a stage or border."""
+    """A forward, backward or copy of one micro-batch, with its start and end in seconds."""
 
     start: float
     end: float
@@ -87,7 +87,7 @@ def _remote(plan: PipelinePlan, border: int) -> bool:
 
 
 def _seconds(plan: PipelinePlan, border: int, what: str) -> float:
-    """Of a copy over a border, forth or back."""
+    """Seconds of a copy over a border, forth or back."""
     layer = plan.layers.layers[plan.stages[border].last]
     if plan.machines.bandwidth is None or not _remote(plan, border):
         return 0.0
@@ -95,7 +95,7 @@ def _seconds(plan: PipelinePlan, border: int, what: str) -> float:
 
 
 def first_microbatch(plan: PipelinePlan) -> Iterator[Span]:
-    """All that happens to micro-batch 0, in the order that the chain asks for."""
+    """Every work and copy of micro-batch 0, in the order of the chain."""
     last = len(plan.stages) - 1
     for place, stage in enumerate(plan.stages):
         start = plan.forward_starts[place]
@@ -121,7 +121,7 @@ def _check_one_microbatch(plan: PipelinePlan) -> None:
 
 
 def enough(plan: PipelinePlan) -> int:
-    """Micro-batches after which all repeats itself."""
+    """Number of micro-batches after which the pattern repeats itself."""
     once = list(first_microbatch(plan))
     deep = (max(span.end for span in once) - min(span.start for span in once)) / plan.tick
     if not deep < 1000:
@@ -132,7 +132,7 @@ def enough(plan: PipelinePlan) -> int:
 
 
 def spans(plan: PipelinePlan, microbatches: int) -> Iterator[Span]:
-    """All that happens to so many micro-batches."""
+    """Every work and copy of so many micro-batches."""
     for span in first_microbatch(plan):
         for number in range(microbatches):
             slot = number if plan.skip is None else number + number // plan.skip
@@ -160,7 +160,7 @@ def _check_resources(plan: PipelinePlan, found: list[Span]) -> None:
 
 
 def stays(plan: PipelinePlan, found: list[Span]) -> Iterator[tuple[float, float, int, float]]:
-    """(from, to, device, bytes) of all that a device holds for a while."""
+    """Every (start, end, device, bytes) of a value that a device holds for a while."""
     starts = {(s.what, s.place, s.microbatch): s for s in found}
     for span in found:
         stage = plan.stages[span.place]
@@ -210,7 +210,7 @@ def _memory(plan: PipelinePlan, found: list[Span]) -> list[float]:
 
 
 def always(plan: PipelinePlan, device: int) -> float:
-    """Bytes of a device whatever happens: weights, and buffers of borders with other devices."""
+    """Bytes that a device always holds: weights, and buffers of borders with other devices."""
     size = 0.0
     for number, stage in enumerate(plan.stages):
         if stage.device != device:
@@ -248,7 +248,7 @@ def _check_orders(plan: PipelinePlan, microbatches: int) -> None:
 
 
 def _needs(plan: PipelinePlan, work: Work) -> set[Work]:
-    """What must be done before."""
+    """The works that must be done before this one."""
     last = len(plan.stages) - 1
     if work.kind is WorkKind.FORWARD:
         return {Work(work.stage - 1, WorkKind.FORWARD, work.microbatch)} if work.stage else set()

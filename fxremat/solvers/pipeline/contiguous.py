@@ -3,11 +3,11 @@
     delay[p, j]   least seconds from the end of the forward of layer j to the start of its backward,
                   where layers j+1.. are p stages that fit                                     delay[0, last] = 0
 
-    stage i..j    x = delay[p, j] (+) seconds of a way;  g = ceil(x / T)  micro-batches are in flight
-                  of the ways that fit with g, the fastest:  delay[p+1, i-1] <= x (+) copies of border i-1
+    stage i..j    x = delay[p, j] (+) seconds of a configuration;  g = ceil(x / T)  micro-batches are in flight
+                  of the configurations that fit with g, the fastest:  delay[p+1, i-1] <= x (+) copies of border i-1
 
 A smaller delay never makes anything worse, so that one number for each (p, j) is enough, and T can be bisected over:
-each try costs O(devices * layers^2 * ways). Every allocation that is found is given its own shortest period
+each try costs O(devices * layers^2 * configurations). Every allocation that is found is given its own shortest period
 (`fixed`), so the bisection ends on an exact one. With every (k + 1)-th slot left empty, less is in flight
 (`groups.alive`) and the period is T (k + 1) / k; every k is tried (thesis, Theorem 16).
 
@@ -36,12 +36,12 @@ TOLERANCE = 1e-7  # relative: no allocation that is faster by more is missed
 
 
 class StageTable(NamedTuple):
-    """Ways of all stages as arrays [first, last, way], the fastest first."""
+    """The configurations of all stages as arrays [first, last, configuration], the fastest first."""
 
-    ways: Ints  # how many
+    ways: Ints  # number of configurations
     seconds: Floats
     kept: Floats
-    most: Floats  # of one micro-batch that is worked on
+    most: Floats  # bytes of one micro-batch that is worked on
     fixed: Floats
     copying: Floats
 
@@ -132,7 +132,7 @@ def _place(table: StageTable, choices: Choices, memory: float, tick: float, skip
 
 
 class Placer:
-    """Tries periods on one table."""
+    """A search for stages at any period, on one table."""
 
     def __init__(self, job: Job) -> None:
         self.job = job

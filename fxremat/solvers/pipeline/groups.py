@@ -35,13 +35,13 @@ class Element:
 
     @property
     def seconds(self) -> float:
-        """Of both."""
+        """Forward plus backward seconds."""
         return self.forward + self.backward
 
 
 @dataclass(frozen=True, kw_only=True)
 class ElementPattern:
-    """When each element works on micro-batch 0."""
+    """The group of each element, and when it works on micro-batch 0."""
 
     groups: tuple[int, ...]
     forward_starts: tuple[float, ...]
@@ -70,7 +70,7 @@ def groups_of(elements: Sequence[Element], tick: float) -> list[int]:
 
 
 def pattern_of(elements: Sequence[Element], tick: float) -> ElementPattern:
-    """1F1B* with this period."""
+    """The pattern of 1F1B* with this period."""
     groups = groups_of(elements, tick)
     forward, start = [], 0.0
     for element in elements:

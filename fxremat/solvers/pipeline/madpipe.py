@@ -57,7 +57,7 @@ class Cells(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """What a fill of the table allows."""
+    """The limits of one fill of the table."""
 
     memory: float  # bytes of a device
     share: float  # of it that the special device may fill
@@ -70,7 +70,7 @@ def _relax(
     cells: Cells, at: tuple[int, int, int, int], x: float, seconds: float, held: float,
     choice: tuple[int, int, int, int, int, int],
 ) -> None:  # fmt: skip
-    """Take note of a transition to a state if its delay is the least."""
+    """Note a transition to a state if its delay is the least."""
     if x < cells.delay[at] or (x == cells.delay[at] and held < cells.size[at]):
         cells.delay[at], cells.load[at], cells.size[at] = x, seconds, held
         for place in range(6):
@@ -79,7 +79,7 @@ def _relax(
 
 @jit
 def _fill(table: StageTable, cells: Cells, limits: Limits) -> tuple[int, int, int]:
-    """Fill all states; the first final one as (devices left, two cells), or (-1, -1, -1)."""
+    """Fill all states, and return the first final one as (devices left, two cells), or (-1, -1, -1)."""
     count, devices, columns, grains = cells.delay.shape
     start = (count - 1, devices - 1, 0, 0)
     cells.delay[:] = np.inf

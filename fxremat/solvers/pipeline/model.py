@@ -78,7 +78,7 @@ class Machines:
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """One way to train a stage: what it keeps, and what its times are then."""
+    """A stage configuration: what the stage keeps from forward to backward, and the times that follow."""
 
     forward_time: float  # seconds
     backward_time: float  # with what it recomputes
@@ -90,17 +90,17 @@ class Way:
 
     @property
     def seconds(self) -> float:
-        """Of a forward and a backward."""
+        """Forward plus backward seconds."""
         return self.forward_time + self.backward_time
 
     def bytes(self, in_flight: int) -> float:
-        """Of so many micro-batches, one of which is worked on."""
+        """Bytes of so many micro-batches, one of which is worked on."""
         return (in_flight - 1) * self.kept_bytes + max(self.kept_bytes, self.peak_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedStage:
-    """Layers first..last, from 0, both included, on one device."""
+    """Layers first..last (from 0, both included) on one device, in one configuration."""
 
     first: int
     last: int
@@ -115,7 +115,7 @@ class WorkKind(Enum):
 
 @dataclass(frozen=True)
 class Work:
-    """What a device does with one micro-batch."""
+    """A forward or backward of a stage for one micro-batch."""
 
     stage: int
     kind: WorkKind
@@ -150,7 +150,7 @@ class PipelinePlan:
         return self.tick if self.skip is None else self.tick * (self.skip + 1) / self.skip
 
     def slot(self, microbatch: int) -> int:
-        """How many ticks after micro-batch 0 this one works."""
+        """Number of ticks by which this micro-batch is later than micro-batch 0."""
         return slot_of(microbatch, self.skip)
 
     def orders(self, microbatches: int) -> tuple[tuple[Work, ...], ...]:

@@ -38,7 +38,7 @@ _GAP = 1e-4  # relative: periods closer than this are not told apart
 
 @jit
 def _clear(tasks: PipelineTasks, starts: Floats, placed: Ints, task: int, start: float, tick: float) -> bool:
-    """Whether a task may start there beside those that are placed."""
+    """Whether a task that starts there overlaps no placed task of its resource."""
     tiny = tick * 1e-9
     for other in range(starts.size):
         if placed[other] == 0 or tasks.resource[other] != tasks.resource[task]:
@@ -54,7 +54,7 @@ def _clear(tasks: PipelineTasks, starts: Floats, placed: Ints, task: int, start:
 
 @jit
 def _rooms(tasks: PipelineTasks, placed: Ints, task: int, rooms: Floats) -> int:
-    """Seconds that tasks of the resource that come next may take side by side, and none; how many there are."""
+    """Write down 0 and the seconds that tasks yet to be placed on the resource may take side by side; their number."""
     rooms[0] = 0.0
     count = 1
     total = placed.size
@@ -249,7 +249,7 @@ class Pattern:
         return self.tick * (1 + 1 / self.skip) if self.skip else self.tick
 
     def seconds(self, microbatches: int | None) -> float:
-        """Of a step with so many micro-batches; of one micro-batch of many, where there is no end to them."""
+        """Seconds of a step with so many micro-batches; for None, the period."""
         if microbatches is None:
             return self.period
         one = float(self.starts[-1] - self.starts[0]) + self.stages[0].way.backward_time
@@ -257,7 +257,7 @@ class Pattern:
 
     @classmethod
     def of(cls, plan: PipelinePlan) -> Pattern:
-        """That of a plan."""
+        """The pattern of a plan."""
         starts = np.zeros(4 * len(plan.stages) - 2)
         starts[: 2 * len(plan.stages) : 2] = plan.forward_starts
         starts[1 : 2 * len(plan.stages) - 1 : 2] = plan.forth_starts

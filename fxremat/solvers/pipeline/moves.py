@@ -100,7 +100,7 @@ def _moved(job: Job, pieces: list[Piece], draw: random.Random) -> list[Piece]:
 
 
 def _joined(job: Job, pieces: list[Piece]) -> list[Piece]:
-    """Neighbours on one device as one stage, each stage in a way that it has."""
+    """Merge neighbours on one device into one stage, each stage in a configuration that it has."""
     found: list[Piece] = []
     for first, last, device, way in pieces:
         if found and found[-1][2] == device:
@@ -125,7 +125,7 @@ def best_of_all(job: Job, *, below: float, floor: float) -> Pattern | None:
 
 
 def _sharings(count: int, devices: int) -> Iterator[tuple[int, ...]]:
-    """The device of each layer, in every way that is not another one with devices renamed."""
+    """Every assignment of layers to devices, up to a renaming of the devices."""
 
     def grown(chosen: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
         if len(chosen) == count:
@@ -138,7 +138,7 @@ def _sharings(count: int, devices: int) -> Iterator[tuple[int, ...]]:
 
 
 def _variants(job: Job, devices: Sequence[int]) -> Iterator[list[PlannedStage]]:
-    """Layers of one device in a row as one stage, in every way, or each as a stage of its own."""
+    """Merge consecutive layers of one device into a stage, in every configuration, or make each a stage of its own."""
     runs: list[tuple[int, int]] = []
     for layer, device in enumerate(devices):
         if runs and devices[layer - 1] == device:

@@ -1,4 +1,4 @@
-"""A chain of blocks as layers of a pipeline, and the ways in which its stages recompute.
+"""A chain of blocks as layers of a pipeline, and stage configurations that recompute.
 
     layer l       weights are its parameters; it keeps A_l and its input instead of its output
     stage i..j    keep        every block under the options that a price of memory chooses, for several prices
@@ -56,7 +56,7 @@ def _fastest_saved(chain: Chain, place: int) -> int:
 
 
 def ways_of(chain: Chain) -> Ways:
-    """The ways of every stage of a chain."""
+    """The configurations of every stage of a chain."""
     prices = _prices(chain)
     priced = [_Priced.of(chain, price) for price in prices]
 

@@ -1,10 +1,10 @@
-"""Ways of stages that are exact where they matter, and rough elsewhere.
+"""Stage configurations on demand: exact ones where they matter, approximate ones elsewhere.
 
-    rough     of any stage at once
-    exact     takes seconds for each stage: asked for where a plan may want it
+    rough     approximate configurations of any stage, at once
+    exact     configurations that take seconds for each stage: computed where a plan may want them
 
-Plan with what is known, ask for the stages of the plan and those with a border one layer away, plan again: a few dozen
-stages are asked for, of hundreds.
+Plan with what is known, make the stages of the plan exact and those with a border one layer away, plan again: a few
+dozen stages of hundreds become exact.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from fxremat.errors import BudgetTooSmall
 from fxremat.solvers.pipeline.model import PipelinePlan, PlannedStage, Way
 from fxremat.solvers.pipeline.stage_costs import Ways
 
-ROUNDS = 8  # of asking, at most
+ROUNDS = 8  # of planning, at most
 
 
 @dataclass(eq=False)
 class OnDemandCosts:
-    """The exact ways of the stages that were asked for, rough ones of all others."""
+    """Stage configurations: exact ones for the stages that a plan has asked about, approximate ones for all others."""
 
     rough: Ways
     exact: Ways
-    count: int  # of layers
+    count: int  # number of layers
     known: set[tuple[int, int]] = field(default_factory=set)
 
     def __call__(self, first: int, last: int) -> Sequence[Way]:
         return self.exact(first, last) if (first, last) in self.known else self.rough(first, last)
 
     def ask(self, stages: Sequence[PlannedStage], *, around: bool = True) -> bool:
-        """Have exact ways of these stages, and those around them, from now on; False where all had them already."""
+        """Compute exact configurations of these stages and those around them; False where all were exact already."""
         before = len(self.known)
         for stage in stages:
             self.known.add((stage.first, stage.last))
@@ -51,9 +51,9 @@ class OnDemandCosts:
                 yield first, last
 
     def settle(self, planned: Callable[[float], PipelinePlan], memory: float) -> None:
-        """Ask along the plans for this memory, until one has nothing to ask for.
+        """Plan for this memory and make the plan's stages exact, until all of them are.
 
-        Where nothing fits, along those that take least: exact ways may take less than rough ones, or more.
+        Where nothing fits, plan for the least memory: exact configurations may take less than rough ones, or more.
         """
         for _ in range(ROUNDS):
             try:

@@ -55,7 +55,7 @@ def plan_chain(
 
 
 def solved_ways(chain: Chain, first: int, last: int, solver: str = "persistent") -> list[Way]:
-    """The ways of blocks first..last, from 0, under schedules of a chain solver. A few solves of that many blocks."""
+    """Stage configurations of blocks first..last, from 0, by schedules of a chain solver. A few solves."""
     blocks = tuple(replace(block, weight_grad_bytes=0) for block in chain.blocks[first : last + 1])
     stage = Chain(
         input_bytes=chain.output_sizes[first], input_grad_bytes=chain.grad_sizes[first], blocks=blocks
@@ -78,7 +78,7 @@ def solved_ways(chain: Chain, first: int, last: int, solver: str = "persistent")
 
 
 def way_of(stage: Chain, schedule: Schedule) -> Way:
-    """What a stage takes that follows a schedule; weight gradients are counted elsewhere."""
+    """The configuration of a stage that follows a schedule; weight gradients are counted elsewhere."""
     timeline = simulate(stage, schedule)
     turn = next(place for place, op in enumerate(schedule.ops) if isinstance(op, Backward))
     final = len(stage.blocks)

@@ -1,10 +1,10 @@
 """What stages and borders of a chain of layers cost, looked up by every planner.
 
-    stage i..j    its ways: seconds, bytes kept per micro-batch, bytes of the one that is worked on
+    stage i..j    its configurations: seconds, bytes kept per micro-batch, bytes of the one that is worked on
                   copies * weights of i..j, and the buffers of the borders that it shares with other devices
     border j      between layers j and j + 1: seconds of a_j forth and of its gradient back, bytes of both buffers
 
-    memory        copies * weights + sum of ways with what is in flight + buffers on both sides
+    memory        copies * weights + sum of configurations with what is in flight + buffers on both sides
 
 A. Shilova, Memory Saving Strategies for Deep Neural Network Training, section 7.1.1.
 """
@@ -24,7 +24,7 @@ Ways = Callable[[int, int], Sequence[Way]]  # the options of a stage first..last
 
 @dataclass(frozen=True)
 class Job:
-    """Layers to train on machines, each stage in one of its ways."""
+    """Layers to train on machines, each stage in one of its configurations."""
 
     layers: Layers
     machines: Machines
@@ -32,11 +32,11 @@ class Job:
 
     @property
     def count(self) -> int:
-        """Of layers."""
+        """Number of layers."""
         return len(self.layers.layers)
 
     def ways(self, first: int, last: int) -> tuple[Way, ...]:
-        """The ways of a stage, the fastest first; each keeps less, or peaks lower, than all that are faster."""
+        """Configurations of a stage, the fastest first; each keeps less, or peaks lower, than all that are faster."""
         if (first, last) not in self._known:
             options = [self.keeping_all(first, last)] if self.options is None else self.options(first, last)
             self._known[first, last] = undominated(options)
@@ -47,7 +47,7 @@ class Job:
         return {}
 
     def keeping_all(self, first: int, last: int) -> Way:
-        """The way that recomputes nothing."""
+        """The stage configuration that recomputes nothing."""
         forward, backward, saved = (
             sums[last + 1] - sums[first] for sums in (self._forward, self._backward, self._saved)
         )
@@ -76,7 +76,7 @@ class Job:
 
     @property
     def seconds(self) -> float:
-        """Of one micro-batch on one device that keeps everything."""
+        """Seconds of one micro-batch on one device that keeps everything."""
         return self._forward[-1] + self._backward[-1]
 
     def weights(self, first: int, last: int) -> float:
@@ -111,14 +111,14 @@ class Job:
         return size <= self.machines.memory * (1 + ROUNDING)
 
     def with_memory(self, memory: float) -> Job:
-        """The same on devices of another size."""
+        """The same job on devices of another size."""
         job = replace(self, machines=replace(self.machines, memory=memory))
         job.__dict__["_known"] = self._known
         return job
 
 
 def undominated(ways: Sequence[Way]) -> tuple[Way, ...]:
-    """Those that no other way beats in seconds, kept and peak bytes alike, the fastest first."""
+    """The configurations that no other one beats in seconds, kept and peak bytes alike, the fastest first."""
     chosen: list[Way] = []
     for way in sorted(ways, key=lambda way: (way.seconds, way.kept_bytes, way.peak_bytes)):
         if not any(o.kept_bytes <= way.kept_bytes and o.bytes(1) <= way.bytes(1) for o in chosen):
@@ -131,7 +131,7 @@ def _sums(values: Sequence[float]) -> list[float]:
 
 
 def step_seconds(plan: PipelinePlan, microbatches: int) -> float:
-    """From the first forward of a step with so many micro-batches to its last backward."""
+    """Seconds from the first forward of a step with so many micro-batches to its last backward."""
     ends = [
         start + stage.way.backward_time
         for start, stage in zip(plan.backward_starts, plan.stages, strict=True)

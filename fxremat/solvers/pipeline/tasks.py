@@ -165,7 +165,7 @@ def _raised(heads: Ints, tails: Ints, seconds: Floats, shifts: Ints, tick: float
 
 
 def tight(tasks: PipelineTasks, starts: Floats, tick: float) -> tuple[Floats, float]:
-    """The same orders with the shortest period that they allow."""
+    """Starts in the same orders with the shortest period that they allow, and that period."""
     edges = [(task, task + 1, tasks.seconds[task], 0) for task in range(starts.size - 1)]
     for resource in range(int(tasks.resource.max()) + 1):
         lane = [task for task in range(starts.size) if tasks.resource[task] == resource]
@@ -190,7 +190,7 @@ def tight(tasks: PipelineTasks, starts: Floats, tick: float) -> tuple[Floats, fl
 
 
 def _order(tasks: PipelineTasks, task: int) -> int:
-    """Of tasks that start together, those that take no time come first."""
+    """Sort key of tasks that start together: those that take no time come first."""
     return int(tasks.seconds[task] > 0)
 
 

@@ -15,7 +15,7 @@ Its class knows no difference between a_l and A_l: every forward saves, with the
 what is dropped is all of A_l. So keeping everything is one of its schedules, a pass that saves little is not.
 
 Jain et al., Checkmate: Breaking the Memory Wall with Optimal Tensor Rematerialization (2020), section 4; solved
-by HiGHS. Their forward stages are left out: on a chain nothing is worth running twice before the turn.
+by HiGHS. Their forward stages are left out: on a chain nothing is worth running twice in the forward pass.
 """
 
 from typing import NamedTuple

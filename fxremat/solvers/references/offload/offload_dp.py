@@ -8,9 +8,9 @@
     A_{i-1} goes       A,           max(max(F, 0) + A_{i-1} - sent, 0),   max(B - came, 0) + A_{i-1}
     A_{i-1} stays      A + A_{i-1}, F - sent,                             B - came
 
-`sent`, `came` are what the link carries meanwhile. At the turn (`_turn`): what has yet to leave does so beneath
-the first backwards, or what must be back comes beneath the last forwards, as far as memory allows; if both, one
-after the other. With `synchronized` neither, as in pofo.py.
+`sent`, `came` are what the link carries meanwhile. At the forward/backward split (`_turn`): what has yet to leave does
+so beneath the first backwards, or what must be back comes beneath the last forwards, as far as memory allows; if both,
+one after the other. With `synchronized` neither, as in pofo.py.
 
 All states that no other dominates are kept, block by block; past `_STATES` of them, those that have lost least.
 Every block is saved with its fastest option, and nothing is recomputed.
@@ -44,7 +44,7 @@ _ROUNDS = 3  # answers that do not fit
 
 
 class DynprogTask(NamedTuple):
-    """All in slots; index 0 is unused, or a_0."""
+    """The problem in slots; index 0 is unused, or a_0."""
 
     slots: int
     value: Ints  # A_0 = a_0, A_1, ...

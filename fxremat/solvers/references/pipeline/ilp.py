@@ -124,7 +124,7 @@ class _Program:
         return task if task < self.count else self.total - 1 - task
 
     def _together(self) -> None:
-        """z, transitive, in at most as many groups as there are devices."""
+        """Make z transitive, with at most as many groups as there are devices."""
         self.z: dict[tuple[int, int], Terms] = {}
         for a, b in combinations(range(self.count), 2):
             same = self.stages[a].device == self.stages[b].device
@@ -149,7 +149,7 @@ class _Program:
     def _orders(
         self, starts: Sequence[int], seconds: Sequence[float], shared: dict[tuple[int, int], Terms]
     ) -> dict[tuple[int, int], Terms]:
-        """w for pairs that may share a resource, with what it asks of their starts."""
+        """Add w for pairs that may share a resource, and what it asks of their starts."""
         first: dict[tuple[int, int], Terms] = {}
         for (t, s), z in shared.items():
             w = self._binary()
@@ -171,7 +171,7 @@ class _Program:
         return first
 
     def _links(self) -> None:
-        """Copies between the same two devices take turns."""
+        """Let copies between the same two devices take turns."""
         shared: dict[tuple[int, int], Terms] = {}
         moving = [t for t in range(self.total - 1) if self.copying[t] > 0]
         for t, s in combinations(moving, 2):
@@ -193,7 +193,7 @@ class _Program:
                 self._at_least(length, (1.0, self.period), (-1.0, start))
 
     def _chain(self) -> None:
-        """Shifts wherever what comes later starts earlier in the period."""
+        """Add a shift wherever what comes later starts earlier in the period."""
         self.steps: list[tuple[list[int], list[int]]] = []
         for t in range(self.total - 1):
             z = self.z[self._piece(t), self._piece(t + 1)]
@@ -204,7 +204,7 @@ class _Program:
             self.shifts += [*to_copy, *to_next]
 
     def _between(self, before: int, lasting: tuple[float, Terms], after: int) -> list[int]:
-        """after + shifts * T >= before + seconds, where seconds are none if z."""
+        """Add  after + shifts * T >= before + seconds, where seconds are none if z."""
         seconds, z = lasting
         found = []
         for periods, big in ((0.0, self.big), (1.0, 2 * self.big)):
@@ -258,7 +258,7 @@ class _Program:
         return self.back[self._piece(task) - 1]
 
     def _beside(self, t: int) -> float:
-        """Bytes of a task itself."""
+        """Bytes that a task takes itself."""
         way = self.stages[self._piece(t)].way
         forward = t < self.count
         own = way.kept_bytes if forward else 0.0

@@ -115,7 +115,7 @@ class Cycle:
 
     @property
     def seconds(self) -> float:
-        """Of all ops: the step's time where every copy is hidden."""
+        """Seconds of all ops: the step's time where every copy is hidden."""
         return sum(op.seconds for op in self.ops)
 
     @cached_property
@@ -154,11 +154,11 @@ class Cycle:
         return places[(places.index(gap.start) + 1) % len(places)]
 
     def length(self, gap: Gap) -> int:
-        """How many ops the unit may be away from."""
+        """Number of ops from which the unit may be away."""
         return (self.end(gap) - gap.start - 1) % len(self.ops)
 
     def covered(self, gap: Gap) -> list[int]:
-        """The positions of those ops."""
+        """The positions of the ops from which the unit may be away."""
         return [(gap.start + 1 + step) % len(self.ops) for step in range(self.length(gap))]
 
 

@@ -1,4 +1,4 @@
-"""When everything happens once it is known what leaves: the cycle run over and over on a clock.
+"""The times of ops and copies once the gaps are chosen: the cycle is run over and over on a clock.
 
     op             starts when the one before has ended, its unit is there, and it fits beside what is reserved
     copy back      in order of need; starts when the unit has left and the host has it, the link is free, and from now
@@ -28,7 +28,7 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class Event:
-    """Something that took from `start` to `end`, in seconds."""
+    """An op, copy or drop that took from `start` to `end`, in seconds."""
 
     kind: str  # "op", "back", "out" (and the memory is let go), "ahead" (it is not), "drop" (at once, without a copy)
     place: int  # of the op, over all cycles; for copies, of the one after which the unit leaves, or that needs it

@@ -1,9 +1,10 @@
-"""Which weights leave when: gaps chosen one by one, by the bytes of excess that each byte copied removes.
+"""The published choice of weights that leave: gaps one by one, by the bytes of excess that each byte copied removes.
 
     excess(o) = beside(o) + all units - M
     profit(g) = sum over covered o of min(excess(o), w) / w      halved where the unit's copy out is not yet paid for
 
 Algorithm 1 of Weight Offloading Strategies (see `cycle`): O(gaps^2 * ops), vectorized. Excess below 0 counts as 0.
+The reference for `fxremat.transfers.weights`, which chooses by this profit among parameters and activations.
 """
 
 from __future__ import annotations

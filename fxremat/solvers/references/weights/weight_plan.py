@@ -20,7 +20,7 @@ AHEAD = (None, 1, 2, 3, 4, 6, 8)  # ops
 
 @dataclass(frozen=True, kw_only=True)
 class WeightPlan:
-    """What leaves when, and how long a step takes."""
+    """The gaps chosen, how early units come back, and the timed run."""
 
     chosen: tuple[Gap, ...]
     ahead: int | None
@@ -33,7 +33,7 @@ class WeightPlan:
 
 
 def plan(cycle: Cycle, *, discount: bool = True, margins: tuple[float, ...] = MARGINS) -> WeightPlan:
-    """The fastest of the greedy choices. Seconds for 128 layers.
+    """The fastest of the greedy choices. It takes seconds for 128 layers.
 
     Raises:
         BudgetTooSmall: some op does not fit with its own unit.
