@@ -6,8 +6,8 @@ import contextlib
 import gc
 import threading
 from dataclasses import dataclass
-from typing import Any
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
