@@ -1,4 +1,4 @@
-"""The lists of `make quick` and `make kernels` name tests that exist; the quick ones reach into every folder of fxremat."""
+"""The lists of `make quick` and `make kernels` name tests that exist; the quick ones reach into every folder."""
 
 from __future__ import annotations
 
