@@ -204,7 +204,7 @@ def record(copy: Path, tests: list[str]) -> Record:
         print(f"running {' '.join(tests) or 'the tests'} once, unchanged: {file.relative_to(ROOT)}", flush=True)
         _in_a_process(lambda: _record(copy, tests, file), copy, timeout=None)
         if not file.exists():
-            raise SystemExit(f"the tests ended early: see {copy / 'log'}")
+            raise SystemExit("the tests ended early:\n" + (copy / "log").read_text()[-2000:])
     return Record(**json.loads(file.read_text()))
 
 
@@ -256,7 +256,7 @@ def _in_a_process(work: Callable[[], int], copy: Path, timeout: float | None) ->
         os.chdir(copy)
         sys.dont_write_bytecode = True
         sys.path[:] = [str(copy), *(path for path in sys.path if path not in ("", str(ROOT)))]
-        for name in [name for name, module in sys.modules.items() if _is_ours(module)]:
+        for name in [n for n, module in sys.modules.items() if n != "__main__" and _is_ours(module)]:
             del sys.modules[name]
         status = 99
         try:

@@ -1,0 +1,29 @@
+"""The lists of `make quick` and `make kernels` name tests that exist; the quick ones reach into every folder."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def listed(name: str) -> list[str]:
+    return (ROOT / "tests" / f"{name}.txt").read_text().splitlines()
+
+
+@pytest.mark.parametrize("name", ["quick", "kernels"])
+def test_listed_tests_exist(name: str) -> None:
+    for test in listed(name):
+        file, *function = test.partition("[")[0].split("::")
+        text = (ROOT / file).read_text()
+        assert all(f"def {part}(" in text for part in function), test
+
+
+def test_the_quick_tests_reach_into_every_folder() -> None:
+    folders = {".".join(path.parent.relative_to(ROOT).parts) for path in (ROOT / "fxremat").rglob("*.py")}
+    texts = [(ROOT / file).read_text() for file in {test.split("::")[0] for test in listed("quick")}]
+    read = {name for text in texts for name in re.findall(r"(fxremat(?:\.\w+)+)(?: import|$)", text, re.MULTILINE)}
+    assert {folder for folder in folders if not any(name.startswith(folder) for name in read)} == set()
