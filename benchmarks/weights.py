@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fxremat.solvers.references.weights.cycle import Cycle, one_by_one
-from fxremat.solvers.references.weights.step_bound import lower_bound
-from fxremat.solvers.references.weights.weight_plan import plan
+from benchmarks.weight_reference.cycle import Cycle, one_by_one
+from benchmarks.weight_reference.step_bound import lower_bound
+from benchmarks.weight_reference.weight_plan import plan
 
 from . import report
 

@@ -26,7 +26,8 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 def jit(function: _Function) -> _Function:
     """Compile `function`, once for all processes where a cache can be written; it keeps its type."""
-    compiled: Any = numba.njit(nogil=True, error_model="numpy", no_cfunc_wrapper=True)(function)
+    options: Any = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
+    compiled: Any = numba.njit(**options)(function)
     with contextlib.suppress(RuntimeError):  # no folder that can be written to
         compiled._cache = _Cache(function)  # as Dispatcher.enable_caching does, in numba 0.59 to 0.68
     return cast(_Function, compiled)

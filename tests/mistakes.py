@@ -474,21 +474,21 @@ MISTAKES += [
     Mistake("ops/parameters.py", "single.param_groups[0].update(settings)", "pass", WEIGHTS),
     # a copy back starts where it does not fit
     Mistake(
-        "solvers/references/weights/cycle_clock.py",
+        "../benchmarks/weight_reference/cycle_clock.py",
         "if staying + op.beside > limit:",
         "if False:",
         "solvers/test_weights.py",
     ),
     # a unit is dropped although the host has an old version
     Mistake(
-        "solvers/references/weights/cycle_clock.py",
+        "../benchmarks/weight_reference/cycle_clock.py",
         "        if self.hosted[unit]:\n",
         "        if True:\n",
         "solvers/test_weights.py",
     ),
     # every gap pays for its own copy out
     Mistake(
-        "solvers/references/weights/selection.py",
+        "../benchmarks/weight_reference/selection.py",
         "        if discount:\n",
         "        if False:\n",
         "solvers/test_weights.py",

@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.weight_reference.cycle import Cycle, CycleOp, Gap, one_by_one
+from benchmarks.weight_reference.cycle_clock import TimedCycle, run
+from benchmarks.weight_reference.selection import select
+from benchmarks.weight_reference.step_bound import lower_bound
+from benchmarks.weight_reference.weight_plan import plan
 from fxremat.errors import BudgetTooSmall, InvalidChain, InvalidSchedule
-from fxremat.solvers.references.weights.cycle import Cycle, CycleOp, Gap, one_by_one
-from fxremat.solvers.references.weights.cycle_clock import TimedCycle, run
-from fxremat.solvers.references.weights.selection import select
-from fxremat.solvers.references.weights.step_bound import lower_bound
-from fxremat.solvers.references.weights.weight_plan import plan
 
 VECTORS = json.loads((Path(__file__).parents[1] / "data" / "weights.json").read_text())
 TINY = 1e-6

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from benchmarks.weight_reference.cycle import Cycle, Gap
 from fxremat.errors import BudgetTooSmall
-from fxremat.solvers.references.weights.cycle import Cycle, Gap
 
 
 def select(cycle: Cycle, memory: float, *, discount: bool = True) -> tuple[Gap, ...]:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from benchmarks.weight_reference.cycle import Cycle, Gap
+from benchmarks.weight_reference.cycle_clock import TimedCycle, run
+from benchmarks.weight_reference.selection import select
 from fxremat.errors import BudgetTooSmall, InvalidSchedule
-from fxremat.solvers.references.weights.cycle import Cycle, Gap
-from fxremat.solvers.references.weights.cycle_clock import TimedCycle, run
-from fxremat.solvers.references.weights.selection import select
 
 MARGINS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0)  # in units of the largest one
 AHEAD = (None, 1, 2, 3, 4, 6, 8)  # ops

@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
 
+from benchmarks.weight_reference.cycle import Cycle, Gap
 from fxremat.errors import InvalidSchedule
-from fxremat.solvers.references.weights.cycle import Cycle, Gap
 
 CYCLES = 8
 _ROUNDING = 1e-9

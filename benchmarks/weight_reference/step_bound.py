@@ -22,8 +22,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from benchmarks.weight_reference.cycle import Cycle, Floats, Gap
 from fxremat.errors import BudgetTooSmall
-from fxremat.solvers.references.weights.cycle import Cycle, Floats, Gap
 
 WHOLE = 12  # units
 SECONDS = 20.0  # that HiGHS may take
