@@ -76,7 +76,7 @@ def _rooms(tasks: PipelineTasks, placed: Ints, task: int, rooms: Floats) -> int:
     return count
 
 
-class Searched(NamedTuple):
+class SearchState(NamedTuple):
     """The state of a search: the tasks placed so far, and the places still to be tried on each level."""
 
     starts: Floats  # of each task
@@ -89,7 +89,7 @@ class Searched(NamedTuple):
 
 @jit
 def _places(
-    tasks: PipelineTasks, found: Searched, level: int, task: int, limit: float, ahead: bool, tick: float, spare: int
+    tasks: PipelineTasks, found: SearchState, level: int, task: int, limit: float, ahead: bool, tick: float, spare: int
 ) -> int:  # fmt: skip
     """Write down starts of a task within a period of `limit`, the nearest first, and return how many there are.
 
@@ -142,7 +142,7 @@ def _insert(places: Floats, count: int, start: float, away: float, near: float, 
 
 
 @jit
-def _look(tasks: PipelineTasks, found: Searched, level: int, task: int, tick: float, later: bool) -> int:
+def _look(tasks: PipelineTasks, found: SearchState, level: int, task: int, tick: float, later: bool) -> int:
     """Write down where the task of a level may start, beside the others; how many places. `later`: far ones, too."""
     if level == 0:
         found.places[0, 0] = 0.0
@@ -168,7 +168,9 @@ def _cost(choice: int) -> int:
 
 
 @jit
-def _search(tasks: PipelineTasks, order: Ints, found: Searched, tick: float, skip: int, steps: int) -> bool:
+def _search(
+    tasks: PipelineTasks, order: Ints, found: SearchState, tick: float, skip: int, steps: int
+) -> bool:
     """Fill `found.starts` with a pattern that fits; False where none was found."""
     count, total = tasks.device.size, order.size
     starts, placed, number, taken = found.starts, found.placed, found.number, found.taken
@@ -277,7 +279,9 @@ def pattern_at(
         return None
     total = 4 * len(stages) - 2
     numbers = np.zeros((3, total), dtype=np.int64)
-    found = Searched(np.zeros(total), numbers[0], np.zeros((total, 16)), numbers[1], numbers[2], np.zeros(12))
+    found = SearchState(
+        np.zeros(total), numbers[0], np.zeros((total, 16)), numbers[1], numbers[2], np.zeros(12)
+    )
     for order in _orders(len(stages)):
         if _search(tasks, order, found, tick, skip, steps):
             starts, tick = tight(tasks, found.starts - found.starts[0], tick)
