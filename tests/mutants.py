@@ -92,7 +92,7 @@ def mutants_of(source: str) -> list[Mutant]:
 def _changes(node: ast.AST) -> Iterator[tuple[Any, Any]]:
     """Pairs of a part of the tree and what stands there instead."""
     yield from ((node, new) for new in _instead(node))
-    if isinstance(node, ast.If | ast.While | ast.IfExp):
+    if isinstance(node, ast.If | ast.While | ast.IfExp) and not isinstance(node.test, ast.Compare):
         yield node.test, ast.UnaryOp(ast.Not(), node.test)
     for name, value in ast.iter_fields(node):
         if name in ("annotation", "returns", "decorator_list"):

@@ -3,6 +3,7 @@
 import pytest
 
 from fxremat.chains.chain import Chain
+from fxremat.chains.platform import Platform
 from fxremat.chains.schedule import Schedule
 from fxremat.chains.simulate import simulate
 from fxremat.errors import InvalidSchedule
@@ -37,6 +38,9 @@ A0, D2 = 16384, 256
         ("Fall1 Fnone2 Drop(a2) Fall2 B2 B1",  # Fnone2 discards a1, not A1
          [A0 + D2 + 3 + 16, A0 + D2 + 3 + 64 + 512, A0 + D2 + 3 + 64, A0 + D2 + 3 + 192 + 2048,
           A0 + D2 + 3 + 192 + 8 + 1024, A0 + 8 + 3 + 32768 + 32], 35),
+        ("Fck1 Fck2 Drop(a2) Drop(a1) Fall1 Fall2 B2 B1",  # the second drop begins without what the first has freed
+         [A0 + D2 + 1 + 16, A0 + D2 + 1 + 64 + 512, A0 + D2 + 1 + 64, A0 + D2 + 1, A0 + D2 + 3 + 16,
+          A0 + D2 + 3 + 192 + 2048, A0 + D2 + 3 + 192 + 8 + 1024, A0 + 8 + 3 + 32768 + 32], 36),
     ],
 )  # fmt: skip
 def test_by_hand(text, memory, time):
@@ -59,6 +63,16 @@ def test_held_bytes_and_weight_gradients_belong_to_a_phase():
     )
     assert timeline.memory == (4, 4, 4, 8 + 1)
     assert timeline.peak == 8 + 2  # the end of the step
+
+
+def test_the_first_op_that_does_not_fit_is_named():
+    schedule = Schedule.parse("Fall1 Fall2 B2 B1")
+    needs = simulate(CHAIN, schedule).memory
+    for number, need in enumerate(needs):
+        if need > max(needs[:number], default=0):
+            message = rf"op {number + 1}, {schedule.ops[number]}: it needs {need} bytes, 1 more than there are"
+            with pytest.raises(InvalidSchedule, match=message):
+                simulate(CHAIN, schedule, Platform(memory=need - 1))
 
 
 @pytest.mark.parametrize(

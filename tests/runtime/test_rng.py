@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from benchmarks.meter import peak_bytes
-from fxremat.ops.random import GeneratorStates, draw_again, draw_saving
+from fxremat.ops.random import GeneratorStates, draw_again, draw_saving, generator_of
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
 DROPOUT = torch.ops.aten.native_dropout.default
@@ -60,3 +61,17 @@ def test_states_of_all_generators_are_replayed_and_put_back() -> None:
 
 def test_keeping_the_states_takes_none_of_torchs_memory() -> None:
     assert peak_bytes(lambda: GeneratorStates([])) == 0
+
+
+def test_the_generator_is_that_of_the_device_that_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "default_generators", ("first", "second"))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    with FakeTensorMode():
+        here, there = torch.ones(1), torch.ones(1, device="cuda:0")
+    assert generator_of((there, here), {}) == "first"
+    assert generator_of((0.5, [there]), {"device": None}) == "first"
+    assert generator_of((here, there), {}) is torch.default_generator
+    assert generator_of(((2, 3),), {}) is torch.default_generator
+    assert generator_of(((2, 3),), {"device": torch.device("cuda", 0)}) == "first"
+    assert generator_of((here,), {"device": torch.device("cuda")}) == "second"
+    assert generator_of((there,), {"device": torch.device("cpu")}) is torch.default_generator
