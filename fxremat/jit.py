@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import time
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -17,7 +18,7 @@ from types import CodeType, ModuleType
 from typing import Any, TypeVar, cast
 
 import numba
-from numba.core import caching
+from numba.core import caching, event
 from numba.core.dispatcher import Dispatcher
 
 _FunctionCache: Any = caching.FunctionCache  # numba is not typed
@@ -31,6 +32,32 @@ def jit(function: _Function) -> _Function:
     with contextlib.suppress(RuntimeError):  # no folder that can be written to
         compiled._cache = _Cache(function)  # as Dispatcher.enable_caching does, in numba 0.59 to 0.68
     return cast(_Function, compiled)
+
+
+def running_seconds() -> float:
+    """A monotonic clock that stands still while kernels are compiled: a first run has as much time as any other."""
+    return time.monotonic() - _compilations.seconds
+
+
+class _Compilations(event.Listener):
+    """Adds up the seconds in which kernels are compiled, those inside of others once."""
+
+    def __init__(self) -> None:
+        self.seconds, self._depth, self._began = 0.0, 0, 0.0
+
+    def on_start(self, _: Any) -> None:
+        if not self._depth:
+            self._began = time.monotonic()
+        self._depth += 1
+
+    def on_end(self, _: Any) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self.seconds += time.monotonic() - self._began
+
+
+_compilations = _Compilations()
+event.register("numba:compile", _compilations)
 
 
 class _Cache(_FunctionCache):  # type: ignore[misc]

@@ -149,3 +149,26 @@ def test_nothing_slow_is_imported_before_it_is_used(statement: str, not_yet: set
     code = f"{statement}; import sys; print(*sorted({not_yet} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent)
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "", "")
+
+
+def test_the_clock_of_solvers_stands_still_while_kernels_are_compiled() -> None:
+    code = """
+import time
+from fxremat.jit import jit, running_seconds
+
+@jit
+def kernel(x):
+    total = 0.0
+    for i in range(x.size):
+        total += x[i] ** 2 if x[i] > 0 else -x[i]
+    return total
+
+import numpy as np
+before, wall = running_seconds(), time.monotonic()
+kernel(np.ones(3))
+took, ran = time.monotonic() - wall, running_seconds() - before
+assert took > 0.05, took
+assert ran < 0.5 * took, (ran, took)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

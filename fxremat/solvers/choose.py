@@ -4,7 +4,6 @@ A `Join` has solvers of its own, `JOINS`, and `simulate_join` judges them.
 """
 
 import math
-import time
 from dataclasses import dataclass, replace
 from numbers import Real
 from typing import overload
@@ -16,6 +15,7 @@ from fxremat.chains.schedule import Schedule
 from fxremat.chains.simulate import Accounting, Timeline, simulate
 from fxremat.chains.simulate_join import JoinTimeline
 from fxremat.errors import BudgetTooSmall, FxrematError, InvalidBudget, InvalidSchedule
+from fxremat.jit import running_seconds
 from fxremat.solvers import keep_all
 from fxremat.solvers.registry import CHOSEN, DEFAULT, JOINS, NAMES, SOLVERS, Problem, search
 from fxremat.solvers.time_bound import lower_bound
@@ -238,12 +238,12 @@ def _winner_of_join(
         raise FxrematError("the values of a join do not travel: leave out to_host and from_host")
     if solver != "auto":
         return solver, JOINS[solver](join, mem, slots)
-    deadline = time.monotonic() + effort
+    deadline = running_seconds() + effort
     found: list[tuple[str, JoinTimeline]] = []
     refusals: list[BudgetTooSmall] = []
     for name, propose in JOINS.items():
         try:
-            left = max(0.0, deadline - time.monotonic())
+            left = max(0.0, deadline - running_seconds())
             found.append((name, propose(join, mem, slots, effort=left)))
         except BudgetTooSmall as refusal:
             refusals.append(refusal)
@@ -297,13 +297,13 @@ def _auto(problem: Problem) -> tuple[str, Timeline]:
     On 8,796 random instances without a link (2 to 14 blocks) no other solver was faster than these. With a link, the
     others together led to a faster schedule on 4 of 546 instances (2 to 20 blocks), by at most 1.9 %.
     """
-    deadline = time.monotonic() + problem.effort
+    deadline = running_seconds() + problem.effort
     found: list[tuple[str, Timeline]] = []
     refusals: list[BudgetTooSmall] = []
     unable: list[FxrematError] = []
     names = [name for name in CHOSEN if problem.platform.linked or not SOLVERS[name].transfers]
     for name in sorted(names, key=lambda name: (SOLVERS[name].patient, SOLVERS[name].seconds(problem))):
-        left = deadline - time.monotonic()
+        left = deadline - running_seconds()
         if name != DEFAULT and SOLVERS[name].seconds(problem) > left:
             continue
         try:
@@ -318,7 +318,7 @@ def _auto(problem: Problem) -> tuple[str, Timeline]:
     if not found:
         raise min(refusals, key=lambda refusal: refusal.minimum) if refusals else unable[0]
     name, timeline = min(found, key=lambda entry: _merit(entry[1]))
-    if problem.platform.linked and (left := deadline - time.monotonic()) > 0:
+    if problem.platform.linked and (left := deadline - running_seconds()) > 0:
         timeline = problem.judge(search(replace(problem, effort=left), timeline.schedule))
     return name, timeline
 
