@@ -175,7 +175,7 @@ def test_files_have_no_name(tmp_path: Path) -> None:
 
 KILLED = """
 import sys, torch
-from fxremat.runtime.host import FileTier
+from fxremat.host.tiers import FileTier
 tier = FileTier(sys.argv[1])
 host = tier.offload(torch.zeros(1 << 20))
 print("ready", flush=True)
@@ -344,7 +344,7 @@ def test_a_closed_default_tier_is_replaced() -> None:
 FORKED = """
 import os, sys, torch
 from fxremat.errors import FxrematError
-from fxremat.runtime.host import FileTier
+from fxremat.host.tiers import FileTier
 cpu, tier = torch.device("cpu"), FileTier(to_host=1e9)
 
 def trip(x):
