@@ -215,7 +215,7 @@ WRITER = """
 import sys
 from pathlib import Path
 from fxremat.cost.cache import CostCache
-from fxremat.cost.table import OpCost
+from fxremat.step.costs import OpCost
 path, name, count = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 cache = CostCache(path)
 print("ready", flush=True)
