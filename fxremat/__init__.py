@@ -79,7 +79,7 @@ def simulate(
     *,
     accounting: Accounting = "whole",
 ) -> Timeline | JoinTimeline:
-    """Run `schedule` on paper: simulate.py says how for chains, simulate_join.py for joins.
+    """Run `schedule` on paper: `chains.simulate` says how for chains, `chains.simulate_join` for joins.
 
     Raises `InvalidSchedule`, which names the op and what it lacks.
 

@@ -16,7 +16,7 @@
 the step, when d_0 and all weight gradients are held. Solvers do not import this file: none grades itself.
 
 Off(v) and Pre(v) join the queue of their direction when the op before them has ended; copies run beneath the
-ops. `script.py` says which copy of a value an op reads and how long each stays, `transfers.py` what waits for
+ops. `resolved.py` says which copy of a value an op reads and how long each stays, `token_clock.py` what waits for
 what. A value on the host stays there: it may be fetched again. Drop(v) frees the device's copy, once no copy
 reads or writes it; a value that is leaving anyway can be dropped, to no effect.
 """

@@ -154,7 +154,7 @@ def _drop(ops: list[Op], value: Value) -> None:
 
 @jit
 def shifts(sizes: ChainSizes, n: int) -> Ints:
-    """Where the code of a state has boundaries 0..n, in bits; last, how many bits there are."""
+    """The bits at which the code of a state has boundaries 0..n, and the number of its bits."""
     shift = np.zeros(n + 2, dtype=np.int64)
     shift[0] = _PHASE_BITS
     shift[1] = _PHASE_BITS + 1

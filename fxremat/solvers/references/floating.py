@@ -99,7 +99,7 @@ def _moves(chain: Chain, slots: int, mem: int) -> CheckpointMoves:
 
 @jit
 def place(n: int, s: int, t: int, l: int) -> int:  # noqa: E741
-    """Where the row of cost[s, t, l] is; that of cut[s, t, l] is (n + 2)^3 further. Row 0 is zero."""
+    """The place of the row of cost[s, t, l]; that of cut[s, t, l] is (n + 2)^3 further. Row 0 is zero."""
     return (s * (n + 2) + t) * (n + 2) + l
 
 
@@ -216,7 +216,7 @@ def _choose(table: Filled, moves: CheckpointMoves, s: int, t: int, last: int, m:
 
 @jit
 def _choose_cut(table: Filled, s: int, t: int, last: int, m: int) -> tuple[int, int]:
-    """Where the pass from s ends, and the last backward that starts from there, likewise."""
+    """The end of the pass from s, and the last backward that starts from there, likewise."""
     sizes, low, n = table.sizes, table.low, table.n
     forward, out = sizes.forward, sizes.out
     best, cut, until = np.inf, 0, 0
