@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import fxremat
 from fxremat.pipelining.engine import Action, lost_peer, lowered
-from fxremat.pipelining.memory import Held, most_bytes
+from fxremat.pipelining.memory import StageMemory, most_bytes
 from fxremat.pipelining.profile import Spending, joined, profile
 from fxremat.pipelining.stages import Ops, capture
 from fxremat.solvers.pipeline.model import Layer, Layers, Machines, PipelinePlan, PlannedStage, Way
@@ -165,8 +165,8 @@ def _plan(allocation: tuple[int, ...], microbatches: int, tick: float = 1.0) -> 
     return in_groups(layers, machines, stages, microbatches, tick)
 
 
-def _held(weights: int, entering: int, leaving: int, kept: int, forward: int, backward: int) -> Held:
-    return Held(
+def _held(weights: int, entering: int, leaving: int, kept: int, forward: int, backward: int) -> StageMemory:
+    return StageMemory(
         weights=weights, entering=entering, leaving=leaving,
         spending=Spending(
             forward_time=1.0, backward_time=2.0, budget=0, kept=kept, returned=1, forward_peak=forward,
