@@ -511,7 +511,7 @@ MISTAKES += [
         "planning.py",
         "            settled=trained.settled,\n",
         "",
-        WEIGHTS,
+        "test_weights.py::test_another_shape_is_planned_for_the_same_hosted_weights",
     ),
 ]
 
