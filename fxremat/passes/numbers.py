@@ -6,13 +6,11 @@ in bytes is made for fixed ones.
 
 from __future__ import annotations
 
-import re
-
 import torch
 from torch import fx
 
 from fxremat.errors import CaptureError
-from fxremat.step.joint import SYMBOLS, is_number
+from fxremat.step.joint import SYMBOLS, frame_of, is_number
 from fxremat.torch_private import depends_on_data
 
 aten = torch.ops.aten
@@ -61,5 +59,5 @@ def _refuse_symbols(node: fx.Node, value: object) -> None:
 
 def _source(node: fx.Node) -> str:
     """The line where the op was written, as `, model.py:12 in forward: code`, if tracing noted it."""
-    frames = re.findall(r'File "(.+)", line (\d+), in (\w+)\n *(.*)', node.meta.get("stack_trace") or "")
-    return ", {}:{} in {}: {}".format(*frames[-1]) if frames else ""
+    frame = frame_of(node)
+    return ", {}:{} in {}: {}".format(*frame) if frame else ""

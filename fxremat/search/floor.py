@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from fxremat.step.costs import Costs
-from fxremat.step.joint import Joint
+from fxremat.step.joint import Joint, frame_of
 from fxremat.step.kinds import MemoryKind, bytes_by_kind
 from fxremat.step.liveness import live_bytes
 from fxremat.step.program import Program, Role
@@ -61,10 +61,10 @@ def floor_of(program: Program, costs: Costs) -> Floor:
 
 def line_of(node: fx.Node) -> str:
     """The line where the op was written, as "model.py:12 in forward: code", if tracing noted it; else nothing."""
-    frames = re.findall(r'File "(.+)", line (\d+), in (\w+)\n *(.*)', node.meta.get("stack_trace") or "")
-    if not frames:
+    frame = frame_of(node)
+    if frame is None:
         return ""
-    file, line, function, code = frames[-1]
+    file, line, function, code = frame
     return f"{file}:{line} in {function}: {shortened(code)[1:-1]}"
 
 

@@ -13,6 +13,7 @@ back in `passes.lower`.
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -234,6 +235,12 @@ def is_number(value: object) -> bool:
 
 def _is_scalar(node: fx.Node) -> bool:
     return any(tensor is not None and tensor.numel() == 1 for tensor in tensors_of(node))
+
+
+def frame_of(node: fx.Node) -> tuple[str, str, str, str] | None:
+    """File, line, function and code where the op was written, if tracing noted it."""
+    frames = re.findall(r'File "(.+)", line (\d+), in (\w+)\n *(.*)', node.meta.get("stack_trace") or "")
+    return frames[-1] if frames else None
 
 
 def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
