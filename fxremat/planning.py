@@ -1,7 +1,7 @@
 """From a captured step to the plan that runs it inside a budget: `plan_step`, the whole way in one function.
 
     costs      seconds and bytes of every op, measured on the step's real values or estimated
-    frontier   candidate programs, judged by exact liveness: what memory buys, whatever the budget is
+    frontier   candidate programs, judged by exact liveness: what memory buys, searched op by op up to the budget
     budget     bytes
     transfers  what waits on the host, activations or weights: further candidates
     plan       the fastest candidate that fits
@@ -35,7 +35,8 @@ from fxremat.plans import Plan
 from fxremat.progress import bars, planning
 from fxremat.search.candidate import Candidate, Frontier
 from fxremat.search.floor import floor_of
-from fxremat.search.frontier_cache import remembered
+from fxremat.search.frontier_cache import FrontierCache
+from fxremat.search.refine import Ladder
 from fxremat.search.survey import order_for_measuring, survey
 from fxremat.step.costs import Costs, Link, device_of
 from fxremat.step.joint import Joint
@@ -74,8 +75,7 @@ def plan_step(step: CapturedStep, options: Options) -> Plan:
     what = f"{len(step.joint.ops)} ops within {options.mem}"
     with bars(shown=options.progress), planning(what) as planned:
         costs = _cost_model(step, options)
-        frontier = _survey(step.joint, costs, options)
-        budget = bytes_of(options.budget, frontier.keep_all.peak, device_of(step.joint))
+        frontier, budget = _frontier(step.joint, costs, options)
         frontier, costs = _calibrated(frontier, costs, budget, step, options)
         if step.trained:
             plan = _plan_with_weights(frontier, costs, budget, step, step.trained, options)
@@ -101,11 +101,23 @@ def _cost_model(step: CapturedStep, options: Options) -> Costs:
     return replace(costs, sizes=replace(costs.sizes, outside=options.loss_size))
 
 
-def _survey(joint: Joint, costs: Costs, options: Options) -> Frontier:
+def _frontier(joint: Joint, costs: Costs, options: Options) -> tuple[Frontier, int]:
+    """What memory buys, and the budget in bytes, up to which that was searched op by op.
+
+    What leaves for the host is chosen from programs that need more than the budget: all are searched for it.
+    """
     settings: dict[str, Any] = {"solver": options.solver, "slots": options.slots, "effort": options.effort}
     if options.offloads_by_chain:
         settings |= {"solver": "auto", "effort": 0.0}
-    return remembered(joint, costs, settings, partial(survey, **settings))
+    known = FrontierCache(joint, costs, settings)
+    ladder = known.get() or Ladder(given=survey(joint, costs, **settings))
+    most = ladder.given.keep_all.peak
+    budget = bytes_of(options.budget, most, device_of(joint))
+    searched = most if options.offload or options.offload_weights else budget
+    if settings["solver"] == "auto":
+        ladder = ladder.to(searched, costs, effort=settings["effort"])
+    known.put(ladder)
+    return ladder.frontier(searched), budget
 
 
 def _calibrated(

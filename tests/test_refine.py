@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -15,45 +17,76 @@ from fxremat.chains.schedule import Schedule
 from fxremat.linearize.crossings import Crossing
 from fxremat.linearize.lay_out import lay_out
 from fxremat.search.candidate import Frontier
+from fxremat.search.executions import Executions
 from fxremat.search.improve import improve
 from fxremat.search.lower_bound import lower_bound
-from fxremat.search.refine import budgets
+from fxremat.search.refine import Ladder
 from fxremat.search.skeleton import Skeleton, Skeletons
 from fxremat.search.survey import survey
+from fxremat.step.costs import Costs
+from fxremat.step.joint import Joint
 from fxremat.step.liveness import live_bytes
-from fxremat.step.program import Order, Program, rematerialize
-from tests.dags import Dag, Recipe, batch, capture, estimated, few, recipes
+from fxremat.step.program import Order, rematerialize
+from tests.dags import Dag, Layer, Recipe, batch, capture, estimated, few, recipes
 from tests.test_planner import INPUTS, Deep
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
 
 
-def surveyed(recipe: Recipe, effort: float = 0.0) -> tuple[Frontier, Skeletons]:
+class Searched(NamedTuple):
+    joint: Joint
+    costs: Costs
+    frontier: Frontier
+
+    @property
+    def skeletons(self) -> Skeletons:
+        return Skeletons(self.joint, self.costs)
+
+
+def searched(joint: Joint, effort: float = 0.0) -> Searched:
+    """The frontier of a joint graph after a search on all rungs."""
+    costs = estimated(joint)
+    given = survey(joint, costs, effort=effort)
+    most = given.keep_all.peak
+    return Searched(joint, costs, Ladder(given=given).to(most, costs, effort=effort).frontier(most))
+
+
+def surveyed(recipe: Recipe, effort: float = 0.0) -> Searched:
     torch._dynamo.reset()
     torch.manual_seed(0)
-    joint = capture(Dag(recipe).train(), *batch())
-    costs = estimated(joint)
-    return survey(joint, costs, effort=effort), Skeletons(joint, costs)
-
-
-def exact(skeletons: Skeletons, program: Program) -> tuple[int, float]:
-    costs = skeletons.parts.costs
-    return live_bytes(program, costs.sizes).peak, costs.time(program)
+    return searched(capture(Dag(recipe).train(), *batch()), effort)
 
 
 @few(15)
 @given(recipes, st.integers(0, 2**32 - 1))
 def test_a_replay_is_exact_liveness(recipe: Recipe, seed: int) -> None:
     """For the programs of schedules, and for any choice of recomputations."""
-    frontier, skeletons = surveyed(recipe)
+    joint, costs, frontier = found = surveyed(recipe)
     rng = np.random.default_rng(seed)
     for candidate in (frontier.candidates[0], frontier.candidates[-1]):
-        skeleton = skeletons.around(candidate.program())
+        program = candidate.program()
+        exact = (live_bytes(program, costs.sizes).peak, costs.time(program))
+        assert (candidate.peak, candidate.time) == exact == Executions(joint, costs).judge(candidate.order())
+        skeleton = found.skeletons.around(candidate.order())
         assert skeleton.judge(skeleton.choice)[0] <= candidate.peak
         assert skeleton.judge(skeleton.choice)[1] <= candidate.time * (1 + 1e-9), "less what nothing reads"
         for choice in (skeleton.choice, *(_some(skeleton, rng, share) for share in (0.2, 0.7, 1.0))):
-            peak, time = exact(skeletons, skeleton.order(choice).program())
+            program = skeleton.order(choice).program()
+            peak, time = live_bytes(program, costs.sizes).peak, costs.time(program)
             assert skeleton.judge(choice) == (peak, pytest.approx(time))
+
+
+def test_towers_whose_shared_gradients_wait_too_long_are_planned_otherwise() -> None:
+    """Backward ops of one tower wait for the other's gradients here, until the values that they read are gone."""
+    layers = [
+        Layer("linear", 0, 4),
+        Layer("attend", 8, 10),
+        Layer("batch_norm", 4, 5),
+        Layer("shared", 0, 3),
+        Layer("images", 0, 10),
+    ]
+    found = surveyed(Recipe(tuple(layers), 1, True, True))
+    assert found.frontier.minimum < found.frontier.keep_all.peak
 
 
 def _some(skeleton: Skeleton, rng: np.random.Generator, share: float) -> np.ndarray:
@@ -64,11 +97,12 @@ def _some(skeleton: Skeleton, rng: np.random.Generator, share: float) -> np.ndar
 @few(15)
 @given(recipes, st.integers(0, 100))
 def test_a_search_makes_no_program_worse(recipe: Recipe, share: int) -> None:
-    frontier, skeletons = surveyed(recipe)
+    found = surveyed(recipe)
+    frontier = found.frontier
     least, most = frontier.minimum, frontier.keep_all.peak
     budget = least + share * (most - least) // 100
     start = frontier.within(budget)
-    skeleton = skeletons.around(start.program())
+    skeleton = found.skeletons.around(start.order())
     choice = skeleton.choice.copy()
     peak, time = improve(skeleton.tape, choice, budget, 3_000, 1)
     assert (peak, pytest.approx(time)) == skeleton.judge(choice), (
@@ -81,8 +115,9 @@ def test_a_search_makes_no_program_worse(recipe: Recipe, share: int) -> None:
 @few(10)
 @given(recipes)
 def test_what_does_not_fit_is_made_smaller(recipe: Recipe) -> None:
-    frontier, skeletons = surveyed(recipe)
-    skeleton = skeletons.around(frontier.keep_all.program())
+    found = surveyed(recipe)
+    frontier = found.frontier
+    skeleton = found.skeletons.around(frontier.keep_all.order())
     choice = skeleton.choice.copy()
     peak, _ = improve(skeleton.tape, choice, frontier.minimum, 3_000, 1)
     assert peak <= frontier.keep_all.peak
@@ -94,7 +129,7 @@ def test_room_that_a_schedule_of_blocks_leaves_is_spent() -> None:
     costs = estimated(joint)
     blocks = survey(joint, costs, effort=0)
     small = blocks.candidates[-1]
-    skeleton = Skeletons(joint, costs).around(small.program())
+    skeleton = Skeletons(joint, costs).around(small.order())
     choice = skeleton.choice.copy()
     peak, time = improve(skeleton.tape, choice, blocks.keep_all.peak, 3_000, 0)
     assert time == pytest.approx(blocks.keep_all.time), "with all the memory nothing is recomputed"
@@ -103,22 +138,48 @@ def test_room_that_a_schedule_of_blocks_leaves_is_spent() -> None:
 
 def test_refined_frontiers_are_no_worse_anywhere_and_the_same_each_time() -> None:
     joint = capture(Deep(), *INPUTS)
-    costs = estimated(joint)
-    plain, refined, again = (survey(joint, costs, effort=effort) for effort in (0, 2, 2))
-    for candidate in plain.candidates:
-        assert refined.within(candidate.peak).time <= candidate.time + 1e-12
-    assert [(p.peak, p.time) for p in refined.candidates] == [(p.peak, p.time) for p in again.candidates]
-    for candidate in refined.candidates:
+    plain, better, again = (searched(joint, effort) for effort in (0, 2, 2))
+    for candidate in plain.frontier.candidates:
+        assert better.frontier.within(candidate.peak).time <= candidate.time + 1e-12
+    assert curve(better.frontier) == curve(again.frontier)
+    for candidate in better.frontier.candidates:
         program = candidate.program()
-        assert live_bytes(program, costs.sizes).peak == candidate.peak
-        assert costs.time(program) == pytest.approx(candidate.time)
+        assert live_bytes(program, better.costs.sizes).peak == candidate.peak
+        assert better.costs.time(program) == candidate.time
 
 
-def test_budgets_go_from_the_least_to_the_most_in_small_steps() -> None:
-    steps = budgets(1000, 2000)
-    assert (steps[0], steps[-1]) == (1000, 2000)
-    assert all(1 < more / less < 1.03 for less, more in itertools.pairwise(steps))
-    assert budgets(7, 7) == [7]
+def curve(frontier: Frontier) -> list[tuple[int, float]]:
+    return [(candidate.peak, candidate.time) for candidate in frontier.candidates]
+
+
+@few(10)
+@given(recipes, st.lists(st.integers(0, 100), min_size=1, max_size=4))
+def test_more_memory_is_never_slower_whatever_was_asked_for_before(recipe: Recipe, shares: list[int]) -> None:
+    """The search up to a budget finds the same as the search of everything does for budgets up to there."""
+    found = surveyed(recipe)
+    nothing = Ladder(given=survey(found.joint, found.costs, effort=0.2))
+    least, most = nothing.given.minimum, nothing.given.keep_all.peak
+    everything = nothing.to(most, found.costs, effort=0.2)
+    asked, times = nothing, {}
+    for budget in (least + share * (most - least) // 100 for share in shares):
+        asked = asked.to(budget, found.costs, effort=0.2)
+        alone = nothing.to(budget, found.costs, effort=0.2)
+        wanted = curve(everything.frontier(budget))
+        assert curve(asked.frontier(budget)) == curve(alone.frontier(budget)) == wanted
+        chosen = asked.frontier(budget).within(budget)
+        assert live_bytes(chosen.program(), found.costs.sizes).peak == chosen.peak
+        times[budget] = chosen.time
+    slowest_first = [times[budget] for budget in sorted(times)]
+    assert slowest_first == sorted(slowest_first, reverse=True)
+
+
+def test_rungs_go_from_the_least_to_the_most_in_small_steps() -> None:
+    frontier = searched(capture(Deep(), *INPUTS)).frontier
+    rungs = Ladder(given=frontier).rungs
+    assert (rungs[0], rungs[-1]) == (frontier.minimum, frontier.keep_all.peak)
+    assert all(1 < more / less < 1.03 for less, more in itertools.pairwise(rungs))
+    alone = replace(frontier, candidates=(frontier.keep_all,))
+    assert Ladder(given=alone).rungs == [frontier.keep_all.peak]
 
 
 def test_an_order_that_reads_what_is_not_there_is_refused() -> None:
@@ -152,8 +213,7 @@ def test_a_plan_says_that_it_was_refined() -> None:
 @given(recipes, st.integers(0, 100))
 def test_nothing_beats_the_lower_bound(recipe: Recipe, share: int) -> None:
     """Neither a schedule, nor what the search makes of it; and where nothing fits, the bound says at most so."""
-    frontier, skeletons = surveyed(recipe, effort=0.5)
-    joint, costs = skeletons.parts.joint, skeletons.parts.costs
+    joint, costs, frontier = surveyed(recipe, effort=0.5)
     once = sum(costs.seconds)
     for candidate in frontier.candidates:
         if candidate.join:  # its backward has another order
@@ -165,9 +225,7 @@ def test_nothing_beats_the_lower_bound(recipe: Recipe, share: int) -> None:
 
 def test_the_lower_bound_of_a_deep_chain_is_near_what_the_search_finds() -> None:
     """Twelve equal layers: half of the memory costs some recomputation, and the bound knows most of it."""
-    joint = capture(Deep(), *INPUTS)
-    costs = estimated(joint)
-    frontier = survey(joint, costs, effort=1)
+    joint, costs, frontier = searched(capture(Deep(), *INPUTS), effort=1)
     once = frontier.keep_all.time
     budget = frontier.keep_all.peak // 2
     found, bound = frontier.within(budget).time, lower_bound(joint, costs, budget)

@@ -18,11 +18,9 @@ import numpy as np
 from fxremat.chains.schedule import Schedule
 from fxremat.chains.simulate_join import JoinTimeline
 from fxremat.errors import BudgetTooSmall
-from fxremat.step.costs import Costs
 from fxremat.step.joint import Joint
 from fxremat.step.layout import Layout
-from fxremat.step.liveness import live_bytes
-from fxremat.step.program import Order, Program, rematerialize
+from fxremat.step.program import Order, Program, order_of, rematerialize
 from fxremat.step.transferred import ProgramWithTransfers
 
 
@@ -31,6 +29,10 @@ class FromSchedule:
     """A schedule of the layout's blocks."""
 
     schedule: Schedule
+
+    def order(self, layout: Layout) -> Order:
+        """Which op runs when. O(steps)."""
+        return order_of(layout, self.schedule)
 
     def program(self, layout: Layout) -> Program:
         """Every step of the schedule. O(steps)."""
@@ -53,15 +55,19 @@ class Refined:
     """An order of ops that the search found, beginning from the program of another origin."""
 
     began: FromSchedule
-    order: Order
+    found: Order
+
+    def order(self, _: Layout) -> Order:
+        """Which op runs when."""
+        return self.found
 
     def program(self, _: Layout) -> Program:
         """Every step of the order. O(steps)."""
-        return self.order.program()
+        return self.found.program()
 
     def on(self, layout: Layout) -> Refined:
         """The same origin on the layout of an equal graph."""
-        return replace(self, order=replace(self.order, layout=layout))
+        return replace(self, found=replace(self.found, layout=layout))
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,6 +76,10 @@ class Transferred:
 
     began: FromSchedule | Refined
     result: ProgramWithTransfers
+
+    def order(self, layout: Layout) -> Order:
+        """Which op runs when, transfers apart."""
+        return self.began.order(layout)
 
     def program(self, _: Layout) -> Program:
         """Every step of it, transfers included."""
@@ -91,6 +101,10 @@ class Candidate:
     time: float  # seconds
     layout: Layout
     origin: Origin
+
+    def order(self) -> Order:
+        """Which op runs when, transfers apart."""
+        return self.origin.order(self.layout)
 
     def program(self) -> Program:
         """Every step of it."""
@@ -124,9 +138,8 @@ class Candidate:
             origin = origin.began
         return origin
 
-    def refined_to(self, order: Order, program: Program, costs: Costs) -> Candidate:
-        """The candidate that runs this order of ops, whose program this is, instead."""
-        peak, time = live_bytes(program, costs.sizes).peak, costs.time(program)
+    def refined_to(self, order: Order, peak: int, time: float) -> Candidate:
+        """The candidate that runs this order of ops instead, with the peak in bytes and the seconds of that."""
         return replace(self, peak=peak, time=time, origin=Refined(self._base, order))
 
     def transferring(self, result: ProgramWithTransfers) -> Candidate:
@@ -171,20 +184,22 @@ class Frontier:
 
     def scaled(self, factor: float) -> Frontier:
         """The frontier with every time multiplied (calibration)."""
-        return self._each(lambda candidate: replace(candidate, time=candidate.time * factor))
+        return self.each(lambda candidate: replace(candidate, time=candidate.time * factor))
 
-    def on(self, joint: Joint) -> Frontier:
-        """The same frontier on an equal graph."""
-        layouts: dict[int, Layout] = {}
-
-        def moved(candidate: Candidate) -> Candidate:
-            old = candidate.layout
-            return candidate.on(layouts.setdefault(id(old), replace(old, joint=joint)))
-
-        return self._each(moved)
-
-    def _each(self, change: Callable[[Candidate], Candidate]) -> Frontier:
+    def each(self, change: Callable[[Candidate], Candidate]) -> Frontier:
+        """The frontier with every candidate changed, in a way that keeps their order."""
         return Frontier(keep_all=change(self.keep_all), candidates=tuple(map(change, self.candidates)))
+
+
+def exchanged(joint: Joint) -> Callable[[Candidate], Candidate]:
+    """What puts candidates on an equal graph: those that shared a layout share one again."""
+    layouts: dict[int, Layout] = {}
+
+    def moved(candidate: Candidate) -> Candidate:
+        old = candidate.layout
+        return candidate.on(layouts.setdefault(id(old), replace(old, joint=joint)))
+
+    return moved
 
 
 def unbeaten(candidates: Iterable[Candidate]) -> Iterator[Candidate]:

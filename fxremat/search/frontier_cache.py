@@ -1,39 +1,44 @@
 """The latest surveys, so that the same model under another budget is not planned from nothing.
 
-A survey does not depend on the budget. It refers to ops and values by number, so that of an equal graph serves: only
-the graph itself is exchanged. Nothing of the old graph is kept.
+A survey does not depend on the budget, and the search op by op goes on where it was left. Both refer to ops and values
+by number, so that those of an equal graph serve: only the graph itself is exchanged. Nothing of the old graph is kept.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import fields
 from typing import cast
 
-from fxremat.search.candidate import Frontier
+from fxremat.search.refine import Ladder
 from fxremat.step.costs import Costs, op_key
 from fxremat.step.joint import Joint
 
 AT_MOST = 4
 _NO_GRAPH = cast(Joint, None)
-_latest: OrderedDict[str, Frontier] = OrderedDict()
+_latest: OrderedDict[str, Ladder] = OrderedDict()
 
 
-def remembered(
-    joint: Joint, costs: Costs, settings: object, survey: Callable[[Joint, Costs], Frontier]
-) -> Frontier:
-    """The survey of this graph with these costs and settings, made now or earlier in this process."""
-    key = _digest(joint, costs, settings)
-    if key in _latest:
-        _latest.move_to_end(key)
-        return _latest[key].on(joint)
-    frontier = survey(joint, costs)
-    _latest[key] = frontier.on(_NO_GRAPH)
-    if len(_latest) > AT_MOST:
-        _latest.popitem(last=False)
-    return frontier
+class FrontierCache:
+    """What this process knows of a graph with these costs and settings."""
+
+    def __init__(self, joint: Joint, costs: Costs, settings: object) -> None:
+        self._joint, self._key = joint, _digest(joint, costs, settings)
+
+    def get(self) -> Ladder | None:
+        """The ladder that was put last; None where none was, or it was too long ago."""
+        if self._key not in _latest:
+            return None
+        _latest.move_to_end(self._key)
+        return _latest[self._key].on(self._joint)
+
+    def put(self, ladder: Ladder) -> None:
+        """Remember a ladder, in place of an earlier one of the same graph."""
+        _latest[self._key] = ladder.on(_NO_GRAPH)
+        _latest.move_to_end(self._key)
+        if len(_latest) > AT_MOST:
+            _latest.popitem(last=False)
 
 
 def _digest(joint: Joint, costs: Costs, settings: object) -> str:

@@ -1,92 +1,132 @@
-"""The frontier of peak and time made better, one budget after the other.
+"""The frontier of peak and time made better op by op, up to the budget that is asked for: `Ladder`.
 
-Small budgets come first: what is found for one budget fits the next, so it is a start for that one too, beside the
-fastest given program that fits. The budgets do not depend on the user's, the work is counted and every random choice
-is seeded: the same model always has the same frontier.
+    least             programs that need less than any schedule of blocks, found once for a joint graph
+    rung 1, 2, 3 ...  a search at each budget of a ladder, from the least to the one asked for, 2 % apart
+
+What is found on one rung fits the next, and is a start for it, beside the fastest schedule that fits. The rungs do not
+depend on the budget that is asked for; only how many are climbed does, and a plan is chosen from what the rungs up to
+its budget found. So more memory never leads to a slower plan, and no plan depends on what was asked for before; the
+work is counted and every random choice is seeded: the same model always has the same plan.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from fxremat.progress import progress
+from fxremat.search.candidate import Candidate, Frontier, exchanged, unbeaten
 from fxremat.search.improve import improve
-from fxremat.search.skeleton import Skeletons
+from fxremat.search.replay import Bits
+from fxremat.search.skeleton import Skeleton, Skeletons
 from fxremat.step.costs import Costs
-from fxremat.step.program import Order, Program
+from fxremat.step.joint import Joint
 
-EFFORT = 10.0  # seconds, about
+EFFORT = 3.0  # seconds, about
 PAGES = 2_000_000  # that a search replays in a second, about
-STEP = 1.02  # from one budget to the next
-SMALLER = 30  # steps below the least given peak, at most
+RUNGS = 110  # among which an effort is divided: so many lie between a hundredth of the memory and a tenth
+STEP = 1.02  # from one rung to the next
+NEAR = 1.002  # times the time without recomputation: what is so near is left as it is
+SMALLER = 1.05  # by which the least peak is tried to be lowered at a time
+IN_VAIN = 3  # tries to lower it, after which there are no more
+LOWERED = 30  # times that it is tried to be lowered, at most
+PATIENT = 5  # times the work of a rung: that of one try to lower it
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class SearchResult:
-    """A program, and which of the given ones the search began with."""
+@dataclass(frozen=True, kw_only=True)
+class Ladder:
+    """A frontier, and what the search found on each rung that was climbed, by increasing budget."""
 
-    peak: int
-    time: float
-    program: Program
-    began: int
-    order: Order | None = None  # None for the given one itself
+    given: Frontier
+    found: tuple[tuple[int, Candidate], ...] = ()  # with the rung that it was found on, in bytes
+    climbed: int = 0  # bytes: the highest rung so far
+
+    @property
+    def rungs(self) -> list[int]:
+        """Budgets from the least to what keeps everything, in bytes."""
+        least, most = self.given.minimum, self.given.keep_all.peak
+        rungs = [least]
+        while rungs[-1] < most:
+            rungs.append(min(most, int(rungs[-1] * STEP) + 1))
+        return rungs
+
+    def to(self, budget: int, costs: Costs, *, effort: float) -> Ladder:
+        """The ladder climbed up to a budget in bytes; rungs that were climbed before are not again.
+
+        The whole ladder takes about `effort` seconds.
+        """
+        rungs = [rung for rung in self.rungs if self.climbed < rung <= budget]
+        if not rungs or not effort:
+            return self
+        search = _Search(self, costs, int(effort * PAGES / RUNGS))
+        for rung in progress(rungs, "refining the plan"):
+            search.climb(rung)
+        return replace(self, found=tuple(search.found), climbed=rungs[-1])
+
+    def frontier(self, budget: int) -> Frontier:
+        """What is known up to a budget: the given candidates, and those that were found up to there."""
+        found = [candidate for rung, candidate in self.found if rung <= budget]
+        return replace(self.given, candidates=tuple(unbeaten([*self.given.candidates, *found])))
+
+    def on(self, joint: Joint) -> Ladder:
+        """The same on an equal graph."""
+        moved = exchanged(joint)
+        found = tuple((rung, moved(candidate)) for rung, candidate in self.found)
+        return replace(self, given=self.given.each(moved), found=found)
 
 
-def search(
-    given: Sequence[tuple[int, float]], begin: Callable[[int], SearchResult], costs: Costs, *, effort: float
-) -> Iterator[SearchResult]:
-    """Faster programs for budgets between the least and the largest peak of the given ones; some need less still.
-
-    Args:
-        given: peak in bytes and time in seconds of each, fastest first.
-        begin: the program of the given one at a place.
-        costs: of the ops.
-        effort: seconds, about, that the search takes.
-    """
-    best = begin(len(given) - 1)
-    skeletons = Skeletons(best.program.layout.joint, costs)
-    work = int(effort * PAGES / len(budgets(given[-1][0], given[0][0])))
-    for smaller in _smaller(best, skeletons, work):
-        best = smaller
-        yield best
-    steps = budgets(best.peak, given[0][0])
-    for seed, budget in enumerate(progress(steps, "refining the plan")):
-        fitting = (place for place, (peak, _) in enumerate(given) if peak <= budget)
-        place = next(fitting, None)
-        start = best if place is None or best.time <= given[place][1] else begin(place)
-        best = refine(start, skeletons, budget, work, seed)
-        if best is not start:
-            yield best
+def lowered(candidates: tuple[Candidate, ...], costs: Costs, *, effort: float) -> tuple[Candidate, ...]:
+    """The unbeaten of the candidates, and of programs with less and less memory that a search finds, however slow."""
+    return tuple(
+        unbeaten([*candidates, *_smaller(candidates[-1], costs, int(PATIENT * effort * PAGES / RUNGS))])
+    )
 
 
-def _smaller(start: SearchResult, skeletons: Skeletons, work: int) -> Iterator[SearchResult]:
-    """Programs with less and less memory, however slow, until no further one is found."""
-    in_vain = 0
-    for seed in range(SMALLER):
-        found = refine(start, skeletons, int(start.peak / STEP), work, seed)
-        in_vain = 0 if found.peak < start.peak else in_vain + 1
-        if in_vain == 3:
+def _smaller(start: Candidate, costs: Costs, work: int) -> Iterator[Candidate]:
+    joint = start.layout.joint
+    skeletons, in_vain = Skeletons(joint, costs), 0
+    for seed in range(LOWERED):
+        skeleton = skeletons.around(start.order())
+        choice = skeleton.choice.copy()
+        peak, _ = improve(skeleton.tape, choice, int(start.peak / SMALLER), work, seed)
+        in_vain = 0 if peak < start.peak else in_vain + 1
+        if in_vain == IN_VAIN:
             return
-        if found.peak <= start.peak:
-            start = found
-            yield found
+        if peak <= start.peak:
+            start = _candidate(start, skeleton, choice, peak, costs)
+            yield start
 
 
-def budgets(least: int, most: int) -> list[int]:
-    """From the least to the most, each a little more than the one before."""
-    found = [least]
-    while found[-1] < most:
-        found.append(min(most, int(found[-1] * STEP) + 1))
-    return found
+class _Search:
+    """A search that goes on from what it found last, or from a faster candidate that fits."""
+
+    def __init__(self, ladder: Ladder, costs: Costs, work: int) -> None:
+        self.found = list(ladder.found)
+        self._given, self._costs, self._work = ladder.given, costs, work
+        self._near = NEAR * ladder.given.keep_all.time
+        self._skeletons = Skeletons(ladder.given.keep_all.layout.joint, costs)
+        self._skeleton: tuple[Candidate, Skeleton] | None = None  # the last, and what it is of
+
+    def climb(self, rung: int) -> None:
+        """Search for faster programs within one budget."""
+        start = self._given.within(rung)
+        if self.found and self.found[-1][1].time < start.time:  # each that is found is faster than those before
+            start = self.found[-1][1]
+        if start.time <= self._near:
+            return
+        if self._skeleton is None or self._skeleton[0] is not start:
+            self._skeleton = start, self._skeletons.around(start.order())
+        skeleton = self._skeleton[1]
+        choice = skeleton.choice.copy()
+        peak, _ = improve(skeleton.tape, choice, rung, self._work, rung)
+        if (choice == skeleton.choice).all():
+            return
+        found = _candidate(start, skeleton, choice, peak, self._costs)
+        if found.time < start.time:
+            self.found.append((rung, found))
 
 
-def refine(start: SearchResult, skeletons: Skeletons, budget: int, work: int, seed: int) -> SearchResult:
-    """A faster program within the budget; where the given one does not fit, one with a lower peak; or the given one."""
-    skeleton = skeletons.around(start.program)
-    choice = skeleton.choice.copy()
-    peak, time = improve(skeleton.tape, choice, budget, work, seed)
-    if (choice == skeleton.choice).all():
-        return start
+def _candidate(start: Candidate, skeleton: Skeleton, choice: Bits, peak: int, costs: Costs) -> Candidate:
+    """The candidate that runs what is chosen, beginning from another one."""
     order = skeleton.order(choice)
-    return SearchResult(peak=peak, time=time, program=order.program(), began=start.began, order=order)
+    return start.refined_to(order, peak, sum(costs.seconds[op] for op in order.ops))

@@ -13,31 +13,20 @@ behind what it reads.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
 
+from fxremat.search.executions import Executions
 from fxremat.search.replay import Bits, Ints, Tape, blank_pages, replay
 from fxremat.step.costs import Costs
 from fxremat.step.joint import Joint, Origin
 from fxremat.step.layout import Layout
-from fxremat.step.program import Order, Program, Role
+from fxremat.step.program import Order
 
 NEAREST = 16  # recomputations that are offered before a backward op, at most
-
-
-@dataclass(frozen=True, slots=True)
-class _Execution:
-    """One entry of a skeleton; op is None for the two moments between ops: the split, and the end."""
-
-    op: int | None
-    optional: bool
-    reads: Sequence[int]
-    writes: Sequence[int]
-    extra: int = 0  # bytes while it runs, beyond what it reads and writes
-    seconds: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,125 +61,50 @@ class Skeletons:
     """Makes the skeletons of a joint graph's programs; what does not depend on the program is made once."""
 
     def __init__(self, joint: Joint, costs: Costs, *, nearest: int = NEAREST) -> None:
-        self.parts = _Parts(joint, costs, nearest)
+        self._executions = Executions(joint, costs)
+        self._neighbours = _Neighbours(joint, nearest)
+        self._backward = [op.backward for op in joint.ops]
 
-    def around(self, program: Program) -> Skeleton:
-        """The skeleton around a program. O(steps * nearest)."""
-        parts = self.parts
-        executions = list(_executions(program, parts))
-        read_from, reads = _joined([e.reads for e, _, _ in executions])
-        write_from, writes = _joined([e.writes for e, _, _ in executions])
-        tape = Tape(
-            optional=np.array([e.optional for e, _, _ in executions], dtype=np.uint8),
-            read_from=read_from,
-            reads=reads,
-            write_from=write_from,
-            writes=writes,
-            sizes=parts.sizes,
-            extra=np.array([e.extra for e, _, _ in executions], dtype=np.int64),
-            seconds=np.array([e.seconds for e, _, _ in executions], dtype=np.float64),
-            seeds=len(parts.joint.values) + 1,
-            start=parts.preserved,
-        )
+    def around(self, order: Order) -> Skeleton:
+        """The skeleton around the program that runs in this order. O(steps * nearest)."""
+        ops, blocks, again, chosen, split = self._listed(order)
+        moments = np.array([split, split, len(ops)])
+        entries = self._executions.entries(np.array(ops, np.int64), np.array(again, bool), split)
         return Skeleton(
-            layout=program.layout,
-            tape=tape,
-            choice=np.array([chosen for _, _, chosen in executions], dtype=np.uint8),
-            ops=np.array([-1 if e.op is None else e.op for e, _, _ in executions], dtype=np.int64),
-            blocks=np.array([block for _, block, _ in executions], dtype=np.int64),
+            layout=order.layout,
+            tape=self._executions.tape(entries, np.insert(np.array(again, np.uint8), moments, 0)),
+            choice=np.insert(np.array(chosen, np.uint8), moments, 1),
+            ops=np.insert(np.array(ops, np.int64), moments, -1),
+            blocks=np.insert(np.array(blocks, np.int64), moments, -1),
         )
 
-
-def _executions(program: Program, parts: _Parts) -> Iterator[tuple[_Execution, int, bool]]:
-    """Every execution, its block, and whether it is one of the program's."""
-    ran, just_ran = set[int](), set[int]()
-    for position, step in enumerate(program.executions):
-        if position == program.split:
-            yield from ((moment, -1, True) for moment in parts.split())
-        if step.role is Role.BACKWARD:
-            for near in parts.near(step.op):
-                if near not in just_ran:
-                    yield parts.again(near), step.block, False
-            just_ran.clear()
-            yield parts.first(step.op), step.block, True
-        elif step.op in ran:
-            just_ran.add(step.op)
-            yield parts.again(step.op), step.block, True
-        else:
-            ran.add(step.op)
-            yield parts.first(step.op), step.block, True
-    yield parts.end(), -1, True
-
-
-def _joined(lists: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:
-    """Lists end to end, and where each begins."""
-    begins = np.zeros(len(lists) + 1, dtype=np.int64)
-    begins[1:] = np.cumsum([len(items) for items in lists])
-    return begins, np.array([item for items in lists for item in items], dtype=np.int64)
+    def _listed(self, order: Order) -> tuple[list[int], list[int], list[bool], list[bool], int]:
+        """Every execution: its op, its block, whether it is a later one, and is one of the program's; and the split."""
+        ops, blocks, again, chosen = list[int](), list[int](), list[bool](), list[bool]()
+        ran, just_ran, split = set[int](), set[int](), len(order.ops)
+        for position, (op, block) in enumerate(zip(order.ops, order.blocks, strict=True)):
+            if position == order.split:
+                split = len(ops)
+            near = list[int]()
+            if self._backward[op]:
+                near = [other for other in self._neighbours.near(op) if other not in just_ran]
+                just_ran.clear()
+            elif op in ran:
+                just_ran.add(op)
+            ops += [*near, op]
+            blocks += [block] * (len(near) + 1)
+            again += [*([True] * len(near)), op in ran]
+            chosen += [*([False] * len(near)), True]
+            ran.add(op)
+        return ops, blocks, again, chosen, split
 
 
-class _Parts:
-    """The executions of a joint graph's ops, each made once.
+class _Neighbours:
+    """The ops that may run again nearest behind what a backward op reads."""
 
-    Values are numbered as in the joint graph; after them come the loss outside, and a seed for each random op.
-    """
-
-    def __init__(self, joint: Joint, costs: Costs, nearest: int) -> None:
-        self.joint, self.costs, self.nearest = joint, costs, nearest
-        self.pinned = joint.pinned
-        self.primals = {v.index for v in joint.values if v.origin is Origin.PRIMAL}
-        self.tangents = [v.index for v in joint.values if v.origin is Origin.TANGENT]
-        self.read_late = {value for op in joint.backward_ops for value in op.reads}
-        self.root = len(joint.values)
-        random = [op.index for op in joint.ops if op.random]
-        self.seed_of = {op: self.root + 1 + place for place, op in enumerate(random)}
-        sizes = [0 if v.index in self.primals else costs.sizes.values[v.index] for v in joint.values]
-        self.sizes = np.array([*sizes, costs.sizes.root, *[costs.sizes.seed] * len(random)], dtype=np.int64)
-        # copies of inputs that the forward overwrites and the backward reads
-        self.preserved = sum(costs.sizes.values[value] for value in self.read_late & joint.mutated_primals)
-        self.first = cache(self._first)
-        self.again = cache(self._again)
+    def __init__(self, joint: Joint, nearest: int) -> None:
+        self.joint, self.nearest, self.pinned = joint, nearest, joint.pinned
         self.near = cache(self._near)
-
-    def _first(self, index: int) -> _Execution:
-        op = self.joint.ops[index]
-        seed = [self.seed_of[index]] if op.random and not op.backward else []
-        return _Execution(
-            op=index,
-            optional=False,
-            reads=self._stored(op.reads),
-            writes=[*op.writes, *seed],
-            extra=self.costs.sizes.workspace[index],
-            seconds=self.costs.seconds[index],
-        )
-
-    def _again(self, index: int) -> _Execution:
-        """A recomputation. What the caller holds is made a second time in vain, and dropped at once."""
-        op = self.joint.ops[index]
-        in_vain = sum(self.costs.sizes.values[value] for value in op.again_writes if value in self.pinned)
-        seed = [self.seed_of[index]] if op.random else []
-        return _Execution(
-            op=index,
-            optional=True,
-            reads=[*self._stored(op.again_reads), *seed],
-            writes=[value for value in op.again_writes if value not in self.pinned],
-            extra=self.costs.sizes.workspace[index] + in_vain,
-            seconds=self.costs.seconds[index],
-        )
-
-    def split(self) -> Iterator[_Execution]:
-        """The end of the forward graph, then what the caller brings."""
-        updates = [v for v in self.joint.updates if v not in self.primals]
-        yield _Execution(op=None, optional=False, reads=updates, writes=())
-        brought = sum(self.costs.sizes.values[tangent] for tangent in self.tangents) + self.costs.sizes.root
-        beyond = max(0, self.costs.sizes.outside - brought)
-        yield _Execution(op=None, optional=False, reads=(), writes=[*self.tangents, self.root], extra=beyond)
-
-    def end(self) -> _Execution:
-        """What is alive when the step is over."""
-        held = [v for v in self.tangents if v in self.joint.root_tangents or v not in self.read_late]
-        reads = {*self._stored(self.pinned), *held, self.root}
-        return _Execution(op=None, optional=False, reads=sorted(reads), writes=())
 
     def _near(self, index: int) -> list[int]:
         """The ops nearest behind what an op reads that may run again, in the order of the forward."""
@@ -215,6 +129,3 @@ class _Parts:
     def _repeatable(self, index: int) -> bool:
         """False for what reads inputs that the step overwrites: they would have to be copied first."""
         return self.joint.mutated_primals.isdisjoint(self.joint.ops[index].again_reads)
-
-    def _stored(self, values: Iterable[int]) -> list[int]:
-        return [value for value in values if value not in self.primals]

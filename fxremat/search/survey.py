@@ -1,15 +1,17 @@
 """The survey of a joint graph: what memory buys, as the Pareto frontier of programs judged by exact liveness.
 
-A survey lays the graph out as chains of blocks in several ways, solves each for many budgets, and judges the schedules
-op by op; then it improves on the best of them op by op (`search.refine`). It does not know the budget: the same
+A survey lays the graph out as chains of blocks in several ways, solves each for many budgets, coarsely at first and
+again finely where that turned out best, and judges the schedules op by op. It does not know the budget: the same
 programs are judged whatever it is, and those that are beaten in both memory and time are dropped. So less memory can
-never lead to a plan that takes more.
+never lead to a plan that takes more. What is found is improved on op by op in `search.refine`, up to the budget.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from fxremat.budget import bytes_of
@@ -18,14 +20,15 @@ from fxremat.chains.schedule import Schedule
 from fxremat.chains.simulate import simulate
 from fxremat.chains.simulate_join import simulate_join
 from fxremat.cost.estimate import Device, estimate
-from fxremat.errors import BudgetTooSmall, FxrematError
+from fxremat.errors import BudgetTooSmall, FxrematError, InvalidSchedule
 from fxremat.linearize.chain_of import chain_of
 from fxremat.linearize.crossings import carry_levels, crossings, low_cuts
 from fxremat.linearize.lay_out import lay_out
 from fxremat.linearize.save_sets import add_options
 from fxremat.linearize.towers import find_towers, join_of, on_the_layout
 from fxremat.search.candidate import Candidate, FromJoin, FromSchedule, Frontier, unbeaten
-from fxremat.search.refine import EFFORT, SearchResult, search
+from fxremat.search.executions import Executions
+from fxremat.search.refine import EFFORT, lowered
 from fxremat.solvers import DEFAULT, LISTS, TABLES, keep_all
 from fxremat.solvers.joins import canonical
 from fxremat.solvers.registry import JOINS
@@ -33,14 +36,16 @@ from fxremat.solvers.table import Table
 from fxremat.step.costs import Costs, device_of
 from fxremat.step.joint import Joint
 from fxremat.step.layout import Layout
-from fxremat.step.liveness import live_bytes
-from fxremat.step.program import rematerialize
+from fxremat.step.program import order_of
 from fxremat.units import Budget
 
 NEAR_LEAST = 1.15  # the last table is for this multiple of the least memory of the chain
-STEPS_TO_JUDGE = 500_000  # how many steps of programs a survey replays, about
+APART = 1.01  # budgets that a chain is solved for are this far from each other
 A_FEW = 5  # schedules of each table that are judged first: a layout whose few are all beaten is left at that
 LARGE = 2000  # ops: half as many schedules of larger graphs are judged
+COARSE = 150  # slots of the first tables of layouts of many blocks
+MANY_BLOCKS = 120
+LUMP = 500  # ops: no layout with so large a block, where another has none
 MOST_BLOCKS = 250
 MOST_VALUES = 6  # that cross a cut
 JOIN_SLOTS = 150
@@ -52,25 +57,27 @@ FAR = 1 << 50  # bytes: more than anything needs
 def survey(
     joint: Joint, costs: Costs, *, solver: str = "auto", slots: int = 500, effort: float = EFFORT
 ) -> Frontier:
-    """Lay the graph out as chains, solve them for many budgets, judge every schedule by exact liveness, and refine.
+    """Lay the graph out as chains, solve them for many budgets, and judge every schedule by exact liveness.
 
-    Takes some seconds, and about `effort` more, for a GPT of 12 layers. Only "auto" is refined: a solver that is
-    asked for by name says itself what runs. Raises `FxrematError` for an unknown solver.
+    With "auto" and an effort, programs that need less than any schedule of blocks are searched for; a solver that is
+    asked for by name says itself what runs. Takes a second or two for a GPT of 12 layers. Raises `FxrematError` for an
+    unknown solver.
     """
     if solver not in (names := ("auto", *LISTS, *TABLES)):
         raise FxrematError(f"no solver {solver!r} plans models; there are {', '.join(sorted(names))}")
     layouts = list(_layouts(joint, costs))
-    keep_everything = _keep_everything(layouts[0], costs)
+    judge = _Judge(joint, costs)
+    keep_everything = judge.keep_everything(layouts[0])
     if solver in LISTS:
         chains = [(layout, chain_of(layout, costs)) for layout in layouts]
-        found = [judge(layout, s, costs) for layout, chain in chains for s in LISTS[solver](chain)]
+        found = [c for layout, chain in chains for c in judge.of(layout, LISTS[solver](chain))]
     else:
-        found = _solved([_Solved.of(layout, costs, solver, slots) for layout in layouts])
-        found += _joined(joint, costs, slots)
-    frontier = list(unbeaten([keep_everything, *found]))
+        found = _solved(layouts, judge, solver, slots)
+        found += _joined(judge, joint, slots)
+    candidates = tuple(unbeaten([keep_everything, *found]))
     if solver == "auto" and effort > 0:
-        frontier = list(unbeaten([*frontier, *_refined(frontier, costs, effort)]))
-    return Frontier(keep_all=keep_everything, candidates=tuple(frontier))
+        candidates = lowered(candidates, costs, effort=effort)
+    return Frontier(keep_all=keep_everything, candidates=candidates)
 
 
 def order_for_measuring(joint: Joint, device: Device, budget: Budget) -> Sequence[int]:
@@ -79,22 +86,33 @@ def order_for_measuring(joint: Joint, device: Device, budget: Budget) -> Sequenc
     The captured order where that needs no more than the budget, else that of a program of nearly the least memory.
     """
     costs = estimate(joint, device)
-    layout = next(_layouts(joint, costs))
-    everything = _keep_everything(layout, costs).peak
+    layout, judge = next(_layouts(joint, costs)), _Judge(joint, costs)
+    everything = judge.keep_everything(layout).peak
     if bytes_of(budget, everything, device_of(joint)) >= everything:
         return range(len(joint.ops))
-    solved = _Solved.of(layout, costs, DEFAULT, MEASURING_SLOTS)
-    least = min(solved.judged(2).values(), key=lambda candidate: candidate.peak)
+    solved = _Solved.of(layout, judge, DEFAULT, MEASURING_SLOTS)
+    least = min(solved.few(2), key=lambda candidate: candidate.peak)
     return [step.op for step in least.program().executions]
 
 
-def judge(layout: Layout, schedule: Schedule, costs: Costs) -> Candidate:
-    """The exact peak and time of a schedule."""
-    program = rematerialize(layout, schedule)
-    memory = live_bytes(program, costs.sizes)
-    return Candidate(
-        peak=memory.peak, time=costs.time(program), layout=layout, origin=FromSchedule(schedule)
-    )
+class _Judge:
+    """The exact peak and time of schedules of one joint graph."""
+
+    def __init__(self, joint: Joint, costs: Costs) -> None:
+        self.costs, self._executions = costs, Executions(joint, costs)
+
+    def of(self, layout: Layout, schedules: Iterable[Schedule]) -> list[Candidate]:
+        """A candidate for each distinct schedule."""
+        return [self._one(layout, schedule) for schedule in dict.fromkeys(schedules)]
+
+    def _one(self, layout: Layout, schedule: Schedule) -> Candidate:
+        peak, time = self._executions.judge(order_of(layout, schedule))
+        return Candidate(peak=peak, time=time, layout=layout, origin=FromSchedule(schedule))
+
+    def keep_everything(self, layout: Layout) -> Candidate:
+        """The candidate that recomputes nothing."""
+        (found,) = self.of(layout, keep_all.schedules(chain_of(layout, self.costs))[:1])
+        return found
 
 
 def _layouts(joint: Joint, costs: Costs) -> Iterator[Layout]:
@@ -104,8 +122,17 @@ def _layouts(joint: Joint, costs: Costs) -> Iterator[Layout]:
     ways = [(crossing.cuts(carried), carried) for carried in carry_levels(joint, crossing, forward)]
     ways += low_cuts(crossing, costs.sizes.values)
     ways.append((crossing.cuts(width=MOST_VALUES), frozenset()))
-    for ends, carried in dict.fromkeys(ways):
-        yield add_options(lay_out(joint, _thin(ends, forward), carried), costs.seconds, costs.sizes.values)
+    distinct = dict.fromkeys((tuple(_thin(ends, forward)), carried) for ends, carried in ways)
+    largest = {way: _largest(way[0], joint.forward_count) for way in distinct}
+    for ends, carried in distinct:
+        if min(largest.values()) <= LUMP < largest[ends, carried]:
+            continue
+        yield add_options(lay_out(joint, ends, carried), costs.seconds, costs.sizes.values)
+
+
+def _largest(ends: Sequence[int], count: int) -> int:
+    """The ops of the largest block where a forward of `count` ops is cut after these."""
+    return max(end - before for before, end in itertools.pairwise((-1, *ends, count - 1)))
 
 
 def _thin(ends: Sequence[int], seconds: Sequence[float]) -> list[int]:
@@ -119,24 +146,19 @@ def _thin(ends: Sequence[int], seconds: Sequence[float]) -> list[int]:
     return sorted(kept)
 
 
-def _keep_everything(layout: Layout, costs: Costs) -> Candidate:
-    chain = chain_of(layout, costs)
-    return judge(layout, keep_all.schedules(chain)[0], costs)
-
-
 @dataclass(frozen=True, eq=False)
 class _Solved:
     """A layout, and its tables for less and less memory: one alone would be too coarse for small budgets."""
 
     layout: Layout
     chain: Chain
-    costs: Costs
+    judge: _Judge
     tables: tuple[Table, ...]
 
     @classmethod
-    def of(cls, layout: Layout, costs: Costs, solver: str, slots: int) -> _Solved:
+    def of(cls, layout: Layout, judge: _Judge, solver: str, slots: int) -> _Solved:
         """Fill the tables, which cover the whole range of budgets whatever the user's budget is."""
-        chain = chain_of(layout, costs)
+        chain = chain_of(layout, judge.costs)
         build = TABLES[DEFAULT if solver == "auto" else solver]
         most = max(1, simulate(chain, keep_all.schedules(chain)[0]).peak)
         tables = [build(chain, most, slots)]
@@ -146,29 +168,43 @@ class _Solved:
         while tables[-1].mem / 2 > NEAR_LEAST * least:
             tables.append(build(chain, tables[-1].mem // 2, slots))
         tables.append(build(chain, int(NEAR_LEAST * least) + 1, slots))
-        return cls(layout, chain, costs, tuple(tables))
+        return cls(layout, chain, judge, tuple(tables))
 
-    def judged(self, count: int) -> dict[Schedule, Candidate]:
-        """About `count` schedules of each table."""
-        schedules = dict.fromkeys(s for table in self.tables for s in table.frontier(count))
-        return {schedule: judge(self.layout, schedule, self.costs) for schedule in schedules}
+    def few(self, count: int) -> list[Candidate]:
+        """About `count` schedules of each table, judged."""
+        return self.judge.of(self.layout, (s for table in self.tables for s in table.frontier(count)))
+
+    def many(self, apart: float) -> list[Candidate]:
+        """Schedules for budgets from the least to the most, so far `apart`, each of the finest table that covers it."""
+        smaller = [*(table.mem for table in self.tables[1:]), 0]
+        tables = zip(self.tables, smaller, strict=True)
+        return self.judge.of(self.layout, (s for table, above in tables for s in table.spread(apart, above)))
 
 
-def _solved(layouts: Sequence[_Solved]) -> list[Candidate]:
+def _solved(layouts: Sequence[Layout], judge: _Judge, solver: str, slots: int) -> list[Candidate]:
     """A few schedules of every layout, and many of those layouts that have some unbeaten one among the few."""
-    first = A_FEW if len(layouts[0].layout.joint.ops) <= LARGE else A_FEW // 2
-    few = [list(solved.judged(first).values()) for solved in layouts]
-    everything = [candidate for candidates in few for candidate in candidates]
-    best = {id(candidate.layout) for candidate in unbeaten(everything)}
-    promising = [solved for solved in layouts if id(solved.layout) in best]
-    steps = sum(3 * len(solved.layout.joint.ops) * len(solved.tables) for solved in promising)
-    count = max(2 * first, min(100, STEPS_TO_JUDGE // steps))
-    return everything + [candidate for solved in promising for candidate in solved.judged(count).values()]
+    large = len(layouts[0].joint.ops) > LARGE
+    solved = [_Solved.of(layout, judge, solver, _first_slots(layout, slots)) for layout in layouts]
+    found = [candidate for each in solved for candidate in each.few(A_FEW // 2 if large else A_FEW)]
+    unbeaten_of = Counter(id(candidate.layout) for candidate in unbeaten(found))
+    best = max(layouts, key=lambda layout: unbeaten_of[id(layout)])
+    for each in solved:
+        if not unbeaten_of[id(each.layout)]:
+            continue
+        finest = _first_slots(each.layout, slots) == slots or each.layout is not best
+        promising = each if finest else _Solved.of(each.layout, judge, solver, slots)
+        found += promising.many(APART**2 if large else APART)
+    return found
 
 
-def _joined(joint: Joint, costs: Costs, slots: int) -> Iterator[Candidate]:
+def _first_slots(layout: Layout, slots: int) -> int:
+    """How finely a layout is solved at first."""
+    return slots if len(layout.blocks) <= MANY_BLOCKS else min(slots, COARSE)
+
+
+def _joined(judge: _Judge, joint: Joint, slots: int) -> Iterator[Candidate]:
     """Schedules of the join of the towers, where there are any, over the range of budgets."""
-    crossing = crossings(joint)
+    costs, crossing = judge.costs, crossings(joint)
     towers = find_towers(joint, crossing, costs.seconds)
     if towers is None:
         return
@@ -186,19 +222,7 @@ def _joined(joint: Joint, costs: Costs, slots: int) -> Iterator[Candidate]:
         except BudgetTooSmall:  # in slots, which are coarse for small budgets
             return
         schedule = on_the_layout(timeline.schedule, parts)
-        judged = judge(layout, schedule, costs)
-        yield replace(judged, origin=FromJoin(schedule, timeline))
+        with suppress(InvalidSchedule):  # a gradient that both towers add to waits until what it needs too is gone
+            (judged,) = judge.of(layout, [schedule])
+            yield replace(judged, origin=FromJoin(schedule, timeline))
         budget = int(min(budget, timeline.peak) * JOIN_STEP)
-
-
-def _refined(frontier: Sequence[Candidate], costs: Costs, effort: float) -> Iterator[Candidate]:
-    """The programs that a search from those of the frontier finds; each keeps the blocks of the one it began with."""
-
-    def begin(place: int) -> SearchResult:
-        candidate = frontier[place]
-        return SearchResult(peak=candidate.peak, time=candidate.time, program=candidate.program(), began=place)
-
-    starts = [(candidate.peak, candidate.time) for candidate in frontier]
-    for found in search(starts, begin, costs, effort=effort):
-        began = frontier[found.began]
-        yield began if found.order is None else began.refined_to(found.order, found.program, costs)

@@ -48,6 +48,21 @@ class Table:
         schedules = [self.schedule(budget) for budget in reversed(budgets)]
         return list(dict.fromkeys([*schedules, self.schedule(self.least)]))[:count]
 
+    def spread(self, apart: float, above: int = 0) -> list[Schedule]:
+        """Schedules for budgets from `mem` down to the least, each `apart` times the next, as far as they are larger
+        than `above`.
+        """
+        budgets, budget = list[int](), float(self.mem)
+        while budget > max(self.least, above):
+            slot = int(budget) * self.slots // self.mem
+            while slot and self.curve[slot] == self.curve[slot - 1]:
+                slot -= 1  # the least budget of the same time
+            budgets.append(max(self.least, slot * self.mem // self.slots))
+            budget = min(budget, budgets[-1]) / apart
+        if self.least > above:
+            budgets.append(self.least)
+        return list(dict.fromkeys(self.schedule(budget) for budget in dict.fromkeys(budgets)))
+
 
 def table_of(
     chain: Chain,

@@ -111,6 +111,12 @@ class Joint:
         return frozenset(v.index for v in self.values if v.origin in (Origin.PRIMAL, Origin.TANGENT))
 
     @cached_property
+    def gradients_read(self) -> tuple[tuple[int, ...], ...]:
+        """The values made in the backward that each op reads."""
+        backward = frozenset(v.index for v in self.values if v.origin is Origin.BACKWARD)
+        return tuple(tuple(value for value in op.reads if value in backward) for op in self.ops)
+
+    @cached_property
     def tangent_values(self) -> tuple[int, ...]:
         """The gradients that autograd hands in."""
         return tuple(v.index for v in self.values if v.origin is Origin.TANGENT)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from fxremat.step.joint import Joint
 
@@ -28,6 +29,24 @@ class BlockLayout:
     saved: tuple[frozenset[int], ...]  # made in this block; each holds the boundary values made here
 
 
+class _Needs(dict[tuple[int, int, bool], frozenset[int]]):
+    """By block, option (-1: a checkpoint alone), and whether it is the block's first forward: the values it leaves."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+
+    def __missing__(self, key: tuple[int, int, bool]) -> frozenset[int]:
+        block, option, first = key
+        place, joint = self.layout.blocks[block], self.layout.joint
+        needed = place.boundary & place.made
+        if option >= 0:
+            needed |= place.saved[option]
+        if first:
+            needed |= place.made & (self.layout.held | joint.output_values)
+        self[key] = needed
+        return needed
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Layout:
     """The chain of blocks of one joint graph."""
@@ -39,6 +58,26 @@ class Layout:
     def boundary_before(self, block: int) -> frozenset[int]:
         """The values that enter a block (a_{l-1}); none enter the first: inputs are primals."""
         return self.blocks[block - 1].boundary if block else frozenset()
+
+    @cached_property
+    def needs(self) -> _Needs:
+        """What each forward of a block must leave, worked out when first asked for."""
+        return _Needs(self)
+
+    @cached_property
+    def runs(self) -> dict[tuple[int, frozenset[int], frozenset[int]], list[int]]:
+        """By block, values wanted and values of the block at hand: the ops that run, as far as they were asked for."""
+        return {}
+
+    @cached_property
+    def uniform(self) -> frozenset[int]:
+        """The blocks in which a later execution of an op reads what the first one does."""
+        ops = self.joint.ops
+        return frozenset(
+            number
+            for number, block in enumerate(self.blocks)
+            if all(ops[op].reads == ops[op].again_reads for op in block.forward)
+        )
 
     def with_options(self, options: Sequence[Sequence[frozenset[int]]]) -> Layout:
         """The same layout with further save sets (options 1, 2, ...) for each block."""

@@ -17,7 +17,6 @@ from enum import Enum
 
 from fxremat.chains.schedule import Backward, Drop, Forward, Keep, Op, Schedule
 from fxremat.errors import InvalidSchedule
-from fxremat.step.joint import Origin
 from fxremat.step.layout import Layout
 
 
@@ -121,16 +120,23 @@ class Order:
         return replay.whole_program()
 
 
-def rematerialize(layout: Layout, schedule: Schedule) -> Program:
-    """Write down what a schedule executes. O(steps * reads).
+def order_of(layout: Layout, schedule: Schedule) -> Order:
+    """The order in which a schedule executes ops. O(steps * reads).
 
     Raises:
         InvalidSchedule: an op of the schedule needs what is not stored when it runs.
     """
-    replay = Replay(layout)
+    replay = _OrderReplay(layout)
     for op in schedule.ops:
         replay.execute(op)
-    return replay.whole_program()
+    replay.check_complete()
+    split = len(replay.ops) if replay.split is None else replay.split
+    return Order(layout=layout, ops=tuple(replay.ops), blocks=tuple(replay.blocks), split=split)
+
+
+def rematerialize(layout: Layout, schedule: Schedule) -> Program:
+    """Write down what a schedule executes. O(steps * reads). Raises what `order_of` raises."""
+    return order_of(layout, schedule).program()
 
 
 @dataclass(slots=True)
@@ -188,20 +194,15 @@ class Replay:
 
     def forward(self, block: int, keep: Keep, option: int = 0) -> None:
         """Run the forward of a block and store what `keep` says."""
-        layout, place = self.layout, self.layout.blocks[block]
-        wanted = set(place.boundary & place.made)
-        if keep is Keep.ALL:
-            if option >= len(place.saved):
-                raise InvalidSchedule(f"block {block + 1} has {len(place.saved)} options, not {option + 1}")
-            wanted |= place.saved[option]
-        joint = layout.joint
-        if not self._seen(block):
-            wanted |= place.made & layout.held
-            wanted |= place.made & joint.output_values
+        place, joint = self.layout.blocks[block], self.layout.joint
+        if keep is Keep.ALL and option >= len(place.saved):
+            raise InvalidSchedule(f"block {block + 1} has {len(place.saved)} options, not {option + 1}")
+        first = not self._seen(block)
+        if first:
             for index in place.forward:  # checks, which return nothing, run once
                 if not joint.ops[index].writes:
                     self._run(index, block)
-        self._need(wanted, block)
+        self._need(self.layout.needs[block, option if keep is Keep.ALL else -1, first], block)
         if keep is Keep.ALL:
             self._store(("A", block), place.saved[option] | place.boundary)
         else:
@@ -216,10 +217,11 @@ class Replay:
         An op that reads a gradient which a later backward makes (towers that share weights) waits for it.
         """
         if self.split is None:
-            self.split = len(self.steps)
+            self.split = self._count()
         place = self.layout.blocks[block]
         self._run_ready(place.backward, block)
-        self._run_ready((), block)
+        if self._waiting:
+            self._run_ready((), block)
         self.discard("A", block)
         self.discard("a", block - 1)
         self.discard("a", block)
@@ -235,9 +237,7 @@ class Replay:
                 self._run(index, block)
 
     def _gradients_missing(self, index: int) -> bool:
-        values = self.layout.joint.values
-        reads = self.layout.joint.ops[index].reads
-        return any(value not in self.current and values[value].origin is Origin.BACKWARD for value in reads)
+        return any(value not in self.current for value in self.layout.joint.gradients_read[index])
 
     def discard(self, kind: str, block: int) -> None:
         """Forget a stored a or A; nothing happens where it is not stored."""
@@ -256,9 +256,7 @@ class Replay:
 
     def program(self) -> Program:
         """What was written down so far."""
-        if self._waiting:
-            name = self.layout.joint.ops[self._waiting[0]].name
-            raise InvalidSchedule(f"the schedule ends before {name} has the gradients that it reads")
+        self.check_complete()
         split = len(self.steps) if self.split is None else self.split
         late_reads = {self.version_of[version] for step in self.steps[split:] for version in step.reads}
         return Program(
@@ -271,8 +269,17 @@ class Replay:
             preserved=frozenset(late_reads & self.layout.joint.mutated_primals),
         )
 
+    def check_complete(self) -> None:
+        """Raise `InvalidSchedule` where backward ops still wait for a gradient."""
+        if self._waiting:
+            name = self.layout.joint.ops[self._waiting[0]].name
+            raise InvalidSchedule(f"the schedule ends before {name} has the gradients that it reads")
+
+    def _count(self) -> int:
+        return len(self.steps)
+
     def _seen(self, block: int) -> bool:
-        return any(index in self.ran for index in self.layout.blocks[block].forward)
+        return not self.ran.isdisjoint(self.layout.blocks[block].forward)
 
     def _store(self, item: tuple[str, int], values: Iterable[int]) -> None:
         if item in self._stored:
@@ -282,13 +289,18 @@ class Replay:
         for value in held:
             self._covers[value] = self._covers.get(value, 0) + 1
 
-    def _forget(self, values: Iterable[int]) -> None:
-        for value in values:
+    def _forget(self, values: frozenset[int]) -> None:
+        for value in self.current.keys() & values:
             if value not in self._covers and value not in self.layout.held:
-                self.current.pop(value, None)
+                del self.current[value]
 
     def _need(self, wanted: Iterable[int], block: int) -> None:
         """Make the wanted values of a block, in the order of the original forward."""
+        for index in self._makers(wanted, block):
+            self._run(index, block)
+
+    def _makers(self, wanted: Iterable[int], block: int) -> list[int]:
+        """The ops that make the wanted values of a block, those behind them included."""
         joint, place = self.layout.joint, self.layout.blocks[block]
         missing: set[int] = set()
         stack = self._missing(wanted)
@@ -301,11 +313,12 @@ class Replay:
             op = joint.ops[producer]
             reads = op.again_reads if producer in self.ran else op.reads
             stack += self._missing(reads)
-        for index in sorted(missing):
+        makers = sorted(missing)
+        for index in (makers[0], makers[-1]) if makers else ():
             if not place.forward or index < place.forward[0] or index > place.forward[-1]:
                 op = joint.ops[index]
                 raise InvalidSchedule(f"block {block + 1} needs {op.name}, which belongs to another block")
-            self._run(index, block)
+        return makers
 
     def _missing(self, values: Iterable[int]) -> list[int]:
         """The values that are not at hand; inputs are given when they are first read."""
@@ -338,3 +351,40 @@ class Replay:
         role = Role.BACKWARD if op.backward else Role.RECOMPUTE if again else Role.FORWARD
         self.steps.append(Step(index, block, role, reads, writes))
         (self._repeated if again else self.ran).add(index)
+
+
+@dataclass(slots=True)
+class _OrderReplay(Replay):
+    """A replay that writes down which op runs when, and no versions."""
+
+    ops: list[int] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.current = dict.fromkeys(self.layout.joint.given, 0)
+
+    def _count(self) -> int:
+        return len(self.ops)
+
+    def _missing(self, values: Iterable[int]) -> list[int]:
+        current = self.current
+        return [value for value in values if value not in current]
+
+    def _makers(self, wanted: Iterable[int], block: int) -> list[int]:
+        """Those found before, where the same values of the block were wanted and at hand."""
+        if block not in self.layout.uniform:
+            return Replay._makers(self, wanted, block)
+        made = self.layout.blocks[block].made
+        key = (block, frozenset(wanted), frozenset(self.current.keys() & made))
+        known = self.layout.runs.get(key)
+        if known is None:
+            known = self.layout.runs[key] = Replay._makers(self, wanted, block)
+        return known
+
+    def run(self, index: int, block: int, pinned: frozenset[int] = frozenset()) -> None:
+        """Run one op, whose operands are there."""
+        op = self.layout.joint.ops[index]
+        self.current.update(dict.fromkeys(op.again_writes if index in self.ran else op.writes, 0))
+        self.ops.append(index)
+        self.blocks.append(block)
+        self.ran.add(index)
