@@ -17,7 +17,7 @@ from typing import Any, TypedDict
 
 import torch
 
-from fxremat.cost.estimate import Device
+from fxremat.cost.devices import Device
 from fxremat.errors import FxrematError, InvalidBudget
 from fxremat.host.tier import HostTier
 from fxremat.ops.parameters import check_optimizer
