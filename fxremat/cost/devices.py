@@ -44,7 +44,7 @@ class Device:
         """
         if isinstance(name, Device):
             return name
-        known = name.strip().replace(" ", "-")
+        known = str(name).strip().replace(" ", "-")
         if known not in DEVICES:
             raise FxrematError(
                 f"unknown device {name!r}; known are {', '.join(DEVICES)}, or give a Device(...)"

@@ -65,7 +65,7 @@ def assumptions(joint: Joint, device: Device) -> str:
         return ""
     found = dict.fromkeys(ATTENTION[packet] for op in joint.ops if (packet := _packet(op.node)) in ATTENTION)
     kernels = ", ".join([*found, "512-byte blocks"])
-    return f"those of CUDA, assumed: {kernels}; other workspaces count as nothing"
+    return f"CUDA's, assumed: {kernels}; unknown workspaces count as 0"
 
 
 def cost_of(op: Op, joint: Joint, device: Device, *, safe: bool = False) -> OpCost:
@@ -119,12 +119,11 @@ def _flash_workspace(node: fx.Node) -> int:
     Sizes are rounded up to tiles of 128 rows and 32 columns. Where several heads share a key, their gradients of keys
     and values are added up afterwards. `mha_bwd` in aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp.
     """
-    query, key = (cast(fx.Node, argument).meta["val"] for argument in node.args[1:3])
+    query, key = (cast(torch.Tensor, cast(fx.Node, argument).meta["val"]) for argument in node.args[1:3])
     batch, heads, length, width = query.shape
-    rows = batch * heads * _rounded(length, 128)
-    sums = rows * (_rounded(width, 32) + 1) * torch.float32.itemsize
-    shared = key.shape[1] != heads
-    return sums + (2 * batch * heads * key.shape[2] * width * key.element_size() if shared else 0)
+    sums = batch * heads * _rounded(length, 128) * (_rounded(width, 32) + 1) * torch.float32.itemsize
+    every = 2 * batch * heads * key.shape[2] * width * key.element_size()
+    return sums + (every if key.shape[1] != heads else 0)
 
 
 def _rounded(size: int, step: int) -> int:
