@@ -408,6 +408,19 @@ def fake_mode() -> contextlib.AbstractContextManager[Any]:
     return mode
 
 
+def tensor_places(model: torch.nn.Module) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
+    """Every parameter, buffer and other attribute of a model that is a tensor, with the dictionary that holds it.
+
+    `Module._parameters` and `Module._buffers` (2.11, 2.13), which `torch.func.functional_call` writes to as well:
+    setting an attribute would not take a fake tensor for a parameter that is none.
+    """
+    for module in model.modules():
+        for holder in (module._parameters, module._buffers, vars(module)):
+            for name, value in holder.items():
+                if isinstance(value, torch.Tensor):
+                    yield holder, name, value
+
+
 def is_real(value: object) -> bool:
     """Whether a tensor has data: it is neither fake, nor on the meta device, nor a shell without memory."""
     if not isinstance(value, torch.Tensor) or not has_data(value):

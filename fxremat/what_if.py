@@ -20,7 +20,8 @@ from fxremat.units import format_bytes, format_seconds
 Devices = list[str] | list[Device] | list[str | Device] | tuple[str | Device, ...]
 
 SHARES = (80, 60, 40)  # percent of what keeping everything takes, for which a comparison shows times
-HEADS = ("device", "memory", "keep all", "", *(f"{share}%" for share in SHARES), "least", "", "planned", "", "fits")
+SHARED = tuple(f"{share}%" for share in SHARES)
+HEADS = ("device", "memory", "keep all", "", *SHARED, "least", "", "planned", "", "fits")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,9 +104,7 @@ def compared(devices: Devices, plan_for: Callable[[str | Device], Plan]) -> Comp
     if not known:
         raise FxrematError('device is an empty list; name devices to compare, such as ["A100", "H200"]')
     return Comparison(
-        estimates=tuple(
-            Estimate(device=device, plan=plan_for(device)) for device in dict.fromkeys(known)
-        )
+        estimates=tuple(Estimate(device=device, plan=plan_for(device)) for device in dict.fromkeys(known))
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -342,8 +343,6 @@ def test_several_devices_are_compared() -> None:
 
 
 def test_a_device_that_is_too_small_is_told_of() -> None:
-    from dataclasses import replace
-
     small = replace(DEVICES["A100"], name="small", memory=1000)
     compared = planned(Llama(1), tokens(), device=[small])
     assert "no: " in str(compared)
@@ -363,18 +362,21 @@ def test_wrong_devices_to_compare_are_refused() -> None:
             planned(Llama(1), tokens(), device=devices)
 
 
-def test_the_largest_size_is_found_with_few_trials() -> None:
-    for edge in (*range(1, 40), 100, 4095):
-        tried: list[int] = []
+@pytest.mark.parametrize("edge", [*range(1, 40), 100, 4095])
+def test_the_largest_size_is_found_with_few_trials(edge: int) -> None:
+    tried: list[int] = []
 
-        def least(size: int) -> int:
-            tried.append(size)
-            return 10 * size
+    def least(size: int) -> int:
+        tried.append(size)
+        return 10 * size
 
-        found = largest(least, 10 * edge + 3, 4096)
-        assert found == Largest(size=edge, least=10 * edge, next_least=10 * (edge + 1))
-        assert len(tried) <= 2 * edge.bit_length() + 2
-        assert len(set(tried)) == len(tried)
+    found = largest(least, 10 * edge + 3, 4096)
+    assert found == Largest(size=edge, least=10 * edge, next_least=10 * (edge + 1))
+    assert len(tried) <= 2 * edge.bit_length() + 2
+    assert len(set(tried)) == len(tried)
+
+
+def test_a_search_ends_at_its_limit_and_needs_one_that_fits() -> None:
     assert largest(lambda size: size, 10**9, 100) == Largest(size=100, least=100, next_least=None)
     assert largest(lambda size: size, 10**9, 1) == Largest(size=1, least=1, next_least=None)
     with pytest.raises(BudgetTooSmall) as error:
@@ -383,7 +385,8 @@ def test_the_largest_size_is_found_with_few_trials() -> None:
 
 
 def llama(batch: int = 2) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
-    return on_meta(lambda: Llama(1)), tuple(torch.zeros(2, batch, 16, dtype=torch.long, device="meta"))  # type: ignore
+    tokens = torch.zeros(batch, 16, dtype=torch.long, device="meta")
+    return on_meta(lambda: Llama(1)), (tokens, tokens)
 
 
 NAME = "tests.test_what_if:llama"

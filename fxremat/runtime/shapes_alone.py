@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from fxremat.errors import FxrematError
 from fxremat.options import Options
-from fxremat.torch_private import fake_mode, has_data
+from fxremat.torch_private import fake_mode, has_data, tensor_places
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -55,7 +55,7 @@ def with_fakes(model: nn.Module, call: Call, options: Options) -> Iterator[Call]
     if options.optimizer is not None:
         refuse_without_data(model, "offload_weights moves weights to the host")
     fakes = _Fakes()
-    places = list(_tensors_of(model))
+    places = list(tensor_places(model))
     try:
         for holder, name, tensor in places:
             holder[name] = fakes.like(tensor)
@@ -63,15 +63,6 @@ def with_fakes(model: nn.Module, call: Call, options: Options) -> Iterator[Call]
     finally:
         for holder, name, tensor in places:
             holder[name] = tensor
-
-
-def _tensors_of(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
-    """Every parameter, buffer and other attribute of the model that is a tensor, with the dictionary that holds it."""
-    for module in model.modules():
-        for holder in (module._parameters, module._buffers, vars(module)):
-            for name, value in holder.items():
-                if isinstance(value, Tensor):
-                    yield holder, name, value
 
 
 class _Fakes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -85,3 +86,29 @@ def test_sizes_are_rounded_as_the_devices_allocator_does() -> None:
     assert (here.seed > 0, there.seed) == (True, 0)
     assert assumptions(joint, DEVICES["cpu"]) == ""
     assert assumptions(joint, DEVICES["H200"]) == "CUDA's, assumed: 512-byte blocks; unknown workspaces count as 0"
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "what-if.md"
+
+
+def row_of(device: Device) -> str:
+    rates = (device.flops, device.tf32_flops or device.flops, device.half_flops, device.bf16_flops or device.half_flops)
+    columns = [f"{rate / 1e12:g}" for rate in rates]
+    memory = f"{device.memory / 1e9:g} GB" if device.memory else ""
+    return f"| {device.name} | {memory} | {' | '.join(columns)} | {device.bandwidth / 1e9:g} | {device.source} |"
+
+
+def test_the_page_has_every_device() -> None:
+    """To write it anew: `python -c "from tests.cost.test_devices import write_page; write_page()"`."""
+    assert table() in PAGE.read_text()
+
+
+def table() -> str:
+    heads = "| device | memory | fp32 | conv | fp16 | bf16 | GB/s | source |\n|---|---|---|---|---|---|---|---|"
+    rows = "\n".join(row_of(device) for device in DEVICES.values())
+    return f"<!-- devices -->\n{heads}\n{rows}\n<!-- /devices -->"
+
+
+def write_page() -> None:
+    before, _, rest = PAGE.read_text().partition("<!-- devices -->")
+    PAGE.write_text(before + table() + rest.partition("<!-- /devices -->")[2])
