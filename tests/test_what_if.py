@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +27,7 @@ from fxremat.what_if import Largest, largest
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
 
+ROOT = Path(__file__).parents[1]
 aten = torch.ops.aten
 WIDTH, HEADS, WORDS = 32, 4, 64
 
@@ -434,3 +438,16 @@ def test_wrong_arguments_are_one_line(
     assert printed.out == ""
     assert printed.err.count("\n") == 1
     assert says in printed.err
+
+
+def test_a_fake_mode_around_the_call_is_left() -> None:
+    """In a process of its own: where autograd meets real tensors in a strict fake mode, C++ ends the process."""
+    code = (
+        "import torch; from tests.test_what_if import FakeTensorMode, Llama, planned, tokens\n"
+        "with FakeTensorMode(): print(planned(Llama(1), tokens()).keep_all_peak)\n"
+        "print(planned(Llama(1), tokens()).keep_all_peak)"
+    )
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-2000:]
+    inside, outside = done.stdout.split()
+    assert inside == outside

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from fxremat.errors import FxrematError
 from fxremat.options import Options
-from fxremat.torch_private import fake_mode, has_data, tensor_places
+from fxremat.torch_private import fake_mode, has_data, real_tensors, tensor_places
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -57,9 +57,10 @@ def with_fakes(model: nn.Module, call: Call, options: Options) -> Iterator[Call]
     fakes = _Fakes()
     places = list(tensor_places(model))
     try:
-        for holder, name, tensor in places:
-            holder[name] = fakes.like(tensor)
-        yield pytree.tree_map_only(Tensor, fakes.like, call)
+        with real_tensors():  # a fake mode around this call would take what planning computes with for fake, too
+            for holder, name, tensor in places:
+                holder[name] = fakes.like(tensor)
+            yield pytree.tree_map_only(Tensor, fakes.like, call)
     finally:
         for holder, name, tensor in places:
             holder[name] = tensor
