@@ -252,6 +252,42 @@ def test_attention_is_the_kernel_that_the_device_would_take(
     )
 
 
+class Heads(nn.Module):
+    """The attention itself, without a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(1, dtype=HALF))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        return F.scaled_dot_product_attention(q * self.gain, k, v, attn_mask=mask)
+
+
+def test_heads_are_padded_for_flash_attention_and_come_back_as_they_were() -> None:
+    plan = planned(Heads(), tuple(heads(HALF, *[(2, 4, 48, 20)] * 3)), device="H200", loss_bytes=8)
+    flash = next(op for op in plan.joint.ops if "flash" in op.name)
+    assert [tuple(node.meta["val"].shape) for node in flash.node.args[:3]] == [(2, 4, 48, 24)] * 3
+    (output,) = plan.joint.forward_outputs
+    assert tuple(output.meta["val"].shape) == (2, 4, 48, 20)
+
+
+def test_a_mask_is_added_to_the_scores() -> None:
+    plan = planned(Heads(), (*heads(HALF), MASK), device="H200", loss_bytes=8)
+    kernel = next(op for op in plan.joint.ops if "efficient" in op.name)
+    bias = kernel.node.args[3].meta["val"]
+    assert (tuple(bias.shape), bias.dtype) == ((2, 4, 48, 48), HALF)
+
+
+def test_what_is_frozen_or_wants_a_gradient_stays_so_without_data() -> None:
+    def made() -> tuple[nn.Module, Tensor]:
+        model = nn.Sequential(nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 8), nn.Linear(8, 1))
+        return model, torch.ones(4, 8, requires_grad=True)
+
+    real, without = made(), on_meta(made)
+    assert shown(planned(*without)) == shown(planned(*real))
+    assert planned(*without).joint.backward_outputs.count(None) == 2
+
+
 def test_flash_attention_saves_what_cuda_saves() -> None:
     plan = planned(Attention(), tuple(heads(HALF)), device="H200")
     forward, backward = (op for op in plan.joint.ops if "flash" in op.name)
@@ -381,8 +417,8 @@ def test_the_largest_size_is_found_with_few_trials(edge: int) -> None:
 
 
 def test_a_search_ends_at_its_limit_and_needs_one_that_fits() -> None:
-    assert largest(lambda size: size, 10**9, 100) == Largest(size=100, least=100, next_least=None)
-    assert largest(lambda size: size, 10**9, 1) == Largest(size=1, least=1, next_least=None)
+    for limit in range(1, 70):
+        assert largest(lambda size: size, 10**9, limit) == Largest(size=limit, least=limit, next_least=None)
     with pytest.raises(BudgetTooSmall) as error:
         largest(lambda size: 7 * size, 6, 100)
     assert error.value.minimum == 7
