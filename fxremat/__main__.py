@@ -385,7 +385,7 @@ def _parser() -> _Parser:
         "--device", metavar="NAMES", help="with --cost estimate: H200, or several to compare: A100,H200"
     )
     plan.add_argument(
-        "--largest", metavar="NAME", help="the largest number for this parameter of the factory, such as batch"
+        "--largest", metavar="NAME", help="the largest number that this parameter of the factory can have"
     )
     plan.add_argument("--up-to", type=int, default=65536, metavar="N", help="where --largest stops (default 65536)")
     plan.add_argument("--full", action="store_true", help="a line for each block, and the whole schedule")

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
 import fxremat
+from examples import what_if
 from fxremat.__main__ import main
 from fxremat.cost.devices import DEVICES
 from fxremat.errors import BudgetTooSmall, CaptureError, FxrematError
@@ -487,3 +488,12 @@ def test_a_fake_mode_around_the_call_is_left() -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     inside, outside = done.stdout.split()
     assert inside == outside
+
+
+def test_the_example_has_the_sizes_that_it_says() -> None:
+    models = [what_if.llama_8b(), what_if.llama_1b(batch=3, length=5)]
+    assert [sum(p.numel() for p in model.parameters()) for model, _ in models] == [8_030_261_248, 1_235_814_400]
+    assert [tuple(tokens.shape) for _, tokens in models] == [(1, 4096), (3, 5)]
+    model = on_meta(lambda: what_if.Llama(layers=2, width=64, hidden=128, heads=8, tied=True).to(HALF))
+    plan = planned(model, torch.zeros(2, 16, dtype=torch.long), device="B200")
+    assert plan.assumed == "CUDA's, assumed: flash attention, 512-byte blocks; unknown workspaces count as 0"
