@@ -4,7 +4,9 @@ Exit 0 with the answer on stdout, or exit 2 (130 after Ctrl-C) with one line on 
 """
 
 import argparse
+import functools
 import importlib
+import inspect
 import json
 import os
 import sys
@@ -23,7 +25,7 @@ from fxremat.chains.platform import Platform
 from fxremat.chains.schedule import Schedule
 from fxremat.chains.simulate import Timeline
 from fxremat.chains.simulate_join import JoinTimeline
-from fxremat.errors import FxrematError
+from fxremat.errors import BudgetTooSmall, FxrematError
 from fxremat.show import pipeline as pipeline_report
 from fxremat.solvers.choose import EFFORT, JoinSolution, Solution, solution
 from fxremat.solvers.pipeline.best_plan import EFFORT as PIPELINE_EFFORT
@@ -124,17 +126,67 @@ def _plan(args: argparse.Namespace) -> str:
     factory = _read_factory(args.factory)
     from fxremat.api import plan  # imports torch, which the other commands do without
     from fxremat.options import options_of
+    from fxremat.what_if import Comparison
 
-    asked = ("solver", "effort", "slots", "cost", "device", "host_mem")
+    asked = ("solver", "effort", "slots", "cost", "host_mem")
     options = {name: value for name in asked if (value := getattr(args, name)) is not None}
-    options_of(mem=args.mem, offload=args.offload, **options)  # before the factory, which may take a while
+    options |= {"mem": args.mem, "offload": args.offload}
+    devices: list[str] = [] if args.device is None else [name.strip() for name in args.device.split(",")]
+    for device in devices or (None,):
+        options_of(**options, device=device)  # before the factory, which may take a while
+    if args.largest is not None:
+        return _largest(args, factory, options, devices)
+    if len(devices) > 1 and args.report is not None:
+        raise FxrematError(f"--report shows one plan, and --device names {len(devices)} devices: name one")
+    if devices:
+        options["device"] = devices if len(devices) > 1 else devices[0]
     model, example_inputs = _made(factory, args.factory)
-    found = _guarded(
-        f"planning {args.factory}",
-        lambda: plan(model, example_inputs, mem=args.mem, offload=args.offload, **options),
-    )
+    found = _guarded(f"planning {args.factory}", lambda: plan(model, example_inputs, **options))
+    if isinstance(found, Comparison):
+        return str(found)
     _write(args.report, found.to_html)
-    return found.describe(full=args.full)
+    return str(found.describe(full=args.full))
+
+
+def _largest(
+    args: argparse.Namespace, factory: Callable[..., Any], options: dict[str, Any], devices: list[str]
+) -> str:
+    """The largest value of the factory's parameter with which the step fits, a line for each device."""
+    from fxremat.api import plan
+    from fxremat.what_if import largest
+
+    name, limit = args.largest, args.up_to
+    if not _takes(factory, name):
+        raise FxrematError(
+            f"{args.factory} has no parameter {shortened(name)}; --largest calls it with that parameter, from 1 on"
+        )
+    if limit < 1:
+        raise FxrematError(f"--up-to is {limit}; it is 1 or more")
+    if args.mem.strip().endswith("%"):
+        raise FxrematError("--largest needs --mem in bytes, such as 4GiB: a share of a larger batch is more memory")
+    budget, options = parse_bytes(args.mem), {"effort": 0.0} | options
+
+    def least_on(device: str | None, size: int) -> int:
+        model, example_inputs = _made(functools.partial(factory, **{name: size}), args.factory)
+        try:
+            work = functools.partial(plan, model, example_inputs, device=device, **options)
+            return int(_guarded(f"planning {args.factory}({name}={size})", work).minimum)
+        except BudgetTooSmall as error:
+            return error.minimum
+
+    return "\n".join(
+        f"{device + ': ' if device else ''}the largest {name} within {format_bytes(budget)} is "
+        f"{largest(functools.partial(least_on, device), budget, limit)}"
+        for device in devices or (None,)
+    )
+
+
+def _takes(factory: Callable[..., Any], name: str) -> bool:
+    """Whether a factory has a parameter of this name."""
+    try:
+        return name in inspect.signature(factory).parameters
+    except (TypeError, ValueError):  # no function, or one that is not written in Python
+        return False
 
 
 def _made(factory: Callable[[], Any], name: str) -> tuple[Any, Any]:
@@ -329,7 +381,13 @@ def _parser() -> _Parser:
     plan.add_argument("--effort", type=float, metavar="SECONDS", help="to improve the plan op by op")
     plan.add_argument("--slots", type=int, metavar="N", help="steps of memory (default 500)")
     plan.add_argument("--cost", metavar="HOW", help='"measure", unless told, or "estimate"')
-    plan.add_argument("--device", metavar="NAME", help='with --cost estimate, such as "A100-40GB"')
+    plan.add_argument(
+        "--device", metavar="NAMES", help="with --cost estimate: H200, or several to compare: A100,H200"
+    )
+    plan.add_argument(
+        "--largest", metavar="NAME", help="the largest number that this parameter of the factory can have"
+    )
+    plan.add_argument("--up-to", type=int, default=65536, metavar="N", help="where --largest stops (default 65536)")
     plan.add_argument("--full", action="store_true", help="a line for each block, and the whole schedule")
     plan.add_argument("--report", metavar="OUT.html")
     return parser

@@ -8,15 +8,18 @@ module  = drop_in(model, options)               captured at its first training c
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Unpack
+from typing import Any, Unpack, overload
 
 import torch
 from torch import nn
 
+from fxremat.cost.devices import Device
 from fxremat.errors import FxrematError
-from fxremat.options import CompileOptions, options_of
+from fxremat.options import CompileOptions, PlanOptions, options_of
 from fxremat.plans import Plan
 from fxremat.runtime.module import Rematerialized, drop_in
+from fxremat.runtime.shapes_alone import Call, refuse_without_data, with_fakes
+from fxremat.what_if import Comparison, Devices, compared
 
 
 def compile(  # the name users know from torch.compile
@@ -53,25 +56,61 @@ def compile(  # the name users know from torch.compile
     """
     module = drop_in(_checked(model), options_of(mem=mem, solver=solver, **options))
     if example_inputs is not None:
+        refuse_without_data(model, "a compiled step runs")
         module.make_plan(*_split(example_inputs))
     return module
 
 
+@overload
 def plan(
     model: nn.Module,
     example_inputs: Any,
     *,
     mem: int | str,
     solver: str = "auto",
-    **options: Unpack[CompileOptions],
-) -> Plan:
+    device: str | Device | None = None,
+    **options: Unpack[PlanOptions],
+) -> Plan: ...
+@overload
+def plan(
+    model: nn.Module,
+    example_inputs: Any,
+    *,
+    mem: int | str,
+    solver: str = "auto",
+    device: Devices,
+    **options: Unpack[PlanOptions],
+) -> Comparison: ...
+def plan(
+    model: nn.Module,
+    example_inputs: Any,
+    *,
+    mem: int | str,
+    solver: str = "auto",
+    device: str | Device | Devices | None = None,
+    **options: Unpack[PlanOptions],
+) -> Plan | Comparison:
     """The plan that `compile` would make for these inputs; the model is neither run nor changed.
 
-    Arguments and errors are those of `compile`. With cost="estimate" and device="A100-40GB" no op is run either, so
-    that a plan can be made where the device is not.
+    Arguments and errors are those of `compile`. With cost="estimate" no op is run either, and
+
+        device="H200"               plans for a device that is not there: docs/what-if.md says what is assumed of it
+        device=["A100", "H200"]     a plan for each, as a `fxremat.what_if.Comparison`, which prints as a table
+
+    The model's parameters and buffers, and the inputs, may then be on the meta device, or fake tensors.
     """
-    module = drop_in(_checked(model), options_of(mem=mem, solver=solver, **options))
-    return module.make_plan(*_split(example_inputs))
+    named = _checked(model)
+    call = _split(example_inputs)
+    if isinstance(device, list | tuple):
+        return compared(device, lambda one: _plan(named, call, mem=mem, solver=solver, device=one, **options))
+    return _plan(named, call, mem=mem, solver=solver, device=device, **options)
+
+
+def _plan(model: nn.Module, call: Call, **options: Any) -> Plan:
+    settings = options_of(**options)
+    target = None if settings.device is None else Device.named(settings.device)
+    with with_fakes(model, call, settings) as (args, kwargs):
+        return drop_in(model, settings, target).make_plan(args, kwargs)
 
 
 def _checked(model: object) -> nn.Module:
@@ -95,7 +134,7 @@ def _checked(model: object) -> nn.Module:
     return model
 
 
-def _split(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _split(example_inputs: Any) -> Call:
     if isinstance(example_inputs, Mapping):
         return (), dict(example_inputs)
     if isinstance(example_inputs, tuple | list):

@@ -17,7 +17,7 @@ from typing import Any, TypedDict
 
 import torch
 
-from fxremat.cost.estimate import Device
+from fxremat.cost.devices import Device
 from fxremat.errors import FxrematError, InvalidBudget
 from fxremat.host.tier import HostTier
 from fxremat.ops.parameters import check_optimizer
@@ -31,11 +31,10 @@ TRANSFERRING = tuple(name for name, solver in SOLVERS.items() if solver.transfer
 COSTS = ("measure", "estimate")
 
 
-class CompileOptions(TypedDict, total=False):
-    """The settings of `Options` beside `mem` and `solver`, for signatures: `**options: Unpack[CompileOptions]`."""
+class PlanOptions(TypedDict, total=False):
+    """The settings of `Options` beside `mem`, `solver` and `device`: `fxremat.plan` takes several devices, too."""
 
     cost: str
-    device: str | Device | None
     slots: int
     loss_bytes: int | str | None
     only_loss: bool
@@ -47,6 +46,12 @@ class CompileOptions(TypedDict, total=False):
     optimizer: torch.optim.Optimizer | None
 
 
+class CompileOptions(PlanOptions, total=False):
+    """The settings of `Options` beside `mem` and `solver`, for signatures: `**options: Unpack[CompileOptions]`."""
+
+    device: str | Device | None
+
+
 @dataclass(frozen=True)
 class Options:
     """What to plan for.
@@ -55,7 +60,7 @@ class Options:
         mem: the budget, in any of the forms of `fxremat.compile`.
         solver: one of `PLANNERS`; with offload=True also one of `TRANSFERRING`.
         cost: "measure" runs every distinct op; "estimate" counts flops and bytes for `device`.
-        device: with cost="estimate", the name of a known device, or a `fxremat.cost.estimate.Device`.
+        device: with cost="estimate", the name of a known device, or a `fxremat.cost.devices.Device`.
         slots: steps of memory in the dynamic programs, from 1 to 100,000.
         loss_bytes: what a loss outside the model allocates between forward and backward, in the forms of a size. None:
             nothing where the model returns its loss, else three times the bytes of its outputs.
@@ -134,7 +139,7 @@ class Options:
         if not isinstance(self.device, str | Device):
             raise FxrematError(
                 f"device is {shortened(self.device)}; it is the name of a known device or a "
-                "fxremat.cost.estimate.Device"
+                "fxremat.cost.devices.Device"
             )
         Device.named(self.device)
 

@@ -50,6 +50,7 @@ class PlannedStep:
     tier: HostTier | None = None  # where values may wait, with offloading
     link: Link | None = None  # how fast they get there and back
     weights: WeightBudget | None = None  # where the step updates its weights, and the budget covers them
+    assumed: str = ""  # what was taken for granted of a device that the step was not captured on
 
     @property
     def predicted_peak(self) -> int:

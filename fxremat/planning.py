@@ -20,7 +20,8 @@ import torch
 
 from fxremat.budget import bytes_of
 from fxremat.cost.calibrate import calibration
-from fxremat.cost.estimate import Device, estimate
+from fxremat.cost.devices import Device
+from fxremat.cost.estimate import assumptions, estimate
 from fxremat.cost.link import measure_link, typical_size
 from fxremat.cost.measure import measure, trust_known_layouts
 from fxremat.cost.updates import units_of, with_own_sizes
@@ -137,12 +138,14 @@ def _planned(
 ) -> Plan:
     joint = chosen.layout.joint
     measured = options.cost == "measure"
+    target = None if measured else _estimated_device(joint, options)
     return Plan(
         budget=budget,
         chosen=chosen,
         alternatives=frontier,
         costs=costs,
-        device=device_name(device_of(joint)) if measured else str(_estimated_device(joint, options)),
+        device=str(target) if target else device_name(device_of(joint)),
+        assumed=assumptions(joint, target) if target else "",
         timed=f"{options.cost}d",
         **further,
     )

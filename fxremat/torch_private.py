@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -133,6 +133,27 @@ def _eager_kernels() -> Iterator[None]:
     finally:
         for op, kernels in registered.items():
             op.py_kernels.update(kernels)
+            op._dispatch_cache.clear()
+
+
+@contextlib.contextmanager
+def composite_kernels(kernels: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
+    """While AOTAutograd traces: composite ops (`OpOverload`) as these functions compute them.
+
+    What `py_impl` registers in `OpOverload.py_kernels` for the CompositeImplicitAutograd key is looked up before C++
+    kernels, also for calls from inside of them; `_dispatch_cache` remembers what was looked up (2.11, 2.13).
+    """
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    registered = {op: dict(op.py_kernels) for op in kernels}
+    try:
+        for op, kernel in kernels.items():
+            op.py_kernels[key] = kernel
+            op._dispatch_cache.clear()
+        yield
+    finally:
+        for op, others in registered.items():
+            op.py_kernels.pop(key, None)
+            op.py_kernels.update(others)
             op._dispatch_cache.clear()
 
 
@@ -368,14 +389,41 @@ def unprofiled(work: Callable[[], T]) -> T:
         return pool.submit(work).result()
 
 
-def is_real(value: object) -> bool:
-    """Whether a tensor has data: it is neither fake, nor on the meta device, nor a shell without memory.
-
-    `torch._subclasses.FakeTensor` (2.11, 2.13).
-    """
+def has_data(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is neither fake nor on the meta device: `torch._subclasses.FakeTensor` (2.11, 2.13)."""
     from torch._subclasses import FakeTensor
 
-    if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor) or value.is_meta:
+    return not (isinstance(tensor, FakeTensor) or tensor.is_meta)
+
+
+def fake_mode() -> contextlib.AbstractContextManager[Any]:
+    """A mode in which tensors are made without memory, and that computes with real ones as if they had none.
+
+    `torch._subclasses.FakeTensorMode` with `allow_non_fake_inputs` (2.11, 2.13). Dynamo takes such tensors for inputs
+    and parameters, and makes fake ones of its own of them.
+    """
+    from torch._subclasses import FakeTensorMode
+
+    mode: contextlib.AbstractContextManager[Any] = FakeTensorMode(allow_non_fake_inputs=True)
+    return mode
+
+
+def tensor_places(model: torch.nn.Module) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
+    """Every parameter, buffer and other attribute of a model that is a tensor, with the dictionary that holds it.
+
+    `Module._parameters` and `Module._buffers` (2.11, 2.13), which `torch.func.functional_call` writes to as well:
+    setting an attribute would not take a fake tensor for a parameter that is none.
+    """
+    for module in model.modules():
+        for holder in (module._parameters, module._buffers, vars(module)):
+            for name, value in holder.items():
+                if isinstance(value, torch.Tensor):
+                    yield holder, name, value
+
+
+def is_real(value: object) -> bool:
+    """Whether a tensor has data: it is neither fake, nor on the meta device, nor a shell without memory."""
+    if not isinstance(value, torch.Tensor) or not has_data(value):
         return False
     return value.layout is not torch.strided or value.numel() == 0 or value.untyped_storage().nbytes() > 0
 

@@ -809,3 +809,49 @@ MISTAKES += [
         "test_numbers.py::test_a_number_of_the_data_changes_no_bit_and_no_budget[Row-measure]",
     ),
 ]
+
+WHAT_IF = "test_what_if.py"
+MISTAKES += [
+    # a model without data keeps the fake tensors of its plan
+    Mistake(
+        "runtime/shapes_alone.py",
+        "            holder[name] = tensor\n",
+        "            pass\n",
+        f"{WHAT_IF}::test_the_model_is_as_it_was",
+    ),
+    # a graph without gradients is planned as if it were a step
+    Mistake(
+        "runtime/capture_errors.py",
+        "if any(isinstance(gradient, fx.Node) for gradient in joint.backward_outputs):",
+        "if True:",
+        f"{WHAT_IF}::test_a_step_that_gives_no_gradient_at_all_is_refused",
+    ),
+    # one parameter without a gradient is enough to refuse a step
+    Mistake(
+        "runtime/capture_errors.py",
+        "if any(isinstance(gradient, fx.Node) for gradient in joint.backward_outputs):",
+        "if all(isinstance(gradient, fx.Node) for gradient in joint.backward_outputs):",
+        f"{WHAT_IF}::test_a_step_that_gives_no_gradient_at_all_is_refused",
+    ),
+    # sizes are rounded as on the CPU that the step was captured on
+    Mistake(
+        "cost/estimate.py",
+        'torch.device("cuda" if device.cuda else "cpu")',
+        "device_of(joint)",
+        "cost/test_devices.py::test_sizes_are_rounded_as_the_devices_allocator_does",
+    ),
+    # the target's kernels stay after the plan
+    Mistake(
+        "torch_private.py",
+        "            op.py_kernels.pop(key, None)\n            op.py_kernels.update(others)\n",
+        "            pass\n",
+        f"{WHAT_IF}::test_the_kernels_of_the_cpu_are_back_afterwards",
+    ),
+    # the search for the largest size ends one too early
+    Mistake(
+        "what_if.py",
+        "while high - low > 1:",
+        "while high - low > 2:",
+        f"{WHAT_IF}::test_the_largest_size_is_found_with_few_trials",
+    ),
+]

@@ -13,7 +13,8 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "fxremat"
 ROOMS = (  # what stands further left may use what stands further right, never back
-    *("__main__", "__init__", "api", "pipelining", "runtime", "planning", "options", "plans", "show", "planned_step"),
+    *("__main__", "__init__", "api", "what_if", "pipelining", "runtime", "planning", "options", "plans", "show"),
+    "planned_step",
     *("transfers", "search", "cost", "linearize", "passes", "ops", "step", "solvers", "chains", "host", "budget"),
     *("torch_private", "jit", "progress", "units", "errors"),
 )

@@ -4,21 +4,22 @@
 
 The roofline model. Flops are those of torch's own formulas (`torch.utils.flop_counter`); an op without a formula
 is bound by memory. Batch normalization in training reads what it normalizes twice, first for the statistics.
-Views cost nothing. Workspaces are known for few ops: what linear algebra and Fourier transforms copy, and a CPU's
-convolutions, which bring what they read and write into a layout of their own. For others they count as nothing.
+Views cost nothing. Workspaces are known for few ops: what linear algebra and Fourier transforms copy, a CPU's
+convolutions, which bring what they read and write into a layout of their own, and CUDA's flash attention, whose
+backward adds up in float32. For others they count as nothing. Sizes are rounded as the device's allocator does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
-from fxremat.errors import FxrematError
+from fxremat.cost.devices import DEVICES as DEVICES
+from fxremat.cost.devices import Device as Device
 from fxremat.step.costs import Costs, OpCost, costs_from, device_of
 from fxremat.step.joint import Joint, Op, storage_bytes, tensors_of
 
@@ -44,55 +45,27 @@ CPU_ATTENTION = {
         torch.ops.aten._scaled_dot_product_flash_attention_backward
     ),
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Device:
-    """What a device can do: data-sheet numbers."""
-
-    name: str
-    flops: float  # a second, fp32 matrix products (TF32 where the device has it)
-    half_flops: float  # a second, fp16 and bf16 matrix products, dense
-    bandwidth: float  # bytes a second, device memory
-    launch: float = 5e-6  # seconds that any op takes
-    link: float = 12e9  # bytes a second to the host, and as many back: PCIe 3.0 x16 unless told
-
-    def __str__(self) -> str:
-        return self.name
-
-    @classmethod
-    def named(cls, name: str | Device) -> Device:
-        """A known device, or the description given. Raises `FxrematError` with the known names."""
-        if isinstance(name, Device):
-            return name
-        if name not in DEVICES:
-            raise FxrematError(
-                f"unknown device {name!r}; known are {', '.join(DEVICES)}, or give a Device(...)"
-            )
-        return DEVICES[name]
-
-
-DEVICES = {
-    device.name: device
-    for device in (
-        Device(name="cpu", flops=5e10, half_flops=5e10, bandwidth=1e10, launch=3e-6, link=4e9),
-        Device(name="cuda", flops=156e12, half_flops=312e12, bandwidth=1.555e12),
-        Device(name="V100", flops=15.7e12, half_flops=125e12, bandwidth=0.9e12),
-        Device(name="T4", flops=8.1e12, half_flops=65e12, bandwidth=0.32e12),
-        Device(name="A100-40GB", flops=156e12, half_flops=312e12, bandwidth=1.555e12, link=24e9),
-        Device(name="A100-80GB", flops=156e12, half_flops=312e12, bandwidth=2.039e12, link=24e9),
-        Device(name="L4", flops=60e12, half_flops=121e12, bandwidth=0.3e12, link=24e9),
-        Device(name="H100", flops=495e12, half_flops=989e12, bandwidth=3.35e12, link=50e9),
-        Device(name="H200", flops=495e12, half_flops=989e12, bandwidth=4.8e12, link=50e9),
-        Device(name="RTX-3090", flops=71e12, half_flops=71e12, bandwidth=0.936e12, link=24e9),
-        Device(name="RTX-4090", flops=82.6e12, half_flops=165e12, bandwidth=1.008e12, link=24e9),
-    )
+FLASH_BACKWARD = (torch.ops.aten._scaled_dot_product_flash_attention_backward,)
+ATTENTION = {  # what CUDA's attention kernels are called
+    torch.ops.aten._scaled_dot_product_flash_attention: "flash attention",
+    torch.ops.aten._scaled_dot_product_efficient_attention: "memory-efficient attention",
 }
+CONVOLUTIONS = (torch.ops.aten.convolution, torch.ops.aten.convolution_backward)
 
 
 def estimate(joint: Joint, device: Device) -> Costs:
     """The roofline cost of every op. O(ops); nothing is run, no memory is taken."""
-    return costs_from(joint, [cost_of(op, joint, device) for op in joint.ops], device_of(joint))
+    allocator = torch.device("cuda" if device.cuda else "cpu")
+    return costs_from(joint, [cost_of(op, joint, device) for op in joint.ops], allocator)
+
+
+def assumptions(joint: Joint, device: Device) -> str:
+    """What an estimate takes for granted of a device that the step was not captured on; "" where it was."""
+    if not device.cuda or device_of(joint).type != "cpu":
+        return ""
+    found = dict.fromkeys(ATTENTION[packet] for op in joint.ops if (packet := _packet(op.node)) in ATTENTION)
+    kernels = ", ".join([*found, "512-byte blocks"])
+    return f"CUDA's, assumed: {kernels}; unknown workspaces count as 0"
 
 
 def cost_of(op: Op, joint: Joint, device: Device, *, safe: bool = False) -> OpCost:
@@ -105,13 +78,22 @@ def cost_of(op: Op, joint: Joint, device: Device, *, safe: bool = False) -> OpCo
     read = sum(_bytes(parent) for parent in op.node.all_input_nodes)
     written = _bytes(op.node)
     passes = 2 if _packet(op.node) in TWICE else 1
-    half = any(t is not None and t.dtype in (torch.float16, torch.bfloat16) for t in tensors_of(op.node))
-    rate = (device.half_flops if half else device.flops) * REACHED
     moved = passes * read + written
+    rate = _rate(op.node, device) * REACHED
     seconds = device.launch + max(flops_of(op.node) / rate, moved / (STREAMED * device.bandwidth))
     workspace = _workspace(op.node, device, read, written)
     outputs = _outputs(op.node)
     return OpCost(seconds, max(workspace, read + written + SMALL) if safe else workspace, outputs)
+
+
+def _rate(node: fx.Node, device: Device) -> float:
+    """The device's peak flops for the type that the op computes in."""
+    types = {tensor.dtype for tensor in tensors_of(node) if tensor is not None}
+    if torch.bfloat16 in types and device.bf16_flops is not None:
+        return device.bf16_flops
+    if not types.isdisjoint((torch.float16, torch.bfloat16)):
+        return device.half_flops
+    return device.tf32_flops or device.flops if _packet(node) in CONVOLUTIONS else device.flops
 
 
 def _workspace(node: fx.Node, device: Device, read: int, written: int) -> int:
@@ -122,13 +104,30 @@ def _workspace(node: fx.Node, device: Device, read: int, written: int) -> int:
         return read + written + SMALL
     if name.startswith("_embedding_bag") and "backward" in name:  # gathers the bags that are not empty
         return 3 * _bytes(cast(fx.Node, node.args[0])) + read + SMALL
-    if device.name != "cpu":
-        return 0
+    if device.cuda:
+        return _flash_workspace(node) if _packet(node) in FLASH_BACKWARD else 0
     if name in ("native_dropout", "native_dropout_backward"):  # the mask as numbers
         return _bytes(cast(fx.Node, node.args[0])) + WRAPPED
     if name not in ("convolution", "convolution_backward"):
         return WRAPPED
     return sum(_blocked(t) for n in (*node.all_input_nodes, node) for t in tensors_of(n) if t is not None)
+
+
+def _flash_workspace(node: fx.Node) -> int:
+    """What the backward of CUDA's flash attention takes: float32 sums for the query's gradient, and row sums.
+
+    Sizes are rounded up to tiles of 128 rows and 32 columns. Where several heads share a key, their gradients of keys
+    and values are added up afterwards. `mha_bwd` in aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp.
+    """
+    query, key = (cast(torch.Tensor, cast(fx.Node, argument).meta["val"]) for argument in node.args[1:3])
+    batch, heads, length, width = query.shape
+    sums = batch * heads * _rounded(length, 128) * (_rounded(width, 32) + 1) * torch.float32.itemsize
+    every = 2 * batch * heads * key.shape[2] * width * key.element_size()
+    return sums + (every if key.shape[1] != heads else 0)
+
+
+def _rounded(size: int, step: int) -> int:
+    return -(-size // step) * step
 
 
 def _outputs(node: fx.Node) -> tuple[int, ...]:

@@ -29,7 +29,8 @@ import torch
 from torch import fx
 
 from fxremat.cost.cache import CostCache
-from fxremat.cost.estimate import Device, cost_of
+from fxremat.cost.devices import Device
+from fxremat.cost.estimate import cost_of
 from fxremat.cost.made_up import call_of
 from fxremat.cost.walk import Call, Walk, given_inputs
 from fxremat.passes.in_place import restore, with_new_result

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import re
 
+from torch import fx
+
 from fxremat.errors import CaptureError, FxrematError
+from fxremat.step.joint import Joint
 from fxremat.torch_private import backend_failure, graph_break_place, needs_data, planning_error
 
 ADVICE = (  # a pattern of the place and the reason, and what to do; the first that fits is given
@@ -47,6 +50,22 @@ def advice(trouble: str) -> str:
     """
     fitting = (what for pattern, what in ADVICE if re.search(pattern, trouble))
     return f"{next(fitting, 'Move it out of forward')}, or compile a submodule instead"
+
+
+def refuse_without_gradients(joint: Joint) -> None:
+    """Raise `CaptureError` where neither a parameter nor an input gets a gradient, so that there is no backward.
+
+    AOTAutograd takes None for the gradient of what autograd finds no way to. Where that is so for some, they are
+    frozen or unused; where it is so for all, a plan would be one of the forward alone.
+    """
+    if any(isinstance(gradient, fx.Node) for gradient in joint.backward_outputs):
+        return
+    raise CaptureError(
+        "the captured step has no backward: none of the model's parameters and inputs gets a gradient, although an "
+        "output requires one. Some op has no gradient on this device (on the meta device many have none, such as "
+        "cross_entropy), or gives none: capture on a CPU or CUDA device, or plan a model without data with "
+        'fxremat.plan(..., cost="estimate")'
+    )
 
 
 def explained(error: Exception) -> FxrematError | None:

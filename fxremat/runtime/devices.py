@@ -7,7 +7,7 @@ import torch
 from fxremat.errors import FxrematError
 from fxremat.step.joint import Joint, inputs_of, tensors_of
 
-PLANNED = ("cpu", "cuda", "meta")  # meta: shapes alone, for an estimate
+PLANNED = ("cpu", "cuda")
 
 
 def check_devices(joint: Joint) -> None:
@@ -20,7 +20,13 @@ def check_devices(joint: Joint) -> None:
         for tensor in tensors_of(node):
             if tensor is not None:
                 found.setdefault(tensor.device, node.name)
-    for device in found:
+    for device, name in found.items():
+        if device.type == "meta":
+            raise FxrematError(
+                f"{name} is on the meta device, without data, so that the step cannot run, and many ops have no "
+                'gradient there: look at a plan with fxremat.plan(..., cost="estimate"), or give the model data with '
+                "model.to_empty(...)"
+            )
         if device.type not in PLANNED:
             raise FxrematError(
                 f"the model computes on {device}, where fxremat can neither measure memory nor replay random numbers; "

@@ -6,6 +6,7 @@ fxremat.compile(model, mem="4GiB")                                     the same,
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxremat.cost.devices import Device
 from fxremat.errors import FxrematError, InvalidBudget
 from fxremat.host.default import default_tier
 from fxremat.ops.parameters import Weights, check_unscaled
@@ -23,8 +25,10 @@ from fxremat.passes.numbers import refuse_symbols
 from fxremat.planning import CapturedStep, TrainedParameters, named, plan_step
 from fxremat.plans import Plan
 from fxremat.runtime.auxiliary_outputs import AuxiliaryOutputs, auxiliary_outputs_of, check_runs_again
+from fxremat.runtime.capture_errors import refuse_without_gradients
 from fxremat.runtime.devices import check_devices
 from fxremat.runtime.parts import Part
+from fxremat.runtime.target_kernels import kernels_of
 from fxremat.runtime.unused import telling_unused, unused_outputs, without
 from fxremat.step.joint import Joint, inputs_of, read_joint, with_updates_inside
 from fxremat.torch_private import (
@@ -50,10 +54,12 @@ class Backend:
     Attributes:
         plans: the latest plans, newest last; older ones go on running, but cannot be read any more.
         only_plan: leave the first forward with `PlannedOnly`.
+        target: the device whose kernels are captured in the place of a CPU's, where plans are only looked at.
     """
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, target: Device | None = None) -> None:
         self.options = options
+        self.target = target
         self.plans: deque[Plan] = deque(maxlen=KEPT_PLANS)
         self.only_plan = False
         self.weights: Weights | None = None
@@ -85,11 +91,18 @@ class Backend:
             partition_fn=partial(self._partition, made=made, again=again),
         )
         try:
-            with differentiate_as_eager():
+            with differentiate_as_eager(), self._kernels(inputs):
                 compiled: Callable[..., Any] = backend(module, inputs)
         finally:
             self._inputs = ()  # dynamo holds on to backends, and the model is not theirs to keep
         return telling_unused(compiled, trained) if len(trained) > 1 else compiled
+
+    def _kernels(self, inputs: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
+        """The target's kernels, for a step that is captured on a CPU."""
+        elsewhere = all(tensor.device.type == "cpu" for tensor in inputs if isinstance(tensor, torch.Tensor))
+        if self.target is None or not (self.target.cuda and elsewhere):
+            return contextlib.nullcontext()
+        return kernels_of(self.target)
 
     def prepare_weights(self, tensors: Iterable[torch.Tensor]) -> Weights | None:
         """The optimizer's parameters, where the step updates them; the model computes where these tensors are."""
@@ -140,7 +153,9 @@ class Backend:
         again: bool,
         **__: Any,
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        joint, trained = self._with_updates(read_joint(normalize(module), num_fwd_outputs))
+        joint = read_joint(normalize(module), num_fwd_outputs)
+        refuse_without_gradients(joint)
+        joint, trained = self._with_updates(joint)
         if again:
             check_runs_again(joint)
         check_devices(joint)

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
+from fxremat.cost.devices import Device
 from fxremat.errors import CaptureError, FxrematError
 from fxremat.ops.parameters import Weights
 from fxremat.options import Options
@@ -141,14 +142,17 @@ class Rematerialized(_Base):
         return drop_in, (self._fxremat.model, self._fxremat.backend.options)
 
 
-def drop_in(model: nn.Module, options: Options) -> Rematerialized:
-    """A module that is the model in all respects, and trains inside a budget."""
+def drop_in(model: nn.Module, options: Options, target: Device | None = None) -> Rematerialized:
+    """A module that is the model in all respects, and trains inside a budget.
+
+    With a `target` it only makes plans: they are of the target's kernels, which do not run where the model is.
+    """
     cls = _class_for(type(model))
     made: Any = object.__new__(cls)
     object.__setattr__(made, "__dict__", model.__dict__)
     own = model.__dict__.get("forward")
     plain = own or types.MethodType(cast(Any, type(model).forward), model)
-    backend = Backend(options)
+    backend = Backend(options, target)
     step = compiled_step(plain, backend, f"forward of {type(model).__name__}")
     object.__setattr__(made, "_fxremat", _Training(model, own, plain, backend, step))
     return cast(Rematerialized, made)

@@ -19,7 +19,8 @@ from fxremat.chains.chain import Chain
 from fxremat.chains.schedule import Schedule
 from fxremat.chains.simulate import simulate
 from fxremat.chains.simulate_join import simulate_join
-from fxremat.cost.estimate import Device, estimate
+from fxremat.cost.devices import Device
+from fxremat.cost.estimate import estimate
 from fxremat.errors import BudgetTooSmall, FxrematError, InvalidSchedule
 from fxremat.linearize.chain_of import chain_of
 from fxremat.linearize.crossings import carry_levels, crossings, low_cuts

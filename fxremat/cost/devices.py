@@ -1,0 +1,193 @@
+"""Devices that a step can be estimated for: what their makers state, with the place where they state it.
+
+Rates are dense: a figure that a data sheet gives with sparsity is halved here. `flops` are the matrix products of
+float32 tensors as PyTorch runs them unless told otherwise, without TF32; float32 convolutions on NVIDIA devices do
+use TF32 unless told otherwise. A product in half precision adds in float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from fxremat.errors import FxrematError
+
+PCIE_3, PCIE_4, PCIE_5 = 12e9, 24e9, 50e9
+"""Bytes a second that a copy of pinned memory reaches one way, of the 15.8, 31.5 and 63.0 GB/s of sixteen lanes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """What a device can do: data-sheet numbers."""
+
+    name: str
+    flops: float  # a second, fp32 matrix products
+    half_flops: float  # a second, fp16 and bf16 matrix products, dense
+    bandwidth: float  # bytes a second, device memory
+    launch: float = 5e-6  # seconds that any op takes
+    link: float = PCIE_3  # bytes a second to the host, and as many back
+    tf32_flops: float | None = None  # a second, fp32 convolutions, dense; None: as many as `flops`
+    bf16_flops: float | None = None  # a second, where they differ from those of fp16; None: as many as `half_flops`
+    memory: int | None = None  # bytes; None: not stated
+    cuda: bool = True  # runs CUDA's kernels (or ROCm's of the same names), and allocates in blocks as CUDA does
+    flash: bool = True  # has the flash attention kernels, in half precision; else the memory-efficient ones
+    source: str = ""  # where these numbers are stated
+
+    def __str__(self) -> str:
+        return self.name
+
+    @classmethod
+    def named(cls, name: str | Device) -> Device:
+        """A known device, or the description given. Raises `FxrematError` with the known names.
+
+        >>> Device.named("RTX 4090").memory
+        24000000000
+        """
+        if isinstance(name, Device):
+            return name
+        known = str(name).strip().replace(" ", "-")
+        if known not in DEVICES:
+            raise FxrematError(
+                f"unknown device {name!r}; known are {', '.join(DEVICES)}, or give a Device(...)"
+            )
+        return DEVICES[known]
+
+
+def _gb(amount: int) -> int:
+    return amount * 10**9
+
+
+_A100 = Device(
+    name="A100-80GB",
+    flops=19.5e12,
+    tf32_flops=156e12,
+    half_flops=312e12,
+    bandwidth=2.039e12,
+    link=PCIE_4,
+    memory=_gb(80),
+    source="NVIDIA A100 Tensor Core GPU data sheet, A100 80GB SXM",
+)
+_H100 = Device(
+    name="H100",
+    flops=66.9e12,
+    tf32_flops=494.7e12,
+    half_flops=989.4e12,
+    bandwidth=3.35e12,
+    link=PCIE_5,
+    memory=_gb(80),
+    source="NVIDIA H100 Tensor Core GPU Architecture white paper and data sheet, H100 SXM5 80GB",
+)
+_ROWS = (
+    Device(
+        name="cpu",
+        flops=5e10,
+        half_flops=5e10,
+        bandwidth=1e10,
+        launch=3e-6,
+        link=4e9,
+        cuda=False,
+        source="no data sheet: about one core of a server",
+    ),
+    Device(
+        name="cuda",
+        flops=156e12,
+        half_flops=312e12,
+        bandwidth=1.555e12,
+        source="an A100 that uses TF32, in the place of a CUDA device that is not named",
+    ),
+    Device(
+        name="V100",
+        flops=15.7e12,
+        half_flops=125e12,
+        bf16_flops=15.7e12,
+        bandwidth=0.9e12,
+        memory=_gb(32),
+        flash=False,
+        source="NVIDIA V100 Tensor Core GPU data sheet, V100 SXM2 32GB",
+    ),
+    Device(
+        name="T4",
+        flops=8.1e12,
+        half_flops=65e12,
+        bf16_flops=8.1e12,
+        bandwidth=0.32e12,
+        memory=_gb(16),
+        flash=False,
+        source="NVIDIA T4 data sheet and product brief",
+    ),
+    replace(_A100, name="A100"),
+    replace(
+        _A100,
+        name="A100-40GB",
+        bandwidth=1.555e12,
+        memory=_gb(40),
+        source="NVIDIA A100 Tensor Core GPU data sheet, A100 40GB SXM",
+    ),
+    _A100,
+    Device(
+        name="L4",
+        flops=30.3e12,
+        tf32_flops=60e12,
+        half_flops=121e12,
+        bandwidth=0.3e12,
+        link=PCIE_4,
+        memory=_gb(24),
+        source="NVIDIA L4 Tensor Core GPU data sheet",
+    ),
+    _H100,
+    replace(
+        _H100,
+        name="H200",
+        bandwidth=4.8e12,
+        memory=_gb(141),
+        source="NVIDIA H200 Tensor Core GPU data sheet, H200 SXM; rates of the H100 SXM, which has the same processor",
+    ),
+    Device(
+        name="B200",
+        flops=75e12,
+        tf32_flops=1.1e15,
+        half_flops=2.25e15,
+        bandwidth=7.7e12,
+        link=PCIE_5,
+        memory=_gb(180),
+        source="NVIDIA HGX B200 data sheet, an eighth of the platform",
+    ),
+    Device(
+        name="RTX-3090",
+        flops=35.6e12,
+        half_flops=71e12,
+        bandwidth=0.936e12,
+        link=PCIE_4,
+        memory=_gb(24),
+        source="NVIDIA Ampere GA102 GPU Architecture white paper",
+    ),
+    Device(
+        name="RTX-4090",
+        flops=82.6e12,
+        half_flops=165.2e12,
+        bandwidth=1.008e12,
+        link=PCIE_4,
+        memory=_gb(24),
+        source="NVIDIA Ada GPU Architecture white paper",
+    ),
+    Device(
+        name="RTX-5090",
+        flops=104.8e12,
+        half_flops=209.5e12,
+        bandwidth=1.792e12,
+        link=PCIE_5,
+        memory=_gb(32),
+        source="NVIDIA RTX Blackwell GPU Architecture white paper",
+    ),
+    Device(
+        name="MI300X",
+        flops=163.4e12,
+        half_flops=1307.4e12,
+        bandwidth=5.3e12,
+        link=PCIE_5,
+        memory=_gb(192),
+        source="AMD Instinct MI300X Accelerator data sheet",
+    ),
+)
+
+DEVICES = {device.name: device for device in _ROWS}
+"""The known devices by name. "A100" is the one of 80 GB; "H100" and "H200" are the SXM modules."""

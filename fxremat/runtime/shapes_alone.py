@@ -1,0 +1,89 @@
+"""Models without data: planned as tensors that have the shapes, types and layouts of a CPU's, and no memory.
+
+    parameters and buffers on the meta device, or fake       replaced by fake CPU tensors, and put back afterwards
+    inputs: meta, fake or real                               the same
+
+Many ops have no gradient on the meta device: a graph that is captured there has no backward. Fake CPU tensors go the
+way of real ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from fxremat.errors import FxrematError
+from fxremat.options import Options
+from fxremat.torch_private import fake_mode, has_data, real_tensors, tensor_places
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def refuse_without_data(model: nn.Module, what: str) -> None:
+    """Raise `FxrematError` where a parameter or buffer of the model has no data, which `what` needs."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if not has_data(tensor):
+            where = "on the meta device" if tensor.is_meta else "a fake tensor"
+            raise FxrematError(
+                f"{name} is {where}, without data, and {what}: look at a plan with "
+                'fxremat.plan(..., cost="estimate", device="H100"), or give the model data with model.to_empty(...)'
+            )
+
+
+@contextlib.contextmanager
+def with_fakes(model: nn.Module, call: Call, options: Options) -> Iterator[Call]:
+    """The arguments of a call with which a model without data can be captured, while its tensors are fake ones.
+
+    A model and inputs that have data are left alone, and nothing is copied. Afterwards every tensor is where it was.
+
+    Raises:
+        FxrematError: costs are to be measured, or weights to be updated, and there is no data.
+    """
+    if options.cost == "measure":
+        refuse_without_data(model, "ops are measured on real values")
+        yield call
+        return
+    tensors = (*model.parameters(), *model.buffers(), *pytree.tree_leaves(call))
+    if all(has_data(tensor) for tensor in tensors if isinstance(tensor, Tensor)):
+        yield call
+        return
+    if options.optimizer is not None:
+        refuse_without_data(model, "offload_weights moves weights to the host")
+    fakes = _Fakes()
+    places = list(tensor_places(model))
+    try:
+        with real_tensors():  # a fake mode around this call would take what planning computes with for fake, too
+            for holder, name, tensor in places:
+                holder[name] = fakes.like(tensor)
+            yield pytree.tree_map_only(Tensor, fakes.like, call)
+    finally:
+        for holder, name, tensor in places:
+            holder[name] = tensor
+
+
+class _Fakes:
+    """Fake CPU tensors in the place of others: one for each, so that tied parameters stay tied."""
+
+    def __init__(self) -> None:
+        self.mode = fake_mode()
+        self.made: dict[int, Tensor] = {}
+
+    def like(self, tensor: Tensor) -> Tensor:
+        """The fake tensor for this one; a tensor that is not strided stays what it is."""
+        if tensor.layout is not torch.strided:
+            return tensor
+        if id(tensor) not in self.made:
+            self.made[id(tensor)] = self._make(tensor)
+        return self.made[id(tensor)]
+
+    def _make(self, tensor: Tensor) -> Tensor:
+        with self.mode:
+            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+            if isinstance(tensor, nn.Parameter):
+                return nn.Parameter(made, requires_grad=tensor.requires_grad)
+            return made.requires_grad_(tensor.requires_grad)

@@ -1,0 +1,102 @@
+"""What CUDA's kernels would put into a graph that is captured on a CPU, for plans that are only looked at.
+
+    scaled_dot_product_attention    flash attention in half precision, else the memory-efficient kernel, else products
+                                    and a softmax, chosen as PyTorch chooses on CUDA from shapes and types
+
+Other ops are captured alike on both: a BatchNorm is the same op, since AOTAutograd takes cuDNN's apart, and a dropout
+keeps a mask of one byte an element. PyTorch may prefer cuDNN's attention on H100 and later devices: it saves tensors
+of the sizes that flash attention saves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fxremat.cost.devices import Device
+from fxremat.torch_private import composite_kernels
+
+aten = torch.ops.aten
+
+HALF = (torch.float16, torch.bfloat16)
+WIDEST_HEAD = 256  # that flash attention takes
+FLASH_STEP = 8  # to whose multiples heads are padded for flash attention
+
+
+@contextlib.contextmanager
+def kernels_of(device: Device) -> Iterator[None]:
+    """Capture what the device's kernels would compute and save. What is captured meanwhile cannot run on a CPU."""
+
+    def attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        if _takes_flash(query, key, value, attn_mask, is_causal, device):
+            return _flash(query, key, value, dropout_p, is_causal, scale)
+        if _takes_efficient(query, key, value, device):
+            mask = None if attn_mask is None else _as_bias(attn_mask, query, key)
+            saves = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+            efficient: Tensor = aten._scaled_dot_product_efficient_attention(
+                query, key, value, mask, saves, dropout_p, is_causal, scale=scale
+            )[0]
+            return efficient
+        plain: Tensor = aten._scaled_dot_product_attention_math(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )[0]
+        return plain
+
+    with composite_kernels({aten.scaled_dot_product_attention.default: attention}):
+        yield
+
+
+def _takes_flash(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, device: Device
+) -> bool:
+    """Whether PyTorch takes flash attention: `can_use_flash_attention` of aten's cuda/sdp_utils.cpp."""
+    width = query.shape[-1]
+    if not device.flash or mask is not None or query.dtype not in HALF or query.dim() != 4:
+        return False
+    if causal and query.shape[-2] != key.shape[-2]:
+        return False
+    return width <= WIDEST_HEAD and width == key.shape[-1] == value.shape[-1]
+
+
+def _takes_efficient(query: Tensor, key: Tensor, value: Tensor, device: Device) -> bool:
+    """Whether PyTorch takes the memory-efficient kernel: `can_use_mem_efficient_attention` of the same file."""
+    if query.dim() != 4 or not query.shape[1] == key.shape[1] == value.shape[1]:
+        return False
+    if query.dtype is torch.bfloat16 and not device.flash:  # as old devices have neither
+        return False
+    step = 8 if query.dtype in HALF else 4
+    return query.dtype in (*HALF, torch.float32) and query.shape[-1] % step == value.shape[-1] % step == 0
+
+
+def _flash(
+    query: Tensor, key: Tensor, value: Tensor, dropout_p: float, causal: bool, scale: float | None
+) -> Tensor:
+    width = query.shape[-1]
+    if missing := -width % FLASH_STEP:
+        query, key, value = (F.pad(t, (0, missing)) for t in (query, key, value))
+    scale = width**-0.5 if scale is None else scale
+    found: Tensor = aten._scaled_dot_product_flash_attention(
+        query, key, value, dropout_p, causal, scale=scale
+    )[0]
+    return found[..., :width] if missing else found
+
+
+def _as_bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """The mask as what is added to the scores: the kernel takes no booleans."""
+    if mask.dtype is torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, -torch.inf)
+    return mask.expand(*query.shape[:-1], key.shape[-2])

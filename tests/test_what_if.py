@@ -1,0 +1,499 @@
+"""Plans for devices that are not here, of models that have no data: as of a real model, and of the target's kernels."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+
+import fxremat
+from examples import what_if
+from fxremat.__main__ import main
+from fxremat.cost.devices import DEVICES
+from fxremat.errors import BudgetTooSmall, CaptureError, FxrematError
+from fxremat.plans import Plan
+from fxremat.runtime import shapes_alone
+from fxremat.step.joint import tensors_of
+from fxremat.what_if import Largest, largest
+
+pytestmark = pytest.mark.usefixtures("torch_ready")
+
+ROOT = Path(__file__).parents[1]
+aten = torch.ops.aten
+WIDTH, HEADS, WORDS = 32, 4, 64
+
+
+class Layer(nn.Module):
+    """Attention and a gated product, as Llama's layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(WIDTH, eps=1e-6)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
+        self.gate, self.up = nn.Linear(WIDTH, 2 * WIDTH, bias=False), nn.Linear(WIDTH, 2 * WIDTH, bias=False)
+        self.down = nn.Linear(2 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2)
+        return x + self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Llama(nn.Module):
+    """A decoder with tied embeddings and a buffer, which returns its loss."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.layers = nn.ModuleList(Layer() for _ in range(layers))
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.words.weight
+        self.register_buffer("scale", torch.ones(WIDTH))
+        self.shift = torch.zeros(WIDTH)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.words(x) * self.scale + self.shift
+        for layer in self.layers:
+            h = layer(h)
+        return F.cross_entropy(self.head(h).flatten(0, 1), y.flatten())
+
+
+def on_meta(make: Callable[[], Any]) -> Any:
+    with torch.device("meta"):
+        return make()
+
+
+def fake(make: Callable[[], Any]) -> Any:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        return make()
+
+
+def tokens() -> tuple[Tensor, Tensor]:
+    return torch.zeros(2, 16, dtype=torch.long), torch.zeros(2, 16, dtype=torch.long)
+
+
+def planned(model: nn.Module, inputs: Any, **options: Any) -> Any:
+    settings = {"mem": "100%", "cost": "estimate", "effort": 0, "slots": 100, "progress": False}
+    return fxremat.plan(model, inputs, **(settings | options))
+
+
+def shown(plan: Plan) -> tuple[object, ...]:
+    return plan.describe(full=True), plan.frontier, plan.costs
+
+
+@pytest.mark.parametrize("without", [on_meta, fake])
+def test_a_model_without_data_has_the_plan_of_the_same_model_on_a_cpu(without: Any) -> None:
+    peaks = []
+    for layers in (2, 5):
+        plans = [
+            planned(without(lambda n=layers: Llama(n)), make()) for make in (lambda: without(tokens), tokens)
+        ]
+        real = planned(Llama(layers), tokens())
+        assert [shown(plan) for plan in plans] == [shown(real)] * 2
+        assert real.device == "cpu"
+        assert len(real.joint.backward_ops) > 10 * layers
+        peaks.append(real.keep_all_peak)
+    assert peaks[1] > 2 * peaks[0]
+
+
+def test_inputs_without_data_are_enough() -> None:
+    model = Llama(2)
+    assert shown(planned(model, on_meta(tokens))) == shown(planned(model, tokens()))
+
+
+def state_of(model: nn.Module) -> list[object]:
+    """Every object that the model consists of, by identity and order."""
+    found: list[object] = []
+    for module in model.modules():
+        found.append(id(module))
+        for holder in (vars(module), module._parameters, module._buffers, module._modules):
+            found.append([(name, id(value)) for name, value in holder.items()])
+    return found
+
+
+class Fails(Llama):
+    """A model whose forward raises."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.words(x).no_such_method()
+
+
+@pytest.mark.parametrize("kind", [Llama, Fails])
+def test_the_model_is_as_it_was(kind: type[Llama]) -> None:
+    model = on_meta(lambda: kind(2))
+    before = state_of(model)
+    try:
+        planned(model, tokens(), device="H200")
+    except FxrematError:
+        assert kind is Fails
+    assert state_of(model) == before
+    assert all(parameter.is_meta and parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_model_with_data_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shapes_alone, "_Fakes", None)
+    assert planned(Llama(1), tokens(), device="A100").device == "A100"
+
+
+def test_a_model_without_data_is_neither_measured_nor_compiled_nor_moved() -> None:
+    model = on_meta(lambda: Llama(1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for attempt in (
+        lambda: planned(model, tokens(), cost="measure"),
+        lambda: fxremat.compile(model, "1GiB", example_inputs=tokens()),
+        lambda: fxremat.compile(model, "1GiB", cost="estimate", effort=0)(*on_meta(tokens)),
+        lambda: planned(model, tokens(), offload_weights=True, optimizer=optimizer),
+        lambda: planned(fake(lambda: Llama(1)), tokens(), cost="measure"),
+    ):
+        with pytest.raises(FxrematError, match='cost="estimate"') as error:
+            attempt()
+        assert "\n" not in str(error.value)
+
+
+class NoWayBack(torch.autograd.Function):
+    """Multiplication by two, whose backward gives nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> None:  # type: ignore[override]
+        return None
+
+
+class Lost(nn.Module):
+    """A layer whose gradient is lost, beside a gain whose gradient is not, unless it is frozen."""
+
+    def __init__(self, *, gain: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.gain = nn.Parameter(torch.ones(8), requires_grad=gain)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return NoWayBack.apply(self.layer(self.frozen(x))) + self.gain
+
+
+def test_a_step_that_gives_no_gradient_at_all_is_refused() -> None:
+    x = torch.ones(4, 8)
+    with pytest.raises(CaptureError, match="has no backward: none of the model's parameters") as error:
+        planned(Lost(gain=False), x)
+    assert "\n" not in str(error.value)
+    with pytest.raises(CaptureError, match="has no backward"):
+        fxremat.compile(Lost(gain=False), "1GiB", cost="estimate", effort=0)(x)
+    assert planned(Lost(gain=True), x).joint.backward_outputs.count(None) == 5
+
+
+class Attention(nn.Module):
+    """Attention with an op before it, so that queries, keys and values are the graph's own."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.options = options
+        self.gain = nn.Parameter(torch.ones(1))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        q, k, v = ((t * self.gain).to(q.dtype) for t in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, **self.options).float().mean()
+
+
+FLASH, EFFICIENT = "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"
+MATH, CPU = "bmm", "_scaled_dot_product_flash_attention_for_cpu"
+
+
+def heads(dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[Tensor]:
+    return [torch.ones(shape, dtype=dtype) for shape in shapes or [(2, 4, 48, 16)] * 3]
+
+
+HALF, WHOLE = torch.bfloat16, torch.float32
+MASK = torch.ones(2, 1, 48, 48, dtype=torch.bool)
+
+
+@pytest.mark.parametrize(
+    ("device", "inputs", "options", "kernel"),
+    [
+        ("cpu", heads(HALF), {}, CPU),
+        ("H200", heads(HALF), {"is_causal": True}, FLASH),
+        ("H200", heads(torch.float16), {"dropout_p": 0.1}, FLASH),
+        ("H200", heads(HALF, *[(2, 4, 48, 20)] * 3), {}, FLASH),
+        ("H200", heads(HALF, (2, 4, 48, 16), (2, 2, 48, 16), (2, 2, 48, 16)), {"enable_gqa": True}, FLASH),
+        ("H200", heads(HALF, (2, 4, 8, 16), (2, 4, 48, 16), (2, 4, 48, 16)), {"is_causal": True}, EFFICIENT),
+        ("H200", [*heads(HALF), MASK], {}, EFFICIENT),
+        ("H200", heads(HALF, *[(2, 4, 48, 264)] * 3), {}, EFFICIENT),
+        ("H200", heads(WHOLE), {}, EFFICIENT),
+        ("H200", heads(WHOLE, *[(2, 4, 48, 18)] * 3), {}, MATH),
+        ("H200", heads(WHOLE, (2, 4, 48, 16), (2, 2, 48, 16), (2, 2, 48, 16)), {"enable_gqa": True}, MATH),
+        ("H200", heads(HALF, *[(4, 48, 16)] * 3), {}, MATH),
+        ("T4", heads(torch.float16), {}, EFFICIENT),
+        ("T4", heads(HALF), {}, MATH),
+    ],
+)
+def test_attention_is_the_kernel_that_the_device_would_take(
+    device: str, inputs: list[Tensor], options: dict[str, Any], kernel: str
+) -> None:
+    plan = planned(Attention(**options), tuple(inputs), device=device)
+    ops = [op.name for op in plan.joint.ops]
+    kernels = {re.sub(r"(_backward)?(_default)?(_\d+)?$", "", name) for name in ops if "dot_product" in name}
+    assert kernels == ({kernel} if kernel != MATH else set()), ops
+    assert kernel != MATH or any(name.startswith("bmm") for name in ops)
+    said = {FLASH: "flash attention", EFFICIENT: "memory-efficient attention"}.get(kernel, "")
+    assert (f"CUDA's, assumed: {said + ', ' if said else ''}512-byte blocks" in str(plan)) == (
+        device != "cpu"
+    )
+
+
+class Heads(nn.Module):
+    """The attention itself, without a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(1, dtype=HALF))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        return F.scaled_dot_product_attention(q * self.gain, k, v, attn_mask=mask)
+
+
+def test_heads_are_padded_for_flash_attention_and_come_back_as_they_were() -> None:
+    plan = planned(Heads(), tuple(heads(HALF, *[(2, 4, 48, 20)] * 3)), device="H200", loss_bytes=8)
+    flash = next(op for op in plan.joint.ops if "flash" in op.name)
+    assert [tuple(node.meta["val"].shape) for node in flash.node.args[:3]] == [(2, 4, 48, 24)] * 3
+    (output,) = plan.joint.forward_outputs
+    assert tuple(output.meta["val"].shape) == (2, 4, 48, 20)
+
+
+def test_a_mask_is_added_to_the_scores() -> None:
+    plan = planned(Heads(), (*heads(HALF), MASK), device="H200", loss_bytes=8)
+    kernel = next(op for op in plan.joint.ops if "efficient" in op.name)
+    bias = kernel.node.args[3].meta["val"]
+    assert (tuple(bias.shape), bias.dtype) == ((2, 4, 48, 48), HALF)
+
+
+def test_what_is_frozen_or_wants_a_gradient_stays_so_without_data() -> None:
+    def made() -> tuple[nn.Module, Tensor]:
+        model = nn.Sequential(nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 8), nn.Linear(8, 1))
+        return model, torch.ones(4, 8, requires_grad=True)
+
+    real, without = made(), on_meta(made)
+    assert shown(planned(*without)) == shown(planned(*real))
+    assert planned(*without).joint.backward_outputs.count(None) == 2
+
+
+def test_flash_attention_saves_what_cuda_saves() -> None:
+    plan = planned(Attention(), tuple(heads(HALF)), device="H200")
+    forward, backward = (op for op in plan.joint.ops if "flash" in op.name)
+    shapes = [(tuple(t.shape), t.dtype) for t in tensors_of(forward.node) if t is not None]
+    seeds = [((2,), torch.uint64), ((), torch.uint64)]
+    assert shapes == [((2, 4, 48, 16), HALF), ((2, 4, 48), WHOLE), *seeds, ((0,), HALF)]
+    made = set(forward.writes) | set(forward.reads)
+    read = [plan.costs.sizes.values[value] for value in backward.reads if value in made]
+    assert sorted(read) == [
+        512,
+        512,
+        1536,
+        12288,
+        12288,
+        12288,
+        12288,
+    ]  # seeds, log-sums, output, query, key, value
+    assert all(size % 512 == 0 for size in plan.costs.sizes.values)
+    assert plan.costs.sizes.workspace[backward.index] == 2 * 4 * 128 * (32 + 1) * 4
+
+
+def test_flash_attention_with_shared_keys_adds_up_the_gradients_of_all_heads() -> None:
+    inputs = heads(HALF, (2, 4, 130, 40), (2, 2, 48, 40), (2, 2, 48, 40))
+    plan = planned(Attention(enable_gqa=True), tuple(inputs), device="H200")
+    backward = next(op for op in plan.joint.backward_ops if "flash" in op.name)
+    assert (
+        plan.costs.sizes.workspace[backward.index] == 2 * 4 * 256 * (64 + 1) * 4 + 2 * (2 * 4 * 48 * 40) * 2
+    )
+
+
+def test_the_kernels_of_the_cpu_are_back_afterwards() -> None:
+    inputs = tuple(heads(HALF))
+    before = shown(planned(Attention(), inputs))
+    planned(Attention(), inputs, device="H200")
+    assert shown(planned(Attention(), inputs)) == before
+    assert "kernels" not in str(before[0])
+
+
+class CuDNN(nn.Module):
+    """The BatchNorm that PyTorch takes on CUDA."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n = self.norm
+        return aten.cudnn_batch_norm(x, n.weight, n.bias, n.running_mean, n.running_var, True, 0.1, 1e-5)[
+            0
+        ].sum()
+
+
+def test_the_batch_norm_of_cuda_is_captured_as_that_of_a_cpu() -> None:
+    class Plain(CuDNN):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(x).sum()
+
+    x = torch.ones(2, 4, 3, 3)
+    ops = [[str(op.node.target) for op in planned(m, x).joint.ops] for m in (CuDNN(), Plain())]
+    norms = [[name for name in names if "batch_norm" in name] for names in ops]
+    assert (
+        norms[0]
+        == norms[1]
+        == [
+            "aten._native_batch_norm_legit_functional.default",
+            "aten.native_batch_norm_backward.default",
+        ]
+    )
+
+
+def test_several_devices_are_compared() -> None:
+    model = on_meta(lambda: Llama(2))
+    compared = planned(model, tokens(), device=["A100", DEVICES["H200"], "A100", "cpu"], mem="80%")
+    assert list(compared.plans) == ["A100", "H200", "cpu"]
+    assert shown(compared.plans["H200"]) == shown(planned(model, tokens(), device="H200", mem="80%"))
+    first, _, cpu = compared.estimates
+    held = sum(  # all that the step reads, in blocks
+        -(-p.nbytes // 512) * 512 for p in (*model.parameters(), model.scale, model.shift, *tokens())
+    )
+    assert first.held == held
+    assert first.left == 80 * 10**9 - held - first.plan.predicted_peak
+    assert cpu.left is None
+    assert first.seconds_at(100) == first.plan.keep_all_time
+    assert first.seconds_at(1) is None
+    tight = 100 * first.plan.minimum / first.plan.keep_all_peak
+    assert first.seconds_at(tight + 0.01) == max(time for _, time in first.plan.frontier)
+    heads, *rows = str(compared).splitlines()[:4]
+    assert heads.split()[:2] == ["device", "memory"]
+    assert [row.split()[0] for row in rows] == ["A100", "H200", "cpu"]
+    assert rows[0].endswith("GiB left")
+    assert rows[2].endswith("?")
+    assert max(map(len, str(compared).splitlines())) <= 130
+
+
+def test_a_device_that_is_too_small_is_told_of() -> None:
+    small = replace(DEVICES["A100"], name="small", memory=1000)
+    compared = planned(Llama(1), tokens(), device=[small])
+    assert "no: " in str(compared)
+    assert (
+        compared.estimates[0].left
+        == 1000 - compared.estimates[0].held - compared.plans["small"].predicted_peak
+    )
+
+
+def test_wrong_devices_to_compare_are_refused() -> None:
+    for devices, says in (
+        ([], "empty list"),
+        (["A100", "abacus"], "unknown device 'abacus'"),
+        ([3], "unknown device 3"),
+    ):
+        with pytest.raises(FxrematError, match=says):
+            planned(Llama(1), tokens(), device=devices)
+
+
+@pytest.mark.parametrize("edge", [*range(1, 40), 100, 4095])
+def test_the_largest_size_is_found_with_few_trials(edge: int) -> None:
+    tried: list[int] = []
+
+    def least(size: int) -> int:
+        tried.append(size)
+        return 10 * size
+
+    found = largest(least, 10 * edge + 3, 4096)
+    assert found == Largest(size=edge, least=10 * edge, next_least=10 * (edge + 1))
+    assert len(tried) <= 2 * edge.bit_length() + 2
+    assert len(set(tried)) == len(tried)
+
+
+def test_a_search_ends_at_its_limit_and_needs_one_that_fits() -> None:
+    for limit in range(1, 70):
+        assert largest(lambda size: size, 10**9, limit) == Largest(size=limit, least=limit, next_least=None)
+    with pytest.raises(BudgetTooSmall) as error:
+        largest(lambda size: 7 * size, 6, 100)
+    assert error.value.minimum == 7
+
+
+def llama(batch: int = 2) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    tokens = torch.zeros(batch, 16, dtype=torch.long, device="meta")
+    return on_meta(lambda: Llama(1)), (tokens, tokens)
+
+
+NAME = "tests.test_what_if:llama"
+QUICK = ["--cost", "estimate", "--effort", "0", "--slots", "50"]
+
+
+def test_the_command_line_compares_devices(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", NAME, "--mem", "100%", "--device", "A100, H200", *QUICK]) == 0
+    rows = capsys.readouterr().out.splitlines()
+    assert [row.split()[0] for row in rows[1:3]] == ["A100", "H200"]
+
+
+def test_the_command_line_finds_the_largest_batch(capsys: pytest.CaptureFixture[str]) -> None:
+    options = {"device": "H200", "slots": 50}
+    least = [planned(*llama(batch), **options).minimum for batch in (2, 3)]
+    mem = sum(least) // 2
+    assert main(["plan", NAME, "--mem", str(mem), "--device", "H200,T4", "--largest", "batch", *QUICK]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert re.match(
+        r"H200: the largest batch within [\d.]+ KiB is 2 \(the least budget is .*; of 3 it is ", first
+    )
+    assert second.startswith("T4: the largest batch within ")
+    assert main(["plan", NAME, "--mem", str(mem), "--largest", "batch", "--up-to", "1", *QUICK]) == 0
+    assert re.fullmatch(
+        r"the largest batch within .* is 1 \(.*\); larger ones were not tried\n", capsys.readouterr().out
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--largest", "length", "--mem", "1GiB"], "has no parameter 'length'"),
+        (["--largest", "batch", "--mem", "50%"], "--largest needs --mem in bytes"),
+        (["--largest", "batch", "--mem", "1GiB", "--up-to", "0"], "--up-to is 0"),
+        (["--largest", "batch", "--mem", "10"], "no schedule fits in 10 bytes"),
+        (["--device", "A100,H200", "--mem", "1GiB", "--report", "out.html"], "names 2 devices"),
+        (["--device", "A100,abacus", "--mem", "1GiB"], "unknown device 'abacus'"),
+    ],
+)
+def test_wrong_arguments_are_one_line(
+    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", NAME, *arguments, *QUICK]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.count("\n") == 1
+    assert says in printed.err
+
+
+def test_a_fake_mode_around_the_call_is_left() -> None:
+    """In a process of its own: where autograd meets real tensors in a strict fake mode, C++ ends the process."""
+    code = (
+        "import torch; from tests.test_what_if import FakeTensorMode, Llama, planned, tokens\n"
+        "with FakeTensorMode(): print(planned(Llama(1), tokens()).keep_all_peak)\n"
+        "print(planned(Llama(1), tokens()).keep_all_peak)"
+    )
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-2000:]
+    inside, outside = done.stdout.split()
+    assert inside == outside
+
+
+def test_the_example_has_the_sizes_that_it_says() -> None:
+    models = [what_if.llama_8b(), what_if.llama_1b(batch=3, length=5)]
+    assert [sum(p.numel() for p in model.parameters()) for model, _ in models] == [8_030_261_248, 1_235_814_400]
+    assert [tuple(tokens.shape) for _, tokens in models] == [(1, 4096), (3, 5)]
+    model = on_meta(lambda: what_if.Llama(layers=2, width=64, hidden=128, heads=8, tied=True).to(HALF))
+    plan = planned(model, torch.zeros(2, 16, dtype=torch.long), device="B200")
+    assert plan.assumed == "CUDA's, assumed: flash attention, 512-byte blocks; unknown workspaces count as 0"
