@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any, TypeVar, cast
 
 import numba
-from numba.core import caching, event
+from numba.core import caching, event, registry
 from numba.core.dispatcher import Dispatcher
 
 _FunctionCache: Any = caching.FunctionCache  # numba is not typed
@@ -37,6 +38,21 @@ def jit(function: _Function) -> _Function:
 def running_seconds() -> float:
     """A monotonic clock that stands still while kernels are compiled: a first run has as much time as any other."""
     return time.monotonic() - _compilations.seconds
+
+
+def cache_marker(kernels: Iterable[Any]) -> Path | None:
+    """A file beside the cached code of these kernels that says that all of it is there; None where none can be.
+
+    Whoever compiled them makes it. Its name holds what the code depends on: sources, numba, Python and processor.
+    """
+    processor = registry.cpu_target.target_context.codegen().magic_tuple()
+    path, parts = None, [numba.__version__, sys.version, repr(processor)]
+    for kernel in kernels:
+        if not isinstance(kernel._cache, _Cache):
+            return None
+        path = Path(kernel._cache.cache_path)
+        parts.append(_digest(kernel.py_func))
+    return path / f"compiled-{hashlib.sha256(' '.join(parts).encode()).hexdigest()[:16]}" if path else None
 
 
 class _Compilations(event.Listener):

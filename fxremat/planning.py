@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from fxremat import kernels
 from fxremat.budget import bytes_of
 from fxremat.cost.calibrate import calibration
 from fxremat.cost.devices import Device
@@ -74,6 +75,7 @@ def plan_step(step: CapturedStep, options: Options) -> Plan:
         BudgetTooSmall: no candidate fits; in percent too, where the budget is in percent.
     """
     what = f"{len(step.joint.ops)} ops within {options.mem}"
+    kernels.ready()  # before anything is measured, which a compiler would disturb
     with bars(shown=options.progress), planning(what) as planned:
         costs = _cost_model(step, options)
         frontier, budget = _frontier(step.joint, costs, options)

@@ -14,7 +14,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "fxremat"
 ROOMS = (  # what stands further left may use what stands further right, never back
     *("__main__", "__init__", "api", "what_if", "pipelining", "runtime", "planning", "options", "plans", "show"),
-    "planned_step",
+    *("planned_step", "kernels"),
     *("transfers", "search", "cost", "linearize", "passes", "ops", "step", "solvers", "chains", "host", "budget"),
     *("torch_private", "jit", "progress", "units", "errors"),
 )

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxremat import kernels
 from fxremat.cost.devices import Device
 from fxremat.errors import FxrematError, InvalidBudget
 from fxremat.host.default import default_tier
@@ -58,6 +59,7 @@ class Backend:
     """
 
     def __init__(self, options: Options, target: Device | None = None) -> None:
+        kernels.begin()
         self.options = options
         self.target = target
         self.plans: deque[Plan] = deque(maxlen=KEPT_PLANS)

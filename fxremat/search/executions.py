@@ -60,7 +60,7 @@ class Executions:
         again[np.unique(ops, return_index=True)[1]] = False
         entries = self.entries(ops, again, order.split)
         tape = self.tape(entries, np.zeros(entries.size, np.uint8))
-        peak, _ = replay(tape, np.ones(entries.size, np.uint8), blank_pages(tape))
+        peak, _ = replay(tape, np.ones(entries.size, np.uint8), blank_pages(tape), 0)
         return int(peak), sum([self._costs.seconds[op] for op in order.ops])
 
     def entries(self, ops: Ints, again: NDArray[np.bool_], split: int) -> Ints:

@@ -64,21 +64,24 @@ def blank_pages(tape: Tape) -> Pages:
 
 
 @jit
-def replay(tape: Tape, choice: Bits, pages: Pages, budget: int = 0) -> tuple[int, float]:
+def replay(tape: Tape, choice: Bits, pages: Pages, budget: int) -> tuple[int, float]:
     """Peak in bytes and time in seconds of a choice. O(reads + writes)."""
-    count = pages.peaks.size
-    pages.alive[count] = 0
+    count, peak, time = pages.peaks.size, 0, 0.0
+    for value in range(tape.sizes.size):
+        pages.alive[count, value] = 0
     pages.levels[count] = tape.start
     for page in range(count - 1, -1, -1):
         _page(tape, choice, pages, page, budget)
-    return pages.peaks.max(), pages.times.sum()
+        peak = max(peak, pages.peaks[page])
+        time += pages.times[page]
+    return peak, time
 
 
 @jit
 def _page(tape: Tape, choice: Bits, pages: Pages, page: int, budget: int) -> None:
     """Replay one page from what is alive after it."""
     runs, alive = pages.runs, pages.alive[page]
-    alive[:] = pages.alive[page + 1]
+    _copy(pages.alive[page + 1], alive, 0, alive.size)
     level, peak, excess, time = pages.levels[page + 1], 0, 0, 0.0
     for i in range(min(choice.size, (page + 1) * PAGE) - 1, page * PAGE - 1, -1):
         runs[i] = choice[i] and (not tape.optional[i] or _wanted(tape, alive, i))
@@ -116,13 +119,21 @@ def _wanted(tape: Tape, alive: Bits, i: int) -> bool:
 @jit
 def copy_pages(source: Pages, target: Pages, low: int, high: int) -> None:
     """Pages low..high - 1, and what is alive before and after them."""
-    first, last = low * PAGE, high * PAGE
-    target.runs[first:last] = source.runs[first:last]
-    target.alive[low : high + 1] = source.alive[low : high + 1]
-    target.levels[low : high + 1] = source.levels[low : high + 1]
-    target.peaks[low:high] = source.peaks[low:high]
-    target.excess[low:high] = source.excess[low:high]
-    target.times[low:high] = source.times[low:high]
+    _copy(source.runs, target.runs, low * PAGE, min(high * PAGE, source.runs.size))
+    for page in range(low, high + 1):
+        _copy(source.alive[page], target.alive[page], 0, source.alive.shape[1])
+        target.levels[page] = source.levels[page]
+    for page in range(low, high):
+        target.peaks[page] = source.peaks[page]
+        target.excess[page] = source.excess[page]
+        target.times[page] = source.times[page]
+
+
+@jit
+def _copy(source: Bits, target: Bits, low: int, high: int) -> None:
+    """An assignment of slices checks their shapes in half a second of compiled code; this does not."""
+    for k in range(low, high):
+        target[k] = source[k]
 
 
 @jit
@@ -133,7 +144,7 @@ def replay_again(
 
     Gives up, with -1, once the pages exceed the budget by more than what is allowed.
     """
-    new.alive[high] = old.alive[high]
+    _copy(old.alive[high], new.alive[high], 0, old.alive.shape[1])
     new.levels[high] = old.levels[high]
     for page in range(high - 1, -1, -1):
         _page(tape, choice, new, page, budget)
@@ -160,19 +171,25 @@ def spend(tape: Tape, choice: Bits, pages: Pages, spare: Pages, places: Ints, bu
     Where the choice does not fit, none may exceed the budget by more. `pages` are those of the choice, and kept so.
     Returns the number of pages replayed.
     """
-    work = 0
-    excess = pages.excess.sum()
+    work, excess = 0, 0
+    for page in range(pages.excess.size):
+        excess += pages.excess[page]
     for i in places:
         if not pages.runs[i]:
             continue
         choice[i] = 0
         high = i // PAGE + 1
-        allowed = excess - pages.excess[high:].sum()
+        allowed = excess
+        for page in range(high, pages.excess.size):
+            allowed -= pages.excess[page]
         low = replay_again(tape, choice, pages, spare, high, budget, allowed)
         work += high - max(low, 0)
         if low >= 0:
-            more = spare.excess[low:high].sum() - pages.excess[low:high].sum()
-            if more <= 0 and spare.times[low:high].sum() <= pages.times[low:high].sum() + TINY:
+            more, longer = 0, 0.0
+            for page in range(low, high):
+                more += spare.excess[page] - pages.excess[page]
+                longer += spare.times[page] - pages.times[page]
+            if more <= 0 and longer <= TINY:
                 copy_pages(spare, pages, low, high)
                 excess += more
                 continue

@@ -41,12 +41,12 @@ class Skeleton:
 
     def judge(self, choice: Bits) -> tuple[int, float]:
         """Peak in bytes and time in seconds. O(executions), some tens of microseconds."""
-        return replay(self.tape, choice, blank_pages(self.tape))
+        return replay(self.tape, choice, blank_pages(self.tape), 0)
 
     def order(self, choice: Bits) -> Order:
         """What runs under a choice, recomputations that nothing reads left out."""
         pages = blank_pages(self.tape)
-        replay(self.tape, choice, pages)
+        replay(self.tape, choice, pages, 0)
         runs = (pages.runs == 1) & (self.ops >= 0)
         split = int(np.flatnonzero(self.ops < 0)[0])
         return Order(

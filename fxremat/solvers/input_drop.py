@@ -164,7 +164,9 @@ def trace_row(table: Filled, s: int, t: int, c: int, m: int) -> Ints:
                 todo.append((s, cut, cut, m))
                 todo.append((cut + 1, t, c, m - sizes.out[cut]))
             elif lose >= 0:
-                j = int(np.searchsorted(sizes.start, lose, side="right")) - 1
+                j = s
+                while sizes.start[j + 1] <= lose:
+                    j += 1
                 codes = emit_pass(codes, s, j - 1)
                 codes = emit(codes, SAVE, lose)
                 codes = emit(codes, DROP, j - 1)

@@ -19,7 +19,10 @@ def emit(codes: Ints, kind: int, number: int) -> Ints:
     """Append one op to the codes, in place where there is room."""
     count = codes[0] + 1
     if count == codes.size:
-        codes = np.concatenate((codes, np.zeros(codes.size, dtype=np.int64)))
+        longer = np.zeros(2 * codes.size, dtype=np.int64)
+        for k in range(count):
+            longer[k] = codes[k]
+        codes = longer
     codes[count] = 8 * number + kind
     codes[0] = count
     return codes

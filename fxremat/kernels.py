@@ -1,0 +1,107 @@
+"""The compiled kernels that a first plan needs, compiled once, in processes of their own, while a model is captured.
+
+    begin()     where a model is handed over: starts the compilers, unless kernels of these sources are cached already
+    ready()     before kernels are called: waits for them
+
+A compiler calls the kernels on a chain of three blocks and a tape of two executions, with arguments of the types that
+planning has; numba's cache on disk hands the result over. Where no cache can be written, or no process be started,
+kernels are compiled where they are called, as all others are.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from fxremat.chains.chain import Block, Chain
+from fxremat.jit import cache_marker
+from fxremat.search.improve import FAR
+from fxremat.search.replay import Tape, blank_pages, copy_pages, replay, replay_again, spend
+from fxremat.solvers import input_drop, rows
+
+AT_MOST = 300  # seconds that a compiler is waited for
+
+_compilers: list[subprocess.Popen[bytes]] = []
+
+
+def begin() -> None:
+    """Start compiling what is not compiled yet; returns at once. Only one process of a machine's ranks does."""
+    if _compilers or os.environ.get("LOCAL_RANK", "0") != "0":
+        return
+    for part, (_, kernels) in PARTS.items():
+        marker = cache_marker(kernels)
+        if marker and not marker.exists() and sys.executable:
+            with contextlib.suppress(OSError):
+                _compilers.append(_compiler(part))
+
+
+def ready() -> None:
+    """Wait for the compilers that were started. Whatever became of them, kernels can be called after."""
+    for compiler in _compilers:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            compiler.wait(AT_MOST)
+    _compilers.clear()
+
+
+def _compiler(part: str) -> subprocess.Popen[bytes]:
+    where = str(Path(__file__).parents[1])
+    path = os.pathsep.join(filter(None, [where, os.environ.get("PYTHONPATH", "")]))
+    quiet: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+    command = [sys.executable, "-m", "fxremat.kernels", part]
+    compiler = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path}, **quiet)
+    atexit.register(compiler.kill)
+    return compiler
+
+
+def compile_solver() -> None:
+    """Compile the chain solver that plans begin with."""
+    block = Block(forward_time=1.0, backward_time=2.0, output_bytes=2, saved_bytes=4, grad_bytes=2)
+    table = input_drop.build(Chain(blocks=(block,) * 3, input_bytes=0), 12, 12)
+    table.schedule(table.least)
+
+
+def compile_search() -> None:
+    """Compile the replay of programs and the search among them."""
+    one, two = np.array([0, 1, 1], np.int64), np.array([0, 0, 1], np.int64)
+    tape = Tape(
+        optional=np.array([1, 0], np.uint8),
+        read_from=two,
+        reads=np.zeros(1, np.int64),
+        write_from=one,
+        writes=np.zeros(1, np.int64),
+        sizes=np.ones(1, np.int64),
+        extra=np.zeros(2, np.int64),
+        seconds=np.ones(2),
+        seeds=1,
+        start=0,
+    )
+    choice, pages, spare = np.ones(2, np.uint8), blank_pages(tape), blank_pages(tape)
+    replay(tape, choice, pages, 0)
+    copy_pages(pages, spare, 0, 1)
+    replay_again(tape, choice, pages, spare, 1, 0, FAR)
+    spend(tape, choice, pages, spare, np.zeros(1, np.int64), 0)
+
+
+PARTS: Mapping[str, tuple[Callable[[], None], tuple[Any, ...]]] = MappingProxyType(
+    {
+        "solver": (compile_solver, (rows._places, input_drop.bounds, input_drop.fill_tiles, input_drop.trace)),
+        "search": (compile_search, (replay, replay_again, copy_pages, spend)),
+    }
+)
+"""What there is to compile: how, and the kernels that Python calls."""
+
+
+if __name__ == "__main__":
+    compile_part, kernels = PARTS[sys.argv[1]]
+    compile_part()
+    if marker := cache_marker(kernels):
+        marker.touch()
