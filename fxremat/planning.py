@@ -113,14 +113,21 @@ def _frontier(joint: Joint, costs: Costs, options: Options) -> tuple[Frontier, i
     if options.offloads_by_chain:
         settings |= {"solver": "auto", "effort": 0.0}
     known = FrontierCache(joint, costs, settings)
-    ladder = known.get() or Ladder(given=survey(joint, costs, **settings))
-    most = ladder.given.keep_all.peak
-    budget = bytes_of(options.budget, most, device_of(joint))
-    searched = most if options.offload or options.offload_weights else budget
+    hosted = bool(options.offload or options.offload_weights)
+    ladder = known.get() or known.of_other_sizes()
+    if not ladder or (ladder.given.minimum > _bytes(options, ladder) and not hosted):
+        ladder = Ladder(given=survey(joint, costs, **settings))
+    budget = _bytes(options, ladder)
+    searched = ladder.given.keep_all.peak if hosted else budget
     if settings["solver"] == "auto":
         ladder = ladder.to(searched, costs, effort=settings["effort"])
     known.put(ladder)
     return ladder.frontier(searched), budget
+
+
+def _bytes(options: Options, ladder: Ladder) -> int:
+    keep_all = ladder.given.keep_all
+    return bytes_of(options.budget, keep_all.peak, device_of(keep_all.layout.joint))
 
 
 def _calibrated(

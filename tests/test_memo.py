@@ -10,6 +10,8 @@ from fxremat import planning
 from fxremat.search import frontier_cache as memo
 from fxremat.search import survey as planner
 from fxremat.search.candidate import Frontier
+from fxremat.search.refine import Ladder
+from fxremat.step.liveness import live_bytes
 from tests.test_planner import INPUTS, Deep
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
@@ -43,15 +45,57 @@ def test_a_second_budget_needs_no_second_survey(monkeypatch: pytest.MonkeyPatch)
     assert len(made) == 1
 
 
-def test_other_shapes_costs_and_settings_are_surveyed_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_far_away_costs_and_settings_are_surveyed_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     made = counted(monkeypatch)
     fxremat.plan(Deep(), INPUTS, mem="90%", cost="estimate")
-    fxremat.plan(Deep(), (torch.ones(128, 16),), mem="90%", cost="estimate")
-    fxremat.plan(Deep(), INPUTS, mem="90%", cost="estimate", device="H100")
+    fxremat.plan(Deep(), (torch.ones(2000, 16),), mem="90%", cost="estimate")
     fxremat.plan(Deep(), INPUTS, mem="90%", cost="estimate", effort=0)
+    fxremat.plan(Wide(), INPUTS, mem="90%", cost="estimate")
     assert len(made) == 4
     fxremat.plan(Deep(), INPUTS, mem="80%", cost="estimate", effort=0)
     assert len(made) == 4
+
+
+class Wide(Deep):
+    """The same values by another op."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.sigmoid(layer(x))
+        return x.square().mean()
+
+
+def test_other_sizes_are_planned_from_the_programs_that_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Judged exactly: what is measured is what was predicted, and no slower than a survey's by more than a little."""
+    made = counted(monkeypatch)
+    fxremat.plan(Deep(), INPUTS, mem="50%", cost="estimate")
+    for rows in (200, 300, 400):
+        near = fxremat.plan(Deep(), (torch.ones(rows, 16),), mem="50%", cost="estimate")
+        memory = live_bytes(near.program, near.costs.sizes)
+        assert near.predicted_peak == memory.peak <= near.budget
+        assert near.predicted_time == near.costs.time(near.program)
+        alone = Ladder(given=planner.survey(near.joint, near.costs)).to(near.budget, near.costs, effort=3)
+        assert near.predicted_time <= 1.01 * alone.frontier(near.budget).within(near.budget).time
+    assert len(made) == 1
+    compiled = fxremat.compile(Deep(), mem="50%", cost="estimate")
+    plain = Deep()
+    plain.load_state_dict(compiled.state_dict())
+    for rows in (250, 270):
+        inputs = torch.randn(rows, 16)
+        for model in (compiled, plain):
+            model.zero_grad()
+            model(inputs).backward()
+        grads = zip(compiled.parameters(), plain.parameters(), strict=True)
+        assert all(torch.equal(ours.grad, theirs.grad) for ours, theirs in grads)  # type: ignore[arg-type]
+    assert len(made) == 1
+
+
+def test_where_no_known_program_fits_the_model_is_surveyed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = counted(monkeypatch)
+    coarse = fxremat.plan(Deep(), INPUTS, mem="90%", cost="estimate")
+    with pytest.raises(fxremat.BudgetTooSmall):
+        fxremat.plan(Deep(), (torch.ones(300, 16),), mem=coarse.minimum // 2, cost="estimate")
+    assert len(made) == 2
 
 
 def test_nothing_of_an_old_graph_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ An origin knows its program, and the schedule that it began with.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from fxremat.chains.simulate_join import JoinTimeline
 from fxremat.errors import BudgetTooSmall
 from fxremat.step.joint import Joint
 from fxremat.step.layout import Layout
-from fxremat.step.program import Order, Program, order_of, rematerialize
+from fxremat.step.program import Order, Program, order_of
 from fxremat.step.transferred import ProgramWithTransfers
 
 
@@ -29,24 +29,26 @@ class FromSchedule:
     """A schedule of the layout's blocks."""
 
     schedule: Schedule
+    known: Order | None = None  # its order, where that was worked out
 
     def order(self, layout: Layout) -> Order:
         """Which op runs when. O(steps)."""
-        return order_of(layout, self.schedule)
+        return self.known or order_of(layout, self.schedule)
 
     def program(self, layout: Layout) -> Program:
         """Every step of the schedule. O(steps)."""
-        return rematerialize(layout, self.schedule)
+        return self.order(layout).program()
 
-    def on(self, _: Layout) -> FromSchedule:
+    def on(self, layout: Layout) -> FromSchedule:
         """The same origin on the layout of an equal graph."""
-        return self
+        return replace(self, known=self.known and replace(self.known, layout=layout))
 
 
 @dataclass(frozen=True, eq=False)
 class FromJoin(FromSchedule):
     """A schedule of a join of towers, which the layout's blocks run in the same order."""
 
+    _: KW_ONLY
     timeline: JoinTimeline
 
 
@@ -67,7 +69,7 @@ class Refined:
 
     def on(self, layout: Layout) -> Refined:
         """The same origin on the layout of an equal graph."""
-        return replace(self, found=replace(self.found, layout=layout))
+        return replace(self, began=self.began.on(layout), found=replace(self.found, layout=layout))
 
 
 @dataclass(frozen=True, eq=False)

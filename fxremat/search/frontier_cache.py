@@ -2,6 +2,7 @@
 
 A survey does not depend on the budget, and the search op by op goes on where it was left. Both refer to ops and values
 by number, so that those of an equal graph serve: only the graph itself is exchanged. Nothing of the old graph is kept.
+For a graph with the same ops and other sizes, the programs are judged anew (`search.replan`).
 """
 
 from __future__ import annotations
@@ -9,22 +10,32 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from dataclasses import fields
-from typing import cast
+from typing import NamedTuple, cast
 
 from fxremat.search.refine import Ladder
+from fxremat.search.replan import replanned
 from fxremat.step.costs import Costs, op_key
 from fxremat.step.joint import Joint
 
-AT_MOST = 4
+
+class _Key(NamedTuple):
+    graph: str  # equal for graphs that number equal ops and values in the same way, at equal costs
+    topology: str  # the same, whatever the sizes and costs
+
+
+AT_MOST = 8
+NEAREST = 3  # of the latest with the same ops: tried for other sizes
 _NO_GRAPH = cast(Joint, None)
-_latest: OrderedDict[str, Ladder] = OrderedDict()
+_latest: OrderedDict[_Key, Ladder] = OrderedDict()
 
 
 class FrontierCache:
     """What this process knows of a graph with these costs and settings."""
 
     def __init__(self, joint: Joint, costs: Costs, settings: object) -> None:
-        self._joint, self._key = joint, _digest(joint, costs, settings)
+        self._joint, self._costs = joint, costs
+        topology = _topology(joint, settings)
+        self._key = _Key(_graph(joint, costs, topology), topology)
 
     def get(self) -> Ladder | None:
         """The ladder that was put last; None where none was, or it was too long ago."""
@@ -32,6 +43,12 @@ class FrontierCache:
             return None
         _latest.move_to_end(self._key)
         return _latest[self._key].on(self._joint)
+
+    def of_other_sizes(self) -> Ladder | None:
+        """The latest ladder of a graph with the same ops and sizes that are near, judged here; None where none is."""
+        known = [ladder for key, ladder in _latest.items() if key.topology == self._key.topology]
+        judged = (replanned(ladder, self._joint, self._costs) for ladder in reversed(known[-NEAREST:]))
+        return next(filter(None, judged), None)
 
     def put(self, ladder: Ladder) -> None:
         """Remember a ladder, in place of an earlier one of the same graph."""
@@ -41,13 +58,19 @@ class FrontierCache:
             _latest.popitem(last=False)
 
 
-def _digest(joint: Joint, costs: Costs, settings: object) -> str:
-    """Equal for graphs that number equal ops and values in the same way, at equal costs."""
+def _topology(joint: Joint, settings: object) -> str:
+    """Which ops there are, and what each reads and writes."""
     numbers = [
-        tuple(getattr(op, field.name) for field in fields(op) if field.name != "node") for op in joint.ops
+        (str(op.node.target), *(getattr(op, field.name) for field in fields(op) if field.name != "node"))
+        for op in joint.ops
     ]
-    values = [(v.name, v.bytes, v.origin, v.producer) for v in joint.values]
+    values = [(v.name, v.origin, v.producer) for v in joint.values]
     sets = [sorted(s) for s in (joint.kept_outputs, joint.returned, joint.updates, joint.mutated_primals)]
-    text = repr((numbers, values, sets, sorted(joint.root_tangents), costs, settings))
+    text = repr((numbers, values, sets, sorted(joint.root_tangents), settings))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _graph(joint: Joint, costs: Costs, topology: str) -> str:
     keys = "\n".join(f"{op.name} {op_key(op.node)}" for op in joint.ops)
+    text = repr((topology, [v.bytes for v in joint.values], costs))
     return hashlib.sha256(f"{text}\n{keys}".encode()).hexdigest()

@@ -107,8 +107,9 @@ class _Judge:
         return [self._one(layout, schedule) for schedule in dict.fromkeys(schedules)]
 
     def _one(self, layout: Layout, schedule: Schedule) -> Candidate:
-        peak, time = self._executions.judge(order_of(layout, schedule))
-        return Candidate(peak=peak, time=time, layout=layout, origin=FromSchedule(schedule))
+        order = order_of(layout, schedule)
+        peak, time = self._executions.judge(order)
+        return Candidate(peak=peak, time=time, layout=layout, origin=FromSchedule(schedule, order))
 
     def keep_everything(self, layout: Layout) -> Candidate:
         """The candidate that recomputes nothing."""
@@ -225,5 +226,5 @@ def _joined(judge: _Judge, joint: Joint, slots: int) -> Iterator[Candidate]:
         schedule = on_the_layout(timeline.schedule, parts)
         with suppress(InvalidSchedule):  # a gradient that both towers add to waits until what it needs too is gone
             (judged,) = judge.of(layout, [schedule])
-            yield replace(judged, origin=FromJoin(schedule, timeline))
+            yield replace(judged, origin=FromJoin(schedule, judged.order(), timeline=timeline))
         budget = int(min(budget, timeline.peak) * JOIN_STEP)
