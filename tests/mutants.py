@@ -53,6 +53,7 @@ NOT_COPIED = (".git", ".venv", ".*cache", ".hypothesis", "*.egg-info")
 QUICK = "@tests/quick.txt"
 SECONDS = 10.0  # of tests for a mutant, at most
 PATIENCE = 20.0  # seconds beyond three times what its tests take, before a mutant counts as endless
+RAN = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
 LARGE = 100  # the least number that counts as a limit or a size in a constant of a module
 FLIPPED: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE,
@@ -240,7 +241,7 @@ def _record_lines(copy: Path, tests: list[str], file: Path) -> int:
     )
     watch = _Watch(measured)
     measured.start()
-    _pytest(copy, tests, [watch])
+    status = _pytest(copy, tests, [watch])
     measured.stop()
     data = measured.get_data()
     lines = {
@@ -252,7 +253,7 @@ def _record_lines(copy: Path, tests: list[str], file: Path) -> int:
     }
     libraries = [name for name, module in list(sys.modules.items()) if _is_library(module, copy)]
     file.write_text(json.dumps({"libraries": libraries, "seconds": watch.passed, "lines": lines}))
-    return 0
+    return 0 if status in RAN else status
 
 
 def _record_seconds(copy: Path, file: Path) -> int:
@@ -260,13 +261,13 @@ def _record_seconds(copy: Path, file: Path) -> int:
     known = json.loads(file.read_text())
     watch = _Watch()
     tests = sorted(known["seconds"])
-    _pytest(copy, _files_of(tests), [watch, _Only(tests)])
+    status = _pytest(copy, _files_of(tests), [watch, _Only(tests)])
     lines = {
         path: {line: sorted(watch.passed.keys() & set(reached)) for line, reached in by_line.items()}
         for path, by_line in known["lines"].items()
     }
     file.write_text(json.dumps(known | {"seconds": watch.passed, "lines": lines}))
-    return 0
+    return 0 if status in RAN else status
 
 
 def record(copy: Path, tests: list[str]) -> Record:
@@ -320,7 +321,7 @@ _seconds_later = itertools.count(1)  # each mutant has a time of its own: byteco
 
 
 def _pytest(copy: Path, arguments: list[str], plugins: list[object]) -> int:
-    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--assert=plain", f"--rootdir={copy}"]
+    options = ["-q", "-p", "no:cacheprovider", "--assert=plain", f"--rootdir={copy}"]
     options += [f"--basetemp={copy.parent / 'tmp'}", "-c", str(copy / "pyproject.toml")]
     return int(pytest.main([*options, *arguments], plugins=plugins))
 
