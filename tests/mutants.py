@@ -75,6 +75,7 @@ class Mutant:
     """A module with one mistake."""
 
     line: int  # from 1
+    statement: int  # the line on which its statement begins
     before: str
     after: str
     source: str  # of the whole module
@@ -90,30 +91,31 @@ def mutants_of(source: str) -> list[Mutant]:
     for line in encoded.splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
     found = []
-    for old, new in _changes(ast.parse(source)):
+    for old, new, statement in _changes(ast.parse(source), 1):
         begin = starts[old.lineno - 1] + old.col_offset
         end = starts[(old.end_lineno or 0) - 1] + (old.end_col_offset or 0)
         text = ast.unparse(new) if isinstance(new, ast.stmt) else f"({ast.unparse(new)})"
         mutated = (encoded[:begin] + text.encode() + encoded[end:]).decode()
-        found.append(
-            Mutant(line=old.lineno, before=ast.unparse(old), after=ast.unparse(new), source=mutated)
-        )
+        before, after = ast.unparse(old), ast.unparse(new)
+        found.append(Mutant(line=old.lineno, statement=statement, before=before, after=after, source=mutated))
     return sorted(found, key=lambda mutant: mutant.line)
 
 
-def _changes(node: ast.AST) -> Iterator[tuple[Any, Any]]:
-    """Pairs of a part of the tree and what stands there instead."""
+def _changes(node: ast.AST, statement: int) -> Iterator[tuple[Any, Any, int]]:
+    """A part of the tree, what stands there instead, and the line on which its statement begins: all of them."""
     if _means_nothing(node):
         return
-    yield from ((node, new) for new in _instead(node))
+    if isinstance(node, ast.stmt):
+        statement = node.lineno
+    yield from ((node, new, statement) for new in _instead(node))
     if isinstance(node, ast.If | ast.While | ast.IfExp) and not isinstance(node.test, ast.Compare):
-        yield node.test, ast.UnaryOp(ast.Not(), node.test)
+        yield node.test, ast.UnaryOp(ast.Not(), node.test), statement
     for name, value in ast.iter_fields(node):
         if name in ("annotation", "returns", "decorator_list"):
             continue
         for child in value if isinstance(value, list) else [value]:
             if isinstance(child, ast.AST) and not (isinstance(node, ast.Module) and _is_limit(child)):
-                yield from _changes(child)
+                yield from _changes(child, statement)
 
 
 def _means_nothing(node: ast.AST) -> bool:
@@ -173,17 +175,29 @@ class Record:
 
     libraries: list[str]  # modules of others that the tests import
     seconds: dict[str, float]  # of each test that passed, by node id
-    lines: dict[str, dict[str, list[str]]]  # of each file, tests that execute a line
+    lines: dict[str, dict[str, list[str]]]  # of each file, tests that execute a line; none where an import does
 
-    def choose(self, file: str, line: int) -> list[str]:
+    def choose(self, file: str, line: int, statement: int) -> list[str]:
         """The quickest tests that execute a line, of `SECONDS` together; at least one where there is any."""
         chosen, spent = [], 0.0
-        for test in sorted(self.lines.get(file, {}).get(str(line), []), key=self.seconds.__getitem__):
+        for test in sorted(self._reaching(file, line, statement), key=lambda test: (self.seconds[test], test)):
             spent += self.seconds[test]
             if chosen and spent > SECONDS:
                 break
             chosen.append(test)
         return chosen
+
+    def _reaching(self, file: str, line: int, statement: int) -> set[str]:
+        """The tests that execute a line or, where Python does not tell it apart, the beginning of its statement.
+
+        What runs when the module is imported is in the hands of all tests that execute any line of it.
+        """
+        lines = self.lines.get(file, {})
+        for place in (str(line), str(statement)):
+            if tests := lines.get(place):
+                return set(tests)
+        imported = str(line) in lines or str(statement) in lines
+        return set().union(*lines.values()) if imported else set()
 
 
 class _Watch:
@@ -297,7 +311,7 @@ class Verdict(Enum):
 
 def judge(copy: Path, file: str, mutant: Mutant, known: Record) -> Verdict:
     """Put a mutant in the place of its module, run the tests that reach it, and put the module back."""
-    tests = known.choose(file, mutant.line)
+    tests = known.choose(file, mutant.line, mutant.statement)
     if not tests:
         return Verdict.UNREACHED
     path = copy / file

@@ -55,6 +55,9 @@ def test_a_mutant_changes_its_line_alone() -> None:
 
 def test_the_quickest_tests_of_a_line_are_chosen() -> None:
     seconds = {"slow": 9.0, "quick": 0.1, "other": 5.0, "elsewhere": 0.0}
-    record = Record(libraries=[], seconds=seconds, lines={"a.py": {"7": ["slow", "quick", "other"]}})
-    assert record.choose("a.py", 7) == ["quick", "other"]
-    assert record.choose("a.py", 8) == []
+    lines = {"2": [], "7": ["slow", "quick", "other"], "8": ["slow"]}
+    record = Record(libraries=[], seconds=seconds, lines={"a.py": lines})
+    assert record.choose("a.py", 7, 7) == ["quick", "other"]
+    assert record.choose("a.py", 9, 8) == ["slow"]
+    assert record.choose("a.py", 9, 9) == []
+    assert record.choose("a.py", 3, 2) == ["quick", "other"]  # run by the import, for all tests of the module

@@ -165,3 +165,16 @@ def test_the_last_use_of_every_version() -> None:
     assert lives(small(), sizes) == [(4, 0), (1, 2), (3, 4), (3, 2), (3, 8), (4, 16)]
     assert lives(small(), sizes, {1: 5}, [2], whole=False) == [(4, 0), (1, 5), (4, 4), (3, 2), (3, 0), (4, 16)]
     assert seed_lives(small()) == [(0, 2)]
+
+
+def test_what_nothing_uses() -> None:
+    """A tangent that the first step reads, one that nothing reads, and a value at hand that nothing reads."""
+    joint = joint_of(
+        [Origin.TANGENT, Origin.TANGENT, Origin.FORWARD, Origin.BACKWARD], [op([0], [3], backward=True)]
+    )
+    replay = Replay(Layout(joint=joint, blocks=(), held=frozenset()), split=0)
+    replay.give(2)
+    replay.run(0, 0)
+    program, sizes = replay.whole_program(), Sizes(values=[1, 2, 4, 8], workspace=[0])
+    assert [program.version_of[version] for version in range(4)] == [2, 0, 3, 1]
+    assert lives(program, sizes) == [(-1, 4), (0, 1), (0, 8), (1, 2)]
