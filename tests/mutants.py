@@ -291,7 +291,7 @@ def record(copy: Path, tests: list[str]) -> Record:
     file = RECORDS / f"{digest.hexdigest()[:16]}.json"
     if not file.exists():
         RECORDS.mkdir(parents=True, exist_ok=True)
-        print(f"running {' '.join(tests)} twice, unchanged: {file.relative_to(ROOT)}", flush=True)
+        print(f"running the tests twice, unchanged: {file.relative_to(ROOT)}", flush=True)
         written = file.with_suffix(".part")
         for work in (lambda: _record_lines(copy, tests, written), lambda: _record_seconds(copy, written)):
             if _in_a_process(work, copy, timeout=None):
