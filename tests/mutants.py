@@ -53,6 +53,7 @@ NOT_COPIED = (".git", ".venv", ".*cache", ".hypothesis", "*.egg-info")
 QUICK = "@tests/quick.txt"
 SECONDS = 10.0  # of tests for a mutant, at most
 PATIENCE = 20.0  # seconds beyond three times what its tests take, before a mutant counts as endless
+KEPT = 3  # records, besides the latest
 RAN = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
 LARGE = 100  # the least number that counts as a limit or a size in a constant of a module
 FLIPPED: dict[type[ast.cmpop], type[ast.cmpop]] = {
@@ -296,6 +297,8 @@ def record(copy: Path, tests: list[str]) -> Record:
         for work in (lambda: _record_lines(copy, tests, written), lambda: _record_seconds(copy, written)):
             if _in_a_process(work, copy, timeout=None):
                 raise SystemExit("the tests ended early:\n" + (copy / "log").read_text()[-2000:])
+        for old in sorted(RECORDS.glob("*.json"), key=lambda path: path.stat().st_mtime)[:-KEPT]:
+            old.unlink()
         written.rename(file)
     return Record(**json.loads(file.read_text()))
 
@@ -424,7 +427,7 @@ def main(arguments: list[str] | None = None) -> None:
             result = examine(copy, file, known, options.sample, options.seed)
             print(f"{file}: {result}", flush=True)
             if options.json:
-                _write(options.json, file, result, options.tests)
+                _write(options, file, result)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -463,12 +466,13 @@ def examine(copy: Path, file: str, known: Record, sample: int, seed: int) -> Res
     )
 
 
-def _write(path: Path, file: str, result: Result, tests: list[str]) -> None:
+def _write(options: argparse.Namespace, file: str, result: Result) -> None:
     """Put a result in the place of the last one of its file."""
-    results = json.loads(path.read_text()) if path.exists() else {}
-    found = results.get("files", {}) | {file: asdict(result)}
-    table = {"tests": " ".join(tests), "files": dict(sorted(found.items()))}
-    path.write_text(json.dumps(table, indent=1, ensure_ascii=False) + "\n")
+    known = json.loads(options.json.read_text())["files"] if options.json.exists() else {}
+    tests = " ".join(options.tests)
+    command = f"python -m tests.mutants --sample {options.sample} --seed {options.seed} --tests {tests} -- FILE.py ..."
+    files = dict(sorted((known | {file: asdict(result)}).items()))
+    options.json.write_text(json.dumps({"command": command, "files": files}, indent=1, ensure_ascii=False) + "\n")
 
 
 if __name__ == "__main__":
