@@ -7,14 +7,14 @@
 
 All happens in a copy of the repository. First the tests run there unchanged, twice: under coverage.py, which records
 the test that executes each line, then without it, for their seconds. A test that fails either time is left out of what
-follows. Each mutant is then put to the tests that execute its line, the quickest first, in a fork of a process that
-has imported all libraries. It is noticed when one of the tests fails, or when they do not end.
+follows. Each mutant is then put to the tests that execute its line, those of its module and the quickest first, in a
+fork of a process that has imported all libraries. It is noticed when one of the tests fails, or when they do not end.
 
 What is not mutated, because no mistake in it changes what the code does, or because no test could tell:
 
     annotations, decorators, and what `if TYPE_CHECKING` guards
     text, what f-strings contain, and methods named `__repr__`
-    assertions, which are checks themselves
+    assertions and `strict=` of zip, which are checks themselves
     numbers from 100 on in constants of a module, which are limits and sizes: one more makes no difference
 """
 
@@ -122,7 +122,7 @@ def _changes(node: ast.AST, statement: int) -> Iterator[tuple[Any, Any, int]]:
 def _means_nothing(node: ast.AST) -> bool:
     """Whether no mistake in a part of the tree changes what the code does, as the top of this file lists them."""
     match node:
-        case ast.JoinedStr() | ast.Assert() | ast.FunctionDef(name="__repr__"):
+        case ast.JoinedStr() | ast.Assert() | ast.FunctionDef(name="__repr__") | ast.keyword(arg="strict"):
             return True
         case ast.If(test=ast.Name(id="TYPE_CHECKING")):
             return True
@@ -179,9 +179,13 @@ class Record:
     lines: dict[str, dict[str, list[str]]]  # of each file, tests that execute a line; none where an import does
 
     def choose(self, file: str, line: int, statement: int) -> list[str]:
-        """The quickest tests that execute a line, of `SECONDS` together; at least one where there is any."""
+        """The tests that execute a line, of `SECONDS` together: its module's own first, then the quickest.
+
+        There is at least one where any test executes the line.
+        """
         chosen, spent = [], 0.0
-        for test in sorted(self._reaching(file, line, statement), key=lambda test: (self.seconds[test], test)):
+        reaching = self._reaching(file, line, statement)
+        for test in sorted(reaching, key=lambda test: (not _is_near(test, file), self.seconds[test], test)):
             spent += self.seconds[test]
             if chosen and spent > SECONDS:
                 break
@@ -199,6 +203,12 @@ class Record:
                 return set(tests)
         imported = str(line) in lines or str(statement) in lines
         return set().union(*lines.values()) if imported else set()
+
+
+def _is_near(test: str, file: str) -> bool:
+    """Whether a test stands in the folder of a module's tests, or in a file named after it or its folder."""
+    path, (_, *folders) = Path(test.partition("::")[0]), Path(file).parent.parts
+    return path.parent.name in folders or path.stem.removeprefix("test_") in (*folders, Path(file).stem)
 
 
 class _Watch:

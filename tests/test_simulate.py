@@ -199,3 +199,14 @@ def test_a_step_that_cannot_begin_names_its_first_op():
     schedule, machine = Schedule.parse("Fall1 Off(A1) Fall2 Fall3 B3 Pre(A1) B2 B1"), replace(HOST, memory=7)
     with pytest.raises(InvalidSchedule, match=r"op 1, Fall1: deadlock: even when .*, it needs 8 bytes, 1 more"):
         simulate(THREE, schedule, machine)
+
+
+def test_the_op_that_a_copy_comes_back_for_is_named():
+    """A1, 20 bytes, is there again before B2, beside 5 of A2 and the 8 of a weight's gradient."""
+    one = {"forward_time": 1, "backward_time": 1, "output_bytes": 0, "saved_bytes": 0}
+    blocks = [one | {"saved_bytes": 20}, one | {"saved_bytes": 5}, one | {"weight_grad_bytes": 8}]
+    chain = Chain.from_json({"input_bytes": 0, "blocks": blocks})
+    schedule = Schedule.parse("Fall1 Off(A1) Fall2 Fall3 B3 Pre(A1) B2 B1")
+    assert simulate(chain, schedule, replace(HOST, memory=33)).peak == 33
+    with pytest.raises(InvalidSchedule, match=r"op 7, B2: deadlock: .* it needs 33 bytes, 1 more than there are"):
+        simulate(chain, schedule, replace(HOST, memory=32))

@@ -22,6 +22,7 @@ reads or writes it; a value that is leaving anyway can be dropped, to no effect.
 """
 
 from dataclasses import dataclass
+from math import inf
 from typing import Literal
 
 from fxremat.chains.chain import Chain
@@ -157,8 +158,8 @@ def _link(script: ResolvedSchedule, schedule: Schedule, platform: Platform | Non
             )
     assert platform is not None
     return LinkSpeeds(
-        to_host=platform.to_host or 1.0,  # without a speed there is no such copy
-        from_host=platform.from_host or 1.0,
+        to_host=platform.to_host or inf,  # without a speed there is no such copy
+        from_host=platform.from_host or inf,
         shared=platform.duplex == "half",
     )
 
