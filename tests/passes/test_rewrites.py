@@ -142,6 +142,8 @@ def test_what_a_dropout_becomes() -> None:
     """Where the forward rounds otherwise in single precision, the mask is drawn by itself."""
     split, kept, half = dropout(0.15), dropout(0.1), dropout(0.15, dtype=torch.bfloat16)
     for drawing in (split, kept, half):
+        (captured,) = drawing.graph.find_nodes(op="call_function", target=aten.native_dropout.default)
+        captured.meta["stack_trace"] = "its line"
         drop_as_eager(drawing.graph)
     exact, coarse = rounded(0.85, torch.float32), rounded(0.85, torch.bfloat16)
     assert split.text() == [
@@ -152,6 +154,7 @@ def test_what_a_dropout_becomes() -> None:
     ]
     product = split.graph.find_nodes(op="call_function", target=aten.native_dropout_backward.default)[0]
     assert product.meta["val"].shape == (64, 8)
+    assert product.meta["stack_trace"] == "its line"
     assert kept.text()[:3] == [
         "native_dropout.default(x, 0.1, True)",
         "getitem(native_dropout_default, 0)",

@@ -519,15 +519,18 @@ class NaivePool:
             self.shrink(max(self.most))
 
 
-@few(60)
-@given(st.lists(st.tuples(st.sampled_from(["take", "take", "free", "free", "shrink"]), st.integers(0, 5)), max_size=40))
+ACTIONS = st.tuples(st.sampled_from(["take", "take", "free", "free", "shrink", "look"]), st.integers(0, 9))
+
+
+@few(80)
+@given(st.lists(ACTIONS, min_size=10, max_size=50))
 def test_a_pool_is_like_lists_of_files(actions: list[tuple[str, int]]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pool, "WINDOW", 5)
         files, model, tensors = FilePool(None), NaivePool(), list[Tensor]()
         for action, number in actions:
             if action == "take":
-                like = torch.empty(1000 * (1 + number % 3), dtype=torch.uint8)
+                like = torch.empty(1 + number % 4, dtype=torch.uint8)
                 tensors.append(files.take(like))
                 model.take(like.nbytes, tensors[-1].data_ptr())
                 assert files.owns(tensors[-1])
@@ -537,13 +540,36 @@ def test_a_pool_is_like_lists_of_files(actions: list[tuple[str, int]]) -> None:
                 assert model.waiting[-1][1] == gone.data_ptr()
                 del gone
             elif action == "shrink":
-                files.shrink(1000 * number)
-                model.shrink(1000 * number)
-            assert files.bytes == model.bytes
-            assert files.used == model.used
-            assert not files.owns(torch.zeros(1))
+                files.shrink(number)
+                model.shrink(number)
+            elif action == "look":
+                assert files.bytes == model.bytes
+                assert files.used == model.used
+                assert len(files._shown) == len(tensors)
+                assert not files.owns(torch.zeros(1))
+        assert files.bytes == model.bytes
         assert files.owns(torch.zeros(0))
         tensors.clear()
+
+
+@few(40)
+@given(st.lists(st.tuples(st.integers(1, 4), st.integers(1, 7)), min_size=2, max_size=6))
+def test_a_pool_forgets_what_it_needed_as_lists_do(phases: list[tuple[int, int]]) -> None:
+    """Some steps that offload two tensors of a size, then some of another size."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pool, "WINDOW", 5)
+        files, model = FilePool(None), NaivePool()
+        for size, steps in phases:
+            for _ in range(steps):
+                tensors = []
+                for bytes_ in (size, 1):
+                    tensors.append(files.take(torch.empty(bytes_, dtype=torch.uint8)))
+                    model.take(bytes_, tensors[-1].data_ptr())
+                    assert files.bytes == model.bytes
+                while tensors:
+                    model.waiting.append(model.shown.pop(0))
+                    del tensors[0]
+                assert files.bytes == model.bytes
 
 
 def test_closing_waits_for_copies_and_ends_the_threads() -> None:
@@ -746,6 +772,21 @@ def test_a_pinned_tier_has_lanes_for_both_directions(gpus: Gpus, monkeypatch: py
     tier.close()
     assert not into._under_way
     assert not tier._lanes
+
+
+def test_a_copy_of_a_lane_does_not_block(gpus: Gpus) -> None:
+    class Target:
+        """Stands for a tensor on a GPU, and the memory that autograd does not see."""
+
+        def __init__(self) -> None:
+            self.data, self.blocking = self, list[bool]()
+
+        def copy_(self, source: Tensor, *, non_blocking: bool) -> None:
+            self.blocking.append(not non_blocking)
+
+    target: Any = Target()
+    pinned._StreamLane(CPU).copy(torch.ones(3), target, 1)
+    assert target.blocking == [False]
 
 
 def test_a_lane_lets_go_of_the_latest_copy_of_a_key_alone(gpus: Gpus) -> None:
