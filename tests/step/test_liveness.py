@@ -161,6 +161,7 @@ def test_by_hand() -> None:
 
 def test_the_last_use_of_every_version() -> None:
     sizes = Sizes(values=[1, 2, 4, 8, 16], workspace=[0] * 3)
+    assert (sizes.seed, sizes.outside, sizes.root) == (0, 0, 0)
     assert small().version_of == (0, 1, 2, 1, 3, 4)
     assert lives(small(), sizes) == [(4, 0), (1, 2), (3, 4), (3, 2), (3, 8), (4, 16)]
     assert lives(small(), sizes, {1: 5}, [2], whole=False) == [(4, 0), (1, 5), (4, 4), (3, 2), (3, 0), (4, 16)]
