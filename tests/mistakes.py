@@ -17,28 +17,27 @@ class Mistake(NamedTuple):
 
 MISTAKES: list[Mistake] = []
 
-TABLES = "solvers/test_tables.py"
 MISTAKES += [
     # a cut that gives the right part one block too few
     Mistake(
         "solvers/persistent.py",
         "again, j + 1, sizes.out[j], s, j)",
         "again, j + 2, sizes.out[j], s, j)",
-        TABLES,
+        "solvers/test_tables.py::test_stated_values",
     ),
     # the backward of a saved block does not have to fit
     Mistake(
         "solvers/persistent.py",
         "need = max(phase[t] + sizes.save[o], phase[s] + sizes.back[o], sizes.saved[o] + low[s + 1, t])",
         "need = max(phase[t] + sizes.save[o], sizes.saved[o] + low[s + 1, t])",
-        TABLES,
+        "solvers/test_tables.py::test_schedule_costs_what_the_table_says",
     ),
     # the input that a saved block loses is never rebuilt
     Mistake(
         "solvers/input_drop.py",
         "relax(rows, s, c, need, again + sizes.extra[o], j + 1, saved[o], s, n + 1 + o)",
         "relax(rows, s, c, need, again + sizes.extra[o], j + 1, saved[o], 0, 0)",
-        TABLES,
+        "solvers/test_tables.py::test_schedule_costs_what_the_table_says",
     ),
     # a lost input is paid for with one forward too many
     Mistake(
@@ -47,58 +46,63 @@ MISTAKES += [
         "                for o in range(start[j], start[j + 1]):\n                    need",
         "again = forward[j] - forward[s - 1]\n"
         "                for o in range(start[j], start[j + 1]):\n                    need",
-        TABLES,
+        "solvers/test_tables.py::test_stated_values",
     ),
     # scratch memory of the forward that saves is forgotten
     Mistake(
         "solvers/sizes.py",
         "save=units([option.saved_bytes + (option.save_scratch or 0) for _, _, option in options])",
         "save=units([option.saved_bytes for _, _, option in options])",
-        TABLES,
+        "solvers/test_tables.py::test_stated_values",
     ),
     # sizes are rounded down to slots
     Mistake(
         "solvers/sizes.py",
         "min(-(-size * slots // mem), limit)",
         "min(size * slots // mem, limit)",
-        TABLES,
+        "solvers/test_tables.py::test_a_rounded_table_keeps_its_promise",
     ),
     # a move forgets that the old checkpoint gives its memory back
     Mistake(
         "solvers/floating_drop.py",
         "(s + 1) * width + e, out[s] - out[s - 1], 0, 0)",
         "(s + 1) * width + e, out[s], 0, 0)",
-        TABLES,
+        "solvers/test_tables.py::test_checkpoints_that_move",
     ),
     # a floating branch never leaves a saved block behind
-    Mistake("solvers/floating_drop.py", "if s == rest and e > n:", "if s == rest and e > n + 99:", TABLES),
+    Mistake(
+        "solvers/floating_drop.py",
+        "if s == rest and e > n:",
+        "if s == rest and e > n + 99:",
+        "solvers/test_tables.py::test_stated_values",
+    ),
     # a cut stops one block short of where it may
     Mistake(
         "solvers/floating_drop.py",
         "for x in range(max(j, rest + 1), t):",
         "for x in range(max(j, rest + 1) + 1, t):",
-        TABLES,
+        "solvers/test_tables.py::test_stated_values",
     ),
     # scratch memory counted twice
     Mistake(
         "solvers/time_bound.py",
         "float(option.saved_bytes + scratch)",
         "float(option.saved_bytes + 2 * scratch + 1)",
-        "solvers/test_bound.py",
+        "solvers/test_bound.py::test_nothing_beats_the_bound",
     ),
     # what is on the host costs nothing to fetch
     Mistake(
         "solvers/time_bound.py",
         "return 1 / platform.to_host + 1 / platform.from_host",
         "return 0 / platform.to_host + 0 / platform.from_host",
-        "solvers/test_bound.py",
+        "solvers/test_bound.py::test_a_link_can_carry_what_is_not_run_again",
     ),
     # the gradients of the blocks behind are not held
     Mistake(
         "chains/chain.py",
         "weight_grads += block.weight_grad_bytes",
         "weight_grads += 0 * block.weight_grad_bytes",
-        "test_chain.py",
+        "test_chain.py::test_phases_hold_gradients_and_what_crosses",
     ),
 ]
 
@@ -108,14 +112,14 @@ MISTAKES += [
         "solvers/exact.py",
         "moves.need[count] = rest + sizes.run[i, i]",
         "moves.need[count] = rest + out[i]",
-        "solvers/test_exact.py",
+        "solvers/test_exact.py::test_as_fast_as_plain_dijkstra",
     ),
     # the input of the next backward is never computed anew
     Mistake(
         "solvers/exact.py",
         "if i < k and state[i] != 1:",
         "if i < k - 1 and state[i] != 1:",
-        "solvers/test_exact.py",
+        "solvers/test_exact.py::test_stated_optima",
     ),
     # the bound gives up every A where one is too many
     Mistake("solvers/exact.py", "excess -= weight[item]", "excess -= 0", "solvers/test_exact.py"),
@@ -251,7 +255,6 @@ MISTAKES += [
     ),
 ]
 
-TRANSFERS = "test_transfers.py"
 POFO = "solvers/test_pofo.py"
 DYNPROG = "solvers/test_offload_dp.py"
 MISTAKES += [
@@ -260,32 +263,42 @@ MISTAKES += [
         "chains/resolved.py",
         "            stored.gone = here + 1\n",
         "            stored.gone = min(stored.gone, here + 1)\n",
-        TRANSFERS,
+        "test_transfers.py::test_like_the_slow_simulator",
     ),
     # a copy is due when the one behind it is needed, not the first of them
-    Mistake("chains/resolved.py", "due = copy.due = min(due, copy.due)", "due = copy.due", TRANSFERS),
+    Mistake(
+        "chains/resolved.py",
+        "due = copy.due = min(due, copy.due)",
+        "due = copy.due",
+        "test_transfers.py::test_copies_that_are_fetched_in_the_wrong_order_may_deadlock",
+    ),
     # a copy from the host takes room that an op before its reader needs
     Mistake(
         "chains/token_clock.py",
         "room = self.limit - float(self.need[self.place : copy.due].max())",
         "room = self.limit - float(self.need[self.place])",
-        TRANSFERS,
+        "test_transfers.py::test_like_the_slow_simulator",
     ),
     # on a shared bus the last in goes first
     Mistake(
         "chains/token_clock.py",
         "for way in sorted((0, 1), key=heads.__getitem__):",
         "for way in sorted((1, 0), key=heads.__getitem__, reverse=True):",
-        TRANSFERS,
+        "test_transfers.py::test_one_bus_takes_one_copy_at_a_time",
     ),
     # values that are copied whole are released in part
-    Mistake("chains/token_clock.py", "        if not self.fluid:\n            return 0.0\n", "", TRANSFERS),
+    Mistake(
+        "chains/token_clock.py",
+        "        if not self.fluid:\n            return 0.0\n",
+        "",
+        "test_transfers.py::test_by_hand",
+    ),
     # a copy back does not wait until the value has arrived on the host
     Mistake(
         "chains/token_clock.py",
         "if not queue or not (queue[0].after is None or queue[0].after in self.done):",
         "if not queue:",
-        TRANSFERS,
+        "test_transfers.py::test_like_the_slow_simulator",
     ),
     # what the backward carries beneath idle time is forgotten (Lemma 8)
     Mistake(
@@ -355,21 +368,35 @@ MISTAKES += [
 ]
 
 REFINE = "test_refine.py"
-TOWERS = "test_towers.py"
 MISTAKES += [
     # what is read stays alive before it is written
-    Mistake("search/replay.py", "        level -= leaving\n", "        level -= 0 * leaving\n", REFINE),
+    Mistake(
+        "search/replay.py",
+        "        level -= leaving\n",
+        "        level -= 0 * leaving\n",
+        "test_refine.py::test_a_replay_is_exact_liveness",
+    ),
     # outputs that nothing reads take no memory
-    Mistake("search/replay.py", "elif value < tape.seeds:", "elif value < 0:", REFINE),
+    Mistake(
+        "search/replay.py",
+        "elif value < tape.seeds:",
+        "elif value < 0:",
+        "test_refine.py::test_a_replay_is_exact_liveness",
+    ),
     # a replay stops as soon as the bytes are as before, whatever is alive
     Mistake(
         "search/replay.py",
         "if new.levels[page] == old.levels[page] and _equal(new.alive[page], old.alive[page]):",
         "if True:",
-        REFINE,
+        "test_refine.py::test_a_search_makes_no_program_worse",
     ),
     # what the caller holds is freed where it was made again
-    Mistake("search/skeleton.py", "if value not in self.pinned],", "],", REFINE),
+    Mistake(
+        "search/skeleton.py",
+        "if value not in self.pinned],",
+        "],",
+        "test_refine.py::test_a_replay_is_exact_liveness",
+    ),
     # the search may exceed the budget
     Mistake("search/replay.py", "if more <= 0 and", "if", REFINE),
     # the lower bound forgets what recomputation itself reads
@@ -377,32 +404,38 @@ MISTAKES += [
         "search/lower_bound.py",
         "room = self.budget - self.fixed[op.index] - sum(",
         "room = self.budget - 3 * self.fixed[op.index] - sum(",
-        REFINE,
+        "test_refine.py::test_nothing_beats_the_lower_bound",
     ),
     # a low point need not be lower than what follows
     Mistake(
-        "linearize/crossings.py", "if all(cost[level[0]] < bytes_", "if any(cost[level[0]] < bytes_", REFINE
+        "linearize/crossings.py",
+        "if all(cost[level[0]] < bytes_",
+        "if any(cost[level[0]] < bytes_",
+        "test_refine.py::test_low_points_are_where_fewer_bytes_cross_than_around_them",
     ),
     # towers run forward in the order of the join's schedule
     Mistake(
         "linearize/towers.py",
         "steps[:turn] = sorted(steps[:turn], key=lambda step: (step.branch - 1) % len(parts))",
         "steps[:turn] = list(steps[:turn])",
-        TOWERS,
+        "test_towers.py::test_first_runs_keep_the_captured_order",
     ),
     # gradients of shared weights do not wait for the other tower
     Mistake(
         "step/program.py",
         "if self._gradients_missing(index):",
         "if False:",
-        TOWERS,
+        "test_towers.py::test_joins_run_with_the_numbers_of_plain_pytorch",
     ),
     # a BatchNorm that runs again is asked for its new running statistics
-    Mistake("step/joint.py", "cast(int, shown.args[1]) < RUNNING", "True", TOWERS),
+    Mistake(
+        "step/joint.py",
+        "cast(int, shown.args[1]) < RUNNING",
+        "True",
+        "test_towers.py::test_joins_run_with_the_numbers_of_plain_pytorch",
+    ),
 ]
 
-IN_PLACE = "linearize/test_in_place.py"
-SWAP = "passes/test_swap.py"
 HOST = "runtime/test_host.py"
 OFFLOADING = "test_offloading.py::test_the_host_s_limit_is_respected_and_named"
 MISTAKES += [
@@ -411,31 +444,56 @@ MISTAKES += [
         "passes/in_place.py",
         "_may_take(node, first, late - handed_in",
         "_may_take(node, first, late",
-        IN_PLACE,
+        "linearize/test_in_place.py::test_a_gradient_that_autograd_hands_in_is_left_alone",
     ),
     # what others read is overwritten
-    Mistake("passes/in_place.py", "set(shower.users) == {reader}", "reader in shower.users", IN_PLACE),
+    Mistake(
+        "passes/in_place.py",
+        "set(shower.users) == {reader}",
+        "reader in shower.users",
+        "linearize/test_in_place.py::test_sums_of_gradients_and_relus_overwrite_the_branch_that_ends_in_them",
+    ),
     # an op that overwrites still takes memory for its result
-    Mistake("step/costs.py", "taken[op.index] = -(-sizes[result] // block) * block", "pass", IN_PLACE),
+    Mistake(
+        "step/costs.py",
+        "taken[op.index] = -(-sizes[result] // block) * block",
+        "pass",
+        "linearize/test_in_place.py::test_an_op_that_overwrites_needs_no_memory_for_its_result",
+    ),
     # the memory of what left is let go at once
     Mistake(
         "transfers/clock.py",
         "if ends > log.clock[_NOW] and need + log.counts[_BYTES] <= limit:",
         "if False:",
-        SWAP,
+        "passes/test_swap.py::test_the_clock_by_hand",
     ),
     # what is leaving does not count
-    Mistake("transfers/clock.py", "log.counts[_BYTES] += out.sizes[number]", "log.counts[_BYTES] += 0", SWAP),
+    Mistake(
+        "transfers/clock.py",
+        "log.counts[_BYTES] += out.sizes[number]",
+        "log.counts[_BYTES] += 0",
+        "passes/test_swap.py::test_a_slow_link_makes_ops_wait_where_memory_is_short_and_only_there",
+    ),
     # a copy back starts where it does not fit
-    Mistake("transfers/clock.py", "back.sizes[number] <= limit)", "0 <= limit)", SWAP),
+    Mistake(
+        "transfers/clock.py",
+        "back.sizes[number] <= limit)",
+        "0 <= limit)",
+        "passes/test_swap.py::test_a_slow_link_makes_ops_wait_where_memory_is_short_and_only_there",
+    ),
     # the backward reads the version that has left
-    Mistake("transfers/copies.py", "self.renamed.get(v, v) for", "v for", SWAP),
+    Mistake(
+        "transfers/copies.py",
+        "self.renamed.get(v, v) for",
+        "v for",
+        "passes/test_swap.py::test_the_clock_by_hand",
+    ),
     # copies of one direction run at the same time
     Mistake(
         "transfers/clock.py",
         "max(log.clock[_NOW], log.clock[lane], after)",
         "max(log.clock[_NOW], after)",
-        SWAP,
+        "passes/test_swap.py::test_a_slow_link_makes_ops_wait_where_memory_is_short_and_only_there",
     ),
     # memory goes back to the pool while something shows it
     Mistake(

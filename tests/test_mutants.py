@@ -21,6 +21,13 @@ CASES = {
     "f(é, a is b)": ["pass", "f(é, a is not b)"],
     "while go(): pass": ["while not go(): pass"],
     "x = a if b else c": ["x = a if not b else c"],
+    "assert a < 1, 'text'": [],
+    "x = zip(a, b, strict=True)": [],
+    "def __repr__(self): return 1": [],
+    "if TYPE_CHECKING: x = 1": [],
+    "LIMIT = 1 << 20": [],
+    "PLACES = 3, 4": ["PLACES = 4, 4", "PLACES = 3, 5"],
+    "def f(): x = 100": ["def f(): x = 101"],
 }
 
 
@@ -48,7 +55,18 @@ def test_a_mutant_changes_its_line_alone() -> None:
 
 
 def test_the_quickest_tests_of_a_line_are_chosen() -> None:
-    seconds = {"slow": 19.0, "quick": 0.1, "other": 5.0, "elsewhere": 0.0}
-    record = Record(seconds=seconds, lines={"a.py": {"7": ["slow", "quick", "other"]}})
-    assert record.choose("a.py", 7) == ["quick", "other"]
-    assert record.choose("a.py", 8) == []
+    seconds = {"slow": 9.0, "quick": 0.1, "other": 5.0, "elsewhere": 0.0}
+    lines = {"2": [], "7": ["slow", "quick", "other"], "8": ["slow"]}
+    record = Record(libraries=[], seconds=seconds, lines={"fxremat/cost/a.py": lines})
+    assert record.choose("fxremat/cost/a.py", 7, 7) == ["quick", "other"]
+    assert record.choose("fxremat/cost/a.py", 9, 8) == ["slow"]
+    assert record.choose("fxremat/cost/a.py", 9, 9) == []
+    assert record.choose("fxremat/cost/a.py", 3, 2) == ["quick", "other"]  # run by the import
+
+
+def test_the_tests_of_a_module_come_first() -> None:
+    seconds = {"tests/test_main.py::a": 0.1, "tests/cost/test_walk.py::b": 2.0, "tests/test_cache.py::c": 1.0}
+    record = Record(libraries=[], seconds=seconds, lines={"fxremat/cost/cache.py": {"1": [*seconds]}})
+    assert record.choose("fxremat/cost/cache.py", 1, 1) == [
+        "tests/test_cache.py::c", "tests/cost/test_walk.py::b", "tests/test_main.py::a",
+    ]  # fmt: skip

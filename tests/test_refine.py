@@ -200,6 +200,8 @@ def test_low_points_are_where_fewer_bytes_cross_than_around_them() -> None:
     at = [{0}, {0, 1}, {1}, {2}, {3}, {2, 4}, {3, 4}, set[int]()]
     crossing = Crossing(tuple(frozenset(values) for values in at), worth_keeping=frozenset({2, 3}))
     assert crossing.low_points(sizes) == (0, 3, 5)
+    falling = Crossing((frozenset({0}), frozenset({4}), frozenset({1}), frozenset()), worth_keeping=frozenset())
+    assert falling.low_points(sizes) == (2,)  # more cross position 1 than position 2
 
 
 def test_a_plan_says_that_it_was_refined() -> None:

@@ -22,6 +22,7 @@ reads or writes it; a value that is leaving anyway can be dropped, to no effect.
 """
 
 from dataclasses import dataclass
+from math import inf
 from typing import Literal
 
 from fxremat.chains.chain import Chain
@@ -109,7 +110,7 @@ def simulate(
     timed = (
         run(script, schedule, limit, _link(script, schedule, platform), fluid=accounting == "fluid")
         if script.copies
-        else _straight(script, schedule)
+        else _straight(script)
     )
     return Timeline(
         schedule=schedule,
@@ -125,21 +126,24 @@ def simulate(
     )
 
 
-def _straight(script: ResolvedSchedule, schedule: Schedule) -> TimedRun:
+def _straight(script: ResolvedSchedule) -> TimedRun:
     """The clock where there are no copies: one op after the other."""
-    count = len(schedule.ops)
-    memory: list[int] = [0] * count
-    starts, ends, time = [0.0] * count, [0.0] * count, 0.0
+    memory: list[int] = []
+    starts: list[float] = []
+    ends: list[float] = []
+    time = 0.0
     for slot, tokens in enumerate(script.slots):
         now = script.base[3 * slot]
         for token in tokens:
-            memory[token.token], starts[token.token], ends[token.token] = now, time, time
+            memory.append(now)
+            starts.append(time)
+            ends.append(time)
             now -= token.freed
         if slot < len(script.steps):
-            step = script.steps[slot]
-            memory[step.token], starts[step.token] = script.base[3 * slot + 2], time
-            time += step.seconds
-            ends[step.token] = time
+            memory.append(script.base[3 * slot + 2])
+            starts.append(time)
+            time += script.steps[slot].seconds
+            ends.append(time)
     return TimedRun(
         time=time, idle=0.0, peak=max(script.base), memory=memory, starts=starts, ends=ends, hidden=1.0
     )
@@ -154,8 +158,8 @@ def _link(script: ResolvedSchedule, schedule: Schedule, platform: Platform | Non
             )
     assert platform is not None
     return LinkSpeeds(
-        to_host=platform.to_host or 1.0,  # without a speed there is no such copy
-        from_host=platform.from_host or 1.0,
+        to_host=platform.to_host or inf,  # without a speed there is no such copy
+        from_host=platform.from_host or inf,
         shared=platform.duplex == "half",
     )
 
@@ -164,12 +168,7 @@ def _check_room(script: ResolvedSchedule, schedule: Schedule, limit: int) -> Non
     """Raise if memory is too small although copies to the host took no time and those from it came late."""
     for place, need in enumerate(script.base):
         if need > limit:
-            step = (place - 1) // 3 if place % 3 == 0 and place else place // 3
-            last = step == len(script.steps)
-            where = (
-                "the end of the step"
-                if last
-                else f"op {script.steps[step].token + 1}, {schedule.ops[script.steps[step].token]}"
-            )
+            token = script.steps[max(place - 1, 0) // 3].token  # the last place takes no more than the one before
+            where = f"op {token + 1}, {schedule.ops[token]}"
             why = "deadlock: even when no copy is left to wait for, " if script.copies else ""
             raise InvalidSchedule(f"{where}: {why}it needs {need} bytes, {need - limit} more than there are")

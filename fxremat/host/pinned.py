@@ -59,7 +59,6 @@ class PinnedTier(HostTier):
 
     def prefetch(self, host: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Begin to copy back."""
-        self._check_open()
         back = torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=device)
         self._lane("in", back.device).copy(host, back, host.data_ptr())
         return back

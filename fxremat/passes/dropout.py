@@ -32,7 +32,7 @@ def drop_as_eager(graph: fx.Graph) -> None:
             node.args = (gradient, mask, rounded(1 / cast(float, scale), _tensor(node).dtype))
     for node in graph.find_nodes(op="call_function", target=aten.native_dropout.default):
         _, p, training = node.args
-        if _on_cpu(node) and _tensor(node).dtype == torch.float32 and training and p not in (0, 1):
+        if _on_cpu(node) and _tensor(node).dtype == torch.float32 and training and p != 1:
             keep = 1 - cast(float, p)
             if rounded(keep, torch.float32) != np.float32(1 / keep):
                 _split(node, keep)

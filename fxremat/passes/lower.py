@@ -90,7 +90,6 @@ class _Lowering:
             self._step(self.forward, step)
         for value, copy in copies.items():  # from here on the primal is the overwritten one
             self.forward.bases[program.first[value]] = copy
-        self.meta = {}
         for tangent in joint.tangents:
             self.backward.bases[self._first(tangent)] = self._placeholder(self.backward, tangent)
         for step in program.steps[program.split :]:

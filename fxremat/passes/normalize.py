@@ -32,6 +32,5 @@ def normalize(module: fx.GraphModule) -> fx.GraphModule:
     refuse_symbols(graph)
     for rewrite in PASSES:
         rewrite(graph)
-        graph.eliminate_dead_code()
-        graph.lint()
+        graph.eliminate_dead_code()  # lints the graph first
     return module

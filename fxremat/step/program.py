@@ -282,12 +282,11 @@ class Replay:
         return not self.ran.isdisjoint(self.layout.blocks[block].forward)
 
     def _store(self, item: tuple[str, int], values: Iterable[int]) -> None:
-        if item in self._stored:
-            self.discard(*item)
         held = frozenset(values)
-        self._stored[item] = held
         for value in held:
             self._covers[value] = self._covers.get(value, 0) + 1
+        self.discard(*item)  # where it is stored already; what both hold stays
+        self._stored[item] = held
 
     def _forget(self, values: frozenset[int]) -> None:
         for value in self.current.keys() & values:

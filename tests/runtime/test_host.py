@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
+import itertools
 import os
 import pickle
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,16 +24,20 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from fxremat.errors import FxrematError
 from fxremat.host import files, pinned, pool
+from fxremat.host import tier as tier_module
 from fxremat.host.default import default_tier
 from fxremat.host.files import FileTier
 from fxremat.host.pinned import PinnedTier
 from fxremat.host.pool import FilePool
-from fxremat.host.tier import HostTier, tier_named
+from fxremat.host.tier import HostTier, span_bytes, span_of, tier_named
 from fxremat.ops.host_copies import offload, prefetch, release, wait
+from tests.dags import few
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
 
@@ -329,6 +337,241 @@ def test_a_closed_tier_says_so(kind: type[HostTier]) -> None:
         assert tier.bytes == 4000  # its file goes with the tier
 
 
+def test_a_tier_that_writes_its_copies_down() -> None:
+    tier, x = FileTier(to_host=1e7), torch.ones(1 << 17)
+    tier.copies = []
+    before = time.time_ns()
+    trip(tier, x)
+    out, back = tier.copies
+    assert (out.way, out.bytes, back.way, back.bytes) == ("out", x.nbytes, "in", x.nbytes)
+    assert before <= out.start < out.end <= back.start <= back.end <= time.time_ns()
+    assert out.end - out.start >= x.nbytes / 1e7 * 1e9
+
+
+def test_a_throttled_copy_moves_chunks_of_a_mebibyte() -> None:
+    source, target = torch.arange(3 << 18).view(-1, 1), torch.zeros(3 << 18, 1, dtype=torch.int64)
+    pieces = list(files._chunks(source, target))
+    assert [(old.nbytes, new.nbytes) for old, new in pieces] == [(1 << 20, 1 << 20)] * 6
+    for old, new in pieces:
+        new.copy_(old)
+    assert torch.equal(source, target)
+    few_elements = torch.zeros(3, dtype=torch.complex128)
+    assert [old.nbytes for old, _ in files._chunks(few_elements, few_elements)] == [48]
+
+
+def test_a_failed_copy_is_raised_once_and_is_never_forgotten_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "MANY", 2)
+    lane = files._ThreadLane("out", None)
+    lane.copy(torch.ones(3), torch.ones(4), 0, None)
+    for key in range(1, 10):
+        lane.copy(torch.ones(3), torch.ones(3), key, None)
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        lane.finish(0)
+    lane.finish(0)
+    lane.finish(77)  # nobody has copied that
+    lane.close()
+
+
+def test_copies_of_one_direction_run_one_after_the_other() -> None:
+    lane, notes = files._ThreadLane("in", 1e7), list[files.Copied]()
+    for key in range(3):
+        lane.copy(torch.ones(1 << 14), torch.ones(1 << 14), key, notes)
+    lane.close()
+    assert all(before.end <= after.start for before, after in itertools.pairwise(notes))
+    assert len(notes) == 3
+    files._ThreadLane("in", None).close()  # has no thread
+
+
+def test_a_tier_copies_into_its_own_files_alone() -> None:
+    tier, x = FileTier(), torch.ones(3)
+    theirs = FileTier().offload(x)
+    for refused in (lambda: tier.store(x, theirs), lambda: tier.prefetch(theirs, CPU)):
+        with pytest.raises(FxrematError, match="offloaded by another process, before a fork"):
+            refused()
+    host = tier.host_like(x)
+    tier.close()
+    with pytest.raises(FxrematError, match="is closed"):
+        tier.store(x, host)
+
+
+def test_leaving_its_block_closes_a_tier() -> None:
+    with FileTier() as tier:
+        assert not tier.closed
+    assert tier.closed
+
+
+@pytest.mark.parametrize("element", [torch.uint8, torch.float64])
+def test_a_chunk_is_one_element_at_least(element: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "CHUNK", 2)
+    pieces = [old.nbytes for old, _ in files._chunks(torch.zeros(4, dtype=element), torch.zeros(4, dtype=element))]
+    assert pieces == ([2, 2] if element is torch.uint8 else [8, 8, 8, 8])
+
+
+def test_files_where_none_can_be_set_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "posix_fallocate", raising=False)
+    assert torch.equal(trip(FileTier(), torch.ones(1000)), torch.ones(1000))
+
+
+def test_a_closed_tier_gives_its_idle_files_back() -> None:
+    tier = FileTier()
+    trip(tier, torch.ones(1, dtype=torch.uint8))
+    assert tier.bytes == 1
+    tier.close()
+    assert tier.bytes == 0
+
+
+@pytest.mark.parametrize("speeds", [{"to_host": 0.5}, {"from_host": 0.5}, {"from_host": -1.0}])
+def test_each_speed_is_checked(speeds: dict[str, float]) -> None:
+    if min(speeds.values()) > 0:
+        FileTier(**speeds)
+        return
+    with pytest.raises(FxrematError, match=r"from_host is -1.0; it is a number of bytes per second above 0"):
+        FileTier(**speeds)
+
+
+def test_tiers_of_equal_speed_have_one_description() -> None:
+    assert FileTier("/tmp", to_host=5.0, from_host=7.0).description == "files in /tmp at 5.0, 7.0 bytes/s"
+    assert FileTier().description == f"files in {tempfile.gettempdir()} at None, None bytes/s"
+    assert PinnedTier().description == "pinned memory"
+    assert isinstance(pickle.loads(pickle.dumps(PinnedTier())), PinnedTier)
+
+
+def test_names_are_numbered_by_kind() -> None:
+    first, second = FileTier(), FileTier()
+    kind, number = first.name.split("-")
+    assert kind == "FileTier"
+    assert second.name == f"FileTier-{int(number) + 1}"
+    assert tier_named(second.name) is second
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_fork_renews_its_tiers_and_no_others() -> None:
+    tier = FileTier()
+    pool, lanes = tier._pool, tier._lanes
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # other threads may run
+        pid = os.fork()
+    if pid == 0:
+        os._exit(0 if tier._pool is not pool and tier._lanes is not lanes else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert tier._pool is pool
+    tier_module._forked()
+    assert tier._pool is not pool
+
+
+@pytest.mark.parametrize(
+    ("tensor", "span"),
+    [
+        (torch.zeros(()), 1),
+        (torch.zeros(0, 4), 0),
+        (torch.zeros(7), 7),
+        (torch.zeros(3, 5), 15),
+        (torch.zeros(10, 10)[2:4, 1:3], 12),
+        (torch.zeros(10)[::3], 10),
+        (torch.zeros(4).expand(3, 4), 4),
+    ],
+)
+def test_the_span_of_a_layout(tensor: Tensor, span: int) -> None:
+    assert span_of(tensor) == span
+    assert span_bytes(tensor.double()) == 8 * span_of(tensor.double())
+
+
+def test_a_device_is_current_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isinstance(tier_module.current(CPU), contextlib.nullcontext)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: f"current: {device}")
+    assert tier_module.current(torch.device("cuda", 1)) == "current: cuda:1"
+
+
+@dataclass
+class NaivePool:
+    """What `FilePool` says of itself, with lists: which file a tensor gets, and how many bytes there are."""
+
+    waiting: list[tuple[int, int]] = field(default_factory=list)  # size and address, longest first
+    shown: list[tuple[int, int]] = field(default_factory=list)
+    most: tuple[int, int] = (0, 0)  # in the last window and in this one
+    taken: int = 0
+
+    @property
+    def used(self) -> int:
+        return sum(size for size, _ in self.shown)
+
+    @property
+    def bytes(self) -> int:
+        return self.used + sum(size for size, _ in self.waiting)
+
+    def shrink(self, most: int) -> None:
+        while self.waiting and self.bytes > most:
+            self.waiting.pop(0)
+
+    def take(self, size: int, address: int) -> None:
+        """The latest file of that size that waits, where there is one."""
+        same = [file for file in self.waiting if file[0] == size]
+        if same:
+            assert address == same[-1][1]
+            self.waiting.remove(same[-1])
+        else:
+            self.shrink(max(*self.most, self.used + size) - size)
+        self.shown.append((size, address))
+        self.most = self.most[0], max(self.most[1], self.used)
+        self.taken += 1
+        if self.taken == 5:
+            self.most, self.taken = (self.most[1], self.used), 0
+            self.shrink(max(self.most))
+
+
+ACTIONS = st.tuples(st.sampled_from(["take", "take", "free", "free", "shrink", "look"]), st.integers(0, 9))
+
+
+@few(80)
+@given(st.lists(ACTIONS, min_size=10, max_size=50))
+def test_a_pool_is_like_lists_of_files(actions: list[tuple[str, int]]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pool, "WINDOW", 5)
+        files, model, tensors = FilePool(None), NaivePool(), list[Tensor]()
+        for action, number in actions:
+            if action == "take":
+                like = torch.empty(1 + number % 4, dtype=torch.uint8)
+                tensors.append(files.take(like))
+                model.take(like.nbytes, tensors[-1].data_ptr())
+                assert files.owns(tensors[-1])
+            elif action == "free" and tensors:
+                gone = tensors.pop(number % len(tensors))
+                model.waiting.append(model.shown.pop(number % len(model.shown)))
+                assert model.waiting[-1][1] == gone.data_ptr()
+                del gone
+            elif action == "shrink":
+                files.shrink(number)
+                model.shrink(number)
+            elif action == "look":
+                assert files.bytes == model.bytes
+                assert files.used == model.used
+                assert len(files._shown) == len(tensors)
+                assert not files.owns(torch.zeros(1))
+        assert files.bytes == model.bytes
+        assert files.owns(torch.zeros(0))
+        tensors.clear()
+
+
+@few(40)
+@given(st.lists(st.tuples(st.integers(1, 4), st.integers(1, 7)), min_size=2, max_size=6))
+def test_a_pool_forgets_what_it_needed_as_lists_do(phases: list[tuple[int, int]]) -> None:
+    """Some steps that offload two tensors of a size, then some of another size."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pool, "WINDOW", 5)
+        files, model = FilePool(None), NaivePool()
+        for size, steps in phases:
+            for _ in range(steps):
+                tensors = []
+                for bytes_ in (size, 1):
+                    tensors.append(files.take(torch.empty(bytes_, dtype=torch.uint8)))
+                    model.take(bytes_, tensors[-1].data_ptr())
+                    assert files.bytes == model.bytes
+                while tensors:
+                    model.waiting.append(model.shown.pop(0))
+                    del tensors[0]
+                assert files.bytes == model.bytes
+
+
 def test_closing_waits_for_copies_and_ends_the_threads() -> None:
     before = set(threading.enumerate())
     tier, x = FileTier(to_host=2e7), torch.ones(1 << 18)
@@ -501,6 +744,85 @@ def test_many_copies_that_nobody_waits_for_are_forgotten(monkeypatch: pytest.Mon
             time.sleep(0.001)
         kept.append(host)
     assert len(again._lanes["out"]._under_way) <= 8
+
+
+def test_a_pinned_tier_has_lanes_for_both_directions(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pinned, "_pinned_like", torch.empty_like)
+    tier, x = PinnedTier(), torch.randn(3, 5).t()
+    host = tier.offload(x)
+    tier.release(host)
+    back = tier.prefetch(host, CPU)
+    tier.wait(host)
+    assert torch.equal(back, x)
+    assert back.stride() == x.stride()
+    assert gpus.log == [
+        "side of cpu waits for compute of cpu",
+        "side of cpu records event 0",
+        "compute of cpu waits for event 0",
+        "side of cpu waits for compute of cpu",
+        "side of cpu records event 1",
+        "compute of cpu waits for event 1",
+    ]
+    out, into = tier._lanes["out", CPU], tier._lanes["in", CPU]
+    tier.offload(x), tier.prefetch(host, CPU)
+    assert (len(out._under_way), len(into._under_way)) == (1, 1)
+    assert tier._lanes["out", CPU] is out
+    tier.synchronize()
+    assert (len(out._under_way), len(into._under_way)) == (0, 1)
+    tier.close()
+    assert not into._under_way
+    assert not tier._lanes
+
+
+def test_a_copy_of_a_lane_does_not_block(gpus: Gpus) -> None:
+    class Target:
+        """Stands for a tensor on a GPU, and the memory that autograd does not see."""
+
+        def __init__(self) -> None:
+            self.data, self.blocking = self, list[bool]()
+
+        def copy_(self, source: Tensor, *, non_blocking: bool) -> None:
+            self.blocking.append(not non_blocking)
+
+    target: Any = Target()
+    pinned._StreamLane(CPU).copy(torch.ones(3), target, 1)
+    assert target.blocking == [False]
+
+
+def test_a_lane_lets_go_of_the_latest_copy_of_a_key_alone(gpus: Gpus) -> None:
+    lane = pinned._StreamLane(CPU)
+    lane.copy(torch.ones(3), torch.zeros(3), 1)
+    lane.copy(torch.ones(3), torch.zeros(3), 1)
+    gpus.events[1].passed = True
+    lane._let_go()
+    assert len(lane._under_way) == 2  # copies end in order: the first one has not
+    gpus.events[0].passed = True
+    gpus.events[1].passed = False
+    lane._let_go()
+    assert list(lane._under_way) == [1]
+    assert lane._latest == {1: 1}
+    gpus.events[1].passed = True
+    lane._let_go()
+    assert (lane._under_way, lane._latest) == ({}, {})
+
+
+def test_pinned_memory_has_the_layout_of_its_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def empty(size: int, *, dtype: torch.dtype, pin_memory: bool) -> Tensor:
+        asked.append((size, pin_memory))
+        return torch.zeros(size, dtype=dtype)
+
+    like = torch.zeros(10, 10, dtype=torch.float16)[2:4, 1:3]
+    monkeypatch.setattr(torch, "empty", empty)
+    found = pinned._pinned_like(like)
+    assert asked == [(12, True)]
+    assert (found.shape, found.stride(), found.dtype) == (like.shape, like.stride(), like.dtype)
+
+
+def test_a_gpu_s_default_tier_is_pinned_memory() -> None:
+    assert isinstance(default_tier(torch.device("cuda")), PinnedTier)
+    assert default_tier(torch.device("cuda", 1)) is default_tier(torch.device("cuda"))
 
 
 @pytest.mark.cuda

@@ -57,6 +57,9 @@ def test_states_of_all_generators_are_replayed_and_put_back() -> None:
         assert torch.equal(torch.randn(5), first[0])
         assert torch.equal(torch.rand(3), first[1])
     assert torch.equal(torch.get_rng_state(), now)
+    with states.replayed():
+        torch.randn(100)  # more than before
+    assert torch.equal(torch.get_rng_state(), now)
 
 
 def test_keeping_the_states_takes_none_of_torchs_memory() -> None:
