@@ -66,11 +66,17 @@ def _cell(cell: verdict.Cell | None) -> str:
 
 def _planning(record: str) -> str:
     found = json.loads(record)["found"]
-    first, again, deep = (found[name] for name in ("from nothing", "from the cache", "of 200 blocks"))
+
+    def seconds(name: str) -> str:
+        return f"{found[name]['clock']:.1f} s"
+
+    deep, llama = found["200 blocks"], found["Llama of 32 layers"]
     return (
-        f"Planning the 12-layer GPT takes {first['seconds']:.0f} s from nothing and {again['seconds']:.0f} s from the "
-        f"cache; a ResNet of 200 blocks ({deep['ops']} ops) takes {deep['seconds']:.0f} s and "
-        f"{deep['bytes'] / 2**30:.1f} GiB."
+        f"Planning the 12-layer GPT takes {seconds('fresh install')} on a fresh install, {seconds('from nothing')} "
+        f"once kernels are compiled, {seconds('from the cost cache')} with known costs, {seconds('another budget')} "
+        f"for another budget in the same process and {seconds('a new length')} for a new length. A ResNet of 200 "
+        f"blocks ({deep['ops']} ops) takes {deep['clock']:.0f} s and {deep['bytes'] / 2**30:.1f} GiB, the sizes of "
+        f"Llama 3.1 8B without data ({llama['ops']} ops) {llama['clock']:.0f} s."
     )
 
 

@@ -66,6 +66,7 @@ class CapturedStep:
     joint: Joint
     inputs: Sequence[Any] = ()  # what the captured graph was called with
     trained: TrainedParameters | None = None  # where the step updates its weights
+    called_with: str = ""  # the sizes of the inputs, for the log
 
 
 def plan_step(step: CapturedStep, options: Options) -> Plan:
@@ -74,7 +75,8 @@ def plan_step(step: CapturedStep, options: Options) -> Plan:
     Raises:
         BudgetTooSmall: no candidate fits; in percent too, where the budget is in percent.
     """
-    what = f"{len(step.joint.ops)} ops within {options.mem}"
+    called_with = f" for inputs of {step.called_with}" if step.called_with else ""
+    what = f"{len(step.joint.ops)} ops within {options.mem}{called_with}"
     kernels.ready()  # before anything is measured, which a compiler would disturb
     with bars(shown=options.progress), planning(what) as planned:
         costs = _cost_model(step, options)

@@ -503,7 +503,19 @@ def is_effect_token(placeholder: fx.Node) -> bool:
 
 
 def parameter_name(placeholder: fx.Node) -> str | None:
-    """The name in the model of the parameter that an input of dynamo's graph stands for; None for other inputs.
+    """The name in the model of the parameter that an input of dynamo's graph stands for; None for other inputs."""
+    parts = _path_in_model(placeholder)
+    return ".".join(part for _, part in parts) if parts and parts[-1][0] == "parameters" else None
+
+
+def is_state(placeholder: fx.Node) -> bool:
+    """Whether an input of dynamo's graph is a parameter or a buffer of the model."""
+    parts = _path_in_model(placeholder)
+    return bool(parts) and parts[-1][0] != "modules"
+
+
+def _path_in_model(placeholder: fx.Node) -> list[tuple[str, str]]:
+    """The modules, and the parameter or buffer, that lead to what an input of dynamo's graph stands for.
 
     `meta["grapharg"].source` is where dynamo found it, such as `L['self']._modules['0']._parameters['weight']`; its
     `name` is a method in 2.11 and a property in 2.13.
@@ -513,5 +525,4 @@ def parameter_name(placeholder: fx.Node) -> str | None:
     source = getattr(placeholder.meta.get("grapharg"), "source", None)
     name: Any = getattr(source, "name", "")
     path = str(name() if callable(name) else name)
-    parts = re.findall(r"\._(modules|parameters)\['([^']*)'\]", path)
-    return ".".join(part for _, part in parts) if parts and parts[-1][0] == "parameters" else None
+    return re.findall(r"\._(modules|parameters|buffers)\['([^']*)'\]", path)

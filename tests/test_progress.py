@@ -6,11 +6,15 @@ import logging
 import re
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+import fxremat
 from fxremat import progress as module
 from fxremat.chains.chain import Block, Chain
 from fxremat.errors import BudgetTooSmall
@@ -81,3 +85,32 @@ def test_nothing_is_printed_unless_asked_for(asked: str, lines: int) -> None:
     code = f"import logging; from fxremat.progress import planning; {asked}\nwith planning('a model'): pass"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr.count("\n")) == ("", lines)
+
+
+def test_the_log_names_the_sizes_and_the_third_of_them_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    """Parameters and buffers are no inputs; plans that are only looked at are not warned of."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Flatten(0))
+    compiled = fxremat.compile(Total(model), mem="100%", cost="estimate")
+    with caplog.at_level("INFO", logger="fxremat"), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for rows in (5, 6):
+            compiled(torch.ones(rows, 4)).backward()
+    assert [line for line in caplog.messages if line.startswith("planning")] == [
+        f"planning {len(compiled.plan.joint.ops)} ops within 100% for inputs of {rows}x4" for rows in (5, 6)
+    ]
+    with pytest.warns(UserWarning, match=r"for 3 combinations of input sizes, the last in \d+\.\d s"):
+        compiled(torch.ones(7, 4)).backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compiled(torch.ones(8, 4)).backward()
+        for rows in (5, 6, 7, 8):
+            fxremat.plan(Total(model), (torch.ones(rows, 4),), mem="100%", cost="estimate")
+
+
+class Total(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x).sum()

@@ -21,6 +21,7 @@ from fxremat.search.executions import Executions
 from fxremat.search.improve import improve
 from fxremat.search.lower_bound import lower_bound
 from fxremat.search.refine import Ladder
+from fxremat.search.replay import blank_pages, replay, spend
 from fxremat.search.skeleton import Skeleton, Skeletons
 from fxremat.search.survey import survey
 from fxremat.step.costs import Costs
@@ -121,6 +122,26 @@ def test_what_does_not_fit_is_made_smaller(recipe: Recipe) -> None:
     choice = skeleton.choice.copy()
     peak, _ = improve(skeleton.tape, choice, frontier.minimum, 3_000, 1)
     assert peak <= frontier.keep_all.peak
+
+
+@few(15)
+@given(recipes, st.integers(0, 2**32 - 1))
+def test_leaving_out_recomputations_exceeds_a_budget_by_no_more_than_before(recipe: Recipe, seed: int) -> None:
+    """Where a choice does not fit, too; and the pages that are kept are those of the choice that is left."""
+    found = surveyed(recipe)
+    skeleton = found.skeletons.around(found.frontier.candidates[-1].order())
+    rng = np.random.default_rng(seed)
+    choice, budget = _some(skeleton, rng, 0.7), int(found.frontier.minimum * rng.uniform(0.3, 1.2))
+    pages, spare = blank_pages(skeleton.tape), blank_pages(skeleton.tape)
+    _, before = replay(skeleton.tape, choice, pages, budget)
+    exceeded = pages.excess.sum()
+    places = rng.permutation(np.flatnonzero(skeleton.tape.optional))
+    spend(skeleton.tape, choice, pages, spare, places, budget)
+    _, after = replay(skeleton.tape, choice, spare, budget)
+    assert spare.excess.sum() <= exceeded
+    assert after <= before + 1e-9
+    assert (spare.excess == pages.excess).all()
+    assert (spare.times == pages.times).all()
 
 
 def test_room_that_a_schedule_of_blocks_leaves_is_spent() -> None:

@@ -88,7 +88,7 @@ def test_joins_run_with_the_numbers_of_plain_pytorch(
     shared: bool, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The schedules of the join alone are offered; the smallest interleaves its branches the most."""
-    monkeypatch.setattr(planner, "_solved", lambda layouts: [])
+    monkeypatch.setattr(planner, "_solved", lambda *_: [])
     torch.manual_seed(0)
     plain = Pair(shared, count).train()
     batch = inputs(count)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -67,6 +68,7 @@ class Walk:
         self.given = given
         self.order = order
         self.values: dict[int, Any] = {}
+        self._addresses: dict[int, int] = {}  # of the storages of the values that are alive
 
     def run(self, visit: Visit) -> None:
         """Visit every op of the order. Raises what an op raises."""
@@ -80,16 +82,18 @@ class Walk:
             del result
             for value in dead:
                 self.values.pop(value, None)
+                self._addresses.pop(value, None)
 
     def shares(self, tensor: torch.Tensor, besides: int) -> bool:
         """Whether another value than `besides` that is alive, or a given tensor, has the tensor's storage."""
-        address = tensor.untyped_storage().data_ptr()
-        others = [held for value, held in self.values.items() if value != besides]
-        return any(
-            t.layout is torch.strided and t.untyped_storage().data_ptr() == address
-            for t in (*others, *self.given.values())
-            if isinstance(t, torch.Tensor)
-        )
+        address = _address(tensor)
+        if address in self._given_addresses:
+            return True
+        return any(held == address and value != besides for value, held in self._addresses.items())
+
+    @cached_property
+    def _given_addresses(self) -> set[int | None]:
+        return set(map(_address, self.given.values())) - {None}
 
     def _call(self, op: Op, *, again: bool) -> Call:
         target, args = again_call(op.node) if again else (op.node.target, op.node.args)
@@ -99,7 +103,12 @@ class Walk:
         for value in op.again_writes if again else op.writes:
             position = output_position(self.joint.values[value].node, op.node)
             if position is not None:
-                self.values[value] = result[position] if isinstance(result, tuple | list) else result
+                self._hold(value, result[position] if isinstance(result, tuple | list) else result)
+
+    def _hold(self, value: int, made: Any) -> None:
+        self.values[value] = made
+        if (address := _address(made)) is not None:
+            self._addresses[value] = address
 
     def _show(self, node: fx.Node) -> Any:
         """What a node of the joint graph shows: a value, or a view of one."""
@@ -108,7 +117,7 @@ class Walk:
             return node.meta.get("val")  # no tensor and no number: nothing, or a token
         if self.joint.values[value].node is node:
             if value not in self.values:
-                self.values[value] = self._new(value)
+                self._hold(value, self._new(value))
             return self.values[value]
         target: Any = node.target
         return target(*fx.node.map_arg(node.args, self._show), **fx.node.map_arg(node.kwargs, self._show))
@@ -122,6 +131,12 @@ class Walk:
         if self.joint.values[value].origin is Origin.TANGENT:
             return torch.ones_like(tangent) if (tangent := value_like(node)).dim() == 0 else tangent
         return weights_like(node)
+
+
+def _address(made: Any) -> int | None:
+    """Where the storage of a strided tensor begins; None for all else."""
+    strided = isinstance(made, torch.Tensor) and made.layout is torch.strided
+    return made.untyped_storage().data_ptr() if strided else None
 
 
 def _last_uses(joint: Joint, order: Sequence[int]) -> list[list[int]]:

@@ -115,14 +115,17 @@ class _Builder:
             grad_bytes=self._size(self._entering(number)),
             forward_scratch=scratch,
             backward_scratch=options[0].backward_scratch,
-            weight_bytes=sum(
-                v.bytes for v in self.joint.values if v.index in reads and v.origin is Origin.PRIMAL
-            ),
+            weight_bytes=sum(self._primals[value] for value in self._primals.keys() & reads),
             weight_grad_bytes=self._size(returned),
             held_bytes=self._held(number),
             save_scratch=options[0].save_scratch or 0,
             options=tuple(options[1:]),
         )
+
+    @cached_property
+    def _primals(self) -> dict[int, int]:
+        """Bytes of each primal."""
+        return {v.index: v.bytes for v in self.joint.values if v.origin is Origin.PRIMAL}
 
     def _option(self, number: int, option: int) -> Option:
         place = self.layout.blocks[number]

@@ -7,6 +7,8 @@ fxremat.compile(model, mem="4GiB")                                     the same,
 from __future__ import annotations
 
 import contextlib
+import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -38,11 +40,13 @@ from fxremat.torch_private import (
     compiled_frame,
     differentiate_as_eager,
     graph_break_after,
+    is_state,
     never_donate,
     parameter_name,
 )
 
 KEPT_PLANS = 8  # of the latest, that can still be read
+MANY_SIZES = 3  # combinations of input sizes, at which a warning tells what each costs
 
 
 class PlannedOnly(Exception):
@@ -66,11 +70,14 @@ class Backend:
         self.only_plan = False
         self.weights: Weights | None = None
         self.hosted: frozenset[int] = frozenset()  # the optimizer's numbers of parameters that live on the host
+        self._began = 0.0  # when the last capture came
+        self._planned = 0  # graphs so far
         self._names: list[str | None] = []  # of the captured graph's inputs, where they are parameters
         self._inputs: Sequence[Any] = ()  # what the graph that is being compiled was called with
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         """Compile one captured graph, as dynamo asks. Raises `CaptureError` for sizes that are not fixed."""
+        self._began = time.monotonic()
         outputs = auxiliary_outputs_of(module)
         if outputs.expected or outputs.beside:
             refuse_symbols(module.graph, "example_value")
@@ -85,12 +92,14 @@ class Backend:
         outputs = auxiliary_outputs_of(module)
         trained = sorted((*outputs.expected, *outputs.beside))
         made: list[Plan] = []  # of this graph, from its partition to the compilation of its backward
-        self._names = [parameter_name(node) for node in module.graph.nodes if node.op == "placeholder"]
+        placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+        self._names = [parameter_name(node) for node in placeholders]
+        called_with = _sizes(zip(placeholders, inputs, strict=False))
         backend = aot_backend(
             fw_compiler=self._forward_compiler,
             bw_compiler=lambda graph, _: self._backward(graph, made.pop()),
             inference_compiler=lambda graph, _: boxed(graph),
-            partition_fn=partial(self._partition, made=made, again=again),
+            partition_fn=partial(self._partition, made=made, again=again, called_with=called_with),
         )
         try:
             with differentiate_as_eager(), self._kernels(inputs):
@@ -153,6 +162,7 @@ class Backend:
         num_fwd_outputs: int,
         made: list[Plan],
         again: bool,
+        called_with: str,
         **__: Any,
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         joint = read_joint(normalize(module), num_fwd_outputs)
@@ -161,11 +171,20 @@ class Backend:
         if again:
             check_runs_again(joint)
         check_devices(joint)
-        plan = plan_step(CapturedStep(joint=joint, inputs=self._inputs, trained=trained), self.options)
+        step = CapturedStep(joint=joint, inputs=self._inputs, trained=trained, called_with=called_with)
+        plan = plan_step(step, self.options)
         if trained and plan.weights:
             self.hosted |= {trained.numbers[value] for value in plan.weights.hosted}
         made[:] = [plan]
         self.plans.append(plan)
+        self._planned += 1
+        if self._planned == MANY_SIZES and not self.only_plan:
+            warnings.warn(
+                f"fxremat has planned this model for {MANY_SIZES} combinations of input sizes, the last in "
+                f"{time.monotonic() - self._began:.1f} s; every new one is captured and planned when it comes: pad the "
+                "inputs to a few sizes, and drop the last, smaller batch",
+                stacklevel=2,
+            )
         return plan.graphs
 
     def _with_updates(self, joint: Joint) -> tuple[Joint, TrainedParameters | None]:
@@ -204,6 +223,12 @@ class Backend:
             for node, given in zip(inputs_of(joint), self._inputs, strict=False)
             if id(given) in numbers and given.shape == node.meta["val"].shape
         }
+
+
+def _sizes(given: Iterable[tuple[fx.Node, Any]]) -> str:
+    """The shapes of the inputs that are not the model's state."""
+    shapes = [x.shape for node, x in given if isinstance(x, torch.Tensor) and not is_state(node)]
+    return ", ".join("x".join(map(str, shape)) or "1" for shape in shapes)
 
 
 def fxremat(

@@ -70,8 +70,7 @@ def survey(
     judge = _Judge(joint, costs)
     keep_everything = judge.keep_everything(layouts[0])
     if solver in LISTS:
-        chains = [(layout, chain_of(layout, costs)) for layout in layouts]
-        found = [c for layout, chain in chains for c in judge.of(layout, LISTS[solver](chain))]
+        found = [c for layout in layouts for c in judge.of(layout, LISTS[solver](judge.chain(layout)))]
     else:
         found = _solved(layouts, judge, solver, slots)
         found += _joined(judge, joint, slots)
@@ -91,8 +90,9 @@ def order_for_measuring(joint: Joint, device: Device, budget: Budget) -> Sequenc
     everything = judge.keep_everything(layout).peak
     if bytes_of(budget, everything, device_of(joint)) >= everything:
         return range(len(joint.ops))
-    solved = _Solved.of(layout, judge, DEFAULT, MEASURING_SLOTS)
-    least = min(solved.few(2), key=lambda candidate: candidate.peak)
+    build, chain = TABLES[DEFAULT], judge.chain(layout)
+    table = build(chain, int(NEAR_LEAST * build(chain, max(1, everything), 1).least) + 1, MEASURING_SLOTS)
+    least = min(judge.of(layout, table.frontier(2)), key=lambda candidate: candidate.peak)
     return [step.op for step in least.program().executions]
 
 
@@ -101,6 +101,7 @@ class _Judge:
 
     def __init__(self, joint: Joint, costs: Costs) -> None:
         self.costs, self._executions = costs, Executions(joint, costs)
+        self._chains: dict[Layout, Chain] = {}
 
     def of(self, layout: Layout, schedules: Iterable[Schedule]) -> list[Candidate]:
         """A candidate for each distinct schedule."""
@@ -111,9 +112,15 @@ class _Judge:
         peak, time = self._executions.judge(order)
         return Candidate(peak=peak, time=time, layout=layout, origin=FromSchedule(schedule, order))
 
+    def chain(self, layout: Layout) -> Chain:
+        """The chain of a layout, made once."""
+        if layout not in self._chains:
+            self._chains[layout] = chain_of(layout, self.costs)
+        return self._chains[layout]
+
     def keep_everything(self, layout: Layout) -> Candidate:
         """The candidate that recomputes nothing."""
-        (found,) = self.of(layout, keep_all.schedules(chain_of(layout, self.costs))[:1])
+        (found,) = self.of(layout, keep_all.schedules(self.chain(layout))[:1])
         return found
 
 
@@ -160,7 +167,7 @@ class _Solved:
     @classmethod
     def of(cls, layout: Layout, judge: _Judge, solver: str, slots: int) -> _Solved:
         """Fill the tables, which cover the whole range of budgets whatever the user's budget is."""
-        chain = chain_of(layout, judge.costs)
+        chain = judge.chain(layout)
         build = TABLES[DEFAULT if solver == "auto" else solver]
         most = max(1, simulate(chain, keep_all.schedules(chain)[0]).peak)
         tables = [build(chain, most, slots)]
