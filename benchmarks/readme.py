@@ -6,6 +6,7 @@ python -m benchmarks.readme
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,7 @@ BUDGETS = (80, 60, 50, 40, 30, 25)
 
 
 def filled(text: str) -> str:
-    """The README's text with each marked part made from the record it names, where there is one."""
+    """A page's text with each marked part made from the record it names, where there is one."""
     for file, make in PARTS.items():
         name, record = file.partition(".")[0], RESULTS / file
         if record.exists():
@@ -80,6 +81,26 @@ def _planning(record: str) -> str:
     )
 
 
+def _replanning(record: str) -> str:
+    """A row a number of layers and a length: seconds, and the times of the plans over those from nothing."""
+    found = json.loads(record)["rows"]
+    shares = sorted({row["share"] for row in found})
+    head = " | ".join(f"time at {share:.0%}" for share in shares)
+    lines = [f"| layers | length | judged | from nothing | {head} |", f"|---|---|---|---|{'---|' * len(shares)}"]
+    for key in dict.fromkeys((row["layers"], row["length"]) for row in found):
+        rows_ = [row for row in found if (row["layers"], row["length"]) == key]
+        nothing = sum(row["from_nothing"] for row in rows_) / len(rows_)
+        ratios = " | ".join(f"{row['ratio']:.4f}" for row in sorted(rows_, key=lambda row: row["share"]))
+        lines.append(f"| {key[0]} | {key[1]} | {rows_[0]['judged'] * 1e3:.0f} ms | {nothing:.1f} s | {ratios} |")
+    mean = math.exp(sum(math.log(row["ratio"]) for row in found) / len(found))
+    searched = max(row["searched"] for row in found)
+    said = (
+        f"Known at 128; budgets in percent of keeping everything. The geometric mean is {mean:.4f}, the longest search "
+        f"after judging took {searched:.1f} s."
+    )
+    return "\n".join([*lines, "", said])
+
+
 def _offload(record: str) -> str:
     """A sentence a model: what a step takes near the least memory of recomputing, without and with offloading."""
     rows = [offload.Row(**row) for row in json.loads(record)["rows"]]
@@ -98,17 +119,19 @@ def _offload(record: str) -> str:
     )
 
 
+PAGES = (ROOT / "README.md", ROOT / "docs" / "shapes.md")
 PARTS: dict[str, Callable[[str], str]] = {
     "quickstart.txt": _quickstart,
     "alternatives.json": _alternatives,
     "planning.json": _planning,
+    "replanning.json": _replanning,
     "offload.json": _offload,
 }
 
 
 def main() -> None:
-    readme = ROOT / "README.md"
-    readme.write_text(filled(readme.read_text()))
+    for page in PAGES:
+        page.write_text(filled(page.read_text()))
 
 
 if __name__ == "__main__":

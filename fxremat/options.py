@@ -68,7 +68,8 @@ class Options:
             after all, that step runs as plain PyTorch, outside of the budget, and the next is planned for it.
             False: plan for it from the start.
         progress: show bars while ops are measured and the plan is refined, where stderr is a terminal.
-        effort: seconds, about, that "auto" takes to improve on schedules of blocks op by op; 0: it does not.
+        effort: seconds, about, that "auto" would take to improve on schedules of blocks op by op for every budget; it
+            does so up to the one asked for. 0: it does not.
         offload: let values wait on the host: True (pinned memory for a CUDA device, else files), or a tier of
             `fxremat.host.tier`, such as fxremat.FileTier("/fast/disk").
         host_mem: what may wait there at a time, in the forms of a size. None: whatever the plan wants.
