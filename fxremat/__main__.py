@@ -135,6 +135,8 @@ def _plan(args: argparse.Namespace) -> str:
     for device in devices or (None,):
         options_of(**options, device=device)  # before the factory, which may take a while
     if args.largest is not None:
+        if args.report is not None or args.full:
+            raise FxrematError("--largest prints sizes; --report and --full show the plan of one size, without it")
         return _largest(args, factory, options, devices)
     if len(devices) > 1 and args.report is not None:
         raise FxrematError(f"--report shows one plan, and --device names {len(devices)} devices: name one")

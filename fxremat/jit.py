@@ -48,9 +48,10 @@ def cache_marker(kernels: Iterable[Any]) -> Path | None:
     processor = registry.cpu_target.target_context.codegen().magic_tuple()
     path, parts = None, [numba.__version__, sys.version, repr(processor)]
     for kernel in kernels:
-        if not isinstance(kernel._cache, _Cache):
-            return None
-        path = Path(kernel._cache.cache_path)
+        cache_: Any = getattr(kernel, "_cache", None)
+        if not (isinstance(kernel, Dispatcher) and isinstance(cache_, _Cache)):
+            return None  # compilation is switched off, or there is no folder to write to
+        path = Path(cache_.cache_path)
         parts.append(_digest(kernel.py_func))
     return path / f"compiled-{hashlib.sha256(' '.join(parts).encode()).hexdigest()[:16]}" if path else None
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import os
 import subprocess
 import sys
@@ -29,34 +30,42 @@ from fxremat.search.replay import Tape, blank_pages, copy_pages, replay, replay_
 from fxremat.solvers import input_drop, rows
 
 AT_MOST = 300  # seconds that a compiler is waited for
+log = logging.getLogger(__name__)
 
 _compilers: list[subprocess.Popen[bytes]] = []
 
 
 def begin() -> None:
-    """Start compiling what is not compiled yet; returns at once. Only one process of a machine's ranks does."""
-    if _compilers or os.environ.get("LOCAL_RANK", "0") != "0":
+    """Start compiling what is not compiled yet; returns at once. Of several ranks only the first of a machine does."""
+    if _compilers or os.environ.get("LOCAL_RANK", "0") != "0" or not _python():
         return
     for part, (_, kernels) in PARTS.items():
-        marker = cache_marker(kernels)
-        if marker and not marker.exists() and sys.executable:
-            with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):
+            marker = cache_marker(kernels)
+            if marker and not marker.exists():
                 _compilers.append(_compiler(part))
 
 
 def ready() -> None:
     """Wait for the compilers that were started. Whatever became of them, kernels can be called after."""
-    for compiler in _compilers:
+    while _compilers:
+        compiler = _compilers.pop()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            compiler.wait(AT_MOST)
-    _compilers.clear()
+            if status := compiler.wait(AT_MOST):
+                log.debug("a compiler of kernels ended with status %d", status)
+        atexit.unregister(compiler.kill)
+
+
+def _python() -> str | None:
+    """The interpreter; None inside of a frozen application, which would start itself."""
+    return None if getattr(sys, "frozen", False) else sys.executable
 
 
 def _compiler(part: str) -> subprocess.Popen[bytes]:
     where = str(Path(__file__).parents[1])
-    path = os.pathsep.join(filter(None, [where, os.environ.get("PYTHONPATH", "")]))
+    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH", ""), where]))
     quiet: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
-    command = [sys.executable, "-m", "fxremat.kernels", part]
+    command = [_python() or "python", "-P", "-m", "fxremat.kernels", part]  # -P: not what the current folder holds
     compiler = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path}, **quiet)
     atexit.register(compiler.kill)
     return compiler
@@ -82,7 +91,6 @@ def compile_search() -> None:
         extra=np.zeros(2, np.int64),
         seconds=np.ones(2),
         seeds=1,
-        start=0,
     )
     choice, pages, spare = np.ones(2, np.uint8), blank_pages(tape), blank_pages(tape)
     replay(tape, choice, pages, 0)

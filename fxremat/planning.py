@@ -114,11 +114,14 @@ def _frontier(joint: Joint, costs: Costs, options: Options) -> tuple[Frontier, i
     settings: dict[str, Any] = {"solver": options.solver, "slots": options.slots, "effort": options.effort}
     if options.offloads_by_chain:
         settings |= {"solver": "auto", "effort": 0.0}
-    known = FrontierCache(joint, costs, settings)
+    of_costs = (options.cost, str(options.device), str(device_of(joint)), options.loss_size)
+    known = FrontierCache(joint, costs, (settings, of_costs))
     hosted = bool(options.offload or options.offload_weights)
-    ladder = known.get() or known.of_other_sizes()
-    if not ladder or (ladder.given.minimum > _bytes(options, ladder) and not hosted):
-        ladder = Ladder(given=survey(joint, costs, **settings))
+    ladder = known.get()
+    if ladder is None:
+        ladder = None if hosted else known.of_other_sizes()
+        if ladder is None or ladder.given.minimum > _bytes(options, ladder):
+            ladder = Ladder(given=survey(joint, costs, **settings))
     budget = _bytes(options, ladder)
     searched = ladder.given.keep_all.peak if hosted else budget
     if settings["solver"] == "auto":

@@ -103,8 +103,11 @@ def compared(devices: Devices, plan_for: Callable[[str | Device], Plan]) -> Comp
     known = [Device.named(device) for device in devices]
     if not known:
         raise FxrematError('device is an empty list; name devices to compare, such as ["A100", "H200"]')
+    different = tuple(dict.fromkeys(known))
+    if len({device.name for device in different}) < len(different):
+        raise FxrematError("two different devices have one name; each needs its own")
     return Comparison(
-        estimates=tuple(Estimate(device=device, plan=plan_for(device)) for device in dict.fromkeys(known))
+        estimates=tuple(Estimate(device=device, plan=plan_for(device)) for device in different)
     )
 
 

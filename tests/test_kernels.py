@@ -81,6 +81,12 @@ def test_only_one_rank_compiles_and_only_what_is_missing(monkeypatch: pytest.Mon
     assert started == list(kernels.PARTS)
 
 
+def test_where_kernels_are_not_compiled_at_all_no_compiler_starts() -> None:
+    started = "from fxremat import kernels; kernels.begin(); assert kernels._compilers == []; kernels.ready()"
+    done = in_a_process("-c", started, NUMBA_DISABLE_JIT="1")
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_marker_lies_beside_the_code_and_tells_kernels_apart() -> None:
     markers = [cache_marker(part) for _, part in kernels.PARTS.values()]
     assert len(set(markers)) == len(markers)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 import fxremat
 from fxremat.chains.schedule import Schedule
@@ -88,6 +89,32 @@ def test_towers_whose_shared_gradients_wait_too_long_are_planned_otherwise() -> 
     ]
     found = surveyed(Recipe(tuple(layers), 1, True, True))
     assert found.frontier.minimum < found.frontier.keep_all.peak
+
+
+class Overwriting(nn.Module):
+    """Reads a buffer, overwrites it, and goes on: to compute its first layers again takes a copy of the buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("bias", torch.ones(16))
+        self.layers = nn.ModuleList([nn.Linear(16, 16) for _ in range(6)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.sin(self.layers[0](x) + self.bias)
+        self.bias.mul_(0.9)
+        for layer in self.layers[1:]:
+            x = torch.tanh(layer(x))
+        return x.sum()
+
+
+def test_copies_of_what_the_forward_overwrites_count_where_the_backward_reads_them() -> None:
+    _, costs, frontier = searched(capture(Overwriting(), torch.ones(256, 16)), effort=1)
+    programs = [candidate.program() for candidate in frontier.candidates]
+    peaks = [live_bytes(program, costs.sizes).peak for program in programs]
+    assert [candidate.peak for candidate in frontier.candidates] == peaks
+    copied = [bool(program.preserved) for program in programs]
+    assert any(copied)
+    assert not all(copied)
 
 
 def _some(skeleton: Skeleton, rng: np.random.Generator, share: float) -> np.ndarray:

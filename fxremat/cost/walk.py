@@ -107,6 +107,7 @@ class Walk:
 
     def _hold(self, value: int, made: Any) -> None:
         self.values[value] = made
+        self._addresses.pop(value, None)
         if (address := _address(made)) is not None:
             self._addresses[value] = address
 

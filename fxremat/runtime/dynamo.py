@@ -7,8 +7,8 @@ fxremat.compile(model, mem="4GiB")                                     the same,
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -45,6 +45,7 @@ from fxremat.torch_private import (
     parameter_name,
 )
 
+log = logging.getLogger(__name__)
 KEPT_PLANS = 8  # of the latest, that can still be read
 MANY_SIZES = 3  # combinations of input sizes, at which a warning tells what each costs
 
@@ -70,14 +71,12 @@ class Backend:
         self.only_plan = False
         self.weights: Weights | None = None
         self.hosted: frozenset[int] = frozenset()  # the optimizer's numbers of parameters that live on the host
-        self._began = 0.0  # when the last capture came
-        self._planned = 0  # graphs so far
+        self._called_with: set[str] = set()  # the sizes of inputs that were planned for
         self._names: list[str | None] = []  # of the captured graph's inputs, where they are parameters
         self._inputs: Sequence[Any] = ()  # what the graph that is being compiled was called with
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         """Compile one captured graph, as dynamo asks. Raises `CaptureError` for sizes that are not fixed."""
-        self._began = time.monotonic()
         outputs = auxiliary_outputs_of(module)
         if outputs.expected or outputs.beside:
             refuse_symbols(module.graph, "example_value")
@@ -88,7 +87,7 @@ class Backend:
     def _differentiate(
         self, module: fx.GraphModule, inputs: Sequence[Any], *, again: bool = False
     ) -> Callable[..., Any]:
-        self._inputs = inputs
+        self._inputs, began = inputs, time.monotonic()
         outputs = auxiliary_outputs_of(module)
         trained = sorted((*outputs.expected, *outputs.beside))
         made: list[Plan] = []  # of this graph, from its partition to the compilation of its backward
@@ -106,7 +105,21 @@ class Backend:
                 compiled: Callable[..., Any] = backend(module, inputs)
         finally:
             self._inputs = ()  # dynamo holds on to backends, and the model is not theirs to keep
+        if self.plans and not self.only_plan:
+            self._warn_of_many(called_with, time.monotonic() - began)
         return telling_unused(compiled, trained) if len(trained) > 1 else compiled
+
+    def _warn_of_many(self, called_with: str, seconds: float) -> None:
+        """Log, once, what each further combination of input sizes will cost."""
+        few = len(self._called_with) < MANY_SIZES
+        self._called_with.add(called_with)
+        if few and len(self._called_with) == MANY_SIZES:
+            log.warning(
+                "this model was planned for %d combinations of input sizes, the last in %.1f s; every new one is "
+                "captured and planned when it comes: pad inputs to a few sizes, and drop the last, smaller batch",
+                MANY_SIZES,
+                seconds,
+            )
 
     def _kernels(self, inputs: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
         """The target's kernels, for a step that is captured on a CPU."""
@@ -177,14 +190,6 @@ class Backend:
             self.hosted |= {trained.numbers[value] for value in plan.weights.hosted}
         made[:] = [plan]
         self.plans.append(plan)
-        self._planned += 1
-        if self._planned == MANY_SIZES and not self.only_plan:
-            warnings.warn(
-                f"fxremat has planned this model for {MANY_SIZES} combinations of input sizes, the last in "
-                f"{time.monotonic() - self._began:.1f} s; every new one is captured and planned when it comes: pad the "
-                "inputs to a few sizes, and drop the last, smaller batch",
-                stacklevel=2,
-            )
         return plan.graphs
 
     def _with_updates(self, joint: Joint) -> tuple[Joint, TrainedParameters | None]:

@@ -42,7 +42,8 @@ def kernels_of(device: Device) -> Iterator[None]:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        if _takes_flash(query, key, value, attn_mask, is_causal, device):
+        fits = _takes_flash(query, key, value, attn_mask, is_causal, device)
+        if fits and _same_heads(query, key, value, grouped=enable_gqa):
             return _flash(query, key, value, dropout_p, is_causal, scale)
         if _takes_efficient(query, key, value, device):
             mask = None if attn_mask is None else _as_bias(attn_mask, query, key)
@@ -70,6 +71,12 @@ def _takes_flash(
     if causal and query.shape[-2] != key.shape[-2]:
         return False
     return width <= WIDEST_HEAD and width == key.shape[-1] == value.shape[-1]
+
+
+def _same_heads(query: Tensor, key: Tensor, value: Tensor, *, grouped: bool) -> bool:
+    """Whether batches are equal, and heads too, but where keys are shared by groups of heads."""
+    batches, heads = ({t.shape[place] for t in (query, key, value)} for place in (0, 1))
+    return len(batches) == 1 and (len(heads) == 1 or grouped)
 
 
 def _takes_efficient(query: Tensor, key: Tensor, value: Tensor, device: Device) -> bool:

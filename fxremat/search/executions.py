@@ -1,10 +1,13 @@
 """The executions of a joint graph's ops as entries of a tape, each made once: the first of every op, and a later one.
 
     entry op                 the first execution of an op
-    entry ops + op           a later one of a forward op: a recomputation
-    entry 2 ops + 0, 1, 2    the end of the forward graph, what the caller brings then, and the end of the step
+    entry ops + op           a recomputation of a forward op in the forward graph
+    entry 2 ops + op         one in the backward graph
+    entry 3 ops + 0, 1, 2    the end of the forward graph, what the caller brings then, and the end of the step
 
-Values are numbered as in the joint graph; after them come the loss outside, and a seed for each random op.
+Values are numbered as in the joint graph; after them come the loss outside, a seed for each random op, and a copy of
+each input that the forward overwrites: the backward graph reads that, and nothing makes it, so that it is alive from
+the start to its last reader.
 """
 
 from __future__ import annotations
@@ -38,15 +41,18 @@ class Executions:
         self._root = len(joint.values)
         random = [op.index for op in joint.ops if op.random]
         self._seed_of = {op: self._root + 1 + place for place, op in enumerate(random)}
+        mutated = sorted(joint.mutated_primals)
+        self._copy_of = {value: self._root + 1 + len(random) + place for place, value in enumerate(mutated)}
         sizes = [0 if v.index in self._primals else costs.sizes.values[v.index] for v in joint.values]
-        self._sizes = np.array([*sizes, costs.sizes.root, *[costs.sizes.seed] * len(random)], dtype=np.int64)
-        # copies of inputs that the forward overwrites and the backward reads
-        self._start = sum(costs.sizes.values[value] for value in self._read_late & joint.mutated_primals)
+        sizes += [costs.sizes.root, *[costs.sizes.seed] * len(random)]
+        self._sizes = np.array([*sizes, *(costs.sizes.values[value] for value in mutated)], dtype=np.int64)
+        every = range(self._count)
         all_ = [
-            *map(self._first, range(self._count)),
-            *map(self._again, range(self._count)),
+            *map(self._first, every),
+            *(self._again(op, late=False) for op in every),
+            *(self._again(op, late=True) for op in every),
             self._split(),
-            self._brought(),
+            self._tangents_arrive(),
             self._end(),
         ]
         self._reads = _Lists([execution.reads for execution in all_])
@@ -65,8 +71,9 @@ class Executions:
 
     def entries(self, ops: Ints, again: NDArray[np.bool_], split: int) -> Ints:
         """The entries of ops, with the moments between forward and backward, before `ops[split]`, and at the end."""
-        moments = 2 * self._count + np.arange(3)
-        return np.insert(ops + self._count * again, [split, split, ops.size], moments)
+        moments = 3 * self._count + np.arange(3)
+        late = np.arange(ops.size) >= split
+        return np.insert(ops + self._count * again * (1 + late), [split, split, ops.size], moments)
 
     def tape(self, entries: Ints, optional: Bits) -> Tape:
         """The tape of these entries, in their order. O(reads + writes)."""
@@ -82,26 +89,25 @@ class Executions:
             extra=self._extra[entries],
             seconds=self._seconds[entries],
             seeds=self._root + 1,
-            start=self._start,
         )
 
     def _first(self, index: int) -> _Execution:
         op = self._joint.ops[index]
         seed = [self._seed_of[index]] if op.random and not op.backward else []
         return _Execution(
-            self._stored(op.reads),
+            self._stored(op.reads, late=op.backward),
             [*op.writes, *seed],
             self._costs.sizes.workspace[index],
             self._costs.seconds[index],
         )
 
-    def _again(self, index: int) -> _Execution:
-        """A recomputation. What the caller holds is made a second time in vain, and dropped at once."""
+    def _again(self, index: int, *, late: bool) -> _Execution:
+        """A recomputation; outputs that the caller holds already are freed at once."""
         op, pinned = self._joint.ops[index], self._joint.pinned
         in_vain = sum(self._costs.sizes.values[value] for value in op.again_writes if value in pinned)
         seed = [self._seed_of[index]] if op.random else []
         return _Execution(
-            [*self._stored(op.again_reads), *seed],
+            [*self._stored(op.again_reads, late=late), *seed],
             [value for value in op.again_writes if value not in pinned],
             self._costs.sizes.workspace[index] + in_vain,
             self._costs.seconds[index],
@@ -110,7 +116,7 @@ class Executions:
     def _split(self) -> _Execution:
         return _Execution([v for v in self._joint.updates if v not in self._primals], ())
 
-    def _brought(self) -> _Execution:
+    def _tangents_arrive(self) -> _Execution:
         sizes, tangents = self._costs.sizes, self._joint.tangent_values
         brought = sum(sizes.values[tangent] for tangent in tangents) + sizes.root
         return _Execution((), [*tangents, self._root], max(0, sizes.outside - brought))
@@ -119,10 +125,12 @@ class Executions:
         """What is alive when the step is over."""
         joint = self._joint
         held = [v for v in joint.tangent_values if v in joint.root_tangents or v not in self._read_late]
-        return _Execution(sorted({*self._stored(joint.pinned), *held, self._root}), ())
+        return _Execution(sorted({*self._stored(joint.pinned, late=False), *held, self._root}), ())
 
-    def _stored(self, values: Iterable[int]) -> list[int]:
-        return [value for value in values if value not in self._primals]
+    def _stored(self, values: Iterable[int], *, late: bool) -> list[int]:
+        """The values that take memory; of primals, the copies that the backward graph reads."""
+        stored = [value for value in values if value not in self._primals]
+        return [*stored, *(self._copy_of[value] for value in values if late and value in self._copy_of)]
 
 
 class _Lists:

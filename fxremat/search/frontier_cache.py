@@ -19,8 +19,9 @@ from fxremat.step.joint import Joint
 
 
 class _Key(NamedTuple):
-    graph: str  # equal for graphs that number equal ops and values in the same way, at equal costs
-    topology: str  # the same, whatever the sizes and costs
+    topology: str  # equal for graphs that number equal ops and values in the same way, whatever their sizes
+    sizes: tuple[int, ...]  # bytes of the values
+    costs: str  # those of the ops
 
 
 AT_MOST = 8
@@ -34,8 +35,7 @@ class FrontierCache:
 
     def __init__(self, joint: Joint, costs: Costs, settings: object) -> None:
         self._joint, self._costs = joint, costs
-        topology = _topology(joint, settings)
-        self._key = _Key(_graph(joint, costs, topology), topology)
+        self._key = _Key(_topology(joint, settings), tuple(v.bytes for v in joint.values), _costs(joint, costs))
 
     def get(self) -> Ladder | None:
         """The ladder that was put last; None where none was, or it was too long ago."""
@@ -45,8 +45,16 @@ class FrontierCache:
         return _latest[self._key].on(self._joint)
 
     def of_other_sizes(self) -> Ladder | None:
-        """The latest ladder of a graph with the same ops and sizes that are near, judged here; None where none is."""
-        known = [ladder for key, ladder in _latest.items() if key.topology == self._key.topology]
+        """The latest ladder of a graph with the same ops and sizes that are near, judged here; None where none is.
+
+        Not one of the same sizes at other costs: there another search is wanted.
+        """
+        mine = self._key
+        known = [
+            ladder
+            for key, ladder in _latest.items()
+            if key.topology == mine.topology and key.sizes != mine.sizes
+        ]
         judged = (replanned(ladder, self._joint, self._costs) for ladder in reversed(known[-NEAREST:]))
         return next(filter(None, judged), None)
 
@@ -70,7 +78,6 @@ def _topology(joint: Joint, settings: object) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _graph(joint: Joint, costs: Costs, topology: str) -> str:
+def _costs(joint: Joint, costs: Costs) -> str:
     keys = "\n".join(f"{op.name} {op_key(op.node)}" for op in joint.ops)
-    text = repr((topology, [v.bytes for v in joint.values], costs))
-    return hashlib.sha256(f"{text}\n{keys}".encode()).hexdigest()
+    return hashlib.sha256(f"{costs}\n{keys}".encode()).hexdigest()

@@ -36,7 +36,6 @@ class Tape(NamedTuple):
     extra: Ints  # bytes of each execution while it runs
     seconds: Floats
     seeds: int  # values from this number on take no memory unless they are read
-    start: int  # bytes alive all the time
 
 
 class Pages(NamedTuple):
@@ -69,7 +68,7 @@ def replay(tape: Tape, choice: Bits, pages: Pages, budget: int) -> tuple[int, fl
     count, peak, time = pages.peaks.size, 0, 0.0
     for value in range(tape.sizes.size):
         pages.alive[count, value] = 0
-    pages.levels[count] = tape.start
+    pages.levels[count] = 0
     for page in range(count - 1, -1, -1):
         _page(tape, choice, pages, page, budget)
         peak = max(peak, pages.peaks[page])
