@@ -51,7 +51,9 @@ def _alternatives(record: str) -> str:
         times = [_cell(cells.get(percent)) for percent in BUDGETS]
         lines.append(f"| {entry.model} | {entry.plain.peak / 1e6:.0f} MB | {' | '.join([*shares, *times])} |")
     held = [str(claim.found) for claim in verdict.claims(records) if "geometric mean" in claim.wanted]
-    return "\n".join([*lines, "", f"Geometric mean: {held[0]}."])
+    dates = sorted({entry["conditions"]["date"] for entry in json.loads(record)})
+    mean = f"Geometric mean: {held[0]}; measured on {' and '.join(dates)}, by the planner of then."
+    return "\n".join([*lines, "", mean])
 
 
 def _least(entry: rows.Record) -> tuple[int | None, int | None]:
@@ -114,9 +116,9 @@ def _offload(record: str) -> str:
             f"* {name} in {alone.mem / alone.plain_peak:.0%} of plain PyTorch's peak: {alone.slowdown:.2f}x of a plain "
             f"step by recomputing alone, {both.slowdown:.2f}x with offloading (to files, on a CPU)."
         )
-    return "\n".join(
-        [*sentences, "", "[docs/offload.md](docs/offload.md) has more budgets, and slower host tiers."]
-    )
+    date = json.loads(record)["conditions"]["date"]
+    more = f"Measured on {date}; [docs/offload.md](docs/offload.md) has more budgets, and slower host tiers."
+    return "\n".join([*sentences, "", more])
 
 
 PAGES = (ROOT / "README.md", ROOT / "docs" / "shapes.md")

@@ -414,7 +414,7 @@ MISTAKES += [
     # programs are taken over for sizes however far away
     Mistake(
         "search/replan.py",
-        "if not 1 / FAR <= grown <= FAR:",
+        "if not 1 / FURTHEST <= grown <= FURTHEST:",
         "if False:",
         "test_memo.py::test_sizes_far_away_costs_and_settings_are_surveyed_anew",
     ),

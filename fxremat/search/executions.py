@@ -67,7 +67,7 @@ class Executions:
         entries = self.entries(ops, again, order.split)
         tape = self.tape(entries, np.zeros(entries.size, np.uint8))
         peak, _ = replay(tape, np.ones(entries.size, np.uint8), blank_pages(tape), 0)
-        return int(peak), sum([self._costs.seconds[op] for op in order.ops])
+        return int(peak), self._costs.time_of(order.ops)
 
     def entries(self, ops: Ints, again: NDArray[np.bool_], split: int) -> Ints:
         """The entries of ops, with the moments between forward and backward, before `ops[split]`, and at the end."""

@@ -129,4 +129,4 @@ class _Search:
 def _candidate(start: Candidate, skeleton: Skeleton, choice: Bits, peak: int, costs: Costs) -> Candidate:
     """The candidate that runs what is chosen, beginning from another one."""
     order = skeleton.order(choice)
-    return start.refined_to(order, peak, sum(costs.seconds[op] for op in order.ops))
+    return start.refined_to(order, peak, costs.time_of(order.ops))

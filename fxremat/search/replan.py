@@ -15,7 +15,7 @@ from fxremat.search.refine import Ladder
 from fxremat.step.costs import Costs
 from fxremat.step.joint import Joint
 
-FAR = 2.0  # times the bytes of keeping everything: programs for sizes further away are not taken over
+FURTHEST = 2.0  # times the bytes of keeping everything: programs for sizes further away are not taken over
 
 
 def replanned(known: Ladder, joint: Joint, costs: Costs) -> Ladder | None:
@@ -31,7 +31,7 @@ def replanned(known: Ladder, joint: Joint, costs: Costs) -> Ladder | None:
 
     keep_all = judged(known.given.keep_all)
     grown = keep_all.peak / known.given.keep_all.peak
-    if not 1 / FAR <= grown <= FAR:
+    if not 1 / FURTHEST <= grown <= FURTHEST:
         return None
     others = (*known.given.candidates, *(candidate for _, candidate in known.found))
     candidates = unbeaten([keep_all, *map(judged, others)])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +36,11 @@ class Costs:
 
     def time(self, program: Program) -> float:
         """Seconds of all executions of a program, as if copies took no time."""
-        return sum([self.seconds[step.op] for step in program.executions])
+        return self.time_of(step.op for step in program.executions)
+
+    def time_of(self, ops: Iterable[int]) -> float:
+        """Seconds of executions of these ops, by number, one after the other."""
+        return sum([self.seconds[op] for op in ops])
 
     def scaled(self, factor: float) -> Costs:
         """The same with every time multiplied (calibration)."""

@@ -30,7 +30,7 @@ class BlockLayout:
 
 
 class _Needs(dict[tuple[int, int, bool], frozenset[int]]):
-    """By block, option (-1: a checkpoint alone), and whether it is the block's first forward: the values it leaves."""
+    """Values that a forward leaves, by block, option (-1: a checkpoint alone) and whether it is the block's first."""
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
@@ -66,7 +66,7 @@ class Layout:
 
     @cached_property
     def runs(self) -> dict[tuple[int, frozenset[int], frozenset[int]], list[int]]:
-        """By block, values wanted and values of the block at hand: the ops that run, as far as they were asked for."""
+        """Ops that run, by block, values wanted and values of the block at hand, as far as they were asked for."""
         return {}
 
     @cached_property

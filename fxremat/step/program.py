@@ -370,7 +370,7 @@ class _OrderReplay(Replay):
         return [value for value in values if value not in current]
 
     def _makers(self, wanted: Iterable[int], block: int) -> list[int]:
-        """Those found before, where the same values of the block were wanted and at hand."""
+        """The makers found before, where the same values of the block were wanted and at hand."""
         if block not in self.layout.uniform:
             return Replay._makers(self, wanted, block)
         made = self.layout.blocks[block].made

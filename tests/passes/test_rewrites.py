@@ -89,7 +89,7 @@ def test_a_batch_norm_s_backward_reads_running_statistics_in_evaluation_alone(tr
 
 
 def dropout(p: float, training: bool = True, rows: int = 64, **kind: Any) -> Drawing:
-    """As torch captures it: the dropout of x and, from a gradient, its backward."""
+    """The dropout of x and, from a gradient, its backward, as torch captures them."""
     drawing = Drawing()
     x, gradient = (drawing.input(name, rows, 8, **kind) for name in ("x", "tangents_1"))
     both = drawing.call(aten.native_dropout.default, x, p, training)
