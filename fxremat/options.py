@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import difflib
 import math
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field, fields
 from numbers import Real
 from typing import Any, TypedDict
@@ -31,6 +32,9 @@ TRANSFERRING = tuple(name for name, solver in SOLVERS.items() if solver.transfer
 COSTS = ("measure", "estimate")
 
 
+Shapes = Mapping[str, Mapping[int, tuple[int, int]]]  # input -> dimension -> least and largest size
+
+
 class PlanOptions(TypedDict, total=False):
     """The settings of `Options` beside `mem`, `solver` and `device`: `fxremat.plan` takes several devices, too."""
 
@@ -44,6 +48,8 @@ class PlanOptions(TypedDict, total=False):
     host_mem: int | str | None
     offload_weights: bool | HostTier
     optimizer: torch.optim.Optimizer | None
+    dynamic: bool | None
+    shapes: Shapes | None
 
 
 class CompileOptions(PlanOptions, total=False):
@@ -76,6 +82,11 @@ class Options:
         offload_weights: let parameters live on the host: True or a tier, as for `offload`. `mem` then covers them,
             their gradients and the optimizer's state as well, and each backward is a step of `optimizer`. Parameters
             may start on the CPU where all else is on the device.
+        dynamic: what the sizes of inputs are taken for, as in torch.compile. None: fixed at first, and where another
+            comes, from then on as one that changes. True: all may change, and the model is captured once. False: fixed;
+            every combination is captured and planned by itself, as it is where values or weights are offloaded.
+        shapes: sizes that change from the start, with their range: {"tokens": {0: (2, 8), 1: (16, 4096)}}. Other sizes
+            are allowed; a budget in percent refers to the largest.
         optimizer: of the model's parameters: SGD, Adam, AdamW, or another that treats each element by itself.
 
     Raises:
@@ -97,6 +108,8 @@ class Options:
     host_mem: int | str | None = None
     offload_weights: bool | HostTier = False
     optimizer: torch.optim.Optimizer | None = None
+    dynamic: bool | None = None
+    shapes: Shapes | None = None
     budget: Budget = field(init=False, repr=False)  # what `mem` means
     host_limit: int | None = field(init=False, repr=False)  # bytes that `host_mem` means
     loss_size: int | None = field(init=False, repr=False)  # bytes that `loss_bytes` means
@@ -113,6 +126,22 @@ class Options:
         self._check_costs()
         self._check_tiers()
         self._check_solver()
+        self._check_shapes()
+
+    @property
+    def resizable(self) -> bool:
+        """Whether plans for other sizes can be made from one capture: not where something waits on the host."""
+        return not (self.offload or self.offload_weights)
+
+    @property
+    def may_change(self) -> bool | None:
+        """What sizes are taken for while a model is captured, as `dynamic` says it."""
+        return self.dynamic if self.resizable else False
+
+    def longest(self, name: str, dimension: int | None) -> int | None:
+        """The largest size that the user expects of an input's dimension; None where nothing is said."""
+        expected = (self.shapes or {}).get(name, {}).get(-1 if dimension is None else dimension)
+        return expected[1] if expected else None
 
     @property
     def offloads_by_chain(self) -> bool:
@@ -166,6 +195,19 @@ class Options:
         if len(tiers) == 2 and tiers[0] is not tiers[1]:
             raise FxrematError("offload and offload_weights go through one tier; give both the same")
 
+    def _check_shapes(self) -> None:
+        if self.dynamic not in (None, True, False) or not isinstance(self.dynamic, bool | None):
+            raise FxrematError(f"dynamic is {shortened(self.dynamic)}; it is None, True or False")
+        if self.shapes is None:
+            return
+        if self.dynamic is False:
+            raise FxrematError("shapes gives sizes that change; with dynamic=False none does")
+        if not isinstance(self.shapes, Mapping) or not all(map(_is_range, self.shapes.items())):
+            raise FxrematError(
+                f"shapes is {shortened(self.shapes)}; it is the least and the largest size by input and dimension, 2 at "
+                'least: {"tokens": {0: (2, 8), 1: (16, 4096)}}'
+            )
+
     def _check_solver(self) -> None:
         known = (*PLANNERS, *TRANSFERRING) if self.offload else PLANNERS
         if isinstance(self.solver, str) and self.solver in known:
@@ -200,6 +242,21 @@ def options_of(**options: Any) -> Options:
     if "mem" not in options:
         raise InvalidBudget('the budget is missing: give mem, such as mem="4GiB" or mem="60%"')
     return Options(**options)
+
+
+def _is_range(item: tuple[object, object]) -> bool:
+    """Whether an input is given ranges of its sizes by dimension."""
+    name, sizes = item
+    if not isinstance(name, str) or not isinstance(sizes, Mapping):
+        return False
+    return all(
+        isinstance(dim, int)
+        and isinstance(ends, tuple | list)
+        and len(ends) == 2
+        and all(isinstance(end, int) and not isinstance(end, bool) for end in ends)
+        and 2 <= ends[0] <= ends[1]
+        for dim, ends in sizes.items()
+    )
 
 
 def _perhaps(guess: list[str]) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, Protocol
 
 from torch import fx
 
@@ -34,6 +36,13 @@ class WeightBudget:
     hosted: frozenset[int] = frozenset()  # values of the parameters that live on the host
 
 
+class SymbolicSizes(Protocol):
+    """The sizes that a plan is for, where the step was captured for others too. As text: `tokens[1] = 300`."""
+
+    def plan(self, sizes: Mapping[str, object]) -> Any:
+        """The plan with other sizes of some inputs."""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PlannedStep:
     """One training step inside a budget.
@@ -50,6 +59,7 @@ class PlannedStep:
     tier: HostTier | None = None  # where values may wait, with offloading
     link: Link | None = None  # how fast they get there and back
     weights: WeightBudget | None = None  # where the step updates its weights, and the budget covers them
+    sizes: SymbolicSizes | None = None  # those of the inputs that may change; None: all are fixed
     assumed: str = ""  # what was taken for granted of a device that the step was not captured on
 
     @property

@@ -11,7 +11,8 @@ Everything here is a value; what is captured and what runs is in `fxremat.runtim
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -25,6 +26,7 @@ from fxremat.cost.devices import Device
 from fxremat.cost.estimate import assumptions, estimate
 from fxremat.cost.link import measure_link, typical_size
 from fxremat.cost.measure import measure, trust_known_layouts
+from fxremat.cost.resized import resized
 from fxremat.cost.updates import units_of, with_own_sizes
 from fxremat.errors import BudgetTooSmall, FxrematError
 from fxremat.host.default import default_tier
@@ -36,9 +38,11 @@ from fxremat.planned_step import WeightBudget
 from fxremat.plans import Plan
 from fxremat.progress import bars, planning
 from fxremat.search.candidate import Candidate, Frontier
+from fxremat.search.executions import keep_all_peak
 from fxremat.search.floor import floor_of
 from fxremat.search.frontier_cache import FrontierCache
 from fxremat.search.refine import Ladder
+from fxremat.search.replan import is_near, judged_again
 from fxremat.search.survey import order_for_measuring, survey
 from fxremat.step.costs import Costs, Link, device_of
 from fxremat.step.joint import Joint
@@ -92,6 +96,63 @@ def plan_step(step: CapturedStep, options: Options) -> Plan:
     return plan
 
 
+def replan_step(step: CapturedStep, known: Sequence[Plan], options: Options, choose: Choice) -> Plan | None:
+    """The plan of a step from plans of the same ops at other sizes: their candidates judged at these. Nothing is searched.
+
+    Takes milliseconds where none of the ops has to run. Not for plans with transfers.
+
+    Args:
+        known: plans of other sizes, one at least.
+        choose: which of the candidates that fit, fastest first, to take.
+
+    Returns:
+        the plan; None where the step is to be planned from nothing: no known candidate fits, or all are known from
+        sizes far away, and take time here.
+    """
+    called_with = f" for inputs of {step.called_with}" if step.called_with else ""
+    bytes_here = sum(value.bytes for value in step.joint.values)
+    near = sorted(known, key=lambda plan: _far(bytes_here, sum(value.bytes for value in plan.joint.values)))
+    nearest = near[0]
+    with planning(f"{len(step.joint.ops)} ops within {options.mem}{called_with} again") as planned:
+        costs = _resized(step.joint, nearest, options)
+        others = [candidate for plan in near[:NEAREST] for candidate in plan.alternatives.candidates]
+        frontier = judged_again(nearest.alternatives.keep_all, others, step.joint, costs)
+        budget = bytes_of(options.budget, frontier.keep_all.peak, device_of(step.joint))
+        fitting = [candidate for candidate in frontier.candidates if candidate.peak <= budget]
+        near_enough = is_near(frontier.keep_all.peak / nearest.alternatives.keep_all.peak)
+        if not fitting or not (near_enough or fitting[0].time <= NO_TIME * frontier.keep_all.time):
+            planned("no known program is near enough")
+            return None
+        plan = _planned(choose(fitting), frontier, costs, budget, options)
+        planned(plan.headline)
+    return plan
+
+
+Choice = Callable[[Sequence[Candidate]], Candidate]
+NEAREST = 3  # plans whose candidates are judged at other sizes
+NO_TIME = 1.01  # times what keeping everything takes: whatever is searched for gains less
+
+
+def _far(size: int, other: int) -> float:
+    return abs(math.log(max(1, size) / max(1, other)))
+
+
+def _resized(joint: Joint, known: Plan, options: Options) -> Costs:
+    if options.cost == "estimate":
+        trust_known_layouts(joint)
+        costs = estimate(joint, _estimated_device(joint, options))
+    else:
+        costs = resized(joint, known.joint, known.costs)
+    return _with_loss(costs, options)
+
+
+def _with_loss(costs: Costs, options: Options) -> Costs:
+    """The costs with what the user says that a loss outside the model takes."""
+    if options.loss_size is None:
+        return costs
+    return replace(costs, sizes=replace(costs.sizes, outside=options.loss_size))
+
+
 def _cost_model(step: CapturedStep, options: Options) -> Costs:
     joint = step.joint
     if options.cost == "estimate":
@@ -101,9 +162,7 @@ def _cost_model(step: CapturedStep, options: Options) -> Costs:
         rough = Device.named(device_of(joint).type)
         order = partial(order_for_measuring, joint, rough, options.budget)
         costs = measure(joint, step.inputs, order=order)
-    if options.loss_size is None:
-        return costs
-    return replace(costs, sizes=replace(costs.sizes, outside=options.loss_size))
+    return _with_loss(costs, options)
 
 
 def _frontier(joint: Joint, costs: Costs, options: Options) -> tuple[Frontier, int]:
@@ -240,6 +299,12 @@ def _link(tier: HostTier, joint: Joint, options: Options) -> Link:
 
 def _estimated_device(joint: Joint, options: Options) -> Device:
     return Device.named(options.device or device_of(joint).type)
+
+
+def whole_of(joint: Joint, options: Options) -> int:
+    """Bytes that keeping everything takes, by estimate: nothing is run, however large the sizes are."""
+    costs = _with_loss(estimate(joint, _estimated_device(joint, options)), options)
+    return keep_all_peak(joint, costs)
 
 
 def _within(budget: int, frontier: Frontier, costs: Costs, options: Options) -> Candidate:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fxremat.errors import FxrematError
 from fxremat.planned_step import PlannedStep
 from fxremat.show.page import page
 from fxremat.show.text import describe
@@ -15,6 +16,27 @@ class Plan(PlannedStep):
 
     Bytes are above what was allocated when forward began; seconds are those of the device it was planned for.
     """
+
+    def at(self, **sizes: object) -> Plan:
+        """The plan of the same step for inputs of other sizes, in milliseconds where known programs serve.
+
+            plan.at(tokens=300)            the input `tokens` has 300 along its last symbolic dimension
+            plan.at(tokens=(8, 300))       ... and 8 along the first; a shape
+            plan.at(tokens={0: 8})         by dimension
+
+        Other inputs whose sizes are equal to those now follow them, unless they are named too.
+
+        Raises:
+            BudgetTooSmall: nothing fits there.
+            FxrematError: the plan is of fixed sizes, or the input has none that are symbolic.
+        """
+        if self.sizes is None:
+            raise FxrematError(
+                "this plan is of fixed sizes: fxremat.compile(..., dynamic=True), or shapes={'tokens': {1: (16, 512)}}, "
+                "plans for others with it"
+            )
+        found: Plan = self.sizes.plan(sizes)
+        return found
 
     def to_html(self) -> str:
         """A page that shows the plan, with its memory over the step as a picture."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -164,16 +165,27 @@ def _eager_views() -> Iterator[None]:
     What autograd runs depends on strides: of a transposed operand a matrix product's gradient is computed the other way
     round, and a convolution takes (1, C, H, W) for channels-last or not. torch has Python versions of `view` that give
     sizes of 1 other strides: in `op_implementations_dict` of `torch/_subclasses/fake_impls.py`, and as kernels for Meta
-    (`torch._refs.view`). The C++ kernel is left in their place. `FakeTensorMode.cache` remembers what was traced before
-    (2.11, 2.13).
+    (`torch._refs.view`). The C++ kernel is left in their place; where a size is symbolic, which it does not take,
+    `strides_of_view` stands for it. `FakeTensorMode.cache` remembers what was traced before (2.11, 2.13).
     """
     from torch._subclasses.fake_impls import op_implementations_dict
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     key = torch._C.DispatchKey.Meta
     views = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
-    fakes = {op: op_implementations_dict.pop(op) for op in views if op in op_implementations_dict}
+    fakes = {op: op_implementations_dict[op] for op in views if op in op_implementations_dict}
     kernels = {op: op.py_kernels.pop(key) for op in views if key in op.py_kernels}
+
+    def view(mode: Any, op: Any, tensor: torch.Tensor, shape: Sequence[Any]) -> Any:
+        numbers = (*tensor.shape, *tensor.stride(), *shape)
+        if not any(isinstance(number, torch.SymInt) for number in numbers):
+            return NotImplemented  # by the C++ kernel
+        if not any(isinstance(number, torch.SymInt) and depends_on_data(number) for number in numbers):
+            shape = _without_minus_one(shape, tensor.numel())
+            strides = strides_of_view(tensor.shape, tensor.stride(), shape)
+            if strides is not None:
+                return tensor.as_strided(shape, strides, tensor.storage_offset())
+        return fakes[op](mode, op, tensor, shape) if op in fakes else NotImplemented
 
     def forget() -> None:
         for op in views:
@@ -181,25 +193,70 @@ def _eager_views() -> Iterator[None]:
         FakeTensorMode.cache_clear()
 
     forget()
+    op_implementations_dict.update(dict.fromkeys(views, view))
     try:
         yield
     finally:
+        for op in views:
+            op_implementations_dict.pop(op)
         op_implementations_dict.update(fakes)
         for op, kernel in kernels.items():
             op.py_kernels[key] = kernel
         forget()
 
 
-def compiled_step(
-    forward: Callable[..., Any], backend: Callable[..., Any], name: str
-) -> Callable[..., Any]:
-    """A function that dynamo captures whole, once a combination of shapes, and hands to a backend.
+def _without_minus_one(shape: Sequence[Any], count: Any) -> list[Any]:
+    """The shape with the size that is left to the number of elements worked out."""
+    known = math.prod(size for size in shape if not (isinstance(size, int) and size == -1))
+    return [count // known if isinstance(size, int) and size == -1 else size for size in shape]
 
-    `torch.compile(..., fullgraph=True, dynamic=False)`, with two differences. The settings of `capture_settings` hold
+
+def strides_of_view(shape: Sequence[Any], strides: Sequence[Any], new: Sequence[Any]) -> list[Any] | None:
+    """The strides of a tensor with elements that is viewed in a new shape; None where only a copy has that shape.
+
+    Dimensions that lie in memory as one are taken together, from the last on, and divided anew; a size of 1 at the
+    front of such a group gets the stride of what follows it, as `at::detail::computeStride` gives it. Sizes may be
+    symbolic; where they compare is then guarded.
+    """
+    if not shape:
+        return [1] * len(new)
+    made: list[Any] = []
+    left = list(new)
+    end = len(shape)
+    while end:
+        begin, base, count = end - 1, strides[end - 1], shape[end - 1]
+        while begin and (shape[begin - 1] == 1 or strides[begin - 1] == count * base):
+            begin -= 1
+            count = count * shape[begin]
+        viewed: Any = 1
+        while left and (viewed < count or left[-1] == 1):
+            made.append(viewed * base)
+            viewed = viewed * left.pop()
+        if viewed != count:
+            return None
+        end = begin
+    return None if left else made[::-1]
+
+
+def compiled_step(
+    forward: Callable[..., Any],
+    backend: Callable[..., Any],
+    name: str,
+    dynamic: bool | None = False,
+    on_fixed: Callable[[BaseException], None] = lambda error: None,
+) -> Callable[..., Any]:
+    """A function that dynamo captures whole, and hands to a backend.
+
+    `torch.compile(..., fullgraph=True, dynamic=...)`, with three differences. The settings of `capture_settings` hold
     while dynamo traces, and are not touched by a call that finds its graph: `torch._dynamo.optimize` returns an
     `OptimizeContext` whose `callback` is what a frame without a graph is handed to (2.11, 2.13); `dynamic=False` would
-    change settings at every call. And the function has code of its own, since dynamo keeps and counts graphs by code
-    object: models of one class do not share a limit.
+    change settings at every call. The function has code of its own, since dynamo keeps and counts graphs by code
+    object: models of one class do not share a limit. And where tracing fails with sizes that may change, it is tried
+    with fixed ones, from then on if that works.
+
+    Args:
+        dynamic: what sizes are taken for, as in torch.compile.
+        on_fixed: is told what failed before sizes were taken as fixed.
     """
     import torch._dynamo
 
@@ -212,8 +269,18 @@ def compiled_step(
 
     @functools.wraps(inner)
     def capture(*args: Any, **kwargs: Any) -> Any:
-        with capture_settings():
-            return inner(*args, **kwargs)
+        nonlocal dynamic
+        try:
+            with capture_settings(dynamic):
+                return inner(*args, **kwargs)
+        except Exception as error:
+            if dynamic is False or planning_error(error) is not None:
+                raise
+            with capture_settings(False):
+                result = inner(*args, **kwargs)
+            dynamic = False
+            on_fixed(backend_failure(error) or error)
+            return result
 
     capture._torchdynamo_orig_backend = inner  # type: ignore[attr-defined]
     context.callback = capture
@@ -254,12 +321,13 @@ def compiled_frame() -> int | None:
 
 
 @contextlib.contextmanager
-def capture_settings() -> Iterator[None]:
-    """While tracing: one graph a shape however many shapes, and logging calls that do not break the graph.
+def capture_settings(dynamic: bool | None = False) -> Iterator[None]:
+    """While tracing: one graph however many there are already, and logging calls that do not break it.
 
+    `assume_static_by_default` and `automatic_dynamic_shapes` are what `dynamic` of torch.compile sets: False takes all
+    sizes as fixed, True none, None those that have not changed so far.
     `recompile_limit` (2.11, 2.13) counts all graphs of one forward. The setting for logging has had two names
     (`ignore_logger_methods` before `ignore_logging_functions`): those that exist are set. What others mean:
-    `assume_static_by_default`, `automatic_dynamic_shapes`   what `dynamic=False` sets
     `skip_nnmodule_hook_guards`   off: a hook that is registered later is seen
     `optimize_ddp`                off: DistributedDataParallel does not split the graph by its buckets
     `trace_autograd_ops`          on: `torch.autograd.grad` inside of forward
@@ -269,8 +337,8 @@ def capture_settings() -> Iterator[None]:
     settings: dict[str, Any] = {
         "recompile_limit": 512,
         "accumulated_recompile_limit": 4096,
-        "assume_static_by_default": True,
-        "automatic_dynamic_shapes": False,
+        "assume_static_by_default": dynamic is not True,
+        "automatic_dynamic_shapes": dynamic is not False,
         "skip_nnmodule_hook_guards": False,
         "optimize_ddp": False,
         "trace_autograd_ops": True,
@@ -309,6 +377,18 @@ def logging_functions() -> set[Callable[..., Any]]:
     places = (logging, logging.Logger, *logging.Logger.__subclasses__())
     named = [item for place in places for item in vars(place).items()]
     return {value for name, value in named if name.startswith(levels) and callable(value)} | {warnings.warn}
+
+
+def mark_dynamic(tensor: torch.Tensor, dimensions: Iterable[int]) -> None:
+    """Let dynamo take sizes of a tensor as ones that may change: `torch._dynamo.mark_dynamic` (2.11, 2.13).
+
+    Sizes of 0 and 1 are always captured by themselves, and are left as they are.
+    """
+    import torch._dynamo
+
+    for dimension in dimensions:
+        if -tensor.dim() <= dimension < tensor.dim() and tensor.shape[dimension] > 1:
+            torch._dynamo.mark_dynamic(tensor, dimension % tensor.dim())
 
 
 def planning_error(error: BaseException) -> FxrematError | None:
@@ -436,6 +516,78 @@ def depends_on_data(symbol: object) -> bool:
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
     return bool(free_unbacked_symbols(symbol))
+
+
+def input_place(primal: fx.Node) -> int | None:
+    """Which input of dynamo's graph a primal of the joint graph is; None for one that AOTAutograd made itself.
+
+    `meta["desc"]`, a `PlainAOTInput` of `torch._functorch._aot_autograd.descriptors` (2.11, 2.13), has it as `idx`.
+    """
+    place = getattr(primal.meta.get("desc"), "idx", None)
+    return place if isinstance(place, int) else None
+
+
+def expression_of(symbol: Any) -> Any:
+    """The sympy expression that a backed SymInt, SymFloat or SymBool stands for: `SymNode.expr` (2.11, 2.13)."""
+    return symbol.node.expr
+
+
+def largest_of(symbol: Any) -> int | None:
+    """The largest number that a SymInt may be; None where nothing limits it.
+
+    `ShapeEnv.bound_sympy` gives the range of an expression, as sympy numbers or torch's own `int_oo` (2.11, 2.13).
+    """
+    upper = symbol.node.shape_env.bound_sympy(symbol.node.expr).upper
+    return int(upper) if upper.is_Integer else None
+
+
+def size_now(symbol: Any) -> int:
+    """The number that a SymInt has in the call that is captured: `SymNode.hint` (2.11, 2.13); an int as it is."""
+    return symbol if isinstance(symbol, int) else int(symbol.node.hint)
+
+
+def fake_like() -> Callable[[torch.Tensor, torch.device], torch.Tensor]:
+    """What makes fake tensors of one mode from tensors on the meta device, which they share the storage with.
+
+    `torch._subclasses.FakeTensor(mode, meta tensor, device)` (2.11, 2.13); a tenth of the time that making them inside
+    of the mode takes.
+    """
+    from torch._subclasses import FakeTensor, FakeTensorMode
+
+    mode: Any = FakeTensorMode()
+    return lambda made, device: FakeTensor(mode, made, device)
+
+
+def graph_module(root: torch.nn.Module, graph: fx.Graph) -> fx.GraphModule:
+    """A module of a graph with the attributes of another, whose code is not generated before it is asked for.
+
+    `torch.fx._lazy_graph_module._LazyGraphModule` (2.11, 2.13).
+    """
+    from torch.fx._lazy_graph_module import _LazyGraphModule
+
+    return _LazyGraphModule(root, graph)
+
+
+def input_and_dimension(placeholder: fx.Node, names: Sequence[str] = ()) -> tuple[str, int | None]:
+    """The input of the model, and which of its dimensions, that a symbolic number of dynamo's graph is the size of.
+
+    The dimension is None for an input that is a number itself. Inputs that are handed over by position have one of
+    `names`. `meta["grapharg"].source` is such as `L['args'][0].size()[1]`; `name` is a method in 2.11, a property in
+    2.13.
+    """
+    import re
+
+    source = getattr(placeholder.meta.get("grapharg"), "source", None)
+    name: Any = getattr(source, "name", "")
+    path = str(name() if callable(name) else name)
+    size = re.search(r"\.size\(\)\[(\d+)\]$", path)
+    path = path[: size.start()] if size else path
+    path = re.sub(r"^L\['kwargs'\]\['([^']*)'\]", r"\1", path)
+    if (place := re.match(r"^L\['args'\]\[(\d+)\]", path)) is not None:
+        number = int(place[1])
+        path = (names[number] if number < len(names) else f"input {number + 1}") + path[place.end() :]
+    path = re.sub(r"^L\['([^']*)'\]", r"\1", path)
+    return path or placeholder.name, int(size[1]) if size else None
 
 
 def storage_of(tensor: torch.Tensor) -> int:

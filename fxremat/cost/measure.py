@@ -261,14 +261,25 @@ def _cost(seconds: float, peak: int, result: Any, device: torch.device, *, new: 
 
 def _alone(key: str, op: Op, device: torch.device, cache: CostCache) -> None:
     """Measure an op on made-up data, if it bears that."""
+    cost = alone(op.node, device)
+    if cost is not None:
+        cache.keep_op(key, cost)
+
+
+def alone(node: fx.Node, device: torch.device, *, timed: bool = True) -> OpCost | None:
+    """What an op takes on made-up data; None where it does not bear that. To be called in a `quiet_world`.
+
+    Args:
+        timed: look at the clock, too, for which it runs several times; else it runs once, in 0 seconds.
+    """
     try:
-        call = call_of(op.node)
-        seconds = seconds_of(call, device, fixed=is_collective(op.node))
+        call = call_of(node)
+        seconds = seconds_of(call, device, fixed=is_collective(node)) if timed else 0.0
         peak, result = peak_of(call, device)
     except Exception as error:
-        log.debug("%s cannot be measured alone: %s: %s", op.node.target, type(error).__name__, error)
-        return
-    cache.keep_op(key, _cost(seconds, peak, result, device, new=overwritten(op.node) is None))
+        log.debug("%s cannot be measured alone: %s: %s", node.target, type(error).__name__, error)
+        return None
+    return _cost(seconds, peak, result, device, new=overwritten(node) is None)
 
 
 def seconds_of(

@@ -23,7 +23,7 @@ from torch import fx
 from fxremat.cost.made_up import value_like, weights_like
 from fxremat.step.costs import attribute, output_position
 from fxremat.step.joint import Joint, Op, Origin, again_call
-from fxremat.torch_private import is_real
+from fxremat.torch_private import input_place, is_real
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,12 @@ Visit = Callable[[Op, Call], Any]
 def given_inputs(joint: Joint, inputs: Sequence[Any]) -> dict[int, torch.Tensor]:
     """The tensors that a captured graph was called with, by the values of the joint graph's primals.
 
-    AOTAutograd says in `meta["desc"]` which input a primal is; one that it made itself has none here.
+    A primal that AOTAutograd made itself has none.
     """
     found = {}
     for primal in joint.primals:
-        place = getattr(primal.meta.get("desc"), "idx", None)
-        given: Any = inputs[place] if isinstance(place, int) and place < len(inputs) else None
+        place = input_place(primal)
+        given: Any = inputs[place] if place is not None and place < len(inputs) else None
         shown = primal.meta["val"]
         if is_real(given) and given.shape == shown.shape and given.dtype == shown.dtype:
             found[joint.value_of[primal]] = given

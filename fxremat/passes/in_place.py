@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -22,14 +22,13 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from fxremat.step.joint import tangents_in
-from fxremat.step.overwriting import BACKWARDS, METHODS, NEW_RESULT
+from fxremat.step.overwriting import BACKWARDS, METHODS, SWAPPED, new_result
+from fxremat.step.symbolic import same_size
 from fxremat.torch_private import storage_of
 
 aten = torch.ops.aten
 
 COMMUTE = {aten.add.Tensor, aten.mul.Tensor}
-_SWAPPED = "fxremat_swapped"  # in a node's meta: whether the operand that is overwritten came second before
-
 
 
 
@@ -37,10 +36,7 @@ def with_new_result(
     op: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """Target and arguments of the op as it was captured, which overwrites nothing, in place of an overwriting one's."""
-    first, *rest = args
-    if op.meta.get(_SWAPPED):
-        args = (rest[0], first)
-    return NEW_RESULT[op.target], args, {key: value for key, value in kwargs.items() if key != "grad_input"}
+    return new_result(op.target, bool(op.meta.get(SWAPPED)), args, kwargs)
 
 
 def restore(op: fx.Node) -> None:
@@ -64,7 +60,7 @@ def overwrite_gradients(graph: fx.Graph) -> None:
             _overwrite(node, (first, *rest))
         elif node.target in COMMUTE and not node.kwargs and _may_take(node, rest[0], late - handed_in, shown):
             _overwrite(node, (rest[0], first))
-            node.meta[_SWAPPED] = True
+            node.meta[SWAPPED] = True
 
 
 def _depending_on(graph: fx.Graph, tangents: Set[fx.Node]) -> set[fx.Node]:
@@ -94,10 +90,14 @@ def _may_take(node: fx.Node, operand: object, ours: Set[fx.Node], shown: Counter
         all(set(shower.users) == {reader} for reader, shower in itertools.pairwise(chain))
         and chain[-1] in ours
         and shown[storage_of(old)] == len(chain) - 1
-        and (old.dtype, old.device, old.shape, old.stride())
-        == (new.dtype, new.device, new.shape, new.stride())
-        and old.untyped_storage().nbytes() == new.untyped_storage().nbytes() == old.nbytes
+        and (old.dtype, old.device) == (new.dtype, new.device)
+        and _equal((*old.shape, *old.stride()), (*new.shape, *new.stride()))
+        and _equal([old.untyped_storage().nbytes()] * 2, [new.untyped_storage().nbytes(), old.numel() * old.element_size()])
     )
+
+
+def _equal(sizes: Sequence[Any], others: Sequence[Any]) -> bool:
+    return len(sizes) == len(others) and all(map(same_size, sizes, others))
 
 
 def _views_below(node: fx.Node) -> Iterator[fx.Node]:

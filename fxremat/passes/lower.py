@@ -3,6 +3,9 @@
     forward    (*primals)          -> (*outputs, *saved)
     backward   (*saved, *tangents) -> one gradient (or None) a primal
 
+Where the joint graph has symbolic sizes, those that its ops need follow the primals, and come before what is saved;
+`sizes_of` says which they are.
+
 Views are emitted where they are read, from whatever version of their storage is at hand; parameters and inputs are
 saved as they are. A copy is named after its original: `addmm_3__r1` is the first recomputation of `addmm_3`. Every
 node carries `meta["fxremat"] = {"block", "name", "role"}`, and `print_readable()` shows it above the code.
@@ -15,13 +18,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 
 from fxremat.ops import host_copies, parameters
+from fxremat.ops.overwriting import overwrite_where_alike
 from fxremat.ops.random import draw_again, draw_saving, generator_of
 from fxremat.step.joint import Joint, Origin, again_call, is_number
+from fxremat.step.overwriting import SWAPPED, overwritten
 from fxremat.step.program import Program, Role, Step, Transfer
+from fxremat.step.symbolic import is_size_node
+from fxremat.torch_private import expression_of
 
 aten = torch.ops.aten
 
@@ -46,6 +54,12 @@ def lower(
     return _Lowering(program, tier, handles).run()
 
 
+def sizes_of(graph: fx.GraphModule) -> tuple[sympy.Expr, ...]:
+    """The symbolic numbers that an emitted graph is given, in order."""
+    sizes: tuple[sympy.Expr, ...] = graph.meta["sizes"]
+    return sizes
+
+
 @dataclass
 class _Part:
     """One of the two graphs under construction."""
@@ -56,6 +70,7 @@ class _Part:
     seeds: dict[int, fx.Node] = field(default_factory=dict)  # op -> saved generator state
     hosts: dict[int, fx.Node] = field(default_factory=dict)  # trip -> what is on the host
     coming: dict[int, fx.Node] = field(default_factory=dict)  # trip -> memory that a copy is filling
+    sizes: dict[sympy.Expr, fx.Node] = field(default_factory=dict)  # symbolic number -> its placeholder
 
 
 class _Lowering:
@@ -76,6 +91,7 @@ class _Lowering:
             tuple[fx.Node, fx.Node]
         ] = []  # node of the forward graph, its placeholder in the backward
         self.meta: dict[str, Any] = {}
+        self.symbolic = any(map(is_size_node, self.joint.module.graph.nodes))
 
     def run(self) -> tuple[fx.GraphModule, fx.GraphModule]:
         joint, program = self.joint, self.program
@@ -106,7 +122,7 @@ class _Lowering:
         return self.program.first[self.joint.value_of[node]]
 
     def _placeholder(self, part: _Part, node: fx.Node) -> fx.Node:
-        placeholder = part.graph.placeholder(node.name)
+        placeholder = part.graph.create_node("placeholder", node.name, name=node.name)
         placeholder.meta = dict(node.meta)
         return placeholder
 
@@ -221,7 +237,9 @@ class _Lowering:
         self.copies[step.op] = copy = self.copies.get(step.op, -1) + 1
         suffix = f"__r{copy}" if copy else ""
 
-        def reads(node: fx.Node) -> fx.Node:
+        def reads(node: fx.Node) -> fx.node.Argument:
+            if is_size_node(node):
+                return self._size(part, node)
             return self._read(part, node, versions[self.joint.value_of[node]], suffix)
 
         node = self._emit(part, step, op.node, reads, suffix)
@@ -243,6 +261,9 @@ class _Lowering:
         arguments, options = fx.node.map_arg(arguments, reads), fx.node.map_arg(original.kwargs, reads)
         if self.joint.ops[step.op].random and step.op in self.program.repeated:
             return self._draw(part, step, original, (target, *arguments), options, suffix)
+        if self.symbolic and overwritten(original) is not None:
+            swapped = bool(original.meta.get(SWAPPED))
+            target, arguments = overwrite_where_alike, (target, swapped, *arguments)
         node = part.graph.create_node(original.op, target, arguments, options, name=original.name + suffix)
         return self._describe(node, original)
 
@@ -291,15 +312,25 @@ class _Lowering:
             return self._base(part, version)
         key = (version, node)
         if key not in part.views:
-            copy = part.graph.create_node(
-                node.op,
-                node.target,
-                fx.node.map_arg(node.args, lambda parent: self._read(part, parent, version, suffix)),
-                fx.node.map_arg(node.kwargs, lambda parent: self._read(part, parent, version, suffix)),
-                name=node.name + suffix,
-            )
+
+            def reads(parent: fx.Node) -> fx.node.Argument:
+                if is_size_node(parent):
+                    return self._size(part, parent)
+                return self._read(part, parent, version, suffix)
+
+            args, kwargs = fx.node.map_arg(node.args, reads), fx.node.map_arg(node.kwargs, reads)
+            copy = part.graph.create_node(node.op, node.target, args, kwargs, name=node.name + suffix)
             part.views[key] = self._describe(copy, node)
         return part.views[key]
+
+    def _size(self, part: _Part, node: fx.Node) -> fx.node.Argument:
+        """A number that the sizes of the inputs determine: an input of this part."""
+        size = expression_of(node.meta["val"])
+        if size.is_Integer:
+            return int(size)
+        if size not in part.sizes:
+            part.sizes[size] = self._placeholder(part, node)
+        return part.sizes[size]
 
     def _base(self, part: _Part, version: int) -> fx.Node:
         if version not in part.bases:
@@ -313,20 +344,29 @@ class _Lowering:
         return placeholder
 
     def _output(self, part: _Part, node: object) -> object:
-        return self._read(part, node, self._first(node)) if isinstance(node, fx.Node) else node
+        if not isinstance(node, fx.Node):
+            return node
+        return self._size(part, node) if is_size_node(node) else self._read(part, node, self._first(node))
 
     def _order_placeholders(self) -> None:
-        """Saved numbers, saved tensors as the forward returns them, the tangents, then the code."""
-        graph = self.backward.graph
-        placed = [placeholder for _, placeholder in self.saved]
-        placed.sort(key=lambda node: not is_number(node.meta["val"]))
-        placed += [self.backward.bases[self._first(tangent)] for tangent in self.joint.tangents]
-        for placeholder in reversed(placed):
-            graph._root.append(placeholder)
+        """First the primals and sizes, or else sizes, saved numbers, saved tensors as the forward returns them, tangents."""
+        primals = [node for node in self.forward.graph.nodes if node.op == "placeholder"]
+        primals.sort(key=lambda node: node in self.forward.sizes.values())
+        saved = [placeholder for _, placeholder in self.saved]
+        saved.sort(key=lambda node: not is_number(node.meta["val"]))
+        tangents = [self.backward.bases[self._first(tangent)] for tangent in self.joint.tangents]
+        for part, placed in (
+            (self.forward, primals),
+            (self.backward, [*self.backward.sizes.values(), *saved, *tangents]),
+        ):
+            for placeholder in reversed(placed):
+                part.graph._root.append(placeholder)
 
     def _module(self, part: _Part, name: str) -> fx.GraphModule:
         part.graph.lint()
-        return fx.GraphModule(self.joint.module, part.graph, class_name=name)
+        module = fx.GraphModule(self.joint.module, part.graph, class_name=name)
+        module.meta["sizes"] = tuple(part.sizes)
+        return module
 
 
 def _fake_state(original: fx.Node) -> torch.Tensor:

@@ -26,7 +26,7 @@ def normalize(module: fx.GraphModule) -> fx.GraphModule:
     """Run all passes on a joint graph, in place. O(nodes).
 
     Raises:
-        CaptureError: the graph has symbolic sizes, which need one plan a shape.
+        CaptureError: a size depends on data.
     """
     graph = module.graph
     refuse_symbols(graph)

@@ -11,6 +11,7 @@ from torch import fx
 
 from fxremat.errors import CaptureError
 from fxremat.step.joint import SYMBOLS, frame_of, is_number
+from fxremat.step.symbolic import is_size
 from fxremat.torch_private import depends_on_data
 
 aten = torch.ops.aten
@@ -20,7 +21,8 @@ def copy_views_by_number(graph: fx.Graph) -> None:
     """Let a view that begins where a number of the data says (`x[i.item()]`) be a copy, which is a value. O(nodes)."""
     for node in graph.nodes:
         shown = node.meta.get("val")
-        numbers = [parent for parent in node.all_input_nodes if is_number(parent.meta.get("val"))]
+        parents = [parent.meta.get("val") for parent in node.all_input_nodes]
+        numbers = [value for value in parents if is_number(value) and not is_size(value)]
         if not numbers or not isinstance(shown, torch.Tensor) or not node.target.is_view:
             continue
         packet = node.target.overloadpacket
@@ -29,7 +31,7 @@ def copy_views_by_number(graph: fx.Graph) -> None:
 
 
 def refuse_symbols(graph: fx.Graph, example: str = "val") -> None:
-    """Raise `CaptureError` for a graph with a symbolic size, with the line of an op that has one.
+    """Raise `CaptureError` for a graph with a size that depends on data, with the line of an op that has one.
 
     Numbers that depend on data may be there, as long as no tensor is as large as they say.
 
@@ -42,19 +44,13 @@ def refuse_symbols(graph: fx.Graph, example: str = "val") -> None:
 
 def _refuse_symbols(node: fx.Node, value: object) -> None:
     shapes = [t for t in (value if isinstance(value, tuple | list) else [value]) if isinstance(t, torch.Tensor)]
-    symbols = [size for t in shapes for size in t.shape if isinstance(size, SYMBOLS)]
-    if not symbols:
-        return
-    if any(depends_on_data(symbol) for symbol in symbols):
+    sizes = (size for t in shapes for size in t.shape)
+    if any(isinstance(size, SYMBOLS) and depends_on_data(size) for size in sizes):
         raise CaptureError(
             f"the size of {node.name} depends on data{_source(node)}, and a plan in bytes needs fixed sizes: keep the "
             "op out of the model, give it a fixed size (such as output_size=, a mask instead of a selection), or "
             "compile the submodules around it instead"
         )
-    raise CaptureError(
-        f"the graph has a symbolic size at {node.name}{_source(node)}: a plan in bytes needs fixed sizes; "
-        "torch.compile(..., dynamic=False) plans each new shape anew, as fxremat.compile does"
-    )
 
 
 def _source(node: fx.Node) -> str:

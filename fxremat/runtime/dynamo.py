@@ -11,6 +11,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -31,16 +32,22 @@ from fxremat.runtime.auxiliary_outputs import AuxiliaryOutputs, auxiliary_output
 from fxremat.runtime.capture_errors import refuse_without_gradients
 from fxremat.runtime.devices import check_devices
 from fxremat.runtime.parts import Part
+from fxremat.runtime.sized import Sized
+from fxremat.runtime.sizes import PlansOfSizes
 from fxremat.runtime.target_kernels import kernels_of
 from fxremat.runtime.unused import telling_unused, unused_outputs, without
 from fxremat.step.joint import Joint, inputs_of, read_joint, with_updates_inside
+from fxremat.step.symbolic import NotSymbolic, SymbolicGraph, is_size_node
 from fxremat.torch_private import (
     aot_backend,
     boxed,
     compiled_frame,
     differentiate_as_eager,
     graph_break_after,
+    input_and_dimension,
+    input_place,
     is_state,
+    largest_of,
     never_donate,
     parameter_name,
 )
@@ -61,12 +68,14 @@ class Backend:
         plans: the latest plans, newest last; older ones go on running, but cannot be read any more.
         only_plan: leave the first forward with `PlannedOnly`.
         target: the device whose kernels are captured in the place of a CPU's, where plans are only looked at.
+        input_names: of those of the model's inputs that may be given by position, in order.
     """
 
-    def __init__(self, options: Options, target: Device | None = None) -> None:
+    def __init__(self, options: Options, target: Device | None = None, names: Sequence[str] = ()) -> None:
         kernels.begin()
         self.options = options
         self.target = target
+        self.input_names = tuple(names)
         self.plans: deque[Plan] = deque(maxlen=KEPT_PLANS)
         self.only_plan = False
         self.weights: Weights | None = None
@@ -74,6 +83,7 @@ class Backend:
         self._called_with: set[str] = set()  # the sizes of inputs that were planned for
         self._names: list[str | None] = []  # of the captured graph's inputs, where they are parameters
         self._inputs: Sequence[Any] = ()  # what the graph that is being compiled was called with
+        self._placeholders: Sequence[fx.Node] = ()  # the inputs of that graph, as dynamo captured it
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         """Compile one captured graph, as dynamo asks. Raises `CaptureError` for sizes that are not fixed."""
@@ -90,35 +100,38 @@ class Backend:
         self._inputs, began = inputs, time.monotonic()
         outputs = auxiliary_outputs_of(module)
         trained = sorted((*outputs.expected, *outputs.beside))
-        made: list[Plan] = []  # of this graph, from its partition to the compilation of its backward
+        made: list[_FixedStep | Sized] = []  # of this graph, from its partition to the compilation of its backward
         placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
         self._names = [parameter_name(node) for node in placeholders]
-        called_with = _sizes(zip(placeholders, inputs, strict=False))
+        self._placeholders = placeholders
         backend = aot_backend(
-            fw_compiler=self._forward_compiler,
-            bw_compiler=lambda graph, _: self._backward(graph, made.pop()),
+            fw_compiler=lambda graph, _: self._forward(graph, made[-1]),
+            bw_compiler=lambda graph, _: made.pop().backward_of(graph),
             inference_compiler=lambda graph, _: boxed(graph),
-            partition_fn=partial(self._partition, made=made, again=again, called_with=called_with),
+            partition_fn=partial(self._partition, made=made, again=again),
         )
+        before = len(self._called_with)
         try:
             with differentiate_as_eager(), self._kernels(inputs):
-                compiled: Callable[..., Any] = backend(module, inputs)
+                compiled: Callable[..., Any] = backend(module, _to_trace(placeholders, inputs))
         finally:
             self._inputs = ()  # dynamo holds on to backends, and the model is not theirs to keep
-        if self.plans and not self.only_plan:
-            self._warn_of_many(called_with, time.monotonic() - began)
+            self._placeholders = ()
+        if len(self._called_with) > before and not self.only_plan:
+            self._warn_of_many(time.monotonic() - began)
         return telling_unused(compiled, trained) if len(trained) > 1 else compiled
 
-    def _warn_of_many(self, called_with: str, seconds: float) -> None:
+    def _warn_of_many(self, seconds: float) -> None:
         """Log, once, what each further combination of input sizes will cost."""
-        few = len(self._called_with) < MANY_SIZES
-        self._called_with.add(called_with)
-        if few and len(self._called_with) == MANY_SIZES:
+        if len(self._called_with) == MANY_SIZES:
             log.warning(
-                "this model was planned for %d combinations of input sizes, the last in %.1f s; every new one is "
-                "captured and planned when it comes: pad inputs to a few sizes, and drop the last, smaller batch",
+                "this model was planned for %d combinations of input sizes one by one, the last in %.1f s; every new "
+                "one is captured and planned when it comes: %s",
                 MANY_SIZES,
                 seconds,
+                "fxremat.compile(..., dynamic=True) captures it once for all sizes"
+                if self.options.resizable
+                else "pad inputs to a few sizes, and drop the last, smaller batch",
             )
 
     def _kernels(self, inputs: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
@@ -137,35 +150,19 @@ class Backend:
             self.weights = Weights(optimizer, self.options.tier or default_tier(device), device)
         return self.weights
 
-    def _forward_compiler(self, graph: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+    def _forward(self, graph: fx.GraphModule, step: _FixedStep | Sized) -> Callable[..., Any]:
         never_donate()
-        run = boxed(graph)
+        run = step.forward_of(graph)
 
         def forward(arguments: list[Any]) -> Any:
             if self.only_plan:
+                if isinstance(step, Sized):
+                    step.choose(arguments)
                 raise PlannedOnly
             return run(arguments)
 
         forward._boxed_call = True  # type: ignore[attr-defined]
         return forward
-
-    def _backward(self, graph: fx.GraphModule, plan: Plan) -> Callable[..., Any]:
-        run, weights = boxed(graph), self.weights
-        losses, needs = plan.loss_places, plan.joint.outputs_needed
-        if weights is None and len(plan.joint.tangents) < 2:
-            return run
-
-        def backward(arguments: list[Any]) -> Any:
-            unused = unused_outputs()
-            if weights is None:
-                return without(run(arguments), needs, unused)
-            weights.begin()
-            check_unscaled([arguments[place] for place in losses])
-            with weights.telling_what_is_new():
-                return without(run(arguments), needs, unused)
-
-        backward._boxed_call = True  # type: ignore[attr-defined]
-        return backward
 
     def _partition(
         self,
@@ -173,24 +170,71 @@ class Backend:
         _: Sequence[Any],
         *,
         num_fwd_outputs: int,
-        made: list[Plan],
+        made: list[_FixedStep | Sized],
         again: bool,
-        called_with: str,
         **__: Any,
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        joint = read_joint(normalize(module), num_fwd_outputs)
+        module = normalize(module)
+        symbolic = any(node.op == "placeholder" and is_size_node(node) for node in module.graph.nodes)
+        graph = SymbolicGraph(module, num_fwd_outputs) if symbolic else None
+        joint = graph.now() if graph else read_joint(module, num_fwd_outputs)
         refuse_without_gradients(joint)
+        if graph and not self.options.resizable:
+            raise NotSymbolic("offloading")
         joint, trained = self._with_updates(joint)
         if again:
             check_runs_again(joint)
         check_devices(joint)
+        if graph:
+            made[:] = [sized := self._sized(graph, joint)]
+            return sized.contract()
+        plan = self._plan_fixed(joint, trained)
+        made[:] = [_FixedStep(plan, self.weights)]
+        return plan.graphs
+
+    def _plan_fixed(self, joint: Joint, trained: TrainedParameters | None) -> Plan:
+        """The plan of a graph of fixed sizes."""
+        called_with = _sizes(self._placeholders, self._inputs)
         step = CapturedStep(joint=joint, inputs=self._inputs, trained=trained, called_with=called_with)
         plan = plan_step(step, self.options)
         if trained and plan.weights:
             self.hosted |= {trained.numbers[value] for value in plan.weights.hosted}
-        made[:] = [plan]
         self.plans.append(plan)
-        return plan.graphs
+        if not self.only_plan:
+            self._called_with.add(called_with)
+        return plan
+
+    def _sized(self, graph: SymbolicGraph, joint: Joint) -> Sized:
+        """The step of a graph of symbolic sizes, whose plans are made when they come."""
+        placeholders, count = self._placeholders, len(self._placeholders)
+        places = [input_place(node) for node in graph.primals]
+        dimensions = [
+            input_and_dimension(placeholders[place], self.input_names)
+            for node in graph.inputs
+            if (place := input_place(node)) is not None
+        ]
+        if len(dimensions) < len(graph.inputs):
+            raise NotSymbolic("a size of something that is no input")
+        ends = [
+            self.options.longest(name, dim) or largest_of(node.meta["val"])
+            for (name, dim), node in zip(dimensions, graph.inputs, strict=True)
+        ]
+
+        def as_called(arguments: Sequence[Any]) -> list[Any]:
+            """The arguments in the order of what dynamo captured."""
+            given: list[Any] = [None] * count
+            for place, argument in zip(places, arguments, strict=True):
+                if place is not None:
+                    given[place] = argument
+            return given
+
+        return Sized(
+            graph,
+            PlansOfSizes(graph, joint, dimensions, ends, self.options),
+            as_called=as_called,
+            described=partial(_sizes, placeholders),
+            on_plan=self.plans.append,
+        )
 
     def _with_updates(self, joint: Joint) -> tuple[Joint, TrainedParameters | None]:
         """The joint graph with the optimizer's updates inside, where the user wants them there."""
@@ -230,9 +274,48 @@ class Backend:
         }
 
 
-def _sizes(given: Iterable[tuple[fx.Node, Any]]) -> str:
+@dataclass(frozen=True)
+class _FixedStep:
+    """A captured step of fixed sizes, as AOTAutograd compiles it."""
+
+    plan: Plan
+    weights: Weights | None
+
+    def forward_of(self, graph: fx.GraphModule) -> Callable[..., Any]:
+        """What runs the forward graph."""
+        return boxed(graph)
+
+    def backward_of(self, graph: fx.GraphModule) -> Callable[..., Any]:
+        """What runs the backward graph; outputs that were given no gradient give none on."""
+        run, weights = boxed(graph), self.weights
+        losses, needs = self.plan.loss_places, self.plan.joint.outputs_needed
+        if weights is None and len(self.plan.joint.tangents) < 2:
+            return run
+
+        def backward(arguments: list[Any]) -> Any:
+            unused = unused_outputs()
+            if weights is None:
+                return without(run(arguments), needs, unused)
+            weights.begin()
+            check_unscaled([arguments[place] for place in losses])
+            with weights.telling_what_is_new():
+                return without(run(arguments), needs, unused)
+
+        backward._boxed_call = True  # type: ignore[attr-defined]
+        return backward
+
+
+def _to_trace(placeholders: Sequence[fx.Node], inputs: Sequence[Any]) -> Sequence[Any]:
+    """What AOTAutograd is to trace a graph with: the inputs, or outside of dynamo those with dynamo's symbolic sizes."""
+    shown = [node.meta.get("example_value") for node in placeholders]
+    symbolic = compiled_frame() is None and any(isinstance(value, torch.SymInt) for value in shown)
+    return shown if symbolic else inputs
+
+
+def _sizes(placeholders: Sequence[fx.Node], given: Sequence[Any]) -> str:
     """The shapes of the inputs that are not the model's state."""
-    shapes = [x.shape for node, x in given if isinstance(x, torch.Tensor) and not is_state(node)]
+    pairs = zip(placeholders, given, strict=False)
+    shapes = [x.shape for node, x in pairs if isinstance(x, torch.Tensor) and not is_state(node)]
     return ", ".join("x".join(map(str, shape)) or "1" for shape in shapes)
 
 

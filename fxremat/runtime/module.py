@@ -21,6 +21,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -34,6 +35,7 @@ from fxremat.plans import Plan
 from fxremat.runtime.capture_errors import explained
 from fxremat.runtime.dynamo import Backend, PlannedOnly
 from fxremat.runtime.transformers_hooks import set_up
+from fxremat.runtime.varying import mark, positional, warn_of_fixed
 from fxremat.torch_private import compiled_step, graph_break_place, is_traced, outside_graphs
 
 if TYPE_CHECKING:
@@ -152,8 +154,12 @@ def drop_in(model: nn.Module, options: Options, target: Device | None = None) ->
     object.__setattr__(made, "__dict__", model.__dict__)
     own = model.__dict__.get("forward")
     plain = own or types.MethodType(cast(Any, type(model).forward), model)
-    backend = Backend(options, target)
-    step = compiled_step(plain, backend, f"forward of {type(model).__name__}")
+    backend = Backend(options, target, positional(plain))
+    if not options.resizable and (options.dynamic or options.shapes):
+        warn_of_fixed(options)
+    step = compiled_step(
+        plain, backend, f"forward of {type(model).__name__}", options.may_change, partial(warn_of_fixed, options)
+    )
     object.__setattr__(made, "_fxremat", _Training(model, own, plain, backend, step))
     return cast(Rematerialized, made)
 
@@ -264,6 +270,7 @@ def _forward(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _run(training: _Training, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    mark(training.backend.options, training.backend.input_names, args, kwargs)
     try:
         return training.step(*args, **kwargs)
     except Exception as error:

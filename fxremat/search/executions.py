@@ -24,6 +24,12 @@ from fxremat.step.joint import Joint, Origin
 from fxremat.step.program import Order
 
 
+def keep_all_peak(joint: Joint, costs: Costs) -> int:
+    """Exact peak in bytes of a step whose ops run once each, as captured. O(reads + writes)."""
+    executions, count = Executions(joint, costs), len(joint.ops)
+    return executions.judge_ops(range(count), joint.forward_count)[0]
+
+
 class _Execution(NamedTuple):
     reads: Sequence[int]
     writes: Sequence[int]
@@ -62,12 +68,16 @@ class Executions:
 
     def judge(self, order: Order) -> tuple[int, float]:
         """Exact peak in bytes and time in seconds of an order of ops. O(reads + writes), a tenth of a millisecond."""
-        ops, again = np.array(order.ops, np.int64), np.ones(len(order.ops), bool)
+        return self.judge_ops(order.ops, order.split)
+
+    def judge_ops(self, numbers: Sequence[int], split: int) -> tuple[int, float]:
+        """The same of ops by their numbers, of which the backward graph begins with `numbers[split]`."""
+        ops, again = np.array(numbers, np.int64), np.ones(len(numbers), bool)
         again[np.unique(ops, return_index=True)[1]] = False
-        entries = self.entries(ops, again, order.split)
+        entries = self.entries(ops, again, split)
         tape = self.tape(entries, np.zeros(entries.size, np.uint8))
         peak, _ = replay(tape, np.ones(entries.size, np.uint8), blank_pages(tape), 0)
-        return int(peak), self._costs.time_of(order.ops)
+        return int(peak), self._costs.time_of(numbers)
 
     def entries(self, ops: Ints, again: NDArray[np.bool_], split: int) -> Ints:
         """The entries of ops, with the moments between forward and backward, before `ops[split]`, and at the end."""

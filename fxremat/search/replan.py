@@ -7,9 +7,10 @@ over lengths from 48 to 200 of GPTs planned at 128, plans came within 0.2 % of p
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
-from fxremat.search.candidate import Candidate, Frontier, unbeaten
+from fxremat.search.candidate import Candidate, Frontier, exchanged, unbeaten
 from fxremat.search.executions import Executions
 from fxremat.search.refine import Ladder
 from fxremat.step.costs import Costs
@@ -19,22 +20,34 @@ FURTHEST = 2.0  # times the bytes of keeping everything: programs for sizes furt
 
 
 def replanned(known: Ladder, joint: Joint, costs: Costs) -> Ladder | None:
-    """The ladder of a graph of the same topology, from one that is known; None where its sizes are too far away.
+    """The ladder of a graph of the same topology, from one that is known; None where its sizes are too far away."""
+    others = (*known.given.candidates, *(candidate for _, candidate in known.found))
+    frontier = judged_again(known.given.keep_all, others, joint, costs)
+    grown = frontier.keep_all.peak / known.given.keep_all.peak
+    if not is_near(grown):
+        return None
+    return Ladder(given=frontier, climbed=int(known.climbed * grown))
+
+
+def judged_again(
+    keep_all: Candidate, candidates: Iterable[Candidate], joint: Joint, costs: Costs
+) -> Frontier:
+    """The frontier of candidates of another graph of the same topology, judged on this one.
 
     O(candidates * steps): some tens of milliseconds for a GPT of 12 layers.
     """
-    known, executions = known.on(joint), Executions(joint, costs)
+    executions, moved = Executions(joint, costs), exchanged(joint)
 
     def judged(candidate: Candidate) -> Candidate:
         peak, time = executions.judge(candidate.order())
-        return replace(candidate, peak=peak, time=time)
+        return replace(moved(candidate), peak=peak, time=time)
 
-    keep_all = judged(known.given.keep_all)
-    grown = keep_all.peak / known.given.keep_all.peak
-    if not 1 / FURTHEST <= grown <= FURTHEST:
-        return None
-    others = (*known.given.candidates, *(candidate for _, candidate in known.found))
-    candidates = unbeaten([keep_all, *map(judged, others)])
-    return Ladder(
-        given=Frontier(keep_all=keep_all, candidates=tuple(candidates)), climbed=int(known.climbed * grown)
+    everything = judged(keep_all)
+    return Frontier(
+        keep_all=everything, candidates=tuple(unbeaten([everything, *map(judged, candidates)]))
     )
+
+
+def is_near(grown: float) -> bool:
+    """Whether programs serve where keeping everything takes so many times the bytes."""
+    return 1 / FURTHEST <= grown <= FURTHEST

@@ -47,6 +47,12 @@ class Costs:
         return Costs(tuple(seconds * factor for seconds in self.seconds), self.sizes)
 
 
+def rounded(size: int, device: torch.device) -> int:
+    """The bytes that the device's allocator takes for so many."""
+    block = CUDA_BLOCK if device.type == "cuda" else 1
+    return -(-size // block) * block
+
+
 def costs_from(joint: Joint, by_op: Sequence[OpCost], device: torch.device) -> Costs:
     """Put the costs of the ops together with the sizes of the values as the device's allocator rounds them.
 

@@ -281,7 +281,7 @@ def read_joint(module: fx.GraphModule, forward_outputs: int) -> Joint:
         forward_outputs: how many of its outputs belong to the forward.
 
     Raises:
-        CaptureError: the graph has symbolic sizes, which need one plan a shape.
+        CaptureError: a size depends on data.
     """
     return _Reader(module, forward_outputs).read()
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -29,6 +30,19 @@ BACKWARDS: dict[Any, Any] = {  # the first argument is given as `grad_input` as 
     aten.elu_backward.default: aten.elu_backward.grad_input,
 }
 NEW_RESULT = {target: original for original, target in (METHODS | BACKWARDS).items()}
+
+
+SWAPPED = "fxremat_swapped"  # in a node's meta: whether the operand that is overwritten came second before
+
+
+def new_result(
+    target: Any, swapped: bool, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """Target and arguments of an overwriting op as it was captured, when it made a new result."""
+    first, *rest = args
+    if swapped:
+        args = (rest[0], first)
+    return NEW_RESULT[target], args, {key: value for key, value in kwargs.items() if key != "grad_input"}
 
 
 def overwritten(op: fx.Node) -> fx.Node | None:

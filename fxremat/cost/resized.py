@@ -1,0 +1,82 @@
+"""Costs at other sizes of a step that was measured at one: bytes exactly, seconds in proportion.
+
+    values       as the graph says at these sizes
+    workspace    of one run of the op alone, on made-up data; where an op took none before, and now works on no more,
+                 it takes none
+    seconds      those that were measured, times what an estimate of the op grows by: they rank programs, no more
+
+What one run took is remembered by the process, for each environment (`cost.environment`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from weakref import WeakKeyDictionary
+
+import torch
+
+from fxremat.cost.devices import Device
+from fxremat.cost.environment import environment, name_of
+from fxremat.cost.estimate import cost_of
+from fxremat.cost.measure import alone, quiet_world
+from fxremat.step.costs import Costs, OpCost, costs_from, device_of, op_key, rounded
+from fxremat.step.joint import Joint, Op
+from fxremat.step.overwriting import overwritten
+from fxremat.torch_private import unprofiled
+
+FEW = 256  # bytes of workspace that do not grow with the sizes: a number, a flag
+_took: dict[tuple[str, str], OpCost] = {}  # by environment and op; without seconds
+_estimated: WeakKeyDictionary[Joint, Sequence[OpCost]] = WeakKeyDictionary()
+
+
+def resized(joint: Joint, known: Joint, costs: Costs) -> Costs:
+    """The costs of a joint graph, from those of one with the same ops at other sizes. O(ops), of which some run."""
+    device = device_of(joint)
+    rough = Device.named("cuda" if device.type == "cuda" else "cpu")
+    before, now = _estimates(known, rough), _estimates(joint, rough)
+    by_op = [
+        OpCost(costs.seconds[op.index] * now[op.index].seconds / before[op.index].seconds, _workspace(op, costs))
+        for op in known.ops
+    ]
+    grown = [now[op.index].seconds > before[op.index].seconds for op in joint.ops]
+    unknown = [
+        op.index
+        for op in known.ops
+        if grown[op.index] or by_op[op.index].workspace > FEW or not _as_shown(op, known, costs, device)
+    ]
+    for index, cost in unprofiled(lambda: _run(joint, unknown, device)).items():
+        safe = cost or cost_of(joint.ops[index], joint, rough, safe=True)
+        by_op[index] = replace(safe, seconds=by_op[index].seconds)
+    return costs_from(joint, by_op, device)
+
+
+def _estimates(joint: Joint, device: Device) -> Sequence[OpCost]:
+    if joint not in _estimated:
+        _estimated[joint] = [cost_of(op, joint, device) for op in joint.ops]
+    return _estimated[joint]
+
+
+def _workspace(op: Op, costs: Costs) -> int:
+    """What an op took beyond what it reads and writes; one that overwrites is accounted with less by its result."""
+    taken = costs.sizes.values[op.writes[0]] if overwritten(op.node) is not None else 0
+    return costs.sizes.workspace[op.index] + taken
+
+
+def _as_shown(op: Op, joint: Joint, costs: Costs, device: torch.device) -> bool:
+    """Whether the op left what its outputs' shapes need, no more."""
+    shown = [rounded(joint.values[value].bytes, device) for value in op.writes]
+    return overwritten(op.node) is not None or shown == [costs.sizes.values[value] for value in op.writes]
+
+
+def _run(joint: Joint, ops: list[int], device: torch.device) -> dict[int, OpCost | None]:
+    """What each of these ops takes, from one run of each distinct one; None for what cannot run alone."""
+    where, found = name_of(environment(device)), {}
+    with quiet_world(device):
+        for index in ops:
+            node = joint.ops[index].node
+            key = (where, op_key(node))
+            if key not in _took and (cost := alone(node, device, timed=False)) is not None:
+                _took[key] = cost
+            found[index] = _took.get(key)
+    return found

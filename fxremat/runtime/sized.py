@@ -1,0 +1,247 @@
+"""One captured step that serves many sizes: a program for each is chosen before its forward runs.
+
+    capture     a joint graph with symbolic sizes, and a pair of graphs that AOTAutograd reads its contract from
+    call        sizes -> number of a program -> its forward; sizes and number are saved beside what that saves
+    backward    number -> the backward of the same program, whatever was planned in between
+
+Programs do not depend on sizes: an order of ops is emitted once, and runs at all sizes for which it is chosen.
+
+AOTAutograd fixes the number of saved tensors and saved numbers when it compiles (2.11, 2.13), so that there are slots
+for as many as any program saves, which hold one empty tensor, and 0, where a program saves less:
+
+    forward    (*primals, symbolic numbers among them) -> (*outputs, *saved tensors, *saved numbers)
+    backward   (*saved numbers, *saved tensors, *tangents) -> gradients
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from fxremat.passes.lower import lower, sizes_of
+from fxremat.plans import Plan
+from fxremat.runtime.sizes import PlansOfSizes
+from fxremat.runtime.unused import unused_outputs, without
+from fxremat.search.candidate import Candidate
+from fxremat.step.joint import Joint, Origin, is_number
+from fxremat.step.program import Order
+from fxremat.step.symbolic import Dims, Numbers, SymbolicGraph
+from fxremat.torch_private import boxed
+
+AT_MOST = 8  # programs that are emitted at a time
+AS_GOOD = 1.01  # times the seconds of the best: an emitted program that takes no more is not worth another one
+GOOD_ENOUGH = 1.03  # the same where there are as many as may be
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class _Slots:
+    """How many tensors and numbers any program saves at most, the sizes apart."""
+
+    tensors: int
+    numbers: int
+
+    @classmethod
+    def of(cls, joint: Joint) -> _Slots:
+        """One for every value that the forward has at hand, and for the state of every random op."""
+        given = (Origin.PRIMAL, Origin.FORWARD)
+        shown = [value.node.meta.get("val") for value in joint.values if value.origin in given]
+        numbers = sum(map(is_number, shown))
+        random = sum(op.random and not op.backward for op in joint.ops)
+        return cls(tensors=len(shown) - numbers + random, numbers=numbers)
+
+
+@dataclass(frozen=True)
+class _Emitted:
+    """The two graphs of a program, as they run."""
+
+    forward: Callable[[list[Any]], Any]
+    backward: Callable[[list[Any]], Any]
+    forward_sizes: tuple[sympy.Expr, ...]  # that the forward is given after the primals
+    backward_sizes: tuple[sympy.Expr, ...]  # that the backward is given first
+    tensors: int  # how many the forward saves
+    numbers: int  # the same, sizes apart
+
+
+class Sized:
+    """A captured step with symbolic sizes, as AOTAutograd calls it.
+
+    Args:
+        as_called: the arguments of the forward as the model was called with them.
+        described: the sizes of those, for messages.
+        on_plan: is given every new plan.
+    """
+
+    def __init__(
+        self,
+        graph: SymbolicGraph,
+        plans: PlansOfSizes,
+        *,
+        as_called: Callable[[Sequence[Any]], Sequence[Any]],
+        described: Callable[[Sequence[Any]], str],
+        on_plan: Callable[[Plan], None],
+    ) -> None:
+        self._graph, self._plans = graph, plans
+        self._as_called, self._described, self._on_plan = as_called, described, on_plan
+        self._symbolic = plans.symbolic
+        self._outputs = len(self._symbolic.forward_outputs)
+        self._slots = _Slots.of(self._symbolic)
+        self._orders: list[Order] = []  # of the programs, by number: any backward may still ask for its own
+        self._number_of: dict[object, int] = {}
+        self._chosen: dict[Dims, int] = {}
+        self._emitted: OrderedDict[int, _Emitted] = OrderedDict()
+        self._numbers: dict[Dims, Numbers] = {}
+        self._empty = torch.empty(0)
+
+    def forward_of(self, _: fx.GraphModule) -> Callable[..., Any]:
+        """What runs the forward, in the place of the contract's."""
+        return self.forward
+
+    def backward_of(self, _: fx.GraphModule) -> Callable[..., Any]:
+        """What runs the backward, in the place of the contract's."""
+
+        def backward(arguments: list[Any]) -> Sequence[Any]:
+            return self.backward(arguments)
+
+        backward._boxed_call = True  # type: ignore[attr-defined]
+        return backward
+
+    def forward(self, arguments: list[Any]) -> list[Any]:
+        """Run the forward of the program for the sizes of these arguments, which are taken out of the list."""
+        dims = self._dims(arguments)
+        if dims not in self._chosen:
+            self.choose(arguments)
+        number, numbers = self._chosen[dims], self._numbers[dims]
+        program = self._program(number)
+        places = self._graph.places
+        given = [argument for place, argument in enumerate(arguments) if place not in places]
+        given += [numbers.of(size) for size in program.forward_sizes]
+        arguments.clear()
+        results = list(program.forward(given))
+        end = self._outputs + program.tensors
+        saved_numbers = results[end:]
+        del results[end:]
+        results += [self._empty] * (self._slots.tensors - program.tensors)
+        saved_numbers += [0] * (self._slots.numbers - program.numbers)
+        return [*results, *dims, number, *saved_numbers]
+
+    def backward(self, arguments: list[Any]) -> Sequence[Any]:
+        """Run the backward of the program that ran the forward; the arguments are taken out of the list."""
+        unused = unused_outputs()
+        count = len(self._graph.places)
+        dims = tuple(int(argument) for argument in arguments[:count])
+        program, numbers = self._program(int(arguments[count])), self._numbers[dims]
+        tensors = count + 1 + self._slots.numbers
+        given = [numbers.of(size) for size in program.backward_sizes]
+        given += arguments[count + 1 : count + 1 + program.numbers]
+        given += arguments[tensors : tensors + program.tensors]
+        given += arguments[tensors + self._slots.tensors :]
+        arguments.clear()
+        return without(program.backward(given), self._symbolic.outputs_needed, unused)
+
+    def choose(self, arguments: Sequence[Any]) -> None:
+        """Plan for the sizes of these arguments. Nothing has run yet, and nothing is kept where nothing fits."""
+        dims, inputs = self._dims(arguments), self._as_called(arguments)
+        plan = self._plans.plan(dims, inputs=inputs, called_with=self._described(inputs), choose=self._as_emitted)
+        order = plan.chosen.order()
+        if _key(order) not in self._number_of:
+            self._number_of[_key(order)] = len(self._orders)
+            self._orders.append(replace(order, layout=replace(order.layout, joint=self._symbolic)))
+        self._chosen[dims] = self._number_of[_key(order)]
+        self._numbers[dims] = self._graph.numbers(dims)
+        self._on_plan(plan)
+
+    def contract(self) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Two graphs that have the inputs and outputs of `forward` and `backward`, and are never run."""
+        joint, sizes = self._symbolic, self._graph.inputs
+        like = next(node.meta["val"] for node in joint.primals if isinstance(node.meta.get("val"), torch.Tensor))
+        with like.fake_mode:
+            empty = torch.empty(0)
+        number = sizes[0].meta["val"]
+        placeholders = [node for node in self._graph.module.graph.nodes if node.op == "placeholder"]
+        forward, backward = _Contract(), _Contract()
+        for node in placeholders:
+            if node not in joint.tangents:
+                forward.take(node.name, node.meta, node)
+        outputs = [forward.made(node) for node in joint.forward_outputs]
+        saved = [forward.new(empty) for _ in range(self._slots.tensors)]
+        numbers = [forward.new(number) for _ in range(1 + self._slots.numbers)]
+        forward.graph.output((*outputs, *saved, *(forward.nodes[node] for node in sizes), *numbers))
+        for node in sizes:
+            backward.take(node.name, node.meta, node)
+        for place in range(1 + self._slots.numbers):
+            backward.take(f"number_{place}", {"val": number})
+        for place in range(self._slots.tensors):
+            backward.take(f"slot_{place}", {"val": empty})
+        for node in joint.tangents:
+            backward.take(node.name, node.meta, node)
+        backward.graph.output(tuple(backward.made(node) for node in joint.backward_outputs))
+        return fx.GraphModule({}, forward.graph), fx.GraphModule({}, backward.graph)
+
+    def _dims(self, arguments: Sequence[Any]) -> Dims:
+        return tuple(int(arguments[place]) for place in self._graph.places)
+
+    def _as_emitted(self, fitting: Sequence[Candidate]) -> Candidate:
+        """The fastest candidate that fits, or one that is emitted and nearly as fast."""
+        most = (AS_GOOD if len(self._emitted) < AT_MOST else GOOD_ENOUGH) * fitting[0].time
+        near = (candidate for candidate in fitting if candidate.time <= most)
+        emitted = (c for c in near if self._number_of.get(_key(c.order())) in self._emitted)
+        return next(emitted, fitting[0])
+
+    def _program(self, number: int) -> _Emitted:
+        """The graphs of a program: emitted when it is first asked for, and again where others came in between."""
+        if number not in self._emitted:
+            self._emitted[number] = self._emit(self._orders[number])
+            if len(self._emitted) > AT_MOST:
+                self._emitted.popitem(last=False)
+        self._emitted.move_to_end(number)
+        return self._emitted[number]
+
+    def _emit(self, order: Order) -> _Emitted:
+        forward, backward = lower(order.program())
+        (returned,) = next(iter(reversed(forward.graph.nodes))).args
+        saved = [node.meta["val"] for node in returned[self._outputs :]]
+        numbers = sum(map(is_number, saved))
+        tensors = len(saved) - numbers
+        assert tensors <= self._slots.tensors and numbers <= self._slots.numbers, "more is saved than there is"
+        return _Emitted(
+            boxed(forward), boxed(backward), sizes_of(forward), sizes_of(backward), tensors, numbers
+        )
+
+
+class _Contract:
+    """A graph of the form that AOTAutograd asks for, whose ops stand for others."""
+
+    def __init__(self) -> None:
+        self.graph = fx.Graph()
+        self.nodes: dict[fx.Node, fx.Node] = {}
+
+    def take(self, name: str, meta: dict[str, Any], node: fx.Node | None = None) -> None:
+        """Add an input, which stands for a node of another graph."""
+        made = self.graph.placeholder(name)
+        made.meta = dict(meta)
+        if node is not None:
+            self.nodes[node] = made
+
+    def new(self, value: Any, meta: dict[str, Any] | None = None) -> fx.Node:
+        """Add an op that shows a value."""
+        made = self.graph.call_function(aten.empty.memory_format, ([0],))
+        made.meta = {**(meta or {}), "val": value}
+        return made
+
+    def made(self, node: object) -> object:
+        """An op in the place of what another graph returns; a constant as it is."""
+        if not isinstance(node, fx.Node):
+            return node
+        return self.nodes[node] if node in self.nodes else self.new(node.meta.get("val"), node.meta)
+
+
+def _key(order: Order) -> object:
+    return order.ops, order.split

@@ -1,0 +1,190 @@
+"""Plans of one symbolic graph at the sizes that come: from what is known of other sizes, or from nothing.
+
+    sizes that were planned from nothing     at most `KNOWN`, the latest: their candidates are judged at every other size
+    a budget in percent                      refers to keeping everything at the largest size: the end of the range that
+                                             the user gave, else half as much again as the largest that has come
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fxremat.errors import BudgetTooSmall, FxrematError
+from fxremat.options import Options
+from fxremat.passes.in_place import restore
+from fxremat.planning import CapturedStep, Choice, plan_step, replan_step, whole_of
+from fxremat.plans import Plan
+from fxremat.step.joint import Joint
+from fxremat.step.overwriting import overwritten
+from fxremat.step.symbolic import Dims, SymbolicGraph
+from fxremat.units import Percent
+
+KNOWN = 8
+GROWTH = 1.5  # times a size that comes above the known range, which ends there from then on
+
+Dimension = tuple[str, int | None]  # an input of the model and its dimension; None: the input is the number
+
+
+@dataclass(frozen=True)
+class Range:
+    """The largest sizes that are expected, and what keeping everything takes there."""
+
+    dims: Dims
+    whole: int  # bytes
+
+
+class PlansOfSizes:
+    """Plans of one symbolic graph.
+
+    Attributes:
+        symbolic: the joint graph with symbolic nodes, to lower programs for every size.
+
+    Args:
+        joint: the graph at the sizes of the call that it was captured from.
+        dimensions: what its symbolic numbers are the sizes of.
+        limits: the largest sizes that are expected, as far as something says so.
+    """
+
+    def __init__(
+        self,
+        graph: SymbolicGraph,
+        joint: Joint,
+        dimensions: Sequence[Dimension],
+        limits: Sequence[int | None],
+        options: Options,
+    ) -> None:
+        self.symbolic = graph.as_captured(joint)
+        self._graph, self._options = graph, options
+        self._dimensions, self._limits = tuple(dimensions), tuple(limits)
+        self._range: Range | None = None
+        self._known: tuple[Plan, ...] = ()
+
+    def plan(
+        self,
+        dims: Dims,
+        *,
+        inputs: Sequence[Any] = (),
+        called_with: str = "",
+        choose: Choice = lambda fitting: fitting[0],
+    ) -> Plan:
+        """The plan at these sizes.
+
+        Args:
+            inputs: the arguments of the call; (): what has to run runs on made-up data.
+            called_with: the sizes of the inputs, for messages.
+            choose: which of the known candidates that fit, fastest first, to take.
+
+        Raises:
+            BudgetTooSmall: nothing fits; names the sizes.
+        """
+        joint = self._graph.at(dims)
+        step = CapturedStep(joint=joint, inputs=inputs, called_with=called_with or self.described(dims))
+        options, remark = self._in_bytes(dims)
+        plan = replan_step(step, self._known, options, choose) if self._known else None
+        if plan is None:
+            try:
+                plan = plan_step(step, options)
+            except BudgetTooSmall as error:
+                raise error.explained(note=f"this is for inputs of {step.called_with}{remark}") from None
+            self._restore_as(joint)
+            self._known = (*self._known[1 - KNOWN :], plan)
+        return replace(plan, sizes=PlannedSizes(self, dims))
+
+    def described(self, dims: Dims) -> str:
+        """The sizes as text: `tokens[1] = 300`."""
+        return ", ".join(
+            f"{name} = {dim}" if place is None else f"{name}[{place}] = {dim}"
+            for (name, place), dim in zip(self._dimensions, dims, strict=True)
+        )
+
+    def resized(self, dims: Dims, sizes: Mapping[str, object]) -> Dims:
+        """The sizes with those of some inputs changed, and with them those of others that were equal to them.
+
+        Args:
+            sizes: by input: a shape, sizes by dimension, or a number: the input itself, or its last symbolic dimension.
+
+        Raises:
+            FxrematError: no such input has symbolic sizes, or a size is none.
+        """
+        changed: dict[int, int] = {}
+        for name, given in sizes.items():
+            places = {dim: place for place, (input_, dim) in enumerate(self._dimensions) if input_ == name}
+            if not places:
+                known = ", ".join(dict.fromkeys(input_ for input_, _ in self._dimensions))
+                raise FxrematError(f"no size of {name!r} is symbolic in this plan; those of {known} are")
+            changed |= {places[dim]: size for dim, size in _by_dimension(name, given, list(places)).items()}
+        found = list(dims)
+        for place, (_, dim) in enumerate(self._dimensions):
+            like = [other for other in changed if dims[other] == dims[place] and self._dimensions[other][1] == dim]
+            if place in changed or like:
+                found[place] = changed.get(place, changed[like[0]] if like else 0)
+        return tuple(found)
+
+    def _in_bytes(self, dims: Dims) -> tuple[Options, str]:
+        """The options with a budget in bytes where it is in percent, and a remark on that for messages."""
+        budget = self._options.budget
+        if not isinstance(budget, Percent):
+            return self._options, ""
+        if self._range is None or any(dim > most for dim, most in zip(dims, self._range.dims, strict=True)):
+            self._range = self._range_of(dims)
+        allowed = max(1, int(self._range.whole * budget.of_keep_all / 100))
+        largest = self.described(self._range.dims)
+        return replace(self._options, mem=allowed), f", and {budget.of_keep_all:g}% refers to {largest}"
+
+    def _range_of(self, dims: Dims) -> Range:
+        """The range that is expected, grown where a size is above it."""
+        known = self._range.dims if self._range else self._limits
+
+        def largest_of(here: int, place: int | None) -> int:
+            """Sizes that are equal now are expected to be so again."""
+            alike = zip(dims, known, self._dimensions, strict=True)
+            most = max(limit or 0 for dim, limit, (_, other) in alike if (dim, other) == (here, place))
+            return most if most >= here else int(GROWTH * here)
+
+        largest = tuple(largest_of(dim, place) for dim, (_, place) in zip(dims, self._dimensions, strict=True))
+        return Range(largest, whole_of(self._graph.at(largest), self._options))
+
+    def _restore_as(self, joint: Joint) -> None:
+        """Let ops that measuring put back make new results at all sizes."""
+        for op, symbolic in zip(joint.ops, self.symbolic.ops, strict=True):
+            if overwritten(symbolic.node) is not None and overwritten(op.node) is None:
+                restore(symbolic.node)
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedSizes:
+    """The sizes that a plan is for, and the way to plans for others."""
+
+    plans: PlansOfSizes
+    dims: Dims
+
+    def __str__(self) -> str:
+        return self.plans.described(self.dims)
+
+    def plan(self, sizes: Mapping[str, object]) -> Plan:
+        """The plan with other sizes of some inputs."""
+        return self.plans.plan(self.plans.resized(self.dims, sizes))
+
+
+def _by_dimension(name: str, given: object, dimensions: Sequence[int | None]) -> dict[int | None, int]:
+    """The sizes of an input by its symbolic dimensions."""
+    match given:
+        case bool():
+            found: dict[Any, Any] = {}
+        case int():
+            found = {dimensions[-1]: given}
+        case Mapping():
+            found = dict(given)
+        case tuple() | list():
+            found = {dim: given[dim] for dim in dimensions if dim is not None and dim < len(given)}
+        case _:
+            found = {}
+    if not found or not all(dim in dimensions and isinstance(size, int) and size > 1 for dim, size in found.items()):
+        dims = ", ".join(map(str, dimensions))
+        raise FxrematError(
+            f"{name}={given!r} gives no sizes above 1 of its symbolic dimensions ({dims}): write {name}=300, "
+            f"{name}=(8, 300) or {name}={{1: 300}}; sizes of 0 and 1 are captured by themselves"
+        )
+    return found

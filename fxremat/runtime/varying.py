@@ -1,0 +1,69 @@
+"""What the user says of the sizes of inputs: marks for dynamo, and a warning where they are taken as fixed after all."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fxremat.errors import FxrematError
+from fxremat.options import Options
+from fxremat.torch_private import mark_dynamic
+
+log = logging.getLogger(__name__)
+
+HOST = (
+    "sizes are taken as fixed, and each combination is captured and planned by itself: what waits on the host is planned "
+    "for one size"
+)
+
+
+def positional(forward: Callable[..., Any]) -> Sequence[str]:
+    """The names of a function's inputs that may be given by position; () where it does not tell."""
+    try:
+        parameters = inspect.signature(forward).parameters.values()
+    except (TypeError, ValueError):
+        return ()
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return tuple(parameter.name for parameter in parameters if parameter.kind in kinds)
+
+
+def mark(options: Options, names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Mark the sizes that `shapes` names on the inputs of a call.
+
+    Raises:
+        FxrematError: an input of that name is given, and is no tensor, or has no such dimension.
+    """
+    if not options.shapes or not options.resizable:
+        return
+    given = dict(zip(names, args, strict=False)) | dict(kwargs)
+    for name, sizes in options.shapes.items():
+        if name not in given:
+            continue
+        tensor = given[name]
+        most = tensor.dim() if isinstance(tensor, torch.Tensor) else 0
+        if not isinstance(tensor, torch.Tensor) or not all(0 <= dim < most for dim in sizes):
+            raise FxrematError(
+                f"shapes names dimensions {', '.join(map(str, sizes))} of {name!r}, which "
+                + (f"has {most}" if isinstance(tensor, torch.Tensor) else f"is a {type(tensor).__name__}")
+            )
+        mark_dynamic(tensor, sizes)
+
+
+def warn_of_fixed(options: Options, reason: BaseException | None = None) -> None:
+    """Say once that sizes are taken as fixed: as a warning where the user asked for others, else in the log."""
+    text = HOST
+    if reason is not None:
+        first = (str(reason).strip() or type(reason).__name__).splitlines()[0]
+        text = (
+            "sizes are taken as fixed from now on, and each combination is captured and planned by itself: the model "
+            f"cannot be captured for sizes that change ({first})"
+        )
+    if options.dynamic or options.shapes:
+        warnings.warn(text, stacklevel=2)
+    else:
+        log.info(text)
