@@ -71,6 +71,7 @@ class CapturedStep:
     inputs: Sequence[Any] = ()  # what the captured graph was called with
     trained: TrainedParameters | None = None  # where the step updates its weights
     called_with: str = ""  # the sizes of the inputs, for the log
+    within: str = ""  # the budget in words, where the options do not say it
 
 
 def plan_step(step: CapturedStep, options: Options) -> Plan:
@@ -79,10 +80,8 @@ def plan_step(step: CapturedStep, options: Options) -> Plan:
     Raises:
         BudgetTooSmall: no candidate fits; in percent too, where the budget is in percent.
     """
-    called_with = f" for inputs of {step.called_with}" if step.called_with else ""
-    what = f"{len(step.joint.ops)} ops within {options.mem}{called_with}"
     kernels.ready()  # before anything is measured, which a compiler would disturb
-    with bars(shown=options.progress), planning(what) as planned:
+    with bars(shown=options.progress), planning(_what(step, options)) as planned:
         costs = _cost_model(step, options)
         frontier, budget = _frontier(step.joint, costs, options)
         frontier, costs = _calibrated(frontier, costs, budget, step, options)
@@ -94,6 +93,12 @@ def plan_step(step: CapturedStep, options: Options) -> Plan:
             plan = _planned(_within(budget, frontier, costs, options), frontier, costs, budget, options)
         planned(plan.headline)
     return plan
+
+
+def _what(step: CapturedStep, options: Options) -> str:
+    """What is being planned, for the log."""
+    called_with = f" for inputs of {step.called_with}" if step.called_with else ""
+    return f"{len(step.joint.ops)} ops within {step.within or options.mem}{called_with}"
 
 
 def replan_step(step: CapturedStep, known: Sequence[Plan], options: Options, choose: Choice) -> Plan | None:
@@ -109,11 +114,10 @@ def replan_step(step: CapturedStep, known: Sequence[Plan], options: Options, cho
         the plan; None where the step is to be planned from nothing: no known candidate fits, or all are known from
         sizes far away, and take time here.
     """
-    called_with = f" for inputs of {step.called_with}" if step.called_with else ""
     bytes_here = sum(value.bytes for value in step.joint.values)
     near = sorted(known, key=lambda plan: _far(bytes_here, sum(value.bytes for value in plan.joint.values)))
     nearest = near[0]
-    with planning(f"{len(step.joint.ops)} ops within {options.mem}{called_with} again") as planned:
+    with planning(f"{_what(step, options)} from known programs") as planned:
         costs = _resized(step.joint, nearest, options)
         others = [candidate for plan in near[:NEAREST] for candidate in plan.alternatives.candidates]
         frontier = judged_again(nearest.alternatives.keep_all, others, step.joint, costs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -238,6 +239,9 @@ def strides_of_view(shape: Sequence[Any], strides: Sequence[Any], new: Sequence[
     return None if left else made[::-1]
 
 
+_steps = itertools.count(1)
+
+
 def compiled_step(
     forward: Callable[..., Any],
     backend: Callable[..., Any],
@@ -250,8 +254,8 @@ def compiled_step(
     `torch.compile(..., fullgraph=True, dynamic=...)`, with three differences. The settings of `capture_settings` hold
     while dynamo traces, and are not touched by a call that finds its graph: `torch._dynamo.optimize` returns an
     `OptimizeContext` whose `callback` is what a frame without a graph is handed to (2.11, 2.13); `dynamic=False` would
-    change settings at every call. The function has code of its own, since dynamo keeps and counts graphs by code
-    object: models of one class do not share a limit. And where tracing fails with sizes that may change, it is tried
+    change settings at every call. The function has code of its own, and a name, since dynamo counts graphs by code
+    object, and remembers which sizes have changed by file, line and name: models of one class share neither. And where tracing fails with sizes that may change, it is tried
     with fixed ones, from then on if that works.
 
     Args:
@@ -263,7 +267,7 @@ def compiled_step(
     def call(*args: Any, **kwargs: Any) -> Any:
         return forward(*args, **kwargs)
 
-    call.__code__ = call.__code__.replace(co_name=name)
+    call.__code__ = call.__code__.replace(co_name=f"{name} ({next(_steps)})")
     context: Any = torch._dynamo.optimize(backend=backend, nopython=True)
     inner = context.callback
 
@@ -525,6 +529,14 @@ def input_place(primal: fx.Node) -> int | None:
     """
     place = getattr(primal.meta.get("desc"), "idx", None)
     return place if isinstance(place, int) else None
+
+
+def is_symbolic(tensor: torch.Tensor) -> bool:
+    """Whether a fake tensor was made with symbolic sizes, although each may have one value alone and be shown as an int.
+
+    `Tensor._has_symbolic_sizes_strides` (2.11, 2.13): such a tensor does not tell its `nbytes`.
+    """
+    return bool(tensor._has_symbolic_sizes_strides)
 
 
 def expression_of(symbol: Any) -> Any:

@@ -414,8 +414,8 @@ MISTAKES += [
     # programs are taken over for sizes however far away
     Mistake(
         "search/replan.py",
-        "if not 1 / FURTHEST <= grown <= FURTHEST:",
-        "if False:",
+        "return 1 / FURTHEST <= grown <= FURTHEST",
+        "return True",
         "test_memo.py::test_sizes_far_away_costs_and_settings_are_surveyed_anew",
     ),
     # the lower bound forgets what recomputation itself reads

@@ -89,7 +89,8 @@ def test_nothing_is_printed_unless_asked_for(asked: str, lines: int) -> None:
 def test_the_log_names_the_sizes_and_the_third_of_them_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     """Parameters and buffers are no inputs; plans that are only looked at are not warned of."""
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Flatten(0))
-    compiled = fxremat.compile(Total(model), mem="100%", cost="estimate")
+    compiled = fxremat.compile(Total(model), mem="100%", cost="estimate", dynamic=False)
+
     def many() -> list[str]:
         return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
 
@@ -103,11 +104,26 @@ def test_the_log_names_the_sizes_and_the_third_of_them_is_warned_of(caplog: pyte
         assert many() == []
         compiled(torch.ones(7, 4)).backward()
         (said,) = many()
-        assert re.search(r"for 3 combinations of input sizes, the last in \d+\.\d s", said)
+        assert re.search(r"for 3 combinations of input sizes one by one, the last in \d+\.\d s", said)
+        assert "dynamic=True" in said
         compiled(torch.ones(8, 4)).backward()
         for rows in (5, 6, 7, 8):
             fxremat.plan(Total(model), (torch.ones(rows, 4),), mem="100%", cost="estimate")
     assert many() == [said]
+
+
+def test_the_log_has_a_line_for_every_size_of_one_capture(caplog: pytest.LogCaptureFixture) -> None:
+    compiled = fxremat.compile(Total(nn.Linear(4, 4)), mem="100%", cost="estimate", dynamic=True)
+    with caplog.at_level("INFO", logger="fxremat"):
+        for rows in (8, 6, 8, 16):
+            compiled(torch.ones(rows, 4)).backward()
+    count = len(compiled.plan.joint.ops)
+    lines = [line for line in caplog.messages if line.startswith("plann")]
+    assert lines[::2] == [
+        f"planning {count} ops within 100% of what x[0] = {largest} takes for inputs of {rows}x4{known}"
+        for rows, largest, known in ((8, 12, ""), (6, 12, " from known programs"), (16, 24, " from known programs"))
+    ]
+    assert all(line.startswith("planned in 0.") and "peak" in line for line in lines[1::2])
 
 
 class Total(nn.Module):

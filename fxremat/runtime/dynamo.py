@@ -10,7 +10,7 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -37,7 +37,7 @@ from fxremat.runtime.sizes import PlansOfSizes
 from fxremat.runtime.target_kernels import kernels_of
 from fxremat.runtime.unused import telling_unused, unused_outputs, without
 from fxremat.step.joint import Joint, inputs_of, read_joint, with_updates_inside
-from fxremat.step.symbolic import NotSymbolic, SymbolicGraph, is_size_node
+from fxremat.step.symbolic import NotSymbolic, SymbolicGraph, has_symbolic_sizes
 from fxremat.torch_private import (
     aot_backend,
     boxed,
@@ -175,10 +175,11 @@ class Backend:
         **__: Any,
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         module = normalize(module)
-        symbolic = any(node.op == "placeholder" and is_size_node(node) for node in module.graph.nodes)
-        graph = SymbolicGraph(module, num_fwd_outputs) if symbolic else None
+        graph = SymbolicGraph(module, num_fwd_outputs) if has_symbolic_sizes(module.graph) else None
         joint = graph.now() if graph else read_joint(module, num_fwd_outputs)
         refuse_without_gradients(joint)
+        if graph and not graph.inputs:
+            graph = None  # all sizes turned out to be fixed
         if graph and not self.options.resizable:
             raise NotSymbolic("offloading")
         joint, trained = self._with_updates(joint)
@@ -194,7 +195,7 @@ class Backend:
 
     def _plan_fixed(self, joint: Joint, trained: TrainedParameters | None) -> Plan:
         """The plan of a graph of fixed sizes."""
-        called_with = _sizes(self._placeholders, self._inputs)
+        called_with = _sizes(_inputs(self._placeholders), self._inputs)
         step = CapturedStep(joint=joint, inputs=self._inputs, trained=trained, called_with=called_with)
         plan = plan_step(step, self.options)
         if trained and plan.weights:
@@ -232,7 +233,7 @@ class Backend:
             graph,
             PlansOfSizes(graph, joint, dimensions, ends, self.options),
             as_called=as_called,
-            described=partial(_sizes, placeholders),
+            described=partial(_sizes, _inputs(placeholders)),
             on_plan=self.plans.append,
         )
 
@@ -312,10 +313,14 @@ def _to_trace(placeholders: Sequence[fx.Node], inputs: Sequence[Any]) -> Sequenc
     return shown if symbolic else inputs
 
 
-def _sizes(placeholders: Sequence[fx.Node], given: Sequence[Any]) -> str:
-    """The shapes of the inputs that are not the model's state."""
-    pairs = zip(placeholders, given, strict=False)
-    shapes = [x.shape for node, x in pairs if isinstance(x, torch.Tensor) and not is_state(node)]
+def _inputs(placeholders: Sequence[fx.Node]) -> frozenset[int]:
+    """The places of dynamo's inputs that are not the model's state. While dynamo captures: it forgets it then."""
+    return frozenset(place for place, node in enumerate(placeholders) if not is_state(node))
+
+
+def _sizes(places: Set[int], given: Sequence[Any]) -> str:
+    """The shapes of the tensors at these places."""
+    shapes = [x.shape for place, x in enumerate(given) if isinstance(x, torch.Tensor) and place in places]
     return ", ".join("x".join(map(str, shape)) or "1" for shape in shapes)
 
 

@@ -80,14 +80,16 @@ class PlansOfSizes:
             BudgetTooSmall: nothing fits; names the sizes.
         """
         joint = self._graph.at(dims)
-        step = CapturedStep(joint=joint, inputs=inputs, called_with=called_with or self.described(dims))
-        options, remark = self._in_bytes(dims)
+        options, within = self._in_bytes(dims)
+        called_with = called_with or self.described(dims)
+        step = CapturedStep(joint=joint, inputs=inputs, called_with=called_with, within=within)
         plan = replan_step(step, self._known, options, choose) if self._known else None
         if plan is None:
             try:
                 plan = plan_step(step, options)
             except BudgetTooSmall as error:
-                raise error.explained(note=f"this is for inputs of {step.called_with}{remark}") from None
+                remark = f", and the budget is {within}" if within else ""
+                raise error.explained(note=f"this is for inputs of {called_with}{remark}") from None
             self._restore_as(joint)
             self._known = (*self._known[1 - KNOWN :], plan)
         return replace(plan, sizes=PlannedSizes(self, dims))
@@ -123,7 +125,7 @@ class PlansOfSizes:
         return tuple(found)
 
     def _in_bytes(self, dims: Dims) -> tuple[Options, str]:
-        """The options with a budget in bytes where it is in percent, and a remark on that for messages."""
+        """The options with a budget in bytes where it is in percent, and that in words; "" for other budgets."""
         budget = self._options.budget
         if not isinstance(budget, Percent):
             return self._options, ""
@@ -131,7 +133,7 @@ class PlansOfSizes:
             self._range = self._range_of(dims)
         allowed = max(1, int(self._range.whole * budget.of_keep_all / 100))
         largest = self.described(self._range.dims)
-        return replace(self._options, mem=allowed), f", and {budget.of_keep_all:g}% refers to {largest}"
+        return replace(self._options, mem=allowed), f"{budget.of_keep_all:g}% of what {largest} takes"
 
     def _range_of(self, dims: Dims) -> Range:
         """The range that is expected, grown where a size is above it."""
@@ -178,7 +180,7 @@ def _by_dimension(name: str, given: object, dimensions: Sequence[int | None]) ->
         case Mapping():
             found = dict(given)
         case tuple() | list():
-            found = {dim: given[dim] for dim in dimensions if dim is not None and dim < len(given)}
+            found = {dim: given[dim] if dim is not None and dim < len(given) else None for dim in dimensions}
         case _:
             found = {}
     if not found or not all(dim in dimensions and isinstance(size, int) and size > 1 for dim, size in found.items()):

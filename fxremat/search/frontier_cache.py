@@ -72,7 +72,7 @@ def _topology(joint: Joint, settings: object) -> str:
         (str(op.node.target), *(getattr(op, field.name) for field in fields(op) if field.name != "node"))
         for op in joint.ops
     ]
-    values = [(v.name, v.origin, v.producer) for v in joint.values]
+    values = [(v.origin, v.producer) for v in joint.values]
     sets = [sorted(s) for s in (joint.kept_outputs, joint.returned, joint.updates, joint.mutated_primals)]
     text = repr((numbers, values, sets, sorted(joint.root_tangents), settings))
     return hashlib.sha256(text.encode()).hexdigest()

@@ -173,6 +173,8 @@ def facts(plan: PlannedStep) -> Iterator[tuple[str, str]]:
     share = format_ratio(plan.predicted_peak, plan.keep_all_peak, ".1%")
     slower = format_ratio(plan.predicted_time, plan.keep_all_time, ".2f")
     yield "budget", format_bytes(plan.budget)
+    if plan.sizes:
+        yield "sizes", f"{plan.sizes}; others with plan.at(...)"
     if plan.assumed:
         yield "kernels", plan.assumed
     yield (

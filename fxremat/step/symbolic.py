@@ -19,13 +19,14 @@ import sympy
 import torch
 from torch import fx
 
-from fxremat.step.joint import SYMBOLS, Joint, read_joint, tangents_in
+from fxremat.step.joint import SYMBOLS, Joint, read_joint, tangents_in, tensors_of
 from fxremat.torch_private import (
     depends_on_data,
     expression_of,
     fake_like,
     graph_module,
     is_effect_token,
+    is_symbolic,
     size_now,
     storage_of,
 )
@@ -45,6 +46,12 @@ def is_size(value: object) -> bool:
 def is_size_node(node: object) -> bool:
     """The same of a node."""
     return isinstance(node, fx.Node) and is_size(node.meta.get("val"))
+
+
+def has_symbolic_sizes(graph: fx.Graph) -> bool:
+    """Whether a number or a tensor of a joint graph is symbolic, be it with sizes that can have one value alone."""
+    tensors = (tensor for node in graph.nodes for tensor in tensors_of(node) if tensor is not None)
+    return any(map(is_size_node, graph.nodes)) or any(map(is_symbolic, tensors))
 
 
 def same_size(one: Any, other: Any) -> bool:

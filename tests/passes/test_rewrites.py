@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.nn import functional as F
 
 from fxremat.errors import CaptureError
@@ -335,14 +335,32 @@ def test_sizes_that_depend_on_data_are_refused_with_their_line() -> None:
     refuse_symbols(drawing.graph, "example_value")  # none has one
 
 
-def test_symbolic_sizes_are_refused_at_an_op_rather_than_at_an_input() -> None:
+def with_a_size() -> tuple[Drawing, fx.Node]:
+    """A drawing with an input whose first size is symbolic."""
     drawing = Drawing()
     drawing.mode = FakeTensorMode(shape_env=ShapeEnv())
     x = drawing.graph.placeholder("x")
-    x.meta["val"] = drawing.mode.from_tensor(torch.empty(5, 3), symbolic_context=None)
-    drawing.graph.output(drawing.call(aten.exp.default, x))
-    with pytest.raises(CaptureError, match="the graph has a symbolic size at exp_default: a plan in bytes needs fixed"):
-        refuse_symbols(drawing.graph)
+    dynamic = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC, DimDynamic.STATIC])
+    x.meta["val"] = drawing.mode.from_tensor(torch.empty(5, 3), symbolic_context=dynamic)
+    return drawing, x
+
+
+def test_sizes_of_inputs_may_be_symbolic_and_passes_tie_them_to_no_number() -> None:
+    drawing, x = with_a_size()
+    rows = drawing.call(aten.sym_size.int, x, 0)
+    t = drawing.graph.placeholder("tangents_1")
+    t.meta = dict(x.meta)
+    made = drawing.call(aten.exp.default, t)
+    drawing.graph.output((drawing.call(aten.slice.Tensor, x, 0, 0, rows), drawing.call(aten.add.Tensor, made, made)))
+    drawing.call(aten.add.Tensor, made, t)
+    refuse_symbols(drawing.graph)
+    copy_views_by_number(drawing.graph)
+    overwrite_gradients(drawing.graph)
+    assert "slice.Tensor(x, 0, 0, sym_size_int)" in drawing.text()
+    environment = drawing.mode.shape_env
+    assert environment is not None
+    assert not environment.guards
+    assert not environment.replacements
 
 
 def test_dead_code_goes_and_a_broken_graph_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

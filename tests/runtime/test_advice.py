@@ -73,10 +73,3 @@ def test_what_went_wrong_and_where(name: str, caplog: pytest.LogCaptureFixture) 
     assert "\n" not in str(error.value)
     assert "fxremat/" not in str(error.value)
     assert caplog.records == []
-
-
-def test_another_shape_through_the_backends_door_is_told_of_dynamic_shapes() -> None:
-    stack = torch.compile(Stack(depth=1), backend="fxremat", options={"mem": "100%", "effort": 0.0, "progress": False})
-    stack(rows(8))  # type: ignore[operator]
-    with pytest.raises(Exception, match=r"symbolic size .*dynamic=False"):
-        stack(rows(9))  # type: ignore[operator]

@@ -1,0 +1,476 @@
+"""One capture for every size: the budget holds at each, the bits are plain PyTorch's, and a new size costs little."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fxremat
+from benchmarks.meter import peak_bytes
+from fxremat.runtime import sized, sizes
+from tests.toys import WIDTH, Loss, Stack, rows
+from tests.training import gradients_of, same, state_of, unequal
+
+pytestmark = [pytest.mark.usefixtures("torch_ready"), pytest.mark.filterwarnings("ignore:::transformers")]
+
+QUICK: dict[str, Any] = {"effort": 0.0, "slots": 100, "progress": False}
+
+Sizes = tuple[int, int]  # batch, and length or side
+
+
+@pytest.fixture
+def captures(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """A list that grows with every graph that is captured."""
+    import fxremat.runtime.dynamo as dynamo
+
+    found: list[object] = []
+    normalize = dynamo.normalize
+    monkeypatch.setattr(dynamo, "normalize", lambda module: found.append(module) or normalize(module))
+    return found
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A list that grows with every plan: "nothing" for one from nothing, "known" for one from known programs."""
+    found: list[str] = []
+    for name, word in (("plan_step", "nothing"), ("replan_step", "known")):
+        plan = getattr(sizes, name)
+
+        def noting(*args: Any, plan: Callable[..., Any] = plan, word: str = word) -> Any:
+            made = plan(*args)
+            found.extend([word] if made is not None else [])
+            return made
+
+        monkeypatch.setattr(sizes, name, noting)
+    return found
+
+
+class ConvNet(nn.Module):
+    """Convolutions with batch normalization, one of them strided, and a classifier over what is left of the picture."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        wide = [nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()) for _ in range(4)]
+        self.body = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), *wide, nn.Conv2d(8, 16, 3, stride=2, padding=1))
+        self.norm, self.head = nn.BatchNorm2d(16), nn.Linear(16, 5)
+
+    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
+        features = F.relu(self.norm(self.body(images))).mean((2, 3))
+        return F.cross_entropy(self.head(features), labels)
+
+
+def pictures(size: Sizes) -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(sum(size))
+    return {
+        "images": torch.randn(size[0], 3, size[1], size[1], generator=draw),
+        "labels": torch.randint(0, 5, (size[0],), generator=draw),
+    }
+
+
+def text(size: Sizes, *, padded: bool = False) -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(sum(size))
+    tokens = torch.randint(0, 256, size, generator=draw)
+    found = {"tokens": tokens, "targets": torch.randint(0, 256, size, generator=draw)}
+    if padded:
+        ends = torch.randint(1, size[1] + 1, (size[0], 1), generator=draw)
+        found["padding"] = torch.arange(size[1]).expand(size) >= ends
+    return found
+
+
+def sentences(size: Sizes) -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(sum(size))
+    tokens = torch.randint(3, 100, size, generator=draw)
+    mask = (torch.arange(size[1]).expand(size) < torch.randint(1, size[1] + 1, (size[0], 1), generator=draw)).long()
+    return {"input_ids": tokens, "attention_mask": mask, "labels": torch.where(mask > 0, tokens, -100)}
+
+
+def gpt(length: int = 256) -> nn.Module:
+    from benchmarks.models.gpt import GPT, Shape
+
+    return GPT(Shape(layers=2, width=32, heads=2, vocabulary=256, batch=8, tokens=length))
+
+
+def of_transformers(name: str) -> nn.Module:
+    import transformers
+
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    kind = {"Llama": "LlamaForCausalLM", "Bert": "BertForMaskedLM"}[name]
+    config = getattr(transformers, f"{name}Config")(**shape, vocab_size=100, max_position_embeddings=256)
+    return getattr(transformers, kind)(config).train()  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A model, inputs of a size for it, and sizes to train it at, the largest first."""
+
+    model: Callable[[], nn.Module]
+    inputs: Callable[[Sizes], Mapping[str, Tensor]]
+    sizes: tuple[Sizes, ...]
+    share: float = 0.45  # of keeping everything at the largest: the budget
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+LENGTHS = ((8, 128), (8, 96), (4, 128), (3, 31), (8, 77), (2, 16), (5, 100), (7, 127), (6, 64), (2, 120), (8, 33), (4, 90))
+SIDES = ((6, 40), (6, 32), (3, 40), (2, 17), (5, 31), (4, 40), (6, 20), (2, 39), (3, 24), (5, 36), (6, 38), (4, 12))
+KINDS = {
+    "gpt": Kind(gpt, text, LENGTHS, options={"shapes": {"tokens": {0: (2, 8), 1: (16, 128)}, "targets": {0: (2, 8), 1: (16, 128)}}}),
+    "padded gpt": Kind(gpt, lambda size: text(size, padded=True), LENGTHS, options={"dynamic": True}),
+    "conv and batch norm": Kind(ConvNet, pictures, SIDES, share=0.75, options={"dynamic": True}),
+    "llama": Kind(lambda: of_transformers("Llama"), sentences, LENGTHS, options={"dynamic": None}),
+    "bert": Kind(lambda: of_transformers("Bert"), sentences, LENGTHS, share=0.6, options={"dynamic": True}),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Result:
+    loss: Tensor
+    gradients: dict[str, Tensor | None]
+    state: dict[str, Tensor]
+    rng: Tensor
+
+    def differences(self, other: Result) -> list[str]:
+        found = [] if same(self.loss, other.loss) else ["loss"]
+        found += [*unequal(self.gradients, other.gradients), *unequal(self.state, other.state)]
+        return found + ([] if same(self.rng, other.rng) else ["random state"])
+
+
+def loss_of(output: Any) -> Tensor:
+    loss: Tensor = output if isinstance(output, Tensor) else output.loss
+    return loss
+
+
+def step(model: nn.Module, inputs: Mapping[str, Tensor], call: nn.Module | None = None, seed: int = 5) -> Result:
+    """One forward and backward from a seed and from no gradients."""
+    model.zero_grad()
+    torch.manual_seed(seed)
+    loss = loss_of((call or model)(**inputs))
+    loss.backward()
+    found = Result(loss.detach().clone(), gradients_of(model), state_of(model), torch.get_rng_state())
+    model.zero_grad()
+    return found
+
+
+def peak_of_step(model: nn.Module, inputs: Mapping[str, Tensor]) -> int:
+    def run() -> object:
+        output = model(**inputs)
+        loss_of(output).backward()
+        return output
+
+    model.zero_grad()
+    found = peak_bytes(run)
+    model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_twelve_sizes_of_one_capture(name: str, captures: list[object], planned: list[str]) -> None:
+    kind = KINDS[name]
+    torch.manual_seed(0)
+    plain = kind.model()
+    compiled_model = copy.deepcopy(plain)
+    everything = fxremat.plan(copy.deepcopy(plain), dict(kind.inputs(kind.sizes[0])), mem="100%", **QUICK).keep_all_peak
+    captures.clear()
+    mem = int(kind.share * everything)
+    compiled = fxremat.compile(compiled_model, mem=mem, **kind.options, **QUICK)
+    for size in kind.sizes:
+        inputs = kind.inputs(size)
+        assert step(compiled_model, inputs, compiled).differences(step(plain, inputs)) == [], size
+        before = len(planned)
+        plan = compiled.plan
+        assert plan is not None
+        peak = peak_of_step(compiled, inputs)
+        step(plain, inputs)  # running statistics, too
+        assert len(planned) == before, "a known size is planned again"
+        assert peak <= mem, size
+        assert peak <= plan.predicted_peak <= 1.02 * peak, size
+    assert len(captures) == (3 if kind.options.get("dynamic", True) is None else 1)
+    assert planned.count("nothing") < len(planned) / 2
+
+
+def compiled_stack(**options: Any) -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    model = Loss(Stack())
+    return model, fxremat.compile(model, **{"mem": "100MB", "dynamic": True, **QUICK, **options})
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+def test_backwards_of_several_sizes_run_in_any_order(order: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sized, "AT_MOST", 1)  # programs are emitted again for their backwards
+    torch.manual_seed(0)
+    plain = gpt()
+    model = copy.deepcopy(plain)
+    everything = fxremat.plan(model, text((8, 128)), mem="100%", **QUICK).keep_all_peak
+    compiled = fxremat.compile(model, mem=int(0.5 * everything), dynamic=True, **QUICK)
+    batches = [text((8, 100)), text((2, 20)), text((8, 128))]
+
+    def run(call: nn.Module, own: nn.Module) -> list[dict[str, Tensor | None]]:
+        own.zero_grad()
+        torch.manual_seed(2)
+        losses = [call(**batch) for batch in batches]
+        found = []
+        for place in order:
+            losses[place].backward(retain_graph=True)
+            losses[place].backward()
+            found.append(gradients_of(own))
+        return found
+
+    for ours, theirs in zip(run(compiled, model), run(plain, plain), strict=True):
+        assert unequal(ours, theirs) == []
+
+
+def test_a_plan_made_between_a_forward_and_its_backward_changes_nothing(planned: list[str]) -> None:
+    torch.manual_seed(0)
+    plain = gpt()
+    model = copy.deepcopy(plain)
+    least = fxremat.plan(model, text((4, 32)), mem="100%", **QUICK).minimum
+    compiled = fxremat.compile(model, mem=4 * least, dynamic=True, **QUICK)
+
+    def run(call: nn.Module, own: nn.Module) -> dict[str, Tensor | None]:
+        own.zero_grad()
+        torch.manual_seed(2)
+        first = call(**text((4, 32)))
+        second = call(**text((8, 60)))  # planned from nothing: more than twice of what is known
+        first.backward()
+        call(**text((3, 20))).backward()
+        second.backward()
+        return gradients_of(own)
+
+    assert unequal(run(compiled, model), run(plain, plain)) == []
+    assert planned.count("nothing") == 2
+
+
+def test_a_batch_of_one_and_an_empty_one(captures: list[object]) -> None:
+    model, compiled = compiled_stack()
+    for count in (8, 1, 5, 0, 9, 1, 0):
+        ours, theirs = step(model, {"x": rows(count)}, _Named(compiled)), step(model, {"x": rows(count)}, _Named(model))
+        assert ours.differences(theirs) == [], count
+    assert len(captures) == 3
+
+
+class _Named(nn.Module):
+    def __init__(self, call: nn.Module) -> None:
+        super().__init__()
+        self.call = [call]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.call[0](x)  # type: ignore[no-any-return]
+
+
+def test_a_size_that_cannot_fit_is_named_before_anything_ran() -> None:
+    model = ConvNet()
+    small, large = pictures((2, 12)), pictures((6, 40))
+    mem = fxremat.plan(model, small, mem="100%", **QUICK).keep_all_peak
+    compiled = fxremat.compile(model, mem=mem, dynamic=True, **QUICK)
+    step(model, small, compiled)
+    before, rng = state_of(model), torch.get_rng_state()
+    with pytest.raises(fxremat.BudgetTooSmall, match="this is for inputs of 6x3x40x40, 6") as caught:
+        compiled(**large)
+    assert caught.value.minimum > mem
+    assert unequal(state_of(model), before) == []
+    assert same(torch.get_rng_state(), rng)
+    plain = copy.deepcopy(model)
+    assert step(model, small, compiled).differences(step(plain, small)) == []
+    with pytest.raises(fxremat.BudgetTooSmall, match="6x3x40x40"):
+        compiled(**large)
+
+
+def test_percent_refers_to_the_largest_size() -> None:
+    shapes = {name: {0: (2, 8), 1: (16, 128)} for name in ("tokens", "targets")}
+    compiled = fxremat.compile(gpt(), mem="50%", shapes=shapes, cost="estimate", device="cpu", **QUICK)
+    compiled(**text((4, 32)))
+    largest = fxremat.plan(gpt(), text((8, 128)), mem="50%", cost="estimate", device="cpu", **QUICK)
+    assert compiled.plan is not None
+    assert compiled.plan.budget == pytest.approx(largest.budget, rel=0.01)
+    compiled(**text((8, 100)))
+    assert compiled.plan.budget == pytest.approx(largest.budget, rel=0.01)
+    compiled(**text((8, 160)))  # above the range, which grows by half
+    grown = fxremat.plan(gpt(), text((8, 240)), mem="50%", cost="estimate", device="cpu", **QUICK)
+    assert compiled.plan.budget == pytest.approx(grown.budget, rel=0.01)
+
+
+def test_a_plan_tells_of_other_sizes() -> None:
+    compiled = fxremat.compile(gpt(), mem="30MB", dynamic=True, **QUICK)
+    compiled(**text((4, 32)))
+    plan = compiled.plan
+    assert plan is not None
+    assert "tokens[1] = 32" in str(plan)
+    for sizes_, wanted in (
+        ({"tokens": 100}, (4, 100)),
+        ({"tokens": (8, 64)}, (8, 64)),
+        ({"tokens": {0: 6}}, (6, 32)),
+        ({}, (4, 32)),
+    ):
+        there = plan.at(**sizes_)
+        fixed = fxremat.plan(gpt(), text(wanted), mem="30MB", dynamic=False, **QUICK)
+        assert there.keep_all_peak == fixed.keep_all_peak
+        assert there.predicted_peak == fixed.predicted_peak
+    with pytest.raises(fxremat.FxrematError, match="no size of 'token' is symbolic in this plan; those of tokens"):
+        plan.at(token=3)
+    for wrong in (1, "3", (4,), {2: 5}, True, {}):
+        with pytest.raises(fxremat.FxrematError, match="gives no sizes above 1 of its symbolic dimensions"):
+            plan.at(tokens=wrong)
+    with pytest.raises(fxremat.FxrematError, match="this plan is of fixed sizes"):
+        fixed.at(tokens=3)
+
+
+def test_sizes_are_fixed_until_another_comes(captures: list[object]) -> None:
+    model, compiled = compiled_stack(dynamic=None)
+    for count in (8, 8, 9, 10, 8, 20):
+        compiled(rows(count))
+    assert len(captures) == 2
+    _, fixed = compiled_stack(dynamic=False)
+    for count in (8, 8, 9, 10, 8, 20):
+        fixed(rows(count))
+    assert len(captures) == 2 + 4
+
+
+class Sparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(20, WIDTH, sparse=True)
+        self.stack = Stack(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.stack(self.embedding(x)).square().mean()
+
+
+def test_what_cannot_be_captured_for_all_sizes_is_captured_for_each(captures: list[object]) -> None:
+    model = Sparse()
+    compiled = fxremat.compile(model, mem="100MB", dynamic=True, **QUICK)
+    with pytest.warns(UserWarning, match="sizes are taken as fixed from now on") as told:
+        compiled(torch.arange(5))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compiled(torch.arange(7))
+    assert len(told) == 1
+    assert len(captures) == 1 + 2
+    assert compiled.plan is not None and compiled.plan.sizes is None
+
+
+def test_offloading_takes_sizes_as_fixed_and_says_so_where_others_were_asked_for() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compiled_stack(offload=True, dynamic=None)
+    with pytest.warns(UserWarning, match="what waits on the host is planned for one size"):
+        _, compiled = compiled_stack(offload=True)
+    compiled(rows(8))
+    assert compiled.plan.sizes is None
+
+
+def test_the_third_fixed_plan_is_warned_of_with_what_would_help(caplog: pytest.LogCaptureFixture) -> None:
+    _, compiled = compiled_stack(dynamic=False)
+    for count in (3, 4):
+        compiled(rows(count))
+    records = [record for record in caplog.records if record.name.startswith("fxremat")]
+    assert not [record for record in records if record.levelno >= logging.WARNING]
+    for count in (5, 6):
+        compiled(rows(count))
+    records = [record for record in caplog.records if record.name.startswith("fxremat")]
+    (record,) = [record for record in records if record.levelno >= logging.WARNING]
+    assert "fxremat.compile(..., dynamic=True) captures it once for all sizes" in record.getMessage()
+
+
+class WithLogits(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack = Stack(3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.stack(x)
+        return logits.square().mean(), logits
+
+
+@pytest.mark.filterwarnings("ignore:the loss reads outputs")
+def test_outputs_beside_the_loss_may_be_read_at_every_size() -> None:
+    torch.manual_seed(0)
+    plain = WithLogits()
+    model = copy.deepcopy(plain)
+    compiled = fxremat.compile(model, mem="100MB", dynamic=True, **QUICK)
+
+    def run(call: nn.Module, own: nn.Module, count: int, both: bool) -> list[Tensor | None]:
+        own.zero_grad()
+        torch.manual_seed(1)
+        loss, logits = call(rows(count))
+        (loss + logits.sin().mean() if both else loss).backward()
+        return [loss, *gradients_of(own).values(), torch.get_rng_state()]
+
+    for count, both in ((8, False), (12, True), (8, True), (20, False), (7, True)):
+        pairs = zip(run(compiled, model, count, both), run(plain, plain, count, both), strict=True)
+        assert all(same(a, b) for a, b in pairs), count
+
+
+def test_torch_compile_with_changing_sizes(captures: list[object]) -> None:
+    torch.manual_seed(0)
+    plain = Loss(Stack())
+    model = copy.deepcopy(plain)
+    options = {"mem": "100MB", **QUICK}
+    compiled = torch.compile(model, backend="fxremat", options=options, dynamic=True)
+    for count in (8, 12, 5):
+        assert step(model, {"x": rows(count)}, _Named(compiled)).differences(step(plain, {"x": rows(count)}, _Named(plain))) == []
+    assert len(captures) == 1
+
+
+class Scaled(nn.Module):
+    """Numbers among the inputs: one that sizes are made of, and one that is a factor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack = Stack(2, dropout=0.0)
+
+    def forward(self, x: Tensor, times: int, factor: float) -> Tensor:
+        return (self.stack(x.repeat(times, 1)) * times * factor).square().mean()
+
+
+def test_numbers_among_the_inputs_may_change() -> None:
+    torch.manual_seed(0)
+    plain = Scaled()
+    model = copy.deepcopy(plain)
+    compiled = fxremat.compile(model, mem="100MB", **QUICK)
+    for count, times, factor in ((8, 2, 0.5), (8, 3, 0.5), (9, 4, 0.25), (8, 2, 2.0), (5, 7, 0.3)):
+        arguments = (rows(count), times, factor)
+        results = []
+        for call, own in ((compiled, model), (plain, plain)):
+            own.zero_grad()
+            loss = call(*arguments)
+            loss.backward()
+            results.append([loss, *gradients_of(own).values()])
+        assert all(same(a, b) for a, b in zip(*results, strict=True)), (count, times, factor)
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "dynamic": ({"dynamic": "yes"}, "dynamic is 'yes'; it is None, True or False"),
+    "a number for dynamic": ({"dynamic": 1}, "dynamic is 1; it is None, True or False"),
+    "both": ({"dynamic": False, "shapes": {"x": {0: (2, 8)}}}, "with dynamic=False none does"),
+    "no mapping": ({"shapes": [2, 8]}, "shapes is .2, 8.; it is the least and the largest size"),
+    "no range": ({"shapes": {"x": {0: 8}}}, "the least and the largest size by input and dimension"),
+    "upside down": ({"shapes": {"x": {0: (8, 2)}}}, "2 at least"),
+    "one": ({"shapes": {"x": {0: (1, 2)}}}, "2 at least"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_settings_are_refused_in_one_line(case: str) -> None:
+    options, message = WRONG[case]
+    with pytest.raises(fxremat.FxrematError, match=message):
+        fxremat.compile(Loss(Stack()), mem="1GB", **options)
+
+
+def test_a_dimension_that_is_not_there_is_refused() -> None:
+    compiled = fxremat.compile(Stack(), mem="1GB", shapes={"x": {2: (2, 8)}}, **QUICK)
+    with pytest.raises(fxremat.FxrematError, match="shapes names dimensions 2 of 'x', which has 2"):
+        compiled(rows(8))
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
