@@ -204,8 +204,8 @@ class Options:
             raise FxrematError("shapes gives sizes that change; with dynamic=False none does")
         if not isinstance(self.shapes, Mapping) or not all(map(_is_range, self.shapes.items())):
             raise FxrematError(
-                f"shapes is {shortened(self.shapes)}; it is the least and the largest size by input and dimension, 2 at "
-                'least: {"tokens": {0: (2, 8), 1: (16, 4096)}}'
+                f"shapes is {shortened(self.shapes)}; it is the least and the largest size by input and dimension, "
+                '2 at least: {"tokens": {0: (2, 8), 1: (16, 4096)}}'
             )
 
     def _check_solver(self) -> None:

@@ -102,9 +102,9 @@ def _what(step: CapturedStep, options: Options) -> str:
 
 
 def replan_step(step: CapturedStep, known: Sequence[Plan], options: Options, choose: Choice) -> Plan | None:
-    """The plan of a step from plans of the same ops at other sizes: their candidates judged at these. Nothing is searched.
+    """The plan of a step from plans of the same ops at other sizes, whose candidates are judged at these.
 
-    Takes milliseconds where none of the ops has to run. Not for plans with transfers.
+    Nothing is searched. Takes milliseconds where none of the ops has to run. Not for plans with transfers.
 
     Args:
         known: plans of other sizes, one at least.

@@ -32,8 +32,8 @@ class Plan(PlannedStep):
         """
         if self.sizes is None:
             raise FxrematError(
-                "this plan is of fixed sizes: fxremat.compile(..., dynamic=True), or shapes={'tokens': {1: (16, 512)}}, "
-                "plans for others with it"
+                "this plan is of fixed sizes: with fxremat.compile(..., dynamic=True), or "
+                "shapes={'tokens': {1: (16, 512)}}, there are plans for others"
             )
         found: Plan = self.sizes.plan(sizes)
         return found

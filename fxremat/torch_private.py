@@ -255,8 +255,8 @@ def compiled_step(
     while dynamo traces, and are not touched by a call that finds its graph: `torch._dynamo.optimize` returns an
     `OptimizeContext` whose `callback` is what a frame without a graph is handed to (2.11, 2.13); `dynamic=False` would
     change settings at every call. The function has code of its own, and a name, since dynamo counts graphs by code
-    object, and remembers which sizes have changed by file, line and name: models of one class share neither. And where tracing fails with sizes that may change, it is tried
-    with fixed ones, from then on if that works.
+    object, and remembers which sizes have changed by file, line and name: models of one class share neither. And where
+    tracing fails with sizes that may change, it is tried with fixed ones, from then on if that works.
 
     Args:
         dynamic: what sizes are taken for, as in torch.compile.
@@ -532,7 +532,7 @@ def input_place(primal: fx.Node) -> int | None:
 
 
 def is_symbolic(tensor: torch.Tensor) -> bool:
-    """Whether a fake tensor was made with symbolic sizes, although each may have one value alone and be shown as an int.
+    """Whether a fake tensor was made with symbolic sizes, be it such that each has one value alone and shows as an int.
 
     `Tensor._has_symbolic_sizes_strides` (2.11, 2.13): such a tensor does not tell its `nbytes`.
     """

@@ -92,8 +92,12 @@ def _may_take(node: fx.Node, operand: object, ours: Set[fx.Node], shown: Counter
         and shown[storage_of(old)] == len(chain) - 1
         and (old.dtype, old.device) == (new.dtype, new.device)
         and _equal((*old.shape, *old.stride()), (*new.shape, *new.stride()))
-        and _equal([old.untyped_storage().nbytes()] * 2, [new.untyped_storage().nbytes(), old.numel() * old.element_size()])
+        and _equal([_whole(old)] * 2, [_whole(new), old.numel() * old.element_size()])
     )
+
+
+def _whole(tensor: torch.Tensor) -> Any:
+    return tensor.untyped_storage().nbytes()
 
 
 def _equal(sizes: Sequence[Any], others: Sequence[Any]) -> bool:

@@ -349,7 +349,7 @@ class _Lowering:
         return self._size(part, node) if is_size_node(node) else self._read(part, node, self._first(node))
 
     def _order_placeholders(self) -> None:
-        """First the primals and sizes, or else sizes, saved numbers, saved tensors as the forward returns them, tangents."""
+        """Primals, sizes; in the backward sizes, saved numbers, saved tensors as the forward returns them, tangents."""
         primals = [node for node in self.forward.graph.nodes if node.op == "placeholder"]
         primals.sort(key=lambda node: node in self.forward.sizes.values())
         saved = [placeholder for _, placeholder in self.saved]

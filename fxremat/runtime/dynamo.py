@@ -307,7 +307,7 @@ class _FixedStep:
 
 
 def _to_trace(placeholders: Sequence[fx.Node], inputs: Sequence[Any]) -> Sequence[Any]:
-    """What AOTAutograd is to trace a graph with: the inputs, or outside of dynamo those with dynamo's symbolic sizes."""
+    """What AOTAutograd is to trace a graph with: the inputs; outside of dynamo, fake ones with its symbolic sizes."""
     shown = [node.meta.get("example_value") for node in placeholders]
     symbolic = compiled_frame() is None and any(isinstance(value, torch.SymInt) for value in shown)
     return shown if symbolic else inputs

@@ -210,7 +210,8 @@ class Sized:
         saved = [node.meta["val"] for node in returned[self._outputs :]]
         numbers = sum(map(is_number, saved))
         tensors = len(saved) - numbers
-        assert tensors <= self._slots.tensors and numbers <= self._slots.numbers, "more is saved than there is"
+        assert tensors <= self._slots.tensors, "more tensors are saved than there are"
+        assert numbers <= self._slots.numbers, "more numbers are saved than there are"
         return _Emitted(
             boxed(forward), boxed(backward), sizes_of(forward), sizes_of(backward), tensors, numbers
         )
@@ -236,7 +237,7 @@ class _Contract:
         made.meta = {**(meta or {}), "val": value}
         return made
 
-    def made(self, node: object) -> object:
+    def made(self, node: object) -> Any:
         """An op in the place of what another graph returns; a constant as it is."""
         if not isinstance(node, fx.Node):
             return node

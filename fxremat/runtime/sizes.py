@@ -1,13 +1,14 @@
 """Plans of one symbolic graph at the sizes that come: from what is known of other sizes, or from nothing.
 
-    sizes that were planned from nothing     at most `KNOWN`, the latest: their candidates are judged at every other size
-    a budget in percent                      refers to keeping everything at the largest size: the end of the range that
-                                             the user gave, else half as much again as the largest that has come
+    sizes that were planned from nothing     at most `KNOWN`, the latest: their candidates are judged at every other
+                                             size
+    a budget in percent                      refers to keeping everything at the largest size: the end of the range
+                                             that the user gave, else half as much again as the largest that has come
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What the user says of the sizes of inputs: marks for dynamo, and a warning where they are taken as fixed after all."""
+"""What the user says of sizes of inputs: marks for dynamo, and a warning where they are taken as fixed after all."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from fxremat.torch_private import mark_dynamic
 log = logging.getLogger(__name__)
 
 HOST = (
-    "sizes are taken as fixed, and each combination is captured and planned by itself: what waits on the host is planned "
-    "for one size"
+    "sizes are taken as fixed, and each combination is captured and planned by itself: what waits on the host is "
+    "planned for one size"
 )
 
 

@@ -150,10 +150,10 @@ class SymbolicGraph:
         by_name = {node.name: node for node in self.module.graph.nodes}
 
         def back(node: fx.Node) -> fx.Node:
-            return by_name[node.name]
+            found: fx.Node = by_name[node.name]
+            return found
 
-        end = by_name["output"]
-        outputs = list(end.args[0])  # type: ignore[arg-type]
+        outputs: list[Any] = list(by_name["output"].args[0])
         return replace(
             joint,
             module=self.module,
