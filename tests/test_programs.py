@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxremat
+from benchmarks.meter import peak_bytes
 from tests.training import same
 
 pytestmark = [
@@ -69,7 +70,9 @@ def assert_same_states(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> No
 # --- transformers.Trainer -----------------------------------------------------------------------------------
 
 
-def trained_by_transformers(model: nn.Module, folder: Path, **settings: Any) -> tuple[Any, list[Any]]:
+def trained_by_transformers(
+    model: nn.Module, folder: Path, given: dict[str, Any] | None = None, **settings: Any
+) -> tuple[Any, list[Any]]:
     """A trainer that has trained, and what it logged of losses and gradients."""
     transformers = pytest.importorskip("transformers")
     arguments = {
@@ -77,7 +80,8 @@ def trained_by_transformers(model: nn.Module, folder: Path, **settings: Any) -> 
         "report_to": [], "use_cpu": True, "save_strategy": "no", "seed": 3, "disable_tqdm": True, "learning_rate": 1e-2,
     }  # fmt: skip
     options = transformers.TrainingArguments(**arguments | settings)
-    trainer = transformers.Trainer(model, options, train_dataset=texts(), eval_dataset=texts(4))
+    data = {"train_dataset": texts(), "eval_dataset": texts(4)} | (given or {})
+    trainer = transformers.Trainer(model, options, **data)
     trainer.train()
     told = ("loss", "eval_loss", "grad_norm")
     return trainer, [[entry.get(name) for name in told] for entry in trainer.state.log_history]
@@ -134,6 +138,48 @@ def test_transformers_trainer_saves_and_resumes(make: Callable[[], nn.Module], t
     assert_same_states(state(resumed), state(plain))
     trainer.save_model(str(tmp_path / "saved"))
     assert (tmp_path / "saved" / "config.json").exists()
+
+
+def texts_of_many_lengths(count: int = 90) -> list[dict[str, Tensor]]:
+    draw = torch.Generator().manual_seed(0)
+    lengths = torch.randint(8, 33, (count,), generator=draw).tolist()
+    rows = [torch.randint(WORDS, (length,), generator=draw) for length in lengths]
+    return [{"input_ids": row, "attention_mask": torch.ones_like(row), "labels": row} for row in rows]
+
+
+def padded(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    filling = {"input_ids": 0, "attention_mask": 0, "labels": -100}
+    return {
+        name: nn.utils.rnn.pad_sequence([row[name] for row in rows], batch_first=True, padding_value=value)
+        for name, value in filling.items()
+    }
+
+
+@pytest.mark.parametrize("make", [gpt, bert])
+def test_transformers_trainer_on_thirty_lengths(make: Callable[[], nn.Module], tmp_path: Path) -> None:
+    """As they come, three rows at a time: two captures, the budget held at all lengths, the plain run's weights."""
+    plain, model = make(), make()
+    everything = fxremat.plan(model, padded([{k: torch.zeros(32).long() for k in texts()[0]}] * 3), mem="100%", **FAST)
+    mem = int(0.6 * everything.keep_all_peak)
+    module = fxremat.compile(model, mem, **FAST)
+    settings = {"max_steps": 30, "per_device_train_batch_size": 3}
+    given = {"train_dataset": texts_of_many_lengths(), "data_collator": padded}
+    _, theirs = trained_by_transformers(plain, tmp_path / "plain", given, **settings)
+    _, ours = trained_by_transformers(module, tmp_path / "ours", given, **settings)
+    assert ours == theirs
+    assert_same_states(state(module), state(plain))
+    for length in range(8, 33):
+        batch = padded([texts_of_many_lengths()[0] | {k: torch.ones(length).long() for k in texts()[0]}] * 3)
+
+        def step(batch: dict[str, Tensor] = batch) -> object:
+            output = module(**batch)
+            output.loss.backward()
+            return output
+
+        module.zero_grad()
+        step()
+        module.zero_grad()
+        assert peak_bytes(step) <= mem, length
 
 
 def test_generation_uses_the_plain_model() -> None:

@@ -6,16 +6,16 @@ import copy
 import logging
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxremat
 from benchmarks.meter import peak_bytes
+from benchmarks.models.resizable import KINDS, RANGES, ConvNet, gpt, loss_of, pictures, text
 from fxremat.runtime import sized, sizes
 from tests.toys import WIDTH, Loss, Stack, rows
 from tests.training import gradients_of, same, state_of, unequal
@@ -23,8 +23,6 @@ from tests.training import gradients_of, same, state_of, unequal
 pytestmark = [pytest.mark.usefixtures("torch_ready"), pytest.mark.filterwarnings("ignore:::transformers")]
 
 QUICK: dict[str, Any] = {"effort": 0.0, "slots": 100, "progress": False}
-
-Sizes = tuple[int, int]  # batch, and length or side
 
 
 @pytest.fixture
@@ -54,83 +52,6 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-class ConvNet(nn.Module):
-    """Convolutions with batch normalization, one of them strided, and a classifier over what is left of the picture."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        wide = [nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()) for _ in range(4)]
-        self.body = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), *wide, nn.Conv2d(8, 16, 3, stride=2, padding=1))
-        self.norm, self.head = nn.BatchNorm2d(16), nn.Linear(16, 5)
-
-    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
-        features = F.relu(self.norm(self.body(images))).mean((2, 3))
-        return F.cross_entropy(self.head(features), labels)
-
-
-def pictures(size: Sizes) -> dict[str, Tensor]:
-    draw = torch.Generator().manual_seed(sum(size))
-    return {
-        "images": torch.randn(size[0], 3, size[1], size[1], generator=draw),
-        "labels": torch.randint(0, 5, (size[0],), generator=draw),
-    }
-
-
-def text(size: Sizes, *, padded: bool = False) -> dict[str, Tensor]:
-    draw = torch.Generator().manual_seed(sum(size))
-    tokens = torch.randint(0, 256, size, generator=draw)
-    found = {"tokens": tokens, "targets": torch.randint(0, 256, size, generator=draw)}
-    if padded:
-        ends = torch.randint(1, size[1] + 1, (size[0], 1), generator=draw)
-        found["padding"] = torch.arange(size[1]).expand(size) >= ends
-    return found
-
-
-def sentences(size: Sizes) -> dict[str, Tensor]:
-    draw = torch.Generator().manual_seed(sum(size))
-    tokens = torch.randint(3, 100, size, generator=draw)
-    mask = (torch.arange(size[1]).expand(size) < torch.randint(1, size[1] + 1, (size[0], 1), generator=draw)).long()
-    return {"input_ids": tokens, "attention_mask": mask, "labels": torch.where(mask > 0, tokens, -100)}
-
-
-def gpt(length: int = 256) -> nn.Module:
-    from benchmarks.models.gpt import GPT, Shape
-
-    return GPT(Shape(layers=2, width=32, heads=2, vocabulary=256, batch=8, tokens=length))
-
-
-def of_transformers(name: str) -> nn.Module:
-    import transformers
-
-    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    kind = {"Llama": "LlamaForCausalLM", "Bert": "BertForMaskedLM"}[name]
-    config = getattr(transformers, f"{name}Config")(**shape, vocab_size=100, max_position_embeddings=256)
-    return getattr(transformers, kind)(config).train()  # type: ignore[no-any-return]
-
-
-@dataclass(frozen=True)
-class Kind:
-    """A model, inputs of a size for it, and sizes to train it at, the largest first."""
-
-    model: Callable[[], nn.Module]
-    inputs: Callable[[Sizes], Mapping[str, Tensor]]
-    sizes: tuple[Sizes, ...]
-    share: float = 0.45  # of keeping everything at the largest: the budget
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-
-LENGTHS = ((8, 128), (8, 96), (4, 128), (3, 31), (8, 77), (2, 16), (5, 100), (7, 127), (6, 64), (2, 99), (8, 33), (4, 9))
-SIDES = ((6, 40), (6, 32), (3, 40), (2, 17), (5, 31), (4, 40), (6, 20), (2, 39), (3, 24), (5, 36), (6, 38), (4, 12))
-RANGES = {name: {0: (2, 8), 1: (16, 128)} for name in ("tokens", "targets")}
-KINDS = {
-    "gpt": Kind(gpt, text, LENGTHS, options={"shapes": RANGES}),
-    "padded gpt": Kind(gpt, lambda size: text(size, padded=True), LENGTHS, options={"dynamic": True}),
-    "conv and batch norm": Kind(ConvNet, pictures, SIDES, share=0.75, options={"dynamic": True}),
-    "llama": Kind(lambda: of_transformers("Llama"), sentences, LENGTHS, options={"dynamic": None}),
-    "bert": Kind(lambda: of_transformers("Bert"), sentences, LENGTHS, share=0.6, options={"dynamic": True}),
-}  # fmt: skip
-
-
 @dataclass(frozen=True)
 class Result:
     loss: Tensor
@@ -142,11 +63,6 @@ class Result:
         found = [] if same(self.loss, other.loss) else ["loss"]
         found += [*unequal(self.gradients, other.gradients), *unequal(self.state, other.state)]
         return found + ([] if same(self.rng, other.rng) else ["random state"])
-
-
-def loss_of(output: Any) -> Tensor:
-    loss: Tensor = output if isinstance(output, Tensor) else output.loss
-    return loss
 
 
 def step(model: nn.Module, inputs: Mapping[str, Tensor], call: nn.Module | None = None, seed: int = 5) -> Result:
@@ -193,7 +109,7 @@ def test_twelve_sizes_of_one_capture(name: str, captures: list[object], planned:
         assert len(planned) == before, "a known size is planned again"
         assert peak <= mem, size
         assert peak <= plan.predicted_peak <= 1.02 * peak, size
-    assert len(captures) == (3 if kind.options.get("dynamic", True) is None else 1)
+    assert len(captures) == kind.captures
     assert planned.count("nothing") < len(planned) / 2
 
 

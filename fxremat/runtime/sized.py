@@ -36,7 +36,7 @@ from fxremat.torch_private import boxed
 
 AT_MOST = 8  # programs that are emitted at a time
 AS_GOOD = 1.01  # times the seconds of the best: an emitted program that takes no more is not worth another one
-GOOD_ENOUGH = 1.03  # the same where there are as many as may be
+GOOD_ENOUGH = 1.03  # the same where there are as many as may be, but for the one that keeps everything
 
 aten = torch.ops.aten
 
@@ -189,8 +189,10 @@ class Sized:
         return tuple(int(arguments[place]) for place in self._graph.places)
 
     def _as_emitted(self, fitting: Sequence[Candidate]) -> Candidate:
-        """The fastest candidate that fits, or one that is emitted and nearly as fast."""
-        most = (AS_GOOD if len(self._emitted) < AT_MOST else GOOD_ENOUGH) * fitting[0].time
+        """The fastest candidate that fits, or one that is emitted and nearly as fast; never in place of keeping all."""
+        if len(fitting[0].order().ops) == len(self._symbolic.ops):
+            return fitting[0]
+        most = (AS_GOOD if len(self._emitted) < AT_MOST - 1 else GOOD_ENOUGH) * fitting[0].time
         near = (candidate for candidate in fitting if candidate.time <= most)
         emitted = (c for c in near if self._number_of.get(_key(c.order())) in self._emitted)
         return next(emitted, fitting[0])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import fxremat
-from tests.toys import WIDTH, Stack, rows
+from tests.toys import WIDTH, rows
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
 
