@@ -329,7 +329,9 @@ def capture_settings(dynamic: bool | None = False) -> Iterator[None]:
     """While tracing: one graph however many there are already, and logging calls that do not break it.
 
     `assume_static_by_default` and `automatic_dynamic_shapes` are what `dynamic` of torch.compile sets: False takes all
-    sizes as fixed, True none, None those that have not changed so far.
+    sizes as fixed, True none, None those that have not changed so far. `use_duck_shape` of
+    `torch.fx.experimental._config` is off: sizes that are equal in the call that is captured (a batch of as many as
+    there are channels) are not taken for equal in others.
     `recompile_limit` (2.11, 2.13) counts all graphs of one forward. The setting for logging has had two names
     (`ignore_logger_methods` before `ignore_logging_functions`): those that exist are set. What others mean:
     `skip_nnmodule_hook_guards`   off: a hook that is registered later is seen
@@ -337,6 +339,7 @@ def capture_settings(dynamic: bool | None = False) -> Iterator[None]:
     `trace_autograd_ops`          on: `torch.autograd.grad` inside of forward
     """
     import torch._dynamo.config as dynamo_config
+    import torch.fx.experimental._config as shape_config
 
     settings: dict[str, Any] = {
         "recompile_limit": 512,
@@ -350,7 +353,8 @@ def capture_settings(dynamic: bool | None = False) -> Iterator[None]:
         "ignore_logging_functions": ignored,
     }
     known = {name: value for name, value in settings.items() if hasattr(dynamo_config, name)}
-    with dynamo_config.patch(known), _silent("torch._subclasses.fake_tensor"):
+    apart = shape_config.patch(use_duck_shape=False)
+    with dynamo_config.patch(known), apart, _silent("torch._subclasses.fake_tensor"):
         yield
 
 
@@ -384,15 +388,15 @@ def logging_functions() -> set[Callable[..., Any]]:
 
 
 def mark_dynamic(tensor: torch.Tensor, dimensions: Iterable[int]) -> None:
-    """Let dynamo take sizes of a tensor as ones that may change: `torch._dynamo.mark_dynamic` (2.11, 2.13).
+    """Let dynamo take sizes of a tensor as ones that may change, where the model does not fix them.
 
-    Sizes of 0 and 1 are always captured by themselves, and are left as they are.
+    `torch._dynamo.maybe_mark_dynamic` (2.11, 2.13). Sizes of 0 and 1 are always captured by themselves.
     """
     import torch._dynamo
 
     for dimension in dimensions:
-        if -tensor.dim() <= dimension < tensor.dim() and tensor.shape[dimension] > 1:
-            torch._dynamo.mark_dynamic(tensor, dimension % tensor.dim())
+        if tensor.shape[dimension] > 1:
+            torch._dynamo.maybe_mark_dynamic(tensor, dimension)
 
 
 def planning_error(error: BaseException) -> FxrematError | None:

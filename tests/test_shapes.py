@@ -337,6 +337,42 @@ def test_torch_compile_with_changing_sizes(captures: list[object]) -> None:
     assert len(captures) == 1
 
 
+def test_torch_compile_with_changing_sizes_and_offloading_says_what_to_write() -> None:
+    options = {"mem": "100MB", "offload": True, **QUICK}
+    compiled: Any = torch.compile(Loss(Stack()), backend="fxremat", options=options, dynamic=True)
+    with pytest.raises(Exception, match=r"offloading needs inputs of fixed sizes: torch.compile\(..., dynamic=False\)"):
+        compiled(rows(8))
+
+
+class Positions(nn.Module):
+    """A table of positions fixes the length; nothing fixes the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.stack = nn.Parameter(torch.ones(6, WIDTH)), Stack(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.stack(x + self.table).square().mean()
+
+
+def test_a_size_that_the_model_fixes_is_not_said_to_change(captures: list[object]) -> None:
+    shapes = {"x": {0: (2, 8), 1: (2, 8)}}
+    compiled = fxremat.compile(Positions(), mem="100MB", shapes=shapes, **QUICK)
+    for count in (3, 5, 8):
+        compiled(torch.ones(count, 6, WIDTH))
+    assert compiled.plan is not None
+    assert str(compiled.plan.sizes) == "x[0] = 8"
+    assert len(captures) == 1
+
+
+def test_sizes_that_are_equal_change_together_in_a_plan_for_others() -> None:
+    compiled = fxremat.compile(ConvNet(), mem="1GB", dynamic=True, **QUICK)
+    compiled(**pictures((3, 16)))
+    assert compiled.plan is not None
+    fixed = fxremat.plan(ConvNet(), pictures((5, 32)), mem="1GB", dynamic=False, **QUICK)
+    assert compiled.plan.at(images=(5, 3, 32, 32)).keep_all_peak == fixed.keep_all_peak
+
+
 class Scaled(nn.Module):
     """Numbers among the inputs: one that sizes are made of, and one that is a factor."""
 

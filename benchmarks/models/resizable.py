@@ -97,7 +97,7 @@ KINDS = {
     "GPT": Kind(gpt, text, TEXTS, options={"shapes": RANGES}),
     "padded GPT": Kind(gpt, partial(text, padded=True), TEXTS),
     "conv + BatchNorm": Kind(ConvNet, pictures, PICTURES, share=0.75),
-    "Llama": Kind(partial(of_transformers, "Llama"), sentences, TEXTS, options={"dynamic": None}, captures=3),
+    "Llama": Kind(partial(of_transformers, "Llama"), sentences, TEXTS, 0.55, {"dynamic": None}, captures=3),
     "BERT": Kind(partial(of_transformers, "Bert"), sentences, TEXTS, share=0.6),
 }
 

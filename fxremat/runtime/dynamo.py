@@ -20,7 +20,7 @@ from torch import fx
 
 from fxremat import kernels
 from fxremat.cost.devices import Device
-from fxremat.errors import FxrematError, InvalidBudget
+from fxremat.errors import CaptureError, FxrematError, InvalidBudget
 from fxremat.host.default import default_tier
 from fxremat.ops.parameters import Weights, check_unscaled
 from fxremat.options import Options, options_of
@@ -346,4 +346,10 @@ def fxremat(
     backend = Backend(options_of(**given))
     part = Part(settings=options, frame=compiled_frame(), broken_at=graph_break_after(module))
     part.refuse_if_second(inputs)
-    return part.marking(backend(module, inputs))
+    try:
+        return part.marking(backend(module, inputs))
+    except NotSymbolic as error:
+        raise CaptureError(
+            f"{error} needs inputs of fixed sizes: torch.compile(..., dynamic=False) captures each combination by "
+            "itself, as fxremat.compile does where it has to"
+        ) from None

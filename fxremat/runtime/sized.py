@@ -32,7 +32,7 @@ from fxremat.search.candidate import Candidate
 from fxremat.step.joint import Joint, Origin, is_number
 from fxremat.step.program import Order
 from fxremat.step.symbolic import Dims, Numbers, SymbolicGraph
-from fxremat.torch_private import boxed
+from fxremat.torch_private import boxed, real_tensors
 
 AT_MOST = 8  # programs that are emitted at a time
 AS_GOOD = 1.01  # times the seconds of the best: an emitted program that takes no more is not worth another one
@@ -98,7 +98,8 @@ class Sized:
         self._chosen: dict[Dims, int] = {}
         self._emitted: OrderedDict[int, _Emitted] = OrderedDict()
         self._numbers: dict[Dims, Numbers] = {}
-        self._empty = torch.empty(0)
+        with real_tensors():
+            self._empty = torch.empty(0)
 
     def forward_of(self, _: fx.GraphModule) -> Callable[..., Any]:
         """What runs the forward, in the place of the contract's."""

@@ -119,11 +119,16 @@ class PlansOfSizes:
                 raise FxrematError(f"no size of {name!r} is symbolic in this plan; those of {known} are")
             changed |= {places[dim]: size for dim, size in _by_dimension(name, given, list(places)).items()}
         found = list(dims)
-        for place, (_, dim) in enumerate(self._dimensions):
-            like = [other for other in changed if dims[other] == dims[place] and self._dimensions[other][1] == dim]
-            if place in changed or like:
-                found[place] = changed.get(place, changed[like[0]] if like else 0)
+        for place in range(len(dims)):
+            others = (changed[other] for other in changed if self._go_together(place, other, dims))
+            found[place] = changed.get(place, next(others, dims[place]))
         return tuple(found)
+
+    def _go_together(self, place: int, other: int, dims: Dims) -> bool:
+        """Whether two sizes are equal here, and are the same symbol or sizes of the same dimension."""
+        symbols, dimensions = self._graph.symbols, self._dimensions
+        alike = symbols[place] == symbols[other] or dimensions[place][1] == dimensions[other][1]
+        return alike and dims[place] == dims[other]
 
     def _in_bytes(self, dims: Dims) -> tuple[Options, str]:
         """The options with a budget in bytes where it is in percent, and that in words; "" for other budgets."""

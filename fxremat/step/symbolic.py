@@ -27,6 +27,7 @@ from fxremat.torch_private import (
     graph_module,
     is_effect_token,
     is_symbolic,
+    real_tensors,
     size_now,
     storage_of,
 )
@@ -125,6 +126,10 @@ class SymbolicGraph:
         Raises:
             NotSymbolic: a value is sparse, so that its size is not known from its shape.
         """
+        with real_tensors():  # a partition function runs among fake ones
+            return read_joint(graph_module(self.module, self._graph_at(dims)), self._forward_outputs)
+
+    def _graph_at(self, dims: Dims) -> fx.Graph:
         graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
         numbers = self.numbers(dims)
         concrete = _Concrete(numbers)
@@ -143,7 +148,7 @@ class SymbolicGraph:
                 if "val" in node.meta:
                     made.meta["val"] = concrete(node.meta["val"])
                 copies[node] = made
-        return read_joint(graph_module(self.module, graph), self._forward_outputs)
+        return graph
 
     def as_captured(self, joint: Joint) -> Joint:
         """A joint of `at` that refers to the nodes of this graph, and has a gradient (None) of each symbolic input."""
