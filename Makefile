@@ -51,6 +51,7 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.libraries
 	$(BIN)/python -m benchmarks.planning
 	$(BIN)/python -m benchmarks.replanning
+	$(BIN)/python -m benchmarks.shapes
 	$(BIN)/python -m benchmarks.offload
 	$(BIN)/python -m benchmarks.overhead
 	$(BIN)/python examples/01_quickstart.py > benchmarks/results/quickstart.txt

@@ -3,6 +3,7 @@
 options = options_of(mem=..., ...)              what to plan for
 module  = drop_in(model, options)               captured at its first training call, then:
           read_joint -> measure -> survey -> choose -> lower -> run        (fxremat.runtime.dynamo)
+          at other sizes: known programs judged -> choose -> run           (fxremat.runtime.sized)
 """
 
 from __future__ import annotations
@@ -38,19 +39,20 @@ def compile(  # the name users know from torch.compile
             when forward began, with every `.grad` None then: an int (bytes), "4GiB", "300MB", "60%" of what keeping
             everything takes, or "auto" (CUDA: what is free).
         example_inputs: plan now, for these inputs: a tuple of positional arguments, a dict of keyword arguments, or
-            one tensor. None: plan at the first training call. New shapes are planned when they come.
+            one tensor. None: plan at the first training call. Other sizes are planned when they come.
         solver: "auto", or one by name: docs/solvers.md lists them.
         options: offload (True, or a host tier: values may wait on the host) and host_mem (how much may), cost
             ("measure" or "estimate"), device (for an estimate), loss_bytes (what a loss outside the model takes),
             offload_weights with optimizer (the step updates the weights, which may live on the host, and `mem` covers
-            them, their gradients and the optimizer's state), effort, slots, progress: see `fxremat.options.Options`.
+            them, their gradients and the optimizer's state), dynamic and shapes (which sizes of the inputs change, see
+            docs/shapes.md), effort, slots, progress: see `fxremat.options.Options`.
 
     Returns:
         an instance of the model's own class that shares all its state; `.plan` says what it does (None before it is
         planned). eval() and no_grad() calls run the plain model.
 
     Raises:
-        BudgetTooSmall: nothing fits; `.minimum` is what would. At the call that plans.
+        BudgetTooSmall: nothing fits; `.minimum` is what would. At the call whose sizes are planned, before it runs.
         CaptureError: the model is not one graph; names the line.
         InvalidBudget: `mem` has another form.
     """
