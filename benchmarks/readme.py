@@ -77,7 +77,7 @@ def _planning(record: str) -> str:
     return (
         f"Planning the 12-layer GPT takes {seconds('fresh install')} on a fresh install, {seconds('from nothing')} "
         f"once kernels are compiled, {seconds('from the cost cache')} with known costs, {seconds('another budget')} "
-        f"for another budget in the same process and {seconds('a new length')} for a new length "
+        f"for another budget of that plan (`plan.within`) and {seconds('a new length')} for a new length "
         f"({found['of one capture']['clock']:.2f} s where one capture serves all lengths). A ResNet of 200 blocks "
         f"({deep['ops']} ops) takes {deep['clock']:.0f} s and {deep['bytes'] / 2**30:.1f} GiB, the sizes of "
         f"Llama 3.1 8B without data ({llama['ops']} ops) {llama['clock']:.0f} s."

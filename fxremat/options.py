@@ -140,8 +140,9 @@ class Options:
 
     def longest(self, name: str, dimension: int | None) -> int | None:
         """The largest size that the user expects of an input's dimension; None where nothing is said."""
-        expected = (self.shapes or {}).get(name, {}).get(-1 if dimension is None else dimension)
-        return expected[1] if expected else None
+        if dimension is None or dimension not in (expected := (self.shapes or {}).get(name, {})):
+            return None
+        return expected[dimension][1]
 
     @property
     def offloads_by_chain(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -60,6 +60,7 @@ class PlannedStep:
     link: Link | None = None  # how fast they get there and back
     weights: WeightBudget | None = None  # where the step updates its weights, and the budget covers them
     sizes: SymbolicSizes | None = None  # those of the inputs that may change; None: all are fixed
+    another: Callable[[int | str], Any] | None = None  # makes the plan for another budget
     assumed: str = ""  # what was taken for granted of a device that the step was not captured on
 
     @property

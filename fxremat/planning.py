@@ -51,6 +51,11 @@ from fxremat.transfers.offloading import with_offloading, with_schedules
 from fxremat.transfers.weight_updates import best_within, resident_peak
 from fxremat.units import Percent
 
+NEAREST = 3  # plans whose candidates are judged at other sizes
+NO_TIME = 1.01  # times what keeping everything takes: whatever is searched for gains less
+
+Choice = Callable[[Sequence[Candidate]], Candidate]  # of candidates that fit, fastest first
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedParameters:
@@ -92,7 +97,13 @@ def plan_step(step: CapturedStep, options: Options) -> Plan:
         else:
             plan = _planned(_within(budget, frontier, costs, options), frontier, costs, budget, options)
         planned(plan.headline)
-    return plan
+    return _with_others(plan, step, options)
+
+
+def _with_others(plan: Plan, step: CapturedStep, options: Options) -> Plan:
+    """The plan, which can be asked for others of its step; the inputs of the call are not kept for that."""
+    again = replace(step, inputs=(), within="")
+    return replace(plan, another=lambda mem: plan_step(again, replace(options, mem=mem)))
 
 
 def _what(step: CapturedStep, options: Options) -> str:
@@ -114,8 +125,7 @@ def replan_step(step: CapturedStep, known: Sequence[Plan], options: Options, cho
         the plan; None where the step is to be planned from nothing: no known candidate fits, or all are known from
         sizes far away, and take time here.
     """
-    bytes_here = sum(value.bytes for value in step.joint.values)
-    near = sorted(known, key=lambda plan: _far(bytes_here, sum(value.bytes for value in plan.joint.values)))
+    near = sorted(known, key=lambda plan: _distance(plan.joint, step.joint))
     nearest = near[0]
     with planning(f"{_what(step, options)} from known programs") as planned:
         costs = _resized(step.joint, nearest, options)
@@ -129,16 +139,13 @@ def replan_step(step: CapturedStep, known: Sequence[Plan], options: Options, cho
             return None
         plan = _planned(choose(fitting), frontier, costs, budget, options)
         planned(plan.headline)
-    return plan
+    return _with_others(plan, step, options)
 
 
-Choice = Callable[[Sequence[Candidate]], Candidate]
-NEAREST = 3  # plans whose candidates are judged at other sizes
-NO_TIME = 1.01  # times what keeping everything takes: whatever is searched for gains less
-
-
-def _far(size: int, other: int) -> float:
-    return abs(math.log(max(1, size) / max(1, other)))
+def _distance(one: Joint, other: Joint) -> float:
+    """How far apart the sizes of two graphs of the same ops are."""
+    bytes_ = [1 + sum(value.bytes for value in joint.values) for joint in (one, other)]
+    return abs(math.log(bytes_[0] / bytes_[1]))
 
 
 def _resized(joint: Joint, known: Plan, options: Options) -> Costs:

@@ -38,6 +38,18 @@ class Plan(PlannedStep):
         found: Plan = self.sizes.plan(sizes)
         return found
 
+    def within(self, mem: int | str) -> Plan:
+        """The plan of the same step within another budget, in any form of `mem`; nothing is captured or measured again.
+
+        Raises:
+            BudgetTooSmall: nothing fits.
+            InvalidBudget: `mem` has another form.
+        """
+        if self.another is None:
+            raise FxrematError("this plan does not know the step that it was made for")
+        found: Plan = self.another(mem)
+        return found
+
     def to_html(self) -> str:
         """A page that shows the plan, with its memory over the step as a picture."""
         return page(self)

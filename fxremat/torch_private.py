@@ -339,7 +339,7 @@ def capture_settings(dynamic: bool | None = False) -> Iterator[None]:
     `trace_autograd_ops`          on: `torch.autograd.grad` inside of forward
     """
     import torch._dynamo.config as dynamo_config
-    import torch.fx.experimental._config as shape_config
+    from torch.fx.experimental import _config
 
     settings: dict[str, Any] = {
         "recompile_limit": 512,
@@ -353,6 +353,7 @@ def capture_settings(dynamic: bool | None = False) -> Iterator[None]:
         "ignore_logging_functions": ignored,
     }
     known = {name: value for name, value in settings.items() if hasattr(dynamo_config, name)}
+    shape_config: Any = _config
     apart = shape_config.patch(use_duck_shape=False)
     with dynamo_config.patch(known), apart, _silent("torch._subclasses.fake_tensor"):
         yield

@@ -90,6 +90,28 @@ def test_other_sizes_are_planned_from_the_programs_that_are_known(monkeypatch: p
     assert len(made) == 1
 
 
+def test_a_plan_tells_of_other_budgets_and_captures_nothing_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = fxremat.plan(Deep(), INPUTS, mem="60%")
+    known = {mem: fxremat.plan(Deep(), INPUTS, mem=mem) for mem in ("45%", "80%", 1 << 30)}
+    monkeypatch.setattr("fxremat.api.drop_in", None)
+    for mem, wanted in known.items():
+        other = plan.within(mem)
+        assert (other.budget, other.predicted_peak) == (wanted.budget, wanted.predicted_peak)
+        assert str(other.schedule) == str(wanted.schedule)
+        assert other.within("60%").predicted_peak == plan.predicted_peak
+    with pytest.raises(fxremat.BudgetTooSmall):
+        plan.within(1)
+    with pytest.raises(fxremat.InvalidBudget):
+        plan.within("much")
+
+
+def test_other_budgets_of_a_plan_that_offloads() -> None:
+    plan = fxremat.plan(Deep(), INPUTS, mem="60%", offload=True, cost="estimate")
+    wanted = fxremat.plan(Deep(), INPUTS, mem="30%", offload=True, cost="estimate")
+    assert plan.within("30%").predicted_peak == wanted.predicted_peak
+    assert plan.within("30%").tier is plan.tier
+
+
 def test_where_no_known_program_fits_the_model_is_surveyed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     made = counted(monkeypatch)
     coarse = fxremat.plan(Deep(), INPUTS, mem="90%", cost="estimate")

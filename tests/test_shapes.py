@@ -213,6 +213,27 @@ def test_percent_refers_to_the_largest_size() -> None:
     assert compiled.plan.budget == pytest.approx(grown.budget, rel=0.01)
 
 
+def test_ranges_that_torch_is_told_of(captures: list[object]) -> None:
+    compiled = fxremat.compile(gpt(), mem="50%", cost="estimate", device="cpu", **QUICK)
+
+    def marked(size: tuple[int, int]) -> dict[str, Tensor]:
+        batch = text(size)
+        for tensor in batch.values():
+            torch._dynamo.mark_dynamic(tensor, 1, min=16, max=128)
+        return batch
+
+    largest = fxremat.plan(gpt(), text((8, 128)), mem="50%", cost="estimate", device="cpu", **QUICK)
+    captures.clear()
+    for length in (32, 100):
+        compiled(**marked((8, length)))
+        assert compiled.plan is not None
+        assert compiled.plan.budget == pytest.approx(largest.budget, rel=0.01)
+    assert len(captures) == 1
+    compiled(**text((8, 160)))  # out of the range: captured again, for any size
+    compiled(**text((8, 170)))
+    assert len(captures) == 2
+
+
 def test_a_plan_tells_of_other_sizes() -> None:
     compiled = fxremat.compile(gpt(), mem="30MB", dynamic=True, **QUICK)
     compiled(**text((4, 32)))

@@ -31,7 +31,6 @@ aten = torch.ops.aten
 COMMUTE = {aten.add.Tensor, aten.mul.Tensor}
 
 
-
 def with_new_result(
     op: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
