@@ -16,9 +16,8 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import sympy
 import torch
 from torch import fx
 
@@ -30,6 +29,9 @@ from fxremat.step.overwriting import SWAPPED, overwritten
 from fxremat.step.program import Program, Role, Step, Transfer
 from fxremat.step.symbolic import is_size_node
 from fxremat.torch_private import expression_of
+
+if TYPE_CHECKING:
+    import sympy
 
 aten = torch.ops.aten
 

@@ -18,9 +18,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import sympy
 import torch
 from torch import fx
 
@@ -33,6 +32,9 @@ from fxremat.step.joint import Joint, Origin, is_number
 from fxremat.step.program import Order
 from fxremat.step.symbolic import Dims, Numbers, SymbolicGraph
 from fxremat.torch_private import boxed, real_tensors
+
+if TYPE_CHECKING:
+    import sympy
 
 AT_MOST = 8  # programs that are emitted at a time
 AS_GOOD = 1.01  # times the seconds of the best: an emitted program that takes no more is not worth another one

@@ -13,9 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import sympy
 import torch
 from torch import fx
 
@@ -31,6 +30,9 @@ from fxremat.torch_private import (
     size_now,
     storage_of,
 )
+
+if TYPE_CHECKING:
+    import sympy  # torch imports it when it captures with symbolic sizes
 
 Dims = tuple[int, ...]
 
@@ -58,7 +60,9 @@ def has_symbolic_sizes(graph: fx.Graph) -> bool:
 def same_size(one: Any, other: Any) -> bool:
     """Whether two numbers, symbolic or not, are equal at all sizes; adds no guard."""
     first, second = (expression_of(n) if isinstance(n, SYMBOLS) else n for n in (one, other))
-    return bool(first == second or sympy.expand(first - second) == 0)
+    if isinstance(first, int) and isinstance(second, int):
+        return first == second
+    return bool(first == second or (first - second).expand() == 0)
 
 
 class Numbers:
@@ -66,6 +70,8 @@ class Numbers:
 
     def __init__(self, symbols: Sequence[sympy.Expr], dims: Sequence[int]) -> None:
         """`symbols` of the symbolic inputs; an input whose size follows from others' has an expression of theirs."""
+        import sympy
+
         given = zip(symbols, dims, strict=True)
         self._given = {symbol: sympy.Integer(dim) for symbol, dim in given if symbol.is_Symbol}
         self._known: dict[sympy.Expr, Any] = {}
