@@ -26,6 +26,7 @@ from fxremat.step.overwriting import overwritten
 from fxremat.torch_private import unprofiled
 
 FEW = 256  # bytes of workspace that do not grow with the sizes: a number, a flag
+AT_MOST = 10_000  # ops that are remembered
 _took: dict[tuple[str, str], OpCost] = {}  # by environment and op; without seconds
 _estimated: WeakKeyDictionary[Joint, Sequence[OpCost]] = WeakKeyDictionary()
 
@@ -77,6 +78,8 @@ def _run(joint: Joint, ops: list[int], device: torch.device) -> dict[int, OpCost
             node = joint.ops[index].node
             key = (where, op_key(node))
             if key not in _took and (cost := alone(node, device, timed=False)) is not None:
+                if len(_took) >= AT_MOST:
+                    _took.clear()
                 _took[key] = cost
             found[index] = _took.get(key)
     return found

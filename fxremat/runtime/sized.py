@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     import sympy
 
 AT_MOST = 8  # programs that are emitted at a time
+REMEMBERED = 256  # sizes whose numbers are worked out
 AS_GOOD = 1.01  # times the seconds of the best: an emitted program that takes no more is not worth another one
 GOOD_ENOUGH = 1.03  # the same where there are as many as may be, but for the one that keeps everything
 
@@ -99,7 +101,7 @@ class Sized:
         self._number_of: dict[object, int] = {}
         self._chosen: dict[Dims, int] = {}
         self._emitted: OrderedDict[int, _Emitted] = OrderedDict()
-        self._numbers: dict[Dims, Numbers] = {}
+        self._numbers: Callable[[Dims], Numbers] = lru_cache(maxsize=REMEMBERED)(graph.numbers)
         with real_tensors():
             self._empty = torch.empty(0)
 
@@ -121,7 +123,7 @@ class Sized:
         dims = self._dims(arguments)
         if dims not in self._chosen:
             self.choose(arguments)
-        number, numbers = self._chosen[dims], self._numbers[dims]
+        number, numbers = self._chosen[dims], self._numbers(dims)
         program = self._program(number)
         places = self._graph.places
         given = [argument for place, argument in enumerate(arguments) if place not in places]
@@ -140,7 +142,7 @@ class Sized:
         unused = unused_outputs()
         count = len(self._graph.places)
         dims = tuple(int(argument) for argument in arguments[:count])
-        program, numbers = self._program(int(arguments[count])), self._numbers[dims]
+        program, numbers = self._program(int(arguments[count])), self._numbers(dims)
         tensors = count + 1 + self._slots.numbers
         given = [numbers.of(size) for size in program.backward_sizes]
         given += arguments[count + 1 : count + 1 + program.numbers]
@@ -158,7 +160,6 @@ class Sized:
             self._number_of[_key(order)] = len(self._orders)
             self._orders.append(replace(order, layout=replace(order.layout, joint=self._symbolic)))
         self._chosen[dims] = self._number_of[_key(order)]
-        self._numbers[dims] = self._graph.numbers(dims)
         self._on_plan(plan)
 
     def contract(self) -> tuple[fx.GraphModule, fx.GraphModule]:
