@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fxremat
-from tests.dags import Dag, Layer, Recipe, batch, few, recipes, small_recipes
+from fxremat.search.executions import Executions
+from tests.dags import WIDTH, Dag, Layer, Recipe, batch, few, recipes, small_recipes
 from tests.steps import Step, differences, step_of
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
@@ -25,9 +26,12 @@ batch_sizes = st.lists(st.integers(2, 40), min_size=3, max_size=4, unique=True)
 
 
 def rows_of(recipe: Recipe, sizes: list[int]) -> list[int]:
-    """These numbers of rows, or multiples of them that the model bears."""
+    """These numbers of rows, or multiples of them that the model bears.
+
+    The first is not the width: torch takes sizes of inputs that are equal for one and the same, and this one is fixed.
+    """
     times = max([1, *(DIVIDED.get(layer.kind, 1) for layer in recipe.layers)])
-    return [times * size for size in sizes]
+    return sorted((times * size for size in sizes), key=lambda rows: rows == WIDTH)
 
 
 def step(model: nn.Module, call: nn.Module, rows: int) -> Step:
@@ -57,7 +61,8 @@ def check(recipe: Recipe, sizes: list[int]) -> None:
         there = plan.at(x=rows)
         fixed = fxremat.plan(copy.deepcopy(fresh), batch(rows, rows), dynamic=False, **QUICK)
         assert there.keep_all_peak == fixed.keep_all_peak, rows
-        assert there.predicted_peak == fixed.predicted_peak, rows
+        peak, _ = Executions(fixed.joint, fixed.costs).judge(there.chosen.order())
+        assert there.predicted_peak == peak, rows
     model.load_state_dict(fresh.state_dict())
     for rows in (*others, first):
         ours, theirs = step(model, compiled, rows), step(plain, plain, rows)
