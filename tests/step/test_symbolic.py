@@ -155,7 +155,7 @@ def test_sizes_are_equal_where_they_are_at_all_sizes() -> None:
     assert not same_size(rows, 7)
     assert not same_size(7, rows)
     assert not same_size(rows, rows + 1)
-    assert same_size(4 * (rows + columns), 4 * columns + rows * 4)
+    assert same_size(rows * (rows + columns), rows * columns + rows * rows)
     assert not same_size(rows // 2 * 2, rows)
     assert len(rows.node.shape_env.guards) == guards, "a comparison adds a guard"
 
