@@ -178,6 +178,24 @@ def test_a_float_that_changes_is_a_value() -> None:
     assert 11 / 3 in constants
 
 
+class Spectrum(nn.Module):
+    """A Fourier transform, whose shapes are found by views inside of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.fft.rfft(self.linear(x), dim=1).abs().mean()
+
+
+def test_a_view_inside_of_an_op_may_have_symbolic_sizes() -> None:
+    model = Spectrum()
+    graph = symbolic_graph(model, torch.randn(5, 8, 4))
+    assert len(graph.inputs) == 2
+    assert_same(graph.at((3, 10)), capture(model, torch.randn(3, 10, 4)))
+
+
 class Sparse(nn.Module):
     def __init__(self) -> None:
         super().__init__()
