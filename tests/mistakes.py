@@ -1003,7 +1003,21 @@ MISTAKES += [
         "cost/resized.py",
         "if grown[op.index] or by_op[op.index].workspace > FEW",
         "if by_op[op.index].workspace > FEW",
+        f"{RESIZED}::test_what_took_nothing_is_not_run_for_smaller_sizes",
+    ),
+    # a result is taken to need what its shape says
+    Mistake(
+        "cost/resized.py",
+        " or not _as_shown(op, known, costs, device)",
+        "",
         f"{RESIZED}::test_a_result_in_a_larger_storage_is_noticed",
+    ),
+    # views inside of torch's own kernels take numbers alone
+    Mistake(
+        "torch_private.py",
+        "return kernels[op](tensor, shape) if symbolic else op._op_dk(key, tensor, shape)",
+        "return op._op_dk(key, tensor, shape)",
+        f"{SYMBOLIC}::test_a_view_inside_of_an_op_may_have_symbolic_sizes",
     ),
     # workspaces are those of the sizes that were measured
     Mistake(

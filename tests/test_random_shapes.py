@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -68,6 +69,29 @@ def check(recipe: Recipe, sizes: list[int]) -> None:
         ours, theirs = step(model, compiled, rows), step(plain, plain, rows)
         assert differences(ours, theirs) == [], rows
         assert compiled.plan.sizes is not None
+
+
+class Stretched(nn.Module):
+    """A model that torch captures for sizes that change, and then fixes them: its interpolation takes numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = F.interpolate(self.linear(x).transpose(1, 2), scale_factor=2.0, mode="linear")
+        return y.square().mean()
+
+
+def test_a_plan_does_not_tell_of_sizes_that_it_is_not_for() -> None:
+    model = Stretched()
+    compiled = fxremat.compile(model, dynamic=True, **QUICK)
+    compiled(torch.randn(5, 6, WIDTH))
+    plan = compiled.plan
+    assert plan is not None
+    with pytest.raises(fxremat.FxrematError, match="other sizes are captured by themselves"):
+        plan.at(x=(9, 14))
+    assert plan.at(x=(5, 6)).predicted_peak == plan.predicted_peak
 
 
 @few(15)

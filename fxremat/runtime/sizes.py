@@ -109,7 +109,7 @@ class PlansOfSizes:
             sizes: by input: a shape, sizes by dimension, or a number: the input itself, or its last symbolic dimension.
 
         Raises:
-            FxrematError: no such input has symbolic sizes, or a size is none.
+            FxrematError: no such input has symbolic sizes, or one is none, or the capture is for one size after all.
         """
         changed: dict[int, int] = {}
         for name, given in sizes.items():
@@ -123,6 +123,9 @@ class PlansOfSizes:
             like = [other for other in changed if dims[other] == dims[place] and self._dimensions[other][1] == dim]
             if place in changed or like:
                 found[place] = changed.get(place, changed[like[0]] if like else 0)
+        for dim, now, symbol in zip(found, dims, self._graph.symbols, strict=True):
+            if symbol.is_Integer and dim != now:  # fixed while the step was traced
+                raise FxrematError(f"this plan is for {self.described(dims)}: other sizes are captured by themselves")
         return tuple(found)
 
     def _in_bytes(self, dims: Dims) -> tuple[Options, str]:

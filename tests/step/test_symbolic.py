@@ -82,6 +82,9 @@ def test_views_share_storages_with_what_they_view(name: str) -> None:
             assert storages.setdefault(value, storage) == storage, node
             assert node.meta["val"].untyped_storage().nbytes() == joint.values[value].bytes
     assert len(set(storages.values())) == len(storages)
+    symbolic = {node.name: storage_of(node.meta["val"]) for node in graph.module.graph.nodes if shows_a_tensor(node)}
+    found = {node.name: storage_of(node.meta["val"]) for node in joint.value_of if shows_a_tensor(node)}
+    assert len(set(found.values())) == len({symbolic[name] for name in found}) < len(found)
     assert not has_symbolic_sizes(joint.module.graph)
     assert has_symbolic_sizes(graph.module.graph)
 
