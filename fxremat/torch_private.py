@@ -188,11 +188,18 @@ def _eager_views() -> Iterator[None]:
                 return tensor.as_strided(shape, strides, tensor.storage_offset())
         return fakes[op](mode, op, tensor, shape) if op in fakes else NotImplemented
 
+    def meta(op: Any, tensor: torch.Tensor, shape: Sequence[Any]) -> Any:
+        """A view inside of another op's Python kernel for Meta, such as a Fourier transform's."""
+        symbolic = any(isinstance(number, torch.SymInt) for number in (*tensor.shape, *tensor.stride(), *shape))
+        return kernels[op](tensor, shape) if symbolic else op._op_dk(key, tensor, shape)
+
     def forget() -> None:
         for op in views:
             op._dispatch_cache.clear()
         FakeTensorMode.cache_clear()
 
+    for op in kernels:
+        op.py_kernels[key] = functools.partial(meta, op)
     forget()
     op_implementations_dict.update(dict.fromkeys(views, view))
     try:
@@ -547,6 +554,11 @@ def is_symbolic(tensor: torch.Tensor) -> bool:
 def expression_of(symbol: Any) -> Any:
     """The sympy expression that a backed SymInt, SymFloat or SymBool stands for: `SymNode.expr` (2.11, 2.13)."""
     return symbol.node.expr
+
+
+def guards_of(symbol: Any) -> list[Any]:
+    """What tracing found true of sizes, as sympy expressions: `ShapeEnv.guards`, whose items have `expr` (2.11, 2.13)."""
+    return [guard.expr for guard in symbol.node.shape_env.guards]
 
 
 def largest_of(symbol: Any) -> int | None:

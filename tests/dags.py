@@ -90,7 +90,7 @@ def few(examples: int) -> settings:
 
 
 class Dag(nn.Module):
-    """The model of a recipe; reads two inputs of [ROWS, WIDTH] and returns its loss (and further values)."""
+    """The model of a recipe; reads two inputs of [rows, WIDTH] and returns its loss (and further values)."""
 
     def __init__(self, recipe: Recipe) -> None:
         super().__init__()
@@ -123,6 +123,7 @@ class Dag(nn.Module):
         return loss + sum(values[index].mean() for index in sorted(unread)), values
 
     def _apply_layer(self, kind: str, module: nn.Module, first: Tensor, second: Tensor) -> Tensor:
+        rows = len(first)
         match kind:
             case "shared":
                 return self.shared(first)
@@ -136,20 +137,20 @@ class Dag(nn.Module):
                 left, right = first.split(WIDTH // 2, dim=1)
                 return torch.cat([F.relu(right), left], 1)
             case "view":
-                return first.view(ROWS // 2, 2, WIDTH).transpose(0, 1).reshape(ROWS, WIDTH)
+                return first.view(rows // 2, 2, WIDTH).transpose(0, 1).reshape(rows, WIDTH)
             case "tanh":
                 return torch.tanh(first)
             case "tokens":  # a batch of one, whose dimension of size 1 has whatever stride comes out
-                tokens = module(first.view(1, ROWS, WIDTH)).transpose(1, 2)
-                return F.gelu(tokens + tokens.flip(2)).transpose(1, 2).reshape(ROWS, WIDTH)
+                tokens = module(first.view(1, rows, WIDTH)).transpose(1, 2)
+                return F.gelu(tokens + tokens.flip(2)).transpose(1, 2).reshape(rows, WIDTH)
             case "attend":
-                heads = first.view(1, ROWS, 2, WIDTH // 2).transpose(1, 2)
+                heads = first.view(1, rows, 2, WIDTH // 2).transpose(1, 2)
                 mixed = module((heads @ heads.mT).softmax(-1) @ heads)
-                return mixed.transpose(1, 2).reshape(ROWS, WIDTH)
+                return mixed.transpose(1, 2).reshape(rows, WIDTH)
             case "twist":  # the same numbers in the other order of dimensions
                 return module(first.t().contiguous().t()) * 0.5
             case "images":
-                images = module(first.t().reshape(1, WIDTH, 4, ROWS // 4))
+                images = module(first.t().reshape(1, WIDTH, 4, rows // 4))
                 return images.flatten(2).transpose(1, 2).squeeze(0)
         return module(first)
 
@@ -170,10 +171,10 @@ def _module(kind: str) -> nn.Module:
     return makers.get(kind, nn.Identity)()
 
 
-def batch(seed: int = 0) -> tuple[Tensor, Tensor]:
+def batch(seed: int = 0, rows: int = ROWS) -> tuple[Tensor, Tensor]:
     """Two inputs."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(ROWS, WIDTH, generator=generator), torch.randn(ROWS, WIDTH, generator=generator)
+    return torch.randn(rows, WIDTH, generator=generator), torch.randn(rows, WIDTH, generator=generator)
 
 
 def estimated(joint: Joint) -> Costs:

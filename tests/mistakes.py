@@ -932,3 +932,140 @@ MISTAKES += [
         f"{WHAT_IF}::test_the_largest_size_is_found_with_few_trials",
     ),
 ]
+
+SYMBOLIC, OVERWRITING, RESIZED = "step/test_symbolic.py", "step/test_overwriting.py", "cost/test_resized.py"
+MISTAKES += [
+    # sizes are compared as they are written
+    Mistake(
+        "step/symbolic.py",
+        "sympy.expand(first - second) == 0",
+        "first - second == 0",
+        f"{SYMBOLIC}::test_sizes_are_equal_where_they_are_at_all_sizes",
+    ),
+    # a factor that is made of sizes loses its fraction
+    Mistake(
+        "step/symbolic.py",
+        "number = int(value) if value.is_integer else float(value)",
+        "number = int(value)",
+        f"{SYMBOLIC}::test_numbers_at_sizes",
+    ),
+    # a view at given sizes has memory of its own
+    Mistake(
+        "step/symbolic.py",
+        "        if storage not in self._storages:\n",
+        "        if True:\n",
+        f"{SYMBOLIC}::test_views_share_storages_with_what_they_view[conv]",
+    ),
+    # the graph at given sizes returns a gradient of each size
+    Mistake(
+        "step/symbolic.py",
+        "enumerate(returned) if place not in places]",
+        "enumerate(returned)]",
+        f"{SYMBOLIC}::test_a_graph_at_sizes_has_the_nodes_of_the_symbolic_one_again",
+    ),
+    # a sparse value is taken for a dense one
+    Mistake(
+        "step/symbolic.py",
+        "if value.layout is not torch.strided:",
+        "if False:",
+        f"{SYMBOLIC}::test_a_sparse_value_is_known_for_one_size_alone",
+    ),
+    # an operand that is a part of a storage is overwritten
+    Mistake(
+        "ops/overwriting.py",
+        "if whole and _alike(",
+        "if _alike(",
+        f"{OVERWRITING}::test_layouts_decide_whether_an_operand_is_overwritten",
+    ),
+    # an operand of another layout than the result's is overwritten
+    Mistake(
+        "ops/overwriting.py",
+        "_Layout.of(captured(*given, **rest)) == args[0]",
+        "_Layout.of(captured(*given, **rest)).shape == args[0].shape",
+        f"{OVERWRITING}::test_layouts_decide_whether_an_operand_is_overwritten",
+    ),
+    # a new result is made of the operands in the order of overwriting
+    Mistake(
+        "step/overwriting.py",
+        "    if swapped:\n",
+        "    if False:\n",
+        f"{OVERWRITING}::test_operands_are_handed_over_in_the_order_of_the_capture",
+    ),
+    # a new result is made without the options of the op
+    Mistake(
+        "step/overwriting.py",
+        "{key: value for key, value in kwargs.items() if key != \"grad_input\"}",
+        "{}",
+        f"{OVERWRITING}::test_options_are_handed_on",
+    ),
+    # what took no workspace takes none at larger sizes
+    Mistake(
+        "cost/resized.py",
+        "if grown[op.index] or by_op[op.index].workspace > FEW",
+        "if by_op[op.index].workspace > FEW",
+        f"{RESIZED}::test_what_took_nothing_is_not_run_for_smaller_sizes",
+    ),
+    # a result is taken to need what its shape says
+    Mistake(
+        "cost/resized.py",
+        " or not _as_shown(op, known, costs, device)",
+        "",
+        f"{RESIZED}::test_a_result_in_a_larger_storage_is_noticed",
+    ),
+    # views inside of torch's own kernels take numbers alone
+    Mistake(
+        "torch_private.py",
+        "return kernels[op](tensor, shape) if symbolic else op._op_dk(key, tensor, shape)",
+        "return op._op_dk(key, tensor, shape)",
+        f"{SYMBOLIC}::test_a_view_inside_of_an_op_may_have_symbolic_sizes",
+    ),
+    # workspaces are those of the sizes that were measured
+    Mistake(
+        "cost/resized.py",
+        "        by_op[index] = replace(safe, seconds=by_op[index].seconds)\n",
+        "        pass\n",
+        f"{RESIZED}::test_bytes_are_those_that_measuring_finds[conv]",
+    ),
+    # seconds are those of the sizes that were measured
+    Mistake(
+        "cost/resized.py",
+        "costs.seconds[op.index] * now[op.index].seconds / before[op.index].seconds",
+        "costs.seconds[op.index]",
+        f"{RESIZED}::test_seconds_grow_with_the_sizes[encoder]",
+    ),
+    # a dimension of size 1 keeps others apart
+    Mistake(
+        "torch_private.py",
+        "while begin and (shape[begin - 1] == 1 or strides[begin - 1] == count * base):",
+        "while begin and strides[begin - 1] == count * base:",
+        "test_views.py::test_strides_are_those_of_torch",
+    ),
+    # a size of 1 at the front of a group is left to the one before it
+    Mistake(
+        "torch_private.py",
+        "while left and (viewed < count or left[-1] == 1):",
+        "while left and viewed < count:",
+        "test_views.py::test_strides_are_those_of_torch",
+    ),
+    # a backward runs the program that was chosen last
+    Mistake(
+        "runtime/sized.py",
+        "program, numbers = self._program(int(arguments[count])), self._numbers[dims]",
+        "program, numbers = self._program(len(self._orders) - 1), self._numbers[dims]",
+        "test_shapes.py::test_a_plan_made_between_a_forward_and_its_backward_changes_nothing",
+    ),
+    # a percentage refers to the sizes that came, however large they were said to become
+    Mistake(
+        "runtime/sizes.py",
+        "return most if most >= here else int(GROWTH * here)",
+        "return here",
+        "test_shapes.py::test_percent_refers_to_the_largest_size",
+    ),
+    # all sizes are of the first dimension
+    Mistake(
+        "torch_private.py",
+        "int(size[1]) if size else None",
+        "0 if size else None",
+        "test_shapes.py::test_a_plan_tells_of_other_sizes",
+    ),
+]

@@ -386,6 +386,29 @@ def test_a_size_that_the_model_fixes_is_not_said_to_change(captures: list[object
     assert len(captures) == 1
 
 
+class Branching(nn.Module):
+    """Long inputs take another way than short ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack = Stack(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.stack(x if x.shape[0] < 20 else x.flip(0).exp()).square().mean()
+
+
+def test_a_plan_does_not_speak_of_sizes_that_take_another_way(captures: list[object]) -> None:
+    compiled = fxremat.compile(Branching(), mem="100MB", dynamic=True, **QUICK)
+    compiled(rows(8))
+    assert compiled.plan is not None
+    compiled.plan.at(x=12)
+    with pytest.raises(fxremat.FxrematError, match=r"x\[0\] = 30 takes another way through the model"):
+        compiled.plan.at(x=30)
+    compiled(rows(30))
+    assert compiled.plan.at(x=24).predicted_peak < compiled.plan.predicted_peak
+    assert len(captures) == 2
+
+
 def test_sizes_that_are_equal_change_together_in_a_plan_for_others() -> None:
     compiled = fxremat.compile(ConvNet(), mem="1GB", dynamic=True, **QUICK)
     compiled(**pictures((3, 16)))

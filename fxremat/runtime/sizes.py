@@ -109,7 +109,7 @@ class PlansOfSizes:
             sizes: by input: a shape, sizes by dimension, or a number: the input itself, or its last symbolic dimension.
 
         Raises:
-            FxrematError: no such input has symbolic sizes, or a size is none.
+            FxrematError: no such input has symbolic sizes, or one is none, or the capture is for one size after all.
         """
         changed: dict[int, int] = {}
         for name, given in sizes.items():
@@ -122,6 +122,11 @@ class PlansOfSizes:
         for place in range(len(dims)):
             others = (changed[other] for other in changed if self._go_together(place, other, dims))
             found[place] = changed.get(place, next(others, dims[place]))
+        if not self._graph.serves(tuple(found)):
+            raise FxrematError(
+                f"this plan is for {self.described(dims)}: {self.described(tuple(found))} takes another way through the "
+                "model, and is captured by itself"
+            )
         return tuple(found)
 
     def _go_together(self, place: int, other: int, dims: Dims) -> bool:

@@ -24,6 +24,7 @@ from fxremat.torch_private import (
     expression_of,
     fake_like,
     graph_module,
+    guards_of,
     is_effect_token,
     is_symbolic,
     real_tensors,
@@ -125,6 +126,13 @@ class SymbolicGraph:
     def numbers(self, dims: Dims) -> Numbers:
         """What symbolic numbers of the graph are at these sizes."""
         return Numbers(self.symbols, dims)
+
+    def serves(self, dims: Dims) -> bool:
+        """Whether calls of these sizes take the same way through the model, as far as tracing noted what it compared."""
+        numbers = self.numbers(dims)
+        fixed = all(symbol == dim for symbol, dim in zip(self.symbols, dims, strict=True) if symbol.is_Integer)
+        noted = guards_of(self.inputs[0].meta["val"]) if self.inputs else []
+        return fixed and all(numbers.of(guard) for guard in noted if guard.free_symbols <= set(self.symbols))
 
     def at(self, dims: Dims) -> Joint:
         """The joint graph at these sizes. O(nodes): tens of milliseconds for a GPT of 12 layers.
