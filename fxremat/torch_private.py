@@ -557,7 +557,7 @@ def expression_of(symbol: Any) -> Any:
 
 
 def guards_of(symbol: Any) -> list[Any]:
-    """What tracing found true of sizes, as sympy expressions: `ShapeEnv.guards`, whose items have `expr` (2.11, 2.13)."""
+    """What tracing found true of sizes, as sympy expressions: the `expr` of `ShapeEnv.guards` (2.11, 2.13)."""
     return [guard.expr for guard in symbol.node.shape_env.guards]
 
 

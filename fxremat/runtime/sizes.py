@@ -124,8 +124,8 @@ class PlansOfSizes:
             found[place] = changed.get(place, next(others, dims[place]))
         if not self._graph.serves(tuple(found)):
             raise FxrematError(
-                f"this plan is for {self.described(dims)}: {self.described(tuple(found))} takes another way through the "
-                "model, and is captured by itself"
+                f"this plan is for {self.described(dims)}: {self.described(tuple(found))} takes another way through "
+                "the model, and is captured by itself"
             )
         return tuple(found)
 

@@ -128,7 +128,7 @@ class SymbolicGraph:
         return Numbers(self.symbols, dims)
 
     def serves(self, dims: Dims) -> bool:
-        """Whether calls of these sizes take the same way through the model, as far as tracing noted what it compared."""
+        """Whether calls of these sizes take the same way through the model, as far as tracing noted comparisons."""
         numbers = self.numbers(dims)
         fixed = all(symbol == dim for symbol, dim in zip(self.symbols, dims, strict=True) if symbol.is_Integer)
         noted = guards_of(self.inputs[0].meta["val"]) if self.inputs else []
