@@ -280,16 +280,22 @@ class Sparse(nn.Module):
         return self.stack(self.embedding(x)).square().mean()
 
 
-def test_what_cannot_be_captured_for_all_sizes_is_captured_for_each(captures: list[object]) -> None:
+def test_what_cannot_be_captured_for_all_sizes_is_captured_for_each(
+    captures: list[object], caplog: pytest.LogCaptureFixture
+) -> None:
     model = Sparse()
     compiled = fxremat.compile(model, mem="100MB", dynamic=True, **QUICK)
     with pytest.warns(UserWarning, match="sizes are taken as fixed from now on") as told:
         compiled(torch.arange(5))
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), caplog.at_level(logging.WARNING, "fxremat"):
         warnings.simplefilter("error")
-        compiled(torch.arange(7))
+        for count in (7, 9):
+            compiled(torch.arange(count))
     assert len(told) == 1
-    assert len(captures) == 1 + 2
+    assert len(captures) == 1 + 3
+    assert [record.getMessage().rpartition(": ")[2] for record in caplog.records if record.name[:7] == "fxremat"] == [
+        "pad inputs to a few sizes, and drop the last, smaller batch"
+    ]
     assert compiled.plan is not None
     assert compiled.plan.sizes is None
 

@@ -36,6 +36,7 @@ from fxremat.runtime.sized import Sized
 from fxremat.runtime.sizes import PlansOfSizes
 from fxremat.runtime.target_kernels import kernels_of
 from fxremat.runtime.unused import telling_unused, unused_outputs, without
+from fxremat.runtime.varying import warn_of_fixed
 from fxremat.step.joint import Joint, inputs_of, read_joint, with_updates_inside
 from fxremat.step.symbolic import NotSymbolic, SymbolicGraph, has_symbolic_sizes
 from fxremat.torch_private import (
@@ -80,6 +81,7 @@ class Backend:
         self.only_plan = False
         self.weights: Weights | None = None
         self.hosted: frozenset[int] = frozenset()  # the optimizer's numbers of parameters that live on the host
+        self._fixed = False  # sizes that may change were tried, and cannot be captured
         self._called_with: set[str] = set()  # the sizes of inputs that were planned for
         self._names: list[str | None] = []  # of the captured graph's inputs, where they are parameters
         self._inputs: Sequence[Any] = ()  # what the graph that is being compiled was called with
@@ -121,6 +123,11 @@ class Backend:
             self._warn_of_many(time.monotonic() - began)
         return telling_unused(compiled, trained) if len(trained) > 1 else compiled
 
+    def take_sizes_as_fixed(self, reason: BaseException | None = None) -> None:
+        """Note, and tell of, that every combination of sizes is captured by itself from now on."""
+        self._fixed = True
+        warn_of_fixed(self.options, reason)
+
     def _warn_of_many(self, seconds: float) -> None:
         """Log, once, what each further combination of input sizes will cost."""
         if len(self._called_with) == MANY_SIZES:
@@ -130,7 +137,7 @@ class Backend:
                 MANY_SIZES,
                 seconds,
                 "fxremat.compile(..., dynamic=True) captures it once for all sizes"
-                if self.options.resizable
+                if self.options.resizable and not self._fixed
                 else "pad inputs to a few sizes, and drop the last, smaller batch",
             )
 

@@ -21,7 +21,6 @@ import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -35,7 +34,7 @@ from fxremat.plans import Plan
 from fxremat.runtime.capture_errors import explained
 from fxremat.runtime.dynamo import Backend, PlannedOnly
 from fxremat.runtime.transformers_hooks import set_up
-from fxremat.runtime.varying import mark, positional, warn_of_fixed
+from fxremat.runtime.varying import mark, positional
 from fxremat.torch_private import compiled_step, graph_break_place, is_traced, outside_graphs
 
 if TYPE_CHECKING:
@@ -156,10 +155,9 @@ def drop_in(model: nn.Module, options: Options, target: Device | None = None) ->
     plain = own or types.MethodType(cast(Any, type(model).forward), model)
     backend = Backend(options, target, positional(plain))
     if not options.resizable and (options.dynamic or options.shapes):
-        warn_of_fixed(options)
-    step = compiled_step(
-        plain, backend, f"forward of {type(model).__name__}", options.may_change, partial(warn_of_fixed, options)
-    )
+        backend.take_sizes_as_fixed()
+    name = f"forward of {type(model).__name__}"
+    step = compiled_step(plain, backend, name, options.may_change, backend.take_sizes_as_fixed)
     object.__setattr__(made, "_fxremat", _Training(model, own, plain, backend, step))
     return cast(Rematerialized, made)
 
