@@ -107,12 +107,12 @@ def graph_break_after(module: fx.GraphModule) -> str | None:
     return _place(reason.user_stack) or "an unknown line"
 
 
-DECOMPOSED = (
+INTERPOLATIONS = (
     *("upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d", "upsample_bicubic2d"),
     *(f"{kind}{n}d" for kind in ("upsample_nearest", "_upsample_nearest_exact") for n in (1, 2, 3)),
     *("_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa", "_upsample_lanczos2d_aa"),
-    *("multi_margin_loss", "multilabel_margin_loss_forward"),
 )
+DECOMPOSED = (*INTERPOLATIONS, "multi_margin_loss", "multilabel_margin_loss_forward")
 
 
 @contextlib.contextmanager
@@ -122,20 +122,46 @@ def _eager_kernels() -> Iterator[None]:
     `torch/_decomp/decompositions.py` registers them in `OpOverload.py_kernels` for the Autograd and
     CompositeImplicitAutograd keys; `_dispatch_cache` remembers what was looked up (2.11, 2.13).
     """
+    from torch._subclasses.fake_impls import op_implementations_dict
+
     packets = [getattr(torch.ops.aten, name) for name in DECOMPOSED if hasattr(torch.ops.aten, name)]
     ops = [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
     registered = {op: dict(op.py_kernels) for op in ops if op.py_kernels}
-    keys = (torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeImplicitAutograd)
+    composite = torch._C.DispatchKey.CompositeImplicitAutograd
+    backwards = [getattr(torch.ops.aten, f"{name}_backward", None) for name in INTERPOLATIONS]
+    fakes = {packet.default: _interpolated_back for packet in backwards if packet is not None}
+    fakes = {op: fake for op, fake in fakes.items() if op not in op_implementations_dict}
     try:
+        op_implementations_dict.update(fakes)
         for op in registered:
-            for key in keys:
+            for key in (torch._C.DispatchKey.Autograd, composite):
                 op.py_kernels.pop(key, None)
+            if op._overloadname == "vec":
+                op.py_kernels[composite] = functools.partial(_interpolated, op.overloadpacket.default)
             op._dispatch_cache.clear()
         yield
     finally:
+        for op in fakes:
+            del op_implementations_dict[op]
         for op, kernels in registered.items():
+            op.py_kernels.pop(composite, None)
             op.py_kernels.update(kernels)
             op._dispatch_cache.clear()
+
+
+def _interpolated(op: Any, tensor: torch.Tensor, size: Sequence[Any] | None, *options: Any) -> Any:
+    """What the C++ kernel for `vec` does, which does not take symbolic sizes: work out the size, and call the op."""
+    *corners, factors = options
+    if size is None:
+        size = [math.floor(side * factor) for side, factor in zip(tensor.shape[2:], factors, strict=True)]
+    return op(tensor, size, *corners, *(factors or [None] * len(size)))
+
+
+def _interpolated_back(mode: Any, op: Any, gradient: torch.Tensor, _: Any, size: Sequence[Any], *__: Any) -> Any:
+    """A fake gradient of an interpolation's input, where sizes are symbolic, which the C++ kernel does not take."""
+    if not (is_symbolic(gradient) or any(isinstance(side, torch.SymInt) for side in size)):
+        return NotImplemented  # by the C++ kernel
+    return gradient.new_empty(size)
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxremat
@@ -371,6 +372,37 @@ def test_torch_compile_with_changing_sizes_and_offloading_says_what_to_write() -
         compiled(rows(8))
 
 
+class Enlarged(nn.Module):
+    def __init__(self, **how: Any) -> None:
+        super().__init__()
+        self.conv, self.how = nn.Conv2d(2, 4, 3, padding=1), how
+
+    def forward(self, x: Tensor) -> Tensor:
+        size = [side + 3 for side in x.shape[2:]] if "scale_factor" not in self.how else None
+        return F.interpolate(self.conv(x), size, **self.how).square().mean()
+
+
+ENLARGED: dict[str, dict[str, Any]] = {
+    "bilinear by half": {"mode": "bilinear", "scale_factor": 1.5},
+    "nearest twice": {"mode": "nearest", "scale_factor": 2.0},
+    "bicubic to a size": {"mode": "bicubic", "align_corners": True},
+    "without aliasing": {"mode": "bilinear", "antialias": True},
+}
+
+
+@pytest.mark.parametrize("how", ENLARGED)
+def test_interpolation_of_any_size(how: str, captures: list[object]) -> None:
+    torch.manual_seed(0)
+    plain = Enlarged(**ENLARGED[how])
+    model = copy.deepcopy(plain)
+    compiled = fxremat.compile(model, mem="100MB", dynamic=True, **QUICK)
+    for size in ((2, 7, 9), (3, 10, 4), (2, 5, 5)):
+        x = torch.randn(size[0], 2, *size[1:])
+        ours, theirs = step(model, {"x": x}, _Named(compiled)), step(plain, {"x": x}, _Named(plain))
+        assert ours.differences(theirs) == []
+    assert len(captures) == 1
+
+
 class Positions(nn.Module):
     """A table of positions fixes the length; nothing fixes the batch."""
 
@@ -408,7 +440,7 @@ def test_a_plan_does_not_speak_of_sizes_that_take_another_way(captures: list[obj
     compiled(rows(8))
     assert compiled.plan is not None
     compiled.plan.at(x=12)
-    with pytest.raises(fxremat.FxrematError, match=r"x\[0\] = 30 takes another way through the model"):
+    with pytest.raises(fxremat.FxrematError, match=r"is for x\[0\] = 8: x = 30 takes another way through the model"):
         compiled.plan.at(x=30)
     compiled(rows(30))
     assert compiled.plan.at(x=24).predicted_peak < compiled.plan.predicted_peak

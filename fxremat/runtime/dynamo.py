@@ -223,6 +223,11 @@ class Backend:
         ]
         if len(dimensions) < len(graph.inputs):
             raise NotSymbolic("a size of something that is no input")
+        shapes = {
+            input_and_dimension(placeholders[place], self.input_names)[0]: node.meta["val"].shape
+            for place, node in zip(places, graph.primals, strict=True)
+            if place is not None and isinstance(node.meta.get("val"), torch.Tensor)
+        }
         ends = [
             self.options.longest(name, dim) or largest_of(node.meta["val"])
             for (name, dim), node in zip(dimensions, graph.inputs, strict=True)
@@ -238,7 +243,7 @@ class Backend:
 
         return Sized(
             graph,
-            PlansOfSizes(graph, joint, dimensions, ends, self.options),
+            PlansOfSizes(graph, joint, dimensions, ends, shapes, self.options),
             as_called=as_called,
             described=partial(_sizes, _inputs(placeholders)),
             on_plan=self.plans.append,

@@ -46,6 +46,7 @@ class PlansOfSizes:
         joint: the graph at the sizes of the call that it was captured from.
         dimensions: what its symbolic numbers are the sizes of.
         limits: the largest sizes that are expected, as far as something says so.
+        shapes: the inputs' symbolic shapes, by name.
     """
 
     def __init__(
@@ -54,11 +55,13 @@ class PlansOfSizes:
         joint: Joint,
         dimensions: Sequence[Dimension],
         limits: Sequence[int | None],
+        shapes: Mapping[str, Sequence[Any]],
         options: Options,
     ) -> None:
         self.symbolic = graph.as_captured(joint)
         self._graph, self._options = graph, options
         self._dimensions, self._limits = tuple(dimensions), tuple(limits)
+        self._shapes = shapes
         self._range: Range | None = None
         self._known: tuple[Plan, ...] = ()
 
@@ -106,7 +109,7 @@ class PlansOfSizes:
         """The sizes with those of some inputs changed, and with them those of others that were equal to them.
 
         Args:
-            sizes: by input: a shape, sizes by dimension, or a number: the input itself, or its last symbolic dimension.
+            sizes: by input: a shape or its begin, sizes by dimension, or a number: the input itself, or its last symbolic dimension.
 
         Raises:
             FxrematError: no such input has symbolic sizes, or one is none, or the capture is for one size after all.
@@ -122,10 +125,16 @@ class PlansOfSizes:
         for place in range(len(dims)):
             others = (changed[other] for other in changed if self._go_together(place, other, dims))
             found[place] = changed.get(place, next(others, dims[place]))
-        if not self._graph.serves(tuple(found)):
+        numbers = self._graph.numbers(tuple(found))
+        fitting = all(
+            [*map(numbers, self._shapes[name][: len(given)])] == [*given]
+            for name, given in sizes.items()
+            if isinstance(given, tuple | list) and name in self._shapes
+        )
+        if not fitting or not self._graph.serves(tuple(found)):
             raise FxrematError(
-                f"this plan is for {self.described(dims)}: {self.described(tuple(found))} takes another way through "
-                "the model, and is captured by itself"
+                f"this plan is for {self.described(dims)}: {_shown(sizes)} takes another way through the model, and is "
+                "captured by itself"
             )
         return tuple(found)
 
@@ -179,6 +188,10 @@ class PlannedSizes:
     def plan(self, sizes: Mapping[str, object]) -> Plan:
         """The plan with other sizes of some inputs."""
         return self.plans.plan(self.plans.resized(self.dims, sizes))
+
+
+def _shown(sizes: Mapping[str, object]) -> str:
+    return ", ".join(f"{name} = {given}" for name, given in sizes.items())
 
 
 def _by_dimension(name: str, given: object, dimensions: Sequence[int | None]) -> dict[int | None, int]:
