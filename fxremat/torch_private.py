@@ -72,12 +72,24 @@ def differentiate_as_eager() -> Iterator[None]:
     Its settings of `torch._functorch.config` (2.11, 2.13):
     `donated_buffer`           off: saved tensors are not donated to the backward, so that `retain_graph=True` works
     `backward_pass_autocast`   off: `backward()` is called outside of `torch.autocast`, as its documentation asks
+
+    `tensorify_python_scalars` of `graph_compile` (2.13; left alone where it is not) makes tensors of numbers that sizes
+    determine, from simplified expressions, which round otherwise than the model's.
     """
+    import torch._functorch._aot_autograd.graph_compile as graph_compile
     import torch._functorch.config as functorch_config
 
     settings = functorch_config.patch(donated_buffer=False, backward_pass_autocast="off")
-    with settings, _eager_kernels(), _eager_views():
-        yield
+    name = "tensorify_python_scalars"
+    before = vars(graph_compile).get(name)
+    try:
+        if before is not None:
+            setattr(graph_compile, name, lambda *_: None)
+        with settings, _eager_kernels(), _eager_views():
+            yield
+    finally:
+        if before is not None:
+            setattr(graph_compile, name, before)
 
 
 def never_donate() -> None:
@@ -205,7 +217,7 @@ def _eager_views() -> Iterator[None]:
 
     def view(mode: Any, op: Any, tensor: torch.Tensor, shape: Sequence[Any]) -> Any:
         numbers = (*tensor.shape, *tensor.stride(), *shape)
-        if not any(isinstance(number, torch.SymInt) for number in numbers):
+        if not (is_symbolic(tensor) or any(isinstance(number, torch.SymInt) for number in numbers)):
             return NotImplemented  # by the C++ kernel
         if not any(isinstance(number, torch.SymInt) and depends_on_data(number) for number in numbers):
             shape = _without_minus_one(shape, tensor.numel())
@@ -280,6 +292,7 @@ def compiled_step(
     backend: Callable[..., Any],
     name: str,
     dynamic: bool | None = False,
+    at_once: bool = False,
     on_fixed: Callable[[BaseException], None] = lambda error: None,
 ) -> Callable[..., Any]:
     """A function that dynamo captures whole, and hands to a backend.
@@ -293,6 +306,7 @@ def compiled_step(
 
     Args:
         dynamic: what sizes are taken for, as in torch.compile.
+        at_once: whether some change already in the first call, although `dynamic` is None.
         on_fixed: is told what failed before sizes were taken as fixed.
     """
     import torch._dynamo
@@ -306,12 +320,14 @@ def compiled_step(
 
     @functools.wraps(inner)
     def capture(*args: Any, **kwargs: Any) -> Any:
-        nonlocal dynamic
+        nonlocal dynamic, at_once
         try:
             with capture_settings(dynamic):
-                return inner(*args, **kwargs)
+                result = inner(*args, **kwargs)
+            at_once = True
+            return result
         except Exception as error:
-            if dynamic is False or planning_error(error) is not None:
+            if dynamic is False or not (dynamic or at_once) or planning_error(error) is not None:
                 raise
             with capture_settings(False):
                 result = inner(*args, **kwargs)
@@ -367,6 +383,7 @@ def capture_settings(dynamic: bool | None = False) -> Iterator[None]:
     there are channels) are not taken for equal in others.
     `recompile_limit` (2.11, 2.13) counts all graphs of one forward. The setting for logging has had two names
     (`ignore_logger_methods` before `ignore_logging_functions`): those that exist are set. What others mean:
+    `specialize_float`            on: numbers that are no integers stay what they are in a captured graph
     `skip_nnmodule_hook_guards`   off: a hook that is registered later is seen
     `optimize_ddp`                off: DistributedDataParallel does not split the graph by its buckets
     `trace_autograd_ops`          on: `torch.autograd.grad` inside of forward
@@ -379,6 +396,7 @@ def capture_settings(dynamic: bool | None = False) -> Iterator[None]:
         "accumulated_recompile_limit": 4096,
         "assume_static_by_default": dynamic is not True,
         "automatic_dynamic_shapes": dynamic is not False,
+        "specialize_float": True,
         "skip_nnmodule_hook_guards": False,
         "optimize_ddp": False,
         "trace_autograd_ops": True,

@@ -938,22 +938,22 @@ MISTAKES += [
     # sizes are compared as they are written
     Mistake(
         "step/symbolic.py",
-        "sympy.expand(first - second) == 0",
+        "(first - second).expand() == 0",
         "first - second == 0",
         f"{SYMBOLIC}::test_sizes_are_equal_where_they_are_at_all_sizes",
     ),
     # a factor that is made of sizes loses its fraction
     Mistake(
         "step/symbolic.py",
-        "number = int(value) if value.is_integer else float(value)",
-        "number = int(value)",
+        "((torch.SymInt, int), (torch.SymFloat, float), (torch.SymBool, bool))",
+        "((torch.SymInt, int), (torch.SymFloat, int), (torch.SymBool, bool))",
         f"{SYMBOLIC}::test_numbers_at_sizes",
     ),
     # a view at given sizes has memory of its own
     Mistake(
         "step/symbolic.py",
-        "        if storage not in self._storages:\n",
-        "        if True:\n",
+        "self._storages.setdefault(storage,",
+        "self._storages.setdefault(len(self._storages),",
         f"{SYMBOLIC}::test_views_share_storages_with_what_they_view[conv]",
     ),
     # the graph at given sizes returns a gradient of each size
@@ -1050,8 +1050,8 @@ MISTAKES += [
     # a backward runs the program that was chosen last
     Mistake(
         "runtime/sized.py",
-        "program, numbers = self._program(int(arguments[count])), self._numbers[dims]",
-        "program, numbers = self._program(len(self._orders) - 1), self._numbers[dims]",
+        "program, numbers = self._program(int(arguments[count])), self._numbers(dims)",
+        "program, numbers = self._program(len(self._orders) - 1), self._numbers(dims)",
         "test_shapes.py::test_a_plan_made_between_a_forward_and_its_backward_changes_nothing",
     ),
     # a percentage refers to the sizes that came, however large they were said to become

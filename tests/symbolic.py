@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.fx.experimental._config as shape_config
 from torch import fx, nn
 
 from fxremat.passes.normalize import normalize
@@ -17,7 +18,7 @@ class _Captured(Exception):
 
 
 def symbolic_graph(model: nn.Module, *inputs: Any, raw: bool = False) -> SymbolicGraph:
-    """The joint graph of one call, captured for inputs of all sizes.
+    """The joint graph of one call, captured for inputs of all sizes, where those that are equal stay so.
 
     Args:
         raw: leave it as AOTAutograd made it, without the passes that a captured graph goes through.
@@ -31,7 +32,7 @@ def symbolic_graph(model: nn.Module, *inputs: Any, raw: bool = False) -> Symboli
     backend = aot_backend(fw_compiler=lambda graph, _: boxed(graph), partition_fn=partition)
     torch._dynamo.reset()
     try:
-        with differentiate_as_eager(), capture_settings(True):
+        with differentiate_as_eager(), capture_settings(True), shape_config.patch(use_duck_shape=True):
             torch.compile(model, backend=backend, fullgraph=True)(*inputs)
     except Exception as error:
         if not found:

@@ -89,7 +89,9 @@ def peak_of_step(model: nn.Module, inputs: Mapping[str, Tensor]) -> int:
     return found
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name in ("Llama", "BERT"))) for name in KINDS]
+)
 def test_twelve_sizes_of_one_capture(name: str, captures: list[object], planned: list[str]) -> None:
     kind = KINDS[name]
     torch.manual_seed(0)
@@ -453,6 +455,116 @@ def test_sizes_that_are_equal_change_together_in_a_plan_for_others() -> None:
     assert compiled.plan is not None
     fixed = fxremat.plan(ConvNet(), pictures((5, 32)), mem="1GB", dynamic=False, **QUICK)
     assert compiled.plan.at(images=(5, 3, 32, 32)).keep_all_peak == fixed.keep_all_peak
+
+
+class Shifted(nn.Module):
+    """The usual step of a language model: inputs are two parts of one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.stack, self.head = nn.Embedding(50, WIDTH), Stack(2), nn.Linear(WIDTH, 50)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.stack(self.embedding(tokens))).flatten(0, 1), targets.flatten())
+
+
+class Factors(nn.Module):
+    """Numbers that are made of sizes: one of them is 0.0 at times, others round with every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack = Stack(2).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        n = x.shape[0]
+        y = self.stack(x.double() * (n * 0.1 * 0.3) + (n * 0.1 + n * 0.2))
+        return (y * torch.arange(n).unsqueeze(1) * ((n - 8) / 4)).square().mean()
+
+
+class Tabled(nn.Module):
+    """A table fixes all sizes after all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.stack = nn.Parameter(torch.ones(6, WIDTH)), Stack(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.stack(x + self.table).view(-1, 2).square().mean()
+
+
+def shifted(count: int) -> dict[str, Tensor]:
+    text_ = torch.randint(50, (count, 2 * count + 1), generator=torch.Generator().manual_seed(count))
+    return {"tokens": text_[:, :-1], "targets": text_[:, 1:]}
+
+
+TURNS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], dict[str, Tensor]], tuple[int, ...]]] = {
+    "parts of a tensor": (Shifted, shifted, (4, 3, 7, 12)),
+    "factors of sizes": (Factors, lambda count: {"x": rows(count)}, (8, 9, 16, 8, 23)),
+    "a table": (Tabled, lambda count: {"x": rows(6) * count}, (1, 2, 3)),
+}
+
+
+@pytest.mark.parametrize("name", TURNS)
+@pytest.mark.parametrize("dynamic", [True, None])
+def test_programs_whose_sizes_change(name: str, dynamic: bool | None) -> None:
+    make, inputs, counts = TURNS[name]
+    torch.manual_seed(0)
+    plain = make()
+    model = copy.deepcopy(plain)
+    compiled = fxremat.compile(model, mem="1GB", dynamic=dynamic, **QUICK)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for count in counts:
+            ours, theirs = step(model, inputs(count), compiled), step(plain, inputs(count))
+            assert ours.differences(theirs) == [], count
+
+
+def test_questions_change_nothing_for_the_model(planned: list[str]) -> None:
+    _, compiled = compiled_stack(mem="90%")
+    compiled(rows(16))
+    plan = compiled.plan
+    plan.at(**{"input 1": 160})
+    plan.within("95%")
+    with pytest.raises(fxremat.BudgetTooSmall):
+        plan.within(1)
+    compiled(rows(15))
+    assert compiled.plan.budget == plan.budget
+    other = plan.within("95%")
+    assert other.budget == pytest.approx(plan.budget * 95 / 90, abs=2)
+    assert other.within("90%").predicted_peak == plan.predicted_peak
+
+
+def test_a_number_that_shapes_nothing_is_planned_once(planned: list[str], captures: list[object]) -> None:
+    torch.manual_seed(0)
+    plain = Scaled()
+    model = copy.deepcopy(plain)
+    compiled = fxremat.compile(model, mem="1GB", **QUICK)
+    for factor in range(2, 9):
+        for call, own in ((compiled, model), (plain, plain)):
+            own.zero_grad()
+            call(rows(8), 1, factor).backward()
+        assert unequal(gradients_of(model), gradients_of(plain)) == []
+    assert len(captures) == 2
+    assert len(planned) == 1
+
+
+def test_a_graph_break_is_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes are not tried as fixed where none was symbolic."""
+    traced: list[int] = []
+
+    class Broken(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            torch._dynamo.graph_break()
+            return x.sum()
+
+    import fxremat.torch_private as private
+
+    settings = private.capture_settings
+    monkeypatch.setattr(private, "capture_settings", lambda dynamic: traced.append(1) or settings(dynamic))
+    compiled = fxremat.compile(Broken(), mem="1GB", **QUICK)
+    with pytest.raises(fxremat.CaptureError):
+        compiled(rows(8).requires_grad_())
+    assert len(traced) == 1
 
 
 class Scaled(nn.Module):

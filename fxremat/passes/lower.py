@@ -16,7 +16,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
@@ -27,11 +27,8 @@ from fxremat.ops.random import draw_again, draw_saving, generator_of
 from fxremat.step.joint import Joint, Origin, again_call, is_number
 from fxremat.step.overwriting import SWAPPED, overwritten
 from fxremat.step.program import Program, Role, Step, Transfer
-from fxremat.step.symbolic import is_size_node
+from fxremat.step.symbolic import Size, is_size_node
 from fxremat.torch_private import expression_of
-
-if TYPE_CHECKING:
-    import sympy
 
 aten = torch.ops.aten
 
@@ -56,9 +53,9 @@ def lower(
     return _Lowering(program, tier, handles).run()
 
 
-def sizes_of(graph: fx.GraphModule) -> tuple[sympy.Expr, ...]:
+def sizes_of(graph: fx.GraphModule) -> tuple[Size, ...]:
     """The symbolic numbers that an emitted graph is given, in order."""
-    sizes: tuple[sympy.Expr, ...] = graph.meta["sizes"]
+    sizes: tuple[Size, ...] = graph.meta["sizes"]
     return sizes
 
 
@@ -72,7 +69,7 @@ class _Part:
     seeds: dict[int, fx.Node] = field(default_factory=dict)  # op -> saved generator state
     hosts: dict[int, fx.Node] = field(default_factory=dict)  # trip -> what is on the host
     coming: dict[int, fx.Node] = field(default_factory=dict)  # trip -> memory that a copy is filling
-    sizes: dict[sympy.Expr, fx.Node] = field(default_factory=dict)  # symbolic number -> its placeholder
+    sizes: dict[Size, fx.Node] = field(default_factory=dict)  # symbolic number -> its placeholder
 
 
 class _Lowering:
@@ -326,9 +323,9 @@ class _Lowering:
         return part.views[key]
 
     def _size(self, part: _Part, node: fx.Node) -> fx.node.Argument:
-        """A number that the sizes of the inputs determine: an input of this part."""
-        size = expression_of(node.meta["val"])
-        if size.is_Integer:
+        """A number that the sizes of the inputs determine: an input of this part. Equal integers are one."""
+        size = expression_of(node.meta["val"]) if isinstance(node.meta["val"], torch.SymInt) else node
+        if not isinstance(size, fx.Node) and size.is_Integer:
             return int(size)
         if size not in part.sizes:
             part.sizes[size] = self._placeholder(part, node)

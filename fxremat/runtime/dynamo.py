@@ -88,7 +88,7 @@ class Backend:
         self._placeholders: Sequence[fx.Node] = ()  # the inputs of that graph, as dynamo captured it
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
-        """Compile one captured graph, as dynamo asks. Raises `CaptureError` for sizes that are not fixed."""
+        """Compile one captured graph, as dynamo asks. Raises `CaptureError` for sizes that depend on data."""
         outputs = auxiliary_outputs_of(module)
         if outputs.expected or outputs.beside:
             refuse_symbols(module.graph, "example_value")
@@ -202,7 +202,7 @@ class Backend:
 
     def _plan_fixed(self, joint: Joint, trained: TrainedParameters | None) -> Plan:
         """The plan of a graph of fixed sizes."""
-        called_with = _sizes(_inputs(self._placeholders), self._inputs)
+        called_with = _shapes_at(_input_places(self._placeholders), self._inputs)
         step = CapturedStep(joint=joint, inputs=self._inputs, trained=trained, called_with=called_with)
         plan = plan_step(step, self.options)
         if trained and plan.weights:
@@ -245,7 +245,7 @@ class Backend:
             graph,
             PlansOfSizes(graph, joint, dimensions, ends, shapes, self.options),
             as_called=as_called,
-            described=partial(_sizes, _inputs(placeholders)),
+            described=partial(_shapes_at, _input_places(placeholders)),
             on_plan=self.plans.append,
         )
 
@@ -325,12 +325,12 @@ def _to_trace(placeholders: Sequence[fx.Node], inputs: Sequence[Any]) -> Sequenc
     return shown if symbolic else inputs
 
 
-def _inputs(placeholders: Sequence[fx.Node]) -> frozenset[int]:
+def _input_places(placeholders: Sequence[fx.Node]) -> frozenset[int]:
     """The places of dynamo's inputs that are not the model's state. While dynamo captures: it forgets it then."""
     return frozenset(place for place, node in enumerate(placeholders) if not is_state(node))
 
 
-def _sizes(places: Set[int], given: Sequence[Any]) -> str:
+def _shapes_at(places: Set[int], given: Sequence[Any]) -> str:
     """The shapes of the tensors at these places."""
     shapes = [x.shape for place, x in enumerate(given) if isinstance(x, torch.Tensor) and place in places]
     return ", ".join("x".join(map(str, shape)) or "1" for shape in shapes)

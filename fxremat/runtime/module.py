@@ -157,7 +157,7 @@ def drop_in(model: nn.Module, options: Options, target: Device | None = None) ->
     if not options.resizable and (options.dynamic or options.shapes):
         backend.take_sizes_as_fixed()
     name = f"forward of {type(model).__name__}"
-    step = compiled_step(plain, backend, name, options.may_change, backend.take_sizes_as_fixed)
+    step = compiled_step(plain, backend, name, options.may_change, bool(options.shapes), backend.take_sizes_as_fixed)
     object.__setattr__(made, "_fxremat", _Training(model, own, plain, backend, step))
     return cast(Rematerialized, made)
 

@@ -19,7 +19,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
@@ -31,13 +31,11 @@ from fxremat.runtime.unused import unused_outputs, without
 from fxremat.search.candidate import Candidate
 from fxremat.step.joint import Joint, Origin, is_number
 from fxremat.step.program import Order
-from fxremat.step.symbolic import Dims, Numbers, SymbolicGraph
+from fxremat.step.symbolic import Dims, Numbers, Size, SymbolicGraph
 from fxremat.torch_private import boxed, real_tensors
 
-if TYPE_CHECKING:
-    import sympy
-
 AT_MOST = 8  # programs that are emitted at a time
+MOST_SIZES = 10_000  # for which the choice of a program is remembered
 REMEMBERED = 256  # sizes whose numbers are worked out
 AS_GOOD = 1.01  # times the seconds of the best: an emitted program that takes no more is not worth another one
 GOOD_ENOUGH = 1.03  # the same where there are as many as may be, but for the one that keeps everything
@@ -68,8 +66,8 @@ class _Emitted:
 
     forward: Callable[[list[Any]], Any]
     backward: Callable[[list[Any]], Any]
-    forward_sizes: tuple[sympy.Expr, ...]  # that the forward is given after the primals
-    backward_sizes: tuple[sympy.Expr, ...]  # that the backward is given first
+    forward_sizes: tuple[Size, ...]  # that the forward is given after the primals
+    backward_sizes: tuple[Size, ...]  # that the backward is given first
     tensors: int  # how many the forward saves
     numbers: int  # the same, sizes apart
 
@@ -99,7 +97,7 @@ class Sized:
         self._slots = _Slots.of(self._symbolic)
         self._orders: list[Order] = []  # of the programs, by number: any backward may still ask for its own
         self._number_of: dict[object, int] = {}
-        self._chosen: dict[Dims, int] = {}
+        self._chosen: dict[Dims, int] = {}  # by those of the sizes that tensors depend on
         self._emitted: OrderedDict[int, _Emitted] = OrderedDict()
         self._numbers: Callable[[Dims], Numbers] = lru_cache(maxsize=REMEMBERED)(graph.numbers)
         with real_tensors():
@@ -121,9 +119,10 @@ class Sized:
     def forward(self, arguments: list[Any]) -> list[Any]:
         """Run the forward of the program for the sizes of these arguments, which are taken out of the list."""
         dims = self._dims(arguments)
-        if dims not in self._chosen:
-            self.choose(arguments)
-        number, numbers = self._chosen[dims], self._numbers(dims)
+        number = self._chosen.get(self._shaping(dims))
+        if number is None:
+            number = self.choose(arguments)
+        numbers = self._numbers(dims)
         program = self._program(number)
         places = self._graph.places
         given = [argument for place, argument in enumerate(arguments) if place not in places]
@@ -151,16 +150,22 @@ class Sized:
         arguments.clear()
         return without(program.backward(given), self._symbolic.outputs_needed, unused)
 
-    def choose(self, arguments: Sequence[Any]) -> None:
-        """Plan for the sizes of these arguments. Nothing has run yet, and nothing is kept where nothing fits."""
+    def choose(self, arguments: Sequence[Any]) -> int:
+        """Plan for the sizes of these arguments: the number of a program.
+
+        Nothing has run yet, and nothing is kept where nothing fits.
+        """
         dims, inputs = self._dims(arguments), self._as_called(arguments)
         plan = self._plans.plan(dims, inputs=inputs, called_with=self._described(inputs), choose=self._as_emitted)
         order = plan.chosen.order()
         if _key(order) not in self._number_of:
             self._number_of[_key(order)] = len(self._orders)
             self._orders.append(replace(order, layout=replace(order.layout, joint=self._symbolic)))
-        self._chosen[dims] = self._number_of[_key(order)]
+        if len(self._chosen) >= MOST_SIZES:
+            self._chosen.clear()
+        number = self._chosen[self._shaping(dims)] = self._number_of[_key(order)]
         self._on_plan(plan)
+        return number
 
     def contract(self) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Two graphs that have the inputs and outputs of `forward` and `backward`, and are never run."""
@@ -191,6 +196,9 @@ class Sized:
 
     def _dims(self, arguments: Sequence[Any]) -> Dims:
         return tuple(int(arguments[place]) for place in self._graph.places)
+
+    def _shaping(self, dims: Dims) -> Dims:
+        return tuple(dims[place] for place in self._graph.shaping)
 
     def _as_emitted(self, fitting: Sequence[Candidate]) -> Candidate:
         """The fastest candidate that fits, or one that is emitted and nearly as fast; never in place of keeping all."""

@@ -3,13 +3,15 @@
     sizes that were planned from nothing     at most `KNOWN`, the latest: their candidates are judged at every other
                                              size
     a budget in percent                      refers to keeping everything at the largest size: the end of the range
-                                             that the user gave, else half as much again as the largest that has come
+                                             that the user gave, else the largest that has come
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from fxremat.errors import BudgetTooSmall, FxrematError
@@ -23,7 +25,7 @@ from fxremat.step.symbolic import Dims, SymbolicGraph
 from fxremat.units import Percent
 
 KNOWN = 8
-GROWTH = 1.5  # times a size that comes above the known range, which ends there from then on
+GROWTH = 1.5  # times a size that comes above the range that was given, which ends there from then on
 
 Dimension = tuple[str, int | None]  # an input of the model and its dimension; None: the input is the number
 
@@ -72,6 +74,7 @@ class PlansOfSizes:
         inputs: Sequence[Any] = (),
         called_with: str = "",
         choose: Choice = lambda fitting: fitting[0],
+        keep: bool = True,
     ) -> Plan:
         """The plan at these sizes.
 
@@ -79,15 +82,18 @@ class PlansOfSizes:
             inputs: the arguments of the call; (): what has to run runs on made-up data.
             called_with: the sizes of the inputs, for messages.
             choose: which of the known candidates that fit, fastest first, to take.
+            keep: plan other sizes from this plan, and let percentages refer to these sizes where they are the largest.
 
         Raises:
             BudgetTooSmall: nothing fits; names the sizes.
         """
         joint = self._graph.at(dims)
-        options, within = self._in_bytes(dims)
+        range_ = self._range_with(dims)
+        options, within = self._in_bytes(range_)
         called_with = called_with or self.described(dims)
         step = CapturedStep(joint=joint, inputs=inputs, called_with=called_with, within=within)
         plan = replan_step(step, self._known, options, choose) if self._known else None
+        known = self._known
         if plan is None:
             try:
                 plan = plan_step(step, options)
@@ -95,8 +101,16 @@ class PlansOfSizes:
                 remark = f", and the budget is {within}" if within else ""
                 raise error.explained(note=f"this is for inputs of {called_with}{remark}") from None
             self._restore_as(joint)
-            self._known = (*self._known[1 - KNOWN :], plan)
-        return replace(plan, sizes=PlannedSizes(self, dims))
+            known = (*self._known[1 - KNOWN :], plan)
+        if keep:
+            self._known, self._range = known, range_
+        return replace(plan, sizes=PlannedSizes(self, dims), another=partial(self._within, dims))
+
+    def _within(self, dims: Dims, mem: int | str) -> Plan:
+        """The plan at these sizes within another budget; it tells of other sizes within that."""
+        others = copy.copy(self)
+        others._options, others._known = replace(self._options, mem=mem), ()
+        return others.plan(dims, keep=False)
 
     def described(self, dims: Dims) -> str:
         """The sizes as text: `tokens[1] = 300`."""
@@ -109,7 +123,8 @@ class PlansOfSizes:
         """The sizes with those of some inputs changed, and with them those of others that were equal to them.
 
         Args:
-            sizes: by input: a shape or its begin, sizes by dimension, or a number: the input itself, or its last symbolic dimension.
+            sizes: by input: a shape or its begin, sizes by dimension, or a number: the input itself, or its last
+                symbolic dimension.
 
         Raises:
             FxrematError: no such input has symbolic sizes, or one is none, or the capture is for one size after all.
@@ -144,29 +159,35 @@ class PlansOfSizes:
         alike = symbols[place] == symbols[other] or dimensions[place][1] == dimensions[other][1]
         return alike and dims[place] == dims[other]
 
-    def _in_bytes(self, dims: Dims) -> tuple[Options, str]:
+    def _in_bytes(self, range_: Range | None) -> tuple[Options, str]:
         """The options with a budget in bytes where it is in percent, and that in words; "" for other budgets."""
         budget = self._options.budget
-        if not isinstance(budget, Percent):
+        if range_ is None or not isinstance(budget, Percent):
             return self._options, ""
-        if self._range is None or any(dim > most for dim, most in zip(dims, self._range.dims, strict=True)):
-            self._range = self._range_of(dims)
-        allowed = max(1, int(self._range.whole * budget.of_keep_all / 100))
-        largest = self.described(self._range.dims)
+        allowed = max(1, int(range_.whole * budget.of_keep_all / 100))
+        largest = self.described(range_.dims)
         return replace(self._options, mem=allowed), f"{budget.of_keep_all:g}% of what {largest} takes"
 
-    def _range_of(self, dims: Dims) -> Range:
-        """The range that is expected, grown where a size is above it."""
-        known = self._range.dims if self._range else self._limits
-
-        def largest_of(here: int, place: int | None) -> int:
-            """Sizes that are equal now are expected to be so again."""
-            alike = zip(dims, known, self._dimensions, strict=True)
-            most = max(limit or 0 for dim, limit, (_, other) in alike if (dim, other) == (here, place))
-            return most if most >= here else int(GROWTH * here)
-
-        largest = tuple(largest_of(dim, place) for dim, (_, place) in zip(dims, self._dimensions, strict=True))
+    def _range_with(self, dims: Dims) -> Range | None:
+        """The largest sizes, grown where one of these is above them; None where no budget refers to them."""
+        if not isinstance(self._options.budget, Percent):
+            return None
+        if self._range and all(dim <= most for dim, most in zip(dims, self._range.dims, strict=True)):
+            return self._range
+        largest = tuple(self._largest(place, dims) for place in range(len(dims)))
         return Range(largest, whole_of(self._graph.at(largest), self._options))
+
+    def _largest(self, place: int, dims: Dims) -> int:
+        """The largest size that is known or expected; where a range was given and is exceeded, half as much again.
+
+        What is expected of an input goes for others that have the same size now, such as the targets of tokens.
+        """
+        together = [other for other in range(len(dims)) if self._go_together(place, other, dims)]
+        expected = max(self._limits[other] or 0 for other in together)
+        known = max(expected, self._range.dims[place] if self._range else 0)
+        if dims[place] <= known:
+            return known
+        return int(GROWTH * dims[place]) if expected else dims[place]
 
     def _restore_as(self, joint: Joint) -> None:
         """Let ops that measuring put back make new results at all sizes."""
@@ -187,7 +208,7 @@ class PlannedSizes:
 
     def plan(self, sizes: Mapping[str, object]) -> Plan:
         """The plan with other sizes of some inputs."""
-        return self.plans.plan(self.plans.resized(self.dims, sizes))
+        return self.plans.plan(self.plans.resized(self.dims, sizes), keep=False)
 
 
 def _shown(sizes: Mapping[str, object]) -> str:

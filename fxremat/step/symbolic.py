@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     import sympy  # torch imports it when it captures with symbolic sizes
 
 Dims = tuple[int, ...]
+Size = Any  # an expression for an integer, or the node that shows another symbolic number
 
 
 class NotSymbolic(Exception):
@@ -77,20 +79,39 @@ class Numbers:
         self._given = {symbol: sympy.Integer(dim) for symbol, dim in given if symbol.is_Symbol}
         self._known: dict[sympy.Expr, Any] = {}
 
-    def of(self, expression: sympy.Expr) -> Any:
-        """The int, float or bool that an expression is."""
-        if expression not in self._known:
-            value = expression.xreplace(self._given)
-            if value.is_Boolean:
-                number: Any = bool(value)
-            else:
-                number = int(value) if value.is_integer else float(value)
-            self._known[expression] = number
-        return self._known[expression]
-
     def __call__(self, value: Any) -> Any:
-        """The number for a symbolic number; anything else is returned as it is."""
-        return self.of(expression_of(value)) if isinstance(value, SYMBOLS) else value
+        """The int, float or bool for a symbolic number; anything else is returned as it is."""
+        for symbolic, kind in ((torch.SymInt, int), (torch.SymFloat, float), (torch.SymBool, bool)):
+            if isinstance(value, symbolic):
+                return kind(self._value(expression_of(value)))
+        return value
+
+    def of(self, size: Size) -> Any:
+        """The int that an expression is, or the number that a node shows.
+
+        Floats are worked out along the graph, as the model does: an expression puts factors together, and rounds.
+        """
+        if not isinstance(size, fx.Node):
+            return int(self._value(size))
+        shown: Any = size.meta["val"]
+        if not isinstance(shown, torch.SymFloat) or size.op != "call_function":
+            return self(shown)
+        args, kwargs = fx.node.map_arg(size.args, self.of), fx.node.map_arg(size.kwargs, self.of)
+        target: Any = size.target
+        return float(target(*args, **kwargs))
+
+    def holds(self, guard: sympy.Basic) -> bool:
+        """Whether a comparison is true at these sizes, as far as they determine it."""
+        return bool(guard.xreplace(self._given) != False)  # noqa: E712 - what is left open is no `False`
+
+    def knows(self, symbol: Any) -> bool:
+        """Whether the sizes of the inputs determine a number."""
+        return not isinstance(symbol, SYMBOLS) or bool(expression_of(symbol).free_symbols <= self._given.keys())
+
+    def _value(self, expression: sympy.Expr) -> Any:
+        if expression not in self._known:
+            self._known[expression] = expression.xreplace(self._given)
+        return self._known[expression]
 
 
 class SymbolicGraph:
@@ -119,6 +140,15 @@ class SymbolicGraph:
             raise NotSymbolic("an input is a symbolic number that is no integer")
         self.symbols = tuple(expression_of(node.meta["val"]) for node in self.inputs)
 
+    @cached_property
+    def shaping(self) -> tuple[int, ...]:
+        """Which of the symbolic inputs some tensor's size, stride or storage depends on; others are mere factors."""
+        tensors = [t for node in self.module.graph.nodes for t in tensors_of(node) if t is not None]
+        of_tensor = [(*t.shape, *t.stride(), t.storage_offset(), t.untyped_storage().nbytes()) for t in tensors]
+        numbers = (number for several in of_tensor for number in several)
+        symbols = {symbol for n in numbers if isinstance(n, SYMBOLS) for symbol in expression_of(n).free_symbols}
+        return tuple(place for place, symbol in enumerate(self.symbols) if symbol in symbols)
+
     def now(self) -> Joint:
         """The joint graph at the sizes of the call that it was captured from."""
         return self.at(tuple(size_now(node.meta["val"]) for node in self.inputs))
@@ -132,7 +162,7 @@ class SymbolicGraph:
         numbers = self.numbers(dims)
         fixed = all(symbol == dim for symbol, dim in zip(self.symbols, dims, strict=True) if symbol.is_Integer)
         noted = guards_of(self.inputs[0].meta["val"]) if self.inputs else []
-        return fixed and all(numbers.of(guard) for guard in noted if guard.free_symbols <= set(self.symbols))
+        return fixed and all(map(numbers.holds, noted))
 
     def at(self, dims: Dims) -> Joint:
         """The joint graph at these sizes. O(nodes): tens of milliseconds for a GPT of 12 layers.
@@ -149,7 +179,7 @@ class SymbolicGraph:
         concrete = _Concrete(numbers)
 
         def argument(node: fx.Node) -> Any:
-            return numbers(node.meta["val"]) if is_size_node(node) else copies[node]
+            return numbers.of(node) if is_size_node(node) else copies[node]
 
         for node in self.module.graph.nodes:
             if node.op == "output":
@@ -215,12 +245,16 @@ class _Concrete:
         if value.layout is not torch.strided:
             raise NotSymbolic(f"a value of layout {value.layout}")
         number, storage = self._numbers, storage_of(value)
-        if storage not in self._storages:
-            size = number(value.untyped_storage().nbytes())
-            self._storages[storage] = torch.empty(size, dtype=torch.uint8, device="meta").untyped_storage()
         shape, stride = [*map(number, value.shape)], [*map(number, value.stride())]
+        offset, whole = number(value.storage_offset()), value.untyped_storage().nbytes()
+        last = offset + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+        least = value.element_size() * (last + 1) if all(shape) else 0
+        size = number(whole) if number.knows(whole) else least  # of an input that is a part of something unknown
+        known = self._storages.setdefault(storage, torch.empty(0, device="meta").untyped_storage())
+        if known.nbytes() < size:
+            known.resize_(size)
         made = torch.empty(0, dtype=value.dtype, device="meta")
-        made.set_(self._storages[storage], number(value.storage_offset()), shape, stride)
+        made.set_(known, offset, shape, stride)
         if value.is_conj():
             made = made.conj()
         if value.is_neg():

@@ -40,7 +40,7 @@ class Encoder(nn.Module):
 
 
 Made = tuple[Callable[[], nn.Module], Callable[[Any], Mapping[str, Tensor]]]
-MODELS: dict[str, Made] = {"encoder": (Encoder, text), "gpt": (lambda: gpt(128), text), "conv": (ConvNet, pictures)}
+MODELS: dict[str, Made] = {"encoder": (Encoder, text), "gpt": (lambda: gpt(), text), "conv": (ConvNet, pictures)}
 SIZES = ((4, 24), (2, 12), (8, 40), (5, 13))
 
 
