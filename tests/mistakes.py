@@ -1057,8 +1057,8 @@ MISTAKES += [
     # a percentage refers to the sizes that came, however large they were said to become
     Mistake(
         "runtime/sizes.py",
-        "return most if most >= here else int(GROWTH * here)",
-        "return here",
+        "return int(GROWTH * dims[place]) if expected else dims[place]",
+        "return dims[place]",
         "test_shapes.py::test_percent_refers_to_the_largest_size",
     ),
     # all sizes are of the first dimension
