@@ -492,6 +492,17 @@ class Tabled(nn.Module):
         return self.stack(x + self.table).view(-1, 2).square().mean()
 
 
+class Mixed(nn.Module):
+    """Dropout of what a product reads transposed: its gradient has another layout than torch traces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack, self.out = Stack(2), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.stack(x).transpose(1, 2) @ self.stack(x)).square().mean()
+
+
 def shifted(count: int) -> dict[str, Tensor]:
     text_ = torch.randint(50, (count, 2 * count + 1), generator=torch.Generator().manual_seed(count))
     return {"tokens": text_[:, :-1], "targets": text_[:, 1:]}
@@ -500,6 +511,7 @@ def shifted(count: int) -> dict[str, Tensor]:
 TURNS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], dict[str, Tensor]], tuple[int, ...]]] = {
     "parts of a tensor": (Shifted, shifted, (4, 3, 7, 12)),
     "factors of sizes": (Factors, lambda count: {"x": rows(count)}, (8, 9, 16, 8, 23)),
+    "products of transposed parts": (Mixed, lambda count: {"x": rows(count * 8).view(count, 8, WIDTH)}, (16, 20, 5)),
     "a table": (Tabled, lambda count: {"x": rows(6) * count}, (1, 2, 3)),
 }
 
