@@ -88,7 +88,7 @@ class PlansOfSizes:
             BudgetTooSmall: nothing fits; names the sizes.
         """
         joint = self._graph.at(dims)
-        range_ = self._range_with(dims)
+        range_ = self._range_with(dims, joint)
         options, within = self._in_bytes(range_)
         called_with = called_with or self.described(dims)
         step = CapturedStep(joint=joint, inputs=inputs, called_with=called_with, within=within)
@@ -168,14 +168,14 @@ class PlansOfSizes:
         largest = self.described(range_.dims)
         return replace(self._options, mem=allowed), f"{budget.of_keep_all:g}% of what {largest} takes"
 
-    def _range_with(self, dims: Dims) -> Range | None:
+    def _range_with(self, dims: Dims, joint: Joint) -> Range | None:
         """The largest sizes, grown where one of these is above them; None where no budget refers to them."""
         if not isinstance(self._options.budget, Percent):
             return None
         if self._range and all(dim <= most for dim, most in zip(dims, self._range.dims, strict=True)):
             return self._range
         largest = tuple(self._largest(place, dims) for place in range(len(dims)))
-        return Range(largest, whole_of(self._graph.at(largest), self._options))
+        return Range(largest, whole_of(joint if largest == dims else self._graph.at(largest), self._options))
 
     def _largest(self, place: int, dims: Dims) -> int:
         """The largest size that is known or expected; where a range was given and is exceeded, half as much again.
