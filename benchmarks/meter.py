@@ -13,7 +13,7 @@ from __future__ import annotations
 import gc
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -84,16 +84,31 @@ def _cpu_peak(step: Step) -> int:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recording:
         result = step()
     del result
-    return running_peak((event.start_ns(), event.nbytes()) for event in _memory_events(recording))
-
-
-def _memory_events(recording: profile) -> list[Any]:
     profiler: Any = recording.profiler
-    return [
-        event
-        for event in profiler.kineto_results.events()
-        if event.name() == "[memory]" and event.device_type().name == "CPU"
-    ]
+    events = _allocations(profiler.kineto_results.experimental_event_tree())
+    return running_peak(_of_the_recording(sorted(events, key=lambda event: event[0])))
+
+
+def _allocations(events: Iterable[Any]) -> Iterator[tuple[int, int, int]]:
+    """Time, signed bytes and address of every block of host memory that was taken or given back."""
+    for event in events:
+        if event.tag.name == "Allocation" and event.extra_fields.device.type == "cpu":
+            yield event.start_time_ns, event.extra_fields.alloc_size, event.extra_fields.ptr
+        yield from _allocations(event.children)
+
+
+def _of_the_recording(events: Iterable[tuple[int, int, int]]) -> Iterator[tuple[int, int]]:
+    """Time and signed bytes, without what is given back that was there before.
+
+    torch does not tell of such blocks, but where an earlier recording saw another one at the same address.
+    """
+    sizes: dict[int, int] = {}
+    for time_, size, address in events:
+        if size > 0:
+            sizes[address] = size
+            yield time_, size
+        elif address in sizes:
+            yield time_, -sizes.pop(address)
 
 
 def running_peak(events: Iterable[tuple[int, int]]) -> int:

@@ -50,6 +50,18 @@ def test_what_was_there_before_does_not_count() -> None:
     assert meter.peak_bytes(step) == 3 * KIB
 
 
+def test_a_block_that_an_earlier_recording_saw_does_not_count_either() -> None:
+    """Its address may be that of a block of another size, which was given back when nothing recorded."""
+    kept: list[torch.Tensor] = []
+    meter.peak_bytes(lambda: kept.append(torch.empty(64 * KIB, dtype=torch.uint8)))
+
+    def step() -> torch.Tensor:
+        kept.clear()
+        return torch.empty(3 * KIB, dtype=torch.uint8)
+
+    assert meter.peak_bytes(step) == 3 * KIB
+
+
 def test_views_are_counted_once_and_outputs_of_the_step_count() -> None:
     x = torch.ones(256)
 
