@@ -34,8 +34,14 @@ def boxed(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
     attributes.__dict__.update({key: value for key, value in module.__dict__.items() if key != "_graph"})
     forward: Any = type(module).forward
 
+    return taking_a_list(functools.partial(forward, attributes))
+
+
+def taking_a_list(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """The function, marked as one that AOTAutograd hands a list to, which it empties: `_boxed_call` (2.11, 2.13)."""
+
     def call(arguments: list[Any]) -> Any:
-        return forward(attributes, arguments)
+        return function(arguments)
 
     call._boxed_call = True  # type: ignore[attr-defined]
     return call

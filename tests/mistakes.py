@@ -475,7 +475,7 @@ MISTAKES += [
     # an op that overwrites still takes memory for its result
     Mistake(
         "step/costs.py",
-        "taken[op.index] = -(-sizes[result] // block) * block",
+        "taken[op.index] = rounded(sizes[result], device)",
         "pass",
         "linearize/test_in_place.py::test_an_op_that_overwrites_needs_no_memory_for_its_result",
     ),

@@ -157,7 +157,7 @@ def padded(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("make", [gpt, bert])
 def test_transformers_trainer_on_thirty_lengths(make: Callable[[], nn.Module], tmp_path: Path) -> None:
-    """As they come, three rows at a time: two captures, the budget held at all lengths, the plain run's weights."""
+    """Rows come three at a time; the budget holds at all lengths, and the weights are those of the plain run."""
     plain, model = make(), make()
     everything = fxremat.plan(model, padded([{k: torch.zeros(32).long() for k in texts()[0]}] * 3), mem="100%", **FAST)
     mem = int(0.6 * everything.keep_all_peak)

@@ -152,7 +152,7 @@ def test_what_does_not_fit_is_made_smaller(recipe: Recipe) -> None:
 
 
 def test_leaving_out_recomputations_exceeds_a_budget_by_no_more_than_before() -> None:
-    """Each one, where a choice does not fit on some of many pages; and the pages kept are those of what is left."""
+    """Each one counts, where a choice does not fit on some of many pages; kept pages are those of what is left."""
     joint = capture(nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(60)), Total()), *INPUTS)
     costs = estimated(joint)
     frontier = survey(joint, costs, effort=0)
@@ -181,7 +181,7 @@ class Total(nn.Module):
 
 
 def test_what_nothing_reads_takes_memory_while_it_is_made() -> None:
-    """But a generator's state, which is saved only for a second draw."""
+    """A generator's state is the exception: it is saved only for a second draw."""
     none, one = np.zeros(2, np.int64), np.array([0, 1], np.int64)
     for seeds, peak in ((1, 5), (0, 0)):
         tape = Tape(

@@ -35,7 +35,7 @@ from fxremat.cost.made_up import call_of
 from fxremat.cost.walk import Call, Walk, given_inputs
 from fxremat.passes.in_place import restore, with_new_result
 from fxremat.progress import progress
-from fxremat.step.costs import CUDA_BLOCK, Costs, OpCost, costs_from, device_of, op_key
+from fxremat.step.costs import Costs, OpCost, costs_from, device_of, op_key, rounded
 from fxremat.step.joint import Joint, Op, storage_bytes
 from fxremat.step.overwriting import overwritten
 from fxremat.torch_private import allocations, is_real, real_tensors, unprofiled
@@ -253,9 +253,7 @@ def fullest(node: fx.Node, call: Call) -> Call:
 
 
 def _cost(seconds: float, peak: int, result: Any, device: torch.device, *, new: bool) -> OpCost:
-    outputs = _output_bytes(result)
-    if device.type == "cuda":
-        outputs = tuple(-(-size // CUDA_BLOCK) * CUDA_BLOCK for size in outputs)
+    outputs = tuple(rounded(size, device) for size in _output_bytes(result))
     return OpCost(seconds, max(0, peak - (sum(outputs) if new else 0)), outputs)
 
 

@@ -348,7 +348,11 @@ class _Lowering:
         return self._size(part, node) if is_size_node(node) else self._read(part, node, self._first(node))
 
     def _order_placeholders(self) -> None:
-        """Primals, sizes; in the backward sizes, saved numbers, saved tensors as the forward returns them, tangents."""
+        """Put the inputs in order.
+
+        Those of the forward are primals and sizes; those of the backward are sizes, saved numbers, saved tensors as the
+        forward returns them, and tangents.
+        """
         primals = [node for node in self.forward.graph.nodes if node.op == "placeholder"]
         primals.sort(key=lambda node: node in self.forward.sizes.values())
         saved = [placeholder for _, placeholder in self.saved]

@@ -51,6 +51,7 @@ from fxremat.torch_private import (
     largest_of,
     never_donate,
     parameter_name,
+    taking_a_list,
 )
 
 log = logging.getLogger(__name__)
@@ -168,8 +169,7 @@ class Backend:
                 raise PlannedOnly
             return run(arguments)
 
-        forward._boxed_call = True  # type: ignore[attr-defined]
-        return forward
+        return taking_a_list(forward)
 
     def _partition(
         self,
@@ -314,8 +314,7 @@ class _FixedStep:
             with weights.telling_what_is_new():
                 return without(run(arguments), needs, unused)
 
-        backward._boxed_call = True  # type: ignore[attr-defined]
-        return backward
+        return taking_a_list(backward)
 
 
 def _to_trace(placeholders: Sequence[fx.Node], inputs: Sequence[Any]) -> Sequence[Any]:

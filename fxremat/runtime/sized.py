@@ -32,7 +32,7 @@ from fxremat.search.candidate import Candidate
 from fxremat.step.joint import Joint, Origin, is_number
 from fxremat.step.program import Order
 from fxremat.step.symbolic import Dims, Numbers, Size, SymbolicGraph
-from fxremat.torch_private import boxed, real_tensors
+from fxremat.torch_private import boxed, real_tensors, taking_a_list
 
 AT_MOST = 8  # programs that are emitted at a time
 MOST_SIZES = 10_000  # for which the choice of a program is remembered
@@ -52,7 +52,7 @@ class _Slots:
 
     @classmethod
     def of(cls, joint: Joint) -> _Slots:
-        """One for every value that the forward has at hand, and for the state of every random op."""
+        """The slots of a graph: one for each value that its forward has at hand, and for the state of each random op."""
         given = (Origin.PRIMAL, Origin.FORWARD)
         shown = [value.node.meta.get("val") for value in joint.values if value.origin in given]
         numbers = sum(map(is_number, shown))
@@ -109,12 +109,7 @@ class Sized:
 
     def backward_of(self, _: fx.GraphModule) -> Callable[..., Any]:
         """What runs the backward, in the place of the contract's."""
-
-        def backward(arguments: list[Any]) -> Sequence[Any]:
-            return self.backward(arguments)
-
-        backward._boxed_call = True  # type: ignore[attr-defined]
-        return backward
+        return taking_a_list(self.backward)
 
     def forward(self, arguments: list[Any]) -> list[Any]:
         """Run the forward of the program for the sizes of these arguments, which are taken out of the list."""

@@ -59,14 +59,13 @@ def costs_from(joint: Joint, by_op: Sequence[OpCost], device: torch.device) -> C
     An op may leave more than its outputs' shapes need: `mse_loss` returns its sum in the storage of all its terms.
     One that overwrites what it reads leaves that storage, and needs no other: its workspace makes up for the two.
     """
-    block = CUDA_BLOCK if device.type == "cuda" else 1
     sizes = [value.bytes for value in joint.values]
     taken = [0] * len(joint.ops)
     for op, cost in zip(joint.ops, by_op, strict=True):
         if (operand := overwritten(op.node)) is not None:
             (result,) = op.writes
             sizes[result] = sizes[joint.value_of[operand]]
-            taken[op.index] = -(-sizes[result] // block) * block
+            taken[op.index] = rounded(sizes[result], device)
             continue
         for value in op.writes:
             position = output_position(joint.values[value].node, op.node)
@@ -75,11 +74,11 @@ def costs_from(joint: Joint, by_op: Sequence[OpCost], device: torch.device) -> C
     return Costs(
         seconds=tuple(cost.seconds for cost in by_op),
         sizes=Sizes(
-            values=tuple(-(-size // block) * block for size in sizes),
+            values=tuple(rounded(size, device) for size in sizes),
             workspace=tuple(cost.workspace - bytes_ for cost, bytes_ in zip(by_op, taken, strict=True)),
             seed=torch.default_generator.get_state().numel() if device.type == "cpu" else 0,
             outside=outside_bytes(joint),
-            root=0 if joint.root_tangents else 2 * max(block, 8),
+            root=0 if joint.root_tangents else 2 * rounded(8, device),
         ),
     )
 

@@ -50,7 +50,7 @@ def is_size(value: object) -> bool:
 
 
 def is_size_node(node: object) -> bool:
-    """The same of a node."""
+    """Whether a node shows a number that the sizes of the inputs determine."""
     return isinstance(node, fx.Node) and is_size(node.meta.get("val"))
 
 
