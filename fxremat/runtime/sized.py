@@ -52,7 +52,7 @@ class _Slots:
 
     @classmethod
     def of(cls, joint: Joint) -> _Slots:
-        """The slots of a graph: one for each value that its forward has at hand, and for the state of each random op."""
+        """The slots of a graph: one for each value that its forward has at hand, and for each state of a random op."""
         given = (Origin.PRIMAL, Origin.FORWARD)
         shown = [value.node.meta.get("val") for value in joint.values if value.origin in given]
         numbers = sum(map(is_number, shown))
