@@ -47,6 +47,21 @@ def taking_a_list(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]],
     return call
 
 
+def group_named(name: str) -> Any:
+    """The process group of a name, as functional collectives take it; None where no group has it.
+
+    `torch._C._distributed_c10d._resolve_process_group` (2.11, 2.13) raises where there is none.
+    """
+    if not torch.distributed.is_available():
+        return None
+    from torch._C._distributed_c10d import _resolve_process_group
+
+    try:
+        return _resolve_process_group(name)  # type: ignore[arg-type]
+    except (RuntimeError, ValueError, TypeError):
+        return None
+
+
 @contextlib.contextmanager
 def real_tensors() -> Iterator[None]:
     """Leave fake-tensor mode (a partition function runs inside it); everything made inside is real.

@@ -35,6 +35,7 @@ from fxremat.cost.made_up import call_of
 from fxremat.cost.walk import Call, Walk, given_inputs
 from fxremat.passes.in_place import restore, with_new_result
 from fxremat.progress import progress
+from fxremat.step.collectives import is_collective
 from fxremat.step.costs import Costs, OpCost, costs_from, device_of, op_key, rounded
 from fxremat.step.joint import Joint, Op, storage_bytes
 from fxremat.step.overwriting import overwritten
@@ -102,11 +103,6 @@ def _keep_refused(cache: CostCache, layouts: str, refused: Sequence[int]) -> Non
 def has_collectives(joint: Joint) -> bool:
     """Whether the graph communicates: all ranks then have to run the same ops equally often."""
     return any(is_collective(op.node) for op in joint.ops)
-
-
-def is_collective(node: fx.Node) -> bool:
-    """True for the ops of `torch.distributed`'s functional collectives, and for waiting for them."""
-    return getattr(node.target, "namespace", "").startswith(("_c10d_functional", "c10d"))
 
 
 def _missing(joint: Joint, cache: CostCache) -> dict[str, Op]:

@@ -1,5 +1,7 @@
 """The passes that a captured joint graph goes through before it is read, each checked before and after.
 
+    sharding        reads of shared parameters are collectives, in buckets
+    collectives     each is one op, from its start to its end
     detach          chains of `detach` go
     batch_norm      the backward of a training BatchNorm reads no running statistics
     dropout         drops as eager PyTorch does
@@ -14,12 +16,17 @@ from __future__ import annotations
 from torch import fx
 
 from fxremat.passes.batch_norm import drop_running_statistics
+from fxremat.passes.collectives import wait_at_once
 from fxremat.passes.detach import drop_detach
 from fxremat.passes.dropout import drop_as_eager
 from fxremat.passes.in_place import overwrite_gradients
 from fxremat.passes.numbers import copy_views_by_number, refuse_symbols
+from fxremat.passes.sharding import share
 
-PASSES = (drop_detach, drop_running_statistics, drop_as_eager, copy_views_by_number, overwrite_gradients)
+PASSES = (
+    *(share, wait_at_once, drop_detach, drop_running_statistics),
+    *(drop_as_eager, copy_views_by_number, overwrite_gradients),
+)
 
 
 def normalize(module: fx.GraphModule) -> fx.GraphModule:

@@ -16,10 +16,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import sys
 import types
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -38,6 +39,8 @@ from fxremat.runtime.varying import mark, positional
 from fxremat.torch_private import compiled_step, graph_break_place, is_traced, outside_graphs
 
 if TYPE_CHECKING:
+    from fxremat.runtime.sharded import Reduction, Shared
+
     _Base = nn.Module
 else:
     _Base = object  # at run time the other bases are those of the model
@@ -64,6 +67,8 @@ class _Training:
     plain: Callable[..., Any]  # the model's forward
     backend: Backend
     step: Callable[..., Any]  # the same, captured and planned
+    shared: Shared | None  # parameters that ranks share
+    shared_steps: Mapping[Reduction, Callable[..., Any]]  # for each way to reduce their gradients
     calls: int = 0  # of the drop-in's own forward
     warned: bool = False
 
@@ -157,20 +162,47 @@ def drop_in(model: nn.Module, options: Options, target: Device | None = None) ->
     if not options.resizable and (options.dynamic or options.shapes):
         backend.take_sizes_as_fixed()
     name = f"forward of {type(model).__name__}"
-    step = compiled_step(plain, backend, name, options.may_change, bool(options.shapes), backend.take_sizes_as_fixed)
-    object.__setattr__(made, "_fxremat", _Training(model, own, plain, backend, step))
+
+    def step_of(forward: Callable[..., Any]) -> Callable[..., Any]:
+        return compiled_step(
+            forward, backend, name, options.may_change, bool(options.shapes), backend.take_sizes_as_fixed
+        )
+
+    shared = _shared(model)
+    steps = {kind: step_of(own or forward) for kind, forward in shared.forwards.items()} if shared else {}
+    object.__setattr__(made, "_fxremat", _Training(model, own, plain, backend, step_of(plain), shared, steps))
+    if shared is not None:
+        shared.stand_in(made)
     return cast(Rematerialized, made)
+
+
+def _shared(model: nn.Module) -> Shared | None:
+    """The parameters that ranks share; nothing of torch.distributed is imported for models that have none."""
+    if "torch.distributed.fsdp" not in sys.modules:
+        return None
+    from fxremat.runtime.sharded import Shared
+
+    return Shared.of(model)
 
 
 def _call(self: Any, *args: Any, **kwargs: Any) -> Any:
     """`Module.__call__`, which sees to hooks; a training call that never reaches our forward is told of, once."""
     training = _training_of(self)
     before = training.calls
-    result = nn.Module.__call__(self, *args, **kwargs)
+    with _gathering(self, training):
+        result = nn.Module.__call__(self, *args, **kwargs)
     if training.calls == before and not training.warned and _trains(self) and is_traced() is None:
         training.warned = True
         warnings.warn(BYPASSED, stacklevel=2)
     return result
+
+
+def _gathering(module: Any, training: _Training) -> contextlib.AbstractContextManager[None]:
+    """For a training call: reading a parameter that ranks share gathers it."""
+    shared = training.shared
+    if shared is None or shared.active or not _trains(module) or is_traced() is not None:
+        return contextlib.nullcontext()
+    return shared.for_training()
 
 
 _classes: weakref.WeakValueDictionary[type[nn.Module], type] = weakref.WeakValueDictionary()
@@ -255,7 +287,8 @@ def _forward(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if weights and not backend.only_plan:
             _settle(module, weights, args, kwargs)
     try:
-        with weights.seen_on_the_device() if weights else contextlib.nullcontext():
+        on_device = weights.seen_on_the_device() if weights else contextlib.nullcontext()
+        with on_device, _gathering(module, training):
             outputs = _run(training, args, kwargs)
     except PlannedOnly:
         raise
@@ -269,12 +302,15 @@ def _forward(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _run(training: _Training, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     mark(training.backend.options, training.backend.input_names, args, kwargs)
+    step = training.step
+    if training.shared is not None:
+        step = training.shared_steps[training.shared.reduction]
     try:
-        return training.step(*args, **kwargs)
+        return step(*args, **kwargs)
     except Exception as error:
         if not set_up(training.model, graph_break_place(error) or ""):
             raise
-    return training.step(*args, **kwargs)
+    return step(*args, **kwargs)
 
 
 def _settle(module: Any, weights: Weights, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

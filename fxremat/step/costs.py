@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxremat.step.collectives import is_collective, without_group_names
 from fxremat.step.joint import Joint, is_number
 from fxremat.step.liveness import Sizes
 from fxremat.step.overwriting import overwritten
@@ -117,7 +118,8 @@ def op_key(node: fx.Node) -> str:
     A layout names the device, and the bytes of the storage where a tensor shows a part of it: some ops copy it whole.
     A subgraph (the score function of flex attention) is named by a digest of its code.
     """
-    arguments = ", ".join(_describe(argument) for argument in (*node.args, *_sorted(node.kwargs)))
+    args = without_group_names(node) if is_collective(node) else node.args
+    arguments = ", ".join(_describe(argument) for argument in (*args, *_sorted(node.kwargs)))
     return f"{node.target}({arguments})"
 
 

@@ -11,13 +11,17 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxremat.step.collectives import collective
+
 aten = torch.ops.aten
+_c10d = torch.ops._c10d_functional
 
 METHODS: dict[Any, Any] = {  # the first argument is overwritten
     aten.add.Tensor: aten.add_.Tensor,
     aten.mul.Tensor: aten.mul_.Tensor,
     aten.div.Tensor: aten.div_.Tensor,
     aten.neg.default: aten.neg_.default,
+    collective(_c10d.all_reduce.default): collective(_c10d.all_reduce_.default),
 }
 BACKWARDS: dict[Any, Any] = {  # the first argument is given as `grad_input` as well
     aten.threshold_backward.default: aten.threshold_backward.grad_input,

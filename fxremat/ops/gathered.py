@@ -1,0 +1,108 @@
+"""Reading a parameter that ranks share: what a model is traced with, and `passes.sharding` makes collectives of.
+
+    fxremat::gather    shard -> the whole parameter, in the type that the model computes in
+    fxremat::reduce    its gradient -> the gradient of the shard, reduced over the ranks
+
+Each is one op while a model is traced, so that equal gathers can be found (tied weights), and gradients be added before
+they are reduced rather than after. A parameter is cut along its first dimension into as many parts as there are ranks
+in its group, as `torch.distributed.fsdp.fully_shard` does; where they are not all equal, the last ones are padded on
+the way, on every rank alike. A parameter that every rank holds whole is not gathered, only its gradient is reduced.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fxremat.errors import FxrematError
+
+ALONE = "a shared parameter is read, and its gradient reduced, inside of a planned step alone"
+
+
+class Sharing(NamedTuple):
+    """How ranks share a parameter; the ops of this file take it apart, in order."""
+
+    rows: int  # of the whole parameter: the size of its first dimension
+    dtype: torch.dtype  # that the model computes with
+    reduced_in: torch.dtype | None  # that gradients are added up in; None: that of the gradient
+    group: str  # the process group over which it is cut; "": each rank has it whole
+    replicas: str  # the process group over which all have the same; "": there is none
+    op: str  # "avg" or "sum"
+    before: float  # what gradients are divided by before they are reduced
+    after: float  # and after it
+    bucket: int  # parameters of one bucket travel together
+
+
+@torch.library.custom_op("fxremat::gather", mutates_args=())
+def gather(
+    shard: Tensor,
+    other: Tensor | None,
+    sync: bool,
+    rows: int,
+    dtype: torch.dtype,
+    reduced_in: torch.dtype | None,
+    group: str,
+    replicas: str,
+    op: str,
+    before: float,
+    after: float,
+    bucket: int,
+) -> Tensor:
+    """The whole parameter.
+
+    Args:
+        other: with `sync`, gradients of earlier backwards, which are added to this one's before that is reduced;
+            without it, a tensor as large as the parameter, whose gradient is that of the parameter, not reduced.
+    """
+    raise FxrematError(ALONE)
+
+
+@torch.library.custom_op("fxremat::reduce", mutates_args=())
+def reduce(
+    gradient: Tensor,
+    rows: int,
+    dtype: torch.dtype,
+    reduced_in: torch.dtype | None,
+    group: str,
+    replicas: str,
+    op: str,
+    before: float,
+    after: float,
+    bucket: int,
+    mine: int,
+    stored: torch.dtype,
+) -> Tensor:
+    """The gradient of a shard of `mine` rows, in the type that it is stored in, reduced over all ranks."""
+    raise FxrematError(ALONE)
+
+
+@gather.register_fake
+def _(shard: Tensor, other: Tensor | None, sync: bool, rows: int, dtype: torch.dtype, *_: object) -> Tensor:
+    return shard.new_empty((rows, *shard.shape[1:]), dtype=dtype)
+
+
+@reduce.register_fake
+def _(gradient: Tensor, *sharing: Any) -> Tensor:
+    *_, mine, stored = sharing
+    return gradient.new_empty((mine, *gradient.shape[1:]), dtype=stored)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    shard, other, ctx.sync, *ctx.sharing = inputs
+    ctx.mine, ctx.stored = shard.shape[0], shard.dtype
+    ctx.save_for_backward(other)
+
+
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    (other,) = ctx.saved_tensors
+    no_more = [None] * (1 + len(ctx.sharing))
+    if not ctx.sync:
+        return None, gradient.to(other.dtype), *no_more
+    if other is not None:
+        gradient = other + gradient.to(other.dtype)
+    return reduce(gradient, *ctx.sharing, ctx.mine, ctx.stored), None, *no_more
+
+
+gather.register_autograd(_backward, setup_context=_keep)

@@ -1,0 +1,37 @@
+"""Collectives of a captured graph become one op each, from their start to the end of their transfer.
+
+    started = all_gather_into_tensor(x, ...);  ...;  y = wait_tensor(started)    ->    y = Collective(...)(x, ...)
+
+See `step.collectives`. What tensor parallelism writes (DTensor's redistributions), and what a model's own functional
+collectives do. A collective that nothing waits for is left as it is.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx
+
+from fxremat.step.collectives import collective, is_start
+
+
+def wait_at_once(graph: fx.Graph) -> None:
+    """Make one op of each collective and the wait for it. O(nodes)."""
+    for node in [node for node in graph.nodes if is_start(node)]:
+        waits = [wait for shown in _shown(node) for wait in shown.users if _is_wait(wait)]
+        if not waits:
+            continue
+        assert isinstance(node.target, torch._ops.OpOverload)
+        node.target = collective(node.target)
+        for wait in waits:
+            wait.replace_all_uses_with(wait.args[0])  # type: ignore[arg-type]
+            graph.erase_node(wait)
+
+
+def _shown(node: fx.Node) -> list[fx.Node]:
+    return [node, *(user for user in node.users if user.target is operator.getitem)]
+
+
+def _is_wait(node: fx.Node) -> bool:
+    return node.target is torch.ops._c10d_functional.wait_tensor.default

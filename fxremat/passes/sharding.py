@@ -1,0 +1,316 @@
+"""Reads of shared parameters become collectives: the fewest that the model's reads allow, in buckets.
+
+    merge      equal gathers are one (tied weights); gradients are added before they are reduced, not after
+    gather     shard -> [cast] -> [pad] -> all_gather -> [rows]          those of one bucket in one collective
+    reduce     gradient -> [cast] -> [pack] -> reduce_scatter -> [all_reduce over replicas] -> [cast] -> [rows]
+
+A bucket of gathers starts where the first of them is read, one of gradients where the last of them is there. Gathers
+of a bucket are coalesced: each parameter has a storage of its own, which is freed by itself. Gradients of a bucket are
+packed into one buffer, which is reduced in place, and of which they are views afterwards.
+
+Nothing is rewritten in graphs without `fxremat::gather`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from fxremat.ops.gathered import Sharing
+from fxremat.step.collectives import collective
+from fxremat.torch_private import group_named, storage_of
+
+aten = torch.ops.aten
+GATHER = torch.ops.fxremat.gather.default
+REDUCE = torch.ops.fxremat.reduce.default
+SAME = (aten.detach.default, aten.view.default, aten.alias.default)
+BUCKET = 25 * 2**20  # bytes at most that travel together, as in DistributedDataParallel
+SHARES = 8  # buckets at least that all gradients together make, where there are so many of them
+
+
+def share(graph: fx.Graph) -> None:
+    """Replace all gathers and reductions of shared parameters. O(nodes)."""
+    gathers = _found(graph, GATHER)
+    if not gathers:
+        return
+    _merge_gathers(gathers)
+    for node in _found(graph, REDUCE):
+        _drop_views_of_itself(node)
+    while _merge_reductions(graph):
+        pass
+    for bucket in _buckets(_found(graph, GATHER), _sharing_of_gather):
+        _gather(bucket)
+    for bucket in _buckets(_found(graph, REDUCE), _sharing_of_reduce):
+        _reduce(bucket)
+    graph.eliminate_dead_code()
+
+
+def _found(graph: fx.Graph, target: Any) -> list[fx.Node]:
+    return [node for node in graph.nodes if node.target is target]
+
+
+def _sharing_of_gather(node: fx.Node) -> Sharing:
+    return Sharing(*node.args[3:])  # type: ignore[arg-type]
+
+
+def _sharing_of_reduce(node: fx.Node) -> Sharing:
+    return Sharing(*node.args[1:-2])  # type: ignore[arg-type]
+
+
+def _merge_gathers(gathers: Sequence[fx.Node]) -> None:
+    first: dict[tuple[Any, ...], fx.Node] = {}
+    for node in gathers:
+        shard, *rest = node.args
+        known = first.setdefault((_viewed(shard), *rest), node)
+        if known is not node:
+            node.replace_all_uses_with(known)
+            node.graph.erase_node(node)
+
+
+def _viewed(shard: object) -> object:
+    """The node that a shard is a view or a detached alias of, of the same shape."""
+    while isinstance(shard, fx.Node) and shard.target in SAME:
+        parent = shard.args[0]
+        if not isinstance(parent, fx.Node) or parent.meta["val"].shape != shard.meta["val"].shape:
+            break
+        shard = parent
+    return shard
+
+
+def _drop_views_of_itself(node: fx.Node) -> None:
+    """Let what reads a view of a node that shows it as it is, as DTensor makes them, read the node."""
+    for view in [user for user in node.users if user.target in SAME]:
+        if view.meta["val"].shape == node.meta["val"].shape:
+            view.replace_all_uses_with(node)
+            node.graph.erase_node(view)
+            _drop_views_of_itself(node)
+
+
+def _merge_reductions(graph: fx.Graph) -> bool:
+    """Turn reduce(a) + reduce(b) into reduce(a + b); whether there was one."""
+    for total in _found(graph, aten.add.Tensor):
+        one, other = total.args if len(total.args) == 2 else (None, None)
+        if not (isinstance(one, fx.Node) and isinstance(other, fx.Node)) or one is other:
+            continue
+        if one.target is not REDUCE or other.target is not REDUCE or one.args[1:] != other.args[1:]:
+            continue
+        if set(one.users) != {total} or set(other.users) != {total}:
+            continue
+        write = _Writer(total)
+        gradients = write(aten.add.Tensor, one.args[0], other.args[0])
+        total.replace_all_uses_with(write(REDUCE, gradients, *one.args[1:]))
+        for node in (total, one, other):
+            graph.erase_node(node)
+        return True
+    return False
+
+
+def _buckets(nodes: Sequence[fx.Node], sharing: Callable[[fx.Node], Sharing]) -> Iterator[list[fx.Node]]:
+    """The nodes that travel together, in the order of the graph: of one bucket and kind, up to so many bytes."""
+    most = BUCKET
+    if nodes and not sharing(nodes[0]).group:
+        most = min(most, sum(map(_bytes_of_whole, nodes)) // SHARES)
+    open_: dict[tuple[Any, ...], list[fx.Node]] = {}
+    for node in nodes:
+        kind = (sharing(node)._replace(rows=0), node.target is REDUCE and node.args[-1], _device(node))
+        bucket = open_.setdefault(kind, [])
+        if bucket and sum(map(_bytes_of_whole, [*bucket, node])) > most:
+            yield open_.pop(kind)
+            bucket = open_.setdefault(kind, [])
+        bucket.append(node)
+    yield from open_.values()
+
+
+def _bytes_of_whole(node: fx.Node) -> int:
+    shown: Any = node if node.target is GATHER else node.args[0]
+    return int(shown.meta["val"].nbytes)
+
+
+def _device(node: fx.Node) -> torch.device:
+    device: torch.device = node.meta["val"].device
+    return device
+
+
+def _gather(bucket: Sequence[fx.Node]) -> None:
+    """Put one collective in the place of the first gather of a bucket, and what its results show in theirs."""
+    sharing = _sharing_of_gather(bucket[0])
+    group = group_named(sharing.group) if sharing.group else None
+    write = _Writer(bucket[0])
+    parts = [_part_to_send(write, node, 1 if group is None else group.size()) for node in bucket]
+    if group is None:
+        wholes: list[fx.Node] = parts
+    elif len(parts) == 1:
+        op = collective(torch.ops._c10d_functional.all_gather_into_tensor.default)
+        wholes = [write(op, parts[0], group.size(), sharing.group)]
+    else:
+        op = collective(torch.ops._c10d_functional.all_gather_into_tensor_coalesced.default)
+        wholes = write.items(write(op, parts, group.size(), sharing.group))
+    for node, whole in zip(bucket, wholes, strict=True):
+        rows = _sharing_of_gather(node).rows
+        if whole.meta["val"].shape[0] != rows:
+            whole = write(aten.slice.Tensor, whole, 0, 0, rows)
+        _replace(node, whole)
+
+
+def _part_to_send(write: _Writer, gather: fx.Node, ranks: int) -> fx.Node:
+    """The shard in the type of the computation, padded to as many rows as the first rank's has."""
+    sharing = _sharing_of_gather(gather)
+    shard: Any = gather.args[0]
+    if shard.op != "placeholder":
+        shard = write.moved_up(shard)
+    missing = -(-sharing.rows // ranks) - shard.meta["val"].shape[0]
+    if sharing.rows % ranks:
+        shard = write(aten.constant_pad_nd.default, shard, [0, 0] * (shard.meta["val"].dim() - 1) + [0, missing])
+    if shard.meta["val"].dtype != sharing.dtype:
+        shard = write(aten._to_copy.default, shard, dtype=sharing.dtype)
+    if not shard.meta["val"].is_contiguous():
+        shard = write(aten.clone.default, shard, memory_format=torch.contiguous_format)
+    return shard
+
+
+def _reduce(bucket: Sequence[fx.Node]) -> None:
+    """Put one collective in the place of the last reduction of a bucket."""
+    sharing = _sharing_of_reduce(bucket[0])
+    write = _Writer(bucket[-1])
+    group, replicas = (group_named(name) if name else None for name in (sharing.group, sharing.replicas))
+    ranks = 1 if group is None else group.size()
+    gradients = [_as_reduced(write, node) for node in bucket]
+    sizes = [_padded(node, ranks) for node in bucket]
+    flat = _packed(write, gradients, ranks)
+    if sharing.before != 1:
+        flat = write(aten.div.Tensor, flat, sharing.before)
+    if group is not None:
+        op = collective(torch.ops._c10d_functional.reduce_scatter_tensor.default)
+        flat = write(op, flat, sharing.op, ranks, sharing.group)
+    if replicas is not None:
+        op = collective(torch.ops._c10d_functional.all_reduce.default)
+        flat = write(op, flat, sharing.op, sharing.replicas)
+    if sharing.after != 1:
+        flat = write(aten.div.Tensor, flat, sharing.after)
+    stored = bucket[0].args[-1]
+    if flat.meta["val"].dtype != stored:
+        flat = write(aten._to_copy.default, flat, dtype=stored)
+    _move_readers(bucket)
+    for node, piece in zip(bucket, _pieces(write, flat, sizes), strict=True):
+        mine = node.args[-2]
+        if piece.meta["val"].shape[0] != mine:
+            piece = write(aten.slice.Tensor, piece, 0, 0, mine)
+        _replace(node, piece)
+
+
+def _replace(node: fx.Node, new: fx.Node) -> None:
+    """Put a new node in the place of another; views of it show the storage of the new one from then on."""
+    _show(node, node.meta["val"], new.meta["val"])
+    node.replace_all_uses_with(new)
+    node.graph.erase_node(node)
+
+
+def _show(node: fx.Node, old: torch.Tensor, new: torch.Tensor) -> None:
+    """Give the views of a node fake values that are views of its new one."""
+    for view in node.users:
+        value = view.meta.get("val")
+        if isinstance(value, torch.Tensor) and storage_of(value) == storage_of(old):
+            moved = new.as_strided(value.shape, value.stride(), new.storage_offset() + value.storage_offset())
+            view.meta = dict(view.meta) | {"val": moved}
+            _show(view, old, new)
+
+
+def _move_readers(bucket: Sequence[fx.Node]) -> None:
+    """Move what is computed from the results of a bucket behind its last node."""
+    late, end = set(bucket), bucket[-1]
+    node = bucket[0].next
+    while node is not bucket[-1]:
+        following = node.next
+        if not late.isdisjoint(node.all_input_nodes):
+            late.add(node)
+            end.append(node)
+            end = node
+        node = following
+
+
+def _as_reduced(write: _Writer, node: fx.Node) -> fx.Node:
+    """The gradient in the type in which it is added up."""
+    gradient: Any = node.args[0]
+    dtype = _sharing_of_reduce(node).reduced_in
+    if dtype is not None and gradient.meta["val"].dtype != dtype:
+        gradient = write(aten._to_copy.default, gradient, dtype=dtype)
+    return gradient
+
+
+def _padded(node: fx.Node, ranks: int) -> torch.Size:
+    """The shape of the shards of a gradient, of which all ranks have as many rows as the first."""
+    gradient: Any = node.args[0]
+    shape = gradient.meta["val"].shape
+    return torch.Size((-(-shape[0] // ranks), *shape[1:])) if shape else shape
+
+
+def _packed(write: _Writer, gradients: Sequence[fx.Node], ranks: int) -> fx.Node:
+    """One buffer, of which each rank's part is contiguous. One even gradient alone is its own."""
+    if len(gradients) == 1:
+        value = gradients[0].meta["val"]
+        if value.is_contiguous() and value.dim() and value.shape[0] % ranks == 0:
+            return gradients[0]
+    if ranks > 1:
+        return write(aten._chunk_cat.default, list(gradients), 0, ranks)
+    flat = [write(aten.reshape.default, gradient, [-1]) for gradient in gradients]
+    return write(aten.cat.default, flat) if len(flat) > 1 else flat[0]
+
+
+def _pieces(write: _Writer, flat: fx.Node, shapes: Sequence[torch.Size]) -> Iterator[fx.Node]:
+    """Views of a reduced buffer."""
+    if len(shapes) == 1 and flat.meta["val"].shape == shapes[0]:
+        yield flat
+        return
+    flat = write(aten.view.default, flat, [-1])
+    ends = [0]
+    for shape in shapes:
+        ends.append(ends[-1] + shape.numel())
+    for shape, (begin, end) in zip(shapes, pairwise(ends), strict=True):
+        piece = write(aten.slice.Tensor, flat, 0, begin, end)
+        yield write(aten.view.default, piece, list(shape))
+
+
+class _Writer:
+    """Writes nodes before another one, which they stand for: with its meta, and fake values of their own."""
+
+    class Place(NamedTuple):
+        """Where nodes are written."""
+
+        node: fx.Node
+        mode: Any
+
+    def __init__(self, node: fx.Node) -> None:
+        self.place = self.Place(node, node.meta["val"].fake_mode)
+
+    def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        node, mode = self.place
+        with node.graph.inserting_before(node):
+            made = node.graph.call_function(target, args, kwargs)
+        shown, options = fx.node.map_arg((args, kwargs), lambda parent: parent.meta["val"])
+        with mode:
+            start = getattr(target, "start", target)
+            made.meta = dict(node.meta) | {"val": start(*shown, **options)}
+        return made
+
+    def items(self, several: fx.Node) -> list[fx.Node]:
+        """The outputs of a node that has several."""
+        import operator
+
+        found = []
+        for place, value in enumerate(several.meta["val"]):
+            with several.graph.inserting_before(self.place.node):
+                item = several.graph.call_function(operator.getitem, (several, place))
+            item.meta = dict(self.place.node.meta) | {"val": value}
+            found.append(item)
+        return found
+
+    def moved_up(self, view: fx.Node) -> fx.Node:
+        """The same view of a placeholder, written here."""
+        parent = view.args[0]
+        assert isinstance(parent, fx.Node)
+        base = parent if parent.op == "placeholder" else self.moved_up(parent)
+        return self(view.target, base, *view.args[1:], **view.kwargs)

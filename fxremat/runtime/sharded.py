@@ -1,0 +1,278 @@
+"""Training a model whose parameters ranks share: for a call, reading a parameter gathers it, as an op of the step.
+
+    with sharded.for_training():        the model's own code reads self.weight, and gets the whole parameter
+        step(*inputs)                   dynamo captures the gather, autograd its reduction
+
+For that time each module is of a subclass of its own class, with a property for every shared parameter, and FSDP2's
+hooks are away: they would gather and reduce by themselves. Any other call finds the model as `fully_shard` left it.
+Parameters stay the same tensors, so that optimizers, `state_dict` and checkpoints see nothing of it.
+
+A step may leave gradients unreduced (`no_sync`): they wait, whole and summed, in `.grad` of tensors without memory of
+their own, one a parameter, and the next step that reduces adds them to its own first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fxremat.errors import FxrematError
+from fxremat.ops.gathered import Sharing, gather
+from fxremat.runtime.torch_fsdp import (
+    Casts,
+    ShardedParameter,
+    adopt,
+    back_to_shards,
+    casts_of,
+    is_hook,
+    is_sharded,
+    parameters_of,
+    syncs,
+)
+
+WAITING = "_fxremat_unreduced"  # attribute of a module: unreduced gradients by parameter name, while a call runs
+
+
+class Reduction(Enum):
+    """What a step does with its gradients."""
+
+    REDUCE = "reduce"
+    KEEP = "keep"  # whole, on this rank
+    REDUCE_ALL = "reduce all"  # together with those that were kept
+
+
+@dataclass(frozen=True, eq=False)
+class _Reading:
+    """How a module's parameters are read while it trains: a class for each kind of reduction, and hooks."""
+
+    module: nn.Module
+    classes: Mapping[Reduction, type]
+    casts: Casts | None
+
+
+@dataclass(eq=False)
+class Shared:
+    """The shared parameters of a model."""
+
+    model: nn.Module
+    parameters: Sequence[ShardedParameter]
+    readings: Sequence[_Reading]
+    unreduced: dict[int, torch.Tensor] = field(default_factory=dict)  # by place in `parameters`
+    sync: bool = True  # for models that FSDP2 knows nothing of
+    reduction: Reduction = Reduction.REDUCE  # what the present step does with its gradients
+    active: bool = False  # whether reading a parameter gathers it now
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Shared | None:
+        """Those of a model that `fully_shard`, torch's or fxremat's, was called on; None for any other."""
+        replicated = _replicated.get(model)
+        if replicated is not None:
+            if is_sharded(model):
+                raise FxrematError("this model is both replicated and sharded; call one fully_shard on it")
+            return cls(model, replicated, _readings(model, replicated, {}))
+        if not is_sharded(model):
+            return None
+        parameters = parameters_of(model)
+        return cls(model, parameters, _readings(model, parameters, casts_of(model)))
+
+    def _next_reduction(self) -> Reduction:
+        if not (self.sync and (not is_sharded(self.model) or syncs(self.model))):
+            return Reduction.KEEP
+        return Reduction.REDUCE_ALL if self._kept() else Reduction.REDUCE
+
+    def _kept(self) -> bool:
+        return any(tensor.grad is not None for tensor in self.unreduced.values())
+
+    @contextlib.contextmanager
+    def for_training(self) -> Iterator[None]:
+        """Let the model's modules gather their parameters when they read them."""
+        back_to_shards(self.model)
+        self.reduction = reduction = self._next_reduction()
+        with contextlib.ExitStack() as stack:
+            if reduction is not Reduction.REDUCE:
+                stack.enter_context(self._with_unreduced(reduction))
+            for reading in self.readings:
+                stack.enter_context(_swapped(reading, reduction))
+            self.active = True
+            try:
+                yield
+            finally:
+                self.active = False
+
+    @property
+    def forwards(self) -> dict[Reduction, Callable[..., Any]]:
+        """The model's own forward, with the casts of its mixed precision policy, for each way to reduce gradients."""
+        classes = next((reading.classes for reading in self.readings if reading.module is self.model), {})
+        return {
+            kind: types.MethodType(classes.get(kind, type(self.model)).forward, self.model) for kind in Reduction
+        }
+
+    def stand_in(self, module: nn.Module) -> None:
+        """Let a drop-in module be the model to FSDP2, too."""
+        if is_sharded(self.model):
+            adopt(module, self.model)
+
+    @contextlib.contextmanager
+    def _with_unreduced(self, reduction: Reduction) -> Iterator[None]:
+        """Give modules what takes gradients that are not reduced, or those that wait."""
+        given: dict[nn.Module, dict[str, torch.Tensor]] = {}
+        for place, parameter in enumerate(self.parameters):
+            for module, name in parameter.places:
+                tensor = self._unreduced(place, parameter, module, name)
+                if reduction is Reduction.REDUCE_ALL:
+                    tensor = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+                given.setdefault(module, {})[name] = tensor
+        for module, tensors in given.items():
+            module.__dict__[WAITING] = tensors
+        try:
+            yield
+        finally:
+            for module in given:
+                del module.__dict__[WAITING]
+
+    def _unreduced(self, place: int, parameter: ShardedParameter, module: nn.Module, name: str) -> torch.Tensor:
+        """A leaf as large as a parameter, which takes its gradient and has no memory of its own."""
+        if place not in self.unreduced:
+            shard = _local(module._parameters[name])
+            sharing = parameter.sharing
+            shape = (sharing.rows, *shard.shape[1:]) if shard.dim() else ()
+            empty = torch.zeros((), dtype=sharing.reduced_in or sharing.dtype, device=shard.device)
+            self.unreduced[place] = empty.expand(shape).requires_grad_()
+        return self.unreduced[place]
+
+    def forget_unreduced(self) -> None:
+        """Let go of gradients that were reduced."""
+        for tensor in self.unreduced.values():
+            tensor.grad = None
+
+
+def _local(parameter: Any) -> torch.Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+_replicated: weakref.WeakKeyDictionary[nn.Module, Sequence[ShardedParameter]] = weakref.WeakKeyDictionary()
+
+
+def note_replicated(model: nn.Module, parameters: Sequence[ShardedParameter]) -> None:
+    """Remember that every rank holds these parameters whole, and that their gradients are averaged."""
+    _replicated[model] = parameters
+
+
+def is_replicated(model: nn.Module) -> bool:
+    """Whether `fully_shard(..., replicate=True)` was called on the model."""
+    return model in _replicated
+
+
+@contextlib.contextmanager
+def _swapped(reading: _Reading, reduction: Reduction) -> Iterator[None]:
+    """Let a module be of the class that gathers, without FSDP2's hooks."""
+    module = reading.module
+    names = ("_forward_pre_hooks", "_forward_hooks")
+    before = {name: module.__dict__[name] for name in names}
+    own = type(module)
+    if reading.casts is not None or any(map(is_hook, (*before[names[0]].values(), *before[names[1]].values()))):
+        module.__dict__[names[0]] = _others(before[names[0]])
+        module.__dict__[names[1]] = _others(before[names[1]])
+    module.__class__ = reading.classes[reduction]
+    try:
+        yield
+    finally:
+        module.__class__ = own
+        for name, hooks in before.items():
+            if module.__dict__[name] is not hooks:
+                module.__dict__[name] = hooks
+
+
+def _others(hooks: Mapping[int, Any]) -> OrderedDict[int, Any]:
+    return OrderedDict((key, hook) for key, hook in hooks.items() if not is_hook(hook))
+
+
+def _readings(
+    model: nn.Module, parameters: Sequence[ShardedParameter], casts: Mapping[nn.Module, Casts]
+) -> list[_Reading]:
+    read: dict[nn.Module, dict[str, ShardedParameter]] = {module: {} for module in casts}
+    for parameter in parameters:
+        for module, name in parameter.places:
+            read.setdefault(module, {})[name] = parameter
+    for module in model.modules():
+        if module not in read and any(map(is_hook, module._forward_pre_hooks.values())):
+            read[module] = {}
+    return [
+        _Reading(module, {kind: _class_of(module, named, casts.get(module), kind) for kind in Reduction}, casts.get(module))
+        for module, named in read.items()
+    ]
+
+
+_classes: dict[Any, type] = {}
+
+
+def _class_of(
+    module: nn.Module, named: Mapping[str, ShardedParameter], casts: Casts | None, reduction: Reduction
+) -> type:
+    """The class of a module whose parameters are gathered when it reads them; modules that are alike share one."""
+    own = type(module)
+    about = tuple((name, parameter.sharing, parameter.inner) for name, parameter in named.items())
+    key = (own, about, casts and (casts.inputs, casts.outputs), reduction)
+    if key not in _classes:
+        body: dict[str, Any] = {
+            name: property(_reader(name, parameter.sharing, parameter.inner, reduction), _writer(name))
+            for name, parameter in named.items()
+        }
+        if casts is not None:
+            body["forward"] = _casting(own.forward, casts)
+        body |= {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
+        _classes[key] = type(own.__name__, (own,), body)
+    return _classes[key]
+
+
+def _reader(name: str, sharing: Sharing, inner: Any, reduction: Reduction) -> Callable[[Any], Any]:
+    numbers = tuple(sharing)
+    sync = reduction is not Reduction.KEEP
+
+    def read(self: Any) -> Any:
+        parameter = self._parameters[name]
+        shard = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        other = None if reduction is Reduction.REDUCE else self.__dict__[WAITING][name]
+        whole = gather(shard, other, sync, *numbers)
+        if inner is None:
+            return whole
+        mesh, placements = inner
+        return DTensor.from_local(whole, mesh, placements, run_check=False)
+
+    return read
+
+
+def _writer(name: str) -> Callable[[Any, Any], None]:
+    def write(self: Any, value: Any) -> None:
+        raise FxrematError(f"forward sets the sharded parameter {name!r}; write to it outside of the training step")
+
+    return write
+
+
+def _casting(forward: Callable[..., Any], casts: Casts) -> Callable[..., Any]:
+    """The forward, with inputs and outputs in the types of a mixed precision policy."""
+
+    def cast(value: Any, dtype: torch.dtype | None) -> Any:
+        if dtype is None:
+            return value
+
+        def one(leaf: Any) -> Any:
+            floating = isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+            return leaf.to(dtype) if floating else leaf
+
+        return torch.utils._pytree.tree_map(one, value)
+
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return cast(forward(self, *cast(args, casts.inputs), **cast(kwargs, casts.inputs)), casts.outputs)
+
+    return run

@@ -1,0 +1,184 @@
+"""What `torch.distributed.fsdp.fully_shard` keeps of a model: every private name of FSDP2, read in torch 2.13.
+
+Its states are found by `FSDPModule._get_fsdp_state()`, its parameters in `FSDPState._fsdp_param_groups[*].fsdp_params`,
+and its two hooks a module are methods of the state. In 2.11 a state has one `_fsdp_param_group` or none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.tensor import DTensor, Shard
+
+from fxremat.errors import FxrematError
+from fxremat.ops.gathered import Sharing
+
+
+@dataclass(frozen=True, eq=False)
+class ShardedParameter:
+    """A parameter of a model that `fully_shard` was called on."""
+
+    places: tuple[tuple[nn.Module, str], ...]  # the modules that have it, and its name there; more than one: it is tied
+    sharing: Sharing
+    inner: tuple[Any, tuple[Any, ...]] | None  # mesh and placements of the whole, which is a DTensor itself (tensor parallel)
+
+
+@dataclass(frozen=True, eq=False)
+class Casts:
+    """The types in which a module's inputs and outputs are, by its mixed precision policy."""
+
+    inputs: torch.dtype | None
+    outputs: torch.dtype | None
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether `fully_shard` was called on a part of the model, or on all of it."""
+    return any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+def states_of(model: nn.Module) -> Iterator[Any]:
+    """The states of a model, each once."""
+    seen: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state = _state_of(module)
+            if id(state) not in seen:
+                seen.add(id(state))
+                yield state
+
+
+def _state_of(module: Any) -> Any:
+    return FSDPModule._get_fsdp_state(module)
+
+
+def _groups_of(state: Any) -> Sequence[Any]:
+    groups: Sequence[Any] | None = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        one = state._fsdp_param_group
+        groups = [] if one is None else [one]
+    return groups
+
+
+def adopt(module: Any, model: Any) -> None:
+    """Let FSDP2 find the state of `model` by another object that stands for it (`_insert_module_state`)."""
+    from torch.distributed._composable_state import _insert_module_state
+
+    if isinstance(model, FSDPModule):
+        _insert_module_state(module, _state_of(model))
+
+
+def back_to_shards(model: nn.Module) -> None:
+    """Free whole parameters that an evaluation left behind, so that the model has its shards."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule) and any(not group.is_sharded for group in _groups_of(_state_of(module))):
+            module.reshard()
+
+
+def syncs(model: nn.Module) -> bool:
+    """Whether gradients are reduced in the next backward: `set_requires_gradient_sync`.
+
+    Raises `FxrematError` where that is not the same for all parts.
+    """
+    found = {group.reduce_grads for state in states_of(model) for group in _groups_of(state)}
+    if any(not group.all_reduce_grads for state in states_of(model) for group in _groups_of(state)):
+        raise FxrematError(
+            "set_requires_all_reduce(False) reduces gradients over a part of the ranks only, which fxremat does not; "
+            "use set_requires_gradient_sync(False), which communicates nothing"
+        )
+    if len(found) > 1:
+        raise FxrematError("set_requires_gradient_sync was called on a part of the model; call it on the whole")
+    return found != {False}
+
+
+def is_hook(hook: Any) -> bool:
+    """Whether a forward hook, or one before it, is FSDP2's."""
+    owner = getattr(hook, "__self__", None)
+    module = getattr(hook, "__module__", None) or type(hook).__module__
+    return type(owner).__name__ == "FSDPState" or str(module).startswith("torch.distributed.fsdp._fully_shard")
+
+
+def casts_of(model: nn.Module) -> Mapping[nn.Module, Casts]:
+    """What FSDP2's hooks do to inputs and outputs beside gathering, for modules where they do something."""
+    found = {}
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            policy = _state_of(module)._mp_policy
+            casts = Casts(policy.param_dtype if policy.cast_forward_inputs else None, policy.output_dtype)
+            if casts.inputs or casts.outputs:
+                found[module] = casts
+    return found
+
+
+def parameters_of(model: nn.Module) -> list[ShardedParameter]:
+    """The sharded parameters of a model. Raises `FxrematError` for what cannot be planned."""
+    found = []
+    for number, group in enumerate(group for state in states_of(model) for group in _groups_of(state)):
+        if isinstance(group.offload_policy, CPUOffloadPolicy):
+            raise FxrematError(
+                "fully_shard(offload_policy=CPUOffloadPolicy()) keeps shards on the host by itself; leave it out, and "
+                "let fxremat move what has to: offload=True"
+            )
+        if not group.is_sharded:
+            raise FxrematError("parts of the model are unsharded; call reshard() on them before fxremat.compile")
+        found += [_parameter(parameter, group, number) for parameter in group.fsdp_params]
+    return found
+
+
+def _parameter(parameter: Any, group: Any, bucket: int) -> ShardedParameter:
+    info = parameter._module_info
+    places = [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]
+    name = f"{type(info.module).__name__}.{info.param_name}"
+    if parameter.fsdp_placement != Shard(0):
+        raise FxrematError(
+            f"{name} is sharded along dimension {parameter.fsdp_placement.dim}; fxremat gathers parameters that are "
+            "sharded along the first: leave shard_placement_fn out"
+        )
+    sharded = parameter.sharded_param
+    if not isinstance(sharded, DTensor):
+        raise FxrematError(f"{name} is a {type(sharded).__name__}, not a DTensor as fully_shard makes them")
+    mesh = parameter.mesh_info
+    shards, replicas = getattr(mesh, "shard_process_group", None), getattr(mesh, "replicate_process_group", None)
+    policy = group.mp_policy
+    stored = sharded.dtype
+    computed = policy.param_dtype if policy.param_dtype and stored.is_floating_point else stored
+    reduced_in = policy.reduce_dtype
+    ranks = (1 if shards is None else shards.size()) * (1 if replicas is None else replicas.size())
+    op, before, after = division(reduced_in or computed, ranks, group)
+    inner = (parameter._tp_spec.mesh, tuple(parameter._tp_spec.placements)) if parameter.is_dtensor else None
+    return ShardedParameter(
+        tuple(places),
+        Sharing(
+            rows=parameter._orig_size[0],
+            dtype=computed,
+            reduced_in=reduced_in,
+            group="" if shards is None else shards.group_name,
+            replicas="" if replicas is None else replicas.group_name,
+            op=op,
+            before=before,
+            after=after,
+            bucket=bucket,
+        ),
+        inner,
+    )
+
+
+def division(dtype: torch.dtype, ranks: int, group: Any = None) -> tuple[str, float, float]:
+    """The reduction, and what gradients are divided by before and after it.
+
+    As FSDP2 does: an average; for float16, whose range is small, a part of the division comes before the sum.
+    """
+    factor = getattr(group, "gradient_divide_factor", None)
+    only_sums = getattr(group, "force_sum_reduction_for_comms", False)
+    if dtype in (torch.float32, torch.bfloat16, torch.float64) and factor is None and not only_sums:
+        return "avg", 1.0, 1.0
+    divisor = float(ranks) if factor is None else float(factor)
+    before = 1.0
+    if dtype is torch.float16:
+        while divisor % before == 0 and divisor / before > before:
+            before *= 2
+    return "sum", before, divisor / before
