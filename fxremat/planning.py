@@ -20,7 +20,8 @@ from typing import Any
 import torch
 
 from fxremat import kernels
-from fxremat.budget import bytes_of
+from fxremat.agreement import ALONE, Agreement
+from fxremat.budget import bytes_of, free_bytes
 from fxremat.cost.calibrate import calibration
 from fxremat.cost.devices import Device
 from fxremat.cost.estimate import assumptions, estimate
@@ -40,7 +41,7 @@ from fxremat.progress import bars, planning
 from fxremat.search.candidate import Candidate, Frontier
 from fxremat.search.executions import keep_all_peak
 from fxremat.search.floor import floor_of
-from fxremat.search.frontier_cache import FrontierCache
+from fxremat.search.frontier_cache import NO_GRAPH, FrontierCache
 from fxremat.search.refine import Ladder
 from fxremat.search.replan import is_near, judged_again
 from fxremat.search.survey import order_for_measuring, survey
@@ -49,7 +50,7 @@ from fxremat.step.joint import Joint
 from fxremat.torch_private import device_name
 from fxremat.transfers.offloading import with_offloading, with_schedules
 from fxremat.transfers.weight_updates import best_within, resident_peak
-from fxremat.units import Percent
+from fxremat.units import Auto, Percent
 
 NEAREST = 3  # plans whose candidates are judged at other sizes
 NO_TIME = 1.01  # times what keeping everything takes: whatever is searched for gains less
@@ -77,6 +78,7 @@ class CapturedStep:
     trained: TrainedParameters | None = None  # where the step updates its weights
     called_with: str = ""  # the sizes of the inputs, for the log
     within: str = ""  # the budget in words, where the options do not say it
+    ranks: Agreement = ALONE  # those that run the step together, each its part
 
 
 def plan_step(step: CapturedStep, options: Options) -> Plan:
@@ -86,9 +88,11 @@ def plan_step(step: CapturedStep, options: Options) -> Plan:
         BudgetTooSmall: no candidate fits; in percent too, where the budget is in percent.
     """
     kernels.ready()  # before anything is measured, which a compiler would disturb
-    with bars(shown=options.progress), planning(_what(step, options)) as planned:
+    shown = options.progress and step.ranks.rank == step.ranks.ranks[0]
+    options = _with_least_free(step, options)
+    with bars(shown=shown), planning(_what(step, options)) as planned:
         costs = _cost_model(step, options)
-        frontier, budget = _frontier(step.joint, costs, options)
+        frontier, budget = _frontier(step, costs, options)
         frontier, costs = _calibrated(frontier, costs, budget, step, options)
         if step.trained:
             plan = _plan_with_weights(frontier, costs, budget, step, step.trained, options)
@@ -98,6 +102,14 @@ def plan_step(step: CapturedStep, options: Options) -> Plan:
             plan = _planned(_within(budget, frontier, costs, options), frontier, costs, budget, options)
         planned(plan.headline)
     return _with_others(plan, step, options)
+
+
+def _with_least_free(step: CapturedStep, options: Options) -> Options:
+    """The options, with what the fullest rank has free in the place of mem="auto"."""
+    if not isinstance(options.budget, Auto) or len(step.ranks.ranks) == 1:
+        return options
+    free = step.ranks.maximum([-float(free_bytes(device_of(step.joint)))], "comparing free memory")
+    return replace(options, mem=int(-free[0]))
 
 
 def _with_others(plan: Plan, step: CapturedStep, options: Options) -> Plan:
@@ -172,12 +184,24 @@ def _cost_model(step: CapturedStep, options: Options) -> Costs:
     else:
         rough = Device.named(device_of(joint).type)
         order = partial(order_for_measuring, joint, rough, options.budget)
-        costs = measure(joint, step.inputs, order=order)
+        costs = measure(joint, step.inputs, order=order, ranks=step.ranks)
     return _with_loss(costs, options)
 
 
-def _frontier(joint: Joint, costs: Costs, options: Options) -> tuple[Frontier, int]:
-    """What memory buys, and the budget in bytes, up to which that was searched op by op.
+def _frontier(step: CapturedStep, costs: Costs, options: Options) -> tuple[Frontier, int]:
+    """What memory buys, and the budget in bytes, up to which that was searched op by op: by the first rank, for all."""
+    joint, alone = step.joint, len(step.ranks.ranks) == 1
+
+    def search() -> tuple[int, int, Ladder]:
+        budget, searched, ladder = _searched(joint, costs, options)
+        return budget, searched, ladder if alone else ladder.on(NO_GRAPH)
+
+    budget, searched, ladder = step.ranks.from_first("planning", search)
+    return (ladder if alone else ladder.on(joint)).frontier(searched), budget
+
+
+def _searched(joint: Joint, costs: Costs, options: Options) -> tuple[int, int, Ladder]:
+    """The budget, how far was searched for it, and what was found.
 
     What leaves for the host is chosen from programs that need more than the budget: all are searched for it.
     """
@@ -197,7 +221,7 @@ def _frontier(joint: Joint, costs: Costs, options: Options) -> tuple[Frontier, i
     if settings["solver"] == "auto":
         ladder = ladder.to(searched, costs, effort=settings["effort"])
     known.put(ladder)
-    return ladder.frontier(searched), budget
+    return budget, searched, ladder
 
 
 def _bytes(options: Options, ladder: Ladder) -> int:
@@ -213,7 +237,7 @@ def _calibrated(
         _within(budget, frontier, costs, options)  # raises before anything runs
     if options.cost == "estimate":
         return frontier, costs
-    factor = calibration(frontier.nearest(budget).program(), costs, step.inputs)
+    factor = calibration(frontier.nearest(budget).program(), costs, step.inputs, step.ranks)
     return frontier.scaled(factor), costs.scaled(factor)
 
 

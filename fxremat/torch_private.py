@@ -62,6 +62,11 @@ def group_named(name: str) -> Any:
         return None
 
 
+def ranks_of_group(group: Any) -> list[int]:
+    """The global ranks of a process group, in order: `torch.distributed.get_process_group_ranks` (2.11, 2.13)."""
+    return list(torch.distributed.get_process_group_ranks(group))
+
+
 @contextlib.contextmanager
 def real_tensors() -> Iterator[None]:
     """Leave fake-tensor mode (a partition function runs inside it); everything made inside is real.
@@ -737,6 +742,34 @@ def device_name(device: torch.device) -> str:
 def nnpack_enabled() -> bool:
     """Whether convolutions may use NNPACK: `torch._C._get_nnpack_enabled` (2.11, 2.13), which has no public name."""
     return bool(torch._C._get_nnpack_enabled())
+
+
+def store_of_job() -> Any:
+    """The key-value store that `init_process_group` was given or made; None where there is no process group.
+
+    `torch.distributed.distributed_c10d._get_default_store` (2.11, 2.13).
+    """
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()
+
+
+def own_connection(store: Any) -> Any:
+    """A second connection to a TCPStore, which no other thread of this process can block; None for other stores.
+
+    `Store.clone` is not documented (2.13). Without it every user of the store shares one connection and its lock.
+    """
+    import torch.distributed
+
+    stores: Any = torch.distributed
+    inner = store
+    while isinstance(inner, stores.PrefixStore):
+        inner = inner.underlying_store
+    return store.clone() if isinstance(inner, stores.TCPStore) and hasattr(store, "clone") else None
 
 
 def is_effect_token(placeholder: fx.Node) -> bool:

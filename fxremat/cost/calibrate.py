@@ -11,10 +11,12 @@ import hashlib
 import logging
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
+from fxremat.agreement import ALONE, Agreement
 from fxremat.cost.cache import CostCache
 from fxremat.cost.made_up import value_like, weights_like
 from fxremat.cost.measure import quiet_world
@@ -31,34 +33,42 @@ RUNS = 3  # of a step, of which the fastest counts
 LONG = 1.0  # seconds of all runs so far, after which two are enough
 
 
-def calibration(program: Program, costs: Costs, inputs: Sequence[Any] = ()) -> float:
+def calibration(
+    program: Program, costs: Costs, inputs: Sequence[Any] = (), ranks: Agreement = ALONE
+) -> float:
     """The measured time of a step over the predicted one; 1 where it cannot be measured. Costs a few steps, once.
 
     Args:
         inputs: what the captured graph was called with.
+        ranks: those that run the program together; the factor is that of the slowest.
     """
     joint = program.layout.joint
     device = device_of(joint)
     cache = CostCache.of_device(device)
     digest = hashlib.sha256("\n".join(op_key(op.node) for op in joint.ops).encode()).hexdigest()
     known = cache.numbers(f"factor {digest}", 1)
-    if known is None:
-        seconds = unprofiled(lambda: _run(program, costs, inputs, device))
+    alone = len(ranks.ranks) == 1
+    if None in ranks.gathered(known, "comparing times"):
+        run = partial(_run, program, costs, inputs, device, alone=alone)
+        seconds = ranks.together("timing a step", lambda: unprofiled(run))
         if seconds is None:
             return 1.0
         known = [seconds / costs.time(program)]
         cache.keep(f"factor {digest}", known)
         cache.save()
-    return known[0]
+    assert known is not None
+    return ranks.maximum(known[:1], "comparing times")[0]
 
 
-def _run(program: Program, costs: Costs, inputs: Sequence[Any], device: torch.device) -> float | None:
+def _run(
+    program: Program, costs: Costs, inputs: Sequence[Any], device: torch.device, *, alone: bool
+) -> float | None:
     """Seconds of one step of a program's graphs; None where there is no room for it, or where it fails."""
     joint = program.layout.joint
     given = given_inputs(joint, inputs)
     made = sum(v.bytes for v in joint.values if v.origin is Origin.PRIMAL and v.index not in given)
     peak = live_bytes(program, costs.sizes).peak
-    if device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < 1.2 * (made + peak):
+    if alone and device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < 1.2 * (made + peak):
         return None
     forward, backward = (boxed(graph) for graph in lower(program))
     returned = len(joint.forward_outputs)
@@ -70,10 +80,12 @@ def _run(program: Program, costs: Costs, inputs: Sequence[Any], device: torch.de
             ]
             tangents = [value_like(node) for node in joint.tangents]
             runs = list[float]()
-            while len(runs) < RUNS and (len(runs) < 2 or sum(runs) < LONG):
+            while len(runs) < RUNS and (len(runs) < 2 or not alone or sum(runs) < LONG):
                 runs.append(_step(forward, backward, primals, tangents, returned, device))
     except Exception as error:  # no plan fails for want of a factor; the real step says what is wrong, if it is
         log.debug("calibration failed: %s: %s", type(error).__name__, error)
+        if not alone:
+            raise
         return None
     return min(runs)
 

@@ -23,11 +23,13 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 
+from fxremat.agreement import ALONE, Agreement
 from fxremat.cost.cache import CostCache
 from fxremat.cost.devices import Device
 from fxremat.cost.estimate import cost_of
@@ -53,6 +55,7 @@ def measure(
     inputs: Sequence[Any] = (),
     *,
     order: Callable[[], Sequence[int]] | None = None,
+    ranks: Agreement = ALONE,
 ) -> Costs:
     """Measure every distinct op of a joint graph. A few seconds for a GPT of 12 layers, nothing from the cache.
 
@@ -61,18 +64,27 @@ def measure(
     Args:
         inputs: what the captured graph was called with, in its order.
         order: gives the ops to run, in which the step fits into memory; None: each once, as captured.
+        ranks: those that measure the same graph: each op that one of them does not know is measured by all of them,
+            and takes as long, and as much, as on the slowest.
     """
     device = device_of(joint)
     cache = CostCache.of_device(device)
     layouts = f"layouts {_digest(joint)}"
     refused = _refused(cache, layouts)
-    for index in refused or ():
-        restore(joint.ops[index].node)
     unchecked = refused is None and any(overwritten(op.node) is not None for op in joint.ops)
-    if unchecked or _missing(joint, cache) or has_collectives(joint):
-        unprofiled(lambda: _measure(joint, inputs, order, device, cache, layouts))
+    unchecked, missing = _lacking(ranks, unchecked, _missing(joint, cache))
+    if not unchecked:
+        refused = _of_all(ranks, refused or ())
+        for index in refused:
+            restore(joint.ops[index].node)
+    if unchecked or missing:
+        walk = partial(_measure, joint, inputs, order, device, cache, layouts, missing, ranks)
+        ranks.together("measuring", lambda: unprofiled(walk))
         cache.save()
-    by_op = [cache.op(op_key(op.node)) for op in joint.ops]
+        for index in _of_all(ranks, _refused(cache, layouts) or ()) if len(ranks.ranks) > 1 else ():
+            if overwritten(joint.ops[index].node) is not None:
+                restore(joint.ops[index].node)
+    by_op = _agreed(ranks, [cache.op(op_key(op.node)) for op in joint.ops])
     if unknown := [op for op, cost in zip(joint.ops, by_op, strict=True) if cost is None]:
         _warn_of_estimates(unknown)
         rough = Device.named("cuda" if device.type == "cuda" else "cpu")
@@ -100,14 +112,43 @@ def _keep_refused(cache: CostCache, layouts: str, refused: Sequence[int]) -> Non
     cache.keep(layouts, [1.0, *(float(index + 1) for index in refused)])  # numbers above 0, as all that are kept
 
 
-def has_collectives(joint: Joint) -> bool:
-    """Whether the graph communicates: all ranks then have to run the same ops equally often."""
-    return any(is_collective(op.node) for op in joint.ops)
+def _missing(joint: Joint, cache: CostCache) -> list[int]:
+    """The first ops of every kind whose cost is not known; links between ranks are measured by every process."""
+    first: dict[str, int] = {}
+    for op in joint.ops:
+        key = op_key(op.node)
+        if cache.op(key) is None or (is_collective(op.node) and key not in _measured_here):
+            first.setdefault(key, op.index)
+    return list(first.values())
 
 
-def _missing(joint: Joint, cache: CostCache) -> dict[str, Op]:
-    keys = ((op_key(op.node), op) for op in joint.ops)
-    return {key: op for key, op in keys if cache.op(key) is None}
+_measured_here: set[str] = set()  # keys of collectives that this process has measured
+
+
+def _lacking(ranks: Agreement, unchecked: bool, missing: Sequence[int]) -> tuple[bool, list[int]]:
+    """Whether a rank has not checked the layouts yet, and the ops that a rank knows no cost of, on any rank."""
+    found = ranks.gathered((unchecked, missing), "comparing what is to be measured")
+    return any(one for one, _ in found), sorted(set().union(*(set(ops) for _, ops in found)))
+
+
+def _of_all(ranks: Agreement, numbers: Sequence[int]) -> list[int]:
+    return sorted(set().union(*map(set, ranks.gathered(list(numbers), "comparing layouts"))))
+
+
+def _agreed(ranks: Agreement, costs: Sequence[OpCost | None]) -> list[OpCost | None]:
+    """The costs of ops as they are on the slowest rank; None where a rank has none."""
+    if len(ranks.ranks) == 1:
+        return list(costs)
+    rows = ranks.gathered(list(costs), "comparing costs")
+    return [_slowest(mine, others) for mine, others in zip(costs, zip(*rows, strict=True), strict=True)]
+
+
+def _slowest(mine: OpCost | None, others: Sequence[OpCost | None]) -> OpCost | None:
+    known = [cost for cost in others if cost is not None]
+    if mine is None or len(known) < len(others):
+        return None
+    outputs = tuple(max(sizes) for sizes in zip(*(cost.outputs for cost in known), strict=True))
+    return OpCost(max(cost.seconds for cost in known), max(cost.workspace for cost in known), outputs)
 
 
 def _digest(joint: Joint) -> str:
@@ -146,37 +187,48 @@ def _measure(
     device: torch.device,
     cache: CostCache,
     layouts: str,
+    missing: Sequence[int],
+    ranks: Agreement,
 ) -> None:
-    todo = range(len(_missing(joint, cache)))
+    wanted = {op_key(joint.ops[index].node): joint.ops[index] for index in missing}
+    todo = range(len(wanted))
     with contextlib.closing(progress(todo, "measuring ops", total=len(todo))) as bar, quiet_world(device):
         if not any(isinstance(value, torch.Tensor) and not is_real(value) for value in inputs):
-            ops = range(len(joint.ops)) if order is None or has_collectives(joint) else order()
-            if (refused := _walk(joint, inputs, ops, device, cache, bar)) is not None:
-                _keep_refused(cache, layouts, refused)
-        for key, op in _missing(joint, cache).items():
+            ops = range(len(joint.ops)) if order is None else order()
+            visitor = _Visitor(joint, Walk(joint, given_inputs(joint, inputs), ops), device, cache, bar, wanted)
+            if _walked(visitor, alone=len(ranks.ranks) == 1):
+                _keep_refused(cache, layouts, visitor.refused)
+        for key, op in wanted.items():
             _alone(key, op, device, cache)
             next(bar, None)
 
 
-def _walk(
-    joint: Joint, inputs: Sequence[Any], order: Sequence[int], device: torch.device, cache: CostCache, bar: Any
-) -> list[int] | None:
-    """Walk the step; the ops whose overwriting was taken back, or None where the walk did not reach its end."""
-    walk = Walk(joint, given_inputs(joint, inputs), order)
-    visitor = _Visitor(joint, walk, device, cache, bar)
+def _walked(visitor: _Visitor, *, alone: bool) -> bool:
+    """Walk the step; False where the walk did not reach its end, which other ranks would wait for."""
     try:
-        walk.run(visitor)
+        visitor.walk.run(visitor)
     except Exception as error:  # what runs next says it better: the step itself, or an op alone
         log.debug("measuring walk ended early: %s: %s", type(error).__name__, error)
-        return None
-    return visitor.refused
+        if not alone:
+            raise
+        return False
+    return True
 
 
 class _Visitor:
-    """Runs each op of a walk, measures what is not known, and compares layouts."""
+    """Runs each op of a walk, measures those that are wanted when they come first, and compares layouts."""
 
-    def __init__(self, joint: Joint, walk: Walk, device: torch.device, cache: CostCache, bar: Any) -> None:
+    def __init__(
+        self,
+        joint: Joint,
+        walk: Walk,
+        device: torch.device,
+        cache: CostCache,
+        bar: Any,
+        wanted: dict[str, Op],
+    ) -> None:
         self.joint, self.walk, self.device, self.cache, self.bar = joint, walk, device, cache, bar
+        self.wanted = wanted  # by key; what has been measured is not any more
         self.refused: list[int] = []
         self.checked: set[int] = set()
 
@@ -184,10 +236,12 @@ class _Visitor:
         if overwritten(op.node) is not None and op.index not in self.checked:
             call = self._checked(op, call)
         key = op_key(op.node)
-        if self.cache.op(key) is not None and not is_collective(op.node):
+        if self.wanted.pop(key, None) is None:
             return call()
         cost, result = measured(op.node, call, self.device)
         self.cache.keep_op(key, cost)
+        if is_collective(op.node):
+            _measured_here.add(key)
         next(self.bar, None)
         return result
 
@@ -216,16 +270,16 @@ def measured(node: fx.Node, call: Call, device: torch.device) -> tuple[OpCost, A
         peak, result = peak_of(largest, device)
         cost = _cost(seconds, peak, result, device, new=True)
         return cost, result if largest is call else call()
-    seconds, peak = _on_a_copy(call, device)
+    seconds, peak = _on_a_copy(call, device, fixed=fixed)
     result = call()
     return _cost(seconds, peak, result, device, new=False), result
 
 
-def _on_a_copy(call: Call, device: torch.device) -> tuple[float, int]:
+def _on_a_copy(call: Call, device: torch.device, *, fixed: bool) -> tuple[float, int]:
     """Seconds and peak of a call that overwrites its operand, from runs that overwrite a copy."""
     scratch = torch.empty_like(call.args[0]).copy_(call.args[0])
     trial = _on(scratch, call)
-    seconds = seconds_of(trial, device, prepare=lambda: scratch.copy_(call.args[0]))
+    seconds = seconds_of(trial, device, prepare=lambda: scratch.copy_(call.args[0]), fixed=fixed)
     return seconds, peak_of(trial, device)[0]
 
 

@@ -32,11 +32,13 @@ from fxremat.runtime.auxiliary_outputs import AuxiliaryOutputs, auxiliary_output
 from fxremat.runtime.capture_errors import refuse_without_gradients
 from fxremat.runtime.devices import check_devices
 from fxremat.runtime.parts import Part
+from fxremat.runtime.ranks import ranks_of
 from fxremat.runtime.sized import Sized
 from fxremat.runtime.sizes import PlansOfSizes
 from fxremat.runtime.target_kernels import kernels_of
 from fxremat.runtime.unused import telling_unused, unused_outputs, without
 from fxremat.runtime.varying import warn_of_fixed
+from fxremat.step.collectives import is_collective
 from fxremat.step.joint import Joint, inputs_of, read_joint, with_updates_inside
 from fxremat.step.symbolic import NotSymbolic, SymbolicGraph, has_symbolic_sizes
 from fxremat.torch_private import (
@@ -189,6 +191,8 @@ class Backend:
             graph = None  # all sizes turned out to be fixed
         if graph and not self.options.resizable:
             raise NotSymbolic("offloading")
+        if graph and any(is_collective(op.node) for op in joint.ops):
+            raise NotSymbolic("communication between ranks")
         joint, trained = self._with_updates(joint)
         if again:
             check_runs_again(joint)
@@ -203,7 +207,10 @@ class Backend:
     def _plan_fixed(self, joint: Joint, trained: TrainedParameters | None) -> Plan:
         """The plan of a graph of fixed sizes."""
         called_with = _shapes_at(_input_places(self._placeholders), self._inputs)
-        step = CapturedStep(joint=joint, inputs=self._inputs, trained=trained, called_with=called_with)
+        ranks = ranks_of(joint, called_with)
+        step = CapturedStep(
+            joint=joint, inputs=self._inputs, trained=trained, called_with=called_with, ranks=ranks
+        )
         plan = plan_step(step, self.options)
         if trained and plan.weights:
             self.hosted |= {trained.numbers[value] for value in plan.weights.hosted}

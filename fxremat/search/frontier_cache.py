@@ -26,7 +26,7 @@ class _Key(NamedTuple):
 
 AT_MOST = 8
 NEAREST = 3  # of the latest with the same ops: tried for other sizes
-_NO_GRAPH = cast(Joint, None)
+NO_GRAPH = cast(Joint, None)
 _latest: OrderedDict[_Key, Ladder] = OrderedDict()
 
 
@@ -60,7 +60,7 @@ class FrontierCache:
 
     def put(self, ladder: Ladder) -> None:
         """Remember a ladder, in place of an earlier one of the same graph."""
-        _latest[self._key] = ladder.on(_NO_GRAPH)
+        _latest[self._key] = ladder.on(NO_GRAPH)
         _latest.move_to_end(self._key)
         if len(_latest) > AT_MOST:
             _latest.popitem(last=False)

@@ -1,0 +1,64 @@
+"""The ranks that run a captured step together, and whether they have captured the same.
+
+A step's collectives name the process groups that they run over; who plans together is everyone who can be reached
+through those groups. Graphs are compared op by op before anything else is done: ranks whose graphs differ would wait
+for each other for ever in the first collective that only one of them runs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+from fxremat.agreement import ALONE, Agreement
+from fxremat.errors import FxrematError
+from fxremat.step.collectives import groups_of
+from fxremat.step.joint import Joint, Origin
+from fxremat.torch_private import group_named, ranks_of_group
+
+
+def ranks_of(joint: Joint, called_with: str) -> Agreement:
+    """An agreement of the ranks that run this step, whose graphs are equal. Raises `FxrematError` where they are not."""
+    names = list(dict.fromkeys(name for op in joint.ops for name in groups_of(op.node)))
+    if not names:
+        return ALONE
+    groups = [tuple(ranks_of_group(group_named(name))) for name in names]
+    mine = (_digest(joint, names), called_with)
+    graphs: dict[int, tuple[str, str]] = {}
+    for group in dict.fromkeys(groups):
+        if len(group) > 1:
+            together = Agreement(_name(group), group)
+            known = together.gathered((together.rank, mine, graphs), "comparing the ranks' graphs")
+            for rank, graph, others in known:
+                graphs |= {rank: graph, **others}
+    if not graphs:
+        return ALONE
+    if len(set(digest for digest, _ in graphs.values())) > 1:
+        raise FxrematError(f"the ranks' graphs differ: {_difference(graphs)}")
+    everyone = tuple(sorted(graphs))
+    return Agreement(f"planning of {_name(everyone)}", everyone)
+
+
+def _name(ranks: Sequence[int]) -> str:
+    return f"ranks {', '.join(map(str, ranks))}"
+
+
+def _difference(graphs: dict[int, tuple[str, str]]) -> str:
+    shapes = {called_with: rank for rank, (_, called_with) in sorted(graphs.items(), reverse=True)}
+    if len(shapes) == 1:
+        return "every rank must run the same model, in the same mode, with the same options"
+    called = ", ".join(f"rank {rank} was called with {shape}" for shape, rank in sorted(shapes.items(), key=lambda x: x[1]))
+    return f"{called}; give every rank inputs of the same shapes (pad, or drop_last)"
+
+
+def _digest(joint: Joint, groups: Sequence[str]) -> str:
+    """Equal for graphs with the same ops on values of the same sizes.
+
+    The shards of a parameter that cannot be divided evenly differ in size, and so does what pads them.
+    """
+    numbers = {name: str(number) for number, name in enumerate(groups)}
+    ops = [
+        (str(op.node.target), op.reads, op.writes, [numbers[name] for name in groups_of(op.node)]) for op in joint.ops
+    ]
+    sizes = [value.bytes for value in joint.values if value.origin is not Origin.PRIMAL]
+    return hashlib.sha256(repr((ops, sizes, joint.forward_count)).encode()).hexdigest()
