@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from fxremat.host.tier import HostTier
     from fxremat.pipelining.pipe import Pipeline, pipeline
     from fxremat.plans import Plan
+    from fxremat.runtime.data_parallel import fully_shard
     from fxremat.solvers import solve
 
 __version__ = "0.1.0"
@@ -55,6 +56,7 @@ __all__ = [
     "Schedule",
     "Timeline",
     "compile",
+    "fully_shard",
     "pipeline",
     "plan",
     "simulate",
@@ -103,6 +105,7 @@ def simulate(
 
 _LATER = {  # what needs torch, or numba
     "compile": "fxremat.api",
+    "fully_shard": "fxremat.runtime.data_parallel",
     "plan": "fxremat.api",
     "Pipeline": "fxremat.pipelining.pipe",
     "pipeline": "fxremat.pipelining.pipe",

@@ -62,6 +62,7 @@ def gather(
 @torch.library.custom_op("fxremat::reduce", mutates_args=())
 def reduce(
     gradient: Tensor,
+    earlier: Tensor | None,
     rows: int,
     dtype: torch.dtype,
     reduced_in: torch.dtype | None,
@@ -74,24 +75,27 @@ def reduce(
     mine: int,
     stored: torch.dtype,
 ) -> Tensor:
-    """The gradient of a shard of `mine` rows, in the type that it is stored in, reduced over all ranks."""
+    """The gradient of a shard of `mine` rows, in the type that it is stored in, reduced over all ranks.
+
+    Those of `earlier` backwards, where they are given, are added to it first.
+    """
     raise FxrematError(ALONE)
 
 
 @gather.register_fake
 def _(shard: Tensor, other: Tensor | None, sync: bool, rows: int, dtype: torch.dtype, *_: object) -> Tensor:
-    return shard.new_empty((rows, *shard.shape[1:]), dtype=dtype)
+    return shard.new_empty((rows, *shard.shape[1:]) if shard.dim() else (), dtype=dtype)
 
 
 @reduce.register_fake
-def _(gradient: Tensor, *sharing: Any) -> Tensor:
+def _(gradient: Tensor, earlier: Tensor | None, *sharing: Any) -> Tensor:
     *_, mine, stored = sharing
-    return gradient.new_empty((mine, *gradient.shape[1:]), dtype=stored)
+    return gradient.new_empty((mine, *gradient.shape[1:]) if gradient.dim() else (), dtype=stored)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     shard, other, ctx.sync, *ctx.sharing = inputs
-    ctx.mine, ctx.stored = shard.shape[0], shard.dtype
+    ctx.mine, ctx.stored = shard.shape[0] if shard.dim() else 0, shard.dtype
     ctx.save_for_backward(other)
 
 
@@ -100,9 +104,7 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     no_more = [None] * (1 + len(ctx.sharing))
     if not ctx.sync:
         return None, gradient.to(other.dtype), *no_more
-    if other is not None:
-        gradient = other + gradient.to(other.dtype)
-    return reduce(gradient, *ctx.sharing, ctx.mine, ctx.stored), None, *no_more
+    return reduce(gradient, other, *ctx.sharing, ctx.mine, ctx.stored), None, *no_more
 
 
 gather.register_autograd(_backward, setup_context=_keep)

@@ -58,13 +58,13 @@ def _sharing_of_gather(node: fx.Node) -> Sharing:
 
 
 def _sharing_of_reduce(node: fx.Node) -> Sharing:
-    return Sharing(*node.args[1:-2])  # type: ignore[arg-type]
+    return Sharing(*node.args[2:-2])  # type: ignore[arg-type]
 
 
 def _merge_gathers(gathers: Sequence[fx.Node]) -> None:
     first: dict[tuple[Any, ...], fx.Node] = {}
     for node in gathers:
-        shard, *rest = node.args
+        shard, _, *rest = node.args
         known = first.setdefault((_viewed(shard), *rest), node)
         if known is not node:
             node.replace_all_uses_with(known)
@@ -151,7 +151,7 @@ def _gather(bucket: Sequence[fx.Node]) -> None:
         wholes = write.items(write(op, parts, group.size(), sharing.group))
     for node, whole in zip(bucket, wholes, strict=True):
         rows = _sharing_of_gather(node).rows
-        if whole.meta["val"].shape[0] != rows:
+        if whole.meta["val"].dim() and whole.meta["val"].shape[0] != rows:
             whole = write(aten.slice.Tensor, whole, 0, 0, rows)
         _replace(node, whole)
 
@@ -162,12 +162,12 @@ def _part_to_send(write: _Writer, gather: fx.Node, ranks: int) -> fx.Node:
     shard: Any = gather.args[0]
     if shard.op != "placeholder":
         shard = write.moved_up(shard)
-    missing = -(-sharing.rows // ranks) - shard.meta["val"].shape[0]
     if sharing.rows % ranks:
+        missing = -(-sharing.rows // ranks) - shard.meta["val"].shape[0]
         shard = write(aten.constant_pad_nd.default, shard, [0, 0] * (shard.meta["val"].dim() - 1) + [0, missing])
     if shard.meta["val"].dtype != sharing.dtype:
         shard = write(aten._to_copy.default, shard, dtype=sharing.dtype)
-    if not shard.meta["val"].is_contiguous():
+    if ranks > 1 and not shard.meta["val"].is_contiguous():
         shard = write(aten.clone.default, shard, memory_format=torch.contiguous_format)
     return shard
 
@@ -197,7 +197,7 @@ def _reduce(bucket: Sequence[fx.Node]) -> None:
     _move_readers(bucket)
     for node, piece in zip(bucket, _pieces(write, flat, sizes), strict=True):
         mine = node.args[-2]
-        if piece.meta["val"].shape[0] != mine:
+        if piece.meta["val"].dim() and piece.meta["val"].shape[0] != mine:
             piece = write(aten.slice.Tensor, piece, 0, 0, mine)
         _replace(node, piece)
 
@@ -233,12 +233,13 @@ def _move_readers(bucket: Sequence[fx.Node]) -> None:
 
 
 def _as_reduced(write: _Writer, node: fx.Node) -> fx.Node:
-    """The gradient in the type in which it is added up."""
+    """The gradient in the type in which it is added up, with those of earlier backwards."""
     gradient: Any = node.args[0]
     dtype = _sharing_of_reduce(node).reduced_in
     if dtype is not None and gradient.meta["val"].dtype != dtype:
         gradient = write(aten._to_copy.default, gradient, dtype=dtype)
-    return gradient
+    earlier = node.args[1]
+    return gradient if earlier is None else write(aten.add.Tensor, gradient, earlier)
 
 
 def _padded(node: fx.Node, ranks: int) -> torch.Size:

@@ -20,7 +20,7 @@ import sys
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -153,7 +153,8 @@ def drop_in(model: nn.Module, options: Options, target: Device | None = None) ->
 
     With a `target` it only makes plans: they are of the target's kernels, which do not run where the model is.
     """
-    cls = _class_for(type(model))
+    shared = _shared(model)
+    cls = _class_for(type(model), shared=shared is not None)
     made: Any = object.__new__(cls)
     object.__setattr__(made, "__dict__", model.__dict__)
     own = model.__dict__.get("forward")
@@ -168,7 +169,6 @@ def drop_in(model: nn.Module, options: Options, target: Device | None = None) ->
             forward, backend, name, options.may_change, bool(options.shapes), backend.take_sizes_as_fixed
         )
 
-    shared = _shared(model)
     steps = {kind: step_of(own or forward) for kind, forward in shared.forwards.items()} if shared else {}
     object.__setattr__(made, "_fxremat", _Training(model, own, plain, backend, step_of(plain), shared, steps))
     if shared is not None:
@@ -205,12 +205,12 @@ def _gathering(module: Any, training: _Training) -> contextlib.AbstractContextMa
     return shared.for_training()
 
 
-_classes: weakref.WeakValueDictionary[type[nn.Module], type] = weakref.WeakValueDictionary()
+_classes: weakref.WeakValueDictionary[tuple[type[nn.Module], bool], type] = weakref.WeakValueDictionary()
 
 
-def _class_for(model: type[nn.Module]) -> type:
+def _class_for(model: type[nn.Module], *, shared: bool) -> type:
     """The class of drop-in modules for models of a class: of the same name, module and signature of `forward`."""
-    if (known := _classes.get(model)) is not None:
+    if (known := _classes.get((model, shared))) is not None:
         return known
     names = {
         "__slots__": ("_fxremat",),
@@ -220,9 +220,33 @@ def _class_for(model: type[nn.Module]) -> type:
         "forward": _Forward(model),
         "__call__": outside_graphs(_call, INSIDE),
     }
+    if shared:
+        names["no_sync"] = _no_sync
+        if not hasattr(model, "set_requires_gradient_sync"):
+            names["set_requires_gradient_sync"] = _set_requires_gradient_sync
     made = types.new_class(model.__name__, (Rematerialized, model), exec_body=lambda body: body.update(names))
-    _classes[model] = made
+    _classes[model, shared] = made
     return made
+
+
+@contextlib.contextmanager
+def _no_sync(self: Any) -> Iterator[None]:
+    """Accumulate gradients without communication; the next backward outside of this reduces them all.
+
+    As DistributedDataParallel's, it is around forward. Until then they are whole on each rank, and not in `.grad`.
+    """
+    self.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        self.set_requires_gradient_sync(True)
+
+
+def _set_requires_gradient_sync(self: Any, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+    """Set whether the next backwards reduce their gradients, as FSDP2's method of this name does."""
+    shared = _training_of(self).shared
+    if shared is not None:
+        shared.sync = requires_gradient_sync
 
 
 class _Forward:
@@ -290,6 +314,8 @@ def _forward(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         on_device = weights.seen_on_the_device() if weights else contextlib.nullcontext()
         with on_device, _gathering(module, training):
             outputs = _run(training, args, kwargs)
+            if training.shared is not None:
+                training.shared.forget_after(_tensors(outputs))
     except PlannedOnly:
         raise
     except Exception as error:

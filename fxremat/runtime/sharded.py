@@ -150,10 +150,18 @@ class Shared:
             self.unreduced[place] = empty.expand(shape).requires_grad_()
         return self.unreduced[place]
 
-    def forget_unreduced(self) -> None:
-        """Let go of gradients that were reduced."""
-        for tensor in self.unreduced.values():
-            tensor.grad = None
+    def forget_after(self, outputs: Sequence[torch.Tensor]) -> None:
+        """Let go of the unreduced gradients that this step reduces, when its backward begins."""
+        if self.reduction is not Reduction.REDUCE_ALL:
+            return
+
+        def forget(_: torch.Tensor) -> None:
+            for tensor in self.unreduced.values():
+                tensor.grad = None
+
+        for output in outputs:
+            if output.requires_grad:
+                output.register_hook(forget)
 
 
 def _local(parameter: Any) -> torch.Tensor:

@@ -85,7 +85,7 @@ def syncs(model: nn.Module) -> bool:
     Raises `FxrematError` where that is not the same for all parts.
     """
     found = {group.reduce_grads for state in states_of(model) for group in _groups_of(state)}
-    if any(not group.all_reduce_grads for state in states_of(model) for group in _groups_of(state)):
+    if any(group.reduce_grads and not group.all_reduce_grads for state in states_of(model) for group in _groups_of(state)):
         raise FxrematError(
             "set_requires_all_reduce(False) reduces gradients over a part of the ranks only, which fxremat does not; "
             "use set_requires_gradient_sync(False), which communicates nothing"
