@@ -724,6 +724,34 @@ def nnpack_enabled() -> bool:
     return bool(torch._C._get_nnpack_enabled())
 
 
+def store_of_job() -> Any:
+    """The key-value store that `init_process_group` was given or made; None where there is no process group.
+
+    `torch.distributed.distributed_c10d._get_default_store` (2.11, 2.13).
+    """
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()
+
+
+def own_connection(store: Any) -> Any:
+    """A second connection to a TCPStore, which no other thread of this process can block; None for other stores.
+
+    `Store.clone` is not documented (2.13). Without it every user of the store shares one connection and its lock.
+    """
+    import torch.distributed
+
+    stores: Any = torch.distributed
+    inner = store
+    while isinstance(inner, stores.PrefixStore):
+        inner = inner.underlying_store
+    return store.clone() if isinstance(inner, stores.TCPStore) and hasattr(store, "clone") else None
+
+
 def is_effect_token(placeholder: fx.Node) -> bool:
     """Whether an input of a joint graph is a token of an op with effects, which has no gradient.
 

@@ -1,0 +1,398 @@
+"""What some ranks of a job do together, through the key-value store of the job; no rank waits for ever.
+
+    agreement = Agreement("ranks 0, 1", (0, 1))
+    agreement.gathered(digest)                          the values of all ranks
+    agreement.together("measuring", measure)            all succeed, or all raise
+    agreement.from_first("planning", plan)              the first rank works, all get its result or its error
+
+No collective of a process group is used: a rank may be stuck in another one. Every call has one key for each rank that
+says something, and one that counts the ranks that have left the call; the last to leave deletes them all. An error that
+ends the agreement stands under a key of the agreement, which every waiting rank looks at.
+
+A rank that waits for others polls, and watches their heartbeats. It raises FxrematError when
+    a rank says that it has failed                                            at once
+    the store is gone, or does not answer                                     at once, or after SILENT seconds
+    the heartbeat of an awaited rank stands still                             for SILENT seconds
+    an awaited rank is inside of a step that this rank has to plan first      for SILENT seconds
+    an awaited rank waits for this one in another call                        for SILENT seconds
+    an awaited rank neither comes nor works in a call of an agreement         within the agreement's patience
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import pickle
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from fxremat import heartbeat
+from fxremat.errors import FxrematError
+from fxremat.heartbeat import (
+    ROOM,
+    Call,
+    Heartbeat,
+    Store,
+    StoreGone,
+    first_line,
+    heartbeat_of,
+    messenger_of,
+    status,
+)
+from fxremat.torch_private import store_of_job
+
+T = TypeVar("T")
+
+PAUSES = 0.001, 0.05  # seconds between two looks at a key: the first, and the longest
+WATCHED = 16  # awaited ranks whose heartbeats are read at a time
+PART = 1 << 20  # bytes under one key; TCPStore takes 8 MiB at most
+
+
+@dataclass
+class _Call(Call):
+    what: str = ""  # completes "while ..."
+    keys: list[str] = field(default_factory=list)  # of parts, that were written or read here
+
+    def key(self, rank: int) -> str:
+        return f"{self.name}/{rank}"
+
+    @property
+    def failed(self) -> str:
+        return f"{self.name}/failed"
+
+    @property
+    def left(self) -> str:
+        return f"{self.name}/left"
+
+
+# --- who can still come -----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Seen:
+    """What was seen of an awaited rank, at which seconds of the wait."""
+
+    beat: Heartbeat | None = None
+    heard: float = 0.0  # when the heartbeat was new
+    hindrance: str = ""  # what keeps the rank from coming, if it lasts
+    since: float = 0.0  # when it began
+    idle: float = 0.0  # for how long the rank has neither come nor worked in a call
+
+
+class _Lookout:
+    """Judges from heartbeats whether the ranks that `call` waits for can still come.
+
+    Only seconds during which this rank looks are counted: one that was stopped itself has not found others silent.
+    """
+
+    def __init__(self, call: _Call, rank: int, step: int, patience: float) -> None:
+        self._call, self._rank, self._step, self._patience = call, rank, step, patience
+        self._clock = 0.0
+        self._seen: dict[int, _Seen] = {}
+
+    def look(self, seconds: float, beats: Mapping[int, Heartbeat | None]) -> None:
+        """Take note of heartbeats, `seconds` after the last ones; raises FxrematError where no hope is left."""
+        self._clock += seconds
+        for rank, beat in beats.items():
+            self._note(self._seen.setdefault(rank, _Seen(since=self._clock)), rank, beat, seconds)
+        seen = {rank: self._seen[rank] for rank in beats}
+        for one in seen.values():
+            if (
+                one.hindrance
+                and self._clock - one.since > heartbeat.SILENT
+                and self._clock - one.heard <= heartbeat.SILENT
+            ):
+                raise FxrematError(one.hindrance)
+        silent = {r: self._clock - one.heard for r, one in seen.items() if one.beat is not None}
+        silent = {rank: ago for rank, ago in silent.items() if ago > heartbeat.SILENT}
+        if silent:
+            ago = f"{min(silent.values()):.0f} s ago, while {self._call.what}"
+            if len(silent) == 1:
+                raise FxrematError(f"{_named(silent)} has ended or hangs: it was last heard from {ago}")
+            raise FxrematError(f"{_named(silent)} have ended or hang: they were last heard from {ago}")
+        late = [rank for rank, one in seen.items() if one.idle > self._patience]
+        if late:
+            has = "has" if len(late) == 1 else "have"
+            raise FxrematError(
+                f"{_named(late)} {has} not come within {self._patience:g} s, while {self._call.what}"
+            )
+
+    def _note(self, seen: _Seen, rank: int, beat: Heartbeat | None, seconds: float) -> None:
+        if beat is not None and beat != seen.beat:
+            seen.beat, seen.heard = beat, self._clock
+        working = beat is not None and beat.call and not beat.waits_for
+        seen.idle += 0.0 if working else seconds
+        hindrance = self._hindrance(rank, beat) if beat is not None else ""
+        if hindrance != seen.hindrance:
+            seen.hindrance, seen.since = hindrance, self._clock
+
+    def _hindrance(self, rank: int, beat: Heartbeat) -> str:
+        if beat.inside and beat.step >= self._step:  # a rank that is in an earlier step comes later
+            return (
+                f"rank {rank} trains on with an earlier plan while rank {self._rank} has to plan for new shapes: "
+                "give every rank inputs of the same shapes (pad, or drop_last)"
+            )
+        if self._rank in beat.waits_for and beat.call != self._call.name:
+            return (
+                f"rank {rank} waits for rank {self._rank} in {beat.call} while that one waits in {self._call.name}: "
+                "every rank has to plan the same models in the same order"
+            )
+        return ""
+
+
+def _named(ranks: Iterable[int]) -> str:
+    """The ranks by number.
+
+    >>> _named([1]), _named([1, 2, 5])
+    ('rank 1', 'ranks 1, 2 and 5')
+    """
+    *others, last = map(str, ranks)
+    return f"ranks {', '.join(others)} and {last}" if others else f"rank {last}"
+
+
+# --- agreements -------------------------------------------------------------------------------------------------------
+
+
+_agreements: Counter[str] = Counter()  # how many of each name this process has had
+
+
+class Agreement:
+    """What some ranks of the job do together; every method is called by all of them in the same order.
+
+    `ranks` are global ranks, this one among them, in an order that is equal on all of them. So is `name`; agreements
+    that follow one another may have the same one. `patience` are the seconds that a rank has to come; by default the
+    timeout of the process group.
+
+    Every method raises FxrematError, on all ranks, where one has failed, is gone, or does not come. The agreement has
+    ended then, and later calls raise the same. Errors of the functions that `together` and `from_first` run do not
+    end it. With one rank alone no store is used.
+    """
+
+    def __init__(self, name: str, ranks: Sequence[int], *, patience: float | None = None) -> None:
+        self.ranks = tuple(ranks)
+        self.rank = self.ranks[0] if len(self.ranks) == 1 else dist.get_rank()
+        if self.rank not in self.ranks or len(set(self.ranks)) < len(self.ranks):
+            raise ValueError(f"rank {self.rank} cannot agree with ranks {self.ranks}")
+        _agreements[name] += 1
+        self._name = f"{ROOM}/{name}#{_agreements[name]}"
+        self._calls = itertools.count(1)
+        if len(self.ranks) > 1:
+            store = store_of_job()
+            self._messenger = messenger_of(store)
+            self._patience = store.timeout.total_seconds() if patience is None else patience
+
+    def gathered(self, value: T, what: str = "planning together") -> list[T]:
+        """Every rank's value, in the order of the ranks; values are pickled. `what` completes "while ..."."""
+        if len(self.ranks) == 1:
+            return [value]
+        with self._call("gathered", what) as call:
+            self._write(call, pickle.dumps(value))
+            others = {rank: pickle.loads(self._read(call, rank)) for rank in self.ranks if rank != self.rank}
+        return [value if rank == self.rank else others[rank] for rank in self.ranks]
+
+    def maximum(self, numbers: Sequence[float], what: str = "planning together") -> list[float]:
+        """The largest of all ranks' numbers at each position."""
+        rows = self.gathered(list(numbers), what)
+        if len({len(row) for row in rows}) > 1:
+            counts = ", ".join(f"{len(row)} on rank {rank}" for rank, row in zip(self.ranks, rows))
+            raise FxrematError(f"the ranks have different counts of numbers to agree on: {counts}")
+        return [max(column) for column in zip(*rows)]
+
+    def together(self, what: str, function: Callable[[], T]) -> T:
+        """The result of the function, which every rank runs, once it has succeeded on all of them.
+
+        Where it fails, that rank raises its own error, and the others an FxrematError with the first line of it, as
+        soon as they have run the function themselves.
+        """
+        if len(self.ranks) == 1:
+            return function()
+        with self._call("together", what) as call:
+            result, error = _tried(function)
+            if error is None:
+                self._write(call, b"")
+                error = self._failure_of_another(call)
+            else:
+                self._messenger.set(call.failed, pickle.dumps(self._summary(error, what)))
+        if error is not None:
+            raise error
+        return result[0]
+
+    def from_first(self, what: str, function: Callable[[], T]) -> T:
+        """The result of the function, which the first rank runs, on every rank; it is pickled.
+
+        Where it fails with an FxrematError, every rank raises that; of any other error the others raise an FxrematError
+        with the first line of it. They wait for as long as the first rank's heartbeat goes on.
+        """
+        if len(self.ranks) == 1:
+            return function()
+        error: BaseException | None
+        with self._call("from_first", what) as call:
+            if self.rank == self.ranks[0]:
+                made, error = _tried(lambda: _with_pickle(function()))
+                result = [value for value, _ in made]
+                told = (None, self._for_others(error, what)) if error is not None else None
+                self._write(call, pickle.dumps(told) if told else made[0][1])
+            else:
+                value, error = pickle.loads(self._read(call, self.ranks[0]))
+                result = [value]
+        if error is not None:
+            raise error
+        return result[0]
+
+    def fail(self, error: BaseException, what: str = "planning together") -> None:
+        """End the agreement with this rank's error, which every waiting rank raises; the first to fail is heard.
+
+        An FxrematError is raised as it is, any other error as an FxrematError with the first line of it.
+        """
+        if len(self.ranks) == 1:
+            return
+        failure = pickle.dumps(self._for_others(error, what))
+        with contextlib.suppress(StoreGone):  # then the others are alone as well
+            self._messenger.ask(lambda store: _set_once(store, self._failed, failure))
+
+    # --- calls
+
+    @property
+    def _failed(self) -> str:
+        return f"{self._name}/failed"
+
+    @contextlib.contextmanager
+    def _call(self, method: str, what: str) -> Iterator[_Call]:
+        """One call on this rank; what is raised inside of it ends the agreement on all ranks."""
+        call = _Call(f"{self._name}/{next(self._calls)}/{method}", what=what)
+        heartbeat.calls.append(call)
+        try:
+            self._raise(self._messenger.ask(lambda store: _get(store, self._failed)))
+            yield call
+            self._leave(call)
+        except StoreGone as error:
+            raise FxrematError(
+                f"rank 0, or what else holds the store of the job, has ended or hangs ({error}), while {what}"
+            ) from None
+        except BaseException as error:
+            self.fail(error, what)
+            raise
+        finally:
+            heartbeat.calls.remove(call)
+
+    def _leave(self, call: _Call) -> None:
+        """Count this rank as one that has read all it needs; the last one deletes the keys of the call."""
+        keys = {*call.keys, *map(call.key, self.ranks), call.failed, call.left}
+
+        def leave(store: Store) -> None:
+            if store.add(call.left, 1) == len(self.ranks):
+                for key in keys:
+                    store.delete_key(key)
+
+        with contextlib.suppress(StoreGone):  # the next call will tell; this one has what it needs
+            self._messenger.ask(leave)
+
+    def _write(self, call: _Call, data: bytes) -> None:
+        """Set this rank's key; large data is cut into parts under keys of their own, written before."""
+        key = call.key(self.rank)
+        if len(data) <= PART:
+            self._messenger.set(key, b"whole " + data)
+            return
+        parts = [data[start : start + PART] for start in range(0, len(data), PART)]
+        call.keys += _part_keys(key, len(parts))
+        for name, part in zip(_part_keys(key, len(parts)), parts):
+            self._messenger.set(name, part)
+        self._messenger.set(key, b"parts %d" % len(parts))
+
+    def _read(self, call: _Call, rank: int) -> bytes:
+        """What a rank has written, after waiting for it."""
+        self._await(call, rank)
+        key = call.key(rank)
+        kind, _, data = self._messenger.get(key).partition(b" ")
+        if kind == b"whole":
+            return data
+        names = _part_keys(key, int(data))
+        call.keys += names
+        return b"".join(map(self._messenger.get, names))
+
+    def _failure_of_another(self, call: _Call) -> BaseException | None:
+        """What has failed on another rank, after waiting for all; None where all have written their key."""
+        if all(self._await(call, rank) for rank in self.ranks):
+            return None
+        failure: BaseException = pickle.loads(self._messenger.get(call.failed))
+        return failure
+
+    def _await(self, call: _Call, rank: int) -> bool:
+        """Whether the rank has written its key, after waiting for it, or the call has failed on some rank."""
+        key, awaited = call.key(rank), self.ranks[self.ranks.index(rank) :]
+        lookout = _Lookout(call, self.rank, status.step, self._patience)
+        interval, pause = min(heartbeat.BEAT, heartbeat.SILENT / 10), PAUSES[0]
+        looked = time.monotonic()
+
+        def look(store: Store) -> tuple[bool, bool, bytes | None]:
+            if store.check([key]):
+                return True, False, None
+            return False, store.check([call.failed]), _get(store, self._failed)
+
+        while True:
+            there, call_failed, failure = self._messenger.ask(look)
+            if there or call_failed:
+                call.waits_for = ()
+                return there
+            self._raise(failure)
+            if (elapsed := time.monotonic() - looked) > interval:
+                beats = self._messenger.ask(lambda store: _missing(store, call, awaited))
+                call.waits_for = tuple(beats)
+                lookout.look(min(elapsed, 2 * interval), beats)
+                looked = time.monotonic()
+            time.sleep(pause)
+            pause = min(1.5 * pause, PAUSES[1])
+
+    def _raise(self, failure: bytes | None) -> None:
+        if failure is not None:
+            raise pickle.loads(failure)
+
+    # --- errors, as other ranks get them
+
+    def _for_others(self, error: BaseException, what: str) -> BaseException:
+        """An FxrematError as it is, with a note of where it comes from, where it can be pickled; else its summary."""
+        if isinstance(error, FxrematError):
+            with contextlib.suppress(Exception):
+                copy: FxrematError = pickle.loads(pickle.dumps(error))
+                copy.add_note(f"raised on rank {self.rank}")
+                return copy
+        return self._summary(error, what)
+
+    def _summary(self, error: BaseException, what: str) -> FxrematError:
+        return FxrematError(f"rank {self.rank} failed while {what}: {first_line(error)}")
+
+
+def _tried(function: Callable[[], T]) -> tuple[list[T], BaseException | None]:
+    """A list of the function's result, and None; or an empty one, and the error."""
+    try:
+        return [function()], None
+    except BaseException as error:  # an interrupted rank tells the others, too, before it ends
+        return [], error
+
+
+def _with_pickle(value: T) -> tuple[T, bytes]:
+    return value, pickle.dumps((value, None))
+
+
+def _part_keys(key: str, count: int) -> list[str]:
+    return [f"{key}/{number}" for number in range(count)]
+
+
+def _get(store: Store, key: str) -> bytes | None:
+    return store.get(key) if store.check([key]) else None
+
+
+def _set_once(store: Store, key: str, value: bytes) -> None:
+    if not store.check([key]):
+        store.set(key, value)
+
+
+def _missing(store: Store, call: _Call, ranks: Sequence[int]) -> dict[int, Heartbeat | None]:
+    """The heartbeats of the next ranks that have not come to the call, as far as they have any."""
+    missing = (rank for rank in ranks if not store.check([call.key(rank)]))
+    return {rank: heartbeat_of(store, rank) for rank in itertools.islice(missing, WATCHED)}

@@ -1,0 +1,245 @@
+"""The heartbeat of this process, which tells the other ranks of the job what it is doing, and its way to the store.
+
+Each process has one thread, the messenger, which alone talks to the key-value store of the job: a store that does not
+answer blocks no other thread, and the heartbeat goes on while others work. It has a connection of its own where the
+store is a TCPStore: torch waits for other ranks under the lock of the first one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import json
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
+from typing import Any, TypeAlias, TypeVar
+
+import torch.distributed as dist
+
+from fxremat.errors import FxrematError
+from fxremat.torch_private import own_connection, store_of_job
+
+T = TypeVar("T")
+Store: TypeAlias = Any  # torch.distributed.Store, which type checkers do not find
+
+SILENT = 15.0  # seconds after which a rank whose heartbeat stands still counts as gone
+BEAT = 2.0  # seconds
+ROOM = "fxremat"  # what every key begins with
+
+
+# --- what a process is doing ------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Status:
+    """What the run time of this process is doing; it sets the fields, and the heartbeat tells them.
+
+    `step` is the number of the forward that runs or is being planned for, so it is set before planning begins;
+    `inside` holds while the planned forward or backward of that step runs.
+    """
+
+    step: int = 0
+    inside: bool = False
+
+
+status = Status()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heartbeat:
+    """What a rank writes every `BEAT` seconds.
+
+    >>> beat = Heartbeat(number=7, step=3, inside=True, call="", waits_for=())
+    >>> Heartbeat.parse(str(beat)) == beat
+    True
+    """
+
+    number: int
+    step: int
+    inside: bool
+    call: str  # of an agreement, that the rank is in; "" where it is in none
+    waits_for: tuple[int, ...]  # ranks that have not come to the call yet; empty while the rank works itself
+
+    def __str__(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def parse(cls, text: str | bytes) -> Heartbeat:
+        fields = json.loads(text)
+        return cls(**{**fields, "waits_for": tuple(fields["waits_for"])})
+
+
+@dataclass
+class Call:
+    """A call of an agreement that this process is in."""
+
+    name: str  # equal on all ranks
+    waits_for: tuple[int, ...] = ()
+
+
+calls: list[Call] = []  # the innermost last
+
+
+def _heartbeat(number: int) -> Heartbeat:
+    call = calls[-1] if calls else Call("")
+    inside = status.inside and not call.name
+    return Heartbeat(number=number, step=status.step, inside=inside, call=call.name, waits_for=call.waits_for)
+
+
+def heartbeat_of(store: Store, rank: int) -> Heartbeat | None:
+    key = _pulse(rank)
+    return Heartbeat.parse(store.get(key)) if store.check([key]) else None
+
+
+def _pulse(rank: int) -> str:
+    return f"{ROOM}/heartbeat/{rank}"
+
+
+# --- the messenger ----------------------------------------------------------------------------------------------------
+
+
+class StoreGone(Exception):
+    """The store cannot be reached; the message says how that was noticed."""
+
+
+class Messenger(threading.Thread):
+    """The thread that writes the heartbeat of this rank, and does for other threads what they ask of the store.
+
+    It does not keep the default store alive: a FileStore deletes its file when the last process has let go of it, and
+    the next process group may use the same path.
+    """
+
+    def __init__(self, store: Store, rank: int) -> None:
+        super().__init__(name="fxremat heartbeat", daemon=True)
+        self._default = weakref.ref(store)
+        self._connection: Store | None = None
+        self._rank = rank
+        self._asked: queue.SimpleQueue[tuple[Callable[[Store], Any], Future[Any]] | None]
+        self._asked = queue.SimpleQueue()
+        self._gone = ""  # why nothing is done any more
+
+    def serves(self, store: Store) -> bool:
+        return self.is_alive() and not self._gone and self._default() is store
+
+    def ask(self, work: Callable[[Store], T]) -> T:
+        """The result of `work(store)`, which takes no longer than the store needs to answer; raises StoreGone."""
+        answer: Future[T] = Future()
+        self._asked.put((work, answer))
+        if self._gone:  # the messenger may not have seen this any more
+            self._refuse_all()
+        try:
+            return answer.result(timeout=SILENT)
+        except TimeoutError:
+            raise StoreGone(f"it has not answered for {SILENT:g} s") from None
+
+    def get(self, key: str) -> bytes:
+        value: bytes = self.ask(lambda store: store.get(key))
+        return value
+
+    def set(self, key: str, value: bytes) -> None:
+        self.ask(lambda store: store.set(key, value))
+
+    def end(self) -> None:
+        """Finish what is under way, and end; this waits for at most two seconds."""
+        self._asked.put(None)
+        if self.is_alive():
+            self.join(timeout=2)
+
+    def run(self) -> None:
+        try:
+            self._connection = own_connection(self._store())
+            self._serve()
+            self._gone = "the heartbeat was stopped"
+        except Exception as error:  # of the store, and nobody is there to be told
+            self._gone = first_line(error)
+        self._connection = None
+        self._refuse_all()
+
+    def _serve(self) -> None:
+        for number in itertools.count():
+            self._store().set(_pulse(self._rank), str(_heartbeat(number)))
+            due = time.monotonic() + BEAT
+            while (left := due - time.monotonic()) > 0:
+                try:
+                    asked = self._asked.get(timeout=left)
+                except queue.Empty:
+                    break
+                if asked is None:
+                    return
+                self._do(*asked)
+
+    def _do(self, work: Callable[[Store], Any], answer: Future[Any]) -> None:
+        try:
+            answer.set_result(work(self._store()))
+        except Exception as error:
+            answer.set_exception(StoreGone(first_line(error)))
+            raise
+
+    def _store(self) -> Store:
+        default = store_of_job()
+        if default is None or default is not self._default():
+            raise StoreGone("the process group was destroyed")
+        return self._connection or default
+
+    def _refuse_all(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                if (asked := self._asked.get_nowait()) is not None:
+                    asked[1].set_exception(StoreGone(self._gone))
+
+
+_messenger: Messenger | None = None
+_starting = threading.Lock()
+
+
+def watch() -> None:
+    """Let the other ranks know from now on that this one is there, and what it is doing.
+
+    Does nothing where there is no process group, or where that is done already.
+    """
+    store = store_of_job()
+    if store is not None:
+        messenger_of(store)
+
+
+def stop() -> None:
+    """End what `watch` began; the exit of the process does it too.
+
+    A thread that is inside of the store's code while the interpreter is finalized would abort the process.
+    """
+    if _messenger is not None:
+        _messenger.end()
+
+
+def messenger_of(store: Store) -> Messenger:
+    global _messenger
+    with _starting:
+        if _messenger is None:
+            atexit.register(stop)
+        elif _messenger.serves(store):
+            return _messenger
+        else:
+            _messenger.end()
+        _messenger = Messenger(store, dist.get_rank())
+        _messenger.start()
+        return _messenger
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error, after its type where that is none of ours.
+
+    >>> first_line(FxrematError("no plan")), first_line(KeyError("x"))
+    ('no plan', "KeyError: 'x'")
+    """
+    text = (str(error).strip().splitlines() or [""])[0]
+    return (
+        text
+        if isinstance(error, FxrematError | StoreGone)
+        else f"{type(error).__name__}: {text}".removesuffix(": ")
+    )
