@@ -53,6 +53,7 @@ def _every_method(rank: int, world: int) -> dict[str, Any]:
     one = Agreement("all", range(world))
     one.gathered(None)
     dist.barrier()
+    time.sleep(0.3)  # the last to leave deletes the keys after the others have gone on
     keys = store.num_keys()
     seen["gathered"] = one.gathered({"rank": rank})
     seen["maximum"] = one.maximum([float(rank), -float(rank)])
@@ -76,7 +77,7 @@ def _every_method(rank: int, world: int) -> dict[str, Any]:
     seen["alone"] = Agreement("alone", (rank,)).gathered(rank)
     one.gathered(None)
     dist.barrier()
-    time.sleep(0.2)  # the last to leave deletes the keys after the others have gone on
+    time.sleep(0.3)
     seen["keys"] = store.num_keys() - keys
     two = Agreement("failing", range(world))
     if rank == 1:
@@ -133,9 +134,10 @@ def _one_is_killed(rank: int, world: int, killed: int) -> Any:
     _soon()
     one = Agreement("all", range(world))
     one.gathered(rank)
+    time.sleep(0.5)  # the others have read it
     if rank == killed:
         _end_now()
-    return _error(lambda: one.from_first("planning", _end_now) if killed == 0 else one.gathered(rank))
+    return _error(lambda: one.from_first("planning", int) if killed == 0 else one.gathered(rank))
 
 
 def _others(outcomes: list[Outcome], without: int) -> list[tuple[type, str, float]]:
@@ -277,7 +279,7 @@ def test_docstrings() -> None:
 
 
 def _ends(rank: int, world: int, ended: str) -> int:
-    heartbeat.BEAT = 0.0  # the thread is in the store's code most of the time
+    heartbeat.BEAT = 0.001  # the thread is in the store's code most of the time
     heartbeat.watch()
     heartbeat.watch()
     one = Agreement("all", range(world))
