@@ -16,7 +16,7 @@ ROOMS = (  # what stands further left may use what stands further right, never b
     *("__main__", "__init__", "api", "what_if", "pipelining", "runtime", "planning", "options", "plans", "show"),
     *("planned_step", "kernels"),
     *("transfers", "search", "cost", "linearize", "passes", "ops", "step", "solvers", "chains", "host", "budget"),
-    *("torch_private", "jit", "progress", "units", "errors"),
+    *("agreement", "heartbeat", "torch_private", "jit", "progress", "units", "errors"),
 )
 
 
