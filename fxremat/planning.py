@@ -48,6 +48,7 @@ from fxremat.search.survey import order_for_measuring, survey
 from fxremat.step.costs import Costs, Link, device_of
 from fxremat.step.joint import Joint
 from fxremat.torch_private import device_name
+from fxremat.transfers.network import beside_ops, communicates, with_overlap
 from fxremat.transfers.offloading import with_offloading, with_schedules
 from fxremat.transfers.weight_updates import best_within, resident_peak
 from fxremat.units import Auto, Percent
@@ -94,6 +95,8 @@ def plan_step(step: CapturedStep, options: Options) -> Plan:
         costs = _cost_model(step, options)
         frontier, budget = _frontier(step, costs, options)
         frontier, costs = _calibrated(frontier, costs, budget, step, options)
+        if communicates(step.joint) and not options.offload:
+            frontier = with_overlap(frontier, costs, budget)
         if step.trained:
             plan = _plan_with_weights(frontier, costs, budget, step, step.trained, options)
         elif options.offload:
@@ -193,7 +196,8 @@ def _frontier(step: CapturedStep, costs: Costs, options: Options) -> tuple[Front
     joint, alone = step.joint, len(step.ranks.ranks) == 1
 
     def search() -> tuple[int, int, Ladder]:
-        budget, searched, ladder = _searched(joint, costs, options)
+        counted = beside_ops(joint, costs) if communicates(joint) else costs
+        budget, searched, ladder = _searched(joint, counted, options)
         return budget, searched, ladder if alone else ladder.on(NO_GRAPH)
 
     budget, searched, ladder = step.ranks.from_first("planning", search)
@@ -268,6 +272,8 @@ def _plan_with_offloading(frontier: Frontier, costs: Costs, budget: int, options
         offloaded = with_schedules(frontier, costs, link, options.solver, options.slots, options.host_limit)
     else:
         offloaded = with_offloading(frontier, costs, link, options.host_limit)
+    if communicates(joint):
+        offloaded = with_overlap(offloaded, costs, budget)
     try:
         chosen = _within(budget, offloaded, costs, options)
     except BudgetTooSmall as error:

@@ -24,6 +24,7 @@ from torch import fx
 from fxremat.ops import host_copies, parameters
 from fxremat.ops.overwriting import overwrite_where_alike
 from fxremat.ops.random import draw_again, draw_saving, generator_of
+from fxremat.step.collectives import Collective
 from fxremat.step.joint import Joint, Origin, again_call, is_number
 from fxremat.step.overwriting import SWAPPED, overwritten
 from fxremat.step.program import Program, Role, Step, Transfer
@@ -31,6 +32,7 @@ from fxremat.step.symbolic import Size, is_size_node
 from fxremat.torch_private import expression_of
 
 aten = torch.ops.aten
+WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +86,14 @@ class _Lowering:
             and program.fetched.intersection(step.writes)
         }
         self.joint: Joint = program.layout.joint
+        self.under_way = {  # versions whose collective is waited for later
+            version: step
+            for step in program.steps
+            if step.role is Role.COMPLETE
+            for version in step.reads
+        }
         self.forward, self.backward = _Part(), _Part()
+        self.started: set[fx.Node] = set()  # results of collectives that are under way
         self.copies: dict[int, int] = {}
         self.saved: list[
             tuple[fx.Node, fx.Node]
@@ -145,7 +154,9 @@ class _Lowering:
             self._execute(part, step)
 
     def _transfer(self, part: _Part, step: Transfer) -> None:
-        if step.role is Role.UPDATE:
+        if step.role is Role.COMPLETE:
+            self._complete(part, step)
+        elif step.role is Role.UPDATE:
             self._update(part, step)
         elif step.state_of is not None:
             self._travel_of_state(part, step, step.state_of)
@@ -153,6 +164,16 @@ class _Lowering:
             self._travel_of_weight(part, step, self.copies_in[step.trip])
         else:
             self._travel(part, step)
+
+    def _complete(self, part: _Part, step: Transfer) -> None:
+        """Wait for the end of a collective: what shows its results from here on may be read."""
+        for version in step.reads:
+            shown = self.joint.values[self.program.version_of[version]].node
+            started = part.bases[version]
+            if started in self.started:
+                name = f"{started.name}_complete"
+                node = part.graph.create_node("call_function", WAIT, (started,), name=name)
+                part.bases[version] = self._describe(node, shown)
 
     def _travel(self, part: _Part, step: Transfer) -> None:
         """One event of a trip; what is on the host is saved for the backward as a tensor of the host's memory."""
@@ -251,12 +272,21 @@ class _Lowering:
                     "call_function", operator.getitem, (node, shown.args[1]), name=shown.name + suffix
                 )
                 part.bases[version] = self._describe(item, shown)
+        if self._is_under_way(step):
+            self.started.update(part.bases[version] for version in step.writes)
+
+    def _is_under_way(self, step: Step) -> bool:
+        """Whether a step is a collective that is waited for later."""
+        collective = isinstance(self.joint.ops[step.op].node.target, Collective)
+        return collective and any(version in self.under_way for version in step.writes)
 
     def _emit(self, part: _Part, step: Step, original: fx.Node, reads: Any, suffix: str) -> fx.Node:
         target: Any = original.target
         arguments: Any = original.args
         if step.role is Role.RECOMPUTE:
             target, arguments = again_call(original)
+        if self._is_under_way(step):
+            target = target.start
         arguments, options = fx.node.map_arg(arguments, reads), fx.node.map_arg(original.kwargs, reads)
         if self.joint.ops[step.op].random and step.op in self.program.repeated:
             return self._draw(part, step, original, (target, *arguments), options, suffix)

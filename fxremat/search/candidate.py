@@ -4,6 +4,7 @@
     FromJoin        one of the towers of a join, laid on the blocks
     Refined         one of these, improved on op by op
     Transferred     any of these, with copies to the host and back
+    Communicating   any of these, with its collectives beside its ops
 
 An origin knows its program, and the schedule that it began with.
 """
@@ -18,6 +19,7 @@ import numpy as np
 from fxremat.chains.schedule import Schedule
 from fxremat.chains.simulate_join import JoinTimeline
 from fxremat.errors import BudgetTooSmall
+from fxremat.step.communicating import ProgramWithCommunication
 from fxremat.step.joint import Joint
 from fxremat.step.layout import Layout
 from fxremat.step.program import Order, Program, order_of
@@ -92,7 +94,27 @@ class Transferred:
         return self.began.on(layout)
 
 
-Origin = FromSchedule | Refined | Transferred
+@dataclass(frozen=True, eq=False)
+class Communicating:
+    """A program whose collectives run beside its ops, made of that of another origin."""
+
+    began: FromSchedule | Refined | Transferred
+    result: ProgramWithCommunication
+
+    def order(self, layout: Layout) -> Order:
+        """Which op runs when, as if each collective ended when it began."""
+        return self.began.order(layout)
+
+    def program(self, _: Layout) -> Program:
+        """Every step of it, waits included."""
+        return self.result.program
+
+    def on(self, layout: Layout) -> FromSchedule | Refined:
+        """The origin without its transfers on the layout of an equal graph."""
+        return self.began.on(layout)
+
+
+Origin = FromSchedule | Refined | Transferred | Communicating
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -125,13 +147,25 @@ class Candidate:
     @property
     def refined(self) -> bool:
         """Whether the search improved on its schedule op by op."""
-        origin = self.origin.began if isinstance(self.origin, Transferred) else self.origin
-        return isinstance(origin, Refined)
+        return isinstance(self._untransferred, Refined)
 
     @property
     def transfers(self) -> ProgramWithTransfers | None:
         """Its copies to the host and back; None where it makes none."""
-        return self.origin.result if isinstance(self.origin, Transferred) else None
+        origin = self.origin.began if isinstance(self.origin, Communicating) else self.origin
+        return origin.result if isinstance(origin, Transferred) else None
+
+    @property
+    def communication(self) -> ProgramWithCommunication | None:
+        """Its collectives beside its ops; None where it has none."""
+        return self.origin.result if isinstance(self.origin, Communicating) else None
+
+    @property
+    def _untransferred(self) -> FromSchedule | Refined:
+        origin = self.origin
+        while isinstance(origin, Communicating | Transferred):
+            origin = origin.began
+        return origin
 
     @property
     def _base(self) -> FromSchedule:
@@ -146,8 +180,13 @@ class Candidate:
 
     def transferring(self, result: ProgramWithTransfers) -> Candidate:
         """The candidate with these transfers in its program."""
-        origin = self.origin.began if isinstance(self.origin, Transferred) else self.origin
-        return replace(self, peak=result.memory.peak, time=result.time, origin=Transferred(origin, result))
+        origin = Transferred(self._untransferred, result)
+        return replace(self, peak=result.memory.peak, time=result.time, origin=origin)
+
+    def communicating(self, result: ProgramWithCommunication, time: float) -> Candidate:
+        """The candidate with its collectives beside its ops, and the seconds that it takes then."""
+        origin = self.origin.began if isinstance(self.origin, Communicating) else self.origin
+        return replace(self, peak=result.memory.peak, time=time, origin=Communicating(origin, result))
 
     def on(self, layout: Layout) -> Candidate:
         """The same candidate on the layout of an equal graph."""

@@ -30,6 +30,7 @@ class Role(Enum):
     RELEASE = "release"  # that copy has ended: the last use of what left
     PREFETCH = "prefetch"  # memory is taken, and the copy back begins
     WAIT = "wait"  # that copy has ended
+    COMPLETE = "complete"  # a collective has ended: what it made may be read, and what it read may go
     UPDATE = "update"  # the optimizer's step of one parameter; the copy to its home on the host begins
 
 
@@ -46,7 +47,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """An update, or one event of a trip to the host and back.
+    """An update, the end of a collective, or one event of a trip to the host and back.
 
     What travels is a version, which comes back as another one of the same value, or the optimizer state of a parameter.
     """

@@ -1,0 +1,42 @@
+"""A program whose collectives run beside its ops, with what the clock says of the link."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fxremat.step.liveness import Memory
+from fxremat.step.program import Program
+
+
+@dataclass(frozen=True, kw_only=True)
+class Communication:
+    """One execution of a collective."""
+
+    name: str  # of the op
+    op: int
+    begins: float  # seconds, on the link
+    ends: float
+    waited: float  # seconds that ops wait for it
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ProgramWithCommunication:
+    """A program in which collectives are started, and waited for later."""
+
+    program: Program
+    memory: Memory
+    time: float  # seconds
+    starts: tuple[float, ...]  # seconds, of each step
+    collectives: tuple[Communication, ...]  # in the order of the link
+
+    @property
+    def seconds(self) -> float:
+        """Seconds that the link is busy."""
+        return sum(one.ends - one.begins for one in self.collectives)
+
+    @property
+    def hidden(self) -> float:
+        """The share of them that no op waits for."""
+        if not self.seconds:
+            return 1.0
+        return 1.0 - min(1.0, sum(one.waited for one in self.collectives) / self.seconds)

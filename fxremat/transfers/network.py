@@ -1,0 +1,352 @@
+"""Communication beside computation: when each collective of a program starts, and when it is waited for.
+
+    gather       starts as soon as its link is idle and its result fits beside everything else up to its first reader
+    reduction    starts when its operand is there, and is waited for when it has ended, or where its memory is needed
+
+One lane: the collectives run one after the other, in the order in which they start, beside the ops, as on a stream of
+NCCL's. What a collective reads and writes is held from its start to its wait, so that memory follows from the order of
+the steps alone; only time depends on how fast the link is. The order is part of the plan, and equal on all ranks.
+
+A collective whose result the very next ops need (tensor parallelism) is waited for at once. Gathers and reductions stay
+within the forward or the backward, where they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence, Set
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from fxremat.search.candidate import Candidate, Frontier, unbeaten
+from fxremat.step.collectives import is_collective
+from fxremat.step.communicating import Communication, ProgramWithCommunication
+from fxremat.step.costs import Costs
+from fxremat.step.joint import Joint, Origin
+from fxremat.step.liveness import Sizes, live_bytes
+from fxremat.step.overwriting import overwritten
+from fxremat.step.program import Program, Role, Step, Transfer
+
+TRIES = 4  # at a limit that makes up for what the greedy choice did not foresee
+TRIED = 24  # programs, fastest first, that are spread for one budget
+LEAST_SHARE = 0.1  # of a collective's seconds that a search counts: an overlap is never perfect
+
+
+def communicates(joint: Joint) -> bool:
+    """Whether ops of the step are collectives."""
+    return any(is_collective(op.node) for op in joint.ops)
+
+
+def beside_ops(joint: Joint, costs: Costs) -> Costs:
+    """The costs that a search counts with: of a collective, what the ops of the step do not hide.
+
+    A gather that is repeated costs time on the link; the step takes longer for it only where the link is the bottleneck.
+    """
+    network = sum(costs.seconds[op.index] for op in joint.ops if is_collective(op.node))
+    gathers = sum(costs.seconds[op.index] for op in joint.ops if is_collective(op.node) and not op.backward)
+    computing = sum(costs.seconds) - network
+    share = min(1.0, max(LEAST_SHARE, (network + gathers) / computing if computing else 1.0))
+    seconds = [s * share if is_collective(joint.ops[k].node) else s for k, s in enumerate(costs.seconds)]
+    return replace(costs, seconds=tuple(seconds))
+
+
+def with_overlap(frontier: Frontier, costs: Costs, budget: int) -> Frontier:
+    """The frontier with its communication beside the ops, at the memory of each candidate and at the budget.
+
+    Args:
+        costs: the true ones; the times of the candidates may be those of `beside_ops`.
+    """
+    keep_all = _timed(frontier.keep_all, costs)
+    found = [_overlapping(candidate, costs, candidate.peak) for candidate in frontier.candidates]
+    fitting = [candidate for candidate in frontier.candidates if candidate.peak <= budget]
+    found += [_overlapping(candidate, costs, budget) for candidate in fitting[:TRIED]]
+    whole = _overlapping(keep_all, costs, keep_all.peak)
+    return Frontier(keep_all=whole, candidates=tuple(unbeaten([*found, whole])))
+
+
+def _timed(candidate: Candidate, costs: Costs) -> Candidate:
+    return candidate if candidate.transfers else replace(candidate, time=costs.time_of(candidate.order().ops))
+
+
+def _overlapping(candidate: Candidate, costs: Costs, limit: int) -> Candidate:
+    """The candidate with its communication beside its ops, within `limit` bytes."""
+    program = candidate.program()
+    spread = overlapped(program, costs, limit)
+    extra = candidate.transfers.time - costs.time(program) if candidate.transfers else 0.0
+    return candidate.communicating(spread, spread.time + extra)
+
+
+def overlapped(program: Program, costs: Costs, limit: int) -> ProgramWithCommunication:
+    """The program with its collectives apart from their waits, within `limit` bytes where it fits there at all."""
+    at_once = _result(program, _Spread(program, costs, 0, units=()).run(), costs)
+    if at_once.memory.peak > limit:
+        return at_once
+    units = tuple(_units(program, costs.sizes))
+    room = limit
+    for _ in range(TRIES):
+        found = _Spread(program, costs, room, units=units).run()
+        result = _result(program, found, costs)
+        if result.memory.peak <= limit:
+            return result if result.time < at_once.time else at_once
+        room -= result.memory.peak - limit
+    return at_once
+
+
+# --- what there is to move --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Unit:
+    """One collective of a program that need not be waited for at once, by positions of steps."""
+
+    at: int
+    gather: bool
+    head: tuple[int, ...]  # steps that make what a gather sends of parameters (casts, padding), and run with it
+    tail: tuple[int, ...]  # steps that only finish what was reduced (casts), and run after the wait
+    first: int  # the first step that reads what was gathered
+    begins: int  # the first position at which a gather may start
+    size: int  # bytes: of what a gather makes; of what a reduction reads
+
+
+def _units(program: Program, sizes: Sizes) -> Iterator[_Unit]:
+    writer = {version: k for k, step in enumerate(program.steps) for version in step.writes}
+    readers: dict[int, list[int]] = {}
+    for k, step in enumerate(program.steps):
+        for version in step.reads:
+            readers.setdefault(version, []).append(k)
+    taken: set[int] = set()
+    for k, step in enumerate(program.steps):
+        if step.op is None or not is_collective(_node(program, step)):
+            continue
+        head = _head(program, k, writer, readers)
+        tail = None if head is not None else _tail(program, k, readers)
+        if head is not None:
+            begin, end = (0, program.split) if k < program.split else (program.split, len(program.steps))
+            first = min((r for v in step.writes for r in readers.get(v, ()) if r < end), default=end)
+            made = [v for place in (*head, k) for v in program.steps[place].writes]
+            yield _Unit(
+                at=k, gather=True, head=tuple(head), tail=(), first=first, begins=begin, size=_bytes(program, sizes, made)
+            )
+        elif tail is not None and taken.isdisjoint(tail):
+            taken.update(tail)
+            mine = overwritten(_node(program, step))
+            held = [] if mine is not None else [v for v in step.reads if _origin(program, v) is not Origin.PRIMAL]
+            yield _Unit(
+                at=k, gather=False, head=(), tail=tuple(tail), first=0, begins=k, size=_bytes(program, sizes, held)
+            )
+
+
+def _node(program: Program, step: Step | Transfer):  # type: ignore[no-untyped-def]
+    assert step.op is not None
+    return program.layout.joint.ops[step.op].node
+
+
+def _origin(program: Program, version: int) -> Origin:
+    return program.layout.joint.values[program.version_of[version]].origin
+
+
+def _bytes(program: Program, sizes: Sizes, versions: Sequence[int]) -> int:
+    return sum(sizes.values[program.version_of[version]] for version in versions)
+
+
+def _head(program: Program, at: int, writer: dict[int, int], readers: dict[int, list[int]]) -> list[int] | None:
+    """The steps that make the operands of a gather from parameters, for it alone; None where it gathers other things."""
+    found: set[int] = set()
+    stack = list(program.steps[at].reads)
+    while stack:
+        version = stack.pop()
+        if _origin(program, version) is Origin.PRIMAL:
+            continue
+        place = writer.get(version)
+        if place is None or place in found:
+            if place is None:
+                return None
+            continue
+        step = program.steps[place]
+        inside = (place < program.split) == (at < program.split)
+        if step.op is None or not inside or is_collective(_node(program, step)):
+            return None
+        found.add(place)
+        stack += step.reads
+    for place in found:
+        if any(r != at and r not in found for v in program.steps[place].writes for r in readers.get(v, ())):
+            return None
+    return sorted(found)
+
+
+def _tail(program: Program, at: int, readers: dict[int, list[int]]) -> list[int] | None:
+    """The steps that only finish what a reduction makes, for the caller; None where others need it in this step."""
+    found: list[int] = []
+    mine = set(program.steps[at].writes)
+    stack = list(mine)
+    while stack:
+        for place in readers.get(stack.pop(), ()):
+            step = program.steps[place]
+            foreign = [v for v in step.reads if v not in mine and _origin(program, v) is not Origin.PRIMAL]
+            if foreign or step.op is None or is_collective(_node(program, step)):
+                return None
+            if place not in found:
+                found.append(place)
+                mine.update(step.writes)
+                stack += step.writes
+    returned = program.layout.joint.pinned
+    ends = [v for v in mine if not readers.get(v)]
+    return sorted(found) if all(program.version_of[v] in returned for v in ends) else None
+
+
+# --- the clock --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Run:
+    """What happens in which order: positions of steps, and waits for collectives."""
+
+    events: list[tuple[bool, int]] = field(default_factory=list)  # (is a wait, position of the step or of its start)
+    starts: list[float] = field(default_factory=list)
+    split: int = 0
+    now: float = 0.0
+    spans: dict[int, tuple[float, float]] = field(default_factory=dict)  # of each collective on the link, by position
+    waited: dict[int, float] = field(default_factory=dict)  # seconds that ops wait for it
+
+
+class _Spread:
+    """One run of the clock over a program."""
+
+    def __init__(self, program: Program, costs: Costs, limit: int, *, units: Sequence[_Unit]) -> None:
+        self.program, self.limit = program, limit
+        self.seconds = [0.0 if s.op is None else costs.seconds[s.op] for s in program.steps]
+        self.units = {unit.at: unit for unit in units}
+        self.with_others: Set[int] = {k for unit in units for k in (*unit.head, *unit.tail)}
+        memory = live_bytes(program, costs.sizes)
+        self.need = np.array(memory.during, dtype=np.int64)
+        if program.split < self.need.size:
+            self.need[program.split] = max(self.need[program.split], memory.at_split)
+        self.free = 0.0  # when the link is
+        self.lingering = 0  # bytes of operands of reductions that are under way
+        self.pending: list[_Unit] = []  # reductions under way
+        self.found = _Run()
+
+    def run(self) -> _Run:
+        """Go through the steps once."""
+        count, split = len(self.program.steps), self.program.split
+        for begin, end in ((0, split), (split, count)):
+            if begin == split:
+                self.found.split = len(self.found.events)
+            gathers = sorted((u for u in self.units.values() if u.gather and begin <= u.at < end), key=lambda u: u.at)
+            self._part(begin, end, gathers)
+        return self.found
+
+    def _part(self, begin: int, end: int, gathers: list[_Unit]) -> None:
+        started: list[_Unit] = []
+        for position in range(begin, end):
+            while self.pending and (self._ended(self.pending[0]) or self._full(position)):
+                self._finish(self.pending.pop(0))
+            while gathers and self._may_start(gathers[0], position):
+                started.append(self._start_gather(gathers.pop(0), position))
+            for unit in [unit for unit in started if unit.first == position]:
+                started.remove(unit)
+                self._wait(unit)
+            self._step(position)
+        for unit in started:
+            self._wait(unit)
+        while self.pending:
+            self._finish(self.pending.pop(0))
+
+    def _step(self, position: int) -> None:
+        unit = self.units.get(position)
+        if unit is None:
+            if position not in self.with_others:
+                self._execute(position)
+        elif not unit.gather:
+            self._note(False, position)
+            self._occupy(position)
+            self.pending.append(unit)
+            self.lingering += unit.size
+
+    def _execute(self, position: int) -> None:
+        step = self.program.steps[position]
+        self._note(False, position)
+        if step.op is not None and is_collective(_node(self.program, step)):
+            self._occupy(position)
+            self.found.waited[position] = self.found.spans[position][1] - self.found.now
+            self.found.now = self.found.spans[position][1]
+        else:
+            self.found.now += self.seconds[position]
+
+    def _occupy(self, position: int) -> None:
+        begin = max(self.found.now, self.free)
+        self.free = begin + self.seconds[position]
+        self.found.spans[position] = begin, self.free
+
+    def _note(self, wait: bool, position: int) -> None:
+        self.found.events.append((wait, position))
+        self.found.starts.append(self.found.now)
+
+    def _ended(self, unit: _Unit) -> bool:
+        return self.found.spans[unit.at][1] <= self.found.now
+
+    def _full(self, position: int) -> bool:
+        return bool(self.need[position] + self.lingering > self.limit)
+
+    def _may_start(self, unit: _Unit, position: int) -> bool:
+        if unit.at == position or (unit.head and unit.head[0] == position):
+            return True
+        if self.free > self.found.now + self.seconds[position]:
+            return False
+        until = unit.head[0] if unit.head else unit.at
+        most = int(self.need[position:until].max(initial=0))
+        return most + self.lingering + unit.size <= self.limit
+
+    def _start_gather(self, unit: _Unit, position: int) -> _Unit:
+        self.need[position : unit.at] += unit.size
+        for place in unit.head:
+            self._execute(place)
+        self._note(False, unit.at)
+        self._occupy(unit.at)
+        return unit
+
+    def _wait(self, unit: _Unit) -> None:
+        end = self.found.spans[unit.at][1]
+        self.found.waited[unit.at] = max(0.0, end - self.found.now)
+        self.found.now = max(self.found.now, end)
+        self._note(True, unit.at)
+
+    def _finish(self, unit: _Unit) -> None:
+        self._wait(unit)
+        self.lingering -= unit.size
+        for place in unit.tail:
+            self._execute(place)
+
+
+def _result(program: Program, found: _Run, costs: Costs) -> ProgramWithCommunication:
+    """The program in which it happens so. O(steps)."""
+    steps: list[Step | Transfer] = []
+    for wait, position in found.events:
+        step = program.steps[position]
+        steps.append(_completed(program, step, position) if wait else step)
+    spread = replace(program, steps=tuple(steps), split=found.split)
+    collectives = tuple(
+        Communication(
+            name=_node(program, program.steps[position]).name,
+            op=program.steps[position].op or 0,
+            begins=begin,
+            ends=end,
+            waited=found.waited.get(position, 0.0),
+        )
+        for position, (begin, end) in sorted(found.spans.items(), key=lambda item: item[1])
+    )
+    return ProgramWithCommunication(
+        program=spread,
+        memory=live_bytes(spread, costs.sizes),
+        time=found.now,
+        starts=tuple(found.starts),
+        collectives=collectives,
+    )
+
+
+def _completed(program: Program, step: Step | Transfer, trip: int) -> Transfer:
+    """The end of a collective, up to which its operands and results are held."""
+    assert step.op is not None
+    mine = overwritten(_node(program, step))
+    reads = () if mine is not None else tuple(v for v in step.reads if _origin(program, v) is not Origin.PRIMAL)
+    return Transfer(step.block, Role.COMPLETE, trip, (*step.writes, *reads), ())
