@@ -43,6 +43,15 @@ def _end_now() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def _keys_at_rest(store: Any) -> int:
+    """How many keys there are while no rank is in a call; the last to leave one deletes its keys."""
+    dist.barrier()
+    time.sleep(0.3)
+    count: int = store.num_keys()
+    dist.barrier()
+    return count
+
+
 # --- what is promised of every method, in one job of three ranks ------------------------------------------------------
 
 
@@ -52,9 +61,7 @@ def _every_method(rank: int, world: int) -> dict[str, Any]:
     store = store_of_job()
     one = Agreement("all", range(world))
     one.gathered(None)
-    dist.barrier()
-    time.sleep(0.3)  # the last to leave deletes the keys after the others have gone on
-    keys = store.num_keys()
+    keys = _keys_at_rest(store)
     seen["gathered"] = one.gathered({"rank": rank})
     seen["maximum"] = one.maximum([float(rank), -float(rank)])
     seen["different counts"] = _error(lambda: one.maximum([1.0] * (1 + rank)))[1]
@@ -76,9 +83,7 @@ def _every_method(rank: int, world: int) -> dict[str, Any]:
     seen["first of two"] = first_of_two
     seen["alone"] = Agreement("alone", (rank,)).gathered(rank)
     one.gathered(None)
-    dist.barrier()
-    time.sleep(0.3)
-    seen["keys"] = store.num_keys() - keys
+    seen["keys"] = _keys_at_rest(store) - keys
     two = Agreement("failing", range(world))
     if rank == 1:
         two.fail(BudgetTooSmall(minimum=9, budget=5))
