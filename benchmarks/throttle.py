@@ -156,6 +156,7 @@ class ThrottledGroup(dist.ProcessGroup):
         self._gloo._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         backend = dist.ProcessGroupGloo(store, rank, size, timeout)
         self._gloo._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+        self.busy_seconds = 0.0  # the link's seconds of all collectives so far
         self._works: queue.SimpleQueue[ThrottledWork | None] = queue.SimpleQueue()
         threading.Thread(target=_serve, args=(self._works,), name="throttled link", daemon=True).start()
         weakref.finalize(self, self._works.put, None)
@@ -175,7 +176,9 @@ class ThrottledGroup(dist.ProcessGroup):
 
     def _issue(self, name: str, args: Sequence[Any], outputs: Iterable[Tensor], size: float) -> ThrottledWork:
         """Put gloo's collective `name`, of `size` bytes on the link, behind those issued before."""
-        work = ThrottledWork(lambda: getattr(self._gloo, name)(*args), list(outputs), link().seconds(size))
+        seconds = link().seconds(size)
+        work = ThrottledWork(lambda: getattr(self._gloo, name)(*args), list(outputs), seconds)
+        self.busy_seconds += seconds
         self._works.put(work)
         return work
 
