@@ -25,12 +25,13 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
+import torch.multiprocessing as multiprocessing
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -47,10 +48,10 @@ RESULT = Path(__file__).parent / "results" / "fsdp.json"
 SHAPE = Shape(layers=6, width=192, heads=6, vocabulary=512, batch=8, tokens=64)
 PROCESSES = 2
 BYTES_PER_SECOND, LATENCY = 200e6, 100e-6
-WARM_UP, STEPS = 4, 12
+WARM_UP, STEPS = 3, 20
 BUDGETS = ("100%", "85%", "70%", "55%", "40%")
 SAME = 1e-4  # relative difference of gradient norms, from different orders of summation
-WATCHDOG = 300.0  # seconds for one variant
+WATCHDOG = 300.0  # seconds for all variants
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,9 +78,10 @@ class Row:
     def __str__(self) -> str:
         if self.error is not None:
             return f"{self.variant:30s} {self.error.splitlines()[-1]}"
-        assert self.step_seconds and self.link_seconds is not None and self.peak_bytes and self.resident_bytes
-        times = f"{self.step_seconds * 1e3:7.1f} ms {self.link_seconds * 1e3:7.1f} ms"
-        return f"{self.variant:30s} {times} {self.peak_bytes / 2**20:7.1f} MiB {self.resident_bytes / 2**20:7.1f} MiB"
+        times = [seconds or 0.0 for seconds in (self.step_seconds, self.link_seconds)]
+        sizes = [size or 0 for size in (self.peak_bytes, self.resident_bytes)]
+        columns = [f"{t * 1e3:7.1f} ms" for t in times] + [f"{size / 2**20:7.1f} MiB" for size in sizes]
+        return " ".join((f"{self.variant:30s}", *columns))
 
 
 def gpt() -> GPT:
@@ -129,7 +131,7 @@ def data_parallel(mesh: DeviceMesh) -> Trainee:
     parallel = DistributedDataParallel(
         model,
         process_group=mesh.get_group(),
-        bucket_cap_mb=block / 2**20,  # type: ignore[arg-type]
+        bucket_cap_mb=block / 2**20,
         gradient_as_bucket_view=True,
     )
     weights = list(model.parameters())
@@ -183,7 +185,7 @@ def overlapped(reshard: bool) -> Callable[[DeviceMesh], Trainee]:
     def build(mesh: DeviceMesh) -> Trainee:
         model, reduce_scatter = sharded(mesh, reshard), LateReduceScatter()
         modules: list[Any] = [model, *model.blocks]
-        for module, following in zip(modules, modules[1:]):
+        for module, following in pairwise(modules):
             module.set_modules_to_forward_prefetch([following])
         for module in modules:
             assert isinstance(module, FSDPModule)
@@ -209,7 +211,7 @@ def replicated(mem: str) -> Callable[[DeviceMesh], Trainee]:
     """fxremat on whole weights, which sends gradients as DDP does."""
 
     def build(mesh: DeviceMesh) -> Trainee:
-        model = fxremat.fully_shard(gpt(), mesh, replicate=True)  # type: ignore[attr-defined]
+        model = fxremat.fully_shard(gpt(), mesh, replicate=True)
         compiled = fxremat.compile(model, mem=mem, example_inputs=batch(), progress=False)
         return trainee(compiled, model.parameters())
 
@@ -230,43 +232,71 @@ OURS: dict[str, Callable[[DeviceMesh], Trainee]] = {
 }
 
 
-def measured(variant: str, built: Trainee, mesh: DeviceMesh) -> Row:
-    """The row of a variant, the same on every process."""
-    together = dist.new_group(list(range(dist.get_world_size())), backend="gloo")  # nothing but measuring
+class Meeting:
+    """What the processes tell each other about the measuring, beside the throttled link."""
 
-    def over_all(value: float) -> float:
-        """The largest value of all processes."""
-        largest = torch.tensor(value, dtype=torch.float64)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=together)
-        return largest.item()
+    def __init__(self) -> None:
+        self._group = dist.new_group(list(range(dist.get_world_size())), backend="gloo")
 
-    def fresh() -> None:
-        built.model.zero_grad(set_to_none=True)
-        dist.barrier(together)
+    def largest(self, value: float) -> float:
+        """The largest value of all processes; each waits for all."""
+        found = torch.tensor(value, dtype=torch.float64)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._group)
+        return found.item()
 
-    def seconds(step: Step) -> float:
-        fresh()
+    def seconds(self, built: Trainee) -> float:
+        """Seconds of one step, begun together, on the process where it takes longer."""
+        self.fresh(built)
         start = time.perf_counter()
-        step()
-        return time.perf_counter() - start
+        built.step()
+        return self.largest(time.perf_counter() - start)
 
-    link: Any = mesh.get_group()
-    for _ in range(WARM_UP):
-        seconds(built.step)
+    def fresh(self, built: Trainee) -> None:
+        """Drop the gradients, and wait for all."""
+        built.model.zero_grad(set_to_none=True)
+        dist.barrier(self._group)
+
+
+def measured(variants: Sequence[str], mesh: DeviceMesh) -> list[Row]:
+    """The rows of the variants, the same on every process; steps take turns, so that all see the same machine."""
+    meeting, rows, built = Meeting(), [], {}
+    for variant in variants:
+        try:
+            built[variant] = (VARIANTS | OURS)[variant](mesh)
+            for _ in range(WARM_UP):
+                meeting.seconds(built[variant])
+            built[variant].model.zero_grad(set_to_none=True)
+        except Exception as error:  # the same on every process, or the watchdog ends them
+            built.pop(variant, None)
+            rows.append(Row(variant=variant, error="".join(traceback.format_exception_only(error)).strip()))
     gc.collect()
+    least = dict.fromkeys(built, float("inf"))
+    for turn in range(STEPS):
+        for variant in list(built)[:: 1 if turn % 2 == 0 else -1]:
+            least[variant] = min(least[variant], meeting.seconds(built[variant]))
+            built[variant].model.zero_grad(set_to_none=True)
+    rows += [finished(variant, built[variant], least[variant], mesh, meeting) for variant in built]
+    return sorted(rows, key=lambda row: variants.index(row.variant))
+
+
+def finished(variant: str, built: Trainee, seconds: float, mesh: DeviceMesh, meeting: Meeting) -> Row:
+    """The row of a variant whose seconds are known."""
+    link: Any = mesh.get_group()
     busy = link.busy_seconds
-    least = min(over_all(seconds(built.step)) for _ in range(STEPS))
-    busy = (link.busy_seconds - busy) / STEPS
-    fresh()
-    peak = over_all(peak_bytes(built.step))
-    return Row(
+    meeting.seconds(built)
+    busy = link.busy_seconds - busy
+    meeting.fresh(built)
+    peak = meeting.largest(peak_bytes(built.step))
+    row = Row(
         variant=variant,
-        step_seconds=least,
+        step_seconds=seconds,
         link_seconds=busy,
         peak_bytes=int(peak),
         resident_bytes=built.resident_bytes,
         gradient_norm=norm(p.grad for p in built.model.parameters() if p.grad is not None),
     )
+    built.model.zero_grad(set_to_none=True)
+    return row
 
 
 def norm(gradients: Iterable[Tensor]) -> float:
@@ -275,27 +305,24 @@ def norm(gradients: Iterable[Tensor]) -> float:
     return sum(g.double().square().sum().item() for g in whole) ** 0.5
 
 
-def run(rank: int, variant: str, folder: Path) -> None:
-    """One process of one variant; the first one writes the row."""
+def run(rank: int, variants: Sequence[str], folder: Path) -> None:
+    """One process; the first one writes the rows."""
     faulthandler.dump_traceback_later(WATCHDOG, exit=True)
     torch.set_num_threads(1)
     throttle.register()
     dist.init_process_group("throttled", init_method=f"file://{folder}/init", rank=rank, world_size=PROCESSES)
-    mesh = init_device_mesh("cpu", (PROCESSES,))
-    row = measured(variant, (VARIANTS | OURS)[variant](mesh), mesh)
+    rows = measured(variants, init_device_mesh("cpu", (PROCESSES,)))
     if rank == 0:
-        (folder / "row.json").write_text(json.dumps(asdict(row)))
+        (folder / "rows.json").write_text(json.dumps([asdict(row) for row in rows]))
     dist.destroy_process_group()
 
 
-def measure(variant: str) -> Row:
-    """The row of a variant, from processes of its own."""
+def measure(variants: Sequence[str]) -> list[Row]:
+    """The rows of the variants, from processes of their own."""
+    throttle.set_link(BYTES_PER_SECOND, LATENCY)
     with tempfile.TemporaryDirectory() as folder:
-        try:
-            torch.multiprocessing.spawn(run, (variant, Path(folder)), nprocs=PROCESSES)
-            return Row(**json.loads((Path(folder) / "row.json").read_text()))
-        except Exception as error:
-            return Row(variant=variant, error="".join(traceback.format_exception_only(error)).strip())
+        multiprocessing.start_processes(run, (variants, Path(folder)), nprocs=PROCESSES)
+        return [Row(**fields) for fields in json.loads((Path(folder) / "rows.json").read_text())]
 
 
 def agreeing(rows: Sequence[Row]) -> bool:
@@ -321,12 +348,8 @@ def main(wanted: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("variant", nargs="*", default=list(VARIANTS), help=", ".join(VARIANTS | OURS))
     chosen = parser.parse_args(wanted).variant
-    throttle.set_link(BYTES_PER_SECOND, LATENCY)
-    print(f"{'':30s} {'step':>10s} {'link':>10s} {'peak':>11s} {'resident':>11s}")
-    rows = []
-    for variant in chosen:
-        rows.append(measure(variant))
-        print(rows[-1], flush=True)
+    rows = measure(chosen)
+    print(f"{'':30s} {'step':>10s} {'link':>10s} {'peak':>11s} {'resident':>11s}", *rows, sep="\n")
     if not agreeing(rows):
         raise SystemExit("the variants disagree about the gradients; nothing is written")
     RESULT.write_text(json.dumps({"conditions": conditions(), "rows": [asdict(row) for row in rows]}, indent=1) + "\n")

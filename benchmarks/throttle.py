@@ -24,6 +24,7 @@ Point-to-point operations (send, recv) go to gloo unthrottled and in no order wi
 
 from __future__ import annotations
 
+import ctypes
 import os
 import queue
 import threading
@@ -39,6 +40,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 from torch.futures import Future
+from torch.utils._pytree import tree_map_only
 
 SPEED, LATENCY = "THROTTLED_BYTES_PER_SECOND", "THROTTLED_LATENCY"  # environment variables: child processes inherit
 
@@ -177,7 +179,7 @@ class ThrottledGroup(dist.ProcessGroup):
     def _issue(self, name: str, args: Sequence[Any], outputs: Iterable[Tensor], size: float) -> ThrottledWork:
         """Put gloo's collective `name`, of `size` bytes on the link, behind those issued before."""
         seconds = link().seconds(size)
-        work = ThrottledWork(lambda: getattr(self._gloo, name)(*args), list(outputs), seconds)
+        work = ThrottledWork(lambda: getattr(self._gloo, name)(*borrowed(args)), list(outputs), seconds)
         self.busy_seconds += seconds
         self._works.put(work)
         return work
@@ -280,6 +282,22 @@ class ThrottledGroup(dist.ProcessGroup):
 
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> Any:
         return self._gloo.recv_anysource(tensors, tag)
+
+
+def borrowed(values: Any) -> Any:
+    """The same with tensors that share memory with the given ones and do not keep it.
+
+    A thread of gloo lets go of its tensors some time after the operation is complete; it must not be the one that frees
+    memory of the step.
+    """
+    return tree_map_only(Tensor, _borrowed, values)
+
+
+def _borrowed(tensor: Tensor) -> Tensor:
+    if not tensor.is_contiguous() or tensor.numel() == 0:
+        return tensor
+    memory = (ctypes.c_char * bytes_of([tensor])).from_address(tensor.data_ptr())
+    return torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape)
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
