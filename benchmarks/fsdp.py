@@ -31,12 +31,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 import fxremat
@@ -321,7 +321,7 @@ def measure(variants: Sequence[str]) -> list[Row]:
     """The rows of the variants, from processes of their own."""
     throttle.set_link(BYTES_PER_SECOND, LATENCY)
     with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.start_processes(run, (variants, Path(folder)), nprocs=PROCESSES)
+        spawn(run, (variants, Path(folder)), nprocs=PROCESSES)
         return [Row(**fields) for fields in json.loads((Path(folder) / "rows.json").read_text())]
 
 

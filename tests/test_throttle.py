@@ -6,6 +6,7 @@ import copy
 import faulthandler
 import time
 import traceback
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -187,6 +188,16 @@ def the_memory_of_the_link_is_not_the_steps() -> None:
         assert peak_bytes(reduce_a_copy) == size + size // 2
 
 
+def a_finished_collective_keeps_nothing() -> None:
+    x = torch.ones(4)
+    seen = weakref.ref(x)
+    work = dist.all_reduce(x, async_op=True)
+    assert work is not None
+    work.wait()
+    del x
+    assert seen() is None
+
+
 def errors_reach_who_waits() -> None:
     work = dist.all_to_all_single(torch.empty(3), torch.ones(4), group=throttled(), async_op=True)
     assert work is not None
@@ -266,6 +277,7 @@ BETWEEN_TWO = (
     a_start_returns_at_once_and_compute_goes_on_beside,
     each_collective_carries_its_bytes,
     the_memory_of_the_link_is_not_the_steps,
+    a_finished_collective_keeps_nothing,
     data_parallel_gradients_are_those_of_gloo,
     the_backward_of_data_parallel_waits_for_the_link,
     fully_sharded_gradients_are_those_of_gloo,
