@@ -12,10 +12,11 @@ import contextlib
 import itertools
 import json
 import queue
+import re
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from typing import Any, TypeAlias, TypeVar
@@ -243,3 +244,40 @@ def first_line(error: BaseException) -> str:
         if isinstance(error, FxrematError | StoreGone)
         else f"{type(error).__name__}: {text}".removesuffix(": ")
     )
+
+
+# --- in a step --------------------------------------------------------------------------------------------------------
+
+LOST = ("connection", "peer", "socket", "timed out", "timeout", "nccl", "gloo", "broken pipe")
+
+
+@contextlib.contextmanager
+def inside_step(what: str) -> Iterator[None]:
+    """While a planned forward or backward runs, whose collectives other ranks have to join.
+
+    Raises FxrematError, one line, where another process has ended or hangs.
+    """
+    status.inside = True
+    try:
+        yield
+    except RuntimeError as error:
+        if (text := lost_peer(error)) is None:
+            raise
+        raise FxrematError(
+            f"rank {dist.get_rank()} cannot finish the {what} of step {status.step}: another process of the job has "
+            f"ended or does not answer ({text}); end the job and start it again from its last checkpoint"
+        ) from error
+    finally:
+        status.inside = False
+
+
+def lost_peer(error: BaseException) -> str | None:
+    """The first line of an error of the network, None for any other: another process has ended or hangs.
+
+    gloo raises a RuntimeError ("Connection closed by peer", "Timed out waiting"), NCCL a DistBackendError.
+    """
+    text = (str(error).strip().splitlines() or [""])[0]
+    known = isinstance(error, RuntimeError) and any(word in text.lower() for word in LOST)
+    if not known and not isinstance(error, dist.DistError):
+        return None
+    return re.sub(r"^\[[^]]*\]\s*", "", text).split(". ")[0]

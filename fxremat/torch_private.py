@@ -744,6 +744,13 @@ def nnpack_enabled() -> bool:
     return bool(torch._C._get_nnpack_enabled())
 
 
+def among_ranks() -> bool:
+    """Whether this process is one of a job of several."""
+    import torch.distributed as dist
+
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
 def store_of_job() -> Any:
     """The key-value store that `init_process_group` was given or made; None where there is no process group.
 

@@ -22,9 +22,10 @@ import torch
 from torch import fx
 
 from fxremat.ops import host_copies, parameters
+from fxremat.ops.collectives import start_gather
 from fxremat.ops.overwriting import overwrite_where_alike
 from fxremat.ops.random import draw_again, draw_saving, generator_of
-from fxremat.step.collectives import Collective
+from fxremat.step.collectives import Collective, is_gather
 from fxremat.step.joint import Joint, Origin, again_call, is_number
 from fxremat.step.overwriting import SWAPPED, overwritten
 from fxremat.step.program import Program, Role, Step, Transfer
@@ -287,6 +288,8 @@ class _Lowering:
             target, arguments = again_call(original)
         if self._is_under_way(step):
             target = target.start
+            if is_gather(original):
+                target, arguments = start_gather, (target, *arguments)
         arguments, options = fx.node.map_arg(arguments, reads), fx.node.map_arg(original.kwargs, reads)
         if self.joint.ops[step.op].random and step.op in self.program.repeated:
             return self._draw(part, step, original, (target, *arguments), options, suffix)

@@ -159,7 +159,8 @@ def _gather(bucket: Sequence[fx.Node]) -> None:
 def _part_to_send(write: _Writer, gather: fx.Node, ranks: int) -> fx.Node:
     """The shard in the type of the computation, padded to as many rows as the first rank's has."""
     sharing = _sharing_of_gather(gather)
-    shard: Any = gather.args[0]
+    shard = gather.args[0]
+    assert isinstance(shard, fx.Node)
     if shard.op != "placeholder":
         shard = write.moved_up(shard)
     if sharing.rows % ranks:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import csv
 import logging
-import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -27,8 +26,6 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from fxremat.solvers.pipeline.model import PipelinePlan
-
-LOST = ("connection", "peer", "socket", "timed out", "timeout", "nccl", "gloo", "broken pipe")
 
 
 @dataclass(frozen=True)
@@ -250,15 +247,3 @@ def _own_words() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
-
-
-def lost_peer(error: BaseException) -> str | None:
-    """The first line of an error of the network, None for any other: another process has ended or hangs.
-
-    gloo raises a RuntimeError ("Connection closed by peer", "Timed out waiting"), NCCL a DistBackendError.
-    """
-    text = (str(error).strip().splitlines() or [""])[0]
-    known = isinstance(error, RuntimeError) and any(word in text.lower() for word in LOST)
-    if not known and not isinstance(error, dist.DistError):
-        return None
-    return re.sub(r"^\[[^]]*\]\s*", "", text).split(". ")[0]

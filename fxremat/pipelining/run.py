@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fxremat.errors import FxrematError
+from fxremat.heartbeat import lost_peer
 from fxremat.options import options_of
-from fxremat.pipelining.engine import LeanStage, Step, engine, group_of, lost_peer
+from fxremat.pipelining.engine import LeanStage, Step, engine, group_of
 from fxremat.pipelining.memory import StageMemory
 from fxremat.pipelining.profile import Profile
 from fxremat.runtime.module import drop_in

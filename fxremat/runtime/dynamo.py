@@ -38,7 +38,6 @@ from fxremat.runtime.sizes import PlansOfSizes
 from fxremat.runtime.target_kernels import kernels_of
 from fxremat.runtime.unused import telling_unused, unused_outputs, without
 from fxremat.runtime.varying import warn_of_fixed
-from fxremat.step.collectives import is_collective
 from fxremat.step.joint import Joint, inputs_of, read_joint, with_updates_inside
 from fxremat.step.symbolic import NotSymbolic, SymbolicGraph, has_symbolic_sizes
 from fxremat.torch_private import (
@@ -55,6 +54,7 @@ from fxremat.torch_private import (
     parameter_name,
     taking_a_list,
 )
+from fxremat.transfers.network import communicates
 
 log = logging.getLogger(__name__)
 KEPT_PLANS = 8  # of the latest, that can still be read
@@ -191,7 +191,7 @@ class Backend:
             graph = None  # all sizes turned out to be fixed
         if graph and not self.options.resizable:
             raise NotSymbolic("offloading")
-        if graph and any(is_collective(op.node) for op in joint.ops):
+        if graph and communicates(joint):
             raise NotSymbolic("communication between ranks")
         joint, trained = self._with_updates(joint)
         if again:
@@ -303,11 +303,23 @@ class _FixedStep:
 
     def forward_of(self, graph: fx.GraphModule) -> Callable[..., Any]:
         """What runs the forward graph."""
-        return boxed(graph)
+        return self._beside_others(boxed(graph), "forward")
+
+    def _beside_others(self, run: Callable[[list[Any]], Any], what: str) -> Callable[[list[Any]], Any]:
+        """What runs a part of the step, which may have other ranks to wait for."""
+        if not communicates(self.plan.joint):
+            return run
+        from fxremat.heartbeat import inside_step
+
+        def among_ranks(arguments: list[Any]) -> Any:
+            with inside_step(what):
+                return run(arguments)
+
+        return taking_a_list(among_ranks)
 
     def backward_of(self, graph: fx.GraphModule) -> Callable[..., Any]:
         """What runs the backward graph; outputs that were given no gradient give none on."""
-        run, weights = boxed(graph), self.weights
+        run, weights = self._beside_others(boxed(graph), "backward"), self.weights
         losses, needs = self.plan.loss_places, self.plan.joint.outputs_needed
         if weights is None and len(self.plan.joint.tangents) < 2:
             return run

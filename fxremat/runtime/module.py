@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
+from fxremat import heartbeat
 from fxremat.cost.devices import Device
 from fxremat.errors import CaptureError, FxrematError
 from fxremat.ops.parameters import Weights
@@ -36,7 +37,7 @@ from fxremat.runtime.capture_errors import explained
 from fxremat.runtime.dynamo import Backend, PlannedOnly
 from fxremat.runtime.transformers_hooks import set_up
 from fxremat.runtime.varying import mark, positional
-from fxremat.torch_private import compiled_step, graph_break_place, is_traced, outside_graphs
+from fxremat.torch_private import among_ranks, compiled_step, graph_break_place, is_traced, outside_graphs
 
 if TYPE_CHECKING:
     from fxremat.runtime.sharded import Reduction, Shared
@@ -173,6 +174,7 @@ def drop_in(model: nn.Module, options: Options, target: Device | None = None) ->
     object.__setattr__(made, "_fxremat", _Training(model, own, plain, backend, step_of(plain), shared, steps))
     if shared is not None:
         shared.stand_in(made)
+        heartbeat.watch()
     return cast(Rematerialized, made)
 
 
@@ -298,6 +300,8 @@ def _forward(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     training.calls += 1
     if not _trains(module):
         return training.plain(*args, **kwargs)
+    if among_ranks():
+        heartbeat.status.step += 1
     if (tracer := is_traced()) is not None:
         if tracer == "torch.func" and not training.warned:
             training.warned = True

@@ -112,7 +112,7 @@ class Shared:
     @property
     def forwards(self) -> dict[Reduction, Callable[..., Any]]:
         """The model's own forward, with the casts of its mixed precision policy, for each way to reduce gradients."""
-        classes = next((reading.classes for reading in self.readings if reading.module is self.model), {})
+        classes: Mapping[Reduction, Any] = next((r.classes for r in self.readings if r.module is self.model), {})
         return {
             kind: types.MethodType(classes.get(kind, type(self.model)).forward, self.model) for kind in Reduction
         }

@@ -104,7 +104,7 @@ def is_hook(hook: Any) -> bool:
 
 def casts_of(model: nn.Module) -> Mapping[nn.Module, Casts]:
     """What FSDP2's hooks do to inputs and outputs beside gathering, for modules where they do something."""
-    found = {}
+    found: dict[nn.Module, Casts] = {}
     for module in model.modules():
         if isinstance(module, FSDPModule):
             policy = _state_of(module)._mp_policy

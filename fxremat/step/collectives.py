@@ -69,6 +69,11 @@ def is_collective(node: fx.Node) -> bool:
     return isinstance(node.target, Collective) or getattr(node.target, "namespace", "").startswith((NAMESPACE, "c10d"))
 
 
+def is_gather(node: fx.Node) -> bool:
+    """True for a collective that puts the parts of all ranks together."""
+    return isinstance(node.target, Collective) and node.target.__name__.startswith("all_gather")
+
+
 def groups_of(node: fx.Node) -> tuple[str, ...]:
     """The names of the process groups that an op communicates over: it takes them as text."""
     if not is_collective(node):

@@ -40,7 +40,7 @@ def communicates(joint: Joint) -> bool:
 def beside_ops(joint: Joint, costs: Costs) -> Costs:
     """The costs that a search counts with: of a collective, what the ops of the step do not hide.
 
-    A gather that is repeated costs time on the link; the step takes longer for it only where the link is the bottleneck.
+    A gather that is repeated takes time on the link; the step takes longer only where the link is the bottleneck.
     """
     network = sum(costs.seconds[op.index] for op in joint.ops if is_collective(op.node))
     gathers = sum(costs.seconds[op.index] for op in joint.ops if is_collective(op.node) and not op.backward)
@@ -104,7 +104,6 @@ class _Unit:
     head: tuple[int, ...]  # steps that make what a gather sends of parameters (casts, padding), and run with it
     tail: tuple[int, ...]  # steps that only finish what was reduced (casts), and run after the wait
     first: int  # the first step that reads what was gathered
-    begins: int  # the first position at which a gather may start
     size: int  # bytes: of what a gather makes; of what a reduction reads
 
 
@@ -121,19 +120,17 @@ def _units(program: Program, sizes: Sizes) -> Iterator[_Unit]:
         head = _head(program, k, writer, readers)
         tail = None if head is not None else _tail(program, k, readers)
         if head is not None:
-            begin, end = (0, program.split) if k < program.split else (program.split, len(program.steps))
+            end = program.split if k < program.split else len(program.steps)
             first = min((r for v in step.writes for r in readers.get(v, ()) if r < end), default=end)
             made = [v for place in (*head, k) for v in program.steps[place].writes]
-            yield _Unit(
-                at=k, gather=True, head=tuple(head), tail=(), first=first, begins=begin, size=_bytes(program, sizes, made)
-            )
+            size = _bytes(program, sizes, made)
+            yield _Unit(at=k, gather=True, head=tuple(head), tail=(), first=first, size=size)
         elif tail is not None and taken.isdisjoint(tail):
             taken.update(tail)
             mine = overwritten(_node(program, step))
             held = [] if mine is not None else [v for v in step.reads if _origin(program, v) is not Origin.PRIMAL]
-            yield _Unit(
-                at=k, gather=False, head=(), tail=tuple(tail), first=0, begins=k, size=_bytes(program, sizes, held)
-            )
+            size = _bytes(program, sizes, held)
+            yield _Unit(at=k, gather=False, head=(), tail=tuple(tail), first=0, size=size)
 
 
 def _node(program: Program, step: Step | Transfer):  # type: ignore[no-untyped-def]
@@ -150,7 +147,7 @@ def _bytes(program: Program, sizes: Sizes, versions: Sequence[int]) -> int:
 
 
 def _head(program: Program, at: int, writer: dict[int, int], readers: dict[int, list[int]]) -> list[int] | None:
-    """The steps that make the operands of a gather from parameters, for it alone; None where it gathers other things."""
+    """The steps that make what a gather sends of parameters, for it alone; None where it gathers something else."""
     found: set[int] = set()
     stack = list(program.steps[at].reads)
     while stack:
