@@ -18,7 +18,7 @@ from fxremat.torch_private import group_named, ranks_of_group
 
 
 def ranks_of(joint: Joint, called_with: str) -> Agreement:
-    """An agreement of the ranks that run this step, whose graphs are equal. Raises `FxrematError` where they are not."""
+    """An agreement of the ranks that run this step. Raises `FxrematError` where their graphs are not equal."""
     names = list(dict.fromkeys(name for op in joint.ops for name in groups_of(op.node)))
     if not names:
         return ALONE
@@ -33,7 +33,7 @@ def ranks_of(joint: Joint, called_with: str) -> Agreement:
                 graphs |= {rank: graph, **others}
     if not graphs:
         return ALONE
-    if len(set(digest for digest, _ in graphs.values())) > 1:
+    if len({digest for digest, _ in graphs.values()}) > 1:
         raise FxrematError(f"the ranks' graphs differ: {_difference(graphs)}")
     everyone = tuple(sorted(graphs))
     return Agreement(f"planning of {_name(everyone)}", everyone)
@@ -47,7 +47,8 @@ def _difference(graphs: dict[int, tuple[str, str]]) -> str:
     shapes = {called_with: rank for rank, (_, called_with) in sorted(graphs.items(), reverse=True)}
     if len(shapes) == 1:
         return "every rank must run the same model, in the same mode, with the same options"
-    called = ", ".join(f"rank {rank} was called with {shape}" for shape, rank in sorted(shapes.items(), key=lambda x: x[1]))
+    by_rank = sorted((rank, shape) for shape, rank in shapes.items())
+    called = ", ".join(f"rank {rank} was called with {shape}" for rank, shape in by_rank)
     return f"{called}; give every rank inputs of the same shapes (pad, or drop_last)"
 
 

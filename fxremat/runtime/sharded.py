@@ -215,10 +215,12 @@ def _readings(
     for module in model.modules():
         if module not in read and any(map(is_hook, module._forward_pre_hooks.values())):
             read[module] = {}
-    return [
-        _Reading(module, {kind: _class_of(module, named, casts.get(module), kind) for kind in Reduction}, casts.get(module))
-        for module, named in read.items()
-    ]
+
+    def reading(module: nn.Module, named: Mapping[str, ShardedParameter]) -> _Reading:
+        cast = casts.get(module)
+        return _Reading(module, {kind: _class_of(module, named, cast, kind) for kind in Reduction}, cast)
+
+    return [reading(module, named) for module, named in read.items()]
 
 
 _classes: dict[Any, type] = {}

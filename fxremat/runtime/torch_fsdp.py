@@ -23,9 +23,9 @@ from fxremat.ops.gathered import Sharing
 class ShardedParameter:
     """A parameter of a model that `fully_shard` was called on."""
 
-    places: tuple[tuple[nn.Module, str], ...]  # the modules that have it, and its name there; more than one: it is tied
+    places: tuple[tuple[nn.Module, str], ...]  # the modules that have it, with its name there; several: it is tied
     sharing: Sharing
-    inner: tuple[Any, tuple[Any, ...]] | None  # mesh and placements of the whole, which is a DTensor itself (tensor parallel)
+    inner: tuple[Any, tuple[Any, ...]] | None  # mesh and placements of the whole, where tensor parallelism cut that
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,8 +84,9 @@ def syncs(model: nn.Module) -> bool:
 
     Raises `FxrematError` where that is not the same for all parts.
     """
-    found = {group.reduce_grads for state in states_of(model) for group in _groups_of(state)}
-    if any(group.reduce_grads and not group.all_reduce_grads for state in states_of(model) for group in _groups_of(state)):
+    groups = [group for state in states_of(model) for group in _groups_of(state)]
+    found = {group.reduce_grads for group in groups}
+    if any(group.reduce_grads and not group.all_reduce_grads for group in groups):
         raise FxrematError(
             "set_requires_all_reduce(False) reduces gradients over a part of the ranks only, which fxremat does not; "
             "use set_requires_gradient_sync(False), which communicates nothing"
