@@ -149,11 +149,16 @@ def _gather(bucket: Sequence[fx.Node]) -> None:
     else:
         op = collective(torch.ops._c10d_functional.all_gather_into_tensor_coalesced.default)
         wholes = write.items(write(op, parts, group.size(), sharing.group))
+    wholes = [_without_padding(write, node, whole) for node, whole in zip(bucket, wholes, strict=True)]
     for node, whole in zip(bucket, wholes, strict=True):
-        rows = _sharing_of_gather(node).rows
-        if whole.meta["val"].dim() and whole.meta["val"].shape[0] != rows:
-            whole = write(aten.slice.Tensor, whole, 0, 0, rows)
-        _replace(node, whole)
+        _replace(node, whole)  # the first of them is where all was written
+
+
+def _without_padding(write: _Writer, gather: fx.Node, whole: fx.Node) -> fx.Node:
+    rows = _sharing_of_gather(gather).rows
+    if whole.meta["val"].dim() and whole.meta["val"].shape[0] != rows:
+        return write(aten.slice.Tensor, whole, 0, 0, rows)
+    return whole
 
 
 def _part_to_send(write: _Writer, gather: fx.Node, ranks: int) -> fx.Node:
@@ -223,7 +228,7 @@ def _show(node: fx.Node, old: torch.Tensor, new: torch.Tensor) -> None:
 def _move_readers(bucket: Sequence[fx.Node]) -> None:
     """Move what is computed from the results of a bucket behind its last node."""
     late, end = set(bucket), bucket[-1]
-    node = bucket[0].next
+    node = bucket[0]
     while node is not bucket[-1]:
         following = node.next
         if not late.isdisjoint(node.all_input_nodes):
