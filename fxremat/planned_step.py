@@ -19,7 +19,7 @@ from fxremat.linearize.chain_of import chain_of
 from fxremat.passes.lower import Handles, lower
 from fxremat.search.candidate import Candidate, Frontier
 from fxremat.search.lower_bound import lower_bound
-from fxremat.step.costs import Costs, Link
+from fxremat.step.costs import Costs, Link, apart
 from fxremat.step.joint import Joint
 from fxremat.step.liveness import Memory, live_bytes
 from fxremat.step.program import Program
@@ -122,7 +122,8 @@ class PlannedStep:
         """
         if self.chosen.join or self.link:
             return self.keep_all_time
-        return lower_bound(self.chosen.layout.joint, self.costs, self.budget)
+        computing, communicating = apart(self.joint, self.costs)
+        return max(communicating, lower_bound(self.joint, computing, self.budget))
 
     @cached_property
     def program(self) -> Program:

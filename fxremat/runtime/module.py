@@ -170,6 +170,11 @@ def drop_in(model: nn.Module, options: Options, target: Device | None = None) ->
             forward, backend, name, options.may_change, bool(options.shapes), backend.take_sizes_as_fixed
         )
 
+    if shared is not None and options.optimizer is not None:
+        raise FxrematError(
+            "offload_weights keeps whole parameters on the host, and these are shared among ranks already: leave it "
+            "out; offload=True moves activations, and more ranks hold smaller shards"
+        )
     steps = {kind: step_of(own or forward) for kind, forward in shared.forwards.items()} if shared else {}
     object.__setattr__(made, "_fxremat", _Training(model, own, plain, backend, step_of(plain), shared, steps))
     if shared is not None:

@@ -16,6 +16,8 @@ from typing import TypeGuard
 from fxremat.chains.chain import Block
 from fxremat.chains.schedule import Forward, Keep, Op
 from fxremat.planned_step import PlannedStep
+from fxremat.step.collectives import is_gather
+from fxremat.step.communicating import ProgramWithCommunication
 from fxremat.step.program import Role, rematerialize
 from fxremat.step.transferred import ProgramWithTransfers
 from fxremat.units import format_bytes, format_ratio, format_seconds
@@ -24,6 +26,7 @@ WIDTH = 100  # columns
 _INDENT = 18  # columns of what stands before a figure of the summary
 _NUMBERS, _NAME = 12, 14  # columns of the numbers of blocks, and of a name
 _MANY = 4  # numbers at equal distances that are shown as a range
+TIMES = {1: "once", 2: "twice"}
 _LINES = 40  # of blocks in the short form, and of its schedule
 
 
@@ -201,6 +204,8 @@ def facts(plan: PlannedStep) -> Iterator[tuple[str, str]]:
         yield "offloads", _transfers(plan.chosen.transfers)
     if plan.weights:
         yield "weights", _weights(plan)
+    if plan.chosen.communication:
+        yield "communication", _communication(plan.chosen.communication)
     yield "least budget", f"{format_bytes(plan.minimum)} ({plan.minimum} bytes)"
 
 
@@ -222,6 +227,26 @@ def _transfers(swapped: ProgramWithTransfers) -> str:
         for way, seconds, hidden in zip(("out", "back"), swapped.copying, swapped.hidden, strict=True)
     )
     return f"{format_bytes(swapped.bytes)} in {_counted(away, 'tensor')}: {'; '.join(shares)}"
+
+
+def _communication(found: ProgramWithCommunication) -> str:
+    """What the ranks send each other, how much of it no op waits for, and which blocks gather how often."""
+    count = _counted(len(found.collectives), "collective")
+    shares = f"{format_seconds(found.seconds)} in {count}, {found.hidden:.0%} hidden behind ops"
+    often = Counter(one.op for one in found.collectives if is_gather(found.program.layout.joint.ops[one.op].node))
+    blocks: dict[int, int] = {}
+    for step in found.program.executions:
+        if step.op in often and step.role is Role.FORWARD:
+            blocks[step.block + 1] = max(often[step.op], blocks.get(step.block + 1, 0))
+    times = sorted(set(blocks.values()))
+    gathered = (
+        f"{TIMES.get(k, f'{k} times')} by {_of_blocks(sorted(b for b, n in blocks.items() if n == k))}" for k in times
+    )
+    return f"{shares}; parameters are gathered {', '.join(gathered)}" if blocks else shares
+
+
+def _of_blocks(numbers: Sequence[int]) -> str:
+    return f"block{'' if len(numbers) == 1 else 's'} {ranges(numbers)}"
 
 
 def _schedule(plan: PlannedStep, full: bool) -> Iterator[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -46,6 +46,13 @@ class Costs:
     def scaled(self, factor: float) -> Costs:
         """The same with every time multiplied (calibration)."""
         return Costs(tuple(seconds * factor for seconds in self.seconds), self.sizes)
+
+
+def apart(joint: Joint, costs: Costs) -> tuple[Costs, float]:
+    """The costs without the time of collectives, and the seconds of all of these, which may pass beside the ops."""
+    sent = [is_collective(op.node) for op in joint.ops]
+    seconds = tuple(0.0 if by_link else s for s, by_link in zip(costs.seconds, sent, strict=True))
+    return replace(costs, seconds=seconds), sum(costs.seconds) - sum(seconds)
 
 
 def rounded(size: int, device: torch.device) -> int:

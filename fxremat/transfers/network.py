@@ -21,7 +21,7 @@ import numpy as np
 from fxremat.search.candidate import Candidate, Frontier, unbeaten
 from fxremat.step.collectives import is_collective
 from fxremat.step.communicating import Communication, ProgramWithCommunication
-from fxremat.step.costs import Costs
+from fxremat.step.costs import Costs, apart
 from fxremat.step.joint import Joint, Origin
 from fxremat.step.liveness import Sizes, live_bytes
 from fxremat.step.overwriting import overwritten
@@ -42,9 +42,9 @@ def beside_ops(joint: Joint, costs: Costs) -> Costs:
 
     A gather that is repeated takes time on the link; the step takes longer only where the link is the bottleneck.
     """
-    network = sum(costs.seconds[op.index] for op in joint.ops if is_collective(op.node))
+    without, network = apart(joint, costs)
     gathers = sum(costs.seconds[op.index] for op in joint.ops if is_collective(op.node) and not op.backward)
-    computing = sum(costs.seconds) - network
+    computing = sum(without.seconds)
     share = min(1.0, max(LEAST_SHARE, (network + gathers) / computing if computing else 1.0))
     seconds = [s * share if is_collective(joint.ops[k].node) else s for k, s in enumerate(costs.seconds)]
     return replace(costs, seconds=tuple(seconds))
