@@ -72,18 +72,15 @@ def measure(
     layouts = f"layouts {_digest(joint)}"
     refused = _refused(cache, layouts)
     unchecked = refused is None and any(overwritten(op.node) is not None for op in joint.ops)
-    unchecked, missing = _lacking(ranks, unchecked, _missing(joint, cache))
+    unchecked = any(ranks.gathered(unchecked, "comparing layouts"))
     if not unchecked:
-        refused = _of_all(ranks, refused or ())
-        for index in refused:
-            restore(joint.ops[index].node)
+        _put_back(joint, _of_all(ranks, refused or ()))
+    missing = _of_all(ranks, _missing(joint, cache))
     if unchecked or missing:
         walk = partial(_measure, joint, inputs, order, device, cache, layouts, missing, ranks)
         ranks.together("measuring", lambda: unprofiled(walk))
         cache.save()
-        for index in _of_all(ranks, _refused(cache, layouts) or ()) if len(ranks.ranks) > 1 else ():
-            if overwritten(joint.ops[index].node) is not None:
-                restore(joint.ops[index].node)
+        _put_back(joint, _of_all(ranks, _refused(cache, layouts) or ()))
     by_op = _agreed(ranks, [cache.op(op_key(op.node)) for op in joint.ops])
     if unknown := [op for op, cost in zip(joint.ops, by_op, strict=True) if cost is None]:
         _warn_of_estimates(unknown)
@@ -117,22 +114,28 @@ def _missing(joint: Joint, cache: CostCache) -> list[int]:
     first: dict[str, int] = {}
     for op in joint.ops:
         key = op_key(op.node)
-        if cache.op(key) is None or (is_collective(op.node) and key not in _measured_here):
+        if _is_unknown(op, key, cache):
             first.setdefault(key, op.index)
     return list(first.values())
 
 
-_measured_here: set[str] = set()  # keys of collectives that this process has measured
+_measured_here: set[str] = set()  # keys of collectives that this process has measured, as all of their ranks have
 
 
-def _lacking(ranks: Agreement, unchecked: bool, missing: Sequence[int]) -> tuple[bool, list[int]]:
-    """Whether a rank has not checked the layouts yet, and the ops that a rank knows no cost of, on any rank."""
-    found = ranks.gathered((unchecked, missing), "comparing what is to be measured")
-    return any(one for one, _ in found), sorted(set().union(*(set(ops) for _, ops in found)))
+def _is_unknown(op: Op, key: str, cache: CostCache) -> bool:
+    return key not in _measured_here if is_collective(op.node) else cache.op(key) is None
 
 
-def _of_all(ranks: Agreement, numbers: Sequence[int]) -> list[int]:
-    return sorted(set().union(*map(set, ranks.gathered(list(numbers), "comparing layouts"))))
+def _of_all(ranks: Agreement, ops: Sequence[int]) -> list[int]:
+    """The numbers of ops that any rank has named."""
+    return sorted(set().union(*map(set, ranks.gathered(list(ops), "comparing what is to be measured"))))
+
+
+def _put_back(joint: Joint, ops: Iterable[int]) -> None:
+    """Let these ops make new results."""
+    for index in ops:
+        if overwritten(joint.ops[index].node) is not None:
+            restore(joint.ops[index].node)
 
 
 def _agreed(ranks: Agreement, costs: Sequence[OpCost | None]) -> list[OpCost | None]:
@@ -198,8 +201,8 @@ def _measure(
             visitor = _Visitor(joint, Walk(joint, given_inputs(joint, inputs), ops), device, cache, bar, wanted)
             if _walked(visitor, alone=len(ranks.ranks) == 1):
                 _keep_refused(cache, layouts, visitor.refused)
-        for key, op in wanted.items():
-            _alone(key, op, device, cache)
+        for op in [joint.ops[index] for index in _missing(joint, cache)]:
+            _alone(op_key(op.node), op, device, cache)
             next(bar, None)
 
 
@@ -236,7 +239,7 @@ class _Visitor:
         if overwritten(op.node) is not None and op.index not in self.checked:
             call = self._checked(op, call)
         key = op_key(op.node)
-        if self.wanted.pop(key, None) is None:
+        if self.wanted.pop(key, None) is None and not _is_unknown(op, key, self.cache):
             return call()
         cost, result = measured(op.node, call, self.device)
         self.cache.keep_op(key, cost)

@@ -5,17 +5,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, fx, nn
 
 from benchmarks.capture import joint_graph
 from fxremat.chains.schedule import Schedule
 from fxremat.linearize.lay_out import lay_out
+from fxremat.ops.gathered import Sharing, gather
 from fxremat.passes.lower import lower
 from fxremat.passes.normalize import PASSES, normalize
 from fxremat.step.joint import read_joint
@@ -47,7 +50,22 @@ def row(m: Model, x: Tensor, number: Tensor) -> Tensor:
     return m.linear(x)[place].sum()
 
 
+def gathered(m: Model, x: Tensor, _: Tensor) -> Tensor:
+    """Two reads of a parameter of 5 rows, of which this rank of 2 has 3, and one of another."""
+    sharing = Sharing(5, torch.float32, None, "0", "", "avg", 1.0, 1.0, 0)
+    once, again = (gather(m.linear.weight, None, True, *sharing) for _ in range(2))
+    bias = gather(m.norm.bias, None, True, *sharing)
+    return (x @ once.t() + x @ again.t() + bias).sum()
+
+
+def reduced(m: Model, x: Tensor, _: Tensor) -> Tensor:
+    started = torch.ops._c10d_functional.all_reduce(x, "sum", "0")
+    return m.linear(torch.ops._c10d_functional.wait_tensor(started)).sum()
+
+
 MODELS: dict[str, Callable[[Model, Tensor, Tensor], Tensor]] = {
+    "share": gathered,
+    "wait_at_once": reduced,
     "drop_detach": lambda m, x, _: (m.linear(x).relu() * m.linear(x).detach()).sum(),
     "drop_running_statistics": lambda m, x, _: m.norm(m.linear(x)).sum(),
     "drop_as_eager": lambda m, x, _: m.drop_all(m.dropout(m.linear(x))).sum(),
@@ -80,6 +98,18 @@ def check(name: str, found: str, *, update: bool) -> None:
     assert not difference, f"{difference}\n--update-golden writes what is now"
 
 
+@contextlib.contextmanager
+def two_ranks() -> Iterator[None]:
+    """A job of two ranks, of which this process is the first, and whose collectives do nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
 def joint_of(name: str) -> tuple[fx.GraphModule, int]:
     return joint_graph(Model(MODELS[name]).train(), torch.ones(4, 3), torch.tensor(2))
 
@@ -88,7 +118,14 @@ def joint_of(name: str) -> tuple[fx.GraphModule, int]:
 def test_a_pass_rewrites_its_graph_as_reviewed(
     rewrite: Callable[[fx.Graph], None], pytestconfig: pytest.Config
 ) -> None:
-    module, _ = joint_of(rewrite.__name__)
+    with two_ranks():
+        module, _ = joint_of(rewrite.__name__)
+        check_pass(rewrite, module, pytestconfig)
+
+
+def check_pass(
+    rewrite: Callable[[fx.Graph], None], module: fx.GraphModule, pytestconfig: pytest.Config
+) -> None:
     before = text_of(module.graph)
     rewrite(module.graph)
     module.graph.eliminate_dead_code()
