@@ -6,6 +6,9 @@ Each test is one or two jobs of processes, which do several checks, since it tak
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import os
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -16,8 +19,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
@@ -35,11 +41,13 @@ from tests.sharded_training import (
     own_cache,
     pictures,
     seeded,
+    state,
     texts,
     train,
     unequal,
     vectors,
 )
+from tests.training import same
 
 QUICK: Mapping[str, Any] = {"effort": 0, "cost": "estimate"}
 MORE = ("100%", "60%", "35%")
@@ -310,7 +318,7 @@ def _accumulating(rank: int, world: int) -> dict[str, Any]:
     for name, make in (("layers", Floats), ("odd", Odd)):
         wrap = partial(in_blocks, mesh=mesh) if make is Floats else partial(fully_shard, mesh=mesh)
         theirs, _ = _accumulated(wrap(seeded(make)), batches, _without_sync)
-        compiled = fxremat.compile(wrap(seeded(make)), mem="80%", **QUICK)
+        compiled = fxremat.compile(wrap(seeded(make)), mem="100%", **QUICK)
         for how, quiet in (("set_requires_gradient_sync", _without_sync), ("no_sync", lambda m: m.no_sync())):
             ours, counts = _accumulated(compiled, batches, quiet)
             found[f"{name}, {how}"] = [unequal(*pair) for pair in zip(ours, theirs, strict=True)]
@@ -321,7 +329,7 @@ def _accumulating(rank: int, world: int) -> dict[str, Any]:
         found[f"{name}, after an error"] = [
             unequal(*pair) for pair in zip(_accumulated(compiled, batches, _without_sync)[0], theirs, strict=True)
         ]
-        replicated = fxremat.compile(fxremat.fully_shard(seeded(make), replicate=True), mem="80%", **QUICK)
+        replicated = fxremat.compile(fxremat.fully_shard(seeded(make), replicate=True), mem="100%", **QUICK)
         parallel = DistributedDataParallel(seeded(make), find_unused_parameters=make is Odd)
         theirs, _ = _accumulated(_Inside(parallel), batches, lambda _: parallel.no_sync())
         ours, counts = _accumulated(replicated, batches, lambda m: m.no_sync())
@@ -337,3 +345,174 @@ def test_gradients_accumulate_without_communication(tmp_path: Path) -> None:
                 assert [bool(count) for count in seen] == 2 * [False, False, True], (name, seen)
             else:
                 assert seen == [[], []], name
+
+
+# --- in the place of the model ----------------------------------------------------------------------------------------
+
+
+def _drop_in(rank: int, world: int, folder: str) -> dict[str, Any]:
+    own_cache()
+    mesh = init_device_mesh("cpu", (world,))
+    batches = texts(rank)
+    ours, theirs = (in_blocks(seeded(partial(Text, dropout=0.1)), mesh) for _ in range(2))
+    parameters = dict(ours.named_parameters())
+    compiled = fxremat.compile(ours, mem="70%", **QUICK)
+    seen: dict[str, Any] = {"calls": [], "order": []}
+    for model in (compiled, theirs):
+        model.blocks[0].register_forward_hook(lambda *_: seen["order"].append("after"))
+        model.blocks[0].register_forward_pre_hook(lambda *_: seen["order"].append("before"))
+    optimizers = [
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=foreach)
+        for model, foreach in ((compiled, True), (theirs, True))
+    ]
+    scores = []
+    for model, optimizer in zip((compiled, theirs), optimizers):
+        torch.manual_seed(rank)
+        results = []
+        for step, batch in enumerate(batches):
+            model.eval()
+            results.append(model(*batch).detach())
+            with torch.no_grad():
+                results.append(model(*batch))
+                model.train()
+                results.append(model(*batch))
+            loss = model(*batch)
+            if step == 2:  # between the forward of a step and its backward
+                with torch.no_grad():
+                    results.append(model(*batch))
+            loss.backward()
+            results.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1).full_tensor())
+            optimizer.step()
+            optimizer.zero_grad()
+            results.append(loss.detach())
+            if step == 1:
+                model.load_state_dict({name: value * 0.5 for name, value in model.state_dict().items()})
+            if step == 3:
+                model.to("cpu")
+        scores.append(results)
+    seen["calls"] = [k for k, pair in enumerate(zip(*scores, strict=True)) if not same(*pair)]
+    seen["state"] = unequal(state(compiled), state(theirs))
+    seen["is one"] = isinstance(compiled, FSDPModule)
+    seen["names"] = list(compiled.state_dict()) == list(theirs.state_dict())
+    seen["placements"] = all(
+        isinstance(value, DTensor) and value.placements == theirs.state_dict()[name].placements
+        for name, value in compiled.state_dict().items()
+    )
+    now = dict(compiled.named_parameters())
+    seen["same objects"] = list(now) == list(parameters) and all(now[name] is parameters[name] for name in now)
+    seen["checkpoints"] = _checkpoints(compiled, theirs, optimizers, batches[0], folder)
+    seen["scaled"] = _scaled(mesh, batches)
+    return seen
+
+
+def _checkpoints(
+    compiled: nn.Module, plain: nn.Module, optimizers: list[Any], batch: tuple[Tensor, ...], folder: str
+) -> list[list[str]]:
+    """What differs after one saves, the other one loads, and both train one step on; in both directions."""
+    found = []
+    for k, (source, target) in enumerate(((0, 1), (1, 0))):
+        models = (compiled, plain)
+        with torch.no_grad():
+            for parameter in models[source].parameters():
+                parameter.mul_(1.5)
+        save(models[source], optimizers[source], f"{folder}/{k}")
+        load(models[target], optimizers[target], f"{folder}/{k}")
+        for model, optimizer in zip(models, optimizers):
+            torch.manual_seed(5)
+            model(*batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(unequal(state(compiled), state(plain)))
+    return found
+
+
+def save(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> None:
+    """A distributed checkpoint."""
+    parts = get_state_dict(model, optimizer)
+    checkpoint.save({"model": parts[0], "optimizer": parts[1]}, checkpoint_id=folder)
+
+
+def load(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> None:
+    """Take everything from a distributed checkpoint."""
+    parts = get_state_dict(model, optimizer)
+    checkpoint.load({"model": parts[0], "optimizer": parts[1]}, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=parts[0], optim_state_dict=parts[1])
+
+
+def _scaled(mesh: Any, batches: Batches) -> list[str]:
+    """What differs with a GradScaler, and an AdamW that is neither fused nor of many tensors at a time."""
+    records = []
+    for wrap in (lambda model: fxremat.compile(model, mem="80%", **QUICK), lambda model: model):
+        model = wrap(in_blocks(seeded(partial(Text, blocks=1)), mesh))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False, fused=False)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        for batch in batches[:2]:
+            optimizer.zero_grad()
+            scaler.scale(model(*batch)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        records.append(state(model))
+    return unequal(*records)
+
+
+def test_a_compiled_model_takes_the_place_of_fsdp2s(tmp_path: Path) -> None:
+    for seen in run_ranks(_drop_in, 2, tmp_path, str(tmp_path / "checkpoint")):
+        order = seen.pop("order")
+        assert order
+        assert seen == {
+            "calls": [], "state": [], "is one": True, "names": True, "placements": True, "same objects": True,
+            "checkpoints": [[], []], "scaled": [],
+        }  # fmt: skip
+
+
+def _resumed(rank: int, world: int, folder: str, first: bool) -> list[float]:
+    own_cache()
+    mesh = init_device_mesh("cpu", (world,))
+    compiled = fxremat.compile(in_blocks(seeded(Text), mesh), mem="70%", **QUICK)
+    optimizer = torch.optim.AdamW(compiled.parameters(), lr=1e-2)
+    if not first:
+        load(compiled, optimizer, folder)
+    losses = []
+    for batch in texts(0):  # the same on all ranks, so that gradients are those of any number of them
+        loss = compiled(*batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    if first:
+        save(compiled, optimizer, folder)
+    return losses
+
+
+@pytest.mark.long
+def test_training_resumes_on_other_numbers_of_ranks(tmp_path: Path) -> None:
+    folder = str(tmp_path / "checkpoint")
+    run_ranks(_resumed, 2, tmp_path, folder, True)
+    losses = [run_ranks(_resumed, world, tmp_path, folder, False)[0] for world in (2, 1, 4)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    assert losses[2] == pytest.approx(losses[0], rel=1e-4)
+
+
+# --- plans are equal on all ranks -------------------------------------------------------------------------------------
+
+
+def _digest(rank: int, world: int, warm: str) -> list[str]:
+    """A plan from an empty cache, and one from a cache that has something on the first rank alone."""
+    folder = tempfile.mkdtemp(dir=warm)
+    os.environ["FXREMAT_CACHE"] = folder
+    mesh = init_device_mesh("cpu", (world,))
+    plans = []
+    for turn in range(2):
+        if turn and rank:
+            os.environ["FXREMAT_CACHE"] = tempfile.mkdtemp(dir=warm)
+        compiled = fxremat.compile(in_blocks(seeded(partial(Text, words=63)), mesh), mem="50%", effort=1)
+        compiled(*texts(rank, 63)[0]).backward()
+        steps = [(step.op, step.role, step.reads, step.writes) for step in compiled.plan.program.steps]
+        digest = hashlib.sha256(repr((steps, compiled.plan.program.split)).encode()).hexdigest()
+        plans += [digest, compiled.plan.describe(full=True)]
+    return plans
+
+
+def test_plans_are_equal_on_all_ranks_with_half_warm_caches(tmp_path: Path) -> None:
+    first, second = run_ranks(_digest, 2, tmp_path, str(tmp_path))
+    assert first == second
