@@ -87,11 +87,8 @@ class _Lowering:
             and program.fetched.intersection(step.writes)
         }
         self.joint: Joint = program.layout.joint
-        self.under_way = {  # versions whose collective is waited for later
-            version: step
-            for step in program.steps
-            if step.role is Role.COMPLETE
-            for version in step.reads
+        self.under_way = {  # what those collectives write first that are waited for later
+            step.reads[0] for step in program.steps if step.role is Role.COMPLETE
         }
         self.forward, self.backward = _Part(), _Part()
         self.started: set[fx.Node] = set()  # results of collectives that are under way
@@ -279,7 +276,7 @@ class _Lowering:
     def _is_under_way(self, step: Step) -> bool:
         """Whether a step is a collective that is waited for later."""
         collective = isinstance(self.joint.ops[step.op].node.target, Collective)
-        return collective and any(version in self.under_way for version in step.writes)
+        return collective and bool(step.writes) and step.writes[0] in self.under_way
 
     def _emit(self, part: _Part, step: Step, original: fx.Node, reads: Any, suffix: str) -> fx.Node:
         target: Any = original.target

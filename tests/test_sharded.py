@@ -1,0 +1,518 @@
+"""Models whose parameters ranks share train as FSDP2 and DistributedDataParallel train them, bit for bit, in a budget.
+
+Each test is one or two jobs of processes, which do several checks, since it takes seconds until a job has started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile
+
+import fxremat
+from tests.ranks import run_ranks
+from tests.sharded_training import (
+    Batches,
+    Floats,
+    Images,
+    Text,
+    differences,
+    gradients,
+    in_blocks,
+    own_cache,
+    pictures,
+    seeded,
+    state,
+    texts,
+    train,
+    unequal,
+    vectors,
+)
+from tests.training import same
+
+QUICK: Mapping[str, Any] = {"effort": 0, "cost": "estimate"}
+MORE = ("100%", "60%", "35%")
+LEAST = "least"
+
+
+class Case(NamedTuple):
+    """A model, what it trains on, and the policy of its parameters."""
+
+    make: Callable[[], nn.Module]
+    batches: Callable[[int], Batches]
+    policy: MixedPrecisionPolicy = MixedPrecisionPolicy()
+
+
+half, single = torch.bfloat16, torch.float32
+CASES = {
+    "tied": Case(Text, texts),
+    "dropout": Case(partial(Text, dropout=0.2), texts),
+    "batch norm": Case(Images, pictures),
+    "uneven": Case(partial(Text, words=63, labels=1), partial(texts, words=63)),
+    "bf16, reduced in fp32": Case(Text, texts, MixedPrecisionPolicy(half, single)),
+    "bf16": Case(Text, texts, MixedPrecisionPolicy(half)),
+    "inputs cast": Case(Floats, vectors, MixedPrecisionPolicy(half, single)),
+    "inputs not cast": Case(
+        partial(Floats, casts=True), vectors, MixedPrecisionPolicy(half, single, cast_forward_inputs=False)
+    ),
+    "outputs cast": Case(Floats, vectors, MixedPrecisionPolicy(half, single, output_dtype=single)),
+}
+
+
+def compared(
+    make: Callable[[], nn.Module], reference: nn.Module, batches: Batches, rank: int, budgets: tuple[str, ...]
+) -> dict[str, list[str]]:
+    """What differs from the reference's training, for each budget, or the least where that is more."""
+    theirs = train(reference, batches, rank)
+    found, least = {}, 0
+    for budget in budgets:
+        compiled = fxremat.compile(make(), mem=(least or 1) if budget == LEAST else budget, **QUICK)
+        try:
+            compiled.make_plan(batches[0], {})
+        except fxremat.BudgetTooSmall as error:
+            assert not least or error.minimum == least
+            compiled = fxremat.compile(make(), mem=error.minimum, **QUICK)
+        found[budget] = differences(train(compiled, batches, rank), theirs)
+        assert compiled.plan.predicted_peak <= compiled.plan.budget
+        least = compiled.plan.minimum
+    return found
+
+
+# --- the same bits ----------------------------------------------------------------------------------------------------
+
+
+def _as_fsdp(rank: int, world: int, names: tuple[str, ...], budgets: tuple[str, ...]) -> dict[str, Any]:
+    own_cache()
+    mesh = init_device_mesh("cpu", (world,))
+    found = {}
+    for name in names:
+        case = CASES[name]
+
+        def make(case: Case = case) -> nn.Module:
+            return in_blocks(seeded(case.make), mesh, mp_policy=case.policy)
+
+        found[name] = compared(make, make(), case.batches(rank), rank, budgets)
+    return found
+
+
+def _as_ddp(rank: int, world: int, names: tuple[str, ...], budgets: tuple[str, ...]) -> dict[str, Any]:
+    own_cache()
+    found = {}
+    for name in names:
+        case = CASES[name]
+
+        def make(case: Case = case) -> nn.Module:
+            return fxremat.fully_shard(seeded(case.make), replicate=True)
+
+        model = seeded(case.make)
+        reference = DistributedDataParallel(model, broadcast_buffers=False)
+        found[name] = compared(make, _Inside(reference), case.batches(rank), rank, budgets)
+    return found
+
+
+class _Inside(nn.Module):
+    """What DistributedDataParallel wraps, with its parameters' own names, called through it."""
+
+    def __init__(self, parallel: DistributedDataParallel) -> None:
+        super().__init__()
+        self.__dict__["parallel"] = parallel
+        self._modules = parallel.module._modules
+        self._parameters = parallel.module._parameters
+        self._buffers = parallel.module._buffers
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.__dict__["parallel"](*inputs)
+
+
+def equal(results: list[dict[str, dict[str, list[str]]]]) -> bool:
+    """True where no rank saw a difference; shows those that were seen."""
+    seen = [
+        (rank, name, budget, differ[:6])
+        for rank, found in enumerate(results)
+        for name, budgets in found.items()
+        for budget, differ in budgets.items()
+        if differ
+    ]
+    assert seen == []
+    return True
+
+
+PLAIN = ("tied", "dropout", "batch norm", "uneven")
+MIXED = tuple(name for name in CASES if name not in PLAIN)
+
+
+def test_training_is_fsdp2s_bit_for_bit(tmp_path: Path) -> None:
+    assert equal(run_ranks(_as_fsdp, 2, tmp_path, ("dropout", "uneven", "batch norm"), ("60%", LEAST)))
+
+
+def test_mixed_precision_is_fsdp2s_bit_for_bit(tmp_path: Path) -> None:
+    assert equal(run_ranks(_as_fsdp, 2, tmp_path, MIXED[1:], ("60%",)))
+
+
+def test_training_is_ddps_bit_for_bit(tmp_path: Path) -> None:
+    assert equal(run_ranks(_as_ddp, 2, tmp_path, ("dropout", "batch norm"), ("60%",)))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("names", [PLAIN, MIXED], ids=["plain", "mixed"])
+@pytest.mark.parametrize("world", [2, 3])
+def test_training_is_fsdp2s_at_every_budget(names: tuple[str, ...], world: int, tmp_path: Path) -> None:
+    """With three ranks no first dimension of these models but one can be divided evenly."""
+    assert equal(run_ranks(_as_fsdp, world, tmp_path, names, (*MORE, LEAST), limit=600))
+
+
+@pytest.mark.long
+def test_training_is_ddps_at_every_budget(tmp_path: Path) -> None:
+    assert equal(run_ranks(_as_ddp, 2, tmp_path, PLAIN, (*MORE, LEAST), limit=600))
+
+
+def _hybrid(rank: int, world: int) -> dict[str, Any]:
+    own_cache()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+
+    def make() -> nn.Module:
+        return in_blocks(seeded(partial(Text, words=63)), mesh)
+
+    return {"hybrid": compared(make, make(), texts(rank, 63), rank, ("60%", LEAST))}
+
+
+@pytest.mark.long
+def test_hybrid_sharding_is_fsdp2s_bit_for_bit(tmp_path: Path) -> None:
+    assert equal(run_ranks(_hybrid, 4, tmp_path, limit=300))
+
+
+class Mlps(nn.Module):
+    """Layers for `parallelize_module`: the first of each is cut by columns, the second by rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(3)
+        )
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return F.cross_entropy(x, targets)
+
+
+def _in_parallel(mesh: Any) -> nn.Module:
+    model = seeded(Mlps)
+    for block in model.blocks:  # type: ignore[union-attr]
+        parallelize_module(block, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    return model
+
+
+def _numbers(rank: int) -> Batches:
+    """The same on the ranks of one tensor-parallel group."""
+    random = torch.Generator().manual_seed(100 + rank)
+    return [(torch.randn(16, 8, generator=random), torch.randint(8, (16,), generator=random)) for _ in range(5)]
+
+
+def _tensor_parallel(rank: int, world: int) -> dict[str, Any]:
+    own_cache()
+    mesh = init_device_mesh("cpu", (world,))
+    make = partial(_in_parallel, mesh)
+    return {"tensor parallel": compared(make, make(), _numbers(0), 0, ("100%", LEAST))}
+
+
+def _tensor_and_data_parallel(rank: int, world: int) -> dict[str, Any]:
+    own_cache()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+
+    def make() -> nn.Module:
+        return in_blocks(_in_parallel(mesh["tensor"]), mesh["data"])
+
+    return {"both": compared(make, make(), _numbers(rank // 2), 0, ("100%", LEAST))}
+
+
+def test_tensor_parallel_training_is_the_same(tmp_path: Path) -> None:
+    assert equal(run_ranks(_tensor_parallel, 2, tmp_path))
+
+
+@pytest.mark.long
+def test_tensor_and_data_parallel_training_is_the_same(tmp_path: Path) -> None:
+    assert equal(run_ranks(_tensor_and_data_parallel, 4, tmp_path, limit=300))
+
+
+# --- accumulation, and other uses of parameters -----------------------------------------------------------------------
+
+
+def collectives(step: Callable[[], object]) -> Counter[str]:
+    """How many functional collectives of each kind a step starts."""
+    with profile(activities=[ProfilerActivity.CPU]) as recording:
+        step()
+    found = Counter(event.name.partition("::")[2] for event in recording.events() if "_c10d_functional" in event.name)
+    del found["wait_tensor"]
+    return found
+
+
+class Odd(nn.Module):
+    """A layer that is used twice, one that is not used, and one that does not learn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.idle = nn.Linear(6, 8), nn.Linear(8, 8)
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.twice = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        x = self.twice(self.first(x).tanh())
+        return F.cross_entropy(self.twice(self.frozen(x).tanh()), targets)
+
+
+def _accumulated(model: nn.Module, batches: Batches, quiet: Callable[[Any], Any]) -> tuple[Any, ...]:
+    """Gradients after two rounds of micro-steps of which the last one reduces, and what each step communicated."""
+    seen, counts = [], []
+    for _ in range(2):
+        for batch in batches[:-1]:
+            with quiet(model):
+                counts.append(collectives(lambda batch=batch: model(*batch).backward()))  # type: ignore[misc]
+        counts.append(collectives(lambda: model(*batches[-1]).backward()))
+        seen.append(gradients(model))
+        model.zero_grad()
+    return seen, counts
+
+
+@contextlib.contextmanager
+def _without_sync(model: Any) -> Iterator[None]:
+    model.set_requires_gradient_sync(False)
+    yield
+    model.set_requires_gradient_sync(True)
+
+
+class _Raises(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise ValueError("no gradient today")
+
+
+def _accumulating(rank: int, world: int) -> dict[str, Any]:
+    own_cache()
+    mesh = init_device_mesh("cpu", (world,))
+    found: dict[str, Any] = {}
+    batches = vectors(rank, steps=3)
+    for name, make in (("layers", Floats), ("odd", Odd)):
+        wrap = partial(in_blocks, mesh=mesh) if make is Floats else partial(fully_shard, mesh=mesh)
+        theirs, _ = _accumulated(wrap(seeded(make)), batches, _without_sync)
+        compiled = fxremat.compile(wrap(seeded(make)), mem="100%", **QUICK)
+        for how, quiet in (("set_requires_gradient_sync", _without_sync), ("no_sync", lambda m: m.no_sync())):
+            ours, counts = _accumulated(compiled, batches, quiet)
+            found[f"{name}, {how}"] = [unequal(*pair) for pair in zip(ours, theirs, strict=True)]
+            found[f"{name}, {how}, reductions"] = [sum(c[k] for k in c if "reduce" in k) for c in counts]
+        with pytest.raises(ValueError, match="no gradient today"):
+            _Raises.apply(compiled(*batches[1])).backward()
+        compiled.zero_grad()
+        found[f"{name}, after an error"] = [
+            unequal(*pair) for pair in zip(_accumulated(compiled, batches, _without_sync)[0], theirs, strict=True)
+        ]
+        replicated = fxremat.compile(fxremat.fully_shard(seeded(make), replicate=True), mem="100%", **QUICK)
+        parallel = DistributedDataParallel(seeded(make), find_unused_parameters=make is Odd)
+        theirs, _ = _accumulated(_Inside(parallel), batches, lambda _: parallel.no_sync())
+        ours, counts = _accumulated(replicated, batches, lambda m: m.no_sync())
+        found[f"{name}, replicated"] = [unequal(*pair) for pair in zip(ours, theirs, strict=True)]
+        found[f"{name}, replicated, all"] = [sum(c.values()) for c in counts]
+    return found
+
+
+def test_gradients_accumulate_without_communication(tmp_path: Path) -> None:
+    for found in run_ranks(_accumulating, 2, tmp_path):
+        for name, seen in found.items():
+            if "reductions" in name or "all" in name.split(", ")[2:]:
+                assert [bool(count) for count in seen] == 2 * [False, False, True], (name, seen)
+            else:
+                assert seen == [[], []], name
+
+
+# --- in the place of the model ----------------------------------------------------------------------------------------
+
+
+def _drop_in(rank: int, world: int, folder: str) -> dict[str, Any]:
+    own_cache()
+    mesh = init_device_mesh("cpu", (world,))
+    batches = texts(rank)
+    ours, theirs = (in_blocks(seeded(partial(Text, dropout=0.1)), mesh) for _ in range(2))
+    parameters = dict(ours.named_parameters())
+    compiled = fxremat.compile(ours, mem="70%", **QUICK)
+    seen: dict[str, Any] = {"calls": [], "order": []}
+    for model in (compiled, theirs):
+        model.blocks[0].register_forward_hook(lambda *_: seen["order"].append("after"))
+        model.blocks[0].register_forward_pre_hook(lambda *_: seen["order"].append("before"))
+    optimizers = [
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=foreach)
+        for model, foreach in ((compiled, True), (theirs, True))
+    ]
+    scores = []
+    for model, optimizer in zip((compiled, theirs), optimizers):
+        torch.manual_seed(rank)
+        results = []
+        for step, batch in enumerate(batches):
+            model.eval()
+            results.append(model(*batch).detach())
+            with torch.no_grad():
+                results.append(model(*batch))
+                model.train()
+                results.append(model(*batch))
+            loss = model(*batch)
+            if step == 2:  # between the forward of a step and its backward
+                with torch.no_grad():
+                    results.append(model(*batch))
+            loss.backward()
+            results.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1).full_tensor())
+            optimizer.step()
+            optimizer.zero_grad()
+            results.append(loss.detach())
+            if step == 1:
+                model.load_state_dict({name: value * 0.5 for name, value in model.state_dict().items()})
+            if step == 3:
+                model.to("cpu")
+        scores.append(results)
+    seen["calls"] = [k for k, pair in enumerate(zip(*scores, strict=True)) if not same(*pair)]
+    seen["state"] = unequal(state(compiled), state(theirs))
+    seen["is one"] = isinstance(compiled, FSDPModule)
+    seen["names"] = list(compiled.state_dict()) == list(theirs.state_dict())
+    seen["placements"] = all(
+        isinstance(value, DTensor) and value.placements == theirs.state_dict()[name].placements
+        for name, value in compiled.state_dict().items()
+    )
+    now = dict(compiled.named_parameters())
+    seen["same objects"] = list(now) == list(parameters) and all(now[name] is parameters[name] for name in now)
+    seen["checkpoints"] = _checkpoints(compiled, theirs, optimizers, batches[0], folder)
+    seen["scaled"] = _scaled(mesh, batches)
+    return seen
+
+
+def _checkpoints(
+    compiled: nn.Module, plain: nn.Module, optimizers: list[Any], batch: tuple[Tensor, ...], folder: str
+) -> list[list[str]]:
+    """What differs after one saves, the other one loads, and both train one step on; in both directions."""
+    found = []
+    for k, (source, target) in enumerate(((0, 1), (1, 0))):
+        models = (compiled, plain)
+        with torch.no_grad():
+            for parameter in models[source].parameters():
+                parameter.mul_(1.5)
+        save(models[source], optimizers[source], f"{folder}/{k}")
+        load(models[target], optimizers[target], f"{folder}/{k}")
+        for model, optimizer in zip(models, optimizers):
+            torch.manual_seed(5)
+            model(*batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(unequal(state(compiled), state(plain)))
+    return found
+
+
+def save(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> None:
+    """A distributed checkpoint."""
+    parts = get_state_dict(model, optimizer)
+    checkpoint.save({"model": parts[0], "optimizer": parts[1]}, checkpoint_id=folder)
+
+
+def load(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> None:
+    """Take everything from a distributed checkpoint."""
+    parts = get_state_dict(model, optimizer)
+    checkpoint.load({"model": parts[0], "optimizer": parts[1]}, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=parts[0], optim_state_dict=parts[1])
+
+
+def _scaled(mesh: Any, batches: Batches) -> list[str]:
+    """What differs with a GradScaler, and an AdamW that is neither fused nor of many tensors at a time."""
+    records = []
+    for wrap in (lambda model: fxremat.compile(model, mem="80%", **QUICK), lambda model: model):
+        model = wrap(in_blocks(seeded(partial(Text, blocks=1)), mesh))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False, fused=False)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        for batch in batches[:2]:
+            optimizer.zero_grad()
+            scaler.scale(model(*batch)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        records.append(state(model))
+    return unequal(*records)
+
+
+def test_a_compiled_model_takes_the_place_of_fsdp2s(tmp_path: Path) -> None:
+    for seen in run_ranks(_drop_in, 2, tmp_path, str(tmp_path / "checkpoint")):
+        order = seen.pop("order")
+        assert order
+        assert seen == {
+            "calls": [], "state": [], "is one": True, "names": True, "placements": True, "same objects": True,
+            "checkpoints": [[], []], "scaled": [],
+        }  # fmt: skip
+
+
+def _resumed(rank: int, world: int, folder: str, first: bool) -> list[float]:
+    own_cache()
+    mesh = init_device_mesh("cpu", (world,))
+    compiled = fxremat.compile(in_blocks(seeded(Text), mesh), mem="70%", **QUICK)
+    optimizer = torch.optim.AdamW(compiled.parameters(), lr=1e-2)
+    if not first:
+        load(compiled, optimizer, folder)
+    losses = []
+    for batch in texts(0):  # the same on all ranks, so that gradients are those of any number of them
+        loss = compiled(*batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    if first:
+        save(compiled, optimizer, folder)
+    return losses
+
+
+@pytest.mark.long
+def test_training_resumes_on_other_numbers_of_ranks(tmp_path: Path) -> None:
+    folder = str(tmp_path / "checkpoint")
+    run_ranks(_resumed, 2, tmp_path, folder, True)
+    losses = [run_ranks(_resumed, world, tmp_path, folder, False)[0] for world in (2, 1, 4)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    assert losses[2] == pytest.approx(losses[0], rel=1e-4)
+
+
+# --- plans are equal on all ranks -------------------------------------------------------------------------------------
+
+
+def _digest(rank: int, world: int, warm: str) -> list[str]:
+    """A plan from an empty cache, and one from a cache that has something on the first rank alone."""
+    folder = tempfile.mkdtemp(dir=warm)
+    os.environ["FXREMAT_CACHE"] = folder
+    mesh = init_device_mesh("cpu", (world,))
+    plans = []
+    for turn in range(2):
+        if turn and rank:
+            os.environ["FXREMAT_CACHE"] = tempfile.mkdtemp(dir=warm)
+        compiled = fxremat.compile(in_blocks(seeded(partial(Text, words=63)), mesh), mem="50%", effort=1)
+        compiled(*texts(rank, 63)[0]).backward()
+        steps = [(step.op, step.role, step.reads, step.writes) for step in compiled.plan.program.steps]
+        digest = hashlib.sha256(repr((steps, compiled.plan.program.split)).encode()).hexdigest()
+        plans += [digest, compiled.plan.describe(full=True)]
+    return plans
+
+
+def test_plans_are_equal_on_all_ranks_with_half_warm_caches(tmp_path: Path) -> None:
+    first, second = run_ranks(_digest, 2, tmp_path, str(tmp_path))
+    assert first == second
