@@ -101,6 +101,34 @@ def _shapes(record: str) -> str:
     return "\n".join([*lines, "", said])
 
 
+def _fsdp(record: str) -> str:
+    """A row a variant: seconds and bytes of a step, and what a plan had said."""
+    found = json.loads(record)
+    lines = [
+        "| | step | predicted | link | hidden | peak | budget | between steps |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in (row for row in found["rows"] if row["error"] is None):
+        predicted, hidden, budget = row["predicted_seconds"], row["hidden"], row["budget"]
+        cells = (
+            row["variant"],
+            f"{row['step_seconds'] * 1e3:.0f} ms",
+            f"{predicted * 1e3:.0f} ms" if predicted else "",
+            f"{row['link_seconds'] * 1e3:.0f} ms",
+            f"{hidden:.0%}" if hidden is not None else "",
+            f"{row['peak_bytes'] / 2**20:.1f} MiB",
+            f"{budget / 2**20:.1f} MiB" if budget else "",
+            f"{row['resident_bytes'] / 2**20:.1f} MiB",
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    about = found["conditions"]
+    said = (
+        f"{about['processes']} processes of one thread, a link of {about['bytes_per_second'] / 1e6:.0f} MB/s; the "
+        f"seconds are the least of several steps in turns. Measured on {about['date']}."
+    )
+    return "\n".join([*lines, "", said])
+
+
 def _replanning(record: str) -> str:
     """A row a number of layers and a length: seconds, and the times of the plans over those from nothing."""
     found = json.loads(record)["rows"]

@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[1]
         ("02_read_a_plan.py", "the backward graph where something is computed again"),
         pytest.param("03_offload.py", "ops, copies and memory over time", marks=pytest.mark.long),
         pytest.param("04_offload_weights.py", "the two curves are identical", marks=pytest.mark.long),
+        pytest.param("06_sharded.py", "the losses are identical", marks=pytest.mark.long),
         pytest.param("05_pipeline.py", "losses and gradients are identical", marks=pytest.mark.long),
     ],
 )
