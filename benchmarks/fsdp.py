@@ -322,7 +322,7 @@ def finished(variant: str, built: Trainee, seconds: float, mesh: DeviceMesh, mee
 
 def facts(plan: fxremat.Plan | None) -> dict[str, Any]:
     """What a plan says of its step."""
-    found = plan and plan.chosen.communication
+    found = None if plan is None else plan.chosen.communication
     if plan is None or found is None:
         return {}
     return {

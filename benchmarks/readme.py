@@ -167,13 +167,14 @@ def _offload(record: str) -> str:
     return "\n".join([*sentences, "", more])
 
 
-PAGES = (ROOT / "README.md", ROOT / "docs" / "shapes.md")
+PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("shapes", "distributed")))
 PARTS: dict[str, Callable[[str], str]] = {
     "quickstart.txt": _quickstart,
     "alternatives.json": _alternatives,
     "planning.json": _planning,
     "replanning.json": _replanning,
     "shapes.json": _shapes,
+    "fsdp.json": _fsdp,
     "offload.json": _offload,
 }
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from benchmarks import readme
@@ -20,7 +23,17 @@ PYTHON = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
 pytestmark = pytest.mark.usefixtures("torch_ready")
 
 
-def test_the_python_blocks_run_one_after_the_other() -> None:
+@contextlib.contextmanager
+def job_of_one(folder: Path) -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def test_the_python_blocks_run_one_after_the_other(tmp_path: Path) -> None:
     """With `model`, `x`, `y` and `loader` standing for the reader's own, a new model for each block."""
     torch.manual_seed(0)
 
@@ -37,7 +50,8 @@ def test_the_python_blocks_run_one_after_the_other() -> None:
     assert PYTHON
     for block in PYTHON:
         names["model"] = Model().layers if "loss_fn" in block else Model()
-        exec(compile(block, "README.md", "exec"), names)
+        with job_of_one(tmp_path) if "fully_shard" in block else contextlib.nullcontext():
+            exec(compile(block + "\nmodel(x)" * ("fully_shard" in block), "README.md", "exec"), names)
 
 
 @pytest.mark.parametrize("target", sorted(set(re.findall(r"(?:^|`)make ([a-z-]+)", TEXT, re.MULTILINE))))
