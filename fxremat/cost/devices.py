@@ -25,6 +25,8 @@ class Device:
     bandwidth: float  # bytes a second, device memory
     launch: float = 5e-6  # seconds that any op takes
     link: float = PCIE_3  # bytes a second to the host, and as many back
+    network: float | None = None  # bytes a second to other devices of a job, and as many back; None: as `link`
+    latency: float = 20e-6  # seconds that any collective takes
     tf32_flops: float | None = None  # a second, fp32 convolutions, dense; None: as many as `flops`
     bf16_flops: float | None = None  # a second, where they differ from those of fp16; None: as many as `half_flops`
     memory: int | None = None  # bytes; None: not stated
@@ -63,6 +65,7 @@ _A100 = Device(
     half_flops=312e12,
     bandwidth=2.039e12,
     link=PCIE_4,
+    network=300e9,  # NVLink, half of what is stated for both ways; so below
     memory=_gb(80),
     source="NVIDIA A100 Tensor Core GPU data sheet, A100 80GB SXM",
 )
@@ -73,6 +76,7 @@ _H100 = Device(
     half_flops=989.4e12,
     bandwidth=3.35e12,
     link=PCIE_5,
+    network=450e9,
     memory=_gb(80),
     source="NVIDIA H100 Tensor Core GPU Architecture white paper and data sheet, H100 SXM5 80GB",
 )
@@ -84,6 +88,8 @@ _ROWS = (
         bandwidth=1e10,
         launch=3e-6,
         link=4e9,
+        network=1e9,
+        latency=100e-6,
         cuda=False,
         source="no data sheet: about one core of a server",
     ),
@@ -100,6 +106,7 @@ _ROWS = (
         half_flops=125e12,
         bf16_flops=15.7e12,
         bandwidth=0.9e12,
+        network=150e9,
         memory=_gb(32),
         flash=False,
         source="NVIDIA V100 Tensor Core GPU data sheet, V100 SXM2 32GB",
@@ -148,6 +155,7 @@ _ROWS = (
         half_flops=2.25e15,
         bandwidth=7.7e12,
         link=PCIE_5,
+        network=900e9,
         memory=_gb(180),
         source="NVIDIA HGX B200 data sheet, an eighth of the platform",
     ),
@@ -184,6 +192,7 @@ _ROWS = (
         half_flops=1307.4e12,
         bandwidth=5.3e12,
         link=PCIE_5,
+        network=448e9,
         memory=_gb(192),
         source="AMD Instinct MI300X Accelerator data sheet",
     ),

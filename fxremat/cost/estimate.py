@@ -4,9 +4,10 @@
 
 The roofline model. Flops are those of torch's own formulas (`torch.utils.flop_counter`); an op without a formula
 is bound by memory. Batch normalization in training reads what it normalizes twice, first for the statistics.
-Views cost nothing. Workspaces are known for few ops: what linear algebra and Fourier transforms copy, a CPU's
-convolutions, which bring what they read and write into a layout of their own, and CUDA's flash attention, whose
-backward adds up in float32. For others they count as nothing. Sizes are rounded as the device's allocator does.
+Views cost nothing. A collective takes a latency, and what each rank sends over the bandwidth between them. Workspaces
+are known for few ops: what linear algebra and Fourier transforms copy, a CPU's convolutions, which bring what they read
+and write into a layout of their own, and CUDA's flash attention, whose backward adds up in float32. For others they
+count as nothing. Sizes are rounded as the device's allocator does.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ from torch.utils.flop_counter import flop_registry
 
 from fxremat.cost.devices import DEVICES as DEVICES
 from fxremat.cost.devices import Device as Device
+from fxremat.step.collectives import groups_of, is_collective
 from fxremat.step.costs import Costs, OpCost, costs_from, device_of
 from fxremat.step.joint import Joint, Op, storage_bytes, tensors_of
+from fxremat.torch_private import group_named
 
 REACHED = 0.6  # share of its peak flops that a device reaches on large matrix products
 STREAMED = 0.8  # share of its peak bandwidth that a device reaches on long arrays
@@ -77,6 +80,8 @@ def cost_of(op: Op, joint: Joint, device: Device, *, safe: bool = False) -> OpCo
     """
     read = sum(_bytes(parent) for parent in op.node.all_input_nodes)
     written = _bytes(op.node)
+    if is_collective(op.node):
+        return OpCost(_sent(op.node, read, written) / (device.network or device.link) + device.latency, 0)
     passes = 2 if _packet(op.node) in TWICE else 1
     moved = passes * read + written
     rate = _rate(op.node, device) * REACHED
@@ -84,6 +89,16 @@ def cost_of(op: Op, joint: Joint, device: Device, *, safe: bool = False) -> OpCo
     workspace = _workspace(op.node, device, read, written)
     outputs = _outputs(op.node)
     return OpCost(seconds, max(workspace, read + written + SMALL) if safe else workspace, outputs)
+
+
+def _sent(node: fx.Node, read: int, written: int) -> float:
+    """Bytes that each rank sends in a collective, by the best algorithms: all but its own share of the whole.
+
+    A reduction whose result all ranks get is one that each gets a part of, and a gather.
+    """
+    ranks = max((group.size() for name in groups_of(node) if (group := group_named(name))), default=2)
+    rounds = 2 if "all_reduce" in str(node.target) else 1
+    return rounds * max(read, written) * (ranks - 1) / ranks
 
 
 def _rate(node: fx.Node, device: Device) -> float:
