@@ -126,7 +126,10 @@ def _checked(model: object) -> nn.Module:
         raise FxrematError("model is a TorchScript module, which cannot be captured; compile the module it was made of")
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
         kind = type(model).__name__
-        raise FxrematError(f"{kind} goes around the compiled model: write {kind}(fxremat.compile(model, mem=...))")
+        raise FxrematError(
+            f"{kind} goes around the compiled model: write {kind}(fxremat.compile(model, mem=...)); or, to average "
+            "gradients inside of the budget, fxremat.compile(fxremat.fully_shard(model, replicate=True), mem=...)"
+        )
     for name, part in model.named_modules():
         if isinstance(part, Rematerialized):
             raise FxrematError(
