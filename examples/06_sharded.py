@@ -99,7 +99,8 @@ def train() -> None:
     say = print if dist.get_rank() == 0 else lambda *_: None
     whole = sum(parameter.nbytes for parameter in sharded().parameters())  # of a DTensor: of all its parts
     mine = whole // PROCESSES
-    say(f"a process may take {SHARE / 2**20:.0f} MiB; parameters, gradients and AdamW's state take {4 * whole / 2**20:.1f}")
+    state = 4 * whole / 2**20
+    say(f"a process may take {SHARE / 2**20:.0f} MiB; parameters, gradients and AdamW's state take {state:.1f} MiB")
 
     theirs = losses_of(sharded())
     model = sharded()

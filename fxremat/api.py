@@ -127,8 +127,8 @@ def _checked(model: object) -> nn.Module:
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
         kind = type(model).__name__
         raise FxrematError(
-            f"{kind} goes around the compiled model: write {kind}(fxremat.compile(model, mem=...)); or, to communicate "
-            "beside the backward, fxremat.compile(fxremat.fully_shard(model, mesh, replicate=True), mem=...)"
+            f"{kind} goes around the compiled model: write {kind}(fxremat.compile(model, mem=...)); or, to average "
+            "gradients inside of the budget, fxremat.compile(fxremat.fully_shard(model, replicate=True), mem=...)"
         )
     for name, part in model.named_modules():
         if isinstance(part, Rematerialized):
