@@ -324,7 +324,7 @@ def _forward(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with on_device, _gathering(module, training):
             outputs = _run(training, args, kwargs)
             if training.shared is not None:
-                training.shared.forget_after(_tensors(outputs))
+                training.shared.before_backward_of(_tensors(outputs))
     except PlannedOnly:
         raise
     except Exception as error:

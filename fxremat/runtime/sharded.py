@@ -150,18 +150,22 @@ class Shared:
             self.unreduced[place] = empty.expand(shape).requires_grad_()
         return self.unreduced[place]
 
-    def forget_after(self, outputs: Sequence[torch.Tensor]) -> None:
-        """Let go of the unreduced gradients that this step reduces, when its backward begins."""
-        if self.reduction is not Reduction.REDUCE_ALL:
-            return
+    def before_backward_of(self, outputs: Sequence[torch.Tensor]) -> None:
+        """When the backward begins, return to shards, and let go of the unreduced gradients that this step reduces.
 
-        def forget(_: torch.Tensor) -> None:
-            for tensor in self.unreduced.values():
-                tensor.grad = None
+        An evaluation since forward has left the root's parameters whole, and gradients are of the shards.
+        """
+        reduces_all = self.reduction is Reduction.REDUCE_ALL
+
+        def begin(_: torch.Tensor) -> None:
+            back_to_shards(self.model)
+            if reduces_all:
+                for tensor in self.unreduced.values():
+                    tensor.grad = None
 
         for output in outputs:
             if output.requires_grad:
-                output.register_hook(forget)
+                output.register_hook(begin)
 
 
 def _local(parameter: Any) -> torch.Tensor:
