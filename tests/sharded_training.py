@@ -42,7 +42,9 @@ class Attention(nn.Module):
 class Text(nn.Module):
     """A language model whose head is its embedding; called with tokens and targets, it returns the loss."""
 
-    def __init__(self, words: int = 64, width: int = 16, blocks: int = 2, dropout: float = 0.0, labels: int = 0) -> None:
+    def __init__(
+        self, words: int = 64, width: int = 16, blocks: int = 2, dropout: float = 0.0, labels: int = 0
+    ) -> None:
         super().__init__()
         self.words, self.places = nn.Embedding(words, width), nn.Embedding(16, width)
         self.blocks = nn.ModuleList(Attention(width, dropout) for _ in range(blocks))
