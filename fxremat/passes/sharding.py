@@ -223,7 +223,7 @@ def _show(node: fx.Node, old: torch.Tensor, new: torch.Tensor) -> None:
 def _move_readers(bucket: Sequence[fx.Node]) -> None:
     """Move what is computed from the results of a bucket behind its last node."""
     late, end = set(bucket), bucket[-1]
-    node = bucket[0].next
+    node = bucket[0]
     while node is not bucket[-1]:
         following = node.next
         if not late.isdisjoint(node.all_input_nodes):
