@@ -14,6 +14,7 @@ A rank that waits for others polls, and watches their heartbeats. It raises Fxre
     the store is gone, or does not answer                                     at once, or after SILENT seconds
     the heartbeat of an awaited rank stands still                             for SILENT seconds
     an awaited rank is inside of a step that this rank has to plan first      for SILENT seconds
+    an awaited rank has failed in the present step, and not begun another     for SILENT seconds
     an awaited rank waits for this one in another call                        for SILENT seconds
     an awaited rank neither comes nor works in a call of an agreement         within the agreement's patience
 """
@@ -137,6 +138,8 @@ class _Lookout:
                 f"rank {rank} trains on with an earlier plan while rank {self._rank} has to plan for new shapes: "
                 "give every rank inputs of the same shapes (pad, or drop_last)"
             )
+        if beat.failed and beat.step >= self._step:
+            return f"rank {rank} has failed in step {beat.step}, for which the others wait: {beat.failed}"
         if self._rank in beat.waits_for and beat.call != self._call.name:
             return (
                 f"rank {rank} waits for rank {self._rank} in {beat.call} while that one waits in {self._call.name}: "
@@ -165,12 +168,13 @@ class Agreement:
     """What some ranks of the job do together; every method is called by all of them in the same order.
 
     `ranks` are global ranks, this one among them, in an order that is equal on all of them. So is `name`; agreements
-    that follow one another may have the same one. `patience` are the seconds that a rank has to come; by default the
+    that follow one another may have the same one; a rank that failed before it came to one begins with the next one
+    that has not ended. `patience` are the seconds that a rank has to come; by default the
     timeout of the process group.
 
     Every method raises FxrematError, on all ranks, where one has failed, is gone, or does not come. The agreement has
     ended then, and later calls raise the same. Errors of the functions that `together` and `from_first` run do not
-    end it. With one rank alone no store is used.
+    end it, save where ranks meet inside of them. With one rank alone no store is used.
     """
 
     def __init__(self, name: str, ranks: Sequence[int], *, patience: float | None = None) -> None:
@@ -179,12 +183,24 @@ class Agreement:
         if self.rank not in self.ranks or len(set(self.ranks)) < len(self.ranks):
             raise ValueError(f"rank {self.rank} cannot agree with ranks {self.ranks}")
         _agreements[name] += 1
-        self._name = f"{ROOM}/{name}#{_agreements[name]}"
         self._calls = itertools.count(1)
         if len(self.ranks) > 1:
             store = store_of_job()
             self._messenger = messenger_of(store)
             self._patience = store.timeout.total_seconds() if patience is None else patience
+            _agreements[name] += self._missed(name)
+        self._name = f"{ROOM}/{name}#{_agreements[name]}"
+
+    def _missed(self, name: str) -> int:
+        """How many agreements of this name, from here on, have ended already: this rank failed before it came."""
+
+        def count(store: Store) -> int:
+            ended = (store.check([f"{ROOM}/{name}#{number}/failed"]) for number in itertools.count(_agreements[name]))
+            return sum(1 for _ in itertools.takewhile(bool, ended))
+
+        with contextlib.suppress(StoreGone):  # the first call will tell
+            return self._messenger.ask(count)
+        return 0
 
     def gathered(self, value: T, what: str = "planning together") -> list[T]:
         """Every rank's value, in the order of the ranks; values are pickled. `what` completes "while ..."."""
@@ -195,6 +211,10 @@ class Agreement:
             others = {rank: pickle.loads(self._read(call, rank)) for rank in self.ranks if rank != self.rank}
         return [value if rank == self.rank else others[rank] for rank in self.ranks]
 
+    def meet(self, what: str) -> None:
+        """Wait for all ranks: before a collective, in which a rank that has failed would be waited for in vain."""
+        self.gathered(None, what)
+
     def maximum(self, numbers: Sequence[float], what: str = "planning together") -> list[float]:
         """The largest of all ranks' numbers at each position."""
         rows = self.gathered(list(numbers), what)
@@ -203,16 +223,22 @@ class Agreement:
             raise FxrematError(f"the ranks have different counts of numbers to agree on: {counts}")
         return [max(column) for column in zip(*rows)]
 
-    def together(self, what: str, function: Callable[[], T]) -> T:
+    def together(self, what: str, function: Callable[[], T], *, meeting: bool = False) -> T:
         """The result of the function, which every rank runs, once it has succeeded on all of them.
 
         Where it fails, that rank raises its own error, and the others an FxrematError with the first line of it, as
         soon as they have run the function themselves.
+
+        Args:
+            meeting: the ranks call `meet` inside of the function; an error of it ends the agreement, so that no rank
+                waits there for one that has failed.
         """
         if len(self.ranks) == 1:
             return function()
         with self._call("together", what) as call:
             result, error = _tried(function)
+            if meeting and error is not None:
+                raise error
             if error is None:
                 self._write(call, b"")
                 error = self._failure_of_another(call)

@@ -42,11 +42,12 @@ class Status:
     """What the run time of this process is doing; it sets the fields, and the heartbeat tells them.
 
     `step` is the number of the forward that runs or is being planned for, so it is set before planning begins;
-    `inside` holds while the planned forward or backward of that step runs.
+    `inside` holds while the planned forward or backward of that step runs, `failed` from its error to the next step.
     """
 
     step: int = 0
     inside: bool = False
+    failed: str = ""  # the first line of the error that the latest step ended with
 
 
 status = Status()
@@ -66,6 +67,7 @@ class Heartbeat:
     inside: bool
     call: str  # of an agreement, that the rank is in; "" where it is in none
     waits_for: tuple[int, ...]  # ranks that have not come to the call yet; empty while the rank works itself
+    failed: str = ""  # the first line of the error that its latest step ended with, until the next one begins
 
     def __str__(self) -> str:
         return json.dumps(asdict(self))
@@ -90,7 +92,14 @@ calls: list[Call] = []  # the innermost last
 def _heartbeat(number: int) -> Heartbeat:
     call = calls[-1] if calls else Call("")
     inside = status.inside and not call.name
-    return Heartbeat(number=number, step=status.step, inside=inside, call=call.name, waits_for=call.waits_for)
+    return Heartbeat(
+        number=number,
+        step=status.step,
+        inside=inside,
+        call=call.name,
+        waits_for=call.waits_for,
+        failed="" if call.name else status.failed,
+    )
 
 
 def heartbeat_of(store: Store, rank: int) -> Heartbeat | None:
@@ -124,6 +133,7 @@ class Messenger(threading.Thread):
         self._asked: queue.SimpleQueue[tuple[Callable[[Store], Any], Future[Any]] | None]
         self._asked = queue.SimpleQueue()
         self._gone = ""  # why nothing is done any more
+        self._beats = itertools.count()
 
     def serves(self, store: Store) -> bool:
         return self.is_alive() and not self._gone and self._default() is store
@@ -146,6 +156,10 @@ class Messenger(threading.Thread):
     def set(self, key: str, value: bytes) -> None:
         self.ask(lambda store: store.set(key, value))
 
+    def tell(self) -> None:
+        """Let the heartbeat say at once what this process is doing, even if it is about to end; this does not wait."""
+        self._asked.put((self._beat, Future()))
+
     def end(self) -> None:
         """Finish what is under way, and end; this waits for at most two seconds."""
         self._asked.put(None)
@@ -163,8 +177,8 @@ class Messenger(threading.Thread):
         self._refuse_all()
 
     def _serve(self) -> None:
-        for number in itertools.count():
-            self._store().set(_pulse(self._rank), str(_heartbeat(number)))
+        while True:
+            self._beat(self._store())
             due = time.monotonic() + BEAT
             while (left := due - time.monotonic()) > 0:
                 try:
@@ -174,6 +188,9 @@ class Messenger(threading.Thread):
                 if asked is None:
                     return
                 self._do(*asked)
+
+    def _beat(self, store: Store) -> None:
+        store.set(_pulse(self._rank), str(_heartbeat(next(self._beats))))
 
     def _do(self, work: Callable[[Store], Any], answer: Future[Any]) -> None:
         try:
@@ -230,6 +247,19 @@ def messenger_of(store: Store) -> Messenger:
         _messenger = Messenger(store, dist.get_rank())
         _messenger.start()
         return _messenger
+
+
+def begin_step() -> None:
+    """Note that this process begins another training step: the next forward."""
+    status.step += 1
+    status.failed = ""
+
+
+def note_failure(error: BaseException) -> None:
+    """Tell the other ranks that the present step has failed here: they may wait for this rank."""
+    status.failed = first_line(error)
+    if _messenger is not None and _messenger.is_alive():
+        _messenger.tell()
 
 
 def first_line(error: BaseException) -> str:

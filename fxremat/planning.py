@@ -45,6 +45,7 @@ from fxremat.search.frontier_cache import NO_GRAPH, FrontierCache
 from fxremat.search.refine import Ladder
 from fxremat.search.replan import is_near, judged_again
 from fxremat.search.survey import order_for_measuring, survey
+from fxremat.step.collectives import is_collective
 from fxremat.step.costs import Costs, Link, device_of
 from fxremat.step.joint import Joint
 from fxremat.torch_private import device_name
@@ -95,16 +96,33 @@ def plan_step(step: CapturedStep, options: Options) -> Plan:
         costs = _cost_model(step, options)
         frontier, budget = _frontier(step, costs, options)
         frontier, costs = _calibrated(frontier, costs, budget, step, options)
-        if communicates(step.joint) and not options.offload:
-            frontier = with_overlap(frontier, costs, budget)
-        if step.trained:
-            plan = _plan_with_weights(frontier, costs, budget, step, step.trained, options)
-        elif options.offload:
-            plan = _plan_with_offloading(frontier, costs, budget, options)
-        else:
-            plan = _planned(_within(budget, frontier, costs, options), frontier, costs, budget, options)
+        plan = step.ranks.together("planning", partial(_chosen, frontier, costs, budget, step, options))
+        _check_equal(plan, step.ranks)
         planned(plan.headline)
     return _with_others(plan, step, options)
+
+
+def _chosen(frontier: Frontier, costs: Costs, budget: int, step: CapturedStep, options: Options) -> Plan:
+    """The plan of a searched step, whatever its transfers are of."""
+    if communicates(step.joint) and not options.offload:
+        frontier = with_overlap(frontier, costs, budget)
+    if step.trained:
+        return _plan_with_weights(frontier, costs, budget, step, step.trained, options)
+    if options.offload:
+        return _plan_with_offloading(frontier, costs, budget, options)
+    return _planned(_within(budget, frontier, costs, options), frontier, costs, budget, options)
+
+
+def _check_equal(plan: Plan, ranks: Agreement) -> None:
+    """Raise `FxrematError` where ranks would run their collectives in different orders, and wait for ever."""
+    if len(ranks.ranks) == 1:
+        return
+    joint = plan.joint
+    order = [s.op for s in plan.chosen.program().steps if s.op is not None and is_collective(joint.ops[s.op].node)]
+    if any(other != order for other in ranks.gathered(order, "comparing plans")):
+        raise FxrematError(
+            "the ranks have made different plans: give every rank the same options, and the same optimizer"
+        )
 
 
 def _with_least_free(step: CapturedStep, options: Options) -> Options:

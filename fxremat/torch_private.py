@@ -353,7 +353,10 @@ def compiled_step(
             at_once = True
             return result
         except Exception as error:
-            if dynamic is False or not (dynamic or at_once) or planning_error(error) is not None:
+            if planning_error(error) is not None:
+                at_once = True  # it was captured, and the next call may be one of other sizes
+                raise
+            if dynamic is False or not (dynamic or at_once):
                 raise
             with capture_settings(False):
                 result = inner(*args, **kwargs)

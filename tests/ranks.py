@@ -62,7 +62,7 @@ def run_ranks(
     """
     folder = Path(tempfile.mkdtemp(prefix="ranks-", dir=tmp_path))
     address = f"file://{folder}/store" if store == "file" else f"tcp://127.0.0.1:{_free_port()}"
-    (folder / "job").write_bytes(pickle.dumps((function, world, args, address, limit, destroy)))
+    (folder / "job").write_bytes(pickle.dumps((function, world, args, address, limit, destroy, time.time())))
     began = time.time()
     running = [_start(folder, rank) for rank in range(world)]
     try:
@@ -123,8 +123,8 @@ def _rank(folder: Path, rank: int) -> None:
     import torch
     import torch.distributed as dist
 
-    function, world, args, address, limit, destroy = pickle.loads((folder / "job").read_bytes())
-    faulthandler.dump_traceback_later(limit, exit=True)
+    function, world, args, address, limit, destroy, began = pickle.loads((folder / "job").read_bytes())
+    faulthandler.dump_traceback_later(max(1.0, began + limit - time.time()), exit=True)
     torch.set_num_threads(1)
     value, error, code = None, "", 0
     try:

@@ -49,8 +49,8 @@ def calibration(
     known = cache.numbers(f"factor {digest}", 1)
     alone = len(ranks.ranks) == 1
     if None in ranks.gathered(known, "comparing times"):
-        run = partial(_run, program, costs, inputs, device, alone=alone)
-        seconds = ranks.together("timing a step", lambda: unprofiled(run))
+        run = partial(_run, program, costs, inputs, device, ranks)
+        seconds = ranks.together("timing a step", lambda: unprofiled(run), meeting=True)
         if seconds is None:
             return 1.0
         known = [seconds / costs.time(program)]
@@ -61,10 +61,10 @@ def calibration(
 
 
 def _run(
-    program: Program, costs: Costs, inputs: Sequence[Any], device: torch.device, *, alone: bool
+    program: Program, costs: Costs, inputs: Sequence[Any], device: torch.device, ranks: Agreement
 ) -> float | None:
     """Seconds of one step of a program's graphs; None where there is no room for it, or where it fails."""
-    joint = program.layout.joint
+    joint, alone = program.layout.joint, len(ranks.ranks) == 1
     given = given_inputs(joint, inputs)
     made = sum(v.bytes for v in joint.values if v.origin is Origin.PRIMAL and v.index not in given)
     peak = live_bytes(program, costs.sizes).peak
@@ -81,6 +81,7 @@ def _run(
             tangents = [value_like(node) for node in joint.tangents]
             runs = list[float]()
             while len(runs) < RUNS and (len(runs) < 2 or not alone or sum(runs) < LONG):
+                ranks.meet("timing a step")
                 runs.append(_step(forward, backward, primals, tangents, returned, device))
     except Exception as error:  # no plan fails for want of a factor; the real step says what is wrong, if it is
         log.debug("calibration failed: %s: %s", type(error).__name__, error)

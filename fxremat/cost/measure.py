@@ -78,7 +78,7 @@ def measure(
     missing = _of_all(ranks, _missing(joint, cache))
     if unchecked or missing:
         walk = partial(_measure, joint, inputs, order, device, cache, layouts, missing, ranks)
-        ranks.together("measuring", lambda: unprofiled(walk))
+        ranks.together("measuring", lambda: unprofiled(walk), meeting=True)
         cache.save()
         _put_back(joint, _of_all(ranks, _refused(cache, layouts) or ()))
     by_op = _agreed(ranks, [cache.op(op_key(op.node)) for op in joint.ops])
@@ -198,7 +198,8 @@ def _measure(
     with contextlib.closing(progress(todo, "measuring ops", total=len(todo))) as bar, quiet_world(device):
         if not any(isinstance(value, torch.Tensor) and not is_real(value) for value in inputs):
             ops = range(len(joint.ops)) if order is None else order()
-            visitor = _Visitor(joint, Walk(joint, given_inputs(joint, inputs), ops), device, cache, bar, wanted)
+            walk = Walk(joint, given_inputs(joint, inputs), ops)
+            visitor = _Visitor(joint, walk, device, cache, bar, wanted, ranks)
             if _walked(visitor, alone=len(ranks.ranks) == 1):
                 _keep_refused(cache, layouts, visitor.refused)
         for op in [joint.ops[index] for index in _missing(joint, cache)]:
@@ -229,13 +230,17 @@ class _Visitor:
         cache: CostCache,
         bar: Any,
         wanted: dict[str, Op],
+        ranks: Agreement,
     ) -> None:
         self.joint, self.walk, self.device, self.cache, self.bar = joint, walk, device, cache, bar
+        self.ranks = ranks
         self.wanted = wanted  # by key; what has been measured is not any more
         self.refused: list[int] = []
         self.checked: set[int] = set()
 
     def __call__(self, op: Op, call: Call) -> Any:
+        if is_collective(op.node):
+            self.ranks.meet("measuring")
         if overwritten(op.node) is not None and op.index not in self.checked:
             call = self._checked(op, call)
         key = op_key(op.node)

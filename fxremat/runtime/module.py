@@ -306,7 +306,7 @@ def _forward(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not _trains(module):
         return training.plain(*args, **kwargs)
     if among_ranks():
-        heartbeat.status.step += 1
+        heartbeat.begin_step()
     if (tracer := is_traced()) is not None:
         if tracer == "torch.func" and not training.warned:
             training.warned = True
@@ -328,8 +328,10 @@ def _forward(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     except PlannedOnly:
         raise
     except Exception as error:
+        clear = explained(error)
+        heartbeat.note_failure(clear or error)
         _check_trainable(training.model, args, kwargs)
-        if (clear := explained(error)) is None:
+        if clear is None:
             raise
         raise clear.with_traceback(None) from clear.__cause__  # the way through dynamo would hide it
     return _refuse_double_backward(outputs)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import types
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -41,6 +40,9 @@ from fxremat.runtime.torch_fsdp import (
 )
 
 WAITING = "_fxremat_unreduced"  # attribute of a module: unreduced gradients by parameter name, while a call runs
+
+
+REPLICATED = "_fxremat_replicated"  # attribute of a model, which goes, and is copied, with it: its parameters
 
 
 class Reduction(Enum):
@@ -75,7 +77,7 @@ class Shared:
     @classmethod
     def of(cls, model: nn.Module) -> Shared | None:
         """Those of a model that `fully_shard`, torch's or fxremat's, was called on; None for any other."""
-        replicated = _replicated.get(model)
+        replicated = model.__dict__.get(REPLICATED)
         if replicated is not None:
             if is_sharded(model):
                 raise FxrematError("this model is both replicated and sharded; call one fully_shard on it")
@@ -172,17 +174,14 @@ def _local(parameter: Any) -> torch.Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-_replicated: weakref.WeakKeyDictionary[nn.Module, Sequence[ShardedParameter]] = weakref.WeakKeyDictionary()
-
-
 def note_replicated(model: nn.Module, parameters: Sequence[ShardedParameter]) -> None:
     """Remember that every rank holds these parameters whole, and that their gradients are averaged."""
-    _replicated[model] = parameters
+    model.__dict__[REPLICATED] = parameters
 
 
 def is_replicated(model: nn.Module) -> bool:
     """Whether `fully_shard(..., replicate=True)` was called on the model."""
-    return model in _replicated
+    return REPLICATED in model.__dict__
 
 
 @contextlib.contextmanager
