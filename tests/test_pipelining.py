@@ -22,7 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxremat
-from fxremat.pipelining.engine import Action, lost_peer, lowered
+from fxremat.heartbeat import lost_peer
+from fxremat.pipelining.engine import Action, lowered
 from fxremat.pipelining.memory import StageMemory, most_bytes
 from fxremat.pipelining.profile import Spending, joined, profile
 from fxremat.pipelining.stages import Ops, capture
