@@ -127,9 +127,7 @@ def _units(program: Program, sizes: Sizes) -> Iterator[_Unit]:
             yield _Unit(at=k, gather=True, head=tuple(head), tail=(), first=first, size=size)
         elif tail is not None and taken.isdisjoint(tail):
             taken.update(tail)
-            mine = overwritten(_node(program, step))
-            held = [] if mine is not None else [v for v in step.reads if _origin(program, v) is not Origin.PRIMAL]
-            size = _bytes(program, sizes, held)
+            size = _bytes(program, sizes, _held(program, step))
             yield _Unit(at=k, gather=False, head=(), tail=tuple(tail), first=0, size=size)
 
 
@@ -344,6 +342,12 @@ def _result(program: Program, found: _Run, costs: Costs) -> ProgramWithCommunica
 def _completed(program: Program, step: Step | Transfer, trip: int) -> Transfer:
     """The end of a collective, up to which its operands and results are held."""
     assert step.op is not None
-    mine = overwritten(_node(program, step))
-    reads = () if mine is not None else tuple(v for v in step.reads if _origin(program, v) is not Origin.PRIMAL)
-    return Transfer(step.block, Role.COMPLETE, trip, (*step.writes, *reads), ())
+    return Transfer(step.block, Role.COMPLETE, trip, (*step.writes, *_held(program, step)), ())
+
+
+def _held(program: Program, step: Step | Transfer) -> tuple[int, ...]:
+    """The operands that a collective reads until its end: an all-reduce works on its result, or on a copy of its own."""
+    node = _node(program, step)
+    if overwritten(node) is not None or node.target.__name__.startswith("all_reduce"):
+        return ()
+    return tuple(version for version in step.reads if _origin(program, version) is not Origin.PRIMAL)
