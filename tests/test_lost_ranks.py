@@ -146,7 +146,7 @@ def test_what_fails_in_planning_is_heard_of(kind: str, store: str, tmp_path: Pat
             assert found[line][0] < AT_ONCE
         assert "rank 0 was called with 4x16, rank 1 was called with 5x16" in found["shapes"][1]
         for place, who in told.items():
-            assert BOOM in found[place][1], place
+            assert (BOOM if place != "capturing" else "raise ValueError(BOOM)") in found[place][1], place
             assert (f"rank {who}" in found[place][1]) == (rank != who), place
         assert [found[f"then {rows}"][1] for rows in (4, 6)] == ["", ""]
         assert found["plans"][1] == "2"
@@ -228,7 +228,7 @@ def _cases() -> Iterator[Any]:
         for place, how, lost in itertools.product(STEP, ENDS, (0, 1)):
             if kind == "tensor parallel" and (place not in ("overlapping", "forward") or lost == 0):
                 continue
-            quick = kind == "sharded" and (place, how, lost) in (("backward", "is killed", 1), ("overlapping", "raises", 1))
+            quick = kind == "sharded" and (place, how, lost) == ("backward", "is killed", 1)
             yield pytest.param(kind, place, how, lost, marks=() if quick else pytest.mark.long)
 
 
