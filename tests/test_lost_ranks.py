@@ -195,7 +195,7 @@ def _in_a_step(rank: int, world: int, kind: str, place: str, how: str, lost: int
 
 def _let_end(model: Any, optimizer: torch.optim.Optimizer, place: str, end: Callable[[], None]) -> None:
     if STEP[place]:
-        mock.patch(STEP[place], lambda *_, **__: end()).start()
+        mock.patch(STEP[place], side_effect=lambda *_, **__: end()).start()
     elif place == "optimizer":
         steps = itertools.count()
         optimizer.register_step_pre_hook(lambda *_: end() if next(steps) else None)

@@ -150,7 +150,8 @@ def _parameter(parameter: Any, group: Any, bucket: int) -> ShardedParameter:
     reduced_in = policy.reduce_dtype
     ranks = (1 if shards is None else shards.size()) * (1 if replicas is None else replicas.size())
     op, before, after = division(reduced_in or computed, ranks, group)
-    whole: Any = getattr(parameter, "_unsharded_dtensor_spec", None) or getattr(parameter, "_tp_spec", None)  # 2.13; 2.11
+    whole: Any = getattr(parameter, "_unsharded_dtensor_spec", None)  # 2.13
+    whole = whole or getattr(parameter, "_tp_spec", None)  # 2.11
     inner = (whole.mesh, tuple(whole.placements)) if parameter.is_dtensor else None
     return ShardedParameter(
         tuple(places),

@@ -346,7 +346,7 @@ def _completed(program: Program, step: Step | Transfer, trip: int) -> Transfer:
 
 
 def _held(program: Program, step: Step | Transfer) -> tuple[int, ...]:
-    """The operands that a collective reads until its end: an all-reduce works on its result, or on a copy of its own."""
+    """The operands that a collective reads until its end: an all-reduce works on its result, or on a copy."""
     node = _node(program, step)
     if overwritten(node) is not None or node.target.__name__.startswith("all_reduce"):
         return ()
