@@ -44,7 +44,8 @@ class Blocks(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.fails:
             raise ValueError(BOOM)
-        return self.blocks(x).square().sum()
+        loss: Tensor = self.blocks(x).square().sum()
+        return loss
 
 
 def _compiled(kind: str) -> Any:
@@ -72,6 +73,11 @@ def _step(model: Any, rows: int = 4) -> None:
         for parameter in model.parameters():
             parameter -= 0.01 * parameter.grad
             parameter.grad = None
+
+
+def _steps(model: Any, rows: int) -> None:
+    for _ in range(3):
+        _step(model, rows)
 
 
 def _fail(*_: Any, **__: Any) -> Any:
@@ -122,7 +128,7 @@ def _while_planning(rank: int, world: int, kind: str, places: Sequence[str]) -> 
         found[f"then {rows}"] = _line(lambda: _step(model, rows))  # noqa: B023
     found["plans"] = (0.0, str(len(model.plans)))
     dist.barrier()
-    found["later"] = _line(lambda: [_step(model, 4 + 5 * rank) for _ in range(3)])  # type: ignore[arg-type]
+    found["later"] = _line(lambda: _steps(model, 4 + 5 * rank))
     return found
 
 
@@ -195,7 +201,7 @@ def _in_a_step(rank: int, world: int, kind: str, place: str, how: str, lost: int
 
 def _let_end(model: Any, optimizer: torch.optim.Optimizer, place: str, end: Callable[[], None]) -> None:
     if STEP[place]:
-        mock.patch(STEP[place], lambda *_, **__: end()).start()
+        mock.patch(STEP[place], side_effect=lambda *_, **__: end()).start()
     elif place == "optimizer":
         steps = itertools.count()
         optimizer.register_step_pre_hook(lambda *_: end() if next(steps) else None)

@@ -47,7 +47,6 @@ def calibration(
     cache = CostCache.of_device(device)
     digest = hashlib.sha256("\n".join(op_key(op.node) for op in joint.ops).encode()).hexdigest()
     known = cache.numbers(f"factor {digest}", 1)
-    alone = len(ranks.ranks) == 1
     if None in ranks.gathered(known, "comparing times"):
         run = partial(_run, program, costs, inputs, device, ranks)
         seconds = ranks.together("timing a step", lambda: unprofiled(run), meeting=True)
