@@ -240,6 +240,6 @@ def _cases() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("kind", "place", "how", "lost"), list(_cases()))
 def test_a_process_that_ends_is_noticed(kind: str, place: str, how: str, lost: int, tmp_path: Path) -> None:
-    store = "file" if lost else "tcp"  # where rank 0 has the store
+    store = "tcp" if lost == 0 and how == "is killed" else "file"  # a TCP store goes with the process of rank 0
     outcomes = run_ranks(_in_a_step, 2, tmp_path, kind, place, how, lost, store=store, destroy=False, errors=True)
     _check(outcomes, lost)
