@@ -44,7 +44,8 @@ class Blocks(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.fails:
             raise ValueError(BOOM)
-        return self.blocks(x).square().sum()
+        loss: Tensor = self.blocks(x).square().sum()
+        return loss
 
 
 def _compiled(kind: str) -> Any:
@@ -72,6 +73,11 @@ def _step(model: Any, rows: int = 4) -> None:
         for parameter in model.parameters():
             parameter -= 0.01 * parameter.grad
             parameter.grad = None
+
+
+def _steps(model: Any, rows: int) -> None:
+    for _ in range(3):
+        _step(model, rows)
 
 
 def _fail(*_: Any, **__: Any) -> Any:
@@ -122,7 +128,7 @@ def _while_planning(rank: int, world: int, kind: str, places: Sequence[str]) -> 
         found[f"then {rows}"] = _line(lambda: _step(model, rows))  # noqa: B023
     found["plans"] = (0.0, str(len(model.plans)))
     dist.barrier()
-    found["later"] = _line(lambda: [_step(model, 4 + 5 * rank) for _ in range(3)])  # type: ignore[arg-type]
+    found["later"] = _line(lambda: _steps(model, 4 + 5 * rank))
     return found
 
 
@@ -234,6 +240,6 @@ def _cases() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("kind", "place", "how", "lost"), list(_cases()))
 def test_a_process_that_ends_is_noticed(kind: str, place: str, how: str, lost: int, tmp_path: Path) -> None:
-    store = "file" if lost else "tcp"  # where rank 0 has the store
+    store = "tcp" if lost == 0 and how == "is killed" else "file"  # a TCP store goes with the process of rank 0
     outcomes = run_ranks(_in_a_step, 2, tmp_path, kind, place, how, lost, store=store, destroy=False, errors=True)
     _check(outcomes, lost)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import types
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -62,6 +63,14 @@ class _Reading:
     casts: Casts | None
 
 
+class _Step:
+    """Lives as long as the autograd graph of a step, whose hooks have it."""
+
+
+def _nobody() -> None:
+    """Stand in for a reference to no step."""
+
+
 @dataclass(eq=False)
 class Shared:
     """The shared parameters of a model."""
@@ -73,6 +82,7 @@ class Shared:
     sync: bool = True  # for models that FSDP2 knows nothing of
     reduction: Reduction = Reduction.REDUCE  # what the present step does with its gradients
     active: bool = False  # whether reading a parameter gathers it now
+    _taken: Callable[[], _Step | None] = _nobody  # the step that reduces the unreduced ones, until its backward
 
     @classmethod
     def of(cls, model: nn.Module) -> Shared | None:
@@ -93,7 +103,8 @@ class Shared:
         return Reduction.REDUCE_ALL if self._kept() else Reduction.REDUCE
 
     def _kept(self) -> bool:
-        return any(tensor.grad is not None for tensor in self.unreduced.values())
+        """Whether gradients wait that no step under way has taken; one whose outputs are gone gives them back."""
+        return self._taken() is None and any(tensor.grad is not None for tensor in self.unreduced.values())
 
     @contextlib.contextmanager
     def for_training(self) -> Iterator[None]:
@@ -158,10 +169,14 @@ class Shared:
         An evaluation since forward has left the root's parameters whole, and gradients are of the shards.
         """
         reduces_all = self.reduction is Reduction.REDUCE_ALL
+        step = _Step()
+        if reduces_all:
+            self._taken = weakref.ref(step)
 
-        def begin(_: torch.Tensor) -> None:
+        def begin(_: torch.Tensor, step: _Step = step) -> None:
             back_to_shards(self.model)
             if reduces_all:
+                self._taken = _nobody
                 for tensor in self.unreduced.values():
                     tensor.grad = None
 
