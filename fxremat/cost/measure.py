@@ -199,8 +199,9 @@ def _measure(
             visitor = _Visitor(joint, walk, device, cache, bar, wanted, ranks)
             if _walked(visitor, alone=len(ranks.ranks) == 1):
                 _keep_refused(cache, layouts, visitor.refused)
-        for key, op in wanted.items():
-            _alone(key, op, device, cache)
+        for key, op in {op_key(op.node): op for op in wanted.values()}.items():  # some were put back meanwhile
+            if is_collective(op.node) or cache.op(key) is None:
+                _alone(key, op, device, cache)
             next(bar, None)
 
 
@@ -238,10 +239,12 @@ class _Visitor:
     def __call__(self, op: Op, call: Call) -> Any:
         if is_collective(op.node):
             self.ranks.meet("measuring")
+        captured = op_key(op.node)
         if overwritten(op.node) is not None and op.index not in self.checked:
             call = self._checked(op, call)
         key = op_key(op.node)
-        if self.wanted.pop(key, None) is None:
+        wanted = self.wanted.pop(key, None) is not None if key == captured else self._is_unknown(op, key)
+        if not wanted:
             return call()
         cost, result = measured(op.node, call, self.device)
         self.cache.keep_op(key, cost)
@@ -249,6 +252,10 @@ class _Visitor:
             _measured_here.add(key)
         next(self.bar, None)
         return result
+
+    def _is_unknown(self, op: Op, key: str) -> bool:
+        """Whether an op that was just put back, and has another key since, is to be measured: on all ranks alike."""
+        return is_collective(op.node) or self.cache.op(key) is None
 
     def _checked(self, op: Op, call: Call) -> Call:
         """The call, which makes a new result after all where it would have another layout than the operand."""
