@@ -72,11 +72,12 @@ def measure(
     layouts = f"layouts {_digest(joint)}"
     refused = _refused(cache, layouts)
     unchecked = refused is None and any(overwritten(op.node) is not None for op in joint.ops)
-    unchecked, missing = _lacking(ranks, unchecked, _missing(joint, cache))
+    known = ranks.gathered((unchecked, refused or ()), "comparing layouts")
+    unchecked = any(one for one, _ in known)
     if not unchecked:
-        refused = _of_all(ranks, refused or ())
-        for index in refused:
+        for index in sorted(set().union(*(places for _, places in known))):
             restore(joint.ops[index].node)
+    missing = _of_all(ranks, _missing(joint, cache))
     if unchecked or missing:
         walk = partial(_measure, joint, inputs, order, device, cache, layouts, missing, ranks)
         ranks.together("measuring", lambda: unprofiled(walk), meeting=True)
@@ -125,14 +126,8 @@ def _missing(joint: Joint, cache: CostCache) -> list[int]:
 _measured_here: set[str] = set()  # keys of collectives that this process has measured
 
 
-def _lacking(ranks: Agreement, unchecked: bool, missing: Sequence[int]) -> tuple[bool, list[int]]:
-    """Whether a rank has not checked the layouts yet, and the ops that a rank knows no cost of, on any rank."""
-    found = ranks.gathered((unchecked, missing), "comparing what is to be measured")
-    return any(one for one, _ in found), sorted(set().union(*(set(ops) for _, ops in found)))
-
-
 def _of_all(ranks: Agreement, numbers: Sequence[int]) -> list[int]:
-    return sorted(set().union(*map(set, ranks.gathered(list(numbers), "comparing layouts"))))
+    return sorted(set().union(*map(set, ranks.gathered(list(numbers), "comparing what is to be measured"))))
 
 
 def _agreed(ranks: Agreement, costs: Sequence[OpCost | None]) -> list[OpCost | None]:
