@@ -162,6 +162,7 @@ def _named(ranks: Iterable[int]) -> str:
 
 
 _agreements: Counter[str] = Counter()  # how many of each name this process has had
+_failures: Counter[str] = Counter()  # how many steps had failed here when the latest of a name began
 
 
 class Agreement:
@@ -192,7 +193,13 @@ class Agreement:
         self._name = f"{ROOM}/{name}#{_agreements[name]}"
 
     def _missed(self, name: str) -> int:
-        """How many agreements of this name, from here on, have ended already: this rank failed before it came."""
+        """How many agreements of this name, from here on, have ended without this rank, which failed before it came.
+
+        None where no step has failed here since the last one: what others then say of this one is meant for this rank.
+        """
+        before, _failures[name] = _failures[name], status.failures
+        if before == status.failures:
+            return 0
 
         def count(store: Store) -> int:
             ended = (store.check([f"{ROOM}/{name}#{number}/failed"]) for number in itertools.count(_agreements[name]))

@@ -48,6 +48,7 @@ class Status:
     step: int = 0
     inside: bool = False
     failed: str = ""  # the first line of the error that the latest step ended with
+    failures: int = 0  # of steps, so far
 
 
 status = Status()
@@ -258,6 +259,7 @@ def begin_step() -> None:
 def note_failure(error: BaseException) -> None:
     """Tell the other ranks that the present step has failed here: they may wait for this rank."""
     status.failed = first_line(error)
+    status.failures += 1
     if _messenger is not None and _messenger.is_alive():
         _messenger.tell()
 
