@@ -20,6 +20,7 @@ import argparse
 import faulthandler
 import gc
 import json
+import os
 import tempfile
 import time
 import traceback
@@ -344,6 +345,7 @@ def run(rank: int, variants: Sequence[str], folder: Path) -> None:
     """One process; the first one writes the rows."""
     faulthandler.dump_traceback_later(WATCHDOG, exit=True)
     torch.set_num_threads(1)
+    os.environ["FXREMAT_CACHE"] = str(folder / "costs")  # times of this machine as it is now
     throttle.register()
     dist.init_process_group("throttled", init_method=f"file://{folder}/init", rank=rank, world_size=PROCESSES)
     rows = measured(variants, init_device_mesh("cpu", (PROCESSES,)))
