@@ -30,6 +30,8 @@ from fxremat.units import Budget, parse_budget, parse_bytes, shortened
 PLANNERS = ("auto", *LISTS, *TABLES)  # solvers that plan models
 TRANSFERRING = tuple(name for name, solver in SOLVERS.items() if solver.transfers)  # with offload=True, too
 COSTS = ("measure", "estimate")
+REDUCE = ("fp32", "same")  # how sums over slices are added up
+MANY_SLICES = 1 << 20
 
 
 Shapes = Mapping[str, Mapping[int, tuple[int, int]]]  # input -> dimension -> least and largest size
@@ -50,6 +52,8 @@ class PlanOptions(TypedDict, total=False):
     optimizer: torch.optim.Optimizer | None
     dynamic: bool | None
     shapes: Shapes | None
+    slices: bool | int
+    reduce: str | None
 
 
 class CompileOptions(PlanOptions, total=False):
@@ -84,9 +88,15 @@ class Options:
             may start on the CPU where all else is on the device.
         dynamic: what the sizes of inputs are taken for, as in torch.compile. None: fixed at first, and where another
             comes, from then on as one that changes. True: all may change, and the model is captured once. False: fixed;
-            every combination is captured and planned by itself, as it is where values or weights are offloaded.
+            every combination is captured and planned by itself, as it is with slices, and where something is offloaded.
         shapes: sizes that change from the start, with their range: {"tokens": {0: (2, 8), 1: (16, 4096)}}. Other sizes
             are allowed; a budget in percent refers to the largest.
+        slices: let regions of the model (the vocabulary head, a wide MLP, a convolutional trunk without BatchNorm) run
+            in slices, where that makes room or takes no more time: True, or in how many slices at most. Gradients that
+            are sums over the slices are equal up to rounding, no longer bit for bit: docs/slices.md. Sizes are fixed
+            then, as with offload.
+        reduce: how sums over slices are added up where they are of half precision: "fp32", "same" (as they are), or
+            None: in float32 where that fits.
         optimizer: of the model's parameters: SGD, Adam, AdamW, or another that treats each element by itself.
 
     Raises:
@@ -110,6 +120,8 @@ class Options:
     optimizer: torch.optim.Optimizer | None = None
     dynamic: bool | None = None
     shapes: Shapes | None = None
+    slices: bool | int = False
+    reduce: str | None = None
     budget: Budget = field(init=False, repr=False)  # what `mem` means
     host_limit: int | None = field(init=False, repr=False)  # bytes that `host_mem` means
     loss_size: int | None = field(init=False, repr=False)  # bytes that `loss_bytes` means
@@ -124,14 +136,15 @@ class Options:
             if not isinstance(getattr(self, name), bool):
                 raise FxrematError(f"{name} is {shortened(getattr(self, name))}; it is True or False")
         self._check_costs()
+        self._check_slices()
         self._check_tiers()
         self._check_solver()
         self._check_shapes()
 
     @property
     def resizable(self) -> bool:
-        """Whether plans for other sizes can be made from one capture: not where something waits on the host."""
-        return not (self.offload or self.offload_weights)
+        """Whether plans for other sizes can be made from one capture: not with slices, or what waits on the host."""
+        return not (self.offload or self.offload_weights or self.slices)
 
     @property
     def may_change(self) -> bool | None:
@@ -143,6 +156,11 @@ class Options:
         if dimension is None or dimension not in (expected := (self.shapes or {}).get(name, {})):
             return None
         return expected[dimension][1]
+
+    @property
+    def most_slices(self) -> int:
+        """Slices of a region at most; 0: none is cut."""
+        return MANY_SLICES if self.slices is True else int(self.slices)
 
     @property
     def offloads_by_chain(self) -> bool:
@@ -173,6 +191,15 @@ class Options:
                 "fxremat.cost.devices.Device"
             )
         Device.named(self.device)
+
+    def _check_slices(self) -> None:
+        given = self.slices
+        if not isinstance(given, bool) and not (isinstance(given, int) and given > 1):
+            raise FxrematError(f"slices is {shortened(given)}; it is True, False, or how many at most, 2 or more")
+        if self.reduce is not None and self.reduce not in REDUCE:
+            raise FxrematError(f"reduce is {shortened(self.reduce)}; it is None or one of {', '.join(REDUCE)}")
+        if self.reduce is not None and not given:
+            raise FxrematError("reduce says how sums over slices are added up; it goes with slices=True")
 
     def _check_tiers(self) -> None:
         for name in ("offload", "offload_weights"):

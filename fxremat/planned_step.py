@@ -19,6 +19,7 @@ from fxremat.linearize.chain_of import chain_of
 from fxremat.passes.lower import Handles, lower
 from fxremat.search.candidate import Candidate, Frontier
 from fxremat.search.lower_bound import lower_bound
+from fxremat.slices.rewrite import SlicedRegion
 from fxremat.step.costs import Costs, Link, apart
 from fxremat.step.joint import Joint
 from fxremat.step.liveness import Memory, live_bytes
@@ -61,6 +62,8 @@ class PlannedStep:
     weights: WeightBudget | None = None  # where the step updates its weights, and the budget covers them
     sizes: SymbolicSizes | None = None  # those of the inputs that may change; None: all are fixed
     another: Callable[[int | str], Any] | None = None  # makes the plan for another budget
+    slices: tuple[SlicedRegion, ...] = ()  # regions that run in slices
+    not_sliced: tuple[str, ...] = ()  # why ops that need much are whole, where slices were asked for
     assumed: str = ""  # what was taken for granted of a device that the step was not captured on
 
     @property

@@ -33,18 +33,20 @@ from fxremat.errors import BudgetTooSmall, FxrematError
 from fxremat.host.default import default_tier
 from fxremat.host.tier import HostTier
 from fxremat.ops.parameters import Weights
-from fxremat.options import Options
+from fxremat.options import MANY_SLICES, Options
 from fxremat.passes.lower import Handles
 from fxremat.planned_step import WeightBudget
 from fxremat.plans import Plan
 from fxremat.progress import bars, planning
-from fxremat.search.candidate import Candidate, Frontier
+from fxremat.search.candidate import Candidate, Frontier, unbeaten
 from fxremat.search.executions import keep_all_peak
 from fxremat.search.floor import floor_of
 from fxremat.search.frontier_cache import NO_GRAPH, FrontierCache
 from fxremat.search.refine import Ladder
 from fxremat.search.replan import is_near, judged_again
 from fxremat.search.survey import order_for_measuring, survey
+from fxremat.slices.rewrite import SlicedJoint
+from fxremat.slices.variants import least_of_all, variants
 from fxremat.step.collectives import is_collective
 from fxremat.step.costs import Costs, Link, device_of
 from fxremat.step.joint import Joint
@@ -55,6 +57,8 @@ from fxremat.transfers.weight_updates import best_within, resident_peak
 from fxremat.units import Auto, Percent
 
 NEAREST = 3  # plans whose candidates are judged at other sizes
+NOTED = 1.02  # times the least budget by estimate, which a note tells
+WORTH_A_NOTE = 0.9  # of the least budget of whole ops
 NO_TIME = 1.01  # times what keeping everything takes: whatever is searched for gains less
 
 Choice = Callable[[Sequence[Candidate]], Candidate]  # of candidates that fit, fastest first
@@ -93,13 +97,151 @@ def plan_step(step: CapturedStep, options: Options) -> Plan:
     shown = options.progress and step.ranks.rank == step.ranks.ranks[0]
     options = _with_least_free(step, options)
     with bars(shown=shown), planning(_what(step, options)) as planned:
-        costs = _cost_model(step, options)
-        frontier, budget = _frontier(step, costs, options)
-        frontier, costs = _calibrated(frontier, costs, budget, step, options)
-        plan = step.ranks.together("planning", partial(_chosen, frontier, costs, budget, step, options))
+        plan = _best_in_slices(step, options) if options.slices else _best_of_whole_ops(step, options)
         _check_equal(plan, step.ranks)
         planned(plan.headline)
     return _with_others(plan, step, options)
+
+
+def _best_of_whole_ops(step: CapturedStep, options: Options) -> Plan:
+    """The plan of a step none of whose ops runs in slices."""
+    searched = _search(step, options)
+    try:
+        return _finished(searched, options)
+    except BudgetTooSmall as error:
+        if error.note or len(step.ranks.ranks) > 1:
+            raise
+        raise error.explained(note=_what_slices_buy(searched, error, options)) from None
+
+
+def _best_in_slices(step: CapturedStep, options: Options) -> Plan:
+    """The fastest plan that fits, of the step as it is and of it with regions in slices.
+
+    Raises `BudgetTooSmall` with the least budget of them all.
+    """
+    if communicates(step.joint):
+        raise FxrematError(
+            "slices do not go with communication between ranks inside the step: leave slices out, or average "
+            "gradients outside of it with DistributedDataParallel around the compiled model"
+        )
+    quick = replace(options, effort=0.0)
+    whole = _search(step, quick)
+    known = [whole]
+    mem = whole.bytes_for(options)
+    if not whole.fits_without_more(mem):
+        for found in variants(step.joint, mem, most=options.most_slices, reduce=options.reduce):
+            searched = _search(replace(step, joint=found.joint), replace(quick, mem=mem), found)
+            known.append(searched)
+            if searched.fits_without_more(mem):
+                break
+    return _fastest(known, mem, options)
+
+
+def _fastest(known: Sequence[_Searched], mem: int, options: Options) -> Plan:
+    """The plan of the fastest searched step within `mem` bytes, which tells of all of them."""
+    whole, *_ = known
+    least = math.inf
+    for searched in sorted(known, key=lambda searched: searched.seconds_within(mem)):
+        searched = _search(searched.step, replace(options, mem=mem), searched.sliced)
+        try:
+            plan = _finished(searched, replace(options, mem=mem))
+        except BudgetTooSmall as error:
+            if error.minimum < least:
+                least, too_small = error.minimum, error
+            continue
+        return _telling_of_all(plan, known, options)
+    everything = whole.everything(options)
+    raise _in_the_users_terms(too_small, everything, options)
+
+
+def _telling_of_all(plan: Plan, known: Sequence[_Searched], options: Options) -> Plan:
+    """The plan, whose alternatives are those of all ways to slice the step, and whose whole is that of no slices."""
+    whole, *_ = known
+    factor = plan.keep_all_time / max(1e-12, _own(plan, known).frontier.keep_all.time)
+    others = [c for searched in known for c in searched.frontier.scaled(factor).candidates]
+    every = (*plan.alternatives.candidates, *others)
+    merged = Frontier(keep_all=whole.frontier.scaled(factor).keep_all, candidates=tuple(unbeaten(every)))
+    mine = _own(plan, known).sliced
+    blocked = (known[-1].sliced or mine).blocked if mine or known[-1].sliced else ()
+    weights = plan.weights
+    if weights:
+        weights = replace(weights, keep_all_peak=whole.everything(options))
+    return replace(
+        plan,
+        alternatives=merged,
+        slices=mine.regions if mine else (),
+        not_sliced=blocked,
+        weights=weights,
+    )
+
+
+def _own(plan: Plan, known: Sequence[_Searched]) -> _Searched:
+    return next(searched for searched in known if searched.step.joint is plan.joint)
+
+
+def _what_slices_buy(searched: _Searched, error: BudgetTooSmall, options: Options) -> str:
+    """A note on the least budget with regions in slices, by estimate; "" where they do not help."""
+    joint = searched.step.joint
+    found = least_of_all(joint, most=MANY_SLICES, reduce=None)
+    if not found.regions:
+        return ""
+    device = Device.named(device_of(joint).type) if options.device is None else Device.named(options.device)
+    costs = _with_loss(estimate(found.joint, device), options)
+    least = int(survey(found.joint, costs, effort=0.0).minimum * NOTED)
+    if least > WORTH_A_NOTE * error.minimum:
+        return ""
+    return (
+        f"with slices=True, {least} bytes or fewer would do: gradients that are sums over the slices are then equal "
+        "up to rounding"
+    )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Searched:
+    """A step with its costs and what memory buys of it, before times are calibrated."""
+
+    step: CapturedStep
+    costs: Costs
+    frontier: Frontier
+    budget: int  # bytes
+    sliced: SlicedJoint | None = None  # where regions of it run in slices
+
+    def everything(self, options: Options) -> int:
+        """Bytes of keeping everything, as percentages refer to them."""
+        if self.step.trained is None:
+            return self.frontier.keep_all.peak
+        costs = with_own_sizes(self.step.joint, self.costs)
+        units = units_of(self.step.joint, self.step.trained.optimizer, costs)
+        return resident_peak(self.frontier.keep_all, units, costs)
+
+    def bytes_for(self, options: Options) -> int:
+        """The budget in bytes."""
+        if isinstance(options.budget, Percent):
+            return int(self.everything(options) * options.budget.of_keep_all / 100)
+        return self.budget
+
+    def seconds_within(self, mem: int) -> float:
+        """Seconds of the fastest candidate that fits; of those with the least memory where none does, and more."""
+        fitting = [c.time for c in self.frontier.candidates if c.peak <= mem]
+        return min(fitting) if fitting else 1e6 + self.frontier.minimum
+
+    def fits_without_more(self, mem: int) -> bool:
+        """Whether hardly anything is run again within these bytes."""
+        return self.seconds_within(mem) <= NO_TIME * self.frontier.keep_all.time
+
+
+def _search(step: CapturedStep, options: Options, sliced: SlicedJoint | None = None) -> _Searched:
+    """Find the costs of a step, and what memory buys."""
+    costs = _cost_model(step, options)
+    frontier, budget = _frontier(step, costs, options)
+    return _Searched(step=step, costs=costs, frontier=frontier, budget=budget, sliced=sliced)
+
+
+def _finished(searched: _Searched, options: Options) -> Plan:
+    """The plan of a searched step, its times calibrated."""
+    step, budget = searched.step, searched.budget
+    frontier, costs = _calibrated(searched.frontier, searched.costs, budget, step, options)
+    return step.ranks.together("planning", partial(_chosen, frontier, costs, budget, step, options))
 
 
 def _chosen(frontier: Frontier, costs: Costs, budget: int, step: CapturedStep, options: Options) -> Plan:

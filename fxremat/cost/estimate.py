@@ -21,6 +21,7 @@ from torch.utils.flop_counter import flop_registry
 
 from fxremat.cost.devices import DEVICES as DEVICES
 from fxremat.cost.devices import Device as Device
+from fxremat.slices.body import Sliced
 from fxremat.step.collectives import groups_of, is_collective
 from fxremat.step.costs import Costs, OpCost, costs_from, device_of
 from fxremat.step.joint import Joint, Op, storage_bytes, tensors_of
@@ -78,17 +79,32 @@ def cost_of(op: Op, joint: Joint, device: Device, *, safe: bool = False) -> OpCo
         safe: for an op that could not be measured among others that were: let its workspace be as large as all that it
             reads and writes, so that the budget holds.
     """
+    if isinstance(op.node.target, Sliced):
+        return _cost_of_slices(op.node.target, device)
     read = sum(_bytes(parent) for parent in op.node.all_input_nodes)
     written = _bytes(op.node)
     if is_collective(op.node):
         return OpCost(_sent(op.node, read, written) / (device.network or device.link) + device.latency, 0)
-    passes = 2 if _packet(op.node) in TWICE else 1
-    moved = passes * read + written
-    rate = _rate(op.node, device) * REACHED
-    seconds = device.launch + max(flops_of(op.node) / rate, moved / (STREAMED * device.bandwidth))
+    seconds = _seconds_of(op.node, device, read, written)
     workspace = _workspace(op.node, device, read, written)
     outputs = _outputs(op.node)
     return OpCost(seconds, max(workspace, read + written + SMALL) if safe else workspace, outputs)
+
+
+def _seconds_of(node: fx.Node, device: Device, read: int, written: int) -> float:
+    passes = 2 if _packet(node) in TWICE else 1
+    rate = _rate(node, device) * REACHED
+    return device.launch + max(flops_of(node) / rate, (passes * read + written) / (STREAMED * device.bandwidth))
+
+
+def _cost_of_slices(target: Sliced, device: Device) -> OpCost:
+    """The cost of a region in slices: as many times a slice's ops, and the workspace of one slice."""
+    seconds, largest = 0.0, 0
+    for node in target.nodes():
+        read, written = sum(_bytes(parent) for parent in node.all_input_nodes), _bytes(node)
+        seconds += _seconds_of(node, device, read, written)
+        largest = max(largest, _workspace(node, device, read, written))
+    return OpCost(target.parts * seconds, target.workspace + largest)
 
 
 def _sent(node: fx.Node, read: int, written: int) -> float:

@@ -49,15 +49,19 @@ def overwrite_gradients(graph: fx.Graph) -> None:
     Only what depends on a tangent is overwritten, and never a tangent itself: autograd may still hold it.
     """
     handed_in = set(tangents_in(graph))
-    late = _depending_on(graph, handed_in)
+    overwrite_among(graph, _depending_on(graph, handed_in) - handed_in)
+
+
+def overwrite_among(graph: fx.Graph, ours: Set[fx.Node]) -> None:
+    """Let ops overwrite what they alone read among these nodes, where the layouts agree. O(nodes)."""
     shown = Counter(storage_of(t) for node in graph.nodes if (t := _tensor(node)) is not None)
     for node in list(graph.nodes):
-        if node not in late or node.target not in METHODS | BACKWARDS:
+        if node.target not in METHODS | BACKWARDS:
             continue
         first, *rest = node.args
-        if _may_take(node, first, late - handed_in, shown):
+        if _may_take(node, first, ours, shown):
             _overwrite(node, (first, *rest))
-        elif node.target in COMMUTE and not node.kwargs and _may_take(node, rest[0], late - handed_in, shown):
+        elif node.target in COMMUTE and not node.kwargs and _may_take(node, rest[0], ours, shown):
             _overwrite(node, (rest[0], first))
             node.meta[SWAPPED] = True
 

@@ -190,7 +190,7 @@ class Backend:
         if graph and not graph.inputs:
             graph = None  # all sizes turned out to be fixed
         if graph and not self.options.resizable:
-            raise NotSymbolic("offloading")
+            raise NotSymbolic("slices" if self.options.slices else "offloading")
         if graph and communicates(joint):
             raise NotSymbolic("communication between ranks")
         joint, trained = self._with_updates(joint)

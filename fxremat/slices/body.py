@@ -1,0 +1,390 @@
+"""A region as one op: a loop over slices, each run by emitted code, which frees what it does not need any more.
+
+    for each slice:    cut the inputs (views), run the body on them:
+        outputs that are cut    are written into their place in a buffer that was made before the loop
+        outputs that are sums   the first slice's is the accumulator; the others' are added to it, by `addmm_` where
+                                they are matrix products
+
+The body is emitted once for each size of a slice, for the first slice and for later ones.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxremat.ops.overwriting import overwrite_where_alike
+from fxremat.passes.in_place import overwrite_among
+from fxremat.slices.emission import emitted
+from fxremat.slices.labels import SUM, WHOLE, Part, place
+from fxremat.step.joint import storage_bytes, tensors_of
+from fxremat.step.overwriting import SWAPPED, overwritten
+from fxremat.torch_private import boxed, storage_of
+
+aten = torch.ops.aten
+HALF = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Region:
+    """What is run in slices, in the nodes of the graph that it is taken from.
+
+    Attributes:
+        inputs: what it reads, and how each is cut.
+        steps: its ops and views, in order.
+        outputs: what others read of it.
+        count: rows of the axis.
+        parts: the number of slices.
+        wide: add sums up in float32 where they are of half precision.
+    """
+
+    inputs: tuple[fx.Node, ...]
+    steps: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+    labels: Mapping[fx.Node, Part | tuple[Part, ...]]
+    count: int
+    parts: int
+    wide: bool = False
+
+    @property
+    def rows(self) -> int:
+        """Rows of a slice; the last may have fewer."""
+        return -(-self.count // self.parts)
+
+    def sums(self) -> list[fx.Node]:
+        """The outputs that are sums over the slices."""
+        return [node for node in self.outputs if self.labels[node] is SUM]
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """How a tensor is cut: along `dim`, after its group of dimensions was flattened."""
+
+    dim: int
+    dims: int
+    each: int
+
+    def prepared(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor with its group as one dimension after ones: a view, or a copy where there is none."""
+        if self.dims == 1:
+            return tensor
+        flat = tensor.flatten(self.dim, self.dim + self.dims - 1)
+        shape = (*flat.shape[: self.dim], *[1] * (self.dims - 1), *flat.shape[self.dim :])
+        return flat.view(shape) if flat.is_contiguous() else flat.unflatten(self.dim, (*[1] * (self.dims - 1), -1))
+
+    def slice(self, prepared: torch.Tensor, first: int, rows: int) -> torch.Tensor:
+        """Rows of a prepared tensor."""
+        return prepared.narrow(self.dim + self.dims - 1, first * self.each, rows * self.each)
+
+
+@dataclass(frozen=True)
+class _Output:
+    """An output as it is made: its whole size, how it is cut, and the type it is added up in."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    part: Part
+    cut: _Cut | None
+    summed_in: torch.dtype
+
+    def bytes_in(self, dtype: torch.dtype) -> int:
+        """Bytes of it in a type."""
+        return math.prod(self.size) * dtype.itemsize
+
+
+class Sliced:
+    """A region as a callable: its inputs in, its outputs as a tuple out.
+
+    Equal regions have equal names, which tell them from others: the code of a slice, the rows, and the parts.
+    """
+
+    def __init__(self, region: Region) -> None:
+        self.count, self.parts, self.rows = region.count, region.parts, region.rows
+        self._body = _Body(region)
+        self._cuts = [self._cut(region, node) for node in region.inputs]
+        self._outputs = [self._output(region, node) for node in region.outputs]
+        self._runs: dict[tuple[int, bool], Any] = {}
+        code = self._body.emit(self.rows, first=False).code
+        known = (code, self.count, self.parts, self._cuts, self._outputs)
+        self.digest = hashlib.sha256(repr(known).encode()).hexdigest()[:16]
+        self.__name__ = "sliced"
+
+    def __str__(self) -> str:
+        return f"sliced {self.digest} in {self.parts}"
+
+    __repr__ = __str__
+
+    def __deepcopy__(self, _: Any) -> Sliced:
+        return self
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sliced) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __call__(self, *inputs: Any) -> tuple[torch.Tensor, ...]:
+        """Run all slices."""
+        prepared = [x if cut is None else cut.prepared(x) for x, cut in zip(inputs, self._cuts, strict=True)]
+        made = [self._buffer(output) for output in self._outputs]
+        buffers = [None if m is None or o.cut is None else o.cut.prepared(m) for m, o in zip(made, self._outputs, strict=True)]
+        for begin in range(0, self.count, self.rows):
+            rows = min(self.rows, self.count - begin)
+            given = [
+                x if cut is None else cut.slice(x, begin, rows) for x, cut in zip(prepared, self._cuts, strict=True)
+            ]
+            for place_, output in enumerate(self._outputs):
+                if output.cut is not None:
+                    given.append(output.cut.slice(buffers[place_], begin, rows))  # type: ignore[arg-type]
+                elif output.part is SUM and begin:
+                    given.append(made[place_])
+            results = iter(self._run(rows, first=not begin)(given))
+            for place_, output in enumerate(self._outputs):
+                if output.cut is None and not begin:
+                    made[place_] = next(results)
+        return tuple(self._finished(m, o) for m, o in zip(made, self._outputs, strict=True))
+
+    def _finished(self, made: torch.Tensor | None, output: _Output) -> torch.Tensor:
+        assert made is not None
+        return made if made.dtype == output.dtype else made.to(output.dtype)
+
+    def _run(self, rows: int, *, first: bool) -> Any:
+        key = (rows, first)
+        if key not in self._runs:
+            self._runs[key] = boxed(self._body.emit(rows, first=first))
+        return self._runs[key]
+
+    @staticmethod
+    def _buffer(output: _Output) -> torch.Tensor | None:
+        if output.cut is None:
+            return None
+        return torch.empty_strided(output.size, output.stride, dtype=output.dtype, device=output.device)
+
+    @staticmethod
+    def _cut(region: Region, node: fx.Node) -> _Cut | None:
+        part = region.labels.get(node, WHOLE)
+        if not isinstance(part, int):
+            return None
+        at = place(node.meta["val"].shape, part, region.count)
+        assert at is not None, f"{node.name} cannot be cut"
+        return _Cut(at.dim, at.dims, at.each)
+
+    @staticmethod
+    def _output(region: Region, node: fx.Node) -> _Output:
+        value: torch.Tensor = node.meta["val"]
+        part = region.labels[node]
+        assert not isinstance(part, tuple)
+        wide = part is SUM and region.wide and value.dtype in HALF
+        size, stride = tuple(value.shape), tuple(value.stride())
+        cut = Sliced._cut(region, node)
+        if cut is not None and not _views_as_one(value, cut):
+            stride = tuple(torch.empty(size, device="meta").stride())
+        return _Output(
+            size, stride, value.dtype, value.device, part, cut, torch.float32 if wide else value.dtype
+        )
+
+    @cached_property
+    def workspace(self) -> int:
+        """Bytes that it takes at its worst moment, beyond the region's inputs and outputs."""
+        wide = sum(o.bytes_in(o.summed_in) for o in self._outputs if o.dtype != o.summed_in)
+        narrow = sum(o.bytes_in(o.dtype) for o in self._outputs if o.dtype != o.summed_in)
+        sums = sum(o.bytes_in(o.summed_in) for o in self._outputs if o.part is SUM)
+        first = self._body.peak(self.rows, first=True) - sums
+        later = self._body.peak(self.rows, first=False) if self.parts > 1 else 0
+        return max(0, max(first, later) + wide - narrow, wide)
+
+    def nodes(self) -> list[fx.Node]:
+        """The ops of a slice, with fake values."""
+        return [node for node in self._body.emit(self.rows, first=True).graph.nodes if node.op == "call_function"]
+
+
+def _views_as_one(value: torch.Tensor, cut: _Cut) -> bool:
+    """Whether a tensor of this layout fills its storage, and its group is one dimension of it."""
+    dense = storage_bytes(value) == value.numel() * value.element_size() and value.storage_offset() == 0
+    inside = range(cut.dim, cut.dim + cut.dims - 1)
+    return dense and all(value.stride(d) == value.stride(d + 1) * value.size(d + 1) for d in inside)
+
+
+class _Body:
+    """The code of one slice. Holds copies of the region's nodes: the graph that they are from may change."""
+
+    def __init__(self, region: Region) -> None:
+        graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+        for number, node in enumerate(region.inputs):
+            copies[node] = graph.placeholder(f"in_{number}")
+            copies[node].meta = {"val": node.meta["val"]}
+        for node in region.steps:
+            copies[node] = graph.create_node(
+                "call_function", node.target, *fx.node.map_arg((node.args, node.kwargs), copies.__getitem__)
+            )
+            copies[node].meta = {"val": node.meta["val"]}
+        self._graph = graph
+        self._inputs = [copies[node] for node in region.inputs]
+        self._steps = [copies[node] for node in region.steps]
+        self._outputs = [copies[node] for node in region.outputs]
+        self._labels = {copies[node]: region.labels[node] for node in copies if node in region.labels}
+        self._count, self._wide = region.count, region.wide
+
+    def emit(self, rows: int, *, first: bool) -> fx.GraphModule:
+        """The code for a slice: (*inputs, *places of outputs that are cut, *accumulators) -> outputs that are new."""
+        graph, made = fx.Graph(), dict[fx.Node, fx.Node]()
+        mode = next(n.meta["val"].fake_mode for n in self._inputs if isinstance(n.meta["val"], torch.Tensor))
+        with mode:
+            for node in self._inputs:
+                made[node] = self._placeholder(graph, node.name, self._cut_fake(node, rows))
+            targets = [self._given(graph, node, number, rows, first) for number, node in enumerate(self._outputs)]
+            for node in self._steps:
+                target, args, kwargs = emitted(node, made.__getitem__, self._labels, self._count, rows)
+                made[node] = _call(graph, target, args, kwargs)
+                if target is aten.reshape.default:
+                    made[node] = _as_shown(graph, made[node])
+            inner = {made[node] for node in self._steps} - {made[node] for node in self._outputs}
+            results = [
+                self._result(graph, made[node], self._labels[node], target)
+                for node, target in zip(self._outputs, targets, strict=True)
+            ]
+        graph.output(tuple(result for result in results if result is not None))
+        overwrite_among(graph, inner)
+        _looking_at_layouts(graph)
+        graph.eliminate_dead_code(is_impure_node=_writes)
+        _last_uses_first(graph)
+        graph.lint()
+        return fx.GraphModule(torch.nn.Module(), graph, "Slice")
+
+    def peak(self, rows: int, *, first: bool) -> int:
+        """Bytes alive at the worst moment, inputs and accumulators apart."""
+        graph = self.emit(rows, first=first).graph
+        return _peak(graph)
+
+    def _cut_fake(self, node: fx.Node, rows: int) -> Any:
+        value, part = node.meta["val"], self._labels.get(node, WHOLE)
+        if not isinstance(part, int):
+            return value
+        at = place(value.shape, part, self._count)
+        assert at is not None
+        cut = _Cut(at.dim, at.dims, at.each)
+        return cut.slice(cut.prepared(value), 0, rows)
+
+    def _given(self, graph: fx.Graph, node: fx.Node, number: int, rows: int, first: bool) -> fx.Node | None:
+        """The place where an output is to be written, or the accumulator that it is added to."""
+        part, value = self._labels[node], node.meta["val"]
+        if isinstance(part, int):
+            return self._placeholder(graph, f"out_{number}", self._cut_fake(node, rows))
+        if part is SUM and not first:
+            return self._placeholder(graph, f"sum_{number}", value.to(self._summed_in(value)))
+        return None
+
+    def _placeholder(self, graph: fx.Graph, name: str, value: Any) -> fx.Node:
+        node = graph.placeholder(name)
+        node.meta = {"val": value}
+        return node
+
+    def _summed_in(self, value: torch.Tensor) -> torch.dtype:
+        return torch.float32 if self._wide and value.dtype in HALF else value.dtype
+
+    def _result(self, graph: fx.Graph, node: fx.Node, part: Any, target: fx.Node | None) -> fx.Node | None:
+        """Write an output into its place, or add it to its accumulator; else it is returned."""
+        value = node.meta["val"]
+        if isinstance(part, int):
+            assert target is not None
+            _call(graph, aten.copy_.default, (target, node), {})
+            return None
+        if part is not SUM:
+            return node if target is None else None
+        if target is None:
+            wide = self._summed_in(value)
+            return node if wide == value.dtype else _call(graph, aten._to_copy.default, (node,), {"dtype": wide})
+        if node.target is aten.mm.default and len(node.users) == 0 and self._summed_in(value) == value.dtype:
+            _call(graph, aten.addmm_.default, (target, *node.args), {})
+            graph.erase_node(node)
+        else:
+            _call(graph, aten.add_.Tensor, (target, node), {})
+        return None
+
+
+def _call(graph: fx.Graph, target: Any, args: Any, kwargs: Any) -> fx.Node:
+    """A new node with its fake value."""
+    node = graph.call_function(target, tuple(args), dict(kwargs))
+    shown, options = fx.node.map_arg((tuple(args), dict(kwargs)), lambda parent: parent.meta["val"])
+    node.meta["val"] = target(*shown, **options)
+    return node
+
+
+def _as_shown(graph: fx.Graph, view: fx.Node) -> fx.Node:
+    """A reshape that copies in any case where it does so with fake tensors: what is overwritten is no input then."""
+    source = view.args[0]
+    assert isinstance(source, fx.Node)
+    if storage_of(view.meta["val"]) == storage_of(source.meta["val"]):
+        return view
+    copy = _call(graph, aten.clone.default, (source,), {"memory_format": torch.contiguous_format})
+    again = _call(graph, aten.reshape.default, (copy, view.args[1]), {})
+    graph.erase_node(view)
+    return again
+
+
+def _looking_at_layouts(graph: fx.Graph) -> None:
+    """Let ops that overwrite an operand look first whether its real layout is that of their result."""
+    for node in graph.nodes:
+        if (operand := overwritten(node)) is not None and operand.op != "placeholder":
+            node.args = (node.target, bool(node.meta.get(SWAPPED)), *node.args)
+            node.target = overwrite_where_alike
+
+
+def _writes(node: fx.Node) -> bool:
+    """Whether a node of a slice's code has an effect on what it is given."""
+    effects = (aten.copy_.default, aten.add_.Tensor, aten.addmm_.default, overwrite_where_alike)
+    return node.op in ("placeholder", "output") or node.target in effects
+
+
+def _last_uses_first(graph: fx.Graph) -> None:
+    """Move each write of an output right behind what it writes, so that this is freed early."""
+    for node in list(graph.nodes):
+        if node.target in (aten.copy_.default, aten.add_.Tensor) and node.args[0].op == "placeholder":
+            source = node.args[1]
+            if isinstance(source, fx.Node) and source.op == "call_function":
+                source.append(node)
+        elif node.target is aten.addmm_.default:
+            last = max((a for a in node.args[1:] if isinstance(a, fx.Node)), key=list(graph.nodes).index)
+            if last.op == "call_function":
+                last.append(node)
+
+
+def _peak(graph: fx.Graph) -> int:
+    """Bytes of storages that nodes of a graph make, at the worst moment, by their last uses."""
+    nodes = list(graph.nodes)
+    given = {storage_of(t) for n in nodes if n.op == "placeholder" for t in tensors_of(n) if t is not None}
+    last: dict[Any, int] = {}
+    size: dict[Any, int] = {}
+    for number, node in enumerate(nodes):
+        for shown in (node, *node.all_input_nodes):
+            for tensor in tensors_of(shown):
+                if tensor is not None and (key := storage_of(tensor)) not in given:
+                    last[key] = number
+                    size.setdefault(key, storage_bytes(tensor))
+    freed = [0] * len(nodes)
+    for key, number in last.items():
+        freed[number] += size[key]
+    alive = most = 0
+    seen: set[Any] = set()
+    for number, node in enumerate(nodes):
+        made = {storage_of(tensor) for tensor in tensors_of(node) if tensor is not None} - given - seen
+        seen |= made
+        alive += sum(size[key] for key in made)
+        most = max(most, alive)
+        alive -= freed[number]
+    return most
+
+
+def outputs_of_region(node: fx.Node) -> Sequence[fx.Node]:
+    """The nodes that show the outputs of a region that runs in slices."""
+    return [user for user in node.users if user.target is operator.getitem]

@@ -1,0 +1,114 @@
+"""What a region cannot cut as it stands, written out as ops that it can: equal up to rounding.
+
+    nll_loss(x, y), mean     sum(nll_loss(x, y), none) / weight of all targets         added up in float64
+    mean(x)                  sum(x) / number of elements                               added up in float64
+    dropout(x) on a CPU      x * mask / (1 - p); the mask is drawn whole, by itself    the numbers that dropout draws
+
+The weight of the targets is then known before any slice has run.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxremat.passes.dropout import rounded
+from fxremat.slices.rules import argument, shape_of
+
+aten = torch.ops.aten
+MEAN, ADDED = 1, 2  # reductions of a loss, as aten numbers them
+
+
+def make_explicit(graph: fx.Graph) -> None:
+    """Write out losses, means and dropouts of a joint graph. O(nodes)."""
+    for node in list(graph.nodes):
+        if node.target in (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default):
+            _loss_by_rows(node)
+        elif node.target is aten.mean.default and node.meta["val"].dtype.is_floating_point:
+            _mean(node)
+        elif node.target is aten.native_dropout.default:
+            _mask_by_itself(node)
+    graph.eliminate_dead_code()
+
+
+class _Before:
+    """Writes nodes before another one, as a part of what that stands for."""
+
+    def __init__(self, node: fx.Node, mode: Any) -> None:
+        self.node, self.mode = node, mode
+
+    def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        with self.node.graph.inserting_before(self.node):
+            made = self.node.graph.call_function(target, args, kwargs)
+        shown, options = fx.node.map_arg((args, kwargs), lambda parent: parent.meta["val"])
+        with self.mode:
+            made.meta = dict(self.node.meta) | {"val": target(*shown, **options)}
+        return made
+
+
+def _shown(node: fx.Node) -> torch.Tensor:
+    value: torch.Tensor = node.meta["val"]
+    return value
+
+
+def _loss_by_rows(node: fx.Node) -> None:
+    x, target, weight, reduction, ignored = (
+        argument(node, name) for name in ("self", "target", "weight", "reduction", "ignore_index")
+    )
+    if reduction not in (MEAN, ADDED) or len(shape_of(x)) < 2:
+        return
+    dtype = _shown(x).dtype
+    write = _Before(node, _shown(x).fake_mode)  # type: ignore[attr-defined]
+    rows = write(node.target, x, target, weight, 0, ignored)
+    losses = write(operator.getitem, rows, 0)
+    total = _weight_of(write, target, weight, ignored)
+    result = write(aten.sum.default, losses, dtype=torch.float64)
+    if reduction == MEAN:
+        result = write(aten.div.Tensor, result, total)
+    outputs = (write(aten._to_copy.default, result, dtype=dtype), write(aten._to_copy.default, total, dtype=dtype))
+    for item in list(node.users):
+        item.replace_all_uses_with(outputs[item.args[1]])  # type: ignore[index]
+        node.graph.erase_node(item)
+    node.graph.erase_node(node)
+
+
+def _weight_of(write: _Before, target: fx.Node, weight: fx.Node | None, ignored: int) -> fx.Node:
+    """The sum of the targets' weights, in float64."""
+    seen = write(aten.ne.Scalar, target, ignored)
+    if weight is None:
+        return write(aten.sum.default, seen, dtype=torch.float64)
+    zero = write(aten.full.default, [], 0, dtype=torch.int64, device=_shown(target).device)
+    known = write(aten.where.self, seen, target, zero)
+    each = write(aten.mul.Tensor, write(aten.index.Tensor, weight, [known]), seen)
+    return write(aten.sum.default, each, dtype=torch.float64)
+
+
+def _mean(node: fx.Node) -> None:
+    (x,) = node.all_input_nodes
+    if _shown(x).dim() < 2 or not _shown(x).dtype.is_floating_point:
+        return
+    write = _Before(node, _shown(x).fake_mode)  # type: ignore[attr-defined]
+    result = write(aten.sum.default, x, dtype=torch.float64)
+    result = write(aten.div.Tensor, result, _shown(x).numel())
+    node.replace_all_uses_with(write(aten._to_copy.default, result, dtype=_shown(node).dtype))
+    node.graph.erase_node(node)
+
+
+def _mask_by_itself(node: fx.Node) -> None:
+    x, p, training = node.args
+    assert isinstance(x, fx.Node)
+    value = _shown(x)
+    if not training or value.device.type != "cpu" or not isinstance(p, float) or not 0 < p < 1:
+        return
+    write = _Before(node, value.fake_mode)  # type: ignore[attr-defined]
+    like = torch.empty_like(value).stride()
+    empty = write(aten.empty_strided.default, list(value.shape), list(like), dtype=torch.bool, device=value.device)
+    mask = write(aten.bernoulli.p, empty, 1 - p)
+    product = write(aten.native_dropout_backward.default, x, mask, rounded(1 - p, value.dtype))
+    for item in list(node.users):
+        item.replace_all_uses_with(mask if item.args[1] else product)
+        node.graph.erase_node(item)
+    node.graph.erase_node(node)

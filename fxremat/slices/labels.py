@@ -1,0 +1,80 @@
+"""Which part of a tensor a slice of a region is.
+
+A region runs in slices of one axis of `count` rows. In each tensor that is cut, the axis is a group of neighbouring
+dimensions, flattened: `count` times some elements of it, after dimensions whose product is `outer`.
+
+    [B, T, V]    B * T rows    outer 1, dims 0..1, each 1          the logits of tokens
+    [B * T, V]   B rows        outer 1, dims 0..0, each T          the same of whole sequences
+    [B, H, T, T] T rows        outer B * H, dims 2..2, each 1      rows of attention scores
+
+`outer` alone says which axis it is: a reshape that keeps the order of elements keeps `outer` and `count`. In a slice,
+a group is its last dimension with the slice's rows, after ones: the rank stays, and so do the numbers of the other
+dimensions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Mark(Enum):
+    """What a tensor is where it is not cut."""
+
+    WHOLE = "whole"  # equal in all slices
+    SUM = "sum"  # each slice makes a summand of it
+
+
+WHOLE, SUM = Mark.WHOLE, Mark.SUM
+Part = int | Mark  # the `outer` of a tensor that is cut, or what else it is
+
+
+@dataclass(frozen=True)
+class Place:
+    """The dimensions of a tensor that the axis is: `dims` of them from `dim` on, `each` elements to a row."""
+
+    dim: int
+    dims: int
+    each: int
+
+    @property
+    def end(self) -> int:
+        """The first dimension after the group."""
+        return self.dim + self.dims
+
+    def holds(self, dimension: int) -> bool:
+        """Whether a dimension is one of the group's."""
+        return self.dim <= dimension < self.end
+
+
+def place(shape: Sequence[int], outer: Part, count: int) -> Place | None:
+    """Where the axis is in a tensor of this shape: the fewest dimensions; None where it is not, or is not cut."""
+    if isinstance(outer, Mark):
+        return None
+    before, dim = 1, 0
+    while dim < len(shape) and (before < outer or shape[dim] == 1):
+        before *= shape[dim]
+        dim += 1
+    if before != outer:
+        return None
+    size = 1
+    for end in range(dim, len(shape)):
+        size *= shape[end]
+        if size and size % count == 0:
+            return Place(dim, end - dim + 1, size // count)
+    return None
+
+
+def axes(shape: Sequence[int], count: int) -> Iterator[tuple[int, Place]]:
+    """Every `outer` at which a tensor of this shape may be cut into `count` rows, with its place."""
+    for outer in dict.fromkeys(math.prod(shape[:dim]) for dim in range(len(shape))):
+        found = place(shape, outer, count)
+        if found is not None:
+            yield outer, found
+
+
+def slice_shape(shape: Sequence[int], at: Place, rows: int) -> list[int]:
+    """The shape of a slice of so many rows."""
+    return [*shape[: at.dim], *[1] * (at.dims - 1), rows * at.each, *shape[at.end :]]

@@ -1,0 +1,245 @@
+"""The region around an op that needs too much: which ops run in slices together, and along which axis.
+
+    seed     the largest value that the op reads or writes
+    axes     of the seed: as many rows as there are tokens first, then whole sequences, then other dimensions
+    grow     every producer and reader of a value that is cut and large joins; the first way of it (`rules`) that agrees
+             with what is known of its inputs and outputs says how these are cut
+
+What crosses the border of a region is small, whole in all slices, or a sum over them by construction; what its forward
+returns may be large, and is then put together from its slices. A large value that an op without a way reads is the
+reason why there is no region, and is told.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from fxremat.slices.labels import SUM, WHOLE, Part, axes
+from fxremat.slices.rules import Way, shape_of, tensor_inputs, ways, why_not
+from fxremat.slices.values import Values
+from fxremat.step.joint import is_random
+
+LARGE = (0.25, 0.125, 0.5)  # of the seed's bytes: what counts as large, in the order in which it is tried
+
+Label = Part | tuple[Part, ...]
+
+
+class Blocked(Exception):
+    """No region along this axis; says which op is in the way."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Found:
+    """Ops that run in slices together."""
+
+    count: int  # rows of the axis
+    ops: tuple[fx.Node, ...]
+    labels: dict[fx.Node, Label]
+    large: frozenset[fx.Node]  # values of which no more than a slice is there at a time
+    seed: fx.Node
+
+
+def find(values: Values, op: fx.Node) -> Iterator[Found]:
+    """Regions around an op, the finest axis first. Raises `Blocked` where there is none, with the first reason."""
+    reasons: list[str] = []
+    found = 0
+    seed = max(
+        (v for v in {*values.read_by(op), *values.made_by(op)} if v.op == "call_function"),
+        key=lambda value: (values.bytes(value), -values.place[value]),
+    )
+    for outer, count in _axes_of(values, seed):
+        for share in LARGE:
+            try:
+                grown = _Growing(values, seed, outer, count, share * values.bytes(seed)).run()
+            except Blocked as reason:
+                reasons.append(str(reason))
+                continue
+            found += 1
+            yield grown
+            break
+    if not found:
+        raise Blocked(next(iter(dict.fromkeys(reasons)), f"{op.name} has no axis to cut along"))
+
+
+def _axes_of(values: Values, seed: fx.Node) -> Iterator[tuple[int, int]]:
+    """The axes of a value in whatever shape it is looked at: (elements before it, rows)."""
+    numel = seed.meta["val"].numel()
+    found: dict[tuple[int, int], None] = {}
+    for node in values.showing(seed):
+        if not isinstance(node.meta.get("val"), torch.Tensor) or node.meta["val"].numel() != numel:
+            continue
+        shape = shape_of(node)
+        for dim in range(len(shape)):
+            for end in range(len(shape) - 1, dim, -1):
+                if 1 < (count := math.prod(shape[dim:end])) < numel:
+                    found[math.prod(shape[:dim]), count] = None
+    return iter(sorted(found, key=lambda axis: (axis[0], -axis[1])))
+
+
+@dataclass
+class _Growing:
+    """A region on its way."""
+
+    values: Values
+    seed: fx.Node
+    outer: int
+    count: int
+    large_from: float  # bytes
+    labels: dict[fx.Node, Label] = field(default_factory=dict)
+    ops: dict[fx.Node, Way] = field(default_factory=dict)
+
+    def run(self) -> Found:
+        """Let the region grow from its seed. Raises `Blocked`."""
+        values = self.values
+        if not any(outer == self.outer for outer, _ in axes(shape_of(self.seed), self.count)):
+            raise Blocked(f"{self.seed.name} has no such axis")
+        self._put(self.seed, self.outer)
+        large, queue = {self.seed}, deque([self.seed])
+        while queue:
+            value = queue.popleft()
+            around = [values.producer(value)] if value.op == "call_function" else []
+            for op in [*around, *values.readers(value)]:
+                if op in self.ops or op.op == "output":
+                    continue
+                self._join(op)
+                for other in [*values.read_by(op), *values.made_by(op)]:
+                    if other not in large and self._is_large(other):
+                        large.add(other)
+                        queue.append(other)
+        self._check_sums(large)
+        for node in values.nodes:  # views between ops of the region
+            if values.is_view(node):
+                self._try_view(node)
+        self._check_views()
+        ops = tuple(sorted(self.ops, key=values.place.__getitem__))
+        return Found(count=self.count, ops=ops, labels=self.labels, large=frozenset(large), seed=self.seed)
+
+    def _is_large(self, value: fx.Node) -> bool:
+        return (
+            value.op == "call_function"
+            and not is_random(self.values.producer(value))
+            and isinstance(self.labels.get(value), int)
+            and self.values.bytes(value) >= self.large_from
+        )
+
+    def _join(self, op: fx.Node) -> None:
+        """Take an op in, in the first of its ways that agrees with what is known."""
+        for way in ways(op, self.count):
+            made = self.values.made_by(op)
+            parts = {value: way.writes[_position(value, op)] for value in made}
+            if not self._agrees(way, parts):
+                continue
+            for parent, part in way.reads.items():
+                self._put(parent, part)
+            for value, part in parts.items():
+                self._put(value, part)
+            self.ops[op] = way
+            return
+        raise Blocked(why_not(op))
+
+    def _agrees(self, way: Way, parts: dict[fx.Node, Part]) -> bool:
+        known = [(self._see(parent), part) for parent, part in way.reads.items()]
+        known += [(self.labels.get(value), part) for value, part in parts.items()]
+        return all(_fits(old, new) for old, new in known) and any(isinstance(old, int) for old, _ in known)
+
+    def _put(self, node: fx.Node, part: Part) -> None:
+        """Note how a node is cut, and what it is a view of."""
+        old = self.labels.get(node)
+        if old is not None:
+            if not _fits(old, part):
+                raise Blocked(f"{node.name} is read along two axes")
+            if old is WHOLE:
+                self.labels[node] = part
+            return
+        self.labels[node] = part
+        if not self.values.is_view(node):
+            return
+        parent, above = self._above(node, part)
+        if above is not None:
+            self._put(parent, above)
+
+    def _above(self, view: fx.Node, part: Part) -> tuple[fx.Node, Part | None]:
+        """What a view was taken from, and how that is cut; None where it is an input as the view shows it."""
+        parent = tensor_inputs(view)[0] if tensor_inputs(view) else view.all_input_nodes[0]
+        if part is WHOLE or part is SUM:
+            return parent, WHOLE if part is WHOLE else None
+        if not isinstance(view.meta.get("val"), torch.Tensor) or not isinstance(parent.meta.get("val"), torch.Tensor):
+            return parent, None
+        found = [way.reads[parent] for way in ways(view, self.count) if way.writes[0] == part]
+        return parent, found[0] if found else None
+
+    def _see(self, node: fx.Node) -> Label | None:
+        """How a node is cut, from what it is a view of where that is known; None where nothing is."""
+        if node in self.labels or not self.values.is_view(node):
+            return self.labels.get(node)
+        self._try_view(node)
+        return self.labels.get(node)
+
+    def _try_view(self, node: fx.Node) -> None:
+        """Note how a view is cut, where it follows from its parent."""
+        if node in self.labels:
+            return
+        parent = node.all_input_nodes[0]
+        above = self._see(parent)
+        if above is None:
+            return
+        if isinstance(above, tuple):
+            self.labels[node] = above[_position(node, parent)]
+        elif above is WHOLE or above is SUM:
+            self.labels[node] = WHOLE
+        else:
+            found = [way.writes for way in ways(node, self.count) if way.reads.get(parent) == above]
+            if found:
+                several = not isinstance(node.meta.get("val"), torch.Tensor)
+                self.labels[node] = found[0] if several else found[0][0]
+
+    def _check_sums(self, large: set[fx.Node]) -> None:
+        """Raise `Blocked` where a sum is read before all slices have run."""
+        for op in self.ops:
+            for value in self.values.read_by(op):
+                if self.labels.get(value) is not SUM or self.values.producer(value) not in self.ops:
+                    continue
+                earlier = self.values.producer(value) not in self.values.late and op in self.values.late
+                if value in large or not earlier:
+                    raise Blocked(f"{op.name} reads {value.name}, which is a sum over the slices")
+
+
+    def _check_views(self) -> None:
+        """Raise `Blocked` where a value of the region is looked at in a way that does not follow from how it is cut."""
+        for op in self.ops:
+            for node in op.all_input_nodes:
+                base = self.values.base(node)
+                if self.values.producer(base) not in self.ops or not self.values.is_view(node):
+                    continue
+                while self.values.is_view(node):
+                    parent, part = node.all_input_nodes[0], self.labels.get(node)
+                    if isinstance(self.labels.get(parent), int) and not self._follows(node, parent, part):
+                        raise Blocked(f"{node.name} shows {base.name} along another axis")
+                    node = parent
+
+    def _follows(self, view: fx.Node, parent: fx.Node, part: Label | None) -> bool:
+        above = self.labels.get(parent)
+        made = [way.writes for way in ways(view, self.count) if way.reads.get(parent) == above]
+        return any(part in (writes, writes[0]) for writes in made)
+
+
+def _fits(old: Label | None, new: Part) -> bool:
+    """Whether two parts of a node agree: a sum is read as a whole, once all slices have run."""
+    if old is None or old == new:
+        return True
+    return (old is SUM and new is WHOLE) or (old is WHOLE and new is SUM)
+
+
+def _position(value: fx.Node, op: fx.Node) -> int:
+    """Which output of an op a value is."""
+    if value is op:
+        return 0
+    position = value.args[1]
+    assert isinstance(position, int)
+    return position

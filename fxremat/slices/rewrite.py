@@ -1,0 +1,474 @@
+"""A joint graph in which regions run in slices: `Joint -> Joint`, before anything is planned.
+
+    made again    forward op (cut inputs)            -> losses, sums, small results
+                  backward op (the same, gradients)  -> gradients, cut and put together, and sums; it makes the slice's
+                                                        forward again
+    inside        one forward op                      -> all of these, for a gradient of the loss of 1; the backward
+                                                        multiplies by the real one
+
+The second does no op twice, and is possible where the only gradient that comes in is that of the loss, which is one
+number; half-precision floats of loss scaling would lose bits, so that float16 gradients are never made so.
+
+Regions are looked for around the op that needs most, then the next, until none needs more than a target.
+"""
+
+from __future__ import annotations
+
+import heapq
+import operator
+from collections.abc import Iterable, Sequence, Set
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxremat.passes.in_place import overwrite_gradients, restore
+from fxremat.slices.body import Region, Sliced
+from fxremat.slices.explicit import make_explicit
+from fxremat.slices.labels import SUM
+from fxremat.slices.region import Blocked, Found, find
+from fxremat.slices.values import Values
+from fxremat.step.joint import Joint, read_joint, storage_bytes, tensors_of, with_updates_inside
+from fxremat.step.overwriting import overwritten
+from fxremat.torch_private import storage_of
+
+aten = torch.ops.aten
+
+LEAST_ROWS = 32  # of a slice, where a row is one of more than MANY
+MANY = 256
+MOST_REGIONS = 200
+TRIED = 6  # ops without a region, after which no more are looked for
+LONG_BLOCKED = 3  # reasons that are told
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlicedRegion:
+    """What runs in slices, for people.
+
+    Attributes:
+        parts: number of slices.
+        rows: rows of a slice.
+        inside: gradients are made in the forward.
+        ops: names of the ops of the joint graph that run in slices.
+        seed: the node whose value was too large.
+        sums: results that are sums over the slices.
+        wide: those of half precision are added up in float32.
+    """
+
+    parts: int
+    rows: int
+    inside: bool
+    ops: tuple[str, ...]
+    seed: fx.Node
+    sums: int
+    wide: bool
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SlicedJoint:
+    """A joint graph some of whose regions run in slices."""
+
+    joint: Joint
+    regions: tuple[SlicedRegion, ...]
+    blocked: tuple[str, ...]  # why ops that need much are whole
+    floor: int  # bytes that the largest op which is whole needs
+
+
+def sliced(joint: Joint, target: int, *, most: int = 1 << 30, inside: bool = False, wide: bool = False) -> SlicedJoint:
+    """Cut regions until no op needs more than `target` bytes, as far as that goes. The given graph is not changed.
+
+    Args:
+        target: bytes that an op may read and write, parameters apart.
+        most: slices of a region at most.
+        inside: make gradients in the forward where that is possible.
+        wide: add up sums of half precision in float32.
+    """
+    return _Slicing(joint, target, most, inside=inside, wide=wide).run()
+
+
+def largest_need(joint: Joint) -> int:
+    """Bytes that the op with the most needs, parameters and inputs apart."""
+    values = Values(joint)
+    return max((values.need(op.node) for op in joint.ops), default=0)
+
+
+class _Slicing:
+    def __init__(self, joint: Joint, target: int, most: int, *, inside: bool, wide: bool) -> None:
+        self.given, self.target, self.most = joint, target, most
+        self.inside, self.wide = inside, wide
+        self.module = _copied(joint)
+        self.outputs = len(joint.forward_outputs)
+        self.regions: list[SlicedRegion] = []
+        self.blocked: dict[str, str] = {}  # op -> reason
+
+    def run(self) -> SlicedJoint:
+        make_explicit(self.module.graph)
+        values = self._values()
+        while len(self.regions) < MOST_REGIONS and len(self.blocked) < TRIED:
+            op = self._largest(values)
+            if op is None:
+                break
+            before = _copy(self.module)
+            try:
+                self._cut(values, op)
+            except Blocked as reason:
+                self.blocked[op.name] = str(reason)
+                self.module = before
+            values = self._values()
+        floor = max((values.need(op) for op in values.ops), default=0)
+        overwrite_gradients(self.module.graph)
+        self.module.graph.eliminate_dead_code()
+        joint = read_joint(self.module, self.outputs)
+        if self.given.updates_of:
+            joint = with_updates_inside(joint, set(self.given.updates_of))
+        blocked = tuple(dict.fromkeys(self.blocked.values()))[:LONG_BLOCKED]
+        return SlicedJoint(joint=joint, regions=tuple(self.regions), blocked=blocked, floor=floor)
+
+    def _values(self) -> Values:
+        return Values(read_joint(self.module, self.outputs))
+
+    def _largest(self, values: Values) -> fx.Node | None:
+        """The op that needs most among those that need more than the target, and may be in a region."""
+        open_ = [op for op in values.ops if op.name not in self.blocked]
+        op = max(open_, key=values.need, default=None)
+        return op if op is not None and values.need(op) > self.target else None
+
+    def _cut(self, values: Values, op: fx.Node) -> None:
+        """Put the best region around an op in the place of its ops. Raises `Blocked`."""
+        reasons: list[str] = []
+        finest: tuple[int, Found, int] | None = None
+        for found in find(values, op):
+            parts = self._parts(values, found)
+            if parts < 2:
+                reasons.append(f"{op.name} has too few rows to cut")
+                continue
+            need = self._need(values, found) // parts
+            if finest is None or need < finest[0]:
+                finest = need, found, parts
+            if need <= self.target:
+                break
+        if finest is None:
+            raise Blocked(reasons[0] if reasons else f"{op.name} cannot be cut")
+        self._replace(values, finest[1], finest[2])
+
+    def _need(self, values: Values, found: Found) -> int:
+        return max(values.need(op) for op in found.ops)
+
+    def _parts(self, values: Values, found: Found) -> int:
+        """The fewest slices, a power of two, with which no op of the region needs more than the target."""
+        least = LEAST_ROWS if found.count > MANY else 1
+        most = min(self.most, found.count // least)
+        need, parts = self._need(values, found), 2
+        while parts * 2 <= most and need > parts * self.target:
+            parts *= 2
+        return min(parts, most)
+
+    def _replace(self, values: Values, found: Found, parts: int) -> None:
+        writer = _Writer(self.module, values, found, parts, wide=self.wide)
+        inside = self.inside and writer.only_loss() is not None
+        nodes = [writer.inside()] if inside else writer.made_again()
+        targets = [node.target for node in nodes if isinstance(node.target, Sliced)]
+        rows = targets[0].rows
+        _sort(self.module.graph)
+        self.module.graph.eliminate_dead_code()
+        _show_again(self.module.graph, {node for node in nodes})
+        self.module.graph.lint()
+        self.regions.append(
+            SlicedRegion(
+                parts=-(-found.count // rows),
+                rows=rows,
+                inside=inside,
+                ops=tuple(op.name for op in found.ops),
+                seed=found.seed,
+                sums=writer.sums,
+                wide=self.wide,
+            )
+        )
+
+
+def _copied(joint: Joint) -> fx.GraphModule:
+    """The module of a joint graph, in which ops make new results again."""
+    module = _copy(joint.module)
+    for node in module.graph.nodes:
+        if overwritten(node) is not None:
+            restore(node)
+    return module
+
+
+def _copy(module: fx.GraphModule) -> fx.GraphModule:
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in module.graph.nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+        copies[node].meta = dict(node.meta)
+    return fx.GraphModule(module, graph)
+
+
+class _Writer:
+    """Writes the ops that stand for a region into its graph."""
+
+    def __init__(
+        self, module: fx.GraphModule, values: Values, found: Found, parts: int, *, wide: bool
+    ) -> None:
+        self.graph, self.values, self.found, self.parts, self.wide = module.graph, values, found, parts, wide
+        self.forward = [op for op in found.ops if op not in values.late]
+        self.backward = [op for op in found.ops if op in values.late]
+        self.sums = 0
+
+    def made_again(self) -> list[fx.Node]:
+        """A forward op and a backward op, which makes the slice's forward again; the new nodes."""
+        again = self._again
+        written = []
+        for mine, others in ((self.forward, set[fx.Node]()), (self.backward, again)):
+            if mine:
+                outputs = [v for op in mine for v in self.values.made_by(op) if self._is_read(v, {*mine, *others})]
+                written.append(self._region({*mine, *others}, outputs, mine[-1]))
+        for node, outputs, items in written:
+            self._take_over(outputs, items)
+        return [node for node, _, _ in written]
+
+    def inside(self) -> fx.Node:
+        """One forward op, whose gradients are multiplied in the backward; the new node."""
+        tangent = self.only_loss()
+        assert tangent is not None
+        run = set(self.found.ops)
+        outputs = [v for op in self.found.ops for v in self.values.made_by(op) if self._is_read(v, run)]
+        place = self.forward[-1] if self.forward else self.backward[0]
+        scaled = _depending_on(self.graph, {tangent})
+        early = self._early(run, tangent, place)
+        node, outputs, items = self._region(run, outputs, place, early)
+        results = []
+        for output, item in zip(outputs, items, strict=True):
+            if output not in scaled:
+                results.append(item)
+                continue
+            with self.graph.inserting_before(output):
+                product = self.graph.call_function(aten.mul.Tensor, (item, tangent))
+            product.meta = dict(output.meta) | {"val": _fresh(output.meta["val"])}
+            results.append(product)
+        self._take_over(outputs, results)
+        return node
+
+    def only_loss(self) -> fx.Node | None:
+        """The gradient of the loss, where all that the region reads of the backward is computed from it alone."""
+        values, run = self.values, set(self.found.ops)
+        made = {value for op in run for value in values.made_by(op)}
+        if any(t is not None and t.dtype == torch.float16 for v in made if v in values.late for t in tensors_of(v)):
+            return None
+        roots = {values.joint.values[value].node for value in values.joint.root_tangents}
+        leaves: set[fx.Node] = set()
+        stack = [a for op in run for a in op.all_input_nodes if a in values.late and values.base(a) not in made]
+        seen: set[fx.Node] = set()
+        while stack:
+            node = stack.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            if node.op == "placeholder":
+                leaves.add(node)
+            elif values.base(node) in made or values.producer(values.base(node)) in run:
+                return None
+            stack += [a for a in node.all_input_nodes if a in values.late]
+            if any(values.base(a) in made for a in node.all_input_nodes):
+                return None  # it depends on a result of the region
+        large = [node for node in seen if values.is_scalar(node) is False and values.base(node) is node and self._is_large(node)]
+        return next(iter(leaves)) if len(leaves) == 1 and leaves <= roots and not large else None
+
+    def _is_large(self, node: fx.Node) -> bool:
+        seed = self.found.seed
+        return 8 * self.values.bytes(node) >= self.values.bytes(seed)
+
+    def _early(self, run: Set[fx.Node], tangent: fx.Node, place: fx.Node) -> dict[fx.Node, fx.Node]:
+        """What the region reads of the backward, copied into the forward, for a gradient of the loss of 1."""
+        values = self.values
+        made = {value for op in run for value in values.made_by(op)}
+        wanted = [a for op in run for a in op.all_input_nodes if a in values.late and values.base(a) not in made]
+        needed, stack = set[fx.Node](), list(wanted)
+        while stack:
+            node = stack.pop()
+            if node not in needed:
+                needed.add(node)
+                stack += [a for a in node.all_input_nodes if a in values.late]
+        copies: dict[fx.Node, fx.Node] = {}
+        shown: torch.Tensor = tangent.meta["val"]
+        tag = place.meta.get("partitioner_tag")
+        for node in sorted(needed, key=values.place.__getitem__):
+            with self.graph.inserting_before(place):
+                if node is tangent:
+                    options = {"dtype": shown.dtype, "device": shown.device}
+                    copies[node] = self.graph.call_function(aten.full.default, (list(shown.shape), 1), options)
+                else:
+                    copies[node] = self.graph.node_copy(node, lambda a: copies.get(a, a))
+            copies[node].meta = dict(node.meta) | {"val": node.meta["val"], "partitioner_tag": tag}
+        copied = list(copies.values())
+        with shown.fake_mode:  # type: ignore[attr-defined]
+            for node in copied:
+                _show(node)
+        return copies
+
+    @cached_property
+    def _again(self) -> set[fx.Node]:
+        """The forward ops that the backward of a slice makes again: those behind large values that are not returned."""
+        values, forward, large = self.values, set(self.forward), self.found.large
+        kept = {values.joint.values[value].node for value in values.joint.kept_outputs}
+        needed: set[fx.Node] = set()
+        stack = [v for op in self.backward for v in values.read_by(op)]
+        while stack:
+            value = stack.pop()
+            op = values.producer(value)
+            if op in forward and op not in needed and value in large and value not in kept:
+                needed.add(op)
+                stack += values.read_by(op)
+        return needed
+
+    def _is_read(self, value: fx.Node, run: Set[fx.Node]) -> bool:
+        """Whether a value is read by something else than these ops, or by the backward as it is."""
+        values = self.values
+        for reader in values.readers(value):
+            if reader in run:
+                continue
+            made_again = (
+                reader in set(self.backward)
+                and value in self.found.large
+                and values.producer(value) in self._again
+            )
+            if not made_again:
+                return True
+        return False
+
+    def _region(
+        self,
+        run: Set[fx.Node],
+        outputs: Sequence[fx.Node],
+        place: fx.Node,
+        early: dict[fx.Node, fx.Node] | None = None,
+    ) -> tuple[fx.Node, Sequence[fx.Node], list[fx.Node]]:
+        """Write an op that runs these ops in slices: the new node, and what shows its outputs."""
+        if not outputs:
+            raise Blocked(f"nothing reads what {place.name} makes")
+        inputs, steps = self._body(run)
+        labels = dict(self.found.labels)
+        for node in steps:
+            if node not in labels and node.op == "call_function" and self.values.is_view(node):
+                if isinstance(labels.get(self.values.base(node)), int):
+                    raise Blocked(f"{node.name} shows what is cut in a way that cannot be")
+        region = Region(
+            inputs=tuple(inputs),
+            steps=tuple(steps),
+            outputs=tuple(outputs),
+            labels=labels,
+            count=self.found.count,
+            parts=self.parts,
+            wide=self.wide,
+        )
+        try:
+            target = Sliced(region)
+        except (RuntimeError, ValueError, AssertionError) as error:
+            raise Blocked(f"{place.name} cannot be cut: {str(error).splitlines()[0]}") from None
+        self.sums += sum(labels[v] is SUM for v in outputs)
+        given = [(early or {}).get(node, node) for node in inputs]
+        with self.graph.inserting_before(place):
+            node = self.graph.call_function(target, tuple(given))
+            items = [self.graph.call_function(operator.getitem, (node, k)) for k in range(len(outputs))]
+        fresh = tuple(_fresh(output.meta["val"]) for output in outputs)
+        node.meta = dict(place.meta) | {"val": fresh}
+        for item, value, output in zip(items, fresh, outputs, strict=True):
+            about = output if (output in self.values.late) == (place in self.values.late) else place
+            item.meta = dict(about.meta) | {"val": value}
+        return node, outputs, items
+
+    def _body(self, run: Set[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
+        """What a region reads, and its ops and views in order."""
+        values = self.values
+        inputs: dict[fx.Node, None] = {}
+        steps: dict[fx.Node, None] = {}
+
+        def visit(node: fx.Node) -> None:
+            if node in steps or node in inputs:
+                return
+            base = values.base(node)
+            if node in run or (node.op == "call_function" and values.producer(base) in run):
+                for parent in node.all_input_nodes:
+                    visit(parent)
+                steps[node] = None
+            else:
+                inputs[node] = None
+
+        for op in sorted(run, key=values.place.__getitem__):
+            visit(op)
+            for value in values.made_by(op):
+                visit(value)
+        return list(inputs), list(steps)
+
+    def _take_over(self, outputs: Iterable[fx.Node], items: Iterable[fx.Node]) -> None:
+        for output, item in zip(outputs, items, strict=True):
+            output.replace_all_uses_with(item, delete_user_cb=lambda user: True)
+
+
+def _depending_on(graph: fx.Graph, nodes: Set[fx.Node]) -> set[fx.Node]:
+    found = set(nodes)
+    for node in graph.nodes:
+        if not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _fresh(value: torch.Tensor) -> torch.Tensor:
+    """A fake tensor with the layout of another, in a storage of its own."""
+    whole = storage_bytes(value) == value.numel() * value.element_size() and value.storage_offset() == 0
+    with value.fake_mode:  # type: ignore[attr-defined]
+        if whole:
+            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+        return torch.empty(value.shape, dtype=value.dtype, device=value.device)
+
+
+def _show(node: fx.Node) -> None:
+    """Give a node the fake value that follows from those of its inputs."""
+    shown, options = fx.node.map_arg((node.args, node.kwargs), lambda parent: parent.meta["val"])
+    node.meta["val"] = node.target(*shown, **options)  # type: ignore[operator]
+
+
+def _show_again(graph: fx.Graph, written: Set[fx.Node]) -> None:
+    """Let views of what was written show its storages. Raises `Blocked` where one cannot."""
+    new = {*written, *(user for node in written for user in node.users)}
+    products = {user for node in new for user in node.users if user.target is aten.mul.Tensor}
+    new |= products
+    for node in graph.nodes:
+        if node in new or node.op != "call_function" or new.isdisjoint(node.all_input_nodes):
+            continue
+        before = node.meta["val"]
+        shown = [t for p in node.all_input_nodes for t in tensors_of(p) if t is not None]
+        mode = shown[0].fake_mode  # type: ignore[attr-defined]
+        try:
+            with mode:
+                _show(node)
+        except RuntimeError as error:
+            raise Blocked(f"{node.name} cannot be shown: {str(error).splitlines()[0]}") from None
+        storages = {storage_of(t) for t in shown}
+        if any(t is not None and storage_of(t) in storages for t in tensors_of(node)):
+            new.add(node)
+        else:
+            node.meta["val"] = before
+
+
+def _sort(graph: fx.Graph) -> None:
+    """Put the nodes in a topological order, as near as may be to the one they have. Raises `Blocked` for a circle."""
+    nodes = list(graph.nodes)
+    place = {node: number for number, node in enumerate(nodes)}
+    waiting = {node: len(node.all_input_nodes) for node in nodes}
+    ready = [place[node] for node in nodes if not waiting[node]]
+    heapq.heapify(ready)
+    order: list[fx.Node] = []
+    while ready:
+        node = nodes[heapq.heappop(ready)]
+        order.append(node)
+        for user in node.users:
+            waiting[user] -= 1
+            if not waiting[user]:
+                heapq.heappush(ready, place[user])
+    if len(order) < len(nodes):
+        raise Blocked("the region reads what is computed from its own results")
+    root: Any = graph._root
+    for node in order:
+        root.prepend(node)

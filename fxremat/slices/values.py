@@ -1,0 +1,98 @@
+"""A joint graph as a search for regions sees it: ops, the values that they make, and the views in between."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch
+from torch import fx
+
+from fxremat.slices.body import Sliced
+from fxremat.step.joint import Joint, storage_bytes, tensors_of
+from fxremat.torch_private import storage_of
+
+
+class Values:
+    """The values of a joint graph by node: a value is the node that makes a storage, or takes it out of its op.
+
+    Attributes:
+        late: the nodes of the backward.
+    """
+
+    def __init__(self, joint: Joint) -> None:
+        self.joint = joint
+        self.nodes: list[fx.Node] = list(joint.module.graph.nodes)
+        self.place = {node: number for number, node in enumerate(self.nodes)}
+        self.op_of = {op.node: op for op in joint.ops}
+        self.late = self._late()
+
+    def _late(self) -> set[fx.Node]:
+        late = set(self.joint.tangents) | {op.node for op in self.joint.backward_ops}
+        for node in self.nodes:
+            if node.op == "call_function" and node not in self.op_of and not late.isdisjoint(node.all_input_nodes):
+                late.add(node)
+        return late
+
+    @cached_property
+    def ops(self) -> list[fx.Node]:
+        """The ops that compute, and do not run in slices yet."""
+        return [op.node for op in self.joint.ops if not isinstance(op.node.target, Sliced)]
+
+    def base(self, node: fx.Node) -> fx.Node:
+        """The value that a node shows; the node itself where it shows none."""
+        number = self.joint.value_of.get(node)
+        return node if number is None else self.joint.values[number].node
+
+    def is_view(self, node: fx.Node) -> bool:
+        """Whether a node shows a value that another one makes."""
+        return node.op == "call_function" and node not in self.op_of and self.base(node) is not node
+
+    def bytes(self, value: fx.Node) -> int:
+        """Bytes of a value."""
+        shown = value.meta.get("val")
+        return storage_bytes(shown) if isinstance(shown, torch.Tensor) else 0
+
+    def producer(self, value: fx.Node) -> fx.Node:
+        """The op that makes a value."""
+        if value.target is operator.getitem:
+            assert isinstance(value.args[0], fx.Node)
+            return value.args[0]
+        return value
+
+    def made_by(self, op: fx.Node) -> list[fx.Node]:
+        """The values that an op makes, and something reads."""
+        if isinstance(op.meta.get("val"), torch.Tensor):
+            return [op]
+        return [user for user in op.users if user.target is operator.getitem]
+
+    def read_by(self, op: fx.Node) -> list[fx.Node]:
+        """The values that an op reads, through views or not."""
+        return list(dict.fromkeys(self.base(parent) for parent in op.all_input_nodes))
+
+    def showing(self, value: fx.Node) -> list[fx.Node]:
+        """The nodes that show a value: itself and all views of it, in order."""
+        found, stack = [value], [value]
+        while stack:
+            for user in stack.pop().users:
+                if self.is_view(user) and self.base(user) is value and user not in found:
+                    found.append(user)
+                    stack.append(user)
+        return sorted(found, key=self.place.__getitem__)
+
+    def readers(self, value: fx.Node) -> list[fx.Node]:
+        """The ops that read a value, and the output where it is returned."""
+        shown = self.showing(value)
+        every = (user for node in shown for user in node.users)
+        return [user for user in dict.fromkeys(every) if user in self.op_of or user.op == "output"]
+
+    def need(self, op: fx.Node) -> int:
+        """Bytes that an op reads and writes, parameters and inputs apart: no plan needs less."""
+        values = {*self.read_by(op), *self.made_by(op)}
+        return sum(self.bytes(value) for value in values if value.op == "call_function")
+
+    def is_scalar(self, node: fx.Node) -> bool:
+        """Whether a node shows one number."""
+        shown: Sequence[torch.Tensor | None] = tensors_of(node)
+        return len(shown) == 1 and shown[0] is not None and shown[0].numel() == 1
