@@ -64,6 +64,7 @@ class PlannedStep:
     another: Callable[[int | str], Any] | None = None  # makes the plan for another budget
     slices: tuple[SlicedRegion, ...] = ()  # regions that run in slices
     not_sliced: tuple[str, ...] = ()  # why ops that need much are whole, where slices were asked for
+    more_slices: Callable[[], int] | None = None  # the least budget of ways to slice that were not needed
     assumed: str = ""  # what was taken for granted of a device that the step was not captured on
 
     @property
@@ -86,9 +87,17 @@ class PlannedStep:
         """Seconds of one forward and backward when everything is kept."""
         return self.alternatives.keep_all.time
 
-    @property
+    @cached_property
     def minimum(self) -> int:
-        """The least budget, in bytes, that this model can be compiled with."""
+        """The least budget, in bytes, that this model can be compiled with.
+
+        With slices, it may have to be searched for when it is first asked for, which takes about as long as a plan.
+        """
+        return min(self.known_minimum, self.more_slices()) if self.more_slices else self.known_minimum
+
+    @property
+    def known_minimum(self) -> int:
+        """The least budget, in bytes, of what was looked at for this plan."""
         return self.weights.minimum if self.weights else self.alternatives.minimum
 
     @property
@@ -181,5 +190,5 @@ class PlannedStep:
             f"peak {format_bytes(self.predicted_peak)} of {format_bytes(self.budget)} allowed, "
             f"time {format_seconds(self.predicted_time)}, "
             f"{format_ratio(self.predicted_time, self.keep_all_time, '.2f')}x of keeping everything; "
-            f"the least budget is {format_bytes(self.minimum)}"
+            f"the least budget is {format_bytes(self.known_minimum)}{' or less' if self.more_slices else ''}"
         )

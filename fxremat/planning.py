@@ -126,57 +126,57 @@ def _best_in_slices(step: CapturedStep, options: Options) -> Plan:
         )
     quick = replace(options, effort=0.0)
     whole = _search(step, quick)
-    known = [whole]
     mem = whole.bytes_for(options)
+    known, every = [whole], iter(tuple[SlicedJoint]())
     if not whole.fits_without_more(mem):
-        for found in variants(step.joint, mem, most=options.most_slices, reduce=options.reduce):
-            searched = _search(replace(step, joint=found.joint), replace(quick, mem=mem), found)
-            known.append(searched)
-            if searched.fits_without_more(mem):
-                break
-    return _fastest(known, mem, options)
+        every = variants(step.joint, mem, most=options.most_slices, reduce=options.reduce)
+    for found in every:
+        known.append(_search(replace(step, joint=found.joint), replace(quick, mem=mem), found))
+        if known[-1].fits_without_more(mem):
+            break
+    plan = _fastest(known, mem, options)
+    if whole.fits_without_more(mem) or next(every, None) is not None:
+        again = replace(step, inputs=())
+        plan = replace(plan, more_slices=partial(_least_in_slices, again, options))
+    return plan
+
+
+def _least_in_slices(step: CapturedStep, options: Options) -> int:
+    """The least budget with as many slices as there may be."""
+    found = least_of_all(step.joint, most=options.most_slices, reduce=options.reduce)
+    return _search(replace(step, joint=found.joint), replace(options, mem=1, effort=0.0), found).frontier.minimum
 
 
 def _fastest(known: Sequence[_Searched], mem: int, options: Options) -> Plan:
     """The plan of the fastest searched step within `mem` bytes, which tells of all of them."""
-    whole, *_ = known
-    least = math.inf
+    errors: list[BudgetTooSmall] = []
     for searched in sorted(known, key=lambda searched: searched.seconds_within(mem)):
         searched = _search(searched.step, replace(options, mem=mem), searched.sliced)
         try:
             plan = _finished(searched, replace(options, mem=mem))
         except BudgetTooSmall as error:
-            if error.minimum < least:
-                least, too_small = error.minimum, error
+            errors.append(error)
             continue
-        return _telling_of_all(plan, known, options)
-    everything = whole.everything(options)
-    raise _in_the_users_terms(too_small, everything, options)
+        return _telling_of_all(plan, searched, known, options)
+    least = min(errors, key=lambda error: error.minimum)
+    blocked = [reason for searched in known for reason in searched.blocked]
+    note = f"not in slices: {'; '.join(dict.fromkeys(blocked))}" if blocked else ""
+    raise _in_the_users_terms(least, known[0].everything(), options).explained(note=note)
 
 
-def _telling_of_all(plan: Plan, known: Sequence[_Searched], options: Options) -> Plan:
+def _telling_of_all(plan: Plan, searched: _Searched, known: Sequence[_Searched], options: Options) -> Plan:
     """The plan, whose alternatives are those of all ways to slice the step, and whose whole is that of no slices."""
-    whole, *_ = known
-    factor = plan.keep_all_time / max(1e-12, _own(plan, known).frontier.keep_all.time)
-    others = [c for searched in known for c in searched.frontier.scaled(factor).candidates]
-    every = (*plan.alternatives.candidates, *others)
-    merged = Frontier(keep_all=whole.frontier.scaled(factor).keep_all, candidates=tuple(unbeaten(every)))
-    mine = _own(plan, known).sliced
-    blocked = (known[-1].sliced or mine).blocked if mine or known[-1].sliced else ()
+    factor = plan.keep_all_time / max(1e-12, searched.frontier.keep_all.time)  # of calibration
+    scaled = [one.frontier.scaled(factor) for one in known]
+    every = (*plan.alternatives.candidates, *(c for frontier in scaled for c in frontier.candidates))
     weights = plan.weights
-    if weights:
-        weights = replace(weights, keep_all_peak=whole.everything(options))
     return replace(
         plan,
-        alternatives=merged,
-        slices=mine.regions if mine else (),
-        not_sliced=blocked,
-        weights=weights,
+        alternatives=Frontier(keep_all=scaled[0].keep_all, candidates=tuple(unbeaten(every))),
+        slices=searched.sliced.regions if searched.sliced else (),
+        not_sliced=known[-1].blocked,
+        weights=weights and replace(weights, keep_all_peak=known[0].everything()),
     )
-
-
-def _own(plan: Plan, known: Sequence[_Searched]) -> _Searched:
-    return next(searched for searched in known if searched.step.joint is plan.joint)
 
 
 def _what_slices_buy(searched: _Searched, error: BudgetTooSmall, options: Options) -> str:
@@ -206,7 +206,12 @@ class _Searched:
     budget: int  # bytes
     sliced: SlicedJoint | None = None  # where regions of it run in slices
 
-    def everything(self, options: Options) -> int:
+    @property
+    def blocked(self) -> tuple[str, ...]:
+        """Why ops that need much do not run in slices."""
+        return self.sliced.blocked if self.sliced else ()
+
+    def everything(self) -> int:
         """Bytes of keeping everything, as percentages refer to them."""
         if self.step.trained is None:
             return self.frontier.keep_all.peak
@@ -217,7 +222,7 @@ class _Searched:
     def bytes_for(self, options: Options) -> int:
         """The budget in bytes."""
         if isinstance(options.budget, Percent):
-            return int(self.everything(options) * options.budget.of_keep_all / 100)
+            return int(self.everything() * options.budget.of_keep_all / 100)
         return self.budget
 
     def seconds_within(self, mem: int) -> float:

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import fx, nn
 
-from fxremat.search.floor import floor_of, line_of, module_of
+from fxremat.search.floor import floor_of, line_of
 from fxremat.search.survey import survey
+from fxremat.step.joint import module_of
 from fxremat.step.kinds import MemoryKind
 from tests.dags import capture, estimated
 

@@ -7,14 +7,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import fx
 
 from fxremat.step.costs import Costs
-from fxremat.step.joint import Joint, frame_of
+from fxremat.step.joint import Joint, frame_of, module_of
 from fxremat.step.kinds import MemoryKind, bytes_by_kind
 from fxremat.step.liveness import live_bytes
 from fxremat.step.program import Program, Role
@@ -66,15 +65,6 @@ def line_of(node: fx.Node) -> str:
         return ""
     file, line, function, code = frame
     return f"{file}:{line} in {function}: {shortened(code)[1:-1]}"
-
-
-def module_of(node: fx.Node) -> str:
-    """The submodule that the op, or the one it is the backward of, belongs to, as "layers.3.up"; "" if unknown."""
-    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-    path = str([*stack.values()][-1][0]) if stack else ""
-    # L['self'] is the model, or it is what L['forward'] is bound to
-    inside = re.sub(r"^L\['\w+'\](\.__self__)?", "", path.replace("._modules", ""))
-    return re.sub(r"\[['\"]?(\w+)['\"]?\]", r".\1", inside).lstrip(".")
 
 
 def _moment(program: Program, place: int) -> str:

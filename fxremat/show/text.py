@@ -6,6 +6,7 @@ transformer, a few lines instead of one for every layer. The full form has a lin
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,6 +17,7 @@ from typing import TypeGuard
 from fxremat.chains.chain import Block
 from fxremat.chains.schedule import Forward, Keep, Op
 from fxremat.planned_step import PlannedStep
+from fxremat.slices.rewrite import SlicedRegion
 from fxremat.step.collectives import is_gather
 from fxremat.step.communicating import ProgramWithCommunication
 from fxremat.step.program import Role, rematerialize
@@ -200,6 +202,10 @@ def facts(plan: PlannedStep) -> Iterator[tuple[str, str]]:
             f"{format_ratio(plan.predicted_time, plan.lower_bound, '.3f')}"
         ),
     )
+    for region, count in Counter(map(_of_region, plan.slices)).items():
+        yield "in slices", f"{count} x {region}" if count > 1 else region
+    if plan.not_sliced:
+        yield "whole" if plan.slices else "no slices", "; ".join(plan.not_sliced)
     if plan.chosen.transfers and not plan.weights:
         yield "offloads", _transfers(plan.chosen.transfers)
     if plan.weights:
@@ -207,6 +213,15 @@ def facts(plan: PlannedStep) -> Iterator[tuple[str, str]]:
     if plan.chosen.communication:
         yield "communication", _communication(plan.chosen.communication)
     yield "least budget", f"{format_bytes(plan.minimum)} ({plan.minimum} bytes)"
+
+
+def _of_region(region: SlicedRegion) -> str:
+    """A region that runs in slices, without the number of its layer."""
+    where = re.sub(r"\.\d+(?=\.|$)", ".*", region.where)
+    how = "gradients made in the forward" if region.inside else "made again in the backward"
+    added = ", in float32 where they are of half precision" if region.wide else ""
+    sums = f"{_counted(region.sums, 'result')} added up over the slices{added}" if region.sums else "no result is a sum"
+    return f"{where}: {_counted(len(region.ops), 'op')} in {region.parts} slices of {region.rows} rows, {how}; {sums}"
 
 
 def _weights(plan: PlannedStep) -> str:

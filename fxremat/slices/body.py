@@ -137,7 +137,10 @@ class Sliced:
         """Run all slices."""
         prepared = [x if cut is None else cut.prepared(x) for x, cut in zip(inputs, self._cuts, strict=True)]
         made = [self._buffer(output) for output in self._outputs]
-        buffers = [None if m is None or o.cut is None else o.cut.prepared(m) for m, o in zip(made, self._outputs, strict=True)]
+        buffers = [
+            None if buffer is None or output.cut is None else output.cut.prepared(buffer)
+            for buffer, output in zip(made, self._outputs, strict=True)
+        ]
         for begin in range(0, self.count, self.rows):
             rows = min(self.rows, self.count - begin)
             given = [
@@ -184,14 +187,12 @@ class Sliced:
         value: torch.Tensor = node.meta["val"]
         part = region.labels[node]
         assert not isinstance(part, tuple)
-        wide = part is SUM and region.wide and value.dtype in HALF
         size, stride = tuple(value.shape), tuple(value.stride())
         cut = Sliced._cut(region, node)
         if cut is not None and not _views_as_one(value, cut):
             stride = tuple(torch.empty(size, device="meta").stride())
-        return _Output(
-            size, stride, value.dtype, value.device, part, cut, torch.float32 if wide else value.dtype
-        )
+        summed_in = summed_in_type(value, wide=region.wide) if part is SUM else value.dtype
+        return _Output(size, stride, value.dtype, value.device, part, cut, summed_in)
 
     @cached_property
     def workspace(self) -> int:
@@ -206,6 +207,13 @@ class Sliced:
     def nodes(self) -> list[fx.Node]:
         """The ops of a slice, with fake values."""
         return [node for node in self._body.emit(self.rows, first=True).graph.nodes if node.op == "call_function"]
+
+
+def summed_in_type(value: torch.Tensor, *, wide: bool) -> torch.dtype:
+    """The type in which a sum over slices is added up: a single number as exactly as may be."""
+    if value.dtype in (*HALF, torch.float32) and value.numel() == 1 and value.device.type in ("cpu", "cuda"):
+        return torch.float64
+    return torch.float32 if wide and value.dtype in HALF else value.dtype
 
 
 def _views_as_one(value: torch.Tensor, cut: _Cut) -> bool:
@@ -238,7 +246,8 @@ class _Body:
     def emit(self, rows: int, *, first: bool) -> fx.GraphModule:
         """The code for a slice: (*inputs, *places of outputs that are cut, *accumulators) -> outputs that are new."""
         graph, made = fx.Graph(), dict[fx.Node, fx.Node]()
-        mode = next(n.meta["val"].fake_mode for n in self._inputs if isinstance(n.meta["val"], torch.Tensor))
+        values = [node.meta["val"] for node in self._inputs]
+        mode: Any = next(value.fake_mode for value in values if isinstance(value, torch.Tensor))  # type: ignore[attr-defined]
         with mode:
             for node in self._inputs:
                 made[node] = self._placeholder(graph, node.name, self._cut_fake(node, rows))
@@ -281,16 +290,13 @@ class _Body:
         if isinstance(part, int):
             return self._placeholder(graph, f"out_{number}", self._cut_fake(node, rows))
         if part is SUM and not first:
-            return self._placeholder(graph, f"sum_{number}", value.to(self._summed_in(value)))
+            return self._placeholder(graph, f"sum_{number}", value.to(summed_in_type(value, wide=self._wide)))
         return None
 
     def _placeholder(self, graph: fx.Graph, name: str, value: Any) -> fx.Node:
         node = graph.placeholder(name)
         node.meta = {"val": value}
         return node
-
-    def _summed_in(self, value: torch.Tensor) -> torch.dtype:
-        return torch.float32 if self._wide and value.dtype in HALF else value.dtype
 
     def _result(self, graph: fx.Graph, node: fx.Node, part: Any, target: fx.Node | None) -> fx.Node | None:
         """Write an output into its place, or add it to its accumulator; else it is returned."""
@@ -302,9 +308,10 @@ class _Body:
         if part is not SUM:
             return node if target is None else None
         if target is None:
-            wide = self._summed_in(value)
+            wide = summed_in_type(value, wide=self._wide)
             return node if wide == value.dtype else _call(graph, aten._to_copy.default, (node,), {"dtype": wide})
-        if node.target is aten.mm.default and len(node.users) == 0 and self._summed_in(value) == value.dtype:
+        same = summed_in_type(value, wide=self._wide) == value.dtype
+        if node.target is aten.mm.default and not node.users and same:
             _call(graph, aten.addmm_.default, (target, *node.args), {})
             graph.erase_node(node)
         else:

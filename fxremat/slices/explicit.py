@@ -1,7 +1,9 @@
 """What a region cannot cut as it stands, written out as ops that it can: equal up to rounding.
 
-    nll_loss(x, y), mean     sum(nll_loss(x, y), none) / weight of all targets         added up in float64
-    mean(x)                  sum(x) / number of elements                               added up in float64
+    nll_loss(x, y), mean     nll_loss(losses of rows as they are, 0, mean)             the same bits
+      with class weights     sum(nll_loss(x, y), none) / weight of all targets         added up in float64
+    mean(x)                  sum(x) / number of elements
+    new_zeros(x, size)       zeros(size): it reads nothing of x
     dropout(x) on a CPU      x * mask / (1 - p); the mask is drawn whole, by itself    the numbers that dropout draws
 
 The weight of the targets is then known before any slice has run.
@@ -19,6 +21,12 @@ from fxremat.passes.dropout import rounded
 from fxremat.slices.rules import argument, shape_of
 
 aten = torch.ops.aten
+FILLED: dict[Any, tuple[int, ...]] = {
+    aten.new_zeros.default: (0,),
+    aten.new_ones.default: (1,),
+    aten.new_full.default: (),  # with a number of its own
+}
+IGNORED = -100
 MEAN, ADDED = 1, 2  # reductions of a loss, as aten numbers them
 
 
@@ -31,6 +39,8 @@ def make_explicit(graph: fx.Graph) -> None:
             _mean(node)
         elif node.target is aten.native_dropout.default:
             _mask_by_itself(node)
+        elif node.target in FILLED:
+            _filled_alone(node)
     graph.eliminate_dead_code()
 
 
@@ -60,26 +70,49 @@ def _loss_by_rows(node: fx.Node) -> None:
     )
     if reduction not in (MEAN, ADDED) or len(shape_of(x)) < 2:
         return
-    dtype = _shown(x).dtype
     write = _Before(node, _shown(x).fake_mode)  # type: ignore[attr-defined]
     rows = write(node.target, x, target, weight, 0, ignored)
     losses = write(operator.getitem, rows, 0)
-    total = _weight_of(write, target, weight, ignored)
-    result = write(aten.sum.default, losses, dtype=torch.float64)
-    if reduction == MEAN:
-        result = write(aten.div.Tensor, result, total)
-    outputs = (write(aten._to_copy.default, result, dtype=dtype), write(aten._to_copy.default, total, dtype=dtype))
+    added = _added_as_whole if weight is None else _added_by_weight
+    outputs = added(write, node.target, losses, target, weight, reduction, ignored)
     for item in list(node.users):
         item.replace_all_uses_with(outputs[item.args[1]])  # type: ignore[index]
         node.graph.erase_node(item)
     node.graph.erase_node(node)
 
 
-def _weight_of(write: _Before, target: fx.Node, weight: fx.Node | None, ignored: int) -> fx.Node:
+def _added_as_whole(
+    write: _Before, op: Any, losses: fx.Node, target: fx.Node, _: None, reduction: int, ignored: int
+) -> tuple[fx.Node, fx.Node]:
+    """The loss of rows by the op itself, which finds them in the one class that there is: its very sum and division."""
+    value = _shown(target)
+    seen = write(aten.ne.Scalar, target, ignored)
+    none = write(aten.full.default, [], IGNORED, dtype=value.dtype, device=value.device)
+    zero = write(aten.full.default, [], 0, dtype=value.dtype, device=value.device)
+    first = write(aten.where.self, seen, zero, none)
+    only = write(aten.unsqueeze.default, write(aten.neg.default, losses), 1)
+    result = write(op, only, first, None, reduction, IGNORED)
+    shape = list(_shown(only).shape)
+    zeros = write(aten.zeros.default, shape, dtype=_shown(losses).dtype, device=value.device)
+    weight = write(op, zeros, first, None, reduction, IGNORED)  # known before any row is
+    return write(operator.getitem, result, 0), write(operator.getitem, weight, 1)
+
+
+def _added_by_weight(
+    write: _Before, _: Any, losses: fx.Node, target: fx.Node, weight: fx.Node, reduction: int, ignored: int
+) -> tuple[fx.Node, fx.Node]:
+    """The sum, or the weighted mean, of the losses of rows in float64."""
+    dtype = _shown(losses).dtype
+    total = _weight_of(write, target, weight, ignored)
+    result = write(aten.sum.default, losses, dtype=torch.float64)
+    if reduction == MEAN:
+        result = write(aten.div.Tensor, result, total)
+    return write(aten._to_copy.default, result, dtype=dtype), write(aten._to_copy.default, total, dtype=dtype)
+
+
+def _weight_of(write: _Before, target: fx.Node, weight: fx.Node, ignored: int) -> fx.Node:
     """The sum of the targets' weights, in float64."""
     seen = write(aten.ne.Scalar, target, ignored)
-    if weight is None:
-        return write(aten.sum.default, seen, dtype=torch.float64)
     zero = write(aten.full.default, [], 0, dtype=torch.int64, device=_shown(target).device)
     known = write(aten.where.self, seen, target, zero)
     each = write(aten.mul.Tensor, write(aten.index.Tensor, weight, [known]), seen)
@@ -91,9 +124,21 @@ def _mean(node: fx.Node) -> None:
     if _shown(x).dim() < 2 or not _shown(x).dtype.is_floating_point:
         return
     write = _Before(node, _shown(x).fake_mode)  # type: ignore[attr-defined]
-    result = write(aten.sum.default, x, dtype=torch.float64)
+    result = write(aten.sum.default, x, dtype=torch.promote_types(_shown(x).dtype, torch.float32))
     result = write(aten.div.Tensor, result, _shown(x).numel())
-    node.replace_all_uses_with(write(aten._to_copy.default, result, dtype=_shown(node).dtype))
+    if _shown(node).dtype != _shown(result).dtype:
+        result = write(aten._to_copy.default, result, dtype=_shown(node).dtype)
+    node.replace_all_uses_with(result)
+    node.graph.erase_node(node)
+
+
+def _filled_alone(node: fx.Node) -> None:
+    """Let what is filled with one number take its type and device from nothing."""
+    value = _shown(node)
+    write = _Before(node, value.fake_mode)  # type: ignore[attr-defined]
+    number = FILLED[node.target] or (argument(node, "fill_value"),)
+    new = write(aten.full.default, list(value.shape), *number, dtype=value.dtype, device=value.device)
+    node.replace_all_uses_with(new)
     node.graph.erase_node(node)
 
 

@@ -14,17 +14,19 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
 from torch import fx
 
+from fxremat.slices.body import Sliced
 from fxremat.slices.labels import SUM, WHOLE, Part, axes
 from fxremat.slices.rules import Way, shape_of, tensor_inputs, ways, why_not
 from fxremat.slices.values import Values
 from fxremat.step.joint import is_random
 
+MOST_BETWEEN = 60  # ops between a region's forward and its backward that are taken in
 LARGE = (0.25, 0.125, 0.5)  # of the seed's bytes: what counts as large, in the order in which it is tried
 
 Label = Part | tuple[Part, ...]
@@ -93,6 +95,7 @@ class _Growing:
     large_from: float  # bytes
     labels: dict[fx.Node, Label] = field(default_factory=dict)
     ops: dict[fx.Node, Way] = field(default_factory=dict)
+    large: set[fx.Node] = field(default_factory=set)
 
     def run(self) -> Found:
         """Let the region grow from its seed. Raises `Blocked`."""
@@ -100,18 +103,12 @@ class _Growing:
         if not any(outer == self.outer for outer, _ in axes(shape_of(self.seed), self.count)):
             raise Blocked(f"{self.seed.name} has no such axis")
         self._put(self.seed, self.outer)
-        large, queue = {self.seed}, deque([self.seed])
-        while queue:
-            value = queue.popleft()
-            around = [values.producer(value)] if value.op == "call_function" else []
-            for op in [*around, *values.readers(value)]:
-                if op in self.ops or op.op == "output":
-                    continue
-                self._join(op)
-                for other in [*values.read_by(op), *values.made_by(op)]:
-                    if other not in large and self._is_large(other):
-                        large.add(other)
-                        queue.append(other)
+        self.large.add(self.seed)
+        self._grow([self.seed])
+        while between := self._between(same_part=True):
+            self._take(between)
+        self._take_all_or_none()
+        large = self.large
         self._check_sums(large)
         for node in values.nodes:  # views between ops of the region
             if values.is_view(node):
@@ -119,6 +116,61 @@ class _Growing:
         self._check_views()
         ops = tuple(sorted(self.ops, key=values.place.__getitem__))
         return Found(count=self.count, ops=ops, labels=self.labels, large=frozenset(large), seed=self.seed)
+
+    def _grow(self, values: Iterable[fx.Node]) -> None:
+        """Take in all that makes or reads these values, and others that are large and cut."""
+        queue = deque(values)
+        while queue:
+            value = queue.popleft()
+            around = [self.values.producer(value)] if value.op == "call_function" else []
+            for op in [*around, *self.values.readers(value)]:
+                if op not in self.ops and op.op != "output":
+                    queue.extend(self._join(op))
+
+    def _take(self, ops: Iterable[fx.Node]) -> None:
+        """Take these ops in, and what follows from that."""
+        for op in ops:
+            if op not in self.ops:
+                self._grow(self._join(op))
+
+    def _take_all_or_none(self) -> None:
+        """Take in what stands between the forward and the backward of the region, if it is little and can be cut."""
+        before = dict(self.labels), dict(self.ops), set(self.large)
+        try:
+            while between := self._between(same_part=False):
+                if len(between) > MOST_BETWEEN:
+                    raise Blocked("too much stands between forward and backward")
+                self._take(between)
+            self._check_sums(self.large)
+        except Blocked:
+            self.labels, self.ops, self.large = before
+
+    def _between(self, *, same_part: bool) -> list[fx.Node]:
+        """Ops that read what the region makes, directly or not, and make what it reads.
+
+        Args:
+            same_part: those between ops of the forward, or between ops of the backward, alone.
+        """
+        late = self.values.late
+        parts = ((False, False), (True, True)) if same_part else ((False, True),)
+        found: dict[fx.Node, None] = {}
+        for begin, end in parts:
+            below = self._reached(self.values.nodes, begin, lambda node: node.all_input_nodes)
+            above = self._reached(reversed(self.values.nodes), end, lambda node: list(node.users))
+            for op in self.values.ops:
+                if op in below and op in above and op not in self.ops and (not same_part or (op in late) == begin):
+                    found[op] = None
+        return sorted(found, key=self.values.place.__getitem__)
+
+    def _reached(
+        self, nodes: Iterable[fx.Node], late: bool, following: Callable[[fx.Node], Iterable[fx.Node]]
+    ) -> set[fx.Node]:
+        """Nodes that are reached from the region's ops of one part of the step, in this order of the graph."""
+        found = {op for op in self.ops if (op in self.values.late) == late}
+        for node in nodes:
+            if any(other in found for other in following(node)):
+                found.add(node)
+        return found
 
     def _is_large(self, value: fx.Node) -> bool:
         return (
@@ -128,8 +180,8 @@ class _Growing:
             and self.values.bytes(value) >= self.large_from
         )
 
-    def _join(self, op: fx.Node) -> None:
-        """Take an op in, in the first of its ways that agrees with what is known."""
+    def _join(self, op: fx.Node) -> list[fx.Node]:
+        """Take an op in, in the first of its ways that agrees with what is known; values that are large by that."""
         for way in ways(op, self.count):
             made = self.values.made_by(op)
             parts = {value: way.writes[_position(value, op)] for value in made}
@@ -140,8 +192,11 @@ class _Growing:
             for value, part in parts.items():
                 self._put(value, part)
             self.ops[op] = way
-            return
-        raise Blocked(why_not(op))
+            around = [*self.values.read_by(op), *made]
+            new = [value for value in around if value not in self.large and self._is_large(value)]
+            self.large.update(new)
+            return new
+        raise Blocked("" if isinstance(op.target, Sliced) else why_not(op))
 
     def _agrees(self, way: Way, parts: dict[fx.Node, Part]) -> bool:
         known = [(self._see(parent), part) for parent, part in way.reads.items()]

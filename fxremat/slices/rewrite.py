@@ -16,21 +16,30 @@ from __future__ import annotations
 
 import heapq
 import operator
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
 
 from fxremat.passes.in_place import overwrite_gradients, restore
-from fxremat.slices.body import Region, Sliced
+from fxremat.slices.body import HALF, Region, Sliced
 from fxremat.slices.explicit import make_explicit
 from fxremat.slices.labels import SUM
 from fxremat.slices.region import Blocked, Found, find
 from fxremat.slices.values import Values
-from fxremat.step.joint import Joint, read_joint, storage_bytes, tensors_of, with_updates_inside
+from fxremat.step.joint import (
+    Joint,
+    frame_of,
+    module_of,
+    read_joint,
+    storage_bytes,
+    tensors_of,
+    with_updates_inside,
+)
 from fxremat.step.overwriting import overwritten
 from fxremat.torch_private import storage_of
 
@@ -52,7 +61,7 @@ class SlicedRegion:
         rows: rows of a slice.
         inside: gradients are made in the forward.
         ops: names of the ops of the joint graph that run in slices.
-        seed: the node whose value was too large.
+        where: the module, or the line, whose value was too large.
         sums: results that are sums over the slices.
         wide: those of half precision are added up in float32.
     """
@@ -61,7 +70,7 @@ class SlicedRegion:
     rows: int
     inside: bool
     ops: tuple[str, ...]
-    seed: fx.Node
+    where: str
     sums: int
     wide: bool
 
@@ -123,7 +132,7 @@ class _Slicing:
         joint = read_joint(self.module, self.outputs)
         if self.given.updates_of:
             joint = with_updates_inside(joint, set(self.given.updates_of))
-        blocked = tuple(dict.fromkeys(self.blocked.values()))[:LONG_BLOCKED]
+        blocked = tuple(filter(None, dict.fromkeys(self.blocked.values())))[:LONG_BLOCKED]
         return SlicedJoint(joint=joint, regions=tuple(self.regions), blocked=blocked, floor=floor)
 
     def _values(self) -> Values:
@@ -173,7 +182,7 @@ class _Slicing:
         rows = targets[0].rows
         _sort(self.module.graph)
         self.module.graph.eliminate_dead_code()
-        _show_again(self.module.graph, {node for node in nodes})
+        _show_again(self.module.graph, set(nodes))
         self.module.graph.lint()
         self.regions.append(
             SlicedRegion(
@@ -181,11 +190,19 @@ class _Slicing:
                 rows=rows,
                 inside=inside,
                 ops=tuple(op.name for op in found.ops),
-                seed=found.seed,
-                sums=writer.sums,
-                wide=self.wide,
+                where=_where(found),
+                sums=len(writer.sums),
+                wide=self.wide and any(value.meta["val"].dtype in HALF for value in writer.sums),
             )
         )
+
+
+def _where(found: Found) -> str:
+    """The first module that ops of a region belong to; else the line where its largest value is made, or its name."""
+    names = (module_of(op) for op in found.ops)
+    frame = frame_of(found.seed)
+    line = f"{Path(frame[0]).name}:{frame[1]}" if frame else found.seed.name
+    return next(filter(None, names), line)
 
 
 def _copied(joint: Joint) -> fx.GraphModule:
@@ -214,7 +231,7 @@ class _Writer:
         self.graph, self.values, self.found, self.parts, self.wide = module.graph, values, found, parts, wide
         self.forward = [op for op in found.ops if op not in values.late]
         self.backward = [op for op in found.ops if op in values.late]
-        self.sums = 0
+        self.sums: list[fx.Node] = []  # results that are sums over the slices
 
     def made_again(self) -> list[fx.Node]:
         """A forward op and a backward op, which makes the slice's forward again; the new nodes."""
@@ -224,7 +241,7 @@ class _Writer:
             if mine:
                 outputs = [v for op in mine for v in self.values.made_by(op) if self._is_read(v, {*mine, *others})]
                 written.append(self._region({*mine, *others}, outputs, mine[-1]))
-        for node, outputs, items in written:
+        for _, outputs, items in written:
             self._take_over(outputs, items)
         return [node for node, _, _ in written]
 
@@ -272,7 +289,7 @@ class _Writer:
             stack += [a for a in node.all_input_nodes if a in values.late]
             if any(values.base(a) in made for a in node.all_input_nodes):
                 return None  # it depends on a result of the region
-        large = [node for node in seen if values.is_scalar(node) is False and values.base(node) is node and self._is_large(node)]
+        large = any(values.base(node) is node and self._is_large(node) for node in seen)
         return next(iter(leaves)) if len(leaves) == 1 and leaves <= roots and not large else None
 
     def _is_large(self, node: fx.Node) -> bool:
@@ -296,7 +313,7 @@ class _Writer:
         for node in sorted(needed, key=values.place.__getitem__):
             with self.graph.inserting_before(place):
                 if node is tangent:
-                    options = {"dtype": shown.dtype, "device": shown.device}
+                    options: dict[str, Any] = {"dtype": shown.dtype, "device": shown.device}
                     copies[node] = self.graph.call_function(aten.full.default, (list(shown.shape), 1), options)
                 else:
                     copies[node] = self.graph.node_copy(node, lambda a: copies.get(a, a))
@@ -340,19 +357,19 @@ class _Writer:
     def _region(
         self,
         run: Set[fx.Node],
-        outputs: Sequence[fx.Node],
+        outputs: list[fx.Node],
         place: fx.Node,
         early: dict[fx.Node, fx.Node] | None = None,
-    ) -> tuple[fx.Node, Sequence[fx.Node], list[fx.Node]]:
+    ) -> tuple[fx.Node, list[fx.Node], list[fx.Node]]:
         """Write an op that runs these ops in slices: the new node, and what shows its outputs."""
         if not outputs:
             raise Blocked(f"nothing reads what {place.name} makes")
         inputs, steps = self._body(run)
         labels = dict(self.found.labels)
         for node in steps:
-            if node not in labels and node.op == "call_function" and self.values.is_view(node):
-                if isinstance(labels.get(self.values.base(node)), int):
-                    raise Blocked(f"{node.name} shows what is cut in a way that cannot be")
+            unknown = node not in labels and self.values.is_view(node)
+            if unknown and isinstance(labels.get(self.values.base(node)), int):
+                raise Blocked(f"{node.name} shows what is cut in a way that cannot be")
         region = Region(
             inputs=tuple(inputs),
             steps=tuple(steps),
@@ -366,7 +383,7 @@ class _Writer:
             target = Sliced(region)
         except (RuntimeError, ValueError, AssertionError) as error:
             raise Blocked(f"{place.name} cannot be cut: {str(error).splitlines()[0]}") from None
-        self.sums += sum(labels[v] is SUM for v in outputs)
+        self.sums += [output for output in outputs if labels[output] is SUM]
         given = [(early or {}).get(node, node) for node in inputs]
         with self.graph.inserting_before(place):
             node = self.graph.call_function(target, tuple(given))

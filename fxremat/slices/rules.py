@@ -158,7 +158,9 @@ def _at(shape: Sequence[int], dim: int, count: int) -> tuple[int, int] | None:
     return outer, found.each
 
 
-def _cut(node: fx.Node, pairs: Sequence[tuple[Any, int]], outputs: Sequence[tuple[Any, int] | Part], count: int) -> Way | None:
+def _cut(
+    node: fx.Node, pairs: Sequence[tuple[Any, int]], outputs: Sequence[tuple[Any, int] | Part], count: int
+) -> Way | None:
     """A way that cuts inputs and outputs along single dimensions, all with as many elements to a row.
 
     Args:
@@ -232,7 +234,7 @@ def _permute(node: fx.Node, count: int) -> Iterator[Way]:
     order = list(range(rank))
     match name_of(node):
         case "t":
-            order = order[::-1]
+            order.reverse()
         case "transpose":
             one, other = argument(node, "dim0") % rank, argument(node, "dim1") % rank
             order[one], order[other] = order[other], order[one]
@@ -256,12 +258,12 @@ def _expand(node: fx.Node, count: int) -> Iterator[Way]:
             yield Way({x: part}, (outer,))
 
 
-FILLS = ("full", "zeros", "ones", "empty", "new_zeros", "new_full", "new_ones", "new_empty")
+FILLS = ("full", "zeros", "ones", "empty")
 
 
 @_rules(*FILLS)
 def _fill(node: fx.Node, count: int) -> Iterator[Way]:
-    """One number everywhere; an input gives type and device alone."""
+    """One number everywhere (`explicit` makes those that read a tensor's type and device ones that do not)."""
     for outer, _ in axes(shape_of(node), count):
         yield Way(_whole(node), (outer,))
 

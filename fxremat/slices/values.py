@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
 from functools import cached_property
 
 import torch
 from torch import fx
 
 from fxremat.slices.body import Sliced
-from fxremat.step.joint import Joint, storage_bytes, tensors_of
-from fxremat.torch_private import storage_of
+from fxremat.step.joint import Joint, storage_bytes
 
 
 class Values:
@@ -91,8 +89,3 @@ class Values:
         """Bytes that an op reads and writes, parameters and inputs apart: no plan needs less."""
         values = {*self.read_by(op), *self.made_by(op)}
         return sum(self.bytes(value) for value in values if value.op == "call_function")
-
-    def is_scalar(self, node: fx.Node) -> bool:
-        """Whether a node shows one number."""
-        shown: Sequence[torch.Tensor | None] = tensors_of(node)
-        return len(shown) == 1 and shown[0] is not None and shown[0].numel() == 1

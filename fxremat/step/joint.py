@@ -249,6 +249,15 @@ def frame_of(node: fx.Node) -> tuple[str, str, str, str] | None:
     return frames[-1] if frames else None
 
 
+def module_of(node: fx.Node) -> str:
+    """The submodule that the op, or the one it is the backward of, belongs to, as "layers.3.up"; "" if unknown."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    path = str([*stack.values()][-1][0]) if stack else ""
+    # L['self'] is the model, or it is what L['forward'] is bound to
+    inside = re.sub(r"^L\['\w+'\](\.__self__)?", "", path.replace("._modules", ""))
+    return re.sub(r"\[['\"]?(\w+)['\"]?\]", r".\1", inside).lstrip(".")
+
+
 def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     """The nodes, and all that they are computed from."""
     found: set[fx.Node] = set()
