@@ -26,7 +26,7 @@ from fxremat.cost.calibrate import calibration
 from fxremat.cost.devices import Device
 from fxremat.cost.estimate import assumptions, estimate
 from fxremat.cost.link import measure_link, typical_size
-from fxremat.cost.measure import measure, trust_known_layouts
+from fxremat.cost.measure import known_costs, measure, trust_known_layouts
 from fxremat.cost.resized import resized
 from fxremat.cost.updates import units_of, with_own_sizes
 from fxremat.errors import BudgetTooSmall, FxrematError
@@ -42,10 +42,10 @@ from fxremat.search.candidate import Candidate, Frontier, unbeaten
 from fxremat.search.executions import keep_all_peak
 from fxremat.search.floor import floor_of
 from fxremat.search.frontier_cache import NO_GRAPH, FrontierCache
-from fxremat.search.refine import Ladder
+from fxremat.search.refine import Ladder, lowered
 from fxremat.search.replan import is_near, judged_again
-from fxremat.search.survey import order_for_measuring, survey
-from fxremat.slices.rewrite import SlicedJoint
+from fxremat.search.survey import kept, order_for_measuring, survey
+from fxremat.slices.rewrite import SlicedJoint, largest_need
 from fxremat.slices.variants import least_of_all, variants
 from fxremat.step.collectives import is_collective
 from fxremat.step.costs import Costs, Link, device_of
@@ -125,20 +125,32 @@ def _best_in_slices(step: CapturedStep, options: Options) -> Plan:
             "gradients outside of it with DistributedDataParallel around the compiled model"
         )
     quick = replace(options, effort=0.0)
-    whole = _search(step, quick)
+    whole = _unsearched(step, options)
     mem = whole.bytes_for(options)
-    known, every = [whole], iter(tuple[SlicedJoint]())
-    if not whole.fits_without_more(mem):
-        every = variants(step.joint, mem, most=options.most_slices, reduce=options.reduce)
+    if whole.fits_without_more(mem):
+        whole = _search(step, quick)
+        mem = whole.bytes_for(options)
+    if whole.fits_without_more(mem):
+        return _with_least(_finished(whole, replace(quick, mem=mem)), step, options)
+    known: list[_Searched] = []
+    every = variants(step.joint, mem, most=options.most_slices, reduce=options.reduce)
     for found in every:
         known.append(_search(replace(step, joint=found.joint), replace(quick, mem=mem), found))
+        if len(known) == 1:  # most ops of the step have been measured by now
+            whole = _unsearched(step, options)
+            mem = whole.bytes_for(options)
         if known[-1].fits_without_more(mem):
             break
-    plan = _fastest(known, mem, options)
-    if whole.fits_without_more(mem) or next(every, None) is not None:
-        again = replace(step, inputs=())
-        plan = replace(plan, more_slices=partial(_least_in_slices, again, options))
-    return plan
+    else:
+        if not known or largest_need(step.joint) <= mem:
+            known.append(_search(step, quick))
+    plan = _fastest(known, whole, mem, options)
+    return plan if next(every, None) is None else _with_least(plan, step, options)
+
+
+def _with_least(plan: Plan, step: CapturedStep, options: Options) -> Plan:
+    """The plan, which finds the least budget of ways to slice that were not tried for it when it is asked."""
+    return replace(plan, more_slices=partial(_least_in_slices, replace(step, inputs=()), options))
 
 
 def _least_in_slices(step: CapturedStep, options: Options) -> int:
@@ -147,24 +159,25 @@ def _least_in_slices(step: CapturedStep, options: Options) -> int:
     return _search(replace(step, joint=found.joint), replace(options, mem=1, effort=0.0), found).frontier.minimum
 
 
-def _fastest(known: Sequence[_Searched], mem: int, options: Options) -> Plan:
+def _fastest(known: Sequence[_Searched], whole: _Searched, mem: int, options: Options) -> Plan:
     """The plan of the fastest searched step within `mem` bytes, which tells of all of them."""
     errors: list[BudgetTooSmall] = []
     for searched in sorted(known, key=lambda searched: searched.seconds_within(mem)):
-        searched = _search(searched.step, replace(options, mem=mem), searched.sliced)
+        if not searched.fits_without_more(mem):
+            searched = _search(searched.step, replace(options, mem=mem), searched.sliced)
         try:
             plan = _finished(searched, replace(options, mem=mem))
         except BudgetTooSmall as error:
             errors.append(error)
             continue
-        return _telling_of_all(plan, searched, known, options)
+        return _telling_of_all(plan, searched, known, whole)
     least = min(errors, key=lambda error: error.minimum)
     blocked = [reason for searched in known for reason in searched.blocked]
     note = f"not in slices: {'; '.join(dict.fromkeys(blocked))}" if blocked else ""
-    raise _in_the_users_terms(least, known[0].everything(), options).explained(note=note)
+    raise _in_the_users_terms(least, whole.everything(), options).explained(note=note)
 
 
-def _telling_of_all(plan: Plan, searched: _Searched, known: Sequence[_Searched], options: Options) -> Plan:
+def _telling_of_all(plan: Plan, searched: _Searched, known: Sequence[_Searched], whole: _Searched) -> Plan:
     """The plan, whose alternatives are those of all ways to slice the step, and whose whole is that of no slices."""
     factor = plan.keep_all_time / max(1e-12, searched.frontier.keep_all.time)  # of calibration
     scaled = [one.frontier.scaled(factor) for one in known]
@@ -172,10 +185,10 @@ def _telling_of_all(plan: Plan, searched: _Searched, known: Sequence[_Searched],
     weights = plan.weights
     return replace(
         plan,
-        alternatives=Frontier(keep_all=scaled[0].keep_all, candidates=tuple(unbeaten(every))),
+        alternatives=Frontier(keep_all=whole.frontier.scaled(factor).keep_all, candidates=tuple(unbeaten(every))),
         slices=searched.sliced.regions if searched.sliced else (),
         not_sliced=known[-1].blocked,
-        weights=weights and replace(weights, keep_all_peak=known[0].everything()),
+        weights=weights and replace(weights, keep_all_peak=whole.everything()),
     )
 
 
@@ -240,6 +253,16 @@ def _search(step: CapturedStep, options: Options, sliced: SlicedJoint | None = N
     costs = _cost_model(step, options)
     frontier, budget = _frontier(step, costs, options)
     return _Searched(step=step, costs=costs, frontier=frontier, budget=budget, sliced=sliced)
+
+
+def _unsearched(step: CapturedStep, options: Options) -> _Searched:
+    """A step that keeps everything, by what is known of its costs; nothing is run or searched."""
+    costs = _with_loss(known_costs(step.joint), options)
+    if options.cost == "estimate":
+        costs = _with_loss(estimate(step.joint, _estimated_device(step.joint, options)), options)
+    frontier = kept(step.joint, costs)
+    budget = bytes_of(options.budget, frontier.keep_all.peak, device_of(step.joint))
+    return _Searched(step=step, costs=costs, frontier=frontier, budget=budget)
 
 
 def _finished(searched: _Searched, options: Options) -> Plan:
@@ -384,13 +407,22 @@ def _searched(joint: Joint, costs: Costs, options: Options) -> tuple[int, int, L
     if ladder is None:
         ladder = None if hosted else known.of_other_sizes()
         if ladder is None or ladder.given.minimum > _bytes(options, ladder):
-            ladder = Ladder(given=survey(joint, costs, **settings))
+            ladder = Ladder(given=_surveyed(joint, costs, settings, of_costs))
     budget = _bytes(options, ladder)
     searched = ladder.given.keep_all.peak if hosted else budget
     if settings["solver"] == "auto":
         ladder = ladder.to(searched, costs, effort=settings["effort"])
     known.put(ladder)
     return budget, searched, ladder
+
+
+def _surveyed(joint: Joint, costs: Costs, settings: Mapping[str, Any], of_costs: object) -> Frontier:
+    """The survey of a graph; what a quick one has found is taken from there."""
+    effort = settings["effort"]
+    quick = FrontierCache(joint, costs, ({**settings, "effort": 0.0}, of_costs)).get() if effort else None
+    if quick is None or settings["solver"] != "auto":
+        return survey(joint, costs, **settings)
+    return replace(quick.given, candidates=lowered(quick.given.candidates, costs, effort=effort))
 
 
 def _bytes(options: Options, ladder: Ladder) -> int:

@@ -91,12 +91,18 @@ def measure(
     return costs_from(joint, [cost for cost in by_op if cost is not None], device)
 
 
+def known_costs(joint: Joint) -> Costs:
+    """The costs of ops as far as they were measured before, and estimates of the others; nothing is run."""
+    device = device_of(joint)
+    cache, rough = CostCache.of_device(device), Device.named(device.type)
+    by_op = [cache.op(op_key(op.node)) or cost_of(op, joint, rough) for op in joint.ops]
+    return costs_from(joint, by_op, device)
+
+
 def trust_known_layouts(joint: Joint) -> None:
     """Let no backward op overwrite its operand, unless an earlier walk has seen the layouts; nothing is run."""
     refused = _refused(CostCache.of_device(device_of(joint)), f"layouts {_digest(joint)}")
-    for index in range(len(joint.ops)) if refused is None else refused:
-        if overwritten(joint.ops[index].node) is not None:
-            restore(joint.ops[index].node)
+    _put_back(joint, range(len(joint.ops)) if refused is None else refused)
 
 
 def _refused(cache: CostCache, layouts: str) -> list[int] | None:

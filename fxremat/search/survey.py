@@ -80,6 +80,12 @@ def survey(
     return Frontier(keep_all=keep_everything, candidates=candidates)
 
 
+def kept(joint: Joint, costs: Costs) -> Frontier:
+    """The frontier of the one candidate that recomputes nothing; nothing is searched."""
+    everything = _Judge(joint, costs).keep_everything(next(_layouts(joint, costs)))
+    return Frontier(keep_all=everything, candidates=(everything,))
+
+
 def order_for_measuring(joint: Joint, device: Device, budget: Budget) -> Sequence[int]:
     """The ops in an order in which the step fits into the budget, as far as estimates tell.
 

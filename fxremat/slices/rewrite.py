@@ -49,7 +49,8 @@ LEAST_ROWS = 32  # of a slice, where a row is one of more than MANY
 MANY = 256
 MOST_REGIONS = 200
 TRIED = 6  # ops without a region, after which no more are looked for
-LONG_BLOCKED = 3  # reasons that are told
+TOLD = 0.5  # of what the largest op needs: why an op that needs less is whole is not told
+MOST_REASONS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,11 +111,13 @@ class _Slicing:
         self.module = _copied(joint)
         self.outputs = len(joint.forward_outputs)
         self.regions: list[SlicedRegion] = []
-        self.blocked: dict[str, str] = {}  # op -> reason
+        self.blocked: dict[str, str] = {}  # op -> reason, "" where it is not worth telling
+        self.need = 0  # of the op with the most, before anything is cut
 
     def run(self) -> SlicedJoint:
         make_explicit(self.module.graph)
         values = self._values()
+        self.need = max(map(values.need, values.ops), default=0)
         while len(self.regions) < MOST_REGIONS and len(self.blocked) < TRIED:
             op = self._largest(values)
             if op is None:
@@ -123,7 +126,8 @@ class _Slicing:
             try:
                 self._cut(values, op)
             except Blocked as reason:
-                self.blocked[op.name] = str(reason)
+                told = values.need(op) >= TOLD * self.need
+                self.blocked[op.name] = str(reason) if told else ""
                 self.module = before
             values = self._values()
         floor = max((values.need(op) for op in values.ops), default=0)
@@ -132,7 +136,7 @@ class _Slicing:
         joint = read_joint(self.module, self.outputs)
         if self.given.updates_of:
             joint = with_updates_inside(joint, set(self.given.updates_of))
-        blocked = tuple(filter(None, dict.fromkeys(self.blocked.values())))[:LONG_BLOCKED]
+        blocked = tuple(filter(None, dict.fromkeys(self.blocked.values())))[:MOST_REASONS]
         return SlicedJoint(joint=joint, regions=tuple(self.regions), blocked=blocked, floor=floor)
 
     def _values(self) -> Values:
