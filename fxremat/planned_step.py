@@ -133,7 +133,7 @@ class PlannedStep:
         may wait on the host, it is only known that they take no less than keeping everything.
         """
         if self.chosen.join or self.link:
-            return self.keep_all_time
+            return self.costs.time_of(range(len(self.joint.ops))) if self.slices else self.keep_all_time
         computing, communicating = apart(self.joint, self.costs)
         return max(communicating, lower_bound(self.joint, computing, self.budget))
 

@@ -24,7 +24,7 @@ from fxremat.agreement import ALONE, Agreement
 from fxremat.budget import bytes_of, free_bytes
 from fxremat.cost.calibrate import calibration
 from fxremat.cost.devices import Device
-from fxremat.cost.estimate import assumptions, estimate
+from fxremat.cost.estimate import assumptions, cost_of, estimate
 from fxremat.cost.link import measure_link, typical_size
 from fxremat.cost.measure import known_costs, measure, trust_known_layouts
 from fxremat.cost.resized import resized
@@ -45,6 +45,7 @@ from fxremat.search.frontier_cache import NO_GRAPH, FrontierCache
 from fxremat.search.refine import Ladder, lowered
 from fxremat.search.replan import is_near, judged_again
 from fxremat.search.survey import kept, order_for_measuring, survey
+from fxremat.slices.body import Sliced
 from fxremat.slices.rewrite import SlicedJoint, largest_need
 from fxremat.slices.variants import least_of_all, variants
 from fxremat.step.collectives import is_collective
@@ -137,14 +138,18 @@ def _best_in_slices(step: CapturedStep, options: Options) -> Plan:
     for found in every:
         known.append(_search(replace(step, joint=found.joint), replace(quick, mem=mem), found))
         if len(known) == 1:  # most ops of the step have been measured by now
-            whole = _unsearched(step, options)
+            whole = _unsearched(step, options, rate=_rate_of(known[0], options))
             mem = whole.bytes_for(options)
         if known[-1].fits_without_more(mem):
             break
     else:
         if not known or largest_need(step.joint) <= mem:
-            known.append(_search(step, quick))
-    plan = _fastest(known, whole, mem, options)
+            known.append(_search(step, replace(quick, mem=mem)))
+    if not any(searched.sliced for searched in known):
+        blocked = least_of_all(step.joint, most=options.most_slices, reduce=options.reduce).blocked
+    else:
+        blocked = tuple(dict.fromkeys(reason for searched in known for reason in searched.blocked))
+    plan = _fastest(known, whole, mem, options, blocked)
     return plan if next(every, None) is None else _with_least(plan, step, options)
 
 
@@ -156,11 +161,22 @@ def _with_least(plan: Plan, step: CapturedStep, options: Options) -> Plan:
 def _least_in_slices(step: CapturedStep, options: Options) -> int:
     """The least budget with as many slices as there may be."""
     found = least_of_all(step.joint, most=options.most_slices, reduce=options.reduce)
-    return _search(replace(step, joint=found.joint), replace(options, mem=1, effort=0.0), found).frontier.minimum
+    least = replace(options, mem=1, effort=0.0)
+    try:
+        return _finished(_search(replace(step, joint=found.joint), least, found), least).minimum
+    except BudgetTooSmall as error:
+        return error.minimum
 
 
-def _fastest(known: Sequence[_Searched], whole: _Searched, mem: int, options: Options) -> Plan:
-    """The plan of the fastest searched step within `mem` bytes, which tells of all of them."""
+def _fastest(
+    known: Sequence[_Searched], whole: _Searched, mem: int, options: Options, blocked: Sequence[str]
+) -> Plan:
+    """The plan of the fastest searched step within `mem` bytes, which tells of all of them.
+
+    Args:
+        whole: the step as it is, which percentages refer to.
+        blocked: why ops that need much are whole.
+    """
     errors: list[BudgetTooSmall] = []
     for searched in sorted(known, key=lambda searched: searched.seconds_within(mem)):
         if not searched.fits_without_more(mem):
@@ -172,8 +188,7 @@ def _fastest(known: Sequence[_Searched], whole: _Searched, mem: int, options: Op
             continue
         return _telling_of_all(plan, searched, known, whole)
     least = min(errors, key=lambda error: error.minimum)
-    blocked = [reason for searched in known for reason in searched.blocked]
-    note = f"not in slices: {'; '.join(dict.fromkeys(blocked))}" if blocked else ""
+    note = f"not in slices: {'; '.join(blocked)}" if blocked else ""
     raise _in_the_users_terms(least, whole.everything(), options).explained(note=note)
 
 
@@ -255,11 +270,29 @@ def _search(step: CapturedStep, options: Options, sliced: SlicedJoint | None = N
     return _Searched(step=step, costs=costs, frontier=frontier, budget=budget, sliced=sliced)
 
 
-def _unsearched(step: CapturedStep, options: Options) -> _Searched:
-    """A step that keeps everything, by what is known of its costs; nothing is run or searched."""
-    costs = _with_loss(known_costs(step.joint), options)
+def _rate_of(searched: _Searched, options: Options) -> float:
+    """Measured over estimated seconds of what runs in slices: whole ops that were not run are taken for as slow."""
     if options.cost == "estimate":
-        costs = _with_loss(estimate(step.joint, _estimated_device(step.joint, options)), options)
+        return 1.0
+    joint, costs = searched.step.joint, searched.costs
+    rough = Device.named(device_of(joint).type)
+    cut = [op for op in joint.ops if isinstance(op.node.target, Sliced)]
+    estimated = sum(cost_of(op, joint, rough).seconds for op in cut)
+    return costs.time_of(op.index for op in cut) / estimated if estimated else 1.0
+
+
+def _unsearched(step: CapturedStep, options: Options, rate: float = 1.0) -> _Searched:
+    """A step that keeps everything, by what is known of its costs; nothing is searched.
+
+    Nothing is run either, unless the budget is in percent: that refers to the measured peak.
+
+    Args:
+        rate: times the estimated seconds that ops take which were not measured.
+    """
+    if options.cost == "estimate" or isinstance(options.budget, Percent):
+        costs = _cost_model(step, options)
+    else:
+        costs = _with_loss(known_costs(step.joint, rate), options)
     frontier = kept(step.joint, costs)
     budget = bytes_of(options.budget, frontier.keep_all.peak, device_of(step.joint))
     return _Searched(step=step, costs=costs, frontier=frontier, budget=budget)

@@ -23,6 +23,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -91,12 +92,20 @@ def measure(
     return costs_from(joint, [cost for cost in by_op if cost is not None], device)
 
 
-def known_costs(joint: Joint) -> Costs:
-    """The costs of ops as far as they were measured before, and estimates of the others; nothing is run."""
+def known_costs(joint: Joint, rate: float = 1.0) -> Costs:
+    """The costs of ops as far as they were measured before, and estimates of the others; nothing is run.
+
+    Args:
+        rate: times the estimated seconds.
+    """
     device = device_of(joint)
     cache, rough = CostCache.of_device(device), Device.named(device.type)
-    by_op = [cache.op(op_key(op.node)) or cost_of(op, joint, rough) for op in joint.ops]
-    return costs_from(joint, by_op, device)
+
+    def estimated(op: Op) -> OpCost:
+        cost = cost_of(op, joint, rough)
+        return replace(cost, seconds=rate * cost.seconds)
+
+    return costs_from(joint, [cache.op(op_key(op.node)) or estimated(op) for op in joint.ops], device)
 
 
 def trust_known_layouts(joint: Joint) -> None:
