@@ -1,4 +1,4 @@
-"""Convolutional models with GroupNorm, whose images do not know of each other: a ResNet and a UNet that takes off noise.
+"""Convolutional models with GroupNorm, whose images do not know of each other: a ResNet, and a UNet that removes noise.
 
 With BatchNorm an image's values depend on the batch it is in; with GroupNorm any part of the batch can run by itself.
 """
@@ -6,6 +6,7 @@ With BatchNorm an image's values depend on the batch it is in; with GroupNorm an
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -64,12 +65,10 @@ class UNet(nn.Module):
         self.stem = nn.Conv2d(3, width, 3, padding=1)
         self.down = nn.ModuleList(Residual(wide, wide) for wide in widths[:-1])
         self.shrink = nn.ModuleList(
-            nn.Conv2d(narrow, wide, 3, stride=2, padding=1)
-            for narrow, wide in zip(widths, widths[1:], strict=False)
+            nn.Conv2d(narrow, wide, 3, stride=2, padding=1) for narrow, wide in pairwise(widths)
         )
         self.bottom = Residual(widths[-1], widths[-1])
-        pairs = list(zip(widths[::-1], widths[-2::-1], strict=False))
-        self.up = nn.ModuleList(Residual(wide + narrow, narrow) for wide, narrow in pairs)
+        self.up = nn.ModuleList(Residual(wide + narrow, narrow) for wide, narrow in pairwise(widths[::-1]))
         self.head = norm_conv(width, 3)
 
     def forward(self, images: Tensor, noise: Tensor) -> Tensor:
@@ -90,6 +89,8 @@ def noisy_images(g: torch.Generator) -> tuple[Tensor, ...]:
 
 
 GROUPED = {
-    "resnet_gn": Case(name="resnet_gn", build=lambda: ResNet((2, 2, 2), 16, 10), draw=labelled_images(16, 64)),
+    "resnet_gn": Case(
+        name="resnet_gn", build=lambda: ResNet((2, 2, 2), 16, 10), draw=labelled_images(16, 64)
+    ),
     "unet_gn": Case(name="unet_gn", build=lambda: UNet(3, 16), draw=noisy_images),
 }

@@ -23,7 +23,8 @@ from .case import Case
 from .gpt import Attention
 
 IGNORED = -100
-Head = Callable[[Tensor, Tensor, Tensor], Tensor]  # hidden [rows, width], weight [words, width], targets [rows]
+# The loss of hidden [rows, width], weight [words, width] and targets [rows].
+Head = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,7 +248,7 @@ def _half(case: Case) -> Case:
     return Case(name=f"{case.name}_bf16", build=lambda: case.build().bfloat16(), draw=case.draw)
 
 
-_TEXT: dict[str, int] = {"width": 128, "heads": 4, "batch": 2, "tokens": 256}
+_TEXT: dict[str, Any] = {"width": 128, "heads": 4, "batch": 2, "tokens": 256}
 _FULL = {
     "gpt_32k": _case("gpt_32k", GPT, Shape(words=32_768, layers=4, **_TEXT)),
     "gpt_50k_tied": _case("gpt_50k_tied", GPT, Shape(words=50_257, layers=4, tied=True, **_TEXT)),
@@ -258,7 +259,5 @@ _FULL = {
 }
 LANGUAGE = {**_FULL, "gpt_32k_bf16": _half(_FULL["gpt_32k"])}
 """Models whose floor is the head."""
-WIDE = _case(
-    "gpt_wide", GPT, Shape(words=256, width=128, layers=4, heads=4, batch=8, tokens=256, wider=8)
-)
+WIDE = _case("gpt_wide", GPT, Shape(words=256, width=128, layers=4, heads=4, batch=8, tokens=256, wider=8))
 """A model whose floor is an MLP."""
