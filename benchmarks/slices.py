@@ -28,7 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,7 @@ HALF_WAYS = ("by hand 4", "by hand 16", "linear_cross_entropy")  # beside slices
 REDUCE = ("fp32", "same")
 STEPS = 7
 MOST_SECONDS = 900.0  # of one row
+LONGEST_ERROR = 160  # characters
 PLAIN = "plain"
 
 
@@ -141,9 +142,9 @@ def measured(name: str, way: Way) -> Row:
         got = outcome(call, case.batch())
         heads.check_chunked(way.name)
     except fxremat.BudgetTooSmall as error:
-        return Row(**row, error=f"BudgetTooSmall: {error}", budget=_bytes(way.mem), minimum=error.minimum)
+        return Row(**row, error=_first_line(error), budget=_bytes(way.mem), minimum=error.minimum)
     except Exception as error:
-        return Row(**row, error=f"{type(error).__name__}: {error}")
+        return Row(**row, error=_first_line(error))
     plain = case.model()
     row |= compared(got, outcome(plain, case.batch()))
     if name.endswith("_bf16"):
@@ -153,6 +154,11 @@ def measured(name: str, way: Way) -> Row:
     steps = [meter.step_from_none(model, batch) for model in (plain, call)]
     row["plain_seconds"], row["seconds"] = meter.step_times(steps, repeats=STEPS)
     return Row(**row)
+
+
+def _first_line(error: Exception) -> str:
+    """Not all of it: some list every option there is."""
+    return f"{type(error).__name__}: {error}".splitlines()[0][:LONGEST_ERROR]
 
 
 def _bytes(mem: int | str | None) -> int | None:
@@ -343,11 +349,6 @@ def main(wanted: Sequence[str] | None = None) -> None:
     record = Record(RESULT, arguments.only)
     for model in arguments.model:
         measure(model, record)
-
-
-def rows_of(record: str) -> Iterator[Row]:
-    """The rows of a record, for the page."""
-    return (Row(**row) for row in json.loads(record)["rows"])
 
 
 if __name__ == "__main__":

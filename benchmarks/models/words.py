@@ -230,7 +230,7 @@ class Llama(LanguageModel):
         return self.norm(self.through(self.layers, x, angle.cos().to(x.dtype), angle.sin().to(x.dtype)))
 
 
-def _case(name: str, model: Callable[[Shape], LanguageModel], shape: Shape, sides: int = 1) -> Case:
+def case_of(name: str, model: Callable[[Shape], LanguageModel], shape: Shape, sides: int = 1) -> Case:
     """`sides` texts go in: an encoder-decoder reads two."""
 
     def draw(g: torch.Generator) -> tuple[Tensor, ...]:
@@ -250,14 +250,14 @@ def _half(case: Case) -> Case:
 
 _TEXT: dict[str, Any] = {"width": 128, "heads": 4, "batch": 2, "tokens": 256}
 _FULL = {
-    "gpt_32k": _case("gpt_32k", GPT, Shape(words=32_768, layers=4, **_TEXT)),
-    "gpt_50k_tied": _case("gpt_50k_tied", GPT, Shape(words=50_257, layers=4, tied=True, **_TEXT)),
-    "t5_32k": _case("t5_32k", EncoderDecoder, Shape(words=32_128, layers=2, tied=True, **_TEXT), sides=2),
-    "llama_128k": _case(
+    "gpt_32k": case_of("gpt_32k", GPT, Shape(words=32_768, layers=4, **_TEXT)),
+    "gpt_50k_tied": case_of("gpt_50k_tied", GPT, Shape(words=50_257, layers=4, tied=True, **_TEXT)),
+    "t5_32k": case_of("t5_32k", EncoderDecoder, Shape(words=32_128, layers=2, tied=True, **_TEXT), sides=2),
+    "llama_128k": case_of(
         "llama_128k", Llama, Shape(words=128_256, width=64, layers=4, heads=4, batch=2, tokens=128)
     ),
 }
 LANGUAGE = {**_FULL, "gpt_32k_bf16": _half(_FULL["gpt_32k"])}
 """Models whose floor is the head."""
-WIDE = _case("gpt_wide", GPT, Shape(words=256, width=128, layers=4, heads=4, batch=8, tokens=256, wider=8))
+WIDE = case_of("gpt_wide", GPT, Shape(words=256, width=128, layers=4, heads=4, batch=8, tokens=256, wider=8))
 """A model whose floor is an MLP."""
