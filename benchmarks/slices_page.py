@@ -153,7 +153,7 @@ def _beside(row: Row, ours: Row | None) -> list[str]:
 
 def precision(name: str, rows: Rows) -> str:
     """Errors against the same weights in fp32."""
-    head = ["way", "peak", "time", "worst gradient against fp32", "head's gradient against fp32"]
+    head = ["way", "peak", "time", "worst matrix against fp32", "head's gradient against fp32"]
     ways = [PLAIN, "fxremat, least"]
     ways += [f"slices {percent}%, sums {reduce}" for reduce in REDUCE for percent in PERCENTS]
     ways += [f"slices, least, sums {reduce}" for reduce in REDUCE] + list(heads.WAYS)
