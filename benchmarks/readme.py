@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from . import offload
+from . import offload, slices_page
 from .alternatives import rows, verdict
 
 ROOT = Path(__file__).parents[1]
@@ -167,7 +167,7 @@ def _offload(record: str) -> str:
     return "\n".join([*sentences, "", more])
 
 
-PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("shapes", "distributed")))
+PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("shapes", "distributed", "slices")))
 PARTS: dict[str, Callable[[str], str]] = {
     "quickstart.txt": _quickstart,
     "alternatives.json": _alternatives,
@@ -175,6 +175,7 @@ PARTS: dict[str, Callable[[str], str]] = {
     "replanning.json": _replanning,
     "shapes.json": _shapes,
     "fsdp.json": _fsdp,
+    "slices.json": slices_page.tables,
     "offload.json": _offload,
 }
 
