@@ -33,7 +33,13 @@ Label = Part | tuple[Part, ...]
 
 
 class Blocked(Exception):
-    """No region along this axis; says which op is in the way."""
+    """No region along this axis; says which op is in the way.
+
+    Attributes:
+        reached: ops that were in the region by then: how near it came.
+    """
+
+    reached = 0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -48,8 +54,8 @@ class Found:
 
 
 def find(values: Values, op: fx.Node) -> Iterator[Found]:
-    """Regions around an op, the finest axis first. Raises `Blocked` where there is none, with the first reason."""
-    reasons: list[str] = []
+    """Regions around an op, the finest axis first. Raises `Blocked` where there is none, for the nearest of reasons."""
+    reasons: list[Blocked] = []
     found = 0
     seed = max(
         (v for v in {*values.read_by(op), *values.made_by(op)} if v.op == "call_function"),
@@ -57,16 +63,19 @@ def find(values: Values, op: fx.Node) -> Iterator[Found]:
     )
     for outer, count in _axes_of(values, seed):
         for share in LARGE:
+            growing = _Growing(values, seed, outer, count, share * values.bytes(seed))
             try:
-                grown = _Growing(values, seed, outer, count, share * values.bytes(seed)).run()
+                grown = growing.run()
             except Blocked as reason:
-                reasons.append(str(reason))
+                reason.reached = len(growing.ops)
+                reasons.append(reason)
                 continue
             found += 1
             yield grown
             break
     if not found:
-        raise Blocked(next(iter(dict.fromkeys(reasons)), f"{op.name} has no axis to cut along"))
+        nearest = max(reasons, key=lambda reason: reason.reached, default=None)
+        raise nearest or Blocked(f"{op.name} has no axis to cut along")
 
 
 def _axes_of(values: Values, seed: fx.Node) -> Iterator[tuple[int, int]]:
