@@ -1,0 +1,303 @@
+"""Every rule for slices against the whole op on real tensors, and against what DTensor says of the same placements."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map
+
+from fxremat.slices import rules
+from fxremat.slices.body import Region, Sliced
+from fxremat.slices.labels import SUM, Mark, Part, place
+from fxremat.slices.rules import Way, name_of, outputs_of, tensor_inputs, ways, why_not
+from tests.slices.cases import CASES, HALF, NEVER, Case, aten, mask, real, whole
+
+pytestmark = pytest.mark.usefixtures("torch_ready")
+
+LARGEST = 15  # rows of an axis, where a case does not say which to try
+UNSET = {"empty", "empty_like", "new_empty"}  # ops whose result may be any numbers
+NEEDS_A_GPU = {  # names in the tables whose ops have no kernel for the CPU
+    *("_scaled_dot_product_efficient_attention", "_scaled_dot_product_efficient_attention_backward"),
+    *("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward"),
+    *("_scaled_dot_product_cudnn_attention", "_scaled_dot_product_cudnn_attention_backward"),
+}
+
+
+@dataclass(frozen=True)
+class OneOp:
+    """A graph of one op: as `make_fx` would trace it, but composite ops stay as they are."""
+
+    node: fx.Node
+    inputs: list[fx.Node]
+    items: list[fx.Node]  # its results, one by one
+    real: list[torch.Tensor]  # inputs
+    results: list[Any]
+
+
+def one_op(case: Case) -> OneOp:
+    mode, graph = FakeTensorMode(), fx.Graph()
+    given: dict[int, tuple[torch.Tensor, fx.Node]] = {}
+
+    def placeholder(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if id(leaf) not in given:
+            given[id(leaf)] = leaf, graph.placeholder(f"x{len(given)}")
+            given[id(leaf)][1].meta["val"] = mode.from_tensor(leaf)
+        return given[id(leaf)][1]
+
+    args, kwargs = tree_map(placeholder, (case.args, dict(case.kwargs)))
+    node = graph.call_function(case.op, args, kwargs)
+    with mode:
+        shown, options = fx.node.map_arg((args, kwargs), lambda parent: parent.meta["val"])
+        node.meta["val"] = case.op(*shown, **options)
+    result, items = case.op(*case.args, **case.kwargs), [node]
+    if not isinstance(result, torch.Tensor):
+        items = [graph.call_function(operator.getitem, (node, number)) for number in range(len(result))]
+        for item, tensor in zip(items, outputs_of(node), strict=True):
+            item.meta["val"] = tensor
+    results = [result] if isinstance(result, torch.Tensor) else list(result)
+    return OneOp(node, [n for _, n in given.values()], items, [t for t, _ in given.values()], results)
+
+
+def in_slices(one: OneOp, way: Way, count: int, parts: int, *, wide: bool = False) -> list[Any]:
+    """The results of an op that runs in slices; None where the op has none."""
+    made = [item for item in one.items if isinstance(item.meta["val"], torch.Tensor)]
+    labels: dict[fx.Node, Any] = {**way.reads, **dict(zip(one.items, way.writes, strict=True))}
+    inputs, values = [*one.inputs], [*one.real]
+    if made != [one.node]:
+        labels[one.node] = way.writes
+    if not inputs:  # an op that reads nothing stands beside others that do
+        inputs, values = [one.node.graph.placeholder("other")], [real(1)]
+        with one.items[0].meta["val"].fake_mode:
+            inputs[0].meta["val"] = torch.empty(1)
+    steps = tuple(dict.fromkeys([one.node, *made]))
+    region = Region(
+        inputs=tuple(inputs),
+        steps=steps,
+        outputs=tuple(made),
+        labels=labels,
+        count=count,
+        parts=parts,
+        wide=wide,
+    )
+    results = iter(Sliced(region)(*values))
+    return [next(results) if item in made else None for item in one.items]
+
+
+def counts_of(case: Case, one: OneOp) -> list[int]:
+    """Every number of rows in which a group of dimensions of an input or a result can be cut."""
+    shapes = [t.shape for t in [*one.real, *one.results] if isinstance(t, torch.Tensor)]
+    groups = {
+        math.prod(s[dim:end]) for s in shapes for dim in range(len(s)) for end in range(dim + 1, len(s) + 1)
+    }
+    found = {rows for size in groups for rows in range(2, min(size, LARGEST) + 1) if size % rows == 0}
+    return sorted({*(case.counts or found), *case.ways})
+
+
+def text(way: Way, one: OneOp) -> str:
+    def shown(part: Part) -> str:
+        return part.value if isinstance(part, Mark) else str(part)
+
+    reads = " ".join(shown(way.reads[node]) for node in one.inputs)
+    return f"{reads} -> {' '.join(map(shown, way.writes))}"
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_way_makes_what_the_whole_op_makes(case: Case) -> None:
+    one = one_op(case)
+    before = [tensor.clone() for tensor in one.real]
+    tried = 0
+    for count in counts_of(case, one):
+        found = ways(one.node, count)
+        if count in case.ways:
+            assert {text(way, one) for way in found} == case.ways[count], count
+        for way in found:
+            assert len(way.writes) == len(one.items)
+            for parts in sorted({2, min(3, count)}):
+                tried += 1
+                check(case, one, in_slices(one, way, count, parts))
+    assert tried or set().union(*case.ways.values()) == set()
+    for tensor, old in zip(one.real, before, strict=True):
+        assert torch.equal(tensor, old)
+
+
+def check(case: Case, one: OneOp, made: list[Any]) -> None:
+    for mine, right in zip(made, one.results, strict=True):
+        if mine is None:
+            continue
+        assert (mine.shape, mine.dtype) == (right.shape, right.dtype)
+        if name_of(one.node) not in UNSET:
+            exact = mine.dtype == torch.float64
+            tolerances = {"rtol": 1e-11, "atol": 1e-12} if exact else {}
+            torch.testing.assert_close(mine, right, **tolerances)
+
+
+@pytest.mark.parametrize(("case", "reason"), NEVER, ids=str)
+def test_ops_that_need_all_are_never_cut_and_say_why(case: Case, reason: str) -> None:
+    one = one_op(case)
+    assert all(ways(one.node, count) == [] for count in (2, 3, 4, 12))
+    assert why_not(one.node).endswith(reason) or reason in why_not(one.node)
+    assert one.node.name in why_not(one.node)
+
+
+def test_every_rule_has_a_case() -> None:
+    known = {*rules._RULES, *rules.POINTWISE}
+    tried = {name_of(one_op(case).node) for case in CASES if case.ways or case.counts or True}
+    assert known - tried == NEEDS_A_GPU
+
+
+@torch.library.custom_op("fxremat_tests::mm", mutates_args=())
+def mm_of_others(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return a.flip(0) @ b
+
+
+@mm_of_others.register_fake
+def _(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return a @ b
+
+
+def test_an_op_of_another_library_is_not_taken_for_the_one_of_its_name() -> None:
+    one = one_op(Case(torch.ops.fxremat_tests.mm.default, (real(4, 3), real(3, 2))))
+    assert ways(one.node, 4) == []
+    assert why_not(one.node).endswith("mm has no rule for slices")
+
+
+def pointwise() -> Iterator[torch._ops.OpOverload]:
+    """The ops that torch calls pointwise, and of which all that must be given is tensors."""
+    for name in dir(aten):
+        packet = getattr(aten, name)
+        for overload in packet.overloads() if isinstance(packet, torch._ops.OpOverloadPacket) else ():
+            op = getattr(packet, overload)
+            arguments = [a for a in op._schema.arguments if not a.has_default_value()]
+            if torch.Tag.pointwise in op.tags and not op._schema.is_mutable and arguments:
+                if all(str(a.type) == "Tensor" for a in arguments) and len(op._schema.returns) == 1:
+                    yield op
+
+
+def on_some_type(op: torch._ops.OpOverload) -> Case | None:
+    """The op on tensors of the first type that it takes, which are broadcast; None where there is none."""
+    many = sum(not a.has_default_value() for a in op._schema.arguments)
+    for draw in (real, lambda *shape: whole(4, *shape), mask):
+        args = (draw(2, 3, 4).abs(), *(draw(3, 1) for _ in range(many - 1)))
+        try:
+            if isinstance(op(*args), torch.Tensor):
+                return Case(op, args)
+        except (RuntimeError, NotImplementedError):
+            continue
+    return None
+
+
+def test_ops_that_torch_calls_pointwise_are() -> None:
+    tried = set()
+    for op in pointwise():
+        case = on_some_type(op)
+        if case is None:
+            continue
+        one = one_op(case)
+        for count in (2, 3):
+            for way in ways(one.node, count):
+                for mine, right in zip(in_slices(one, way, count, 2), one.results, strict=True):
+                    torch.testing.assert_close(mine, right, equal_nan=True, rtol=1e-9, atol=0)
+                tried.add(name_of(one.node))
+    assert len(tried) > 100
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(aten.mm.default, (real(3, 64, dtype=HALF), real(64, 5, dtype=HALF))),
+        Case(aten.sum.default, (real(64, 9, dtype=HALF),)),
+    ],
+    ids=str,
+)
+def test_sums_of_half_precision_are_added_up_in_float32_where_asked(case: Case) -> None:
+    one = one_op(case)
+    exact = case.op(*(x.double() for x in one.real))
+    (way,) = (way for way in ways(one.node, 64) if way.writes == (SUM,))
+    wide, narrow = (in_slices(one, way, 64, 64, wide=wide)[0] for wide in (True, False))
+    assert wide.dtype == narrow.dtype == HALF
+    assert (wide - exact).abs().max() <= (narrow - exact).abs().max()
+    torch.testing.assert_close(wide.double(), exact, rtol=1e-2, atol=0.1)
+
+
+# DTensor as an oracle.
+
+
+def propagated(node: fx.Node, rows: int, placements: dict[fx.Node, Any]) -> list[Any] | None:
+    """The placements that DTensor gives the outputs of an op for these of its inputs; None where it has no rule for them.
+
+    The only place that uses private names of DTensor: those of torch 2.11 and 2.13, which need no process group.
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+    from torch.distributed.tensor._op_schema import OpSchema, RuntimeSchemaInfo
+
+    mesh = DeviceMesh("cpu", torch.arange(rows), _init_backend=False, _rank=0)
+    propagator = DTensor._op_dispatcher.sharding_propagator
+
+    def spec(parent: fx.Node) -> DTensorSpec:
+        value = parent.meta["val"]
+        return DTensorSpec(mesh, (placements[parent],), TensorMeta(value.shape, value.stride(), value.dtype))
+
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), spec)
+    info = propagator.op_to_schema_info.get(node.target, RuntimeSchemaInfo(needs_pytree=True))
+    try:
+        found = propagator.propagate_op_sharding_non_cached(
+            OpSchema(node.target, tuple(args), dict(kwargs), info)
+        )
+    except Exception:  # of many kinds, none of which says more than that this cannot be asked
+        return None
+    if found.needs_redistribute or found.output_spec is None:
+        return None
+    specs = found.output_spec if isinstance(found.output_spec, tuple | list) else [found.output_spec]
+    return [None if each is None else each.placements[0] for each in specs]
+
+
+def placement(shape: torch.Size, part: Part, count: int) -> Any:
+    """The same as a placement of DTensor; None where that has none: rows of several dimensions or elements."""
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    if isinstance(part, Mark):
+        return Partial("sum") if part is SUM else Replicate()
+    at = place(shape, part, count)
+    assert at is not None
+    return Shard(at.dim) if (at.dims, at.each) == (1, 1) else None
+
+
+def test_dtensor_says_the_same() -> None:
+    agreed, others = set[str](), list[str]()
+    for case in CASES:
+        one = one_op(case)
+        for count in counts_of(case, one):
+            for way in ways(one.node, count):
+                reads = {
+                    n: placement(n.meta["val"].shape, way.reads[n], count) for n in tensor_inputs(one.node)
+                }
+                outputs = outputs_of(one.node)
+                writes = [
+                    t if t is None else placement(t.shape, p, count) for t, p in zip(outputs, way.writes)
+                ]
+                cut = [w for w, t in zip(writes, outputs) if t is not None]
+                if None in reads.values() or None in cut or not reads:
+                    continue
+                theirs = propagated(one.node, count, reads)
+                if theirs is None:
+                    continue
+                pairs = [(m, t) for m, t in zip(writes, theirs) if m is not None and t is not None]
+                if all(mine == their for mine, their in pairs):
+                    agreed.add(name_of(one.node))
+                else:
+                    others.append(f"{case} {count}: {text(way, one)}, DTensor: {theirs}")
+    assert others == []
+    print(sorted(agreed))
+    assert len(agreed) > 60
