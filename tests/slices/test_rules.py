@@ -25,6 +25,7 @@ pytestmark = pytest.mark.usefixtures("torch_ready")
 LARGEST = 15  # rows of an axis, where a case does not say which to try
 UNSET = {"empty", "empty_like", "new_empty"}  # ops whose result may be any numbers
 NEEDS_A_GPU = {  # names in the tables whose ops have no kernel for the CPU
+    "_fused_rms_norm_backward",
     *("_scaled_dot_product_efficient_attention", "_scaled_dot_product_efficient_attention_backward"),
     *("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward"),
     *("_scaled_dot_product_cudnn_attention", "_scaled_dot_product_cudnn_attention_backward"),
@@ -151,7 +152,7 @@ def test_ops_that_need_all_are_never_cut_and_say_why(case: Case, reason: str) ->
 
 def test_every_rule_has_a_case() -> None:
     known = {*rules._RULES, *rules.POINTWISE}
-    tried = {name_of(one_op(case).node) for case in CASES if case.ways or case.counts or True}
+    tried = {case.op._schema.name.removeprefix("aten::") for case in CASES}
     assert known - tried == NEEDS_A_GPU
 
 
@@ -186,8 +187,8 @@ def pointwise() -> Iterator[torch._ops.OpOverload]:
 def on_some_type(op: torch._ops.OpOverload) -> Case | None:
     """The op on tensors of the first type that it takes, which are broadcast; None where there is none."""
     many = sum(not a.has_default_value() for a in op._schema.arguments)
-    for draw in (real, lambda *shape: whole(4, *shape), mask):
-        args = (draw(2, 3, 4).abs(), *(draw(3, 1) for _ in range(many - 1)))
+    for draw in (lambda *shape: real(*shape).abs(), lambda *shape: whole(4, *shape), mask):
+        args = (draw(2, 3, 4), *(draw(3, 1) for _ in range(many - 1)))
         try:
             if isinstance(op(*args), torch.Tensor):
                 return Case(op, args)
@@ -215,17 +216,17 @@ def test_ops_that_torch_calls_pointwise_are() -> None:
     "case",
     [
         Case(aten.mm.default, (real(3, 64, dtype=HALF), real(64, 5, dtype=HALF))),
-        Case(aten.sum.default, (real(64, 9, dtype=HALF),)),
+        Case(aten.sum.dim_IntList, (real(64, 99, dtype=HALF), [0])),
     ],
     ids=str,
 )
 def test_sums_of_half_precision_are_added_up_in_float32_where_asked(case: Case) -> None:
     one = one_op(case)
-    exact = case.op(*(x.double() for x in one.real))
+    exact = case.op(*(x.double() if isinstance(x, torch.Tensor) else x for x in case.args))
     (way,) = (way for way in ways(one.node, 64) if way.writes == (SUM,))
     wide, narrow = (in_slices(one, way, 64, 64, wide=wide)[0] for wide in (True, False))
     assert wide.dtype == narrow.dtype == HALF
-    assert (wide - exact).abs().max() <= (narrow - exact).abs().max()
+    assert (wide - exact).abs().mean() < (narrow - exact).abs().mean()
     torch.testing.assert_close(wide.double(), exact, rtol=1e-2, atol=0.1)
 
 
