@@ -156,7 +156,12 @@ def _at(shape: Sequence[int], dim: int, count: int) -> tuple[int, int] | None:
     return outer, found.each
 
 
-def _cut(node: fx.Node, pairs: Sequence[tuple[Any, int | None]], outputs: Sequence[tuple[Any, int] | Part], count: int) -> Way | None:
+def _cut(
+    node: fx.Node,
+    pairs: Sequence[tuple[Any, int | None]],
+    outputs: Sequence[tuple[Any, int] | Part],
+    count: int,
+) -> Way | None:
     """A way that cuts inputs and outputs along single dimensions, all with as many elements to a row.
 
     Args:

@@ -16,12 +16,13 @@ from torch.utils._pytree import tree_map
 
 from fxremat.slices import rules
 from fxremat.slices.body import Region, Sliced
-from fxremat.slices.labels import SUM, Mark, Part, place
+from fxremat.slices.labels import SUM, WHOLE, Mark, Part, place
 from fxremat.slices.rules import Way, name_of, outputs_of, tensor_inputs, ways, why_not
 from tests.slices.cases import CASES, HALF, NEVER, Case, aten, mask, real, whole
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
 
+PARTS = {2: (2,), 3: (2,), 5: (2, 3)}  # slices for so many rows, three for others; uneven ones for most
 LARGEST = 15  # rows of an axis, where a case does not say which to try
 UNSET = {"empty", "empty_like", "new_empty"}  # ops whose result may be any numbers
 NEEDS_A_GPU = {  # names in the tables whose ops have no kernel for the CPU
@@ -123,7 +124,7 @@ def test_every_way_makes_what_the_whole_op_makes(case: Case) -> None:
             assert {text(way, one) for way in found} == case.ways[count], count
         for way in found:
             assert len(way.writes) == len(one.items)
-            for parts in sorted({2, min(3, count)}):
+            for parts in PARTS.get(count, (3,)):
                 tried += 1
                 check(case, one, in_slices(one, way, count, parts))
     assert tried or set().union(*case.ways.values()) == set()
@@ -179,9 +180,9 @@ def pointwise() -> Iterator[torch._ops.OpOverload]:
         for overload in packet.overloads() if isinstance(packet, torch._ops.OpOverloadPacket) else ():
             op = getattr(packet, overload)
             arguments = [a for a in op._schema.arguments if not a.has_default_value()]
-            if torch.Tag.pointwise in op.tags and not op._schema.is_mutable and arguments:
-                if all(str(a.type) == "Tensor" for a in arguments) and len(op._schema.returns) == 1:
-                    yield op
+            tensors = bool(arguments) and all(str(a.type) == "Tensor" for a in arguments)
+            if torch.Tag.pointwise in op.tags and not op._schema.is_mutable and tensors:
+                yield op
 
 
 def on_some_type(op: torch._ops.OpOverload) -> Case | None:
@@ -204,11 +205,10 @@ def test_ops_that_torch_calls_pointwise_are() -> None:
         if case is None:
             continue
         one = one_op(case)
-        for count in (2, 3):
-            for way in ways(one.node, count):
-                for mine, right in zip(in_slices(one, way, count, 2), one.results, strict=True):
-                    torch.testing.assert_close(mine, right, equal_nan=True, rtol=1e-9, atol=0)
-                tried.add(name_of(one.node))
+        for way in ways(one.node, 3):
+            (mine,) = in_slices(one, way, 3, 2)
+            torch.testing.assert_close(mine, one.results[0], equal_nan=True, rtol=1e-9, atol=0)
+            tried.add(name_of(one.node))
     assert len(tried) > 100
 
 
@@ -234,7 +234,7 @@ def test_sums_of_half_precision_are_added_up_in_float32_where_asked(case: Case) 
 
 
 def propagated(node: fx.Node, rows: int, placements: dict[fx.Node, Any]) -> list[Any] | None:
-    """The placements that DTensor gives the outputs of an op for these of its inputs; None where it has no rule for them.
+    """The placements that DTensor gives the outputs of an op for these of its inputs; None where it has no rule.
 
     The only place that uses private names of DTensor: those of torch 2.11 and 2.13, which need no process group.
     """
@@ -275,30 +275,84 @@ def placement(shape: torch.Size, part: Part, count: int) -> Any:
     return Shard(at.dim) if (at.dims, at.each) == (1, 1) else None
 
 
+def asked(one: OneOp, way: Way, count: int) -> tuple[list[Any], list[Any]] | None:
+    """Our placements of the outputs and DTensor's; None where one of the two cannot say.
+
+    An input that is whole, as the size of an `expand` is, gives DTensor no reason to cut an output; nor are the outputs
+    compared that an op does not make.
+    """
+    reads = {n: placement(n.meta["val"].shape, way.reads[n], count) for n in tensor_inputs(one.node)}
+    outputs = [(t, part) for t, part in zip(outputs_of(one.node), way.writes, strict=True) if t is not None]
+    writes = [placement(t.shape, part, count) for t, part in outputs]
+    if None in reads.values() or None in writes or all(part is WHOLE for part in way.reads.values()):
+        return None
+    theirs = propagated(one.node, count, reads)
+    return None if theirs is None else (writes, [each for each in theirs if each is not None])
+
+
+COMPARED = {  # ops of which DTensor must say the same for some way at least
+    *(
+        "mm",
+        "addmm",
+        "bmm",
+        "baddbmm",
+        "convolution",
+        "convolution_backward",
+        "embedding",
+        "embedding_dense_backward",
+    ),
+    *(
+        "_softmax",
+        "_log_softmax",
+        "_softmax_backward_data",
+        "_log_softmax_backward_data",
+        "sum",
+        "add",
+        "where",
+        "mean",
+    ),
+    *(
+        "native_layer_norm",
+        "native_layer_norm_backward",
+        "nll_loss_forward",
+        "nll_loss_backward",
+        "gather",
+        "cat",
+    ),
+    *(
+        "permute",
+        "transpose",
+        "t",
+        "slice",
+        "split",
+        "select",
+        "stack",
+        "index_select",
+        "topk",
+        "sort",
+        "amax",
+        "cumsum",
+    ),
+}
+
+
 def test_dtensor_says_the_same() -> None:
     agreed, others = set[str](), list[str]()
     for case in CASES:
+        if (
+            case.op is aten.sum.dim_IntList and [] in case.args
+        ):  # DTensor takes no dimensions for none, torch for all
+            continue
         one = one_op(case)
         for count in counts_of(case, one):
             for way in ways(one.node, count):
-                reads = {
-                    n: placement(n.meta["val"].shape, way.reads[n], count) for n in tensor_inputs(one.node)
-                }
-                outputs = outputs_of(one.node)
-                writes = [
-                    t if t is None else placement(t.shape, p, count) for t, p in zip(outputs, way.writes)
-                ]
-                cut = [w for w, t in zip(writes, outputs) if t is not None]
-                if None in reads.values() or None in cut or not reads:
+                pair = asked(one, way, count)
+                if pair is None:
                     continue
-                theirs = propagated(one.node, count, reads)
-                if theirs is None:
-                    continue
-                pairs = [(m, t) for m, t in zip(writes, theirs) if m is not None and t is not None]
-                if all(mine == their for mine, their in pairs):
+                ours, theirs = pair
+                if ours == theirs:
                     agreed.add(name_of(one.node))
                 else:
-                    others.append(f"{case} {count}: {text(way, one)}, DTensor: {theirs}")
+                    others.append(f"{case} in {count}: {text(way, one)}, DTensor: {theirs}")
     assert others == []
-    print(sorted(agreed))
-    assert len(agreed) > 60
+    assert agreed >= COMPARED
