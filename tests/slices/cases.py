@@ -862,3 +862,63 @@ NEVER: list[tuple[Case, str]] = [  # ops without any way, and what is said about
     (Case(aten.add_.Tensor, (real(4, 3), real(4, 3))), "add_ has no rule for slices"),
     (Case(aten.mean.default, (real(4, 3),)), "(mean) needs more than a slice"),
 ]
+
+
+FOR_A_GPU: list[Case] = []  # ops that a CPU cannot run, of which only the ways are compared
+heads, logs, seed = real(4, 2, 16, 8, dtype=HALF), real(4, 2, 16, dtype=LOW), whole(9)
+many_hides, one_hides = real(4, 2, 16, 16, dtype=HALF), real(1, 2, 16, 16, dtype=HALF)
+efficient, flash, cudnn = (
+    aten._scaled_dot_product_efficient_attention,
+    aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_cudnn_attention,
+)
+ALL = [True] * 4
+FOR_A_GPU += [
+    Case(op.default, args, {}, {4: {f"1 1 1 {written}"}, 2: {f"1 1 1 {written}"}, 3: NO, 16: NO, 8: NO}, note)
+    for op, args, written, note in (
+        (efficient, (heads, heads, heads, None, True), "-> 1 1 whole whole", ""),
+        (efficient, (heads, heads, heads, many_hides, True), "1 -> 1 1 whole whole", "bias"),
+        (efficient, (heads, heads, heads, one_hides, True), "whole -> 1 1 whole whole", "one bias"),
+        (flash, (heads, heads, heads, 0.0, True, False), "-> 1 1" + 7 * " whole", ""),
+        (cudnn, (heads, heads, heads, None, True, 0.0, True), "-> 1 1" + 7 * " whole", ""),
+    )
+]
+given = (heads, heads, heads, heads)
+FOR_A_GPU += [
+    Case(op.default, args, {}, {4: {reads}, 2: {reads}, 3: NO, 16: NO}, note)
+    for op, args, reads, note in (
+        (
+            aten._scaled_dot_product_efficient_attention_backward,
+            (*given, many_hides, heads, logs, seed, seed, 0.0, ALL),
+            "1 1 1 1 1 1 1 whole whole -> 1 1 1 1",
+            "bias",
+        ),
+        (
+            aten._scaled_dot_product_efficient_attention_backward,
+            (*given, one_hides, heads, logs, seed, seed, 0.0, [True, True, True, False]),
+            "1 1 1 1 whole 1 1 whole whole -> 1 1 1 whole",
+            "one bias",
+        ),
+        (
+            aten._scaled_dot_product_flash_attention_backward,
+            (*given, heads, logs, None, None, 16, 16, 0.0, True, seed, seed),
+            "1 1 1 1 1 1 whole whole -> 1 1 1",
+            "",
+        ),
+        (
+            aten._scaled_dot_product_cudnn_attention_backward,
+            (*given, heads, logs, seed, seed, one_hides, None, None, 16, 16, 0.0, True),
+            "1 1 1 1 1 1 whole whole whole -> 1 1 1",
+            "one bias",
+        ),
+    )
+]
+normed = (real(2, 3, 4), real(2, 3, 4), [4], real(2, 3, 1), real(4), [True, True])
+FOR_A_GPU.append(
+    Case(
+        aten._fused_rms_norm_backward.default,
+        normed,
+        {},
+        {6: {"1 1 1 whole -> 1 sum"}, 3: {"1 1 1 whole -> 1 sum", "2 2 2 whole -> 2 sum"}, 4: NO},
+    )
+)
