@@ -350,7 +350,7 @@ for forms in ([True] * 3, [True, False, True], [False, True, True]):
         weight,
         bias,
         forms,
-        ways={2: parts, 6: parts, 4: NO},
+        ways={2: parts, 3: parts | {"2 2 2 2 whole whole -> 2 sum sum"}, 6: parts, 4: NO},
         note=str(sum(forms)),
     )
 case(
@@ -732,6 +732,7 @@ case(
 )
 case(aten.avg_pool1d.default, lines, [2], ways={4: {"1 -> 1"}, 5: NO})
 case(aten.avg_pool2d.default, pictures, [2, 2], ways=BY)
+case(aten.avg_pool2d.default, real(4, 6, 6), [2, 2], ways=BY, note="no batch")
 case(
     aten.avg_pool2d.default,
     pictures.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2),
