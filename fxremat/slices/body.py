@@ -23,8 +23,9 @@ from torch import fx
 
 from fxremat.ops.overwriting import overwrite_where_alike
 from fxremat.passes.in_place import overwrite_among
-from fxremat.slices.emission import emitted
+from fxremat.slices.emission import CONTIGUOUS, emitted
 from fxremat.slices.labels import SUM, WHOLE, Part, place
+from fxremat.slices.rules import name_of
 from fxremat.step.joint import storage_bytes, tensors_of
 from fxremat.step.overwriting import SWAPPED, overwritten
 from fxremat.torch_private import boxed, storage_of
@@ -254,6 +255,7 @@ class _Body:
             targets = [self._given(graph, node, number, rows, first) for number, node in enumerate(self._outputs)]
             for node in self._steps:
                 target, args, kwargs = emitted(node, made.__getitem__, self._labels, self._count, rows)
+                args = _contiguous(graph, node, args)
                 made[node] = _call(graph, target, args, kwargs)
                 if target is aten.reshape.default:
                     made[node] = _as_shown(graph, made[node])
@@ -325,6 +327,19 @@ def _call(graph: fx.Graph, target: Any, args: Any, kwargs: Any) -> fx.Node:
     shown, options = fx.node.map_arg((tuple(args), dict(kwargs)), lambda parent: parent.meta["val"])
     node.meta["val"] = target(*shown, **options)
     return node
+
+
+def _contiguous(graph: fx.Graph, node: fx.Node, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of an op of a slice, copied where its kernel would take no notice of their strides."""
+    names = CONTIGUOUS.get(name_of(node))
+    if names is None:
+        return args
+    assert isinstance(node.target, torch._ops.OpOverload)
+    given = list(args)
+    for position, (shown, known) in enumerate(zip(args, node.target._schema.arguments, strict=False)):
+        if known.name in names and isinstance(shown, fx.Node) and not shown.meta["val"].is_contiguous():
+            given[position] = _call(graph, aten.clone.default, (shown,), {"memory_format": torch.contiguous_format})
+    return tuple(given)
 
 
 def _as_shown(graph: fx.Graph, view: fx.Node) -> fx.Node:

@@ -22,6 +22,10 @@ SIZES: dict[str, str] = {  # ops among whose arguments the size of a tensor stan
     "upsample_nearest1d_backward": "input_size",
     "_upsample_nearest_exact2d_backward": "input_size",
 }
+CONTIGUOUS = {  # arguments that kernels read as if they were contiguous, whatever strides they have (torch 2.13)
+    "native_layer_norm_backward": ("mean", "rstd"),
+    "_fused_rms_norm_backward": ("rstd",),
+}
 COUNTS = {"native_group_norm": "N", "native_group_norm_backward": "N"}  # the same of numbers of batch elements
 
 

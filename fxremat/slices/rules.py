@@ -82,15 +82,13 @@ def why_not(node: fx.Node) -> str:
 
 
 def _rule(node: fx.Node) -> Rule | None:
-    name = name_of(node)
-    if name in _RULES:
-        return _RULES[name]
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace not in ("aten", "prims"):
+    name, target = name_of(node), node.target
+    if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
         return None
-    if name in POINTWISE or (torch.Tag.pointwise in target.tags and not target._schema.is_mutable):
-        return _pointwise
-    return None
+    if target.namespace == "aten" and name in _RULES:  # another library's op of that name may be another op
+        return _RULES[name]
+    pointwise = torch.Tag.pointwise in target.tags or (target.namespace == "aten" and name in POINTWISE)
+    return _pointwise if pointwise and target.namespace in ("aten", "prims") else None
 
 
 def argument(node: fx.Node, name: str) -> Any:
@@ -159,17 +157,23 @@ def _at(shape: Sequence[int], dim: int, count: int) -> tuple[int, int] | None:
 
 
 def _cut(
-    node: fx.Node, pairs: Sequence[tuple[Any, int]], outputs: Sequence[tuple[Any, int] | Part], count: int
+    node: fx.Node,
+    pairs: Sequence[tuple[Any, int | None]],
+    outputs: Sequence[tuple[Any, int] | Part],
+    count: int,
 ) -> Way | None:
     """A way that cuts inputs and outputs along single dimensions, all with as many elements to a row.
 
     Args:
-        pairs: an input and its dimension.
+        pairs: an input and its dimension; None where it is whole, and may be the same tensor as one that is cut.
         outputs: a tensor and its dimension, or another part.
     """
     each: set[int] = set()
     cut: list[tuple[Any, Part]] = []
     for parent, dim in pairs:
+        if dim is None:
+            cut.append((parent, WHOLE))
+            continue
         found = _at(shape_of(parent), dim, count)
         if found is None:
             return None
@@ -220,7 +224,7 @@ def _pointwise(node: fx.Node, count: int) -> Iterator[Way]:
 def _reshape(node: fx.Node, count: int) -> Iterator[Way]:
     """The order of elements stays."""
     (x,) = tensor_inputs(node)
-    if not isinstance(node.meta.get("val"), torch.Tensor):
+    if not isinstance(node.meta.get("val"), torch.Tensor) or node.target is torch.ops.aten.view.dtype:
         return
     for outer, _ in axes(shape_of(x), count):
         if place(shape_of(node), outer, count) is not None:
@@ -273,9 +277,9 @@ def _mm(node: fx.Node, count: int) -> Iterator[Way]:
     a, b = node.args[:2]
     out = node.meta["val"]
     yield from _only(
-        _cut(node, [(a, 0)], [(out, 0)], count),
+        _cut(node, [(a, 0), (b, None)], [(out, 0)], count),
         _cut(node, [(a, 1), (b, 0)], [SUM], count),
-        _cut(node, [(b, 1)], [(out, 1)], count),
+        _cut(node, [(a, None), (b, 1)], [(out, 1)], count),
     )
 
 
@@ -283,10 +287,10 @@ def _mm(node: fx.Node, count: int) -> Iterator[Way]:
 def _addmm(node: fx.Node, count: int) -> Iterator[Way]:
     bias, a, b = (cast(fx.Node, argument) for argument in node.args[:3])
     out, shape = node.meta["val"], shape_of(bias)
-    for dim, operand in ((0, a), (1, b)):
+    for dim, operand, other in ((0, a, b), (1, b, a)):
         at = len(shape) - 2 + dim  # of the bias, which is broadcast
-        cut = [(bias, at)] if at >= 0 and shape[at] != 1 else []
-        yield from _only(_cut(node, [*cut, (operand, dim)], [(out, dim)], count))
+        cut = (bias, at if at >= 0 and shape[at] != 1 else None)
+        yield from _only(_cut(node, [cut, (operand, dim), (other, None)], [(out, dim)], count))
 
 
 @_rules("bmm")
@@ -295,8 +299,8 @@ def _bmm(node: fx.Node, count: int) -> Iterator[Way]:
     out = node.meta["val"]
     yield from _only(
         _cut(node, [(a, 0), (b, 0)], [(out, 0)], count),
-        _cut(node, [(a, 1)], [(out, 1)], count),
-        _cut(node, [(b, 2)], [(out, 2)], count),
+        _cut(node, [(a, 1), (b, None)], [(out, 1)], count),
+        _cut(node, [(a, None), (b, 2)], [(out, 2)], count),
         _cut(node, [(a, 2), (b, 1)], [SUM], count),
     )
 
@@ -305,10 +309,10 @@ def _bmm(node: fx.Node, count: int) -> Iterator[Way]:
 def _baddbmm(node: fx.Node, count: int) -> Iterator[Way]:
     c, a, b = (cast(fx.Node, argument) for argument in node.args[:3])
     out, shape = node.meta["val"], shape_of(c)
-    for dim, operands in ((0, (a, b)), (1, (a,)), (2, (b,))):
+    for dim, of_a, of_b in ((0, 0, 0), (1, 1, None), (2, None, 2)):
         at = len(shape) - 3 + dim
-        cut = [(c, at)] if at >= 0 and shape[at] != 1 else []
-        yield from _only(_cut(node, [*cut, *((x, dim) for x in operands)], [(out, dim)], count))
+        cut = (c, at if at >= 0 and shape[at] != 1 else None)
+        yield from _only(_cut(node, [cut, (a, of_a), (b, of_b)], [(out, dim)], count))
 
 
 def _along(node: fx.Node, count: int, dims: Iterable[int], operands: Sequence[fx.Node]) -> Iterator[Way]:
@@ -409,7 +413,12 @@ def _reduction(node: fx.Node, count: int) -> Iterator[Way]:
             yield Way({**_whole(node), x: outer}, tuple(left for _ in outputs_of(node)))
 
 
-@_rules("max", "min", "topk", "linalg_vector_norm")
+@_rules("topk")
+def _topk(node: fx.Node, count: int) -> Iterator[Way]:
+    yield from _beside(node, count, [argument(node, "dim")], tensor_inputs(node))
+
+
+@_rules("max", "min", "linalg_vector_norm")
 def _extremum(node: fx.Node, count: int) -> Iterator[Way]:
     if argument(node, "dim") is not None:
         yield from _reduction(node, count)
@@ -473,7 +482,7 @@ def _index(node: fx.Node, count: int) -> Iterator[Way]:
         return
     for outer, at in axes(shape_of(x), count):
         if at.end <= taken[0]:
-            yield from _only(_way(node, [(x, outer)], outer))
+            yield from _only(_way(node, [(x, outer), *((index, WHOLE) for index in indices)], outer))
 
 
 def _beside(node: fx.Node, count: int, dims: Iterable[int], operands: Sequence[fx.Node]) -> Iterator[Way]:
@@ -523,14 +532,16 @@ def _embedding_backward(node: fx.Node, count: int) -> Iterator[Way]:
 
 @_rules("convolution")
 def _convolution(node: fx.Node, count: int) -> Iterator[Way]:
-    yield from _only(_cut(node, [(node.args[0], 0)], [(node.meta["val"], 0)], count))
+    x, weight = node.args[:2]
+    yield from _only(_cut(node, [(x, 0), (weight, None)], [(node.meta["val"], 0)], count))
 
 
 @_rules("convolution_backward")
 def _convolution_backward(node: fx.Node, count: int) -> Iterator[Way]:
     of_input = outputs_of(node)[0]
     first: tuple[Any, int] | Part = WHOLE if of_input is None else (of_input, 0)
-    yield from _only(_cut(node, [(node.args[0], 0), (node.args[1], 0)], [first, SUM, SUM], count))
+    gradient, x, weight = node.args[:3]
+    yield from _only(_cut(node, [(gradient, 0), (x, 0), (weight, None)], [first, SUM, SUM], count))
 
 
 @_rules("native_group_norm")
