@@ -2,6 +2,7 @@
 
     nll_loss(x, y), mean     nll_loss(losses of rows as they are, 0, mean)             the same bits
       with class weights     sum(nll_loss(x, y), none) / weight of all targets         added up in float64
+    mse_loss(x, y), mean     sum(mse_loss(x, y), none) / number of elements            and so do others, and backwards
     mean(x)                  sum(x) / number of elements
     new_zeros(x, size)       zeros(size): it reads nothing of x
     dropout(x) on a CPU      x * mask / (1 - p); the mask is drawn whole, by itself    the numbers that dropout draws
@@ -18,7 +19,7 @@ import torch
 from torch import fx
 
 from fxremat.passes.dropout import rounded
-from fxremat.slices.rules import argument, shape_of
+from fxremat.slices.rules import LOSSES, argument, name_of, shape_of, with_argument
 
 aten = torch.ops.aten
 FILLED: dict[Any, tuple[int, ...]] = {
@@ -35,6 +36,10 @@ def make_explicit(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.target in (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default):
             _loss_by_rows(node)
+        elif name_of(node) in LOSSES:
+            _loss_by_elements(node)
+        elif name_of(node) in {f"{name}_backward" for name in LOSSES}:
+            _loss_backward(node)
         elif node.target is aten.mean.default and node.meta["val"].dtype.is_floating_point:
             _mean(node)
         elif node.target is aten.native_dropout.default:
@@ -119,13 +124,39 @@ def _weight_of(write: _Before, target: fx.Node, weight: fx.Node, ignored: int) -
     return write(aten.sum.default, each, dtype=torch.float64)
 
 
+def _loss_by_elements(node: fx.Node) -> None:
+    reduction = argument(node, "reduction")
+    x = argument(node, "self")
+    if reduction not in (MEAN, ADDED) or _shown(x).dim() < 2 or not isinstance(node.target, torch._ops.OpOverload):
+        return
+    write = _Before(node, _shown(x).fake_mode)  # type: ignore[attr-defined]
+    losses = write(node.target, *with_argument(node, "reduction", 0))
+    _add_up(node, write, losses, _shown(losses).numel() if reduction == MEAN else 1)
+
+
+def _loss_backward(node: fx.Node) -> None:
+    gradient, x = argument(node, "grad_output"), argument(node, "self")
+    if argument(node, "reduction") != MEAN or _shown(gradient).numel() != 1 or _shown(x).dim() < 2:
+        return
+    write = _Before(node, _shown(x).fake_mode)  # type: ignore[attr-defined]
+    shared = write(aten.div.Tensor, gradient, _shown(node).numel())
+    node.args = (shared, *with_argument(node, "reduction", ADDED)[1:])
+    node.kwargs = {}
+
+
 def _mean(node: fx.Node) -> None:
     (x,) = node.all_input_nodes
     if _shown(x).dim() < 2 or not _shown(x).dtype.is_floating_point:
         return
     write = _Before(node, _shown(x).fake_mode)  # type: ignore[attr-defined]
+    _add_up(node, write, x, _shown(x).numel())
+
+
+def _add_up(node: fx.Node, write: _Before, x: fx.Node, divisor: int) -> None:
+    """Put the sum of all elements, over a divisor, in the place of a node."""
     result = write(aten.sum.default, x, dtype=torch.promote_types(_shown(x).dtype, torch.float32))
-    result = write(aten.div.Tensor, result, _shown(x).numel())
+    if divisor != 1:
+        result = write(aten.div.Tensor, result, divisor)
     if _shown(node).dtype != _shown(result).dtype:
         result = write(aten._to_copy.default, result, dtype=_shown(node).dtype)
     node.replace_all_uses_with(result)

@@ -330,18 +330,37 @@ class _Writer:
 
     @cached_property
     def _again(self) -> set[fx.Node]:
-        """The forward ops that the backward of a slice makes again: those behind large values that are not returned."""
-        values, forward, large = self.values, set(self.forward), self.found.large
+        """The forward ops that the backward of a slice makes again.
+
+        Those behind large values; behind all that is cut, where what else would be saved is more than a slice needs.
+        """
+        values, large = self.values, set(self.found.large)
+        needed = self._behind(large)
+        read = {value for op in (*self.backward, *needed) for value in values.read_by(op)}
+        saved = {value for value in read if values.producer(value) in self.forward}
+        cut = {v for v in saved - large if isinstance(self.found.labels.get(v), int) and not self._is_wanted(v)}
+        if sum(map(values.bytes, cut)) * self.parts <= max(map(values.need, self.found.ops)):
+            return needed
+        made = {v for op in self.forward for v in values.made_by(op)}
+        return self._behind({v for v in made if isinstance(self.found.labels.get(v), int)})
+
+    def _behind(self, made_again: Set[fx.Node]) -> set[fx.Node]:
+        """The forward ops that make these values, as far as the backward reads them, and they are not returned."""
+        values, forward = self.values, set(self.forward)
         kept = {values.joint.values[value].node for value in values.joint.kept_outputs}
         needed: set[fx.Node] = set()
         stack = [v for op in self.backward for v in values.read_by(op)]
         while stack:
             value = stack.pop()
             op = values.producer(value)
-            if op in forward and op not in needed and value in large and value not in kept:
+            if op in forward and op not in needed and value in made_again and value not in kept:
                 needed.add(op)
                 stack += values.read_by(op)
         return needed
+
+    def _is_wanted(self, value: fx.Node) -> bool:
+        """Whether something outside of the region reads a value."""
+        return any(reader not in self.found.ops for reader in self.values.readers(value))
 
     def _is_read(self, value: fx.Node, run: Set[fx.Node]) -> bool:
         """Whether a value is read by something else than these ops, or by the backward as it is."""
@@ -349,12 +368,7 @@ class _Writer:
         for reader in values.readers(value):
             if reader in run:
                 continue
-            made_again = (
-                reader in set(self.backward)
-                and value in self.found.large
-                and values.producer(value) in self._again
-            )
-            if not made_again:
+            if reader not in self.backward or values.producer(value) not in self._again:
                 return True
         return False
 

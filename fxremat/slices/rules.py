@@ -102,6 +102,13 @@ def argument(node: fx.Node, name: str) -> Any:
     return None
 
 
+def with_argument(node: fx.Node, name: str, value: Any) -> list[Any]:
+    """All arguments of an op by position, one of them another."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    schema = node.target._schema.arguments
+    return [value if each.name == name else argument(node, each.name) for each in schema]
+
+
 def shape_of(node: fx.Node) -> tuple[int, ...]:
     """The shape of what a node shows, where it is one tensor."""
     return tuple(cast(torch.Tensor, node.meta["val"]).shape)
@@ -379,6 +386,23 @@ def _nll_loss_backward(node: fx.Node, count: int) -> Iterator[Way]:
         return
     cut = [(gradient, 0)] if argument(node, "reduction") == 0 else []
     yield from _only(_cut(node, [*cut, (x, 0), (target, 0)], [(node.meta["val"], 0)], count))
+
+
+LOSSES = ("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "soft_margin_loss")
+
+
+@_rules(*LOSSES)
+def _loss(node: fx.Node, count: int) -> Iterator[Way]:
+    """Losses element by element (`explicit` makes sums and means of them)."""
+    if argument(node, "reduction") == 0:
+        yield from _pointwise(node, count)
+
+
+@_rules(*(f"{name}_backward" for name in LOSSES))
+def _loss_backward(node: fx.Node, count: int) -> Iterator[Way]:
+    """With the reduction "sum", a gradient for all elements (`explicit` divides that of a mean by their number)."""
+    if argument(node, "reduction") != 1:
+        yield from _pointwise(node, count)
 
 
 def _reduced(node: fx.Node, shape: Sequence[int]) -> set[int]:
