@@ -31,6 +31,7 @@ PLANNERS = ("auto", *LISTS, *TABLES)  # solvers that plan models
 TRANSFERRING = tuple(name for name, solver in SOLVERS.items() if solver.transfers)  # with offload=True, too
 COSTS = ("measure", "estimate")
 REDUCE = ("fp32", "same")  # how sums over slices are added up
+OUTPUTS = ("all", "loss")  # what a forward that runs in slices returns
 MANY_SLICES = 1 << 20
 
 
@@ -54,6 +55,7 @@ class PlanOptions(TypedDict, total=False):
     shapes: Shapes | None
     slices: bool | int
     reduce: str | None
+    outputs: str
 
 
 class CompileOptions(PlanOptions, total=False):
@@ -97,6 +99,8 @@ class Options:
             then, as with offload.
         reduce: how sums over slices are added up where they are of half precision: "fp32", "same" (as they are), or
             None: in float32 where that fits.
+        outputs: what forward returns beside its loss: "all", or "loss": with slices, what is large and the loss is
+            computed from (logits, which libraries return) comes back as NaN in its shape, without memory.
         optimizer: of the model's parameters: SGD, Adam, AdamW, or another that treats each element by itself.
 
     Raises:
@@ -122,6 +126,7 @@ class Options:
     shapes: Shapes | None = None
     slices: bool | int = False
     reduce: str | None = None
+    outputs: str = "all"
     budget: Budget = field(init=False, repr=False)  # what `mem` means
     host_limit: int | None = field(init=False, repr=False)  # bytes that `host_mem` means
     loss_size: int | None = field(init=False, repr=False)  # bytes that `loss_bytes` means
@@ -200,6 +205,10 @@ class Options:
             raise FxrematError(f"reduce is {shortened(self.reduce)}; it is None or one of {', '.join(REDUCE)}")
         if self.reduce is not None and not given:
             raise FxrematError("reduce says how sums over slices are added up; it goes with slices=True")
+        if self.outputs not in OUTPUTS:
+            raise FxrematError(f"outputs is {shortened(self.outputs)}; it is one of {', '.join(OUTPUTS)}")
+        if self.outputs == "loss" and not given:
+            raise FxrematError('outputs="loss" leaves out what runs in slices; it goes with slices=True')
 
     def _check_tiers(self) -> None:
         for name in ("offload", "offload_weights"):

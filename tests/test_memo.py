@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fxremat
-from fxremat import planning
+from fxremat.planning import searched
 from fxremat.search import frontier_cache as memo
 from fxremat.search import survey as planner
 from fxremat.search.candidate import Frontier
@@ -25,7 +25,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         made.append(1)
         return planner.survey(*arguments, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(planning, "survey", survey)
+    monkeypatch.setattr(searched, "survey", survey)
     memo._latest.clear()
     return made
 

@@ -26,7 +26,8 @@ from fxremat.ops.parameters import Weights, check_unscaled
 from fxremat.options import Options, options_of
 from fxremat.passes.normalize import normalize
 from fxremat.passes.numbers import refuse_symbols
-from fxremat.planning import CapturedStep, TrainedParameters, named, plan_step
+from fxremat.planning import plan_step
+from fxremat.planning.captured import CapturedStep, TrainedParameters, named
 from fxremat.plans import Plan
 from fxremat.runtime.auxiliary_outputs import AuxiliaryOutputs, auxiliary_outputs_of, check_runs_again
 from fxremat.runtime.capture_errors import refuse_without_gradients

@@ -17,7 +17,9 @@ from typing import Any
 from fxremat.errors import BudgetTooSmall, FxrematError
 from fxremat.options import Options
 from fxremat.passes.in_place import restore
-from fxremat.planning import CapturedStep, Choice, plan_step, replan_step, whole_of
+from fxremat.planning import Choice, plan_step, replan_step
+from fxremat.planning.captured import CapturedStep
+from fxremat.planning.searched import whole_of
 from fxremat.plans import Plan
 from fxremat.step.joint import Joint
 from fxremat.step.overwriting import overwritten

@@ -15,6 +15,7 @@ Regions are looked for around the op that needs most, then the next, until none 
 from __future__ import annotations
 
 import heapq
+import math
 import operator
 from collections.abc import Iterable, Set
 from dataclasses import dataclass
@@ -51,6 +52,7 @@ MOST_REGIONS = 200
 TRIED = 6  # ops without a region, after which no more are looked for
 TOLD = 0.5  # of what the largest op needs: why an op that needs less is whole is not told
 MOST_REASONS = 3
+MANY_OUTPUTS = 16  # an output of so much less than the largest op needs is returned in any case
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +88,15 @@ class SlicedJoint:
     floor: int  # bytes that the largest op which is whole needs
 
 
-def sliced(joint: Joint, target: int, *, most: int = 1 << 30, inside: bool = False, wide: bool = False) -> SlicedJoint:
+def sliced(
+    joint: Joint,
+    target: int,
+    *,
+    most: int = 1 << 30,
+    inside: bool = False,
+    wide: bool = False,
+    only_loss: bool = False,
+) -> SlicedJoint:
     """Cut regions until no op needs more than `target` bytes, as far as that goes. The given graph is not changed.
 
     Args:
@@ -94,8 +104,9 @@ def sliced(joint: Joint, target: int, *, most: int = 1 << 30, inside: bool = Fal
         most: slices of a region at most.
         inside: make gradients in the forward where that is possible.
         wide: add up sums of half precision in float32.
+        only_loss: return no large tensors beside the loss, but NaN in their shapes.
     """
-    return _Slicing(joint, target, most, inside=inside, wide=wide).run()
+    return _Slicing(joint, target, most, inside=inside, wide=wide, only_loss=only_loss).run()
 
 
 def largest_need(joint: Joint) -> int:
@@ -105,9 +116,11 @@ def largest_need(joint: Joint) -> int:
 
 
 class _Slicing:
-    def __init__(self, joint: Joint, target: int, most: int, *, inside: bool, wide: bool) -> None:
+    def __init__(
+        self, joint: Joint, target: int, most: int, *, inside: bool, wide: bool, only_loss: bool
+    ) -> None:
         self.given, self.target, self.most = joint, target, most
-        self.inside, self.wide = inside, wide
+        self.inside, self.wide, self.only_loss = inside, wide, only_loss
         self.module = _copied(joint)
         self.outputs = len(joint.forward_outputs)
         self.regions: list[SlicedRegion] = []
@@ -118,6 +131,8 @@ class _Slicing:
         make_explicit(self.module.graph)
         values = self._values()
         self.need = max(map(values.need, values.ops), default=0)
+        if self.only_loss and self._leave_out(values):
+            values = self._values()
         while len(self.regions) < MOST_REGIONS and len(self.blocked) < TRIED:
             op = self._largest(values)
             if op is None:
@@ -138,6 +153,27 @@ class _Slicing:
             joint = with_updates_inside(joint, set(self.given.updates_of))
         blocked = tuple(filter(None, dict.fromkeys(self.blocked.values())))[:MOST_REASONS]
         return SlicedJoint(joint=joint, regions=tuple(self.regions), blocked=blocked, floor=floor)
+
+    def _leave_out(self, values: Values) -> bool:
+        """Let the forward return NaN in the place of large tensors beside its loss; whether there are any."""
+        places = [getattr(getattr(t.meta.get("desc"), "output", None), "idx", None) for t in values.joint.tangents]
+        end = next(iter(reversed(self.module.graph.nodes)))
+        outputs = list(end.args[0])
+        for place, node in enumerate(outputs[: self.outputs]):
+            if place in places or not isinstance(node, fx.Node) or not _is_left_out(values, node, self.need):
+                continue
+            shown: Any = node.meta["val"]
+            with self.module.graph.inserting_before(end):
+                options: dict[str, Any] = {"dtype": shown.dtype, "device": shown.device}
+                number = self.module.graph.call_function(aten.full.default, ([], math.nan), options)
+                outputs[place] = self.module.graph.call_function(aten.expand.default, (number, list(shown.shape)))
+            for made in (number, outputs[place]):
+                with shown.fake_mode:
+                    _show(made)
+        changed = outputs != list(end.args[0])
+        end.args = (outputs,)
+        self.module.graph.eliminate_dead_code()
+        return changed
 
     def _values(self) -> Values:
         return Values(read_joint(self.module, self.outputs))
@@ -199,6 +235,19 @@ class _Slicing:
                 wide=self.wide and any(value.meta["val"].dtype in HALF for value in writer.sums),
             )
         )
+
+
+def _is_left_out(values: Values, node: fx.Node, need: int) -> bool:
+    """Whether an output is a large floating-point tensor that the forward makes, and overwrites nothing."""
+    value = values.joint.value_of.get(node)
+    shown = node.meta.get("val")
+    return (
+        value in values.joint.kept_outputs
+        and isinstance(shown, torch.Tensor)
+        and shown.dtype.is_floating_point
+        and values.base(node).op == "call_function"
+        and MANY_OUTPUTS * values.bytes(values.base(node)) >= need
+    )
 
 
 def _where(found: Found) -> str:

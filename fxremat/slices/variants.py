@@ -18,7 +18,9 @@ FEWEST = 4  # slices that are worth it
 MORE = 4  # times as many, where those were not enough
 
 
-def variants(joint: Joint, mem: int, *, most: int, reduce: str | None) -> Iterator[SlicedJoint]:
+def variants(
+    joint: Joint, mem: int, *, most: int, reduce: str | None, only_loss: bool = False
+) -> Iterator[SlicedJoint]:
     """Joint graphs with regions in slices, each different from those before it; none where nothing can be cut."""
     need = largest_need(joint)
     first = max(1, min(int(SHARE * mem), need // FEWEST))
@@ -28,13 +30,13 @@ def variants(joint: Joint, mem: int, *, most: int, reduce: str | None) -> Iterat
         ways.append((1, False, False))
     seen: set[tuple[str, ...]] = set()
     for target, inside, in_float32 in ways:
-        found = sliced(joint, max(1, target), most=most, inside=inside, wide=in_float32)
+        found = sliced(joint, max(1, target), most=most, inside=inside, wide=in_float32, only_loss=only_loss)
         known = tuple(str(op.node.target) for op in found.joint.ops)
         if found.regions and known not in seen:
             seen.add(known)
             yield found
 
 
-def least_of_all(joint: Joint, *, most: int, reduce: str | None) -> SlicedJoint:
+def least_of_all(joint: Joint, *, most: int, reduce: str | None, only_loss: bool = False) -> SlicedJoint:
     """The joint graph with as many slices as there may be, for the least memory."""
-    return sliced(joint, 1, most=most, wide=reduce == "fp32")
+    return sliced(joint, 1, most=most, wide=reduce == "fp32", only_loss=only_loss)

@@ -1,0 +1,143 @@
+"""From a captured step to the plan that runs it inside a budget: `plan_step`, the whole way in one function.
+
+    searched    costs of every op, and what memory buys: candidate programs, judged by exact liveness
+    in_slices   the same of the step with regions in slices, where the user allows that
+    finished    times calibrated, transfers placed: the fastest candidate that fits
+
+Everything here is a value; what is captured and what runs is in `fxremat.runtime`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from fxremat import kernels
+from fxremat.agreement import Agreement
+from fxremat.budget import bytes_of, free_bytes
+from fxremat.cost.estimate import estimate
+from fxremat.cost.measure import trust_known_layouts
+from fxremat.cost.resized import resized
+from fxremat.errors import BudgetTooSmall, FxrematError
+from fxremat.options import Options
+from fxremat.planning.captured import CapturedStep
+from fxremat.planning.finished import finished, plan_of
+from fxremat.planning.in_slices import best_in_slices, what_slices_buy
+from fxremat.planning.searched import NO_TIME, estimated_device, search, with_loss
+from fxremat.plans import Plan
+from fxremat.progress import bars, planning
+from fxremat.search.candidate import Candidate
+from fxremat.search.replan import is_near, judged_again
+from fxremat.step.collectives import is_collective
+from fxremat.step.costs import Costs, device_of
+from fxremat.step.joint import Joint
+from fxremat.units import Auto
+
+NEAREST = 3  # plans whose candidates are judged at other sizes
+
+Choice = Callable[[Sequence[Candidate]], Candidate]  # of candidates that fit, fastest first
+
+
+def plan_step(step: CapturedStep, options: Options) -> Plan:
+    """The plan of a captured step, told of in the log.
+
+    Raises:
+        BudgetTooSmall: no candidate fits; in percent too, where the budget is in percent.
+    """
+    kernels.ready()  # before anything is measured, which a compiler would disturb
+    shown = options.progress and step.ranks.rank == step.ranks.ranks[0]
+    options = _with_least_free(step, options)
+    with bars(shown=shown), planning(_what(step, options)) as planned:
+        plan = best_in_slices(step, options) if options.slices else _best_of_whole_ops(step, options)
+        _check_equal(plan, step.ranks)
+        planned(plan.headline)
+    return _with_others(plan, step, options)
+
+
+def _best_of_whole_ops(step: CapturedStep, options: Options) -> Plan:
+    """The plan of a step none of whose ops runs in slices."""
+    searched = search(step, options)
+    try:
+        return finished(searched, options)
+    except BudgetTooSmall as error:
+        if error.note or len(step.ranks.ranks) > 1:
+            raise
+        raise error.explained(note=what_slices_buy(searched, error, options)) from None
+
+
+def _check_equal(plan: Plan, ranks: Agreement) -> None:
+    """Raise `FxrematError` where ranks would run their collectives in different orders, and wait for ever."""
+    if len(ranks.ranks) == 1:
+        return
+    joint = plan.joint
+    order = [s.op for s in plan.chosen.program().steps if s.op is not None and is_collective(joint.ops[s.op].node)]
+    if any(other != order for other in ranks.gathered(order, "comparing plans")):
+        raise FxrematError(
+            "the ranks have made different plans: give every rank the same options, and the same optimizer"
+        )
+
+
+def _with_least_free(step: CapturedStep, options: Options) -> Options:
+    """The options, with what the fullest rank has free in the place of mem="auto"."""
+    if not isinstance(options.budget, Auto) or len(step.ranks.ranks) == 1:
+        return options
+    free = step.ranks.maximum([-float(free_bytes(device_of(step.joint)))], "comparing free memory")
+    return replace(options, mem=int(-free[0]))
+
+
+def _with_others(plan: Plan, step: CapturedStep, options: Options) -> Plan:
+    """The plan, which can be asked for others of its step; the inputs of the call are not kept for that."""
+    again = replace(step, inputs=(), within="")
+    return replace(plan, another=lambda mem: plan_step(again, replace(options, mem=mem)))
+
+
+def _what(step: CapturedStep, options: Options) -> str:
+    """What is being planned, for the log."""
+    called_with = f" for inputs of {step.called_with}" if step.called_with else ""
+    return f"{len(step.joint.ops)} ops within {step.within or options.mem}{called_with}"
+
+
+def replan_step(step: CapturedStep, known: Sequence[Plan], options: Options, choose: Choice) -> Plan | None:
+    """The plan of a step from plans of the same ops at other sizes, whose candidates are judged at these.
+
+    Nothing is searched. Takes milliseconds where none of the ops has to run. Not for plans with transfers.
+
+    Args:
+        known: plans of other sizes, one at least.
+        choose: which of the candidates that fit, fastest first, to take.
+
+    Returns:
+        the plan; None where the step is to be planned from nothing: no known candidate fits, or all are known from
+        sizes far away, and take time here.
+    """
+    near = sorted(known, key=lambda plan: _distance(plan.joint, step.joint))
+    nearest = near[0]
+    with planning(f"{_what(step, options)} from known programs") as planned:
+        costs = _resized(step.joint, nearest, options)
+        others = [candidate for plan in near[:NEAREST] for candidate in plan.alternatives.candidates]
+        frontier = judged_again(nearest.alternatives.keep_all, others, step.joint, costs)
+        budget = bytes_of(options.budget, frontier.keep_all.peak, device_of(step.joint))
+        fitting = [candidate for candidate in frontier.candidates if candidate.peak <= budget]
+        near_enough = is_near(frontier.keep_all.peak / nearest.alternatives.keep_all.peak)
+        if not fitting or not (near_enough or fitting[0].time <= NO_TIME * frontier.keep_all.time):
+            planned("no known program is near enough")
+            return None
+        plan = plan_of(choose(fitting), frontier, costs, budget, options)
+        planned(plan.headline)
+    return _with_others(plan, step, options)
+
+
+def _distance(one: Joint, other: Joint) -> float:
+    """How far apart the sizes of two graphs of the same ops are."""
+    bytes_ = [1 + sum(value.bytes for value in joint.values) for joint in (one, other)]
+    return abs(math.log(bytes_[0] / bytes_[1]))
+
+
+def _resized(joint: Joint, known: Plan, options: Options) -> Costs:
+    if options.cost == "estimate":
+        trust_known_layouts(joint)
+        costs = estimate(joint, estimated_device(joint, options))
+    else:
+        costs = resized(joint, known.joint, known.costs)
+    return with_loss(costs, options)

@@ -1,0 +1,42 @@
+"""A step as it was captured, and what is known of the call that it was captured from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fxremat.agreement import ALONE, Agreement
+from fxremat.ops.parameters import Weights
+from fxremat.step.joint import Joint
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedParameters:
+    """The optimizer's parameters in a joint graph, where the step updates them."""
+
+    weights: Weights
+    optimizer: torch.optim.Optimizer
+    numbers: Mapping[int, int]  # parameter's value -> its place among the optimizer's
+    names: Mapping[int, str]  # parameter's value -> its name in the model
+    settled: frozenset[int] | None  # values that live on the host since an earlier plan; None: nothing is settled
+
+
+@dataclass(frozen=True, kw_only=True)
+class CapturedStep:
+    """A joint graph, and what is known of the call that it was captured from."""
+
+    joint: Joint
+    inputs: Sequence[Any] = ()  # what the captured graph was called with
+    trained: TrainedParameters | None = None  # where the step updates its weights
+    called_with: str = ""  # the sizes of the inputs, for the log
+    within: str = ""  # the budget in words, where the options do not say it
+    ranks: Agreement = ALONE  # those that run the step together, each its part
+
+
+def named(trained: TrainedParameters, values: Iterable[int]) -> str:
+    """The names of parameters in the model, for messages."""
+    names = [trained.names[value] for value in values]
+    return f"the parameter {names[0]}" if len(names) == 1 else f"the parameters {', '.join(names)}"
