@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from importlib import import_module
 from typing import Any, Protocol
 
@@ -163,6 +163,7 @@ def pipeline(
         BudgetTooSmall: no plan fits. The same on every rank, as all errors of planning.
         CaptureError: the model cannot be written down, or not be cut.
     """
+    _check_options(options)
     settings = Settings(mem=parse_bytes(mem), devices=devices, microbatches=microbatches, **options)
     inputs = _tensors(example_inputs)
     batch = _checked(inputs, example_target, settings)
@@ -202,6 +203,13 @@ class Settings:
     def machines(self) -> Machines:
         """The devices."""
         return Machines(devices=self.devices, memory=self.mem, bandwidth=self.bandwidth, copies=self.copies)
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    """Raise `FxrematError` for an option that a pipeline does not have."""
+    known = [field.name for field in fields(Settings)][3:]
+    if unknown := sorted(set(options) - set(known)):
+        raise FxrematError(f"fxremat.pipeline does not take {', '.join(unknown)}; there are {', '.join(known)}")
 
 
 def make_plan(ops: Ops, inputs: tuple[Tensor, ...], target: Tensor, settings: Settings) -> Pipelined:
