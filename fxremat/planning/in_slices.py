@@ -40,12 +40,14 @@ def best_in_slices(step: CapturedStep, options: Options) -> Plan:
     if fits:
         return _with_least(finished(whole, replace(quick, mem=mem)), step, options)
     known: list[Searched] = []
+    rate: float | None = None  # of what is estimated; the first is measured, as most of its ops are those of all others
     every = variants(step.joint, mem, **_settings(options))
     for found in every:
         _check_alike(step, found)
-        known.append(search(replace(step, joint=found.joint), replace(quick, mem=mem), found))
-        if len(known) == 1:  # most ops of the step have been measured by now
-            whole = unsearched(step, options, rate=rate_of(known[0], options))
+        known.append(search(replace(step, joint=found.joint), replace(quick, mem=mem), found, rate))
+        if rate is None:
+            rate = rate_of(known[0], options)
+            whole = unsearched(step, options, rate=rate)
             mem, _ = _agreed(step, whole, options)
         if known[-1].fits_without_more(mem):
             break
@@ -122,7 +124,7 @@ def _fastest(
     """
     errors: list[BudgetTooSmall] = []
     for searched in sorted(known, key=lambda searched: searched.seconds_within(mem)):
-        if not searched.fits_without_more(mem):
+        if not (searched.measured and searched.fits_without_more(mem)):
             searched = search(searched.step, replace(options, mem=mem), searched.sliced)
         try:
             plan = finished(searched, replace(options, mem=mem))

@@ -46,6 +46,7 @@ class Searched:
     frontier: Frontier
     budget: int  # bytes
     sliced: SlicedJoint | None = None  # where regions of it run in slices
+    measured: bool = True  # False: costs that were not known are estimates
 
     @property
     def blocked(self) -> tuple[str, ...]:
@@ -76,11 +77,18 @@ class Searched:
         return self.seconds_within(mem) <= NO_TIME * self.frontier.keep_all.time
 
 
-def search(step: CapturedStep, options: Options, sliced: SlicedJoint | None = None) -> Searched:
-    """Find the costs of a step, and what memory buys."""
-    costs = _cost_model(step, options)
+def search(
+    step: CapturedStep, options: Options, sliced: SlicedJoint | None = None, rate: float | None = None
+) -> Searched:
+    """Find the costs of a step, and what memory buys.
+
+    Args:
+        rate: run nothing: what was not measured before takes so many times the estimated seconds.
+    """
+    measured = rate is None or options.cost == "estimate"
+    costs = _cost_model(step, options) if measured else with_loss(known_costs(step.joint, rate or 1.0), options)
     frontier, budget = _frontier(step, costs, options)
-    return Searched(step=step, costs=costs, frontier=frontier, budget=budget, sliced=sliced)
+    return Searched(step=step, costs=costs, frontier=frontier, budget=budget, sliced=sliced, measured=measured)
 
 
 def rate_of(searched: Searched, options: Options) -> float:

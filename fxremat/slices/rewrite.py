@@ -21,7 +21,7 @@ from collections.abc import Iterable, Set
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -121,14 +121,17 @@ class _Slicing:
     ) -> None:
         self.given, self.target, self.most = joint, target, most
         self.inside, self.wide, self.only_loss = inside, wide, only_loss
-        self.module = _copied(joint)
+        self.graph = _copy(joint.module.graph)  # that is rewritten
         self.outputs = len(joint.forward_outputs)
         self.regions: list[SlicedRegion] = []
         self.blocked: dict[str, str] = {}  # op -> reason, "" where it is not worth telling
         self.need = 0  # of the op with the most, before anything is cut
 
     def run(self) -> SlicedJoint:
-        make_explicit(self.module.graph)
+        for node in self.graph.nodes:
+            if overwritten(node) is not None:
+                restore(node)
+        make_explicit(self.graph)
         values = self._values()
         self.need = max(map(values.need, values.ops), default=0)
         if self.only_loss and self._leave_out(values):
@@ -137,18 +140,16 @@ class _Slicing:
             op = self._largest(values)
             if op is None:
                 break
-            before = _copy(self.module)
             try:
                 self._cut(values, op)
             except Blocked as reason:
                 told = values.need(op) >= TOLD * self.need
                 self.blocked[op.name] = str(reason) if told else ""
-                self.module = before
             values = self._values()
         floor = max((values.need(op) for op in values.ops), default=0)
-        overwrite_gradients(self.module.graph)
-        self.module.graph.eliminate_dead_code()
-        joint = read_joint(self.module, self.outputs)
+        overwrite_gradients(self.graph)
+        self.graph.eliminate_dead_code()
+        joint = read_joint(fx.GraphModule(self.given.module, self.graph), self.outputs)
         if self.given.updates_of:
             joint = with_updates_inside(joint, set(self.given.updates_of))
         blocked = tuple(filter(None, dict.fromkeys(self.blocked.values())))[:MOST_REASONS]
@@ -157,26 +158,26 @@ class _Slicing:
     def _leave_out(self, values: Values) -> bool:
         """Let the forward return NaN in the place of large tensors beside its loss; whether there are any."""
         places = [getattr(getattr(t.meta.get("desc"), "output", None), "idx", None) for t in values.joint.tangents]
-        end = next(iter(reversed(self.module.graph.nodes)))
+        end = next(iter(reversed(self.graph.nodes)))
         outputs = list(end.args[0])
         for place, node in enumerate(outputs[: self.outputs]):
             if place in places or not isinstance(node, fx.Node) or not _is_left_out(values, node, self.need):
                 continue
             shown: Any = node.meta["val"]
-            with self.module.graph.inserting_before(end):
+            with self.graph.inserting_before(end):
                 options: dict[str, Any] = {"dtype": shown.dtype, "device": shown.device}
-                number = self.module.graph.call_function(aten.full.default, ([], math.nan), options)
-                outputs[place] = self.module.graph.call_function(aten.expand.default, (number, list(shown.shape)))
+                number = self.graph.call_function(aten.full.default, ([], math.nan), options)
+                outputs[place] = self.graph.call_function(aten.expand.default, (number, list(shown.shape)))
             for made in (number, outputs[place]):
                 with shown.fake_mode:
                     _show(made)
         changed = outputs != list(end.args[0])
         end.args = (outputs,)
-        self.module.graph.eliminate_dead_code()
+        self.graph.eliminate_dead_code()
         return changed
 
     def _values(self) -> Values:
-        return Values(read_joint(self.module, self.outputs))
+        return Values(read_joint(cast(Any, _Unfinished(self.graph)), self.outputs))
 
     def _largest(self, values: Values) -> fx.Node | None:
         """The op that needs most among those that need more than the target, and may be in a region."""
@@ -200,7 +201,12 @@ class _Slicing:
                 break
         if finest is None:
             raise Blocked(reasons[0] if reasons else f"{op.name} cannot be cut")
-        self._replace(values, finest[1], finest[2])
+        before = _copy(self.graph)
+        try:
+            self._replace(values, finest[1], finest[2])
+        except Blocked:
+            self.graph = before
+            raise
 
     def _need(self, values: Values, found: Found) -> int:
         return max(values.need(op) for op in found.ops)
@@ -215,15 +221,15 @@ class _Slicing:
         return min(parts, most)
 
     def _replace(self, values: Values, found: Found, parts: int) -> None:
-        writer = _Writer(self.module, values, found, parts, wide=self.wide)
+        writer = _Writer(self.graph, values, found, parts, wide=self.wide)
         inside = self.inside and writer.only_loss() is not None
         nodes = [writer.inside()] if inside else writer.made_again()
         targets = [node.target for node in nodes if isinstance(node.target, Sliced)]
         rows = targets[0].rows
-        _sort(self.module.graph)
-        self.module.graph.eliminate_dead_code()
-        _show_again(self.module.graph, set(nodes))
-        self.module.graph.lint()
+        _sort(self.graph)
+        self.graph.eliminate_dead_code()
+        _show_again(self.graph, set(nodes))
+        self.graph.lint()
         self.regions.append(
             SlicedRegion(
                 parts=-(-found.count // rows),
@@ -258,30 +264,29 @@ def _where(found: Found) -> str:
     return next(filter(None, names), line)
 
 
-def _copied(joint: Joint) -> fx.GraphModule:
-    """The module of a joint graph, in which ops make new results again."""
-    module = _copy(joint.module)
-    for node in module.graph.nodes:
-        if overwritten(node) is not None:
-            restore(node)
-    return module
-
-
-def _copy(module: fx.GraphModule) -> fx.GraphModule:
-    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    for node in module.graph.nodes:
-        copies[node] = graph.node_copy(node, copies.__getitem__)
+def _copy(graph: fx.Graph) -> fx.Graph:
+    """A graph with the same nodes, names and fake values."""
+    made, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in graph.nodes:
+        copies[node] = made.node_copy(node, copies.__getitem__)
         copies[node].meta = dict(node.meta)
-    return fx.GraphModule(module, graph)
+    return made
+
+
+@dataclass(frozen=True)
+class _Unfinished:
+    """A graph that is read while it is rewritten; no code is generated for it."""
+
+    graph: fx.Graph
 
 
 class _Writer:
     """Writes the ops that stand for a region into its graph."""
 
     def __init__(
-        self, module: fx.GraphModule, values: Values, found: Found, parts: int, *, wide: bool
+        self, graph: fx.Graph, values: Values, found: Found, parts: int, *, wide: bool
     ) -> None:
-        self.graph, self.values, self.found, self.parts, self.wide = module.graph, values, found, parts, wide
+        self.graph, self.values, self.found, self.parts, self.wide = graph, values, found, parts, wide
         self.forward = [op for op in found.ops if op not in values.late]
         self.backward = [op for op in found.ops if op in values.late]
         self.sums: list[fx.Node] = []  # results that are sums over the slices
