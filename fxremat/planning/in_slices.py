@@ -23,6 +23,7 @@ from fxremat.slices.variants import least_of_all, variants
 from fxremat.step.costs import device_of
 
 NOTED = 1.02  # times the least budget by estimate, which a note tells
+ENOUGH = 1.05  # times what keeping everything takes: more slices could gain no more than that
 WORTH_A_NOTE = 0.9  # of the least budget of whole ops
 
 
@@ -49,7 +50,7 @@ def best_in_slices(step: CapturedStep, options: Options) -> Plan:
             rate = rate_of(known[0], options)
             whole = unsearched(step, options, rate=rate)
             mem, _ = _agreed(step, whole, options)
-        if known[-1].fits_without_more(mem):
+        if known[-1].seconds_within(mem) <= ENOUGH * known[-1].frontier.keep_all.time:
             break
     else:
         if not known or largest_need(step.joint) <= mem:
