@@ -18,9 +18,10 @@ from fxremat.plans import Plan
 from fxremat.search.candidate import Frontier, unbeaten
 from fxremat.search.survey import survey
 from fxremat.slices.body import Sliced
-from fxremat.slices.rewrite import SlicedJoint, largest_need
+from fxremat.slices.rewrite import SlicedJoint, bytes_beside_loss, largest_need
 from fxremat.slices.variants import least_of_all, variants
 from fxremat.step.costs import device_of
+from fxremat.units import format_bytes
 
 NOTED = 1.02  # times the least budget by estimate, which a note tells
 ENOUGH = 1.05  # times what keeping everything takes: more slices could gain no more than that
@@ -134,8 +135,13 @@ def _fastest(
             continue
         return _telling_of_all(plan, searched, known, whole)
     least = min(errors, key=lambda error: error.minimum)
-    note = f"not in slices: {'; '.join(blocked)}" if blocked else ""
-    raise in_the_users_terms(least, whole.everything(), options).explained(note=note)
+    notes = [f"not in slices: {'; '.join(blocked)}"] if blocked else []
+    if options.outputs == "all" and (beside := bytes_beside_loss(whole.step.joint)):
+        notes.append(
+            f'forward returns {format_bytes(beside)} beside its loss, which are there to the end: outputs="loss" '
+            "leaves them out"
+        )
+    raise in_the_users_terms(least, whole.everything(), options).explained(note="; ".join(notes))
 
 
 def _telling_of_all(plan: Plan, searched: Searched, known: Sequence[Searched], whole: Searched) -> Plan:

@@ -47,10 +47,16 @@ class Found:
     """Ops that run in slices together."""
 
     count: int  # rows of the axis
+    outer: int  # elements before it in the seed
     ops: tuple[fx.Node, ...]
     labels: dict[fx.Node, Label]
     large: frozenset[fx.Node]  # values of which no more than a slice is there at a time
     seed: fx.Node
+
+    @property
+    def axis(self) -> tuple[int, int]:
+        """What tells it from regions along other axes."""
+        return self.outer, self.count
 
 
 def find(values: Values, op: fx.Node) -> Iterator[Found]:
@@ -124,7 +130,14 @@ class _Growing:
                 self._try_view(node)
         self._check_views()
         ops = tuple(sorted(self.ops, key=values.place.__getitem__))
-        return Found(count=self.count, ops=ops, labels=self.labels, large=frozenset(large), seed=self.seed)
+        return Found(
+            count=self.count,
+            outer=self.outer,
+            ops=ops,
+            labels=self.labels,
+            large=frozenset(large),
+            seed=self.seed,
+        )
 
     def _grow(self, values: Iterable[fx.Node]) -> None:
         """Take in all that makes or reads these values, and others that are large and cut."""

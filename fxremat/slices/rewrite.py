@@ -115,6 +115,20 @@ def largest_need(joint: Joint) -> int:
     return max((values.need(op.node) for op in joint.ops), default=0)
 
 
+def bytes_beside_loss(joint: Joint) -> int:
+    """Bytes of large tensors that the forward returns beside its loss, which need not be returned."""
+    values, need = Values(joint), largest_need(joint)
+    nodes = [node for node in _beside_loss(joint) if _is_left_out(values, node, need)]
+    return sum(map(values.bytes, {values.base(node) for node in nodes}))
+
+
+def _beside_loss(joint: Joint) -> list[fx.Node]:
+    """The outputs of the forward that are given no gradient."""
+    trained = {str(getattr(node.meta.get("desc"), "output", None)) for node in joint.tangents}
+    outputs = zip(joint.forward_outputs, joint.output_descs, strict=True)
+    return [node for node, desc in outputs if isinstance(node, fx.Node) and str(desc) not in trained]
+
+
 class _Slicing:
     def __init__(
         self, joint: Joint, target: int, most: int, *, inside: bool, wide: bool, only_loss: bool
@@ -157,11 +171,11 @@ class _Slicing:
 
     def _leave_out(self, values: Values) -> bool:
         """Let the forward return NaN in the place of large tensors beside its loss; whether there are any."""
-        places = [getattr(getattr(t.meta.get("desc"), "output", None), "idx", None) for t in values.joint.tangents]
+        beside = [node for node in _beside_loss(values.joint) if _is_left_out(values, node, self.need)]
         end = next(iter(reversed(self.graph.nodes)))
         outputs = list(end.args[0])
         for place, node in enumerate(outputs[: self.outputs]):
-            if place in places or not isinstance(node, fx.Node) or not _is_left_out(values, node, self.need):
+            if node not in beside:
                 continue
             shown: Any = node.meta["val"]
             with self.graph.inserting_before(end):
@@ -185,14 +199,16 @@ class _Slicing:
         op = max(open_, key=values.need, default=None)
         return op if op is not None and values.need(op) > self.target else None
 
-    def _cut(self, values: Values, op: fx.Node) -> None:
-        """Put the best region around an op in the place of its ops. Raises `Blocked`."""
-        reasons: list[str] = []
+    def _cut(self, values: Values, op: fx.Node, skipped: Set[tuple[int, int]] = frozenset()) -> None:
+        """Put the best region around an op in the place of its ops. Raises `Blocked`.
+
+        Args:
+            skipped: axes along which that has failed.
+        """
         finest: tuple[int, Found, int] | None = None
         for found in find(values, op):
             parts = self._parts(values, found)
-            if parts < 2:
-                reasons.append(f"{op.name} has too few rows to cut")
+            if parts < 2 or found.axis in skipped:
                 continue
             need = self._need(values, found) // parts
             if finest is None or need < finest[0]:
@@ -200,13 +216,18 @@ class _Slicing:
             if need <= self.target:
                 break
         if finest is None:
-            raise Blocked(reasons[0] if reasons else f"{op.name} cannot be cut")
+            raise Blocked(f"{op.name} has too few rows to cut")
+        _, found, parts = finest
         before = _copy(self.graph)
         try:
-            self._replace(values, finest[1], finest[2])
-        except Blocked:
+            self._replace(values, found, parts)
+        except Blocked as reason:
             self.graph = before
-            raise
+            again = self._values()
+            try:
+                self._cut(again, next(node for node in again.ops if node.name == op.name), {*skipped, found.axis})
+            except Blocked:
+                raise reason from None
 
     def _need(self, values: Values, found: Found) -> int:
         return max(values.need(op) for op in found.ops)
