@@ -15,15 +15,9 @@ from benchmarks.meter import peak_bytes
 from tests.slices.models import (
     EVERYDAY,
     LONG,
-    Dropped,
     Example,
     GatedStack,
-    Words,
-    cross_entropy,
     features,
-    labelled,
-    tokens,
-    words,
 )
 from tests.training import gradients_of, same, unequal
 
@@ -134,22 +128,25 @@ def assert_close_gradients(ours: nn.Module, plain: nn.Module, limit: float = CLO
 def test_a_batch_whose_targets_are_all_ignored_has_the_loss_nan_as_plain() -> None:
     model, compiled, (x, y) = compiled_words()
     y = torch.full_like(y, -100)
-    loss, plain = compiled(x, y), model(x, y)
-    assert loss.isnan()
-    assert plain.isnan()
-    loss.backward()
-    plain.backward()
-    head = compiled.model.head.weight.grad if hasattr(compiled, "model") else dict(compiled.named_parameters())
-    assert head is not None
+    for each in (model, compiled):
+        loss = each(x, y)
+        assert loss.isnan()
+        loss.backward()
+    theirs = gradients_of(model)
+    for name, gradient in gradients_of(compiled).items():
+        torch.testing.assert_close(gradient, theirs[name], equal_nan=True)
 
 
-def test_the_logits_that_a_model_returns_have_the_bits_of_plain() -> None:
+def test_gradients_come_through_the_loss_and_through_the_logits_beside_it() -> None:
     model, inputs = EVERYDAY["logits beside"].made()
-    compiled = fxremat.compile(model, mem="60%", example_inputs=inputs, **SLICED)
-    _, logits = model(*inputs)
-    loss, ours = compiled(*inputs)
-    torch.testing.assert_close(ours, logits, rtol=1e-5, atol=1e-6)
-    (loss + ours.square().mean()).backward()
+    twin = copy.deepcopy(model)
+    compiled = fxremat.compile(twin, mem="40%", example_inputs=inputs, **SLICED)
+    assert compiled.plan.slices
+    assert not any(region.inside for region in compiled.plan.slices)
+    for each in (model, compiled):
+        loss, logits = each(*inputs)
+        (loss + logits.square().mean()).backward()
+    assert_close_gradients(compiled, model)
 
 
 def test_a_number_is_the_most_slices_of_a_region() -> None:
@@ -222,24 +219,24 @@ def test_offloading_goes_with_slices() -> None:
 
 def test_weights_on_the_host_go_with_slices() -> None:
     (model, inputs), (twin, _) = (EVERYDAY["ignored"].made() for _ in range(2))
-    make = lambda parameters: torch.optim.SGD(parameters, lr=0.1)  # noqa: E731
+    plain, ours = (torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, twin))
     compiled = fxremat.compile(
-        twin, mem="70%", offload_weights=True, optimizer=make, example_inputs=inputs, **SLICED
+        twin, mem="60%", offload_weights=True, optimizer=ours, example_inputs=inputs, **SLICED
     )
-    plain = make(model.parameters())
     for _ in range(3):
-        plain.zero_grad()
-        model(*inputs).backward()
-        plain.step()
-        compiled(*inputs).backward()
+        for each, optimizer in ((model, plain), (compiled, ours)):
+            optimizer.zero_grad()
+            each(*inputs).backward()
+            optimizer.step()
     assert compiled.plan.slices
-    theirs = dict(model.state_dict())
+    assert compiled.plan.weights
+    theirs = model.state_dict()
     for name, value in compiled.state_dict().items():
-        assert error(value, theirs[name]) <= 10 * CLOSE, name
+        assert error(value, theirs[name]) <= CLOSE, name
 
 
 def test_without_slices_no_region_is_cut_and_the_bits_are_those_of_plain() -> None:
-    model, compiled, inputs = compiled_words(slices=False, mem="90%")
+    model, compiled, inputs = compiled_words(slices=False, mem="97%")
     assert compiled.plan.slices == compiled.plan.not_sliced == ()
     assert "in slices" not in str(compiled.plan)
     for each in (model, compiled):
