@@ -140,7 +140,7 @@ def test_a_batch_whose_targets_are_all_ignored_has_the_loss_nan_as_plain() -> No
 def test_gradients_come_through_the_loss_and_through_the_logits_beside_it() -> None:
     model, inputs = EVERYDAY["logits beside"].made()
     twin = copy.deepcopy(model)
-    compiled = fxremat.compile(twin, mem="40%", example_inputs=inputs, **SLICED)
+    compiled = fxremat.compile(twin, mem="60%", example_inputs=inputs, only_loss=False, **SLICED)
     assert compiled.plan.slices
     assert not any(region.inside for region in compiled.plan.slices)
     for each in (model, compiled):

@@ -108,7 +108,6 @@ class Apart(nn.Module):
 def test_equal_layers_have_equal_loops() -> None:
     joint = joint_of(Example(make=Apart, inputs=features(1, 256, 32)))
     found = sliced(joint, largest_need(joint) // 3)
-    assert [region.where for region in found.regions] == []
     made = loops(found)
     equal = [(one, other) for one in made for other in made if one is not other and one == other]
     assert equal
