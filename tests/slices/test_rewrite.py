@@ -12,11 +12,12 @@ from torch import nn
 
 import fxremat
 from benchmarks.capture import capture
+from benchmarks.meter import storage_peak
 from fxremat.errors import BudgetTooSmall, FxrematError
 from fxremat.slices.body import Sliced
 from fxremat.slices.rewrite import SlicedJoint, largest_need, sliced
 from fxremat.slices.variants import least_of_all, variants
-from fxremat.step.joint import Joint
+from fxremat.step.joint import Joint, storage_bytes
 from tests.slices.models import EVERYDAY, BatchNormed, Block, Example, features
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
@@ -143,6 +144,28 @@ def test_gradients_of_float16_are_never_made_in_the_forward() -> None:
         joint = joint_of(model)
         found = sliced(joint, largest_need(joint) // 8, inside=True)
         assert [region.inside for region in found.regions] == [inside]
+
+
+def as_real(value: torch.Tensor) -> torch.Tensor:
+    """Numbers of the size, layout and type of a fake tensor."""
+    made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+    return made.normal_() if made.is_floating_point() else made.fill_(1)
+
+
+@pytest.mark.parametrize("name", ["ignored", "dropout", "equal layers", "bf16"])
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_loop_takes_the_bytes_that_it_says(name: str, inside: bool) -> None:
+    """Its outputs and its workspace, but for what kernels take inside of themselves."""
+    found = in_slices(name, inside=inside, wide=True)
+    for op in found.joint.ops:
+        loop = op.node.target
+        if not isinstance(loop, Sliced):
+            continue
+        given = [as_real(node.meta["val"]) for node in op.node.args]  # type: ignore[union-attr]
+        outputs = sum(map(storage_bytes, tensors(op.node.meta["val"])))
+        loop(*given)
+        peak = storage_peak(lambda loop=loop, given=given: loop(*given))  # type: ignore[misc]
+        assert peak == pytest.approx(outputs + loop.workspace, rel=0.02)
 
 
 def test_sums_of_half_precision_are_wide_where_asked() -> None:
