@@ -154,8 +154,8 @@ def as_real(value: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", ["ignored", "dropout", "equal layers", "bf16"])
 @pytest.mark.parametrize("inside", [True, False])
-def test_a_loop_takes_the_bytes_that_it_says(name: str, inside: bool) -> None:
-    """Its outputs and its workspace, but for what kernels take inside of themselves."""
+def test_a_loop_takes_no_more_bytes_than_it_says_and_not_many_fewer(name: str, inside: bool) -> None:
+    """Its outputs and its workspace, without what kernels take inside of themselves."""
     found = in_slices(name, inside=inside, wide=True)
     for op in found.joint.ops:
         loop = op.node.target
@@ -165,7 +165,8 @@ def test_a_loop_takes_the_bytes_that_it_says(name: str, inside: bool) -> None:
         outputs = sum(map(storage_bytes, tensors(op.node.meta["val"])))
         loop(*given)
         peak = storage_peak(lambda loop=loop, given=given: loop(*given))  # type: ignore[misc]
-        assert peak == pytest.approx(outputs + loop.workspace, rel=0.02)
+        said = outputs + loop.workspace
+        assert 0.8 * said <= peak <= said  # an op that overwrites is counted as if it made a new result
 
 
 def test_sums_of_half_precision_are_wide_where_asked() -> None:
