@@ -179,9 +179,10 @@ def _mask_by_itself(node: fx.Node) -> None:
     value = _shown(x)
     if not training or value.device.type != "cpu" or not isinstance(p, float) or not 0 < p < 1:
         return
+    if not torch.empty_like(value).is_contiguous():  # dropout draws in the order of memory, bernoulli in its own
+        return
     write = _Before(node, value.fake_mode)  # type: ignore[attr-defined]
-    like = torch.empty_like(value).stride()
-    empty = write(aten.empty_strided.default, list(value.shape), list(like), dtype=torch.bool, device=value.device)
+    empty = write(aten.empty.memory_format, list(value.shape), dtype=torch.bool, device=value.device)
     mask = write(aten.bernoulli.p, empty, 1 - p)
     product = write(aten.native_dropout_backward.default, x, mask, rounded(1 - p, value.dtype))
     for item in list(node.users):

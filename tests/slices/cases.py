@@ -211,10 +211,6 @@ case(aten.full.default, [4, 3], 2.5, dtype=HIGH, ways={4: {" -> 1"}, 3: {" -> 1"
 case(aten.zeros.default, [4, 3], dtype=HIGH)
 case(aten.ones.default, [2, 3, 4])
 case(aten.empty.memory_format, [4, 3])
-case(aten.new_zeros.default, real(7), [5, 3], ways={5: {"whole -> 1"}})
-case(aten.new_full.default, real(7), [2, 5, 3], 1.5)
-case(aten.new_ones.default, real(7), [5, 3], dtype=LOW)
-case(aten.new_empty.default, real(7), [5, 3])
 
 # Matrix products.
 MM = {
@@ -474,6 +470,30 @@ case(
     total,
     ways={4: {"whole 1 1 whole whole -> 1"}},
 )
+
+square_losses = (
+    (aten.mse_loss, aten.mse_loss_backward, ()),
+    (aten.smooth_l1_loss, aten.smooth_l1_loss_backward, (0.5,)),
+    (aten.huber_loss, aten.huber_loss_backward, (0.5,)),
+    (aten.soft_margin_loss, aten.soft_margin_loss_backward, ()),
+)
+ALIKE = {2: {"1 1 -> 1"}, 5: {"1 1 -> 1", "2 2 -> 2"}, 10: {"1 1 -> 1"}}
+ALL_THREE = {2: {"1 1 1 -> 1"}, 5: {"1 1 1 -> 1", "2 2 2 -> 2"}}
+ONE_GRADIENT = {2: {"whole 1 1 -> 1"}, 5: {"whole 1 1 -> 1", "whole 2 2 -> 2"}}
+NEVER_CUT = dict.fromkeys((2, 5, 10), NO)
+for loss, back, more in square_losses:
+    pair = real(2, 5), real(2, 5)
+    for reduction, parts in ((0, ALIKE), (1, NEVER_CUT), (2, NEVER_CUT)):
+        case(loss.default, *pair, reduction, *more, ways=parts, note=f"reduction {reduction}")
+    case(back.default, real(2, 5), *pair, 0, *more, ways=ALL_THREE, note="none")
+    case(back.default, real(), *pair, 2, *more, ways=ONE_GRADIENT, note="sum")
+    case(back.default, real(), *pair, 1, *more, ways=NEVER_CUT, note="mean")
+chances, truths = torch.sigmoid(real(2, 5)), mask(2, 5).to(HIGH)
+case(aten.binary_cross_entropy.default, chances, truths, None, 0, ways=ALIKE)
+case(aten.binary_cross_entropy.default, chances, truths, real(5), 0, ways={2: {"1 1 whole -> 1"}})
+case(aten.binary_cross_entropy.default, chances, truths, None, 1, ways=NEVER_CUT, note="mean")
+case(aten.binary_cross_entropy_backward.default, real(2, 5), chances, truths, None, 0, ways=ALL_THREE)
+case(aten.binary_cross_entropy_backward.default, real(), chances, truths, None, 2, ways=ONE_GRADIENT)
 
 # Reductions.
 case(

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("torch_ready")
 
 PARTS = {2: (2,), 3: (2,), 5: (2, 3)}  # slices for so many rows, three for others; uneven ones for most
 LARGEST = 15  # rows of an axis, where a case does not say which to try
-UNSET = {"empty", "empty_like", "new_empty"}  # ops whose result may be any numbers
+UNSET = {"empty", "empty_like"}  # ops whose result may be any numbers
 
 
 @dataclass(frozen=True)

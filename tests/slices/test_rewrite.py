@@ -1,0 +1,259 @@
+"""Joint graphs whose regions run in slices: what stays as it was, which regions are equal, and what is said of them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fxremat
+from benchmarks.capture import capture
+from benchmarks.meter import storage_peak
+from fxremat.errors import BudgetTooSmall, FxrematError
+from fxremat.slices.body import Sliced
+from fxremat.slices.rewrite import SlicedJoint, largest_need, sliced
+from fxremat.slices.variants import least_of_all, variants
+from fxremat.step.joint import Joint, storage_bytes
+from tests.slices.models import EVERYDAY, BatchNormed, Block, Example, features
+
+pytestmark = pytest.mark.usefixtures("torch_ready")
+
+QUICK: Any = {"effort": 0.0}
+
+
+def joint_of(example: Example) -> Joint:
+    model, inputs = example.made()
+    return capture(model, *inputs)
+
+
+def in_slices(name: str, **options: Any) -> SlicedJoint:
+    """An example of everyday, cut until no op needs more than an eighth of what the largest did."""
+    joint = joint_of(EVERYDAY[name])
+    return sliced(joint, largest_need(joint) // 8, **options)
+
+
+def loops(found: SlicedJoint) -> list[Sliced]:
+    """What runs in slices, in order."""
+    return [op.node.target for op in found.joint.ops if isinstance(op.node.target, Sliced)]
+
+
+def text_of(joint: Joint) -> str:
+    """All that a graph says: nodes, arguments, and the shapes and layouts of values."""
+    shown = [
+        (node.format_node(), [(t.shape, t.stride(), t.dtype) for t in tensors(node.meta.get("val"))])
+        for node in joint.module.graph.nodes
+    ]
+    return repr(shown)
+
+
+def tensors(value: Any) -> list[torch.Tensor]:
+    values = value if isinstance(value, tuple | list) else [value]
+    return [each for each in values if isinstance(each, torch.Tensor)]
+
+
+@pytest.mark.parametrize("name", ["ignored", "class weights", "dropout", "equal layers", "images"])
+@pytest.mark.parametrize("inside", [True, False])
+def test_the_given_joint_graph_is_not_changed(name: str, inside: bool) -> None:
+    joint = joint_of(EVERYDAY[name])
+    before, nodes = text_of(joint), [id(node) for node in joint.module.graph.nodes]
+    metas = [dict(node.meta) for node in joint.module.graph.nodes]
+    found = sliced(joint, largest_need(joint) // 8, inside=inside)
+    assert found.regions
+    assert text_of(joint) == before
+    assert [id(node) for node in joint.module.graph.nodes] == nodes
+    assert all(
+        node.meta.keys() == meta.keys() and all(node.meta[key] is meta[key] for key in meta)
+        for node, meta in zip(joint.module.graph.nodes, metas, strict=True)
+    )
+    joint.module.graph.lint()
+    found.joint.module.graph.lint()
+
+
+def test_no_op_needs_more_than_the_target_where_all_can_be_cut() -> None:
+    joint = joint_of(EVERYDAY["ignored"])
+    target = largest_need(joint) // 8
+    assert sliced(joint, target).floor <= target
+    assert sliced(joint, largest_need(joint)).regions == ()
+
+
+def test_no_region_has_more_slices_than_asked_for() -> None:
+    for most in (2, 3):
+        assert {region.parts for region in in_slices("equal layers", most=most).regions} <= set(range(2, most + 1))
+
+
+def test_gradients_made_in_the_forward_are_one_loop_and_others_two() -> None:
+    inside, again = (in_slices("ignored", inside=inside) for inside in (True, False))
+    assert [region.inside for region in inside.regions] == [True]
+    assert [region.inside for region in again.regions] == [False]
+    assert (len(loops(inside)), len(loops(again))) == (1, 2)
+    assert not next(op for op in inside.joint.ops if isinstance(op.node.target, Sliced)).backward
+
+
+class Apart(nn.Module):
+    """Two equal layers between which attention sees a whole sequence, of which there is one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(32) for _ in range(3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def test_equal_layers_have_equal_loops() -> None:
+    joint = joint_of(Example(make=Apart, inputs=features(1, 256, 32)))
+    found = sliced(joint, largest_need(joint) // 3)
+    made = loops(found)
+    equal = [(one, other) for one in made for other in made if one is not other and one == other]
+    assert equal
+    assert all(one.digest == other.digest and hash(one) == hash(other) for one, other in equal)
+    assert len({loop.digest for loop in made}) == len(set(made)) < len(made)
+
+
+def test_loops_of_other_sizes_or_code_are_not_equal() -> None:
+    first = loops(in_slices("equal layers"))
+    fewer = loops(in_slices("equal layers", most=2))
+    other = loops(in_slices("ignored"))
+    assert {one.digest for one in first}.isdisjoint({one.digest for one in (*fewer, *other)})
+
+
+DIGESTS = """
+import torch
+from tests.slices.test_rewrite import in_slices, loops
+print(*(loop.digest for name in ("ignored", "equal layers") for loop in loops(in_slices(name))))
+"""
+
+
+def test_a_digest_is_the_same_in_another_process() -> None:
+    here = [loop.digest for name in ("ignored", "equal layers") for loop in loops(in_slices(name))]
+    ran = subprocess.run([sys.executable, "-c", DIGESTS], capture_output=True, text=True, check=True)
+    assert ran.stdout.split() == here
+
+
+def test_gradients_of_float16_are_never_made_in_the_forward() -> None:
+    """They would be made for a loss of 1, which loss scaling is there to avoid."""
+    example = EVERYDAY["bf16"]
+    narrow = Example(make=example.make, inputs=example.inputs, dtype=torch.float16)
+    for model, inside in ((example, True), (narrow, False)):
+        joint = joint_of(model)
+        found = sliced(joint, largest_need(joint) // 8, inside=True)
+        assert [region.inside for region in found.regions] == [inside]
+
+
+def as_real(value: torch.Tensor) -> torch.Tensor:
+    """Numbers of the size, layout and type of a fake tensor."""
+    made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+    return made.normal_() if made.is_floating_point() else made.fill_(1)
+
+
+@pytest.mark.parametrize("name", ["ignored", "dropout", "equal layers", "bf16"])
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_loop_takes_no_more_bytes_than_it_says_and_not_many_fewer(name: str, inside: bool) -> None:
+    """Its outputs and its workspace, without what kernels take inside of themselves."""
+    found = in_slices(name, inside=inside, wide=True)
+    for op in found.joint.ops:
+        loop = op.node.target
+        if not isinstance(loop, Sliced):
+            continue
+        given = [as_real(node.meta["val"]) for node in op.node.args]  # type: ignore[union-attr]
+        outputs = sum(map(storage_bytes, tensors(op.node.meta["val"])))
+        loop(*given)
+        peak = storage_peak(lambda loop=loop, given=given: loop(*given))  # type: ignore[misc]
+        said = outputs + loop.workspace
+        assert 0.8 * said <= peak <= said  # an op that overwrites is counted as if it made a new result
+
+
+def test_sums_of_half_precision_are_wide_where_asked() -> None:
+    for wide in (True, False):
+        (region,) = in_slices("bf16", wide=wide).regions
+        assert region.wide is wide
+        assert region.sums
+
+
+def test_ways_to_slice_are_each_another_one() -> None:
+    joint = joint_of(EVERYDAY["dropout"])
+    found = list(variants(joint, largest_need(joint) // 4, most=1 << 20, reduce=None))
+    ops = [tuple(str(op.node.target) for op in one.joint.ops) for one in found]
+    assert len(set(ops)) == len(ops) >= 3
+    assert found[0].regions[0].inside
+    assert not found[-1].regions[0].inside
+    parts = [one.regions[0].parts for one in found]
+    assert parts[-1] == max(parts)
+    assert parts[-1] == least_of_all(joint, most=1 << 20, reduce=None).regions[0].parts
+
+
+# What is said.
+
+
+def too_small(
+    name_or_model: str | nn.Module, inputs: tuple[torch.Tensor, ...] = (), **options: Any
+) -> BudgetTooSmall:
+    model: Any = name_or_model
+    if isinstance(name_or_model, str):
+        model, inputs = EVERYDAY[name_or_model].made()
+    with pytest.raises(BudgetTooSmall) as caught:
+        fxremat.compile(model, example_inputs=inputs, **QUICK, **options)
+    return caught.value
+
+
+def test_a_batch_norm_that_blocks_a_region_is_named() -> None:
+    error = too_small(BatchNormed(), (torch.randn(16, 3, 16, 16),), mem=1, slices=True)
+    assert "reads statistics of the whole batch (BatchNorm)" in str(error)
+    assert "not in slices: " in str(error)
+
+
+def test_without_slices_the_error_tells_what_they_would_do_with_and_they_do() -> None:
+    error = too_small("dropout", mem="40%")
+    assert "with slices=True, " in error.note
+    assert "equal up to rounding" in error.note
+    told = int(error.note.split("with slices=True, ")[1].split(" bytes")[0])
+    assert told < error.minimum
+    model, inputs = EVERYDAY["dropout"].made()
+    compiled = fxremat.compile(model, mem=told, slices=True, example_inputs=inputs, **QUICK)
+    assert compiled.plan.slices
+    assert compiled.plan.predicted_peak <= told
+
+
+def test_the_error_says_nothing_of_slices_where_they_do_not_help() -> None:
+    error = too_small(nn.Sequential(nn.Linear(4, 4)), (torch.randn(2, 4),), mem=1)
+    assert "slices" not in str(error)
+
+
+def test_the_least_budget_with_slices_works() -> None:
+    error = too_small("dropout", mem=1, slices=True)
+    model, inputs = EVERYDAY["dropout"].made()
+    compiled = fxremat.compile(model, mem=error.minimum, slices=True, example_inputs=inputs, **QUICK)
+    assert compiled.plan.predicted_peak <= error.minimum == compiled.plan.minimum
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"slices": 1}, "slices is 1; it is True, False, or how many at most, 2 or more"),
+        ({"slices": 0}, "slices is 0; it is True, False, or how many at most, 2 or more"),
+        ({"slices": "yes"}, "slices is 'yes'; it is True, False, or how many at most, 2 or more"),
+        ({"slices": True, "reduce": "x"}, "reduce is 'x'; it is None or one of fp32, same"),
+        ({"reduce": "fp32"}, "reduce says how sums over slices are added up; it goes with slices=True"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(FxrematError) as caught:
+        fxremat.compile(nn.Linear(2, 2), mem="50%", **options)
+    assert str(caught.value) == said
+
+
+def test_a_plan_tells_of_its_regions() -> None:
+    model, inputs = EVERYDAY["equal layers"].made()
+    plan = fxremat.compile(model, mem="40%", slices=True, example_inputs=inputs, **QUICK).plan
+    lines = [line.split() for line in str(plan).splitlines()]
+    assert any(line[:2] == ["in", "slices"] for line in lines)
+    text = " ".join(word for line in lines for word in line)
+    assert "added up over the slices" in text
+    region = plan.slices[0]
+    assert f"{len(region.ops)} ops in {region.parts} slices of {region.rows} rows" in text
