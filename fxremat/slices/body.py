@@ -381,6 +381,14 @@ def _last_uses_first(graph: fx.Graph) -> None:
                 last.append(node)
 
 
+def _taken_over(node: fx.Node) -> int:
+    """Bytes of an operand that an op's result takes over, where it overwrites one."""
+    if node.target is not overwrite_where_alike:
+        return 0
+    operand: Any = node.args[2]
+    return storage_bytes(operand.meta["val"])
+
+
 def _peak(graph: fx.Graph) -> int:
     """Bytes of storages that nodes of a graph make, at the worst moment, by their last uses."""
     nodes = list(graph.nodes)
@@ -402,7 +410,7 @@ def _peak(graph: fx.Graph) -> int:
         made = {storage_of(tensor) for tensor in tensors_of(node) if tensor is not None} - given - seen
         seen |= made
         alive += sum(size[key] for key in made)
-        most = max(most, alive)
+        most = max(most, alive - _taken_over(node))
         alive -= freed[number]
     return most
 
