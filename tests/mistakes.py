@@ -461,8 +461,8 @@ MISTAKES += [
     # a gradient that autograd hands in is overwritten
     Mistake(
         "passes/in_place.py",
-        "_may_take(node, first, late - handed_in",
-        "_may_take(node, first, late",
+        "_depending_on(graph, handed_in) - handed_in)",
+        "_depending_on(graph, handed_in))",
         "linearize/test_in_place.py::test_a_gradient_that_autograd_hands_in_is_left_alone",
     ),
     # what others read is overwritten
@@ -585,7 +585,7 @@ MISTAKES += [
     ),
     # another shape hosts what it likes
     Mistake(
-        "planning.py",
+        "planning/finished.py",
         "            settled=trained.settled,\n",
         "",
         "test_weights.py::test_another_shape_is_planned_for_the_same_hosted_weights",
@@ -1067,5 +1067,79 @@ MISTAKES += [
         "int(size[1]) if size else None",
         "0 if size else None",
         "test_shapes.py::test_a_plan_tells_of_other_sizes",
+    ),
+]
+
+# regions in slices
+MISTAKES += [
+    # the inner dimension of a product is cut, and its parts are put side by side instead of added
+    Mistake(
+        "slices/rules.py",
+        "_cut(node, [(a, 1), (b, 0)], [SUM], count),",
+        "_cut(node, [(a, 1), (b, 0)], [WHOLE], count),",
+        "slices/test_rules.py",
+    ),
+    # a softmax is cut along the dimension that it adds up over
+    Mistake(
+        "slices/rules.py",
+        "if not any(map(at.holds, mixed)):\n            cut: list[tuple[Any, Part]] = [(x, outer) for x in operands]",
+        "if True:\n            cut: list[tuple[Any, Part]] = [(x, outer) for x in operands]",
+        "slices/test_rules.py",
+    ),
+    # a group norm is told the number of images of the whole batch
+    Mistake(
+        "slices/emission.py",
+        "lambda number: number // count * rows)",
+        "lambda number: number)",
+        "slices/test_rules.py",
+    ),
+    # later slices replace what the first ones have added up
+    Mistake(
+        "slices/body.py",
+        "            _call(graph, aten.add_.Tensor, (target, node), {})",
+        "            _call(graph, aten.copy_.default, (target, node), {})",
+        "slices/test_models.py",
+    ),
+    # rows of a flattened batch are taken as if each were one of the axis
+    Mistake(
+        "slices/body.py",
+        "first * self.each, rows * self.each)",
+        "first, rows * self.each)",
+        "slices/test_rules.py",
+    ),
+    # gradients that were made in the forward are not multiplied by that of the loss
+    Mistake(
+        "slices/rewrite.py",
+        "            if output not in scaled:",
+        "            if True:",
+        "slices/test_models.py::test_a_scaled_loss_scales_the_gradients",
+    ),
+    # float16 gradients are made before a loss scale can keep them from vanishing
+    Mistake(
+        "slices/rewrite.py",
+        "t.dtype == torch.float16 for v in made",
+        "t.dtype == torch.int8 for v in made",
+        "slices/test_rewrite.py",
+    ),
+    # targets that are ignored count in the mean
+    Mistake(
+        "slices/explicit.py",
+        "    first = write(aten.where.self, seen, zero, none)",
+        "    first = write(aten.where.self, seen, zero, zero)",
+        "slices/test_explicit.py",
+    ),
+    # a mask is drawn with the share that is dropped
+    Mistake(
+        "slices/explicit.py",
+        "mask = write(aten.bernoulli.p, empty, 1 - p)",
+        "mask = write(aten.bernoulli.p, empty, p)",
+        "slices/test_explicit.py",
+    ),
+    # what a region adds up may be read before all slices have run
+    Mistake(
+        "slices/region.py",
+        "                if value in large or not earlier:",
+        "                if False:",
+        "slices/test_rewrite.py",
     ),
 ]
