@@ -16,10 +16,9 @@ from fxremat.torch_private import mark_dynamic
 
 log = logging.getLogger(__name__)
 
-HOST = (
-    "sizes are taken as fixed, and each combination is captured and planned by itself: what waits on the host is "
-    "planned for one size"
-)
+FIXED = "sizes are taken as fixed, and each combination is captured and planned by itself: "
+HOST = f"{FIXED}what waits on the host is planned for one size"
+SLICES = f"{FIXED}slices are planned for one size"
 
 
 def positional(forward: Callable[..., Any]) -> Sequence[str]:
@@ -56,7 +55,7 @@ def mark(options: Options, names: Sequence[str], args: Sequence[Any], kwargs: Ma
 
 def warn_of_fixed(options: Options, reason: BaseException | None = None) -> None:
     """Say once that sizes are taken as fixed: as a warning where the user asked for others, else in the log."""
-    text = HOST
+    text = SLICES if options.slices else HOST
     if reason is not None:
         first = (str(reason).strip() or type(reason).__name__).splitlines()[0]
         text = (

@@ -28,6 +28,7 @@ WIDTH = 100  # columns
 _INDENT = 18  # columns of what stands before a figure of the summary
 _NUMBERS, _NAME = 12, 14  # columns of the numbers of blocks, and of a name
 _MANY = 4  # numbers at equal distances that are shown as a range
+_FEW = 4  # names of a longer list
 TIMES = {1: "once", 2: "twice"}
 _LINES = 40  # of blocks in the short form, and of its schedule
 
@@ -217,11 +218,19 @@ def facts(plan: PlannedStep) -> Iterator[tuple[str, str]]:
 
 def _of_region(region: SlicedRegion) -> str:
     """A region that runs in slices, without the number of its layer."""
-    where = re.sub(r"\.\d+(?=\.|$)", ".*", region.where)
     how = "gradients made in the forward" if region.inside else "made again in the backward"
-    added = ", in float32 where they are of half precision" if region.wide else ""
-    sums = f"{_counted(region.sums, 'result')} added up over the slices{added}" if region.sums else "no result is a sum"
-    return f"{where}: {_counted(len(region.ops), 'op')} in {region.parts} slices of {region.rows} rows, {how}; {sums}"
+    cut = f"{_counted(len(region.ops), 'op')} in {region.parts} slices of {region.rows} rows"
+    about = f"{_any_layer(region.where)}: {cut}"
+    if not region.summed:
+        return f"{about}, {how}; no gradient is a sum"
+    names = list(dict.fromkeys(map(_any_layer, region.summed)))
+    few = ", ".join(names[:_FEW]) + (f" and {len(names) - _FEW} more" if len(names) > _FEW else "")
+    return f"{about}, {how}; gradients added up over the slices in {' and '.join(region.summed_in)}: {few}"
+
+
+def _any_layer(name: str) -> str:
+    """The name of a module without the number of its layer."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
 def _weights(plan: PlannedStep) -> str:

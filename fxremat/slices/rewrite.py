@@ -27,7 +27,7 @@ import torch
 from torch import fx
 
 from fxremat.passes.in_place import overwrite_gradients, restore
-from fxremat.slices.body import HALF, Region, Sliced
+from fxremat.slices.body import HALF, Region, Sliced, summed_in_type
 from fxremat.slices.explicit import make_explicit
 from fxremat.slices.labels import SUM
 from fxremat.slices.region import Blocked, Found, find
@@ -66,6 +66,8 @@ class SlicedRegion:
         ops: names of the ops of the joint graph that run in slices.
         where: the module, or the line, whose value was too large.
         sums: results that are sums over the slices.
+        summed: the modules, or names, of the ops whose sums have more than one number.
+        summed_in: the types in which those are added up.
         wide: those of half precision are added up in float32.
     """
 
@@ -75,6 +77,8 @@ class SlicedRegion:
     ops: tuple[str, ...]
     where: str
     sums: int
+    summed: tuple[str, ...]
+    summed_in: tuple[str, ...]
     wide: bool
 
 
@@ -259,6 +263,8 @@ class _Slicing:
                 ops=tuple(op.name for op in found.ops),
                 where=_where(found),
                 sums=len(writer.sums),
+                summed=tuple(dict.fromkeys(writer.summed)),
+                summed_in=tuple(sorted(writer.summed_in)),
                 wide=self.wide and any(value.meta["val"].dtype in HALF for value in writer.sums),
             )
         )
@@ -275,6 +281,11 @@ def _is_left_out(values: Values, node: fx.Node, need: int) -> bool:
         and values.base(node).op == "call_function"
         and MANY_OUTPUTS * values.bytes(values.base(node)) >= need
     )
+
+
+def _name_of_sum(values: Values, node: fx.Node) -> str:
+    """The module whose gradient a sum is, or its name."""
+    return module_of(values.producer(node)) or node.name
 
 
 def _where(found: Found) -> str:
@@ -311,6 +322,8 @@ class _Writer:
         self.forward = [op for op in found.ops if op not in values.late]
         self.backward = [op for op in found.ops if op in values.late]
         self.sums: list[fx.Node] = []  # results that are sums over the slices
+        self.summed: list[str] = []  # the names of those of more than one number
+        self.summed_in: set[str] = set()  # and their types
 
     def made_again(self) -> list[fx.Node]:
         """A forward op and a backward op, which makes the slice's forward again; the new nodes."""
@@ -476,7 +489,7 @@ class _Writer:
             target = Sliced(region)
         except (RuntimeError, ValueError, AssertionError) as error:
             raise Blocked(f"{place.name} cannot be cut: {str(error).splitlines()[0]}") from None
-        self.sums += [output for output in outputs if labels[output] is SUM]
+        self._note([output for output in outputs if labels[output] is SUM])
         given = [(early or {}).get(node, node) for node in inputs]
         with self.graph.inserting_before(place):
             node = self.graph.call_function(target, tuple(given))
@@ -487,6 +500,14 @@ class _Writer:
             about = output if (output in self.values.late) == (place in self.values.late) else place
             item.meta = dict(about.meta) | {"val": value}
         return node, outputs, items
+
+    def _note(self, sums: list[fx.Node]) -> None:
+        """Note which results are sums, while their nodes are there."""
+        self.sums += sums
+        tensors = [node for node in sums if node.meta["val"].numel() > 1]
+        self.summed += [_name_of_sum(self.values, node) for node in tensors]
+        types = (summed_in_type(node.meta["val"], wide=self.wide) for node in tensors)
+        self.summed_in |= {str(dtype).removeprefix("torch.") for dtype in types}
 
     def _body(self, run: Set[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
         """What a region reads, and its ops and views in order."""

@@ -250,3 +250,46 @@ def test_a_budget_that_whole_ops_fit_needs_no_region() -> None:
     for each in (model, compiled):
         each(*inputs).backward()
     assert unequal(gradients_of(compiled), gradients_of(model)) == []
+
+
+def test_every_size_is_captured_and_cut_by_itself() -> None:
+    example = EXAMPLES["ignored"]
+    model, (x, y) = example.made()
+    with pytest.warns(UserWarning, match="slices are planned for one size"):
+        compiled = fxremat.compile(model, mem=example.mem, dynamic=True, progress=False, **SLICED)
+    for batch in (len(x), 1 + len(x)):
+        tokens, targets = x[:1].expand(batch, -1).contiguous(), y[:1].expand(batch, -1).contiguous()
+        plain = gradients_after(model, step_of(model, (tokens, targets)))
+        ours = gradients_after(model, step_of(compiled, (tokens, targets)))
+        assert compiled.plan.slices
+        assert {name for name in plain if error(ours[name], plain[name]) > CLOSE} == set()
+    assert len(compiled.plans) == 2
+
+
+def test_slices_go_through_the_door_of_torch_compile() -> None:
+    example = EXAMPLES["ignored"]
+    model, inputs = example.made()
+    plain = gradients_after(model, step_of(model, inputs))
+    torch._dynamo.reset()
+    options = {"mem": example.mem, "slices": True, "effort": 0.0, "progress": False}
+    compiled = torch.compile(model, backend="fxremat", dynamic=False, options=options)
+    ours = gradients_after(model, step_of(compiled, inputs))
+    assert {name for name in plain if error(ours[name], plain[name]) > CLOSE} == set()
+    assert unequal(ours, plain)  # a sum over slices is another sum
+
+
+def test_outputs_beside_the_loss_are_left_out_where_asked() -> None:
+    example = EXAMPLES["logits beside"]
+    model, inputs = example.made()
+    plain = gradients_after(model, step_of(model, inputs))
+    whole = fxremat.plan(model, inputs, mem="60%", **SLICED)
+    compiled = fxremat.compile(model, mem="60%", outputs="loss", example_inputs=inputs, **SLICED)
+    ours = gradients_after(model, step_of(compiled, inputs))
+    assert {name for name in plain if error(ours[name], plain[name]) > CLOSE} == set()
+    _, logits = compiled(*inputs)
+    _, right = model(*inputs)
+    assert (logits.shape, logits.dtype) == (right.shape, right.dtype)
+    assert bool(logits.isnan().all())
+    assert compiled.plan.minimum < whole.minimum
+    with pytest.raises(fxremat.BudgetTooSmall, match='outputs="loss" leaves them out'):
+        fxremat.plan(model, inputs, mem=compiled.plan.minimum, **SLICED)
