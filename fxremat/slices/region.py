@@ -22,7 +22,7 @@ from torch import fx
 
 from fxremat.slices.body import Sliced
 from fxremat.slices.labels import SUM, WHOLE, Part, axes
-from fxremat.slices.rules import Way, shape_of, tensor_inputs, ways, why_not
+from fxremat.slices.rules import Way, name_of, shape_of, tensor_inputs, ways, why_not
 from fxremat.slices.values import Values
 from fxremat.step.joint import is_random
 
@@ -269,7 +269,8 @@ class _Growing:
         if isinstance(above, tuple):
             self.labels[node] = above[_position(node, parent)]
         elif above is WHOLE or above is SUM:
-            self.labels[node] = WHOLE
+            if name_of(node) != "expand":  # of what is whole, each slice may show as many rows as it has
+                self.labels[node] = WHOLE
         else:
             found = [way.writes for way in ways(node, self.count) if way.reads.get(parent) == above]
             if found:
