@@ -26,6 +26,7 @@ from fxremat.passes.in_place import overwrite_among
 from fxremat.slices.emission import CONTIGUOUS, emitted
 from fxremat.slices.labels import SUM, WHOLE, Part, place
 from fxremat.slices.rules import name_of
+from fxremat.step.costs import rounded
 from fxremat.step.joint import storage_bytes, tensors_of
 from fxremat.step.overwriting import SWAPPED, overwritten
 from fxremat.torch_private import boxed, storage_of
@@ -100,7 +101,7 @@ class _Output:
 
     def bytes_in(self, dtype: torch.dtype) -> int:
         """Bytes of it in a type."""
-        return math.prod(self.size) * dtype.itemsize
+        return rounded(math.prod(self.size) * dtype.itemsize, self.device)
 
 
 class Sliced:
@@ -386,7 +387,8 @@ def _taken_over(node: fx.Node) -> int:
     if node.target is not overwrite_where_alike:
         return 0
     operand: Any = node.args[2]
-    return storage_bytes(operand.meta["val"])
+    value: torch.Tensor = operand.meta["val"]
+    return rounded(storage_bytes(value), value.device)
 
 
 def _peak(graph: fx.Graph) -> int:
@@ -400,7 +402,7 @@ def _peak(graph: fx.Graph) -> int:
             for tensor in tensors_of(shown):
                 if tensor is not None and (key := storage_of(tensor)) not in given:
                     last[key] = number
-                    size.setdefault(key, storage_bytes(tensor))
+                    size.setdefault(key, rounded(storage_bytes(tensor), tensor.device))
     freed = [0] * len(nodes)
     for key, number in last.items():
         freed[number] += size[key]
