@@ -198,7 +198,7 @@ def _region(region: Any) -> dict[str, Any]:
 
 
 def outcome(model: nn.Module, batch: tuple[Tensor, ...]) -> Outcome:
-    """Of a step from gradients of None, which leaves them None."""
+    """What a step that begins without gradients gives; they are None again afterwards."""
     model.zero_grad(set_to_none=True)
     loss = meter.training_step(model, batch)()
     assert isinstance(loss, Tensor)
@@ -226,7 +226,7 @@ def compared(got: Outcome, plain: Outcome) -> dict[str, Any]:
 
 
 def relative_errors(got: Outcome, plain: Outcome) -> dict[str, float]:
-    """Of each gradient, in norm."""
+    """The relative error of each gradient, in norm."""
     if got.gradients.keys() != plain.gradients.keys():
         raise RuntimeError(f"other gradients: {sorted(got.gradients.keys() ^ plain.gradients.keys())}")
     return {name: relative_error(got.gradients[name], wanted) for name, wanted in plain.gradients.items()}

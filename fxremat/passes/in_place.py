@@ -49,7 +49,7 @@ def overwrite_gradients(graph: fx.Graph) -> None:
     Only what depends on a tangent is overwritten, and never a tangent itself: autograd may still hold it.
     """
     handed_in = set(tangents_in(graph))
-    overwrite_among(graph, _depending_on(graph, handed_in) - handed_in)
+    overwrite_among(graph, depending_on(graph, handed_in) - handed_in)
 
 
 def overwrite_among(graph: fx.Graph, ours: Set[fx.Node]) -> None:
@@ -66,7 +66,8 @@ def overwrite_among(graph: fx.Graph, ours: Set[fx.Node]) -> None:
             node.meta[SWAPPED] = True
 
 
-def _depending_on(graph: fx.Graph, tangents: Set[fx.Node]) -> set[fx.Node]:
+def depending_on(graph: fx.Graph, tangents: Set[fx.Node]) -> set[fx.Node]:
+    """These nodes, and all that is computed from them."""
     late = set(tangents)
     for node in graph.nodes:
         if not late.isdisjoint(node.all_input_nodes):

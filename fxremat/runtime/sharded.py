@@ -86,7 +86,7 @@ class Shared:
 
     @classmethod
     def of(cls, model: nn.Module) -> Shared | None:
-        """Those of a model that `fully_shard`, torch's or fxremat's, was called on; None for any other."""
+        """What is shared of a model that `fully_shard`, torch's or fxremat's, was called on; None for any other."""
         replicated = model.__dict__.get(REPLICATED)
         if replicated is not None:
             if is_sharded(model):
@@ -164,7 +164,7 @@ class Shared:
         return self.unreduced[place]
 
     def before_backward_of(self, outputs: Sequence[torch.Tensor]) -> None:
-        """When the backward begins, return to shards, and let go of the unreduced gradients that this step reduces.
+        """Return to shards when the backward begins, and let go of the unreduced gradients that this step reduces.
 
         An evaluation since forward has left the root's parameters whole, and gradients are of the shards.
         """

@@ -74,44 +74,39 @@ class Refined:
         return replace(self, began=self.began.on(layout), found=replace(self.found, layout=layout))
 
 
+class _PutIntoAnother:
+    """What is put into the program of another origin: its order is that of the other."""
+
+    began: FromSchedule | Refined | Transferred
+    result: ProgramWithTransfers | ProgramWithCommunication
+
+    def order(self, layout: Layout) -> Order:
+        """Which op runs when, as if what was put in took no time of its own."""
+        return self.began.order(layout)
+
+    def program(self, _: Layout) -> Program:
+        """Every step of it, with what was put in."""
+        return self.result.program
+
+    def on(self, layout: Layout) -> FromSchedule | Refined:
+        """The origin without that on the layout of an equal graph."""
+        return self.began.on(layout)
+
+
 @dataclass(frozen=True, eq=False)
-class Transferred:
+class Transferred(_PutIntoAnother):
     """A program with copies to the host and back, put into that of another origin."""
 
     began: FromSchedule | Refined
     result: ProgramWithTransfers
 
-    def order(self, layout: Layout) -> Order:
-        """Which op runs when, transfers apart."""
-        return self.began.order(layout)
-
-    def program(self, _: Layout) -> Program:
-        """Every step of it, transfers included."""
-        return self.result.program
-
-    def on(self, layout: Layout) -> FromSchedule | Refined:
-        """The origin without its transfers on the layout of an equal graph."""
-        return self.began.on(layout)
-
 
 @dataclass(frozen=True, eq=False)
-class Communicating:
+class Communicating(_PutIntoAnother):
     """A program whose collectives run beside its ops, made of that of another origin."""
 
     began: FromSchedule | Refined | Transferred
     result: ProgramWithCommunication
-
-    def order(self, layout: Layout) -> Order:
-        """Which op runs when, as if each collective ended when it began."""
-        return self.began.order(layout)
-
-    def program(self, _: Layout) -> Program:
-        """Every step of it, waits included."""
-        return self.result.program
-
-    def on(self, layout: Layout) -> FromSchedule | Refined:
-        """The origin without its transfers on the layout of an equal graph."""
-        return self.began.on(layout)
 
 
 Origin = FromSchedule | Refined | Transferred | Communicating

@@ -26,7 +26,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from fxremat.passes.in_place import overwrite_gradients, restore
+from fxremat.passes.in_place import depending_on, overwrite_gradients, restore
 from fxremat.slices.body import HALF, Region, Sliced, summed_in_type
 from fxremat.slices.explicit import make_explicit
 from fxremat.slices.labels import SUM
@@ -344,7 +344,7 @@ class _Writer:
         run = set(self.found.ops)
         outputs = [v for op in self.found.ops for v in self.values.made_by(op) if self._is_read(v, run)]
         place = self.forward[-1] if self.forward else self.backward[0]
-        scaled = _depending_on(self.graph, {tangent})
+        scaled = depending_on(self.graph, {tangent})
         early = self._early(run, tangent, place)
         node, outputs, items = self._region(run, outputs, place, early)
         results = []
@@ -535,14 +535,6 @@ class _Writer:
     def _take_over(self, outputs: Iterable[fx.Node], items: Iterable[fx.Node]) -> None:
         for output, item in zip(outputs, items, strict=True):
             output.replace_all_uses_with(item, delete_user_cb=lambda user: True)
-
-
-def _depending_on(graph: fx.Graph, nodes: Set[fx.Node]) -> set[fx.Node]:
-    found = set(nodes)
-    for node in graph.nodes:
-        if not found.isdisjoint(node.all_input_nodes):
-            found.add(node)
-    return found
 
 
 def _fresh(value: torch.Tensor) -> torch.Tensor:

@@ -104,7 +104,7 @@ def shifted(model: Words, x: Tensor, y: Tensor) -> Tensor:
 
 
 def shifted_by_padding(model: Words, x: Tensor, y: Tensor) -> Tensor:
-    """As transformers does it."""
+    """The loss of shifted tokens as transformers computes it: the labels are shifted, not the logits."""
     y = F.pad(y, (0, 1), value=-100)[..., 1:].contiguous().view(-1)
     return F.cross_entropy(rows_of(model, x).float(), y, reduction="sum") / y.ne(-100).sum()
 
