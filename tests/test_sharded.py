@@ -179,7 +179,7 @@ def test_training_is_ddps_bit_for_bit(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("names", [PLAIN, MIXED], ids=["plain", "mixed"])
 def test_training_is_fsdp2s_at_every_budget(names: tuple[str, ...], tmp_path: Path) -> None:
-    """Bits are compared of two ranks: the order in which more of them add depends on a gradient's place in its buffer."""
+    """Two ranks are compared: more of them add in an order that depends on the place in a buffer."""
     assert equal(run_ranks(_as_fsdp, 2, tmp_path, names, (*MORE, LEAST), limit=600))
 
 
