@@ -4,7 +4,7 @@
 #   make test        set up, then lint, types and the everyday tests
 #   make quick       set up, then some tests of everything: a minute once kernels are compiled
 #   make test-long   set up, then the full-size tests (tens of minutes)
-#   make bench       set up, then the benchmark tables of the README and docs (about two hours)
+#   make bench       set up, then the benchmark tables of the README and docs (about three hours)
 #   make papers      set up, then the figures of the papers, and how far the solvers are from the optimum
 #   make mutants     set up, then make small mistakes in FILES="fxremat/...", and list those that no test notices
 
@@ -54,6 +54,7 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.shapes
 	$(BIN)/python -m benchmarks.offload
 	$(BIN)/python -m benchmarks.overhead
+	$(BIN)/python -m benchmarks.slices
 	$(BIN)/python examples/01_quickstart.py > benchmarks/results/quickstart.txt
 	$(BIN)/python -m benchmarks.readme
 
