@@ -1109,14 +1109,14 @@ MISTAKES += [
     ),
     # gradients that were made in the forward are not multiplied by that of the loss
     Mistake(
-        "slices/rewrite.py",
+        "slices/write.py",
         "            if output not in scaled:",
         "            if True:",
         "slices/test_models.py::test_a_scaled_loss_scales_the_gradients",
     ),
     # float16 gradients are made before a loss scale can keep them from vanishing
     Mistake(
-        "slices/rewrite.py",
+        "slices/write.py",
         "t.dtype == torch.float16 for v in made",
         "t.dtype == torch.int8 for v in made",
         "slices/test_rewrite.py",
