@@ -400,7 +400,7 @@ def _loss(node: fx.Node, count: int) -> Iterator[Way]:
 
 @_rules(*(f"{name}_backward" for name in LOSSES))
 def _loss_backward(node: fx.Node, count: int) -> Iterator[Way]:
-    """With the reduction "sum", a gradient for all elements (`explicit` divides that of a mean by their number)."""
+    """Gradients of elements from one each, or from one for all (`explicit` divides that of a mean by their number)."""
     if argument(node, "reduction") != 1:
         yield from _pointwise(node, count)
 
