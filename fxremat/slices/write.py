@@ -6,6 +6,7 @@ The graph is sorted again afterwards, and views of what was written show its sto
 from __future__ import annotations
 
 import heapq
+import logging
 import operator
 from collections.abc import Iterable, Set
 from functools import cached_property
@@ -23,6 +24,7 @@ from fxremat.step.joint import module_of, storage_bytes, tensors_of
 from fxremat.torch_private import storage_of
 
 aten = torch.ops.aten
+log = logging.getLogger(__name__)
 
 
 class Writer:
@@ -200,8 +202,10 @@ class Writer:
         )
         try:
             target = Sliced(region)
-        except (RuntimeError, ValueError, AssertionError) as error:
-            raise Blocked(f"{place.name} cannot be cut: {str(error).splitlines()[0]}") from None
+        except Exception as error:  # whatever an op says of a slice: the region stays whole
+            log.debug("%s cannot be cut: %s: %s", place.name, type(error).__name__, error)
+            said = (str(error) or type(error).__name__).splitlines()[0]
+            raise Blocked(f"{place.name} cannot be cut: {said}") from None
         self._note([output for output in outputs if labels[output] is SUM])
         given = [(early or {}).get(node, node) for node in inputs]
         with self.graph.inserting_before(place):
