@@ -43,25 +43,25 @@ def best_in_slices(step: CapturedStep, options: Options) -> Plan:
         return _with_least(finished(whole, replace(quick, mem=mem)), step, options)
     known: list[Searched] = []
     rate: float | None = None  # of what is estimated; the first is measured, as most of its ops are those of all others
-    every = variants(step.joint, mem, **_settings(options))
-    for found in every:
+    more = False  # ways to slice are left that were not tried
+    for found in variants(step.joint, mem, **_settings(options)):
         _check_alike(step, found)
         known.append(search(replace(step, joint=found.joint), replace(quick, mem=mem), found, rate))
         if rate is None:
             rate = rate_of(known[0], options)
             whole = unsearched(step, options, rate=rate)
             mem, _ = _agreed(step, whole, options)
-        if known[-1].seconds_within(mem) <= ENOUGH * known[-1].frontier.keep_all.time:
+        more = known[-1].seconds_within(mem) <= ENOUGH * known[-1].frontier.keep_all.time
+        if more:
             break
-    else:
-        if not known or largest_need(step.joint) <= mem:
-            known.append(search(step, replace(quick, mem=mem)))
+    if not more and (not known or largest_need(step.joint) <= mem):
+        known.append(search(step, replace(quick, mem=mem)))
     if not any(searched.sliced for searched in known):
         blocked = least_of_all(step.joint, **_settings(options)).blocked
     else:
         blocked = tuple(dict.fromkeys(reason for searched in known for reason in searched.blocked))
     plan = _fastest(known, whole, mem, options, blocked)
-    return plan if next(every, None) is None else _with_least(plan, step, options)
+    return _with_least(plan, step, options) if more else plan
 
 
 class _Settings(TypedDict):

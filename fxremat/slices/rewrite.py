@@ -235,7 +235,7 @@ class _Slicing:
 
     def _replace(self, values: Values, found: Found, parts: int) -> None:
         writer = Writer(self.graph, values, found, parts, wide=self.wide)
-        inside = self.inside and writer.only_loss() is not None
+        inside = self.inside and writer.only_loss is not None
         nodes = [writer.inside()] if inside else writer.made_again()
         targets = [node.target for node in nodes if isinstance(node.target, Sliced)]
         rows = targets[0].rows

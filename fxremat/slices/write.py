@@ -54,13 +54,13 @@ class Writer:
 
     def inside(self) -> fx.Node:
         """One forward op, whose gradients are multiplied in the backward; the new node."""
-        tangent = self.only_loss()
+        tangent = self.only_loss
         assert tangent is not None
         run = set(self.found.ops)
         outputs = [v for op in self.found.ops for v in self.values.made_by(op) if self._is_read(v, run)]
         place = self.forward[-1] if self.forward else self.backward[0]
         scaled = depending_on(self.graph, {tangent})
-        early = self._early(run, tangent, place)
+        early = self._early(tangent, place)
         node, outputs, items = self._region(run, outputs, place, early)
         results = []
         for output, item in zip(outputs, items, strict=True):
@@ -74,50 +74,47 @@ class Writer:
         self._take_over(outputs, results)
         return node
 
-    def only_loss(self) -> fx.Node | None:
-        """The gradient of the loss, where all that the region reads of the backward is computed from it alone."""
-        values, run = self.values, set(self.found.ops)
-        made = {value for op in run for value in values.made_by(op)}
-        if any(t is not None and t.dtype == torch.float16 for v in made if v in values.late for t in tensors_of(v)):
-            return None
-        roots = {values.joint.values[value].node for value in values.joint.root_tangents}
-        leaves: set[fx.Node] = set()
-        stack = [a for op in run for a in op.all_input_nodes if a in values.late and values.base(a) not in made]
-        seen: set[fx.Node] = set()
+    @cached_property
+    def _made(self) -> set[fx.Node]:
+        """The values that the region's ops make."""
+        return {value for op in self.found.ops for value in self.values.made_by(op)}
+
+    @cached_property
+    def _read_late(self) -> set[fx.Node]:
+        """What the region reads of the backward around it, and what that is computed from there."""
+        values, late = self.values, self.values.late
+        found: set[fx.Node] = set()
+        stack = [a for op in self.found.ops for a in op.all_input_nodes if values.base(a) not in self._made]
         while stack:
             node = stack.pop()
-            if node in seen:
-                continue
-            seen.add(node)
-            if node.op == "placeholder":
-                leaves.add(node)
-            elif values.base(node) in made or values.producer(values.base(node)) in run:
-                return None
-            stack += [a for a in node.all_input_nodes if a in values.late]
-            if any(values.base(a) in made for a in node.all_input_nodes):
-                return None  # it depends on a result of the region
-        large = any(values.base(node) is node and self._is_large(node) for node in seen)
+            if node in late and node not in found:
+                found.add(node)
+                stack += node.all_input_nodes
+        return found
+
+    @cached_property
+    def only_loss(self) -> fx.Node | None:
+        """The gradient of the loss, where all that the region reads of the backward is computed from it alone."""
+        values, made = self.values, self._made
+        if any(t is not None and t.dtype == torch.float16 for v in made if v in values.late for t in tensors_of(v)):
+            return None
+        if any(values.base(a) in made for node in self._read_late for a in node.all_input_nodes):
+            return None  # it depends on a result of the region
+        leaves = {node for node in self._read_late if node.op == "placeholder"}
+        roots = {values.joint.values[value].node for value in values.joint.root_tangents}
+        large = any(values.base(node) is node and self._is_large(node) for node in self._read_late)
         return next(iter(leaves)) if len(leaves) == 1 and leaves <= roots and not large else None
 
     def _is_large(self, node: fx.Node) -> bool:
         seed = self.found.seed
         return 8 * self.values.bytes(node) >= self.values.bytes(seed)
 
-    def _early(self, run: Set[fx.Node], tangent: fx.Node, place: fx.Node) -> dict[fx.Node, fx.Node]:
+    def _early(self, tangent: fx.Node, place: fx.Node) -> dict[fx.Node, fx.Node]:
         """What the region reads of the backward, copied into the forward, for a gradient of the loss of 1."""
-        values = self.values
-        made = {value for op in run for value in values.made_by(op)}
-        wanted = [a for op in run for a in op.all_input_nodes if a in values.late and values.base(a) not in made]
-        needed, stack = set[fx.Node](), list(wanted)
-        while stack:
-            node = stack.pop()
-            if node not in needed:
-                needed.add(node)
-                stack += [a for a in node.all_input_nodes if a in values.late]
         copies: dict[fx.Node, fx.Node] = {}
         shown: torch.Tensor = tangent.meta["val"]
         tag = place.meta.get("partitioner_tag")
-        for node in sorted(needed, key=values.place.__getitem__):
+        for node in sorted(self._read_late, key=self.values.place.__getitem__):
             with self.graph.inserting_before(place):
                 if node is tangent:
                     options: dict[str, Any] = {"dtype": shown.dtype, "device": shown.device}

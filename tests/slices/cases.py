@@ -379,31 +379,16 @@ case(
     ways={2: {"1 whole whole -> 1 1 1"}, 6: {"1 whole whole -> 1 1 1"}, 4: NO, 9: NO},
 )
 case(aten.native_group_norm.default, images, None, None, 6, 4, 9, 2, 1e-5, ways={3: {"1 -> 1 1 1"}})
+normalized = (real(6, 4, 3, 3), images, mean, rstd, real(4), 6, 4, 9, 2)
 case(
     aten.native_group_norm_backward.default,
-    real(6, 4, 3, 3),
-    images,
-    mean,
-    rstd,
-    real(4),
-    6,
-    4,
-    9,
-    2,
+    *normalized,
     [True] * 3,
     ways={6: {"1 1 1 1 whole -> 1 sum sum"}, 4: NO},
 )
 case(
     aten.native_group_norm_backward.default,
-    real(6, 4, 3, 3),
-    images,
-    mean,
-    rstd,
-    real(4),
-    6,
-    4,
-    9,
-    2,
+    *normalized,
     [False, True, True],
     note="no input",
 )

@@ -51,7 +51,7 @@ STEPS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def region(graph: fx.Graph, outer: int, count: int, parts: int) -> Region:
-    """As many ops from the first on as can be cut along an axis of the first input, in the first way that agrees."""
+    """A region of the first ops, up to one that cannot be cut along an axis of the first input as they are."""
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     labels: dict[fx.Node, Any] = {inputs[0]: outer}
     steps: list[fx.Node] = []
