@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import fx, nn
 
-from fxremat.search.floor import floor_of, line_of
+from fxremat.search.floor import floor_of
 from fxremat.search.survey import survey
-from fxremat.step.joint import module_of
+from fxremat.step.names import frame_of, module_of
 from fxremat.step.kinds import MemoryKind
 from tests.dags import capture, estimated
 
@@ -57,7 +57,7 @@ def test_a_loss_outside_the_model_is_named() -> None:
 
 def test_an_op_of_which_nothing_is_known() -> None:
     node = fx.Graph().placeholder("x")
-    assert (line_of(node), module_of(node)) == ("", "")
+    assert (frame_of(node), module_of(node)) == (None, "")
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ class _Builder:
         returned = {v for op in place.backward for v in self.joint.ops[op].writes} & self.joint.returned
         reads = {value for index in place.forward for value in self.joint.ops[index].reads}
         return Block(
-            name=place.name,
+            name=self.layout.names[number],
             forward_time=seconds,
             backward_time=options[0].backward_time,
             output_bytes=self._size(place.boundary),

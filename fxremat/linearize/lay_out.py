@@ -80,7 +80,6 @@ def _block(
     boundary = frozenset(crossing - held)
     read = {value for value in made - held if number in reach.backwards[value]}
     return BlockLayout(
-        name=joint.ops[ops[-1]].name,
         forward=ops,
         backward=tuple(index for index, block in backward.items() if block == number),
         boundary=boundary,

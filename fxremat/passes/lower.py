@@ -140,12 +140,12 @@ class _Lowering:
         return copy
 
     def _step(self, part: _Part, step: Step | Transfer) -> None:
-        block = self.program.layout.blocks[step.block]
-        about = {"block": step.block + 1, "name": block.name, "role": step.role.value}
-        self.meta = {
-            "fxremat": about,
-            "custom": {"block": f"{about['block']} {block.name}", "role": about["role"]},
-        }
+        name = self.program.layout.names[step.block]
+        about = {"block": step.block + 1, "name": name, "role": step.role.value}
+        shown = {"block": f"{about['block']} {name}", "role": about["role"]}
+        if step.op is not None:
+            shown["module"] = about["module"] = self.joint.sources[step.op].module
+        self.meta = {"fxremat": about, "custom": shown}
         if isinstance(step, Transfer):
             self._transfer(part, step)
         else:

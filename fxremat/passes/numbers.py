@@ -10,7 +10,8 @@ import torch
 from torch import fx
 
 from fxremat.errors import CaptureError
-from fxremat.step.joint import SYMBOLS, frame_of, is_number
+from fxremat.step.joint import SYMBOLS, is_number
+from fxremat.step.names import frame_of
 from fxremat.step.symbolic import is_size
 from fxremat.torch_private import depends_on_data
 
@@ -56,4 +57,4 @@ def _refuse_symbols(node: fx.Node, value: object) -> None:
 def _source(node: fx.Node) -> str:
     """The line where the op was written, as `, model.py:12 in forward: code`, if tracing noted it."""
     frame = frame_of(node)
-    return ", {}:{} in {}: {}".format(*frame) if frame else ""
+    return f", {frame}" if frame else ""

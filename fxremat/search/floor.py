@@ -10,14 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torch import fx
-
 from fxremat.step.costs import Costs
-from fxremat.step.joint import Joint, frame_of, module_of
+from fxremat.step.joint import Joint
 from fxremat.step.kinds import MemoryKind, bytes_by_kind
 from fxremat.step.liveness import live_bytes
 from fxremat.step.program import Program, Role
-from fxremat.units import format_bytes, shortened
+from fxremat.units import format_bytes
 
 _NAMES = {
     MemoryKind.WEIGHTS: "weights and their state",
@@ -58,24 +56,16 @@ def floor_of(program: Program, costs: Costs) -> Floor:
     return Floor(bytes=memory.peak, moment=f"{_moment(program, place)} runs", kinds=_sorted(kinds))
 
 
-def line_of(node: fx.Node) -> str:
-    """The line where the op was written, as "model.py:12 in forward: code", if tracing noted it; else nothing."""
-    frame = frame_of(node)
-    if frame is None:
-        return ""
-    file, line, function, code = frame
-    return f"{file}:{line} in {function}: {shortened(code)[1:-1]}"
-
-
 def _moment(program: Program, place: int) -> str:
     step = program.steps[place]
     if step.op is None:
         return f"the {step.role.value} of a tensor"
-    node = program.layout.joint.ops[step.op].node
-    where = ", ".join(part for part in (module_of(node), line_of(node)) if part)
+    joint = program.layout.joint
+    name, source = joint.ops[step.op].name, joint.sources[step.op]
+    where = ", ".join(part for part in (source.module, str(source.frame or "")) if part)
     if where and step.role is Role.BACKWARD:
         where = f"backward of {where}"
-    return f"{node.name} ({where})" if where else node.name
+    return f"{name} ({where})" if where else name
 
 
 def _loss(joint: Joint, costs: Costs) -> int:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 from collections.abc import Set
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -29,7 +28,8 @@ from fxremat.slices.explicit import make_explicit
 from fxremat.slices.region import Blocked, Found, find
 from fxremat.slices.values import Values
 from fxremat.slices.write import Writer, show, show_again, sort_again
-from fxremat.step.joint import Joint, frame_of, module_of, read_joint, with_updates_inside
+from fxremat.step.joint import Joint, read_joint, with_updates_inside
+from fxremat.step.names import frame_of, module_of
 from fxremat.step.overwriting import overwritten
 
 aten = torch.ops.aten
@@ -275,7 +275,7 @@ def _where(found: Found) -> str:
     """The first module that ops of a region belong to; else the line where its largest value is made, or its name."""
     names = (module_of(op) for op in found.ops)
     frame = frame_of(found.seed)
-    line = f"{Path(frame[0]).name}:{frame[1]}" if frame else found.seed.name
+    line = frame.place if frame else found.seed.name
     return next(filter(None, names), line)
 
 

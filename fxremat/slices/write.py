@@ -20,7 +20,8 @@ from fxremat.slices.body import Region, Sliced, summed_in_type
 from fxremat.slices.labels import SUM
 from fxremat.slices.region import Blocked, Found
 from fxremat.slices.values import Values
-from fxremat.step.joint import module_of, storage_bytes, tensors_of
+from fxremat.step.joint import storage_bytes, tensors_of
+from fxremat.step.names import module_of
 from fxremat.torch_private import storage_of
 
 aten = torch.ops.aten

@@ -13,7 +13,7 @@ back in `passes.lower`.
 from __future__ import annotations
 
 import operator
-import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -23,6 +23,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
+from fxremat.step.names import Source, ops_inside, sources_of, span_of
 from fxremat.torch_private import is_effect_token, storage_of
 
 aten = torch.ops.aten
@@ -145,6 +146,20 @@ class Joint:
         )
 
     @cached_property
+    def sources(self) -> tuple[Source, ...]:
+        """The module that each op belongs to, and the line where it was written."""
+        return sources_of([op.node for op in self.ops])
+
+    def span(self, forward: Sequence[int]) -> str:
+        """The modules that a block of forward ops goes through, as one name; the last op's where there are none."""
+        modules = [self.sources[index].module for index in forward]
+        return span_of(modules, self._inside) or self.ops[forward[-1]].name
+
+    @cached_property
+    def _inside(self) -> Counter[str]:
+        return ops_inside(self.sources[index].module for index in range(self.forward_count))
+
+    @cached_property
     def pinned(self) -> frozenset[int]:
         """What the caller holds when the step is over."""
         return self.kept_outputs | self.returned
@@ -241,21 +256,6 @@ def is_number(value: object) -> bool:
 
 def _is_scalar(node: fx.Node) -> bool:
     return any(tensor is not None and tensor.numel() == 1 for tensor in tensors_of(node))
-
-
-def frame_of(node: fx.Node) -> tuple[str, str, str, str] | None:
-    """File, line, function and code where the op was written, if tracing noted it."""
-    frames = re.findall(r'File "(.+)", line (\d+), in (\w+)\n *(.*)', node.meta.get("stack_trace") or "")
-    return frames[-1] if frames else None
-
-
-def module_of(node: fx.Node) -> str:
-    """The submodule that the op, or the one it is the backward of, belongs to, as "layers.3.up"; "" if unknown."""
-    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-    path = str([*stack.values()][-1][0]) if stack else ""
-    # L['self'] is the model, or it is what L['forward'] is bound to
-    inside = re.sub(r"^L\['\w+'\](\.__self__)?", "", path.replace("._modules", ""))
-    return re.sub(r"\[['\"]?(\w+)['\"]?\]", r".\1", inside).lstrip(".")
 
 
 def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:

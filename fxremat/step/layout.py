@@ -21,7 +21,6 @@ from fxremat.step.joint import Joint
 class BlockLayout:
     """One block: its ops (numbers into `Joint.ops`) and its values (numbers into `Joint.values`)."""
 
-    name: str
     forward: tuple[int, ...]
     backward: tuple[int, ...]
     boundary: frozenset[int]  # a_l
@@ -54,6 +53,11 @@ class Layout:
     joint: Joint
     blocks: tuple[BlockLayout, ...]
     held: frozenset[int]
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The modules that each block goes through."""
+        return tuple(self.joint.span(block.forward) for block in self.blocks)
 
     def boundary_before(self, block: int) -> frozenset[int]:
         """The values that enter a block (a_{l-1}); none enter the first: inputs are primals."""

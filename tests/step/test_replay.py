@@ -88,7 +88,6 @@ def chain(**sets: Any) -> Layout:
     )
     blocks = tuple(
         BlockLayout(
-            name=f"block {b}",
             forward=(2 * b, 2 * b + 1),
             backward=(10 - 2 * b, 11 - 2 * b),
             boundary=frozenset({2 * b + 2}) if b < 2 else frozenset(),
@@ -159,7 +158,7 @@ def test_an_op_that_returns_nothing_runs_once() -> None:
         [op([0], []), op([0], [1]), op([2, 1], [3], backward=True)],
     )
     block = BlockLayout(
-        name="", forward=(0, 1), backward=(2,), boundary=frozenset({1}), made=frozenset({1}), saved=(frozenset({1}),)
+        forward=(0, 1), backward=(2,), boundary=frozenset({1}), made=frozenset({1}), saved=(frozenset({1}),)
     )
     layout = Layout(joint=joint, blocks=(block,), held=frozenset())
     assert text(rematerialize(layout, Schedule.parse("Fck1 Drop(a1) Fall1 B1"))) == "0 1 (1) | 2"
@@ -173,7 +172,7 @@ def towers() -> Layout:
     )
     blocks = [
         BlockLayout(
-            name=f"{b}", forward=(b,), backward=(3 - b,), boundary=frozenset({b + 1}), made=frozenset({b + 1}),
+            forward=(b,), backward=(3 - b,), boundary=frozenset({b + 1}), made=frozenset({b + 1}),
             saved=(frozenset({b + 1}),),
         )
         for b in range(2)

@@ -1,0 +1,207 @@
+"""Where the ops of a captured step were written: the module that each belongs to, and the line of the model's code.
+
+    source_of(node)      Source(module="transformer.h.3.mlp.c_fc", frame=Frame("net.py", 31, "forward", "x = self.c_fc(x)"))
+    sources_of(nodes)    the same of all ops of a step, in order
+    span_of(...)         the modules that a block of ops goes through, as one name: "transformer.h.3"
+
+dynamo notes in `meta` which modules were being called (`nn_module_stack`), and AOTAutograd notes for an op of the
+backward those of its forward op (`fwd_nn_module_stack`); both are dicts from a module's id to its path and class (2.11,
+2.13). Ops of the model's own forward have none, and their module is "". An addition of gradients that autograd makes
+where a tensor has several users has no stack of its own: it belongs to the module around all that it stands between.
+"""
+
+from __future__ import annotations
+
+import os.path
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxremat.units import shortened
+
+NAME = "fxremat_name"  # in the `meta` of a parameter's placeholder: its name in the model
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """A line of Python."""
+
+    file: str
+    line: int
+    function: str
+    code: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} in {self.function}: {shortened(self.code)[1:-1]}"
+
+    @property
+    def place(self) -> str:
+        """The file without its folders, and the line: "net.py:31"."""
+        return f"{os.path.basename(self.file)}:{self.line}"
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where an op was written."""
+
+    module: str  # path of the submodule; "" for the model itself
+    frame: Frame | None
+
+
+def frame_of(node: fx.Node) -> Frame | None:
+    """File, line, function and code where the op was written, if tracing noted it."""
+    frames = re.findall(r'File "(.+)", line (\d+), in (\w+)\n *(.*)', node.meta.get("stack_trace") or "")
+    if not frames:
+        return None
+    file, line, function, code = frames[-1]
+    return Frame(file=file, line=int(line), function=function, code=code)
+
+
+def module_of(node: fx.Node) -> str:
+    """The submodule that the op, or the one it is the backward of, belongs to, as "layers.3.up"; "" if unknown."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    path = str([*stack.values()][-1][0]) if stack else ""
+    # L['self'] is the model, or it is what L['forward'] is bound to
+    inside = re.sub(r"^L\['\w+'\](\.__self__)?", "", path.replace("._modules", ""))
+    return re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", inside).lstrip(".")
+
+
+def parameter_of(placeholder: fx.Node) -> str:
+    """The name in the model of the parameter that an input of a joint graph stands for; "" for other inputs."""
+    return str(placeholder.meta.get(NAME) or "")
+
+
+def sources_of(nodes: Sequence[fx.Node]) -> tuple[Source, ...]:
+    """Where each op of a step was written, forward and backward, in order. O(nodes).
+
+    Args:
+        nodes: the ops' nodes, in execution order.
+    """
+    modules = {node: module_of(node) for node in nodes}
+    by_number = {_number(node): modules[node] for node in nodes if not _is_backward(node)}
+    added = [node for node in nodes if _adds_gradients(node)]
+    for node in nodes:
+        if _is_backward(node) and not _has_stack(node):
+            modules[node] = by_number.get(_number(node), "")
+    unknown = set(added)
+    for node in added:
+        modules[node] = _between(node, modules, unknown)
+        unknown.discard(node)
+    return tuple(Source(module=modules[node], frame=frame_of(node)) for node in nodes)
+
+
+def common_module(modules: Iterable[str]) -> str:
+    """The innermost module around all of these.
+
+    >>> common_module(["h.3.mlp.up", "h.3.attn"]), common_module(["h.3", "h.31"])
+    ('h.3', 'h')
+    """
+    return ".".join(os.path.commonprefix([_parts(module) for module in modules]))
+
+
+def inside(module: str, outer: str) -> bool:
+    """Whether a module is another one, or a part of it."""
+    return not outer or module == outer or module.startswith(f"{outer}.")
+
+
+def span_of(modules: Sequence[str], counts: Counter[str]) -> str:
+    """The modules that ops go through, as one name: a module that they are all of, or the first and last of its parts.
+
+    Args:
+        modules: of the ops, in order.
+        counts: how many ops there are inside each module, "" included: see `ops_inside`.
+
+    >>> counts = ops_inside(["h.0.norm", "h.0.attn", "h.0.mlp.up", "h.0.mlp.down", "h.1.norm"])
+    >>> span_of(["h.0.norm", "h.0.attn"], counts), span_of(["h.0.mlp.up", "h.0.mlp.down"], counts)
+    ('h.0.norm..attn', 'h.0.mlp')
+    """
+    outer = common_module(modules)
+    if counts[outer] == len(modules):
+        return outer
+    depth = len(_parts(outer))
+    within = [module for module in modules if len(_parts(module)) > depth]
+    named = list(dict.fromkeys(_parts(module)[depth] for module in within))
+    if not named:
+        return outer
+    if len(named) == 1:
+        return span_of(within, counts)
+    ends = f"{named[0]}..{named[-1]}"
+    return f"{outer}.{ends}" if outer else ends
+
+
+def ops_inside(modules: Iterable[str]) -> Counter[str]:
+    """How many ops there are inside each module, from the modules that ops belong to."""
+    counts: Counter[str] = Counter()
+    for module, count in Counter(modules).items():
+        parts = _parts(module)
+        for depth in range(len(parts) + 1):
+            counts[".".join(parts[:depth])] += count
+    return counts
+
+
+def _parts(module: str) -> list[str]:
+    return module.split(".") if module else []
+
+
+def _number(node: fx.Node) -> object:
+    """The number that autograd gives to an op and to its backward."""
+    return node.meta.get("seq_nr", node)
+
+
+def _is_backward(node: fx.Node) -> bool:
+    return node.meta.get("partitioner_tag") == "is_backward"
+
+
+def _has_stack(node: fx.Node) -> bool:
+    return bool(node.meta.get("fwd_nn_module_stack") or node.meta.get("nn_module_stack"))
+
+
+def _adds_gradients(node: fx.Node) -> bool:
+    """Whether autograd added gradients of a tensor with several users here.
+
+    AOTAutograd notes `is_gradient_acc` (2.13); without it, such an addition has nothing of a forward op in its `meta`.
+    """
+    meta: dict[str, Any] = node.meta
+    if "is_gradient_acc" in meta:
+        return bool(meta["is_gradient_acc"])
+    return (
+        node.target in (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor)
+        and _is_backward(node)
+        and "fwd_source_fn_stack" not in meta
+        and "fwd_nn_module_stack" not in meta
+    )
+
+
+def _between(node: fx.Node, modules: dict[fx.Node, str], unknown: set[fx.Node]) -> str:
+    """The innermost module around the op that made the last gradient to be added, and the ops that read the sum."""
+    around = [_ops_behind(parent, modules) for parent in node.all_input_nodes]
+    makers = [maker for maker in around if maker is not None and maker not in unknown]
+    users = [user for user in _readers(node, modules) if user not in unknown]
+    names = [modules[op] for op in (*sorted(makers)[-1:], *users)]  # nodes are ordered as they run
+    return common_module(names) if names else ""
+
+
+def _ops_behind(node: fx.Node, modules: dict[fx.Node, str]) -> fx.Node | None:
+    """The op that a view, or an item, is of."""
+    while node not in modules:
+        if not node.all_input_nodes:
+            return None
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _readers(node: fx.Node, modules: dict[fx.Node, str]) -> list[fx.Node]:
+    """The ops that read a result, through views too."""
+    found, stack = [], list(node.users)
+    while stack:
+        user = stack.pop()
+        if user in modules:
+            found.append(user)
+        else:
+            stack += user.users
+    return found
