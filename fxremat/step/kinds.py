@@ -13,8 +13,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import accumulate
 
@@ -37,33 +37,65 @@ class MemoryKind(Enum):
     WORKSPACE = "workspace"
 
 
-def bytes_by_kind(program: Program, sizes: Sizes) -> dict[MemoryKind, tuple[int, ...]]:
-    """Bytes of each kind while each step runs; their sum is `live_bytes(program, sizes).during`. O(steps).
+@dataclass(frozen=True, slots=True)
+class Life:
+    """Bytes that are there from one step to another, both included."""
 
-    An op that overwrites what it reads has its result in the bytes of that operand: they count once, as the result.
+    kind: MemoryKind
+    first: int
+    last: int  # the number of steps for what is there when the step is over
+    bytes: int
+    value: int | None = None  # of the joint graph, whose storage it is
+    op: int | None = None  # whose workspace it is, or whose saved random state
+
+
+def lives_of(program: Program, sizes: Sizes) -> list[Life]:
+    """Everything that takes memory in a program, value by value. At each step it adds up to `live_bytes`. O(steps).
+
+    An op that overwrites what it reads has its result in the bytes of that operand, which count once, as the result.
     """
+    count, versions = len(program.steps), _Versions.of(program, sizes)
+    found = {
+        version: Life(versions.kind(version), versions.birth(version), last, size, program.version_of[version])
+        for version, (last, size) in enumerate(versions.lives)
+        if last >= versions.birth(version)
+    }
+    others = [
+        Life(MemoryKind.WEIGHTS, 0, count, program.resident),
+        Life(MemoryKind.OUTSIDE, program.split, count, sizes.root),
+    ]
+    others += _optimizer_states(program)
+    for op, (first, last) in seed_lives(program).items() if sizes.seed else ():
+        others.append(Life(MemoryKind.WORKSPACE, first, last, sizes.seed, op=op))
+    for place, step in enumerate(program.steps):
+        extra = step.workspace if isinstance(step, Transfer) else sizes.workspace[step.op]
+        if extra < 0:
+            replaced = versions.overwritten(step)
+            life = found[replaced]
+            ends = {"first": place + 1} if replaced in step.writes else {"last": place - 1}
+            found[replaced] = replace(life, **ends)
+            extra += life.bytes
+        others.append(Life(MemoryKind.WORKSPACE, place, place, extra, op=step.op))
+    return [life for life in (*found.values(), *others) if life.bytes and life.last >= life.first]
+
+
+def _optimizer_states(program: Program) -> Iterator[Life]:
+    """The optimizer state of parameters that live on the host, while it is on the device for their update."""
+    came: dict[int | None, int] = {}
+    for place, step in enumerate(program.steps):
+        if isinstance(step, Transfer) and step.takes > 0:
+            came[step.state_of] = place
+        elif isinstance(step, Transfer) and step.takes < 0:
+            yield Life(MemoryKind.WEIGHTS, came.pop(step.state_of), place, -step.takes, step.state_of)
+
+
+def bytes_by_kind(program: Program, sizes: Sizes) -> dict[MemoryKind, tuple[int, ...]]:
+    """Bytes of each kind while each step runs; their sum is `live_bytes(program, sizes).during`. O(steps)."""
     count = len(program.steps)
     change = {kind: [0] * (count + 1) for kind in MemoryKind}
-
-    def live(kind: MemoryKind, first: int, last: int, size: int) -> None:
-        """Count `size` bytes from step `first` to step `last`, both included."""
-        change[kind][min(first, count)] += size
-        change[kind][min(last + 1, count)] -= size
-
-    versions = _Versions.of(program, sizes)
-    for version, (last, size) in enumerate(versions.lives):
-        first = versions.birth(version)
-        if last >= first:
-            live(versions.kind(version), first, last, size)
-    live(MemoryKind.WEIGHTS, 0, count, program.resident)
-    live(MemoryKind.OUTSIDE, program.split, count, sizes.root)
-    for first, last in seed_lives(program) if sizes.seed else ():
-        live(MemoryKind.WORKSPACE, first, last, sizes.seed)
-    for place, step in enumerate(program.steps):
-        if isinstance(step, Transfer) and step.takes:
-            live(MemoryKind.WEIGHTS, *((place, count) if step.takes > 0 else (place + 1, count)), step.takes)
-        extra = step.workspace if isinstance(step, Transfer) else sizes.workspace[step.op]
-        live(MemoryKind.WORKSPACE if extra >= 0 else versions.kind(versions.overwritten(step)), place, place, extra)
+    for life in lives_of(program, sizes):
+        change[life.kind][min(life.first, count)] += life.bytes
+        change[life.kind][min(life.last + 1, count)] -= life.bytes
     return {kind: tuple(accumulate(change[kind][:-1])) for kind in MemoryKind}
 
 

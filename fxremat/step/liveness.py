@@ -92,7 +92,7 @@ def _changes(
     for last, size in lives(program, sizes, at_hand, kept, whole=whole):
         if 0 <= last < len(steps):
             freed[last] += size
-    for first, last in seed_lives(program) if sizes.seed else ():
+    for first, last in seed_lives(program).values() if sizes.seed else ():
         born[first] += sizes.seed
         freed[last] += sizes.seed
     joint = program.layout.joint
@@ -140,7 +140,7 @@ def lives(
     return found
 
 
-def seed_lives(program: Program) -> list[tuple[int, int]]:
+def seed_lives(program: Program) -> dict[int, tuple[int, int]]:
     """First and last step of every random op that runs more than once: its generator state lives in between."""
     ops = program.layout.joint.ops
     random = {op for op in program.repeated if ops[op].random}
@@ -148,4 +148,4 @@ def seed_lives(program: Program) -> list[tuple[int, int]]:
     for position, step in enumerate(program.steps):
         if step.op is not None and step.op in random and step.role is not Role.BACKWARD:
             lives[step.op] = (lives.get(step.op, (position, 0))[0], position)
-    return list(lives.values())
+    return lives

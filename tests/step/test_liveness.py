@@ -165,7 +165,7 @@ def test_the_last_use_of_every_version() -> None:
     assert small().version_of == (0, 1, 2, 1, 3, 4)
     assert lives(small(), sizes) == [(4, 0), (1, 2), (3, 4), (3, 2), (3, 8), (4, 16)]
     assert lives(small(), sizes, {1: 5}, [2], whole=False) == [(4, 0), (1, 5), (4, 4), (3, 2), (3, 0), (4, 16)]
-    assert seed_lives(small()) == [(0, 2)]
+    assert list(seed_lives(small()).values()) == [(0, 2)]
 
 
 def test_what_nothing_uses() -> None:
