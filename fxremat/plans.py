@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from fxremat.errors import FxrematError
 from fxremat.planned_step import PlannedStep
+from fxremat.show.modules import ModuleNode, module_tree
+from fxremat.show.moments import Moments
 from fxremat.show.page import page
 from fxremat.show.text import describe
 
@@ -16,6 +19,16 @@ class Plan(PlannedStep):
 
     Bytes are above what was allocated when forward began; seconds are those of the device it was planned for.
     """
+
+    @cached_property
+    def modules(self) -> ModuleNode:
+        """What each module of the model saves, recomputes and offloads, and the seconds that it takes; a tree."""
+        return module_tree(self.chosen, self.costs)
+
+    @cached_property
+    def moments(self) -> Moments:
+        """What runs from when to when, and all that is on the device then."""
+        return Moments.of(self.chosen, self.costs)
 
     def at(self, **sizes: object) -> Plan:
         """The plan of the same step for inputs of other sizes, in milliseconds where known programs serve.

@@ -13,7 +13,7 @@ import fxremat
 from fxremat.cost.estimate import Device
 from fxremat.plans import Plan
 from fxremat.show import text as description
-from fxremat.show.text import ranges
+from fxremat.show.tree import ranges
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
 

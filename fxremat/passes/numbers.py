@@ -57,4 +57,4 @@ def _refuse_symbols(node: fx.Node, value: object) -> None:
 def _source(node: fx.Node) -> str:
     """The line where the op was written, as `, model.py:12 in forward: code`, if tracing noted it."""
     frame = frame_of(node)
-    return f", {frame}" if frame else ""
+    return f", {frame.file}:{frame.line} in {frame.function}: {frame.code}" if frame else ""

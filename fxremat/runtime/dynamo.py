@@ -39,7 +39,8 @@ from fxremat.runtime.sizes import PlansOfSizes
 from fxremat.runtime.target_kernels import kernels_of
 from fxremat.runtime.unused import telling_unused, unused_outputs, without
 from fxremat.runtime.varying import warn_of_fixed
-from fxremat.step.joint import Joint, inputs_of, read_joint, with_updates_inside
+from fxremat.step.joint import Joint, inputs_of, read_joint, tangents_in, with_updates_inside
+from fxremat.step.names import note_names
 from fxremat.step.symbolic import NotSymbolic, SymbolicGraph, has_symbolic_sizes
 from fxremat.torch_private import (
     aot_backend,
@@ -72,12 +73,16 @@ class Backend:
     Attributes:
         plans: the latest plans, newest last; older ones go on running, but cannot be read any more.
         only_plan: leave the first forward with `PlannedOnly`.
+        model: the name of the model's class, for reports.
         target: the device whose kernels are captured in the place of a CPU's, where plans are only looked at.
         input_names: of those of the model's inputs that may be given by position, in order.
     """
 
-    def __init__(self, options: Options, target: Device | None = None, names: Sequence[str] = ()) -> None:
+    def __init__(
+        self, options: Options, target: Device | None = None, names: Sequence[str] = (), model: str = "model"
+    ) -> None:
         kernels.begin()
+        self.model = model
         self.options = options
         self.target = target
         self.input_names = tuple(names)
@@ -185,6 +190,7 @@ class Backend:
         **__: Any,
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         module = normalize(module)
+        self._note_names(module.graph)
         graph = SymbolicGraph(module, num_fwd_outputs) if has_symbolic_sizes(module.graph) else None
         joint = graph.now() if graph else read_joint(module, num_fwd_outputs)
         refuse_without_gradients(joint)
@@ -204,6 +210,13 @@ class Backend:
         plan = self._plan_fixed(joint, trained)
         made[:] = [_FixedStep(plan, self.weights)]
         return plan.graphs
+
+    def _note_names(self, graph: fx.Graph) -> None:
+        """Note which parameters the inputs of a joint graph stand for, for reports."""
+        tangents = tangents_in(graph)
+        inputs = [node for node in graph.nodes if node.op == "placeholder" and node not in tangents]
+        places = [(node, input_place(node)) for node in inputs]
+        note_names([(node, self._names[place]) for node, place in places if place is not None], self.model)
 
     def _plan_fixed(self, joint: Joint, trained: TrainedParameters | None) -> Plan:
         """The plan of a graph of fixed sizes."""

@@ -160,7 +160,7 @@ def drop_in(model: nn.Module, options: Options, target: Device | None = None) ->
     object.__setattr__(made, "__dict__", model.__dict__)
     own = model.__dict__.get("forward")
     plain = own or types.MethodType(cast(Any, type(model).forward), model)
-    backend = Backend(options, target, positional(plain))
+    backend = Backend(options, target, positional(plain), type(model).__name__)
     if not options.resizable and (options.dynamic or options.shapes):
         backend.take_sizes_as_fixed()
     name = f"forward of {type(model).__name__}"

@@ -16,6 +16,7 @@ from itertools import accumulate, groupby
 from fxremat.planned_step import PlannedStep
 from fxremat.show.axes import horizontal_axis, size_ticks, time_ticks, vertical_axis
 from fxremat.show.lanes import lanes_picture, planned_lanes
+from fxremat.show.modules import module_tree
 from fxremat.show.text import block_rows, facts
 from fxremat.step.kinds import MemoryKind, bytes_by_kind, host_bytes
 from fxremat.units import format_bytes, format_seconds
@@ -77,7 +78,7 @@ def page(plan: PlannedStep) -> str:
 
 
 def _facts(plan: PlannedStep) -> str:
-    rows = (f"<tr><th>{escape(label)}</th><td>{escape(fact)}</td></tr>" for label, fact in facts(plan))
+    rows = (f"<tr><th>{escape(label)}</th><td>{escape(fact)}</td></tr>" for label, fact in facts(plan, module_tree(plan.chosen, plan.costs)))
     return f'<table class="facts">{"".join(rows)}</table>'
 
 

@@ -1,7 +1,10 @@
 """A plan as text, at most `WIDTH` columns wide.
 
-The short form puts blocks that take the same and do the same into one line, wherever they are in the chain: of a
-transformer, a few lines instead of one for every layer. The full form has a line for each block.
+    the five lines that people need first: budget, peak, time, least budget and why, what is done to fit
+    a tree by module: what is saved, recomputed and offloaded, and the seconds that it takes
+    the schedule
+
+The full form has all modules, a line for each block, and the whole schedule.
 """
 
 from __future__ import annotations
@@ -9,14 +12,16 @@ from __future__ import annotations
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, takewhile
 from typing import TypeGuard
 
 from fxremat.chains.chain import Block
 from fxremat.chains.schedule import Forward, Keep, Op
 from fxremat.planned_step import PlannedStep
+from fxremat.search.floor import floor_of
+from fxremat.show.modules import ModuleNode, Share, module_tree
+from fxremat.show.tree import Row, all_rows, ranges, rows_of
 from fxremat.slices.rewrite import SlicedRegion
 from fxremat.step.collectives import is_gather
 from fxremat.step.communicating import ProgramWithCommunication
@@ -26,11 +31,13 @@ from fxremat.units import format_bytes, format_ratio, format_seconds
 
 WIDTH = 100  # columns
 _INDENT = 18  # columns of what stands before a figure of the summary
-_NUMBERS, _NAME = 12, 14  # columns of the numbers of blocks, and of a name
-_MANY = 4  # numbers at equal distances that are shown as a range
+_NUMBERS, _NAME = 7, 22  # columns of the numbers of blocks, and of a name
 _FEW = 4  # names of a longer list
 TIMES = {1: "once", 2: "twice"}
-_LINES = 40  # of blocks in the short form, and of its schedule
+_LINES = 16  # of the schedule in the short form
+_ROWS = 24  # of the tree in the short form
+_MODULE, _COUNT, _FIGURE = 45, 8, 11  # columns of the tree
+_WAITING = 1e-3  # of the time of keeping everything; less is rounding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,15 +53,10 @@ class BlockRow:
     keeps: str
     again: str  # how many ops run more than once
 
-    @property
-    def looks(self) -> tuple[str, ...]:
-        """Everything but number and name: blocks that agree in it share a line."""
-        return self.forward, self.backward, self.output, self.saved, self.keeps, self.again
-
 
 HEADS = BlockRow(
     number=0,
-    name="ends with",
+    name="modules",
     forward="forward",
     backward="backward",
     output="output",
@@ -65,8 +67,10 @@ HEADS = BlockRow(
 
 
 def describe(plan: PlannedStep, *, full: bool = False) -> str:
-    """The summary, the blocks and the schedule of a plan."""
-    parts = (_summary(plan), _blocks(block_rows(plan), full), _schedule(plan, full))
+    """The summary, the modules and the schedule of a plan; `full`: with its blocks."""
+    tree = module_tree(plan.chosen, plan.costs)
+    blocks = [_blocks(block_rows(plan))] if full else []
+    parts = (_summary(plan, tree), _modules(plan, tree, full), *blocks, _schedule(plan, full))
     return "\n\n".join("\n".join(lines) for lines in parts)
 
 
@@ -101,26 +105,15 @@ def _counted(count: int, what: str) -> str:
     return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
-def _blocks(rows: Sequence[BlockRow], full: bool) -> Iterator[str]:
-    yield _line("block" if full else "blocks", "", HEADS)
-    groups: dict[object, list[BlockRow]] = {}
-    for row in rows:
-        groups.setdefault(row.number if full else row.looks, []).append(row)
-    lines = [line for group in groups.values() for line in _group(group)]
-    yield from lines if full else shortened_lines(lines, "plan.describe(full=True) shows them")
+def _blocks(rows: Sequence[BlockRow]) -> Iterator[str]:
+    yield _line("block", HEADS)
+    yield from (_line(str(row.number), row) for row in rows)
 
 
-def _group(group: Sequence[BlockRow]) -> Iterator[str]:
-    """A line for blocks that look the same, and more below it if their numbers need them."""
-    numbers = textwrap.wrap(ranges(row.number for row in group), _NUMBERS)
-    yield _line(numbers[0], f"{len(group)} x" if len(group) > 1 else "", group[0])
-    yield from (f"  {more:>{_NUMBERS}}" for more in numbers[1:])
-
-
-def _line(numbers: str, count: str, row: BlockRow) -> str:
+def _line(number: str, row: BlockRow) -> str:
     columns = (
-        f"  {numbers:>{_NUMBERS}}{count:>5}  {_clipped(row.name, _NAME):{_NAME}}{row.forward:>8}{row.backward:>9}"
-        f"{row.output:>11}{row.saved:>11} {row.keeps:14} {row.again}"
+        f"  {number:>{_NUMBERS}}  {_clipped(row.name, _NAME):{_NAME}}{row.forward:>8}{row.backward:>9}"
+        f"{row.output:>11}{row.saved:>11} {row.keeps:16} {row.again}"
     )
     return _clipped(columns.rstrip(), WIDTH)
 
@@ -140,80 +133,115 @@ def shortened_lines(lines: Sequence[str], note: str) -> Iterator[str]:
     yield from lines[-half:]
 
 
-def ranges(numbers: Iterable[int]) -> str:
-    """Increasing numbers; neighbours as a range, and so are four or more at equal distances.
-
-    >>> ranges([1, 2, 3, 5, 8, 9]), ranges([2, 4, 6, 8, 10])
-    ('1-3, 5, 8-9', '2,4..10')
-    """
-    found, left = [], list(numbers)
-    while left:
-        count, distance = _run(left)
-        if distance == 1 and count > 1:
-            found.append(f"{left[0]}-{left[count - 1]}")
-        elif count >= _MANY:
-            found.append(f"{left[0]},{left[1]}..{left[count - 1]}")
-        else:
-            count = 1
-            found.append(str(left[0]))
-        del left[:count]
-    return ", ".join(found)
+def _modules(plan: PlannedStep, tree: ModuleNode, full: bool) -> Iterator[str]:
+    """The table of what each module saves, recomputes and offloads, and the seconds that it takes more."""
+    model = plan.joint.model
+    rows = all_rows(tree, model) if full else rows_of(tree, _ROWS, model)
+    heads = ("saved", "recomputed", "offloaded", "extra time")
+    several = any(row.count > 1 for row in rows)
+    counts = "each of" if several else ""
+    yield f"{'  module':{_MODULE}}{counts:>{_COUNT}}" + "".join(f"{head:>{_FIGURE}}" for head in heads)
+    yield from map(_row, rows)
+    waiting = waiting_seconds(plan, tree.total)
+    if abs(waiting) > _WAITING * plan.keep_all_time:
+        yield f"  {_waiting_for(plan):{_MODULE + _COUNT - 2 + 3 * _FIGURE}}{format_seconds(waiting):>{_FIGURE}}"
 
 
-def _run(numbers: Sequence[int]) -> tuple[int, int]:
-    """How many numbers from the first on are at equal distances, and that distance."""
-    distances = [after - before for before, after in pairwise(numbers)]
-    equal = list(takewhile(lambda distance: distance == distances[0], distances))
-    return len(equal) + 1, distances[0] if distances else 0
+def _row(row: Row) -> str:
+    label = "  " * (row.depth + 1) + row.label
+    if len(label) > _MODULE:
+        label = f"{'  ' * (row.depth + 1)}..{row.label[len(label) - _MODULE + 2 :]}"
+    each = row.each
+    sizes = (format_bytes(size) if size else "-" for size in (each.saved, each.recomputed, each.offloaded))
+    figures = (*sizes, format_seconds(each.extra) if each.extra else "-")
+    count = f"{row.count} x" if row.count > 1 else ""
+    return f"{label:{_MODULE}}{count:>{_COUNT}}" + "".join(f"{figure:>{_FIGURE}}" for figure in figures)
 
 
-def _summary(plan: PlannedStep) -> Iterator[str]:
+def waiting_seconds(plan: PlannedStep, total: Share) -> float:
+    """Seconds beyond keeping everything that no op takes: of waiting for copies or for other ranks."""
+    return plan.predicted_time - plan.keep_all_time - total.extra
+
+
+def _waiting_for(plan: PlannedStep) -> str:
+    if plan.chosen.communication:
+        return "waiting for other ranks, beside what keeping everything waits"
+    return "waiting for copies, and updates of weights" if plan.weights else "waiting for copies"
+
+
+def _summary(plan: PlannedStep, tree: ModuleNode) -> Iterator[str]:
     yield _clipped(f"fxremat plan for {plan.device} ({plan.timed} times)", WIDTH)
-    for label, fact in facts(plan):
+    for label, fact in facts(plan, tree):
         before = f"  {label:{_INDENT - 2}}"
         yield from textwrap.wrap(fact, WIDTH, initial_indent=before, subsequent_indent=" " * _INDENT)
 
 
-def facts(plan: PlannedStep) -> Iterator[tuple[str, str]]:
-    """What to say of a plan, with a label or none."""
-    share = format_ratio(plan.predicted_peak, plan.keep_all_peak, ".1%")
-    slower = format_ratio(plan.predicted_time, plan.keep_all_time, ".2f")
+def facts(plan: PlannedStep, tree: ModuleNode) -> Iterator[tuple[str, str]]:
+    """What to say of a plan, with a label."""
     yield "budget", format_bytes(plan.budget)
-    if plan.sizes:
-        yield "sizes", f"{plan.sizes}; others with plan.at(...)"
-    if plan.assumed:
-        yield "kernels", plan.assumed
-    yield (
-        "predicted peak",
-        f"{format_bytes(plan.predicted_peak)}, {share} of the {format_bytes(plan.keep_all_peak)} of keeping everything",
-    )
-    yield "", f"{format_bytes(plan.gradient_bytes)} of it are gradients to return"
-    yield (
-        "predicted time",
-        (
-            f"{format_seconds(plan.predicted_time)}, {slower}x of {format_seconds(plan.keep_all_time)}; "
-            f"{_counted(plan.program.recomputed, 'op')} run again"
-        ),
-    )
-    choice = "recomputed or offloaded" if plan.link else "recomputed"
-    yield (
-        "",
-        (
-            f"whatever is {choice}, it takes {format_seconds(plan.lower_bound)} or more: time / lower bound is "
-            f"{format_ratio(plan.predicted_time, plan.lower_bound, '.3f')}"
-        ),
-    )
-    for region, count in Counter(map(_of_region, plan.slices)).items():
-        yield "in slices", f"{count} x {region}" if count > 1 else region
-    if plan.not_sliced:
-        yield "whole" if plan.slices else "no slices", "; ".join(plan.not_sliced)
+    yield "predicted peak", _peak(plan)
+    yield "predicted time", _time(plan)
+    yield "least budget", _least(plan)
+    if tree.total.recomputed:
+        again = f"{_counted(plan.program.recomputed, 'op')} run again, {format_bytes(tree.total.recomputed)}"
+        yield "recomputes", f"{again} in {format_seconds(tree.total.extra)}: {_most_in(tree, 'recomputed')}"
     if plan.chosen.transfers and not plan.weights:
-        yield "offloads", _transfers(plan.chosen.transfers)
+        where = _most_in(tree, "offloaded") if tree.total.offloaded else ""
+        yield "offloads", _transfers(plan.chosen.transfers) + (f"; {where}" if where else "")
+    if not tree.total.recomputed and not plan.chosen.transfers:
+        yield "keeps", "everything: no op runs again"
     if plan.weights:
         yield "weights", _weights(plan)
     if plan.chosen.communication:
         yield "communication", _communication(plan.chosen.communication)
-    yield "least budget", f"{format_bytes(plan.minimum)} ({plan.minimum} bytes)"
+    for region, count in Counter(map(_of_region, plan.slices)).items():
+        yield "in slices", f"{count} x {region}" if count > 1 else region
+    if plan.not_sliced:
+        yield "whole" if plan.slices else "no slices", "; ".join(plan.not_sliced)
+    if plan.sizes:
+        yield "sizes", f"{plan.sizes}; others with plan.at(...)"
+    if plan.assumed:
+        yield "kernels", plan.assumed
+
+
+def _peak(plan: PlannedStep) -> str:
+    share = format_ratio(plan.predicted_peak, plan.keep_all_peak, ".1%")
+    whole = f"{share} of the {format_bytes(plan.keep_all_peak)} of keeping everything"
+    gradients = f"{format_bytes(plan.gradient_bytes)} of it are gradients to return"
+    return f"{format_bytes(plan.predicted_peak)}, {whole}; {gradients}"
+
+
+def _time(plan: PlannedStep) -> str:
+    slower = format_ratio(plan.predicted_time, plan.keep_all_time, ".2f")
+    choice = "recomputed or offloaded" if plan.link else "recomputed"
+    bound = f"it takes {format_seconds(plan.lower_bound)} or more whatever is {choice}"
+    ratio = format_ratio(plan.predicted_time, plan.lower_bound, ".3f")
+    times = f"{format_seconds(plan.predicted_time)}, {slower}x of {format_seconds(plan.keep_all_time)}"
+    return f"{times}; {bound}: time / lower bound is {ratio}"
+
+
+def _least(plan: PlannedStep) -> str:
+    least = f"{format_bytes(plan.minimum)} ({plan.minimum} bytes)"
+    if plan.weights or plan.minimum < plan.known_minimum:
+        return least
+    return f"{least}, where {floor_of(plan.alternatives.candidates[-1].program(), plan.costs)}"
+
+
+def _most_in(tree: ModuleNode, column: str) -> str:
+    """The modules that have most of a column, those of equal layers together."""
+    sizes: Counter[str] = Counter()
+    modules: Counter[str] = Counter()
+    for node in tree.walk():
+        if own := getattr(node.own, column):
+            name = _any_layer(node.path) or "the model's own ops"
+            sizes[name] += own
+            modules[name] += 1
+    names = [
+        f"{name} ({modules[name]} x, {format_bytes(size)})" if modules[name] > 1 else f"{name} ({format_bytes(size)})"
+        for name, size in sizes.most_common(_FEW)
+    ]
+    more = len(sizes) - _FEW
+    return ", ".join(names) + (f" and {more} more" if more > 0 else "")
 
 
 def _of_region(region: SlicedRegion) -> str:

@@ -23,7 +23,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from fxremat.step.names import Source, ops_inside, sources_of, span_of
+from fxremat.step.names import NOWHERE, Source, model_of, ops_inside, parameter_of, sources_of, span_of
 from fxremat.torch_private import is_effect_token, storage_of
 
 aten = torch.ops.aten
@@ -149,6 +149,39 @@ class Joint:
     def sources(self) -> tuple[Source, ...]:
         """The module that each op belongs to, and the line where it was written."""
         return sources_of([op.node for op in self.ops])
+
+    @cached_property
+    def model(self) -> str:
+        """The name of the model's class."""
+        return model_of(self.primals)
+
+    @cached_property
+    def parameters(self) -> Mapping[int, str]:
+        """The names of parameters in the model, by their values and by those of the gradients that are returned."""
+        named = {self.value_of[node]: name for node in self.primals if (name := parameter_of(node))}
+        pairs = [*zip(inputs_of(self), self.backward_outputs, strict=False)]
+        pairs += [(self.values[value].node, gradient) for value, gradient in self.updates_of.items()]
+        return named | {
+            self.value_of[gradient]: named[self.value_of[primal]]
+            for primal, gradient in pairs
+            if isinstance(gradient, fx.Node) and self.value_of[primal] in named
+        }
+
+    @cached_property
+    def value_sources(self) -> tuple[Source, ...]:
+        """Where each value was made; of what the step is given, and of gradients of parameters, where that is read.
+
+        The module of a parameter, and of its gradient, is the one that it belongs to.
+        """
+        made: dict[int, Source] = {}
+        for op in self.ops:
+            made |= dict.fromkeys(op.writes, self.sources[op.index])
+            made |= {value: self.sources[op.index] for value in op.reads if value not in made}
+        made |= {
+            value: replace(made.get(value, NOWHERE), module=name.rpartition(".")[0])
+            for value, name in self.parameters.items()
+        }
+        return tuple(made.get(value.index, NOWHERE) for value in self.values)
 
     def span(self, forward: Sequence[int]) -> str:
         """The modules that a block of forward ops goes through, as one name; the last op's where there are none."""

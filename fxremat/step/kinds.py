@@ -72,8 +72,8 @@ def lives_of(program: Program, sizes: Sizes) -> list[Life]:
         if extra < 0:
             replaced = versions.overwritten(step)
             life = found[replaced]
-            ends = {"first": place + 1} if replaced in step.writes else {"last": place - 1}
-            found[replaced] = replace(life, **ends)
+            itself = replaced in step.writes
+            found[replaced] = replace(life, first=place + 1) if itself else replace(life, last=place - 1)
             extra += life.bytes
         others.append(Life(MemoryKind.WORKSPACE, place, place, extra, op=step.op))
     return [life for life in (*found.values(), *others) if life.bytes and life.last >= life.first]

@@ -1,7 +1,6 @@
 """Where the ops of a captured step were written: the module that each belongs to, and the line of the model's code.
 
-    source_of(node)      Source(module="transformer.h.3.mlp.c_fc", frame=Frame("net.py", 31, "forward", "x = self.c_fc(x)"))
-    sources_of(nodes)    the same of all ops of a step, in order
+    sources_of(nodes)    for each op Source("transformer.h.3.mlp.c_fc", Frame("net.py", 31, "forward", "x = ..."))
     span_of(...)         the modules that a block of ops goes through, as one name: "transformer.h.3"
 
 dynamo notes in `meta` which modules were being called (`nn_module_stack`), and AOTAutograd notes for an op of the
@@ -17,6 +16,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from torch import fx
 
 from fxremat.units import shortened
 
-NAME = "fxremat_name"  # in the `meta` of a parameter's placeholder: its name in the model
+NAME, MODEL = "fxremat_name", "fxremat_model"  # in the `meta` of a joint graph's inputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Frame:
     code: str
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.line} in {self.function}: {shortened(self.code)[1:-1]}"
+        return f"{self.place} in {self.function}: {shortened(self.code)[1:-1]}"
 
     @property
     def place(self) -> str:
@@ -51,6 +51,9 @@ class Source:
 
     module: str  # path of the submodule; "" for the model itself
     frame: Frame | None
+
+
+NOWHERE = Source(module="", frame=None)
 
 
 def frame_of(node: fx.Node) -> Frame | None:
@@ -71,9 +74,20 @@ def module_of(node: fx.Node) -> str:
     return re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", inside).lstrip(".")
 
 
+def note_names(placeholders: Iterable[tuple[fx.Node, str | None]], model: str) -> None:
+    """Note on the inputs of a joint graph which parameter each stands for, and the name of the model's class."""
+    for node, name in placeholders:
+        node.meta |= {NAME: name or "", MODEL: model}
+
+
 def parameter_of(placeholder: fx.Node) -> str:
     """The name in the model of the parameter that an input of a joint graph stands for; "" for other inputs."""
-    return str(placeholder.meta.get(NAME) or "")
+    return str(placeholder.meta.get(NAME, ""))
+
+
+def model_of(placeholders: Iterable[fx.Node]) -> str:
+    """The name of the class of the model whose joint graph has these inputs."""
+    return next((str(node.meta[MODEL]) for node in placeholders if node.meta.get(MODEL)), "model")
 
 
 def sources_of(nodes: Sequence[fx.Node]) -> tuple[Source, ...]:
@@ -101,7 +115,8 @@ def common_module(modules: Iterable[str]) -> str:
     >>> common_module(["h.3.mlp.up", "h.3.attn"]), common_module(["h.3", "h.31"])
     ('h.3', 'h')
     """
-    return ".".join(os.path.commonprefix([_parts(module) for module in modules]))
+    levels = zip(*map(_parts, modules), strict=False)
+    return ".".join(level[0] for level in takewhile(lambda level: len(set(level)) == 1, levels))
 
 
 def inside(module: str, outer: str) -> bool:

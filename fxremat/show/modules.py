@@ -1,0 +1,133 @@
+"""What a plan does, module by module: bytes that are saved, recomputed and offloaded, and the seconds that it takes.
+
+    tree = module_tree(plan.chosen, plan.costs)
+    tree.total            of the whole model: the plan's own figures
+    tree.at("layers.3")   of a module with all its parts
+
+Each figure belongs to one op, and so to the module that the op was written in. All of them add up to the plan's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from functools import cached_property
+
+from fxremat.search.candidate import Candidate
+from fxremat.step.costs import Costs
+from fxremat.step.joint import Origin
+from fxremat.step.kinds import MemoryKind, lives_of
+from fxremat.step.program import Role
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What ops have of a step."""
+
+    saved: int = 0  # bytes of activations that stay on the device from the forward until the backward reads them
+    recomputed: int = 0  # bytes of activations that are made again
+    offloaded: int = 0  # bytes of activations that are copied to the host
+    gradients: int = 0  # bytes of gradients of parameters and inputs, which the step returns
+    forward: float = 0.0  # seconds of ops that run for the first time
+    backward: float = 0.0  # seconds
+    extra: float = 0.0  # seconds of ops that run again
+
+    def __add__(self, other: Share) -> Share:
+        return Share(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+    def __sub__(self, other: Share) -> Share:
+        return Share(*(getattr(self, f.name) - getattr(other, f.name) for f in fields(self)))
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of all ops."""
+        return self.forward + self.backward + self.extra
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ModuleNode:
+    """A module of the model with its parts."""
+
+    path: str  # "" for the model itself
+    own: Share  # of ops in the module's own forward
+    parts: tuple[ModuleNode, ...]
+
+    @property
+    def name(self) -> str:
+        """The last part of its path."""
+        return self.path.rpartition(".")[2]
+
+    @cached_property
+    def total(self) -> Share:
+        """What the module and all its parts have."""
+        return added([self.own, *(part.total for part in self.parts)])
+
+    def at(self, path: str) -> ModuleNode:
+        """The module with this path. Raises KeyError."""
+        found = next((node for node in self.walk() if node.path == path), None)
+        if found is None:
+            raise KeyError(path)
+        return found
+
+    def walk(self) -> Iterator[ModuleNode]:
+        """Yield the module and all inside of it, outer ones first."""
+        yield self
+        for part in self.parts:
+            yield from part.walk()
+
+
+def added(shares: Iterable[Share]) -> Share:
+    """All of them together."""
+    columns = zip(*([getattr(share, f.name) for f in fields(Share)] for share in shares), strict=True)
+    return Share(*map(sum, columns))
+
+
+def module_tree(candidate: Candidate, costs: Costs) -> ModuleNode:
+    """What each module has of a candidate's program. O(steps)."""
+    return _tree(_shares(candidate, costs))
+
+
+def _shares(candidate: Candidate, costs: Costs) -> dict[str, Share]:
+    """What the ops of each module have, in the order in which modules run."""
+    program, joint, sizes = candidate.program(), candidate.layout.joint, costs.sizes
+    columns: dict[str, dict[str, float]] = {}
+
+    def count(module: str, **amounts: float) -> None:
+        column = columns.setdefault(module, {})
+        for name, amount in amounts.items():
+            column[name] = column.get(name, 0) + amount
+
+    for step in program.steps:
+        if step.op is None:
+            value = program.version_of[step.reads[0]] if step.reads else None
+            if step.role is Role.OFFLOAD and value is not None and joint.values[value].origin is Origin.FORWARD:
+                count(joint.value_sources[value].module, offloaded=sizes.values[value])
+            continue
+        again = step.role is Role.RECOMPUTE
+        column = "extra" if again else "backward" if step.role is Role.BACKWARD else "forward"
+        count(joint.sources[step.op].module, **{column: costs.seconds[step.op]})
+        if again:
+            written = [program.version_of[version] for version in step.writes]
+            count(joint.sources[step.op].module, recomputed=sum(sizes.values[value] for value in written))
+    for life in lives_of(program, sizes):
+        if life.value is not None and life.kind is MemoryKind.KEPT:
+            count(joint.value_sources[life.value].module, saved=life.bytes)
+        if life.value is not None and life.kind is MemoryKind.RESULTS:
+            count(joint.value_sources[life.value].module, gradients=life.bytes)
+    return {module: Share(**amounts) for module, amounts in columns.items()}  # type: ignore[arg-type]
+
+
+def _tree(shares: Mapping[str, Share]) -> ModuleNode:
+    inside: dict[str, list[str]] = {"": []}
+    for module in shares:
+        parts = module.split(".") if module else []
+        for depth in range(len(parts)):
+            inner = ".".join(parts[: depth + 1])
+            if inner not in inside:
+                inside[inner] = []
+                inside[".".join(parts[:depth])].append(inner)
+
+    def node(path: str) -> ModuleNode:
+        return ModuleNode(path=path, own=shares.get(path, Share()), parts=tuple(map(node, inside[path])))
+
+    return node("")

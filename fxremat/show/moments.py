@@ -1,0 +1,117 @@
+"""A planned step as a sequence of moments: what runs, from when to when, and all that is on the device then.
+
+    moments    one for each step of the program, and one between forward and backward for a loss outside the model
+    lives      what takes memory, from one moment to another: see `step.kinds`
+
+Whatever is drawn, listed or exported of a step's memory is made of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+
+from fxremat.search.candidate import Candidate
+from fxremat.step.costs import Costs
+from fxremat.step.kinds import Life, MemoryKind, lives_of
+from fxremat.step.program import Program, Step, Transfer
+
+LOSS = "loss"  # the role of the moment between forward and backward
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """One step of a program, or the loss outside the model."""
+
+    start: float  # seconds from the begin of the step; numbers of moments where no op takes time
+    end: float
+    role: str
+    op: int | None  # that is executed
+    block: int  # from 0
+    value: int | None = None  # that is copied
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Moments:
+    """A planned step from its first moment to its last."""
+
+    program: Program
+    moments: tuple[Moment, ...]
+    lives: tuple[Life, ...]  # of moments, not of steps
+    split: int  # the first moment of the backward
+    timed: bool  # whether moments are in seconds
+
+    @classmethod
+    def of(cls, candidate: Candidate, costs: Costs) -> Moments:
+        """What a candidate foresees. O(steps)."""
+        program, sizes = candidate.program(), costs.sizes
+        seconds = [step.seconds if step.op is None else costs.seconds[step.op] for step in program.steps]
+        timed = any(seconds)
+        starts = _starts(candidate, len(seconds)) if timed else None
+        if starts is None:
+            seconds = seconds if timed else [1.0] * len(seconds)
+            starts = [0.0, *accumulate(seconds)][: len(seconds)]
+        moments = [
+            _moment(program, step, start, start + duration)
+            for step, start, duration in zip(program.steps, starts, seconds, strict=True)
+        ]
+        lives = lives_of(program, sizes)
+        if not (sizes.outside or sizes.root):
+            return cls(
+                program=program, moments=tuple(moments), lives=tuple(lives), split=program.split, timed=timed
+            )
+        split = program.split
+        until = moments[split].start if split < len(moments) else moments[-1].end if moments else 0.0
+        ended = max((moment.end for moment in moments[:split]), default=until)
+        moments.insert(split, Moment(min(ended, until), until, LOSS, None, _block_before(moments, split)))
+        tangents = program.layout.joint.tangent_values
+        given = sum(sizes.values[value] for value in tangents) + sizes.root
+        later = [_moved(life, split, tangents) for life in lives]
+        if sizes.outside > given:
+            later.append(Life(MemoryKind.OUTSIDE, split, split, sizes.outside - given))
+        return cls(program=program, moments=tuple(moments), lives=tuple(later), split=split + 1, timed=timed)
+
+    @cached_property
+    def bytes(self) -> tuple[int, ...]:
+        """Bytes on the device at each moment."""
+        change = [0] * (len(self.moments) + 1)
+        for life in self.lives:
+            change[life.first] += life.bytes
+            change[min(life.last + 1, len(self.moments))] -= life.bytes
+        return tuple(accumulate(change[:-1]))
+
+    @property
+    def end(self) -> float:
+        """When the last moment ends."""
+        return max((moment.end for moment in self.moments), default=0.0)
+
+    def lives_at(self, place: int) -> list[Life]:
+        """What is on the device at a moment."""
+        return [life for life in self.lives if life.first <= place <= life.last]
+
+
+def _starts(candidate: Candidate, count: int) -> Sequence[float] | None:
+    """When each step begins, where a clock of copies or collectives says so."""
+    clock = candidate.communication or candidate.transfers
+    return clock.starts if clock and len(clock.starts) == count else None
+
+
+def _moment(program: Program, step: Step | Transfer, start: float, end: float) -> Moment:
+    value = None
+    if isinstance(step, Transfer):
+        versions = (*step.reads, *step.writes)
+        value = program.version_of[versions[0]] if versions else step.state_of
+    return Moment(start, end, step.role.value, step.op, step.block, value)
+
+
+def _block_before(moments: Sequence[Moment], place: int) -> int:
+    return moments[place - 1].block if place else 0
+
+
+def _moved(life: Life, split: int, tangents: Sequence[int]) -> Life:
+    """A life in a step that has another moment between forward and backward, by which the loss hands in gradients."""
+    handed_in = life.kind is MemoryKind.OUTSIDE or life.value in tangents
+    begins = life.first if handed_in or life.first < split else life.first + 1
+    return replace(life, first=begins, last=life.last if life.last < split else life.last + 1)

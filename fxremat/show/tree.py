@@ -1,0 +1,162 @@
+"""The modules of a plan as rows of a table: equal siblings share a row, and what is negligible shares the last one.
+
+    GPT                       41.2 MiB   80.1 MiB        -    145 ms
+      blocks.0-5 (6 x)         6.1 MiB    8.2 MiB        -   18.2 ms      each
+        mlp                    ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import astuple, dataclass, replace
+from itertools import pairwise, takewhile
+
+from fxremat.show.modules import ModuleNode, Share, added
+
+MANY = 4  # numbers at equal distances that are shown as a range
+NEGLIGIBLE = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)  # shares of the model's figures, the next where rows are too many
+DEEPEST = 12  # levels of modules that are tried
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Modules of one table row."""
+
+    depth: int
+    label: str
+    count: int  # modules
+    share: Share  # of all of them
+    paths: tuple[str, ...]
+
+    @property
+    def each(self) -> Share:
+        """What each of them has."""
+        if self.count == 1:
+            return self.share
+        return Share(*(x // self.count if isinstance(x, int) else x / self.count for x in astuple(self.share)))
+
+
+def rows_of(tree: ModuleNode, most: int, name: str) -> list[Row]:
+    """The table of a model: as many levels of modules as give at most so many rows.
+
+    Args:
+        name: of the model.
+    """
+    tries = [(1, share) for share in reversed(NEGLIGIBLE[1:])]
+    tries += [(levels, NEGLIGIBLE[0]) for levels in range(1, DEEPEST)]
+    found = [Row(0, name, 1, tree.total, ("",))]
+    for levels, share in tries:
+        rows = [found[0], *_inside(tree, 1, levels, [share * x for x in _shown(tree.total)])]
+        if len(rows) > most:
+            break
+        found = rows
+    return found
+
+
+def all_rows(tree: ModuleNode, name: str) -> list[Row]:
+    """The table of a model with all its modules; equal siblings share a row."""
+    return [Row(0, name, 1, tree.total, ("",)), *_inside(tree, 1, DEEPEST, ())]
+
+
+def _inside(node: ModuleNode, depth: int, levels: int, least: Sequence[float]) -> Iterator[Row]:
+    """The rows below that of a module; those that have less of each figure than the least are put together."""
+    if not levels or not node.parts:
+        return
+    small: list[ModuleNode] = []
+    own = [Row(depth, "its own ops", 1, node.own, (node.path,))] if any(_shown(node.own)) else []
+    yield from own
+    for group in _groups(_transparent(node)):
+        share = added(part.total for part in group)
+        if not any(_shown(share)):
+            continue
+        if least and all(part < enough for part, enough in zip(_shown(share), least, strict=True) if enough):
+            small += group
+            continue
+        yield _row(node, group, share, depth)
+        for row in _inside(group[0], depth + 1, levels - 1, least):
+            yield _of_all(row, group)
+    if len(small) == 1:
+        yield _row(node, small, small[0].total, depth)
+    elif small:
+        share = added(part.total for part in small)
+        yield Row(depth, f"{len(small)} others", 1, share, tuple(part.path for part in small))
+
+
+def _transparent(node: ModuleNode) -> Iterator[ModuleNode]:
+    """The parts of a module; in the place of one that only holds others (a ModuleList), those that it holds."""
+    for part in node.parts:
+        holds = all(inner.name.isdigit() for inner in part.parts) and not part.name.isdigit()
+        if part.parts and not any(_shown(part.own)) and (holds or len(part.parts) == 1):
+            yield from _transparent(part)
+        else:
+            yield part
+
+
+def _groups(parts: Iterable[ModuleNode]) -> list[list[ModuleNode]]:
+    """Numbered siblings that look the same, together; all others alone."""
+    found: dict[object, list[ModuleNode]] = {}
+    for part in parts:
+        key = (part.path.rpartition(".")[0], _looks(part)) if part.name.isdigit() else part.path
+        found.setdefault(key, []).append(part)
+    return list(found.values())
+
+
+def _looks(node: ModuleNode) -> object:
+    """All that is shown of a module and its parts, but its name. Seconds count to three digits."""
+    return (
+        tuple(f"{x:.3g}" if isinstance(x, float) else x for x in _shown(node.own)),
+        tuple((part.name, _looks(part)) for part in node.parts),
+    )
+
+
+def _shown(share: Share) -> tuple[float, ...]:
+    return share.saved, share.recomputed, share.offloaded, share.extra
+
+
+def _row(outer: ModuleNode, group: Sequence[ModuleNode], share: Share, depth: int) -> Row:
+    first = group[0].path.removeprefix(f"{outer.path}." if outer.path else "")
+    paths = tuple(part.path for part in group)
+    if len(group) == 1:
+        return Row(depth, first, 1, share, paths)
+    before = first.rpartition(".")[0]
+    numbers = ranges(sorted(int(part.name) for part in group))
+    return Row(depth, f"{before}.{numbers}" if before else numbers, len(group), share, paths)
+
+
+def _of_all(row: Row, group: Sequence[ModuleNode]) -> Row:
+    """The row of a part of one module, as that of the same part of all modules of a group."""
+    if len(group) == 1:
+        return row
+    before = group[0].path
+    paths = tuple(part.path + path.removeprefix(before) for part in group for path in row.paths)
+    inside = [part.at(part.path + path.removeprefix(before)) for part in group for path in row.paths]
+    own = row.label == "its own ops"
+    share = added(node.own if own else node.total for node in inside)
+    return replace(row, count=row.count * len(group), share=share, paths=paths)
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Increasing numbers; neighbours as a range, and so are four or more at equal distances.
+
+    >>> ranges([1, 2, 3, 5, 8, 9]), ranges([2, 4, 6, 8, 10])
+    ('1-3, 5, 8-9', '2,4..10')
+    """
+    found, left = [], list(numbers)
+    while left:
+        count, distance = _run(left)
+        if distance == 1 and count > 1:
+            found.append(f"{left[0]}-{left[count - 1]}")
+        elif count >= MANY:
+            found.append(f"{left[0]},{left[1]}..{left[count - 1]}")
+        else:
+            count = 1
+            found.append(str(left[0]))
+        del left[:count]
+    return ", ".join(found)
+
+
+def _run(numbers: Sequence[int]) -> tuple[int, int]:
+    """How many numbers from the first on are at equal distances, and that distance."""
+    distances = [after - before for before, after in pairwise(numbers)]
+    equal = list(takewhile(lambda distance: distance == distances[0], distances))
+    return len(equal) + 1, distances[0] if distances else 0
