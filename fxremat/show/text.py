@@ -258,7 +258,7 @@ def _of_region(region: SlicedRegion) -> str:
 
 def _any_layer(name: str) -> str:
     """The name of a module without the number of its layer."""
-    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name, count=1)
 
 
 def _weights(plan: PlannedStep) -> str:
