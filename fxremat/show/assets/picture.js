@@ -1,0 +1,263 @@
+// The picture of a step on a canvas: stacked memory, the budget, the time axis, and lanes of blocks, recomputation, copies.
+
+class Picture {
+  constructor(canvas) {
+    this.canvas = canvas;
+    this.context = canvas.getContext("2d");
+    this.top = 26;
+    this.right = 12;
+    this.laneHeight = 15;
+  }
+
+  // Draw a step. state: {view: [from, to], selected, hover: {moment, life}, drag: [x, x], budget}
+  draw(step, state) {
+    this.step = step;
+    this.state = state;
+    this.style = getComputedStyle(document.documentElement);
+    const width = this.canvas.parentElement.clientWidth, narrow = width < 560;
+    this.left = narrow ? 58 : 96;
+    this.height = narrow ? 220 : 320;
+    this.width = Math.max(40, Math.floor(width - this.left - this.right));
+    this.lanes = this.lanesOf(step);
+    this.axis = this.top + this.height + this.lanes.length * this.laneHeight + 8;
+    const tall = this.axis + 20, scale = window.devicePixelRatio || 1;
+    this.canvas.width = Math.round(width * scale);
+    this.canvas.height = Math.round(tall * scale);
+    this.canvas.style.height = `${tall}px`;
+    this.context.setTransform(scale, 0, 0, scale, 0, 0);
+    this.context.font = "12px system-ui, sans-serif";
+    const limit = state.budget && state.budget <= 2 * step.peak ? state.budget : 0;
+    this.most = 1.04 * Math.max(step.peak, limit) || 1;
+    this.columns = step.columns(...state.view, this.width);
+    this.context.fillStyle = this.color("page");
+    this.context.fillRect(0, 0, width, tall);
+    this.grid();
+    this.areas();
+    this.highlight();
+    this.split();
+    this.budget();
+    this.drawLanes();
+    this.times();
+    this.cursor();
+  }
+
+  color(name) { return this.style.getPropertyValue(`--${name}`).trim(); }
+  x(time) { const [from, to] = this.state.view; return this.left + this.width * (time - from) / (to - from); }
+  y(size) { return this.top + this.height * (1 - size / this.most); }
+  timeAt(x) { const [from, to] = this.state.view; return from + (to - from) * (x - this.left) / this.width; }
+  column(x) { return Math.max(0, Math.min(this.width - 1, Math.floor(x - this.left))); }
+  sizeAt(y) { return this.most * (1 - (y - this.top) / this.height); }
+
+  // Where in the columns a life is to be seen: [first, end).
+  span(life) {
+    const search = (test) => {
+      let low = 0, high = this.columns.length;
+      while (low < high) { const middle = (low + high) >> 1; if (test(this.columns[middle])) high = middle; else low = middle + 1; }
+      return low;
+    };
+    return [search((moment) => moment >= this.step.first[life]), search((moment) => moment > this.step.last[life])];
+  }
+
+  heights(start, end) {
+    const change = new Float64Array(this.width + 1);
+    for (let place = start; place < end; place++) {
+      const life = this.step.order[place], [first, stop] = this.span(life);
+      if (first >= stop) continue;
+      change[first] += this.step.bytes[life];
+      change[stop] -= this.step.bytes[life];
+    }
+    for (let column = 1; column <= this.width; column++) change[column] += change[column - 1];
+    return change;
+  }
+
+  areas() {
+    let below = new Float64Array(this.width);
+    for (const band of this.step.bands) {
+      const height = this.heights(band.start, band.end);
+      const above = below.map((low, column) => low + height[column]);
+      this.context.globalAlpha = band.marked ? (band.group % 2 ? 0.86 : 1) : 0.22;
+      this.context.fillStyle = this.color(this.step.data.kinds[band.kind][0]);
+      this.area(below, above);
+      below = above;
+    }
+    this.context.globalAlpha = 1;
+  }
+
+  // Fill between two heights; runs of columns without any are left out.
+  area(below, above) {
+    let column = 0;
+    while (column < this.width) {
+      if (above[column] <= below[column]) { column++; continue; }
+      const begin = column;
+      while (column < this.width && above[column] > below[column]) column++;
+      this.context.beginPath();
+      this.context.moveTo(this.left + begin, this.y(below[begin]));
+      for (let at = begin; at < column; at++) {
+        this.context.lineTo(this.left + at, this.y(above[at]));
+        this.context.lineTo(this.left + at + 1, this.y(above[at]));
+      }
+      for (let at = column - 1; at >= begin; at--) {
+        this.context.lineTo(this.left + at + 1, this.y(below[at]));
+        this.context.lineTo(this.left + at, this.y(below[at]));
+      }
+      this.context.fill();
+    }
+  }
+
+  // The outline of the value that is pointed at.
+  highlight() {
+    const { hover } = this.state;
+    if (!hover || hover.life < 0) return;
+    const place = this.step.order.indexOf(hover.life), below = this.heights(0, place);
+    const [first, stop] = this.span(hover.life);
+    if (first >= stop) return;
+    this.context.fillStyle = this.color("mark");
+    this.context.strokeStyle = this.color("text");
+    this.context.lineWidth = 1;
+    this.context.beginPath();
+    const size = this.step.bytes[hover.life];
+    for (let at = first; at < stop; at++) {
+      this.context.lineTo(this.left + at, this.y(below[at] + size));
+      this.context.lineTo(this.left + at + 1, this.y(below[at] + size));
+    }
+    for (let at = stop - 1; at >= first; at--) {
+      this.context.lineTo(this.left + at + 1, this.y(below[at]));
+      this.context.lineTo(this.left + at, this.y(below[at]));
+    }
+    this.context.closePath();
+    this.context.fill();
+    this.context.stroke();
+  }
+
+  line(x1, y1, x2, y2, color, dash = []) {
+    this.context.strokeStyle = color;
+    this.context.setLineDash(dash);
+    this.context.beginPath();
+    this.context.moveTo(x1, y1);
+    this.context.lineTo(x2, y2);
+    this.context.stroke();
+    this.context.setLineDash([]);
+  }
+
+  text(words, x, y, align = "left", color = "quiet") {
+    this.context.fillStyle = this.color(color);
+    this.context.textAlign = align;
+    this.context.fillText(words, x, y);
+  }
+
+  grid() {
+    for (const [size, label] of sizeTicks(this.most)) {
+      const y = Math.round(this.y(size)) + 0.5;
+      this.line(this.left, y, this.left + this.width, y, this.color("grid"));
+      this.text(label, this.left - 6, y + 4, "right");
+    }
+  }
+
+  split() {
+    const { plan } = this.step;
+    if (plan.split >= this.step.count) return;
+    const x = this.x(plan.starts[plan.split]);
+    if (x < this.left || x > this.left + this.width) return;
+    this.line(x, this.top - 4, x, this.axis, this.color("quiet"), [1, 3]);
+    this.text("forward", x - 6, this.top - 10, "right");
+    this.text("backward", x + 6, this.top - 10);
+  }
+
+  budget() {
+    const { budget } = this.state, right = this.left + this.width;
+    if (!budget) return;
+    const label = `budget ${bytes(budget)}`;
+    if (budget > this.most) {
+      this.text(`${label}, above the picture`, right, this.top - 10, "right", "budget");
+      return;
+    }
+    const y = this.y(budget);
+    this.line(this.left, y, right, y, this.color("budget"), [6, 4]);
+    this.text(label, right, y - 5, "right", "budget");
+  }
+
+  // Lanes: a label, and [start, end, color] of what is on them.
+  lanesOf(step) {
+    const { plan } = step, lanes = [["blocks", this.blockRuns(step)]];
+    const again = plan.roles.indexOf("recompute");
+    if (again >= 0) {
+      const runs = plan.starts.map((start, at) => [start, plan.ends[at], "recomputed", at]).filter(([, , , at]) => plan.role[at] === again);
+      lanes.push(["run again", runs]);
+    }
+    for (const name of new Set(plan.copies.map(([lane]) => lane)))
+      lanes.push([name, plan.copies.filter(([lane]) => lane === name).map(([, start, end]) => [start, end, "offloaded"])]);
+    return lanes;
+  }
+
+  blockRuns(step) {
+    const { plan } = step, runs = [];
+    for (let at = 0; at < step.count; at++) {
+      const run = runs[runs.length - 1], block = plan.block[at];
+      if (run && run[3] === block) run[1] = plan.ends[at];
+      else runs.push([plan.starts[at], plan.ends[at], block % 2 ? "lane" : "lane-other", block]);
+    }
+    return runs;
+  }
+
+  drawLanes() {
+    this.lanes.forEach(([label, runs], row) => {
+      const y = this.top + this.height + 4 + row * this.laneHeight;
+      this.text(this.left < 80 ? label.slice(0, 9) : label, this.left - 6, y + 11, "right");
+      for (const [start, end, color, block] of runs) {
+        const x = Math.max(this.left, this.x(start)), stop = Math.min(this.left + this.width, this.x(end));
+        if (stop < this.left || x > this.left + this.width) continue;
+        this.context.fillStyle = this.color(color);
+        this.context.fillRect(x, y, Math.max(0.6, stop - x), this.laneHeight - 3);
+        const name = row ? "" : this.step.plan.blocks[block] || "";
+        const short = [name, String(block + 1)].find((text) => this.context.measureText(text).width < stop - x - 4);
+        if (!row && short) this.text(short, (x + stop) / 2, y + 10, "center", "text");
+      }
+    });
+  }
+
+  times() {
+    const [from, to] = this.state.view;
+    for (const [time, label] of this.step.plan.timed ? timeTicks(from, to) : opTicks(from, to)) {
+      const x = Math.round(this.x(time)) + 0.5;
+      this.line(x, this.axis - 4, x, this.axis, this.color("quiet"));
+      this.text(label, x, this.axis + 13, "center");
+    }
+    this.line(this.left, this.axis - 4, this.left + this.width, this.axis - 4, this.color("line"));
+  }
+
+  cursor() {
+    const { hover, drag } = this.state;
+    if (drag) {
+      this.context.globalAlpha = 0.25;
+      this.context.fillStyle = this.color("accent");
+      this.context.fillRect(Math.min(...drag), this.top, Math.abs(drag[1] - drag[0]), this.height);
+      this.context.globalAlpha = 1;
+    } else if (hover) {
+      const x = hover.x !== undefined ? hover.x : Math.max(this.left, this.x(this.step.plan.starts[hover.moment])) + 0.5;
+      this.line(x, this.top, x, this.axis, this.color("text"));
+    }
+  }
+}
+
+// Multiples of 1, 2 or 5 times a power of ten between two numbers, about so many.
+function roundSteps(from, to, count) {
+  const power = 10 ** Math.floor(Math.log10((to - from) / count));
+  const step = [1, 2, 5, 10].map((factor) => factor * power).find((size) => (to - from) / size <= count);
+  const found = [];
+  for (let number = Math.ceil(from / step - 1e-9); number * step <= to * (1 + 1e-12); number++) found.push(number * step);
+  return found;
+}
+
+function sizeTicks(most) {
+  const [unit, size] = units.find(([, size]) => most >= size) || ["B", 1];
+  return roundSteps(0, most / size, 6).map((number) => [number * size, `${+number.toPrecision(6)} ${unit}`]);
+}
+
+function timeTicks(from, to) {
+  const [unit, size] = [["s", 1], ["ms", 1e-3], ["us", 1e-6]].find(([, size]) => to - from >= size) || ["us", 1e-6];
+  return roundSteps(from / size, to / size, 6).map((number) => [number * size, `${+number.toPrecision(6)} ${unit}`]);
+}
+
+function opTicks(from, to) {
+  return roundSteps(from, to, 6).map((number) => [number, `op ${Math.round(number)}`]);
+}
