@@ -185,7 +185,8 @@ def run_doctest(code: str, place: str, names: dict[str, Any]) -> None:
     test.globs = names  # not a copy: later blocks go on with what this one defines
     said = io.StringIO()
     failed, _ = doctest.DocTestRunner().run(test, out=said.write, clear_globs=False)
-    assert not failed, said.getvalue()
+    if failed:
+        raise AssertionError(said.getvalue())
 
 
 def is_shown(printed: str, shown: str) -> bool:
@@ -206,8 +207,8 @@ def check_page(page: str, name: str, folder: Path, names: dict[str, Any]) -> Non
         except Exception as error:
             error.add_note(f"in the block at {place}")
             raise
-        if code.shown is not None:
-            assert is_shown(printed, code.shown), f"{place} prints\n{printed}\ninstead of\n{code.shown}"
+        if code.shown is not None and not is_shown(printed, code.shown):
+            raise AssertionError(f"{place} prints\n{printed}\ninstead of\n{code.shown}")
 
 
 def marked(name: str) -> Any:
@@ -241,7 +242,7 @@ def test_the_blocks_of_a_page_run_and_print_what_it_shows(
         ("```python\n1 / 0\n```\n", "division by zero"),
         ("```python\nx = 1\n```\n\n```text\nZeroDivisionError: division by zero\n```\n", "prints"),
         ("```python\n1 / 0\n```\n\n```text\nKeyError: ...\n```\n", "ZeroDivisionError: division by zero"),
-        ("```python\n>>> 1 + 1\n3\n\n```\n", "Expected:\n    3"),
+        ("```python\n>>> 1 + 1\n3\n\n```\n", "Got:\n    2"),
         ("1. Indented\n\n   ```python\n   undefined\n   ```\n", "is not defined"),
     ],
 )
