@@ -48,7 +48,7 @@ from tests.test_readme import job_of_one
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
-LONG = {"solvers.md"}  # more than ten seconds
+LONG = {"gallery.md", "solvers.md"}  # more than ten seconds
 LIBRARIES = {"guides/lightning.md": "lightning", "guides/trainer.md": "transformers", "models.md": "transformers"}
 BLOCK = re.compile(r"^( *)```python\n(.*?)^\1```$(?:\s*^\1```text\n(.*?)^\1```$)?", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)")
@@ -123,7 +123,7 @@ def a_small_gpt(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[dict[str, A
 
     small = functools.partial(transformers.GPT2Config, n_layer=2, n_embd=64, n_head=2, vocab_size=128)
     patch.setattr(transformers, "GPT2Config", small)
-    yield {"input_ids": torch.randint(128, (2, 16))}
+    yield {"input_ids": torch.randint(128, (8, 64))}
 
 
 @contextlib.contextmanager
@@ -252,8 +252,9 @@ def test_a_page_that_is_wrong_is_noticed(page: str, said: str, tmp_path: Path) -
 
 
 def test_later_blocks_know_the_names_of_earlier_ones(tmp_path: Path) -> None:
-    page = "```python\n>>> x = 1\n\n```\n\n```python\nprint(x)\n1 / 0\n```\n```text\n1\nZero...: division by\nzero\n```\n"
-    check_page(page, "right.md", tmp_path, {})
+    first = "```python\n>>> x = 1\n\n```\n"
+    second = "```python\nprint(x)\n1 / 0\n```\n\n```text\n1\nZero...: division by\nzero\n```\n"
+    check_page(first + second, "right.md", tmp_path, {})
 
 
 # --- what the site consists of ------------------------------------------------------------------------------
