@@ -228,8 +228,8 @@ def test_the_blocks_of_a_page_run_and_print_what_it_shows(
         return
     if name in LIBRARIES:
         pytest.importorskip(LIBRARIES[name], reason=f"docs/{name} needs {LIBRARIES[name]}, which is not installed")
-    code = types.ModuleType("train")  # what the reader's file is called
-    monkeypatch.setitem(sys.modules, "train", code)
+    code = types.ModuleType(re.sub(r"\W", "_", name))  # a name of its own: dynamo remembers modules by name
+    monkeypatch.setitem(sys.modules, code.__name__, code)
     monkeypatch.chdir(tmp_path)
     with PREPARATIONS.get(name, nothing)(tmp_path, monkeypatch) as names:
         vars(code).update(names)
