@@ -6,6 +6,7 @@
 #   make test-long   set up, then the full-size tests (tens of minutes)
 #   make bench       set up, then the benchmark tables of the README and docs (about three hours)
 #   make papers      set up, then the figures of the papers, and how far the solvers are from the optimum
+#   make docs        set up, then build the site of the documentation in site/, without a warning
 #   make mutants     set up, then make small mistakes in FILES="fxremat/...", and list those that no test notices
 
 PYTHON ?= python3
@@ -16,7 +17,7 @@ READY := $(VENV)/.fxremat-ready
 
 PYTEST := $(BIN)/python -m pytest -q
 
-.PHONY: demo test quick lint types kernels test-long mutants bench papers clean
+.PHONY: demo test quick lint types kernels test-long docs mutants bench papers clean
 
 demo: $(READY)
 	$(BIN)/python examples/01_quickstart.py
@@ -42,8 +43,12 @@ mutants: $(READY)
 	$(BIN)/python -m tests.mutants $(FILES)
 
 test-long: $(READY)
-	$(BIN)/python -m pip install --quiet -c constraints-dev.txt -c constraints-libraries.txt -e ".[dev,libraries]"
+	$(BIN)/python -m pip install --quiet -c constraints-dev.txt -c constraints-libraries.txt -e ".[dev,libraries,docs]"
 	$(PYTEST) -m long
+
+docs: $(READY)
+	$(BIN)/python -m pip install --quiet -c constraints-dev.txt -c constraints-libraries.txt -e ".[docs]"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: $(READY)
 	$(BIN)/python -m pip install --quiet -c constraints-dev.txt -e ".[plot]"
@@ -73,4 +78,4 @@ $(READY): pyproject.toml constraints-dev.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) site .pytest_cache .mypy_cache .ruff_cache .hypothesis
