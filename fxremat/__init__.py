@@ -24,12 +24,13 @@ from fxremat.errors import (
 )
 
 if TYPE_CHECKING:
-    from fxremat.api import compile, plan
+    from fxremat.api import compile, plan, profile
     from fxremat.host.files import FileTier
     from fxremat.host.pinned import PinnedTier
     from fxremat.host.tier import HostTier
     from fxremat.pipelining.pipe import Pipeline, pipeline
     from fxremat.plans import Plan
+    from fxremat.profiles import Profile
     from fxremat.runtime.data_parallel import fully_shard
     from fxremat.solvers import solve
 
@@ -53,12 +54,14 @@ __all__ = [
     "Pipeline",
     "Plan",
     "Platform",
+    "Profile",
     "Schedule",
     "Timeline",
     "compile",
     "fully_shard",
     "pipeline",
     "plan",
+    "profile",
     "simulate",
     "solve",
 ]
@@ -107,9 +110,11 @@ _LATER = {  # what needs torch, or numba
     "compile": "fxremat.api",
     "fully_shard": "fxremat.runtime.data_parallel",
     "plan": "fxremat.api",
+    "profile": "fxremat.api",
     "Pipeline": "fxremat.pipelining.pipe",
     "pipeline": "fxremat.pipelining.pipe",
     "Plan": "fxremat.plans",
+    "Profile": "fxremat.profiles",
     "FileTier": "fxremat.host.files",
     "HostTier": "fxremat.host.tier",
     "PinnedTier": "fxremat.host.pinned",

@@ -1,4 +1,4 @@
-"""The command line: `fxremat solve | simulate | plan | pipeline`, or `python -m fxremat ...`.
+"""The command line: `fxremat solve | simulate | plan | profile | pipeline`, or `python -m fxremat ...`.
 
 Exit 0 with the answer on stdout, or exit 2 (130 after Ctrl-C) with one line on stderr and nothing on stdout.
 """
@@ -54,9 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit status."""
     try:
         args = _parser().parse_args(arguments)
-        print(
-            {"solve": _solve, "simulate": _simulate, "plan": _plan, "pipeline": _pipeline}[args.command](args)
-        )
+        print(_COMMANDS[args.command](args))
     except FxrematError as error:
         print("fxremat:", _one_line(error), file=sys.stderr)
         return 2
@@ -148,6 +146,21 @@ def _plan(args: argparse.Namespace) -> str:
         return str(found)
     _write(args.report, found.to_html)
     return str(found.describe(full=args.full))
+
+
+def _profile(args: argparse.Namespace) -> str:
+    _check_folder(args.report)
+    factory = _read_factory(args.factory)
+    from fxremat.api import profile
+    from fxremat.options import options_of
+
+    asked = ("effort", "cost", "device")
+    options = {name: value for name in asked if (value := getattr(args, name)) is not None}
+    options_of(mem="100%", **options)  # before the factory, which may take a while
+    model, example_inputs = _made(factory, args.factory)
+    found = _guarded(f"profiling {args.factory}", lambda: profile(model, example_inputs, **options))
+    _write(args.report, found.to_html)
+    return str(found)
 
 
 def _largest(
@@ -392,8 +405,23 @@ def _parser() -> _Parser:
     plan.add_argument("--up-to", type=int, default=65536, metavar="N", help="where --largest stops (default 65536)")
     plan.add_argument("--full", action="store_true", help="a line for each block, and the whole schedule")
     plan.add_argument("--report", metavar="OUT.html")
+
+    profile = commands.add_parser("profile", help="where the memory of a training step goes, and what would save most")
+    profile.add_argument("factory", metavar="package.module:factory", help="returns (model, example_inputs)")
+    profile.add_argument("--effort", type=float, metavar="SECONDS", help="to improve the plans it compares op by op")
+    profile.add_argument("--cost", metavar="HOW", help='"measure", unless told, or "estimate"')
+    profile.add_argument("--device", metavar="NAME", help="with --cost estimate, such as H200")
+    profile.add_argument("--report", metavar="OUT.html", help="the same as a page to explore")
     return parser
 
+
+_COMMANDS: dict[str, Callable[[argparse.Namespace], str]] = {
+    "solve": _solve,
+    "simulate": _simulate,
+    "plan": _plan,
+    "profile": _profile,
+    "pipeline": _pipeline,
+}
 
 if __name__ == "__main__":
     entry()

@@ -1,4 +1,4 @@
-"""`compile` and `plan`: a model in, a model that fits out.
+"""`compile`, `plan` and `profile`: a model in, a model that fits out, or what it would take.
 
 options = options_of(mem=..., ...)              what to plan for
 module  = drop_in(model, options)               captured at its first training call, then:
@@ -18,8 +18,10 @@ from fxremat.cost.devices import Device
 from fxremat.errors import FxrematError
 from fxremat.options import CompileOptions, PlanOptions, options_of
 from fxremat.plans import Plan
+from fxremat.profiles import Profile, profile_of
 from fxremat.runtime.module import Rematerialized, drop_in
 from fxremat.runtime.shapes_alone import Call, refuse_without_data, with_fakes
+from fxremat.search.refine import EFFORT
 from fxremat.what_if import Comparison, Devices, compared
 
 
@@ -106,6 +108,43 @@ def plan(
     if isinstance(device, list | tuple):
         return compared(device, lambda one: _plan(named, call, mem=mem, solver=solver, device=one, **options))
     return _plan(named, call, mem=mem, solver=solver, device=device, **options)
+
+
+def profile(
+    model: nn.Module,
+    example_inputs: Any,
+    *,
+    cost: str = "measure",
+    device: str | Device | None = None,
+    effort: float = EFFORT,
+    loss_bytes: int | str | None = None,
+    progress: bool = True,
+) -> Profile:
+    """Where the memory of a training step of a model goes, with no budget, and what would save most.
+
+    The step is captured and its ops are measured as `plan` does it; the model is neither run nor changed. Takes as long
+    as about three plans: recomputation, offloading and slices are tried on the captured step.
+
+    Args:
+        model: any module that torch.compile can capture as one graph, in training mode.
+        example_inputs: a tuple of positional arguments, a dict of keyword arguments, or one tensor.
+        cost, device, effort, loss_bytes, progress: as those of `plan`.
+
+    Raises:
+        CaptureError: the model is not one graph; names the line.
+    """
+    found = plan(
+        model,
+        example_inputs,
+        mem="100%",
+        cost=cost,
+        device=device,
+        effort=effort,
+        loss_bytes=loss_bytes,
+        progress=progress,
+        dynamic=False,
+    )
+    return profile_of(found)
 
 
 def _plan(model: nn.Module, call: Call, **options: Any) -> Plan:

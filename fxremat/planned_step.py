@@ -61,7 +61,7 @@ class PlannedStep:
     link: Link | None = None  # how fast they get there and back
     weights: WeightBudget | None = None  # where the step updates its weights, and the budget covers them
     sizes: SymbolicSizes | None = None  # those of the inputs that may change; None: all are fixed
-    another: Callable[[int | str], Any] | None = None  # makes the plan for another budget
+    another: Callable[..., Any] | None = None  # makes the plan for another budget, and other options by name
     slices: tuple[SlicedRegion, ...] = ()  # regions that run in slices
     not_sliced: tuple[str, ...] = ()  # why ops that need much are whole, where slices were asked for
     more_slices: Callable[[], int] | None = None  # the least budget of ways to slice that were not needed

@@ -13,8 +13,8 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "fxremat"
 ROOMS = (  # what stands further left may use what stands further right, never back
-    *("__main__", "__init__", "api", "what_if", "pipelining", "runtime", "planning", "options", "plans", "show"),
-    *("planned_step", "kernels"),
+    *("__main__", "__init__", "api", "what_if", "pipelining", "runtime", "planning", "options", "profiles"),
+    *("plans", "show", "planned_step", "kernels"),
     *("transfers", "search", "cost", "linearize", "slices", "passes", "ops", "step"),
     *("solvers", "chains", "host", "budget"),
     *("agreement", "heartbeat", "torch_private", "jit", "progress", "units", "errors"),

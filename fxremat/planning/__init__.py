@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from fxremat import kernels
 from fxremat.agreement import Agreement
@@ -89,7 +90,11 @@ def _with_least_free(step: CapturedStep, options: Options) -> Options:
 def _with_others(plan: Plan, step: CapturedStep, options: Options) -> Plan:
     """The plan, which can be asked for others of its step; the inputs of the call are not kept for that."""
     again = replace(step, inputs=(), within="")
-    return replace(plan, another=lambda mem: plan_step(again, replace(options, mem=mem)))
+
+    def another(mem: int | str, **changed: Any) -> Plan:
+        return plan_step(again, replace(options, mem=mem, **changed))
+
+    return replace(plan, another=another)
 
 
 def _what(step: CapturedStep, options: Options) -> str:

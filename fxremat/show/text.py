@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeGuard
 
@@ -21,7 +21,7 @@ from fxremat.chains.schedule import Forward, Keep, Op
 from fxremat.planned_step import PlannedStep
 from fxremat.search.floor import floor_of
 from fxremat.show.modules import ModuleNode, Share, module_tree
-from fxremat.show.tree import Row, all_rows, ranges, rows_of
+from fxremat.show.tree import Figures, Row, all_rows, ranges, rows_of, what_it_does
 from fxremat.slices.rewrite import SlicedRegion
 from fxremat.step.collectives import is_gather
 from fxremat.step.communicating import ProgramWithCommunication
@@ -35,7 +35,7 @@ _NUMBERS, _NAME = 7, 22  # columns of the numbers of blocks, and of a name
 _FEW = 4  # names of a longer list
 TIMES = {1: "once", 2: "twice"}
 _LINES = 16  # of the schedule in the short form
-_ROWS = 24  # of the tree in the short form
+ROWS = 24  # of the tree in the short form
 _MODULE, _COUNT, _FIGURE = 45, 8, 11  # columns of the tree
 _WAITING = 1e-3  # of the time of keeping everything; less is rounding
 
@@ -136,26 +136,33 @@ def shortened_lines(lines: Sequence[str], note: str) -> Iterator[str]:
 def _modules(plan: PlannedStep, tree: ModuleNode, full: bool) -> Iterator[str]:
     """The table of what each module saves, recomputes and offloads, and the seconds that it takes more."""
     model = plan.joint.model
-    rows = all_rows(tree, model) if full else rows_of(tree, _ROWS, model)
-    heads = ("saved", "recomputed", "offloaded", "extra time")
-    several = any(row.count > 1 for row in rows)
-    counts = "each of" if several else ""
-    yield f"{'  module':{_MODULE}}{counts:>{_COUNT}}" + "".join(f"{head:>{_FIGURE}}" for head in heads)
-    yield from map(_row, rows)
+    rows = all_rows(tree, model) if full else rows_of(tree, ROWS, model)
+    yield from table(rows, ("saved", "recomputed", "offloaded", "extra time"), what_it_does)
     waiting = waiting_seconds(plan, tree.total)
     if abs(waiting) > _WAITING * plan.keep_all_time:
         yield f"  {_waiting_for(plan):{_MODULE + _COUNT - 2 + 3 * _FIGURE}}{format_seconds(waiting):>{_FIGURE}}"
 
 
-def _row(row: Row) -> str:
+def table(rows: Sequence[Row], heads: Sequence[str], figures: Figures) -> Iterator[str]:
+    """Rows of modules as lines, with a line of heads before them; of modules that share a row, the figures of each."""
+    counts = "each of" if any(row.count > 1 for row in rows) else ""
+    yield f"{'  module':{_MODULE}}{counts:>{_COUNT}}" + "".join(f"{head:>{_FIGURE}}" for head in heads)
+    yield from (_row(row, figures) for row in rows)
+
+
+def _row(row: Row, figures: Figures) -> str:
     label = "  " * (row.depth + 1) + row.label
     if len(label) > _MODULE:
         label = f"{'  ' * (row.depth + 1)}..{row.label[len(label) - _MODULE + 2 :]}"
-    each = row.each
-    sizes = (format_bytes(size) if size else "-" for size in (each.saved, each.recomputed, each.offloaded))
-    figures = (*sizes, format_seconds(each.extra) if each.extra else "-")
     count = f"{row.count} x" if row.count > 1 else ""
-    return f"{label:{_MODULE}}{count:>{_COUNT}}" + "".join(f"{figure:>{_FIGURE}}" for figure in figures)
+    return f"{label:{_MODULE}}{count:>{_COUNT}}" + "".join(f"{_figure(x):>{_FIGURE}}" for x in figures(row.each))
+
+
+def _figure(amount: float) -> str:
+    """Bytes, which are whole, or seconds."""
+    if not amount:
+        return "-"
+    return format_bytes(amount) if isinstance(amount, int) else format_seconds(amount)
 
 
 def waiting_seconds(plan: PlannedStep, total: Share) -> float:
@@ -171,7 +178,12 @@ def _waiting_for(plan: PlannedStep) -> str:
 
 def _summary(plan: PlannedStep, tree: ModuleNode) -> Iterator[str]:
     yield _clipped(f"fxremat plan for {plan.device} ({plan.timed} times)", WIDTH)
-    for label, fact in facts(plan, tree):
+    yield from labelled(facts(plan, tree))
+
+
+def labelled(facts: Iterable[tuple[str, str]]) -> Iterator[str]:
+    """Facts as lines, each after its label."""
+    for label, fact in facts:
         before = f"  {label:{_INDENT - 2}}"
         yield from textwrap.wrap(fact, WIDTH, initial_indent=before, subsequent_indent=" " * _INDENT)
 
@@ -184,9 +196,9 @@ def facts(plan: PlannedStep, tree: ModuleNode) -> Iterator[tuple[str, str]]:
     yield "least budget", _least(plan)
     if tree.total.recomputed:
         again = f"{_counted(plan.program.recomputed, 'op')} run again, {format_bytes(tree.total.recomputed)}"
-        yield "recomputes", f"{again} in {format_seconds(tree.total.extra)}: {_most_in(tree, 'recomputed')}"
+        yield "recomputes", f"{again} in {format_seconds(tree.total.extra)}: {most_in(tree, 'recomputed')}"
     if plan.chosen.transfers and not plan.weights:
-        where = _most_in(tree, "offloaded") if tree.total.offloaded else ""
+        where = most_in(tree, "offloaded") if tree.total.offloaded else ""
         yield "offloads", _transfers(plan.chosen.transfers) + (f"; {where}" if where else "")
     if not tree.total.recomputed and not plan.chosen.transfers:
         yield "keeps", "everything: no op runs again"
@@ -222,12 +234,13 @@ def _time(plan: PlannedStep) -> str:
 
 def _least(plan: PlannedStep) -> str:
     least = f"{format_bytes(plan.minimum)} ({plan.minimum} bytes)"
-    if plan.weights or plan.minimum < plan.known_minimum:
+    smallest = plan.alternatives.candidates[-1]
+    if plan.weights or plan.minimum < plan.known_minimum or smallest.layout.joint is not plan.joint:
         return least
-    return f"{least}, where {floor_of(plan.alternatives.candidates[-1].program(), plan.costs)}"
+    return f"{least}, where {floor_of(smallest.program(), plan.costs)}"
 
 
-def _most_in(tree: ModuleNode, column: str) -> str:
+def most_in(tree: ModuleNode, column: str) -> str:
     """The modules that have most of a column, those of equal layers together."""
     sizes: Counter[str] = Counter()
     modules: Counter[str] = Counter()

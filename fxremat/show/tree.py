@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
 from itertools import pairwise, takewhile
 
@@ -15,7 +15,16 @@ from fxremat.show.modules import ModuleNode, Share, added
 
 MANY = 4  # numbers at equal distances that are shown as a range
 NEGLIGIBLE = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)  # shares of the model's figures, the next where rows are too many
+OWN = "its own ops"
 DEEPEST = 12  # levels of modules that are tried
+
+
+Figures = Callable[[Share], tuple[float, ...]]
+
+
+def what_it_does(share: Share) -> tuple[float, ...]:
+    """What a plan does: the figures that its table shows."""
+    return share.saved, share.recomputed, share.offloaded, share.extra
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,17 +45,18 @@ class Row:
         return Share(*(x // self.count if isinstance(x, int) else x / self.count for x in astuple(self.share)))
 
 
-def rows_of(tree: ModuleNode, most: int, name: str) -> list[Row]:
+def rows_of(tree: ModuleNode, most: int, name: str, figures: Figures = what_it_does) -> list[Row]:
     """The table of a model: as many levels of modules as give at most so many rows.
 
     Args:
         name: of the model.
+        figures: what the table shows of a share; modules with none of it are left out.
     """
     tries = [(1, share) for share in reversed(NEGLIGIBLE[1:])]
     tries += [(levels, NEGLIGIBLE[0]) for levels in range(1, DEEPEST)]
     found = [Row(0, name, 1, tree.total, ("",))]
     for levels, share in tries:
-        rows = [found[0], *_inside(tree, 1, levels, [share * x for x in _shown(tree.total)])]
+        rows = [found[0], *_Table(figures, tuple(share * x for x in figures(tree.total))).inside(tree, 1, levels)]
         if len(rows) > most:
             break
         found = rows
@@ -55,62 +65,64 @@ def rows_of(tree: ModuleNode, most: int, name: str) -> list[Row]:
 
 def all_rows(tree: ModuleNode, name: str) -> list[Row]:
     """The table of a model with all its modules; equal siblings share a row."""
-    return [Row(0, name, 1, tree.total, ("",)), *_inside(tree, 1, DEEPEST, ())]
+    return [Row(0, name, 1, tree.total, ("",)), *_Table(what_it_does, ()).inside(tree, 1, DEEPEST)]
 
 
-def _inside(node: ModuleNode, depth: int, levels: int, least: Sequence[float]) -> Iterator[Row]:
+@dataclass(frozen=True)
+class _Table:
     """The rows below that of a module; those that have less of each figure than the least are put together."""
-    if not levels or not node.parts:
-        return
-    small: list[ModuleNode] = []
-    own = [Row(depth, "its own ops", 1, node.own, (node.path,))] if any(_shown(node.own)) else []
-    yield from own
-    for group in _groups(_transparent(node)):
-        share = added(part.total for part in group)
-        if not any(_shown(share)):
-            continue
-        if least and all(part < enough for part, enough in zip(_shown(share), least, strict=True) if enough):
-            small += group
-            continue
-        yield _row(node, group, share, depth)
-        for row in _inside(group[0], depth + 1, levels - 1, least):
-            yield _of_all(row, group)
-    if len(small) == 1:
-        yield _row(node, small, small[0].total, depth)
-    elif small:
-        share = added(part.total for part in small)
-        yield Row(depth, f"{len(small)} others", 1, share, tuple(part.path for part in small))
 
+    figures: Figures
+    least: Sequence[float]
 
-def _transparent(node: ModuleNode) -> Iterator[ModuleNode]:
-    """The parts of a module; in the place of one that only holds others (a ModuleList), those that it holds."""
-    for part in node.parts:
-        holds = all(inner.name.isdigit() for inner in part.parts) and not part.name.isdigit()
-        if part.parts and not any(_shown(part.own)) and (holds or len(part.parts) == 1):
-            yield from _transparent(part)
-        else:
-            yield part
+    def inside(self, node: ModuleNode, depth: int, levels: int) -> Iterator[Row]:
+        """Yield the rows of a module's parts, so many levels of them."""
+        if not levels or not node.parts:
+            return
+        small: list[ModuleNode] = []
+        if any(self.figures(node.own)):
+            yield Row(depth, OWN, 1, node.own, (node.path,))
+        for group in self._groups(self._transparent(node)):
+            share = added(part.total for part in group)
+            if self._is_small(share):
+                small += group if any(self.figures(share)) else []
+                continue
+            yield _row(node, group, share, depth)
+            for row in self.inside(group[0], depth + 1, levels - 1):
+                yield _of_all(row, group)
+        if len(small) == 1:
+            yield _row(node, small, small[0].total, depth)
+        elif small:
+            share = added(part.total for part in small)
+            yield Row(depth, f"{len(small)} others", 1, share, tuple(part.path for part in small))
 
+    def _is_small(self, share: Share) -> bool:
+        figures = self.figures(share)
+        if not any(figures):
+            return True
+        return any(self.least) and all(x < least for x, least in zip(figures, self.least, strict=True) if least)
 
-def _groups(parts: Iterable[ModuleNode]) -> list[list[ModuleNode]]:
-    """Numbered siblings that look the same, together; all others alone."""
-    found: dict[object, list[ModuleNode]] = {}
-    for part in parts:
-        key = (part.path.rpartition(".")[0], _looks(part)) if part.name.isdigit() else part.path
-        found.setdefault(key, []).append(part)
-    return list(found.values())
+    def _transparent(self, node: ModuleNode) -> Iterator[ModuleNode]:
+        """The parts of a module; in the place of one that only holds others (a ModuleList), those that it holds."""
+        for part in node.parts:
+            holds = all(inner.name.isdigit() for inner in part.parts) and not part.name.isdigit()
+            if part.parts and not any(self.figures(part.own)) and (holds or len(part.parts) == 1):
+                yield from self._transparent(part)
+            else:
+                yield part
 
+    def _groups(self, parts: Iterable[ModuleNode]) -> list[list[ModuleNode]]:
+        """Numbered siblings that look the same, together; all others alone."""
+        found: dict[object, list[ModuleNode]] = {}
+        for part in parts:
+            key = (part.path.rpartition(".")[0], self._looks(part)) if part.name.isdigit() else part.path
+            found.setdefault(key, []).append(part)
+        return list(found.values())
 
-def _looks(node: ModuleNode) -> object:
-    """All that is shown of a module and its parts, but its name. Seconds count to three digits."""
-    return (
-        tuple(f"{x:.3g}" if isinstance(x, float) else x for x in _shown(node.own)),
-        tuple((part.name, _looks(part)) for part in node.parts),
-    )
-
-
-def _shown(share: Share) -> tuple[float, ...]:
-    return share.saved, share.recomputed, share.offloaded, share.extra
+    def _looks(self, node: ModuleNode) -> object:
+        """All that is shown of a module and its parts, but its name. Seconds count to three digits."""
+        own = tuple(f"{x:.3g}" if isinstance(x, float) else x for x in self.figures(node.own))
+        return own, tuple((part.name, self._looks(part)) for part in node.parts)
 
 
 def _row(outer: ModuleNode, group: Sequence[ModuleNode], share: Share, depth: int) -> Row:
@@ -130,7 +142,7 @@ def _of_all(row: Row, group: Sequence[ModuleNode]) -> Row:
     before = group[0].path
     paths = tuple(part.path + path.removeprefix(before) for part in group for path in row.paths)
     inside = [part.at(part.path + path.removeprefix(before)) for part in group for path in row.paths]
-    own = row.label == "its own ops"
+    own = row.label == OWN
     share = added(node.own if own else node.total for node in inside)
     return replace(row, count=row.count * len(group), share=share, paths=paths)
 

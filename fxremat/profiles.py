@@ -1,0 +1,203 @@
+"""Where the memory of a training step goes, before anything is done about it, and what would save most.
+
+    profile = fxremat.profile(model, example_inputs)
+    print(profile)                  peak, what it consists of, a tree by module, three changes that would save most
+    profile.to_html()               the page of a plan, with those changes
+
+A profile is the plan that keeps everything, and plans of the same captured step that do otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from fxremat.errors import FxrematError
+from fxremat.plans import Plan
+from fxremat.search.candidate import Candidate
+from fxremat.search.floor import floor_of
+from fxremat.show.modules import Share
+from fxremat.show.page import page_of
+from fxremat.show.page_data import page_data
+from fxremat.show.text import ROWS, labelled, most_in, table
+from fxremat.show.tree import rows_of
+from fxremat.slices.rewrite import bytes_beside_loss
+from fxremat.units import format_bytes, format_seconds
+
+BEST = 3  # changes that are shown
+WORTH = 0.01  # of the peak: what saves less is not shown
+BELOW = 0.9  # times the least budget of whole ops, which slices are asked for
+HEADS = ("saved", "gradients", "forward", "backward")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """A way to run the step in less memory."""
+
+    what: str  # in plain words
+    how: str  # the call that does it
+    peak: int  # bytes
+    time: float  # seconds of one forward and backward
+    whole: int  # bytes that keeping everything takes
+    fastest: float  # seconds of that
+
+    @property
+    def saved(self) -> int:
+        """Bytes that it saves."""
+        return self.whole - self.peak
+
+    def __str__(self) -> str:
+        slower = self.time / self.fastest if self.fastest else 1.0
+        cost = f"for {100 * (slower - 1):.0f} % more time" if slower > 1.005 else "in the same time"
+        share = f"{100 * self.saved / self.whole:.0f} %"
+        return f"{self.what}: saves {format_bytes(self.saved)} ({share}) {cost}: {self.how}"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Profile:
+    """Where the memory of a training step goes. Printing it shows it."""
+
+    plan: Plan  # that keeps everything
+    changes: tuple[Change, ...]  # what would save most, that first
+
+    @property
+    def peak(self) -> int:
+        """Bytes at the peak of one forward and backward, above what was allocated before."""
+        return self.plan.predicted_peak
+
+    @property
+    def time(self) -> float:
+        """Seconds of one forward and backward."""
+        return self.plan.predicted_time
+
+    def to_html(self) -> str:
+        """A page that shows where the memory goes, value by value."""
+        data = page_data(self.plan) | {
+            "title": self._title,
+            "facts": [list(fact) for fact in self._facts()],
+            "budget": None,
+            "advice": [str(change) for change in self.changes],
+        }
+        return page_of(data, str(self))
+
+    @property
+    def _title(self) -> str:
+        return f"fxremat profile of {self.plan.joint.model} on {self.plan.device} ({self.plan.timed} times)"
+
+    def _facts(self) -> Iterator[tuple[str, str]]:
+        plan, total = self.plan, self.plan.modules.total
+        yield "peak", f"{format_bytes(self.peak)}, where {floor_of(plan.program, plan.costs)}"
+        times = f"{format_seconds(total.forward)} forward, {format_seconds(total.backward)} backward"
+        yield "time", f"{format_seconds(self.time)}: {times}"
+        yield "saved", f"{format_bytes(total.saved)} for the backward: {most_in(plan.modules, 'saved')}"
+        yield "gradients", f"{format_bytes(total.gradients)} are returned"
+        if plan.sizes:
+            yield "sizes", str(plan.sizes)
+        if plan.assumed:
+            yield "kernels", plan.assumed
+
+    def __str__(self) -> str:
+        rows = rows_of(self.plan.modules, ROWS, self.plan.joint.model, _where_it_goes)
+        lines = [self._title, *labelled(self._facts()), "", *table(rows, HEADS, _where_it_goes), ""]
+        if not self.changes:
+            return "\n".join([*lines, "No change that fxremat knows of would save one percent."])
+        advice = [(f"{number}.", str(change)) for number, change in enumerate(self.changes, start=1)]
+        return "\n".join([*lines, "What would save most", *labelled(advice)])
+
+
+def profile_of(plan: Plan) -> Profile:
+    """The profile of a step, from the plan that keeps everything. Makes up to two more plans of it."""
+    found = [change for change in (_recomputing(plan), _offloading(plan), _slicing(plan)) if change]
+    worth = [change for change in found if change.saved >= WORTH * plan.predicted_peak]
+    worth.sort(key=lambda change: (-change.saved, change.time))
+    return Profile(plan=plan, changes=tuple(worth[:BEST]))
+
+
+def _where_it_goes(share: Share) -> tuple[float, ...]:
+    return share.saved, share.gradients, share.forward, share.backward
+
+
+def _recomputing(plan: Plan) -> Change | None:
+    """Recomputation up to the knee of the frontier."""
+    knee = knee_of(plan.alternatives.candidates)
+    return _change(plan, knee, "recompute what is cheap to make again", knee.peak)
+
+
+def _offloading(plan: Plan) -> Change | None:
+    """Values that wait on the host, in no more time than recomputation takes at the knee of the frontier."""
+    knee = knee_of(plan.alternatives.candidates)
+    other = _another(plan, knee.peak, offload=True)
+    if other is None or other.tier is None:
+        return None
+    within = [c for c in other.alternatives.candidates if c.time <= knee.time and c.transfers]
+    if not within:
+        return None
+    best = min(within, key=lambda candidate: candidate.peak)
+    where = "pinned memory of the host" if other.tier.name.startswith("Pinned") else "files"
+    return _change(plan, best, f"let values wait in {where}", best.peak, offload=True)
+
+
+def _slicing(plan: Plan) -> Change | None:
+    """Regions in slices, below what whole ops can be run in: in language models, a smaller loss head."""
+    beside = bool(bytes_beside_loss(plan.joint))
+    options: dict[str, Any] = {"slices": True} | ({"outputs": "loss"} if beside else {})
+    other = _another(plan, int(BELOW * plan.known_minimum), **options)
+    if other is None or not other.slices:
+        return None
+    regions = " and ".join(dict.fromkeys(region.where for region in other.slices[:2]))
+    without = ", and leave out the outputs beside the loss" if beside else ""
+    return _change(plan, other.chosen, f"run {regions} in slices{without}", other.predicted_peak, **options)
+
+
+def _another(plan: Plan, mem: int, **options: Any) -> Plan | None:
+    """The plan of the same step for other options; None where there is none."""
+    assert plan.another is not None
+    try:
+        found: Plan = plan.another(max(1, mem), **options)
+    except FxrematError:
+        return None
+    return found
+
+
+def _change(plan: Plan, candidate: Candidate, what: str, mem: int, **options: object) -> Change | None:
+    if candidate.peak >= plan.predicted_peak:
+        return None
+    given = "".join(f", {name}={value!r}" for name, value in options.items())
+    how = f'fxremat.compile(model, mem="{enough(mem)}"{given})'
+    return Change(
+        what=what,
+        how=how,
+        peak=candidate.peak,
+        time=candidate.time,
+        whole=plan.predicted_peak,
+        fastest=plan.predicted_time,
+    )
+
+
+def knee_of(candidates: tuple[Candidate, ...]) -> Candidate:
+    """The candidate furthest below the line from the fastest to the one with the least peak; the latter of two.
+
+    Both axes count from 0 to 1 between those two.
+    """
+    fast, small = candidates[0], candidates[-1]
+
+    def below(candidate: Candidate) -> float:
+        memory = (fast.peak - candidate.peak) / max(1, fast.peak - small.peak)
+        time = (candidate.time - fast.time) / max(1e-12, small.time - fast.time)
+        return memory - time
+
+    return max(candidates, key=below) if len(candidates) > 2 else small
+
+
+def enough(size: int) -> str:
+    """A number of bytes in words that mean no fewer.
+
+    >>> enough(66_900_000), enough(5_000_000_000), enough(1_000)
+    ('63.9MiB', '4.66GiB', '1000B')
+    """
+    for unit, factor, digits in (("GiB", 2**30, 2), ("MiB", 2**20, 1), ("KiB", 2**10, 1)):
+        if size >= factor:
+            return f"{math.ceil(size / factor * 10**digits) / 10**digits:.{digits}f}{unit}"
+    return f"{size}B"
