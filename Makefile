@@ -6,6 +6,7 @@
 #   make test-long   set up, then the full-size tests (tens of minutes)
 #   make bench       set up, then the benchmark tables of the README and docs (about three hours)
 #   make papers      set up, then the figures of the papers, and how far the solvers are from the optimum
+#   make pictures    set up, then the pictures of plans in the README and docs/gallery.md, which need Chromium
 #   make docs        set up, then build the site of the documentation in site/, without a warning
 #   make mutants     set up, then make small mistakes in FILES="fxremat/...", and list those that no test notices
 
@@ -17,7 +18,7 @@ READY := $(VENV)/.fxremat-ready
 
 PYTEST := $(BIN)/python -m pytest -q
 
-.PHONY: demo test quick lint types kernels test-long docs mutants bench papers clean
+.PHONY: demo test quick lint types kernels test-long browser pictures docs mutants bench papers clean
 
 demo: $(READY)
 	$(BIN)/python examples/01_quickstart.py
@@ -42,9 +43,19 @@ kernels: $(READY)
 mutants: $(READY)
 	$(BIN)/python -m tests.mutants $(FILES)
 
-test-long: $(READY)
+test-long: $(READY) browser
 	$(BIN)/python -m pip install --quiet -c constraints-dev.txt -c constraints-libraries.txt -e ".[dev,libraries,docs]"
 	$(PYTEST) -m long
+
+# Chromium, which the tests of the page of a plan look at it with; Debian's, where the machine has none.
+browser:
+	command -v chromium || command -v google-chrome || \
+	  { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; } || \
+	  echo "there is no Chromium, and it cannot be installed: tests of the page of a plan are skipped"
+
+pictures: $(READY) browser
+	$(BIN)/python -m pip install --quiet -c constraints-dev.txt -c constraints-libraries.txt -e ".[libraries]"
+	$(BIN)/python -m benchmarks.pictures
 
 docs: $(READY)
 	$(BIN)/python -m pip install --quiet -c constraints-dev.txt -c constraints-libraries.txt -e ".[docs]"

@@ -6,7 +6,8 @@
     plans                     of some points, the chosen one among them: moments, lives in the order in which they are
                               stacked, copies, and what each module has
 
-Lives are stacked by module (`group_of`), then by what they are for, then by birth. Text is text here: whoever puts it
+Lives are stacked by module (`group_of`; weights below all others, the model's own ops above), then by what they are
+for, then by birth. Text is text here: whoever puts it
 into a page escapes it.
 """
 
@@ -201,7 +202,8 @@ def _stacked(lives: Iterable[Life], joint: Joint, modules: Numbers) -> list[Life
     kinds = list(KINDS)
 
     def key(life: Life) -> tuple[int, ...]:
-        return groups[group_of(life_source(life, joint).module)], kinds.index(life.kind), life.first, life.last
+        group = -1 if life.kind is MemoryKind.WEIGHTS else groups[group_of(life_source(life, joint).module)]
+        return group, kinds.index(life.kind), life.first, life.last
 
     return sorted(lives, key=key)
 

@@ -38,6 +38,7 @@ class FrontierChart {
   }
 
   draw(chosen) {
+    this.width = Math.max(320, Math.min(640, this.holder.clientWidth || 640));
     const { data } = this, bottom = this.height - 30;
     const parts = [];
     for (const [size, label] of sizeTicks(this.most)) {

@@ -125,7 +125,8 @@ function moveTo(x, y) {
       tip.replaceChildren(about(state.hover.moment, state.hover.life));
       const room = byId("picture").clientWidth - tip.offsetWidth - 4;
       tip.style.left = `${Math.max(0, Math.min(x + 14, room))}px`;
-      tip.style.top = `${y + 16}px`;
+      const below = y + 16 + tip.offsetHeight <= byId("picture").clientHeight;
+      tip.style.top = `${below ? y + 16 : Math.max(0, y - tip.offsetHeight - 10)}px`;
     }
   } else drawPicture();
 }
@@ -145,8 +146,8 @@ function zoomBy(factor) {
 
 // Keys: left and right in time, up and down through the values at one moment.
 function move(inTime, inStack) {
-  const plan = step().plan, place = state.hover ? picture.columns.indexOf(state.hover.moment) : 0;
-  let moment = state.hover ? state.hover.moment : picture.columns[0];
+  const plan = step().plan;
+  let moment = state.hover ? state.hover.moment : state.view ? step().momentAt(state.view[0]) : 0;
   if (inTime) moment = Math.max(0, Math.min(step().count - 1, moment + inTime));
   const there = step().at(moment);
   let at = there.findIndex(({ life }) => state.hover && life === state.hover.life);
@@ -205,7 +206,7 @@ function listen() {
   byId("deselect").addEventListener("click", () => select(0));
   byId("less").addEventListener("click", () => choose(state.plan + 1));
   byId("more").addEventListener("click", () => choose(state.plan - 1));
-  window.addEventListener("resize", drawPicture);
+  window.addEventListener("resize", () => { drawPicture(); frontier.draw(state.plan); });
   window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawPicture);
 }
 

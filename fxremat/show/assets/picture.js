@@ -19,7 +19,7 @@ class Picture {
     this.height = narrow ? 220 : 320;
     this.width = Math.max(40, Math.floor(width - this.left - this.right));
     this.lanes = this.lanesOf(step);
-    this.axis = this.top + this.height + this.lanes.length * this.laneHeight + 8;
+    this.axis = this.top + this.height + this.lanes.length * this.laneHeight + 13;
     const tall = this.axis + 20, scale = window.devicePixelRatio || 1;
     this.canvas.width = Math.round(width * scale);
     this.canvas.height = Math.round(tall * scale);
@@ -201,8 +201,8 @@ class Picture {
 
   drawLanes() {
     this.lanes.forEach(([label, runs], row) => {
-      const y = this.top + this.height + 4 + row * this.laneHeight;
-      this.text(this.left < 80 ? label.slice(0, 9) : label, this.left - 6, y + 11, "right");
+      const y = this.top + this.height + 9 + row * this.laneHeight;
+      this.text(this.left < 80 ? label.split(" ").pop() : label, this.left - 6, y + 11, "right");
       for (const [start, end, color, block] of runs) {
         const x = Math.max(this.left, this.x(start)), stop = Math.min(this.left + this.width, this.x(end));
         if (stop < this.left || x > this.left + this.width) continue;

@@ -61,7 +61,7 @@ class Step {
     const chosen = selected < 0 ? null : this.data.modules[selected];
     const marked = this.module.map((module) => chosen === null || inside(this.data.modules[module], chosen));
     const key = (life) => by === "module"
-      ? (this.groups[life] * 16 + this.kind[life]) * 2 + !marked[life]
+      ? ((this.kind[life] ? this.groups[life] + 1 : 0) * 16 + this.kind[life]) * 2 + !marked[life]
       : (this.kind[life] * 2 + !marked[life]) * 4096 + this.groups[life];
     const keys = this.module.map((_, life) => key(life));
     this.order = Array.from(keys.keys()).sort((a, b) => keys[a] - keys[b] || a - b);
