@@ -44,7 +44,7 @@ class SymbolicSizes(Protocol):
         """The plan with other sizes of some inputs."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class PlannedStep:
     """One training step inside a budget.
 
@@ -66,6 +66,9 @@ class PlannedStep:
     not_sliced: tuple[str, ...] = ()  # why ops that need much are whole, where slices were asked for
     more_slices: Callable[[], int] | None = None  # the least budget of ways to slice that were not needed
     assumed: str = ""  # what was taken for granted of a device that the step was not captured on
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self.headline}>"
 
     @property
     def predicted_peak(self) -> int:

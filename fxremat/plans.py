@@ -13,7 +13,7 @@ from fxremat.show.page import page
 from fxremat.show.text import describe
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Plan(PlannedStep):
     """One training step inside a budget, which shows itself as text and as a page.
 

@@ -55,12 +55,15 @@ class Change:
         return f"{self.what}: saves {format_bytes(self.saved)} ({share}) {cost}: {self.how}"
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Profile:
     """Where the memory of a training step goes. Printing it shows it."""
 
     plan: Plan  # that keeps everything
     changes: tuple[Change, ...]  # what would save most, that first
+
+    def __repr__(self) -> str:
+        return f"<Profile: {self.plan.headline}>"
 
     @property
     def peak(self) -> int:
