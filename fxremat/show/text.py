@@ -219,8 +219,8 @@ def facts(plan: PlannedStep, tree: ModuleNode) -> Iterator[tuple[str, str]]:
 def _peak(plan: PlannedStep) -> str:
     share = format_ratio(plan.predicted_peak, plan.keep_all_peak, ".1%")
     whole = f"{share} of the {format_bytes(plan.keep_all_peak)} of keeping everything"
-    gradients = f"{format_bytes(plan.gradient_bytes)} of it are gradients to return"
-    return f"{format_bytes(plan.predicted_peak)}, {whole}; {gradients}"
+    gradients = f"; {format_bytes(plan.gradient_bytes)} of it are gradients to return" if plan.gradient_bytes else ""
+    return f"{format_bytes(plan.predicted_peak)}, {whole}{gradients}"
 
 
 def _time(plan: PlannedStep) -> str:
