@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from fxremat.errors import FxrematError
 from fxremat.planned_step import PlannedStep
 from fxremat.show.modules import ModuleNode, module_tree
 from fxremat.show.moments import Moments
 from fxremat.show.page import page
+from fxremat.show.snapshot import save_snapshot, snapshot
 from fxremat.show.text import describe
 
 
@@ -66,6 +69,14 @@ class Plan(PlannedStep):
     def to_html(self) -> str:
         """A page that shows the plan, with its memory over the step as a picture."""
         return page(self)
+
+    def snapshot(self) -> dict[str, Any]:
+        """The planned allocations as a memory snapshot of PyTorch."""
+        return snapshot(self)
+
+    def save_snapshot(self, path: str | os.PathLike[str]) -> None:
+        """Write the planned allocations to a file that pytorch.org/memory_viz and `torch.cuda._memory_viz` open."""
+        save_snapshot(self, path)
 
     def describe(self, *, full: bool = False) -> str:
         """The plan as text of at most 100 columns; `full` has a line for each block and the whole schedule."""
