@@ -14,6 +14,7 @@ from fxremat.show.moments import Moments
 from fxremat.show.page import page
 from fxremat.show.snapshot import save_snapshot, snapshot
 from fxremat.show.text import describe
+from fxremat.show.trace import save_trace, trace
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -77,6 +78,14 @@ class Plan(PlannedStep):
     def save_snapshot(self, path: str | os.PathLike[str]) -> None:
         """Write the planned allocations to a file that pytorch.org/memory_viz and `torch.cuda._memory_viz` open."""
         save_snapshot(self, path)
+
+    def trace(self) -> dict[str, Any]:
+        """The planned step in Chrome's Trace Event Format."""
+        return trace(self)
+
+    def save_trace(self, path: str | os.PathLike[str]) -> None:
+        """Write the planned step to a JSON file that ui.perfetto.dev and chrome://tracing open."""
+        save_trace(self, path)
 
     def describe(self, *, full: bool = False) -> str:
         """The plan as text of at most 100 columns; `full` has a line for each block and the whole schedule."""

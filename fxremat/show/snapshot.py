@@ -1,6 +1,6 @@
 """The allocations that a plan foresees, in the format of `torch.cuda.memory._snapshot()`.
 
-    plan.save_snapshot("plan.pickle")       pytorch.org/memory_viz opens it, and so does `python -m torch.cuda._memory_viz`
+    plan.save_snapshot("plan.pickle")       pytorch.org/memory_viz opens it, and `python -m torch.cuda._memory_viz`
 
 The format is that of the docstring of `torch.cuda.memory._snapshot`, of `torch.cuda._memory_viz` and of the viewer's
 `MemoryViz.js` (torch 2.13). The viewer reads pickles up to protocol 4. It colors by the category of an allocation, and
@@ -144,8 +144,7 @@ def _blocks(alive: Sequence[_Block], end: int) -> list[dict[str, object]]:
 
 
 def _block(address: int, size: int, state: str, frames: Frames) -> dict[str, object]:
-    asked = size if state == "active_allocated" else 0
-    return {"address": address, "size": size, "requested_size": asked, "state": state, "frames": frames}
+    return {"address": address, "size": size, "requested_size": size, "state": state, "frames": frames}
 
 
 def _event(action: str, address: int, size: int, at: int, frames: Frames, **more: str) -> dict[str, object]:
