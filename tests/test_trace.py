@@ -21,7 +21,7 @@ from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
 ROUNDING = 2e-3  # microseconds: times are whole nanoseconds
-NEEDED = {  # by phase, beside the phase and the process; docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+NEEDED = {  # by phase ("Trace Event Format", the document of the Catapult project), beside phase and process
     "X": {"name", "ts", "dur", "tid"},
     "C": {"name", "ts", "args"},
     "M": {"name", "args"},
