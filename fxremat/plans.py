@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from fxremat.errors import FxrematError
 from fxremat.planned_step import PlannedStep
+from fxremat.show.difference import Difference
 from fxremat.show.frontier import FrontierTable
 from fxremat.show.modules import ModuleNode, module_tree
 from fxremat.show.moments import Moments
@@ -103,6 +104,10 @@ class Plan(PlannedStep):
         Raises FxrematError where matplotlib is not installed (the extra `plot`).
         """
         return plot(self, self.frontier, ax)
+
+    def diff(self, other: PlannedStep) -> Difference:
+        """What changes from this plan to another one: figures, and what each module saves, recomputes and offloads."""
+        return Difference.of(self, other)
 
     def describe(self, *, full: bool = False) -> str:
         """The plan as text of at most 100 columns; `full` has a line for each block and the whole schedule."""

@@ -106,7 +106,8 @@ class FrontierTable(tuple[Point, ...]):
             yield f"  {len(self) - shown} plans in between are left out; list(plan.frontier) has all"
         if self.plan.weights:
             peak, time = self._chosen
-            yield f"  of activations alone: with its weights, this plan has {format_bytes(peak)}, {format_seconds(time)}"
+            taken = f"{format_bytes(peak)}, {format_seconds(time)}"
+            yield f"  of activations alone: with its weights, this plan has {taken}"
 
     def __str__(self) -> str:
         return str(self._table())
