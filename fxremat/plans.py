@@ -13,6 +13,7 @@ from fxremat.show.difference import Difference
 from fxremat.show.frontier import FrontierTable
 from fxremat.show.modules import ModuleNode, module_tree
 from fxremat.show.moments import Moments
+from fxremat.show.notebook import framed
 from fxremat.show.page import page
 from fxremat.show.plot import plot
 from fxremat.show.snapshot import save_snapshot, snapshot
@@ -115,3 +116,9 @@ class Plan(PlannedStep):
 
     def __str__(self) -> str:
         return self.describe()
+
+    def __repr__(self) -> str:
+        return f"<fxremat plan: {self.headline}>"
+
+    def _repr_html_(self) -> str:
+        return framed(self.to_html(), str(self))
