@@ -46,10 +46,10 @@ def plans() -> dict[str, Plan]:
     """Plans of several models and budgets."""
     torch.manual_seed(0)
     made = {name: make() for name, make in PLANS.items()}
-    made["nested"] = planned(Nested(3), "50%")
+    made["nested"] = planned(Nested(3), "65%")
     made["more"] = planned(Nested(5), "50%")
-    made["tail"] = planned(Nested(3, other="tail"), "60%")
-    made["wide"] = planned(Nested(5, widths=lambda k: 8 + 8 * k), "50%")
+    made["tail"] = planned(Nested(3, other="tail"), "65%")
+    made["wide"] = planned(Nested(5, widths=lambda k: 8 + 8 * k), "60%")
     return made
 
 

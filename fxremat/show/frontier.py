@@ -101,7 +101,8 @@ class FrontierTable(tuple[Point, ...]):
         )
 
     def _notes(self, shown: int) -> Iterator[str]:
-        yield "  lower bound: no plan is faster within that peak"
+        choice = "recomputed or offloaded" if self.plan.link else "recomputed"
+        yield f"  lower bound: whatever is {choice}, a step within that peak takes no less"
         if shown < len(self):
             yield f"  {len(self) - shown} plans in between are left out; list(plan.frontier) has all"
         if self.plan.weights:
