@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import fxremat
 from fxremat.plans import Plan
 from fxremat.show import difference
 from fxremat.show.difference import NOTHING, Difference
@@ -137,7 +138,7 @@ def test_those_that_changed_most_come_first_and_the_rest_is_one_row(
 
 
 def test_equal_layers_share_a_row(plans: dict[str, Plan]) -> None:
-    found = plans["nested"].within("100%").diff(plans["nested"])
+    found = plans["more"].within("100%").diff(plans["more"])
     assert any(change.count > 1 for change in found.changes)
     names = [change.name for change in found.changes]
     assert len(names) == len(set(names))
@@ -157,3 +158,8 @@ def test_everything_is_escaped() -> None:
 
 def test_the_type() -> None:
     assert isinstance(PLANS["plain"]().diff(PLANS["plain"]()), Difference)
+
+
+def test_what_is_no_plan_is_refused() -> None:
+    with pytest.raises(fxremat.FxrematError, match=r"'40%' is not a plan; .*plan\.within\('40%'\)"):
+        PLANS["plain"]().diff("40%")  # type: ignore[arg-type]

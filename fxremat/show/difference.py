@@ -14,6 +14,7 @@ from dataclasses import astuple, dataclass
 from functools import cached_property
 from typing import TypeVar
 
+from fxremat.errors import FxrematError
 from fxremat.planned_step import PlannedStep
 from fxremat.show.labels import printable
 from fxremat.show.modules import ModuleNode, Share, added, module_tree
@@ -22,7 +23,7 @@ from fxremat.show.table import WIDTH, Table
 from fxremat.show.text import waiting_seconds
 from fxremat.show.tree import Row, all_rows
 from fxremat.step.kinds import MemoryKind
-from fxremat.units import format_bytes, format_seconds
+from fxremat.units import format_bytes, format_seconds, shortened
 
 ROWS = 16  # of modules, at most
 _FEW = 6  # names of a longer list
@@ -88,8 +89,11 @@ class Difference:
     only_after: tuple[str, ...]
 
     @classmethod
-    def of(cls, before: PlannedStep, after: PlannedStep) -> Difference:
-        """What changes from the first plan to the second. O(steps)."""
+    def of(cls, before: PlannedStep, after: object) -> Difference:
+        """What changes from the first plan to the second. O(steps). Raises `FxrematError` for what is no plan."""
+        if not isinstance(after, PlannedStep):
+            form = shortened(after)
+            raise FxrematError(f"{form} is not a plan; for another budget: plan.diff(plan.within({form}))")
         trees = [module_tree(plan.chosen, plan.costs) for plan in (before, after)]
         first, second = ({node.path for node in tree.walk()} for tree in trees)
         return cls(
