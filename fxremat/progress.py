@@ -7,9 +7,9 @@
                 ...
             planned(plan.headline)
 
-Bars appear on stderr where that is a terminal, or in the notebook, past two seconds, and are gone when done. The log has one line of level
-INFO when planning begins and one when it ends; no handler and no level is set, so that nothing is printed unless asked
-for: `logging.basicConfig(level=logging.INFO)`.
+Bars appear past two seconds, on stderr where that is a terminal and in the cell of a notebook, and are gone when done.
+The log has one line of level INFO when planning begins and one when it ends; no handler and no level is set, so that
+nothing is printed unless asked for: `logging.basicConfig(level=logging.INFO)`.
 """
 
 from __future__ import annotations
