@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 import fxremat
 from fxremat.cost.estimate import Device
 from fxremat.plans import Plan
+from fxremat.search.candidate import unbeaten
 from fxremat.show.frontier import ROWS, FrontierTable, thinned
 from fxremat.units import format_bytes
 from tests.exported import PLANS, Deep, Words, planned, rows
@@ -69,13 +70,15 @@ def test_bounds_are_those_of_plans_within_these_peaks() -> None:
 
 
 def test_slices_have_no_bound_for_programs_without() -> None:
-    words = torch.zeros(256, dtype=torch.long)
-    plan = planned(Words(), "90%", rows(), words, slices=True)
-    joints = {id(candidate.layout.joint) for candidate in plan.alternatives.candidates}
-    known = [row.bound is not None for row in plan.frontier.rows]
-    assert any(known)
-    assert all(known) == (joints == {id(plan.joint)})
+    """The lower bound is of the plan's own graph; a frontier may have programs of others, which are cut elsewhere."""
+    sliced, whole = PLANS["slices"](), planned(Words(), "100%", rows(), torch.zeros(256, dtype=torch.long))
+    every = unbeaten([*sliced.alternatives.candidates, *whole.alternatives.candidates])
+    plan = replace(sliced, alternatives=replace(sliced.alternatives, candidates=tuple(every)))
+    of_its_own = [candidate.layout.joint is plan.joint for candidate in plan.alternatives.candidates]
+    assert {*of_its_own} == {True, False}
+    assert [row.bound is not None for row in plan.frontier.rows] == of_its_own
     assert all(row.bound is None or row.bound <= row.time * (1 + 1e-9) for row in plan.frontier.rows)
+    assert len(str(plan.frontier).splitlines()) == 3 + len(of_its_own)
 
 
 def test_nothing_is_solved_before_the_table_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
