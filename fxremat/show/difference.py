@@ -139,7 +139,7 @@ class Difference:
         if rows:
             rows.append(_cells(Change(f"{self.after.model}, all of it", 1, self.tree.total)))
         return Table(
-            title=(*self._summary(), ""),
+            title=("changes from the first plan to the second", *self._summary(), ""),
             heads=("module", "all of", "saved", "recomputed", "offloaded", "extra time"),
             rows=tuple(rows),
             notes=() if rows else ("the modules save, recompute and offload the same",),
