@@ -44,7 +44,7 @@ PLANS: dict[str, Callable[[], str]] = {
 
 def main(names: list[str]) -> None:
     """Make the pictures with these names, or all."""
-    from playwright.sync_api import sync_playwright
+    from playwright.sync_api import sync_playwright  # type: ignore[import-not-found, unused-ignore]
 
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
     if chromium is None:

@@ -68,7 +68,7 @@ class PlannedStep:
     assumed: str = ""  # what was taken for granted of a device that the step was not captured on
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__}: {self.headline}>"
+        return f"<fxremat plan: {self.headline}>"
 
     @property
     def predicted_peak(self) -> int:

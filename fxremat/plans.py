@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 from fxremat.errors import FxrematError
 from fxremat.planned_step import PlannedStep
+from fxremat.show.difference import Difference
+from fxremat.show.frontier import FrontierTable
 from fxremat.show.modules import ModuleNode, module_tree
 from fxremat.show.moments import Moments
+from fxremat.show.notebook import framed
 from fxremat.show.page import page
+from fxremat.show.plot import plot
+from fxremat.show.snapshot import save_snapshot, snapshot
 from fxremat.show.text import describe
+from fxremat.show.trace import save_trace, trace
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -29,6 +40,11 @@ class Plan(PlannedStep):
     def moments(self) -> Moments:
         """What runs from when to when, and all that is on the device then."""
         return Moments.of(self.chosen, self.costs)
+
+    @cached_property
+    def frontier(self) -> FrontierTable:
+        """(peak in bytes, time in seconds) of every plan on offer, fastest first; `print(plan.frontier)` is a table."""
+        return FrontierTable.of(self)
 
     def at(self, **sizes: object) -> Plan:
         """The plan of the same step for inputs of other sizes, in milliseconds where known programs serve.
@@ -67,9 +83,39 @@ class Plan(PlannedStep):
         """A page that shows the plan, with its memory over the step as a picture."""
         return page(self)
 
+    def snapshot(self) -> dict[str, Any]:
+        """The planned allocations as a memory snapshot of PyTorch."""
+        return snapshot(self)
+
+    def save_snapshot(self, path: str | os.PathLike[str]) -> None:
+        """Write the planned allocations to a file that pytorch.org/memory_viz and `torch.cuda._memory_viz` open."""
+        save_snapshot(self, path)
+
+    def trace(self) -> dict[str, Any]:
+        """The planned step in Chrome's Trace Event Format."""
+        return trace(self)
+
+    def save_trace(self, path: str | os.PathLike[str]) -> None:
+        """Write the planned step to a JSON file that ui.perfetto.dev and chrome://tracing open."""
+        save_trace(self, path)
+
+    def plot(self, ax: Axes | None = None) -> Axes:
+        """Draw time over memory for all plans on offer, on new matplotlib axes or those given; returns the axes.
+
+        Raises FxrematError where matplotlib is not installed (the extra `plot`).
+        """
+        return plot(self, self.frontier, ax)
+
+    def diff(self, other: PlannedStep) -> Difference:
+        """What changes from this plan to another one: figures, and what each module saves, recomputes and offloads."""
+        return Difference.of(self, other)
+
     def describe(self, *, full: bool = False) -> str:
         """The plan as text of at most 100 columns; `full` has a line for each block and the whole schedule."""
         return describe(self, full=full)
 
     def __str__(self) -> str:
         return self.describe()
+
+    def _repr_html_(self) -> str:
+        return framed(self.to_html(), str(self))

@@ -19,6 +19,7 @@ from fxremat.plans import Plan
 from fxremat.search.candidate import Candidate
 from fxremat.search.floor import floor_of
 from fxremat.show.modules import Share
+from fxremat.show.notebook import framed
 from fxremat.show.page import page_of
 from fxremat.show.page_data import page_data
 from fxremat.show.text import ROWS, labelled, most_in, table
@@ -63,7 +64,10 @@ class Profile:
     changes: tuple[Change, ...]  # what would save most, that first
 
     def __repr__(self) -> str:
-        return f"<Profile: {self.plan.headline}>"
+        return f"<fxremat profile: {self.plan.headline}>"
+
+    def _repr_html_(self) -> str:
+        return framed(self.to_html(), str(self))
 
     @property
     def peak(self) -> int:

@@ -7,23 +7,27 @@
                 ...
             planned(plan.headline)
 
-Bars appear on stderr where that is a terminal, past two seconds, and are gone when done. The log has one line of level
-INFO when planning begins and one when it ends; no handler and no level is set, so that nothing is printed unless asked
-for: `logging.basicConfig(level=logging.INFO)`.
+Bars appear past two seconds, on stderr where that is a terminal and in the cell of a notebook, and are gone when done.
+The log has one line of level INFO when planning begins and one when it ends; no handler and no level is set, so that
+nothing is printed unless asked for: `logging.basicConfig(level=logging.INFO)`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextvars import ContextVar
-from typing import TypeVar
+from functools import cache
+from typing import Any, TypeVar
 
 from tqdm import tqdm
 
 _T = TypeVar("_T")
+
+DELAY = 2.0  # seconds before a bar appears
 
 logger = logging.getLogger("fxremat")
 logger.addHandler(logging.NullHandler())
@@ -46,10 +50,42 @@ def progress(steps: Iterable[_T], what: str, *, total: int | None = None) -> Gen
     >>> list(progress(range(3), "nothing to see"))
     [0, 1, 2]
     """
-    # disable=None: off where stderr is no terminal
-    disable = None if _shown.get() else True
-    with tqdm(steps, desc=f"fxremat: {what}", total=total, delay=2, leave=False, disable=disable) as bar:
+    bar_of, disable = (notebook_bar() or tqdm, False) if in_notebook() else (tqdm, None)
+    if not _shown.get():
+        disable = True
+    with bar_of(steps, desc=f"fxremat: {what}", total=total, delay=DELAY, leave=False, disable=disable) as bar:
         yield from bar
+
+
+def in_notebook() -> bool:
+    """Whether this is a cell of a notebook, or of a console whose kernel is another process. IPython is not imported.
+
+    The shell of a kernel is a `ZMQInteractiveShell`, or a class made from it; that of a terminal is another one.
+    """
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython and hasattr(ipython, "get_ipython") else None
+    return any(base.__name__ == "ZMQInteractiveShell" for base in type(shell).__mro__)
+
+
+@cache
+def notebook_bar() -> type[Any] | None:
+    """The bar that is a widget; None where ipywidgets are missing, and a text is all there can be.
+
+    `tqdm.auto` would warn of that. A bar of a loop that is left early is done, too: tqdm would leave it there in red.
+    """
+    from tqdm import notebook
+
+    if getattr(notebook, "IProgress", None) is None:
+        return None
+
+    class Bar(notebook.tqdm_notebook):  # type: ignore[type-arg]  # generic for type checkers alone
+        __iter__ = tqdm.__iter__  # without the red that it turns to when its generator is closed
+
+        def close(self) -> None:
+            self.total = self.n
+            super().close()
+
+    return Bar
 
 
 @contextlib.contextmanager

@@ -1143,3 +1143,62 @@ MISTAKES += [
         "slices/test_random.py::test_a_sum_is_not_read_before_all_slices_have_run",
     ),
 ]
+
+MISTAKES += [
+    # a memory snapshot frees what has ended one moment too late
+    Mistake(
+        "show/snapshot.py",
+        "                if life.last < count:\n                    ends[life.last + 1].append(block)",
+        "                if life.last + 1 < count:\n                    ends[life.last + 2].append(block)",
+        "test_snapshot.py::test_the_allocations_have_the_peak_of_the_plan",
+    ),
+    # a free extent is not joined with the one before it
+    Mistake(
+        "show/addresses.py",
+        "if after > 0 and (before := self._starts[after - 1])",
+        "if after > 1 and (before := self._starts[after - 1])",
+        "test_snapshot.py::test_blocks_that_are_there_at_the_same_time_do_not_overlap",
+    ),
+    # a block is put at the begin of the last free extent even where that does not reach the end
+    Mistake(
+        "show/addresses.py",
+        "if self._starts and self._starts[-1] + self._sizes[self._starts[-1]] == self.end:",
+        "if self._starts:",
+        "test_snapshot.py::test_blocks_that_are_there_at_the_same_time_do_not_overlap",
+    ),
+    # the counters of a trace count a life for one moment too few
+    Mistake(
+        "show/trace.py",
+        "change[life.kind][min(life.last, count) + 1] -= life.bytes",
+        "change[life.kind][min(life.last, count)] -= life.bytes",
+        "test_trace.py::test_the_counters_have_the_peak_of_the_plan",
+    ),
+    # the lower bound of every row is that of the plan's own budget
+    Mistake(
+        "show/frontier.py",
+        "bound = replace(self.plan, budget=point[0]).lower_bound",
+        "bound = replace(self.plan, budget=self.plan.budget).lower_bound",
+        "test_frontier_table.py::test_bounds_are_those_of_plans_within_these_peaks",
+    ),
+    # modules that only the first plan has are left out of the difference
+    Mistake(
+        "show/difference.py",
+        "paths = dict.fromkeys((*others, *parts))",
+        "paths = dict.fromkeys(others)",
+        "test_difference.py::test_everything_adds_up",
+    ),
+    # the frame of a plan in a notebook may reach the page around it
+    Mistake(
+        "show/notebook.py",
+        'sandbox="allow-scripts"',
+        'sandbox="allow-scripts allow-same-origin"',
+        "test_notebook.py::test_a_plan_shows_its_page_in_a_frame_and_its_text_below",
+    ),
+    # in a notebook the bar waits for a terminal
+    Mistake(
+        "progress.py",
+        "(notebook_bar() or tqdm, False) if in_notebook()",
+        "(notebook_bar() or tqdm, None) if in_notebook()",
+        "test_notebook.py::test_without_widgets_the_bar_is_text_and_nobody_is_warned",
+    ),
+]

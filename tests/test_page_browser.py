@@ -23,6 +23,7 @@ from fxremat.show.page import page_of
 from fxremat.show.page_data import KINDS, page_data
 from fxremat.units import format_bytes
 
+FRAME = "(({left, top, width, height}) => [left, top, width, height])(fxremat.picture)"  # pixels
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 SCREENSHOTS = Path(__file__).parent / "screenshots"
 HOSTILE = "</script><script>window.pwned=1</script><img src=x onerror=window.pwned=2>\u2028\"'&"
@@ -72,7 +73,7 @@ class Opened:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    sync = pytest.importorskip("playwright.sync_api", reason="playwright drives the browser: `make test-long` installs it")
+    sync = pytest.importorskip("playwright.sync_api", reason="`make test-long` installs playwright")
     with sync.sync_playwright() as started:
         opened = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield opened
@@ -264,7 +265,7 @@ def test_a_module_is_selected_by_click_and_by_name(opened: Any, plan: Plan) -> N
     page.keep("selected")
     page.tab.click("#deselect")
     assert page.js("fxremat.state.selected") == -1
-    left, top, height, width = page.js("[fxremat.picture.left, fxremat.picture.top, fxremat.picture.height, fxremat.picture.width]")
+    left, top, width, height = page.js(FRAME)
     page.point_at(left + width / 2, top + height * 0.85)
     named = page.js("fxremat.data.modules[fxremat.step().module[fxremat.state.hover.life]]")
     page.tab.mouse.down()
@@ -312,7 +313,7 @@ def test_readers_of_the_screen_find_names_for_everything(opened: Any, plan: Plan
 
 def test_dragging_zooms(opened: Any, plan: Plan) -> None:
     page = opened(plan.to_html())
-    left, top, width = page.js("[fxremat.picture.left, fxremat.picture.top, fxremat.picture.width]")
+    left, top, width, _ = page.js(FRAME)
     page.point_at(left + width * 0.25, top + 50)
     page.tab.mouse.down()
     page.point_at(left + width * 0.75, top + 60)
@@ -324,49 +325,76 @@ def test_dragging_zooms(opened: Any, plan: Plan) -> None:
     assert page.js("fxremat.state.view") is None
 
 
+LAYERS, PARTS = 60, 6
+
+
 def large(values: int) -> dict[str, Any]:
     """The data of a made-up model of 60 layers with so many values, each saved for the backward or made again."""
-    rng = random.Random(0)
-    modules = ["", "layers", *(f"layers.{i}" for i in range(60)), *(f"layers.{i}.part{j}" for i in range(60) for j in range(6))]
     count = 2 * values
-    kinds = [kind.value for kind in KINDS]
-    lives: dict[str, list[int]] = {name: [] for name in ("kind", "first", "last", "bytes", "value", "op")}
-    order = sorted(range(values), key=lambda value: value * 60 // values)
-    for value in order:
-        first, kept = value, rng.random() < 0.5
-        for kind, begin, end in [("kept", first, count - 1 - value)] if kept else [
-            ("temporary", first, min(first + 5, values - 1)), ("recomputed", count - 3 - value, count - 1 - value)
-        ]:  # fmt: skip
-            row = (kinds.index(kind), max(0, begin), max(begin, end, 0), rng.randrange(10**5, 10**7), value, -1)
-            for name, number in zip(lives, row, strict=True):
-                lives[name].append(number)
+    layers = range(LAYERS)
+    modules = ["", "layers", *(f"layers.{i}" for i in layers)]
+    modules += [f"layers.{i}.part{j}" for i in layers for j in range(PARTS)]
+    mirrored = [min(i, count - 1 - i) for i in range(count)]
     step = {
-        "peak": 1, "time": 1.0, "timed": True, "split": values, "starts": [i * 1e-3 for i in range(count)],
-        "ends": [(i + 1) * 1e-3 for i in range(count)], "role": [int(i >= values) for i in range(count)],
-        "roles": ["forward", "backward"], "op": [min(i, count - 1 - i) for i in range(count)], "value": [-1] * count,
-        "block": [min(i, count - 1 - i) * 60 // values for i in range(count)], "blocks": [f"layers.{i}" for i in range(60)],
-        "copies": [], "lives": lives, "tree": [[i, 10, 10, 0, 10, 1.0, 2.0, 0.5] for i in range(len(modules))], "waiting": 0.0,
-    }  # fmt: skip
-    place = [2 + value * 60 // values for value in range(values)]
-    texts = {"name": [f"value_{i}" for i in range(values)], "module": place, "source": [0] * values, "type": [0] * values}
+        "peak": 1,
+        "time": 1.0,
+        "timed": True,
+        "split": values,
+        "starts": [i * 1e-3 for i in range(count)],
+        "ends": [(i + 1) * 1e-3 for i in range(count)],
+        "role": [int(i >= values) for i in range(count)],
+        "roles": ["forward", "backward"],
+        "op": mirrored,
+        "value": [-1] * count,
+        "block": [i * LAYERS // values for i in mirrored],
+        "blocks": [f"layers.{i}" for i in layers],
+        "copies": [],
+        "lives": many_lives(values),
+        "tree": [[i, 10, 10, 0, 10, 1.0, 2.0, 0.5] for i in range(len(modules))],
+        "waiting": 0.0,
+    }
+    texts = {
+        "name": [f"value_{i}" for i in range(values)],
+        "module": [2 + value * LAYERS // values for value in range(values)],
+        "source": [0] * values,
+        "type": [0] * values,
+    }
+    kinds = [[kind.value, text] for kind, text in KINDS.items()]
     return {
-        "model": "Large", "title": "large", "budget": 10**10, "keep_all": [10**10, 1.0], "least": 1, "facts": [["a", "b"]],
-        "schedule": "", "kinds": [[kind.value, text] for kind, text in KINDS.items()], "modules": modules, "sources": [""],
-        "types": [""], "values": texts, "ops": texts, "points": [[1, 1.0, 0]], "plans": [step], "chosen": 0,
-    }  # fmt: skip
+        "model": "Large", "title": "large", "facts": [["a", "b"]], "schedule": "", "sources": [""], "types": [""],
+        "budget": 10**10, "keep_all": [10**10, 1.0], "least": 1, "points": [[1, 1.0, 0]], "chosen": 0,
+        "kinds": kinds, "modules": modules, "values": texts, "ops": texts, "plans": [step],
+    }
+
+
+def many_lives(values: int) -> dict[str, list[int]]:
+    """Half of the values are kept from their op to its backward, the others are freed and made again."""
+    rng, kinds, last = random.Random(0), [kind.value for kind in KINDS], 2 * values - 1
+    rows = []
+    for value in range(values):
+        spans = [("kept", value, last - value)]
+        if rng.random() < 0.5:
+            spans = [("temporary", value, min(value + 5, values - 1)), ("recomputed", last - value - 2, last - value)]
+        rows += [(kinds.index(kind), first, end, rng.randrange(10**5, 10**7), value, -1) for kind, first, end in spans]
+    names = ("kind", "first", "last", "bytes", "value", "op")
+    return {name: list(column) for name, column in zip(names, zip(*rows, strict=True), strict=True)}
+
+
+MOVES = """([x, y]) => {
+  const picture = document.getElementById("picture"), began = performance.now();
+  for (let i = 0; i < 5; i++)
+    picture.dispatchEvent(new PointerEvent("pointermove", {clientX: x + i, clientY: y}));
+  return (performance.now() - began) / 5;
+}"""
 
 
 def test_ten_thousand_values_render_in_under_a_second(opened: Any) -> None:
     page = opened(page_of(large(10_000), "large"))
     assert page.js("fxremat.data.values.name.length") == 10_000
     assert page.js("fxremat.drawMilliseconds") < 1000
-    left, top, height, width = page.js("[fxremat.picture.left, fxremat.picture.top, fxremat.picture.height, fxremat.picture.width]")
-    took = page.js(
-        "([x, y]) => { const began = performance.now(); for (let i = 0; i < 5; i++) {"
-        " document.getElementById('picture').dispatchEvent(new PointerEvent('pointermove', {clientX: x + i, clientY: y})); }"
-        " return (performance.now() - began) / 5; }",
-        [left + width / 2, top + height / 2 + page.tab.locator("#picture").bounding_box()["y"]],
-    )
+    left, top, width, height = page.js(FRAME)
+    y = top + height / 2 + page.tab.locator("#picture").bounding_box()["y"]
+    took = page.js(MOVES, [left + width / 2, y])
     assert took < 150, "milliseconds for one move of the pointer"
     page.keep("ten-thousand")
 
@@ -382,7 +410,7 @@ def test_hostile_names_stay_text(opened: Any, plan: Plan) -> None:
     for drawn in data["plans"]:
         drawn["blocks"] = [HOSTILE for _ in drawn["blocks"]]
     page = opened(page_of(data, HOSTILE))
-    left, top, height, width = page.js("[fxremat.picture.left, fxremat.picture.top, fxremat.picture.height, fxremat.picture.width]")
+    left, top, width, height = page.js(FRAME)
     page.point_at(left + width / 2, top + height * 0.9)
     assert HOSTILE in page.js("document.querySelector('#tip b').textContent")
     assert page.js("document.querySelector('#title').textContent") == HOSTILE

@@ -21,6 +21,7 @@ import torch
 
 from fxremat.planned_step import PlannedStep
 from fxremat.search.candidate import Candidate
+from fxremat.show.labels import source_of
 from fxremat.show.modules import ModuleNode, module_tree
 from fxremat.show.moments import Moments
 from fxremat.show.text import facts
@@ -202,17 +203,10 @@ def _stacked(lives: Iterable[Life], joint: Joint, modules: Numbers) -> list[Life
     kinds = list(KINDS)
 
     def key(life: Life) -> tuple[int, ...]:
-        group = -1 if life.kind is MemoryKind.WEIGHTS else groups[group_of(life_source(life, joint).module)]
+        group = -1 if life.kind is MemoryKind.WEIGHTS else groups[group_of(source_of(joint, life).module)]
         return group, kinds.index(life.kind), life.first, life.last
 
     return sorted(lives, key=key)
-
-
-def life_source(life: Life, joint: Joint) -> Source:
-    """Where what takes memory was written."""
-    if life.value is not None:
-        return joint.value_sources[life.value]
-    return joint.sources[life.op] if life.op is not None else Source(module="", frame=None)
 
 
 def _copies(candidate: Candidate) -> list[list[Any]]:

@@ -21,6 +21,7 @@ from fxremat.chains.schedule import Forward, Keep, Op
 from fxremat.planned_step import PlannedStep
 from fxremat.search.floor import floor_of
 from fxremat.show.modules import ModuleNode, Share, module_tree
+from fxremat.show.table import WIDTH, clipped
 from fxremat.show.tree import Figures, Row, all_rows, ranges, rows_of, what_it_does
 from fxremat.slices.rewrite import SlicedRegion
 from fxremat.step.collectives import is_gather
@@ -29,7 +30,6 @@ from fxremat.step.program import Role, rematerialize
 from fxremat.step.transferred import ProgramWithTransfers
 from fxremat.units import format_bytes, format_ratio, format_seconds
 
-WIDTH = 100  # columns
 _INDENT = 18  # columns of what stands before a figure of the summary
 _NUMBERS, _NAME = 7, 22  # columns of the numbers of blocks, and of a name
 _FEW = 4  # names of a longer list
@@ -112,14 +112,10 @@ def _blocks(rows: Sequence[BlockRow]) -> Iterator[str]:
 
 def _line(number: str, row: BlockRow) -> str:
     columns = (
-        f"  {number:>{_NUMBERS}}  {_clipped(row.name, _NAME):{_NAME}}{row.forward:>8}{row.backward:>9}"
+        f"  {number:>{_NUMBERS}}  {clipped(row.name, _NAME):{_NAME}}{row.forward:>8}{row.backward:>9}"
         f"{row.output:>11}{row.saved:>11} {row.keeps:16} {row.again}"
     )
-    return _clipped(columns.rstrip(), WIDTH)
-
-
-def _clipped(text: str, most: int) -> str:
-    return text if len(text) <= most else f"{text[: most - 2]}.."
+    return clipped(columns.rstrip(), WIDTH)
 
 
 def shortened_lines(lines: Sequence[str], note: str) -> Iterator[str]:
@@ -177,7 +173,7 @@ def _waiting_for(plan: PlannedStep) -> str:
 
 
 def _summary(plan: PlannedStep, tree: ModuleNode) -> Iterator[str]:
-    yield _clipped(f"fxremat plan for {plan.device} ({plan.timed} times)", WIDTH)
+    yield clipped(f"fxremat plan for {plan.device} ({plan.timed} times)", WIDTH)
     yield from labelled(facts(plan, tree))
 
 

@@ -1,0 +1,57 @@
+"""Addresses for blocks of memory that come and go: best fit, and neighbours that are free are one."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+
+
+class Addresses:
+    """An address space from 0 on, without a limit. Blocks that are there at the same time do not overlap."""
+
+    def __init__(self) -> None:
+        self.end = 0  # bytes up to the highest address ever used
+        self._starts: list[int] = []  # of the free extents, in order; no two of them touch
+        self._sizes: dict[int, int] = {}  # of the free extents, by their starts
+        self._by_size: list[tuple[int, int]] = []  # size and start of each, in order
+
+    def take(self, size: int) -> int:
+        """The address of a new block: in the smallest free extent that holds it, else at the end. O(free extents).
+
+        The last extent is used where it reaches the end, so that the space grows as little as it can.
+        """
+        place = bisect_left(self._by_size, (size, 0))
+        if place < len(self._by_size):
+            extent, start = self._by_size[place]
+            self._remove(start)
+            if extent > size:
+                self._add(start + size, extent - size)
+            return start
+        start = self.end
+        if self._starts and self._starts[-1] + self._sizes[self._starts[-1]] == self.end:
+            start = self._starts[-1]
+            self._remove(start)
+        self.end = start + size
+        return start
+
+    def give_back(self, start: int, size: int) -> None:
+        """Free a block; it becomes one extent with the free ones beside it. O(free extents)."""
+        after = bisect_left(self._starts, start)
+        if after < len(self._starts) and self._starts[after] == start + size:
+            neighbour = self._starts[after]
+            size += self._sizes[neighbour]
+            self._remove(neighbour)
+        if after > 0 and (before := self._starts[after - 1]) + self._sizes[before] == start:
+            size += start - before
+            self._remove(before)
+            start = before
+        self._add(start, size)
+
+    def _add(self, start: int, size: int) -> None:
+        insort(self._starts, start)
+        self._sizes[start] = size
+        insort(self._by_size, (size, start))
+
+    def _remove(self, start: int) -> None:
+        size = self._sizes.pop(start)
+        del self._starts[bisect_left(self._starts, start)]
+        del self._by_size[bisect_left(self._by_size, (size, start))]

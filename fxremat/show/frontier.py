@@ -1,0 +1,136 @@
+"""The plans on offer as a table: what each of them takes in memory and time, and what no plan could beat there.
+
+    print(plan.frontier)        at most twelve rows; the first, the last and the chosen one are always there
+    for peak, time in plan.frontier: ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+from fxremat.planned_step import PlannedStep
+from fxremat.show.table import Table
+from fxremat.units import format_bytes, format_ratio, format_seconds
+
+ROWS = 12  # at most
+_CHOSEN = "<- this plan"
+Point = tuple[int, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfferedPlan:
+    """A row of the table."""
+
+    peak: int  # bytes
+    time: float  # seconds
+    bound: float | None  # seconds that no plan beats within this peak, as `plan.lower_bound`; None for other slices
+    chosen: bool
+
+
+class FrontierTable(tuple[Point, ...]):
+    """(peak in bytes, time in seconds) of every plan on offer, fastest first; it prints as a table."""
+
+    plan: PlannedStep
+
+    @classmethod
+    def of(cls, plan: PlannedStep) -> FrontierTable:
+        """The frontier of a plan. Nothing is computed before it is printed."""
+        table = cls((candidate.peak, candidate.time) for candidate in plan.alternatives.candidates)
+        table.plan = plan
+        return table
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Only the pairs are copied and pickled."""
+        return tuple, (tuple(self),)
+
+    @property
+    def rows(self) -> tuple[OfferedPlan, ...]:
+        """The rows of the table, with the chosen plan, which may have been made for its budget alone.
+
+        The first call solves a linear program for each row, which takes a second or two on large models.
+        """
+        known: tuple[OfferedPlan, ...] | None = self.__dict__.get("_rows")
+        if known is None:
+            known = self.__dict__["_rows"] = tuple(self._row(point) for point in self._shown())
+        return known
+
+    def _row(self, point: Point) -> OfferedPlan:
+        bound = replace(self.plan, budget=point[0]).lower_bound if point in self._of_the_same_ops else None
+        return OfferedPlan(peak=point[0], time=point[1], bound=bound, chosen=point == self._chosen)
+
+    @property
+    def _of_the_same_ops(self) -> set[Point]:
+        """The points of programs of the plan's own graph; others run other regions in slices, or none."""
+        joint, candidates = self.plan.joint, self.plan.alternatives.candidates
+        return {self._chosen, *((one.peak, one.time) for one in candidates if one.layout.joint is joint)}
+
+    @property
+    def _chosen(self) -> Point:
+        return self.plan.chosen.peak, self.plan.chosen.time
+
+    def _shown(self) -> list[Point]:
+        """The points of the table, the chosen one among them, fastest first."""
+        points = set(self) if self.plan.weights else {*self, self._chosen}
+        return thinned(sorted(points, key=lambda point: (point[1], -point[0])), ROWS, self._chosen)
+
+    def _table(self) -> Table:
+        whole = self.plan.alternatives.keep_all
+        rows = self.rows
+        cells = tuple(
+            (
+                format_bytes(row.peak),
+                format_ratio(row.peak, whole.peak, ".1%"),
+                format_seconds(row.time),
+                f"{format_ratio(row.time, whole.time, '.2f')}x",
+                "" if row.bound is None else format_seconds(row.bound),
+                _CHOSEN if row.chosen else "",
+            )
+            for row in rows
+        )
+        count = "1 plan" if len(self) == 1 else f"{len(self)} plans"
+        return Table(
+            title=(f"{count} for {self.plan.device} ({self.plan.timed} times), fastest first",),
+            heads=("peak", "of keep-all", "time", "of keep-all", "lower bound", ""),
+            rows=cells,
+            notes=tuple(self._notes(len(rows))),
+            left=frozenset([5]),
+            strong=frozenset(place for place, row in enumerate(rows) if row.chosen),
+        )
+
+    def _notes(self, shown: int) -> Iterator[str]:
+        choice = "recomputed or offloaded" if self.plan.link else "recomputed"
+        yield f"  lower bound: whatever is {choice}, a step within that peak takes no less"
+        if shown < len(self):
+            yield f"  {len(self) - shown} plans in between are left out; list(plan.frontier) has all"
+        if self.plan.weights:
+            peak, time = self._chosen
+            taken = f"{format_bytes(peak)}, {format_seconds(time)}"
+            yield f"  of activations alone: with its weights, this plan has {taken}"
+
+    def __str__(self) -> str:
+        return str(self._table())
+
+    def _repr_html_(self) -> str:
+        return self._table().html()
+
+
+def thinned(points: Sequence[Point], most: int, always: Point) -> list[Point]:
+    """At most `most` points, evenly over their peaks: the first, the last, and one that is always there.
+
+    Args:
+        points: by decreasing peak.
+    """
+    if len(points) <= most:
+        return list(points)
+    kept = {0, len(points) - 1} | ({points.index(always)} if always in points else set())
+    while len(kept) < most:
+        gaps = [(points[a][0] - points[b][0], a, b) for a, b in pairwise(sorted(kept)) if b > a + 1]
+        if not gaps:
+            break
+        _, first, last = max(gaps)
+        middle = (points[first][0] + points[last][0]) / 2
+        kept.add(min(range(first + 1, last), key=lambda place: abs(points[place][0] - middle)))
+    return [points[place] for place in sorted(kept)]

@@ -1,0 +1,46 @@
+"""Names of what takes memory and of what runs, for files that other tools open.
+
+    kept: layers.3.up, addmm_7               a life: its kind, the module and the value
+    results: layers.3.up.weight, t_12        the gradient of a parameter
+
+Names of modules may hold any character; `printable` leaves those that every viewer reads.
+"""
+
+from __future__ import annotations
+
+from fxremat.show.moments import Moment, Moments
+from fxremat.step.joint import Joint
+from fxremat.step.kinds import Life
+from fxremat.step.names import NOWHERE, Source
+
+
+def printable(text: str) -> str:
+    """The text on one line, with every control character, and lone surrogate, replaced."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
+def source_of(joint: Joint, life: Life) -> Source:
+    """Where a value, or the op that a workspace is of, was written."""
+    if life.value is not None:
+        return joint.value_sources[life.value]
+    return joint.sources[life.op] if life.op is not None else NOWHERE
+
+
+def label_of(joint: Joint, life: Life) -> str:
+    """What bytes are for: their kind, the module or parameter, and the value or op that they are of."""
+    parameter = joint.parameters.get(life.value, "") if life.value is not None else ""
+    where = parameter or source_of(joint, life).module
+    what = ""
+    if life.value is not None:
+        what = joint.values[life.value].name
+    elif life.op is not None:
+        what = joint.ops[life.op].name
+    if not what:
+        return life.kind.value
+    return printable(f"{life.kind.value}: {where or joint.model}, {what}")
+
+
+def microseconds(moments: Moments, moment: Moment) -> tuple[float, float]:
+    """When a moment starts and ends; where no op takes time, each moment is one microsecond long."""
+    unit = 1e6 if moments.timed else 1.0
+    return moment.start * unit, moment.end * unit

@@ -1,0 +1,61 @@
+"""A table that prints as text of at most `WIDTH` columns, and as HTML."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from html import escape
+
+WIDTH = 100  # columns
+_GAP = 2  # columns between two cells
+_STYLE = "text-align: right; padding: 2px 10px;"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """Cells below their heads, with lines of text above and below them."""
+
+    title: tuple[str, ...] = ()
+    heads: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    notes: tuple[str, ...] = ()
+    left: frozenset[int] = frozenset()  # columns whose cells stand on the left
+    strong: frozenset[int] = frozenset()  # rows that are emphasized in HTML
+
+    def __str__(self) -> str:
+        lines = [*self.title, *(self._lines() if self.rows else ()), *self.notes]
+        return "\n".join(clipped(line, WIDTH) for line in lines)
+
+    def _lines(self) -> Iterator[str]:
+        columns = zip(self.heads, *self.rows, strict=True)
+        widths = [max(map(len, cells)) for cells in columns]
+        for row in (self.heads, *self.rows):
+            cells = (
+                f"{cell:<{width}}" if place in self.left else f"{cell:>{width}}"
+                for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+            )
+            yield (" " * _GAP + (" " * _GAP).join(cells)).rstrip()
+
+    def html(self) -> str:
+        """The table as HTML; everything is escaped."""
+        parts = [f"<p>{'<br>'.join(map(escape, self.title))}</p>"] if self.title else []
+        if self.rows:
+            head = "".join(self._cell("th", place, cell) for place, cell in enumerate(self.heads))
+            rows = "".join(self._row(number, row) for number, row in enumerate(self.rows))
+            parts.append(f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>")
+        if self.notes:
+            parts.append(f"<p>{'<br>'.join(map(escape, self.notes))}</p>")
+        return "\n".join(parts)
+
+    def _row(self, number: int, row: tuple[str, ...]) -> str:
+        strong = ' style="font-weight: bold"' if number in self.strong else ""
+        return f"<tr{strong}>{''.join(self._cell('td', place, cell) for place, cell in enumerate(row))}</tr>"
+
+    def _cell(self, tag: str, place: int, cell: str) -> str:
+        style = _STYLE.replace("right", "left") if place in self.left else _STYLE
+        return f'<{tag} style="{style}">{escape(cell)}</{tag}>'
+
+
+def clipped(text: str, most: int) -> str:
+    """The beginning of a text that is longer than so many columns, with two dots at its end."""
+    return text if len(text) <= most else f"{text[: most - 2]}.."

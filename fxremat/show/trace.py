@@ -1,0 +1,185 @@
+"""The step that a plan foresees as a trace, in Chrome's Trace Event Format: ui.perfetto.dev opens it.
+
+    plan.save_trace("plan.json")
+
+    lanes       ops, ops that run again, copies to the host and back, collectives; each event has its module, source
+                and bytes
+    counters    bytes of each kind of memory; their sum is the memory of the plan
+
+Times are microseconds; where no op takes time, each moment is one microsecond long. What copies and collectives run
+beside follows the plan's own clock.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from fxremat.planned_step import PlannedStep
+from fxremat.show.labels import microseconds, printable
+from fxremat.show.moments import LOSS, Moment, Moments
+from fxremat.step.collectives import is_collective
+from fxremat.step.joint import Joint
+from fxremat.step.kinds import MemoryKind
+from fxremat.step.program import Program, Role, Transfer
+
+OPS, AGAIN, OUT, BACK, LINK = 1, 2, 3, 4, 5  # threads
+LANES = {
+    OPS: "ops",
+    AGAIN: "ops that run again",
+    OUT: "copies to the host",
+    BACK: "copies from the host",
+    LINK: "communication",
+}
+_PROCESS = 1
+_LEAVES = (Role.OFFLOAD, Role.RELEASE, Role.UPDATE)  # steps that say what leaves with a trip; the first there is
+
+Event = dict[str, Any]
+
+
+def trace(plan: PlannedStep) -> dict[str, Any]:
+    """The trace of a planned step. O(steps log steps)."""
+    moments = Moments.of(plan.chosen, plan.costs)
+    spans = [*_ops(plan, moments), *_copies(plan), *_collectives(plan)]
+    spans.sort(key=lambda event: (event["tid"], event["ts"], event["dur"]))
+    return {
+        "traceEvents": [*_names(plan, spans), *spans, *_counters(moments), *_split(moments)],
+        "displayTimeUnit": "ms",
+        "otherData": {
+            "plan": plan.headline,
+            "device": plan.device,
+            "times": plan.timed,
+            "schedule": str(plan.schedule),
+        },
+    }
+
+
+def save_trace(plan: PlannedStep, path: str | os.PathLike[str]) -> None:
+    """Write the trace of a planned step to a file, as JSON."""
+    with open(path, "w", encoding="ascii") as file:
+        json.dump(trace(plan), file, allow_nan=False)
+
+
+def _names(plan: PlannedStep, spans: Sequence[Event]) -> Iterator[Event]:
+    """The names of the process and of the lanes that have events, in their order."""
+    yield _metadata("process_name", 0, name=f"{printable(plan.joint.model)} on {plan.device} ({plan.timed} times)")
+    for lane in sorted({OPS, *(event["tid"] for event in spans)}):
+        yield _metadata("thread_name", lane, name=LANES[lane])
+        yield _metadata("thread_sort_index", lane, sort_index=lane)
+
+
+def _metadata(kind: str, lane: int, **what: object) -> Event:
+    return {"ph": "M", "name": kind, "pid": _PROCESS, "tid": lane, "ts": 0, "args": what}
+
+
+def _span(lane: int, name: str, kind: str, start: float, end: float, **about: object) -> Event:
+    """A complete event; both of its ends are whole nanoseconds, so that none overlaps the next."""
+    begin = round(start, 3)
+    length = round(max(0.0, round(end, 3) - begin), 3)
+    what = {"ph": "X", "name": printable(name), "cat": kind, "pid": _PROCESS, "tid": lane, "ts": begin, "dur": length}
+    return what | {"args": {key: value for key, value in about.items() if value not in ("", None)}}
+
+
+# --- lanes ------------------------------------------------------------------------------------------------------------
+
+
+def _ops(plan: PlannedStep, moments: Moments) -> Iterator[Event]:
+    """What runs on the device itself: ops, updates of weights, and the loss outside the model."""
+    joint = plan.joint
+    apart = plan.chosen.communication is not None
+    for moment in moments.moments:
+        start, end = microseconds(moments, moment)
+        if moment.op is not None:
+            if not (apart and is_collective(joint.ops[moment.op].node)):
+                lane = AGAIN if moment.role == Role.RECOMPUTE.value else OPS
+                name = joint.ops[moment.op].name
+                yield _span(lane, name, moment.role, start, end, **_about_op(plan, moment.op, moment.block))
+        elif moment.role in (LOSS, Role.UPDATE.value):
+            name = "loss outside the model" if moment.role == LOSS else f"update of {_value_name(joint, moment)}"
+            yield _span(OPS, name, moment.role, start, end)
+
+
+def _about_op(plan: PlannedStep, op: int, block: int) -> dict[str, object]:
+    joint, sizes = plan.joint, plan.costs.sizes
+    source = joint.sources[op]
+    return {
+        "module": printable(source.module),
+        "source": printable(str(source.frame)) if source.frame else "",
+        "block": block + 1,
+        "bytes written": sum(sizes.values[value] for value in joint.ops[op].writes),
+        "bytes of workspace": max(0, sizes.workspace[op]),
+    }
+
+
+def _value_name(joint: Joint, moment: Moment) -> str:
+    value = moment.value
+    return "weights" if value is None else joint.parameters.get(value) or joint.values[value].name
+
+
+def _copies(plan: PlannedStep) -> Iterator[Event]:
+    """Each copy to the host and back, when the clock of copies says."""
+    transfers = plan.chosen.transfers
+    if transfers is None:
+        return
+    steps = {(s.role, s.trip): s for s in transfers.program.steps if isinstance(s, Transfer)}
+    for (role, trip), (start, end) in transfers.copies.items():
+        back = role is Role.PREFETCH
+        roles = (Role.PREFETCH, Role.WAIT) if back else _LEAVES
+        step = next((steps[which, trip] for which in roles if (which, trip) in steps), None)
+        name, about = _about_copy(plan, transfers.program, step) if step else (f"trip {trip}", {})
+        yield _span(BACK if back else OUT, name, role.value, start * 1e6, end * 1e6, **about)
+
+
+def _about_copy(plan: PlannedStep, program: Program, step: Transfer) -> tuple[str, dict[str, object]]:
+    joint = plan.joint
+    versions = (*step.reads, *step.writes)
+    value = program.version_of[versions[0]] if versions else step.state_of
+    if value is None:
+        return f"trip {step.trip}", {}
+    name = joint.parameters.get(value) or joint.values[value].name
+    size = abs(step.takes) if step.state_of is not None else plan.costs.sizes.values[value]
+    source = joint.value_sources[value]
+    about: dict[str, object] = {"module": printable(source.module), "bytes": size, "trip": step.trip}
+    return f"optimizer state of {name}" if step.state_of is not None else name, about
+
+
+def _collectives(plan: PlannedStep) -> Iterator[Event]:
+    """Each collective, while it is on the link."""
+    found = plan.chosen.communication
+    for one in found.collectives if found else ():
+        about = {"module": printable(plan.joint.sources[one.op].module), "waited for in us": one.waited * 1e6}
+        size = sum(plan.costs.sizes.values[value] for value in plan.joint.ops[one.op].writes)
+        yield _span(LINK, one.name, "collective", one.begins * 1e6, one.ends * 1e6, bytes=size, **about)
+
+
+# --- memory, and the split --------------------------------------------------------------------------------------------
+
+
+def _counters(moments: Moments) -> Iterator[Event]:
+    """Bytes of each kind at each moment, and what is left when all is over."""
+    count = len(moments.moments)
+    kinds = [kind for kind in MemoryKind if any(life.kind is kind for life in moments.lives)]
+    change = {kind: [0] * (count + 2) for kind in kinds}
+    for life in moments.lives:
+        change[life.kind][min(life.first, count)] += life.bytes
+        change[life.kind][min(life.last, count) + 1] -= life.bytes
+    now = dict.fromkeys(kinds, 0)
+    starts = [microseconds(moments, moment)[0] for moment in moments.moments]
+    end = max((microseconds(moments, moment)[1] for moment in moments.moments), default=0.0)
+    for place, start in enumerate((*starts, end)):
+        now = {kind: size + change[kind][place] for kind, size in now.items()}
+        yield {
+            "ph": "C", "name": "memory", "pid": _PROCESS, "tid": 0, "ts": round(start, 3),
+            "args": {kind.value: size for kind, size in now.items()},
+        }  # fmt: skip
+
+
+def _split(moments: Moments) -> Iterable[Event]:
+    """Where the forward ends and the backward begins, across all lanes."""
+    if not moments.split < len(moments.moments):
+        return ()
+    start = microseconds(moments, moments.moments[moments.split])[0]
+    what = {"ph": "i", "name": "backward begins", "cat": "split", "s": "p"}
+    return ({**what, "pid": _PROCESS, "tid": OPS, "ts": round(start, 3)},)
