@@ -10,8 +10,8 @@ from torch import fx, nn
 
 from fxremat.search.floor import floor_of
 from fxremat.search.survey import survey
-from fxremat.step.names import frame_of, module_of
 from fxremat.step.kinds import MemoryKind
+from fxremat.step.names import frame_of, module_of
 from tests.dags import capture, estimated
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
