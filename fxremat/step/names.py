@@ -62,7 +62,7 @@ NOWHERE = Source(module="", frame=None)
 
 def frame_of(node: fx.Node) -> Frame | None:
     """File, line, function and code where the op was written, if tracing noted it."""
-    frames = re.findall(r'File "(.+)", line (\d+), in (.+)\n *(.*)', node.meta.get("stack_trace") or "")
+    frames = re.findall(r'File "(.+)", line (\d+), in (<?\w+>?)\n *(.*)', node.meta.get("stack_trace") or "")
     if not frames:
         return None
     file, line, function, code = frames[-1]
