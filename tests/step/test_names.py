@@ -21,7 +21,16 @@ import fxremat
 from benchmarks.models import get
 from fxremat.plans import Plan
 from fxremat.step.joint import Joint, Origin
-from fxremat.step.names import common_module, frame_of, inside, module_of, ops_inside, span_of, tied_names
+from fxremat.step.names import (
+    Source,
+    common_module,
+    frame_of,
+    inside,
+    module_of,
+    ops_inside,
+    span_of,
+    tied_names,
+)
 from fxremat.step.program import Role
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
@@ -383,6 +392,12 @@ def test_the_line_is_the_innermost_one() -> None:
     line = "wide = lambda y: y.sin()  # noqa: E731"
     assert [(frame.function, frame.code) for frame in frames if frame] == [("<lambda>", line)]
     assert "test_names.py:" in str(frames[0])
+
+
+def test_no_line_is_one_of_fxremat() -> None:
+    """Lines of torch.nn are left out by dynamo, and what stands around the model is not the model's."""
+    joint = planned(nn.Linear(8, 8), torch.ones(4, 8)).joint
+    assert {*joint.sources, *joint.value_sources} == {Source(module="", frame=None)}
 
 
 @pytest.mark.parametrize(
