@@ -1187,12 +1187,12 @@ MISTAKES += [
         "if life.value is not None and life.kind in (MemoryKind.KEPT, MemoryKind.RECOMPUTED):",
         "test_modules.py::test_modules_of_a_plan",
     ),
-    # parameters that come from the host count as activations that go there
+    # ops that run again count as those of the forward
     Mistake(
         "show/modules.py",
-        "and value is not None and joint.values[value].origin is Origin.FORWARD:",
-        "and value is not None:",
-        "test_modules.py::test_weights_on_the_host_are_no_activations",
+        'column = "extra" if again else',
+        'column = "forward" if again else',
+        "test_modules.py::test_modules_of_a_plan",
     ),
     # a part of several equal layers is counted once
     Mistake(

@@ -167,7 +167,8 @@ def test_weights_on_the_host_are_no_activations() -> None:
     out = [program.version_of[s.reads[0]] for s in program.steps if s.role is Role.OFFLOAD and s.reads]
     activations = [value for value in out if joint.values[value].origin is Origin.FORWARD]
     assert tree.total.offloaded == sum(plan.costs.sizes.values[value] for value in activations)
-    assert len(activations) < len(out) or program.fetched
+    assert program.fetched
+    assert tree.total.saved < plan.keep_all_peak
 
 
 # Tables of random trees. Figures are powers of two, so that floats add up exactly and equal modules look the same.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from html.parser import HTMLParser
 from importlib.resources import files
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import fxremat
 from fxremat.cost.estimate import Device
 from fxremat.plans import Plan
-from fxremat.search.candidate import Candidate
+from fxremat.search.candidate import Candidate, Frontier
 from fxremat.show.axes import round_steps, size_ticks, time_ticks
 from fxremat.show.lanes import lanes_picture, planned_lanes
 from fxremat.show.moments import Moments
@@ -237,6 +237,16 @@ def test_points_are_the_frontier(kind: str) -> None:
             assert (plans[number]["peak"], plans[number]["time"]) == (peak, pytest.approx(time, rel=1e-8))
     assert data["keep_all"] == [plan.keep_all_peak, plan.keep_all_time]
     assert (data["budget"], data["least"]) == (plan.budget, plan.known_minimum)
+
+
+def test_a_plan_beside_the_frontier_has_its_place_in_it() -> None:
+    plan = plan_of("recomputing")
+    candidates = plan.alternatives.candidates
+    others = Frontier(keep_all=candidates[0], candidates=(*candidates[:1], *candidates[2:]))
+    data = page_data(replace(plan, chosen=candidates[1], alternatives=others))
+    points = [(peak, time) for peak, time, _ in data["points"]]
+    assert points == [(c.peak, float(f"{c.time:.9g}")) for c in candidates]
+    assert data["plans"][data["chosen"]]["peak"] == candidates[1].peak
 
 
 @pytest.mark.parametrize("kind", KINDS_OF_PLANS)

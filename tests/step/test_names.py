@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
@@ -444,6 +444,8 @@ def test_the_common_module_is_the_innermost_around_all(modules: list[str]) -> No
     assert common_module([outer]) == outer
 
 
+@example("h.11.up", "h.1")
+@example("h.1.up", "h.1")
 @given(paths, paths)
 def test_inside_goes_by_whole_names(module: str, outer: str) -> None:
     assert inside(module, outer) == (parts(module)[: len(parts(outer))] == parts(outer))
