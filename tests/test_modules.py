@@ -67,7 +67,7 @@ def is_gradient(joint: Any, value: int) -> bool:
     return joint.values[value].origin is Origin.BACKWARD
 
 
-@few(6)
+@few(4)
 @given(recipes, st.integers(0, 100))
 def test_modules_add_up_to_every_candidate(recipe: Recipe, share: int) -> None:
     torch.manual_seed(0)
