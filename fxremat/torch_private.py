@@ -807,11 +807,14 @@ def _path_in_model(placeholder: fx.Node) -> list[tuple[str, str]]:
     """The modules, and the parameter or buffer, that lead to what an input of dynamo's graph stands for.
 
     `meta["grapharg"].source` is where dynamo found it, such as `L['self']._modules['0']._parameters['weight']`; its
-    `name` is a method in 2.11 and a property in 2.13.
+    `name` is a method in 2.11 and a property in 2.13. Names are written as `repr` writes them.
     """
     import re
+    from ast import literal_eval
 
     source = getattr(placeholder.meta.get("grapharg"), "source", None)
     name: Any = getattr(source, "name", "")
     path = str(name() if callable(name) else name)
-    return re.findall(r"\._(modules|parameters|buffers)\['([^']*)'\]", path)
+    text = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
+    found = re.findall(rf"\._(modules|parameters|buffers)\[({text})\]", path)
+    return [(kind, literal_eval(quoted)) for kind, quoted in found]

@@ -1201,4 +1201,88 @@ MISTAKES += [
         "(notebook_bar() or tqdm, None) if in_notebook()",
         "test_notebook.py::test_without_widgets_the_bar_is_text_and_nobody_is_warned",
     ),
+    # the last op of a number is taken for the one that a backward op belongs to
+    Mistake(
+        "step/names.py",
+        "for node in reversed(nodes) if not _is_backward(node)",
+        "for node in nodes if not _is_backward(node)",
+        "step/test_names.py::test_the_loss_of_the_root_is_the_models_own",
+    ),
+    # the sum of two gradients belongs to the module of the last one
+    Mistake(
+        "step/names.py",
+        "    return common_module(names) if names else \"\"\n\n\ndef _ops_behind",
+        "    return names[0] if names else \"\"\n\n\ndef _ops_behind",
+        "step/test_names.py::test_additions_of_gradients_lie_around_what_they_add_and_who_reads_it",
+    ),
+    # a module whose name begins like another one's counts as a part of it
+    Mistake(
+        "step/names.py",
+        'module.startswith(f"{outer}.")',
+        "module.startswith(outer)",
+        "step/test_names.py::test_inside_goes_by_whole_names",
+    ),
+    # what an op overwrites stays there while its result does
+    Mistake(
+        "step/kinds.py",
+        "replace(life, last=place - 1)",
+        "replace(life, last=place)",
+        "test_moments.py::test_an_op_that_overwrites_its_operand_counts_once",
+    ),
+    # gradients that the loss hands in are there only after it
+    Mistake(
+        "show/moments.py",
+        "or life.value in tangents",
+        "",
+        "test_moments.py::test_moments_with_a_loss_outside",
+    ),
+    # values that are made again count as saved too
+    Mistake(
+        "show/modules.py",
+        "if life.value is not None and life.kind is MemoryKind.KEPT:",
+        "if life.value is not None and life.kind in (MemoryKind.KEPT, MemoryKind.RECOMPUTED):",
+        "test_modules.py::test_modules_of_a_plan",
+    ),
+    # ops that run again count as those of the forward
+    Mistake(
+        "show/modules.py",
+        'column = "extra" if again else',
+        'column = "forward" if again else',
+        "test_modules.py::test_modules_of_a_plan",
+    ),
+    # a part of several equal layers is counted once
+    Mistake(
+        "show/tree.py",
+        "replace(row, count=row.count * len(group), share=share, paths=paths)",
+        "replace(row, count=row.count * len(group), paths=paths)",
+        "test_modules.py::test_a_table_by_hand",
+    ),
+    # a script can end inside of the data
+    Mistake(
+        "show/page.py",
+        'for sign in "<>&\\u2028\\u2029"',
+        'for sign in ">&\\u2028\\u2029"',
+        "test_page.py::test_any_data_and_text_come_back_as_they_were",
+    ),
+    # lives are stacked by purpose first
+    Mistake(
+        "show/page_data.py",
+        "return group, kinds.index(life.kind), life.first, life.last",
+        "return kinds.index(life.kind), group, life.first, life.last",
+        "test_page.py::test_lives_lie_in_the_order_in_which_they_are_stacked",
+    ),
+    # a budget in words is rounded to the nearest
+    Mistake(
+        "profiles.py",
+        "math.ceil(size / factor * 10**digits)",
+        "round(size / factor * 10**digits)",
+        "test_profile.py::test_enough_is_no_less_and_little_more",
+    ),
+    # changes are sorted by what they cost
+    Mistake(
+        "profiles.py",
+        "worth.sort(key=lambda change: (-change.saved, change.time))",
+        "worth.sort(key=lambda change: (change.time, -change.saved))",
+        "test_profile.py::test_changes_are_worth_it_and_sorted_by_what_they_save",
+    ),
 ]

@@ -10,9 +10,10 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -76,13 +77,19 @@ class Backend:
         model: the name of the model's class, for reports.
         target: the device whose kernels are captured in the place of a CPU's, where plans are only looked at.
         input_names: of those of the model's inputs that may be given by position, in order.
+        tied: the name in `named_parameters()` of parameters that have several names, by their other names.
     """
 
     def __init__(
-        self, options: Options, target: Device | None = None, names: Sequence[str] = (), model: str = "model"
+        self,
+        options: Options,
+        target: Device | None = None,
+        names: Sequence[str] = (),
+        model: str = "model",
+        tied: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         kernels.begin()
-        self.model = model
+        self.model, self.tied = model, tied
         self.options = options
         self.target = target
         self.input_names = tuple(names)
@@ -113,7 +120,8 @@ class Backend:
         trained = sorted((*outputs.expected, *outputs.beside))
         made: list[_FixedStep | Sized] = []  # of this graph, from its partition to the compilation of its backward
         placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
-        self._names = [parameter_name(node) for node in placeholders]
+        names = map(parameter_name, placeholders)
+        self._names = [name and self.tied.get(name, name) for name in names]
         self._placeholders = placeholders
         backend = aot_backend(
             fw_compiler=lambda graph, _: self._forward(graph, made[-1]),

@@ -37,6 +37,7 @@ from fxremat.runtime.capture_errors import explained
 from fxremat.runtime.dynamo import Backend, PlannedOnly
 from fxremat.runtime.transformers_hooks import set_up
 from fxremat.runtime.varying import mark, positional
+from fxremat.step.names import tied_names
 from fxremat.torch_private import among_ranks, compiled_step, graph_break_place, is_traced, outside_graphs
 
 if TYPE_CHECKING:
@@ -160,7 +161,7 @@ def drop_in(model: nn.Module, options: Options, target: Device | None = None) ->
     object.__setattr__(made, "__dict__", model.__dict__)
     own = model.__dict__.get("forward")
     plain = own or types.MethodType(cast(Any, type(model).forward), model)
-    backend = Backend(options, target, positional(plain), type(model).__name__)
+    backend = Backend(options, target, positional(plain), type(model).__name__, tied_names(model))
     if not options.resizable and (options.dynamic or options.shapes):
         backend.take_sizes_as_fixed()
     name = f"forward of {type(model).__name__}"

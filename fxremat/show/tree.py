@@ -105,8 +105,8 @@ class _Table:
     def _transparent(self, node: ModuleNode) -> Iterator[ModuleNode]:
         """The parts of a module; in the place of one that only holds others (a ModuleList), those that it holds."""
         for part in node.parts:
-            holds = all(inner.name.isdigit() for inner in part.parts) and not part.name.isdigit()
-            if part.parts and not any(self.figures(part.own)) and (holds or len(part.parts) == 1):
+            holds = len(part.parts) == 1 or all(inner.name.isdigit() for inner in part.parts)
+            if part.parts and not any(self.figures(part.own)) and holds and not part.name.isdigit():
                 yield from self._transparent(part)
             else:
                 yield part

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os.path
 import re
+from ast import literal_eval
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -20,10 +21,13 @@ from itertools import takewhile
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from fxremat.units import shortened
 
+# Below the model, dynamo names a part as an attribute, or by its key; both are written as `repr` writes a text.
+_KEY = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|\d+"""
+_PART = re.compile(rf"""\.(?!_modules\[)((?:[^.'"\[]|\[(?!(?:{_KEY})\]))+)|\[({_KEY})\]""")
 NAME, MODEL = "fxremat_name", "fxremat_model"  # in the `meta` of a joint graph's inputs
 
 
@@ -58,7 +62,7 @@ NOWHERE = Source(module="", frame=None)
 
 def frame_of(node: fx.Node) -> Frame | None:
     """File, line, function and code where the op was written, if tracing noted it."""
-    frames = re.findall(r'File "(.+)", line (\d+), in (\w+)\n *(.*)', node.meta.get("stack_trace") or "")
+    frames = re.findall(r'File "(.+)", line (\d+), in (<?\w+>?)\n *(.*)', node.meta.get("stack_trace") or "")
     if not frames:
         return None
     file, line, function, code = frames[-1]
@@ -70,8 +74,15 @@ def module_of(node: fx.Node) -> str:
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     path = str([*stack.values()][-1][0]) if stack else ""
     # L['self'] is the model, or it is what L['forward'] is bound to
-    inside = re.sub(r"^L\['\w+'\](\.__self__)?", "", path.replace("._modules", ""))
-    return re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", inside).lstrip(".")
+    inside = re.sub(r"^L\['\w+'\](\.__self__)?", "", path)
+    return ".".join(str(literal_eval(quoted or f"'{plain}'")) for plain, quoted in _PART.findall(inside))
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """The name in `named_parameters()` of each parameter that has several names, by its other names."""
+    first = {id(parameter): name for name, parameter in nn.Module.named_parameters(model)}
+    names = nn.Module.named_parameters(model, remove_duplicate=False)
+    return {name: first[id(parameter)] for name, parameter in names if first[id(parameter)] != name}
 
 
 def note_names(placeholders: Iterable[tuple[fx.Node, str | None]], model: str) -> None:
@@ -97,7 +108,8 @@ def sources_of(nodes: Sequence[fx.Node]) -> tuple[Source, ...]:
         nodes: the ops' nodes, in execution order.
     """
     modules = {node: module_of(node) for node in nodes}
-    by_number = {_number(node): modules[node] for node in nodes if not _is_backward(node)}
+    # the first op of a number: those that autograd does not differentiate have that of the op before them
+    by_number = {_number(node): modules[node] for node in reversed(nodes) if not _is_backward(node)}
     added = [node for node in nodes if _adds_gradients(node)]
     for node in nodes:
         if _is_backward(node) and not _has_stack(node):
