@@ -18,7 +18,8 @@ from benchmarks import meter, models
 from fxremat.__main__ import main as command_line
 from fxremat.cost.link import measure_link
 from fxremat.host.files import FileTier
-from fxremat.show.lanes import planned_lanes
+from fxremat.show.page_data import page_data
+from fxremat.step.kinds import host_bytes
 from fxremat.step.program import Role
 from tests.toys import Loss, Stack, rows
 from tests.training import Trace, differences, in_both_sizes, least_budget, train
@@ -349,8 +350,12 @@ def factory() -> tuple[nn.Module, torch.Tensor]:
 
 def test_a_page_shows_ops_and_copies() -> None:
     plan = fxremat.plan(Loss(Stack()), rows(), mem="55%", offload=True, solver="keep_all", progress=False)
-    page = plan.to_html()
-    assert "to the host" in page
-    assert page.count("<svg") == page.count("</svg>") == 2
-    with pytest.raises(fxremat.FxrematError, match="offloads nothing"):
-        planned_lanes(fxremat.plan(Loss(Stack()), rows(), mem="100%", progress=False))
+    assert plan.chosen.transfers
+    data = page_data(plan)
+    drawn = data["plans"][data["chosen"]]
+    assert {lane for lane, *_ in drawn["copies"]} == {"to the host", "from the host"}
+    assert len(drawn["copies"]) == len(plan.chosen.transfers.copies)
+    assert len(drawn["host"]) == len(drawn["starts"])
+    assert max(drawn["host"]) == max(host_bytes(plan.program, plan.costs.sizes)) > 0
+    kept = fxremat.plan(Loss(Stack()), rows(), mem="100%", progress=False)
+    assert not any(one["copies"] or one["host"] for one in page_data(kept)["plans"])

@@ -21,7 +21,7 @@ from fxremat.plans import Plan
 from fxremat.show.moments import Moments
 from fxremat.show.page import page_of
 from fxremat.show.page_data import KINDS, page_data
-from fxremat.units import format_bytes
+from fxremat.units import format_bytes, format_seconds
 
 FRAME = "(({left, top, width, height}) => [left, top, width, height])(fxremat.picture)"  # pixels
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -311,6 +311,18 @@ def test_readers_of_the_screen_find_names_for_everything(opened: Any, plan: Plan
     assert page.js("document.documentElement.lang") == "en"
 
 
+def test_figures_are_written_as_in_python(opened: Any, plan: Plan) -> None:
+    page = opened(plan.to_html())
+    rng = random.Random(2)
+    sizes = [0, 1, 1023, 1024, 2**20, 3 * 2**30, *(int(10 ** rng.uniform(0, 12)) for _ in range(50))]
+    assert page.js("sizes => sizes.map(fxremat.bytes)", sizes) == [format_bytes(size) for size in sizes]
+    times = [0, 1.0, 0.9999, 0.0582, 9.113e-6, *(10 ** rng.uniform(-7, 2) for _ in range(50))]
+    assert page.js("times => times.map(fxremat.seconds)", times) == [format_seconds(time) for time in times]
+    assert page.js("fxremat.sizeTicks(3 * 2 ** 20).at(-1)") == [3 * 2**20, "3 MiB"]
+    assert [label for _, label in page.js("fxremat.timeTicks(0, 0.043)")] == [f"{n} ms" for n in (0, 10, 20, 30, 40)]
+    assert page.js("fxremat.timeTicks(0, 5e-7).at(-1)[1]") == "0.5 us"
+
+
 def test_dragging_zooms(opened: Any, plan: Plan) -> None:
     page = opened(plan.to_html())
     left, top, width, _ = page.js(FRAME)
@@ -349,6 +361,7 @@ def large(values: int) -> dict[str, Any]:
         "block": [i * LAYERS // values for i in mirrored],
         "blocks": [f"layers.{i}" for i in layers],
         "copies": [],
+        "host": [],
         "lives": many_lives(values),
         "tree": [[i, 10, 10, 0, 10, 1.0, 2.0, 0.5] for i in range(len(modules))],
         "waiting": 0.0,

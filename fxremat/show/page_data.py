@@ -27,7 +27,7 @@ from fxremat.show.moments import Moments
 from fxremat.show.text import facts
 from fxremat.step.costs import Costs
 from fxremat.step.joint import Joint, Origin
-from fxremat.step.kinds import Life, MemoryKind
+from fxremat.step.kinds import Life, MemoryKind, host_bytes
 from fxremat.step.names import Source
 from fxremat.step.program import Role
 
@@ -184,6 +184,7 @@ def _plan(candidate: Candidate, costs: Costs, modules: Numbers) -> Data:
         "block": [moment.block for moment in moments.moments],
         "blocks": list(candidate.layout.names),
         "copies": _copies(candidate),
+        "host": _on_the_host(moments, costs),
         "lives": {
             "kind": [kinds[life.kind] for life in lives],
             "first": [life.first for life in lives],
@@ -222,6 +223,15 @@ def _copies(candidate: Candidate) -> list[list[Any]]:
             written = names[one.op].writes
             found.append([COMMUNICATION, _short(one.begins), _short(one.ends), written[0] if written else -1])
     return found
+
+
+def _on_the_host(moments: Moments, costs: Costs) -> list[int]:
+    """Bytes of activations that wait on the host at each moment; nothing where none ever do."""
+    hosted = list(host_bytes(moments.program, costs.sizes))
+    if not any(hosted):
+        return []
+    split = moments.program.split
+    return hosted if len(hosted) == len(moments.moments) else [*hosted[:split], hosted[split - 1], *hosted[split:]]
 
 
 def _travelling(candidate: Candidate) -> dict[int, int]:

@@ -36,7 +36,8 @@ def plot(plan: PlannedStep, frontier: FrontierTable, ax: Axes | None = None) -> 
     ax.step(*zip(*steps, strict=True), where="post", color=CURVE, label="fastest plan on offer")
     ax.plot(*zip(*offered, strict=True), ".", color=CURVE)
     bounds = sorted(at(row.peak, row.bound) for row in frontier.rows if row.bound is not None)
-    ax.plot(*zip(*bounds, strict=True), "--", color=BOUND, label="lower bound, whatever is recomputed")
+    if bounds:
+        ax.plot(*zip(*bounds, strict=True), "--", color=BOUND, label="lower bound, whatever is recomputed")
     ax.plot(*at(whole.peak, whole.time), "s", color="black", label="everything kept")
     ax.plot(*at(plan.predicted_peak, plan.predicted_time), "o", color=BUDGET, label="this plan")
     if _near(plan):

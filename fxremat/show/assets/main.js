@@ -46,6 +46,7 @@ function drawLegend() {
   const shown = new Set(step().kind);
   byId("legend").replaceChildren(...data.kinds.flatMap(([name, text], kind) =>
     shown.has(kind) ? [element("li", {}, element("i", { style: `background: var(--${name})` }), text)] : []));
+  if (step().hosted) byId("legend").append(element("li", {}, element("i", { class: "line" }), "waits on the host (dotted line)"));
 }
 
 function drawAll() {
@@ -224,4 +225,7 @@ drawAll();
 listen();
 
 // For whoever looks at the page from outside, such as its tests.
-window.fxremat = { data, state, step, picture, under, choose, select, zoom, drawMilliseconds: performance.now() - began };
+window.fxremat = {
+  data, state, step, picture, under, choose, select, zoom, bytes, seconds, sizeTicks, timeTicks,
+  drawMilliseconds: performance.now() - began,
+};

@@ -27,12 +27,13 @@ class Picture {
     this.context.setTransform(scale, 0, 0, scale, 0, 0);
     this.context.font = "12px system-ui, sans-serif";
     const limit = state.budget && state.budget <= 2 * step.peak ? state.budget : 0;
-    this.most = 1.04 * Math.max(step.peak, limit) || 1;
+    this.most = 1.04 * Math.max(step.peak, limit, step.hosted) || 1;
     this.columns = step.columns(...state.view, this.width);
     this.context.fillStyle = this.color("page");
     this.context.fillRect(0, 0, width, tall);
     this.grid();
     this.areas();
+    this.host();
     this.highlight();
     this.split();
     this.budget();
@@ -102,6 +103,20 @@ class Picture {
       }
       this.context.fill();
     }
+  }
+
+  // What waits on the host, as a line over the areas.
+  host() {
+    const { host } = this.step.plan;
+    if (!host.length) return;
+    this.context.strokeStyle = this.color("host");
+    this.context.lineWidth = 1.5;
+    this.context.setLineDash([2, 3]);
+    this.context.beginPath();
+    this.columns.forEach((moment, column) => this.context.lineTo(this.left + column, this.y(host[moment])));
+    this.context.stroke();
+    this.context.setLineDash([]);
+    this.context.lineWidth = 1;
   }
 
   // The outline of the value that is pointed at.

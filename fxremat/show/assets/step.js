@@ -53,6 +53,7 @@ class Step {
     for (let place = 1; place < this.count; place++) this.total[place] += this.total[place - 1];
     this.peak = this.total.reduce((most, size) => Math.max(most, size), 0);
     this.end = plan.ends.reduce((latest, time) => Math.max(latest, time), 0) || 1;
+    this.hosted = plan.host.reduce((most, size) => Math.max(most, size), 0);
     this.stack("module", -1);
   }
 
