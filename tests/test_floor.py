@@ -67,6 +67,7 @@ def test_an_op_of_which_nothing_is_known() -> None:
         ("L['self'].layers.3.up", "layers.3.up"),
         ("L['self'].layers[3].up", "layers.3.up"),
         ("L['fn']._modules['layers']._modules['3']", "layers.3"),
+        ("getattr(getattr(L['self'].layers, 'a b')._modules['0'], 'it\\'s').up", "layers.a b.0.it's.up"),
     ],
 )
 def test_modules_are_named_as_users_do(path: str, name: str) -> None:

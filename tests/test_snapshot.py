@@ -111,7 +111,7 @@ def test_every_allocation_says_what_it_is_for() -> None:
     kinds = {kind.value for kind in MemoryKind}
     names = [event["frames"][0]["name"] for event in events]
     assert all(event["category"] in kinds and name.startswith(event["category"]) for event, name in zip(events, names))
-    assert "results: layers.0.weight, " in "\n".join(names)
+    assert "results: layers.0, gradient of layers.0.weight" in "\n".join(names)
     again = {node.path or "Deep" for node in plan.modules.walk() if node.own.recomputed}
     assert again == {name.split(": ")[1].split(",")[0] for name in names if name.startswith("recomputed")}
     lines = {(frame["filename"], frame["name"]) for event in events for frame in event["frames"][1:]}

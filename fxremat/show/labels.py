@@ -1,7 +1,7 @@
 """Names of what takes memory and of what runs, for files that other tools open.
 
     kept: layers.3.up, addmm_7               a life: its kind, the module and the value
-    results: layers.3.up.weight, t_12        the gradient of a parameter
+    results: layers.3.up, gradient of layers.3.up.weight
 
 Names of modules may hold any character; `printable` leaves those that every viewer reads.
 """
@@ -9,7 +9,7 @@ Names of modules may hold any character; `printable` leaves those that every vie
 from __future__ import annotations
 
 from fxremat.show.moments import Moment, Moments
-from fxremat.step.joint import Joint
+from fxremat.step.joint import Joint, Origin
 from fxremat.step.kinds import Life
 from fxremat.step.names import NOWHERE, Source
 
@@ -17,6 +17,18 @@ from fxremat.step.names import NOWHERE, Source
 def printable(text: str) -> str:
     """The text on one line, with every control character, and lone surrogate, replaced."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
+def value_name(joint: Joint, number: int) -> str:
+    """What a value is called: a parameter as in the model, its gradient after it, the output of an op after that."""
+    value = joint.values[number]
+    if number in joint.parameters:
+        name = joint.parameters[number]
+        return name if value.origin is Origin.PRIMAL else f"gradient of {name}"
+    if value.origin is Origin.TANGENT:
+        return "gradient of an output"
+    op = None if value.producer is None else joint.ops[value.producer]
+    return value.name if op is None or value.node is op.node else f"{op.name}[{value.node.args[1]}]"
 
 
 def source_of(joint: Joint, life: Life) -> Source:
@@ -27,12 +39,10 @@ def source_of(joint: Joint, life: Life) -> Source:
 
 
 def label_of(joint: Joint, life: Life) -> str:
-    """What bytes are for: their kind, the module or parameter, and the value or op that they are of."""
-    parameter = joint.parameters.get(life.value, "") if life.value is not None else ""
-    where = parameter or source_of(joint, life).module
-    what = ""
+    """What bytes are for: their kind, the module, and the value or op that they are of."""
+    where, what = source_of(joint, life).module, ""
     if life.value is not None:
-        what = joint.values[life.value].name
+        what = value_name(joint, life.value)
     elif life.op is not None:
         what = joint.ops[life.op].name
     if not what:

@@ -21,12 +21,12 @@ import torch
 
 from fxremat.planned_step import PlannedStep
 from fxremat.search.candidate import Candidate
-from fxremat.show.labels import source_of
+from fxremat.show.labels import source_of, value_name
 from fxremat.show.modules import ModuleNode, module_tree
 from fxremat.show.moments import Moments
 from fxremat.show.text import facts
 from fxremat.step.costs import Costs
-from fxremat.step.joint import Joint, Origin
+from fxremat.step.joint import Joint
 from fxremat.step.kinds import Life, MemoryKind, host_bytes
 from fxremat.step.names import Source
 from fxremat.step.program import Role
@@ -134,7 +134,7 @@ def _texts(joint: Joint, modules: Numbers) -> Data:
     op_modules, op_sources = columns(joint.sources)
     texts: Data = {
         "values": {
-            "name": value_names(joint),
+            "name": [value_name(joint, value.index) for value in joint.values],
             "module": value_modules,
             "source": value_sources,
             "type": [types[_type(value.node.meta.get("val"))] for value in joint.values],
@@ -142,18 +142,6 @@ def _texts(joint: Joint, modules: Numbers) -> Data:
         "ops": {"name": [op.name for op in joint.ops], "module": op_modules, "source": op_sources},
     }
     return texts | {"modules": list(modules), "sources": list(sources), "types": list(types)}
-
-
-def value_names(joint: Joint) -> list[str]:
-    """What each value is called: a parameter as in the model, its gradient after it, others as in the graph."""
-    names = []
-    for value in joint.values:
-        name = joint.parameters.get(value.index)
-        if name is None:
-            names.append("gradient of an output" if value.origin is Origin.TANGENT else value.name)
-        else:
-            names.append(name if value.origin is Origin.PRIMAL else f"gradient of {name}")
-    return names
 
 
 def _type(shown: object) -> str:

@@ -28,6 +28,7 @@ from fxremat.units import shortened
 # Below the model, dynamo names a part as an attribute, or by its key; both are written as `repr` writes a text.
 _KEY = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|\d+"""
 _PART = re.compile(rf"""\.(?!_modules\[)((?:[^.'"\[]|\[(?!(?:{_KEY})\]))+)|\[({_KEY})\]""")
+_GETATTR = re.compile(rf"""getattr\(([^()]*), ({_KEY})\)""")
 NAME, MODEL = "fxremat_name", "fxremat_model"  # in the `meta` of a joint graph's inputs
 
 
@@ -72,7 +73,9 @@ def frame_of(node: fx.Node) -> Frame | None:
 def module_of(node: fx.Node) -> str:
     """The submodule that the op, or the one it is the backward of, belongs to, as "layers.3.up"; "" if unknown."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-    path = str([*stack.values()][-1][0]) if stack else ""
+    path, before = str([*stack.values()][-1][0]) if stack else "", None
+    while path != before:  # what is no identifier may be written getattr(..., 'name')
+        before, path = path, _GETATTR.sub(r"\1[\2]", path)
     # L['self'] is the model, or it is what L['forward'] is bound to
     inside = re.sub(r"^L\['\w+'\](\.__self__)?", "", path)
     return ".".join(str(literal_eval(quoted or f"'{plain}'")) for plain, quoted in _PART.findall(inside))
