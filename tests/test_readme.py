@@ -33,9 +33,10 @@ def job_of_one(folder: Path) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def test_the_python_blocks_run_one_after_the_other(tmp_path: Path) -> None:
+def test_the_python_blocks_run_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With `model`, `x`, `y` and `loader` standing for the reader's own, a new model for each block."""
     torch.manual_seed(0)
+    monkeypatch.chdir(tmp_path)  # which is where they write files
 
     class Model(nn.Module):
         def __init__(self) -> None:
