@@ -47,7 +47,7 @@ test-long: $(READY) browser
 	$(BIN)/python -m pip install --quiet -c constraints-dev.txt -c constraints-libraries.txt -e ".[dev,libraries,docs]"
 	$(PYTEST) -m long
 
-# Chromium, which the tests of the page of a plan look at it with; Debian's, where the machine has none.
+# Chromium, for the tests of the page of a plan: Debian's, where the machine has none.
 browser:
 	command -v chromium || command -v google-chrome || \
 	  { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; } || \

@@ -122,8 +122,9 @@ def profile(
 ) -> Profile:
     """Where the memory of a training step of a model goes, with no budget, and what would save most.
 
-    The step is captured and its ops are measured as `plan` does it; the model is neither run nor changed. Takes as long
-    as about three plans: recomputation, offloading and slices are tried on the captured step.
+    The step is captured, with these sizes, and its ops are measured as `plan` does it; the model is neither run nor
+    changed. Takes as long as about three plans, each with its `effort`: recomputation, offloading and slices are tried
+    on the captured step.
 
     Args:
         model: any module that torch.compile can capture as one graph, in training mode.
@@ -133,9 +134,9 @@ def profile(
     Raises:
         CaptureError: the model is not one graph; names the line.
     """
-    found = plan(
-        model,
-        example_inputs,
+    found = _plan(
+        _checked(model),
+        _split(example_inputs),
         mem="100%",
         cost=cost,
         device=device,

@@ -37,6 +37,13 @@ class WeightBudget:
     hosted: frozenset[int] = frozenset()  # values of the parameters that live on the host
 
 
+class AnotherPlan(Protocol):
+    """What makes the plan of the same step within another budget, and with other options."""
+
+    def __call__(self, mem: int | str, **options: Any) -> Any:
+        """The plan; options are those of `fxremat.options.Options` that change."""
+
+
 class SymbolicSizes(Protocol):
     """The sizes that a plan is for, where the step was captured for others too. As text: `tokens[1] = 300`."""
 
@@ -61,7 +68,7 @@ class PlannedStep:
     link: Link | None = None  # how fast they get there and back
     weights: WeightBudget | None = None  # where the step updates its weights, and the budget covers them
     sizes: SymbolicSizes | None = None  # those of the inputs that may change; None: all are fixed
-    another: Callable[..., Any] | None = None  # makes the plan for another budget, and other options by name
+    another: AnotherPlan | None = None
     slices: tuple[SlicedRegion, ...] = ()  # regions that run in slices
     not_sliced: tuple[str, ...] = ()  # why ops that need much are whole, where slices were asked for
     more_slices: Callable[[], int] | None = None  # the least budget of ways to slice that were not needed
@@ -180,7 +187,7 @@ class PlannedStep:
 
     @cached_property
     def gradient_bytes(self) -> int:
-        """Bytes of parameter and input gradients alive at the peak."""
+        """Bytes of parameter and input gradients that are there at the peak; `modules` has all that are returned."""
         at = max(range(len(self.memory.during)), key=self.memory.during.__getitem__, default=-1)
         written = (version for step in self.program.steps[: at + 1] for version in step.writes)
         alive = {self.program.version_of[version] for version in written} & self.program.layout.joint.returned

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fxremat.errors import FxrematError
+from fxremat.host.files import FileTier
 from fxremat.plans import Plan
 from fxremat.search.candidate import Candidate
 from fxremat.search.floor import floor_of
@@ -25,6 +26,7 @@ from fxremat.show.page_data import page_data
 from fxremat.show.text import ROWS, labelled, most_in, table
 from fxremat.show.tree import rows_of
 from fxremat.slices.rewrite import bytes_beside_loss
+from fxremat.step.costs import outside_bytes
 from fxremat.units import format_bytes, format_seconds
 
 BEST = 3  # changes that are shown
@@ -34,7 +36,7 @@ HEADS = ("saved", "gradients", "forward", "backward")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Change:
+class Saving:
     """A way to run the step in less memory."""
 
     what: str  # in plain words
@@ -61,7 +63,7 @@ class Profile:
     """Where the memory of a training step goes. Printing it shows it."""
 
     plan: Plan  # that keeps everything
-    changes: tuple[Change, ...]  # what would save most, that first
+    changes: tuple[Saving, ...]  # what would save most, that first
 
     def __repr__(self) -> str:
         return f"<fxremat profile: {self.plan.headline}>"
@@ -98,7 +100,7 @@ class Profile:
         yield "peak", f"{format_bytes(self.peak)}, where {floor_of(plan.program, plan.costs)}"
         times = f"{format_seconds(total.forward)} forward, {format_seconds(total.backward)} backward"
         yield "time", f"{format_seconds(self.time)}: {times}"
-        yield "saved", f"{format_bytes(total.saved)} for the backward: {most_in(plan.modules, 'saved')}"
+        yield "saved", f"{format_bytes(total.saved)} for the backward, or returned: {most_in(plan.modules, 'saved')}"
         yield "gradients", f"{format_bytes(total.gradients)} are returned"
         if plan.sizes:
             yield "sizes", str(plan.sizes)
@@ -126,13 +128,13 @@ def _where_it_goes(share: Share) -> tuple[float, ...]:
     return share.saved, share.gradients, share.forward, share.backward
 
 
-def _recomputing(plan: Plan) -> Change | None:
+def _recomputing(plan: Plan) -> Saving | None:
     """Recomputation up to the knee of the frontier."""
     knee = knee_of(plan.alternatives.candidates)
     return _change(plan, knee, "recompute what is cheap to make again", knee.peak)
 
 
-def _offloading(plan: Plan) -> Change | None:
+def _offloading(plan: Plan) -> Saving | None:
     """Values that wait on the host, in no more time than recomputation takes at the knee of the frontier."""
     knee = knee_of(plan.alternatives.candidates)
     other = _another(plan, knee.peak, offload=True)
@@ -142,11 +144,11 @@ def _offloading(plan: Plan) -> Change | None:
     if not within:
         return None
     best = min(within, key=lambda candidate: candidate.peak)
-    where = "pinned memory of the host" if other.tier.name.startswith("Pinned") else "files"
-    return _change(plan, best, f"let values wait in {where}", best.peak, offload=True)
+    where = "in files" if isinstance(other.tier, FileTier) and plan.timed == "measured" else "on the host"
+    return _change(plan, best, f"let values wait {where}", best.peak, offload=True)
 
 
-def _slicing(plan: Plan) -> Change | None:
+def _slicing(plan: Plan) -> Saving | None:
     """Regions in slices, below what whole ops can be run in: in language models, a smaller loss head."""
     beside = bool(bytes_beside_loss(plan.joint))
     options: dict[str, Any] = {"slices": True} | ({"outputs": "loss"} if beside else {})
@@ -168,12 +170,15 @@ def _another(plan: Plan, mem: int, **options: Any) -> Plan | None:
     return found
 
 
-def _change(plan: Plan, candidate: Candidate, what: str, mem: int, **options: object) -> Change | None:
+def _change(plan: Plan, candidate: Candidate, what: str, mem: int, **options: object) -> Saving | None:
     if candidate.peak >= plan.predicted_peak:
         return None
+    outside = plan.costs.sizes.outside
+    if outside != outside_bytes(plan.joint):  # the user said so
+        options["loss_bytes"] = outside
     given = "".join(f", {name}={value!r}" for name, value in options.items())
     how = f'fxremat.compile(model, mem="{enough(mem)}"{given})'
-    return Change(
+    return Saving(
         what=what,
         how=how,
         peak=candidate.peak,
@@ -184,7 +189,7 @@ def _change(plan: Plan, candidate: Candidate, what: str, mem: int, **options: ob
 
 
 def knee_of(candidates: tuple[Candidate, ...]) -> Candidate:
-    """The candidate furthest below the line from the fastest to the one with the least peak; the latter of two.
+    """The candidate furthest below the line from the fastest to the one with the least peak; not the fastest.
 
     Both axes count from 0 to 1 between those two.
     """
@@ -195,7 +200,7 @@ def knee_of(candidates: tuple[Candidate, ...]) -> Candidate:
         time = (candidate.time - fast.time) / max(1e-12, small.time - fast.time)
         return memory - time
 
-    return max(candidates, key=below) if len(candidates) > 2 else small
+    return max(candidates[1:], key=below, default=small)
 
 
 def enough(size: int) -> str:

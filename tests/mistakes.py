@@ -1215,13 +1215,6 @@ MISTAKES += [
         "    return names[0] if names else \"\"\n\n\ndef _ops_behind",
         "step/test_names.py::test_additions_of_gradients_lie_around_what_they_add_and_who_reads_it",
     ),
-    # a module whose name begins like another one's counts as a part of it
-    Mistake(
-        "step/names.py",
-        'module.startswith(f"{outer}.")',
-        "module.startswith(outer)",
-        "step/test_names.py::test_inside_goes_by_whole_names",
-    ),
     # what an op overwrites stays there while its result does
     Mistake(
         "step/kinds.py",

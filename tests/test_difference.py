@@ -67,6 +67,7 @@ def test_everything_adds_up(plans: dict[str, Plan]) -> None:
         assert kinds == second.predicted_peak - first.predicted_peak
         parts = [found.after.keep_all_time - found.before.keep_all_time, extra]
         parts.append(found.after.waiting - found.before.waiting)
+        parts.append(found.after.slicing - found.before.slicing)
         assert sum(parts) == pytest.approx(second.predicted_time - first.predicted_time, abs=1e-12)
 
 

@@ -21,6 +21,7 @@ from fxremat.cost.estimate import Device
 from fxremat.plans import Plan
 from fxremat.search.candidate import unbeaten
 from fxremat.show.frontier import ROWS, FrontierTable, thinned
+from fxremat.show.text import whatever_is
 from fxremat.units import format_bytes
 from tests.exported import PLANS, Deep, Words, planned, rows
 
@@ -114,7 +115,7 @@ def test_a_long_frontier_is_thinned(long: Plan) -> None:
     assert (shown[0].peak, shown[0].time) == long.frontier[0]
     assert (shown[-1].peak, shown[-1].time) == long.frontier[-1]
     assert 0 < [row.chosen for row in shown].index(True) < ROWS - 1
-    assert f"{len(long.frontier) - ROWS} plans in between are left out" in lines[-1]
+    assert f"{len(long.frontier) - ROWS} of them, in between, are not shown" in lines[-1]
 
 
 @given(st.sets(st.integers(0, 10**6), min_size=1, max_size=60), st.integers(3, 15), st.data())
@@ -197,7 +198,7 @@ def test_the_chart(plan: Plan, pyplot: Any) -> None:
     ((x, y),) = lines["everything kept"].get_xydata()
     assert x * size == pytest.approx(plan.alternatives.keep_all.peak)
     assert lines[f"budget {format_bytes(plan.budget)}"].get_xdata()[0] * size == pytest.approx(plan.budget)
-    bound = lines["lower bound, whatever is recomputed"].get_ydata()
+    bound = lines[f"lower bound, {whatever_is(plan)}"].get_ydata()
     assert len(bound) == len([row for row in plan.frontier.rows if row.bound is not None])
     assert max(bound) * time <= max(plan.predicted_time, plan.frontier[-1][1]) * (1 + 1e-9)
 

@@ -22,7 +22,7 @@ from fxremat.search.survey import survey
 from fxremat.show.modules import ModuleNode, Share, added, module_tree
 from fxremat.show.text import ROWS as MOST
 from fxremat.show.text import WIDTH as COLUMNS
-from fxremat.show.text import table, waiting_seconds
+from fxremat.show.text import slicing_seconds, table, waiting_seconds
 from fxremat.show.tree import OWN, Row, all_rows, rows_of, what_it_does
 from fxremat.step.costs import Costs
 from fxremat.step.joint import Origin
@@ -30,6 +30,7 @@ from fxremat.step.kinds import MemoryKind, bytes_by_kind
 from fxremat.step.program import Role
 from fxremat.units import format_bytes, format_seconds
 from tests.dags import Dag, Recipe, batch, capture, estimated, few, recipes
+from tests.exported import PLANS
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
 ROWS, WIDTH = 64, 32
@@ -312,6 +313,41 @@ def test_a_table_by_hand() -> None:
     ]
     assert rows[3].paths == ("h.0.up", "h.2.up", "h.3.up")
     assert [row.label for row in rows_of(layers(10, 20, 10, 10), 4, "Model")] == ["Model", OWN, "h.0, 2-3", "h.1"]
+
+
+def leaf(path: str, saved: int) -> ModuleNode:
+    return ModuleNode(path=path, own=Share(saved=saved), parts=())
+
+
+def test_numbers_are_those_that_python_writes() -> None:
+    """A ModuleDict may call a part "²" or "01", which are digits and no numbers of layers."""
+    parts = tuple(leaf(f"d.{name}", 8) for name in ("²", "³", "01", "1", "2"))
+    tree = ModuleNode(path="", own=Share(), parts=(ModuleNode(path="d", own=Share(), parts=parts),))
+    assert [row.label for row in all_rows(tree, "Model")] == ["Model", "d", "²", "³", "01", "1-2"]
+
+
+def test_what_cancels_inside_of_a_module_is_shown() -> None:
+    parts = (leaf("m.a", 5), leaf("m.b", -5))
+    tree = ModuleNode(path="", own=Share(), parts=(ModuleNode(path="m", own=Share(), parts=parts),))
+    rows = [(row.label, row.share.saved) for row in all_rows(tree, "Model")]
+    assert rows == [("Model", 0), ("m", 0), ("a", 5), ("b", -5)]
+
+
+def test_a_module_whose_parts_do_nothing_has_one_row() -> None:
+    inner = ModuleNode(path="m", own=Share(saved=5), parts=(leaf("m.a", 0),))
+    tree = ModuleNode(path="", own=Share(), parts=(inner, leaf("n", 6)))
+    assert [row.label for row in all_rows(tree, "Model")] == ["Model", "m", "n"]
+
+
+def test_the_time_of_slices_is_called_that() -> None:
+    plan = PLANS["slices"]()
+    assert plan.slices
+    text = plan.describe(full=True)
+    assert "running in slices" in text
+    assert "waiting for" not in text
+    own = plan.costs.time_of(range(len(plan.joint.ops)))
+    assert slicing_seconds(plan) == pytest.approx(own - plan.keep_all_time)
+    assert waiting_seconds(plan, plan.modules.total) == pytest.approx(0.0, abs=1e-9 * own)
 
 
 def test_small_modules_share_the_last_row() -> None:

@@ -62,9 +62,13 @@ class Opened:
 
     def point_at(self, x: float, y: float) -> None:
         """Move the pointer to a place of the picture, in its pixels."""
+        self.tab.mouse.move(*self.place(x, y))
+
+    def place(self, x: float, y: float) -> tuple[float, float]:
+        """Where a place of the picture is in the window."""
         self.tab.locator("#picture").scroll_into_view_if_needed()
         box = self.tab.locator("#picture").bounding_box()
-        self.tab.mouse.move(box["x"] + x, box["y"] + y)
+        return box["x"] + x, box["y"] + y
 
     def keep(self, name: str) -> None:
         SCREENSHOTS.mkdir(exist_ok=True)
@@ -321,6 +325,8 @@ def test_figures_are_written_as_in_python(opened: Any, plan: Plan) -> None:
     assert page.js("fxremat.sizeTicks(3 * 2 ** 20).at(-1)") == [3 * 2**20, "3 MiB"]
     assert [label for _, label in page.js("fxremat.timeTicks(0, 0.043)")] == [f"{n} ms" for n in (0, 10, 20, 30, 40)]
     assert page.js("fxremat.timeTicks(0, 5e-7).at(-1)[1]") == "0.5 us"
+    close = [label for _, label in page.js("fxremat.timeTicks(0.9, 0.900001)")]
+    assert len(close) == len(set(close)) > 3
 
 
 def test_dragging_zooms(opened: Any, plan: Plan) -> None:
@@ -335,6 +341,13 @@ def test_dragging_zooms(opened: Any, plan: Plan) -> None:
     assert (begin / whole, end / whole) == (pytest.approx(0.25, abs=0.01), pytest.approx(0.75, abs=0.01))
     page.tab.click("#whole")
     assert page.js("fxremat.state.view") is None
+    page.point_at(left - 40, top + 50)  # a drag beside the picture is none, and so is a press of another button
+    page.tab.mouse.down()
+    page.point_at(left - 10, top + 50)
+    page.tab.mouse.up()
+    page.point_at(left + width / 2, top + 250)
+    page.tab.mouse.click(*page.place(left + width / 2, top + 250), button="right")
+    assert (page.js("fxremat.state.view"), page.js("fxremat.state.selected")) == (None, -1)
 
 
 LAYERS, PARTS = 60, 6
@@ -364,7 +377,6 @@ def large(values: int) -> dict[str, Any]:
         "host": [],
         "lives": many_lives(values),
         "tree": [[i, 10, 10, 0, 10, 1.0, 2.0, 0.5] for i in range(len(modules))],
-        "waiting": 0.0,
     }
     texts = {
         "name": [f"value_{i}" for i in range(values)],
@@ -374,8 +386,8 @@ def large(values: int) -> dict[str, Any]:
     }
     kinds = [[kind.value, text] for kind, text in KINDS.items()]
     return {
-        "model": "Large", "title": "large", "facts": [["a", "b"]], "schedule": "", "sources": [""], "types": [""],
-        "budget": 10**10, "keep_all": [10**10, 1.0], "least": 1, "points": [[1, 1.0, 0]], "chosen": 0,
+        "model": "Large", "title": "large", "facts": [["a", "b"]], "sources": [""], "types": [""],
+        "budget": 10**10, "keep_all": [10**10, 1.0], "points": [[1, 1.0, 0]], "chosen": 0,
         "kinds": kinds, "modules": modules, "values": texts, "ops": texts, "plans": [step],
     }
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import fxremat
 from fxremat.__main__ import main
-from fxremat.profiles import BEST, WORTH, Change, Profile, enough, knee_of
+from fxremat.profiles import BEST, WORTH, Profile, Saving, enough, knee_of
 from fxremat.show.page_data import page_data
 from fxremat.units import format_bytes, parse_bytes
 from tests.test_page import read
@@ -148,10 +148,23 @@ def test_a_deep_chain_is_recomputed_or_waits_on_the_host() -> None:
     *_, profile = profiled("deep")
     whats = " ".join(change.what for change in profile.changes)
     assert "recompute what is cheap to make again" in whats
-    assert "let values wait in files" in whats
+    assert "let values wait on the host" in whats
     (recomputing,) = [change for change in profile.changes if change.what.startswith("recompute")]
     assert re.fullmatch(r'fxremat\.compile\(model, mem="[^"]+"\)', recomputing.how)
     assert (recomputing.peak, recomputing.time) in profile.plan.frontier
+
+
+def test_a_profile_is_of_one_device() -> None:
+    with pytest.raises(fxremat.FxrematError, match=r"device is \['A100', 'H200'\]"):
+        fxremat.profile(nn.Linear(4, 4), torch.ones(2, 4), cost="estimate", device=["A100", "H200"])  # type: ignore[arg-type]
+
+
+def test_what_the_user_says_of_the_loss_is_in_the_calls() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(8)))
+    x = torch.ones(256, 64)
+    profile = fxremat.profile(model, x, cost="estimate", effort=0.0, loss_bytes=12_345, progress=False)
+    assert profile.changes
+    assert all("loss_bytes=12345" in change.how for change in profile.changes)
 
 
 def test_where_nothing_helps_it_says_so() -> None:
@@ -191,9 +204,9 @@ class Point:
         ([(100, 1.0)], 0),
         ([(100, 1.0), (50, 1.1)], 1),
         ([(100, 1.0), (40, 1.1), (10, 2.0)], 1),  # two thirds of the memory for a tenth of the time
-        ([(100, 1.0), (95, 1.5), (90, 1.6), (0, 2.0)], 0),  # all above the line: the fastest, which is on it
+        ([(100, 1.0), (95, 1.5), (90, 1.6), (0, 2.0)], 3),  # all above the line: the smallest, which is on it
         ([(100, 1.0), (80, 1.1), (30, 1.2), (20, 1.9), (0, 2.0)], 2),
-        ([(100, 1.0), (50, 1.5), (0, 2.0)], 0),  # all on the line
+        ([(100, 1.0), (50, 1.5), (0, 2.0)], 1),  # all on the line
         ([(100, 1.0), (60, 1.0), (0, 1.0)], 2),  # memory for nothing
     ],
 )
@@ -211,8 +224,8 @@ def test_enough_is_no_less_and_little_more(size: int) -> None:
     assert len(text) <= 11
 
 
-def change(peak: int, time: float) -> Change:
-    return Change(what="w", how="h", peak=peak, time=time, whole=1000, fastest=2.0)
+def change(peak: int, time: float) -> Saving:
+    return Saving(what="w", how="h", peak=peak, time=time, whole=1000, fastest=2.0)
 
 
 def test_a_change_in_words() -> None:

@@ -19,9 +19,10 @@ from fxremat.planned_step import PlannedStep
 from fxremat.show.labels import printable
 from fxremat.show.modules import ModuleNode, Share, added, module_tree
 from fxremat.show.moments import Moments
+from fxremat.show.page_data import KINDS
 from fxremat.show.table import WIDTH, Table
-from fxremat.show.text import waiting_seconds
-from fxremat.show.tree import Row, all_rows
+from fxremat.show.text import slicing_seconds, waiting_seconds
+from fxremat.show.tree import OWN, Row, all_rows
 from fxremat.step.kinds import MemoryKind
 from fxremat.units import format_bytes, format_seconds, shortened
 
@@ -47,6 +48,7 @@ class Figures:
     time: float  # seconds
     keep_all_time: float  # seconds
     waiting: float  # seconds of waiting for copies or other ranks, beyond that of keeping everything
+    slicing: float  # seconds that regions in slices take beyond whole ops
     minimum: int  # the least budget, in bytes
     at_peak: Mapping[MemoryKind, int]  # bytes; they add up to the peak
 
@@ -64,7 +66,8 @@ class Figures:
             time=plan.predicted_time,
             keep_all_time=plan.keep_all_time,
             waiting=waiting_seconds(plan, total),
-            minimum=plan.known_minimum,
+            slicing=slicing_seconds(plan),
+            minimum=plan.minimum,
             at_peak={kind: sum(life.bytes for life in lives if life.kind is kind) for kind in MemoryKind},
         )
 
@@ -154,12 +157,13 @@ class Difference:
                 yield f"  {label:16}{printable(name)} -> {printable(other)}"
         yield _line("budget", (a.budget, b.budget), format_bytes, _bytes)
         yield _line("predicted peak", (a.peak, b.peak), format_bytes, _bytes)
-        yield from _parts((kind.value, _bytes(b.at_peak[kind] - a.at_peak[kind])) for kind in MemoryKind)
+        yield from _parts((KINDS[kind], _bytes(b.at_peak[kind] - a.at_peak[kind])) for kind in MemoryKind)
         yield _line("predicted time", (a.time, b.time), format_seconds, _seconds)
         yield from _parts(
             (
                 ("keeping everything", _seconds(b.keep_all_time - a.keep_all_time)),
                 ("recomputing", _seconds(self.tree.total.extra)),
+                ("running in slices", _seconds(self._unless_rounding(b.slicing - a.slicing))),
                 ("waiting", _seconds(self._unless_rounding(b.waiting - a.waiting))),
             )
         )
@@ -258,6 +262,6 @@ def _leaves(rows: Sequence[Row]) -> Iterator[Change]:
 def _name(labels: Sequence[str], row: Row) -> str:
     if row.depth == 0:
         return f"{row.label}, its own ops"
-    if row.label == "its own ops":
+    if row.label == OWN:
         return f"{'.'.join(labels[1:-1]) or labels[0]}, its own ops"
     return ".".join(labels[1:])

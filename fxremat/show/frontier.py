@@ -13,6 +13,7 @@ from typing import Any
 
 from fxremat.planned_step import PlannedStep
 from fxremat.show.table import Table
+from fxremat.show.text import whatever_is
 from fxremat.units import format_bytes, format_ratio, format_seconds
 
 ROWS = 12  # at most
@@ -95,16 +96,15 @@ class FrontierTable(tuple[Point, ...]):
             title=(f"{count} for {self.plan.device} ({self.plan.timed} times), fastest first",),
             heads=("peak", "of keep-all", "time", "of keep-all", "lower bound", ""),
             rows=cells,
-            notes=tuple(self._notes(len(rows))),
+            notes=tuple(self._notes(len(set(self) - {(row.peak, row.time) for row in rows}))),
             left=frozenset([5]),
             strong=frozenset(place for place, row in enumerate(rows) if row.chosen),
         )
 
-    def _notes(self, shown: int) -> Iterator[str]:
-        choice = "recomputed or offloaded" if self.plan.link else "recomputed"
-        yield f"  lower bound: whatever is {choice}, a step within that peak takes no less"
-        if shown < len(self):
-            yield f"  {len(self) - shown} plans in between are left out; list(plan.frontier) has all"
+    def _notes(self, left_out: int) -> Iterator[str]:
+        yield f"  lower bound: {whatever_is(self.plan)}, a step within that peak takes no less"
+        if left_out:
+            yield f"  {left_out} of them, in between, are not shown; list(plan.frontier) has all"
         if self.plan.weights:
             peak, time = self._chosen
             taken = f"{format_bytes(peak)}, {format_seconds(time)}"

@@ -42,7 +42,7 @@ def label_of(joint: Joint, life: Life) -> str:
     """What bytes are for: their kind, the module, and the value or op that they are of."""
     where, what = source_of(joint, life).module, ""
     if life.value is not None:
-        what = value_name(joint, life.value)
+        what = ("optimizer state of " if life.state else "") + value_name(joint, life.value)
     elif life.op is not None:
         what = joint.ops[life.op].name
     if not what:

@@ -36,13 +36,13 @@ def page_of(data: Data, text: str) -> str:
     Args:
         text: the same as text, for readers without scripts.
     """
-    before, style, after = _asset("page.html").partition("@STYLE@")
+    pieces, after = [], _asset("page.html")
     parts = {
+        "@STYLE@": _asset("page.css"),
         "@TEXT@": escape(text),
         "@DATA@": json.dumps(data, separators=(",", ":"), allow_nan=False).translate(_ESCAPES),
         "@SCRIPT@": '(() => {\n"use strict";\n' + "\n".join(map(_asset, SCRIPTS)) + "})();",
     }
-    pieces = [before, _asset("page.css") if style else ""]
     for mark, filled in parts.items():
         between, _, after = after.partition(mark)
         pieces += [between, filled]

@@ -7,8 +7,8 @@
                               stacked, copies, and what each module has
 
 Lives are stacked by module (`group_of`; weights below all others, the model's own ops above), then by what they are
-for, then by birth. Text is text here: whoever puts it
-into a page escapes it.
+for, then by birth. Text is text here: whoever puts it into a page
+escapes it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fxremat.step.program import Role
 
 KINDS = {
     MemoryKind.WEIGHTS: "weights and optimizer state",
-    MemoryKind.KEPT: "saved for the backward",
+    MemoryKind.KEPT: "saved for the backward, or returned",
     MemoryKind.TEMPORARY: "temporary values of the forward",
     MemoryKind.RECOMPUTED: "recomputed",
     MemoryKind.OFFLOADED: "offloaded: leaving, or back",
@@ -60,9 +60,7 @@ def page_data(plan: PlannedStep) -> Data:
         "title": f"fxremat plan for {plan.device} ({plan.timed} times)",
         "budget": plan.budget,
         "keep_all": [plan.keep_all_peak, plan.keep_all_time],
-        "least": plan.known_minimum,
         "facts": [list(fact) for fact in facts(plan, tree)],
-        "schedule": str(plan.schedule),
         "kinds": [[kind.value, text] for kind, text in KINDS.items()],
         **_texts(plan.joint, modules),
         "points": _points(plan, drawn),
@@ -89,7 +87,7 @@ def group_of(module: str) -> str:
     >>> group_of("transformer.h.3.mlp.c_fc"), group_of("lm_head"), group_of("")
     ('transformer.h.3', 'lm_head', '')
     """
-    match = re.match(r"(?:[^.]*\.)*?\d+(?=\.|$)", module)
+    match = re.match(r"(?:[^.]*\.)*?[0-9]+(?=\.|$)", module)
     return match[0] if match else module.partition(".")[0]
 
 
@@ -178,11 +176,10 @@ def _plan(candidate: Candidate, costs: Costs, modules: Numbers) -> Data:
             "first": [life.first for life in lives],
             "last": [min(life.last, len(moments.moments) - 1) for life in lives],
             "bytes": [life.bytes for life in lives],
-            "value": [_number(life.value) for life in lives],
+            "value": [_number(None if life.state else life.value) for life in lives],
             "op": [_number(life.op) for life in lives],
         },
         "tree": [_share(node, modules) for node in tree.walk()],
-        "waiting": candidate.time - tree.total.seconds,
     }
 
 
@@ -199,17 +196,14 @@ def _stacked(lives: Iterable[Life], joint: Joint, modules: Numbers) -> list[Life
 
 
 def _copies(candidate: Candidate) -> list[list[Any]]:
-    """Copies to the host and back, and collectives: lane, start, end, and what travels."""
+    """Copies to the host and back, and collectives: lane, start and end."""
     found: list[list[Any]] = []
     if candidate.transfers:
-        values = _travelling(candidate)
-        for (role, trip), (start, end) in candidate.transfers.copies.items():
-            found.append([LANES[role], _short(start), _short(end), values.get(trip, -1)])
+        for (role, _), (start, end) in candidate.transfers.copies.items():
+            found.append([LANES[role], _short(start), _short(end)])
     if candidate.communication:
-        names = candidate.layout.joint.ops
         for one in candidate.communication.collectives:
-            written = names[one.op].writes
-            found.append([COMMUNICATION, _short(one.begins), _short(one.ends), written[0] if written else -1])
+            found.append([COMMUNICATION, _short(one.begins), _short(one.ends)])
     return found
 
 
@@ -220,17 +214,6 @@ def _on_the_host(moments: Moments, costs: Costs) -> list[int]:
         return []
     split = moments.program.split
     return hosted if len(hosted) == len(moments.moments) else [*hosted[:split], hosted[split - 1], *hosted[split:]]
-
-
-def _travelling(candidate: Candidate) -> dict[int, int]:
-    """The value that travels in each round trip to the host."""
-    assert candidate.transfers is not None
-    program = candidate.transfers.program
-    return {
-        step.trip: program.version_of[(*step.reads, *step.writes)[0]]
-        for step in program.steps
-        if step.op is None and step.role in LANES and (step.reads or step.writes)
-    }
 
 
 def _share(node: ModuleNode, modules: Numbers) -> list[float]:

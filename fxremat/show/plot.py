@@ -8,6 +8,7 @@ from fxremat.errors import FxrematError
 from fxremat.planned_step import PlannedStep
 from fxremat.show.axes import SECONDS, SIZES
 from fxremat.show.frontier import FrontierTable
+from fxremat.show.text import whatever_is
 from fxremat.units import format_bytes
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def plot(plan: PlannedStep, frontier: FrontierTable, ax: Axes | None = None) -> 
     ax.plot(*zip(*offered, strict=True), ".", color=CURVE)
     bounds = sorted(at(row.peak, row.bound) for row in frontier.rows if row.bound is not None)
     if bounds:
-        ax.plot(*zip(*bounds, strict=True), "--", color=BOUND, label="lower bound, whatever is recomputed")
+        ax.plot(*zip(*bounds, strict=True), "--", color=BOUND, label=f"lower bound, {whatever_is(plan)}")
     ax.plot(*at(whole.peak, whole.time), "s", color="black", label="everything kept")
     ax.plot(*at(plan.predicted_peak, plan.predicted_time), "o", color=BUDGET, label="this plan")
     if _near(plan):

@@ -134,9 +134,10 @@ def _modules(plan: PlannedStep, tree: ModuleNode, full: bool) -> Iterator[str]:
     model = plan.joint.model
     rows = all_rows(tree, model) if full else rows_of(tree, ROWS, model)
     yield from table(rows, ("saved", "recomputed", "offloaded", "extra time"), what_it_does)
-    waiting = waiting_seconds(plan, tree.total)
-    if abs(waiting) > _WAITING * plan.keep_all_time:
-        yield f"  {_waiting_for(plan):{_MODULE + _COUNT - 2 + 3 * _FIGURE}}{format_seconds(waiting):>{_FIGURE}}"
+    beyond = ((_waiting_for(plan), waiting_seconds(plan, tree.total)), ("running in slices", slicing_seconds(plan)))
+    for what, seconds in beyond:
+        if abs(seconds) > _WAITING * plan.keep_all_time:
+            yield f"  {what:{_MODULE + _COUNT - 2 + 3 * _FIGURE}}{format_seconds(seconds):>{_FIGURE}}"
 
 
 def table(rows: Sequence[Row], heads: Sequence[str], figures: Figures) -> Iterator[str]:
@@ -163,12 +164,17 @@ def _figure(amount: float) -> str:
 
 def waiting_seconds(plan: PlannedStep, total: Share) -> float:
     """Seconds beyond keeping everything that no op takes: of waiting for copies or for other ranks."""
-    return plan.predicted_time - plan.keep_all_time - total.extra
+    return plan.predicted_time - plan.keep_all_time - slicing_seconds(plan) - total.extra
+
+
+def slicing_seconds(plan: PlannedStep) -> float:
+    """Seconds that regions in slices take beyond whole ops, whatever is recomputed."""
+    return plan.costs.time_of(range(len(plan.joint.ops))) - plan.keep_all_time if plan.slices else 0.0
 
 
 def _waiting_for(plan: PlannedStep) -> str:
     if plan.chosen.communication:
-        return "waiting for other ranks, beside what keeping everything waits"
+        return "waiting for other ranks, against keeping everything"
     return "waiting for copies, and updates of weights" if plan.weights else "waiting for copies"
 
 
@@ -221,11 +227,15 @@ def _peak(plan: PlannedStep) -> str:
 
 def _time(plan: PlannedStep) -> str:
     slower = format_ratio(plan.predicted_time, plan.keep_all_time, ".2f")
-    choice = "recomputed or offloaded" if plan.link else "recomputed"
-    bound = f"it takes {format_seconds(plan.lower_bound)} or more whatever is {choice}"
+    bound = f"it takes {format_seconds(plan.lower_bound)} or more {whatever_is(plan)}"
     ratio = format_ratio(plan.predicted_time, plan.lower_bound, ".3f")
     times = f"{format_seconds(plan.predicted_time)}, {slower}x of {format_seconds(plan.keep_all_time)}"
     return f"{times}; {bound}: time / lower bound is {ratio}"
+
+
+def whatever_is(plan: PlannedStep) -> str:
+    """What a lower bound holds for."""
+    return f"whatever is {'recomputed or offloaded' if plan.link else 'recomputed'}"
 
 
 def _least(plan: PlannedStep) -> str:

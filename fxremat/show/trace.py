@@ -18,10 +18,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from fxremat.planned_step import PlannedStep
-from fxremat.show.labels import microseconds, printable
-from fxremat.show.moments import LOSS, Moment, Moments
+from fxremat.show.labels import microseconds, printable, value_name
+from fxremat.show.moments import LOSS, Moments
 from fxremat.step.collectives import is_collective
-from fxremat.step.joint import Joint
 from fxremat.step.kinds import MemoryKind
 from fxremat.step.program import Program, Role, Transfer
 
@@ -97,7 +96,8 @@ def _ops(plan: PlannedStep, moments: Moments) -> Iterator[Event]:
                 name = joint.ops[moment.op].name
                 yield _span(lane, name, moment.role, start, end, **_about_op(plan, moment.op, moment.block))
         elif moment.role in (LOSS, Role.UPDATE.value):
-            name = "loss outside the model" if moment.role == LOSS else f"update of {_value_name(joint, moment)}"
+            updated = "weights" if moment.value is None else value_name(joint, moment.value)
+            name = "loss outside the model" if moment.role == LOSS else f"update of {updated}"
             yield _span(OPS, name, moment.role, start, end)
 
 
@@ -111,11 +111,6 @@ def _about_op(plan: PlannedStep, op: int, block: int) -> dict[str, object]:
         "bytes written": sum(sizes.values[value] for value in joint.ops[op].writes),
         "bytes of workspace": max(0, sizes.workspace[op]),
     }
-
-
-def _value_name(joint: Joint, moment: Moment) -> str:
-    value = moment.value
-    return "weights" if value is None else joint.parameters.get(value) or joint.values[value].name
 
 
 def _copies(plan: PlannedStep) -> Iterator[Event]:
@@ -138,7 +133,7 @@ def _about_copy(plan: PlannedStep, program: Program, step: Transfer) -> tuple[st
     value = program.version_of[versions[0]] if versions else step.state_of
     if value is None:
         return f"trip {step.trip}", {}
-    name = joint.parameters.get(value) or joint.values[value].name
+    name = value_name(joint, value)
     size = abs(step.takes) if step.state_of is not None else plan.costs.sizes.values[value]
     source = joint.value_sources[value]
     about: dict[str, object] = {"module": printable(source.module), "bytes": size, "trip": step.trip}

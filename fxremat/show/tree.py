@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
 from itertools import pairwise, takewhile
@@ -80,12 +81,14 @@ class _Table:
         if not levels or not node.parts:
             return
         small: list[ModuleNode] = []
-        if any(self.figures(node.own)):
+        if any(self.figures(node.own)) and any(map(self._has_any, node.parts)):
             yield Row(depth, OWN, 1, node.own, (node.path,))
         for group in self._groups(self._transparent(node)):
             share = added(part.total for part in group)
+            if not any(map(self._has_any, group)):
+                continue
             if self._is_small(share):
-                small += group if any(self.figures(share)) else []
+                small += group
                 continue
             yield _row(node, group, share, depth)
             for row in self.inside(group[0], depth + 1, levels - 1):
@@ -98,15 +101,17 @@ class _Table:
 
     def _is_small(self, share: Share) -> bool:
         figures = self.figures(share)
-        if not any(figures):
-            return True
         return any(self.least) and all(x < least for x, least in zip(figures, self.least, strict=True) if least)
+
+    def _has_any(self, module: ModuleNode) -> bool:
+        """Whether a module or a part of it has any figure; those of several may cancel in a difference of two trees."""
+        return any(any(self.figures(node.own)) for node in module.walk())
 
     def _transparent(self, node: ModuleNode) -> Iterator[ModuleNode]:
         """The parts of a module; in the place of one that only holds others (a ModuleList), those that it holds."""
         for part in node.parts:
-            holds = len(part.parts) == 1 or all(inner.name.isdigit() for inner in part.parts)
-            if part.parts and not any(self.figures(part.own)) and holds and not part.name.isdigit():
+            holds = len(part.parts) == 1 or all(is_number(inner.name) for inner in part.parts)
+            if part.parts and not any(self.figures(part.own)) and holds and not is_number(part.name):
                 yield from self._transparent(part)
             else:
                 yield part
@@ -115,7 +120,7 @@ class _Table:
         """Numbered siblings that look the same, together; all others alone."""
         found: dict[object, list[ModuleNode]] = {}
         for part in parts:
-            key = (part.path.rpartition(".")[0], self._looks(part)) if part.name.isdigit() else part.path
+            key = (part.path.rpartition(".")[0], self._looks(part)) if is_number(part.name) else part.path
             found.setdefault(key, []).append(part)
         return list(found.values())
 
@@ -123,6 +128,11 @@ class _Table:
         """All that is shown of a module and its parts, but its name. Seconds count to three digits."""
         own = tuple(f"{x:.3g}" if isinstance(x, float) else x for x in self.figures(node.own))
         return own, tuple((part.name, self._looks(part)) for part in node.parts)
+
+
+def is_number(name: str) -> bool:
+    """Whether the name of a module is a number as Python writes it: of a part of a ModuleList."""
+    return re.fullmatch("0|[1-9][0-9]*", name) is not None
 
 
 def _row(outer: ModuleNode, group: Sequence[ModuleNode], share: Share, depth: int) -> Row:

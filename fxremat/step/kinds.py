@@ -47,6 +47,7 @@ class Life:
     bytes: int
     value: int | None = None  # of the joint graph, whose storage it is
     op: int | None = None  # whose workspace it is, or whose saved random state
+    state: bool = False  # the optimizer state of the value, which is a parameter
 
 
 def lives_of(program: Program, sizes: Sizes) -> list[Life]:
@@ -86,7 +87,7 @@ def _optimizer_states(program: Program) -> Iterator[Life]:
         if isinstance(step, Transfer) and step.takes > 0:
             came[step.state_of] = place
         elif isinstance(step, Transfer) and step.takes < 0:
-            yield Life(MemoryKind.WEIGHTS, came.pop(step.state_of), place, -step.takes, step.state_of)
+            yield Life(MemoryKind.WEIGHTS, came.pop(step.state_of), place, -step.takes, step.state_of, state=True)
 
 
 def bytes_by_kind(program: Program, sizes: Sizes) -> dict[MemoryKind, tuple[int, ...]]:

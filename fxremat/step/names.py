@@ -134,11 +134,6 @@ def common_module(modules: Iterable[str]) -> str:
     return ".".join(level[0] for level in takewhile(lambda level: len(set(level)) == 1, levels))
 
 
-def inside(module: str, outer: str) -> bool:
-    """Whether a module is another one, or a part of it."""
-    return not outer or module == outer or module.startswith(f"{outer}.")
-
-
 def span_of(modules: Sequence[str], counts: Counter[str]) -> str:
     """The modules that ops go through, as one name: a module that they are all of, or the first and last of its parts.
 

@@ -24,8 +24,8 @@ class FrontierChart {
     const peaks = data.points.map(([peak]) => peak), times = data.points.map(([, time]) => time);
     this.most = 1.04 * Math.max(...peaks, data.keep_all[0]);
     const spread = Math.max(...times) - Math.min(...times);
-    this.fast = Math.min(...times) - 0.08 * spread - 1e-12;
-    this.slow = Math.max(...times) + 0.08 * spread + 1e-12;
+    this.fast = Math.max(0, Math.min(...times) - 0.08 * spread);
+    this.slow = Math.max(...times) + 0.08 * spread || 1;
   }
 
   x(peak) { return this.left + (this.width - this.left - 10) * peak / this.most; }
@@ -38,6 +38,7 @@ class FrontierChart {
   }
 
   draw(chosen) {
+    if (this.data.points.length < 2) return;
     this.width = Math.max(320, Math.min(640, this.holder.clientWidth || 640));
     const { data } = this, bottom = this.height - 30;
     const parts = [];
@@ -49,7 +50,7 @@ class FrontierChart {
       parts.push(svg("line", { class: "axis", x1: this.left, x2: this.width - 10, y1: this.y(time), y2: this.y(time) }));
       parts.push(svg("text", { x: this.left - 6, y: this.y(time) + 4, "text-anchor": "end" }, label));
     }
-    parts.push(svg("path", { class: "curve", d: steps(data.points, this) }));
+    parts.push(svg("path", { class: "curve", d: stairs(data.points, this) }));
     if (data.budget && data.budget <= this.most) {
       parts.push(svg("line", { class: "limit", x1: this.x(data.budget), x2: this.x(data.budget), y1: this.top, y2: bottom }));
       parts.push(svg("text", { x: this.x(data.budget) - 4, y: this.top + 10, "text-anchor": "end" }, "budget"));
@@ -78,7 +79,7 @@ class FrontierChart {
 }
 
 // More memory is never slower: from the right, each point holds down to its peak.
-function steps(points, chart) {
+function stairs(points, chart) {
   let path = `M${chart.x(chart.most)},${chart.y(points[0][1])}`;
   for (const [peak, time] of points) path += ` V${chart.y(time)} H${chart.x(peak)}`;
   return path;

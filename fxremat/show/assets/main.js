@@ -3,15 +3,15 @@
 const began = performance.now();
 const data = JSON.parse(document.getElementById("data").textContent);
 const byId = (id) => document.getElementById(id);
-const steps_ = new Map(); // number of a plan -> its step, made when it is first asked for
+const drawn = new Map(); // number of a plan -> its step, made when it is first asked for
 const state = { plan: data.chosen, by: "module", selected: -1, view: null, hover: null, drag: null, pinned: false };
 const picture = new Picture(byId("canvas"));
 const modules = new ModuleTable(byId("modules"), (module) => module === null ? drawTables() : select(module));
 const frontier = new FrontierChart(byId("frontier"), data, choose);
 
 function step() {
-  if (!steps_.has(state.plan)) steps_.set(state.plan, new Step(data, data.plans[state.plan]));
-  return steps_.get(state.plan);
+  if (!drawn.has(state.plan)) drawn.set(state.plan, new Step(data, data.plans[state.plan]));
+  return drawn.get(state.plan);
 }
 
 function view() { return state.view || [0, step().end]; }
@@ -139,6 +139,13 @@ function zoom(from, to) {
   drawPicture();
 }
 
+// Zoom to what was dragged over, in pixels; a drag beside the picture is none.
+function zoomTo(drag) {
+  const [begin, end] = drag.map((x) => Math.max(picture.left, Math.min(picture.left + picture.width, x))).sort((a, b) => a - b);
+  if (end - begin > 3) zoom(picture.timeAt(begin), picture.timeAt(end));
+  else drawPicture();
+}
+
 function zoomBy(factor) {
   const [from, to] = view();
   const middle = state.hover ? step().plan.starts[state.hover.moment] : (from + to) / 2;
@@ -181,11 +188,12 @@ function listen() {
       drawPicture();
     } else if (!pressed) moveTo(x, y);
   });
-  holder.addEventListener("pointerdown", (event) => { pressed = place(event); });
+  holder.addEventListener("pointerdown", (event) => { if (!event.button) pressed = place(event); });
   holder.addEventListener("pointerup", (event) => {
+    if (!pressed) return;
     const [x, y] = place(event), drag = state.drag;
     pressed = state.drag = null;
-    if (drag) zoom(...drag.map((end) => picture.timeAt(end)).sort((a, b) => a - b));
+    if (drag) zoomTo(drag);
     else if (event.pointerType !== "mouse") moveTo(x, y);
     else if (state.hover && state.hover.life >= 0) select(step().module[state.hover.life]);
   });

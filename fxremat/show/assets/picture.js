@@ -254,25 +254,27 @@ class Picture {
   }
 }
 
-// Multiples of 1, 2 or 5 times a power of ten between two numbers, about so many.
+// Multiples of 1, 2 or 5 times a power of ten between two numbers, about so many, with as many decimals as they need.
 function roundSteps(from, to, count) {
   const power = 10 ** Math.floor(Math.log10((to - from) / count));
   const step = [1, 2, 5, 10].map((factor) => factor * power).find((size) => (to - from) / size <= count);
   const found = [];
-  for (let number = Math.ceil(from / step - 1e-9); number * step <= to * (1 + 1e-12); number++) found.push(number * step);
+  const decimals = Math.max(0, -Math.floor(Math.log10(step) + 1e-9));
+  for (let number = Math.ceil(from / step - 1e-9); number * step <= to * (1 + 1e-12); number++)
+    found.push([number * step, String(+(number * step).toFixed(decimals))]);
   return found;
 }
 
 function sizeTicks(most) {
   const [unit, size] = units.find(([, size]) => most >= size) || ["B", 1];
-  return roundSteps(0, most / size, 6).map((number) => [number * size, `${+number.toPrecision(6)} ${unit}`]);
+  return roundSteps(0, most / size, 6).map(([number, label]) => [number * size, `${label} ${unit}`]);
 }
 
 function timeTicks(from, to) {
-  const [unit, size] = [["s", 1], ["ms", 1e-3], ["us", 1e-6]].find(([, size]) => to - from >= size) || ["us", 1e-6];
-  return roundSteps(from / size, to / size, 6).map((number) => [number * size, `${+number.toPrecision(6)} ${unit}`]);
+  const [unit, size] = [["s", 1], ["ms", 1e-3], ["us", 1e-6]].find(([, size]) => to >= size) || ["us", 1e-6];
+  return roundSteps(from / size, to / size, 6).map(([number, label]) => [number * size, `${label} ${unit}`]);
 }
 
 function opTicks(from, to) {
-  return roundSteps(from, to, 6).map((number) => [number, `op ${Math.round(number)}`]);
+  return roundSteps(from, to, 6).filter(([number]) => Number.isInteger(number)).map(([number, label]) => [number, `op ${label}`]);
 }

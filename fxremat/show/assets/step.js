@@ -15,7 +15,7 @@ function seconds(value) {
 
 // A layer, or the first level of modules: what a stack of the picture is for. As group_of in page_data.py.
 function groupOf(module) {
-  const layer = module.match(/^(?:[^.]*\.)*?\d+(?=\.|$)/);
+  const layer = module.match(/^(?:[^.]*\.)*?[0-9]+(?=\.|$)/);
   return layer ? layer[0] : module.split(".")[0];
 }
 

@@ -102,7 +102,7 @@ function fate(step, lives) {
   const kinds = lives.map((life) => step.data.kinds[step.kind[life]][0]);
   const count = (kind) => kinds.filter((other) => other === kind).length;
   const said = [];
-  if (count("kept")) said.push("saved for the backward");
+  if (count("kept")) said.push("saved for the backward, or returned");
   if (count("temporary")) said.push("freed in the forward");
   if (count("offloaded")) said.push("waits on the host");
   if (count("recomputed")) said.push(count("recomputed") > 1 ? `made again ${count("recomputed")} times` : "made again");
