@@ -129,7 +129,7 @@ def a_small_gpt(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[dict[str, A
 
 @contextlib.contextmanager
 def an_environment_of_torchrun(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    """Of a job of one process."""
+    """A job of one process."""
     job = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}
     for name, value in job.items():
         patch.setenv(name, str(value))

@@ -202,7 +202,7 @@ def test_lives_add_up_to_the_moments_of_every_plan_that_is_drawn(kind: str) -> N
 
 @pytest.mark.parametrize("kind", KINDS_OF_PLANS)
 def test_lives_lie_in_the_order_in_which_they_are_stacked(kind: str) -> None:
-    """By module in the order of the list of modules, the model's own last; then by purpose, and by birth."""
+    """Lives are sorted by module in the order of the list, the model's own last; then by purpose, and by birth."""
     plan = plan_of(kind)
     data = page_data(plan)
     order = [*dict.fromkeys(group_of(module) for module in data["modules"] if module), ""]

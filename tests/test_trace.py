@@ -57,7 +57,7 @@ def checked(found: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def lanes(events: list[dict[str, Any]]) -> dict[str, list[tuple[float, float]]]:
-    """When the events of each lane begin and end, by the lane's name."""
+    """The starts and ends of the events of each lane, by the lane's name."""
     names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     found = defaultdict(list)
     for event in events:

@@ -51,6 +51,6 @@ def label_of(joint: Joint, life: Life) -> str:
 
 
 def microseconds(moments: Moments, moment: Moment) -> tuple[float, float]:
-    """When a moment starts and ends; where no op takes time, each moment is one microsecond long."""
+    """The start and end of a moment; where no op takes time, each moment is one microsecond long."""
     unit = 1e6 if moments.timed else 1.0
     return moment.start * unit, moment.end * unit

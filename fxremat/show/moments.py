@@ -84,7 +84,7 @@ class Moments:
 
     @property
     def end(self) -> float:
-        """When the last moment ends."""
+        """The end of the last moment."""
         return max((moment.end for moment in self.moments), default=0.0)
 
     def lives_at(self, place: int) -> list[Life]:
@@ -93,7 +93,7 @@ class Moments:
 
 
 def _starts(candidate: Candidate, count: int) -> Sequence[float] | None:
-    """When each step begins, where a clock of copies or collectives says so."""
+    """The start of each step, where a clock of copies or collectives says so."""
     clock = candidate.communication or candidate.transfers
     return clock.starts if clock and len(clock.starts) == count else None
 

@@ -4,7 +4,7 @@ const began = performance.now();
 const data = JSON.parse(document.getElementById("data").textContent);
 const byId = (id) => document.getElementById(id);
 const drawn = new Map(); // number of a plan -> its step, made when it is first asked for
-const state = { plan: data.chosen, by: "module", selected: -1, view: null, hover: null, drag: null, pinned: false };
+const state = { plan: data.chosen, by: "module", selected: -1, view: null, hover: null, drag: null };
 const picture = new Picture(byId("canvas"));
 const modules = new ModuleTable(byId("modules"), (module) => module === null ? drawTables() : select(module));
 const frontier = new FrontierChart(byId("frontier"), data, choose);
@@ -87,7 +87,7 @@ function point(life) {
 
 function announce(text) { byId("detail").replaceChildren(element("span", {}, text)); }
 
-function about(moment, life) {
+function about(life) {
   const made = element("div", { class: "about" }, element("b", {}, step().lifeName(life)));
   for (const [label, text] of step().about(life)) made.append(element("span", {}, label), element("span", {}, text));
   return made;
@@ -101,7 +101,7 @@ function describe() {
   const parts = [element("div", {}, now)];
   if (life >= 0) {
     const module = step().module[life];
-    parts.push(about(moment, life));
+    parts.push(about(life));
     if (module) parts.push(element("button", { class: "plain", type: "button", onclick: () => select(module) }, `Select ${data.modules[module]}`));
   }
   byId("detail").replaceChildren(...parts);
@@ -123,7 +123,7 @@ function moveTo(x, y) {
     drawPicture();
     describe();
     if (!tip.hidden) {
-      tip.replaceChildren(about(state.hover.moment, state.hover.life));
+      tip.replaceChildren(about(state.hover.life));
       const room = byId("picture").clientWidth - tip.offsetWidth - 4;
       tip.style.left = `${Math.max(0, Math.min(x + 14, room))}px`;
       const below = y + 16 + tip.offsetHeight <= byId("picture").clientHeight;
