@@ -25,12 +25,15 @@ from fxremat.ops.parameters import check_optimizer
 from fxremat.search.refine import EFFORT
 from fxremat.solvers.choose import check_effort, check_slots
 from fxremat.solvers.registry import LISTS, SOLVERS, TABLES
+from fxremat.torch_inductor import check_settings
 from fxremat.units import Budget, parse_budget, parse_bytes, shortened
 
 PLANNERS = ("auto", *LISTS, *TABLES)  # solvers that plan models
 TRANSFERRING = tuple(name for name, solver in SOLVERS.items() if solver.transfers)  # with offload=True, too
 COSTS = ("measure", "estimate")
 REDUCE = ("fp32", "same")  # how sums over slices are added up
+KERNELS = ("eager", "inductor")
+RANDOM = ("inductor", "eager")  # whose numbers dropouts draw
 OUTPUTS = ("all", "loss")  # what a forward that runs in slices returns
 MANY_SLICES = 1 << 20
 
@@ -56,6 +59,9 @@ class PlanOptions(TypedDict, total=False):
     slices: bool | int
     reduce: str | None
     outputs: str
+    kernels: str
+    inductor: Mapping[str, Any] | None
+    random: str | None
 
 
 class CompileOptions(PlanOptions, total=False):
@@ -101,6 +107,12 @@ class Options:
             None: in float32 where that fits.
         outputs: what forward returns beside its loss: "all", or "loss": with slices, what is large and the loss is
             computed from (logits, which libraries return) comes back as NaN in its shape, without memory.
+        kernels: "eager" runs PyTorch's kernel of every op, with its bits; "inductor" compiles regions of the planned
+            step with torch's Inductor. Gradients are then those of torch.compile up to rounding: docs/kernels.md.
+            Sizes are fixed, as with slices.
+        inductor: patches of `torch._inductor.config`, with kernels="inductor".
+        random: whose dropout masks kernels="inductor" draws: "inductor", those of torch.compile, made again from a seed
+            where they are recomputed; or "eager", those of eager PyTorch. None: "inductor".
         optimizer: of the model's parameters: SGD, Adam, AdamW, or another that treats each element by itself.
 
     Raises:
@@ -127,6 +139,9 @@ class Options:
     slices: bool | int = False
     reduce: str | None = None
     outputs: str = "all"
+    kernels: str = "eager"
+    inductor: Mapping[str, Any] | None = None
+    random: str | None = None
     budget: Budget = field(init=False, repr=False)  # what `mem` means
     host_limit: int | None = field(init=False, repr=False)  # bytes that `host_mem` means
     loss_size: int | None = field(init=False, repr=False)  # bytes that `loss_bytes` means
@@ -143,13 +158,24 @@ class Options:
         self._check_costs()
         self._check_slices()
         self._check_tiers()
+        self._check_kernels()
         self._check_solver()
         self._check_shapes()
 
     @property
     def resizable(self) -> bool:
         """Whether plans for other sizes can be made from one capture: not with slices, or what waits on the host."""
-        return not (self.offload or self.offload_weights or self.slices)
+        return not (self.offload or self.offload_weights or self.slices or self.compiles)
+
+    @property
+    def compiles(self) -> bool:
+        """Whether regions of the step are compiled."""
+        return self.kernels == "inductor"
+
+    @property
+    def draws_from_seeds(self) -> bool:
+        """Whether dropouts draw from seeds that are values of the step."""
+        return self.compiles and self.random != "eager"
 
     @property
     def may_change(self) -> bool | None:
@@ -209,6 +235,26 @@ class Options:
             raise FxrematError(f"outputs is {shortened(self.outputs)}; it is one of {', '.join(OUTPUTS)}")
         if self.outputs == "loss" and not given:
             raise FxrematError('outputs="loss" leaves out what runs in slices; it goes with slices=True')
+
+    def _check_kernels(self) -> None:
+        if not isinstance(self.kernels, str) or self.kernels not in KERNELS:
+            raise FxrematError(f"kernels is {shortened(self.kernels)}; it is one of {', '.join(KERNELS)}")
+        if self.random is not None and self.random not in RANDOM:
+            raise FxrematError(f"random is {shortened(self.random)}; it is None or one of {', '.join(RANDOM)}")
+        if self.inductor is not None and not isinstance(self.inductor, Mapping):
+            raise FxrematError(
+                f"inductor is {shortened(self.inductor)}; it is settings of torch._inductor.config by name"
+            )
+        if not self.compiles:
+            for name in ("inductor", "random"):
+                if getattr(self, name) is not None:
+                    raise FxrematError(f'{name} says how regions are compiled; it goes with kernels="inductor"')
+            return
+        check_settings(self.inductor or {})
+        if self.offload or self.offload_weights:
+            raise FxrematError('kernels="inductor" keeps everything on the device; it does not go with offloading')
+        if self.cost == "estimate":
+            raise FxrematError('kernels="inductor" measures its kernels; it goes with cost="measure"')
 
     def _check_tiers(self) -> None:
         for name in ("offload", "offload_weights"):

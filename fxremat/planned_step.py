@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from torch import fx
 
@@ -35,6 +35,18 @@ class WeightBudget:
     keep_all_peak: int  # bytes with everything on the device
     minimum: int  # the least budget
     hosted: frozenset[int] = frozenset()  # values of the parameters that live on the host
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Compiled:
+    """A step whose ops are taken together into regions, which Inductor compiles, and what these take."""
+
+    chosen: Candidate  # in units: regions, and ops that run as they are
+    costs: Costs  # of the units
+    regions: int
+    distinct: int  # that were compiled; equal ones share their kernels
+    ops: int  # executions of ops that are in regions
+    seconds: float  # that compiling took, for this plan
 
 
 class AnotherPlan(Protocol):
@@ -72,20 +84,35 @@ class PlannedStep:
     slices: tuple[SlicedRegion, ...] = ()  # regions that run in slices
     not_sliced: tuple[str, ...] = ()  # why ops that need much are whole, where slices were asked for
     more_slices: Callable[[], int] | None = None  # the least budget of ways to slice that were not needed
+    compiled: Compiled | None = None  # where ops run in compiled regions
     assumed: str = ""  # what was taken for granted of a device that the step was not captured on
 
     def __repr__(self) -> str:
         return f"<fxremat plan: {self.headline}>"
 
     @property
+    def running(self) -> Self:
+        """The plan of what runs: of units, where these are compiled, with joint graph and costs of their own."""
+        if self.compiled is None:
+            return self
+        chosen = self.compiled.chosen
+        alone = Frontier(keep_all=self.alternatives.keep_all, candidates=(chosen,))
+        return replace(self, chosen=chosen, costs=self.compiled.costs, alternatives=alone, compiled=None)
+
+    @property
+    def op_by_op(self) -> Self:
+        """The plan of single ops that one of compiled units was made of."""
+        return replace(self, compiled=None) if self.compiled else self
+
+    @property
     def predicted_peak(self) -> int:
         """Bytes, exact up to the allocator's rounding."""
-        return self.chosen.peak
+        return self.running.chosen.peak
 
     @property
     def predicted_time(self) -> float:
         """Seconds of one forward and backward."""
-        return self.chosen.time
+        return self.running.chosen.time
 
     @property
     def keep_all_peak(self) -> int:
@@ -149,13 +176,13 @@ class PlannedStep:
 
     @cached_property
     def program(self) -> Program:
-        """What runs, op by op."""
-        return self.chosen.program()
+        """What runs, op by op, or unit by unit where these are compiled."""
+        return self.running.chosen.program()
 
     @cached_property
     def memory(self) -> Memory:
         """Bytes alive during each step of the program."""
-        return live_bytes(self.program, self.costs.sizes)
+        return live_bytes(self.program, self.running.costs.sizes)
 
     @cached_property
     def graphs(self) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -189,9 +216,10 @@ class PlannedStep:
     def gradient_bytes(self) -> int:
         """Bytes of parameter and input gradients that are there at the peak; `modules` has all that are returned."""
         at = max(range(len(self.memory.during)), key=self.memory.during.__getitem__, default=-1)
-        written = (version for step in self.program.steps[: at + 1] for version in step.writes)
-        alive = {self.program.version_of[version] for version in written} & self.program.layout.joint.returned
-        return sum(self.costs.sizes.values[value] for value in alive)
+        program = self.program
+        written = (version for step in program.steps[: at + 1] for version in step.writes)
+        alive = {program.version_of[version] for version in written} & program.layout.joint.returned
+        return sum(self.running.costs.sizes.values[value] for value in alive)
 
     @property
     def headline(self) -> str:

@@ -39,7 +39,7 @@ class Plan(PlannedStep):
     @cached_property
     def moments(self) -> Moments:
         """What runs from when to when, and all that is on the device then."""
-        return Moments.of(self.chosen, self.costs)
+        return Moments.of(self.running.chosen, self.running.costs)
 
     @cached_property
     def frontier(self) -> FrontierTable:

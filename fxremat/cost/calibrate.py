@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,14 +20,15 @@ import torch
 from fxremat.agreement import ALONE, Agreement
 from fxremat.cost.cache import CostCache
 from fxremat.cost.made_up import value_like, weights_like
-from fxremat.cost.measure import quiet_world
+from fxremat.cost.measure import peak_of, quiet_world
 from fxremat.cost.walk import given_inputs
 from fxremat.passes.lower import lower
 from fxremat.step.costs import Costs, device_of, op_key
-from fxremat.step.joint import Origin
+from fxremat.step.joint import Joint, Origin
 from fxremat.step.liveness import live_bytes
 from fxremat.step.program import Program
-from fxremat.torch_private import boxed, unprofiled
+from fxremat.step.region import runnable
+from fxremat.torch_private import unprofiled
 
 log = logging.getLogger(__name__)
 RUNS = 3  # of a step, of which the fastest counts
@@ -48,7 +50,7 @@ def calibration(
     digest = hashlib.sha256("\n".join(op_key(op.node) for op in joint.ops).encode()).hexdigest()
     known = cache.numbers(f"factor {digest}", 1)
     if None in ranks.gathered(known, "comparing times"):
-        run = partial(_run, program, costs, inputs, device, ranks)
+        run = partial(_run, program, costs, inputs, ranks)
         seconds = ranks.together("timing a step", lambda: unprofiled(run), meeting=True)
         if seconds is None:
             return 1.0
@@ -59,29 +61,36 @@ def calibration(
     return ranks.maximum(known[:1], "comparing times")[0]
 
 
-def _run(
-    program: Program, costs: Costs, inputs: Sequence[Any], device: torch.device, ranks: Agreement
-) -> float | None:
-    """Seconds of one step of a program's graphs; None where there is no room for it, or where it fails."""
-    joint, alone = program.layout.joint, len(ranks.ranks) == 1
-    given = given_inputs(joint, inputs)
-    made = sum(v.bytes for v in joint.values if v.origin is Origin.PRIMAL and v.index not in given)
-    peak = live_bytes(program, costs.sizes).peak
-    if alone and device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < 1.2 * (made + peak):
+def peak_of_step(program: Program, costs: Costs, inputs: Sequence[Any] = ()) -> int | None:
+    """Measured peak of one step of a program's graphs, in bytes above its start; None where it cannot be measured.
+
+    A loss outside the model is not part of it.
+    """
+    made = _Made.of(program, costs, inputs, alone=True)
+    if made is None:
         return None
-    forward, backward = (boxed(graph) for graph in lower(program))
-    returned = len(joint.forward_outputs)
     try:
-        with quiet_world(device):
-            primals = [
-                given[value].detach() if (value := joint.value_of[node]) in given else weights_like(node)
-                for node in joint.primals
-            ]
-            tangents = [value_like(node) for node in joint.tangents]
+        with quiet_world(made.device):
+            primals, tangents = made.arguments()
+            return unprofiled(lambda: peak_of(partial(made.step, primals, tangents), made.device)[0])
+    except Exception as error:  # the real step says what is wrong, if it is
+        log.debug("measuring a step failed: %s: %s", type(error).__name__, error)
+        return None
+
+
+def _run(program: Program, costs: Costs, inputs: Sequence[Any], ranks: Agreement) -> float | None:
+    """Seconds of one step of a program's graphs; None where there is no room for it, or where it fails."""
+    alone = len(ranks.ranks) == 1
+    made = _Made.of(program, costs, inputs, alone=alone)
+    if made is None:
+        return None
+    try:
+        with quiet_world(made.device):
+            primals, tangents = made.arguments()
             runs = list[float]()
             while len(runs) < RUNS and (len(runs) < 2 or not alone or sum(runs) < LONG):
                 ranks.meet("timing a step")
-                runs.append(_step(forward, backward, primals, tangents, returned, device))
+                runs.append(made.seconds(primals, tangents))
     except Exception as error:  # no plan fails for want of a factor; the real step says what is wrong, if it is
         log.debug("calibration failed: %s: %s", type(error).__name__, error)
         if not alone:
@@ -90,18 +99,55 @@ def _run(
     return min(runs)
 
 
-def _step(
-    forward: Any, backward: Any, primals: list[Any], tangents: list[Any], returned: int, device: torch.device
-) -> float:
-    start = time.perf_counter()
-    results = list(forward(list(primals)))
-    saved = results[returned:]
-    del results[returned:]
-    arguments = [*saved, *tangents]
-    del saved
-    gradients = backward(arguments)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    seconds = time.perf_counter() - start
-    del gradients, results
-    return seconds
+@dataclass(frozen=True)
+class _Made:
+    """The graphs of a program, to be run on the user's own inputs and on what is made up."""
+
+    joint: Joint
+    given: Mapping[int, torch.Tensor]
+    forward: Callable[[list[Any]], Any]
+    backward: Callable[[list[Any]], Any]
+
+    @classmethod
+    def of(cls, program: Program, costs: Costs, inputs: Sequence[Any], *, alone: bool) -> _Made | None:
+        """The graphs; None where there is no room for a step."""
+        joint = program.layout.joint
+        given, device = given_inputs(joint, inputs), device_of(joint)
+        made = sum(v.bytes for v in joint.values if v.origin is Origin.PRIMAL and v.index not in given)
+        peak = live_bytes(program, costs.sizes).peak
+        if alone and device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < 1.2 * (made + peak):
+            return None
+        return cls(joint, given, *(runnable(graph) for graph in lower(program)))
+
+    @property
+    def device(self) -> torch.device:
+        """Where the step runs."""
+        return device_of(self.joint)
+
+    def arguments(self) -> tuple[list[Any], list[Any]]:
+        """The primals and the tangents, made up where nothing is given."""
+        joint, given = self.joint, self.given
+        primals = [
+            given[value].detach() if (value := joint.value_of[node]) in given else weights_like(node)
+            for node in joint.primals
+        ]
+        return primals, [value_like(node) for node in joint.tangents]
+
+    def step(self, primals: Sequence[Any], tangents: Sequence[Any]) -> None:
+        """Run forward and backward."""
+        results = list(self.forward(list(primals)))
+        returned = len(self.joint.forward_outputs)
+        saved = results[returned:]
+        del results[returned:]
+        arguments = [*saved, *tangents]
+        del saved
+        gradients = self.backward(arguments)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        del gradients, results
+
+    def seconds(self, primals: Sequence[Any], tangents: Sequence[Any]) -> float:
+        """Seconds of one step."""
+        start = time.perf_counter()
+        self.step(primals, tangents)
+        return time.perf_counter() - start

@@ -42,6 +42,7 @@ from fxremat.step.collectives import is_collective
 from fxremat.step.costs import Costs, OpCost, costs_from, device_of, op_key, rounded
 from fxremat.step.joint import Joint, Op, storage_bytes
 from fxremat.step.overwriting import overwritten
+from fxremat.step.region import Region
 from fxremat.torch_private import allocations, is_real, real_tensors, unprofiled
 
 aten = torch.ops.aten
@@ -258,6 +259,8 @@ class _Visitor:
             self.ranks.meet("measuring")
         if overwritten(op.node) is not None and op.index not in self.checked:
             call = self._checked(op, call)
+        if isinstance(op.node.target, Region):
+            self._check_alone(op, op.node.target, call)
         key = op_key(op.node)
         if self.wanted.pop(key, None) is None and not _is_unknown(op, key, self.cache):
             return call()
@@ -267,6 +270,13 @@ class _Visitor:
             _measured_here.add(key)
         next(self.bar, None)
         return result
+
+    def _check_alone(self, op: Op, region: Region, call: Call) -> None:
+        """Let a region run op by op whose inputs share a storage with something else, which it would overwrite."""
+        inputs = [node for node in op.node.args if isinstance(node, fx.Node)]
+        for place in region.donated:
+            if self.walk.shares(call.args[place], besides=self.joint.value_of[inputs[place]]):
+                region.give_up("an input that it may overwrite shares its storage")
 
     def _checked(self, op: Op, call: Call) -> Call:
         """The call, which makes a new result after all where it would have another layout than the operand."""
@@ -287,6 +297,8 @@ class _Visitor:
 def measured(node: fx.Node, call: Call, device: torch.device) -> tuple[OpCost, Any]:
     """What a call costs, and its result. It runs five times or more; one that overwrites its operand does so once."""
     fixed = is_collective(node)
+    if isinstance(node.target, Region):
+        return _region_measured(node.target, call, device)
     if overwritten(node) is None:
         seconds = seconds_of(call, device, fixed=fixed)
         largest = fullest(node, call)
@@ -296,6 +308,44 @@ def measured(node: fx.Node, call: Call, device: torch.device) -> tuple[OpCost, A
     seconds, peak = _on_a_copy(call, device, fixed=fixed)
     result = call()
     return _cost(seconds, peak, result, device, new=False), result
+
+
+def _region_measured(region: Region, call: Call, device: torch.device) -> tuple[OpCost, Any]:
+    """What a region costs whose dying inputs it alone holds, as it does in a step; it is compiled where it is not.
+
+    One that returns a storage twice, or one of its inputs, is run op by op from then on.
+    """
+    region.compile()
+    held: list[Any] = []
+
+    def hold() -> None:
+        held[:] = [_copy_of(x) if place in region.dying else x for place, x in enumerate(call.args)]
+
+    def run() -> Any:
+        return region.run(list(call.args) if not held else held)
+
+    hold()
+    try:
+        if _shares_storages(region.run(held), call.args):
+            region.give_up("it returns a storage twice, or one of its inputs")
+    except Exception as error:
+        region.give_up(f"{type(error).__name__}: {error}")
+    seconds = seconds_of(call if device.type == "cuda" else run, device, prepare=hold)
+    allocations(hold, device)  # which knows the size of what is freed later only where it saw it allocated
+    peak, result = peak_of(run, device)
+    outputs = tuple(rounded(size, device) for size in _output_bytes(result))
+    return OpCost(seconds, peak, outputs), result
+
+
+def _copy_of(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)
+
+
+def _shares_storages(results: Sequence[Any], inputs: Sequence[Any]) -> bool:
+    """Whether any result is in the storage of another one, or of an input."""
+    made = [result.untyped_storage().data_ptr() for result in results if result.numel()]
+    given = {x.untyped_storage().data_ptr() for x in inputs}
+    return len(set(made)) < len(made) or not given.isdisjoint(made)
 
 
 def _on_a_copy(call: Call, device: torch.device, *, fixed: bool) -> tuple[float, int]:

@@ -1,7 +1,7 @@
 """Random ops that run more than once draw the same numbers: save the generator's state first, replay it later.
 
-    state, mask_and_output = draw_saving(aten.native_dropout.default, x, 0.1, True)     the first execution
-    mask_and_output        = draw_again(state, aten.native_dropout.default, x, 0.1, True)     every later one
+    state, output, mask = draw_saving(aten.native_dropout.default, x, 0.1, True)     the first execution
+    output, mask        = draw_again(state, aten.native_dropout.default, x, 0.1, True)     every later one
 
 The second leaves the generator as it found it, so the stream that the rest of the program sees is the plain model's.
 Both are plain functions: fx calls them in emitted order. A state takes about 5 KB on a CPU; on CUDA it is a few bytes
@@ -55,10 +55,11 @@ class GeneratorStates:
                 generator.set_state(state)
 
 
-def draw_saving(op: Any, *arguments: Any, **options: Any) -> tuple[torch.Tensor, Any]:
-    """Run a random op; return the generator's state from before it, and what it gave."""
+def draw_saving(op: Any, *arguments: Any, **options: Any) -> tuple[Any, ...]:
+    """Run a random op; return the generator's state from before it, and all that it gave."""
     state = generator_of(arguments, options).get_state()
-    return state, op(*arguments, **options)
+    given = op(*arguments, **options)
+    return (state, *given) if isinstance(given, tuple | list) else (state, given)
 
 
 def draw_again(state: torch.Tensor, op: Any, *arguments: Any, **options: Any) -> Any:

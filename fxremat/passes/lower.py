@@ -16,7 +16,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -53,7 +53,7 @@ def lower(
         tier: the name of the host tier that its transfers go through, where it has any.
         handles: where it finds the parameters and their optimizer, where the step updates them.
     """
-    return _Lowering(program, tier, handles).run()
+    return Lowering(program, tier, handles).run()
 
 
 def sizes_of(graph: fx.GraphModule) -> tuple[Size, ...]:
@@ -63,7 +63,7 @@ def sizes_of(graph: fx.GraphModule) -> tuple[Size, ...]:
 
 
 @dataclass
-class _Part:
+class Part:
     """One of the two graphs under construction."""
 
     graph: fx.Graph = field(default_factory=fx.Graph)
@@ -75,7 +75,9 @@ class _Part:
     sizes: dict[Size, fx.Node] = field(default_factory=dict)  # symbolic number -> its placeholder
 
 
-class _Lowering:
+class Lowering:
+    """The two graphs of a program under construction."""
+
     def __init__(self, program: Program, tier: str, handles: Handles | None) -> None:
         self.program = program
         self.tier, self.handles = tier, handles
@@ -90,7 +92,7 @@ class _Lowering:
         self.under_way = {  # what those collectives write first that are waited for later
             step.reads[0] for step in program.steps if step.role is Role.COMPLETE
         }
-        self.forward, self.backward = _Part(), _Part()
+        self.forward, self.backward = Part(), Part()
         self.started: set[fx.Node] = set()  # results of collectives that are under way
         self.copies: dict[int, int] = {}
         self.saved: list[
@@ -100,6 +102,7 @@ class _Lowering:
         self.symbolic = any(map(is_size_node, self.joint.module.graph.nodes))
 
     def run(self) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Emit all steps, and what is returned."""
         joint, program = self.joint, self.program
         for primal in joint.primals:
             self.forward.bases[self._first(primal)] = self._placeholder(self.forward, primal)
@@ -127,7 +130,7 @@ class _Lowering:
     def _first(self, node: fx.Node) -> int:
         return self.program.first[self.joint.value_of[node]]
 
-    def _placeholder(self, part: _Part, node: fx.Node) -> fx.Node:
+    def _placeholder(self, part: Part, node: fx.Node) -> fx.Node:
         placeholder = part.graph.create_node("placeholder", node.name, name=node.name)
         placeholder.meta = dict(node.meta)
         return placeholder
@@ -139,7 +142,7 @@ class _Lowering:
         copy.meta = {"val": node.meta["val"], "fxremat": {"block": 0, "name": "", "role": "preserve"}}
         return copy
 
-    def _step(self, part: _Part, step: Step | Transfer) -> None:
+    def _step(self, part: Part, step: Step | Transfer) -> None:
         name = self.program.layout.names[step.block]
         about = {"block": step.block + 1, "name": name, "role": step.role.value}
         shown = {"block": f"{about['block']} {name}", "role": about["role"]}
@@ -151,7 +154,7 @@ class _Lowering:
         else:
             self._execute(part, step)
 
-    def _transfer(self, part: _Part, step: Transfer) -> None:
+    def _transfer(self, part: Part, step: Transfer) -> None:
         if step.role is Role.COMPLETE:
             self._complete(part, step)
         elif step.role is Role.UPDATE:
@@ -163,7 +166,7 @@ class _Lowering:
         else:
             self._travel(part, step)
 
-    def _complete(self, part: _Part, step: Transfer) -> None:
+    def _complete(self, part: Part, step: Transfer) -> None:
         """Wait for the end of a collective: what shows its results from here on may be read."""
         for version in step.reads:
             shown = self.joint.values[self.program.version_of[version]].node
@@ -173,7 +176,7 @@ class _Lowering:
                 node = part.graph.create_node("call_function", WAIT, (started,), name=name)
                 part.bases[version] = self._describe(node, shown)
 
-    def _travel(self, part: _Part, step: Transfer) -> None:
+    def _travel(self, part: Part, step: Transfer) -> None:
         """One event of a trip; what is on the host is saved for the backward as a tensor of the host's memory."""
         version = (*step.reads, *step.writes)[0]
         shown = self.joint.values[self.program.version_of[version]].node
@@ -199,7 +202,7 @@ class _Lowering:
                 arguments = (part.coming[step.trip], self._host(part, step.trip))
                 part.bases[version] = self._call(part, host_copies.wait, arguments, f"{shown.name}_wait", shown)
 
-    def _travel_of_weight(self, part: _Part, step: Transfer, value: int) -> None:
+    def _travel_of_weight(self, part: Part, step: Transfer, value: int) -> None:
         """A parameter of the host comes, or goes after its update."""
         version = (*step.reads, *step.writes)[0]
         match step.role:
@@ -213,7 +216,7 @@ class _Lowering:
                 leaving = self._base(part, version)
                 self._call_weights(part, parameters.release, value, "release", leaving)
 
-    def _travel_of_state(self, part: _Part, step: Transfer, value: int) -> None:
+    def _travel_of_state(self, part: Part, step: Transfer, value: int) -> None:
         """The optimizer state of a parameter of the host comes, or goes after the update."""
         calls = {
             Role.PREFETCH: parameters.prefetch_state,
@@ -222,7 +225,7 @@ class _Lowering:
         }
         self._call_weights(part, calls[step.role], value, f"state_{step.role.value}")
 
-    def _call_weights(self, part: _Part, function: Any, value: int, suffix: str, *arguments: Any) -> fx.Node:
+    def _call_weights(self, part: Part, function: Any, value: int, suffix: str, *arguments: Any) -> fx.Node:
         assert self.handles is not None
         shown = self.joint.values[value].node
         where = (self.handles.numbers[value], self.handles.name)
@@ -232,24 +235,24 @@ class _Lowering:
         return self._describe(node, shown)
 
     def _call(
-        self, part: _Part, function: Any, arguments: tuple[Any, ...], name: str, shown: fx.Node
+        self, part: Part, function: Any, arguments: tuple[Any, ...], name: str, shown: fx.Node
     ) -> fx.Node:
         node = part.graph.create_node("call_function", function, (*arguments, self.tier), name=name)
         return self._describe(node, shown)
 
-    def _update(self, part: _Part, step: Transfer) -> None:
+    def _update(self, part: Part, step: Transfer) -> None:
         """The optimizer's step of a parameter: of the version that is on the device, in place."""
         weight, gradient = step.reads
         value = self.program.version_of[weight]
         read = self._read(part, self.joint.updates_of[value], gradient)
         self._call_weights(part, parameters.update, value, "update", self._base(part, weight), read)
 
-    def _host(self, part: _Part, trip: int) -> fx.Node:
+    def _host(self, part: Part, trip: int) -> fx.Node:
         if trip not in part.hosts:
             part.hosts[trip] = self._save(self.forward.hosts[trip])
         return part.hosts[trip]
 
-    def _execute(self, part: _Part, step: Step) -> None:
+    def _execute(self, part: Part, step: Step) -> None:
         op = self.joint.ops[step.op]
         versions = {self.program.version_of[version]: version for version in step.reads}
         self.copies[step.op] = copy = self.copies.get(step.op, -1) + 1
@@ -260,14 +263,15 @@ class _Lowering:
                 return self._size(part, node)
             return self._read(part, node, versions[self.joint.value_of[node]], suffix)
 
-        node = self._emit(part, step, op.node, reads, suffix)
+        node, before = self._emit(part, step, op.node, reads, suffix)
         for version in step.writes:
             shown = self.joint.values[self.program.version_of[version]].node
-            if shown is op.node:
+            if shown is op.node and not before:
                 part.bases[version] = node
             else:
+                place: Any = before if shown is op.node else before + cast(int, shown.args[1])
                 item = part.graph.create_node(
-                    "call_function", operator.getitem, (node, shown.args[1]), name=shown.name + suffix
+                    "call_function", operator.getitem, (node, place), name=shown.name + suffix
                 )
                 part.bases[version] = self._describe(item, shown)
         if self._is_under_way(step):
@@ -278,54 +282,60 @@ class _Lowering:
         collective = isinstance(self.joint.ops[step.op].node.target, Collective)
         return collective and bool(step.writes) and step.writes[0] in self.under_way
 
-    def _emit(self, part: _Part, step: Step, original: fx.Node, reads: Any, suffix: str) -> fx.Node:
-        target: Any = original.target
-        arguments: Any = original.args
-        if step.role is Role.RECOMPUTE:
-            target, arguments = again_call(original)
+    def _emit(
+        self, part: Part, step: Step, original: fx.Node, reads: Any, suffix: str
+    ) -> tuple[fx.Node, int]:
+        """The node of one execution, and how many items it returns before those of the op."""
+        target, arguments, given = self._call_of(step, original)
         if self._is_under_way(step):
             target = target.start
             if is_gather(original):
                 target, arguments = start_gather, (target, *arguments)
-        arguments, options = fx.node.map_arg(arguments, reads), fx.node.map_arg(original.kwargs, reads)
+        arguments, options = fx.node.map_arg(arguments, reads), fx.node.map_arg(given, reads)
         if self.joint.ops[step.op].random and step.op in self.program.repeated:
             return self._draw(part, step, original, (target, *arguments), options, suffix)
         if self.symbolic and overwritten(original) is not None:
             swapped = bool(original.meta.get(SWAPPED))
             target, arguments = overwrite_where_alike, (target, swapped, *arguments)
         node = part.graph.create_node(original.op, target, arguments, options, name=original.name + suffix)
-        return self._describe(node, original)
+        return self._describe(node, original), 0
+
+    def _call_of(self, step: Step, original: fx.Node) -> tuple[Any, Any, Any]:
+        """Target and arguments of one execution, in nodes of the joint graph."""
+        if step.role is Role.RECOMPUTE:
+            return *again_call(original), original.kwargs
+        return original.target, original.args, original.kwargs
 
     def _draw(
         self,
-        part: _Part,
+        part: Part,
         step: Step,
         original: fx.Node,
         arguments: tuple[Any, ...],
         options: Any,
         suffix: str,
-    ) -> fx.Node:
+    ) -> tuple[fx.Node, int]:
         """A random op that runs more than once: keep the generator's state, or replay it."""
         if step.role is Role.RECOMPUTE:
             state = self._seed(part, step.op)
             node = part.graph.create_node(
                 "call_function", draw_again, (state, *arguments), options, name=original.name + suffix
             )
-            return self._describe(node, original)
-        pair = part.graph.create_node(
+            return self._describe(node, original), 0
+        drawn = part.graph.create_node(
             "call_function", draw_saving, arguments, options, name=f"{original.name}_drawn"
         )
-        self._describe(pair, original)
+        self._describe(drawn, original)
         state = part.graph.create_node(
-            "call_function", operator.getitem, (pair, 0), name=f"{original.name}_seed"
+            "call_function", operator.getitem, (drawn, 0), name=f"{original.name}_seed"
         )
         self._describe(state, original)
-        state.meta["val"] = _fake_state(original)
+        given, state.meta["val"] = original.meta["val"], _fake_state(original)
+        drawn.meta["val"] = (state.meta["val"], *(given if isinstance(given, tuple | list) else [given]))
         part.seeds[step.op] = state
-        node = part.graph.create_node("call_function", operator.getitem, (pair, 1), name=original.name)
-        return self._describe(node, original)
+        return drawn, 1
 
-    def _seed(self, part: _Part, op: int) -> fx.Node:
+    def _seed(self, part: Part, op: int) -> fx.Node:
         if op not in part.seeds:
             part.seeds[op] = self._save(self.forward.seeds[op])
         return part.seeds[op]
@@ -334,7 +344,7 @@ class _Lowering:
         node.meta = dict(original.meta) | self.meta
         return node
 
-    def _read(self, part: _Part, node: fx.Node, version: int, suffix: str = "") -> fx.Node:
+    def _read(self, part: Part, node: fx.Node, version: int, suffix: str = "") -> fx.Node:
         """The node of this part that shows what the joint graph's `node` shows, of one version of its storage."""
         value = self.joint.values[self.program.version_of[version]]
         if value.node is node:
@@ -352,7 +362,7 @@ class _Lowering:
             part.views[key] = self._describe(copy, node)
         return part.views[key]
 
-    def _size(self, part: _Part, node: fx.Node) -> fx.node.Argument:
+    def _size(self, part: Part, node: fx.Node) -> fx.node.Argument:
         """A number that the sizes of the inputs determine: an input of this part. Equal integers are one."""
         size = expression_of(node.meta["val"]) if isinstance(node.meta["val"], torch.SymInt) else node
         if not isinstance(size, fx.Node) and size.is_Integer:
@@ -361,7 +371,7 @@ class _Lowering:
             part.sizes[size] = self._placeholder(part, node)
         return part.sizes[size]
 
-    def _base(self, part: _Part, version: int) -> fx.Node:
+    def _base(self, part: Part, version: int) -> fx.Node:
         if version not in part.bases:
             assert part is self.backward, "the forward graph reads what only the backward makes"
             part.bases[version] = self._save(self.forward.bases[version])
@@ -372,7 +382,7 @@ class _Lowering:
         self.saved.append((node, placeholder))
         return placeholder
 
-    def _output(self, part: _Part, node: object) -> object:
+    def _output(self, part: Part, node: object) -> object:
         if not isinstance(node, fx.Node):
             return node
         return self._size(part, node) if is_size_node(node) else self._read(part, node, self._first(node))
@@ -395,7 +405,7 @@ class _Lowering:
             for placeholder in reversed(placed):
                 part.graph._root.append(placeholder)
 
-    def _module(self, part: _Part, name: str) -> fx.GraphModule:
+    def _module(self, part: Part, name: str) -> fx.GraphModule:
         part.graph.lint()
         module = fx.GraphModule(self.joint.module, part.graph, class_name=name)
         module.meta["sizes"] = tuple(part.sizes)

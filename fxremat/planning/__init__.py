@@ -23,6 +23,7 @@ from fxremat.cost.resized import resized
 from fxremat.errors import BudgetTooSmall, FxrematError
 from fxremat.options import Options
 from fxremat.planning.captured import CapturedStep
+from fxremat.planning.compiled import with_compiled_kernels
 from fxremat.planning.finished import finished, plan_of
 from fxremat.planning.in_slices import best_in_slices, what_slices_buy
 from fxremat.planning.searched import NO_TIME, estimated_device, search, with_loss
@@ -51,6 +52,8 @@ def plan_step(step: CapturedStep, options: Options) -> Plan:
     options = _with_least_free(step, options)
     with bars(shown=shown), planning(_what(step, options)) as planned:
         plan = best_in_slices(step, options) if options.slices else _best_of_whole_ops(step, options)
+        if options.compiles:
+            plan = with_compiled_kernels(plan, step, options)
         _check_equal(plan, step.ranks)
         planned(plan.headline)
     return _with_others(plan, step, options)

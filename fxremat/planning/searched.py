@@ -34,6 +34,7 @@ from fxremat.transfers.network import beside_ops, communicates
 from fxremat.transfers.weight_updates import resident_peak
 from fxremat.units import Percent
 
+ABOVE = 1.4  # times the budget: programs of single ops that need more are not looked at for compiled regions
 NO_TIME = 1.01  # times what keeping everything takes: whatever is searched for gains less
 
 
@@ -168,11 +169,18 @@ def _searched(joint: Joint, costs: Costs, options: Options) -> tuple[int, int, L
         if ladder is None or ladder.given.minimum > _bytes(options, ladder):
             ladder = Ladder(given=_surveyed(joint, costs, settings, of_costs))
     budget = _bytes(options, ladder)
-    searched = ladder.given.keep_all.peak if hosted else budget
+    searched = _searched_up_to(budget, ladder.given.keep_all.peak, options)
     if settings["solver"] == "auto":
         ladder = ladder.to(searched, costs, effort=settings["effort"])
     known.put(ladder)
     return budget, searched, ladder
+
+
+def _searched_up_to(budget: int, everything: int, options: Options) -> int:
+    """Bytes up to which programs are improved on: above the budget where they may need less than that in the end."""
+    if options.offload or options.offload_weights:
+        return everything
+    return max(budget, min(everything, int(ABOVE * budget))) if options.compiles else budget
 
 
 def _surveyed(joint: Joint, costs: Costs, settings: Mapping[str, Any], of_costs: object) -> Frontier:

@@ -42,6 +42,7 @@ from fxremat.runtime.unused import telling_unused, unused_outputs, without
 from fxremat.runtime.varying import warn_of_fixed
 from fxremat.step.joint import Joint, inputs_of, read_joint, tangents_in, with_updates_inside
 from fxremat.step.names import note_names
+from fxremat.step.region import runnable
 from fxremat.step.symbolic import NotSymbolic, SymbolicGraph, has_symbolic_sizes
 from fxremat.torch_private import (
     aot_backend,
@@ -325,7 +326,7 @@ class _FixedStep:
 
     def forward_of(self, graph: fx.GraphModule) -> Callable[..., Any]:
         """What runs the forward graph."""
-        return self._beside_others(boxed(graph), "forward")
+        return self._beside_others(runnable(graph), "forward")
 
     def _beside_others(self, run: Callable[[list[Any]], Any], what: str) -> Callable[[list[Any]], Any]:
         """What runs a part of the step, which may have other ranks to wait for."""
@@ -341,7 +342,7 @@ class _FixedStep:
 
     def backward_of(self, graph: fx.GraphModule) -> Callable[..., Any]:
         """What runs the backward graph; outputs that were given no gradient give none on."""
-        run, weights = self._beside_others(boxed(graph), "backward"), self.weights
+        run, weights = self._beside_others(runnable(graph), "backward"), self.weights
         losses, needs = self.plan.loss_places, self.plan.joint.outputs_needed
         if weights is None and len(self.plan.joint.tangents) < 2:
             return run

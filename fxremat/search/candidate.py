@@ -5,6 +5,7 @@
     Refined         one of these, improved on op by op
     Transferred     any of these, with copies to the host and back
     Communicating   any of these, with its collectives beside its ops
+    InUnits         any of these, its ops taken together into units that are compiled
 
 An origin knows its program, and the schedule that it began with.
 """
@@ -109,7 +110,27 @@ class Communicating(_PutIntoAnother):
     result: ProgramWithCommunication
 
 
-Origin = FromSchedule | Refined | Transferred | Communicating
+@dataclass(frozen=True, eq=False)
+class InUnits:
+    """The program of another origin in units, each an op of a joint graph of its own."""
+
+    began: FromSchedule | Refined | Transferred | Communicating
+    fused: Program
+
+    def order(self, layout: Layout) -> Order:
+        """Which op of the other origin runs when, units apart."""
+        return self.began.order(layout)
+
+    def program(self, _: Layout) -> Program:
+        """Every unit of it."""
+        return self.fused
+
+    def on(self, layout: Layout) -> FromSchedule | Refined:
+        """The origin without units on the layout of an equal graph."""
+        return self.began.on(layout)
+
+
+Origin = FromSchedule | Refined | Transferred | Communicating | InUnits
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -158,7 +179,7 @@ class Candidate:
     @property
     def _untransferred(self) -> FromSchedule | Refined:
         origin = self.origin
-        while isinstance(origin, Communicating | Transferred):
+        while isinstance(origin, InUnits | Communicating | Transferred):
             origin = origin.began
         return origin
 
@@ -180,8 +201,14 @@ class Candidate:
 
     def communicating(self, result: ProgramWithCommunication, time: float) -> Candidate:
         """The candidate with its collectives beside its ops, and the seconds that it takes then."""
+        assert not isinstance(self.origin, InUnits)
         origin = self.origin.began if isinstance(self.origin, Communicating) else self.origin
         return replace(self, peak=result.memory.peak, time=time, origin=Communicating(origin, result))
+
+    def in_units(self, program: Program, peak: int, time: float) -> Candidate:
+        """The candidate with its ops in units: the program of these, its peak in bytes and its seconds."""
+        assert not isinstance(self.origin, InUnits)
+        return replace(self, peak=peak, time=time, origin=InUnits(self.origin, program))
 
     def on(self, layout: Layout) -> Candidate:
         """The same candidate on the layout of an equal graph."""

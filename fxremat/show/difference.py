@@ -55,7 +55,7 @@ class Figures:
     @classmethod
     def of(cls, plan: PlannedStep, total: Share) -> Figures:
         """The figures of a plan whose modules have `total` together."""
-        moments = Moments.of(plan.chosen, plan.costs)
+        moments = Moments.of(plan.running.chosen, plan.running.costs)
         highest = max(range(len(moments.bytes)), key=moments.bytes.__getitem__, default=0)
         lives = moments.lives_at(highest)
         return cls(

@@ -52,15 +52,17 @@ Data = dict[str, Any]
 
 def page_data(plan: PlannedStep) -> Data:
     """Everything that the page of a plan draws. O(points x steps)."""
-    tree = module_tree(plan.chosen, plan.costs)
+    told = [list(fact) for fact in facts(plan, module_tree(plan.chosen, plan.costs))]
+    keep_all = [plan.keep_all_peak, plan.keep_all_time]
+    plan = plan.running
     drawn = _drawn(plan)
     modules = Numbers(_with_outer(s.module for s in (*plan.joint.sources, *plan.joint.value_sources)))
     return {
         "model": plan.joint.model,
         "title": f"fxremat plan for {plan.device} ({plan.timed} times)",
         "budget": plan.budget,
-        "keep_all": [plan.keep_all_peak, plan.keep_all_time],
-        "facts": [list(fact) for fact in facts(plan, tree)],
+        "keep_all": keep_all,
+        "facts": told,
         "kinds": [[kind.value, text] for kind, text in KINDS.items()],
         **_texts(plan.joint, modules),
         "points": _points(plan, drawn),

@@ -32,8 +32,8 @@ Frames = list[dict[str, object]]
 
 def snapshot(plan: PlannedStep) -> dict[str, Any]:
     """The snapshot of a planned step: every allocation with its time and its source, and what is there at the end."""
-    moments = Moments.of(plan.chosen, plan.costs)
-    replay = _Replay(plan.joint, moments)
+    running = plan.running
+    replay = _Replay(running.joint, Moments.of(running.chosen, running.costs))
     replay.run()
     return {"device_traces": [replay.events()], "segments": replay.segments()}
 

@@ -18,7 +18,7 @@ from typing import TypeGuard
 
 from fxremat.chains.chain import Block
 from fxremat.chains.schedule import Forward, Keep, Op
-from fxremat.planned_step import PlannedStep
+from fxremat.planned_step import Compiled, PlannedStep
 from fxremat.search.floor import floor_of
 from fxremat.show.modules import ModuleNode, Share, module_tree
 from fxremat.show.table import WIDTH, clipped
@@ -77,7 +77,8 @@ def describe(plan: PlannedStep, *, full: bool = False) -> str:
 def block_rows(plan: PlannedStep) -> list[BlockRow]:
     """A row for each block of the plan's chain."""
     option = {op.block: op.option for op in plan.chosen.schedule.ops if _keeps(op)}
-    again = Counter(step.block + 1 for step in plan.program.steps if step.role is Role.RECOMPUTE)
+    steps = plan.op_by_op.program.steps
+    again = Counter(step.block + 1 for step in steps if step.role is Role.RECOMPUTE)
     return [
         BlockRow(
             number=number,
@@ -164,7 +165,7 @@ def _figure(amount: float) -> str:
 
 def waiting_seconds(plan: PlannedStep, total: Share) -> float:
     """Seconds beyond keeping everything that no op takes: of waiting for copies or for other ranks."""
-    return plan.predicted_time - plan.keep_all_time - slicing_seconds(plan) - total.extra
+    return plan.op_by_op.predicted_time - plan.keep_all_time - slicing_seconds(plan) - total.extra
 
 
 def slicing_seconds(plan: PlannedStep) -> float:
@@ -197,7 +198,7 @@ def facts(plan: PlannedStep, tree: ModuleNode) -> Iterator[tuple[str, str]]:
     yield "predicted time", _time(plan)
     yield "least budget", _least(plan)
     if tree.total.recomputed:
-        again = f"{_counted(plan.program.recomputed, 'op')} run again, {format_bytes(tree.total.recomputed)}"
+        again = f"{_counted(plan.op_by_op.program.recomputed, 'op')} run again, {format_bytes(tree.total.recomputed)}"
         yield "recomputes", f"{again} in {format_seconds(tree.total.extra)}: {most_in(tree, 'recomputed')}"
     if plan.chosen.transfers and not plan.weights:
         where = most_in(tree, "offloaded") if tree.total.offloaded else ""
@@ -212,6 +213,8 @@ def facts(plan: PlannedStep, tree: ModuleNode) -> Iterator[tuple[str, str]]:
         yield "in slices", f"{count} x {region}" if count > 1 else region
     if plan.not_sliced:
         yield "whole" if plan.slices else "no slices", "; ".join(plan.not_sliced)
+    if plan.compiled:
+        yield "kernels", _kernels(plan, plan.compiled)
     if plan.sizes:
         yield "sizes", f"{plan.sizes}; others with plan.at(...)"
     if plan.assumed:
@@ -225,7 +228,23 @@ def _peak(plan: PlannedStep) -> str:
     return f"{format_bytes(plan.predicted_peak)}, {whole}{gradients}"
 
 
+def _kernels(plan: PlannedStep, compiled: Compiled) -> str:
+    """What was compiled, and what single ops would take."""
+    alone = len(compiled.chosen.program().steps) - compiled.regions
+    ops = _counted(compiled.ops, "op")
+    regions = f"{_counted(compiled.regions, 'region')}, {compiled.distinct} of them distinct"
+    by_op = plan.op_by_op
+    return (
+        f"Inductor's for {ops} in {regions}, compiled in {format_seconds(compiled.seconds)}; {_counted(alone, 'op')} "
+        f"as they are; op by op this would take {format_seconds(by_op.predicted_time)} and "
+        f"{format_bytes(by_op.predicted_peak)}"
+    )
+
+
 def _time(plan: PlannedStep) -> str:
+    if plan.compiled:
+        ratio = format_ratio(plan.predicted_time, plan.keep_all_time, ".2f")
+        return f"{format_seconds(plan.predicted_time)}, {ratio}x of keeping everything op by op"
     slower = format_ratio(plan.predicted_time, plan.keep_all_time, ".2f")
     bound = f"it takes {format_seconds(plan.lower_bound)} or more {whatever_is(plan)}"
     ratio = format_ratio(plan.predicted_time, plan.lower_bound, ".3f")
@@ -325,5 +344,5 @@ def _schedule(plan: PlannedStep, full: bool) -> Iterator[str]:
     yield from lines if full else shortened_lines(lines, "print(plan.schedule) shows them")
     if plan.chosen.refined:
         before = Counter(s.op for s in rematerialize(plan.chosen.layout, plan.chosen.schedule).executions)
-        now = Counter(step.op for step in plan.program.executions)
+        now = Counter(step.op for step in plan.op_by_op.program.executions)
         yield f"refined:  {(before - now).total()} of its ops do not run again, {(now - before).total()} others do"

@@ -40,8 +40,9 @@ Event = dict[str, Any]
 
 def trace(plan: PlannedStep) -> dict[str, Any]:
     """The trace of a planned step. O(steps log steps)."""
-    moments = Moments.of(plan.chosen, plan.costs)
-    spans = [*_ops(plan, moments), *_copies(plan), *_collectives(plan)]
+    running = plan.running
+    moments = Moments.of(running.chosen, running.costs)
+    spans = [*_ops(running, moments), *_copies(running), *_collectives(running)]
     spans.sort(key=lambda event: (event["tid"], event["ts"], event["dur"]))
     return {
         "traceEvents": [*_names(plan, spans), *spans, *_counters(moments), *_split(moments)],

@@ -15,6 +15,7 @@ from fxremat.step.joint import Joint, is_number
 from fxremat.step.liveness import Sizes
 from fxremat.step.overwriting import overwritten
 from fxremat.step.program import Program
+from fxremat.step.region import Region
 
 CUDA_BLOCK = 512  # the caching allocator counts every tensor in blocks of this many bytes
 
@@ -66,6 +67,7 @@ def costs_from(joint: Joint, by_op: Sequence[OpCost], device: torch.device) -> C
 
     An op may leave more than its outputs' shapes need: `mse_loss` returns its sum in the storage of all its terms.
     One that overwrites what it reads leaves that storage, and needs no other: its workspace makes up for the two.
+    A region's workspace is its whole peak, its outputs among them: it may free its inputs before it makes them.
     """
     sizes = [value.bytes for value in joint.values]
     taken = [0] * len(joint.ops)
@@ -79,6 +81,8 @@ def costs_from(joint: Joint, by_op: Sequence[OpCost], device: torch.device) -> C
             position = output_position(joint.values[value].node, op.node)
             if position is not None and position < len(cost.outputs):
                 sizes[value] = cost.outputs[position]
+        if isinstance(op.node.target, Region):
+            taken[op.index] = sum(rounded(sizes[value], device) for value in op.writes)
     return Costs(
         seconds=tuple(cost.seconds for cost in by_op),
         sizes=Sizes(

@@ -1,0 +1,176 @@
+"""A program in units as a joint graph, whose ops are its units: `fused_joint`.
+
+Everything that is said of captured steps (liveness, measuring, lowering, pictures) holds for it as it is. Each of its
+ops runs once, in order; its values are what crosses from one unit to another.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from torch import fx
+
+from fxremat.fusion.units import Units
+from fxremat.passes.lower_as_one import GROUP, lower_as_one
+from fxremat.step.joint import Joint, read_joint, tensors_of
+from fxremat.step.layout import Layout
+from fxremat.step.names import common_module, module_of
+from fxremat.step.program import Order, Program, Role
+from fxremat.step.region import Region
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernels:
+    """How regions are compiled."""
+
+    settings: Mapping[str, Any]  # patches of torch._inductor.config
+    decompositions: Mapping[Any, Callable[..., Any]]  # of ops of ours
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FusedLayout(Layout):
+    """The blocks of a program that was taken together into units: their names, and nothing of their ops."""
+
+    block_names: tuple[str, ...]
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        return self.block_names
+
+
+def fused_program(program: Program, units: Units, kernels: Kernels) -> Program:
+    """The program of a joint graph whose ops are units of another program. O(steps); nothing is compiled."""
+    joint = _joint_of(program, units, kernels)
+    steps = [program.steps[unit.steps[0]] for unit in units]
+    place_of = {op.node: op.node.meta[GROUP] for op in joint.ops if GROUP in op.node.meta}
+    groups = [place_of.get(op.node) for op in joint.ops]
+    blocks = [0 if group is None else steps[group].block for group in groups]
+    layout = FusedLayout(
+        joint=joint, blocks=(), held=frozenset(), block_names=tuple(program.layout.names)
+    )
+    order = Order(
+        layout=layout, ops=tuple(range(len(joint.ops))), blocks=tuple(blocks), split=joint.forward_count
+    )
+    straight = order.program()
+    roles = [
+        _role(program, units, group) if group is not None else step.role
+        for group, step in zip(groups, straight.steps, strict=True)
+    ]
+    named = [replace(step, role=role) for step, role in zip(straight.steps, roles, strict=True)]
+    return replace(straight, steps=tuple(named))
+
+
+def _role(program: Program, units: Units, group: int) -> Role:
+    """What a unit is there for: backward where any of its steps is."""
+    roles = {program.steps[position].role for position in units[group].steps}
+    return next(role for role in (Role.BACKWARD, Role.FORWARD, Role.RECOMPUTE) if role in roles)
+
+
+def _joint_of(program: Program, units: Units, kernels: Kernels) -> Joint:
+    module = lower_as_one(program, [unit.steps for unit in units])
+    members: list[list[fx.Node]] = [[] for _ in units]
+    for node in module.graph.nodes:
+        if GROUP in node.meta:
+            members[node.meta[GROUP]].append(node)
+    last = _last_readers(module.graph)
+    first_late = next((g for g, unit in enumerate(units) if unit.steps[0] >= program.split), len(units))
+    for place, (unit, nodes) in enumerate(zip(units, members, strict=True)):
+        if unit.compiled:
+            _put_region(module, nodes, _Uses(place, last, first_late), kernels)
+    module.graph.eliminate_dead_code()
+    module.graph.lint()
+    module.recompile()
+    return read_joint(module, len(program.layout.joint.forward_outputs))
+
+
+FOR_EVER = 1 << 60
+
+
+def _last_readers(graph: fx.Graph) -> dict[fx.Node, int]:
+    """The last group that reads each node; `FOR_EVER` for what the step returns."""
+    last: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        group = node.meta.get(GROUP, FOR_EVER)
+        for parent in node.all_input_nodes:
+            last[parent] = max(last.get(parent, -1), group)
+    return last
+
+
+@dataclass(frozen=True)
+class _Uses:
+    """What a unit may do with what it reads."""
+
+    group: int
+    last: dict[fx.Node, int]  # the last group that reads each node
+    first_late: int  # the first unit of the backward
+
+    def dies(self, node: fx.Node) -> bool:
+        """Whether nothing holds a node's tensor when the unit has run; what the caller gave is his."""
+        given = node.op == "placeholder" and not node.name.startswith("tangents")
+        root = node.op == "placeholder" and node.meta["val"].numel() == 1  # a loss's, which autograd holds
+        return self.last[node] == self.group and node.op != "get_attr" and not given and not root
+
+    def may_overwrite(self, node: fx.Node) -> bool:
+        """Whether the unit may overwrite it: not what the forward saves, for a backward that may run again."""
+        made = node.meta.get(GROUP)
+        return self.dies(node) and made is not None and (made < self.first_late) == (self.group < self.first_late)
+
+
+def _put_region(module: fx.GraphModule, nodes: Sequence[fx.Node], uses: _Uses, kernels: Kernels) -> None:
+    """Put a region in the place of the nodes of one unit."""
+    inside = set(nodes)
+    inputs = list(dict.fromkeys(p for node in nodes for p in node.all_input_nodes if p not in inside))
+    outputs = [node for node in nodes if any(user not in inside for user in node.users)]
+    if not outputs:
+        return
+    region = Region(
+        _extracted(module, nodes, inputs, outputs),
+        dying=frozenset(place for place, node in enumerate(inputs) if uses.dies(node)),
+        donated=frozenset(place for place, node in enumerate(inputs) if uses.may_overwrite(node)),
+        settings=kernels.settings,
+        decompositions=kernels.decompositions,
+    )
+    graph = module.graph
+    with graph.inserting_before(nodes[0]):
+        call = graph.call_function(region, tuple(inputs))
+        call.meta = _described(nodes, outputs)
+        for place, output in enumerate(outputs):
+            item = graph.call_function(operator.getitem, (call, place))
+            item.meta = dict(output.meta)
+            uses.last[item] = uses.last[output]
+            output.replace_all_uses_with(item, lambda user: user not in inside and user is not item)
+            item.name = graph._graph_namespace.create_name(f"{output.name}", item)
+    for node in reversed(nodes):
+        graph.erase_node(node)
+
+
+def _extracted(
+    module: fx.GraphModule, nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]
+) -> fx.GraphModule:
+    """The nodes as a graph of their own; equal units have equal ones."""
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    for place, node in enumerate(inputs):
+        copies[node] = graph.placeholder(f"i{place}")
+        copies[node].meta = {"val": node.meta["val"]}
+    for node in nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+        copies[node].meta = {"val": node.meta["val"]}
+    graph.output(tuple(copies[node] for node in outputs))
+    return fx.GraphModule(module, graph, class_name="Region")
+
+
+def _described(nodes: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> dict[str, Any]:
+    """The `meta` of a unit: what it returns, and the module around all of its ops."""
+    largest = max(outputs, key=lambda node: sum(t.nbytes for t in tensors_of(node) if t is not None))
+    module = common_module(module_of(node) for node in nodes if node.target is not operator.getitem)
+    path = "L['self']" + "".join(f"[{part!r}]" for part in module.split(".") if module)
+    return dict(largest.meta) | {
+        "val": tuple(node.meta["val"] for node in outputs),
+        "nn_module_stack": {"unit": (path, "")} if module else {},
+        "fwd_nn_module_stack": {},
+        "is_gradient_acc": False,
+    }

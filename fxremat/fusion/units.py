@@ -1,0 +1,247 @@
+"""The steps of a program in groups: those that are compiled together, and single ops that run as they are.
+
+    by_block     each run of steps of one block: its forward, or its recomputation and its backward
+    pointwise    groups of pointwise ops, reductions and normalizations; matrix products, convolutions and attention
+                 between them run as they are
+    alone        every op by itself, as it is
+
+What is born and dies inside of a unit never takes memory, and what dies there may be overwritten by what is born. So a
+program may need less in units than op by op; it may need more where ops are pulled to earlier ones: `pointwise` does
+that only as far as it fits.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Set
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from fxremat.step.joint import Joint, is_number, tensors_of
+from fxremat.step.liveness import Sizes, lives, seed_lives
+from fxremat.step.program import Program, Step, Transfer
+
+aten = torch.ops.aten
+LARGEST = 40  # steps of a group of pointwise ops
+WORTH = 4096  # bytes that an op has in common with a group which it joins
+TRIES = 40  # times that a group's members are told to stay where they are, at most
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Steps that run as one, by their places in the program."""
+
+    steps: tuple[int, ...]
+    compiled: bool
+
+
+Units = tuple[Unit, ...]
+
+
+def by_block(program: Program) -> Units:
+    """The steps of each block, as far as they follow each other. O(steps)."""
+    joint = program.layout.joint
+    compilable = _compilable(joint)
+
+    def key(position: int) -> tuple[object, ...]:
+        step = program.steps[position]
+        if step.op is None or step.op not in compilable:
+            return ("alone", position)
+        return (step.block, position >= program.split)
+
+    units = []
+    for (first, *_), places in itertools.groupby(range(len(program.steps)), key):
+        steps = tuple(places)
+        alone = first == "alone" or len(steps) == 1 and not _must_compile(program, steps[0])
+        units.append(Unit(steps, compiled=not alone))
+    return tuple(units)
+
+
+def alone(program: Program, positions: Iterable[int]) -> Units:
+    """Each of these steps by itself."""
+    return tuple(Unit((position,), compiled=_must_compile(program, position)) for position in positions)
+
+
+def pointwise(program: Program, sizes: Sizes, budget: int) -> Units:
+    """Groups of pointwise ops, each op pulled to the last group that it shares much with. O(tries * steps).
+
+    Where the memory while a group runs would be above the budget, ops that were pulled over that moment stay where
+    they are.
+    """
+    stay: set[int] = set()
+    best: tuple[int, Units] | None = None
+    for _ in range(TRIES):
+        units = _grouped(program, sizes, stay)
+        during = unit_bytes(program, sizes, units)
+        worst = max(range(len(during)), key=during.__getitem__)
+        if best is None or during[worst] < best[0]:
+            best = during[worst], units
+        moved = _pulled_over(units, worst) if during[worst] > budget else set()
+        if not moved - stay:
+            break
+        stay |= moved
+    assert best is not None
+    return best[1]
+
+
+def unit_bytes(program: Program, sizes: Sizes, units: Units) -> list[int]:
+    """Bytes while each unit runs, as if regions needed nothing beyond what they read and write. O(steps).
+
+    The last number is of the moment between forward and backward.
+    """
+    steps = program.steps
+    unit_of = {position: place for place, unit in enumerate(units) for position in unit.steps}
+    born, freed = [0] * len(units), [0] * len(units)
+    writer = {version: unit_of[position] for position, step in enumerate(steps) for version in step.writes}
+    last: dict[int, int] = {}
+    for position, step in enumerate(steps):
+        for version in (*step.reads, *step.writes):
+            last[version] = max(last.get(version, 0), unit_of[position])
+    split_unit = unit_of[program.split - 1] if program.split else 0
+    for version, (last_step, size) in enumerate(lives(program, sizes)):
+        ends = len(units) if last_step >= len(steps) else last.get(version, -1)
+        if last_step == program.split - 1:
+            ends = max(ends, split_unit)  # what overwrites an input goes when the forward is over
+        made = writer.get(version)
+        if made is not None:
+            if made == ends and units[made].compiled:
+                continue
+            born[made] += sizes.values[program.version_of[version]]
+        if 0 <= ends < len(units):
+            freed[ends] += size
+    for first, last_step in seed_lives(program).values() if sizes.seed else ():
+        born[unit_of[first]] += sizes.seed
+        freed[unit_of[last_step]] += sizes.seed
+    joint = program.layout.joint
+    live = sum(sizes.values[primal] for primal in program.preserved) + program.resident
+    given = sum(sizes.values[tangent] for tangent in joint.tangent_values) + sizes.root
+    begins = unit_of[program.split] if program.split < len(steps) else len(units)
+    during, between = [], live
+    for place, unit in enumerate(units):
+        if place == begins:
+            between = live + max(given, sizes.outside)
+            live += given
+        live += born[place]
+        during.append(live + (0 if unit.compiled else _workspace(program, sizes, unit)))
+        live -= freed[place]
+    return [*during, between]
+
+
+def _workspace(program: Program, sizes: Sizes, unit: Unit) -> int:
+    step = program.steps[unit.steps[0]]
+    return step.workspace if isinstance(step, Transfer) else sizes.workspace[step.op]
+
+
+def _must_compile(program: Program, position: int) -> bool:
+    step = program.steps[position]
+    return step.op is not None and program.layout.joint.ops[step.op].node.target in ALWAYS_COMPILED
+
+
+ALWAYS_COMPILED: set[object] = set()  # ops whose own kernels give other numbers than compiled ones
+
+
+def _compilable(joint: Joint) -> frozenset[int]:
+    """The ops that may be part of a region."""
+    return frozenset(op.index for op in joint.ops if not op.random and op.writes and may_compile(op.node))
+
+
+def may_compile(node: fx.Node) -> bool:
+    """Whether Inductor can be given an op: one of dense tensors of known sizes, which communicates with nothing."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    if node.target.namespace not in ("aten", "prims", "fxremat") or node.target in RUN_AS_THEY_ARE:
+        return False
+    around = [*tensors_of(node), *(tensor for parent in node.all_input_nodes for tensor in tensors_of(parent))]
+    shown = [parent.meta.get("val") for parent in node.all_input_nodes]
+    dense = all(tensor is None or tensor.layout is torch.strided for tensor in around)
+    plain = not any(tensor is not None and (tensor.is_conj() or tensor.is_neg()) for tensor in around)
+    return dense and plain and not any(is_number(value) or value is None for value in (*shown, node.meta.get("val")))
+
+
+RUN_AS_THEY_ARE = {aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default}
+
+
+GROUPED = frozenset(
+    getattr(aten, name)
+    for name in """
+    native_layer_norm native_layer_norm_backward native_group_norm native_group_norm_backward
+    _softmax _softmax_backward_data _log_softmax _log_softmax_backward_data
+    sum mean amax amin var var_mean cat constant_pad_nd clone copy _to_copy fill full full_like zeros zeros_like ones
+    arange tril triu nll_loss_forward nll_loss_backward nll_loss2d_forward nll_loss2d_backward
+    slice_backward select_backward new_zeros new_ones scalar_tensor
+    embedding _unsafe_view native_dropout_backward max_pool2d_with_indices avg_pool2d avg_pool2d_backward
+    _native_batch_norm_legit_functional native_batch_norm_backward _native_batch_norm_legit
+    gelu_backward threshold_backward silu_backward sigmoid_backward tanh_backward where masked_fill
+    """.split()
+    if hasattr(aten, name)
+)
+
+
+def is_pointwise(node: fx.Node) -> bool:
+    """Whether an op is one that Inductor fuses with others, rather than calls."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    return torch.Tag.pointwise in target.tags or target.overloadpacket in GROUPED or target.namespace == "fxremat"
+
+
+@dataclass
+class _Groups:
+    """Groups under construction, in run order."""
+
+    steps: list[list[int]]
+    fused: list[bool]
+    shared: list[set[int]]  # large versions that members read or write
+
+    def open(self, position: int, versions: Set[int], *, fused: bool) -> int:
+        """Begin a group; returns its place."""
+        self.steps.append([position])
+        self.fused.append(fused)
+        self.shared.append(set(versions))
+        return len(self.steps) - 1
+
+
+def _grouped(program: Program, sizes: Sizes, stay: Set[int]) -> Units:
+    """Let every pointwise step join the last group behind its producers that it has much in common with."""
+    joint = program.layout.joint
+    fusable = {index for index in _compilable(joint) if is_pointwise(joint.ops[index].node)}
+    units: list[Unit] = []
+    for part in (range(program.split), range(program.split, len(program.steps))):
+        groups, writer = _Groups([], [], []), dict[int, int]()
+        for position in part:
+            step = program.steps[position]
+            fused = step.op in fusable
+            touched = (*step.reads, *step.writes)
+            large = {v for v in touched if sizes.values[program.version_of[v]] >= WORTH}
+            behind = max((writer[version] for version in step.reads if version in writer), default=-1)
+            place = _group_to_join(groups, large, behind, near=position in stay) if fused else None
+            if place is None:
+                place = groups.open(position, large, fused=fused)
+            else:
+                groups.steps[place].append(position)
+                groups.shared[place] |= large
+            writer |= dict.fromkeys(step.writes, place)
+        for steps, fused in zip(groups.steps, groups.fused, strict=True):
+            single = len(steps) == 1 and not _must_compile(program, steps[0])
+            units.append(Unit(tuple(steps), compiled=fused and not single))
+    return tuple(units)
+
+
+def _group_to_join(groups: _Groups, large: Set[int], behind: int, *, near: bool) -> int | None:
+    """The last group behind `behind`, or that group, which shares something large; only the last one if `near`."""
+    last = len(groups.steps) - 1
+    for place in range(last, max(behind, 0, last if near else 0) - 1, -1):
+        if groups.fused[place] and len(groups.steps[place]) < LARGEST and not large.isdisjoint(groups.shared[place]):
+            return place
+    return None
+
+
+def _pulled_over(units: Units, worst: int) -> set[int]:
+    """The steps that run in a unit up to the worst one, and belong behind it."""
+    if worst == len(units):
+        return set()
+    begins = units[worst].steps[0]
+    pulled = (position for unit in units[: worst + 1] for position in unit.steps[1:])
+    return {position for position in pulled if position > begins}

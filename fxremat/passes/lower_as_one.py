@@ -1,0 +1,89 @@
+"""Program -> one joint graph, in which every execution is a node of its own: what is computed again is just computed.
+
+The graph takes primals and tangents, and returns outputs and gradients, as the captured one does; `step.joint` reads it.
+It is functional: ops that were made to overwrite gradients make new results here. Every group of steps makes the views
+that it reads by itself, from storages, so that nothing but whole storages crosses from one group to another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxremat.passes.in_place import with_new_result
+from fxremat.passes.lower import Lowering, Part
+from fxremat.step.joint import Origin
+from fxremat.step.overwriting import overwritten
+from fxremat.step.program import Program, Step
+
+aten = torch.ops.aten
+GROUP = "fxremat_group"  # in the `meta` of a node: the place of its group
+
+
+def lower_as_one(program: Program, groups: Sequence[Sequence[int]]) -> fx.GraphModule:
+    """Emit the steps of a program, in groups. O(steps).
+
+    Args:
+        groups: places of steps in the order in which they run, those of the forward first; each step once.
+    """
+    return _LoweringAsOne(program).emit(groups)
+
+
+class _LoweringAsOne(Lowering):
+    def __init__(self, program: Program) -> None:
+        super().__init__(program, "", None)
+        self.backward = self.forward  # one part, in which nothing is saved
+
+    def emit(self, groups: Sequence[Sequence[int]]) -> fx.GraphModule:
+        """Emit all groups, and what is returned."""
+        joint, program, part = self.joint, self.program, self.forward
+        for given in (*joint.primals, *joint.tangents):
+            part.bases[self._first(given)] = self._placeholder(part, given)
+        for version, value in enumerate(program.version_of):
+            if joint.values[value].origin is Origin.PRIMAL and joint.values[value].node.op == "get_attr":
+                part.bases[version] = part.graph.node_copy(joint.values[value].node)
+        preserved = {value: self._preserve(value) for value in sorted(program.preserved)}
+        late = False
+        for place, group in enumerate(groups):
+            if not late and group[0] >= program.split:
+                late = True
+                for value, copy in preserved.items():
+                    part.bases[program.first[value]] = copy
+            part.views.clear()
+            last = next(iter(reversed(part.graph.nodes)), None)
+            for position in group:
+                self._step(part, program.steps[position])
+            self._mark(part, last, place, late=late)
+        part.views.clear()
+        outputs = [*joint.forward_outputs, *joint.backward_outputs]
+        returned: list[Any] = [self._output(part, node) for node in outputs]
+        output = part.graph.output(tuple(returned))
+        captured = next(iter(reversed(joint.module.graph.nodes)))
+        output.meta = {key: value for key, value in captured.meta.items() if key == "desc"}
+        return self._module(part, "Step")
+
+    @staticmethod
+    def _mark(part: Part, last: fx.Node | None, group: int, *, late: bool) -> None:
+        """Note the group on all nodes behind `last`, and which of them belong to the backward."""
+        for node in reversed(part.graph.nodes):
+            if node is last:
+                return
+            node.meta[GROUP] = group
+            node.meta.pop("partitioner_tag", None)
+            if late:
+                node.meta["partitioner_tag"] = "is_backward"
+
+    def _preserve(self, value: int) -> fx.Node:
+        copy = super()._preserve(value)
+        shown = copy.meta["val"]
+        with shown.fake_mode:
+            copy.meta["val"] = torch.empty_strided(shown.shape, shown.stride(), dtype=shown.dtype, device=shown.device)
+        return copy
+
+    def _call_of(self, step: Step, original: fx.Node) -> tuple[Any, Any, Any]:
+        if overwritten(original) is not None:
+            return with_new_result(original, original.args, original.kwargs)
+        return super()._call_of(step, original)

@@ -1,0 +1,200 @@
+"""Ops of a step that run as one: what a graph calls in their place, compiled by Inductor.
+
+    region = Region(module, dying=..., donated=..., settings={})
+    region(x, y)         runs it on tensors that stay as they are
+    region.run([x, y])   runs it on a list, which it empties: inputs that die there are freed, or overwritten, inside
+
+Equal regions (of equal layers, in other plans, at other budgets) have equal names and share their kernels. What does
+not compile, or would return one storage twice, runs op by op, as it was captured.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxremat.torch_inductor import compile_region, several_at_once
+from fxremat.torch_private import boxed
+
+log = logging.getLogger(__name__)
+AT_ONCE = 8  # regions that are compiled at a time
+KEPT = 1024  # of the latest kernels, for regions that are equal to earlier ones
+
+Run = Callable[[list[Any]], Sequence[Any]]
+_kernels: OrderedDict[str, Run] = OrderedDict()  # by digest
+
+
+class Region:
+    """A region as a callable: its inputs in, its outputs as a tuple out.
+
+    Args:
+        module: a functional graph of aten ops on bases of storages, which returns a tuple of them.
+        dying: places of inputs that nothing else holds when it runs, and nothing reads any more.
+        donated: those among them whose storage kernels may overwrite.
+        settings: patches of `torch._inductor.config`.
+        decompositions: of ops of ours.
+    """
+
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        *,
+        dying: frozenset[int] = frozenset(),
+        donated: frozenset[int] = frozenset(),
+        settings: Mapping[str, Any],
+        decompositions: Mapping[Any, Callable[..., Any]],
+    ) -> None:
+        self.module, self.dying, self.donated = module, dying, donated
+        self._settings, self._decompositions = settings, decompositions
+        self._given = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
+        self._strides = [tensor.stride() for tensor in self._given]
+        self.count = sum(node.op == "call_function" for node in module.graph.nodes)
+        self.digest = hashlib.sha256(self._text().encode()).hexdigest()[:24]
+        self.__name__ = "region"
+
+    def __str__(self) -> str:
+        return f"region {self.digest} freeing {sorted(self.dying)}"
+
+    __repr__ = __str__
+
+    def __deepcopy__(self, _: Any) -> Region:
+        return self
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Region) and str(self) == str(other)
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __call__(self, *inputs: torch.Tensor) -> Sequence[Any]:
+        return self.run([x.clone() if k in self.donated else x for k, x in enumerate(inputs)])
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether there are kernels for it, or it is known that there will be none."""
+        return self.digest in _kernels
+
+    def compile(self) -> float:
+        """Make its kernels, if there are none, and return the seconds that this took."""
+        if self.is_compiled:
+            return 0.0
+        began = time.perf_counter()
+        try:
+            run = compile_region(
+                self.module, self._given, self.donated, self._settings, self._decompositions
+            )
+        except Exception as error:
+            self.give_up(f"{type(error).__name__}: {error}")
+        else:
+            _keep(self.digest, run)
+        return time.perf_counter() - began
+
+    def give_up(self, reason: str) -> None:
+        """Run its ops as they were captured from now on."""
+        log.debug("%s with %d ops runs op by op: %s", self, self.count, reason)
+        _keep(self.digest, boxed(fx.GraphModule(self.module, self.module.graph)))
+
+    def run(self, inputs: list[Any]) -> Sequence[Any]:
+        """Run it on a list that is emptied; donated inputs are spoiled. Compiles it where that was not done."""
+        for place, stride in enumerate(self._strides):
+            if inputs[place].stride() != stride:  # a kernel's real result may be laid out otherwise than captured
+                inputs[place] = _laid_out(inputs[place], stride)
+        run = _kernels.get(self.digest)
+        if run is None:
+            self.compile()
+            run = _kernels[self.digest]
+        return run(inputs)
+
+    def _text(self) -> str:
+        """Its code with the layouts of its inputs, and all else that its kernels depend on."""
+        numbers: dict[fx.Node, str] = {}
+
+        def told(value: Any) -> str:
+            return repr(fx.node.map_arg(value, lambda node: _Name(numbers[node])))
+
+        lines = [f"{torch.get_num_threads()} {sorted(self._settings.items())} {sorted(self.donated)}"]
+        for number, node in enumerate(self.module.graph.nodes):
+            numbers[node] = f"n{number}"
+            if node.op == "placeholder":
+                lines.append(_layout(node.meta["val"]))
+            else:
+                lines.append(f"{node.target} {told(node.args)} {told(node.kwargs)}")
+        return "\n".join(lines)
+
+
+class _Name(str):
+    """A text that prints itself without quotes."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _layout(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} {tuple(tensor.shape)} {tensor.stride()} {tensor.device}"
+
+
+def _laid_out(tensor: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
+    return tensor.new_empty_strided(tensor.shape, stride).copy_(tensor)
+
+
+def _keep(digest: str, run: Run) -> None:
+    _kernels[digest] = run
+    if len(_kernels) > KEPT:
+        _kernels.popitem(last=False)
+
+
+def compile_all(regions: Iterable[Region]) -> Iterator[Region]:
+    """Compile regions, several at once, and yield each when that is done."""
+    todo = list(regions)
+    with ThreadPoolExecutor(max(1, min(AT_ONCE, len(todo)))) as pool, several_at_once():
+        for done in as_completed({pool.submit(region.compile): region for region in todo}):
+            done.result()
+            yield todo[0]
+
+
+def regions_of(graph: fx.Graph) -> list[Region]:
+    """The regions that a graph calls, in order."""
+    return [node.target for node in graph.nodes if isinstance(node.target, Region)]
+
+
+class _Owning:
+    """A region that is called with a list of its inputs."""
+
+    def __init__(self, region: Region) -> None:
+        self._region = region
+        self.__name__ = "run_region"
+
+    def __call__(self, inputs: list[Any]) -> Sequence[Any]:
+        return self._region.run(inputs)
+
+    def __deepcopy__(self, _: Any) -> _Owning:
+        return self
+
+
+def hand_over(*inputs: Any) -> list[Any]:
+    """The inputs as a list, to be the one that holds them."""
+    return list(inputs)
+
+
+def runnable(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
+    """An emitted graph as a function of one list, in which regions own the inputs that die there."""
+    if not regions_of(module.graph):
+        return boxed(module)
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    for node in list(graph.nodes):
+        if isinstance(node.target, Region):
+            with graph.inserting_before(node):
+                held = graph.call_function(hand_over, node.args)
+            node.target, node.args = _Owning(node.target), (held,)
+    return boxed(fx.GraphModule(module, graph))

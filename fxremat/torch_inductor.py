@@ -1,0 +1,131 @@
+"""torch's private names for compiling a part of a graph with Inductor, each behind one function.
+
+What was read is named with the versions that it was read in. Nothing here is imported before a region is compiled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import types
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxremat.errors import FxrematError
+from fxremat.torch_private import real_tensors
+
+
+CUDA_GRAPHS = ("triton.cudagraphs", "triton.cudagraph_trees")
+
+
+def compile_region(
+    module: fx.GraphModule,
+    given: Sequence[torch.Tensor],
+    donated: Collection[int],
+    settings: Mapping[str, Any],
+    decompositions: Mapping[Any, Callable[..., Any]],
+) -> Callable[[list[Any]], Sequence[Any]]:
+    """Kernels for a functional graph of aten ops, as a function that takes one list and empties it.
+
+    The same calls as `torch.compile` makes for a graph that AOTAutograd has differentiated (2.11, 2.13): ops are
+    decomposed by `select_decomp_table()`, `joint_graph_passes` folds constants and turns scatters upon constants into
+    pointwise code, `compile_fx_inner` makes kernels. `user_visible_output_idxs` pins the strides of what is returned;
+    `bw_donated_idxs` of the tracing context, which is looked at with `is_backward`, names inputs that kernels may
+    overwrite. The cache of compiled graphs does not know of donation, nor of the number of threads that kernels are
+    made for: the names of the inputs, which it does know, say both.
+
+    Args:
+        given: (fake) tensors of the layouts of the inputs.
+        donated: places of inputs that may be overwritten.
+        settings: patches of `torch._inductor.config`.
+        decompositions: of ops of ours.
+    """
+    import torch._inductor.config as inductor_config
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.virtualized import V
+
+    with _turn, real_tensors(), torch.no_grad():
+        graph, fakes, mode = _decomposed(module, given, decompositions)
+        placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+        for place, node in enumerate(placeholders):
+            kind = "donated" if place in donated else "given"
+            node.target = node.name = f"{kind}_{place}_of_{torch.get_num_threads()}_threads"
+        graph.recompile()
+        output = next(iter(reversed(graph.graph.nodes)))
+        output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
+        context: Any = torch._guards.TracingContext(mode)
+        context.fw_metadata = types.SimpleNamespace(bw_donated_idxs=sorted(donated)) if donated else None
+        with V.set_fake_mode(mode), torch._guards.tracing(context), inductor_config.patch(**settings):
+            compiled: Any = compile_fx_inner(
+                graph, fakes, static_input_idxs=(), is_backward=bool(donated), layout_opt=False
+            )
+    return lambda arguments: compiled(arguments)
+
+
+_turn = threading.Lock()  # of the thread that lowers: Inductor's own state is not made for several
+
+
+@contextlib.contextmanager
+def several_at_once() -> Iterator[None]:
+    """While inside, threads that compile regions take turns, and one that waits for its kernels lets others go on.
+
+    `torch._inductor.async_compile.AsyncCompile._wait_futures` (2.11, 2.13) is where it waits for compilers.
+    """
+    from torch._inductor.async_compile import AsyncCompile
+
+    waiting: Any = AsyncCompile._wait_futures
+
+    def let_others_go_on(self: Any, scope: dict[str, Any]) -> None:
+        _turn.release()
+        try:
+            waiting(self, scope)
+        finally:
+            _turn.acquire()
+
+    AsyncCompile._wait_futures = let_others_go_on  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        AsyncCompile._wait_futures = waiting  # type: ignore[method-assign]
+
+
+def _decomposed(
+    module: fx.GraphModule,
+    given: Sequence[torch.Tensor],
+    decompositions: Mapping[Any, Callable[..., Any]],
+) -> tuple[fx.GraphModule, list[torch.Tensor], Any]:
+    """The graph in the ops that Inductor lowers, fake inputs, and their fake mode."""
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+    from torch._inductor.virtualized import V
+    from torch._subclasses import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
+        fakes = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in given]
+        table = {**select_decomp_table(), **decompositions}
+        graph = make_fx(
+            lambda *inputs: module(*inputs), decomposition_table=table, tracing_mode="real"
+        )(*fakes)
+    graph.graph.eliminate_dead_code()
+    context = torch._guards.TracingContext(mode)
+    with V.set_fake_mode(mode), torch._guards.tracing(context):
+        joint_graph_passes(graph)
+    graph.recompile()
+    return graph, fakes, mode
+
+
+def check_settings(settings: Mapping[str, Any]) -> None:
+    """Raise `FxrematError` for a setting that `torch._inductor.config` does not have (2.11, 2.13)."""
+    import torch._inductor.config as inductor_config
+
+    known = inductor_config.get_config_copy() if settings else {}
+    for name in settings:
+        if name in CUDA_GRAPHS and settings[name]:
+            raise FxrematError(f"inductor={{{name!r}: True}}: graphs of CUDA keep memory that no budget bounds")
+        if name not in known:
+            raise FxrematError(f"inductor={{{name!r}: ...}}: torch._inductor.config has no such setting")
