@@ -6,7 +6,7 @@
 
 See `ops.seeded`. The seeds are drawn where the first dropout is and numbered in the order of the graph, as Inductor
 does with the graph of a whole model: under an equal seed of torch the masks are those of `torch.compile(model)`. They
-are others where another op draws from the same generator (Inductor gives `rand` and its kin seeds among those of
+may be others where another op draws from the same generator (Inductor gives `rand` and its kin seeds among those of
 dropouts; here they stay ops that draw), and where Inductor recognizes an attention that is written out, and calls a
 kernel for it that drops by itself.
 
