@@ -818,3 +818,42 @@ def _path_in_model(placeholder: fx.Node) -> list[tuple[str, str]]:
     text = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
     found = re.findall(rf"\._(modules|parameters|buffers)\[({text})\]", path)
     return [(kind, literal_eval(quoted)) for kind, quoted in found]
+
+
+def inductor_seeds(count: int, *, device: torch.device) -> torch.Tensor:
+    """The op of Inductor that draws the seeds of a graph, to be traced and compiled.
+
+    `torch._inductor.inductor_prims.seeds` (2.11, 2.13). Compiled, it is `aten.randint.low` from the least int64 to
+    below the largest one; called eagerly, it draws from another range.
+    """
+    from torch._inductor import inductor_prims
+
+    made: torch.Tensor = inductor_prims.seeds(count, device)
+    return made
+
+
+def inductor_uniform(seeds: torch.Tensor, index: int, shape: Sequence[int]) -> torch.Tensor:
+    """The ops of Inductor that draw numbers of [0, 1) in single precision from a seed, to be traced and compiled.
+
+    `lookup_seed` and `random` of `torch._inductor.inductor_prims` (2.11; 2.13 adds an option). Called eagerly, the
+    second ignores its seed.
+    """
+    from torch._inductor import inductor_prims
+
+    made: torch.Tensor = inductor_prims.random(shape, inductor_prims.lookup_seed(seeds, index), "rand")
+    return made
+
+
+def memory_order(tensor: torch.Tensor) -> list[int]:
+    """The dimensions of a tensor from the outermost to the innermost in memory, as Inductor orders them.
+
+    `torch._prims_common.compute_elementwise_output_logical_to_physical_perm` (2.11, 2.13), asked of the sizes that the
+    tensor has now: symbolic ones are compared with nothing.
+    """
+    from torch._prims_common import compute_elementwise_output_logical_to_physical_perm
+
+    sizes, strides = ([size_now(number) for number in numbers] for numbers in (tensor.shape, tensor.stride()))
+    with real_tensors():
+        plain = torch.empty_strided(sizes, strides, dtype=tensor.dtype, device="meta")
+        order, _ = compute_elementwise_output_logical_to_physical_perm(plain)
+    return [int(dimension) for dimension in order]

@@ -804,9 +804,37 @@ MISTAKES += [
     # a dropout of everything draws
     Mistake(
         "passes/dropout.py",
-        "if node.args[2] and node.args[1] == 1 and _tensor(node).numel():",
+        "if node.args[2] and node.args[1] == 1 and tensor_read(node).numel():",
         "if False:",
         f"{WALK}::test_what_plain_pytorch_trains_is_trained_with_its_bits",
+    ),
+    # all dropouts of a graph have one mask
+    Mistake(
+        "passes/seeded_dropout.py",
+        "_draw_from(seeds, index, node)",
+        "_draw_from(seeds, 0, node)",
+        "passes/test_seeded_dropout.py::test_dropouts_are_numbered_on_each_device",
+    ),
+    # a mask is drawn in the order of dimensions whatever the layout is
+    Mistake(
+        "passes/seeded_dropout.py",
+        "    order = memory_order(tensor_read(node))\n",
+        "    order = list(range(tensor_read(node).dim()))\n",
+        "passes/test_seeded_dropout.py::test_a_mask_has_the_layout_of_what_is_dropped",
+    ),
+    # random numbers are compared in single precision whatever the type is
+    Mistake(
+        "ops/seeded.py",
+        "return uniform.to(dtype) > p",
+        "return uniform > p",
+        "passes/test_seeded_dropout.py::test_compiled_masks_in_half_precision",
+    ),
+    # a mask depends on what was drawn before
+    Mistake(
+        "ops/seeded.py",
+        "torch.rand(shape, generator=generator, dtype",
+        "torch.rand(shape, dtype",
+        "passes/test_seeded_dropout.py::test_a_mask_is_a_function_of_its_seed",
     ),
     # saved tensors are donated when the settings of tracing are over
     Mistake(

@@ -25,21 +25,32 @@ aten = torch.ops.aten
 
 def drop_as_eager(graph: fx.Graph) -> None:
     """Rewrite every dropout of a joint graph that would round otherwise than eager PyTorch. O(nodes)."""
-    for node in graph.find_nodes(op="call_function", target=aten.native_dropout.default):
-        if node.args[2] and node.args[1] == 1 and _tensor(node).numel():
-            _drop_all(node)
+    drop_everything(graph)
+    lay_out_gradients(graph)
     for node in graph.find_nodes(op="call_function", target=aten.native_dropout_backward.default):
-        if _on_cpu(node):
-            _lay_out_as_shown(node)
         gradient, mask, scale = node.args
         if _on_cpu(node) and scale not in (0, 1):  # p = 1 or p = 0
-            node.args = (gradient, mask, rounded(1 / cast(float, scale), _tensor(node).dtype))
+            node.args = (gradient, mask, rounded(1 / cast(float, scale), tensor_read(node).dtype))
     for node in graph.find_nodes(op="call_function", target=aten.native_dropout.default):
         _, p, training = node.args
-        if _on_cpu(node) and _tensor(node).dtype == torch.float32 and training and p != 1:
+        if _on_cpu(node) and tensor_read(node).dtype == torch.float32 and training and p != 1:
             keep = 1 - cast(float, p)
             if rounded(keep, torch.float32) != np.float32(1 / keep):
                 _split(node, keep)
+
+
+def drop_everything(graph: fx.Graph) -> None:
+    """Rewrite the dropouts of a joint graph with p = 1. O(nodes)."""
+    for node in graph.find_nodes(op="call_function", target=aten.native_dropout.default):
+        if node.args[2] and node.args[1] == 1 and tensor_read(node).numel():
+            _drop_all(node)
+
+
+def lay_out_gradients(graph: fx.Graph) -> None:
+    """Let the backward of every dropout of a joint graph have the layout that it is shown with. O(nodes)."""
+    for node in graph.find_nodes(op="call_function", target=aten.native_dropout_backward.default):
+        if _on_cpu(node):
+            _lay_out_as_shown(node)
 
 
 def rounded(keep: float, dtype: torch.dtype) -> float:
@@ -52,12 +63,13 @@ def rounded(keep: float, dtype: torch.dtype) -> float:
         return float(torch.ones((), dtype=dtype).div_(keep))
 
 
-def _tensor(node: fx.Node) -> torch.Tensor:
+def tensor_read(node: fx.Node) -> torch.Tensor:
+    """What the first argument of a node shows."""
     return cast(torch.Tensor, cast(fx.Node, node.args[0]).meta["val"])
 
 
 def _on_cpu(node: fx.Node) -> bool:
-    return _tensor(node).device.type == "cpu"
+    return tensor_read(node).device.type == "cpu"
 
 
 def _lay_out_as_shown(node: fx.Node) -> None:
@@ -66,11 +78,11 @@ def _lay_out_as_shown(node: fx.Node) -> None:
     torch traces the op as CUDA runs it, and what follows may view the result as only that layout can be viewed.
     """
     gradient = cast(fx.Node, node.args[0])
-    shown, given = cast(torch.Tensor, node.meta["val"]), _tensor(node)
+    shown, given = cast(torch.Tensor, node.meta["val"]), tensor_read(node)
     if all(map(same_size, shown.stride(), given.stride())):
         return
     with node.graph.inserting_before(node):
-        copy = _call(node, aten.clone.default, gradient, memory_format=torch.contiguous_format)
+        copy = call_like(node, aten.clone.default, gradient, memory_format=torch.contiguous_format)
     if all(map(same_size, shown.stride(), copy.meta["val"].stride())):
         node.update_arg(0, copy)
 
@@ -79,36 +91,36 @@ def _split(node: fx.Node, keep: float) -> None:
     """Draw the mask by itself (the same numbers), and multiply by what eager PyTorch multiplies by."""
     x = cast(fx.Node, node.args[0])
     with node.graph.inserting_before(node):
-        mask = _call(node, aten.bernoulli.p, _call(node, aten.empty_like.default, x, dtype=torch.bool), keep)
-        product = _call(node, aten.native_dropout_backward.default, x, mask, rounded(keep, torch.float32))
-    _replace(node, product, mask)
+        mask = call_like(node, aten.bernoulli.p, call_like(node, aten.empty_like.default, x, dtype=torch.bool), keep)
+        product = call_like(node, aten.native_dropout_backward.default, x, mask, rounded(keep, torch.float32))
+    replace_dropout(node, product, mask)
 
 
 def _drop_all(node: fx.Node) -> None:
     """A dropout of everything: eager PyTorch multiplies by a zero, forward and backward, and draws nothing."""
     x = cast(fx.Node, node.args[0])
     with node.graph.inserting_before(node):
-        options = {"dtype": _tensor(node).dtype, "device": _tensor(node).device}
-        zero = _call(node, aten.zeros.default, [], **options)
-        product = _call(node, aten.mul.Tensor, x, zero)
+        options = {"dtype": tensor_read(node).dtype, "device": tensor_read(node).device}
+        zero = call_like(node, aten.zeros.default, [], **options)
+        product = call_like(node, aten.mul.Tensor, x, zero)
     masks = [item for item in node.users if item.args[1] == 1]
     for backward in [user for mask in masks for user in mask.users]:
         if backward.target is aten.native_dropout_backward.default:
             backward.target, backward.args = aten.mul.Tensor, (backward.args[0], zero)
-    _replace(node, product, zero)
+    replace_dropout(node, product, zero)
 
 
-def _call(like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+def call_like(like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
     """A new node that stands for a part of what another one did."""
     made = like.graph.call_function(target, args, kwargs)
     made.meta = dict(like.meta)
     values = fx.node.map_arg((args, kwargs), lambda argument: argument.meta["val"])
-    with _tensor(like).fake_mode:  # type: ignore[attr-defined]
+    with tensor_read(like).fake_mode:  # type: ignore[attr-defined]
         made.meta["val"] = target(*values[0], **values[1])
     return made
 
 
-def _replace(node: fx.Node, output: fx.Node, mask: fx.Node) -> None:
+def replace_dropout(node: fx.Node, output: fx.Node, mask: fx.Node) -> None:
     """Put two nodes in the place of a dropout and its mask."""
     for item in list(node.users):
         assert item.target is operator.getitem

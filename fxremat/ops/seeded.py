@@ -1,0 +1,85 @@
+"""Dropout whose masks are a function of a seed, and the seed a value of the graph.
+
+    seeds = fxremat::seeds(n, device=d)                          one int64 for each dropout of the graph: the one draw
+    mask  = fxremat::seeded_mask(seeds, i, shape, p, dtype)      true for what is kept; the same whenever it is made
+    y     = fxremat::masked(x, mask, p)                          mask * x * (1 / (1 - p)), and what is dropped is zero
+
+Only the first op touches a generator, so a mask that is made again is an ordinary op: no state of a generator is saved
+or replayed for it.
+
+In a compiled region the ops are what Inductor makes of `aten.native_dropout` (`DECOMPOSITIONS`), and from the same
+seeds come the masks of `torch.compile(model)`. Called by themselves they compute the same function of other random
+numbers: a mask that was drawn in a compiled region has to be drawn again in one. The kernels of this file are for
+measuring ops one by one, and for graphs that run uncompiled from end to end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxremat.torch_private import inductor_seeds, inductor_uniform
+
+SEEDS = torch.iinfo(torch.int64)  # Inductor's kernel draws from `min` to below `max`
+
+
+@torch.library.custom_op("fxremat::seeds", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
+def seeds(count: int, *, device: torch.device) -> Tensor:
+    """Draw the seeds of a graph from the device's generator, with the numbers that Inductor's kernel gives."""
+    return torch.randint(SEEDS.min, SEEDS.max, [count], dtype=torch.int64, device=device)
+
+
+@seeds.register_fake
+def _(count: int, *, device: torch.device) -> Tensor:
+    return torch.empty([count], dtype=torch.int64, device=device)
+
+
+@torch.library.custom_op("fxremat::seeded_mask", mutates_args=())
+def seeded_mask(seeds: Tensor, index: int, shape: Sequence[int], p: float, dtype: torch.dtype) -> Tensor:
+    """The mask of a dropout, contiguous: a function of `seeds[index]` and the other arguments alone.
+
+    Reading the seed waits for the device.
+
+    Args:
+        dtype: that of what is dropped, which Inductor compares with `p` in.
+    """
+    generator = torch.Generator(seeds.device).manual_seed(int(seeds[index]))
+    return _kept(torch.rand(shape, generator=generator, dtype=torch.float32, device=seeds.device), p, dtype)
+
+
+@seeded_mask.register_fake
+def _(seeds: Tensor, index: int, shape: Sequence[int], p: float, dtype: torch.dtype) -> Tensor:
+    return seeds.new_empty(shape, dtype=torch.bool)
+
+
+@torch.library.custom_op("fxremat::masked", mutates_args=())
+def masked(x: Tensor, mask: Tensor, p: float) -> Tensor:
+    """The output of a dropout, of the layout of `x`."""
+    return (mask * x).mul_(1 / (1 - p))
+
+
+@masked.register_fake
+def _(x: Tensor, mask: Tensor, p: float) -> Tensor:
+    return _masked(x, mask, p)
+
+
+def _kept(uniform: Tensor, p: float, dtype: torch.dtype) -> Tensor:
+    return uniform.to(dtype) > p
+
+
+def _masked(x: Tensor, mask: Tensor, p: float) -> Tensor:
+    return mask * x * float(1 / (1 - p))  # the order of torch's decomposition of `native_dropout`
+
+
+def _inductor_mask(seeds: Tensor, index: int, shape: Sequence[int], p: float, dtype: torch.dtype) -> Tensor:
+    return _kept(inductor_uniform(seeds, index, shape), p, dtype)
+
+
+DECOMPOSITIONS: dict[torch._ops.OpOverload[Any, Any], Callable[..., Tensor]] = {
+    torch.ops.fxremat.seeds.default: inductor_seeds,
+    torch.ops.fxremat.seeded_mask.default: _inductor_mask,
+    torch.ops.fxremat.masked.default: _masked,
+}

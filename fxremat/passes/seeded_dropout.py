@@ -1,0 +1,66 @@
+"""Dropout in a captured graph, drawn from seeds that are a value of the graph: for steps that Inductor compiles.
+
+    output, mask = native_dropout(x, p, True)      ->    seeds  = seeds(n)                       once a device
+                                                         mask   = seeded_mask(seeds, i, ...)     pure
+                                                         output = masked(x, mask, p)
+
+See `ops.seeded`. The seeds are drawn where the first dropout is and numbered in the order of the graph, as Inductor
+does with the graph of a whole model: under an equal seed of torch the masks are those of `torch.compile(model)`. They
+may be others where another op draws from the same generator (Inductor gives `rand` and its kin seeds among those of
+dropouts; here they stay ops that draw), and where Inductor recognizes an attention that is written out, and calls a
+kernel for it that drops by itself.
+
+A mask is drawn in the order that `x` has in memory, and shown as a view where that is not the order of dimensions.
+Backward ops stay `native_dropout_backward`, with the exact scale: this pass takes the place of `dropout.drop_as_eager`,
+which would round it. A dropout of everything draws nothing and is rewritten as there.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any, cast
+
+import torch
+from torch import fx
+
+import fxremat.ops.seeded  # noqa: F401 - registers the ops
+from fxremat.passes.dropout import call_like, drop_everything, lay_out_gradients, replace_dropout, tensor_read
+from fxremat.torch_private import memory_order
+
+aten = torch.ops.aten
+
+
+def draw_from_seeds(graph: fx.Graph) -> None:
+    """Rewrite every dropout of a joint graph so that its mask is a function of a seed. O(nodes)."""
+    drop_everything(graph)
+    lay_out_gradients(graph)
+    dropouts: dict[torch.device, list[fx.Node]] = defaultdict(list)
+    for node in graph.find_nodes(op="call_function", target=aten.native_dropout.default):
+        _, p, training = node.args
+        if training and 0 < cast(float, p) < 1:
+            dropouts[tensor_read(node).device].append(node)
+    for device, nodes in dropouts.items():
+        with graph.inserting_before(nodes[0]):
+            seeds = call_like(nodes[0], torch.ops.fxremat.seeds.default, len(nodes), device=device)
+        for index, node in enumerate(nodes):
+            _draw_from(seeds, index, node)
+
+
+def _draw_from(seeds: fx.Node, index: int, node: fx.Node) -> None:
+    x, p, _ = cast(tuple[fx.Node, float, Any], node.args)
+    order = memory_order(tensor_read(node))
+    with node.graph.inserting_before(node):
+        shape = [_size(node, x, dimension) for dimension in order]
+        mask = call_like(
+            node, torch.ops.fxremat.seeded_mask.default, seeds, index, shape, p, tensor_read(node).dtype
+        )
+        if order != sorted(order):
+            mask = call_like(node, aten.permute.default, mask, [order.index(place) for place in range(len(order))])
+        output = call_like(node, torch.ops.fxremat.masked.default, x, mask, p)
+    replace_dropout(node, output, mask)
+
+
+def _size(node: fx.Node, x: fx.Node, dimension: int) -> int | fx.Node:
+    """The size of a dimension of `x`, as an argument of a node."""
+    size = tensor_read(node).shape[dimension]
+    return size if isinstance(size, int) else call_like(node, aten.sym_size.int, x, dimension)
