@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ from fxremat.torch_private import unprofiled
 
 log = logging.getLogger(__name__)
 RUNS = 3  # of a step, of which the fastest counts
+TURNS = 6  # of programs that are compared
 LONG = 1.0  # seconds of all runs so far, after which two are enough
 
 
@@ -59,6 +61,33 @@ def calibration(
         cache.save()
     assert known is not None
     return ranks.maximum(known[:1], "comparing times")[0]
+
+
+def seconds_of_steps(
+    programs: Sequence[Program], costs: Sequence[Costs], inputs: Sequence[Any] = ()
+) -> list[float] | None:
+    """The least seconds of a few steps of each of some programs, which take turns; None where they cannot run."""
+    made = [_Made.of(program, cost, inputs, alone=True) for program, cost in zip(programs, costs, strict=True)]
+    steps = [one for one in made if one is not None]
+    if len(steps) < len(made):
+        return None
+
+    def run() -> list[float]:
+        best, began = [math.inf] * len(steps), time.perf_counter()
+        for count in range(TURNS):
+            if count > 1 and time.perf_counter() - began > LONG * len(steps):
+                break
+            for place, one in enumerate(steps):
+                primals, tangents = one.arguments()
+                best[place] = min(best[place], one.seconds(primals, tangents))
+        return best
+
+    try:
+        with quiet_world(steps[0].device):
+            return unprofiled(run)
+    except Exception as error:
+        log.debug("timing steps failed: %s: %s", type(error).__name__, error)
+        return None
 
 
 def peak_of_step(program: Program, costs: Costs, inputs: Sequence[Any] = ()) -> int | None:

@@ -15,6 +15,7 @@ from typing import Any
 from torch import fx
 
 from fxremat.fusion.units import Units
+from fxremat.passes.in_place import overwrite_gradients
 from fxremat.passes.lower_as_one import GROUP, lower_as_one
 from fxremat.step.joint import Joint, read_joint, tensors_of
 from fxremat.step.layout import Layout
@@ -82,6 +83,7 @@ def _joint_of(program: Program, units: Units, kernels: Kernels) -> Joint:
         if unit.compiled:
             _put_region(module, nodes, _Uses(place, last, first_late), kernels)
     module.graph.eliminate_dead_code()
+    overwrite_gradients(module.graph)
     module.graph.lint()
     module.recompile()
     return read_joint(module, len(program.layout.joint.forward_outputs))

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from fxremat.ops.seeded import ALWAYS_COMPILED
 from fxremat.step.joint import Joint, is_number, tensors_of
 from fxremat.step.liveness import Sizes, lives, seed_lives
 from fxremat.step.program import Program, Step, Transfer
@@ -43,11 +44,11 @@ Units = tuple[Unit, ...]
 def by_block(program: Program) -> Units:
     """The steps of each block, as far as they follow each other. O(steps)."""
     joint = program.layout.joint
-    compilable = _compilable(joint)
+    may = compilable(joint)
 
     def key(position: int) -> tuple[object, ...]:
         step = program.steps[position]
-        if step.op is None or step.op not in compilable:
+        if step.op is None or step.op not in may:
             return ("alone", position)
         return (step.block, position >= program.split)
 
@@ -139,10 +140,7 @@ def _must_compile(program: Program, position: int) -> bool:
     return step.op is not None and program.layout.joint.ops[step.op].node.target in ALWAYS_COMPILED
 
 
-ALWAYS_COMPILED: set[object] = set()  # ops whose own kernels give other numbers than compiled ones
-
-
-def _compilable(joint: Joint) -> frozenset[int]:
+def compilable(joint: Joint) -> frozenset[int]:
     """The ops that may be part of a region."""
     return frozenset(op.index for op in joint.ops if not op.random and op.writes and may_compile(op.node))
 
@@ -206,7 +204,7 @@ class _Groups:
 def _grouped(program: Program, sizes: Sizes, stay: Set[int]) -> Units:
     """Let every pointwise step join the last group behind its producers that it has much in common with."""
     joint = program.layout.joint
-    fusable = {index for index in _compilable(joint) if is_pointwise(joint.ops[index].node)}
+    fusable = {index for index in compilable(joint) if is_pointwise(joint.ops[index].node)}
     units: list[Unit] = []
     for part in (range(program.split), range(program.split, len(program.steps))):
         groups, writer = _Groups([], [], []), dict[int, int]()

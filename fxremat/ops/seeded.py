@@ -83,3 +83,5 @@ DECOMPOSITIONS: dict[torch._ops.OpOverload[Any, Any], Callable[..., Tensor]] = {
     torch.ops.fxremat.seeded_mask.default: _inductor_mask,
     torch.ops.fxremat.masked.default: _masked,
 }
+
+ALWAYS_COMPILED = frozenset([torch.ops.fxremat.seeded_mask.default])  # other numbers than those of its own kernel

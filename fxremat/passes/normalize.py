@@ -4,7 +4,8 @@
     collectives     each is one op, from its start to its end
     detach          chains of `detach` go
     batch_norm      the backward of a training BatchNorm reads no running statistics
-    dropout         drops as eager PyTorch does
+    dropout         drops as eager PyTorch does; or, for compiled regions,
+    seeded_dropout  draws from seeds, which are a value of the graph
     numbers         views that begin at a number of the data are copies
     in_place        backward ops overwrite gradients that they alone read
 
@@ -21,6 +22,7 @@ from fxremat.passes.detach import drop_detach
 from fxremat.passes.dropout import drop_as_eager
 from fxremat.passes.in_place import overwrite_gradients
 from fxremat.passes.numbers import copy_views_by_number, refuse_symbols
+from fxremat.passes.seeded_dropout import draw_from_seeds
 from fxremat.passes.sharding import share
 
 PASSES = (
@@ -29,8 +31,11 @@ PASSES = (
 )
 
 
-def normalize(module: fx.GraphModule) -> fx.GraphModule:
+def normalize(module: fx.GraphModule, *, seeded: bool = False) -> fx.GraphModule:
     """Run all passes on a joint graph, in place. O(nodes).
+
+    Args:
+        seeded: let dropouts draw from seeds; else as eager PyTorch.
 
     Raises:
         CaptureError: a size depends on data.
@@ -38,6 +43,8 @@ def normalize(module: fx.GraphModule) -> fx.GraphModule:
     graph = module.graph
     refuse_symbols(graph)
     for rewrite in PASSES:
+        if seeded and rewrite is drop_as_eager:
+            rewrite = draw_from_seeds
         rewrite(graph)
         graph.eliminate_dead_code()  # lints the graph first
     return module

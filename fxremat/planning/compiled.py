@@ -11,13 +11,16 @@ program in regions fits, or none is faster, the plan of single ops stays.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from time import monotonic
 
-from fxremat.cost.calibrate import calibration, peak_of_step
-from fxremat.cost.measure import known_costs, measure
+from fxremat.cost.calibrate import peak_of_step, seconds_of_steps
+from fxremat.cost.measure import measure
+from fxremat.errors import FxrematError
 from fxremat.fusion.joint import Kernels, fused_program
 from fxremat.fusion.units import Unit, Units, alone, by_block, pointwise, unit_bytes
+from fxremat.ops.seeded import DECOMPOSITIONS
 from fxremat.options import Options
 from fxremat.passes.lower_as_one import GROUP
 from fxremat.planned_step import Compiled
@@ -28,15 +31,19 @@ from fxremat.progress import progress
 from fxremat.search.candidate import Candidate
 from fxremat.step.costs import Costs
 from fxremat.step.joint import Joint
-from fxremat.step.liveness import live_bytes
+from fxremat.step.liveness import Sizes, live_bytes
 from fxremat.step.program import Program
-from fxremat.step.region import regions_of
+from fxremat.step.region import compile_all, regions_of
+from fxremat.transfers.network import communicates
 
 log = logging.getLogger(__name__)
 TRIES = 6  # programs whose regions are compiled, at most
-SLOWER = 1.02  # times what its ops take: a region that takes more runs op by op
+SLOWER = 1.1  # times what its ops take: a region that takes more runs op by op
 
-Cut = Callable[[Program], Units]
+CUTS: dict[str, Callable[[Program, Sizes, int], Units]] = {
+    "block": lambda program, _, __: by_block(program),
+    "pointwise": pointwise,
+}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -45,11 +52,9 @@ class _Judged:
 
     candidate: Candidate  # of single ops
     units: Units
-    kernels: Kernels
     program: Program
     costs: Costs
     peak: int
-    compiling: float  # seconds
 
     @property
     def joint(self) -> Joint:
@@ -63,106 +68,112 @@ class _Judged:
 
 
 def with_compiled_kernels(plan: Plan, step: CapturedStep, options: Options) -> Plan:
-    """The plan with its ops in regions, where that fits and is faster."""
-    found = _fastest(plan, step, options)
+    """The plan with its ops in regions, where that fits and is faster.
+
+    Raises `FxrematError` for steps that run on several devices together.
+    """
+    if communicates(plan.joint):
+        raise FxrematError('kernels="inductor" compiles steps of one device; this one communicates with other ranks')
+    search = _Search(plan, step, options)
+    found = search.fastest(plan.alternatives.candidates)
     if found is None:
-        log.warning("no program in compiled regions fits: this step runs op by op")
-        return plan
-    found = _with_slow_regions_apart(found, plan, step, options)
-    factor = calibration(found.program, found.costs, step.inputs, step.ranks)
-    time = factor * found.time
-    if time >= plan.predicted_time:
-        log.info("compiled regions would take %.3g s, single ops %.3g s", time, plan.predicted_time)
-        return plan
-    regions = regions_of(found.joint.module.graph)
-    compiled = Compiled(
-        chosen=found.candidate.in_units(found.program, found.peak, time),
-        costs=found.costs.scaled(factor),
-        regions=len(regions),
-        distinct=len(set(regions)),
-        ops=sum(region.count for region in regions),
-        seconds=found.compiling,
-    )
-    return replace(plan, compiled=compiled)
+        log.warning("no program in compiled regions fits %d bytes: this step runs op by op", plan.budget)
+    alone = search.alone()
+    rivals = [program for program in (found, alone) if program is not None]
+    seconds = seconds_of_steps([rival.program for rival in rivals], [rival.costs for rival in rivals], step.inputs)
+    times = seconds or [rival.time for rival in rivals]
+    best = min(range(len(rivals)), key=times.__getitem__)
+    log.debug("seconds of compiled regions and of single ops: %s", times)
+    return search.plan_of(rivals[best], times[best])
 
 
-def _fastest(plan: Plan, step: CapturedStep, options: Options) -> _Judged | None:
-    """The fastest program in units that fits, as far as programs of single ops are ordered by their time."""
-    kernels = Kernels(settings=options.inductor or {}, decompositions={})
-    sizes, tries, compiling = plan.costs.sizes, 0, 0.0
-    cuts: dict[str, Cut] = {
-        "block": by_block,
-        "pointwise": lambda program: pointwise(program, sizes, plan.budget),
-    }
-    limits = dict.fromkeys(cuts, plan.budget)
-    within = [c for c in plan.alternatives.candidates if c.peak <= ABOVE * plan.budget]
-    for candidate in within:
-        program = candidate.program()
-        for name, cut in cuts.items():
-            units = cut(program)
-            guess = max(unit_bytes(program, sizes, units))
-            if guess > limits[name]:
+class _Search:
+    """The programs of a step in units that were looked at for one plan."""
+
+    def __init__(self, plan: Plan, step: CapturedStep, options: Options) -> None:
+        self._plan, self._step, self._options = plan, step, options
+        self._kernels = Kernels(settings=options.inductor or {}, decompositions=DECOMPOSITIONS)
+        self._single = plan.costs  # what single ops take in a step
+        self._compiling = 0.0  # seconds so far
+
+    def fastest(self, candidates: Iterable[Candidate]) -> _Judged | None:
+        """The fastest program in units that fits, as far as programs of single ops are ordered by their time."""
+        budget, tries = self._plan.budget, 0
+        limits = dict.fromkeys(CUTS, budget)
+        for candidate in candidates:
+            if candidate.peak > ABOVE * budget:
                 continue
-            if tries == TRIES:
-                return None
-            tries += 1
-            judged = _judged(candidate, units, kernels, step, options, compiling)
-            compiling = judged.compiling
-            if judged.peak <= plan.budget and _runs_within(judged, plan.budget, step):
-                return judged
-            limits[name] = guess - max(1, judged.peak - plan.budget)
-    return None
+            for name, cut in CUTS.items():
+                units = cut(candidate.program(), self._single.sizes, budget)
+                guess = max(unit_bytes(candidate.program(), self._single.sizes, units))
+                if guess > limits[name]:
+                    continue
+                if tries == TRIES:
+                    return None
+                tries += 1
+                judged = self._judged(candidate, units)
+                if judged.peak <= budget and self._runs_within(judged):
+                    return self._with_slow_regions_apart(judged)
+                limits[name] = guess - max(1, judged.peak - budget)
+        return None
 
+    def alone(self) -> _Judged:
+        """The program of single ops that the plan has chosen; what has to be compiled is, by itself."""
+        program = self._plan.chosen.program()
+        return self._judged(self._plan.chosen, alone(program, range(len(program.steps))))
 
-def _judged(
-    candidate: Candidate,
-    units: Units,
-    kernels: Kernels,
-    step: CapturedStep,
-    options: Options,
-    compiling: float,
-) -> _Judged:
-    """Compile and measure what is new of a program in units."""
-    fused = fused_program(candidate.program(), units, kernels)
-    joint = fused.layout.joint
-    new = [region for region in dict.fromkeys(regions_of(joint.module.graph)) if not region.is_compiled]
-    for region in progress(new, "compiling regions"):
-        compiling += region.compile()
-    costs = with_loss(measure(joint, step.inputs), options)
-    peak = live_bytes(fused, costs.sizes).peak
-    log.debug("a program of %d bytes takes %d in %d units", candidate.peak, peak, len(units))
-    return _Judged(
-        candidate=candidate,
-        units=units,
-        kernels=kernels,
-        program=fused,
-        costs=costs,
-        peak=peak,
-        compiling=compiling,
-    )
+    def plan_of(self, judged: _Judged, time: float) -> Plan:
+        """The plan that runs a program in units, which takes so many seconds."""
+        regions = regions_of(judged.joint.module.graph)
+        if not regions:
+            return self._plan
+        compiled = Compiled(
+            chosen=judged.candidate.in_units(judged.program, judged.peak, time),
+            costs=judged.costs.scaled(time / judged.time),
+            regions=len(regions),
+            distinct=len(set(regions)),
+            ops=sum(region.count for region in regions),
+            seconds=self._compiling,
+        )
+        return replace(self._plan, chosen=judged.candidate, compiled=compiled)
 
+    def _judged(self, candidate: Candidate, units: Units) -> _Judged:
+        """Compile and measure what is new of a program in units."""
+        fused = fused_program(candidate.program(), units, self._kernels)
+        joint = fused.layout.joint
+        new = [region for region in dict.fromkeys(regions_of(joint.module.graph)) if not region.is_compiled]
+        began = monotonic()
+        for _ in progress(compile_all(new), "compiling regions", total=len(new)):
+            pass
+        self._compiling += monotonic() - began
+        costs = with_loss(measure(joint, self._step.inputs), self._options)
+        peak = live_bytes(fused, costs.sizes).peak
+        log.debug(
+            "a program of %d bytes and %.4g s takes %d bytes and %.4g s in %d units",
+            *(candidate.peak, candidate.time, peak, costs.time(fused), len(units)),
+        )
+        return _Judged(candidate=candidate, units=units, program=fused, costs=costs, peak=peak)
 
-def _runs_within(judged: _Judged, budget: int, step: CapturedStep) -> bool:
-    """Whether the step, run once on its real inputs, stays within the budget; tells of it where it does not."""
-    peak = peak_of_step(judged.program, judged.costs, step.inputs)
-    if peak is None or peak <= budget:
-        return True
-    log.warning(
-        "a program in compiled regions took %d bytes for %d foreseen: a smaller one is taken", peak, judged.peak
-    )
-    return False
+    def _runs_within(self, judged: _Judged) -> bool:
+        """Whether the step, run once on its real inputs, stays within the budget; tells of it where it does not."""
+        peak = peak_of_step(judged.program, judged.costs, self._step.inputs)
+        if peak is None or peak <= self._plan.budget:
+            return True
+        log.warning(
+            "a program in compiled regions took %d bytes for %d foreseen: a smaller one is taken", peak, judged.peak
+        )
+        return False
 
-
-def _with_slow_regions_apart(judged: _Judged, plan: Plan, step: CapturedStep, options: Options) -> _Judged:
-    """The program with those regions op by op that take longer than their ops, if it still fits, and is faster."""
-    program, single = judged.candidate.program(), known_costs(plan.joint)
-    taken = {op.node.meta.get(GROUP): judged.costs.seconds[op.index] for op in judged.joint.ops}
-    units: list[Unit] = []
-    for place, unit in enumerate(judged.units):
-        ops = [op for position in unit.steps if (op := program.steps[position].op) is not None]
-        slow = unit.compiled and taken[place] > SLOWER * single.time_of(ops)
-        units += alone(program, unit.steps) if slow else [unit]
-    if len(units) == len(judged.units):
-        return judged
-    apart = _judged(judged.candidate, tuple(units), judged.kernels, step, options, judged.compiling)
-    return apart if apart.peak <= plan.budget and apart.time < judged.time else judged
+    def _with_slow_regions_apart(self, judged: _Judged) -> _Judged:
+        """The program with those regions op by op that take longer than their ops, if it still fits, and is faster."""
+        program = judged.candidate.program()
+        taken = {op.node.meta.get(GROUP): judged.costs.seconds[op.index] for op in judged.joint.ops}
+        units: list[Unit] = []
+        for place, unit in enumerate(judged.units):
+            ops = [op for position in unit.steps if (op := program.steps[position].op) is not None]
+            slow = unit.compiled and taken[place] > SLOWER * self._single.time_of(ops)
+            units += alone(program, unit.steps) if slow else [unit]
+        if len(units) == len(judged.units):
+            return judged
+        apart = self._judged(judged.candidate, tuple(units))
+        return apart if apart.peak <= self._plan.budget and apart.time < judged.time else judged

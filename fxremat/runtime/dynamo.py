@@ -198,7 +198,7 @@ class Backend:
         again: bool,
         **__: Any,
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        module = normalize(module)
+        module = normalize(module, seeded=self.options.draws_from_seeds)
         self._note_names(module.graph)
         graph = SymbolicGraph(module, num_fwd_outputs) if has_symbolic_sizes(module.graph) else None
         joint = graph.now() if graph else read_joint(module, num_fwd_outputs)

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxremat.errors import FxrematError
 from fxremat.torch_inductor import compile_region, several_at_once
 from fxremat.torch_private import boxed
 
@@ -100,6 +101,11 @@ class Region:
     def give_up(self, reason: str) -> None:
         """Run its ops as they were captured from now on."""
         log.debug("%s with %d ops runs op by op: %s", self, self.count, reason)
+        for node in self.module.graph.nodes:
+            if node.target in self._decompositions:
+                raise FxrematError(
+                    f'{node.target} has to be compiled, and is not ({reason}): with random="eager" it need not be'
+                )
         _keep(self.digest, boxed(fx.GraphModule(self.module, self.module.graph)))
 
     def run(self, inputs: list[Any]) -> Sequence[Any]:
@@ -145,6 +151,11 @@ def _layout(tensor: torch.Tensor) -> str:
 
 def _laid_out(tensor: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
     return tensor.new_empty_strided(tensor.shape, stride).copy_(tensor)
+
+
+def forget_kernels() -> None:
+    """Forget all kernels of this process; they are made again, or read from Inductor's cache, when they are needed."""
+    _kernels.clear()
 
 
 def _keep(digest: str, run: Run) -> None:
