@@ -30,6 +30,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
+from fxremat.step.joint import is_random
 from fxremat.step.symbolic import has_symbolic_sizes
 from fxremat.torch_private import storage_of
 
@@ -311,7 +312,8 @@ class _Conversion:
                 made = self._new(like, aten.clone.default, (node,), {"memory_format": format_})
                 if strides_of(made.meta["val"]) == strides_of(wanted):
                     return made
-        order = sorted(range(wanted.dim()), key=lambda dim: (-wanted.stride(dim), -wanted.shape[dim]))
+        sizes = list(zip(wanted.stride(), wanted.shape, strict=True))
+        order = sorted(range(wanted.dim()), key=sizes.__getitem__, reverse=True)
         if not wanted.permute(order).is_contiguous() or wanted.storage_offset():
             raise NotImplementedError(f"{node.name} has strides {wanted.stride()}")
         turned = self._new(like, aten.permute.default, (node, order), {})
@@ -343,13 +345,16 @@ def evaluate(node: fx.Node) -> Any:
 
 
 def _follows(node: fx.Node) -> bool:
-    """Whether a node may read any layout: an op of PyTorch's own whose results are tensors of known sizes."""
+    """Whether a node may read any layout: an op of PyTorch's own whose results are tensors of known sizes.
+
+    Random numbers are drawn in the order of memory, so that those for an element depend on the layout.
+    """
     if node.target is operator.getitem:
         return True
     if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace != "aten":
         return False
     sized_by_data = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
-    if node.target in TOLD_STRIDES | SHOWN_OTHERWISE or sized_by_data & set(node.target.tags):
+    if node.target in TOLD_STRIDES | SHOWN_OTHERWISE or is_random(node) or sized_by_data & set(node.target.tags):
         return False
     return all(isinstance(leaf, torch.Tensor | None) for leaf in tree_leaves(node.meta["val"]))
 
