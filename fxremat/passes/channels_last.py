@@ -51,7 +51,7 @@ TOLD_STRIDES = {
     *(aten.as_strided.default, aten.as_strided_copy.default, aten.as_strided_scatter.default),
     *(aten.new_empty_strided.default, aten.stride.int),
 }
-SHOWN_OTHERWISE = {  # a CPU's kernels choose other layouts than the fake ones show, here and in 2.11 and 2.13
+SHOWN_OTHERWISE = {  # the kernels of a CPU choose other layouts than the fake ones show (2.13)
     *(aten._log_softmax_backward_data.default, aten._softmax_backward_data.default, aten.glu_backward.default),
     *(aten.reflection_pad2d_backward.default, aten.replication_pad2d_backward.default),
     *(aten.reflection_pad3d.default, aten.reflection_pad3d_backward.default),
@@ -80,8 +80,9 @@ def convolve_channels_last(graph: fx.Graph) -> None:
 def pays(convolutions: Iterable[fx.Node]) -> bool:
     """Whether channels_last is faster for convolutions, as `torch._inductor` decides for GPUs, and as CPUs measure.
 
-    A GPU loses by grouped convolutions of several channels a group, and by those that halve the channels; a CPU by
-    groups of many channels alone. What loses must not be more than half of all multiplications on a CPU.
+    A GPU loses by grouped convolutions of several channels a group, by those that halve the channels and where no
+    convolution has many channels. A CPU loses by groups of many channels alone, which keep their weights as they are
+    and must not do more than half of all multiplications.
     """
     ours = [node for node in convolutions if _convertible(node)]
     if not ours:
@@ -123,11 +124,11 @@ def _slow_on_gpu(node: fx.Node) -> bool:
 
 
 def _few_channels(node: fx.Node) -> bool:
-    return max(_weight(node).shape[:2]) <= 64
+    return max(*_weight(node).shape[:2]) <= 64
 
 
 def _multiplications(node: fx.Node) -> int:
-    """Multiplications of a forward: each element of the smaller side of the weights meets so many of the other."""
+    """Multiplications of the forward: an element of the result (transposed: of the input) meets one filter."""
     transposed = node.args[6]
     shown = _activation(node) if transposed else _tensor(node)
     return shown.numel() * math.prod(_weight(node).shape[1:])

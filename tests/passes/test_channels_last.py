@@ -116,7 +116,7 @@ CASES: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
     "softmax": lambda: (
         Net(lambda m, x: F.cross_entropy(m[0](x), torch.zeros(2, 8, 10, dtype=torch.long)), conv(3, 4)), images()
     ),
-    "an input that is a gradient too": lambda: (
+    "an input that is added again": lambda: (
         Net(lambda m, x: (m[0](x) + x).exp().sum(), conv(3, 3)), images(requires_grad=True)
     ),
     "volumes": lambda: (
@@ -278,6 +278,15 @@ def test_few_copies_are_made() -> None:
     assert len(found) == 1 + 5 + 1 + 5  # images, 5 weights of more than a pixel, a gradient, theirs
 
 
+def test_all_that_read_an_activation_read_its_copy() -> None:
+    module, _ = joint_of(*CASES["an input that is added again"]())
+    added = convert(module)
+    image = next(node for node in module.graph.find_nodes(op="placeholder") if node.meta["val"].shape == (2, 3, 8, 10))
+    (copy,) = image.users
+    assert copy in added
+    assert len(copy.users) == 3  # the convolution, its backward and the sum
+
+
 def test_a_model_in_channels_last_needs_a_copy_of_a_gradient_alone() -> None:
     model = Net(lambda m, x: chained(m, x).mean(), block(3, 8), conv(8, 4)).to(memory_format=torch.channels_last)
     module, _ = joint_of(model, images().to(memory_format=torch.channels_last))
@@ -313,6 +322,20 @@ def test_what_autocast_computes_is_converted_too() -> None:
     assert convert(module)
     assert channels_last_everywhere(module)
     assert distance(run(module, given), wanted) < 2e-2
+
+
+def test_an_op_of_somebody_else_reads_the_layout_as_captured() -> None:
+    @torch.library.custom_op("channels_last_tests::rows", mutates_args=())
+    def rows(x: Tensor) -> Tensor:
+        assert x.is_contiguous()
+        return x * 2
+
+    rows.register_fake(torch.empty_like)
+    body: Any = lambda m, x: m[1]((y := m[0](x)) + rows(y.detach())).mean()  # noqa: E731
+    module, added = check(Net(body, block(3, 4), conv(4, 2)), images())
+    (node,) = module.graph.find_nodes(op="call_function", target=torch.ops.channels_last_tests.rows.default)
+    (read,) = node.all_input_nodes
+    assert read in added
 
 
 def told_strides(module: fx.GraphModule) -> fx.Node:
