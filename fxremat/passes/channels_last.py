@@ -124,7 +124,7 @@ def _slow_on_gpu(node: fx.Node) -> bool:
 
 
 def _few_channels(node: fx.Node) -> bool:
-    return max(*_weight(node).shape[:2]) <= 64
+    return all(channels <= 64 for channels in _weight(node).shape[:2])
 
 
 def _multiplications(node: fx.Node) -> int:

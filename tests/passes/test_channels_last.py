@@ -117,7 +117,7 @@ CASES: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
         Net(lambda m, x: F.cross_entropy(m[0](x), torch.zeros(2, 8, 10, dtype=torch.long)), conv(3, 4)), images()
     ),
     "an input that is added again": lambda: (
-        Net(lambda m, x: (m[0](x) + x).exp().sum(), conv(3, 3)), images(requires_grad=True)
+        Net(lambda m, x: F.avg_pool2d(x, len(y := m[0](x))).sum() + (y + x).exp().sum(), conv(3, 3)), images(requires_grad=True)
     ),
     "volumes": lambda: (
         Net(lambda m, x: chained(m, x).mean(), nn.Conv3d(2, 4, 3), nn.BatchNorm3d(4), nn.ReLU(),
@@ -284,7 +284,16 @@ def test_all_that_read_an_activation_read_its_copy() -> None:
     image = next(node for node in module.graph.find_nodes(op="placeholder") if node.meta["val"].shape == (2, 3, 8, 10))
     (copy,) = image.users
     assert copy in added
-    assert len(copy.users) == 3  # the convolution, its backward and the sum
+    assert len(copy.users) == 5  # the convolution, the pooling, the backward of both, and the sum
+
+
+def test_an_image_of_one_channel_is_given_the_strides_that_make_a_result_channels_last() -> None:
+    module, _ = joint_of(*CASES["one channel"]())
+    (image, *_) = convert(module)
+    assert image.meta["val"].shape == (2, 1, 8, 8)
+    first, *_ = module.graph.find_nodes(op="call_function", target=aten.convolution.default)
+    assert first.args[0] is image
+    assert first.meta["val"].stride() == (256, 1, 32, 4)
 
 
 def test_a_model_in_channels_last_needs_a_copy_of_a_gradient_alone() -> None:
