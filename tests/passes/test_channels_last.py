@@ -117,7 +117,8 @@ CASES: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
         Net(lambda m, x: F.cross_entropy(m[0](x), torch.zeros(2, 8, 10, dtype=torch.long)), conv(3, 4)), images()
     ),
     "an input that is added again": lambda: (
-        Net(lambda m, x: F.avg_pool2d(x, len(y := m[0](x))).sum() + (y + x).exp().sum(), conv(3, 3)), images(requires_grad=True)
+        Net(lambda m, x: F.avg_pool2d(x, len(y := m[0](x))).sum() + (y + x).exp().sum(), conv(3, 3)),
+        images(requires_grad=True),
     ),
     "volumes": lambda: (
         Net(lambda m, x: chained(m, x).mean(), nn.Conv3d(2, 4, 3), nn.BatchNorm3d(4), nn.ReLU(),
