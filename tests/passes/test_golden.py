@@ -19,6 +19,7 @@ from benchmarks.capture import joint_graph
 from fxremat.chains.schedule import Schedule
 from fxremat.linearize.lay_out import lay_out
 from fxremat.ops.gathered import Sharing, gather
+from fxremat.passes.channels_last import convolve_channels_last
 from fxremat.passes.lower import lower
 from fxremat.passes.normalize import PASSES, normalize
 from fxremat.step.joint import read_joint
@@ -37,6 +38,7 @@ class Model(nn.Module):
         self.norm = nn.BatchNorm1d(3)
         self.dropout = nn.Dropout(0.25)
         self.drop_all = nn.Dropout(1.0)
+        self.convolution = nn.Conv2d(3, 2, 2, padding=1)
         self.body = forward
 
     def forward(self, x: Tensor, number: Tensor) -> Tensor:
@@ -70,6 +72,7 @@ MODELS: dict[str, Callable[[Model, Tensor, Tensor], Tensor]] = {
     "drop_running_statistics": lambda m, x, _: m.norm(m.linear(x)).sum(),
     "drop_as_eager": lambda m, x, _: m.drop_all(m.dropout(m.linear(x))).sum(),
     "copy_views_by_number": row,
+    "convolve_channels_last": lambda m, x, _: m.convolution(x.view(1, 3, 2, 2)).relu().flatten(1).square().sum(),
     "lower": lambda m, x, _: m.linear(m.dropout(m.linear(x)).tanh()).sum(),
     "overwrite_gradients": lambda m, x, _: (m.linear(x).relu() + m.linear(x).tanh()).sum(),
 }
@@ -114,7 +117,7 @@ def joint_of(name: str) -> tuple[fx.GraphModule, int]:
     return joint_graph(Model(MODELS[name]).train(), torch.ones(4, 3), torch.tensor(2))
 
 
-@pytest.mark.parametrize("rewrite", PASSES, ids=lambda rewrite: rewrite.__name__)
+@pytest.mark.parametrize("rewrite", [*PASSES, convolve_channels_last], ids=lambda rewrite: rewrite.__name__)
 def test_a_pass_rewrites_its_graph_as_reviewed(
     rewrite: Callable[[fx.Graph], None], pytestconfig: pytest.Config
 ) -> None:

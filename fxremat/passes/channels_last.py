@@ -1,0 +1,368 @@
+"""Convolutions of a captured graph, and what lies between them, in the channels_last memory format.
+
+    y = convolution(x, w, ...)         ->    a = clone(x, channels_last);  b = clone(w, channels_last)
+                                             y = convolution(a, b, ...)
+    f = view(y, [n, -1])               ->    f = view(clone(y, contiguous_format), [n, -1])
+    convolution_backward(g, x, w)      ->    convolution_backward(clone(g, channels_last), a, b)
+    return y                           ->    return clone(y, contiguous_format)
+
+Kernels that are compiled for a part of the graph keep the layouts at its borders, so that the compiler cannot choose
+the format for all of it. Here it is chosen before the graph is planned:
+
+    a copy              made where a convolution reads another layout, once for all readers of a value
+    every later op      shows what its fake kernel makes of the new layouts
+    an op that cannot   take the new layout, or that is told strides, reads a copy in the layout as captured
+    what is returned    has the layout as captured, so that autograd and the caller see no difference
+
+The graph is to be functional: the pass belongs after `drop_detach` and before `overwrite_gradients`. It is for compiled
+kernels alone, since results are those of other kernels, which round in another order.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import operator
+from collections.abc import Iterable
+from typing import Any, cast
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_leaves
+
+from fxremat.step.joint import is_random
+from fxremat.step.symbolic import has_symbolic_sizes
+from fxremat.torch_private import storage_of
+
+log = logging.getLogger(__name__)
+aten = torch.ops.aten
+
+FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+DTYPES = {torch.float32, torch.bfloat16, torch.float16}  # a CPU's kernels for doubles gain nothing
+
+NODES_A_CONVOLUTION = 300  # of a graph with so few, `torch._inductor` leaves the layouts alone
+
+ROLES = {  # places of the gradient of the output, if any, of the activation and of the weight
+    aten.convolution.default: ((), 0, 1),
+    aten.convolution_backward.default: ((0,), 1, 2),
+}
+
+TOLD_STRIDES = {
+    *(aten.as_strided.default, aten.as_strided_copy.default, aten.as_strided_scatter.default),
+    *(aten.new_empty_strided.default, aten.stride.int),
+}
+SHOWN_OTHERWISE = {  # the kernels of a CPU choose other layouts than the fake ones show (2.13)
+    *(aten._log_softmax_backward_data.default, aten._softmax_backward_data.default, aten.glu_backward.default),
+    *(aten.reflection_pad2d_backward.default, aten.replication_pad2d_backward.default),
+    *(aten.reflection_pad3d.default, aten.reflection_pad3d_backward.default),
+    *(aten.replication_pad3d.default, aten.replication_pad3d_backward.default),
+    *(aten.max_unpool2d.default, aten.max_unpool3d.default, aten.channel_shuffle.default),
+}
+
+
+def convolve_channels_last(graph: fx.Graph) -> None:
+    """Convert a joint graph where that pays, in place; leave it as it is where anything raises. O(nodes)."""
+    convolutions = graph.find_nodes(op="call_function", target=aten.convolution.default)
+    try:
+        if has_symbolic_sizes(graph) or not pays(convolutions):
+            return
+        if len(graph.nodes) >= NODES_A_CONVOLUTION * len(convolutions):
+            return
+        rehearsal = fx.Graph()
+        rehearsal.output(rehearsal.graph_copy(graph, {}))
+        _Conversion(rehearsal).run()
+    except Exception as error:
+        log.debug("convolutions keep their layouts: %s: %s", type(error).__name__, error)
+    else:
+        _Conversion(graph).run()
+
+
+def pays(convolutions: Iterable[fx.Node]) -> bool:
+    """Whether channels_last is faster for convolutions, as `torch._inductor` decides for GPUs, and as CPUs measure.
+
+    A GPU loses by grouped convolutions of several channels a group, by those that halve the channels and where no
+    convolution has many channels. A CPU loses by groups of many channels alone, which keep their weights as they are
+    and must not do more than half of all multiplications.
+    """
+    ours = [node for node in convolutions if _convertible(node)]
+    if not ours:
+        return False
+    if any(_activation(node).device.type != "cpu" for node in ours):
+        return not any(_slow_on_gpu(node) for node in ours) and not all(_few_channels(node) for node in ours)
+    return 2 * sum(map(_multiplications, filter(_slow_on_cpu, ours))) <= sum(map(_multiplications, ours))
+
+
+def _tensor(node: object) -> torch.Tensor:
+    return cast(torch.Tensor, cast(fx.Node, node).meta["val"])
+
+
+def _activation(node: fx.Node) -> torch.Tensor:
+    return _tensor(node.args[ROLES[node.target][1]])  # type: ignore[index]
+
+
+def _weight(node: fx.Node) -> torch.Tensor:
+    return _tensor(node.args[ROLES[node.target][2]])  # type: ignore[index]
+
+
+def _convertible(node: fx.Node) -> bool:
+    x = _activation(node)
+    return x.dim() in FORMATS and x.dtype in DTYPES and x.layout is torch.strided and x.numel() > 0
+
+
+def _groups(node: fx.Node) -> int:
+    return cast(int, node.args[8 if node.target is aten.convolution.default else 9])
+
+
+def _slow_on_cpu(node: fx.Node) -> bool:
+    """Measured with oneDNN: time times 1.1 to 1.7 with 8 and more channels a group, times 0.3 to 0.5 with up to 4."""
+    return _groups(node) > 1 and _weight(node).shape[1] > 4
+
+
+def _slow_on_gpu(node: fx.Node) -> bool:
+    outputs, inputs, *kernel = _weight(node).shape
+    return (_groups(node) > 1 and inputs > 1) or (2 * outputs <= inputs and kernel[0] > 1)
+
+
+def _few_channels(node: fx.Node) -> bool:
+    return all(channels <= 64 for channels in _weight(node).shape[:2])
+
+
+def _multiplications(node: fx.Node) -> int:
+    """Multiplications of the forward: an element of the result (transposed: of the input) meets one filter."""
+    transposed = node.args[6]
+    shown = _activation(node) if transposed else _tensor(node)
+    return shown.numel() * math.prod(_weight(node).shape[1:])
+
+
+def _lies_channels_last(tensor: torch.Tensor, *, activation: bool) -> bool:
+    """Whether a convolution takes the tensor for one in channels_last.
+
+    Where there is one channel, or one pixel, both formats lay elements out alike; an activation of one channel is to
+    have the strides of channels_last all the same, from which kernels choose the format of their result.
+    """
+    if not tensor.is_contiguous(memory_format=FORMATS[tensor.dim()]):
+        return False
+    return not (activation and tensor.shape[1] == 1 and math.prod(tensor.shape[2:]) > 1 and tensor.is_contiguous())
+
+
+def _is_image(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided and value.dim() in FORMATS
+
+
+def _lies_otherwise(tensor: torch.Tensor, *, broadcast: bool) -> bool:
+    """Whether a tensor is contiguous and not in channels_last, or, if so asked, one that repeats its elements."""
+    if tensor.is_contiguous():
+        return not tensor.is_contiguous(memory_format=FORMATS[tensor.dim()])
+    return broadcast and any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True))
+
+
+def _element_by_element(node: fx.Node) -> bool:
+    """Whether an op combines elements at the same place, or is the backward of one op that reads its operands."""
+    if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace != "aten":
+        return False
+    name = node.target._schema.name
+    return torch.Tag.pointwise in node.target.tags or (name.endswith("_backward") and "scaled_dot" not in name)
+
+
+def strides_of(value: object) -> list[tuple[int, ...]]:
+    """The strides of each tensor of a value, without those of dimensions of size 1, where they mean nothing.
+
+    >>> strides_of(torch.empty(4, 8, 1, 1, 2))
+    [(16, 2, 1)]
+    """
+    tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided]
+    return [tuple(s for s, size in zip(t.stride(), t.shape, strict=True) if size != 1) for t in tensors]
+
+
+def _shapes(value: object) -> list[torch.Size | None]:
+    return [leaf.shape if isinstance(leaf, torch.Tensor) else None for leaf in tree_leaves(value)]
+
+
+def _storages(value: object) -> set[int]:
+    return {storage_of(leaf) for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)}
+
+
+class _Conversion:
+    """One walk over a graph, which rewrites it as it goes."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+        self.views = {node for node in graph.nodes if node.op == "call_function" and _is_view(node)}
+        self.captured: dict[fx.Node, Any] = {}  # what nodes showed that show something else now
+        self.source: dict[fx.Node, fx.Node] = {}  # copy in channels_last -> what it is a copy of
+        self.copies: dict[fx.Node, fx.Node] = {}  # the inverse
+        self.instead: dict[fx.Node, fx.Node] = {}  # copies that all later ops read
+        self.originals: dict[fx.Node, fx.Node] = {}  # node -> one with its elements in the layout as captured
+
+    def run(self) -> None:
+        for node in list(self.graph.nodes):
+            if node.op == "call_function":
+                self._call(node)
+            elif node.op == "output":
+                self._return(node)
+        self.graph.lint()
+
+    def _call(self, node: fx.Node) -> None:
+        node.args, node.kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: self.instead.get(n, n))
+        if node.target in ROLES and _convertible(node) and not _slow_here(node):
+            self._convolve(node)
+        elif _element_by_element(node):
+            self._even_out(node)
+        if not any(map(self._is_new, node.all_input_nodes)):
+            return
+        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+            raise NotImplementedError(f"{node.name} overwrites what it reads")
+        if not _follows(node):
+            self._as_captured(node)
+            return
+        try:
+            shown = evaluate(node)
+        except Exception:  # such as a view that these strides cannot show
+            self._as_captured(node)
+        else:
+            self._show(node, shown)
+
+    def _is_new(self, node: fx.Node) -> bool:
+        return node in self.captured or node in self.source
+
+    def _convolve(self, node: fx.Node) -> None:
+        """Let a convolution, or its backward, read channels_last; what else reads the activations does so too."""
+        gradients, activation, weight = ROLES[node.target]  # type: ignore[index]
+        for place in (*gradients, activation):
+            read = cast(fx.Node, node.args[place])
+            if not _lies_channels_last(_tensor(read), activation=True):
+                self.instead[read] = self._copy(read, node)
+                node.update_arg(place, self.instead[read])
+        read = cast(fx.Node, node.args[weight])
+        if not _lies_channels_last(_tensor(read), activation=False):
+            node.update_arg(weight, self._copy(read, node))
+
+    def _even_out(self, node: fx.Node) -> None:
+        """Let an op that meets channels_last read all its operands so.
+
+        Kernels are slow on two layouts, their fake ones do not always know the layout of the result, and a convolution
+        further on would copy that anyway. A broadcast operand has no layout that matters to a pointwise op.
+        """
+        read = [n for n in node.all_input_nodes if _is_image(n.meta.get("val"))]
+        leaders = [n for n in read if self._is_new(n) and _lies_channels_last(_tensor(n), activation=True)]
+        leaders = [n for n in leaders if not _tensor(n).is_contiguous()]
+        for other in read:
+            alike = any(_tensor(other).shape[:2] == _tensor(n).shape[:2] for n in leaders)
+            if alike and _lies_otherwise(_tensor(other), broadcast=torch.Tag.pointwise not in node.target.tags):  # type: ignore[union-attr]
+                self.instead[other] = self._copy(other, node)
+                node.replace_input_with(other, self.instead[other])
+
+    def _copy(self, node: fx.Node, reader: fx.Node) -> fx.Node:
+        if node not in self.copies:
+            format_ = FORMATS[_tensor(node).dim()]
+            with self.graph.inserting_before(reader):
+                copy = self._new(reader, aten.clone.default, (node,), {"memory_format": format_})
+            self.copies[node], self.source[copy] = copy, node
+        return self.copies[node]
+
+    def _new(self, like: fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+        """A node that belongs to the same line, and to the same half of the step, as another."""
+        made = self.graph.call_function(target, args, kwargs)
+        made.meta = {key: value for key, value in like.meta.items() if key != "tensor_meta"}
+        made.meta["val"] = evaluate(made)
+        return made
+
+    def _show(self, node: fx.Node, shown: Any) -> None:
+        """Note what a node shows now; only what is laid out anew, or is a view of such, is read anew."""
+        old = node.meta["val"]
+        if _shapes(shown) != _shapes(old):
+            raise AssertionError(f"{node.name} shows other shapes in another layout")
+        if strides_of(shown) != strides_of(old) or node in self.views:
+            self.captured[node] = old
+        elif node.target is not operator.getitem:
+            return
+        node.meta["val"] = shown
+        node.meta.pop("tensor_meta", None)
+
+    def _as_captured(self, node: fx.Node) -> None:
+        """Let a node read what it read when it was captured, in copies where need be."""
+        read = {n: self._original(n, node, before=node) for n in node.all_input_nodes}
+        node.args, node.kwargs = fx.node.map_arg((node.args, node.kwargs), read.__getitem__)
+        if node in self.views:
+            self._show(node, evaluate(node))
+
+    def _original(self, node: fx.Node, like: fx.Node, *, before: fx.Node) -> fx.Node:
+        """A node with the same elements laid out as captured, made in front of another where there is none yet.
+
+        What was a view is a view again, of its base as captured: outputs that share memory go on sharing it.
+        """
+        if node in self.source:
+            return self._original(self.source[node], like, before=before)
+        if node not in self.captured:
+            return node
+        if node not in self.originals:
+            if node in self.views:
+                read = {n: self._original(n, like, before=before) for n in node.all_input_nodes}
+                args, kwargs = fx.node.map_arg((node.args, node.kwargs), read.__getitem__)
+                with self.graph.inserting_before(before):
+                    self.originals[node] = self._new(like, node.target, args, kwargs)
+            else:
+                with self.graph.inserting_before(before):
+                    self.originals[node] = self._laid_out(node, self.captured[node], like)
+        return self.originals[node]
+
+    def _laid_out(self, node: fx.Node, wanted: torch.Tensor, like: fx.Node) -> fx.Node:
+        """A copy of a node that is laid out as a tensor, which has to be dense."""
+        for format_ in (torch.contiguous_format, FORMATS.get(wanted.dim())):
+            if format_ and wanted.is_contiguous(memory_format=format_):
+                made = self._new(like, aten.clone.default, (node,), {"memory_format": format_})
+                if strides_of(made.meta["val"]) == strides_of(wanted):
+                    return made
+        sizes = list(zip(wanted.stride(), wanted.shape, strict=True))
+        order = sorted(range(wanted.dim()), key=sizes.__getitem__, reverse=True)
+        if not wanted.permute(order).is_contiguous() or wanted.storage_offset():
+            raise NotImplementedError(f"{node.name} has strides {wanted.stride()}")
+        turned = self._new(like, aten.permute.default, (node, order), {})
+        copy = self._new(like, aten.clone.default, (turned,), {"memory_format": torch.contiguous_format})
+        return self._new(like, aten.as_strided.default, (copy, list(wanted.shape), list(wanted.stride())), {})
+
+    def _return(self, output: fx.Node) -> None:
+        """Return everything in the layout as captured, and what shared memory in memory that is shared."""
+        returned = [node for node in output.all_input_nodes if node in self.captured]
+        moved = [n for n in returned if strides_of(n.meta["val"]) != strides_of(self.captured[n])]
+        stale = set().union(*(_storages(self.captured[node]) for node in moved))
+        for node in returned:
+            if not stale.isdisjoint(_storages(self.captured[node])):
+                output.replace_input_with(node, self._original(node, node, before=node.next))
+
+
+def _slow_here(node: fx.Node) -> bool:
+    return _activation(node).device.type == "cpu" and _slow_on_cpu(node)
+
+
+def evaluate(node: fx.Node) -> Any:
+    """What a node shows, given what its inputs show now."""
+    if node.target is operator.getitem:
+        return cast(fx.Node, node.args[0]).meta["val"][node.args[1]]
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
+    mode = next(leaf.fake_mode for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))  # type: ignore[attr-defined]
+    with mode:
+        return cast(Any, node.target)(*args, **kwargs)
+
+
+def _follows(node: fx.Node) -> bool:
+    """Whether a node may read any layout: an op of PyTorch's own whose results are tensors of known sizes.
+
+    Random numbers are drawn in the order of memory, so that those for an element depend on the layout.
+    """
+    if node.target is operator.getitem:
+        return True
+    if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace != "aten":
+        return False
+    sized_by_data = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+    if node.target in TOLD_STRIDES | SHOWN_OTHERWISE or is_random(node) or sized_by_data & set(node.target.tags):
+        return False
+    return all(isinstance(leaf, torch.Tensor | None) for leaf in tree_leaves(node.meta["val"]))
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Whether a node shows memory of what it reads; an item of several results does if they are views."""
+    if node.target is operator.getitem:
+        return _is_view(cast(fx.Node, node.args[0]))
+    read = set().union(*(_storages(parent.meta.get("val")) for parent in node.all_input_nodes))
+    return not read.isdisjoint(_storages(node.meta.get("val")))
