@@ -6,6 +6,7 @@
     batch_norm      the backward of a training BatchNorm reads no running statistics
     dropout         drops as eager PyTorch does; or, for compiled regions,
     seeded_dropout  draws from seeds, which are a value of the graph
+    channels_last   convolutions in that layout, for compiled regions alone
     numbers         views that begin at a number of the data are copies
     in_place        backward ops overwrite gradients that they alone read
 
@@ -14,9 +15,12 @@ The graph stays functional but for the last one, whose overwritten values have o
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from torch import fx
 
 from fxremat.passes.batch_norm import drop_running_statistics
+from fxremat.passes.channels_last import convolve_channels_last
 from fxremat.passes.collectives import wait_at_once
 from fxremat.passes.detach import drop_detach
 from fxremat.passes.dropout import drop_as_eager
@@ -25,26 +29,26 @@ from fxremat.passes.numbers import copy_views_by_number, refuse_symbols
 from fxremat.passes.seeded_dropout import draw_from_seeds
 from fxremat.passes.sharding import share
 
-PASSES = (
-    *(share, wait_at_once, drop_detach, drop_running_statistics),
-    *(drop_as_eager, copy_views_by_number, overwrite_gradients),
-)
+FIRST = (share, wait_at_once, drop_detach, drop_running_statistics)
+PASSES = (*FIRST, drop_as_eager, copy_views_by_number, overwrite_gradients)
+FOR_REGIONS = (*FIRST, drop_as_eager, copy_views_by_number, convolve_channels_last, overwrite_gradients)
+FOR_REGIONS_FROM_SEEDS = (*FIRST, draw_from_seeds, *FOR_REGIONS[len(FIRST) + 1 :])
+
+Pass = Callable[[fx.Graph], None]
 
 
-def normalize(module: fx.GraphModule, *, seeded: bool = False) -> fx.GraphModule:
-    """Run all passes on a joint graph, in place. O(nodes).
+def normalize(module: fx.GraphModule, passes: Sequence[Pass] = PASSES) -> fx.GraphModule:
+    """Run passes on a joint graph, in place. O(nodes).
 
     Args:
-        seeded: let dropouts draw from seeds; else as eager PyTorch.
+        passes: all of them, in order; `FOR_REGIONS` where regions of the step are to be compiled.
 
     Raises:
         CaptureError: a size depends on data.
     """
     graph = module.graph
     refuse_symbols(graph)
-    for rewrite in PASSES:
-        if seeded and rewrite is drop_as_eager:
-            rewrite = draw_from_seeds
+    for rewrite in passes:
         rewrite(graph)
         graph.eliminate_dead_code()  # lints the graph first
     return module

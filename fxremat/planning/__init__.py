@@ -18,7 +18,7 @@ from fxremat import kernels
 from fxremat.agreement import Agreement
 from fxremat.budget import bytes_of, free_bytes
 from fxremat.cost.estimate import estimate
-from fxremat.cost.measure import trust_known_layouts
+from fxremat.cost.measure import measure, trust_known_layouts
 from fxremat.cost.resized import resized
 from fxremat.errors import BudgetTooSmall, FxrematError
 from fxremat.options import Options
@@ -30,11 +30,12 @@ from fxremat.planning.searched import NO_TIME, estimated_device, search, with_lo
 from fxremat.plans import Plan
 from fxremat.progress import bars, planning
 from fxremat.search.candidate import Candidate
+from fxremat.search.executions import keep_all_peak
 from fxremat.search.replan import is_near, judged_again
 from fxremat.step.collectives import is_collective
 from fxremat.step.costs import Costs, device_of
 from fxremat.step.joint import Joint
-from fxremat.units import Auto
+from fxremat.units import Auto, Percent
 
 NEAREST = 3  # plans whose candidates are judged at other sizes
 
@@ -50,6 +51,8 @@ def plan_step(step: CapturedStep, options: Options) -> Plan:
     kernels.ready()  # before anything is measured, which a compiler would disturb
     shown = options.progress and step.ranks.rank == step.ranks.ranks[0]
     options = _with_least_free(step, options)
+    if step.as_eager is not None and isinstance(options.budget, Percent):
+        return _within_share(step, step.as_eager, options, options.budget)
     with bars(shown=shown), planning(_what(step, options)) as planned:
         plan = best_in_slices(step, options) if options.slices else _best_of_whole_ops(step, options)
         if options.compiles:
@@ -57,6 +60,16 @@ def plan_step(step: CapturedStep, options: Options) -> Plan:
         _check_equal(plan, step.ranks)
         planned(plan.headline)
     return _with_others(plan, step, options)
+
+
+def _within_share(step: CapturedStep, as_eager: Joint, options: Options, share: Percent) -> Plan:
+    """The plan within a share of what keeping everything takes with eager PyTorch's kernels."""
+    whole = keep_all_peak(as_eager, with_loss(measure(as_eager, step.inputs, ranks=step.ranks), options))
+    step = replace(step, within=step.within or str(options.mem))
+    try:
+        return plan_step(step, replace(options, mem=max(1, int(whole * share.of_keep_all / 100))))
+    except BudgetTooSmall as error:
+        raise error.explained(share=share.of_keep_all, whole=whole) from None
 
 
 def _best_of_whole_ops(step: CapturedStep, options: Options) -> Plan:

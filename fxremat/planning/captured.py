@@ -33,6 +33,7 @@ class CapturedStep:
     trained: TrainedParameters | None = None  # where the step updates its weights
     called_with: str = ""  # the sizes of the inputs, for the log
     within: str = ""  # the budget in words, where the options do not say it
+    as_eager: Joint | None = None  # what eager PyTorch would run, where the joint graph was prepared for other kernels
     ranks: Agreement = ALONE  # those that run the step together, each its part
 
 

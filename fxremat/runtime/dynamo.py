@@ -25,7 +25,7 @@ from fxremat.errors import CaptureError, FxrematError, InvalidBudget
 from fxremat.host.default import default_tier
 from fxremat.ops.parameters import Weights, check_unscaled
 from fxremat.options import Options, options_of
-from fxremat.passes.normalize import normalize
+from fxremat.passes.normalize import FOR_REGIONS, FOR_REGIONS_FROM_SEEDS, PASSES, Pass, normalize
 from fxremat.passes.numbers import refuse_symbols
 from fxremat.planning import plan_step
 from fxremat.planning.captured import CapturedStep, TrainedParameters, named
@@ -59,6 +59,7 @@ from fxremat.torch_private import (
     taking_a_list,
 )
 from fxremat.transfers.network import communicates
+from fxremat.units import Percent
 
 log = logging.getLogger(__name__)
 KEPT_PLANS = 8  # of the latest, that can still be read
@@ -198,7 +199,8 @@ class Backend:
         again: bool,
         **__: Any,
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        module = normalize(module, seeded=self.options.draws_from_seeds)
+        as_eager = self._as_eager(module, num_fwd_outputs)
+        module = normalize(module, self._passes())
         self._note_names(module.graph)
         graph = SymbolicGraph(module, num_fwd_outputs) if has_symbolic_sizes(module.graph) else None
         joint = graph.now() if graph else read_joint(module, num_fwd_outputs)
@@ -216,9 +218,24 @@ class Backend:
         if graph:
             made[:] = [sized := self._sized(graph, joint)]
             return sized.contract()
-        plan = self._plan_fixed(joint, trained)
+        plan = self._plan_fixed(joint, trained, as_eager)
         made[:] = [_FixedStep(plan, self.weights)]
         return plan.graphs
+
+    def _passes(self) -> Sequence[Pass]:
+        """What a captured graph goes through for the kernels that are to run it."""
+        if not self.options.compiles:
+            return PASSES
+        return FOR_REGIONS_FROM_SEEDS if self.options.draws_from_seeds else FOR_REGIONS
+
+    def _as_eager(self, module: fx.GraphModule, forward_outputs: int) -> Joint | None:
+        """What eager PyTorch would run, where other kernels are to run, and something refers to that."""
+        if not (self.options.compiles and isinstance(self.options.budget, Percent)):
+            return None
+        graph = fx.Graph()
+        output = graph.output(graph.graph_copy(module.graph, {}))
+        output.meta = dict(next(iter(reversed(module.graph.nodes))).meta)
+        return read_joint(normalize(fx.GraphModule(module, graph)), forward_outputs)
 
     def _note_names(self, graph: fx.Graph) -> None:
         """Note which parameters the inputs of a joint graph stand for, for reports."""
@@ -227,12 +244,19 @@ class Backend:
         places = [(node, input_place(node)) for node in inputs]
         note_names([(node, self._names[place]) for node, place in places if place is not None], self.model)
 
-    def _plan_fixed(self, joint: Joint, trained: TrainedParameters | None) -> Plan:
+    def _plan_fixed(
+        self, joint: Joint, trained: TrainedParameters | None, as_eager: Joint | None
+    ) -> Plan:
         """The plan of a graph of fixed sizes."""
         called_with = _shapes_at(_input_places(self._placeholders), self._inputs)
         ranks = ranks_of(joint, called_with)
         step = CapturedStep(
-            joint=joint, inputs=self._inputs, trained=trained, called_with=called_with, ranks=ranks
+            joint=joint,
+            inputs=self._inputs,
+            trained=trained,
+            called_with=called_with,
+            as_eager=as_eager,
+            ranks=ranks,
         )
         plan = plan_step(step, self.options)
         if trained and plan.weights:
