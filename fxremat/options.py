@@ -112,7 +112,8 @@ class Options:
             Sizes are fixed, as with slices.
         inductor: patches of `torch._inductor.config`, with kernels="inductor".
         random: whose dropout masks kernels="inductor" draws: "inductor", those of torch.compile, made again from a seed
-            where they are recomputed; or "eager", those of eager PyTorch. None: "inductor".
+            where they are recomputed; or "eager", those of eager PyTorch. None: "inductor" on CUDA, where drawing them
+            in a compiled region costs nothing, else "eager".
         optimizer: of the model's parameters: SGD, Adam, AdamW, or another that treats each element by itself.
 
     Raises:
@@ -172,10 +173,9 @@ class Options:
         """Whether regions of the step are compiled."""
         return self.kernels == "inductor"
 
-    @property
-    def draws_from_seeds(self) -> bool:
-        """Whether dropouts draw from seeds that are values of the step."""
-        return self.compiles and self.random != "eager"
+    def draws_from_seeds(self, device: str) -> bool:
+        """Whether dropouts of a step on a type of device draw from seeds that are values of the step."""
+        return self.compiles and (self.random or ("inductor" if device == "cuda" else "eager")) == "inductor"
 
     @property
     def may_change(self) -> bool | None:

@@ -75,7 +75,7 @@ def seconds_of_steps(
     def run() -> list[float]:
         best, began = [math.inf] * len(steps), time.perf_counter()
         for count in range(TURNS):
-            if count > 1 and time.perf_counter() - began > LONG * len(steps):
+            if count >= RUNS and time.perf_counter() - began > LONG * len(steps):
                 break
             for place, one in enumerate(steps):
                 primals, tangents = one.arguments()

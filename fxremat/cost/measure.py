@@ -96,6 +96,8 @@ def measure(
 def known_costs(joint: Joint, rate: float = 1.0) -> Costs:
     """The costs of ops as far as they were measured before, and estimates of the others; nothing is run.
 
+    A region that is not known is taken to need nothing beyond what it reads and writes.
+
     Args:
         rate: times the estimated seconds.
     """
@@ -103,6 +105,8 @@ def known_costs(joint: Joint, rate: float = 1.0) -> Costs:
     cache, rough = CostCache.of_device(device), Device.named(device.type)
 
     def estimated(op: Op) -> OpCost:
+        if isinstance(op.node.target, Region):
+            return OpCost(0.0, sum(rounded(joint.values[value].bytes, device) for value in op.writes))
         cost = cost_of(op, joint, rough)
         return replace(cost, seconds=rate * cost.seconds)
 

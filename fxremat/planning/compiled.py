@@ -11,12 +11,12 @@ program in regions fits, or none is faster, the plan of single ops stays.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from time import monotonic
 
 from fxremat.cost.calibrate import peak_of_step, seconds_of_steps
-from fxremat.cost.measure import measure
+from fxremat.cost.measure import known_costs, measure
 from fxremat.errors import FxrematError
 from fxremat.fusion.joint import Kernels, fused_program
 from fxremat.fusion.units import Unit, Units, alone, by_block, pointwise, unit_bytes
@@ -37,13 +37,12 @@ from fxremat.step.region import compile_all, regions_of
 from fxremat.transfers.network import communicates
 
 log = logging.getLogger(__name__)
-TRIES = 6  # programs whose regions are compiled, at most
+TRIES = 4  # programs whose regions are compiled, of each way to cut them
+NO_SLOWER = 1.02  # times the seconds of single ops: a program in regions that takes more is left
 SLOWER = 1.1  # times what its ops take: a region that takes more runs op by op
 
-CUTS: dict[str, Callable[[Program, Sizes, int], Units]] = {
-    "block": lambda program, _, __: by_block(program),
-    "pointwise": pointwise,
-}
+Cut = Callable[[Program, Sizes, int], Units]
+CUTS: tuple[Cut, ...] = (lambda program, _, __: by_block(program), pointwise)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -82,7 +81,7 @@ def with_compiled_kernels(plan: Plan, step: CapturedStep, options: Options) -> P
     rivals = [program for program in (found, alone) if program is not None]
     seconds = seconds_of_steps([rival.program for rival in rivals], [rival.costs for rival in rivals], step.inputs)
     times = seconds or [rival.time for rival in rivals]
-    best = min(range(len(rivals)), key=times.__getitem__)
+    best = 0 if times[0] <= NO_SLOWER * times[-1] else -1
     log.debug("seconds of compiled regions and of single ops: %s", times)
     return search.plan_of(rivals[best], times[best])
 
@@ -98,23 +97,25 @@ class _Search:
 
     def fastest(self, candidates: Iterable[Candidate]) -> _Judged | None:
         """The fastest program in units that fits, as far as programs of single ops are ordered by their time."""
-        budget, tries = self._plan.budget, 0
-        limits = dict.fromkeys(CUTS, budget)
+        near = [candidate for candidate in candidates if candidate.peak <= ABOVE * self._plan.budget]
+        return next(filter(None, (self._fastest_cut(near, cut) for cut in CUTS)), None)
+
+    def _fastest_cut(self, candidates: Sequence[Candidate], cut: Cut) -> _Judged | None:
+        """The first candidate that fits when it is cut in one way."""
+        budget, sizes, tries = self._plan.budget, self._single.sizes, 0
         for candidate in candidates:
-            if candidate.peak > ABOVE * budget:
+            units = cut(candidate.program(), sizes, budget)
+            if max(unit_bytes(candidate.program(), sizes, units)) > budget:
                 continue
-            for name, cut in CUTS.items():
-                units = cut(candidate.program(), self._single.sizes, budget)
-                guess = max(unit_bytes(candidate.program(), self._single.sizes, units))
-                if guess > limits[name]:
-                    continue
-                if tries == TRIES:
-                    return None
-                tries += 1
-                judged = self._judged(candidate, units)
-                if judged.peak <= budget and self._runs_within(judged):
-                    return self._with_slow_regions_apart(judged)
-                limits[name] = guess - max(1, judged.peak - budget)
+            fused = fused_program(candidate.program(), units, self._kernels)
+            if live_bytes(fused, known_costs(fused.layout.joint).sizes).peak > budget:
+                continue
+            if tries == TRIES:
+                return None
+            tries += 1
+            judged = self._judged(candidate, units, fused)
+            if judged.peak <= budget and self._runs_within(judged):
+                return self._with_slow_regions_apart(judged)
         return None
 
     def alone(self) -> _Judged:
@@ -137,9 +138,9 @@ class _Search:
         )
         return replace(self._plan, chosen=judged.candidate, compiled=compiled)
 
-    def _judged(self, candidate: Candidate, units: Units) -> _Judged:
+    def _judged(self, candidate: Candidate, units: Units, fused: Program | None = None) -> _Judged:
         """Compile and measure what is new of a program in units."""
-        fused = fused_program(candidate.program(), units, self._kernels)
+        fused = fused or fused_program(candidate.program(), units, self._kernels)
         joint = fused.layout.joint
         new = [region for region in dict.fromkeys(regions_of(joint.module.graph)) if not region.is_compiled]
         began = monotonic()

@@ -226,7 +226,8 @@ class Backend:
         """What a captured graph goes through for the kernels that are to run it."""
         if not self.options.compiles:
             return PASSES
-        return FOR_REGIONS_FROM_SEEDS if self.options.draws_from_seeds else FOR_REGIONS
+        cuda = any(isinstance(tensor, torch.Tensor) and tensor.is_cuda for tensor in self._inputs)
+        return FOR_REGIONS_FROM_SEEDS if self.options.draws_from_seeds("cuda" if cuda else "cpu") else FOR_REGIONS
 
     def _as_eager(self, module: fx.GraphModule, forward_outputs: int) -> Joint | None:
         """What eager PyTorch would run, where other kernels are to run, and something refers to that."""

@@ -81,7 +81,7 @@ def _spoiling_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def check_cut(cut: Callable[..., Units], recipe: Recipe, share: int, **options: Any) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiled, "CUTS", {"under test": cut})
+        patch.setattr(compiled, "CUTS", (cut,))
         check(recipe, share, kernels="inductor", random="eager", inductor=SETTINGS, **options)
 
 
