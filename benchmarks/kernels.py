@@ -272,8 +272,8 @@ class Bench:
         self._steps[row.name] = meter.step_from_none(model, self.batch)
         return found
 
-    def _differences(self, got: Gradients) -> dict[str, float]:
-        found = {}
+    def _differences(self, got: Gradients) -> dict[str, Any]:
+        found: dict[str, Any] = {}
         for family, end in ((EAGER, "eager"), (COMPILED, "compiled")):
             if family in self._gradients:
                 wanted = self._gradients[family]
