@@ -71,6 +71,7 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.offload
 	$(BIN)/python -m benchmarks.overhead
 	$(BIN)/python -m benchmarks.slices
+	$(BIN)/python -m benchmarks.kernels
 	$(BIN)/python examples/01_quickstart.py > benchmarks/results/quickstart.txt
 	$(BIN)/python -m benchmarks.readme
 

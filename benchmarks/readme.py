@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from . import offload, slices_page
+from . import kernels_page, offload, slices_page
 from .alternatives import rows, verdict
 
 ROOT = Path(__file__).parents[1]
@@ -167,7 +167,8 @@ def _offload(record: str) -> str:
     return "\n".join([*sentences, "", more])
 
 
-PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("shapes", "distributed", "slices")))
+DOCS = ("shapes", "distributed", "slices", "kernels")
+PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in DOCS))
 PARTS: dict[str, Callable[[str], str]] = {
     "quickstart.txt": _quickstart,
     "alternatives.json": _alternatives,
@@ -176,6 +177,7 @@ PARTS: dict[str, Callable[[str], str]] = {
     "shapes.json": _shapes,
     "fsdp.json": _fsdp,
     "slices.json": slices_page.tables,
+    "kernels.json": kernels_page.tables,
     "offload.json": _offload,
 }
 

@@ -51,7 +51,7 @@ class Outcome:
 def measure(case: Case, families: Iterable[str], percents: Sequence[float], rounds: int) -> Record:
     """The record of one model. Set the number of threads to 1 first."""
     start, load = time.perf_counter(), os.getloadavg()[0]
-    with _many_graphs():
+    with many_graphs():
         bench = Bench(case)
         plain = bench.look(PLAIN, case.model())
         first_planning, least = bench.least()
@@ -236,7 +236,7 @@ def _seconds(step: meter.Step) -> float:
 
 
 @contextlib.contextmanager
-def _many_graphs() -> Iterator[None]:
+def many_graphs() -> Iterator[None]:
     """Dynamo may keep a graph for every budget of one forward; it asks each whether it is for this backend."""
     import torch._dynamo.config as dynamo_config
 
