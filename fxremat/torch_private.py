@@ -832,15 +832,14 @@ def inductor_seeds(count: int, *, device: torch.device) -> torch.Tensor:
     return made
 
 
-def inductor_uniform(seeds: torch.Tensor, index: int, shape: Sequence[int]) -> torch.Tensor:
-    """The ops of Inductor that draw numbers of [0, 1) in single precision from a seed, to be traced and compiled.
+def inductor_uniform(seed: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """The op of Inductor that draws numbers of [0, 1) in single precision from a seed, to be traced and compiled.
 
-    `lookup_seed` and `random` of `torch._inductor.inductor_prims` (2.11; 2.13 adds an option). Called eagerly, the
-    second ignores its seed.
+    `torch._inductor.inductor_prims.random` (2.11; 2.13 adds an option). Called eagerly, it ignores its seed.
     """
     from torch._inductor import inductor_prims
 
-    made: torch.Tensor = inductor_prims.random(shape, inductor_prims.lookup_seed(seeds, index), "rand")
+    made: torch.Tensor = inductor_prims.random(shape, seed, "rand")
     return made
 
 

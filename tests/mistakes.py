@@ -811,8 +811,8 @@ MISTAKES += [
     # all dropouts of a graph have one mask
     Mistake(
         "passes/seeded_dropout.py",
-        "_draw_from(seeds, index, node)",
-        "_draw_from(seeds, 0, node)",
+        "aten.select.int, seeds, 0, index)",
+        "aten.select.int, seeds, 0, 0)",
         "passes/test_seeded_dropout.py::test_dropouts_are_numbered_on_each_device",
     ),
     # a mask is drawn in the order of dimensions whatever the layout is

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import fx
 
 from fxremat.fusion.units import Units
@@ -123,7 +124,11 @@ class _Uses:
 
 
 def _put_region(module: fx.GraphModule, nodes: Sequence[fx.Node], uses: _Uses, kernels: Kernels) -> None:
-    """Put a region in the place of the nodes of one unit."""
+    """Put a region in the place of the nodes of one unit; it is given seeds one by one, as equal regions are."""
+    seeds = [node for node in nodes if _is_seed(node)]
+    nodes = [node for node in nodes if node not in seeds]
+    for node in reversed(seeds):
+        nodes[0].prepend(node)
     inside = set(nodes)
     inputs = list(dict.fromkeys(p for node in nodes for p in node.all_input_nodes if p not in inside))
     outputs = [node for node in nodes if any(user not in inside for user in node.users)]
@@ -131,8 +136,8 @@ def _put_region(module: fx.GraphModule, nodes: Sequence[fx.Node], uses: _Uses, k
         return
     region = Region(
         _extracted(module, nodes, inputs, outputs),
-        dying=frozenset(place for place, node in enumerate(inputs) if uses.dies(node)),
-        donated=frozenset(place for place, node in enumerate(inputs) if uses.may_overwrite(node)),
+        dying=frozenset(place for place, node in enumerate(inputs) if node not in seeds and uses.dies(node)),
+        donated=frozenset(place for place, node in enumerate(inputs) if node not in seeds and uses.may_overwrite(node)),
         settings=kernels.settings,
         decompositions=kernels.decompositions,
     )
@@ -148,6 +153,13 @@ def _put_region(module: fx.GraphModule, nodes: Sequence[fx.Node], uses: _Uses, k
             item.name = graph._graph_namespace.create_name(f"{output.name}", item)
     for node in reversed(nodes):
         graph.erase_node(node)
+
+
+def _is_seed(node: fx.Node) -> bool:
+    """Whether a node shows one of the seeds that dropouts are drawn from."""
+    return node.target is torch.ops.aten.select.int and all(
+        user.target is torch.ops.fxremat.seeded_mask.default for user in node.users
+    )
 
 
 def _extracted(

@@ -1,7 +1,8 @@
 """Dropout whose masks are a function of a seed, and the seed a value of the graph.
 
     seeds = fxremat::seeds(n, device=d)                          one int64 for each dropout of the graph: the one draw
-    mask  = fxremat::seeded_mask(seeds, i, shape, p, dtype)      true for what is kept; the same whenever it is made
+    seed  = select(seeds, 0, i)                                  of one dropout; a view
+    mask  = fxremat::seeded_mask(seed, shape, p, dtype)          true for what is kept; the same whenever it is made
     y     = fxremat::masked(x, mask, p)                          mask * x * (1 / (1 - p)), and what is dropped is zero
 
 Only the first op touches a generator, so a mask that is made again is an ordinary op: no state of a generator is saved
@@ -38,21 +39,22 @@ def _(count: int, *, device: torch.device) -> Tensor:
 
 
 @torch.library.custom_op("fxremat::seeded_mask", mutates_args=())
-def seeded_mask(seeds: Tensor, index: int, shape: Sequence[int], p: float, dtype: torch.dtype) -> Tensor:
-    """The mask of a dropout, contiguous: a function of `seeds[index]` and the other arguments alone.
+def seeded_mask(seed: Tensor, shape: Sequence[int], p: float, dtype: torch.dtype) -> Tensor:
+    """The mask of a dropout, contiguous: a function of the seed and the other arguments alone.
 
     Reading the seed waits for the device.
 
     Args:
+        seed: one int64, without dimensions.
         dtype: that of what is dropped, which Inductor compares with `p` in.
     """
-    generator = torch.Generator(seeds.device).manual_seed(int(seeds[index]))
-    return _kept(torch.rand(shape, generator=generator, dtype=torch.float32, device=seeds.device), p, dtype)
+    generator = torch.Generator(seed.device).manual_seed(int(seed))
+    return _kept(torch.rand(shape, generator=generator, dtype=torch.float32, device=seed.device), p, dtype)
 
 
 @seeded_mask.register_fake
-def _(seeds: Tensor, index: int, shape: Sequence[int], p: float, dtype: torch.dtype) -> Tensor:
-    return seeds.new_empty(shape, dtype=torch.bool)
+def _(seed: Tensor, shape: Sequence[int], p: float, dtype: torch.dtype) -> Tensor:
+    return seed.new_empty(shape, dtype=torch.bool)
 
 
 @torch.library.custom_op("fxremat::masked", mutates_args=())
@@ -74,8 +76,8 @@ def _masked(x: Tensor, mask: Tensor, p: float) -> Tensor:
     return mask * x * float(1 / (1 - p))  # the order of torch's decomposition of `native_dropout`
 
 
-def _inductor_mask(seeds: Tensor, index: int, shape: Sequence[int], p: float, dtype: torch.dtype) -> Tensor:
-    return _kept(inductor_uniform(seeds, index, shape), p, dtype)
+def _inductor_mask(seed: Tensor, shape: Sequence[int], p: float, dtype: torch.dtype) -> Tensor:
+    return _kept(inductor_uniform(seed, shape), p, dtype)
 
 
 DECOMPOSITIONS: dict[torch._ops.OpOverload[Any, Any], Callable[..., Tensor]] = {

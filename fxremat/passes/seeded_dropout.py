@@ -1,7 +1,8 @@
 """Dropout in a captured graph, drawn from seeds that are a value of the graph: for steps that Inductor compiles.
 
     output, mask = native_dropout(x, p, True)      ->    seeds  = seeds(n)                       once a device
-                                                         mask   = seeded_mask(seeds, i, ...)     pure
+                                                         seed   = select(seeds, 0, i)            a view
+                                                         mask   = seeded_mask(seed, ...)         pure
                                                          output = masked(x, mask, p)
 
 See `ops.seeded`. The seeds are drawn where the first dropout is and numbered in the order of the graph, as Inductor
@@ -51,8 +52,9 @@ def _draw_from(seeds: fx.Node, index: int, node: fx.Node) -> None:
     order = memory_order(tensor_read(node))
     with node.graph.inserting_before(node):
         shape = [_size(node, x, dimension) for dimension in order]
+        seed = call_like(node, aten.select.int, seeds, 0, index)
         mask = call_like(
-            node, torch.ops.fxremat.seeded_mask.default, seeds, index, shape, p, tensor_read(node).dtype
+            node, torch.ops.fxremat.seeded_mask.default, seed, shape, p, tensor_read(node).dtype
         )
         if order != sorted(order):
             mask = call_like(node, aten.permute.default, mask, [order.index(place) for place in range(len(order))])

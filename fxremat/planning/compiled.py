@@ -19,17 +19,17 @@ from fxremat.cost.calibrate import peak_of_step, seconds_of_steps
 from fxremat.cost.measure import known_costs, measure
 from fxremat.errors import FxrematError
 from fxremat.fusion.joint import Kernels, fused_program
-from fxremat.fusion.units import Unit, Units, alone, by_block, pointwise, unit_bytes
+from fxremat.fusion.units import Unit, Units, alone, by_block, is_pointwise, pointwise, unit_bytes
 from fxremat.ops.seeded import DECOMPOSITIONS
 from fxremat.options import Options
 from fxremat.passes.lower_as_one import GROUP
 from fxremat.planned_step import Compiled
 from fxremat.planning.captured import CapturedStep
-from fxremat.planning.searched import ABOVE, with_loss
+from fxremat.planning.searched import ABOVE, what_memory_buys, with_loss
 from fxremat.plans import Plan
 from fxremat.progress import progress
 from fxremat.search.candidate import Candidate
-from fxremat.step.costs import Costs
+from fxremat.step.costs import Costs, op_key
 from fxremat.step.joint import Joint
 from fxremat.step.liveness import Sizes, live_bytes
 from fxremat.step.program import Program
@@ -38,6 +38,7 @@ from fxremat.transfers.network import communicates
 
 log = logging.getLogger(__name__)
 TRIES = 4  # programs whose regions are compiled, of each way to cut them
+LEAST_SHARE = 0.05  # of its own seconds that an op is taken to need where it is fused with others
 NO_SLOWER = 1.02  # times the seconds of single ops: a program in regions that takes more is left
 SLOWER = 1.1  # times what its ops take: a region that takes more runs op by op
 
@@ -61,6 +62,11 @@ class _Judged:
         return self.program.layout.joint
 
     @property
+    def seconds_of_units(self) -> dict[int, float]:
+        """What each unit takes."""
+        return {op.node.meta[GROUP]: self.costs.seconds[op.index] for op in self.joint.ops if GROUP in op.node.meta}
+
+    @property
     def time(self) -> float:
         """Seconds of all units."""
         return self.costs.time(self.program)
@@ -77,12 +83,15 @@ def with_compiled_kernels(plan: Plan, step: CapturedStep, options: Options) -> P
     found = search.fastest(plan.alternatives.candidates)
     if found is None:
         log.warning("no program in compiled regions fits %d bytes: this step runs op by op", plan.budget)
+    taught = search.fastest_as_taught(found) if found and found.candidate.program().recomputed else None
     alone = search.alone()
-    rivals = [program for program in (found, alone) if program is not None]
+    rivals = [program for program in (found, taught, alone) if program is not None]
     seconds = seconds_of_steps([rival.program for rival in rivals], [rival.costs for rival in rivals], step.inputs)
     times = seconds or [rival.time for rival in rivals]
-    best = 0 if times[0] <= NO_SLOWER * times[-1] else -1
-    log.debug("seconds of compiled regions and of single ops: %s", times)
+    best = min(range(len(rivals) - 1), key=times.__getitem__, default=-1)
+    if times[best] > NO_SLOWER * times[-1]:
+        best = -1
+    log.debug("seconds of programs in compiled regions, and of single ops: %s", times)
     return search.plan_of(rivals[best], times[best])
 
 
@@ -117,6 +126,13 @@ class _Search:
             if judged.peak <= budget and self._runs_within(judged):
                 return self._with_slow_regions_apart(judged)
         return None
+
+    def fastest_as_taught(self, known: _Judged) -> _Judged | None:
+        """The same among programs that are searched for with the seconds that ops have been seen to take in regions."""
+        costs = _taught(known, self._single)
+        frontier, _ = what_memory_buys(self._step, costs, self._options)
+        found = self.fastest(frontier.candidates)
+        return None if found is None or found.units == known.units else found
 
     def alone(self) -> _Judged:
         """The program of single ops that the plan has chosen; what has to be compiled is, by itself."""
@@ -168,7 +184,7 @@ class _Search:
     def _with_slow_regions_apart(self, judged: _Judged) -> _Judged:
         """The program with those regions op by op that take longer than their ops, if it still fits, and is faster."""
         program = judged.candidate.program()
-        taken = {op.node.meta.get(GROUP): judged.costs.seconds[op.index] for op in judged.joint.ops}
+        taken = judged.seconds_of_units
         units: list[Unit] = []
         for place, unit in enumerate(judged.units):
             ops = [op for position in unit.steps if (op := program.steps[position].op) is not None]
@@ -178,3 +194,27 @@ class _Search:
             return judged
         apart = self._judged(judged.candidate, tuple(units))
         return apart if apart.peak <= self._plan.budget and apart.time < judged.time else judged
+
+
+def _taught(judged: _Judged, single: Costs) -> Costs:
+    """The costs of single ops with the seconds that they have been seen to take in regions.
+
+    Products, convolutions and attention take what they take alone; what is left of a region's seconds is divided among
+    its other ops. Ops of equal keys share the mean.
+    """
+    program, joint = judged.candidate.program(), judged.candidate.layout.joint
+    shares: dict[str, list[float]] = {}
+    for place, unit in enumerate(judged.units):
+        numbers = (program.steps[position].op for position in unit.steps)
+        ops = [joint.ops[number] for number in numbers if number is not None]
+        fused = [op for op in ops if unit.compiled and is_pointwise(op.node)]
+        together = single.time_of(op.index for op in fused)
+        called = single.time_of(op.index for op in ops) - together
+        left = max(LEAST_SHARE, min(1.0, (judged.seconds_of_units[place] - called) / together)) if together else 1.0
+        for op in ops:
+            shares.setdefault(op_key(op.node), []).append(left if op in fused else 1.0)
+    seconds = [
+        second * (sum(found) / len(found) if (found := shares.get(op_key(op.node))) else 1.0)
+        for op, second in zip(joint.ops, single.seconds, strict=True)
+    ]
+    return replace(single, seconds=tuple(seconds))

@@ -88,7 +88,7 @@ def search(
     """
     measured = rate is None or options.cost == "estimate"
     costs = _cost_model(step, options) if measured else with_loss(known_costs(step.joint, rate or 1.0), options)
-    frontier, budget = _frontier(step, costs, options)
+    frontier, budget = what_memory_buys(step, costs, options)
     return Searched(step=step, costs=costs, frontier=frontier, budget=budget, sliced=sliced, measured=measured)
 
 
@@ -139,7 +139,7 @@ def _cost_model(step: CapturedStep, options: Options) -> Costs:
     return with_loss(costs, options)
 
 
-def _frontier(step: CapturedStep, costs: Costs, options: Options) -> tuple[Frontier, int]:
+def what_memory_buys(step: CapturedStep, costs: Costs, options: Options) -> tuple[Frontier, int]:
     """What memory buys, and the budget in bytes, up to which that was searched op by op: by the first rank, for all."""
     joint, alone = step.joint, len(step.ranks.ranks) == 1
 

@@ -115,11 +115,12 @@ class InUnits:
     """The program of another origin in units, each an op of a joint graph of its own."""
 
     began: FromSchedule | Refined | Transferred | Communicating
+    ops: Layout  # of the single ops
     fused: Program
 
-    def order(self, layout: Layout) -> Order:
+    def order(self, _: Layout) -> Order:
         """Which op of the other origin runs when, units apart."""
-        return self.began.order(layout)
+        return self.began.order(self.ops)
 
     def program(self, _: Layout) -> Program:
         """Every unit of it."""
@@ -208,7 +209,8 @@ class Candidate:
     def in_units(self, program: Program, peak: int, time: float) -> Candidate:
         """The candidate with its ops in units: the program of these, its peak in bytes and its seconds."""
         assert not isinstance(self.origin, InUnits)
-        return replace(self, peak=peak, time=time, origin=InUnits(self.origin, program))
+        origin = InUnits(self.origin, self.layout, program)
+        return replace(self, peak=peak, time=time, layout=program.layout, origin=origin)
 
     def on(self, layout: Layout) -> Candidate:
         """The same candidate on the layout of an equal graph."""

@@ -40,14 +40,15 @@ def test_what_a_dropout_becomes() -> None:
     draw_from_seeds(drawing.graph)
     assert drawing.text() == [
         "seeds.default(1){'device': device(type='cpu')}",
-        "seeded_mask.default(seeds_default, 0, [64, 8], 0.15, torch.float32)",
+        "select.int(seeds_default, 0, 0)",
+        "seeded_mask.default(select_int, [64, 8], 0.15, torch.float32)",
         "masked.default(x, seeded_mask_default, 0.15)",
         f"native_dropout_backward.default(tangents_1, seeded_mask_default, {1 / 0.85})",
     ]
     made = [node for node in drawing.graph.nodes if node.op == "call_function"]
-    assert [node.meta.get("stack_trace") for node in made] == ["its line"] * 3 + [None]
-    assert [node.meta["val"].dtype for node in made[:3]] == [torch.int64, torch.bool, torch.float32]
-    assert list(map(is_random, made)) == [True, False, False, False]
+    assert [node.meta.get("stack_trace") for node in made] == ["its line"] * 4 + [None]
+    assert [node.meta["val"].dtype for node in made[1:4]] == [torch.int64, torch.bool, torch.float32]
+    assert list(map(is_random, made)) == [True, False, False, False, False]
 
 
 def test_what_draws_nothing_is_left_alone() -> None:
@@ -63,6 +64,13 @@ def test_a_dropout_of_everything_is_the_same_product_with_zero() -> None:
     assert drawing.text() == drops_all().text()
 
 
+def number_of(mask: fx.Node) -> object:
+    """Which of the seeds a mask is drawn from."""
+    seed = mask.args[0]
+    assert isinstance(seed, fx.Node)
+    return seed.args[2]
+
+
 def test_dropouts_are_numbered_on_each_device() -> None:
     drawing = Drawing()
     inputs = [drawing.input(name, 4, device=name[:-1]) for name in ("cpu1", "cuda1", "cpu2", "cuda2")]
@@ -70,7 +78,7 @@ def test_dropouts_are_numbered_on_each_device() -> None:
     draw_from_seeds(drawing.graph)
     drawing.graph.lint()
     masks = calls(drawing.graph, ours.seeded_mask.default)
-    assert [node.args[1] for node in masks] == [0, 0, 1, 1]
+    assert [number_of(node) for node in masks] == [0, 0, 1, 1]
     assert [node.meta["val"].device.type for node in masks] == ["cpu", "cuda", "cpu", "cuda"]
     seeds = calls(drawing.graph, ours.seeds.default)
     assert [(node.args[0], node.kwargs["device"].type) for node in seeds] == [(2, "cpu"), (2, "cuda")]
@@ -117,7 +125,8 @@ def test_symbolic_sizes_are_compared_with_nothing() -> None:
     assert drawing.text()[1:] == [
         "seeds.default(1){'device': device(type='cpu')}",
         "sym_size.int(t_default, 1)",
-        "seeded_mask.default(seeds_default, 0, [sym_size_int, 3], 0.5, torch.float32)",
+        "select.int(seeds_default, 0, 0)",
+        "seeded_mask.default(select_int, [sym_size_int, 3], 0.5, torch.float32)",
         "permute.default(seeded_mask_default, [1, 0])",
         "masked.default(t_default, permute_default, 0.5)",
     ]
@@ -129,8 +138,8 @@ def test_symbolic_sizes_are_compared_with_nothing() -> None:
 # --- the ops
 
 
-def mask_of(seed: int, index: int = 0, p: float = 0.3) -> Tensor:
-    mask: Tensor = ours.seeded_mask(torch.tensor([seed, 8, -9]), index, [200, 300], p, torch.float32)
+def mask_of(seed: int, p: float = 0.3) -> Tensor:
+    mask: Tensor = ours.seeded_mask(torch.tensor(seed), [200, 300], p, torch.float32)
     return mask
 
 
@@ -141,7 +150,7 @@ def test_a_mask_is_a_function_of_its_seed() -> None:
     assert torch.equal(first, mask_of(SEEDS.min))
     torch.set_rng_state(state)
     seeds = (SEEDS.min + 1, SEEDS.max, 2, 3)  # a CPU's generator takes the lower 32 bits
-    others = [mask_of(seed) for seed in seeds] + [mask_of(2, index) for index in (1, 2)]
+    others = [mask_of(seed) for seed in (*seeds, 8, -9)]
     assert torch.equal(state, torch.get_rng_state())
     for place, mask in enumerate([first, *others]):
         assert mask.float().mean() == pytest.approx(0.7, abs=0.01)
@@ -162,8 +171,8 @@ def test_seeds_are_drawn_from_the_device_s_generator() -> None:
 def test_the_ops_are_what_their_schemas_say() -> None:
     x, mask = torch.ones(4, 3).t(), mask_of(1)[:4, :3].t()
     kinds = ("test_schema", "test_faketensor")
-    seeds = torch.ones(2, dtype=torch.int64)
-    torch.library.opcheck(ours.seeded_mask, (seeds, 1, [4, 3], 0.5, x.dtype), test_utils=kinds)
+    seed = torch.ones((), dtype=torch.int64)
+    torch.library.opcheck(ours.seeded_mask, (seed, [4, 3], 0.5, x.dtype), test_utils=kinds)
     torch.library.opcheck(ours.masked, (x, mask, 0.5), test_utils=kinds)
     torch.library.opcheck(ours.seeds, (3,), {"device": torch.device("cpu")}, test_utils="test_faketensor")
 
@@ -214,8 +223,10 @@ def drawn_twice(module: fx.GraphModule, _: Any, *, num_fwd_outputs: int, **__: A
     assert [op.name for op in joint.ops if op.random] == ["seeds_default"]
     end = next(op.index for op in joint.forward_ops if op.node.target is aten.exp.default)
     forward, backward = lower(rematerialize(lay_out(joint, [end]), Schedule.parse("Fck1 Fall2 B2 Fall1 B1")))
-    assert [node.args[1] for node in calls(forward.graph, ours.seeded_mask.default)] == [0, 1, 2]
-    assert [node.args[1] for node in calls(backward.graph, ours.seeded_mask.default)] == [0]
+    masks = [number_of(node) for node in calls(forward.graph, ours.seeded_mask.default)]
+    assert masks == [0, 1, 2]
+    (again,) = calls(backward.graph, ours.seeded_mask.default)
+    assert str(again.args[0]).removesuffix("__r1") == "select_int"
     return forward, backward
 
 
@@ -256,11 +267,11 @@ def test_compiled_masks_in_half_precision() -> None:
     torch.manual_seed(5)
     seeds = ours.seeds(1, device=x.device)
     drawing = Drawing()
-    given, leaf = drawing.input("seeds", 1, dtype=torch.int64), drawing.input("x", *x.shape, dtype=x.dtype)
-    mask = drawing.call(ours.seeded_mask.default, given, 0, [*x.shape], p, x.dtype)
+    given, leaf = drawing.input("seed", dtype=torch.int64), drawing.input("x", *x.shape, dtype=x.dtype)
+    mask = drawing.call(ours.seeded_mask.default, given, [*x.shape], p, x.dtype)
     with_others = [mask, drawing.call(ours.masked.default, leaf, mask, p)]
     for outputs in ([mask], with_others):
         drawing.graph.output(outputs)
-        for found in compiled(fx.GraphModule({}, drawing.graph), [seeds, x])([seeds, x]):
+        for found in compiled(fx.GraphModule({}, drawing.graph), [seeds[0], x])([seeds[0], x]):
             assert torch.equal(found != 0, wanted)
         drawing.graph.erase_node(drawing.graph.output_node())

@@ -1,0 +1,14 @@
+"""What the tests of compiled regions share."""
+
+from __future__ import annotations
+
+import pytest
+
+from fxremat.planning import compiled
+
+
+@pytest.fixture
+def always_in_regions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs in regions are taken whatever their time is: those of tests are too small to gain any."""
+    monkeypatch.setattr(compiled, "seconds_of_steps", lambda programs, *_: [1.0] * len(programs))
+    monkeypatch.setattr(compiled, "SLOWER", 1e9)

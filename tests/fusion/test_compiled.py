@@ -1,0 +1,273 @@
+"""`kernels="inductor"` from end to end: the budget holds, gradients are Inductor's, and nothing else changes."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fxremat
+from benchmarks.meter import peak_bytes, training_step
+from fxremat.errors import FxrematError
+from fxremat.planning import compiled
+from fxremat.step.region import Region, compile_all, forget_kernels, regions_of
+
+pytestmark = pytest.mark.usefixtures("torch_ready")
+DTYPES = {torch.float32: 2e-5, torch.bfloat16: 4e-2}  # tolerance of gradients, relative to the largest of a parameter
+
+
+class Trunk(nn.Module):
+    """Convolutions with BatchNorm, then a few equal layers with dropout; returns its loss."""
+
+    def __init__(self, dropout: float = 0.1, layers: int = 3) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU())
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 128), nn.GELU(), nn.Dropout(dropout), nn.Linear(128, 64))
+            for _ in range(layers)
+        )
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
+        x = self.stem(images).flatten(2)
+        for layer in self.layers:
+            x = x + layer(x)
+        return F.cross_entropy(self.head(x.mean(1)), labels)
+
+
+def batch(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    g = torch.Generator().manual_seed(1)
+    return torch.randn(8, 3, 8, 8, generator=g).to(dtype), torch.randint(10, (8,), generator=g)
+
+
+def model_of(dtype: torch.dtype = torch.float32, **options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return Trunk(**options).to(dtype).train()
+
+
+def within(model: nn.Module, mem: str | int, **options: Any) -> Any:
+    return fxremat.compile(model, mem=mem, kernels="inductor", progress=False, **options)
+
+
+def gradients(model: nn.Module, call: Callable[..., Any], given: tuple[Tensor, ...], seed: int = 5) -> list[Tensor]:
+    """The loss and all gradients of one step from a seed."""
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(seed)
+    loss = call(*given)
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+def largest_error(ours: list[Tensor], theirs: list[Tensor]) -> float:
+    assert len(ours) == len(theirs)
+    pairs = zip(ours, theirs, strict=True)
+    return max(float((a - b).abs().max() / b.abs().max().clamp(min=1e-6)) for a, b in pairs)
+
+
+@pytest.mark.usefixtures("always_in_regions")
+@pytest.mark.parametrize("mem", ["100%", "60%"])
+def test_the_budget_holds_and_gradients_are_those_of_inductor(mem: str) -> None:
+    plain, ours, eager = model_of(), model_of(), model_of()
+    given = batch()
+    as_eager = fxremat.compile(eager, mem=mem, progress=False, example_inputs=given).plan
+    call = within(ours, mem, random="inductor")
+    theirs = gradients(plain, torch.compile(plain, backend="inductor", dynamic=False), given)
+    mine = gradients(ours, call, given)
+    assert largest_error(mine, theirs) < DTYPES[torch.float32]
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(ours.named_buffers(), plain.named_buffers(), strict=True))
+    plan = call.plan
+    assert plan.compiled
+    assert plan.budget == as_eager.budget
+    step = training_step(call, given)
+    ours.zero_grad(set_to_none=True)
+    measured = peak_bytes(step)
+    assert measured <= plan.budget
+    assert measured == pytest.approx(plan.predicted_peak, rel=0.005)
+
+
+@pytest.mark.usefixtures("always_in_regions")
+def test_bits_are_the_same_at_every_run_and_budget_from_a_seed() -> None:
+    given, found = batch(), []
+    for mem in ("100%", "100%", "55%"):
+        model = model_of()
+        call = within(model, mem, random="inductor")
+        found.append(gradients(model, call, given))
+        found.append(gradients(model, call, given))
+    again = [[*one[1:]] for one in found]  # BatchNorm's statistics are no part of them
+    assert all(torch.equal(a, b) for one in again[1:] for a, b in zip(again[0], one, strict=True)) or max(
+        largest_error(one, again[0]) for one in again[1:]
+    ) < 1e-6
+
+
+@pytest.mark.usefixtures("always_in_regions")
+def test_masks_of_eager_pytorch() -> None:
+    plain, ours = model_of(dropout=0.5), model_of(dropout=0.5)
+    given = batch()
+    call = within(ours, "60%", random="eager")
+    assert largest_error(gradients(ours, call, given), gradients(plain, plain, given)) < DTYPES[torch.float32]
+    assert torch.rand(()) == _next_number(plain, given)
+
+
+def _next_number(plain: nn.Module, given: tuple[Tensor, ...]) -> Tensor:
+    """The generator's next number after a step of the plain model from the same seed."""
+    gradients(plain, plain, given)
+    return torch.rand(())
+
+
+@pytest.mark.usefixtures("always_in_regions")
+def test_less_memory_never_means_more_of_it_and_kernels_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    given, model = batch(), model_of(dropout=0.0)
+    call = within(model, "100%")
+    call(*given).backward()
+    compiled_now: list[Region] = []
+    monkeypatch.setattr(compiled, "compile_all", lambda new: compile_all([*new, *(compiled_now.extend(new) or ())]))
+    plans = [call.plan, *(call.plan.within(f"{percent}%") for percent in (90, 75, 60, 50))]
+    peaks = [plan.predicted_peak for plan in plans]
+    assert peaks == sorted(peaks, reverse=True)
+    assert all(plan.predicted_peak <= plan.budget for plan in plans)
+    distinct = sum(plan.compiled.distinct for plan in plans if plan.compiled)
+    assert len(compiled_now) < distinct / 2
+
+
+@pytest.mark.usefixtures("always_in_regions")
+def test_a_backward_may_run_twice() -> None:
+    model, given = model_of(dropout=0.0), batch()
+    call = within(model, "70%")
+    loss = call(*given)
+    loss.backward(retain_graph=True)
+    once = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    loss.backward()
+    assert all(torch.equal(a, p.grad) for a, p in zip(once, model.parameters(), strict=True) if p.grad is not None)
+
+
+@pytest.mark.usefixtures("always_in_regions")
+def test_the_plan_tells_of_its_kernels_and_shows_itself() -> None:
+    model, given = model_of(dropout=0.0), batch()
+    call = within(model, "60%")
+    call(*given).backward()
+    plan = call.plan
+    text = " ".join(str(plan).split())
+    assert plan.compiled is not None
+    assert f"in {plan.compiled.regions} regions, {plan.compiled.distinct} of them distinct, compiled in" in text
+    assert "of keeping everything op by op" in text
+    assert max(plan.moments.bytes) == plan.predicted_peak
+    assert max(plan.memory.during) == plan.predicted_peak
+    assert regions_of(plan.forward_graph.graph)
+    assert str(plan.predicted_peak) in plan.to_html()
+    events = plan.trace()["traceEvents"]
+    assert len([event for event in events if event["ph"] == "X"]) == len(plan.program.steps)
+    assert plan.snapshot()["device_traces"]
+    assert plan.diff(plan.within("80%"))
+    assert plan.op_by_op.compiled is None
+    assert plan.describe(full=True)
+
+
+def test_a_step_that_single_ops_run_faster_runs_op_by_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "seconds_of_steps", lambda programs, *_: [2.0, *[1.0] * (len(programs) - 1)])
+    model, given = model_of(dropout=0.0), batch()
+    call = within(model, "70%")
+    call(*given).backward()
+    assert call.plan.compiled is None
+    assert peak_bytes(training_step(call, given)) <= call.plan.budget
+
+
+@pytest.mark.usefixtures("always_in_regions")
+def test_a_program_that_takes_more_than_foreseen_is_left_for_a_smaller_one(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    peaks: list[int] = []
+
+    def more_at_first(program: Any, *_: Any) -> int:
+        peaks.append(1 << 40 if not peaks else 0)
+        return peaks[-1]
+
+    monkeypatch.setattr(compiled, "peak_of_step", more_at_first)
+    model, given = model_of(dropout=0.0), batch()
+    with caplog.at_level(logging.WARNING):
+        call = within(model, "70%")
+        call(*given).backward()
+    assert len(peaks) == 2
+    assert "a smaller one is taken" in caplog.text
+
+
+@pytest.mark.usefixtures("always_in_regions")
+def test_new_sizes_are_planned_by_themselves() -> None:
+    model, given = model_of(dropout=0.0), batch()
+    call = within(model, "90%")
+    for rows in (8, 4):
+        images, labels = given[0][:rows], given[1][:rows]
+        plain = copy.deepcopy(model)
+        ours = gradients(model, call, (images, labels))
+        assert largest_error(ours, gradients(plain, plain, (images, labels))) < 1e-3
+    assert call.plan.sizes is None
+
+
+def test_a_loss_outside_the_model() -> None:
+    net = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32), nn.GELU(), nn.Linear(32, 4))
+    x = torch.randn(64, 32)
+    call = within(net, "80%")
+    call(x).square().mean().backward()
+    ours = [p.grad.clone() for p in net.parameters() if p.grad is not None]
+    net.zero_grad()
+    net(x).square().mean().backward()
+    assert largest_error(ours, [p.grad for p in net.parameters() if p.grad is not None]) < 1e-5
+    assert peak_bytes(lambda: call(x).square().mean().backward()) <= call.plan.budget
+
+
+@pytest.mark.usefixtures("always_in_regions")
+def test_half_precision() -> None:
+    dtype = torch.bfloat16
+    model, plain = model_of(dtype, dropout=0.0, layers=1), model_of(dtype, dropout=0.0, layers=1)
+    given = batch(dtype)
+    theirs = gradients(plain, torch.compile(plain, backend="inductor", dynamic=False), given)
+    assert largest_error(gradients(model, within(model, "90%"), given), theirs) < DTYPES[dtype]
+
+
+@pytest.mark.usefixtures("always_in_regions")
+def test_regions_in_slices_run_as_they_are_between_compiled_ones() -> None:
+    model, given = model_of(dropout=0.0), batch()
+    plain = copy.deepcopy(model)
+    call = within(model, "60%", slices=True)
+    assert largest_error(gradients(model, call, given), gradients(plain, plain, given)) < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kernels": "triton"}, "kernels is 'triton'; it is one of eager, inductor"),
+        ({"kernels": "inductor", "offload": True}, "keeps everything on the device"),
+        ({"kernels": "inductor", "cost": "estimate"}, 'goes with cost="measure"'),
+        ({"kernels": "inductor", "random": "numpy"}, "random is 'numpy'; it is None or one of inductor, eager"),
+        ({"kernels": "inductor", "inductor": ["max_autotune"]}, "it is settings of torch._inductor.config by name"),
+        ({"kernels": "inductor", "inductor": {"max_autotunes": 1}}, "torch._inductor.config has no such setting"),
+        ({"kernels": "inductor", "inductor": {"triton.cudagraphs": True}}, "keep memory that no budget bounds"),
+        ({"inductor": {}}, 'it goes with kernels="inductor"'),
+        ({"random": "eager"}, 'it goes with kernels="inductor"'),
+    ],
+)
+def test_what_does_not_go_together_is_said_in_a_line(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(FxrematError) as error:
+        fxremat.compile(nn.Linear(2, 2), mem="1MiB", **options)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_through_the_backend_of_torch_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "seconds_of_steps", lambda programs, *_: [1.0] * len(programs))
+    monkeypatch.setattr(compiled, "SLOWER", 1e9)
+    forget_kernels()
+    made: list[Region] = []
+    monkeypatch.setattr(compiled, "compile_all", lambda new: compile_all([*new, *(made.extend(new) or ())]))
+    model, given = model_of(dropout=0.0, layers=1), batch()
+    plain = copy.deepcopy(model)
+    options: Any = {"mem": "90%", "kernels": "inductor", "progress": False}
+    call = torch.compile(model, backend="fxremat", fullgraph=True, options=options)
+    assert largest_error(gradients(model, call, given), gradients(plain, plain, given)) < 1e-3
+    assert made

@@ -1,0 +1,149 @@
+"""Regions by themselves: what they own, what they share, and what Inductor's cache must not mix up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+
+from fxremat.errors import FxrematError
+from fxremat.ops.seeded import DECOMPOSITIONS
+from fxremat.step import region as regions
+from fxremat.step.region import Region, compile_all, forget_kernels, hand_over, regions_of, runnable
+
+pytestmark = pytest.mark.usefixtures("torch_ready")
+aten = torch.ops.aten
+SHAPE = (64, 32)
+
+
+@pytest.fixture(autouse=True)
+def _no_kernels() -> Iterator[None]:
+    forget_kernels()
+    yield
+    forget_kernels()
+
+
+@pytest.fixture
+def cold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty cache of Inductor's."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+
+
+def module_of(function: Callable[..., Any], *inputs: Tensor) -> fx.GraphModule:
+    module = fx.symbolic_trace(function)
+    for node, tensor in zip(module.graph.find_nodes(op="placeholder"), inputs, strict=True):
+        node.meta["val"] = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    return module
+
+
+def region_of(function: Callable[..., Any], *inputs: Tensor, **owned: Any) -> Region:
+    module = module_of(function, *inputs)
+    for node in module.graph.find_nodes(op="placeholder"):
+        node.meta["val"] = torch.empty_strided(node.meta["val"].shape, node.meta["val"].stride())
+    return Region(module, settings={}, decompositions=DECOMPOSITIONS, **owned)
+
+
+def scaled(x: Any, y: Any) -> Any:
+    return (aten.mul.Tensor(aten.sin.default(x), y),)
+
+
+DONATED = frozenset([0])
+
+
+def check(region: Region, *, donates: bool) -> None:
+    """Run a region of `scaled`; only what it was given to overwrite changes."""
+    x, y = torch.rand(SHAPE), torch.rand(SHAPE)
+    wanted, before = x.sin() * y, x.clone()
+    (result,) = region.run([x, y])
+    torch.testing.assert_close(result, wanted)
+    if donates:
+        assert result.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+    else:
+        assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_code_that_may_overwrite_is_not_mixed_up_with_code_that_may_not(first: bool, cold: None) -> None:
+    del cold
+    x, y = torch.rand(SHAPE), torch.rand(SHAPE)
+    for _ in ("cold", "warm"):
+        for donates in (first, not first):
+            owned = {"dying": DONATED, "donated": DONATED} if donates else {}
+            check(region_of(scaled, x, y, **owned), donates=donates)
+        forget_kernels()  # and the next are read from Inductor's cache
+
+
+def test_called_with_tensors_it_leaves_them_alone() -> None:
+    x, y = torch.rand(SHAPE), torch.rand(SHAPE)
+    before = x.clone()
+    region = region_of(scaled, x, y, dying=DONATED, donated=DONATED)
+    torch.testing.assert_close(region(x, y)[0], x.sin() * y)
+    assert torch.equal(x, before)
+
+
+def test_equal_code_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[object] = []
+
+    def count(module: fx.GraphModule, *_: Any) -> Any:
+        compiled.append(module)
+        return lambda inputs: module(*inputs)
+
+    monkeypatch.setattr(regions, "compile_region", count)
+    x, y = torch.rand(SHAPE), torch.rand(SHAPE)
+    same = [region_of(scaled, x, y) for _ in range(3)]
+    other = [region_of(scaled, x.t(), y.t()), region_of(scaled, x, y, dying=DONATED, donated=DONATED)]
+    assert len({*same, *other}) == 3
+    assert len(list(compile_all([*same[:1], *other]))) == 3
+    assert same[2].is_compiled
+    assert same[1].compile() == 0.0
+    assert len(compiled) == 3
+
+
+def test_what_does_not_compile_runs_op_by_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(regions, "compile_region", fail)
+    x, y = torch.rand(SHAPE), torch.rand(SHAPE)
+    region = region_of(scaled, x, y)
+    region.compile()
+    assert torch.equal(region(x, y)[0], x.sin() * y)
+
+
+def test_a_mask_has_to_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(regions, "compile_region", fail)
+    seed = torch.zeros((), dtype=torch.int64)
+    region = region_of(lambda s: (torch.ops.fxremat.seeded_mask.default(s, [4], 0.5, torch.float32),), seed)
+    with pytest.raises(FxrematError, match=r'no compiler.*random="eager"'):
+        region.compile()
+
+
+def test_inputs_of_another_layout_are_laid_out_as_the_kernels_expect() -> None:
+    x, y = torch.rand(SHAPE), torch.rand(SHAPE)
+    region = region_of(scaled, x, y)
+    transposed = x.t().contiguous().t()
+    torch.testing.assert_close(region(transposed, y)[0], x.sin() * y)
+
+
+def test_a_graph_hands_its_regions_what_dies_there() -> None:
+    x, y = torch.rand(SHAPE), torch.rand(SHAPE)
+    region = region_of(scaled, x, y, dying=DONATED, donated=DONATED)
+    graph = fx.Graph()
+    given = [graph.placeholder(name) for name in ("x", "y")]
+    made = graph.call_function(aten.cos.default, (given[0],))
+    called = graph.call_function(region, (made, given[1]))
+    graph.output((called,))
+    module = fx.GraphModule({}, graph)
+    assert regions_of(graph) == [region]
+    run = runnable(module)
+    ((result,),) = run([x, y])
+    torch.testing.assert_close(result, x.cos().sin() * y)
+    assert regions_of(module.graph) == [region]  # what is shown stays as it was
+    assert not any(node.target is hand_over for node in module.graph.nodes)

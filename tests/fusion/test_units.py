@@ -1,0 +1,149 @@
+"""How the steps of a program are taken together: nothing is compiled here."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from torch import Tensor, nn
+
+from benchmarks.capture import capture
+from benchmarks.models import get
+from fxremat.fusion.joint import Kernels, fused_program
+from fxremat.fusion.units import Units, alone, by_block, compilable, may_compile, pointwise, unit_bytes
+from fxremat.search.candidate import Frontier
+from fxremat.search.survey import survey
+from fxremat.step.costs import Costs
+from fxremat.step.joint import Joint
+from fxremat.step.liveness import live_bytes
+from fxremat.step.program import Program, Role
+from fxremat.step.region import regions_of
+from tests.dags import Dag, Recipe, batch, estimated, few, small_recipes
+
+pytestmark = pytest.mark.usefixtures("torch_ready")
+KERNELS = Kernels(settings={}, decompositions={})
+
+
+@pytest.fixture(scope="module")
+def gpt() -> tuple[Frontier, Costs]:
+    case = get("gpt", "small")
+    joint = capture(case.model(), *case.batch())
+    costs = estimated(joint)
+    return survey(joint, costs, effort=0.0), costs
+
+
+def cuts(program: Program, costs: Costs) -> list[Units]:
+    most = max(unit_bytes(program, costs.sizes, alone(program, range(len(program.steps)))))
+    return [by_block(program), pointwise(program, costs.sizes, most), alone(program, range(len(program.steps)))]
+
+
+def joint_of(recipe: Recipe) -> Joint:
+    return capture(Dag(recipe).train(), *batch())
+
+
+@few(10)
+@given(small_recipes)
+def test_every_step_is_in_one_unit_behind_what_it_reads(recipe: Recipe) -> None:
+    joint = joint_of(recipe)
+    costs = estimated(joint)
+    for candidate in survey(joint, costs, effort=0.0).spread(3):
+        program = candidate.program()
+        for units in cuts(program, costs):
+            assert sorted(p for unit in units for p in unit.steps) == list(range(len(program.steps)))
+            there = {v for v, value in enumerate(program.version_of) if value in joint.given}
+            for unit in units:
+                assert len({position < program.split for position in unit.steps}) == 1
+                for position in unit.steps:
+                    assert there.issuperset(program.steps[position].reads)
+                    there.update(program.steps[position].writes)
+            may = compilable(joint)
+            assert all(program.steps[p].op in may for unit in units if unit.compiled for p in unit.steps)
+
+
+@few(10)
+@given(small_recipes)
+def test_single_ops_take_what_the_program_takes(recipe: Recipe) -> None:
+    joint = joint_of(recipe)
+    costs = estimated(joint)
+    for candidate in survey(joint, costs, effort=0.0).spread(3):
+        program = candidate.program()
+        memory = live_bytes(program, costs.sizes)
+        units = alone(program, range(len(program.steps)))
+        assert unit_bytes(program, costs.sizes, units) == [*memory.during, memory.at_split]
+
+
+def test_what_is_born_and_dies_in_a_unit_takes_no_memory(gpt: tuple[Frontier, Costs]) -> None:
+    frontier, costs = gpt
+    program = frontier.keep_all.program()
+    single, blocks, groups = (
+        max(unit_bytes(program, costs.sizes, units))
+        for units in (alone(program, range(len(program.steps))), by_block(program), pointwise(program, costs.sizes, 0))
+    )
+    assert blocks < single
+    assert groups <= single
+
+
+def test_pulls_stop_where_they_would_not_fit(gpt: tuple[Frontier, Costs]) -> None:
+    frontier, costs = gpt
+    for candidate in frontier.spread(5):
+        program = candidate.program()
+        wide = pointwise(program, costs.sizes, 1 << 60)
+        narrow = pointwise(program, costs.sizes, candidate.peak)
+        assert max(unit_bytes(program, costs.sizes, narrow)) <= max(
+            candidate.peak, max(unit_bytes(program, costs.sizes, wide))
+        )
+        assert max(unit_bytes(program, costs.sizes, narrow)) <= 1.02 * candidate.peak
+
+
+def test_products_stay_as_they_are_between_pointwise_groups(gpt: tuple[Frontier, Costs]) -> None:
+    frontier, costs = gpt
+    program = frontier.keep_all.program()
+    ops = program.layout.joint.ops
+    inside = {
+        str(ops[op].node.target)
+        for unit in pointwise(program, costs.sizes, 1 << 60)
+        if unit.compiled and len(unit.steps) > 1
+        for p in unit.steps
+        if (op := program.steps[p].op) is not None
+    }
+    assert {"aten.add.Tensor", "aten.native_layer_norm.default"} <= inside
+    assert not inside & {"aten.mm.default", "aten.addmm.default", "aten.bmm.default"}
+
+
+def test_equal_layers_share_their_regions(gpt: tuple[Frontier, Costs]) -> None:
+    frontier, _ = gpt
+    program = frontier.keep_all.program()
+    fused = fused_program(program, by_block(program), KERNELS)
+    regions = regions_of(fused.layout.joint.module.graph)
+    assert len(set(regions)) <= len(regions) / 2
+
+
+def test_a_fused_program_runs_every_unit_once_and_keeps_names_and_roles(gpt: tuple[Frontier, Costs]) -> None:
+    frontier, _ = gpt
+    candidate = frontier.candidates[-1]
+    program = candidate.program()
+    fused = fused_program(program, by_block(program), KERNELS)
+    joint = fused.layout.joint
+    assert not fused.repeated
+    assert [step.op for step in fused.steps] == list(range(len(joint.ops)))
+    assert {step.role for step in fused.steps} >= {Role.FORWARD, Role.BACKWARD}
+    assert fused.layout.names == candidate.layout.names
+    assert joint.model == program.layout.joint.model
+    assert set(joint.parameters.values()) == set(program.layout.joint.parameters.values())
+    modules = dict(get("gpt", "small").model().named_modules())
+    assert all(source.module in modules for source in joint.sources)
+    assert any(source.module for source in joint.sources)
+
+
+class Odd(nn.Module):
+    """Ops that no region may have."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.bernoulli(x.sigmoid()).sum() * x.sum()
+
+
+def test_ops_that_inductor_is_not_given() -> None:
+    joint = capture(Odd(), torch.rand(4, 4, requires_grad=True))
+    left = {str(op.node.target) for op in joint.ops if op.index not in compilable(joint)}
+    assert "aten.bernoulli.default" in left
+    assert any(may_compile(op.node) for op in joint.ops)
