@@ -17,7 +17,6 @@ from torch import fx
 from fxremat.errors import FxrematError
 from fxremat.torch_private import real_tensors
 
-
 CUDA_GRAPHS = ("triton.cudagraphs", "triton.cudagraph_trees")
 
 

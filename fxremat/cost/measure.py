@@ -36,6 +36,7 @@ from fxremat.cost.devices import Device
 from fxremat.cost.estimate import cost_of
 from fxremat.cost.made_up import call_of
 from fxremat.cost.walk import Call, Walk, given_inputs
+from fxremat.errors import FxrematError
 from fxremat.passes.in_place import restore, with_new_result
 from fxremat.progress import progress
 from fxremat.step.collectives import is_collective
@@ -326,14 +327,17 @@ def _region_measured(region: Region, call: Call, device: torch.device) -> tuple[
         held[:] = [_copy_of(x) if place in region.dying else x for place, x in enumerate(call.args)]
 
     def run() -> Any:
-        return region.run(list(call.args) if not held else held)
+        return region.run(held)
 
     hold()
     try:
-        if _shares_storages(region.run(held), call.args):
+        if _shares_storages(run(), call.args):
             region.give_up("it returns a storage twice, or one of its inputs")
+    except FxrematError:
+        raise
     except Exception as error:
         region.give_up(f"{type(error).__name__}: {error}")
+    hold()
     seconds = seconds_of(call if device.type == "cuda" else run, device, prepare=hold)
     allocations(hold, device)  # which knows the size of what is freed later only where it saw it allocated
     peak, result = peak_of(run, device)

@@ -146,11 +146,12 @@ def _put_region(module: fx.GraphModule, nodes: Sequence[fx.Node], uses: _Uses, k
         call = graph.call_function(region, tuple(inputs))
         call.meta = _described(nodes, outputs)
         for place, output in enumerate(outputs):
+            readers = [user for user in output.users if user not in inside]
             item = graph.call_function(operator.getitem, (call, place))
             item.meta = dict(output.meta)
             uses.last[item] = uses.last[output]
-            output.replace_all_uses_with(item, lambda user: user not in inside and user is not item)
-            item.name = graph._graph_namespace.create_name(f"{output.name}", item)
+            for user in readers:
+                user.replace_input_with(output, item)
     for node in reversed(nodes):
         graph.erase_node(node)
 

@@ -22,7 +22,7 @@ from torch import fx
 from fxremat.ops.seeded import ALWAYS_COMPILED
 from fxremat.step.joint import Joint, is_number, tensors_of
 from fxremat.step.liveness import Sizes, lives, seed_lives
-from fxremat.step.program import Program, Step, Transfer
+from fxremat.step.program import Program, Transfer
 
 aten = torch.ops.aten
 LARGEST = 40  # steps of a group of pointwise ops
@@ -55,7 +55,7 @@ def by_block(program: Program) -> Units:
     units = []
     for (first, *_), places in itertools.groupby(range(len(program.steps)), key):
         steps = tuple(places)
-        alone = first == "alone" or len(steps) == 1 and not _must_compile(program, steps[0])
+        alone = first == "alone" or (len(steps) == 1 and not _must_compile(program, steps[0]))
         units.append(Unit(steps, compiled=not alone))
     return tuple(units)
 
@@ -161,20 +161,17 @@ def may_compile(node: fx.Node) -> bool:
 RUN_AS_THEY_ARE = {aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default}
 
 
-GROUPED = frozenset(
-    getattr(aten, name)
-    for name in """
-    native_layer_norm native_layer_norm_backward native_group_norm native_group_norm_backward
-    _softmax _softmax_backward_data _log_softmax _log_softmax_backward_data
-    sum mean amax amin var var_mean cat constant_pad_nd clone copy _to_copy fill full full_like zeros zeros_like ones
-    arange tril triu nll_loss_forward nll_loss_backward nll_loss2d_forward nll_loss2d_backward
-    slice_backward select_backward new_zeros new_ones scalar_tensor
-    embedding _unsafe_view native_dropout_backward max_pool2d_with_indices avg_pool2d avg_pool2d_backward
-    _native_batch_norm_legit_functional native_batch_norm_backward _native_batch_norm_legit
-    gelu_backward threshold_backward silu_backward sigmoid_backward tanh_backward where masked_fill
-    """.split()
-    if hasattr(aten, name)
-)
+NORMALIZATIONS = """native_layer_norm native_layer_norm_backward native_group_norm native_group_norm_backward
+    _native_batch_norm_legit _native_batch_norm_legit_functional native_batch_norm_backward
+    _softmax _softmax_backward_data _log_softmax _log_softmax_backward_data"""
+REDUCTIONS = """sum mean amax amin var var_mean nll_loss_forward nll_loss_backward
+    nll_loss2d_forward nll_loss2d_backward max_pool2d_with_indices avg_pool2d avg_pool2d_backward"""
+BACKWARDS = """gelu_backward threshold_backward silu_backward sigmoid_backward tanh_backward native_dropout_backward
+    slice_backward select_backward"""
+MOVES = """cat constant_pad_nd clone copy _to_copy fill full full_like zeros zeros_like ones new_zeros new_ones arange
+    scalar_tensor tril triu embedding where masked_fill"""
+FUSED = f"{NORMALIZATIONS} {REDUCTIONS} {BACKWARDS} {MOVES}".split()
+GROUPED = frozenset(getattr(aten, name) for name in FUSED if hasattr(aten, name))
 
 
 def is_pointwise(node: fx.Node) -> bool:

@@ -1,6 +1,7 @@
 """Program -> one joint graph, in which every execution is a node of its own: what is computed again is just computed.
 
-The graph takes primals and tangents, and returns outputs and gradients, as the captured one does; `step.joint` reads it.
+The graph takes primals and tangents, and returns outputs and gradients, as the captured one does: `step.joint` reads
+it.
 It is functional: ops that were made to overwrite gradients make new results here. Every group of steps makes the views
 that it reads by itself, from storages, so that nothing but whole storages crosses from one group to another.
 """

@@ -71,7 +71,7 @@ def largest_error(ours: list[Tensor], theirs: list[Tensor]) -> float:
 
 
 @pytest.mark.usefixtures("always_in_regions")
-@pytest.mark.parametrize("mem", ["100%", "60%"])
+@pytest.mark.parametrize("mem", [pytest.param("100%", marks=pytest.mark.long), "60%"])
 def test_the_budget_holds_and_gradients_are_those_of_inductor(mem: str) -> None:
     plain, ours, eager = model_of(), model_of(), model_of()
     given = batch()
@@ -92,17 +92,16 @@ def test_the_budget_holds_and_gradients_are_those_of_inductor(mem: str) -> None:
 
 
 @pytest.mark.usefixtures("always_in_regions")
-def test_bits_are_the_same_at_every_run_and_budget_from_a_seed() -> None:
+def test_bits_are_the_same_at_every_run_and_masks_at_every_budget_from_a_seed() -> None:
     given, found = batch(), []
-    for mem in ("100%", "100%", "55%"):
-        model = model_of()
+    for mem in ("90%", "90%", "60%"):
+        model = model_of(dropout=0.5, layers=2)
         call = within(model, mem, random="inductor")
-        found.append(gradients(model, call, given))
-        found.append(gradients(model, call, given))
-    again = [[*one[1:]] for one in found]  # BatchNorm's statistics are no part of them
-    assert all(torch.equal(a, b) for one in again[1:] for a, b in zip(again[0], one, strict=True)) or max(
-        largest_error(one, again[0]) for one in again[1:]
-    ) < 1e-6
+        found += [gradients(model, call, given), gradients(model, call, given)]
+    first, *others, less, again = found
+    assert all(torch.equal(a, b) for one in others for a, b in zip(first, one, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(less, again, strict=True))
+    assert largest_error(less, first) < DTYPES[torch.float32]
 
 
 @pytest.mark.usefixtures("always_in_regions")
@@ -170,7 +169,7 @@ def test_the_plan_tells_of_its_kernels_and_shows_itself() -> None:
 
 
 def test_a_step_that_single_ops_run_faster_runs_op_by_op(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "seconds_of_steps", lambda programs, *_: [2.0, *[1.0] * (len(programs) - 1)])
+    monkeypatch.setattr(compiled, "seconds_of_steps", lambda programs, *_: [*[2.0] * (len(programs) - 1), 1.0])
     model, given = model_of(dropout=0.0), batch()
     call = within(model, "70%")
     call(*given).backward()
@@ -193,10 +192,11 @@ def test_a_program_that_takes_more_than_foreseen_is_left_for_a_smaller_one(
     with caplog.at_level(logging.WARNING):
         call = within(model, "70%")
         call(*given).backward()
-    assert len(peaks) == 2
+    assert len(peaks) > 1
     assert "a smaller one is taken" in caplog.text
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("always_in_regions")
 def test_new_sizes_are_planned_by_themselves() -> None:
     model, given = model_of(dropout=0.0), batch()
@@ -221,6 +221,7 @@ def test_a_loss_outside_the_model() -> None:
     assert peak_bytes(lambda: call(x).square().mean().backward()) <= call.plan.budget
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("always_in_regions")
 def test_half_precision() -> None:
     dtype = torch.bfloat16

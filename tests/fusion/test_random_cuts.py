@@ -14,9 +14,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fxremat.fusion.units import Unit, Units, by_block, pointwise
-from fxremat.fusion.units import compilable
+from fxremat.fusion.units import Unit, Units, by_block, compilable, pointwise
+from fxremat.passes.normalize import PASSES
 from fxremat.planning import compiled
+from fxremat.runtime import dynamo
 from fxremat.step import region
 from fxremat.step.liveness import Sizes
 from fxremat.step.program import Program
@@ -71,7 +72,8 @@ def at_random(seed: int) -> Callable[[Program, Sizes, int], Units]:
 
 @pytest.fixture(autouse=True)
 def _spoiling_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Programs in regions are always taken, and their kernels spoil what they may."""
+    """Programs in regions are always taken, and their kernels spoil what they may; convolutions keep their bits."""
+    monkeypatch.setattr(dynamo, "FOR_REGIONS", PASSES)
     monkeypatch.setattr(region, "compile_region", spoiling)
     monkeypatch.setattr(compiled, "seconds_of_steps", lambda programs, *_: list(range(len(programs))))
     monkeypatch.setattr(compiled, "SLOWER", 1e9)
