@@ -836,6 +836,55 @@ MISTAKES += [
         "torch.rand(shape, dtype",
         "passes/test_seeded_dropout.py::test_a_mask_is_a_function_of_its_seed",
     ),
+    # Inductor's cache takes code that may overwrite an input for code that may not
+    Mistake(
+        "torch_inductor.py",
+        'kind = "donated" if place in donated else "given"',
+        'kind = "given"',
+        "fusion/test_region.py::test_code_that_may_overwrite_is_not_mixed_up_with_code_that_may_not",
+    ),
+    # a region of the backward overwrites what the forward has saved
+    Mistake(
+        "fusion/joint.py",
+        "(made < self.first_late) == (self.group < self.first_late)",
+        "True",
+        "fusion/test_random_cuts.py::test_random_cuts_small",
+    ),
+    # a region frees what a later one reads
+    Mistake(
+        "fusion/joint.py",
+        "return self.last[node] == self.group and",
+        "return",
+        "fusion/test_random_cuts.py::test_random_cuts_small",
+    ),
+    # the outputs of a region count twice
+    Mistake(
+        "step/costs.py",
+        "taken[op.index] = sum(rounded(sizes[value], device) for value in op.writes)",
+        "pass",
+        "fusion/test_compiled.py::test_the_budget_holds_and_gradients_are_those_of_inductor",
+    ),
+    # a region is measured as if its inputs lived on
+    Mistake(
+        "cost/measure.py",
+        "_copy_of(x) if place in region.dying else x for",
+        "_copy_of(x) if place in region.donated else x for",
+        "fusion/test_compiled.py::test_the_budget_holds_and_gradients_are_those_of_inductor",
+    ),
+    # ops that are pulled to an earlier group never stay behind
+    Mistake(
+        "fusion/units.py",
+        "stay |= moved",
+        "pass",
+        "fusion/test_units.py::test_pulls_stop_where_they_would_not_fit",
+    ),
+    # an op joins a group before what it reads is made
+    Mistake(
+        "fusion/units.py",
+        "behind = max((writer[version] for version in step.reads if version in writer), default=-1)",
+        "behind = -1",
+        "fusion/test_units.py::test_every_step_is_in_one_unit_behind_what_it_reads",
+    ),
     # saved tensors are donated when the settings of tracing are over
     Mistake(
         "torch_private.py",

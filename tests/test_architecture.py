@@ -15,9 +15,9 @@ PACKAGE = Path(__file__).parents[1] / "fxremat"
 ROOMS = (  # what stands further left may use what stands further right, never back
     *("__main__", "__init__", "api", "what_if", "pipelining", "runtime", "planning", "options", "profiles"),
     *("plans", "show", "planned_step", "kernels"),
-    *("transfers", "search", "cost", "linearize", "slices", "passes", "ops", "step"),
+    *("transfers", "search", "cost", "fusion", "linearize", "slices", "passes", "ops", "step"),
     *("solvers", "chains", "host", "budget"),
-    *("agreement", "heartbeat", "torch_private", "jit", "progress", "units", "errors"),
+    *("agreement", "heartbeat", "torch_inductor", "torch_private", "jit", "progress", "units", "errors"),
 )
 
 

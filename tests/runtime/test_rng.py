@@ -18,7 +18,7 @@ def test_the_first_draw_is_the_plain_one_and_later_ones_repeat_it() -> None:
     torch.manual_seed(1)
     plain = DROPOUT(x, 0.5, True)
     torch.manual_seed(1)
-    state, first = draw_saving(DROPOUT, x, 0.5, True)
+    state, *first = draw_saving(DROPOUT, x, 0.5, True)
     torch.rand(10)
     now = torch.get_rng_state()
     again = draw_again(state, DROPOUT, x, 0.5, True)
@@ -44,7 +44,7 @@ def test_the_generator_is_put_back_after_a_failure() -> None:
 
 def test_drawing_again_takes_the_memory_of_the_op_alone() -> None:
     x = torch.ones(5000)
-    state, _ = draw_saving(DROPOUT, x, 0.5, True)
+    state, *_ = draw_saving(DROPOUT, x, 0.5, True)
     again = peak_bytes(lambda: draw_again(state, DROPOUT, x, 0.5, True))
     assert again == peak_bytes(lambda: DROPOUT(x, 0.5, True))
 
