@@ -169,6 +169,11 @@ class Options:
         return not (self.offload or self.offload_weights or self.slices or self.compiles)
 
     @property
+    def needs_fixed_sizes(self) -> str:
+        """What of these settings needs inputs of fixed sizes, for messages."""
+        return 'kernels="inductor"' if self.compiles else "slices" if self.slices else "offloading"
+
+    @property
     def compiles(self) -> bool:
         """Whether regions of the step are compiled."""
         return self.kernels == "inductor"

@@ -97,7 +97,7 @@ class Profile:
 
     def _facts(self) -> Iterator[tuple[str, str]]:
         plan, total = self.plan, self.plan.modules.total
-        yield "peak", f"{format_bytes(self.peak)}, where {floor_of(plan.program, plan.costs)}"
+        yield "peak", f"{format_bytes(self.peak)}, where {floor_of(plan.program, plan.running.costs)}"
         times = f"{format_seconds(total.forward)} forward, {format_seconds(total.backward)} backward"
         yield "time", f"{format_seconds(self.time)}: {times}"
         yield "saved", f"{format_bytes(total.saved)} for the backward, or returned: {most_in(plan.modules, 'saved')}"

@@ -6,6 +6,8 @@ What was read is named with the versions that it was read in. Nothing here is im
 from __future__ import annotations
 
 import contextlib
+import functools
+import hashlib
 import threading
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -15,9 +17,9 @@ import torch
 from torch import fx
 
 from fxremat.errors import FxrematError
-from fxremat.torch_private import real_tensors
+from fxremat.torch_private import real_tensors, storage_of
 
-CUDA_GRAPHS = ("triton.cudagraphs", "triton.cudagraph_trees")
+CUDA_GRAPHS = "triton.cudagraphs"
 
 
 def compile_region(
@@ -33,8 +35,9 @@ def compile_region(
     decomposed by `select_decomp_table()`, `joint_graph_passes` folds constants and turns scatters upon constants into
     pointwise code, `compile_fx_inner` makes kernels. `user_visible_output_idxs` pins the strides of what is returned;
     `bw_donated_idxs` of the tracing context, which is looked at with `is_backward`, names inputs that kernels may
-    overwrite. The cache of compiled graphs does not know of donation, nor of the number of threads that kernels are
-    made for: the names of the inputs, which it does know, say both.
+    overwrite. Those passes drop what does nothing, such as adding zeros, and an output may then be an input, or another
+    output: it is copied. The cache of compiled graphs does not know of donation, nor of the number of threads that
+    kernels are made for: the names of the inputs, which it does know, say both.
 
     Args:
         given: (fake) tensors of the layouts of the inputs.
@@ -46,8 +49,9 @@ def compile_region(
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.virtualized import V
 
-    with _turn, real_tensors(), torch.no_grad():
+    with _my_turn(), real_tensors(), torch.no_grad(), inductor_config.patch({**settings, CUDA_GRAPHS: False}):
         graph, fakes, mode = _decomposed(module, given, decompositions)
+        _copy_outputs_that_share(graph)
         placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
         for place, node in enumerate(placeholders):
             kind = "donated" if place in donated else "given"
@@ -57,27 +61,55 @@ def compile_region(
         output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
         context: Any = torch._guards.TracingContext(mode)
         context.fw_metadata = types.SimpleNamespace(bw_donated_idxs=sorted(donated)) if donated else None
-        with V.set_fake_mode(mode), torch._guards.tracing(context), inductor_config.patch(**settings):
+        with V.set_fake_mode(mode), torch._guards.tracing(context):
             compiled: Any = compile_fx_inner(
                 graph, fakes, static_input_idxs=(), is_backward=bool(donated), layout_opt=False
             )
     return lambda arguments: compiled(arguments)
 
 
+def configuration(settings: Mapping[str, Any]) -> str:
+    """A text that is equal where `torch._inductor.config` is, with these settings.
+
+    `save_config_portable` (2.11, 2.13).
+    """
+    import torch._inductor.config as inductor_config
+
+    with inductor_config.patch(dict(settings)):
+        known = inductor_config.save_config_portable()
+    return hashlib.sha256(repr(sorted(known.items(), key=lambda item: item[0])).encode()).hexdigest()[:16]
+
+
 _turn = threading.Lock()  # of the thread that lowers: Inductor's own state is not made for several
+_mine = threading.local()  # whether this thread has it
 
 
 @contextlib.contextmanager
-def several_at_once() -> Iterator[None]:
-    """While inside, threads that compile regions take turns, and one that waits for its kernels lets others go on.
+def _my_turn() -> Iterator[None]:
+    """Threads that compile regions take turns, and one that waits for its compilers lets others go on."""
+    _let_others_go_on_while_waiting()
+    with _turn:
+        _mine.lowers = True
+        try:
+            yield
+        finally:
+            _mine.lowers = False
 
-    `torch._inductor.async_compile.AsyncCompile._wait_futures` (2.11, 2.13) is where it waits for compilers.
+
+@functools.cache
+def _let_others_go_on_while_waiting() -> None:
+    """Give the turn away in `torch._inductor.async_compile.AsyncCompile._wait_futures` (2.11, 2.13).
+
+    That is where it waits for compilers. Threads that compile something else pass through it as ever.
     """
     from torch._inductor.async_compile import AsyncCompile
 
     waiting: Any = AsyncCompile._wait_futures
 
     def let_others_go_on(self: Any, scope: dict[str, Any]) -> None:
+        if not getattr(_mine, "lowers", False):
+            waiting(self, scope)
+            return
         _turn.release()
         try:
             waiting(self, scope)
@@ -85,10 +117,25 @@ def several_at_once() -> Iterator[None]:
             _turn.acquire()
 
     AsyncCompile._wait_futures = let_others_go_on  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        AsyncCompile._wait_futures = waiting  # type: ignore[method-assign]
+
+
+def _copy_outputs_that_share(graph: fx.GraphModule) -> None:
+    """Copy each output whose storage is that of an input or of an output before it."""
+    output: Any = graph.graph.output_node()
+    taken = {storage_of(node.meta["val"]) for node in graph.graph.find_nodes(op="placeholder")}
+    returned: list[Any] = []
+    for node in output.args[0]:
+        if isinstance(node, fx.Node) and (storage := storage_of(node.meta["val"])) in taken:
+            with graph.graph.inserting_before(output):
+                copy = graph.graph.call_function(torch.ops.aten.clone.default, (node,))
+            shown = node.meta["val"]
+            with shown.fake_mode:
+                copy.meta["val"] = shown.new_empty_strided(shown.shape, shown.stride())
+            node, storage = copy, storage_of(copy.meta["val"])
+        if isinstance(node, fx.Node):
+            taken.add(storage)
+        returned.append(node)
+    output.args = (tuple(returned),)
 
 
 def _decomposed(
@@ -124,7 +171,7 @@ def check_settings(settings: Mapping[str, Any]) -> None:
 
     known = inductor_config.get_config_copy() if settings else {}
     for name in settings:
-        if name in CUDA_GRAPHS and settings[name]:
+        if name == CUDA_GRAPHS and settings[name]:
             raise FxrematError(f"inductor={{{name!r}: True}}: graphs of CUDA keep memory that no budget bounds")
         if name not in known:
             raise FxrematError(f"inductor={{{name!r}: ...}}: torch._inductor.config has no such setting")

@@ -51,6 +51,7 @@ log = logging.getLogger(__name__)
 
 SAMPLE_SECONDS = 0.04  # how long one op is sampled, at least LEAST_RUNS and at most MOST_RUNS times
 LEAST_RUNS, MOST_RUNS = 3, 15
+UNBOUNDED = 1 << 50  # bytes that a region is taken to need which could not be measured: no program with it fits
 
 
 def measure(
@@ -85,6 +86,10 @@ def measure(
         cache.save()
         _put_back(joint, _of_all(ranks, _refused(cache, layouts) or ()))
     by_op = _agreed(ranks, [cache.op(op_key(op.node)) for op in joint.ops])
+    by_op = [
+        cost or (OpCost(0.0, UNBOUNDED) if isinstance(op.node.target, Region) else None)
+        for op, cost in zip(joint.ops, by_op, strict=True)
+    ]
     if unknown := [op for op, cost in zip(joint.ops, by_op, strict=True) if cost is None]:
         _warn_of_estimates(unknown)
         rough = Device.named("cuda" if device.type == "cuda" else "cpu")
@@ -232,6 +237,8 @@ def _walked(visitor: _Visitor, *, alone: bool) -> bool:
     """Walk the step; False where the walk did not reach its end, which other ranks would wait for."""
     try:
         visitor.walk.run(visitor)
+    except FxrematError:
+        raise
     except Exception as error:  # what runs next says it better: the step itself, or an op alone
         log.debug("measuring walk ended early: %s: %s", type(error).__name__, error)
         if not alone:
@@ -318,7 +325,7 @@ def measured(node: fx.Node, call: Call, device: torch.device) -> tuple[OpCost, A
 def _region_measured(region: Region, call: Call, device: torch.device) -> tuple[OpCost, Any]:
     """What a region costs whose dying inputs it alone holds, as it does in a step; it is compiled where it is not.
 
-    One that returns a storage twice, or one of its inputs, is run op by op from then on.
+    One that cannot be run is run op by op from then on.
     """
     region.compile()
     held: list[Any] = []
@@ -331,10 +338,7 @@ def _region_measured(region: Region, call: Call, device: torch.device) -> tuple[
 
     hold()
     try:
-        if _shares_storages(run(), call.args):
-            region.give_up("it returns a storage twice, or one of its inputs")
-    except FxrematError:
-        raise
+        run()
     except Exception as error:
         region.give_up(f"{type(error).__name__}: {error}")
     hold()
@@ -346,14 +350,10 @@ def _region_measured(region: Region, call: Call, device: torch.device) -> tuple[
 
 
 def _copy_of(x: torch.Tensor) -> torch.Tensor:
+    """A copy of the same layout; of an expanded tensor, one that shows each element by itself."""
+    if 0 in x.stride():
+        return x.clone()
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)
-
-
-def _shares_storages(results: Sequence[Any], inputs: Sequence[Any]) -> bool:
-    """Whether any result is in the storage of another one, or of an input."""
-    made = [result.untyped_storage().data_ptr() for result in results if result.numel()]
-    given = {x.untyped_storage().data_ptr() for x in inputs}
-    return len(set(made)) < len(made) or not given.isdisjoint(made)
 
 
 def _on_a_copy(call: Call, device: torch.device, *, fixed: bool) -> tuple[float, int]:
@@ -405,9 +405,13 @@ def alone(node: fx.Node, device: torch.device, *, timed: bool = True) -> OpCost 
         call = call_of(node)
         seconds = seconds_of(call, device, fixed=is_collective(node)) if timed else 0.0
         peak, result = peak_of(call, device)
+    except FxrematError:
+        raise
     except Exception as error:
         log.debug("%s cannot be measured alone: %s: %s", node.target, type(error).__name__, error)
         return None
+    if isinstance(node.target, Region):
+        return OpCost(seconds, peak, tuple(rounded(size, device) for size in _output_bytes(result)))
     return _cost(seconds, peak, result, device, new=overwritten(node) is None)
 
 

@@ -1,4 +1,4 @@
-"""A program in units as a joint graph, whose ops are its units: `fused_joint`.
+"""A program in units as a joint graph, whose ops are its units: `fused_program`.
 
 Everything that is said of captured steps (liveness, measuring, lowering, pictures) holds for it as it is. Each of its
 ops runs once, in order; its values are what crosses from one unit to another.
@@ -7,7 +7,7 @@ ops runs once, in order; its values are what crosses from one unit to another.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -22,15 +22,7 @@ from fxremat.step.joint import Joint, read_joint, tensors_of
 from fxremat.step.layout import Layout
 from fxremat.step.names import common_module, module_of
 from fxremat.step.program import Order, Program, Role
-from fxremat.step.region import Region
-
-
-@dataclass(frozen=True, kw_only=True)
-class Kernels:
-    """How regions are compiled."""
-
-    settings: Mapping[str, Any]  # patches of torch._inductor.config
-    decompositions: Mapping[Any, Callable[..., Any]]  # of ops of ours
+from fxremat.step.region import Kernels, Region
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -136,10 +128,9 @@ def _put_region(module: fx.GraphModule, nodes: Sequence[fx.Node], uses: _Uses, k
         return
     region = Region(
         _extracted(module, nodes, inputs, outputs),
+        kernels,
         dying=frozenset(place for place, node in enumerate(inputs) if node not in seeds and uses.dies(node)),
         donated=frozenset(place for place, node in enumerate(inputs) if node not in seeds and uses.may_overwrite(node)),
-        settings=kernels.settings,
-        decompositions=kernels.decompositions,
     )
     graph = module.graph
     with graph.inserting_before(nodes[0]):

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from fxremat.ops.seeded import ALWAYS_COMPILED
+from fxremat.ops.seeded import ALWAYS_COMPILED, DECOMPOSITIONS
 from fxremat.step.joint import Joint, is_number, tensors_of
 from fxremat.step.liveness import Sizes, lives, seed_lives
 from fxremat.step.program import Program, Transfer
@@ -149,8 +149,8 @@ def may_compile(node: fx.Node) -> bool:
     """Whether Inductor can be given an op: one of dense tensors of known sizes, which communicates with nothing."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
-    if node.target.namespace not in ("aten", "prims", "fxremat") or node.target in RUN_AS_THEY_ARE:
-        return False
+    if node.target in RUN_AS_THEY_ARE or node.target.namespace not in ("aten", "prims"):
+        return node.target in DECOMPOSITIONS
     around = [*tensors_of(node), *(tensor for parent in node.all_input_nodes for tensor in tensors_of(parent))]
     shown = [parent.meta.get("val") for parent in node.all_input_nodes]
     dense = all(tensor is None or tensor.layout is torch.strided for tensor in around)
@@ -179,7 +179,7 @@ def is_pointwise(node: fx.Node) -> bool:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return False
-    return torch.Tag.pointwise in target.tags or target.overloadpacket in GROUPED or target.namespace == "fxremat"
+    return torch.Tag.pointwise in target.tags or target.overloadpacket in GROUPED or target in DECOMPOSITIONS
 
 
 @dataclass

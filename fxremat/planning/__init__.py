@@ -35,6 +35,7 @@ from fxremat.search.replan import is_near, judged_again
 from fxremat.step.collectives import is_collective
 from fxremat.step.costs import Costs, device_of
 from fxremat.step.joint import Joint
+from fxremat.transfers.network import communicates
 from fxremat.units import Auto, Percent
 
 NEAREST = 3  # plans whose candidates are judged at other sizes
@@ -48,6 +49,8 @@ def plan_step(step: CapturedStep, options: Options) -> Plan:
     Raises:
         BudgetTooSmall: no candidate fits; in percent too, where the budget is in percent.
     """
+    if options.compiles and communicates(step.joint):
+        raise FxrematError('kernels="inductor" compiles steps of one device; this one communicates with other ranks')
     kernels.ready()  # before anything is measured, which a compiler would disturb
     shown = options.progress and step.ranks.rank == step.ranks.ranks[0]
     options = _with_least_free(step, options)

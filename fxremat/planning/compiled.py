@@ -17,8 +17,7 @@ from time import monotonic
 
 from fxremat.cost.calibrate import peak_of_step, seconds_of_steps
 from fxremat.cost.measure import known_costs, measure
-from fxremat.errors import FxrematError
-from fxremat.fusion.joint import Kernels, fused_program
+from fxremat.fusion.joint import fused_program
 from fxremat.fusion.units import Unit, Units, alone, by_block, is_pointwise, pointwise, unit_bytes
 from fxremat.ops.seeded import DECOMPOSITIONS
 from fxremat.options import Options
@@ -33,8 +32,7 @@ from fxremat.step.costs import Costs, op_key
 from fxremat.step.joint import Joint
 from fxremat.step.liveness import Sizes, live_bytes
 from fxremat.step.program import Program
-from fxremat.step.region import compile_all, regions_of
-from fxremat.transfers.network import communicates
+from fxremat.step.region import Kernels, compile_all, regions_of
 
 log = logging.getLogger(__name__)
 TRIES = 4  # programs whose regions are compiled, of each way to cut them
@@ -62,6 +60,11 @@ class _Judged:
         return self.program.layout.joint
 
     @property
+    def repeats(self) -> bool:
+        """Whether any of its ops runs again."""
+        return self.candidate.program().recomputed > 0
+
+    @property
     def seconds_of_units(self) -> dict[int, float]:
         """What each unit takes."""
         return {op.node.meta[GROUP]: self.costs.seconds[op.index] for op in self.joint.ops if GROUP in op.node.meta}
@@ -73,19 +76,18 @@ class _Judged:
 
 
 def with_compiled_kernels(plan: Plan, step: CapturedStep, options: Options) -> Plan:
-    """The plan with its ops in regions, where that fits and is faster.
-
-    Raises `FxrematError` for steps that run on several devices together.
-    """
-    if communicates(plan.joint):
-        raise FxrematError('kernels="inductor" compiles steps of one device; this one communicates with other ranks')
-    search = _Search(plan, step, options)
+    """The plan with its ops in regions, where that fits and is faster."""
+    search = _Search(plan, replace(step, joint=plan.joint), options)
     found = search.fastest(plan.alternatives.candidates)
     if found is None:
         log.warning("no program in compiled regions fits %d bytes: this step runs op by op", plan.budget)
-    taught = search.fastest_as_taught(found) if found and found.candidate.program().recomputed else None
-    alone = search.alone()
-    rivals = [program for program in (found, taught, alone) if program is not None]
+    corrected = search.fastest_with_corrected_costs(found) if found and found.repeats else None
+    single = search.op_by_op()
+    if single.peak > plan.budget:  # it makes new results where the plan overwrites gradients
+        if found is None:
+            return plan
+        single = found
+    rivals = [program for program in (found, corrected, single) if program is not None]
     seconds = seconds_of_steps([rival.program for rival in rivals], [rival.costs for rival in rivals], step.inputs)
     times = seconds or [rival.time for rival in rivals]
     best = min(range(len(rivals) - 1), key=times.__getitem__, default=-1)
@@ -106,7 +108,8 @@ class _Search:
 
     def fastest(self, candidates: Iterable[Candidate]) -> _Judged | None:
         """The fastest program in units that fits, as far as programs of single ops are ordered by their time."""
-        near = [candidate for candidate in candidates if candidate.peak <= ABOVE * self._plan.budget]
+        joint, most = self._plan.joint, ABOVE * self._plan.budget
+        near = [one for one in candidates if one.peak <= most and one.layout.joint is joint]
         return next(filter(None, (self._fastest_cut(near, cut) for cut in CUTS)), None)
 
     def _fastest_cut(self, candidates: Sequence[Candidate], cut: Cut) -> _Judged | None:
@@ -127,14 +130,14 @@ class _Search:
                 return self._with_slow_regions_apart(judged)
         return None
 
-    def fastest_as_taught(self, known: _Judged) -> _Judged | None:
+    def fastest_with_corrected_costs(self, known: _Judged) -> _Judged | None:
         """The same among programs that are searched for with the seconds that ops have been seen to take in regions."""
-        costs = _taught(known, self._single)
+        costs = _corrected(known, self._single)
         frontier, _ = what_memory_buys(self._step, costs, self._options)
         found = self.fastest(frontier.candidates)
         return None if found is None or found.units == known.units else found
 
-    def alone(self) -> _Judged:
+    def op_by_op(self) -> _Judged:
         """The program of single ops that the plan has chosen; what has to be compiled is, by itself."""
         program = self._plan.chosen.program()
         return self._judged(self._plan.chosen, alone(program, range(len(program.steps))))
@@ -144,15 +147,16 @@ class _Search:
         regions = regions_of(judged.joint.module.graph)
         if not regions:
             return self._plan
+        candidate = replace(judged.candidate, time=self._single.time(judged.candidate.program()))
         compiled = Compiled(
-            chosen=judged.candidate.in_units(judged.program, judged.peak, time),
+            chosen=candidate.in_units(judged.program, judged.peak, time),
             costs=judged.costs.scaled(time / judged.time),
             regions=len(regions),
             distinct=len(set(regions)),
             ops=sum(region.count for region in regions),
             seconds=self._compiling,
         )
-        return replace(self._plan, chosen=judged.candidate, compiled=compiled)
+        return replace(self._plan, chosen=candidate, compiled=compiled)
 
     def _judged(self, candidate: Candidate, units: Units, fused: Program | None = None) -> _Judged:
         """Compile and measure what is new of a program in units."""
@@ -160,9 +164,10 @@ class _Search:
         joint = fused.layout.joint
         new = [region for region in dict.fromkeys(regions_of(joint.module.graph)) if not region.is_compiled]
         began = monotonic()
-        for _ in progress(compile_all(new), "compiling regions", total=len(new)):
-            pass
+        left = [region for region in progress(compile_all(new), "compiling regions", total=len(new)) if region.given_up]
         self._compiling += monotonic() - began
+        if left:
+            log.warning("%d of %d regions do not compile: %s", len(left), len(new), left[0].given_up.splitlines()[0])
         costs = with_loss(measure(joint, self._step.inputs), self._options)
         peak = live_bytes(fused, costs.sizes).peak
         log.debug(
@@ -174,11 +179,10 @@ class _Search:
     def _runs_within(self, judged: _Judged) -> bool:
         """Whether the step, run once on its real inputs, stays within the budget; tells of it where it does not."""
         peak = peak_of_step(judged.program, judged.costs, self._step.inputs)
-        if peak is None or peak <= self._plan.budget:
+        if peak is not None and peak <= self._plan.budget:
             return True
-        log.warning(
-            "a program in compiled regions took %d bytes for %d foreseen: a smaller one is taken", peak, judged.peak
-        )
+        took = "could not be run" if peak is None else f"took {peak} bytes for {judged.peak} foreseen"
+        log.warning("a program in compiled regions %s: a smaller one is looked for", took)
         return False
 
     def _with_slow_regions_apart(self, judged: _Judged) -> _Judged:
@@ -188,15 +192,16 @@ class _Search:
         units: list[Unit] = []
         for place, unit in enumerate(judged.units):
             ops = [op for position in unit.steps if (op := program.steps[position].op) is not None]
-            slow = unit.compiled and taken[place] > SLOWER * self._single.time_of(ops)
+            slow = unit.compiled and taken.get(place, 0.0) > SLOWER * self._single.time_of(ops)
             units += alone(program, unit.steps) if slow else [unit]
         if len(units) == len(judged.units):
             return judged
         apart = self._judged(judged.candidate, tuple(units))
-        return apart if apart.peak <= self._plan.budget and apart.time < judged.time else judged
+        better = apart.peak <= self._plan.budget and apart.time < judged.time
+        return apart if better and self._runs_within(apart) else judged
 
 
-def _taught(judged: _Judged, single: Costs) -> Costs:
+def _corrected(judged: _Judged, single: Costs) -> Costs:
     """The costs of single ops with the seconds that they have been seen to take in regions.
 
     Products, convolutions and attention take what they take alone; what is left of a region's seconds is divided among
@@ -204,15 +209,17 @@ def _taught(judged: _Judged, single: Costs) -> Costs:
     """
     program, joint = judged.candidate.program(), judged.candidate.layout.joint
     shares: dict[str, list[float]] = {}
+    taken = judged.seconds_of_units
     for place, unit in enumerate(judged.units):
         numbers = (program.steps[position].op for position in unit.steps)
         ops = [joint.ops[number] for number in numbers if number is not None]
         fused = [op for op in ops if unit.compiled and is_pointwise(op.node)]
-        together = single.time_of(op.index for op in fused)
+        inside = {op.index for op in fused}
+        together = single.time_of(inside)
         called = single.time_of(op.index for op in ops) - together
-        left = max(LEAST_SHARE, min(1.0, (judged.seconds_of_units[place] - called) / together)) if together else 1.0
+        left = max(LEAST_SHARE, min(1.0, (taken.get(place, 0.0) - called) / together)) if together else 1.0
         for op in ops:
-            shares.setdefault(op_key(op.node), []).append(left if op in fused else 1.0)
+            shares.setdefault(op_key(op.node), []).append(left if op.index in inside else 1.0)
     seconds = [
         second * (sum(found) / len(found) if (found := shares.get(op_key(op.node))) else 1.0)
         for op, second in zip(joint.ops, single.seconds, strict=True)

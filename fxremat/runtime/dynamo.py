@@ -59,7 +59,6 @@ from fxremat.torch_private import (
     taking_a_list,
 )
 from fxremat.transfers.network import communicates
-from fxremat.units import Percent
 
 log = logging.getLogger(__name__)
 KEPT_PLANS = 8  # of the latest, that can still be read
@@ -208,7 +207,7 @@ class Backend:
         if graph and not graph.inputs:
             graph = None  # all sizes turned out to be fixed
         if graph and not self.options.resizable:
-            raise NotSymbolic("slices" if self.options.slices else "offloading")
+            raise NotSymbolic(self.options.needs_fixed_sizes)
         if graph and communicates(joint):
             raise NotSymbolic("communication between ranks")
         joint, trained = self._with_updates(joint)
@@ -230,8 +229,8 @@ class Backend:
         return FOR_REGIONS_FROM_SEEDS if self.options.draws_from_seeds("cuda" if cuda else "cpu") else FOR_REGIONS
 
     def _as_eager(self, module: fx.GraphModule, forward_outputs: int) -> Joint | None:
-        """What eager PyTorch would run, where other kernels are to run, and something refers to that."""
-        if not (self.options.compiles and isinstance(self.options.budget, Percent)):
+        """What eager PyTorch would run, where other kernels are to run: percentages refer to that."""
+        if not self.options.compiles or has_symbolic_sizes(module.graph):
             return None
         graph = fx.Graph()
         output = graph.output(graph.graph_copy(module.graph, {}))

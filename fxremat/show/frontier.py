@@ -70,7 +70,7 @@ class FrontierTable(tuple[Point, ...]):
 
     @property
     def _chosen(self) -> Point:
-        return self.plan.chosen.peak, self.plan.chosen.time
+        return self.plan.predicted_peak, self.plan.predicted_time
 
     def _shown(self) -> list[Point]:
         """The points of the table, the chosen one among them, fastest first."""

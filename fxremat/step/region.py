@@ -1,11 +1,11 @@
 """Ops of a step that run as one: what a graph calls in their place, compiled by Inductor.
 
-    region = Region(module, dying=..., donated=..., settings={})
+    region = Region(module, kernels, dying=..., donated=...)
     region(x, y)         runs it on tensors that stay as they are
     region.run([x, y])   runs it on a list, which it empties: inputs that die there are freed, or overwritten, inside
 
 Equal regions (of equal layers, in other plans, at other budgets) have equal names and share their kernels. What does
-not compile, or would return one storage twice, runs op by op, as it was captured.
+not compile runs op by op, as it was captured.
 """
 
 from __future__ import annotations
@@ -16,21 +16,37 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextvars import copy_context
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import fx
 
 from fxremat.errors import FxrematError
-from fxremat.torch_inductor import compile_region, several_at_once
+from fxremat.torch_inductor import compile_region, configuration
 from fxremat.torch_private import boxed
 
 log = logging.getLogger(__name__)
 AT_ONCE = 8  # regions that are compiled at a time
-KEPT = 1024  # of the latest kernels, for regions that are equal to earlier ones
+KEPT = 1024  # kernels, for regions that are equal to earlier ones; the oldest go first
 
 Run = Callable[[list[Any]], Sequence[Any]]
 _kernels: OrderedDict[str, Run] = OrderedDict()  # by digest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernels:
+    """How regions are compiled."""
+
+    settings: Mapping[str, Any]  # patches of torch._inductor.config
+    decompositions: Mapping[Any, Callable[..., Any]]  # of ops of ours
+
+    @cached_property
+    def configuration(self) -> str:
+        """All settings of Inductor that kernels depend on, as a short text."""
+        return configuration(self.settings)
 
 
 class Region:
@@ -40,23 +56,23 @@ class Region:
         module: a functional graph of aten ops on bases of storages, which returns a tuple of them.
         dying: places of inputs that nothing else holds when it runs, and nothing reads any more.
         donated: those among them whose storage kernels may overwrite.
-        settings: patches of `torch._inductor.config`.
-        decompositions: of ops of ours.
+        kernels: how it is compiled.
     """
 
     def __init__(
         self,
         module: fx.GraphModule,
+        kernels: Kernels,
         *,
         dying: frozenset[int] = frozenset(),
         donated: frozenset[int] = frozenset(),
-        settings: Mapping[str, Any],
-        decompositions: Mapping[Any, Callable[..., Any]],
     ) -> None:
         self.module, self.dying, self.donated = module, dying, donated
-        self._settings, self._decompositions = settings, decompositions
+        self._how = kernels
         self._given = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
-        self._strides = [tensor.stride() for tensor in self._given]
+        self._layouts = [_layout_of(tensor) for tensor in self._given]
+        self._run: Run | None = None  # its kernels, once they were asked for
+        self.given_up = ""  # why it runs op by op, if it does
         self.count = sum(node.op == "call_function" for node in module.graph.nodes)
         self.digest = hashlib.sha256(self._text().encode()).hexdigest()[:24]
         self.__name__ = "region"
@@ -81,43 +97,47 @@ class Region:
     @property
     def is_compiled(self) -> bool:
         """Whether there are kernels for it, or it is known that there will be none."""
-        return self.digest in _kernels
+        return self._run is not None or self.digest in _kernels
 
     def compile(self) -> float:
         """Make its kernels, if there are none, and return the seconds that this took."""
         if self.is_compiled:
+            self._run = self._run or _kernels[self.digest]
             return 0.0
-        began = time.perf_counter()
+        began, how = time.perf_counter(), self._how
         try:
-            run = compile_region(
-                self.module, self._given, self.donated, self._settings, self._decompositions
-            )
+            run = compile_region(self.module, self._given, self.donated, how.settings, how.decompositions)
         except Exception as error:
             self.give_up(f"{type(error).__name__}: {error}")
         else:
-            _keep(self.digest, run)
+            self._keep(run)
         return time.perf_counter() - began
+
+    def _keep(self, run: Run) -> None:
+        self._run = _kernels[self.digest] = run
+        if len(_kernels) > KEPT:
+            _kernels.popitem(last=False)
 
     def give_up(self, reason: str) -> None:
         """Run its ops as they were captured from now on."""
         log.debug("%s with %d ops runs op by op: %s", self, self.count, reason)
+        self.given_up = reason
         for node in self.module.graph.nodes:
-            if node.target in self._decompositions:
+            if node.target in self._how.decompositions:
                 raise FxrematError(
                     f'{node.target} has to be compiled, and is not ({reason}): with random="eager" it need not be'
                 )
-        _keep(self.digest, boxed(fx.GraphModule(self.module, self.module.graph)))
+        self._keep(boxed(fx.GraphModule(self.module, self.module.graph)))
 
     def run(self, inputs: list[Any]) -> Sequence[Any]:
         """Run it on a list that is emptied; donated inputs are spoiled. Compiles it where that was not done."""
-        for place, stride in enumerate(self._strides):
-            if inputs[place].stride() != stride:  # a kernel's real result may be laid out otherwise than captured
-                inputs[place] = _laid_out(inputs[place], stride)
-        run = _kernels.get(self.digest)
-        if run is None:
+        for place, layout in enumerate(self._layouts):
+            if _layout_of(inputs[place]) != layout:  # a kernel's real result may be laid out otherwise than captured
+                inputs[place] = _laid_out(inputs[place], self._given[place].stride())
+        if self._run is None:
             self.compile()
-            run = _kernels[self.digest]
-        return run(inputs)
+            assert self._run is not None
+        return self._run(inputs)
 
     def _text(self) -> str:
         """Its code with the layouts of its inputs, and all else that its kernels depend on."""
@@ -126,11 +146,11 @@ class Region:
         def told(value: Any) -> str:
             return repr(fx.node.map_arg(value, lambda node: _Name(numbers[node])))
 
-        lines = [f"{torch.get_num_threads()} {sorted(self._settings.items())} {sorted(self.donated)}"]
+        lines = [f"{torch.get_num_threads()} {self._how.configuration} {sorted(self.donated)}"]
         for number, node in enumerate(self.module.graph.nodes):
             numbers[node] = f"n{number}"
             if node.op == "placeholder":
-                lines.append(_layout(node.meta["val"]))
+                lines.append(_described(node.meta["val"]))
             else:
                 lines.append(f"{node.target} {told(node.args)} {told(node.kwargs)}")
         return "\n".join(lines)
@@ -145,7 +165,12 @@ class _Name(str):
         return str(self)
 
 
-def _layout(tensor: torch.Tensor) -> str:
+def _layout_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The strides of a tensor, but for those of single elements, which say nothing."""
+    return tuple(stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1)
+
+
+def _described(tensor: torch.Tensor) -> str:
     return f"{tensor.dtype} {tuple(tensor.shape)} {tensor.stride()} {tensor.device}"
 
 
@@ -154,23 +179,19 @@ def _laid_out(tensor: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
 
 
 def forget_kernels() -> None:
-    """Forget all kernels of this process; they are made again, or read from Inductor's cache, when they are needed."""
+    """Forget the kernels that regions to come would share; those of regions that run stay theirs."""
     _kernels.clear()
-
-
-def _keep(digest: str, run: Run) -> None:
-    _kernels[digest] = run
-    if len(_kernels) > KEPT:
-        _kernels.popitem(last=False)
 
 
 def compile_all(regions: Iterable[Region]) -> Iterator[Region]:
     """Compile regions, several at once, and yield each when that is done."""
     todo = list(regions)
-    with ThreadPoolExecutor(max(1, min(AT_ONCE, len(todo)))) as pool, several_at_once():
-        for done in as_completed({pool.submit(region.compile): region for region in todo}):
+    with ThreadPoolExecutor(max(1, min(AT_ONCE, len(todo)))) as pool:
+        # settings of Inductor's are those of the context
+        running = {pool.submit(copy_context().run, region.compile): region for region in todo}
+        for done in as_completed(running):
             done.result()
-            yield todo[0]
+            yield running[done]
 
 
 def regions_of(graph: fx.Graph) -> list[Region]:

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from fxremat.errors import FxrematError
 from fxremat.ops.seeded import DECOMPOSITIONS
 from fxremat.step import region as regions
-from fxremat.step.region import Region, compile_all, forget_kernels, hand_over, regions_of, runnable
+from fxremat.step.region import Kernels, Region, compile_all, forget_kernels, hand_over, regions_of, runnable
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
 aten = torch.ops.aten
@@ -44,7 +44,7 @@ def region_of(function: Callable[..., Any], *inputs: Tensor, **owned: Any) -> Re
     module = module_of(function, *inputs)
     for node in module.graph.find_nodes(op="placeholder"):
         node.meta["val"] = torch.empty_strided(node.meta["val"].shape, node.meta["val"].stride())
-    return Region(module, settings={}, decompositions=DECOMPOSITIONS, **owned)
+    return Region(module, Kernels(settings={}, decompositions=DECOMPOSITIONS), **owned)
 
 
 def scaled(x: Any, y: Any) -> Any:
@@ -147,3 +147,28 @@ def test_a_graph_hands_its_regions_what_dies_there() -> None:
     torch.testing.assert_close(result, x.cos().sin() * y)
     assert regions_of(module.graph) == [region]  # what is shown stays as it was
     assert not any(node.target is hand_over for node in module.graph.nodes)
+
+
+def test_every_output_has_a_storage_of_its_own() -> None:
+    def sharing(x: Any) -> Any:
+        made = aten.sin.default(x)
+        nothing = aten.zeros.default([*SHAPE])
+        return made, aten.add.Tensor(made, nothing), aten.add.Tensor(x, nothing)
+
+    x = torch.rand(SHAPE)
+    region = region_of(sharing, x)
+    results = region(x)
+    assert not region.given_up
+    assert len({tensor.untyped_storage().data_ptr() for tensor in (x, *results)}) == 4
+    for found, wanted in zip(results, (x.sin(), x.sin(), x), strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
+def test_single_elements_have_any_stride() -> None:
+    x, y = torch.rand(1, 32), torch.rand(1, 32)
+    region = region_of(scaled, x, y, dying=DONATED, donated=DONATED)
+    odd = torch.rand(32).as_strided((1, 32), (1, 1))
+    wanted, place = odd.sin() * y, odd.data_ptr()
+    (result,) = region.run([odd, y])
+    torch.testing.assert_close(result, wanted)
+    assert result.data_ptr() == place  # it was not copied

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from benchmarks.capture import capture
 from benchmarks.models import get
-from fxremat.fusion.joint import Kernels, fused_program
+from fxremat.fusion.joint import fused_program
 from fxremat.fusion.units import Units, alone, by_block, compilable, may_compile, pointwise, unit_bytes
 from fxremat.search.candidate import Frontier
 from fxremat.search.survey import survey
@@ -17,7 +17,7 @@ from fxremat.step.costs import Costs
 from fxremat.step.joint import Joint
 from fxremat.step.liveness import live_bytes
 from fxremat.step.program import Program, Role
-from fxremat.step.region import regions_of
+from fxremat.step.region import Kernels, regions_of
 from tests.dags import Dag, Recipe, batch, estimated, few, small_recipes
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
