@@ -21,8 +21,9 @@ BUDGETS = (80, 60, 50, 40, 30, 25)
 
 def filled(text: str) -> str:
     """A page's text with each marked part made from the record it names, where there is one."""
-    for file, make in PARTS.items():
-        name, record = file.partition(".")[0], RESULTS / file
+    parts = [(file.partition(".")[0], file, make) for file, make in PARTS.items()]
+    for name, file, make in (*parts, ("kernels-mean", "kernels.json", kernels_page.summary)):
+        record = RESULTS / file
         if record.exists():
             part = make(record.read_text())
             pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
