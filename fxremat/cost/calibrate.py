@@ -33,7 +33,7 @@ from fxremat.torch_private import unprofiled
 
 log = logging.getLogger(__name__)
 RUNS = 3  # of a step, of which the fastest counts
-TURNS = 6  # of programs that are compared
+LEAST_TURNS, TURNS = 2, 6  # of programs that are compared
 LONG = 1.0  # seconds of all runs so far, after which two are enough
 
 
@@ -75,7 +75,7 @@ def seconds_of_steps(
     def run() -> list[float]:
         best, began = [math.inf] * len(steps), time.perf_counter()
         for count in range(TURNS):
-            if count >= RUNS and time.perf_counter() - began > LONG * len(steps):
+            if count >= LEAST_TURNS and time.perf_counter() - began > LONG * len(steps):
                 break
             for place, one in enumerate(steps):
                 primals, tangents = one.arguments()

@@ -19,7 +19,7 @@ from fxremat.cost.calibrate import peak_of_step, seconds_of_steps
 from fxremat.cost.measure import known_costs, measure
 from fxremat.fusion.joint import fused_program
 from fxremat.fusion.units import Unit, Units, alone, by_block, is_pointwise, pointwise, unit_bytes
-from fxremat.ops.seeded import DECOMPOSITIONS
+from fxremat.ops.seeded import ALWAYS_COMPILED, DECOMPOSITIONS
 from fxremat.options import Options
 from fxremat.passes.lower_as_one import GROUP
 from fxremat.planned_step import Compiled
@@ -37,6 +37,7 @@ from fxremat.step.region import Kernels, compile_all, regions_of
 log = logging.getLogger(__name__)
 TRIES = 4  # programs whose regions are compiled, of each way to cut them
 LEAST_SHARE = 0.05  # of its own seconds that an op is taken to need where it is fused with others
+WORTH_IT = 1.02  # times what each op takes once: programs that recompute more are searched for again
 NO_SLOWER = 1.02  # times the seconds of single ops: a program in regions that takes more is left
 SLOWER = 1.1  # times what its ops take: a region that takes more runs op by op
 
@@ -53,6 +54,7 @@ class _Judged:
     program: Program
     costs: Costs
     peak: int
+    single: Costs  # of the ops, one by one
 
     @property
     def joint(self) -> Joint:
@@ -60,9 +62,10 @@ class _Judged:
         return self.program.layout.joint
 
     @property
-    def repeats(self) -> bool:
-        """Whether any of its ops runs again."""
-        return self.candidate.program().recomputed > 0
+    def slower(self) -> float:
+        """How many times as long its ops take, one by one, as each of them once."""
+        program, costs = self.candidate.program(), self.single
+        return costs.time(program) / costs.time_of(range(len(program.layout.joint.ops)))
 
     @property
     def seconds_of_units(self) -> dict[int, float]:
@@ -81,16 +84,19 @@ def with_compiled_kernels(plan: Plan, step: CapturedStep, options: Options) -> P
     found = search.fastest(plan.alternatives.candidates)
     if found is None:
         log.warning("no program in compiled regions fits %d bytes: this step runs op by op", plan.budget)
-    corrected = search.fastest_with_corrected_costs(found) if found and found.repeats else None
+    corrected = search.fastest_with_corrected_costs(found) if found and found.slower > WORTH_IT else None
+    in_regions = [program for program in (found, corrected) if program is not None]
     single = search.op_by_op()
     if single.peak > plan.budget:  # it makes new results where the plan overwrites gradients
-        if found is None:
+        if not in_regions:
             return plan
-        single = found
-    rivals = [program for program in (found, corrected, single) if program is not None]
+        single = in_regions[0]
+    if not in_regions:
+        return search.plan_of(single, single.time)
+    rivals = [*in_regions, single]
     seconds = seconds_of_steps([rival.program for rival in rivals], [rival.costs for rival in rivals], step.inputs)
     times = seconds or [rival.time for rival in rivals]
-    best = min(range(len(rivals) - 1), key=times.__getitem__, default=-1)
+    best = min(range(len(in_regions)), key=times.__getitem__)
     if times[best] > NO_SLOWER * times[-1]:
         best = -1
     log.debug("seconds of programs in compiled regions, and of single ops: %s", times)
@@ -139,8 +145,17 @@ class _Search:
 
     def op_by_op(self) -> _Judged:
         """The program of single ops that the plan has chosen; what has to be compiled is, by itself."""
-        program = self._plan.chosen.program()
-        return self._judged(self._plan.chosen, alone(program, range(len(program.steps))))
+        plan, program = self._plan, self._plan.chosen.program()
+        if any(op.node.target in ALWAYS_COMPILED for op in plan.joint.ops):
+            return self._judged(plan.chosen, alone(program, range(len(program.steps))))
+        return _Judged(
+            candidate=plan.chosen,
+            units=(),
+            program=program,
+            costs=plan.costs,
+            peak=plan.chosen.peak,
+            single=plan.costs,
+        )
 
     def plan_of(self, judged: _Judged, time: float) -> Plan:
         """The plan that runs a program in units, which takes so many seconds."""
@@ -174,7 +189,9 @@ class _Search:
             "a program of %d bytes and %.4g s takes %d bytes and %.4g s in %d units",
             *(candidate.peak, candidate.time, peak, costs.time(fused), len(units)),
         )
-        return _Judged(candidate=candidate, units=units, program=fused, costs=costs, peak=peak)
+        return _Judged(
+            candidate=candidate, units=units, program=fused, costs=costs, peak=peak, single=self._single
+        )
 
     def _runs_within(self, judged: _Judged) -> bool:
         """Whether the step, run once on its real inputs, stays within the budget; tells of it where it does not."""
