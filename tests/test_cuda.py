@@ -53,6 +53,27 @@ def test_training_on_a_gpu(name: str) -> None:
     assert [peak for _, peak in sorted(peaks)] == sorted(peak for _, peak in peaks)
 
 
+@pytest.mark.parametrize("random", ["inductor", "eager"])
+@pytest.mark.parametrize("name", ["gpt", "unet", "mixer"])
+def test_compiled_regions_on_a_gpu(name: str, random: str) -> None:
+    case = models.get(name, "small")
+    batch = tuple(t.cuda() for t in case.batch())
+    plain = case.model().cuda()
+    compiled = fxremat.compile(case.model().cuda(), mem="80%", kernels="inductor", random=random)
+    by_inductor = torch.compile(plain, backend="inductor", dynamic=False) if random == "inductor" else plain
+    losses = []
+    for model in (compiled, by_inductor):
+        torch.manual_seed(3)
+        loss = model(*batch)
+        loss.backward()
+        losses.append(float(loss))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+    compiled.zero_grad(set_to_none=True)
+    measured = meter.model_peak(compiled, batch, "cuda")
+    assert measured <= compiled.plan.budget
+    assert abs(compiled.plan.predicted_peak - measured) <= 0.02 * measured
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["gpt", "resnet"])
 def test_full_size_at_60_percent(name: str) -> None:
