@@ -167,7 +167,7 @@ class _Search:
             chosen=candidate.in_units(judged.program, judged.peak, time),
             costs=judged.costs.scaled(time / judged.time),
             regions=len(regions),
-            distinct=len(set(regions)),
+            distinct=len({region.digest for region in regions}),
             ops=sum(region.count for region in regions),
             seconds=self._compiling,
         )
@@ -177,7 +177,8 @@ class _Search:
         """Compile and measure what is new of a program in units."""
         fused = fused or fused_program(candidate.program(), units, self._kernels)
         joint = fused.layout.joint
-        new = [region for region in dict.fromkeys(regions_of(joint.module.graph)) if not region.is_compiled]
+        distinct = {region.digest: region for region in regions_of(joint.module.graph)}
+        new = [region for region in distinct.values() if not region.is_compiled]
         began = monotonic()
         left = [region for region in progress(compile_all(new), "compiling regions", total=len(new)) if region.given_up]
         self._compiling += monotonic() - began
