@@ -33,7 +33,7 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
     found: list[object] = []
     normalize = dynamo.normalize
-    monkeypatch.setattr(dynamo, "normalize", lambda module: found.append(module) or normalize(module))
+    monkeypatch.setattr(dynamo, "normalize", lambda module, passes: found.append(module) or normalize(module, passes))
     return found
 
 
