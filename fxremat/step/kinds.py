@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import partial
 from itertools import accumulate
 
 from fxremat.step.joint import Origin
@@ -53,7 +54,8 @@ class Life:
 def lives_of(program: Program, sizes: Sizes) -> list[Life]:
     """Everything that takes memory in a program, value by value. At each step it adds up to `live_bytes`. O(steps).
 
-    An op that overwrites what it reads has its result in the bytes of that operand, which count once, as the result.
+    An op that overwrites what it reads has its result in the bytes of that operand, which count once, as the result. A
+    compiled region may free several of its inputs before it makes what it returns.
     """
     count, versions = len(program.steps), _Versions.of(program, sizes)
     found = {
@@ -70,8 +72,9 @@ def lives_of(program: Program, sizes: Sizes) -> list[Life]:
         others.append(Life(MemoryKind.WORKSPACE, first, last, sizes.seed, op=op))
     for place, step in enumerate(program.steps):
         extra = step.workspace if isinstance(step, Transfer) else sizes.workspace[step.op]
-        if extra < 0:
-            replaced = versions.overwritten(step)
+        for replaced in versions.replaced(step):
+            if extra >= 0:
+                break
             life = found[replaced]
             itself = replaced in step.writes
             found[replaced] = replace(life, first=place + 1) if itself else replace(life, last=place - 1)
@@ -149,11 +152,17 @@ class _Versions:
             return MemoryKind.OFFLOADED
         return MemoryKind.KEPT if self.lives[version][0] >= self.program.split else MemoryKind.TEMPORARY
 
-    def overwritten(self, step: Step | Transfer) -> int:
-        """The version that a step overwrites: the largest that it reads last."""
+    def replaced(self, step: Step | Transfer) -> list[int]:
+        """The versions that a step may overwrite, or free before it makes its results: those that it reads last.
+
+        The largest comes first; after them the results themselves, which may not be there at the worst moment.
+        """
+        if not step.writes:
+            return []
         place = self.writer[step.writes[0]]
         ending = [version for version in step.reads if self.lives[version][0] == place]
-        return max(ending or step.writes, key=lambda version: self.lives[version][1])
+        largest_first = partial(sorted, key=lambda version: -self.lives[version][1])
+        return [*largest_first(ending), *largest_first(step.writes)]
 
     def _origin(self, version: int) -> Origin:
         return self.program.layout.joint.values[self.program.version_of[version]].origin

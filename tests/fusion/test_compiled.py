@@ -158,6 +158,7 @@ def test_the_plan_tells_of_its_kernels_and_shows_itself() -> None:
     assert f"in {plan.compiled.regions} regions, {plan.compiled.distinct} of them distinct, compiled in" in text
     assert "of keeping everything op by op" in text
     assert max(plan.moments.bytes) == plan.predicted_peak
+    assert all(life.bytes > 0 for life in plan.moments.lives)
     assert max(plan.memory.during) == plan.predicted_peak
     assert regions_of(plan.forward_graph.graph)
     assert str(plan.predicted_peak) in plan.to_html()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -11,8 +13,8 @@ import fxremat
 from fxremat.chains.schedule import Schedule
 from fxremat.linearize.lay_out import lay_out
 from fxremat.search.survey import survey
-from fxremat.step.kinds import MemoryKind, bytes_by_kind, host_bytes
-from fxremat.step.liveness import Sizes, live_bytes
+from fxremat.step.kinds import MemoryKind, bytes_by_kind, host_bytes, lives_of
+from fxremat.step.liveness import Sizes, live_bytes, lives
 from fxremat.step.program import Program, Role, rematerialize
 from tests.dags import Dag, Recipe, batch, capture, estimated, few, recipes
 from tests.toys import FourLayers
@@ -56,6 +58,21 @@ def test_by_hand() -> None:
     assert kinds[MemoryKind.TEMPORARY][: program.split][:2] == (128, 256)
     weights = sum(p.numel() * 4 for p in FourLayers().parameters())
     assert kinds[MemoryKind.RESULTS][-1] == weights
+
+
+def test_an_op_may_free_all_that_it_reads_before_it_makes_anything() -> None:
+    joint = capture(FourLayers(), torch.ones(4, 8))
+    program = survey(joint, estimated(joint), effort=0.0).keep_all.program()
+    sizes = estimated(joint).sizes
+    last = lives(program, sizes)
+    freed = [{v: last[v][1] for v in s.reads if last[v] == (p, last[v][1])} for p, s in enumerate(program.steps)]
+    place = max(range(len(freed)), key=lambda p: len([size for size in freed[p].values() if size]))
+    assert len([size for size in freed[place].values() if size]) > 1
+    workspace = list(sizes.workspace)
+    workspace[program.executions[place].op] = -sum(freed[place].values())
+    smaller = replace(sizes, workspace=workspace)
+    check(program, smaller)
+    assert all(life.bytes > 0 and life.last >= life.first for life in lives_of(program, smaller))
 
 
 @pytest.mark.parametrize("weights", [False, True])
