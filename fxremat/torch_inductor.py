@@ -175,3 +175,26 @@ def check_settings(settings: Mapping[str, Any]) -> None:
             raise FxrematError(f"inductor={{{name!r}: True}}: graphs of CUDA keep memory that no budget bounds")
         if name not in known:
             raise FxrematError(f"inductor={{{name!r}: ...}}: torch._inductor.config has no such setting")
+
+
+def inductor_seeds(count: int, *, device: torch.device) -> torch.Tensor:
+    """The op of Inductor that draws the seeds of a graph, to be traced and compiled.
+
+    `torch._inductor.inductor_prims.seeds` (2.11, 2.13). Compiled, it is `aten.randint.low` from the least int64 to
+    below the largest one; called eagerly, it draws from another range.
+    """
+    from torch._inductor import inductor_prims
+
+    made: torch.Tensor = inductor_prims.seeds(count, device)
+    return made
+
+
+def inductor_uniform(seed: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """The op of Inductor that draws numbers of [0, 1) in single precision from a seed, to be traced and compiled.
+
+    `torch._inductor.inductor_prims.random` (2.11; 2.13 adds an option). Called eagerly, it ignores its seed.
+    """
+    from torch._inductor import inductor_prims
+
+    made: torch.Tensor = inductor_prims.random(shape, seed, "rand")
+    return made

@@ -820,27 +820,11 @@ def _path_in_model(placeholder: fx.Node) -> list[tuple[str, str]]:
     return [(kind, literal_eval(quoted)) for kind, quoted in found]
 
 
-def inductor_seeds(count: int, *, device: torch.device) -> torch.Tensor:
-    """The op of Inductor that draws the seeds of a graph, to be traced and compiled.
-
-    `torch._inductor.inductor_prims.seeds` (2.11, 2.13). Compiled, it is `aten.randint.low` from the least int64 to
-    below the largest one; called eagerly, it draws from another range.
-    """
-    from torch._inductor import inductor_prims
-
-    made: torch.Tensor = inductor_prims.seeds(count, device)
-    return made
-
-
-def inductor_uniform(seed: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """The op of Inductor that draws numbers of [0, 1) in single precision from a seed, to be traced and compiled.
-
-    `torch._inductor.inductor_prims.random` (2.11; 2.13 adds an option). Called eagerly, it ignores its seed.
-    """
-    from torch._inductor import inductor_prims
-
-    made: torch.Tensor = inductor_prims.random(shape, seed, "rand")
-    return made
+def copied(graph: fx.Graph) -> fx.Graph:
+    """A copy of a graph with the `meta` of its nodes: `graph_copy` (2.11, 2.13) leaves out that of the output."""
+    copy = fx.Graph()
+    copy.output(copy.graph_copy(graph, {})).meta = dict(graph.output_node().meta)
+    return copy
 
 
 def memory_order(tensor: torch.Tensor) -> list[int]:

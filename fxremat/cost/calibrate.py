@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -31,6 +31,7 @@ from fxremat.step.program import Program
 from fxremat.step.region import runnable
 from fxremat.torch_private import unprofiled
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 RUNS = 3  # of a step, of which the fastest counts
 LEAST_TURNS, TURNS = 2, 6  # of programs that are compared
@@ -73,21 +74,16 @@ def seconds_of_steps(
         return None
 
     def run() -> list[float]:
-        best, began = [math.inf] * len(steps), time.perf_counter()
+        best, given = [math.inf] * len(steps), [one.arguments() for one in steps]
+        began = time.perf_counter()
         for count in range(TURNS):
             if count >= LEAST_TURNS and time.perf_counter() - began > LONG * len(steps):
                 break
             for place, one in enumerate(steps):
-                primals, tangents = one.arguments()
-                best[place] = min(best[place], one.seconds(primals, tangents))
+                best[place] = min(best[place], one.seconds(*given[place]))
         return best
 
-    try:
-        with quiet_world(steps[0].device):
-            return unprofiled(run)
-    except Exception as error:
-        log.debug("timing steps failed: %s: %s", type(error).__name__, error)
-        return None
+    return _tried(run, steps[0].device)
 
 
 def peak_of_step(program: Program, costs: Costs, inputs: Sequence[Any] = ()) -> int | None:
@@ -98,12 +94,16 @@ def peak_of_step(program: Program, costs: Costs, inputs: Sequence[Any] = ()) -> 
     made = _Made.of(program, costs, inputs, alone=True)
     if made is None:
         return None
+    return _tried(lambda: peak_of(partial(made.step, *made.arguments()), made.device)[0], made.device)
+
+
+def _tried(run: Callable[[], T], device: torch.device) -> T | None:
+    """What running steps gives; None where that fails: the real step says what is wrong, if it is."""
     try:
-        with quiet_world(made.device):
-            primals, tangents = made.arguments()
-            return unprofiled(lambda: peak_of(partial(made.step, primals, tangents), made.device)[0])
-    except Exception as error:  # the real step says what is wrong, if it is
-        log.debug("measuring a step failed: %s: %s", type(error).__name__, error)
+        with quiet_world(device):
+            return unprofiled(run)
+    except Exception as error:
+        log.debug("running a step failed: %s: %s", type(error).__name__, error)
         return None
 
 

@@ -43,7 +43,7 @@ from fxremat.step.collectives import is_collective
 from fxremat.step.costs import Costs, OpCost, costs_from, device_of, op_key, rounded
 from fxremat.step.joint import Joint, Op, storage_bytes
 from fxremat.step.overwriting import overwritten
-from fxremat.step.region import Region
+from fxremat.step.region import Region, laid_out
 from fxremat.torch_private import allocations, is_real, real_tensors, unprofiled
 
 aten = torch.ops.aten
@@ -345,15 +345,12 @@ def _region_measured(region: Region, call: Call, device: torch.device) -> tuple[
     seconds = seconds_of(call if device.type == "cuda" else run, device, prepare=hold)
     allocations(hold, device)  # which knows the size of what is freed later only where it saw it allocated
     peak, result = peak_of(run, device)
-    outputs = tuple(rounded(size, device) for size in _output_bytes(result))
-    return OpCost(seconds, peak, outputs), result
+    return _cost(seconds, peak, result, device, new=False), result
 
 
 def _copy_of(x: torch.Tensor) -> torch.Tensor:
     """A copy of the same layout; of an expanded tensor, one that shows each element by itself."""
-    if 0 in x.stride():
-        return x.clone()
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)
+    return x.clone() if 0 in x.stride() else laid_out(x, x.stride())
 
 
 def _on_a_copy(call: Call, device: torch.device, *, fixed: bool) -> tuple[float, int]:
@@ -384,6 +381,7 @@ def fullest(node: fx.Node, call: Call) -> Call:
 
 
 def _cost(seconds: float, peak: int, result: Any, device: torch.device, *, new: bool) -> OpCost:
+    """What a call takes; `new`: its outputs are part of its peak, and no workspace."""
     outputs = tuple(rounded(size, device) for size in _output_bytes(result))
     return OpCost(seconds, max(0, peak - (sum(outputs) if new else 0)), outputs)
 
@@ -410,9 +408,8 @@ def alone(node: fx.Node, device: torch.device, *, timed: bool = True) -> OpCost 
     except Exception as error:
         log.debug("%s cannot be measured alone: %s: %s", node.target, type(error).__name__, error)
         return None
-    if isinstance(node.target, Region):
-        return OpCost(seconds, peak, tuple(rounded(size, device) for size in _output_bytes(result)))
-    return _cost(seconds, peak, result, device, new=overwritten(node) is None)
+    new = overwritten(node) is None and not isinstance(node.target, Region)
+    return _cost(seconds, peak, result, device, new=new)
 
 
 def seconds_of(

@@ -14,15 +14,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 
 from fxremat.ops.seeded import ALWAYS_COMPILED, DECOMPOSITIONS
 from fxremat.step.joint import Joint, is_number, tensors_of
-from fxremat.step.liveness import Sizes, lives, seed_lives
-from fxremat.step.program import Program, Transfer
+from fxremat.step.liveness import Sizes, live_bytes
+from fxremat.step.program import Program, Step, Transfer
 
 aten = torch.ops.aten
 LARGEST = 40  # steps of a group of pointwise ops
@@ -92,47 +92,29 @@ def unit_bytes(program: Program, sizes: Sizes, units: Units) -> list[int]:
 
     The last number is of the moment between forward and backward.
     """
-    steps = program.steps
+    memory = live_bytes(_of_units(program, units), sizes)
+    return [*memory.during, memory.at_split]
+
+
+def _of_units(program: Program, units: Units) -> Program:
+    """The program with a step for each unit, for its memory alone: what no other unit reads is never born."""
+    steps, joint = program.steps, program.layout.joint
     unit_of = {position: place for place, unit in enumerate(units) for position in unit.steps}
-    born, freed = [0] * len(units), [0] * len(units)
-    writer = {version: unit_of[position] for position, step in enumerate(steps) for version in step.writes}
-    last: dict[int, int] = {}
+    returned = joint.pinned | joint.updates
+    leaving = {version for value, version in program.first.items() if value in returned}
+    inside: list[set[int]] = [{v for p in unit.steps for v in steps[p].writes} for unit in units]
     for position, step in enumerate(steps):
-        for version in (*step.reads, *step.writes):
-            last[version] = max(last.get(version, 0), unit_of[position])
-    split_unit = unit_of[program.split - 1] if program.split else 0
-    for version, (last_step, size) in enumerate(lives(program, sizes)):
-        ends = len(units) if last_step >= len(steps) else last.get(version, -1)
-        if last_step == program.split - 1:
-            ends = max(ends, split_unit)  # what overwrites an input goes when the forward is over
-        made = writer.get(version)
-        if made is not None:
-            if made == ends and units[made].compiled:
-                continue
-            born[made] += sizes.values[program.version_of[version]]
-        if 0 <= ends < len(units):
-            freed[ends] += size
-    for first, last_step in seed_lives(program).values() if sizes.seed else ():
-        born[unit_of[first]] += sizes.seed
-        freed[unit_of[last_step]] += sizes.seed
-    joint = program.layout.joint
-    live = sum(sizes.values[primal] for primal in program.preserved) + program.resident
-    given = sum(sizes.values[tangent] for tangent in joint.tangent_values) + sizes.root
-    begins = unit_of[program.split] if program.split < len(steps) else len(units)
-    during, between = [], live
-    for place, unit in enumerate(units):
-        if place == begins:
-            between = live + max(given, sizes.outside)
-            live += given
-        live += born[place]
-        during.append(live + (0 if unit.compiled else _workspace(program, sizes, unit)))
-        live -= freed[place]
-    return [*during, between]
+        leaving.update(set(step.reads) - inside[unit_of[position]])
 
+    def merged(unit: Unit, made: set[int]) -> Step | Transfer:
+        first = steps[unit.steps[0]]
+        if not unit.compiled:
+            return first
+        reads = {version for position in unit.steps for version in steps[position].reads} - made
+        return Transfer(first.block, first.role, -1, tuple(reads), tuple(made & leaving))
 
-def _workspace(program: Program, sizes: Sizes, unit: Unit) -> int:
-    step = program.steps[unit.steps[0]]
-    return step.workspace if isinstance(step, Transfer) else sizes.workspace[step.op]
+    split = unit_of[program.split] if program.split < len(steps) else len(units)
+    return replace(program, steps=tuple(map(merged, units, inside)), split=split)
 
 
 def _must_compile(program: Program, position: int) -> bool:

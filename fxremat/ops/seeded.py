@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxremat.torch_private import inductor_seeds, inductor_uniform
+from fxremat.torch_inductor import inductor_seeds, inductor_uniform
 
 SEEDS = torch.iinfo(torch.int64)  # Inductor's kernel draws from `min` to below `max`
 

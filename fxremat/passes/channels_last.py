@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_leaves
 
 from fxremat.step.joint import is_random
 from fxremat.step.symbolic import has_symbolic_sizes
-from fxremat.torch_private import storage_of
+from fxremat.torch_private import copied, storage_of
 
 log = logging.getLogger(__name__)
 aten = torch.ops.aten
@@ -68,9 +68,7 @@ def convolve_channels_last(graph: fx.Graph) -> None:
             return
         if len(graph.nodes) >= NODES_A_CONVOLUTION * len(convolutions):
             return
-        rehearsal = fx.Graph()
-        rehearsal.output(rehearsal.graph_copy(graph, {}))
-        _Conversion(rehearsal).run()
+        _Conversion(copied(graph)).run()
     except Exception as error:
         log.debug("convolutions keep their layouts: %s: %s", type(error).__name__, error)
     else:

@@ -48,6 +48,7 @@ from fxremat.torch_private import (
     aot_backend,
     boxed,
     compiled_frame,
+    copied,
     differentiate_as_eager,
     graph_break_after,
     input_and_dimension,
@@ -232,10 +233,7 @@ class Backend:
         """What eager PyTorch would run, where other kernels are to run: percentages refer to that."""
         if not self.options.compiles or has_symbolic_sizes(module.graph):
             return None
-        graph = fx.Graph()
-        output = graph.output(graph.graph_copy(module.graph, {}))
-        output.meta = dict(next(iter(reversed(module.graph.nodes))).meta)
-        return read_joint(normalize(fx.GraphModule(module, graph)), forward_outputs)
+        return read_joint(normalize(fx.GraphModule(module, copied(module.graph))), forward_outputs)
 
     def _note_names(self, graph: fx.Graph) -> None:
         """Note which parameters the inputs of a joint graph stand for, for reports."""

@@ -26,7 +26,7 @@ from torch import fx
 
 from fxremat.errors import FxrematError
 from fxremat.torch_inductor import compile_region, configuration
-from fxremat.torch_private import boxed
+from fxremat.torch_private import boxed, copied
 
 log = logging.getLogger(__name__)
 AT_ONCE = 8  # regions that are compiled at a time
@@ -133,7 +133,7 @@ class Region:
         """Run it on a list that is emptied; donated inputs are spoiled. Compiles it where that was not done."""
         for place, layout in enumerate(self._layouts):
             if _layout_of(inputs[place]) != layout:  # a kernel's real result may be laid out otherwise than captured
-                inputs[place] = _laid_out(inputs[place], self._given[place].stride())
+                inputs[place] = laid_out(inputs[place], self._given[place].stride())
         if self._run is None:
             self.compile()
             assert self._run is not None
@@ -174,7 +174,8 @@ def _described(tensor: torch.Tensor) -> str:
     return f"{tensor.dtype} {tuple(tensor.shape)} {tensor.stride()} {tensor.device}"
 
 
-def _laid_out(tensor: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
+def laid_out(tensor: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
+    """A copy of a tensor with these strides."""
     return tensor.new_empty_strided(tensor.shape, stride).copy_(tensor)
 
 
@@ -222,8 +223,7 @@ def runnable(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
     """An emitted graph as a function of one list, in which regions own the inputs that die there."""
     if not regions_of(module.graph):
         return boxed(module)
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(module.graph, {}))
+    graph = copied(module.graph)
     for node in list(graph.nodes):
         if isinstance(node.target, Region):
             with graph.inserting_before(node):

@@ -75,7 +75,7 @@ def test_code_that_may_overwrite_is_not_mixed_up_with_code_that_may_not(
         for donated in order:
             given_away = frozenset(() if donated is None else (donated,))
             check(region_of(scaled, x, y, dying=given_away, donated=given_away))
-        forget_kernels()  # and the next are read from Inductor's cache
+        forget_kernels()  # and the next are made with what Inductor keeps
 
 
 def test_called_with_tensors_it_leaves_them_alone() -> None:

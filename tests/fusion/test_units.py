@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from hypothesis import given
@@ -37,17 +39,18 @@ def cuts(program: Program, costs: Costs) -> list[Units]:
     return [by_block(program), pointwise(program, costs.sizes, most), alone(program, range(len(program.steps)))]
 
 
-def joint_of(recipe: Recipe) -> Joint:
-    return capture(Dag(recipe).train(), *batch())
+def programs_of(recipe: Recipe) -> Iterator[tuple[Joint, Costs, Program]]:
+    """Some programs of a random model."""
+    joint = capture(Dag(recipe).train(), *batch())
+    costs = estimated(joint)
+    for candidate in survey(joint, costs, effort=0.0).spread(3):
+        yield joint, costs, candidate.program()
 
 
 @few(10)
 @given(small_recipes)
 def test_every_step_is_in_one_unit_behind_what_it_reads(recipe: Recipe) -> None:
-    joint = joint_of(recipe)
-    costs = estimated(joint)
-    for candidate in survey(joint, costs, effort=0.0).spread(3):
-        program = candidate.program()
+    for joint, costs, program in programs_of(recipe):
         for units in cuts(program, costs):
             assert sorted(p for unit in units for p in unit.steps) == list(range(len(program.steps)))
             there = {v for v, value in enumerate(program.version_of) if value in joint.given}
@@ -63,10 +66,7 @@ def test_every_step_is_in_one_unit_behind_what_it_reads(recipe: Recipe) -> None:
 @few(10)
 @given(small_recipes)
 def test_single_ops_take_what_the_program_takes(recipe: Recipe) -> None:
-    joint = joint_of(recipe)
-    costs = estimated(joint)
-    for candidate in survey(joint, costs, effort=0.0).spread(3):
-        program = candidate.program()
+    for _, costs, program in programs_of(recipe):
         memory = live_bytes(program, costs.sizes)
         units = alone(program, range(len(program.steps)))
         assert unit_bytes(program, costs.sizes, units) == [*memory.during, memory.at_split]
