@@ -20,6 +20,10 @@ from fxremat.errors import FxrematError
 from fxremat.torch_private import real_tensors, storage_of
 
 CUDA_GRAPHS = "triton.cudagraphs"
+ALWAYS = {
+    CUDA_GRAPHS: False,
+    "bundle_triton_into_fx_graph_cache": False,  # it bundles what one graph at a time compiles
+}
 
 
 def compile_region(
@@ -49,7 +53,7 @@ def compile_region(
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.virtualized import V
 
-    with _my_turn(), real_tensors(), torch.no_grad(), inductor_config.patch({**settings, CUDA_GRAPHS: False}):
+    with _my_turn(), real_tensors(), torch.no_grad(), inductor_config.patch({**settings, **ALWAYS}):
         graph, fakes, mode = _decomposed(module, given, decompositions)
         _copy_outputs_that_share(graph)
         placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
@@ -149,8 +153,9 @@ def _decomposed(
     from torch._inductor.virtualized import V
     from torch._subclasses import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     with mode:
         fakes = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in given]
         table = {**select_decomp_table(), **decompositions}

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx
+from torch._dynamo.utils import counters
 
 from fxremat.errors import FxrematError
 from fxremat.ops.seeded import DECOMPOSITIONS
@@ -71,11 +72,13 @@ def test_code_that_may_overwrite_is_not_mixed_up_with_code_that_may_not(
 ) -> None:
     del cold
     x, y = torch.rand(SHAPE), torch.rand(SHAPE)
-    for _ in ("cold", "warm"):
+    for hits in (0, len(order)):
+        before = counters["inductor"]["fxgraph_cache_hit"]
         for donated in order:
             given_away = frozenset(() if donated is None else (donated,))
             check(region_of(scaled, x, y, dying=given_away, donated=given_away))
-        forget_kernels()  # and the next are made with what Inductor keeps
+        assert counters["inductor"]["fxgraph_cache_hit"] - before == hits
+        forget_kernels()  # and the next are read from Inductor's cache
 
 
 def test_called_with_tensors_it_leaves_them_alone() -> None:
