@@ -65,20 +65,20 @@ def _role(program: Program, units: Units, group: int) -> Role:
 
 
 def _joint_of(program: Program, units: Units, kernels: Kernels) -> Joint:
-    module = lower_as_one(program, [unit.steps for unit in units])
+    root, graph = program.layout.joint.module, lower_as_one(program, [unit.steps for unit in units])
     members: list[list[fx.Node]] = [[] for _ in units]
-    for node in module.graph.nodes:
+    for node in graph.nodes:
         if GROUP in node.meta:
             members[node.meta[GROUP]].append(node)
-    last = _last_readers(module.graph)
+    last = _last_readers(graph)
     first_late = next((g for g, unit in enumerate(units) if unit.steps[0] >= program.split), len(units))
     for place, (unit, nodes) in enumerate(zip(units, members, strict=True)):
         if unit.compiled:
-            _put_region(module, nodes, _Uses(place, last, first_late), kernels)
-    module.graph.eliminate_dead_code()
-    overwrite_gradients(module.graph)
-    module.graph.lint()
-    module.recompile()
+            _put_region(root, nodes, _Uses(place, last, first_late), kernels)
+    graph.eliminate_dead_code()
+    overwrite_gradients(graph)
+    graph.lint()
+    module = fx.GraphModule(root, graph, class_name="Step")
     return read_joint(module, len(program.layout.joint.forward_outputs))
 
 
@@ -115,7 +115,7 @@ class _Uses:
         return self.dies(node) and made is not None and (made < self.first_late) == (self.group < self.first_late)
 
 
-def _put_region(module: fx.GraphModule, nodes: Sequence[fx.Node], uses: _Uses, kernels: Kernels) -> None:
+def _put_region(root: torch.nn.Module, nodes: Sequence[fx.Node], uses: _Uses, kernels: Kernels) -> None:
     """Put a region in the place of the nodes of one unit; it is given seeds one by one, as equal regions are."""
     seeds = [node for node in nodes if _is_seed(node)]
     nodes = [node for node in nodes if node not in seeds]
@@ -127,12 +127,13 @@ def _put_region(module: fx.GraphModule, nodes: Sequence[fx.Node], uses: _Uses, k
     if not outputs:
         return
     region = Region(
-        _extracted(module, nodes, inputs, outputs),
+        root,
+        _extracted(nodes, inputs, outputs),
         kernels,
         dying=frozenset(place for place, node in enumerate(inputs) if node not in seeds and uses.dies(node)),
         donated=frozenset(place for place, node in enumerate(inputs) if node not in seeds and uses.may_overwrite(node)),
     )
-    graph = module.graph
+    graph = nodes[0].graph
     with graph.inserting_before(nodes[0]):
         call = graph.call_function(region, tuple(inputs))
         call.meta = _described(nodes, outputs)
@@ -154,9 +155,7 @@ def _is_seed(node: fx.Node) -> bool:
     )
 
 
-def _extracted(
-    module: fx.GraphModule, nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]
-) -> fx.GraphModule:
+def _extracted(nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> fx.Graph:
     """The nodes as a graph of their own; equal units have equal ones."""
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     for place, node in enumerate(inputs):
@@ -166,7 +165,7 @@ def _extracted(
         copies[node] = graph.node_copy(node, copies.__getitem__)
         copies[node].meta = {"val": node.meta["val"]}
     graph.output(tuple(copies[node] for node in outputs))
-    return fx.GraphModule(module, graph, class_name="Region")
+    return graph
 
 
 def _described(nodes: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> dict[str, Any]:

@@ -24,8 +24,8 @@ aten = torch.ops.aten
 GROUP = "fxremat_group"  # in the `meta` of a node: the place of its group
 
 
-def lower_as_one(program: Program, groups: Sequence[Sequence[int]]) -> fx.GraphModule:
-    """Emit the steps of a program, in groups. O(steps).
+def lower_as_one(program: Program, groups: Sequence[Sequence[int]]) -> fx.Graph:
+    """Emit the steps of a program, in groups, as a graph of the captured module. O(steps).
 
     Args:
         groups: places of steps in the order in which they run, those of the forward first; each step once.
@@ -38,7 +38,7 @@ class _LoweringAsOne(Lowering):
         super().__init__(program, "", None)
         self.backward = self.forward  # one part, in which nothing is saved
 
-    def emit(self, groups: Sequence[Sequence[int]]) -> fx.GraphModule:
+    def emit(self, groups: Sequence[Sequence[int]]) -> fx.Graph:
         """Emit all groups, and what is returned."""
         joint, program, part = self.joint, self.program, self.forward
         for given in (*joint.primals, *joint.tangents):
@@ -64,7 +64,7 @@ class _LoweringAsOne(Lowering):
         output = part.graph.output(tuple(returned))
         captured = next(iter(reversed(joint.module.graph.nodes)))
         output.meta = {key: value for key, value in captured.meta.items() if key == "desc"}
-        return self._module(part, "Step")
+        return part.graph
 
     @staticmethod
     def _mark(part: Part, last: fx.Node | None, group: int, *, late: bool) -> None:

@@ -17,6 +17,7 @@ from ast import literal_eval
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import takewhile
 from typing import Any
 
@@ -73,7 +74,13 @@ def frame_of(node: fx.Node) -> Frame | None:
 def module_of(node: fx.Node) -> str:
     """The submodule that the op, or the one it is the backward of, belongs to, as "layers.3.up"; "" if unknown."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-    path, before = str([*stack.values()][-1][0]) if stack else "", None
+    return _module_at(str([*stack.values()][-1][0]) if stack else "")
+
+
+@lru_cache(maxsize=4096)
+def _module_at(path: str) -> str:
+    """The submodule of which dynamo writes this."""
+    before = ""
     while path != before:  # what is no identifier may be written getattr(..., 'name')
         before, path = path, _GETATTR.sub(r"\1[\2]", path)
     # L['self'] is the model, or it is what L['forward'] is bound to

@@ -1,6 +1,6 @@
 """Ops of a step that run as one: what a graph calls in their place, compiled by Inductor.
 
-    region = Region(module, kernels, dying=..., donated=...)
+    region = Region(root, graph, kernels, dying=..., donated=...)
     region(x, y)         runs it on tensors that stay as they are
     region.run([x, y])   runs it on a list, which it empties: inputs that die there are freed, or overwritten, inside
 
@@ -53,7 +53,8 @@ class Region:
     """A region as a callable: its inputs in, its outputs as a tuple out.
 
     Args:
-        module: a functional graph of aten ops on bases of storages, which returns a tuple of them.
+        root: has the attributes that the graph refers to.
+        graph: a functional graph of aten ops on bases of storages, which returns a tuple of them.
         dying: places of inputs that nothing else holds when it runs, and nothing reads any more.
         donated: those among them whose storage kernels may overwrite.
         kernels: how it is compiled.
@@ -61,19 +62,20 @@ class Region:
 
     def __init__(
         self,
-        module: fx.GraphModule,
+        root: torch.nn.Module,
+        graph: fx.Graph,
         kernels: Kernels,
         *,
         dying: frozenset[int] = frozenset(),
         donated: frozenset[int] = frozenset(),
     ) -> None:
-        self.module, self.dying, self.donated = module, dying, donated
+        self._root, self.graph, self.dying, self.donated = root, graph, dying, donated
         self._how = kernels
-        self._given = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
+        self._given = [node.meta["val"] for node in graph.find_nodes(op="placeholder")]
         self._layouts = [_layout_of(tensor) for tensor in self._given]
         self._run: Run | None = None  # its kernels, once they were asked for
         self.given_up = ""  # why it runs op by op, if it does
-        self.count = sum(node.op == "call_function" for node in module.graph.nodes)
+        self.count = sum(node.op == "call_function" for node in graph.nodes)
         self.digest = hashlib.sha256(self._text().encode()).hexdigest()[:24]
         self.__name__ = "region"
 
@@ -106,7 +108,7 @@ class Region:
             return 0.0
         began, how = time.perf_counter(), self._how
         try:
-            run = compile_region(self.module, self._given, self.donated, how.settings, how.decompositions)
+            run = compile_region(self._module(), self._given, self.donated, how.settings, how.decompositions)
         except Exception as error:
             self.give_up(f"{type(error).__name__}: {error}")
         else:
@@ -122,12 +124,15 @@ class Region:
         """Run its ops as they were captured from now on."""
         log.debug("%s with %d ops runs op by op: %s", self, self.count, reason)
         self.given_up = reason
-        for node in self.module.graph.nodes:
+        for node in self.graph.nodes:
             if node.target in self._how.decompositions:
                 raise FxrematError(
                     f'{node.target} has to be compiled, and is not ({reason}): with random="eager" it need not be'
                 )
-        self._keep(boxed(fx.GraphModule(self.module, self.module.graph)))
+        self._keep(boxed(self._module()))
+
+    def _module(self) -> fx.GraphModule:
+        return fx.GraphModule(self._root, self.graph, class_name="Region")
 
     def run(self, inputs: list[Any]) -> Sequence[Any]:
         """Run it on a list that is emptied; donated inputs are spoiled. Compiles it where that was not done."""
@@ -147,7 +152,7 @@ class Region:
             return repr(fx.node.map_arg(value, lambda node: _Name(numbers[node])))
 
         lines = [f"{torch.get_num_threads()} {self._how.configuration} {sorted(self.donated)}"]
-        for number, node in enumerate(self.module.graph.nodes):
+        for number, node in enumerate(self.graph.nodes):
             numbers[node] = f"n{number}"
             if node.op == "placeholder":
                 lines.append(_described(node.meta["val"]))

@@ -45,7 +45,7 @@ def region_of(function: Callable[..., Any], *inputs: Tensor, **owned: Any) -> Re
     module = module_of(function, *inputs)
     for node in module.graph.find_nodes(op="placeholder"):
         node.meta["val"] = torch.empty_strided(node.meta["val"].shape, node.meta["val"].stride())
-    return Region(module, Kernels(settings={}, decompositions=DECOMPOSITIONS), **owned)
+    return Region(module, module.graph, Kernels(settings={}, decompositions=DECOMPOSITIONS), **owned)
 
 
 def scaled(x: Any, y: Any) -> Any:
