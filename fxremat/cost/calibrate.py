@@ -7,7 +7,6 @@ CUDA it is left out where that, with what is made up, is not free. The factor is
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
 import time
@@ -19,12 +18,12 @@ from typing import Any, TypeVar
 import torch
 
 from fxremat.agreement import ALONE, Agreement
-from fxremat.cost.cache import CostCache
 from fxremat.cost.made_up import value_like, weights_like
 from fxremat.cost.measure import peak_of, quiet_world
+from fxremat.cost.remembered import keep, of_ops, recall, remembered
 from fxremat.cost.walk import given_inputs
 from fxremat.passes.lower import lower
-from fxremat.step.costs import Costs, device_of, op_key
+from fxremat.step.costs import Costs, device_of
 from fxremat.step.joint import Joint, Origin
 from fxremat.step.liveness import live_bytes
 from fxremat.step.program import Program
@@ -34,7 +33,8 @@ from fxremat.torch_private import unprofiled
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 RUNS = 3  # of a step, of which the fastest counts
-LEAST_TURNS, TURNS = 2, 6  # of programs that are compared
+TURNS = 6  # of programs that are compared
+CLOSE = 1.1  # times the least seconds of a step: slower programs take no more turns, where steps are long
 LONG = 1.0  # seconds of all runs so far, after which two are enough
 
 
@@ -48,18 +48,15 @@ def calibration(
         ranks: those that run the program together; the factor is that of the slowest.
     """
     joint = program.layout.joint
-    device = device_of(joint)
-    cache = CostCache.of_device(device)
-    digest = hashlib.sha256("\n".join(op_key(op.node) for op in joint.ops).encode()).hexdigest()
-    known = cache.numbers(f"factor {digest}", 1)
+    device, key = device_of(joint), f"factor {of_ops(joint)}"
+    known = recall(device, key, 1)
     if None in ranks.gathered(known, "comparing times"):
         run = partial(_run, program, costs, inputs, ranks)
         seconds = ranks.together("timing a step", lambda: unprofiled(run), meeting=True)
         if seconds is None:
             return 1.0
         known = [seconds / costs.time(program)]
-        cache.keep(f"factor {digest}", known)
-        cache.save()
+        keep(device, key, known)
     assert known is not None
     return ranks.maximum(known[:1], "comparing times")[0]
 
@@ -67,7 +64,15 @@ def calibration(
 def seconds_of_steps(
     programs: Sequence[Program], costs: Sequence[Costs], inputs: Sequence[Any] = ()
 ) -> list[float] | None:
-    """The least seconds of a few steps of each of some programs, which take turns; None where they cannot run."""
+    """The least seconds of a few steps of each of some programs, which take turns; None where they cannot run.
+
+    Those of programs that have been compared before are known.
+    """
+    compare = partial(_compared, programs, costs, inputs)
+    return remembered("seconds of steps", programs, len(programs), compare)
+
+
+def _compared(programs: Sequence[Program], costs: Sequence[Costs], inputs: Sequence[Any]) -> list[float] | None:
     made = [_Made.of(program, cost, inputs, alone=True) for program, cost in zip(programs, costs, strict=True)]
     steps = [one for one in made if one is not None]
     if len(steps) < len(made):
@@ -76,11 +81,13 @@ def seconds_of_steps(
     def run() -> list[float]:
         best, given = [math.inf] * len(steps), [one.arguments() for one in steps]
         began = time.perf_counter()
-        for count in range(TURNS):
-            if count >= LEAST_TURNS and time.perf_counter() - began > LONG * len(steps):
+        for turn in range(TURNS):
+            is_long = time.perf_counter() - began > LONG * len(steps)
+            if turn > 1 and is_long:
                 break
             for place, one in enumerate(steps):
-                best[place] = min(best[place], one.seconds(*given[place]))
+                if not (is_long and best[place] > CLOSE * min(best)):
+                    best[place] = min(best[place], one.seconds(*given[place]))
         return best
 
     return _tried(run, steps[0].device)
@@ -89,12 +96,17 @@ def seconds_of_steps(
 def peak_of_step(program: Program, costs: Costs, inputs: Sequence[Any] = ()) -> int | None:
     """Measured peak of one step of a program's graphs, in bytes above its start; None where it cannot be measured.
 
-    A loss outside the model is not part of it.
+    A loss outside the model is not part of it. That of a program that has run before is known.
     """
+    peak = remembered("peak of a step", [program], 1, partial(_peak, program, costs, inputs))
+    return None if peak is None else int(peak[0])
+
+
+def _peak(program: Program, costs: Costs, inputs: Sequence[Any]) -> list[float] | None:
     made = _Made.of(program, costs, inputs, alone=True)
     if made is None:
         return None
-    return _tried(lambda: peak_of(partial(made.step, *made.arguments()), made.device)[0], made.device)
+    return _tried(lambda: [float(peak_of(partial(made.step, *made.arguments()), made.device)[0])], made.device)
 
 
 def _tried(run: Callable[[], T], device: torch.device) -> T | None:

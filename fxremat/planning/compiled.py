@@ -17,6 +17,7 @@ from time import monotonic
 
 from fxremat.cost.calibrate import peak_of_step, seconds_of_steps
 from fxremat.cost.measure import known_costs, measure
+from fxremat.cost.remembered import keep, of_ops, recall
 from fxremat.fusion.joint import fused_program
 from fxremat.fusion.units import Unit, Units, alone, by_block, is_pointwise, pointwise, unit_bytes
 from fxremat.ops.seeded import ALWAYS_COMPILED, DECOMPOSITIONS
@@ -28,7 +29,7 @@ from fxremat.planning.searched import ABOVE, what_memory_buys, with_loss
 from fxremat.plans import Plan
 from fxremat.progress import progress
 from fxremat.search.candidate import Candidate
-from fxremat.step.costs import Costs, op_key
+from fxremat.step.costs import Costs, device_of, op_key
 from fxremat.step.joint import Joint
 from fxremat.step.liveness import Sizes, live_bytes
 from fxremat.step.program import Program
@@ -40,6 +41,7 @@ LEAST_SHARE = 0.05  # of its own seconds that an op is taken to need where it is
 WORTH_IT = 1.02  # times what each op takes once: programs that recompute more are searched for again
 NO_SLOWER = 1.02  # times the seconds of single ops: a program in regions that takes more is left
 SLOWER = 1.1  # times what its ops take: a region that takes more runs op by op
+WORTH_APART = 0.005  # times the seconds of all units: what such regions have to save together
 
 Cut = Callable[[Program, Sizes, int], Units]
 CUTS: tuple[Cut, ...] = (lambda program, _, __: by_block(program), pointwise)
@@ -81,11 +83,9 @@ class _Judged:
 def with_compiled_kernels(plan: Plan, step: CapturedStep, options: Options) -> Plan:
     """The plan with its ops in regions, where that fits and is faster."""
     search = _Search(plan, replace(step, joint=plan.joint), options)
-    found = search.fastest(plan.alternatives.candidates)
-    if found is None:
+    in_regions = search.in_regions()
+    if not in_regions:
         log.warning("no program in compiled regions fits %d bytes: this step runs op by op", plan.budget)
-    corrected = search.fastest_with_corrected_costs(found) if found and found.slower > WORTH_IT else None
-    in_regions = [program for program in (found, corrected) if program is not None]
     single = search.op_by_op()
     if single.peak > plan.budget:  # it makes new results where the plan overwrites gradients
         if not in_regions:
@@ -112,6 +112,36 @@ class _Search:
         self._single = plan.costs  # what single ops take in a step
         self._compiling = 0.0  # seconds so far
 
+    def in_regions(self) -> list[_Judged]:
+        """The programs in units that are worth timing; none where none fits.
+
+        What ops take in regions is learned once for a graph of ops, whatever the budget is, and planned with from then
+        on; the first time, a program that was found without that is a rival.
+        """
+        joint, found = self._plan.joint, list[_Judged]()
+        key = f"shares {self._kernels.configuration} {of_ops(joint)}"
+        shares = recall(device_of(joint), key, len(joint.ops))
+        if shares is None:
+            found += filter(None, [self.fastest(self._plan.alternatives.candidates)])
+            if not found:
+                return []
+            shares = _shares(found[0], self._single)
+            keep(device_of(joint), key, shares)
+            if found[0].slower <= WORTH_IT:
+                return found
+        corrected = self.fastest(self._candidates_with(shares))
+        if corrected is None and not found:
+            corrected = self.fastest(self._plan.alternatives.candidates)
+        if corrected is not None and (not found or corrected.units != found[0].units):
+            found.append(corrected)
+        return found
+
+    def _candidates_with(self, shares: Sequence[float]) -> Sequence[Candidate]:
+        """Programs that are searched for with the seconds that ops have been seen to take in regions."""
+        costs = self._single
+        seconds = tuple(second * share for second, share in zip(costs.seconds, shares, strict=True))
+        return what_memory_buys(self._step, replace(costs, seconds=seconds), self._options)[0].candidates
+
     def fastest(self, candidates: Iterable[Candidate]) -> _Judged | None:
         """The fastest program in units that fits, as far as programs of single ops are ordered by their time."""
         joint, most = self._plan.joint, ABOVE * self._plan.budget
@@ -135,13 +165,6 @@ class _Search:
             if judged.peak <= budget and self._runs_within(judged):
                 return self._with_slow_regions_apart(judged)
         return None
-
-    def fastest_with_corrected_costs(self, known: _Judged) -> _Judged | None:
-        """The same among programs that are searched for with the seconds that ops have been seen to take in regions."""
-        costs = _corrected(known, self._single)
-        frontier, _ = what_memory_buys(self._step, costs, self._options)
-        found = self.fastest(frontier.candidates)
-        return None if found is None or found.units == known.units else found
 
     def op_by_op(self) -> _Judged:
         """The program of single ops that the plan has chosen; what has to be compiled is, by itself."""
@@ -207,20 +230,22 @@ class _Search:
         """The program with those regions op by op that take longer than their ops, if it still fits, and is faster."""
         program = judged.candidate.program()
         taken = judged.seconds_of_units
-        units: list[Unit] = []
+        units, saved = list[Unit](), 0.0
         for place, unit in enumerate(judged.units):
             ops = [op for position in unit.steps if (op := program.steps[position].op) is not None]
-            slow = unit.compiled and taken.get(place, 0.0) > SLOWER * self._single.time_of(ops)
+            more = taken.get(place, 0.0) - self._single.time_of(ops) if unit.compiled else 0.0
+            slow = more > (SLOWER - 1) * self._single.time_of(ops)
+            saved += more if slow else 0.0
             units += alone(program, unit.steps) if slow else [unit]
-        if len(units) == len(judged.units):
+        if saved <= WORTH_APART * judged.time:
             return judged
         apart = self._judged(judged.candidate, tuple(units))
         better = apart.peak <= self._plan.budget and apart.time < judged.time
         return apart if better and self._runs_within(apart) else judged
 
 
-def _corrected(judged: _Judged, single: Costs) -> Costs:
-    """The costs of single ops with the seconds that they have been seen to take in regions.
+def _shares(judged: _Judged, single: Costs) -> list[float]:
+    """How much of its own seconds each op takes in regions.
 
     Products, convolutions and attention take what they take alone; what is left of a region's seconds is divided among
     its other ops. Ops of equal keys share the mean.
@@ -238,8 +263,5 @@ def _corrected(judged: _Judged, single: Costs) -> Costs:
         left = max(LEAST_SHARE, min(1.0, (taken.get(place, 0.0) - called) / together)) if together else 1.0
         for op in ops:
             shares.setdefault(op_key(op.node), []).append(left if op.index in inside else 1.0)
-    seconds = [
-        second * (sum(found) / len(found) if (found := shares.get(op_key(op.node))) else 1.0)
-        for op, second in zip(joint.ops, single.seconds, strict=True)
-    ]
-    return replace(single, seconds=tuple(seconds))
+    of_each = (shares.get(op_key(op.node), [1.0]) for op in joint.ops)
+    return [sum(found) / len(found) for found in of_each]
