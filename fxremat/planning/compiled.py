@@ -25,7 +25,7 @@ from fxremat.options import Options
 from fxremat.passes.lower_as_one import GROUP
 from fxremat.planned_step import Compiled
 from fxremat.planning.captured import CapturedStep
-from fxremat.planning.searched import ABOVE, what_memory_buys, with_loss
+from fxremat.planning.searched import ABOVE, searched_again, with_loss
 from fxremat.plans import Plan
 from fxremat.progress import progress
 from fxremat.search.candidate import Candidate
@@ -138,9 +138,10 @@ class _Search:
 
     def _candidates_with(self, shares: Sequence[float]) -> Sequence[Candidate]:
         """Programs that are searched for with the seconds that ops have been seen to take in regions."""
-        costs = self._single
-        seconds = tuple(second * share for second, share in zip(costs.seconds, shares, strict=True))
-        return what_memory_buys(self._step, replace(costs, seconds=seconds), self._options)[0].candidates
+        plan, single = self._plan, self._single
+        seconds = tuple(second * share for second, share in zip(single.seconds, shares, strict=True))
+        costs = replace(single, seconds=seconds)
+        return searched_again(plan.alternatives, costs, plan.budget, self._options).candidates
 
     def fastest(self, candidates: Iterable[Candidate]) -> _Judged | None:
         """The fastest program in units that fits, as far as programs of single ops are ordered by their time."""

@@ -25,6 +25,7 @@ from fxremat.search.executions import keep_all_peak
 from fxremat.search.floor import floor_of
 from fxremat.search.frontier_cache import NO_GRAPH, FrontierCache
 from fxremat.search.refine import Ladder, lowered
+from fxremat.search.replan import judged_again
 from fxremat.search.survey import kept, order_for_measuring, survey
 from fxremat.slices.body import Sliced
 from fxremat.slices.rewrite import SlicedJoint
@@ -174,6 +175,15 @@ def _searched(joint: Joint, costs: Costs, options: Options) -> tuple[int, int, L
         ladder = ladder.to(searched, costs, effort=settings["effort"])
     known.put(ladder)
     return budget, searched, ladder
+
+
+def searched_again(known: Frontier, costs: Costs, budget: int, options: Options) -> Frontier:
+    """What memory buys at other seconds of the same ops: known programs are judged anew, and improved on op by op."""
+    again = judged_again(known.keep_all, known.candidates, known.keep_all.layout.joint, costs)
+    if options.solver != "auto":
+        return again
+    searched = _searched_up_to(budget, again.keep_all.peak, options)
+    return Ladder(given=again).to(searched, costs, effort=options.effort).frontier(searched)
 
 
 def _searched_up_to(budget: int, everything: int, options: Options) -> int:

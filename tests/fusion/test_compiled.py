@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.nn import functional as F
 
 import fxremat
 from benchmarks.meter import peak_bytes, training_step
+from fxremat.cost import calibrate
 from fxremat.errors import FxrematError
 from fxremat.planning import compiled
 from fxremat.step.region import Region, compile_all, forget_kernels, regions_of
@@ -177,6 +179,33 @@ def test_a_step_that_single_ops_run_faster_runs_op_by_op(monkeypatch: pytest.Mon
     call(*given).backward()
     assert call.plan.compiled is None
     assert peak_bytes(training_step(call, given)) <= call.plan.budget
+
+
+def test_what_was_learned_and_measured_is_not_asked_for_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("FXREMAT_CACHE", str(tmp_path))
+    asked: list[str] = []
+
+    def noted(owner: Any, name: str) -> None:
+        function = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *given: asked.append(name) or function(*given))
+
+    noted(compiled, "_shares")
+    noted(calibrate, "_compared")
+    noted(calibrate, "_peak")
+    noted(compiled._Search, "_candidates_with")
+    model, given = model_of(dropout=0.0), batch()
+    call = within(model, "70%")
+    call(*given).backward()
+    assert {"_shares", "_compared", "_peak"} <= set(asked)
+    first, chosen = call.plan.within("70%"), call.plan.within("85%")
+    assert asked.count("_shares") == 1
+    assert "_candidates_with" in asked
+    asked.clear()
+    again = [call.plan.within("70%"), call.plan.within("85%")]
+    assert set(asked) == {"_candidates_with"}
+    assert [plan.predicted_time for plan in again] == [first.predicted_time, chosen.predicted_time]
 
 
 @pytest.mark.usefixtures("always_in_regions")

@@ -1,0 +1,51 @@
+"""What is kept of whole programs: for those alone, and beyond the process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.capture import capture
+from fxremat.cost.remembered import remembered
+from fxremat.search.candidate import Frontier
+from fxremat.search.survey import survey
+from tests.dags import estimated
+
+pytestmark = pytest.mark.usefixtures("torch_ready")
+
+
+@pytest.fixture
+def frontier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Frontier:
+    """Programs of a small model, and an empty cache."""
+    monkeypatch.setenv("FXREMAT_CACHE", str(tmp_path))
+    layers = [nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(6)]
+    joint = capture(nn.Sequential(*layers, nn.Linear(32, 1), nn.Flatten(0)), torch.randn(16, 32))
+    return survey(joint, estimated(joint), effort=0.0)
+
+
+def nothing() -> None:
+    raise AssertionError("these numbers are known")
+
+
+def test_numbers_are_measured_once(frontier: Frontier) -> None:
+    programs = [frontier.candidates[0].program(), frontier.candidates[-1].program()]
+    assert remembered("seconds", programs, 2, lambda: [1.0, 2.0]) == [1.0, 2.0]
+    again = [frontier.candidates[0].program(), frontier.candidates[-1].program()]
+    assert remembered("seconds", again, 2, nothing) == [1.0, 2.0]
+    assert remembered("seconds", programs[::-1], 2, lambda: [3.0, 4.0]) == [3.0, 4.0]
+    assert remembered("bytes", programs, 1, lambda: [5.0]) == [5.0]
+
+
+def test_what_cannot_be_measured_is_not_kept(frontier: Frontier) -> None:
+    program = frontier.keep_all.program()
+    assert remembered("seconds", [program], 1, lambda: None) is None
+    assert remembered("seconds", [program], 1, lambda: [1.0]) == [1.0]
+
+
+def test_the_same_ops_in_another_order_are_another_program(frontier: Frontier) -> None:
+    found = [remembered("seconds", [c.program()], 1, lambda k=k: [1.0 + k]) for k, c in enumerate(frontier.candidates)]  # type: ignore[misc]
+    assert found == [[1.0 + k] for k in range(len(frontier.candidates))]
+    assert len(found) > 2
