@@ -15,11 +15,11 @@ from fxremat.fusion.joint import fused_program
 from fxremat.fusion.units import Units, alone, by_block, compilable, may_compile, pointwise, unit_bytes
 from fxremat.search.candidate import Frontier
 from fxremat.search.survey import survey
-from fxremat.step.costs import Costs
+from fxremat.step.costs import Costs, OpCost, costs_from
 from fxremat.step.joint import Joint
 from fxremat.step.liveness import live_bytes
 from fxremat.step.program import Program, Role
-from fxremat.step.region import Kernels, regions_of
+from fxremat.step.region import Kernels, Region, regions_of
 from tests.dags import Dag, Recipe, batch, estimated, few, small_recipes
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
@@ -147,3 +147,15 @@ def test_ops_that_inductor_is_not_given() -> None:
     left = {str(op.node.target) for op in joint.ops if op.index not in compilable(joint)}
     assert "aten.bernoulli.default" in left
     assert any(may_compile(op.node) for op in joint.ops)
+
+
+def test_the_outputs_of_a_region_are_part_of_its_peak() -> None:
+    joint = capture(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1), nn.Flatten(0)), torch.randn(4, 8))
+    program = survey(joint, estimated(joint), effort=0.0).keep_all.program()
+    fused = fused_program(program, by_block(program), KERNELS).layout.joint
+    peak = 1 << 20
+    sizes = costs_from(fused, [OpCost(1.0, peak) for _ in fused.ops], torch.device("cpu")).sizes
+    regions = [op for op in fused.ops if isinstance(op.node.target, Region)]
+    assert regions
+    for op in regions:
+        assert sizes.workspace[op.index] + sum(sizes.values[value] for value in op.writes) == peak
