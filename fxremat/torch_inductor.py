@@ -61,7 +61,7 @@ def compile_region(
             kind = "donated" if place in donated else "given"
             node.target = node.name = f"{kind}_{place}_of_{torch.get_num_threads()}_threads"
         graph.recompile()
-        output = next(iter(reversed(graph.graph.nodes)))
+        output: Any = graph.graph.output_node()
         output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
         context: Any = torch._guards.TracingContext(mode)
         context.fw_metadata = types.SimpleNamespace(bw_donated_idxs=sorted(donated)) if donated else None

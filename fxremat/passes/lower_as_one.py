@@ -62,8 +62,8 @@ class _LoweringAsOne(Lowering):
         outputs = [*joint.forward_outputs, *joint.backward_outputs]
         returned: list[Any] = [self._output(part, node) for node in outputs]
         output = part.graph.output(tuple(returned))
-        captured = next(iter(reversed(joint.module.graph.nodes)))
-        output.meta = {key: value for key, value in captured.meta.items() if key == "desc"}
+        captured = joint.module.graph.output_node().meta
+        output.meta = {key: value for key, value in captured.items() if key == "desc"}
         return part.graph
 
     @staticmethod

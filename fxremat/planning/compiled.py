@@ -118,23 +118,19 @@ class _Search:
         What ops take in regions is learned once for a graph of ops, whatever the budget is, and planned with from then
         on; the first time, a program that was found without that is a rival.
         """
-        joint, found = self._plan.joint, list[_Judged]()
+        joint, known = self._plan.joint, self._plan.alternatives.candidates
         key = f"shares {self._kernels.configuration} {of_ops(joint)}"
         shares = recall(device_of(joint), key, len(joint.ops))
-        if shares is None:
-            found += filter(None, [self.fastest(self._plan.alternatives.candidates)])
-            if not found:
-                return []
-            shares = _shares(found[0], self._single)
-            keep(device_of(joint), key, shares)
-            if found[0].slower <= WORTH_IT:
-                return found
-        corrected = self.fastest(self._candidates_with(shares))
-        if corrected is None and not found:
-            corrected = self.fastest(self._plan.alternatives.candidates)
-        if corrected is not None and (not found or corrected.units != found[0].units):
-            found.append(corrected)
-        return found
+        if shares is not None:
+            found = self.fastest(self._candidates_with(shares)) or self.fastest(known)
+            return [] if found is None else [found]
+        found = self.fastest(known)
+        if found is None:
+            return []
+        shares = _shares(found, self._single)
+        keep(device_of(joint), key, shares)
+        corrected = self.fastest(self._candidates_with(shares)) if found.slower > WORTH_IT else None
+        return [found] if corrected is None or corrected.units == found.units else [found, corrected]
 
     def _candidates_with(self, shares: Sequence[float]) -> Sequence[Candidate]:
         """Programs that are searched for with the seconds that ops have been seen to take in regions."""
