@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 # Before torch is imported: its profiler reports every start and stop otherwise.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
@@ -42,6 +45,15 @@ def _own_cost_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+_tests = itertools.count()
+
+
+@pytest.fixture(autouse=True)
+def _own_ladders(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test searches by itself, in the way that it has set: nothing is found of earlier tests on disk."""
+    monkeypatch.setattr("fxremat.search.ladder_files.FOLDER", f"frontiers-{next(_tests)}")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _short_searches() -> Iterator[None]:
     """Searches for better programs stop far earlier than users' do; what is promised does not depend on it."""
@@ -49,6 +61,26 @@ def _short_searches() -> Iterator[None]:
         patch.setattr("fxremat.search.refine.PAGES", 50_000)
         patch.setattr("fxremat.search.improve.PATIENCE", 50)
         yield
+
+
+@pytest.fixture
+def surveys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[int]]:
+    """One entry for each survey that is really made; nothing is known of earlier ones, or kept of these."""
+    from fxremat.planning import searched
+    from fxremat.search import frontier_cache
+    from fxremat.search.survey import survey
+
+    made: list[int] = []
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        made.append(1)
+        return survey(*arguments, **options)
+
+    monkeypatch.setattr(searched, "survey", counted)
+    monkeypatch.setenv("FXREMAT_CACHE", str(tmp_path))
+    frontier_cache._latest.clear()
+    yield made
+    frontier_cache._latest.clear()
 
 
 @pytest.fixture

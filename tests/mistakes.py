@@ -864,6 +864,27 @@ MISTAKES += [
         "shares = None",
         "fusion/test_compiled.py::test_what_was_learned_and_measured_is_not_asked_for_again",
     ),
+    # a ladder on disk is found by other code than it was written by
+    Mistake(
+        "search/ladder_files.py",
+        'digest = hashlib.sha256(f"{_code()} {key}".encode()).hexdigest()',
+        "digest = hashlib.sha256(key.encode()).hexdigest()",
+        "test_ladder_files.py::test_other_code_finds_nothing",
+    ),
+    # what is no ladder may be called
+    Mistake(
+        "search/ladder_files.py",
+        "return ALLOWED[module, name]",
+        "return super().find_class(module, name)",
+        "test_ladder_files.py::test_nothing_but_a_ladder_is_called",
+    ),
+    # a ladder that was climbed further is not written
+    Mistake(
+        "search/frontier_cache.py",
+        "known is not None and known.climbed == ladder.climbed",
+        "known is not None",
+        "test_ladder_files.py::test_it_goes_on_where_the_search_was_left",
+    ),
     # programs that differ in the order of their steps are taken for the same
     Mistake(
         "cost/remembered.py",

@@ -6,10 +6,8 @@ import pytest
 import torch
 
 import fxremat
-from fxremat.planning import searched
 from fxremat.search import frontier_cache as memo
 from fxremat.search import survey as planner
-from fxremat.search.candidate import Frontier
 from fxremat.search.refine import Ladder
 from fxremat.step.liveness import live_bytes
 from tests.test_planner import INPUTS, Deep
@@ -17,21 +15,7 @@ from tests.test_planner import INPUTS, Deep
 pytestmark = pytest.mark.usefixtures("torch_ready")
 
 
-def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """One entry for each survey that is really made."""
-    made: list[int] = []
-
-    def survey(*arguments: object, **options: object) -> Frontier:
-        made.append(1)
-        return planner.survey(*arguments, **options)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(searched, "survey", survey)
-    memo._latest.clear()
-    return made
-
-
-def test_a_second_budget_needs_no_second_survey(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = counted(monkeypatch)
+def test_a_second_budget_needs_no_second_survey(surveys: list[int]) -> None:
     plain = Deep()
     plain(*INPUTS).backward()
     for mem in ("90%", "70%", "50%"):
@@ -42,18 +26,17 @@ def test_a_second_budget_needs_no_second_survey(monkeypatch: pytest.MonkeyPatch)
         grads = zip(model.parameters(), plain.parameters(), strict=True)
         assert all(torch.equal(ours.grad, theirs.grad) for ours, theirs in grads)  # type: ignore[arg-type]
         assert compiled.plan.predicted_peak <= compiled.plan.budget
-    assert len(made) == 1
+    assert len(surveys) == 1
 
 
-def test_sizes_far_away_costs_and_settings_are_surveyed_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = counted(monkeypatch)
+def test_sizes_far_away_costs_and_settings_are_surveyed_anew(surveys: list[int]) -> None:
     fxremat.plan(Deep(), INPUTS, mem="90%", cost="estimate")
     fxremat.plan(Deep(), (torch.ones(2000, 16),), mem="90%", cost="estimate")
     fxremat.plan(Deep(), INPUTS, mem="90%", cost="estimate", effort=0)
     fxremat.plan(Wide(), INPUTS, mem="90%", cost="estimate")
-    assert len(made) == 4
+    assert len(surveys) == 4
     fxremat.plan(Deep(), INPUTS, mem="80%", cost="estimate", effort=0)
-    assert len(made) == 4
+    assert len(surveys) == 4
 
 
 class Wide(Deep):
@@ -65,9 +48,8 @@ class Wide(Deep):
         return x.square().mean()
 
 
-def test_other_sizes_are_planned_from_the_programs_that_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_sizes_are_planned_from_the_programs_that_are_known(surveys: list[int]) -> None:
     """Judged exactly: what is measured is what was predicted, and no slower than a survey's by more than a little."""
-    made = counted(monkeypatch)
     fxremat.plan(Deep(), INPUTS, mem="50%", cost="estimate")
     for rows in (200, 300, 400):
         near = fxremat.plan(Deep(), (torch.ones(rows, 16),), mem="50%", cost="estimate")
@@ -76,7 +58,7 @@ def test_other_sizes_are_planned_from_the_programs_that_are_known(monkeypatch: p
         assert near.predicted_time == near.costs.time(near.program)
         alone = Ladder(given=planner.survey(near.joint, near.costs)).to(near.budget, near.costs, effort=3)
         assert near.predicted_time <= 1.01 * alone.frontier(near.budget).within(near.budget).time
-    assert len(made) == 1
+    assert len(surveys) == 1
     compiled = fxremat.compile(Deep(), mem="50%", cost="estimate")
     plain = Deep()
     plain.load_state_dict(compiled.state_dict())
@@ -87,7 +69,7 @@ def test_other_sizes_are_planned_from_the_programs_that_are_known(monkeypatch: p
             model(inputs).backward()
         grads = zip(compiled.parameters(), plain.parameters(), strict=True)
         assert all(torch.equal(ours.grad, theirs.grad) for ours, theirs in grads)  # type: ignore[arg-type]
-    assert len(made) == 1
+    assert len(surveys) == 1
 
 
 def test_a_plan_tells_of_other_budgets_and_captures_nothing_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,16 +94,15 @@ def test_other_budgets_of_a_plan_that_offloads() -> None:
     assert plan.within("30%").tier is plan.tier
 
 
-def test_where_no_known_program_fits_the_model_is_surveyed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = counted(monkeypatch)
+def test_where_no_known_program_fits_the_model_is_surveyed_again(surveys: list[int]) -> None:
     coarse = fxremat.plan(Deep(), INPUTS, mem="90%", cost="estimate")
     with pytest.raises(fxremat.BudgetTooSmall):
         fxremat.plan(Deep(), (torch.ones(300, 16),), mem=coarse.minimum // 2, cost="estimate")
-    assert len(made) == 2
+    assert len(surveys) == 2
 
 
-def test_nothing_of_an_old_graph_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    counted(monkeypatch)
+@pytest.mark.usefixtures("surveys")
+def test_nothing_of_an_old_graph_is_kept() -> None:
     fxremat.plan(Deep(), INPUTS, mem="90%", cost="estimate")
     (kept,) = memo._latest.values()
     given, found = kept.given, [candidate for _, candidate in kept.found]

@@ -2,7 +2,8 @@
 
 A survey does not depend on the budget, and the search op by op goes on where it was left. Both refer to ops and values
 by number, so that those of an equal graph serve: only the graph itself is exchanged. Nothing of the old graph is kept.
-For a graph with the same ops and other sizes, the programs are judged anew (`search.replan`).
+For a graph with the same ops and other sizes, the programs are judged anew (`search.replan`). What is found for a graph
+is kept on disk too (`search.ladder_files`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections import OrderedDict
 from dataclasses import fields
 from typing import NamedTuple, cast
 
+from fxremat.search import ladder_files
 from fxremat.search.refine import Ladder
 from fxremat.search.replan import replanned
 from fxremat.step.costs import Costs, op_key
@@ -31,18 +33,19 @@ _latest: OrderedDict[_Key, Ladder] = OrderedDict()
 
 
 class FrontierCache:
-    """What this process knows of a graph with these costs and settings."""
+    """What is known of a graph with these costs and settings."""
 
     def __init__(self, joint: Joint, costs: Costs, settings: object) -> None:
         self._joint, self._costs = joint, costs
         self._key = _Key(_topology(joint, settings), tuple(v.bytes for v in joint.values), _costs(joint, costs))
 
     def get(self) -> Ladder | None:
-        """The ladder that was put last; None where none was, or it was too long ago."""
-        if self._key not in _latest:
+        """The ladder that was put last, here or in an earlier process; None where none was, or it was too long ago."""
+        known = _latest.get(self._key) or ladder_files.read(repr(self._key))
+        if known is None:
             return None
-        _latest.move_to_end(self._key)
-        return _latest[self._key].on(self._joint)
+        self._remember(known)
+        return known.on(self._joint)
 
     def of_other_sizes(self) -> Ladder | None:
         """The latest ladder of a graph with the same ops and sizes that are near, judged here; None where none is.
@@ -60,7 +63,14 @@ class FrontierCache:
 
     def put(self, ladder: Ladder) -> None:
         """Remember a ladder, in place of an earlier one of the same graph."""
-        _latest[self._key] = ladder.on(NO_GRAPH)
+        known = _latest.get(self._key)
+        if known is not None and known.climbed == ladder.climbed:
+            return
+        self._remember(ladder.on(NO_GRAPH))
+        ladder_files.write(repr(self._key), _latest[self._key])
+
+    def _remember(self, ladder: Ladder) -> None:
+        _latest[self._key] = ladder
         _latest.move_to_end(self._key)
         if len(_latest) > AT_MOST:
             _latest.popitem(last=False)
