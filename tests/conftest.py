@@ -49,9 +49,9 @@ _tests = itertools.count()
 
 
 @pytest.fixture(autouse=True)
-def _own_ladders(monkeypatch: pytest.MonkeyPatch) -> None:
+def _own_searches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every test searches by itself, in the way that it has set: nothing is found of earlier tests on disk."""
-    monkeypatch.setattr("fxremat.search.ladder_files.FOLDER", f"frontiers-{next(_tests)}")
+    monkeypatch.setattr("fxremat.search.found_files.FOLDER", f"found-{next(_tests)}")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -4,6 +4,7 @@
     pointwise    groups of pointwise ops, reductions and normalizations; matrix products, convolutions and attention
                  between them run as they are
     alone        every op by itself, as it is
+    worth_it     the same units, with the ops of those by themselves that can gain little
 
 What is born and dies inside of a unit never takes memory, and what dies there may be overwritten by what is born. So a
 program may need less in units than op by op; it may need more where ops are pulled to earlier ones: `pointwise` does
@@ -13,13 +14,15 @@ that only as far as it fits.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, replace
+from operator import itemgetter
 
 import torch
 from torch import fx
 
 from fxremat.ops.seeded import ALWAYS_COMPILED, DECOMPOSITIONS
+from fxremat.step.costs import op_key
 from fxremat.step.joint import Joint, is_number, tensors_of
 from fxremat.step.liveness import Sizes, live_bytes
 from fxremat.step.program import Program, Step, Transfer
@@ -85,6 +88,39 @@ def pointwise(program: Program, sizes: Sizes, budget: int) -> Units:
         stay |= moved
     assert best is not None
     return best[1]
+
+
+def worth_it(program: Program, units: Units, gain: Callable[[Sequence[int]], float], least: float) -> Units:
+    """The units without regions that together gain less than `least` seconds: their ops run as they are. O(steps).
+
+    Units of equal ops, which are compiled once, stand and fall together.
+
+    Args:
+        gain: seconds that ops save where they are compiled together, at most.
+    """
+    left, lost = set[Unit](), 0.0
+    kinds = [(sum(gain(ops_of(program, unit)) for unit in kind), kind) for kind in alike(program, units).values()]
+    for gained, members in sorted(kinds, key=itemgetter(0)):
+        lost += gained
+        if lost > least:
+            break
+        left.update(unit for unit in members if not any(_must_compile(program, place) for place in unit.steps))
+    return tuple(one for unit in units for one in (alone(program, unit.steps) if unit in left else (unit,)))
+
+
+def alike(program: Program, units: Units) -> dict[tuple[str, ...], list[Unit]]:
+    """The compiled units by what their ops are: those of equal ops are compiled once. O(steps)."""
+    found: dict[tuple[str, ...], list[Unit]] = {}
+    for unit in units:
+        if unit.compiled:
+            key = tuple(op_key(program.layout.joint.ops[op].node) for op in ops_of(program, unit))
+            found.setdefault(key, []).append(unit)
+    return found
+
+
+def ops_of(program: Program, unit: Unit) -> list[int]:
+    """The ops that a unit's steps execute."""
+    return [op for position in unit.steps if (op := program.steps[position].op) is not None]
 
 
 def unit_bytes(program: Program, sizes: Sizes, units: Units) -> list[int]:

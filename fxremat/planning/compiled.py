@@ -1,7 +1,8 @@
 """From a plan of single ops to one whose ops run in regions that Inductor compiles: the fastest that fits.
 
     candidates    programs of single ops, fastest first: some above the budget too, since regions may need less
-    units         each cut into regions, by block or by what can be fused; a guess of its peak compiles nothing
+    units         each cut into regions, by block where equal blocks repeat, else by what can be fused; what can gain
+                  little is not compiled, if it fits so; a guess of its peak compiles nothing
     judged        regions compiled and measured on the step's real values, peak and time exact at the level of units
 
 What is taken fits by measured figures, and the step has run once within the budget before it is trained with. Where no
@@ -11,15 +12,27 @@ program in regions fits, or none is faster, the plan of single ops stays.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from time import monotonic
 
 from fxremat.cost.calibrate import peak_of_step, seconds_of_steps
 from fxremat.cost.measure import known_costs, measure
 from fxremat.cost.remembered import keep, of_ops, recall
 from fxremat.fusion.joint import fused_program
-from fxremat.fusion.units import Unit, Units, alone, by_block, is_pointwise, pointwise, unit_bytes
+from fxremat.fusion.units import (
+    Unit,
+    Units,
+    alike,
+    alone,
+    by_block,
+    is_pointwise,
+    ops_of,
+    pointwise,
+    unit_bytes,
+    worth_it,
+)
 from fxremat.ops.seeded import ALWAYS_COMPILED, DECOMPOSITIONS
 from fxremat.options import Options
 from fxremat.passes.lower_as_one import GROUP
@@ -28,7 +41,9 @@ from fxremat.planning.captured import CapturedStep
 from fxremat.planning.searched import ABOVE, searched_again, with_loss
 from fxremat.plans import Plan
 from fxremat.progress import progress
-from fxremat.search.candidate import Candidate
+from fxremat.search.candidate import Candidate, exchanged
+from fxremat.search.found_files import read, write
+from fxremat.search.frontier_cache import NO_GRAPH, key_of
 from fxremat.step.costs import Costs, device_of, op_key
 from fxremat.step.joint import Joint
 from fxremat.step.liveness import Sizes, live_bytes
@@ -39,9 +54,10 @@ log = logging.getLogger(__name__)
 TRIES = 4  # programs whose regions are compiled, of each way to cut them
 LEAST_SHARE = 0.05  # of its own seconds that an op is taken to need where it is fused with others
 WORTH_IT = 1.02  # times what each op takes once: programs that recompute more are searched for again
-NO_SLOWER = 1.02  # times the seconds of single ops: a program in regions that takes more is left
 SLOWER = 1.1  # times what its ops take: a region that takes more runs op by op
 WORTH_APART = 0.005  # times the seconds of all units: what such regions have to save together
+LITTLE = 0.003  # times the seconds of a step: what regions that are not compiled would save together, at most
+USES = 2  # of the ops that are compiled, in a program by block: one with fewer is cut by what can be fused
 
 Cut = Callable[[Program, Sizes, int], Units]
 CUTS: tuple[Cut, ...] = (lambda program, _, __: by_block(program), pointwise)
@@ -80,27 +96,19 @@ class _Judged:
         return self.costs.time(self.program)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Chosen:
+    """What was chosen of all programs, as it is kept for later processes: a candidate of no graph, in units."""
+
+    candidate: Candidate
+    units: Units  # none: op by op
+    seconds: float
+
+
 def with_compiled_kernels(plan: Plan, step: CapturedStep, options: Options) -> Plan:
     """The plan with its ops in regions, where that fits and is faster."""
     search = _Search(plan, replace(step, joint=plan.joint), options)
-    in_regions = search.in_regions()
-    if not in_regions:
-        log.warning("no program in compiled regions fits %d bytes: this step runs op by op", plan.budget)
-    single = search.op_by_op()
-    if single.peak > plan.budget:  # it makes new results where the plan overwrites gradients
-        if not in_regions:
-            return plan
-        single = in_regions[0]
-    if not in_regions:
-        return search.plan_of(single, single.time)
-    rivals = [*in_regions, single]
-    seconds = seconds_of_steps([rival.program for rival in rivals], [rival.costs for rival in rivals], step.inputs)
-    times = seconds or [rival.time for rival in rivals]
-    best = min(range(len(in_regions)), key=times.__getitem__)
-    if times[best] > NO_SLOWER * times[-1]:
-        best = -1
-    log.debug("seconds of programs in compiled regions, and of single ops: %s", times)
-    return search.plan_of(rivals[best], times[best])
+    return search.chosen_before() or search.chosen()
 
 
 class _Search:
@@ -110,7 +118,51 @@ class _Search:
         self._plan, self._step, self._options = plan, step, options
         self._kernels = Kernels(settings=options.inductor or {}, decompositions=DECOMPOSITIONS)
         self._single = plan.costs  # what single ops take in a step
+        self._shares: Sequence[float] | None = None  # of its own seconds, that each op takes in regions, once known
         self._compiling = 0.0  # seconds so far
+
+    def chosen_before(self) -> Plan | None:
+        """The plan of the program that was chosen when this was asked for last; None where that is not known."""
+        known = read(self._key, _Chosen, Unit)
+        if known is None:
+            return None
+        candidate = exchanged(self._plan.joint)(known.candidate)
+        judged = self._judged(candidate, known.units) if known.units else self.op_by_op()
+        if judged.peak > self._plan.budget or (known.units and not self._runs_within(judged)):
+            return None
+        return self.plan_of(judged, known.seconds)
+
+    def chosen(self) -> Plan:
+        """The plan of the fastest program that fits, in regions or op by op, which is kept."""
+        plan = self._plan
+        in_regions = self.in_regions()
+        if not in_regions:
+            log.warning("no program in compiled regions fits %d bytes: this step runs op by op", plan.budget)
+        single = self.op_by_op()
+        if single.peak > plan.budget:  # it makes new results where the plan overwrites gradients
+            if not in_regions:
+                return plan
+            single = in_regions[0]
+        rivals = [*in_regions, single]
+        times = [single.time]
+        if in_regions:
+            programs, costs = [rival.program for rival in rivals], [rival.costs for rival in rivals]
+            seconds = seconds_of_steps(programs, costs, self._step.inputs)
+            times = seconds or [rival.time for rival in rivals]
+            log.debug("seconds of programs in compiled regions, and of single ops: %s", times)
+        best = min(range(len(rivals)), key=times.__getitem__)
+        self._keep(rivals[best], times[best])
+        return self.plan_of(rivals[best], times[best])
+
+    def _keep(self, judged: _Judged, seconds: float) -> None:
+        candidate = exchanged(NO_GRAPH)(judged.candidate)
+        write(self._key, _Chosen(candidate=candidate, units=judged.units, seconds=seconds))
+
+    @cached_property
+    def _key(self) -> str:
+        options, of = self._options, (self._kernels.configuration, self._plan.budget, self._plan.chosen.peak)
+        settings = ("in regions", *of, options.solver, options.effort, options.slots, options.loss_size)
+        return repr(key_of(self._plan.joint, self._single, settings))
 
     def in_regions(self) -> list[_Judged]:
         """The programs in units that are worth timing; none where none fits.
@@ -120,16 +172,16 @@ class _Search:
         """
         joint, known = self._plan.joint, self._plan.alternatives.candidates
         key = f"shares {self._kernels.configuration} {of_ops(joint)}"
-        shares = recall(device_of(joint), key, len(joint.ops))
-        if shares is not None:
-            found = self.fastest(self._candidates_with(shares)) or self.fastest(known)
+        self._shares = recall(device_of(joint), key, len(joint.ops))
+        if self._shares is not None:
+            found = self.fastest(self._candidates_with(self._shares)) or self.fastest(known)
             return [] if found is None else [found]
         found = self.fastest(known)
         if found is None:
             return []
-        shares = _shares(found, self._single)
-        keep(device_of(joint), key, shares)
-        corrected = self.fastest(self._candidates_with(shares)) if found.slower > WORTH_IT else None
+        self._shares = _shares(found, self._single)
+        keep(device_of(joint), key, self._shares)
+        corrected = self.fastest(self._candidates_with(self._shares)) if found.slower > WORTH_IT else None
         return [found] if corrected is None or corrected.units == found.units else [found, corrected]
 
     def _candidates_with(self, shares: Sequence[float]) -> Sequence[Candidate]:
@@ -143,13 +195,13 @@ class _Search:
         """The fastest program in units that fits, as far as programs of single ops are ordered by their time."""
         joint, most = self._plan.joint, ABOVE * self._plan.budget
         near = [one for one in candidates if one.peak <= most and one.layout.joint is joint]
-        return next(filter(None, (self._fastest_cut(near, cut) for cut in CUTS)), None)
+        cuts = CUTS if near and _repeats(near[0].program()) else CUTS[::-1]
+        return next(filter(None, (self._fastest_cut(near, cut) for cut in cuts)), None)
 
     def _fastest_cut(self, candidates: Sequence[Candidate], cut: Cut) -> _Judged | None:
         """The first candidate that fits when it is cut in one way."""
         budget, sizes, tries = self._plan.budget, self._single.sizes, 0
-        for candidate in candidates:
-            units = cut(candidate.program(), sizes, budget)
+        for candidate, units in self._in_units(candidates, cut):
             if max(unit_bytes(candidate.program(), sizes, units)) > budget:
                 continue
             fused = fused_program(candidate.program(), units, self._kernels)
@@ -162,6 +214,23 @@ class _Search:
             if judged.peak <= budget and self._runs_within(judged):
                 return self._with_slow_regions_apart(judged)
         return None
+
+    def _in_units(self, candidates: Iterable[Candidate], cut: Cut) -> Iterator[tuple[Candidate, Units]]:
+        """The candidates cut in one way, first without the regions that gain little, then with all."""
+        least = LITTLE * self._single.time_of(range(len(self._plan.joint.ops)))
+        for candidate in candidates:
+            program = candidate.program()
+            units = cut(program, self._single.sizes, self._plan.budget)
+            for some in dict.fromkeys((worth_it(program, units, self._gain, least), units)):
+                yield candidate, some
+
+    def _gain(self, ops: Sequence[int]) -> float:
+        """Seconds that ops save at most where they are compiled together: fused, they take as long as one of them."""
+        joint, single = self._plan.joint, self._single
+        if self._shares is not None:
+            return sum(single.seconds[op] * (1 - self._shares[op]) for op in ops)
+        fused = [single.seconds[op] for op in ops if is_pointwise(joint.ops[op].node)]
+        return sum(fused) - max(fused, default=0.0)
 
     def op_by_op(self) -> _Judged:
         """The program of single ops that the plan has chosen; what has to be compiled is, by itself."""
@@ -229,7 +298,7 @@ class _Search:
         taken = judged.seconds_of_units
         units, saved = list[Unit](), 0.0
         for place, unit in enumerate(judged.units):
-            ops = [op for position in unit.steps if (op := program.steps[position].op) is not None]
+            ops = ops_of(program, unit)
             more = taken.get(place, 0.0) - self._single.time_of(ops) if unit.compiled else 0.0
             slow = more > (SLOWER - 1) * self._single.time_of(ops)
             saved += more if slow else 0.0
@@ -239,6 +308,12 @@ class _Search:
         apart = self._judged(judged.candidate, tuple(units))
         better = apart.peak <= self._plan.budget and apart.time < judged.time
         return apart if better and self._runs_within(apart) else judged
+
+
+def _repeats(program: Program) -> bool:
+    """Whether the ops of its blocks, once compiled, are used often enough."""
+    kinds = alike(program, by_block(program)).values()
+    return sum(len(kind) * len(kind[0].steps) for kind in kinds) >= USES * sum(len(kind[0].steps) for kind in kinds)
 
 
 def _shares(judged: _Judged, single: Costs) -> list[float]:
@@ -251,8 +326,7 @@ def _shares(judged: _Judged, single: Costs) -> list[float]:
     shares: dict[str, list[float]] = {}
     taken = judged.seconds_of_units
     for place, unit in enumerate(judged.units):
-        numbers = (program.steps[position].op for position in unit.steps)
-        ops = [joint.ops[number] for number in numbers if number is not None]
+        ops = [joint.ops[number] for number in ops_of(program, unit)]
         fused = [op for op in ops if unit.compiled and is_pointwise(op.node)]
         inside = {op.index for op in fused}
         together = single.time_of(inside)

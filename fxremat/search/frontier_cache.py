@@ -3,7 +3,7 @@
 A survey does not depend on the budget, and the search op by op goes on where it was left. Both refer to ops and values
 by number, so that those of an equal graph serve: only the graph itself is exchanged. Nothing of the old graph is kept.
 For a graph with the same ops and other sizes, the programs are judged anew (`search.replan`). What is found for a graph
-is kept on disk too (`search.ladder_files`).
+is kept on disk too (`search.found_files`).
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ from collections import OrderedDict
 from dataclasses import fields
 from typing import NamedTuple, cast
 
-from fxremat.search import ladder_files
+from fxremat.search import found_files
 from fxremat.search.refine import Ladder
 from fxremat.search.replan import replanned
 from fxremat.step.costs import Costs, op_key
 from fxremat.step.joint import Joint
 
 
-class _Key(NamedTuple):
+class Key(NamedTuple):
+    """What a search starts from."""
+
     topology: str  # equal for graphs that number equal ops and values in the same way, whatever their sizes
     sizes: tuple[int, ...]  # bytes of the values
     costs: str  # those of the ops
@@ -29,7 +31,7 @@ class _Key(NamedTuple):
 AT_MOST = 8
 NEAREST = 3  # of the latest with the same ops: tried for other sizes
 NO_GRAPH = cast(Joint, None)
-_latest: OrderedDict[_Key, Ladder] = OrderedDict()
+_latest: OrderedDict[Key, Ladder] = OrderedDict()
 
 
 class FrontierCache:
@@ -37,11 +39,11 @@ class FrontierCache:
 
     def __init__(self, joint: Joint, costs: Costs, settings: object) -> None:
         self._joint, self._costs = joint, costs
-        self._key = _Key(_topology(joint, settings), tuple(v.bytes for v in joint.values), _costs(joint, costs))
+        self._key = key_of(joint, costs, settings)
 
     def get(self) -> Ladder | None:
         """The ladder that was put last, here or in an earlier process; None where none was, or it was too long ago."""
-        known = _latest.get(self._key) or ladder_files.read(repr(self._key))
+        known = _latest.get(self._key) or found_files.read(repr(self._key), Ladder)
         if known is None:
             return None
         self._remember(known)
@@ -67,13 +69,18 @@ class FrontierCache:
         if known is not None and known.climbed == ladder.climbed:
             return
         self._remember(ladder.on(NO_GRAPH))
-        ladder_files.write(repr(self._key), _latest[self._key])
+        found_files.write(repr(self._key), _latest[self._key])
 
     def _remember(self, ladder: Ladder) -> None:
         _latest[self._key] = ladder
         _latest.move_to_end(self._key)
         if len(_latest) > AT_MOST:
             _latest.popitem(last=False)
+
+
+def key_of(joint: Joint, costs: Costs, settings: object) -> Key:
+    """The key of a search on a graph with these costs and settings."""
+    return Key(_topology(joint, settings), tuple(v.bytes for v in joint.values), _costs(joint, costs))
 
 
 def _topology(joint: Joint, settings: object) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -131,7 +132,12 @@ def op_key(node: fx.Node) -> str:
     """
     args = without_group_names(node) if is_collective(node) else node.args
     arguments = ", ".join(_describe(argument) for argument in (*args, *_sorted(node.kwargs)))
-    return f"{node.target}({arguments})"
+    return f"{_named(node.target)}({arguments})"
+
+
+def _named(target: object) -> str:
+    """What a node calls, by a name that is the same in every process."""
+    return f"{target.__module__}.{target.__qualname__}" if isinstance(target, FunctionType) else str(target)
 
 
 def _sorted(options: dict[str, Any]) -> Iterator[Any]:

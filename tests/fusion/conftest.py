@@ -9,6 +9,7 @@ from fxremat.planning import compiled
 
 @pytest.fixture
 def always_in_regions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programs in regions are taken whatever their time is: those of tests are too small to gain any."""
+    """Programs in regions are taken whatever they gain: those of tests are too small to gain any."""
     monkeypatch.setattr(compiled, "seconds_of_steps", lambda programs, *_: [1.0] * len(programs))
     monkeypatch.setattr(compiled, "SLOWER", 1e9)
+    monkeypatch.setattr(compiled, "LITTLE", -1.0)

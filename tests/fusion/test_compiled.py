@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxremat
+from benchmarks.capture import capture
 from benchmarks.meter import peak_bytes, training_step
 from fxremat.cost import calibrate
+from fxremat.cost.cache import _read as read_rows
 from fxremat.errors import FxrematError
+from fxremat.fusion.units import Units, unit_bytes
 from fxremat.planning import compiled
+from fxremat.plans import Plan
+from fxremat.search.survey import survey
+from fxremat.step.liveness import Sizes
+from fxremat.step.program import Program
 from fxremat.step.region import Region, compile_all, forget_kernels, regions_of
+from tests.dags import estimated
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
 DTYPES = {torch.float32: 2e-5, torch.bfloat16: 4e-2}  # tolerance of gradients, relative to the largest of a parameter
@@ -195,6 +204,7 @@ def test_what_was_learned_and_measured_is_not_asked_for_again(
     noted(calibrate, "_compared")
     noted(calibrate, "_peak")
     noted(compiled._Search, "_candidates_with")
+    noted(compiled._Search, "fastest")
     model, given = model_of(dropout=0.0), batch()
     call = within(model, "70%")
     call(*given).backward()
@@ -204,8 +214,81 @@ def test_what_was_learned_and_measured_is_not_asked_for_again(
     assert "_candidates_with" in asked
     asked.clear()
     again = [call.plan.within("70%"), call.plan.within("85%")]
-    assert set(asked) == {"_candidates_with"}
+    assert asked == []
     assert [plan.predicted_time for plan in again] == [first.predicted_time, chosen.predicted_time]
+    assert [_kernels_of(plan) for plan in again] == [_kernels_of(first), _kernels_of(chosen)]
+
+
+def _kernels_of(plan: Plan) -> list[Region]:
+    return regions_of(plan.program.layout.joint.module.graph)
+
+
+@pytest.mark.usefixtures("always_in_regions")
+def test_costs_are_found_again_whatever_is_called(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Also those of functions, which print themselves with where they lie in memory."""
+    monkeypatch.setenv("FXREMAT_CACHE", str(tmp_path))
+    model = within(model_of(dropout=0.5), "55%", random="eager")
+    model(*batch()).backward()
+    (file,) = tmp_path.glob("*.sqlite")
+    names = [name for name, _ in read_rows(file)]
+    assert any("draw_again" in name for name in names)
+    assert not any(" at 0x" in name for name in names)
+
+
+@pytest.mark.usefixtures("surveys")
+def test_a_kept_choice_that_does_not_fit_any_more_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = within(model_of(dropout=0.0), "70%")
+    call(*batch()).backward()
+    looked: list[int] = []
+    fastest = compiled._Search.fastest
+    monkeypatch.setattr(compiled._Search, "fastest", lambda self, known: looked.append(1) or fastest(self, known))
+    call.plan.within("70%")
+    assert not looked
+    judged = compiled._Search._judged
+
+    def larger(*given: Any) -> Any:
+        return judged(*given) if looked else replace(judged(*given), peak=1 << 40)
+
+    monkeypatch.setattr(compiled._Search, "_judged", larger)
+    assert call.plan.within("70%").predicted_peak <= call.plan.budget
+    assert looked
+
+
+class Alike(nn.Sequential):
+    """Equal layers."""
+
+    def __init__(self) -> None:
+        super().__init__(*(nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64), nn.GELU()) for _ in range(8)))
+
+
+class Unlike(nn.Sequential):
+    """Layers of which no two are equal."""
+
+    def __init__(self) -> None:
+        sizes = range(64, 128, 8)
+        super().__init__(*(nn.Sequential(nn.LayerNorm(n), nn.Linear(n, n + 8), nn.GELU()) for n in sizes))
+
+
+@pytest.mark.parametrize(("model", "repeats"), [(Alike(), True), (Unlike(), False)])
+def test_programs_are_cut_by_block_where_blocks_repeat(model: nn.Module, repeats: bool) -> None:
+    joint = capture(model, torch.randn(256, 64))
+    frontier = survey(joint, estimated(joint), effort=0.0)
+    assert compiled._repeats(frontier.keep_all.program()) is repeats
+
+
+@pytest.mark.usefixtures("always_in_regions", "surveys")
+def test_all_is_compiled_where_the_budget_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What gains little in time may gain memory."""
+    monkeypatch.setattr(compiled, "LITTLE", 1e9)
+    call = within(model_of(dropout=0.0), "100%")
+    call(*batch())
+    assert call.plan.compiled is None
+
+    def more_by_themselves(program: Program, sizes: Sizes, units: Units) -> list[int]:
+        return unit_bytes(program, sizes, units) if any(unit.compiled for unit in units) else [1 << 40]
+
+    monkeypatch.setattr(compiled, "unit_bytes", more_by_themselves)
+    assert call.plan.within("70%").compiled is not None
 
 
 @pytest.mark.usefixtures("always_in_regions")

@@ -9,14 +9,29 @@ import torch
 from hypothesis import given
 from torch import Tensor, nn
 
-from benchmarks.capture import capture
+from benchmarks.capture import capture, joint_graph
 from benchmarks.models import get
 from fxremat.fusion.joint import fused_program
-from fxremat.fusion.units import Units, alone, by_block, compilable, may_compile, pointwise, unit_bytes
+from fxremat.fusion.units import (
+    Unit,
+    Units,
+    alike,
+    alone,
+    by_block,
+    compilable,
+    may_compile,
+    ops_of,
+    pointwise,
+    unit_bytes,
+    worth_it,
+)
+from fxremat.ops.seeded import ALWAYS_COMPILED
+from fxremat.passes.normalize import normalize
+from fxremat.passes.seeded_dropout import draw_from_seeds
 from fxremat.search.candidate import Frontier
 from fxremat.search.survey import survey
-from fxremat.step.costs import Costs, OpCost, costs_from
-from fxremat.step.joint import Joint
+from fxremat.step.costs import Costs, OpCost, costs_from, op_key
+from fxremat.step.joint import Joint, read_joint
 from fxremat.step.liveness import live_bytes
 from fxremat.step.program import Program, Role
 from fxremat.step.region import Kernels, Region, regions_of
@@ -70,6 +85,49 @@ def test_single_ops_take_what_the_program_takes(recipe: Recipe) -> None:
         memory = live_bytes(program, costs.sizes)
         units = alone(program, range(len(program.steps)))
         assert unit_bytes(program, costs.sizes, units) == [*memory.during, memory.at_split]
+
+
+def test_what_gains_little_is_not_compiled(gpt: tuple[Frontier, Costs]) -> None:
+    program = gpt[0].keep_all.program()
+    units = by_block(program)
+    kinds = sorted(alike(program, units).values(), key=len)
+    counts = [len(kind) for kind in kinds]
+    assert 1 in counts
+    assert max(counts) > 1
+
+    def compiled(least: float, gain: float = 1.0) -> list[Unit]:
+        some = worth_it(program, units, lambda _: gain, least)
+        assert sorted(p for unit in some for p in unit.steps) == list(range(len(program.steps)))
+        return [unit for unit in some if unit.compiled]
+
+    every = [unit for kind in kinds for unit in kind]
+    assert set(compiled(0.9)) == set(every)
+    assert set(compiled(1e9)) == set()
+    assert set(compiled(0.9, gain=0.0)) == set()
+    once = counts.count(1)
+    assert set(compiled(once)) == {unit for kind in kinds if len(kind) > 1 for unit in kind}
+
+
+def test_units_are_alike_where_their_ops_cost_the_same(gpt: tuple[Frontier, Costs]) -> None:
+    program = gpt[0].keep_all.program()
+    units = by_block(program)
+    for key, kind in alike(program, units).items():
+        for unit in kind:
+            assert key == tuple(op_key(program.layout.joint.ops[op].node) for op in ops_of(program, unit))
+    assert sum(map(len, alike(program, units).values())) == sum(unit.compiled for unit in units)
+
+
+def test_what_must_be_compiled_is_whatever_it_gains() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Tanh())
+    module, outputs = joint_graph(model, torch.randn(4, 8))
+    draw_from_seeds(normalize(module).graph)
+    joint = read_joint(module, outputs)
+    costs = estimated(joint)
+    program = survey(joint, costs, effort=0.0).keep_all.program()
+    units = by_block(program)
+    kept = [unit for unit in worth_it(program, units, lambda _: 0.0, 1e9) if unit.compiled]
+    targets = [joint.ops[op].node.target for unit in kept for op in ops_of(program, unit)]
+    assert any(target in ALWAYS_COMPILED for target in targets)
 
 
 def test_what_is_born_and_dies_in_a_unit_takes_no_memory(gpt: tuple[Frontier, Costs]) -> None:

@@ -1,4 +1,4 @@
-"""Ladders on disk: a later process finds what was searched for, and never more than that."""
+"""What searches have found, on disk: a later process finds what was searched for, and never more than that."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import fxremat
 from fxremat.chains.simulate_join import JoinTimeline
 from fxremat.plans import Plan
-from fxremat.search import frontier_cache, ladder_files, survey
+from fxremat.search import found_files, frontier_cache, survey
 from fxremat.search.frontier_cache import NO_GRAPH
 from fxremat.search.refine import Ladder
 from tests.test_planner import INPUTS, Deep
@@ -35,7 +35,7 @@ def told(plan: Plan) -> list[tuple[int, float, str, tuple[int, ...]]]:
 
 
 def files(tmp_path: Path) -> list[Path]:
-    return sorted((tmp_path / ladder_files.FOLDER).iterdir())
+    return sorted((tmp_path / found_files.FOLDER).iterdir())
 
 
 def test_a_later_process_searches_for_nothing_and_plans_the_same(surveys: list[int], tmp_path: Path) -> None:
@@ -115,26 +115,26 @@ def test_nothing_but_a_ladder_is_called(tmp_path: Path) -> None:
 
 def test_other_code_finds_nothing(surveys: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     planned()
-    monkeypatch.setattr(ladder_files, "_code", lambda: "another version")
+    monkeypatch.setattr(found_files, "_code", lambda: "another version")
     planned()
     assert len(surveys) == 2
 
 
 def test_the_latest_files_stay(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(ladder_files, "AT_MOST", 3)
+    monkeypatch.setattr(found_files, "AT_MOST", 3)
     ladder = Ladder(given=planned("100%").alternatives.each(lambda candidate: candidate)).on(NO_GRAPH)
     for file in files(tmp_path):
         file.unlink()
     for number, key in enumerate("abc"):
-        ladder_files.write(key, ladder)
+        found_files.write(key, ladder)
         (new,) = [file for file in files(tmp_path) if file.stat().st_mtime > 1e6]
         os.utime(new, (number, number))
-    assert ladder_files.read("a") is not None  # which makes it the latest
-    ladder_files.write("d", ladder)
-    assert [key for key in "abcd" if ladder_files.read(key) is not None] == ["a", "c", "d"]
+    assert found_files.read("a", Ladder) is not None  # which makes it the latest
+    found_files.write("d", ladder)
+    assert [key for key in "abcd" if found_files.read(key, Ladder) is not None] == ["a", "c", "d"]
 
 
 def test_where_nothing_can_be_written_nothing_is_kept(surveys: list[int], tmp_path: Path) -> None:
-    (tmp_path / ladder_files.FOLDER).touch()
+    (tmp_path / found_files.FOLDER).touch()
     assert told(planned()) == told(planned())
     assert len(surveys) == 2
