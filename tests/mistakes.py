@@ -953,7 +953,7 @@ MISTAKES += [
         "fusion/units.py",
         "behind = max((writer[version] for version in step.reads if version in writer), default=-1)",
         "behind = -1",
-        "fusion/test_units.py::test_every_step_is_in_one_unit_behind_what_it_reads",
+        "fusion/test_units.py::test_an_op_joins_no_group_before_what_it_reads",
     ),
     # saved tensors are donated when the settings of tracing are over
     Mistake(

@@ -78,6 +78,29 @@ def test_every_step_is_in_one_unit_behind_what_it_reads(recipe: Recipe) -> None:
             assert all(program.steps[p].op in may for unit in units if unit.compiled for p in unit.steps)
 
 
+class Gated(nn.Module):
+    """A product of what is activated and of a matrix product of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.tanh()
+        return (self.linear(y) * y).sum()
+
+
+def test_an_op_joins_no_group_before_what_it_reads() -> None:
+    joint = capture(Gated(), torch.randn(64, 64))
+    costs = estimated(joint)
+    program = survey(joint, costs, effort=0.0).keep_all.program()
+    units = pointwise(program, costs.sizes, 1 << 40)
+    there = {v for v, value in enumerate(program.version_of) if value in joint.given}
+    for position in (position for unit in units for position in unit.steps):
+        assert there.issuperset(program.steps[position].reads)
+        there.update(program.steps[position].writes)
+
+
 @few(10)
 @given(small_recipes)
 def test_single_ops_take_what_the_program_takes(recipe: Recipe) -> None:
