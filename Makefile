@@ -72,6 +72,7 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.overhead
 	$(BIN)/python -m benchmarks.slices
 	$(BIN)/python -m benchmarks.kernels
+	$(BIN)/python -m benchmarks.kernel_starts
 	$(BIN)/python examples/01_quickstart.py > benchmarks/results/quickstart.txt
 	$(BIN)/python -m benchmarks.readme
 

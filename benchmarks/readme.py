@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from . import kernels_page, offload, slices_page
+from . import kernel_starts, kernels_page, offload, slices_page
 from .alternatives import rows, verdict
 
 ROOT = Path(__file__).parents[1]
@@ -179,6 +179,7 @@ PARTS: dict[str, Callable[[str], str]] = {
     "fsdp.json": _fsdp,
     "slices.json": slices_page.tables,
     "kernels.json": kernels_page.tables,
+    "kernel_starts.json": kernel_starts.tables,
     "offload.json": _offload,
 }
 

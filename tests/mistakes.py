@@ -909,15 +909,22 @@ MISTAKES += [
     # where blocks repeat is not looked at
     Mistake(
         "planning/compiled.py",
-        "return sum(len(kind) * len(kind[0].steps) for kind in kinds) >= USES",
-        "return sum(len(kind[0].steps) for kind in kinds) >= USES",
+        "return every >= USES",
+        "return sum(distinct.values()) >= USES",
         "fusion/test_compiled.py::test_programs_are_cut_by_block_where_blocks_repeat",
+    ),
+    # a cut whose regions are slower than single ops is taken without another look
+    Mistake(
+        "planning/compiled.py",
+        "if judged.time <= NO_SLOWER * self._single.time(self._plan.chosen.program()):",
+        "if judged.time:",
+        "fusion/test_compiled.py::test_where_regions_are_slower_the_other_way_to_cut_is_tried",
     ),
     # what gains little is never compiled, though the budget needs it
     Mistake(
         "planning/compiled.py",
-        "for some in dict.fromkeys((worth_it(program, units, self._gain, least), units)):",
-        "for some in (worth_it(program, units, self._gain, least),):",
+        "for some in dict.fromkeys((worth_compiling(program, units, self._gain, least), units)):",
+        "for some in (worth_compiling(program, units, self._gain, least),):",
         "fusion/test_compiled.py::test_all_is_compiled_where_the_budget_asks_for_it",
     ),
     # programs that differ in the order of their steps are taken for the same

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import kernels_page, readme
+from benchmarks import kernel_starts, kernels_page, readme
+from benchmarks.kernel_starts import NOTHING, OTHERS, SAME
+from benchmarks.kernel_starts import Row as Start
 from benchmarks.kernels import (
     CHECKPOINTED,
     COMPILED,
@@ -183,3 +185,19 @@ def test_the_page_takes_the_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def text_of(*records: Record) -> str:
     return json.dumps([asdict(record) for record in records])
+
+
+def test_starts_stand_beside_a_cold_torch_compile() -> None:
+    rows = [
+        Start(model="gpt", percent=None, known=NOTHING, seconds=20.0),
+        Start(model="gpt", percent=None, known=SAME, seconds=5.0),
+        Start(model="gpt", percent=60.0, known=NOTHING, seconds=30.0),
+        Start(model="gpt", percent=50.0, known=OTHERS, seconds=10.0),
+        Start(model="gpt", percent=50.0, known=SAME, seconds=8.0),
+    ]
+    text = kernel_starts.tables(json.dumps({"conditions": CONDITIONS, "rows": [asdict(row) for row in rows]}))
+    assert text.splitlines()[2:5] == [
+        "| gpt | torch.compile | 20.0 s (1.00) |  | 5.0 s (0.25) |",
+        "| gpt | 60 % | 30.0 s (1.50) |  |  |",
+        "| gpt | 50 % |  | 10.0 s (0.50) | 8.0 s (0.40) |",
+    ]

@@ -1,10 +1,10 @@
 """The steps of a program in groups: those that are compiled together, and single ops that run as they are.
 
-    by_block     each run of steps of one block: its forward, or its recomputation and its backward
-    pointwise    groups of pointwise ops, reductions and normalizations; matrix products, convolutions and attention
-                 between them run as they are
-    alone        every op by itself, as it is
-    worth_it     the same units, with the ops of those by themselves that can gain little
+    by_block           each run of steps of one block: its forward, or its recomputation and its backward
+    pointwise          groups of pointwise ops, reductions and normalizations; matrix products, convolutions and
+                       attention between them run as they are
+    alone              every op by itself, as it is
+    worth_compiling    the same units, without regions that can gain little
 
 What is born and dies inside of a unit never takes memory, and what dies there may be overwritten by what is born. So a
 program may need less in units than op by op; it may need more where ops are pulled to earlier ones: `pointwise` does
@@ -90,7 +90,7 @@ def pointwise(program: Program, sizes: Sizes, budget: int) -> Units:
     return best[1]
 
 
-def worth_it(program: Program, units: Units, gain: Callable[[Sequence[int]], float], least: float) -> Units:
+def worth_compiling(program: Program, units: Units, gain: Callable[[Sequence[int]], float], least: float) -> Units:
     """The units without regions that together gain less than `least` seconds: their ops run as they are. O(steps).
 
     Units of equal ops, which are compiled once, stand and fall together.

@@ -24,14 +24,13 @@ from fxremat.fusion.joint import fused_program
 from fxremat.fusion.units import (
     Unit,
     Units,
-    alike,
     alone,
     by_block,
     is_pointwise,
     ops_of,
     pointwise,
     unit_bytes,
-    worth_it,
+    worth_compiling,
 )
 from fxremat.ops.seeded import ALWAYS_COMPILED, DECOMPOSITIONS
 from fxremat.options import Options
@@ -54,10 +53,11 @@ log = logging.getLogger(__name__)
 TRIES = 4  # programs whose regions are compiled, of each way to cut them
 LEAST_SHARE = 0.05  # of its own seconds that an op is taken to need where it is fused with others
 WORTH_IT = 1.02  # times what each op takes once: programs that recompute more are searched for again
+NO_SLOWER = 1.02  # times the seconds of single ops: where regions take more, the other way to cut is tried too
 SLOWER = 1.1  # times what its ops take: a region that takes more runs op by op
 WORTH_APART = 0.005  # times the seconds of all units: what such regions have to save together
 LITTLE = 0.003  # times the seconds of a step: what regions that are not compiled would save together, at most
-USES = 2  # of the ops that are compiled, in a program by block: one with fewer is cut by what can be fused
+USES = 2  # of each op that is compiled, in a program by block: with fewer, it is cut by what can be fused
 
 Cut = Callable[[Program, Sizes, int], Units]
 CUTS: tuple[Cut, ...] = (lambda program, _, __: by_block(program), pointwise)
@@ -155,11 +155,13 @@ class _Search:
         return self.plan_of(rivals[best], times[best])
 
     def _keep(self, judged: _Judged, seconds: float) -> None:
+        """Keep what was chosen, for `chosen_before`."""
         candidate = exchanged(NO_GRAPH)(judged.candidate)
         write(self._key, _Chosen(candidate=candidate, units=judged.units, seconds=seconds))
 
     @cached_property
     def _key(self) -> str:
+        """What the choice depends on."""
         options, of = self._options, (self._kernels.configuration, self._plan.budget, self._plan.chosen.peak)
         settings = ("in regions", *of, options.solver, options.effort, options.slots, options.loss_size)
         return repr(key_of(self._plan.joint, self._single, settings))
@@ -195,8 +197,14 @@ class _Search:
         """The fastest program in units that fits, as far as programs of single ops are ordered by their time."""
         joint, most = self._plan.joint, ABOVE * self._plan.budget
         near = [one for one in candidates if one.peak <= most and one.layout.joint is joint]
-        cuts = CUTS if near and _repeats(near[0].program()) else CUTS[::-1]
-        return next(filter(None, (self._fastest_cut(near, cut) for cut in cuts)), None)
+        cuts = CUTS if near and _repeats(near[0].program(), self._kernels) else CUTS[::-1]
+        found: list[_Judged] = []
+        for cut in cuts:
+            if (judged := self._fastest_cut(near, cut)) is not None:
+                found.append(judged)
+                if judged.time <= NO_SLOWER * self._single.time(self._plan.chosen.program()):
+                    break
+        return min(found, key=lambda judged: judged.time, default=None)
 
     def _fastest_cut(self, candidates: Sequence[Candidate], cut: Cut) -> _Judged | None:
         """The first candidate that fits when it is cut in one way."""
@@ -221,7 +229,7 @@ class _Search:
         for candidate in candidates:
             program = candidate.program()
             units = cut(program, self._single.sizes, self._plan.budget)
-            for some in dict.fromkeys((worth_it(program, units, self._gain, least), units)):
+            for some in dict.fromkeys((worth_compiling(program, units, self._gain, least), units)):
                 yield candidate, some
 
     def _gain(self, ops: Sequence[int]) -> float:
@@ -310,10 +318,12 @@ class _Search:
         return apart if better and self._runs_within(apart) else judged
 
 
-def _repeats(program: Program) -> bool:
-    """Whether the ops of its blocks, once compiled, are used often enough."""
-    kinds = alike(program, by_block(program)).values()
-    return sum(len(kind) * len(kind[0].steps) for kind in kinds) >= USES * sum(len(kind[0].steps) for kind in kinds)
+def _repeats(program: Program, kernels: Kernels) -> bool:
+    """Whether the regions of its blocks, each distinct one compiled once, are used often enough."""
+    regions = regions_of(fused_program(program, by_block(program), kernels).layout.joint.module.graph)
+    distinct: dict[str, int] = {region.digest: region.count for region in regions}
+    every: int = sum(region.count for region in regions)
+    return every >= USES * sum(distinct.values())
 
 
 def _shares(judged: _Judged, single: Costs) -> list[float]:

@@ -179,14 +179,11 @@ def _searched(joint: Joint, costs: Costs, options: Options) -> tuple[int, int, L
 
 def searched_again(known: Frontier, costs: Costs, budget: int, options: Options) -> Frontier:
     """What memory buys at other seconds of the same ops: known programs are judged anew, and improved on op by op."""
-    joint = known.keep_all.layout.joint
-    kept = FrontierCache(joint, costs, ("again", [candidate.peak for candidate in known.candidates], options.effort))
-    ladder = kept.get() or Ladder(given=judged_again(known.keep_all, known.candidates, joint, costs))
-    searched = _searched_up_to(budget, ladder.given.keep_all.peak, options)
-    if options.solver == "auto":
-        ladder = ladder.to(searched, costs, effort=options.effort)
-    kept.put(ladder)
-    return ladder.frontier(searched)
+    again = judged_again(known.keep_all, known.candidates, known.keep_all.layout.joint, costs)
+    if options.solver != "auto":
+        return again
+    searched = _searched_up_to(budget, again.keep_all.peak, options)
+    return Ladder(given=again).to(searched, costs, effort=options.effort).frontier(searched)
 
 
 def _searched_up_to(budget: int, everything: int, options: Options) -> int:

@@ -26,7 +26,7 @@ from fxremat.plans import Plan
 from fxremat.search.survey import survey
 from fxremat.step.liveness import Sizes
 from fxremat.step.program import Program
-from fxremat.step.region import Region, compile_all, forget_kernels, regions_of
+from fxremat.step.region import Kernels, Region, compile_all, forget_kernels, regions_of
 from tests.dags import estimated
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
@@ -273,7 +273,28 @@ class Unlike(nn.Sequential):
 def test_programs_are_cut_by_block_where_blocks_repeat(model: nn.Module, repeats: bool) -> None:
     joint = capture(model, torch.randn(256, 64))
     frontier = survey(joint, estimated(joint), effort=0.0)
-    assert compiled._repeats(frontier.keep_all.program()) is repeats
+    kernels = Kernels(settings={}, decompositions={})
+    assert compiled._repeats(frontier.keep_all.program(), kernels) is repeats
+
+
+@pytest.mark.usefixtures("always_in_regions", "surveys")
+@pytest.mark.parametrize(("slower", "cuts"), [(0.0, {"blocks", "pointwise"}), (1e9, {"blocks"})])
+def test_where_regions_are_slower_the_other_way_to_cut_is_tried(
+    slower: float, cuts: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: set[str] = set()
+
+    def noted(name: str, cut: Any) -> Any:
+        return lambda *given: tried.add(name) or cut(*given)
+
+    known = dict(zip(("blocks", "pointwise"), compiled.CUTS, strict=True))
+    monkeypatch.setattr(compiled, "CUTS", tuple(noted(name, cut) for name, cut in known.items()))
+    monkeypatch.setattr(compiled, "_repeats", lambda *_: True)
+    monkeypatch.setattr(compiled, "NO_SLOWER", slower)
+    call = within(model_of(dropout=0.0, layers=2), "100%")
+    call(*batch()).backward()
+    assert tried == cuts
+    assert peak_bytes(training_step(call, batch())) <= call.plan.budget
 
 
 @pytest.mark.usefixtures("always_in_regions", "surveys")

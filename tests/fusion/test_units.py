@@ -23,7 +23,7 @@ from fxremat.fusion.units import (
     ops_of,
     pointwise,
     unit_bytes,
-    worth_it,
+    worth_compiling,
 )
 from fxremat.ops.seeded import ALWAYS_COMPILED
 from fxremat.passes.normalize import normalize
@@ -119,7 +119,7 @@ def test_what_gains_little_is_not_compiled(gpt: tuple[Frontier, Costs]) -> None:
     assert max(counts) > 1
 
     def compiled(least: float, gain: float = 1.0) -> list[Unit]:
-        some = worth_it(program, units, lambda _: gain, least)
+        some = worth_compiling(program, units, lambda _: gain, least)
         assert sorted(p for unit in some for p in unit.steps) == list(range(len(program.steps)))
         return [unit for unit in some if unit.compiled]
 
@@ -148,7 +148,7 @@ def test_what_must_be_compiled_is_whatever_it_gains() -> None:
     costs = estimated(joint)
     program = survey(joint, costs, effort=0.0).keep_all.program()
     units = by_block(program)
-    kept = [unit for unit in worth_it(program, units, lambda _: 0.0, 1e9) if unit.compiled]
+    kept = [unit for unit in worth_compiling(program, units, lambda _: 0.0, 1e9) if unit.compiled]
     targets = [joint.ops[op].node.target for unit in kept for op in ops_of(program, unit)]
     assert any(target in ALWAYS_COMPILED for target in targets)
 
