@@ -209,10 +209,10 @@ class _Search:
     def _fastest_cut(self, candidates: Sequence[Candidate], cut: Cut) -> _Judged | None:
         """The first candidate that fits when it is cut in one way."""
         budget, sizes, tries = self._plan.budget, self._single.sizes, 0
-        for candidate, units in self._in_units(candidates, cut):
-            if max(unit_bytes(candidate.program(), sizes, units)) > budget:
+        for candidate, program, units in self._in_units(candidates, cut):
+            if max(unit_bytes(program, sizes, units)) > budget:
                 continue
-            fused = fused_program(candidate.program(), units, self._kernels)
+            fused = fused_program(program, units, self._kernels)
             if live_bytes(fused, known_costs(fused.layout.joint).sizes).peak > budget:
                 continue
             if tries == TRIES:
@@ -223,14 +223,16 @@ class _Search:
                 return self._with_slow_regions_apart(judged)
         return None
 
-    def _in_units(self, candidates: Iterable[Candidate], cut: Cut) -> Iterator[tuple[Candidate, Units]]:
-        """The candidates cut in one way, first without the regions that gain little, then with all."""
+    def _in_units(
+        self, candidates: Iterable[Candidate], cut: Cut
+    ) -> Iterator[tuple[Candidate, Program, Units]]:
+        """The candidates and programs, cut in one way: first without the regions that gain little, then with all."""
         least = LITTLE * self._single.time_of(range(len(self._plan.joint.ops)))
         for candidate in candidates:
             program = candidate.program()
             units = cut(program, self._single.sizes, self._plan.budget)
             for some in dict.fromkeys((worth_compiling(program, units, self._gain, least), units)):
-                yield candidate, some
+                yield candidate, program, some
 
     def _gain(self, ops: Sequence[int]) -> float:
         """Seconds that ops save at most where they are compiled together: fused, they take as long as one of them."""
