@@ -85,6 +85,7 @@ class PlannedStep:
     not_sliced: tuple[str, ...] = ()  # why ops that need much are whole, where slices were asked for
     more_slices: Callable[[], int] | None = None  # the least budget of ways to slice that were not needed
     compiled: Compiled | None = None  # where ops run in compiled regions
+    not_compiled: str = ""  # why they do not, where that was asked for
     assumed: str = ""  # what was taken for granted of a device that the step was not captured on
 
     def __repr__(self) -> str:

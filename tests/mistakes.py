@@ -916,9 +916,37 @@ MISTAKES += [
     # a cut whose regions are slower than single ops is taken without another look
     Mistake(
         "planning/compiled.py",
-        "if judged.time <= NO_SLOWER * self._single.time(self._plan.chosen.program()):",
+        "if judged.time <= FASTER * self._single.time(self._plan.chosen.program()):",
         "if judged.time:",
         "fusion/test_compiled.py::test_where_regions_are_slower_the_other_way_to_cut_is_tried",
+    ),
+    # steps are compared at every budget
+    Mistake(
+        "planning/compiled.py",
+        "known = recall(device, key, 1)",
+        "known = None",
+        "fusion/test_compiled.py::test_what_was_learned_and_measured_is_not_asked_for_again",
+    ),
+    # seconds of regions by themselves are compared with those of single ops in a step
+    Mistake(
+        "planning/compiled.py",
+        "self._options).scaled(self._calibration)",
+        "self._options)",
+        "fusion/test_compiled.py::test_seconds_in_regions_are_compared_as_those_of_ops_in_a_step_are",
+    ),
+    # what cannot gain is compiled
+    Mistake(
+        "planning/compiled.py",
+        "if self._fits_op_by_op else inf",
+        "if False else inf",
+        "fusion/test_compiled.py::test_what_cannot_gain_is_not_compiled",
+    ),
+    # what takes longer in regions is taken to gain nothing, and to lose nothing
+    Mistake(
+        "planning/compiled.py",
+        "share = taken / alone if taken > alone else left if op in fused else 1.0",
+        "share = left if op in fused else 1.0",
+        "fusion/test_compiled.py::test_what_ops_take_in_regions_is_learned_from_all_that_were_tried",
     ),
     # what gains little is never compiled, though the budget needs it
     Mistake(

@@ -35,7 +35,8 @@ log = logging.getLogger(__name__)
 RUNS = 3  # of a step, of which the fastest counts
 TURNS = 6  # of programs that are compared
 CLOSE = 1.1  # times the least seconds of a step: slower programs take no more turns, where steps are long
-LONG = 1.0  # seconds of all runs so far, after which two are enough
+FEWEST = 3  # turns of programs that are compared, however long they are
+LONG = 1.0  # seconds of all runs so far, after which two are enough, or that many turns
 
 
 def calibration(
@@ -83,7 +84,7 @@ def _compared(programs: Sequence[Program], costs: Sequence[Costs], inputs: Seque
         began = time.perf_counter()
         for turn in range(TURNS):
             is_long = time.perf_counter() - began > LONG * len(steps)
-            if turn > 1 and is_long:
+            if turn >= FEWEST and is_long:
                 break
             for place, one in enumerate(steps):
                 if not (is_long and best[place] > CLOSE * min(best)):

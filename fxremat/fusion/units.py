@@ -101,7 +101,7 @@ def worth_compiling(program: Program, units: Units, gain: Callable[[Sequence[int
     left, lost = set[Unit](), 0.0
     kinds = [(sum(gain(ops_of(program, unit)) for unit in kind), kind) for kind in alike(program, units).values()]
     for gained, members in sorted(kinds, key=itemgetter(0)):
-        lost += gained
+        lost += max(0.0, gained)
         if lost > least:
             break
         left.update(unit for unit in members if not any(_must_compile(program, place) for place in unit.steps))

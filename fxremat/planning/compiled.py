@@ -15,6 +15,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import inf, sqrt
 from time import monotonic
 
 from fxremat.cost.calibrate import peak_of_step, seconds_of_steps
@@ -48,15 +49,18 @@ from fxremat.step.joint import Joint
 from fxremat.step.liveness import Sizes, live_bytes
 from fxremat.step.program import Program
 from fxremat.step.region import Kernels, compile_all, regions_of
+from fxremat.units import format_seconds
 
 log = logging.getLogger(__name__)
 TRIES = 4  # programs whose regions are compiled, of each way to cut them
 LEAST_SHARE = 0.05  # of its own seconds that an op is taken to need where it is fused with others
 WORTH_IT = 1.02  # times what each op takes once: programs that recompute more are searched for again
-NO_SLOWER = 1.02  # times the seconds of single ops: where regions take more, the other way to cut is tried too
+FASTER = 0.99  # times the seconds of single ops: where regions take more, the other way to cut is tried too
 SLOWER = 1.1  # times what its ops take: a region that takes more runs op by op
 WORTH_APART = 0.005  # times the seconds of all units: what such regions have to save together
 LITTLE = 0.003  # times the seconds of a step: what regions that are not compiled would save together, at most
+NOTHING_FITS = "no program in regions fits"
+LITTLE_GAINED = "regions that fit would gain little, or nothing"
 USES = 2  # of each op that is compiled, in a program by block: with fewer, it is cut by what can be fused
 
 Cut = Callable[[Program, Sizes, int], Units]
@@ -103,6 +107,7 @@ class _Chosen:
     candidate: Candidate
     units: Units  # none: op by op
     seconds: float
+    why: str  # it is op by op, if it is
 
 
 def with_compiled_kernels(plan: Plan, step: CapturedStep, options: Options) -> Plan:
@@ -118,7 +123,9 @@ class _Search:
         self._plan, self._step, self._options = plan, step, options
         self._kernels = Kernels(settings=options.inductor or {}, decompositions=DECOMPOSITIONS)
         self._single = plan.costs  # what single ops take in a step
+        self._budget = plan.budget  # less, once a program took more than was foreseen
         self._shares: Sequence[float] | None = None  # of its own seconds, that each op takes in regions, once known
+        self._tried: list[_Judged] = []  # programs in units that were measured
         self._compiling = 0.0  # seconds so far
 
     def chosen_before(self) -> Plan | None:
@@ -127,37 +134,70 @@ class _Search:
         if known is None:
             return None
         candidate = exchanged(self._plan.joint)(known.candidate)
-        judged = self._judged(candidate, known.units) if known.units else self.op_by_op()
+        judged = self._judged(candidate, known.units) if known.units else self.op_by_op
         if judged.peak > self._plan.budget or (known.units and not self._runs_within(judged)):
             return None
-        return self.plan_of(judged, known.seconds)
+        return self.plan_of(judged, known.seconds, known.why)
 
     def chosen(self) -> Plan:
-        """The plan of the fastest program that fits, in regions or op by op, which is kept."""
+        """The plan of the fastest program that fits, in regions or op by op, which is kept.
+
+        It has run once within the budget; where it took more than was foreseen, a smaller one is looked for.
+        """
         plan = self._plan
-        in_regions = self.in_regions()
-        if not in_regions:
-            log.warning("no program in compiled regions fits %d bytes: this step runs op by op", plan.budget)
-        single = self.op_by_op()
-        if single.peak > plan.budget:  # it makes new results where the plan overwrites gradients
-            if not in_regions:
-                return plan
-            single = in_regions[0]
-        rivals = [*in_regions, single]
-        times = [single.time]
-        if in_regions:
+        for _ in range(TRIES):
+            in_regions = self.in_regions()
+            alone = [self.op_by_op] if self._fits_op_by_op else []
+            rivals = [*in_regions, *alone]
+            if not rivals:
+                return replace(plan, not_compiled=NOTHING_FITS)
+            times = self._seconds(in_regions, alone)
+            best = min(range(len(rivals)), key=times.__getitem__)
+            chosen, seconds = rivals[best], times[best]
+            if not chosen.units or self._runs_within(chosen):
+                why = f"in regions it would take {format_seconds(times[0])}" if in_regions else LITTLE_GAINED
+                self._keep(chosen, seconds, why)
+                return self.plan_of(chosen, seconds, why)
+            self._budget = min(self._budget, chosen.peak - 1)
+        return replace(plan, not_compiled=NOTHING_FITS)
+
+    def _seconds(self, in_regions: Sequence[_Judged], alone: Sequence[_Judged]) -> list[float]:
+        """Seconds of a step of each program in regions, and of the one of single ops, if that is given.
+
+        Steps are run for it once for a graph of ops, whatever the budget is: how much longer they take in regions than
+        was foreseen, by what single ops do, is taken to hold for its other programs. Both what is foreseen and what
+        steps take are off by some percent, by chance: what is between them (their geometric mean) counts.
+        """
+        rivals, key, device = [*in_regions, *alone], self._key_of_ops("factor"), device_of(self._plan.joint)
+        foreseen = [rival.time for rival in rivals]
+        known = recall(device, key, 1)
+        if known is None and in_regions and alone:
             programs, costs = [rival.program for rival in rivals], [rival.costs for rival in rivals]
             seconds = seconds_of_steps(programs, costs, self._step.inputs)
-            times = seconds or [rival.time for rival in rivals]
-            log.debug("seconds of programs in compiled regions, and of single ops: %s", times)
-        best = min(range(len(rivals)), key=times.__getitem__)
-        self._keep(rivals[best], times[best])
-        return self.plan_of(rivals[best], times[best])
+            log.debug("seconds of steps in regions, and of single ops: %s; foreseen: %s", seconds, foreseen)
+            if seconds is None:
+                return foreseen
+            between = [sqrt(took * expected) for took, expected in zip(seconds, foreseen, strict=True)]
+            longer = [time / expected for time, expected in zip(between, foreseen, strict=True)]
+            keep(device, key, [min(longer[:-1]) / longer[-1]])
+            return between
+        factor = 1.0 if known is None else known[0]
+        return [*(factor * rival.time for rival in in_regions), *(rival.time for rival in alone)]
 
-    def _keep(self, judged: _Judged, seconds: float) -> None:
+    def _key_of_ops(self, what: str) -> str:
+        """Names what was learned of a graph of ops in regions, whatever the budget."""
+        return f"{what} {self._kernels.configuration} {of_ops(self._plan.joint)}"
+
+    def _keep(self, judged: _Judged, seconds: float, why: str) -> None:
         """Keep what was chosen, for `chosen_before`."""
         candidate = exchanged(NO_GRAPH)(judged.candidate)
-        write(self._key, _Chosen(candidate=candidate, units=judged.units, seconds=seconds))
+        write(self._key, _Chosen(candidate=candidate, units=judged.units, seconds=seconds, why=why))
+
+    @cached_property
+    def _calibration(self) -> float:
+        """What ops take in a step, times what each of them takes: regions are compared with ops in a step."""
+        ops = range(len(self._plan.joint.ops))
+        return self._single.time_of(ops) / known_costs(self._plan.joint).time_of(ops)
 
     @cached_property
     def _key(self) -> str:
@@ -173,7 +213,7 @@ class _Search:
         on; the first time, a program that was found without that is a rival.
         """
         joint, known = self._plan.joint, self._plan.alternatives.candidates
-        key = f"shares {self._kernels.configuration} {of_ops(joint)}"
+        key = self._key_of_ops("shares")
         self._shares = recall(device_of(joint), key, len(joint.ops))
         if self._shares is not None:
             found = self.fastest(self._candidates_with(self._shares)) or self.fastest(known)
@@ -181,7 +221,7 @@ class _Search:
         found = self.fastest(known)
         if found is None:
             return []
-        self._shares = _shares(found, self._single)
+        self._shares = _shares(self._tried, self._single, joint)
         keep(device_of(joint), key, self._shares)
         corrected = self.fastest(self._candidates_with(self._shares)) if found.slower > WORTH_IT else None
         return [found] if corrected is None or corrected.units == found.units else [found, corrected]
@@ -189,26 +229,26 @@ class _Search:
     def _candidates_with(self, shares: Sequence[float]) -> Sequence[Candidate]:
         """Programs that are searched for with the seconds that ops have been seen to take in regions."""
         plan, single = self._plan, self._single
-        seconds = tuple(second * share for second, share in zip(single.seconds, shares, strict=True))
+        seconds = tuple(second * min(1.0, share) for second, share in zip(single.seconds, shares, strict=True))
         costs = replace(single, seconds=seconds)
         return searched_again(plan.alternatives, costs, plan.budget, self._options).candidates
 
     def fastest(self, candidates: Iterable[Candidate]) -> _Judged | None:
         """The fastest program in units that fits, as far as programs of single ops are ordered by their time."""
-        joint, most = self._plan.joint, ABOVE * self._plan.budget
+        joint, most = self._plan.joint, ABOVE * self._budget
         near = [one for one in candidates if one.peak <= most and one.layout.joint is joint]
         cuts = CUTS if near and _repeats(near[0].program(), self._kernels) else CUTS[::-1]
         found: list[_Judged] = []
         for cut in cuts:
             if (judged := self._fastest_cut(near, cut)) is not None:
                 found.append(judged)
-                if judged.time <= NO_SLOWER * self._single.time(self._plan.chosen.program()):
+                if judged.time <= FASTER * self._single.time(self._plan.chosen.program()):
                     break
         return min(found, key=lambda judged: judged.time, default=None)
 
     def _fastest_cut(self, candidates: Sequence[Candidate], cut: Cut) -> _Judged | None:
         """The first candidate that fits when it is cut in one way."""
-        budget, sizes, tries = self._plan.budget, self._single.sizes, 0
+        budget, sizes, tries = self._budget, self._single.sizes, 0
         for candidate, program, units in self._in_units(candidates, cut):
             if max(unit_bytes(program, sizes, units)) > budget:
                 continue
@@ -219,29 +259,47 @@ class _Search:
                 return None
             tries += 1
             judged = self._judged(candidate, units, fused)
-            if judged.peak <= budget and self._runs_within(judged):
+            if judged.peak <= budget:
                 return self._with_slow_regions_apart(judged)
         return None
 
     def _in_units(
         self, candidates: Iterable[Candidate], cut: Cut
     ) -> Iterator[tuple[Candidate, Program, Units]]:
-        """The candidates and programs, cut in one way: first without the regions that gain little, then with all."""
+        """The candidates and programs, cut in one way: first without the regions that gain little, then with all.
+
+        What cannot be faster than single ops, which fit, is left out.
+        """
         least = LITTLE * self._single.time_of(range(len(self._plan.joint.ops)))
+        most = self._single.time(self._plan.chosen.program()) - least if self._fits_op_by_op else inf
         for candidate in candidates:
             program = candidate.program()
+            seconds = self._single.time(program)
+            gaining = [step.op for step in program.executions if self._shares is None or self._shares[step.op] < 1]
+            if seconds - self._gain(gaining) > most:
+                continue
             units = cut(program, self._single.sizes, self._plan.budget)
             for some in dict.fromkeys((worth_compiling(program, units, self._gain, least), units)):
-                yield candidate, program, some
+                if seconds - sum(self._gain(ops_of(program, unit)) for unit in some if unit.compiled) <= most:
+                    yield candidate, program, some
 
     def _gain(self, ops: Sequence[int]) -> float:
-        """Seconds that ops save at most where they are compiled together: fused, they take as long as one of them."""
+        """Seconds that ops save at most where they are compiled together: fused, they take as long as one of them.
+
+        Once it is known what they take in regions, that counts: they may take longer.
+        """
         joint, single = self._plan.joint, self._single
         if self._shares is not None:
             return sum(single.seconds[op] * (1 - self._shares[op]) for op in ops)
         fused = [single.seconds[op] for op in ops if is_pointwise(joint.ops[op].node)]
         return sum(fused) - max(fused, default=0.0)
 
+    @property
+    def _fits_op_by_op(self) -> bool:
+        """Whether single ops fit, which may make new results here where the plan overwrites gradients."""
+        return self.op_by_op.peak <= self._plan.budget
+
+    @cached_property
     def op_by_op(self) -> _Judged:
         """The program of single ops that the plan has chosen; what has to be compiled is, by itself."""
         plan, program = self._plan, self._plan.chosen.program()
@@ -256,11 +314,11 @@ class _Search:
             single=plan.costs,
         )
 
-    def plan_of(self, judged: _Judged, time: float) -> Plan:
-        """The plan that runs a program in units, which takes so many seconds."""
+    def plan_of(self, judged: _Judged, time: float, why: str) -> Plan:
+        """The plan that runs a program in units, which takes so many seconds; `why` it runs op by op, if it does."""
         regions = regions_of(judged.joint.module.graph)
         if not regions:
-            return self._plan
+            return replace(self._plan, not_compiled=why)
         candidate = replace(judged.candidate, time=self._single.time(judged.candidate.program()))
         compiled = Compiled(
             chosen=candidate.in_units(judged.program, judged.peak, time),
@@ -283,15 +341,16 @@ class _Search:
         self._compiling += monotonic() - began
         if left:
             log.warning("%d of %d regions do not compile: %s", len(left), len(new), left[0].given_up.splitlines()[0])
-        costs = with_loss(measure(joint, self._step.inputs), self._options)
+        costs = with_loss(measure(joint, self._step.inputs), self._options).scaled(self._calibration)
         peak = live_bytes(fused, costs.sizes).peak
         log.debug(
             "a program of %d bytes and %.4g s takes %d bytes and %.4g s in %d units",
             *(candidate.peak, candidate.time, peak, costs.time(fused), len(units)),
         )
-        return _Judged(
-            candidate=candidate, units=units, program=fused, costs=costs, peak=peak, single=self._single
+        self._tried.append(
+            _Judged(candidate=candidate, units=units, program=fused, costs=costs, peak=peak, single=self._single)
         )
+        return self._tried[-1]
 
     def _runs_within(self, judged: _Judged) -> bool:
         """Whether the step, run once on its real inputs, stays within the budget; tells of it where it does not."""
@@ -316,8 +375,7 @@ class _Search:
         if saved <= WORTH_APART * judged.time:
             return judged
         apart = self._judged(judged.candidate, tuple(units))
-        better = apart.peak <= self._plan.budget and apart.time < judged.time
-        return apart if better and self._runs_within(apart) else judged
+        return apart if apart.peak <= self._budget and apart.time < judged.time else judged
 
 
 def _repeats(program: Program, kernels: Kernels) -> bool:
@@ -328,23 +386,31 @@ def _repeats(program: Program, kernels: Kernels) -> bool:
     return every >= USES * sum(distinct.values())
 
 
-def _shares(judged: _Judged, single: Costs) -> list[float]:
-    """How much of its own seconds each op takes in regions.
+def _shares(tried: Sequence[_Judged], single: Costs, joint: Joint) -> list[float]:
+    """How much of its own seconds each op takes in regions: in the program, of those tried, where that is least."""
+    found = [_shares_in(judged, single) for judged in tried]
+    keys = [op_key(op.node) for op in joint.ops]
+    return [min((shares[key] for shares in found if key in shares), default=1.0) for key in keys]
+
+
+def _shares_in(judged: _Judged, single: Costs) -> dict[str, float]:
+    """How much of its own seconds each op takes in the regions of a program, by its key: on average.
 
     Products, convolutions and attention take what they take alone; what is left of a region's seconds is divided among
-    its other ops. Ops of equal keys share the mean.
+    its other ops. In a region that takes longer than its ops, all of them take longer.
     """
     program, joint = judged.candidate.program(), judged.candidate.layout.joint
     shares: dict[str, list[float]] = {}
-    taken = judged.seconds_of_units
-    for place, unit in enumerate(judged.units):
-        ops = [joint.ops[number] for number in ops_of(program, unit)]
-        fused = [op for op in ops if unit.compiled and is_pointwise(op.node)]
-        inside = {op.index for op in fused}
-        together = single.time_of(inside)
-        called = single.time_of(op.index for op in ops) - together
-        left = max(LEAST_SHARE, min(1.0, (taken.get(place, 0.0) - called) / together)) if together else 1.0
+    for place, taken in judged.seconds_of_units.items():
+        unit = judged.units[place]
+        if not unit.compiled:
+            continue
+        ops = ops_of(program, unit)
+        alone = single.time_of(ops)
+        fused = {op for op in ops if is_pointwise(joint.ops[op].node)}
+        together = single.time_of(op for op in ops if op in fused)
+        left = max(LEAST_SHARE, (taken - alone + together) / together) if together else 1.0
         for op in ops:
-            shares.setdefault(op_key(op.node), []).append(left if op.index in inside else 1.0)
-    of_each = (shares.get(op_key(op.node), [1.0]) for op in joint.ops)
-    return [sum(found) / len(found) for found in of_each]
+            share = taken / alone if taken > alone else left if op in fused else 1.0
+            shares.setdefault(op_key(joint.ops[op].node), []).append(share)
+    return {key: sum(found) / len(found) for key, found in shares.items()}

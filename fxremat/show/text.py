@@ -215,6 +215,8 @@ def facts(plan: PlannedStep, tree: ModuleNode) -> Iterator[tuple[str, str]]:
         yield "whole" if plan.slices else "no slices", "; ".join(plan.not_sliced)
     if plan.compiled:
         yield "kernels", _kernels(plan, plan.compiled)
+    if plan.not_compiled:
+        yield "kernels", f"PyTorch's, op by op: {plan.not_compiled}"
     if plan.sizes:
         yield "sizes", f"{plan.sizes}; others with plan.at(...)"
     if plan.assumed:

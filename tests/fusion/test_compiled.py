@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,10 +22,13 @@ from benchmarks.meter import peak_bytes, training_step
 from fxremat.cost import calibrate
 from fxremat.cost.cache import _read as read_rows
 from fxremat.errors import FxrematError
-from fxremat.fusion.units import Units, unit_bytes
+from fxremat.fusion.units import Units, alone, by_block, ops_of, unit_bytes
 from fxremat.planning import compiled
 from fxremat.plans import Plan
+from fxremat.search.candidate import Frontier
 from fxremat.search.survey import survey
+from fxremat.step import region
+from fxremat.step.costs import Costs, op_key
 from fxremat.step.liveness import Sizes
 from fxremat.step.program import Program
 from fxremat.step.region import Kernels, Region, compile_all, forget_kernels, regions_of
@@ -182,12 +187,41 @@ def test_the_plan_tells_of_its_kernels_and_shows_itself() -> None:
 
 
 def test_a_step_that_single_ops_run_faster_runs_op_by_op(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "seconds_of_steps", lambda programs, *_: [*[2.0] * (len(programs) - 1), 1.0])
+    monkeypatch.setattr(compiled._Search, "_seconds", lambda _, found, single: [*[2.0] * len(found), 1.0])
     model, given = model_of(dropout=0.0), batch()
     call = within(model, "70%")
     call(*given).backward()
     assert call.plan.compiled is None
+    assert "PyTorch's, op by op: in regions it would take 2 s" in " ".join(str(call.plan).split())
     assert peak_bytes(training_step(call, given)) <= call.plan.budget
+
+
+def test_what_cannot_gain_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    forget_kernels()
+    monkeypatch.setattr(compiled._Search, "_gain", lambda *_: 0.0)
+    call = within(model_of(dropout=0.0), "70%")
+    call(*batch()).backward()
+    assert "PyTorch's, op by op: regions that fit would gain little" in " ".join(str(call.plan).split())
+    assert not region._kernels
+
+
+@pytest.mark.usefixtures("surveys")
+def test_seconds_in_regions_are_compared_as_those_of_ops_in_a_step_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times of single ops are multiplied by what a step takes of them together; so are those of regions."""
+    found: list[float] = []
+
+    def noted(_: Any, in_regions: Sequence[Any], alone: Sequence[Any]) -> list[float]:
+        found.append(in_regions[0].time / alone[0].time)
+        return [one.time for one in [*in_regions, *alone]]
+
+    monkeypatch.setattr(compiled._Search, "_seconds", noted)
+    monkeypatch.setattr(compiled, "LITTLE", -1.0)
+    monkeypatch.setattr(compiled, "SLOWER", 1e9)
+    calibrated = importlib.import_module("fxremat.planning.finished")
+    for factor in (1.0, 50.0):
+        monkeypatch.setattr(calibrated, "calibration", lambda *_, factor=factor: factor)
+        within(model_of(dropout=0.0), "100%")(*batch())
+    assert found[1] == pytest.approx(found[0], rel=0.5)
 
 
 def test_what_was_learned_and_measured_is_not_asked_for_again(
@@ -200,6 +234,8 @@ def test_what_was_learned_and_measured_is_not_asked_for_again(
         function = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *given: asked.append(name) or function(*given))
 
+    monkeypatch.setattr(calibrate, "_compared", lambda programs, *_: [*[1e-9] * (len(programs) - 1), 1.0])
+    monkeypatch.setattr(compiled, "LITTLE", -1.0)
     noted(compiled, "_shares")
     noted(calibrate, "_compared")
     noted(calibrate, "_peak")
@@ -210,7 +246,7 @@ def test_what_was_learned_and_measured_is_not_asked_for_again(
     call(*given).backward()
     assert {"_shares", "_compared", "_peak"} <= set(asked)
     first, chosen = call.plan.within("70%"), call.plan.within("85%")
-    assert asked.count("_shares") == 1
+    assert asked.count("_shares") == asked.count("_compared") == 1
     assert "_candidates_with" in asked
     asked.clear()
     again = [call.plan.within("70%"), call.plan.within("85%")]
@@ -290,7 +326,7 @@ def test_where_regions_are_slower_the_other_way_to_cut_is_tried(
     known = dict(zip(("blocks", "pointwise"), compiled.CUTS, strict=True))
     monkeypatch.setattr(compiled, "CUTS", tuple(noted(name, cut) for name, cut in known.items()))
     monkeypatch.setattr(compiled, "_repeats", lambda *_: True)
-    monkeypatch.setattr(compiled, "NO_SLOWER", slower)
+    monkeypatch.setattr(compiled, "FASTER", slower)
     call = within(model_of(dropout=0.0, layers=2), "100%")
     call(*batch()).backward()
     assert tried == cuts
@@ -300,16 +336,15 @@ def test_where_regions_are_slower_the_other_way_to_cut_is_tried(
 @pytest.mark.usefixtures("always_in_regions", "surveys")
 def test_all_is_compiled_where_the_budget_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """What gains little in time may gain memory."""
-    monkeypatch.setattr(compiled, "LITTLE", 1e9)
-    call = within(model_of(dropout=0.0), "100%")
-    call(*batch())
-    assert call.plan.compiled is None
+    monkeypatch.setattr(compiled, "worth_compiling", lambda program, *_: alone(program, range(len(program.steps))))
 
     def more_by_themselves(program: Program, sizes: Sizes, units: Units) -> list[int]:
         return unit_bytes(program, sizes, units) if any(unit.compiled for unit in units) else [1 << 40]
 
     monkeypatch.setattr(compiled, "unit_bytes", more_by_themselves)
-    assert call.plan.within("70%").compiled is not None
+    call = within(model_of(dropout=0.0), "70%")
+    call(*batch())
+    assert call.plan.compiled is not None
 
 
 @pytest.mark.usefixtures("always_in_regions")
@@ -396,7 +431,7 @@ def test_what_does_not_go_together_is_said_in_a_line(options: dict[str, Any], me
 
 
 def test_through_the_backend_of_torch_compile(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "seconds_of_steps", lambda programs, *_: [1.0] * len(programs))
+    monkeypatch.setattr(compiled._Search, "_seconds", lambda _, found, single: [1.0] * len([*found, *single]))
     monkeypatch.setattr(compiled, "SLOWER", 1e9)
     forget_kernels()
     made: list[Region] = []
@@ -407,3 +442,34 @@ def test_through_the_backend_of_torch_compile(monkeypatch: pytest.MonkeyPatch) -
     call = torch.compile(model, backend="fxremat", fullgraph=True, options=options)
     assert largest_error(gradients(model, call, given), gradients(plain, plain, given)) < 1e-3
     assert made
+
+
+def _measured(frontier: Frontier, units: Units, costs: Costs, times: float) -> Any:
+    """A program in units, whose regions take so many times what their ops take."""
+    program = frontier.keep_all.program()
+    taken = {place: times * costs.time_of(ops_of(program, unit)) for place, unit in enumerate(units)}
+    return SimpleNamespace(candidate=frontier.keep_all, units=units, seconds_of_units=taken)
+
+
+def test_what_ops_take_in_regions_is_learned_from_all_that_were_tried() -> None:
+    joint = capture(Alike(), torch.randn(256, 64))
+    costs = estimated(joint)
+    frontier = survey(joint, costs, effort=0.0)
+    program = frontier.keep_all.program()
+    blocks, single = by_block(program), alone(program, range(len(program.steps)))
+    inside = {op_key(joint.ops[op].node) for unit in blocks if unit.compiled for op in ops_of(program, unit)}
+    slow, faster = _measured(frontier, blocks, costs, 1.5), _measured(frontier, blocks, costs, 0.99)
+
+    def shares(*tried: Any) -> dict[str, float]:
+        found = compiled._shares(tried, costs, joint)
+        return {op_key(op.node): share for op, share in zip(joint.ops, found, strict=True)}
+
+    assert set(shares(_measured(frontier, single, costs, 0.5)).values()) == {1.0}
+    assert all(share == pytest.approx(1.5 if key in inside else 1.0) for key, share in shares(slow).items())
+    assert shares(slow, faster) == shares(faster)
+    found = shares(faster)
+    gained = sum(costs.seconds[op.index] * (1 - found[op_key(op.node)]) for op in joint.ops)
+    compiled_alone = sum(costs.time_of(ops_of(program, unit)) for unit in blocks if unit.compiled)
+    assert gained == pytest.approx(0.01 * compiled_alone, rel=0.5)
+    products = [found[op_key(op.node)] for op in joint.ops if op.node.target is torch.ops.aten.addmm.default]
+    assert set(products) == {1.0}
