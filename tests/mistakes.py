@@ -943,10 +943,17 @@ MISTAKES += [
     ),
     # what takes longer in regions is taken to gain nothing, and to lose nothing
     Mistake(
-        "planning/compiled.py",
+        "planning/judged.py",
         "share = taken / alone if taken > alone else left if op in fused else 1.0",
         "share = left if op in fused else 1.0",
         "fusion/test_compiled.py::test_what_ops_take_in_regions_is_learned_from_all_that_were_tried",
+    ),
+    # towers share copies of the weights that they share
+    Mistake(
+        "passes/channels_last.py",
+        "use = read, cast(fx.Node, node.args[activation])",
+        "use = read, read",
+        "test_towers.py::test_towers_that_share_weights_share_no_copies_of_these_in_another_layout",
     ),
     # what gains little is never compiled, though the budget needs it
     Mistake(

@@ -11,11 +11,14 @@ from torch import Tensor, nn
 
 import fxremat
 from benchmarks import models
+from benchmarks.capture import joint_graph
 from benchmarks.meter import peak_bytes
 from fxremat.chains.join_schedule import JoinSchedule
 from fxremat.linearize.crossings import crossings
 from fxremat.linearize.towers import Towers, find_towers, on_the_layout
+from fxremat.passes.normalize import FOR_REGIONS, normalize
 from fxremat.search import survey as planner
+from fxremat.step.joint import read_joint
 from tests.dags import capture, estimated
 from tests.training import differences, train
 
@@ -75,6 +78,18 @@ def test_the_siamese_benchmark_has_two_towers_and_other_models_none() -> None:
         towers = towers_of(case.model(), *case.batch())
         found[name] = len(towers.ends) if towers else 0
     assert found == {"siamese": 2, "gpt": 0, "encoder_decoder": 0, "inception": 0, "unet": 0}
+
+
+def test_towers_that_share_weights_share_no_copies_of_these_in_another_layout() -> None:
+    """Convolutions run in channels_last where regions are to be compiled, and read copies of their weights."""
+    case = models.get("siamese", "small")
+    module, outputs = joint_graph(case.model(), *case.batch())
+    joint = read_joint(normalize(module, FOR_REGIONS), outputs)
+    clones = [op for op in joint.forward_ops if op.node.target is torch.ops.aten.clone.default]
+    assert len({op.node.args[0] for op in clones}) < len(clones)
+    towers = find_towers(joint, crossings(joint), estimated(joint).seconds)
+    assert towers is not None
+    assert len(towers.ends) == 2
 
 
 def test_first_runs_keep_the_captured_order() -> None:

@@ -9,7 +9,8 @@
 Kernels that are compiled for a part of the graph keep the layouts at its borders, so that the compiler cannot choose
 the format for all of it. Here it is chosen before the graph is planned:
 
-    a copy              made where a convolution reads another layout, once for all readers of a value
+    a copy              made where a convolution reads another layout, once for all readers of a value; of a weight,
+                        once for a convolution and its backward, so that towers of the same weights share no value
     every later op      shows what its fake kernel makes of the new layouts
     an op that cannot   take the new layout, or that is told strides, reads a copy in the layout as captured
     what is returned    has the layout as captured, so that autograd and the caller see no difference
@@ -188,7 +189,8 @@ class _Conversion:
         self.views = {node for node in graph.nodes if node.op == "call_function" and _is_view(node)}
         self.captured: dict[fx.Node, Any] = {}  # what nodes showed that show something else now
         self.source: dict[fx.Node, fx.Node] = {}  # copy in channels_last -> what it is a copy of
-        self.copies: dict[fx.Node, fx.Node] = {}  # the inverse
+        self.copies: dict[fx.Node, fx.Node] = {}  # the inverse, but for weights
+        self.weights: dict[tuple[fx.Node, fx.Node], fx.Node] = {}  # weight and activation -> copy of the weight
         self.instead: dict[fx.Node, fx.Node] = {}  # copies that all later ops read
         self.originals: dict[fx.Node, fx.Node] = {}  # node -> one with its elements in the layout as captured
 
@@ -233,7 +235,10 @@ class _Conversion:
                 node.update_arg(place, self.instead[read])
         read = cast(fx.Node, node.args[weight])
         if not _lies_channels_last(_tensor(read), activation=False):
-            node.update_arg(weight, self._copy(read, node))
+            use = read, cast(fx.Node, node.args[activation])
+            if use not in self.weights:
+                self.weights[use] = self._new_copy(read, node)
+            node.update_arg(weight, self.weights[use])
 
     def _even_out(self, node: fx.Node) -> None:
         """Let an op that meets channels_last read all its operands so.
@@ -252,11 +257,16 @@ class _Conversion:
 
     def _copy(self, node: fx.Node, reader: fx.Node) -> fx.Node:
         if node not in self.copies:
-            format_ = FORMATS[_tensor(node).dim()]
-            with self.graph.inserting_before(reader):
-                copy = self._new(reader, aten.clone.default, (node,), {"memory_format": format_})
-            self.copies[node], self.source[copy] = copy, node
+            self.copies[node] = self._new_copy(node, reader)
         return self.copies[node]
+
+    def _new_copy(self, node: fx.Node, reader: fx.Node) -> fx.Node:
+        """A copy of a node in channels_last, made in front of its first reader."""
+        format_ = FORMATS[_tensor(node).dim()]
+        with self.graph.inserting_before(reader):
+            copy = self._new(reader, aten.clone.default, (node,), {"memory_format": format_})
+        self.source[copy] = node
+        return copy
 
     def _new(self, like: fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
         """A node that belongs to the same line, and to the same half of the step, as another."""

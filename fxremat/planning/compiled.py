@@ -35,17 +35,16 @@ from fxremat.fusion.units import (
 )
 from fxremat.ops.seeded import ALWAYS_COMPILED, DECOMPOSITIONS
 from fxremat.options import Options
-from fxremat.passes.lower_as_one import GROUP
 from fxremat.planned_step import Compiled
 from fxremat.planning.captured import CapturedStep
+from fxremat.planning.judged import Judged, shares_of
 from fxremat.planning.searched import ABOVE, searched_again, with_loss
 from fxremat.plans import Plan
 from fxremat.progress import progress
 from fxremat.search.candidate import Candidate, exchanged
 from fxremat.search.found_files import read, write
 from fxremat.search.frontier_cache import NO_GRAPH, key_of
-from fxremat.step.costs import Costs, device_of, op_key
-from fxremat.step.joint import Joint
+from fxremat.step.costs import device_of
 from fxremat.step.liveness import Sizes, live_bytes
 from fxremat.step.program import Program
 from fxremat.step.region import Kernels, compile_all, regions_of
@@ -53,7 +52,6 @@ from fxremat.units import format_seconds
 
 log = logging.getLogger(__name__)
 TRIES = 4  # programs whose regions are compiled, of each way to cut them
-LEAST_SHARE = 0.05  # of its own seconds that an op is taken to need where it is fused with others
 WORTH_IT = 1.02  # times what each op takes once: programs that recompute more are searched for again
 FASTER = 0.99  # times the seconds of single ops: where regions take more, the other way to cut is tried too
 SLOWER = 1.1  # times what its ops take: a region that takes more runs op by op
@@ -65,39 +63,6 @@ USES = 2  # of each op that is compiled, in a program by block: with fewer, it i
 
 Cut = Callable[[Program, Sizes, int], Units]
 CUTS: tuple[Cut, ...] = (lambda program, _, __: by_block(program), pointwise)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Judged:
-    """A program in units with what it takes."""
-
-    candidate: Candidate  # of single ops
-    units: Units
-    program: Program
-    costs: Costs
-    peak: int
-    single: Costs  # of the ops, one by one
-
-    @property
-    def joint(self) -> Joint:
-        """The joint graph whose ops are the units."""
-        return self.program.layout.joint
-
-    @property
-    def slower(self) -> float:
-        """How many times as long its ops take, one by one, as each of them once."""
-        program, costs = self.candidate.program(), self.single
-        return costs.time(program) / costs.time_of(range(len(program.layout.joint.ops)))
-
-    @property
-    def seconds_of_units(self) -> dict[int, float]:
-        """What each unit takes."""
-        return {op.node.meta[GROUP]: self.costs.seconds[op.index] for op in self.joint.ops if GROUP in op.node.meta}
-
-    @property
-    def time(self) -> float:
-        """Seconds of all units."""
-        return self.costs.time(self.program)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +90,7 @@ class _Search:
         self._single = plan.costs  # what single ops take in a step
         self._budget = plan.budget  # less, once a program took more than was foreseen
         self._shares: Sequence[float] | None = None  # of its own seconds, that each op takes in regions, once known
-        self._tried: list[_Judged] = []  # programs in units that were measured
+        self._tried: list[Judged] = []  # programs in units that were measured
         self._compiling = 0.0  # seconds so far
 
     def chosen_before(self) -> Plan | None:
@@ -161,7 +126,7 @@ class _Search:
             self._budget = min(self._budget, chosen.peak - 1)
         return replace(plan, not_compiled=NOTHING_FITS)
 
-    def _seconds(self, in_regions: Sequence[_Judged], alone: Sequence[_Judged]) -> list[float]:
+    def _seconds(self, in_regions: Sequence[Judged], alone: Sequence[Judged]) -> list[float]:
         """Seconds of a step of each program in regions, and of the one of single ops, if that is given.
 
         Steps are run for it once for a graph of ops, whatever the budget is: how much longer they take in regions than
@@ -188,7 +153,7 @@ class _Search:
         """Names what was learned of a graph of ops in regions, whatever the budget."""
         return f"{what} {self._kernels.configuration} {of_ops(self._plan.joint)}"
 
-    def _keep(self, judged: _Judged, seconds: float, why: str) -> None:
+    def _keep(self, judged: Judged, seconds: float, why: str) -> None:
         """Keep what was chosen, for `chosen_before`."""
         candidate = exchanged(NO_GRAPH)(judged.candidate)
         write(self._key, _Chosen(candidate=candidate, units=judged.units, seconds=seconds, why=why))
@@ -206,7 +171,7 @@ class _Search:
         settings = ("in regions", *of, options.solver, options.effort, options.slots, options.loss_size)
         return repr(key_of(self._plan.joint, self._single, settings))
 
-    def in_regions(self) -> list[_Judged]:
+    def in_regions(self) -> list[Judged]:
         """The programs in units that are worth timing; none where none fits.
 
         What ops take in regions is learned once for a graph of ops, whatever the budget is, and planned with from then
@@ -221,7 +186,7 @@ class _Search:
         found = self.fastest(known)
         if found is None:
             return []
-        self._shares = _shares(self._tried, self._single, joint)
+        self._shares = shares_of(self._tried, self._single, joint)
         keep(device_of(joint), key, self._shares)
         corrected = self.fastest(self._candidates_with(self._shares)) if found.slower > WORTH_IT else None
         return [found] if corrected is None or corrected.units == found.units else [found, corrected]
@@ -229,16 +194,18 @@ class _Search:
     def _candidates_with(self, shares: Sequence[float]) -> Sequence[Candidate]:
         """Programs that are searched for with the seconds that ops have been seen to take in regions."""
         plan, single = self._plan, self._single
+        if min(shares) >= 1:
+            return plan.alternatives.candidates
         seconds = tuple(second * min(1.0, share) for second, share in zip(single.seconds, shares, strict=True))
         costs = replace(single, seconds=seconds)
         return searched_again(plan.alternatives, costs, plan.budget, self._options).candidates
 
-    def fastest(self, candidates: Iterable[Candidate]) -> _Judged | None:
+    def fastest(self, candidates: Iterable[Candidate]) -> Judged | None:
         """The fastest program in units that fits, as far as programs of single ops are ordered by their time."""
         joint, most = self._plan.joint, ABOVE * self._budget
         near = [one for one in candidates if one.peak <= most and one.layout.joint is joint]
         cuts = CUTS if near and _repeats(near[0].program(), self._kernels) else CUTS[::-1]
-        found: list[_Judged] = []
+        found: list[Judged] = []
         for cut in cuts:
             if (judged := self._fastest_cut(near, cut)) is not None:
                 found.append(judged)
@@ -246,7 +213,7 @@ class _Search:
                     break
         return min(found, key=lambda judged: judged.time, default=None)
 
-    def _fastest_cut(self, candidates: Sequence[Candidate], cut: Cut) -> _Judged | None:
+    def _fastest_cut(self, candidates: Sequence[Candidate], cut: Cut) -> Judged | None:
         """The first candidate that fits when it is cut in one way."""
         budget, sizes, tries = self._budget, self._single.sizes, 0
         for candidate, program, units in self._in_units(candidates, cut):
@@ -300,12 +267,12 @@ class _Search:
         return self.op_by_op.peak <= self._plan.budget
 
     @cached_property
-    def op_by_op(self) -> _Judged:
+    def op_by_op(self) -> Judged:
         """The program of single ops that the plan has chosen; what has to be compiled is, by itself."""
         plan, program = self._plan, self._plan.chosen.program()
         if any(op.node.target in ALWAYS_COMPILED for op in plan.joint.ops):
             return self._judged(plan.chosen, alone(program, range(len(program.steps))))
-        return _Judged(
+        return Judged(
             candidate=plan.chosen,
             units=(),
             program=program,
@@ -314,7 +281,7 @@ class _Search:
             single=plan.costs,
         )
 
-    def plan_of(self, judged: _Judged, time: float, why: str) -> Plan:
+    def plan_of(self, judged: Judged, time: float, why: str) -> Plan:
         """The plan that runs a program in units, which takes so many seconds; `why` it runs op by op, if it does."""
         regions = regions_of(judged.joint.module.graph)
         if not regions:
@@ -330,7 +297,7 @@ class _Search:
         )
         return replace(self._plan, chosen=candidate, compiled=compiled)
 
-    def _judged(self, candidate: Candidate, units: Units, fused: Program | None = None) -> _Judged:
+    def _judged(self, candidate: Candidate, units: Units, fused: Program | None = None) -> Judged:
         """Compile and measure what is new of a program in units."""
         fused = fused or fused_program(candidate.program(), units, self._kernels)
         joint = fused.layout.joint
@@ -348,11 +315,11 @@ class _Search:
             *(candidate.peak, candidate.time, peak, costs.time(fused), len(units)),
         )
         self._tried.append(
-            _Judged(candidate=candidate, units=units, program=fused, costs=costs, peak=peak, single=self._single)
+            Judged(candidate=candidate, units=units, program=fused, costs=costs, peak=peak, single=self._single)
         )
         return self._tried[-1]
 
-    def _runs_within(self, judged: _Judged) -> bool:
+    def _runs_within(self, judged: Judged) -> bool:
         """Whether the step, run once on its real inputs, stays within the budget; tells of it where it does not."""
         peak = peak_of_step(judged.program, judged.costs, self._step.inputs)
         if peak is not None and peak <= self._plan.budget:
@@ -361,7 +328,7 @@ class _Search:
         log.warning("a program in compiled regions %s: a smaller one is looked for", took)
         return False
 
-    def _with_slow_regions_apart(self, judged: _Judged) -> _Judged:
+    def _with_slow_regions_apart(self, judged: Judged) -> Judged:
         """The program with those regions op by op that take longer than their ops, if it still fits, and is faster."""
         program = judged.candidate.program()
         taken = judged.seconds_of_units
@@ -384,33 +351,3 @@ def _repeats(program: Program, kernels: Kernels) -> bool:
     distinct: dict[str, int] = {region.digest: region.count for region in regions}
     every: int = sum(region.count for region in regions)
     return every >= USES * sum(distinct.values())
-
-
-def _shares(tried: Sequence[_Judged], single: Costs, joint: Joint) -> list[float]:
-    """How much of its own seconds each op takes in regions: in the program, of those tried, where that is least."""
-    found = [_shares_in(judged, single) for judged in tried]
-    keys = [op_key(op.node) for op in joint.ops]
-    return [min((shares[key] for shares in found if key in shares), default=1.0) for key in keys]
-
-
-def _shares_in(judged: _Judged, single: Costs) -> dict[str, float]:
-    """How much of its own seconds each op takes in the regions of a program, by its key: on average.
-
-    Products, convolutions and attention take what they take alone; what is left of a region's seconds is divided among
-    its other ops. In a region that takes longer than its ops, all of them take longer.
-    """
-    program, joint = judged.candidate.program(), judged.candidate.layout.joint
-    shares: dict[str, list[float]] = {}
-    for place, taken in judged.seconds_of_units.items():
-        unit = judged.units[place]
-        if not unit.compiled:
-            continue
-        ops = ops_of(program, unit)
-        alone = single.time_of(ops)
-        fused = {op for op in ops if is_pointwise(joint.ops[op].node)}
-        together = single.time_of(op for op in ops if op in fused)
-        left = max(LEAST_SHARE, (taken - alone + together) / together) if together else 1.0
-        for op in ops:
-            share = taken / alone if taken > alone else left if op in fused else 1.0
-            shares.setdefault(op_key(joint.ops[op].node), []).append(share)
-    return {key: sum(found) / len(found) for key, found in shares.items()}

@@ -23,7 +23,7 @@ from fxremat.cost import calibrate
 from fxremat.cost.cache import _read as read_rows
 from fxremat.errors import FxrematError
 from fxremat.fusion.units import Units, alone, by_block, ops_of, unit_bytes
-from fxremat.planning import compiled
+from fxremat.planning import compiled, judged
 from fxremat.plans import Plan
 from fxremat.search.candidate import Frontier
 from fxremat.search.survey import survey
@@ -236,7 +236,7 @@ def test_what_was_learned_and_measured_is_not_asked_for_again(
 
     monkeypatch.setattr(calibrate, "_compared", lambda programs, *_: [*[1e-9] * (len(programs) - 1), 1.0])
     monkeypatch.setattr(compiled, "LITTLE", -1.0)
-    noted(compiled, "_shares")
+    noted(compiled, "shares_of")
     noted(calibrate, "_compared")
     noted(calibrate, "_peak")
     noted(compiled._Search, "_candidates_with")
@@ -244,9 +244,9 @@ def test_what_was_learned_and_measured_is_not_asked_for_again(
     model, given = model_of(dropout=0.0), batch()
     call = within(model, "70%")
     call(*given).backward()
-    assert {"_shares", "_compared", "_peak"} <= set(asked)
+    assert {"shares_of", "_compared", "_peak"} <= set(asked)
     first, chosen = call.plan.within("70%"), call.plan.within("85%")
-    assert asked.count("_shares") == asked.count("_compared") == 1
+    assert asked.count("shares_of") == asked.count("_compared") == 1
     assert "_candidates_with" in asked
     asked.clear()
     again = [call.plan.within("70%"), call.plan.within("85%")]
@@ -280,10 +280,10 @@ def test_a_kept_choice_that_does_not_fit_any_more_is_made_again(monkeypatch: pyt
     monkeypatch.setattr(compiled._Search, "fastest", lambda self, known: looked.append(1) or fastest(self, known))
     call.plan.within("70%")
     assert not looked
-    judged = compiled._Search._judged
+    as_it_is = compiled._Search._judged
 
     def larger(*given: Any) -> Any:
-        return judged(*given) if looked else replace(judged(*given), peak=1 << 40)
+        return as_it_is(*given) if looked else replace(as_it_is(*given), peak=1 << 40)
 
     monkeypatch.setattr(compiled._Search, "_judged", larger)
     assert call.plan.within("70%").predicted_peak <= call.plan.budget
@@ -461,7 +461,7 @@ def test_what_ops_take_in_regions_is_learned_from_all_that_were_tried() -> None:
     slow, faster = _measured(frontier, blocks, costs, 1.5), _measured(frontier, blocks, costs, 0.99)
 
     def shares(*tried: Any) -> dict[str, float]:
-        found = compiled._shares(tried, costs, joint)
+        found = judged.shares_of(tried, costs, joint)
         return {op_key(op.node): share for op, share in zip(joint.ops, found, strict=True)}
 
     assert set(shares(_measured(frontier, single, costs, 0.5)).values()) == {1.0}
