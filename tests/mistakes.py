@@ -948,6 +948,13 @@ MISTAKES += [
         "share = left if op in fused else 1.0",
         "fusion/test_compiled.py::test_what_ops_take_in_regions_is_learned_from_all_that_were_tried",
     ),
+    # regions are compiled whether that pays or not
+    Mistake(
+        "planning/compiled.py",
+        "if STEPS * saved < COMPILING * len(new):",
+        "if False:",
+        "fusion/test_compiled.py::test_regions_are_compiled_where_that_pays_within_a_training",
+    ),
     # towers share copies of the weights that they share
     Mistake(
         "passes/channels_last.py",

@@ -57,6 +57,8 @@ FASTER = 0.99  # times the seconds of single ops: where regions take more, the o
 SLOWER = 1.1  # times what its ops take: a region that takes more runs op by op
 WORTH_APART = 0.005  # times the seconds of all units: what such regions have to save together
 LITTLE = 0.003  # times the seconds of a step: what regions that are not compiled would save together, at most
+STEPS = 10_000  # of a training, within which compiling is to pay
+COMPILING = 0.4  # seconds for a region: 4 to 16 s for 10 to 36 regions on two cores
 NOTHING_FITS = "no program in regions fits"
 LITTLE_GAINED = "regions that fit would gain little, or nothing"
 USES = 2  # of each op that is compiled, in a program by block: with fewer, it is cut by what can be fused
@@ -216,11 +218,14 @@ class _Search:
     def _fastest_cut(self, candidates: Sequence[Candidate], cut: Cut) -> Judged | None:
         """The first candidate that fits when it is cut in one way."""
         budget, sizes, tries = self._budget, self._single.sizes, 0
-        for candidate, program, units in self._in_units(candidates, cut):
+        for candidate, program, units, saved in self._in_units(candidates, cut):
             if max(unit_bytes(program, sizes, units)) > budget:
                 continue
             fused = fused_program(program, units, self._kernels)
             if live_bytes(fused, known_costs(fused.layout.joint).sizes).peak > budget:
+                continue
+            new = {region.digest for region in regions_of(fused.layout.joint.module.graph) if not region.is_compiled}
+            if STEPS * saved < COMPILING * len(new):
                 continue
             if tries == TRIES:
                 return None
@@ -232,10 +237,11 @@ class _Search:
 
     def _in_units(
         self, candidates: Iterable[Candidate], cut: Cut
-    ) -> Iterator[tuple[Candidate, Program, Units]]:
+    ) -> Iterator[tuple[Candidate, Program, Units, float]]:
         """The candidates and programs, cut in one way: first without the regions that gain little, then with all.
 
-        What cannot be faster than single ops, which fit, is left out.
+        Beside them are the seconds of a step that they save at most; what cannot be faster than single ops, which fit,
+        is left out.
         """
         least = LITTLE * self._single.time_of(range(len(self._plan.joint.ops)))
         most = self._single.time(self._plan.chosen.program()) - least if self._fits_op_by_op else inf
@@ -247,8 +253,9 @@ class _Search:
                 continue
             units = cut(program, self._single.sizes, self._plan.budget)
             for some in dict.fromkeys((worth_compiling(program, units, self._gain, least), units)):
-                if seconds - sum(self._gain(ops_of(program, unit)) for unit in some if unit.compiled) <= most:
-                    yield candidate, program, some
+                expected = seconds - sum(self._gain(ops_of(program, unit)) for unit in some if unit.compiled)
+                if expected <= most:
+                    yield candidate, program, some, most + least - expected
 
     def _gain(self, ops: Sequence[int]) -> float:
         """Seconds that ops save at most where they are compiled together: fused, they take as long as one of them.

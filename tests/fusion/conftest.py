@@ -13,3 +13,4 @@ def always_in_regions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled._Search, "_seconds", lambda _, found, single: [1.0] * len([*found, *single]))
     monkeypatch.setattr(compiled, "SLOWER", 1e9)
     monkeypatch.setattr(compiled, "LITTLE", -1.0)
+    monkeypatch.setattr(compiled, "COMPILING", -1e9)

@@ -206,6 +206,18 @@ def test_what_cannot_gain_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.usefixtures("surveys")
+@pytest.mark.parametrize(("steps", "pays"), [(1e9, True), (1.0, False)])
+def test_regions_are_compiled_where_that_pays_within_a_training(
+    steps: float, pays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forget_kernels()
+    monkeypatch.setattr(compiled, "STEPS", steps)
+    call = within(model_of(dropout=0.0), "90%")
+    call(*batch()).backward()
+    assert bool(region._kernels) is pays
+
+
+@pytest.mark.usefixtures("surveys")
 def test_seconds_in_regions_are_compared_as_those_of_ops_in_a_step_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """Times of single ops are multiplied by what a step takes of them together; so are those of regions."""
     found: list[float] = []
@@ -216,6 +228,7 @@ def test_seconds_in_regions_are_compared_as_those_of_ops_in_a_step_are(monkeypat
 
     monkeypatch.setattr(compiled._Search, "_seconds", noted)
     monkeypatch.setattr(compiled, "LITTLE", -1.0)
+    monkeypatch.setattr(compiled, "COMPILING", -1e9)
     monkeypatch.setattr(compiled, "SLOWER", 1e9)
     calibrated = importlib.import_module("fxremat.planning.finished")
     for factor in (1.0, 50.0):
@@ -236,6 +249,7 @@ def test_what_was_learned_and_measured_is_not_asked_for_again(
 
     monkeypatch.setattr(calibrate, "_compared", lambda programs, *_: [*[1e-9] * (len(programs) - 1), 1.0])
     monkeypatch.setattr(compiled, "LITTLE", -1.0)
+    monkeypatch.setattr(compiled, "COMPILING", -1e9)
     noted(compiled, "shares_of")
     noted(calibrate, "_compared")
     noted(calibrate, "_peak")
@@ -271,7 +285,7 @@ def test_costs_are_found_again_whatever_is_called(monkeypatch: pytest.MonkeyPatc
     assert not any(" at 0x" in name for name in names)
 
 
-@pytest.mark.usefixtures("surveys")
+@pytest.mark.usefixtures("always_in_regions", "surveys")
 def test_a_kept_choice_that_does_not_fit_any_more_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
     call = within(model_of(dropout=0.0), "70%")
     call(*batch()).backward()
@@ -430,9 +444,8 @@ def test_what_does_not_go_together_is_said_in_a_line(options: dict[str, Any], me
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.usefixtures("always_in_regions")
 def test_through_the_backend_of_torch_compile(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled._Search, "_seconds", lambda _, found, single: [1.0] * len([*found, *single]))
-    monkeypatch.setattr(compiled, "SLOWER", 1e9)
     forget_kernels()
     made: list[Region] = []
     monkeypatch.setattr(compiled, "compile_all", lambda new: compile_all([*new, *(made.extend(new) or ())]))

@@ -77,6 +77,8 @@ def _spoiling_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(region, "compile_region", spoiling)
     monkeypatch.setattr(compiled._Search, "_seconds", lambda _, found, single: list(range(len([*found, *single]))))
     monkeypatch.setattr(compiled, "SLOWER", 1e9)
+    monkeypatch.setattr(compiled, "LITTLE", -1.0)
+    monkeypatch.setattr(compiled, "COMPILING", -1e9)
     yield
     region.forget_kernels()
 
