@@ -186,6 +186,7 @@ def test_the_plan_tells_of_its_kernels_and_shows_itself() -> None:
     assert plan.describe(full=True)
 
 
+@pytest.mark.usefixtures("always_in_regions")
 def test_a_step_that_single_ops_run_faster_runs_op_by_op(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled._Search, "_seconds", lambda _, found, single: [*[2.0] * len(found), 1.0])
     model, given = model_of(dropout=0.0), batch()
@@ -393,6 +394,7 @@ def test_new_sizes_are_planned_by_themselves() -> None:
     assert call.plan.sizes is None
 
 
+@pytest.mark.usefixtures("always_in_regions")
 def test_a_loss_outside_the_model() -> None:
     net = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32), nn.GELU(), nn.Linear(32, 4))
     x = torch.randn(64, 32)
