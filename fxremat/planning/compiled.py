@@ -183,7 +183,10 @@ class _Search:
         key = self._key_of_ops("shares")
         self._shares = recall(device_of(joint), key, len(joint.ops))
         if self._shares is not None:
-            found = self.fastest(self._candidates_with(self._shares)) or self.fastest(known)
+            again = self._candidates_with(self._shares)
+            found = self.fastest(again)
+            if found is None and again is not known:
+                found = self.fastest(known)
             return [] if found is None else [found]
         found = self.fastest(known)
         if found is None:
@@ -244,18 +247,19 @@ class _Search:
         is left out.
         """
         least = LITTLE * self._single.time_of(range(len(self._plan.joint.ops)))
-        most = self._single.time(self._plan.chosen.program()) - least if self._fits_op_by_op else inf
+        single = self._single.time(self._plan.chosen.program()) if self._fits_op_by_op else inf
         for candidate in candidates:
             program = candidate.program()
             seconds = self._single.time(program)
             gaining = [step.op for step in program.executions if self._shares is None or self._shares[step.op] < 1]
-            if seconds - self._gain(gaining) > most:
+            if single - seconds + self._gain(gaining) < least:
                 continue
             units = cut(program, self._single.sizes, self._plan.budget)
             for some in dict.fromkeys((worth_compiling(program, units, self._gain, least), units)):
-                expected = seconds - sum(self._gain(ops_of(program, unit)) for unit in some if unit.compiled)
-                if expected <= most:
-                    yield candidate, program, some, most + least - expected
+                gained = sum(self._gain(ops_of(program, unit)) for unit in some if unit.compiled)
+                saved = single - seconds + gained
+                if saved >= least:
+                    yield candidate, program, some, saved
 
     def _gain(self, ops: Sequence[int]) -> float:
         """Seconds that ops save at most where they are compiled together: fused, they take as long as one of them.
