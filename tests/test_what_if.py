@@ -347,16 +347,18 @@ def test_the_batch_norm_of_cuda_is_captured_as_that_of_a_cpu() -> None:
             return self.norm(x).sum()
 
     x = torch.ones(2, 4, 3, 3)
-    ops = [[str(op.node.target) for op in planned(m, x).joint.ops] for m in (CuDNN(), Plain())]
+    ops = [[str(op.node.target) for op in planned(m, x, device="A100").joint.ops] for m in (CuDNN(), Plain())]
     norms = [[name for name in names if "batch_norm" in name] for names in ops]
-    assert (
-        norms[0]
-        == norms[1]
-        == [
-            "aten._native_batch_norm_legit_functional.default",
-            "aten.native_batch_norm_backward.default",
-        ]
-    )
+    whole = ["aten._native_batch_norm_legit_functional.default", "aten.native_batch_norm_backward.default"]
+    assert norms[0] == norms[1] == whole
+
+
+def test_a_batch_norm_is_halved_for_kernels_of_a_cpu_alone() -> None:
+    def second_halves(**options: Any) -> int:
+        plan = planned(nn.Sequential(nn.BatchNorm1d(4)), torch.ones(2, 4), **options)
+        return [str(op.node.target) for op in plan.joint.ops].count("fxremat.batch_normalized.default")
+
+    assert [second_halves(), second_halves(device="A100")] == [1, 0]
 
 
 def test_several_devices_are_compared() -> None:

@@ -137,6 +137,10 @@ def _workspace(node: fx.Node, device: Device, read: int, written: int) -> int:
         return 3 * _bytes(cast(fx.Node, node.args[0])) + read + SMALL
     if device.cuda:
         return _flash_workspace(node) if _packet(node) in FLASH_BACKWARD else 0
+    if name == "batch_statistics" and node.args[5]:  # the output of the whole, and new running statistics
+        return _bytes(cast(fx.Node, node.args[0])) + _bytes(node)
+    if name == "batch_normalized":  # the scale, and a variance
+        return sum(_bytes(cast(fx.Node, argument)) for argument in node.args[3:5])
     if name in ("native_dropout", "native_dropout_backward"):  # the mask as numbers
         return _bytes(cast(fx.Node, node.args[0])) + WRAPPED
     if name not in ("convolution", "convolution_backward"):

@@ -6,7 +6,8 @@ reads them where it is known how large they may be, and zero elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +21,19 @@ aten = torch.ops.aten
 PATTERN = 1 << 14  # numbers that are drawn; they repeat from there on
 
 
-def call_of(node: fx.Node) -> Callable[[], Any]:
+@dataclass(frozen=True)
+class Call:
+    """One op with its real arguments."""
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    def __call__(self) -> Any:
+        return self.target(*self.args, **self.kwargs)
+
+
+def call_of(node: fx.Node) -> Call:
     """A call of a node's op on made-up tensors of the layouts that the node reads."""
     made: dict[fx.Node, Any] = {}
 
@@ -31,8 +44,7 @@ def call_of(node: fx.Node) -> Callable[[], Any]:
 
     arguments = fx.node.map_arg(node.args, real)
     options = fx.node.map_arg(node.kwargs, real)
-    target: Any = node.target
-    return lambda: target(*arguments, **options)
+    return Call(node.target, arguments, options)
 
 
 def value_like(node: fx.Node, index_limit: int = 1) -> Any:

@@ -34,11 +34,12 @@ from fxremat.agreement import ALONE, Agreement
 from fxremat.cost.cache import CostCache
 from fxremat.cost.devices import Device
 from fxremat.cost.estimate import cost_of
-from fxremat.cost.made_up import call_of
-from fxremat.cost.walk import Call, Walk, given_inputs
+from fxremat.cost.made_up import Call, call_of
+from fxremat.cost.walk import Walk, given_inputs
 from fxremat.errors import FxrematError
 from fxremat.passes.in_place import restore, with_new_result
 from fxremat.progress import progress
+from fxremat.step.batch_norm import STATISTICS
 from fxremat.step.collectives import is_collective
 from fxremat.step.costs import Costs, OpCost, costs_from, device_of, op_key, rounded
 from fxremat.step.joint import Joint, Op, storage_bytes
@@ -312,7 +313,7 @@ def measured(node: fx.Node, call: Call, device: torch.device) -> tuple[OpCost, A
     if isinstance(node.target, Region):
         return _region_measured(node.target, call, device)
     if overwritten(node) is None:
-        seconds = seconds_of(call, device, fixed=fixed)
+        seconds = seconds_of(_in_step(call), device, fixed=fixed)
         largest = fullest(node, call)
         peak, result = peak_of(largest, device)
         cost = _cost(seconds, peak, result, device, new=True)
@@ -346,6 +347,11 @@ def _region_measured(region: Region, call: Call, device: torch.device) -> tuple[
     allocations(hold, device)  # which knows the size of what is freed later only where it saw it allocated
     peak, result = peak_of(run, device)
     return _cost(seconds, peak, result, device, new=False), result
+
+
+def _in_step(call: Call) -> Call:
+    """The call to time: the exact first half of a BatchNorm, alone, runs the second one too, which is an op as well."""
+    return Call(STATISTICS, (*call.args[:-1], False), {}) if call.target is STATISTICS else call
 
 
 def _copy_of(x: torch.Tensor) -> torch.Tensor:
@@ -401,7 +407,7 @@ def alone(node: fx.Node, device: torch.device, *, timed: bool = True) -> OpCost 
     """
     try:
         call = call_of(node)
-        seconds = seconds_of(call, device, fixed=is_collective(node)) if timed else 0.0
+        seconds = seconds_of(_in_step(call), device, fixed=is_collective(node)) if timed else 0.0
         peak, result = peak_of(call, device)
     except FxrematError:
         raise

@@ -13,30 +13,17 @@ they are.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import fx
 
-from fxremat.cost.made_up import value_like, weights_like
+from fxremat.cost.made_up import Call, value_like, weights_like
+from fxremat.step.batch_norm import again_call
 from fxremat.step.costs import attribute, output_position
-from fxremat.step.joint import Joint, Op, Origin, again_call
+from fxremat.step.joint import Joint, Op, Origin
 from fxremat.torch_private import input_place, is_real
-
-
-@dataclass(frozen=True)
-class Call:
-    """One op with its real arguments."""
-
-    target: Any
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-
-    def __call__(self) -> Any:
-        return self.target(*self.args, **self.kwargs)
-
 
 Visit = Callable[[Op, Call], Any]
 

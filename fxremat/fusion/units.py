@@ -21,7 +21,8 @@ from operator import itemgetter
 import torch
 from torch import fx
 
-from fxremat.ops.seeded import ALWAYS_COMPILED, DECOMPOSITIONS
+from fxremat.ops.decompositions import DECOMPOSITIONS
+from fxremat.ops.seeded import ALWAYS_COMPILED
 from fxremat.step.costs import op_key
 from fxremat.step.joint import Joint, is_number, tensors_of
 from fxremat.step.liveness import Sizes, live_bytes
@@ -180,7 +181,8 @@ RUN_AS_THEY_ARE = {aten.empty.memory_format, aten.empty_like.default, aten.new_e
 
 
 NORMALIZATIONS = """native_layer_norm native_layer_norm_backward native_group_norm native_group_norm_backward
-    _native_batch_norm_legit _native_batch_norm_legit_functional native_batch_norm_backward
+    _native_batch_norm_legit _native_batch_norm_legit_functional _native_batch_norm_legit_no_training
+    native_batch_norm_backward
     _softmax _softmax_backward_data _log_softmax _log_softmax_backward_data"""
 REDUCTIONS = """sum mean amax amin var var_mean nll_loss_forward nll_loss_backward
     nll_loss2d_forward nll_loss2d_backward max_pool2d_with_indices avg_pool2d avg_pool2d_backward"""

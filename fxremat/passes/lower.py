@@ -13,6 +13,7 @@ node carries `meta["fxremat"] = {"block", "name", "role"}`, and `print_readable(
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -25,8 +26,9 @@ from fxremat.ops import host_copies, parameters
 from fxremat.ops.collectives import start_gather
 from fxremat.ops.overwriting import overwrite_where_alike
 from fxremat.ops.random import draw_again, draw_saving, generator_of
+from fxremat.step.batch_norm import again_call, normalized_by, runs_as_one, whole_call
 from fxremat.step.collectives import Collective, is_gather
-from fxremat.step.joint import Joint, Origin, again_call, is_number
+from fxremat.step.joint import Joint, Origin, is_number
 from fxremat.step.overwriting import SWAPPED, overwritten
 from fxremat.step.program import Program, Role, Step, Transfer
 from fxremat.step.symbolic import Size, is_size_node
@@ -99,6 +101,9 @@ class Lowering:
             tuple[fx.Node, fx.Node]
         ] = []  # node of the forward graph, its placeholder in the backward
         self.meta: dict[str, Any] = {}
+        self.second_half = self._halves()
+        self.second_halves = set(self.second_half.values())
+        self.items: list[fx.Node] = []  # results of both halves
         self.symbolic = any(map(is_size_node, self.joint.module.graph.nodes))
 
     def run(self) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -124,6 +129,9 @@ class Lowering:
         self.saved.sort(key=lambda pair: is_number(pair[0].meta["val"]))  # autograd keeps numbers apart, and last
         self.forward.graph.output((*outputs, *(node for node, _ in self.saved)))
         self.backward.graph.output(tuple(gradients))
+        for item in self.items:
+            if not item.users:
+                item.graph.erase_node(item)
         self._order_placeholders()
         return self._module(self.forward, "Forward"), self._module(self.backward, "Backward")
 
@@ -252,11 +260,51 @@ class Lowering:
             part.hosts[trip] = self._save(self.forward.hosts[trip])
         return part.hosts[trip]
 
+    def _halves(self) -> dict[Step, Step]:
+        """The second halves of BatchNorms that follow their first ones, by these: they run as one."""
+        steps, found = self.program.steps, {}
+        for part in (steps[: self.program.split], steps[self.program.split :]):
+            for first, second in itertools.pairwise(part):
+                if isinstance(first, Transfer) or isinstance(second, Transfer):
+                    continue
+                statistics, normalized = self.joint.ops[first.op].node, self.joint.ops[second.op].node
+                again = Role.RECOMPUTE in (first.role, second.role)
+                if normalized_by(statistics) is normalized and runs_as_one(statistics, normalized, again=again):
+                    found[first] = second
+        return found
+
+    def _execute_both(self, part: Part, step: Step, second: Step) -> None:
+        """Both halves of a BatchNorm as one op."""
+        statistics, normalized = self.joint.ops[step.op].node, self.joint.ops[second.op].node
+        versions = {self.program.version_of[version]: version for version in (*step.reads, *second.reads)}
+        target, arguments = whole_call(statistics, normalized, again=step.role is Role.RECOMPUTE)
+        suffix, other = self._suffix(step.op), self._suffix(second.op)
+        arguments = fx.node.map_arg(
+            arguments, lambda node: self._read(part, node, versions[self.joint.value_of[node]], suffix)
+        )
+        node = part.graph.create_node("call_function", target, arguments, name=f"{statistics.name}_and_norm{suffix}")
+        self._describe(node, statistics).meta["val"] = (normalized.meta["val"], *statistics.meta["val"])
+        for version in (*step.writes, *second.writes):
+            shown = self.joint.values[self.program.version_of[version]].node
+            place = 0 if shown is normalized else 1 + cast(int, shown.args[1])
+            name = shown.name + (other if shown is normalized else suffix)
+            item = part.graph.create_node("call_function", operator.getitem, (node, place), name=name)
+            part.bases[version] = self._describe(item, shown)
+            self.items.append(item)
+
+    def _suffix(self, op: int) -> str:
+        """What the names of an op's next execution end with."""
+        self.copies[op] = copy = self.copies.get(op, -1) + 1
+        return f"__r{copy}" if copy else ""
+
     def _execute(self, part: Part, step: Step) -> None:
+        if step in self.second_half:
+            self._execute_both(part, step, self.second_half[step])
+        if step in self.second_half or step in self.second_halves:
+            return
         op = self.joint.ops[step.op]
         versions = {self.program.version_of[version]: version for version in step.reads}
-        self.copies[step.op] = copy = self.copies.get(step.op, -1) + 1
-        suffix = f"__r{copy}" if copy else ""
+        suffix = self._suffix(step.op)
 
         def reads(node: fx.Node) -> fx.node.Argument:
             if is_size_node(node):

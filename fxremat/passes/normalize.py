@@ -8,6 +8,7 @@
     seeded_dropout  draws from seeds, which are a value of the graph
     channels_last   convolutions in that layout, for compiled regions alone
     numbers         views that begin at a number of the data are copies
+    batch_norm      its forward is in two halves, on a CPU or for compiled regions
     in_place        backward ops overwrite gradients that they alone read
 
 The graph stays functional but for the last one, whose overwritten values have one reader each.
@@ -19,7 +20,7 @@ from collections.abc import Callable, Sequence
 
 from torch import fx
 
-from fxremat.passes.batch_norm import drop_running_statistics
+from fxremat.passes.batch_norm import drop_running_statistics, halve, halve_exactly
 from fxremat.passes.channels_last import convolve_channels_last
 from fxremat.passes.collectives import wait_at_once
 from fxremat.passes.detach import drop_detach
@@ -30,8 +31,9 @@ from fxremat.passes.seeded_dropout import draw_from_seeds
 from fxremat.passes.sharding import share
 
 FIRST = (share, wait_at_once, drop_detach, drop_running_statistics)
-PASSES = (*FIRST, drop_as_eager, copy_views_by_number, overwrite_gradients)
-FOR_REGIONS = (*FIRST, drop_as_eager, copy_views_by_number, convolve_channels_last, overwrite_gradients)
+WHOLE = (*FIRST, drop_as_eager, copy_views_by_number, overwrite_gradients)  # as a step of any device is captured
+PASSES = (*WHOLE[:-1], halve_exactly, overwrite_gradients)
+FOR_REGIONS = (*FIRST, drop_as_eager, copy_views_by_number, convolve_channels_last, halve, overwrite_gradients)
 FOR_REGIONS_FROM_SEEDS = (*FIRST, draw_from_seeds, *FOR_REGIONS[len(FIRST) + 1 :])
 
 Pass = Callable[[fx.Graph], None]

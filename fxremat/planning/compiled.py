@@ -33,7 +33,8 @@ from fxremat.fusion.units import (
     unit_bytes,
     worth_compiling,
 )
-from fxremat.ops.seeded import ALWAYS_COMPILED, DECOMPOSITIONS
+from fxremat.ops.decompositions import DECOMPOSITIONS
+from fxremat.ops.seeded import ALWAYS_COMPILED
 from fxremat.options import Options
 from fxremat.planned_step import Compiled
 from fxremat.planning.captured import CapturedStep

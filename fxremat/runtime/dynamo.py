@@ -25,7 +25,7 @@ from fxremat.errors import CaptureError, FxrematError, InvalidBudget
 from fxremat.host.default import default_tier
 from fxremat.ops.parameters import Weights, check_unscaled
 from fxremat.options import Options, options_of
-from fxremat.passes.normalize import FOR_REGIONS, FOR_REGIONS_FROM_SEEDS, PASSES, Pass, normalize
+from fxremat.passes.normalize import FOR_REGIONS, FOR_REGIONS_FROM_SEEDS, PASSES, WHOLE, Pass, normalize
 from fxremat.passes.numbers import refuse_symbols
 from fxremat.planning import plan_step
 from fxremat.planning.captured import CapturedStep, TrainedParameters, named
@@ -225,7 +225,7 @@ class Backend:
     def _passes(self) -> Sequence[Pass]:
         """What a captured graph goes through for the kernels that are to run it."""
         if not self.options.compiles:
-            return PASSES
+            return WHOLE if self.options.device else PASSES  # what a CPU's kernels can do tells nothing of others
         cuda = any(isinstance(tensor, torch.Tensor) and tensor.is_cuda for tensor in self._inputs)
         return FOR_REGIONS_FROM_SEEDS if self.options.draws_from_seeds("cuda" if cuda else "cpu") else FOR_REGIONS
 

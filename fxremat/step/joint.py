@@ -18,11 +18,12 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import fx
 
+from fxremat.step.batch_norm import again_inputs, made_again
 from fxremat.step.names import NOWHERE, Source, model_of, ops_inside, parameter_of, sources_of, span_of
 from fxremat.torch_private import is_effect_token, storage_of
 
@@ -251,37 +252,6 @@ def _argument(node: fx.Node, name: str) -> object:
     return None
 
 
-BATCH_NORMS = {  # (input, weight, bias, running_mean, running_var, training, momentum, eps)
-    aten._native_batch_norm_legit_functional.default,
-    aten.cudnn_batch_norm.default,
-}
-
-
-RUNNING = 3  # output, mean and rstd of the batch come first, then the new running statistics
-
-
-def is_training_batch_norm(node: fx.Node) -> bool:
-    """True for a BatchNorm that updates its running statistics."""
-    return node.target in BATCH_NORMS and bool(node.args[5])
-
-
-def again_call(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
-    """Target and positional arguments of a second execution: a BatchNorm leaves the running statistics alone."""
-    if not is_training_batch_norm(node):
-        return node.target, node.args
-    x, weight, bias, _, _, training, momentum, eps = node.args
-    if node.target is aten.cudnn_batch_norm.default:
-        return node.target, (x, weight, bias, None, None, training, momentum, eps)
-    return aten._native_batch_norm_legit.no_stats, (x, weight, bias, training, momentum, eps)
-
-
-def again_inputs(node: fx.Node) -> list[fx.Node]:
-    """The nodes that a second execution reads."""
-    if not is_training_batch_norm(node):
-        return node.all_input_nodes
-    return [argument for argument in again_call(node)[1] if isinstance(argument, fx.Node)]
-
-
 def is_number(value: object) -> bool:
     """True for what a node shows that is a number of Python's, known or not before the step runs."""
     return isinstance(value, NUMBERS)
@@ -464,7 +434,7 @@ class _Reader:
             anchored = node not in self.late and moving.isdisjoint(reads)
             if not anchored:
                 moving.update(writes)
-            again_writes = tuple(write for write in writes if self._made_again(node, self.values[write].node))
+            again_writes = tuple(write for write in writes if made_again(node, self.values[write].node))
             again_reads = self._values_of(again_inputs(node))
             late, random = node in self.late, is_random(node)
             ops.append(Op(index, node, late, reads, writes, again_reads, again_writes, random, anchored))
@@ -474,14 +444,6 @@ class _Reader:
 
     def _values_of(self, nodes: Iterable[fx.Node]) -> tuple[int, ...]:
         return tuple(dict.fromkeys(self.value_of[node] for node in nodes if node in self.value_of))
-
-    def _made_again(self, op: fx.Node, shown: fx.Node) -> bool:
-        """Whether a second execution makes this output too: none makes new running statistics."""
-        if op.target is not aten._native_batch_norm_legit_functional.default or not is_training_batch_norm(
-            op
-        ):
-            return True
-        return shown is op or cast(int, shown.args[1]) < RUNNING
 
     def _split_outputs(self) -> tuple[set[int], set[int]]:
         """What the forward returns: values the caller holds on to, and values that overwrite an input."""

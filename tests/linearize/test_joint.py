@@ -7,7 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from fxremat.step.joint import Origin, again_call, again_inputs
+from benchmarks.capture import joint_graph
+from fxremat.passes.normalize import WHOLE, normalize
+from fxremat.step.batch_norm import STATISTICS, again_call, again_inputs
+from fxremat.step.joint import Origin, read_joint
 from tests.dags import batch, capture
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
@@ -47,8 +50,17 @@ def test_what_needs_no_gradient_is_anchored_and_dropout_is_random() -> None:
 
 def test_running_statistics_are_updates_that_a_second_execution_leaves_alone() -> None:
     joint = capture(Mixed(), *batch())
-    norm = next(op for op in joint.forward_ops if "batch_norm" in op.name)
+    norm = next(op for op in joint.forward_ops if op.node.target is STATISTICS)
     assert len(joint.updates) == 3  # mean, variance, and the count of batches
+    assert len(norm.reads) - len(norm.again_reads) == 2
+    assert len(norm.writes) - len(norm.again_writes) == 2
+    assert again_call(norm.node) == (STATISTICS, (norm.node.args[0], None, None, *norm.node.args[3:]))
+
+
+def test_a_whole_batch_norm_runs_again_without_running_statistics() -> None:
+    module, outputs = joint_graph(Mixed(), *batch())
+    joint = read_joint(normalize(module, WHOLE), outputs)
+    norm = next(op for op in joint.forward_ops if "batch_norm" in op.name)
     assert len(norm.reads) - len(norm.again_reads) == 2
     assert len(norm.writes) - len(norm.again_writes) == 2
     assert again_call(norm.node)[0] is aten._native_batch_norm_legit.no_stats

@@ -1,0 +1,11 @@
+"""What Inductor makes of the ops of ours that may be part of a compiled region."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fxremat.ops import seeded
+from fxremat.step import batch_norm
+
+DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {**seeded.DECOMPOSITIONS, **batch_norm.DECOMPOSITIONS}

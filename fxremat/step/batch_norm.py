@@ -1,0 +1,219 @@
+"""BatchNorm in training: its two halves, and what a second execution of it is.
+
+    y, mean, rstd, running' = batch_norm(x, weight, bias, running)      as captured, reads x three times
+    mean, rstd, running'    = batch_statistics(x, running)              what later ops need, a few numbers a channel
+    y                       = batch_normalized(x, weight, bias, mean, rstd)     what is worth making again
+
+Where the first half is kept, making `y` again takes one pass over `x` and touches no running statistics. On a CPU the
+second half has the bits of the whole: its kernel scales by `rstd * weight` and shifts by `bias - mean * scale`, in
+training and in evaluation alike, so that evaluation with the scale as its weight, and a variance of one, computes the
+same. That holds where `x` is contiguous, or in channels_last; the whole runs where it is neither.
+
+By itself an exact first half runs the whole, too, and drops `y`: the two halves that follow each other are one op when
+graphs are emitted (`passes.lower`). Where other bits will do (compiled regions), it takes the statistics alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx
+
+aten = torch.ops.aten
+
+BATCH_NORMS = {  # (input, weight, bias, running_mean, running_var, training, momentum, eps)
+    aten._native_batch_norm_legit_functional.default,
+    aten.cudnn_batch_norm.default,
+}
+RUNNING = 3  # output, mean and rstd of the batch come first, then the new running statistics
+FORMATS = (torch.channels_last, torch.channels_last_3d)
+
+
+@torch.library.custom_op("fxremat::batch_statistics", mutates_args=())
+def batch_statistics(
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    momentum: float,
+    eps: float,
+    exact: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Mean and rstd of each channel of a batch, and the new running statistics (empty ones, where there are none).
+
+    Args:
+        x: (batch, channels, ...)
+        exact: with the bits of the whole BatchNorm.
+    """
+    mean, var = _running(x, running_mean, running_var)
+    if exact:
+        _, batch_mean, rstd, mean, var = _whole(x, None, None, mean, var, momentum, eps)
+    else:
+        mean, var = mean.clone(), var.clone()
+        batch_mean, batch_var = aten.batch_norm_update_stats(x, mean, var, momentum)
+        rstd = torch.rsqrt(batch_var + eps)
+    if running_mean is None:
+        mean, var = x.new_empty(0), x.new_empty(0)
+    return batch_mean, rstd, mean, var
+
+
+@batch_statistics.register_fake
+def _(
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    momentum: float,
+    eps: float,
+    exact: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    made = [x.new_empty(x.shape[1], dtype=_dtype_of_statistics(x)) for _ in range(2)]
+    running = [x.new_empty(0) if old is None else torch.empty_like(old) for old in (running_mean, running_var)]
+    return made[0], made[1], running[0], running[1]
+
+
+@torch.library.custom_op("fxremat::batch_normalized", mutates_args=())
+def batch_normalized(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, rstd: Tensor, eps: float
+) -> Tensor:
+    """The output of a BatchNorm of known statistics, in the layout of `x`."""
+    parameters = [parameter for parameter in (weight, bias) if parameter is not None]
+    if not _is_dense(x) or not all(parameter.is_contiguous() for parameter in parameters):
+        running = _running(x, None, None)
+        return cast(Tensor, _whole(x, weight, bias, *running, 0.0, eps)[0])
+    scale = rstd if weight is None else rstd * weight
+    made = aten._native_batch_norm_legit_no_training(x, scale, bias, mean, torch.ones_like(mean), 0.0, 0.0)
+    return cast(Tensor, made[0])
+
+
+@batch_normalized.register_fake
+def _(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, rstd: Tensor, eps: float
+) -> Tensor:
+    return torch.empty_like(x) if _is_dense(x) else torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _running(x: Tensor, mean: Tensor | None, var: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The running statistics; some that stand for them where there are none, whose type is what kernels go by."""
+    dtype = _dtype_of_statistics(x)
+    some = [x.new_zeros(x.shape[1], dtype=dtype) if old is None else old for old in (mean, var)]
+    return some[0], some[1]
+
+
+def _dtype_of_statistics(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _whole(x: Tensor, weight: Tensor | None, bias: Tensor | None, *rest: Any) -> Any:
+    mean, var, momentum, eps = rest
+    return aten._native_batch_norm_legit_functional(x, weight, bias, mean, var, True, momentum, eps)
+
+
+def _is_dense(x: Tensor) -> bool:
+    """Whether kernels go by channels; those of other layouts round in another order."""
+    return x.is_contiguous() or any(
+        x.dim() == dimensions and x.is_contiguous(memory_format=format_)
+        for dimensions, format_ in zip((4, 5), FORMATS, strict=True)
+    )
+
+
+STATISTICS = torch.ops.fxremat.batch_statistics.default
+NORMALIZED = torch.ops.fxremat.batch_normalized.default
+
+
+# What Inductor makes of the halves.
+
+
+def _inductor_statistics(
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    momentum: float,
+    eps: float,
+    exact: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    kept = _dtype_of_statistics(x)
+    var, mean = torch.var_mean(x.to(kept), dim=[0, *range(2, x.dim())], correction=0)
+    rstd = torch.rsqrt(var + eps)
+    if running_mean is None or running_var is None:
+        return mean, rstd, x.new_empty(0), x.new_empty(0)
+    count = x.numel() // x.shape[1]
+    unbiased = var * (count / (count - 1))
+    new = (momentum * mean + (1 - momentum) * running_mean, momentum * unbiased + (1 - momentum) * running_var)
+    return mean, rstd, new[0].to(running_mean.dtype), new[1].to(running_var.dtype)
+
+
+def _inductor_normalized(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, rstd: Tensor, eps: float
+) -> Tensor:
+    shape = (1, -1, *(1 for _ in range(x.dim() - 2)))
+    output = (x.to(mean.dtype) - mean.view(shape)) * rstd.view(shape)
+    if weight is not None:
+        output = output * weight.view(shape)
+    if bias is not None:
+        output = output + bias.view(shape)
+    return output.to(x.dtype)
+
+
+DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
+    STATISTICS: _inductor_statistics,
+    NORMALIZED: _inductor_normalized,
+}
+
+
+# What graphs say of them.
+
+
+def normalized_by(statistics: fx.Node) -> fx.Node | None:
+    """The second half that belongs to a first half, or None for another op."""
+    if statistics.target is not STATISTICS:
+        return None
+    readers = (reader for item in statistics.users for reader in item.users)
+    return next((reader for reader in readers if reader.target is NORMALIZED), None)
+
+
+def runs_as_one(statistics: fx.Node, normalized: fx.Node, *, again: bool) -> bool:
+    """Whether two halves that follow each other are to be the whole; `again`: in a second execution."""
+    typed = normalized.args[1] is not None  # the type of the statistics follows those of parameters
+    return bool(statistics.args[5]) and (typed or not again)
+
+
+def whole_call(statistics: fx.Node, normalized: fx.Node, *, again: bool) -> tuple[Any, tuple[Any, ...]]:
+    """Target and arguments of the BatchNorm that two halves are of; its output comes before its other results."""
+    x, mean, var, momentum, eps, _ = statistics.args
+    _, weight, bias, *_ = normalized.args
+    if again:
+        return aten._native_batch_norm_legit.no_stats, (x, weight, bias, True, momentum, eps)
+    return aten._native_batch_norm_legit_functional.default, (x, weight, bias, mean, var, True, momentum, eps)
+
+
+def is_training_batch_norm(node: fx.Node) -> bool:
+    """True for a BatchNorm, or its first half, that updates its running statistics."""
+    return node.target is STATISTICS or (node.target in BATCH_NORMS and bool(node.args[5]))
+
+
+def again_call(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
+    """Target and positional arguments of a second execution: a BatchNorm leaves the running statistics alone."""
+    if not is_training_batch_norm(node):
+        return node.target, node.args
+    if node.target is STATISTICS:
+        return node.target, (node.args[0], None, None, *node.args[3:])
+    x, weight, bias, _, _, training, momentum, eps = node.args
+    if node.target is aten.cudnn_batch_norm.default:
+        return node.target, (x, weight, bias, None, None, training, momentum, eps)
+    return aten._native_batch_norm_legit.no_stats, (x, weight, bias, training, momentum, eps)
+
+
+def again_inputs(node: fx.Node) -> list[fx.Node]:
+    """The nodes that a second execution reads."""
+    if not is_training_batch_norm(node):
+        return node.all_input_nodes
+    return [argument for argument in again_call(node)[1] if isinstance(argument, fx.Node)]
+
+
+def made_again(op: fx.Node, shown: fx.Node) -> bool:
+    """Whether a second execution makes this output too: none makes new running statistics."""
+    if not is_training_batch_norm(op) or op.target is aten.cudnn_batch_norm.default or shown is op:
+        return True
+    first = RUNNING - 1 if op.target is STATISTICS else RUNNING
+    return cast(int, shown.args[1]) < first
