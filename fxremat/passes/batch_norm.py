@@ -20,13 +20,14 @@ from typing import cast
 import torch
 from torch import Tensor, fx
 
-from fxremat.step.batch_norm import NORMALIZED, STATISTICS
+from fxremat.passes.channels_last import evaluate
+from fxremat.step.batch_norm import NORMALIZED, STATISTICS, batch_norm_arguments
 
 aten = torch.ops.aten
 
 TRAINING = 7  # the place of the flag among the arguments of the backward
 RUNNING_MEAN, RUNNING_VARIANCE = 3, 4
-KEPT = {torch.float32, torch.float64}  # types of statistics; of others, those that are kept have rounded
+BATCH_NORMS = (aten._native_batch_norm_legit_functional.default, aten._native_batch_norm_legit.no_stats)
 
 
 def drop_running_statistics(graph: fx.Graph) -> None:
@@ -49,41 +50,42 @@ def halve(graph: fx.Graph) -> None:
 
 
 def _halve_all(graph: fx.Graph, *, exact: bool) -> None:
-    for node in graph.find_nodes(op="call_function", target=aten._native_batch_norm_legit_functional.default):
-        if node.args[5] and _may_be_halved(node, exact=exact):
-            _halve(node, exact=exact)
+    for target in BATCH_NORMS:
+        for node in graph.find_nodes(op="call_function", target=target):
+            if _may_be_halved(node, exact=exact):
+                _halve(node, exact=exact)
 
 
 def _may_be_halved(node: fx.Node, *, exact: bool) -> bool:
-    x, weight, _, running = (None if given is None else _tensor(given) for given in node.args[:4])
-    output, mean, *_ = cast(tuple[Tensor, ...], node.meta["val"])
-    assert x is not None
-    if exact and x.device.type != "cpu":
+    """Whether it is one in training, whose kernels keep statistics in full precision.
+
+    Parameters and running statistics decide that; what is shown of statistics on a CPU does not (2.13).
+    """
+    x, weight, _, mean, _, training, _, _ = batch_norm_arguments(node)
+    if not training or not any(item.args[1] == 0 for item in node.users):
         return False
-    wanted = torch.float64 if x.dtype == torch.float64 else torch.float32
-    types = {tensor.dtype for tensor in (mean, weight, running) if tensor is not None}
-    return types == {wanted} and any(item.args[1] == 0 for item in node.users) and output.dtype == x.dtype
-
-
-def _tensor(node: object) -> Tensor:
-    return cast(Tensor, cast(fx.Node, node).meta["val"])
+    shown = cast(Tensor, x.meta["val"])
+    wanted = torch.float64 if shown.dtype == torch.float64 else torch.float32
+    types = {given.meta["val"].dtype for given in (weight, mean) if given is not None}
+    return types == {wanted} and not (exact and shown.device.type != "cpu")
 
 
 def _halve(node: fx.Node, *, exact: bool) -> None:
-    x, weight, bias, mean, var, _, momentum, eps = node.args
-    graph, (shown, *others) = node.graph, cast(tuple[Tensor, ...], node.meta["val"])
+    x, weight, bias, mean, var, _, momentum, eps = batch_norm_arguments(node)
+    graph = node.graph
     with graph.inserting_before(node):
-        statistics = graph.create_node(
-            "call_function", STATISTICS, (x, mean, var, momentum, eps, exact), name="batch_statistics"
-        )
-        statistics.meta = {**node.meta, "val": tuple(others)}
-        items = [graph.call_function(operator.getitem, (statistics, place)) for place in range(len(others))]
-        normalized = graph.create_node(
-            "call_function", NORMALIZED, (x, weight, bias, *items[:2], eps), name="batch_norm"
-        )
-    for item, value in zip((*items, normalized), (*others, shown), strict=True):
-        item.meta = {**node.meta, "val": value}
-    for made, item in ((cast(int, item.args[1]), item) for item in list(node.users)):
+        arguments = (x, mean, var, momentum, eps, exact)
+        statistics = graph.create_node("call_function", STATISTICS, arguments, name="batch_statistics")
+        statistics.meta = dict(node.meta)
+        statistics.meta["val"] = evaluate(statistics)
+        items = [graph.call_function(operator.getitem, (statistics, place)) for place in range(4)]
+        for item in items:
+            item.meta = {**node.meta, "val": evaluate(item)}
+        read = (x, weight, bias, *items[:2], eps)
+        normalized = graph.create_node("call_function", NORMALIZED, read, name="batch_norm")
+        normalized.meta = {**node.meta, "val": cast(tuple[Tensor, ...], node.meta["val"])[0]}
+    for item in list(node.users):
+        made = cast(int, item.args[1])
         item.replace_all_uses_with(items[made - 1] if made else normalized)
         graph.erase_node(item)
     graph.erase_node(node)

@@ -286,6 +286,9 @@ class Lowering:
         self._describe(node, statistics).meta["val"] = (normalized.meta["val"], *statistics.meta["val"])
         for version in (*step.writes, *second.writes):
             shown = self.joint.values[self.program.version_of[version]].node
+            if shown is statistics:  # what nothing reads
+                part.bases[version] = node
+                continue
             place = 0 if shown is normalized else 1 + cast(int, shown.args[1])
             name = shown.name + (other if shown is normalized else suffix)
             item = part.graph.create_node("call_function", operator.getitem, (node, place), name=name)

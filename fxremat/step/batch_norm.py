@@ -174,7 +174,7 @@ def normalized_by(statistics: fx.Node) -> fx.Node | None:
 
 def runs_as_one(statistics: fx.Node, normalized: fx.Node, *, again: bool) -> bool:
     """Whether two halves that follow each other are to be the whole; `again`: in a second execution."""
-    typed = normalized.args[1] is not None  # the type of the statistics follows those of parameters
+    typed = normalized.args[1] is not None  # the type of the statistics follows those of what is given
     return bool(statistics.args[5]) and (typed or not again)
 
 
@@ -182,9 +182,17 @@ def whole_call(statistics: fx.Node, normalized: fx.Node, *, again: bool) -> tupl
     """Target and arguments of the BatchNorm that two halves are of; its output comes before its other results."""
     x, mean, var, momentum, eps, _ = statistics.args
     _, weight, bias, *_ = normalized.args
-    if again:
+    if again or mean is None:
         return aten._native_batch_norm_legit.no_stats, (x, weight, bias, True, momentum, eps)
     return aten._native_batch_norm_legit_functional.default, (x, weight, bias, mean, var, True, momentum, eps)
+
+
+def batch_norm_arguments(node: fx.Node) -> tuple[Any, ...]:
+    """Input, weight, bias, running mean, running variance, whether it is in training, momentum, and epsilon."""
+    if node.target is aten._native_batch_norm_legit.no_stats:
+        x, weight, bias, *rest = node.args
+        return x, weight, bias, None, None, *rest
+    return node.args
 
 
 def is_training_batch_norm(node: fx.Node) -> bool:

@@ -72,7 +72,7 @@ class Region:
         self._root, self.graph, self.dying, self.donated = root, graph, dying, donated
         self._how = kernels
         self._given = [node.meta["val"] for node in graph.find_nodes(op="placeholder")]
-        self._strides = [tensor.stride() for tensor in self._given]
+        self._shown = [(tensor.stride(), tensor.dtype) for tensor in self._given]
         self._layouts = [_layout_of(tensor) for tensor in self._given]
         self._run: Run | None = None  # its kernels, once they were asked for
         self.given_up = ""  # why it runs op by op, if it does
@@ -137,8 +137,9 @@ class Region:
 
     def run(self, inputs: list[Any]) -> Sequence[Any]:
         """Run it on a list that is emptied; donated inputs are spoiled. Compiles it where that was not done."""
-        for place, strides in enumerate(self._strides):
-            # a kernel's real result may be laid out otherwise than captured
+        for place, (strides, dtype) in enumerate(self._shown):  # a kernel's real result may be other than captured
+            if inputs[place].dtype != dtype:
+                inputs[place] = inputs[place].to(dtype)
             if inputs[place].stride() != strides and _layout_of(inputs[place]) != self._layouts[place]:
                 inputs[place] = laid_out(inputs[place], strides)
         if self._run is None:

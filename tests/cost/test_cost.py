@@ -148,6 +148,22 @@ def test_an_estimate_lets_batch_norm_read_twice() -> None:
     assert found == pytest.approx(least)
 
 
+def test_the_first_half_of_a_batch_norm_is_timed_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it has the bits of the whole it runs the whole, of which the second half is an op of its own."""
+    timed: list[Any] = []
+    monkeypatch.setattr(measuring, "seconds_of", lambda call, *_, **__: timed.append(call) or 1.0)
+    joint = capture(Dag(Recipe((Layer("batch_norm", 0, 0),), 0, False)), *batch())
+    first = next(op for op in joint.ops if op.node.target is STATISTICS)
+    device = torch.device("cpu")
+    with measuring.quiet_world(device):
+        call = call_of(first.node)
+        cost, _ = measuring.measured(first.node, call, device)
+        assert measuring.alone(first.node, device) == cost
+    assert call.args[-1] is True
+    assert [one.args[-1] for one in timed] == [False, False]
+    assert cost.workspace >= 4 * 16 * 8, "the output of the whole"
+
+
 def test_an_estimated_plan_runs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measuring, "call_of", None)
     start = time.perf_counter()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import itertools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -415,6 +416,37 @@ def test_half_precision() -> None:
     given = batch(dtype)
     theirs = gradients(plain, torch.compile(plain, backend="inductor", dynamic=False), given)
     assert largest_error(gradients(model, within(model, "90%"), given), theirs) < DTYPES[dtype]
+
+
+class Autocast(nn.Sequential):
+    """Convolutions with BatchNorm in bfloat16, whose parameters and statistics are of float32."""
+
+    def __init__(self) -> None:
+        sizes = itertools.pairwise((3, 16, 16, 16))
+        layers = ((nn.Conv2d(i, o, 3, padding=1), nn.BatchNorm2d(o), nn.ReLU()) for i, o in sizes)
+        super().__init__(*itertools.chain(*layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(x).float().square().mean()
+
+
+@pytest.mark.usefixtures("always_in_regions")
+def test_mixed_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a BatchNorm keeps has the type that its kernels give it, in a region of the backward too."""
+    monkeypatch.setattr(compiled, "CUTS", (lambda program, _, __: _backward_alone(program),))
+    plain, ours = Autocast(), Autocast()
+    ours.load_state_dict(plain.state_dict())
+    given = (torch.randn(4, 3, 16, 16),)
+    call = within(ours, "90%")
+    assert largest_error(gradients(ours, call, given), gradients(plain, plain, given)) < DTYPES[torch.bfloat16]
+    assert call.plan.compiled
+
+
+def _backward_alone(program: Program) -> Units:
+    """Blocks of the backward as regions, after a forward of single ops."""
+    late = [unit for unit in by_block(program) if unit.steps[0] >= program.split]
+    return (*alone(program, range(program.split)), *late)
 
 
 @pytest.mark.usefixtures("always_in_regions")

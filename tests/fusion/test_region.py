@@ -136,6 +136,14 @@ def test_inputs_of_another_layout_are_laid_out_as_the_kernels_expect() -> None:
     torch.testing.assert_close(region(transposed, y)[0], x.sin() * y)
 
 
+def test_inputs_of_another_type_are_what_the_kernels_expect() -> None:
+    """Fake kernels do not always know the types of real ones: those of statistics in mixed precision."""
+    x, y = torch.rand(SHAPE), torch.rand(SHAPE)
+    found = region_of(scaled, x, y)(x.double(), y)[0]
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, x.sin() * y)
+
+
 def test_a_graph_hands_its_regions_what_dies_there() -> None:
     x, y = torch.rand(SHAPE), torch.rand(SHAPE)
     region = region_of(scaled, x, y, dying=DONATED, donated=DONATED)

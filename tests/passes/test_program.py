@@ -211,3 +211,23 @@ def test_a_batch_norm_that_runs_again_reads_and_writes_no_running_statistics() -
     called = [node.target for node in backward.graph.nodes]
     assert torch.ops.aten._native_batch_norm_legit.no_stats in called, "the halves run as one again"
     assert not {STATISTICS, NORMALIZED} & set(called)
+
+
+def test_a_batch_norm_without_parameters_has_its_statistics_in_full_precision_again() -> None:
+    """The type of what a kernel keeps follows that of parameters, or of running statistics, which it is not given."""
+
+    class Plain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
+            self.norm = nn.BatchNorm1d(8, affine=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(self.norm(torch.tanh(x * self.scale))).square().mean()
+
+    joint = capture(Plain(), torch.ones(4, 8, dtype=torch.bfloat16))
+    ends = [op.index for op in joint.forward_ops if op.name.startswith("tanh")]
+    program = rematerialize(lay_out(joint, ends), Schedule.parse("Fck1 Fnone2 Fall3 B3 Fall1 Fall2 B2 B1"))
+    targets = [[node.target for node in module.graph.nodes] for module in lower(program)]
+    whole = torch.ops.aten._native_batch_norm_legit_functional.default
+    assert [targets[0].count(whole), targets[1].count(STATISTICS), targets[1].count(NORMALIZED)] == [1, 1, 1]

@@ -14,12 +14,13 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from torch.nn import functional as F
 
 from fxremat.errors import CaptureError
-from fxremat.passes.batch_norm import drop_running_statistics
+from fxremat.passes.batch_norm import drop_running_statistics, halve, halve_exactly
 from fxremat.passes.detach import drop_detach
 from fxremat.passes.dropout import drop_as_eager, rounded
 from fxremat.passes.in_place import overwrite_gradients, restore
 from fxremat.passes.normalize import normalize
 from fxremat.passes.numbers import copy_views_by_number, refuse_symbols
+from fxremat.step.batch_norm import NORMALIZED, STATISTICS
 from fxremat.torch_private import storage_of
 
 aten = torch.ops.aten
@@ -86,6 +87,36 @@ def test_a_batch_norm_s_backward_reads_running_statistics_in_evaluation_alone(tr
     (node,) = drawing.graph.find_nodes(op="call_function", target=aten.native_batch_norm_backward.default)
     statistics = (None, None) if training else (mean, variance)
     assert node.args == (tangent, x, weight, *statistics, saved, inverse, *flags)
+
+
+def batch_norm(dtype: torch.dtype, parameters: torch.dtype, device: str = "cpu") -> Drawing:
+    """The output of a BatchNorm, as torch captures it."""
+    drawing = Drawing()
+    x = drawing.input("x", 4, 3, dtype=dtype, device=device)
+    given = (drawing.input(name, 3, dtype=parameters, device=device) for name in ("w", "b", "m", "v"))
+    both = drawing.call(aten._native_batch_norm_legit_functional.default, x, *given, True, 0.1, 1e-5)
+    drawing.graph.output(tuple(drawing.item(both, place) for place in (0, 1, 2, 3, 4)))
+    return drawing
+
+
+@pytest.mark.parametrize("rewrite", [halve, halve_exactly])
+def test_a_batch_norm_of_half_precision_stays_whole(rewrite: Callable[[fx.Graph], None]) -> None:
+    for kinds in ((torch.bfloat16, torch.bfloat16), (torch.float32, torch.float64)):
+        drawing = batch_norm(*kinds)
+        before = drawing.text()
+        rewrite(drawing.graph)
+        assert drawing.text() == before
+    drawing = batch_norm(torch.bfloat16, torch.float32)
+    rewrite(drawing.graph)
+    (statistics,) = drawing.graph.find_nodes(op="call_function", target=STATISTICS)
+    assert {shown.dtype for shown in statistics.meta["val"]} == {torch.float32}
+
+
+def test_a_batch_norm_of_cuda_is_halved_where_other_bits_will_do() -> None:
+    for rewrite, halves in ((halve_exactly, 0), (halve, 1)):
+        drawing = batch_norm(torch.float32, torch.float32, "cuda")
+        rewrite(drawing.graph)
+        assert len(drawing.graph.find_nodes(op="call_function", target=NORMALIZED)) == halves
 
 
 def dropout(p: float, training: bool = True, rows: int = 64, **kind: Any) -> Drawing:
