@@ -59,14 +59,7 @@ def batch_statistics(
 
 
 @batch_statistics.register_fake
-def _(
-    x: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    momentum: float,
-    eps: float,
-    exact: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, *_: Any) -> tuple[Tensor, ...]:
     made = [x.new_empty(x.shape[1], dtype=_dtype_of_statistics(x)) for _ in range(2)]
     running = [x.new_empty(0) if old is None else torch.empty_like(old) for old in (running_mean, running_var)]
     return made[0], made[1], running[0], running[1]
@@ -87,9 +80,7 @@ def batch_normalized(
 
 
 @batch_normalized.register_fake
-def _(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, rstd: Tensor, eps: float
-) -> Tensor:
+def _(x: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(x) if _is_dense(x) else torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
@@ -125,13 +116,8 @@ NORMALIZED = torch.ops.fxremat.batch_normalized.default
 
 
 def _inductor_statistics(
-    x: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    momentum: float,
-    eps: float,
-    exact: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, momentum: float, eps: float, _: bool
+) -> tuple[Tensor, ...]:
     kept = _dtype_of_statistics(x)
     var, mean = torch.var_mean(x.to(kept), dim=[0, *range(2, x.dim())], correction=0)
     rstd = torch.rsqrt(var + eps)
@@ -144,7 +130,7 @@ def _inductor_statistics(
 
 
 def _inductor_normalized(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, rstd: Tensor, eps: float
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, rstd: Tensor, _: float
 ) -> Tensor:
     shape = (1, -1, *(1 for _ in range(x.dim() - 2)))
     output = (x.to(mean.dtype) - mean.view(shape)) * rstd.view(shape)
