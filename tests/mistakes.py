@@ -456,7 +456,7 @@ MISTAKES += [
     # the second half of a BatchNorm scales and shifts what lies otherwise than kernels expect
     Mistake(
         "step/batch_norm.py",
-        "if not _is_dense(x) or not all(",
+        "if not is_dense(x) or not all(",
         "if not all(",
         "step/test_batch_norm.py::test_the_halves_have_the_bits_of_the_whole",
     ),
@@ -484,7 +484,7 @@ MISTAKES += [
     # parameters of half precision, whose statistics are rounded
     Mistake(
         "passes/batch_norm.py",
-        "return types == {wanted} and",
+        "return types == {dtype_of_statistics(shown)} and",
         "return",
         "passes/test_rewrites.py::test_a_batch_norm_of_half_precision_stays_whole",
     ),

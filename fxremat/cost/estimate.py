@@ -6,8 +6,8 @@ The roofline model. Flops are those of torch's own formulas (`torch.utils.flop_c
 is bound by memory. Batch normalization in training reads what it normalizes twice, first for the statistics.
 Views cost nothing. A collective takes a latency, and what each rank sends over the bandwidth between them. Workspaces
 are known for few ops: what linear algebra and Fourier transforms copy, a CPU's convolutions, which bring what they read
-and write into a layout of their own, and CUDA's flash attention, whose backward adds up in float32. For others they
-count as nothing. Sizes are rounded as the device's allocator does.
+and write into a layout of their own, the halves of a CPU's BatchNorms, and CUDA's flash attention, whose backward adds
+up in float32. For others they count as nothing. Sizes are rounded as the device's allocator does.
 """
 
 from __future__ import annotations
@@ -137,15 +137,21 @@ def _workspace(node: fx.Node, device: Device, read: int, written: int) -> int:
         return 3 * _bytes(cast(fx.Node, node.args[0])) + read + SMALL
     if device.cuda:
         return _flash_workspace(node) if _packet(node) in FLASH_BACKWARD else 0
-    if name == "batch_statistics" and node.args[5]:  # the output of the whole, and new running statistics
-        return _bytes(cast(fx.Node, node.args[0])) + _bytes(node)
-    if name == "batch_normalized":  # the scale, and a variance
-        return sum(_bytes(cast(fx.Node, argument)) for argument in node.args[3:5])
+    if name == "batch_statistics" and node.args[5]:  # the output of the whole, running statistics, scale and shift
+        return _bytes(cast(fx.Node, node.args[0])) + 6 * _channel_bytes(node)
+    if name == "batch_normalized":  # the factor and a variance that it hands in, scale and shift
+        return 4 * _channel_bytes(cast(fx.Node, node.args[3]))
     if name in ("native_dropout", "native_dropout_backward"):  # the mask as numbers
         return _bytes(cast(fx.Node, node.args[0])) + WRAPPED
     if name not in ("convolution", "convolution_backward"):
         return WRAPPED
     return sum(_blocked(t) for n in (*node.all_input_nodes, node) for t in tensors_of(n) if t is not None)
+
+
+def _channel_bytes(statistics: fx.Node) -> int:
+    """Bytes of a number for each channel."""
+    first = tensors_of(statistics)[0]
+    return 0 if first is None else first.numel() * first.element_size()
 
 
 def _flash_workspace(node: fx.Node) -> int:

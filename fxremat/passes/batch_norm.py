@@ -21,13 +21,19 @@ import torch
 from torch import Tensor, fx
 
 from fxremat.passes.channels_last import evaluate
-from fxremat.step.batch_norm import NORMALIZED, STATISTICS, batch_norm_arguments
+from fxremat.step.batch_norm import (
+    NORMALIZED,
+    STATISTICS,
+    batch_norm_arguments,
+    dtype_of_statistics,
+    is_dense,
+)
 
 aten = torch.ops.aten
 
 TRAINING = 7  # the place of the flag among the arguments of the backward
 RUNNING_MEAN, RUNNING_VARIANCE = 3, 4
-BATCH_NORMS = (aten._native_batch_norm_legit_functional.default, aten._native_batch_norm_legit.no_stats)
+HALVED = (aten._native_batch_norm_legit_functional.default, aten._native_batch_norm_legit.no_stats)
 
 
 def drop_running_statistics(graph: fx.Graph) -> None:
@@ -40,17 +46,20 @@ def drop_running_statistics(graph: fx.Graph) -> None:
 
 
 def halve_exactly(graph: fx.Graph) -> None:
-    """Put two ops in the place of every BatchNorm of a CPU that updates its running statistics. O(nodes)."""
+    """Put two ops, with its bits, in the place of every BatchNorm in training of a CPU. O(nodes).
+
+    Those whose statistics are of half precision, or whose input lies otherwise than by channels, stay whole.
+    """
     _halve_all(graph, exact=True)
 
 
 def halve(graph: fx.Graph) -> None:
-    """The same on every device, with halves that may round in another order than the whole. O(nodes)."""
+    """The same on every device and in every layout, with halves that may round in another order. O(nodes)."""
     _halve_all(graph, exact=False)
 
 
 def _halve_all(graph: fx.Graph, *, exact: bool) -> None:
-    for target in BATCH_NORMS:
+    for target in HALVED:
         for node in graph.find_nodes(op="call_function", target=target):
             if _may_be_halved(node, exact=exact):
                 _halve(node, exact=exact)
@@ -59,15 +68,15 @@ def _halve_all(graph: fx.Graph, *, exact: bool) -> None:
 def _may_be_halved(node: fx.Node, *, exact: bool) -> bool:
     """Whether it is one in training, whose kernels keep statistics in full precision.
 
-    Parameters and running statistics decide that; what is shown of statistics on a CPU does not (2.13).
+    Parameters and running statistics decide that, and without any the type of the input; what is shown of statistics
+    on a CPU does not (2.13).
     """
     x, weight, _, mean, _, training, _, _ = batch_norm_arguments(node)
     if not training or not any(item.args[1] == 0 for item in node.users):
         return False
     shown = cast(Tensor, x.meta["val"])
-    wanted = torch.float64 if shown.dtype == torch.float64 else torch.float32
-    types = {given.meta["val"].dtype for given in (weight, mean) if given is not None}
-    return types == {wanted} and not (exact and shown.device.type != "cpu")
+    types = {given.meta["val"].dtype for given in (weight, mean) if given is not None} or {shown.dtype}
+    return types == {dtype_of_statistics(shown)} and not (exact and (shown.device.type != "cpu" or not is_dense(shown)))
 
 
 def _halve(node: fx.Node, *, exact: bool) -> None:

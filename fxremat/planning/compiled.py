@@ -89,7 +89,9 @@ class _Search:
 
     def __init__(self, plan: Plan, step: CapturedStep, options: Options) -> None:
         self._plan, self._step, self._options = plan, step, options
-        self._kernels = Kernels(settings=options.inductor or {}, decompositions=DECOMPOSITIONS)
+        self._kernels = Kernels(
+            settings=options.inductor or {}, decompositions=DECOMPOSITIONS, required=ALWAYS_COMPILED
+        )
         self._single = plan.costs  # what single ops take in a step
         self._budget = plan.budget  # less, once a program took more than was foreseen
         self._shares: Sequence[float] | None = None  # of its own seconds, that each op takes in regions, once known

@@ -225,15 +225,21 @@ class Backend:
     def _passes(self) -> Sequence[Pass]:
         """What a captured graph goes through for the kernels that are to run it."""
         if not self.options.compiles:
-            return WHOLE if self.options.device else PASSES  # what a CPU's kernels can do tells nothing of others
+            return self._eager_passes()
         cuda = any(isinstance(tensor, torch.Tensor) and tensor.is_cuda for tensor in self._inputs)
         return FOR_REGIONS_FROM_SEEDS if self.options.draws_from_seeds("cuda" if cuda else "cpu") else FOR_REGIONS
+
+    def _eager_passes(self) -> Sequence[Pass]:
+        """Those for PyTorch's own kernels; what a CPU's can do tells nothing of another device's."""
+        elsewhere = self.options.device is not None and Device.named(self.options.device).cuda
+        return WHOLE if elsewhere else PASSES
 
     def _as_eager(self, module: fx.GraphModule, forward_outputs: int) -> Joint | None:
         """What eager PyTorch would run, where other kernels are to run: percentages refer to that."""
         if not self.options.compiles or has_symbolic_sizes(module.graph):
             return None
-        return read_joint(normalize(fx.GraphModule(module, copied(module.graph))), forward_outputs)
+        module = fx.GraphModule(module, copied(module.graph))
+        return read_joint(normalize(module, self._eager_passes()), forward_outputs)
 
     def _note_names(self, graph: fx.Graph) -> None:
         """Note which parameters the inputs of a joint graph stand for, for reports."""

@@ -47,6 +47,7 @@ SEE_ALL = {  # ops that are known to need the whole axis, and why
     "native_batch_norm": "reads statistics of the whole batch (BatchNorm)",
     "_native_batch_norm_legit": "reads statistics of the whole batch (BatchNorm)",
     "_native_batch_norm_legit_functional": "reads statistics of the whole batch (BatchNorm)",
+    "batch_normalized": "reads statistics of the whole batch (BatchNorm)",
     "batch_statistics": "reads statistics of the whole batch (BatchNorm)",
     "native_batch_norm_backward": "reads statistics of the whole batch (BatchNorm)",
     "cudnn_batch_norm": "reads statistics of the whole batch (BatchNorm)",

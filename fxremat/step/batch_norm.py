@@ -15,6 +15,7 @@ graphs are emitted (`passes.lower`). Where other bits will do (compiled regions)
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -60,7 +61,7 @@ def batch_statistics(
 
 @batch_statistics.register_fake
 def _(x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, *_: Any) -> tuple[Tensor, ...]:
-    made = [x.new_empty(x.shape[1], dtype=_dtype_of_statistics(x)) for _ in range(2)]
+    made = [x.new_empty(x.shape[1], dtype=dtype_of_statistics(x)) for _ in range(2)]
     running = [x.new_empty(0) if old is None else torch.empty_like(old) for old in (running_mean, running_var)]
     return made[0], made[1], running[0], running[1]
 
@@ -71,7 +72,7 @@ def batch_normalized(
 ) -> Tensor:
     """The output of a BatchNorm of known statistics, in the layout of `x`."""
     parameters = [parameter for parameter in (weight, bias) if parameter is not None]
-    if not _is_dense(x) or not all(parameter.is_contiguous() for parameter in parameters):
+    if not is_dense(x) or not all(parameter.is_contiguous() for parameter in parameters):
         running = _running(x, None, None)
         return cast(Tensor, _whole(x, weight, bias, *running, 0.0, eps)[0])
     scale = rstd if weight is None else rstd * weight
@@ -81,17 +82,18 @@ def batch_normalized(
 
 @batch_normalized.register_fake
 def _(x: Tensor, *_: Any) -> Tensor:
-    return torch.empty_like(x) if _is_dense(x) else torch.empty_like(x, memory_format=torch.contiguous_format)
+    return torch.empty_like(x) if is_dense(x) else torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def _running(x: Tensor, mean: Tensor | None, var: Tensor | None) -> tuple[Tensor, Tensor]:
     """The running statistics; some that stand for them where there are none, whose type is what kernels go by."""
-    dtype = _dtype_of_statistics(x)
+    dtype = dtype_of_statistics(x)
     some = [x.new_zeros(x.shape[1], dtype=dtype) if old is None else old for old in (mean, var)]
     return some[0], some[1]
 
 
-def _dtype_of_statistics(x: Tensor) -> torch.dtype:
+def dtype_of_statistics(x: Tensor) -> torch.dtype:
+    """The type of the statistics of both halves."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
@@ -100,8 +102,8 @@ def _whole(x: Tensor, weight: Tensor | None, bias: Tensor | None, *rest: Any) ->
     return aten._native_batch_norm_legit_functional(x, weight, bias, mean, var, True, momentum, eps)
 
 
-def _is_dense(x: Tensor) -> bool:
-    """Whether kernels go by channels; those of other layouts round in another order."""
+def is_dense(x: Tensor) -> bool:
+    """Whether kernels of a CPU go by channels; those of other layouts round in another order."""
     return x.is_contiguous() or any(
         x.dim() == dimensions and x.is_contiguous(memory_format=format_)
         for dimensions, format_ in zip((4, 5), FORMATS, strict=True)
@@ -118,13 +120,13 @@ NORMALIZED = torch.ops.fxremat.batch_normalized.default
 def _inductor_statistics(
     x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, momentum: float, eps: float, _: bool
 ) -> tuple[Tensor, ...]:
-    kept = _dtype_of_statistics(x)
+    kept = dtype_of_statistics(x)
     var, mean = torch.var_mean(x.to(kept), dim=[0, *range(2, x.dim())], correction=0)
     rstd = torch.rsqrt(var + eps)
     if running_mean is None or running_var is None:
         return mean, rstd, x.new_empty(0), x.new_empty(0)
     count = x.numel() // x.shape[1]
-    unbiased = var * (count / (count - 1))
+    unbiased = var * (count / (count - 1) if count > 1 else math.nan)
     new = (momentum * mean + (1 - momentum) * running_mean, momentum * unbiased + (1 - momentum) * running_var)
     return mean, rstd, new[0].to(running_mean.dtype), new[1].to(running_var.dtype)
 
@@ -160,7 +162,8 @@ def normalized_by(statistics: fx.Node) -> fx.Node | None:
 
 def runs_as_one(statistics: fx.Node, normalized: fx.Node, *, again: bool) -> bool:
     """Whether two halves that follow each other are to be the whole; `again`: in a second execution."""
-    typed = normalized.args[1] is not None  # the type of the statistics follows those of what is given
+    shown = cast(fx.Node, normalized.args[0]).meta["val"]  # statistics are of its type where nothing else is given
+    typed = normalized.args[1] is not None or shown.dtype == dtype_of_statistics(shown)
     return bool(statistics.args[5]) and (typed or not again)
 
 

@@ -14,7 +14,7 @@ import hashlib
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextvars import copy_context
 from dataclasses import dataclass
@@ -42,6 +42,7 @@ class Kernels:
 
     settings: Mapping[str, Any]  # patches of torch._inductor.config
     decompositions: Mapping[Any, Callable[..., Any]]  # of ops of ours
+    required: Set[Any] = frozenset()  # ops that give other results where they are not compiled
 
     @cached_property
     def configuration(self) -> str:
@@ -126,7 +127,7 @@ class Region:
         log.debug("%s with %d ops runs op by op: %s", self, self.count, reason)
         self.given_up = reason
         for node in self.graph.nodes:
-            if node.target in self._how.decompositions:
+            if node.target in self._how.required:
                 raise FxrematError(
                     f'{node.target} has to be compiled, and is not ({reason}): with random="eager" it need not be'
                 )

@@ -12,7 +12,8 @@ from torch import Tensor, fx
 from torch._dynamo.utils import counters
 
 from fxremat.errors import FxrematError
-from fxremat.ops.seeded import DECOMPOSITIONS
+from fxremat.ops.decompositions import DECOMPOSITIONS
+from fxremat.ops.seeded import ALWAYS_COMPILED
 from fxremat.step import region as regions
 from fxremat.step.region import Kernels, Region, compile_all, forget_kernels, hand_over, regions_of, runnable
 
@@ -45,7 +46,8 @@ def region_of(function: Callable[..., Any], *inputs: Tensor, **owned: Any) -> Re
     module = module_of(function, *inputs)
     for node in module.graph.find_nodes(op="placeholder"):
         node.meta["val"] = torch.empty_strided(node.meta["val"].shape, node.meta["val"].stride())
-    return Region(module, module.graph, Kernels(settings={}, decompositions=DECOMPOSITIONS), **owned)
+    how = Kernels(settings={}, decompositions=DECOMPOSITIONS, required=ALWAYS_COMPILED)
+    return Region(module, module.graph, how, **owned)
 
 
 def scaled(x: Any, y: Any) -> Any:
@@ -118,15 +120,30 @@ def test_what_does_not_compile_runs_op_by_op(monkeypatch: pytest.MonkeyPatch) ->
     assert torch.equal(region(x, y)[0], x.sin() * y)
 
 
-def test_a_mask_has_to_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> Any:
         raise RuntimeError("no compiler")
 
     monkeypatch.setattr(regions, "compile_region", fail)
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_a_mask_has_to_be_compiled() -> None:
     seed = torch.zeros((), dtype=torch.int64)
     region = region_of(lambda s: (torch.ops.fxremat.seeded_mask.default(s, [4], 0.5, torch.float32),), seed)
     with pytest.raises(FxrematError, match=r'no compiler.*random="eager"'):
         region.compile()
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_what_has_kernels_of_its_own_need_not_be_compiled() -> None:
+    x = torch.rand(8, 4, 5, 5)
+    region = region_of(lambda x: torch.ops.fxremat.batch_statistics.default(x, None, None, 0.1, 1e-5, False)[:2], x)
+    region.compile()
+    mean, _ = region(x)
+    assert region.given_up
+    torch.testing.assert_close(mean, x.mean(dim=[0, 2, 3]))
 
 
 def test_inputs_of_another_layout_are_laid_out_as_the_kernels_expect() -> None:
