@@ -1509,4 +1509,11 @@ MISTAKES += [
         "worth.sort(key=lambda change: (change.time, -change.saved))",
         "test_profile.py::test_changes_are_worth_it_and_sorted_by_what_they_save",
     ),
+    # running statistics are held until the step is over
+    Mistake(
+        "cost/calibrate.py",
+        "joint.value_of.get(node) in joint.updates)",
+        "False)",
+        "cost/test_cost.py::test_a_step_that_runs_for_its_peak_holds_no_running_statistics_as_those_of_users_do_not",
+    ),
 ]

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
+from torch import fx
 
 from fxremat.agreement import ALONE, Agreement
 from fxremat.cost.made_up import value_like, weights_like
@@ -99,7 +100,7 @@ def peak_of_step(program: Program, costs: Costs, inputs: Sequence[Any] = ()) -> 
 
     A loss outside the model is not part of it. That of a program that has run before is known.
     """
-    peak = remembered("peak of a step", [program], 1, partial(_peak, program, costs, inputs))
+    peak = remembered("peak of one step", [program], 1, partial(_peak, program, costs, inputs))
     return None if peak is None else int(peak[0])
 
 
@@ -176,17 +177,21 @@ class _Made:
         return primals, [value_like(node) for node in joint.tangents]
 
     def step(self, primals: Sequence[Any], tangents: Sequence[Any]) -> None:
-        """Run forward and backward."""
+        """Run forward and backward, and hold what a caller holds: no values that overwrite inputs."""
+        joint = self.joint
         results = list(self.forward(list(primals)))
-        returned = len(self.joint.forward_outputs)
-        saved = results[returned:]
-        del results[returned:]
-        arguments = [*saved, *tangents]
-        del saved
+        returned = joint.forward_outputs
+        arguments = [*results[len(returned) :], *tangents]
+        held = [
+            result
+            for node, result in zip(returned, results, strict=False)
+            if not (isinstance(node, fx.Node) and joint.value_of.get(node) in joint.updates)
+        ]
+        del results
         gradients = self.backward(arguments)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        del gradients, results
+        del gradients, held
 
     def seconds(self, primals: Sequence[Any], tangents: Sequence[Any]) -> float:
         """Seconds of one step."""

@@ -17,6 +17,7 @@ from fxremat.chains.schedule import Schedule
 from fxremat.chains.simulate import simulate
 from fxremat.cost import measure as measuring
 from fxremat.cost.cache import CostCache
+from fxremat.cost.calibrate import peak_of_step
 from fxremat.cost.estimate import DEVICES, Device, estimate, flops_of
 from fxremat.cost.made_up import call_of
 from fxremat.cost.measure import measure
@@ -200,3 +201,13 @@ def test_the_chain_is_as_exact_as_the_graphs(joint: Joint) -> None:
         schedule = Schedule.parse(text)
         exact = live_bytes(rematerialize(layout, schedule), costs.sizes).peak
         assert exact <= simulate(chain, schedule).peak <= 1.1 * exact
+
+
+def test_a_step_that_runs_for_its_peak_holds_no_running_statistics_as_those_of_users_do_not(joint: Joint) -> None:
+    costs = measure(joint)
+    layout = lay_out(joint, crossings(joint).cuts())
+    blocks = range(1, len(layout.blocks) + 1)
+    keep_all = " ".join([*(f"Fall{i}" for i in blocks), *(f"B{i}" for i in reversed(blocks))])
+    program = rematerialize(layout, Schedule.parse(keep_all))
+    given = sum(costs.sizes.values[tangent] for tangent in joint.tangent_values)
+    assert peak_of_step(program, costs) == live_bytes(program, costs.sizes).peak - given
