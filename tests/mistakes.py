@@ -941,12 +941,12 @@ MISTAKES += [
         "if False:",
         "fusion/test_compiled.py::test_a_kept_choice_that_does_not_fit_any_more_is_made_again",
     ),
-    # where blocks repeat is not looked at
+    # the other way to cut is tried however long that takes
     Mistake(
         "planning/compiled.py",
-        "return every >= USES",
-        "return sum(distinct.values()) >= USES",
-        "fusion/test_compiled.py::test_programs_are_cut_by_block_where_blocks_repeat",
+        "if found else inf",
+        "if False else inf",
+        "fusion/test_compiled.py::test_the_other_way_to_cut_is_tried_where_that_compiles_quickly",
     ),
     # a cut whose regions are slower than single ops is taken without another look
     Mistake(
@@ -986,7 +986,7 @@ MISTAKES += [
     # regions are compiled whether that pays or not
     Mistake(
         "planning/compiled.py",
-        "if STEPS * saved < COMPILING * len(new):",
+        "if _seconds_of_compiling(fused) > min(most, STEPS * saved):",
         "if False:",
         "fusion/test_compiled.py::test_regions_are_compiled_where_that_pays_within_a_training",
     ),
@@ -1000,8 +1000,8 @@ MISTAKES += [
     # what gains little is never compiled, though the budget needs it
     Mistake(
         "planning/compiled.py",
-        "for some in dict.fromkeys((worth_compiling(program, units, self._gain, least), units)):",
-        "for some in (worth_compiling(program, units, self._gain, least),):",
+        "for some in dict.fromkeys((worth_compiling(program, units, self._names, self._gain, least), units)):",
+        "for some in (worth_compiling(program, units, self._names, self._gain, least),):",
         "fusion/test_compiled.py::test_all_is_compiled_where_the_budget_asks_for_it",
     ),
     # programs that differ in the order of their steps are taken for the same

@@ -23,7 +23,6 @@ from torch import fx
 
 from fxremat.ops.decompositions import DECOMPOSITIONS
 from fxremat.ops.seeded import ALWAYS_COMPILED
-from fxremat.step.costs import op_key
 from fxremat.step.joint import Joint, is_number, tensors_of
 from fxremat.step.liveness import Sizes, live_bytes
 from fxremat.step.program import Program, Step, Transfer
@@ -91,16 +90,20 @@ def pointwise(program: Program, sizes: Sizes, budget: int) -> Units:
     return best[1]
 
 
-def worth_compiling(program: Program, units: Units, gain: Callable[[Sequence[int]], float], least: float) -> Units:
+def worth_compiling(
+    program: Program, units: Units, names: Sequence[str], gain: Callable[[Sequence[int]], float], least: float
+) -> Units:
     """The units without regions that together gain less than `least` seconds: their ops run as they are. O(steps).
 
     Units of equal ops, which are compiled once, stand and fall together.
 
     Args:
+        names: of each op, equal for ops of equal cost.
         gain: seconds that ops save where they are compiled together, at most.
     """
     left, lost = set[Unit](), 0.0
-    kinds = [(sum(gain(ops_of(program, unit)) for unit in kind), kind) for kind in alike(program, units).values()]
+    found = alike(program, units, names).values()
+    kinds = [(sum(gain(ops_of(program, unit)) for unit in kind), kind) for kind in found]
     for gained, members in sorted(kinds, key=itemgetter(0)):
         lost += max(0.0, gained)
         if lost > least:
@@ -109,12 +112,12 @@ def worth_compiling(program: Program, units: Units, gain: Callable[[Sequence[int
     return tuple(one for unit in units for one in (alone(program, unit.steps) if unit in left else (unit,)))
 
 
-def alike(program: Program, units: Units) -> dict[tuple[str, ...], list[Unit]]:
-    """The compiled units by what their ops are: those of equal ops are compiled once. O(steps)."""
+def alike(program: Program, units: Units, names: Sequence[str]) -> dict[tuple[str, ...], list[Unit]]:
+    """The compiled units by the names of their ops: those of equal ops are compiled once. O(steps)."""
     found: dict[tuple[str, ...], list[Unit]] = {}
     for unit in units:
         if unit.compiled:
-            key = tuple(op_key(program.layout.joint.ops[op].node) for op in ops_of(program, unit))
+            key = tuple(names[op] for op in ops_of(program, unit))
             found.setdefault(key, []).append(unit)
     return found
 

@@ -1,8 +1,8 @@
 """From a plan of single ops to one whose ops run in regions that Inductor compiles: the fastest that fits.
 
     candidates    programs of single ops, fastest first: some above the budget too, since regions may need less
-    units         each cut into regions, by block where equal blocks repeat, else by what can be fused; what can gain
-                  little is not compiled, if it fits so; a guess of its peak compiles nothing
+    units         each cut into regions, by what can be fused, else by block where that compiles little; what can
+                  gain little is not compiled, if it fits so; a guess of its peak compiles nothing
     judged        regions compiled and measured on the step's real values, peak and time exact at the level of units
 
 What is taken fits by measured figures, and the step has run once within the budget before it is trained with. Where no
@@ -45,7 +45,7 @@ from fxremat.progress import progress
 from fxremat.search.candidate import Candidate, exchanged
 from fxremat.search.found_files import read, write
 from fxremat.search.frontier_cache import NO_GRAPH, key_of
-from fxremat.step.costs import device_of
+from fxremat.step.costs import device_of, op_key
 from fxremat.step.liveness import Sizes, live_bytes
 from fxremat.step.program import Program
 from fxremat.step.region import Kernels, compile_all, regions_of
@@ -59,13 +59,13 @@ SLOWER = 1.1  # times what its ops take: a region that takes more runs op by op
 WORTH_APART = 0.005  # times the seconds of all units: what such regions have to save together
 LITTLE = 0.003  # times the seconds of a step: what regions that are not compiled would save together, at most
 STEPS = 10_000  # of a training, within which compiling is to pay
-COMPILING = 0.4  # seconds for a region: 4 to 16 s for 10 to 36 regions on two cores
+COMPILING = 0.05  # seconds for an op: 0.02 to 0.1 on two cores
+QUICK = 5.0  # seconds of compiling after which the other way to cut is tried, or half of what the first took
 NOTHING_FITS = "no program in regions fits"
 LITTLE_GAINED = "regions that fit would gain little, or nothing"
-USES = 2  # of each op that is compiled, in a program by block: with fewer, it is cut by what can be fused
 
 Cut = Callable[[Program, Sizes, int], Units]
-CUTS: tuple[Cut, ...] = (lambda program, _, __: by_block(program), pointwise)
+CUTS: tuple[Cut, ...] = (pointwise, lambda program, _, __: by_block(program))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +96,7 @@ class _Search:
         self._budget = plan.budget  # less, once a program took more than was foreseen
         self._shares: Sequence[float] | None = None  # of its own seconds, that each op takes in regions, once known
         self._tried: list[Judged] = []  # programs in units that were measured
+        self._gaining = False  # whether regions of any program looked at would be faster than single ops
         self._compiling = 0.0  # seconds so far
 
     def chosen_before(self) -> Plan | None:
@@ -188,7 +189,7 @@ class _Search:
         if self._shares is not None:
             again = self._candidates_with(self._shares)
             found = self.fastest(again)
-            if found is None and again is not known:
+            if found is None and again is not known and self._gaining:
                 found = self.fastest(known)
             return [] if found is None else [found]
         found = self.fastest(known)
@@ -212,17 +213,17 @@ class _Search:
         """The fastest program in units that fits, as far as programs of single ops are ordered by their time."""
         joint, most = self._plan.joint, ABOVE * self._budget
         near = [one for one in candidates if one.peak <= most and one.layout.joint is joint]
-        cuts = CUTS if near and _repeats(near[0].program(), self._kernels) else CUTS[::-1]
         found: list[Judged] = []
-        for cut in cuts:
-            if (judged := self._fastest_cut(near, cut)) is not None:
+        for cut in CUTS:
+            most = max(QUICK, self._compiling / 2) if found else inf
+            if (judged := self._fastest_cut(near, cut, most)) is not None:
                 found.append(judged)
                 if judged.time <= FASTER * self._single.time(self._plan.chosen.program()):
                     break
         return min(found, key=lambda judged: judged.time, default=None)
 
-    def _fastest_cut(self, candidates: Sequence[Candidate], cut: Cut) -> Judged | None:
-        """The first candidate that fits when it is cut in one way."""
+    def _fastest_cut(self, candidates: Sequence[Candidate], cut: Cut, most: float) -> Judged | None:
+        """The first candidate that fits when it is cut in one way, of those that take few enough seconds to compile."""
         budget, sizes, tries = self._budget, self._single.sizes, 0
         for candidate, program, units, saved in self._in_units(candidates, cut):
             if max(unit_bytes(program, sizes, units)) > budget:
@@ -230,8 +231,7 @@ class _Search:
             fused = fused_program(program, units, self._kernels)
             if live_bytes(fused, known_costs(fused.layout.joint).sizes).peak > budget:
                 continue
-            new = {region.digest for region in regions_of(fused.layout.joint.module.graph) if not region.is_compiled}
-            if STEPS * saved < COMPILING * len(new):
+            if _seconds_of_compiling(fused) > min(most, STEPS * saved):
                 continue
             if tries == TRIES:
                 return None
@@ -258,10 +258,11 @@ class _Search:
             if single - seconds + self._gain(gaining) < least:
                 continue
             units = cut(program, self._single.sizes, self._plan.budget)
-            for some in dict.fromkeys((worth_compiling(program, units, self._gain, least), units)):
+            for some in dict.fromkeys((worth_compiling(program, units, self._names, self._gain, least), units)):
                 gained = sum(self._gain(ops_of(program, unit)) for unit in some if unit.compiled)
                 saved = single - seconds + gained
                 if saved >= least:
+                    self._gaining = True
                     yield candidate, program, some, saved
 
     def _gain(self, ops: Sequence[int]) -> float:
@@ -274,6 +275,11 @@ class _Search:
             return sum(single.seconds[op] * (1 - self._shares[op]) for op in ops)
         fused = [single.seconds[op] for op in ops if is_pointwise(joint.ops[op].node)]
         return sum(fused) - max(fused, default=0.0)
+
+    @cached_property
+    def _names(self) -> Sequence[str]:
+        """Text for each op that is equal for ops of equal cost."""
+        return [op_key(op.node) for op in self._plan.joint.ops]
 
     @property
     def _fits_op_by_op(self) -> bool:
@@ -359,9 +365,8 @@ class _Search:
         return apart if apart.peak <= self._budget and apart.time < judged.time else judged
 
 
-def _repeats(program: Program, kernels: Kernels) -> bool:
-    """Whether the regions of its blocks, each distinct one compiled once, are used often enough."""
-    regions = regions_of(fused_program(program, by_block(program), kernels).layout.joint.module.graph)
-    distinct: dict[str, int] = {region.digest: region.count for region in regions}
-    every: int = sum(region.count for region in regions)
-    return every >= USES * sum(distinct.values())
+def _seconds_of_compiling(program: Program) -> float:
+    """About what compiling its regions takes that are not compiled yet."""
+    regions = regions_of(program.layout.joint.module.graph)
+    new: dict[str, int] = {region.digest: region.count for region in regions if not region.is_compiled}
+    return COMPILING * sum(new.values())

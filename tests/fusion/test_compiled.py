@@ -32,7 +32,7 @@ from fxremat.step import region
 from fxremat.step.costs import Costs, op_key
 from fxremat.step.liveness import Sizes
 from fxremat.step.program import Program
-from fxremat.step.region import Kernels, Region, compile_all, forget_kernels, regions_of
+from fxremat.step.region import Region, compile_all, forget_kernels, regions_of
 from tests.dags import estimated
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
@@ -306,31 +306,8 @@ def test_a_kept_choice_that_does_not_fit_any_more_is_made_again(monkeypatch: pyt
     assert looked
 
 
-class Alike(nn.Sequential):
-    """Equal layers."""
-
-    def __init__(self) -> None:
-        super().__init__(*(nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64), nn.GELU()) for _ in range(8)))
-
-
-class Unlike(nn.Sequential):
-    """Layers of which no two are equal."""
-
-    def __init__(self) -> None:
-        sizes = range(64, 128, 8)
-        super().__init__(*(nn.Sequential(nn.LayerNorm(n), nn.Linear(n, n + 8), nn.GELU()) for n in sizes))
-
-
-@pytest.mark.parametrize(("model", "repeats"), [(Alike(), True), (Unlike(), False)])
-def test_programs_are_cut_by_block_where_blocks_repeat(model: nn.Module, repeats: bool) -> None:
-    joint = capture(model, torch.randn(256, 64))
-    frontier = survey(joint, estimated(joint), effort=0.0)
-    kernels = Kernels(settings={}, decompositions={})
-    assert compiled._repeats(frontier.keep_all.program(), kernels) is repeats
-
-
 @pytest.mark.usefixtures("always_in_regions", "surveys")
-@pytest.mark.parametrize(("slower", "cuts"), [(0.0, {"blocks", "pointwise"}), (1e9, {"blocks"})])
+@pytest.mark.parametrize(("slower", "cuts"), [(0.0, {"blocks", "pointwise"}), (1e9, {"pointwise"})])
 def test_where_regions_are_slower_the_other_way_to_cut_is_tried(
     slower: float, cuts: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -339,14 +316,37 @@ def test_where_regions_are_slower_the_other_way_to_cut_is_tried(
     def noted(name: str, cut: Any) -> Any:
         return lambda *given: tried.add(name) or cut(*given)
 
-    known = dict(zip(("blocks", "pointwise"), compiled.CUTS, strict=True))
+    known = dict(zip(("pointwise", "blocks"), compiled.CUTS, strict=True))
     monkeypatch.setattr(compiled, "CUTS", tuple(noted(name, cut) for name, cut in known.items()))
-    monkeypatch.setattr(compiled, "_repeats", lambda *_: True)
     monkeypatch.setattr(compiled, "FASTER", slower)
     call = within(model_of(dropout=0.0, layers=2), "100%")
     call(*batch()).backward()
     assert tried == cuts
     assert peak_bytes(training_step(call, batch())) <= call.plan.budget
+
+
+@pytest.mark.usefixtures("always_in_regions")
+@pytest.mark.parametrize(("seconds", "tried"), [(0.0, True), (1e6, False)])
+def test_the_other_way_to_cut_is_tried_where_that_compiles_quickly(
+    seconds: float, tried: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("FXREMAT_CACHE", str(tmp_path))
+    by_block, judged = compiled.CUTS[1], list[bool]()
+    as_it_is = compiled._Search._judged
+
+    def noted(self: Any, candidate: Any, units: Units, *given: Any) -> Any:
+        blocks = by_block(candidate.program(), self._single.sizes, 0)
+        judged.append({unit for unit in units if unit.compiled} <= set(blocks))
+        return as_it_is(self, candidate, units, *given)
+
+    monkeypatch.setattr(compiled._Search, "_judged", noted)
+    monkeypatch.setattr(compiled, "_seconds_of_compiling", lambda _: seconds if judged else 0.0)
+    monkeypatch.setattr(compiled, "LITTLE", 0.0)
+    monkeypatch.setattr(compiled, "STEPS", 1e99)
+    monkeypatch.setattr(compiled, "FASTER", 0.0)
+    within(model_of(dropout=0.0, layers=2), "100%")(*batch())
+    assert judged
+    assert any(judged) == tried
 
 
 @pytest.mark.usefixtures("always_in_regions", "surveys")
@@ -499,7 +499,8 @@ def _measured(frontier: Frontier, units: Units, costs: Costs, times: float) -> A
 
 
 def test_what_ops_take_in_regions_is_learned_from_all_that_were_tried() -> None:
-    joint = capture(Alike(), torch.randn(256, 64))
+    layers = nn.Sequential(*(nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64), nn.GELU()) for _ in range(8)))
+    joint = capture(layers, torch.randn(256, 64))
     costs = estimated(joint)
     frontier = survey(joint, costs, effort=0.0)
     program = frontier.keep_all.program()

@@ -110,16 +110,21 @@ def test_single_ops_take_what_the_program_takes(recipe: Recipe) -> None:
         assert unit_bytes(program, costs.sizes, units) == [*memory.during, memory.at_split]
 
 
+def names_of(program: Program) -> list[str]:
+    return [op_key(op.node) for op in program.layout.joint.ops]
+
+
 def test_what_gains_little_is_not_compiled(gpt: tuple[Frontier, Costs]) -> None:
     program = gpt[0].keep_all.program()
     units = by_block(program)
-    kinds = sorted(alike(program, units).values(), key=len)
+    names = names_of(program)
+    kinds = sorted(alike(program, units, names).values(), key=len)
     counts = [len(kind) for kind in kinds]
     assert 1 in counts
     assert max(counts) > 1
 
     def compiled(least: float, gain: float = 1.0) -> list[Unit]:
-        some = worth_compiling(program, units, lambda _: gain, least)
+        some = worth_compiling(program, units, names, lambda _: gain, least)
         assert sorted(p for unit in some for p in unit.steps) == list(range(len(program.steps)))
         return [unit for unit in some if unit.compiled]
 
@@ -134,10 +139,12 @@ def test_what_gains_little_is_not_compiled(gpt: tuple[Frontier, Costs]) -> None:
 def test_units_are_alike_where_their_ops_cost_the_same(gpt: tuple[Frontier, Costs]) -> None:
     program = gpt[0].keep_all.program()
     units = by_block(program)
-    for key, kind in alike(program, units).items():
+    found = alike(program, units, names_of(program))
+    assert len(found) > 1
+    for key, kind in found.items():
         for unit in kind:
             assert key == tuple(op_key(program.layout.joint.ops[op].node) for op in ops_of(program, unit))
-    assert sum(map(len, alike(program, units).values())) == sum(unit.compiled for unit in units)
+    assert sum(map(len, found.values())) == sum(unit.compiled for unit in units)
 
 
 def test_what_must_be_compiled_is_whatever_it_gains() -> None:
@@ -148,7 +155,7 @@ def test_what_must_be_compiled_is_whatever_it_gains() -> None:
     costs = estimated(joint)
     program = survey(joint, costs, effort=0.0).keep_all.program()
     units = by_block(program)
-    kept = [unit for unit in worth_compiling(program, units, lambda _: 0.0, 1e9) if unit.compiled]
+    kept = [unit for unit in worth_compiling(program, units, names_of(program), lambda _: 0.0, 1e9) if unit.compiled]
     targets = [joint.ops[op].node.target for unit in kept for op in ops_of(program, unit)]
     assert any(target in ALWAYS_COMPILED for target in targets)
 
