@@ -223,7 +223,7 @@ class _Search:
         return min(found, key=lambda judged: judged.time, default=None)
 
     def _fastest_cut(self, candidates: Sequence[Candidate], cut: Cut, most: float) -> Judged | None:
-        """The first candidate that fits when it is cut in one way, of those that take few enough seconds to compile."""
+        """The first candidate that fits when it is cut in one way; None where that takes longer than `most` to compile."""
         budget, sizes, tries = self._budget, self._single.sizes, 0
         for candidate, program, units, saved in self._in_units(candidates, cut):
             if max(unit_bytes(program, sizes, units)) > budget:
@@ -231,7 +231,10 @@ class _Search:
             fused = fused_program(program, units, self._kernels)
             if live_bytes(fused, known_costs(fused.layout.joint).sizes).peak > budget:
                 continue
-            if _seconds_of_compiling(fused) > min(most, STEPS * saved):
+            seconds = _seconds_of_compiling(fused)
+            if seconds > most:  # as others are that are cut in this way
+                return None
+            if seconds > STEPS * saved:
                 continue
             if tries == TRIES:
                 return None
