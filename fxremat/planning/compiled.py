@@ -223,7 +223,7 @@ class _Search:
         return min(found, key=lambda judged: judged.time, default=None)
 
     def _fastest_cut(self, candidates: Sequence[Candidate], cut: Cut, most: float) -> Judged | None:
-        """The first candidate that fits when it is cut in one way; None where that takes longer than `most` to compile."""
+        """The first candidate that fits, cut in one way; None where compiling it takes more than `most` seconds."""
         budget, sizes, tries = self._budget, self._single.sizes, 0
         for candidate, program, units, saved in self._in_units(candidates, cut):
             if max(unit_bytes(program, sizes, units)) > budget:
