@@ -944,8 +944,8 @@ MISTAKES += [
     # the other way to cut is tried however long that takes
     Mistake(
         "planning/compiled.py",
-        "if found else inf",
-        "if False else inf",
+        "most = inf if needed else",
+        "most = inf if True else",
         "fusion/test_compiled.py::test_the_other_way_to_cut_is_tried_where_that_compiles_quickly",
     ),
     # a cut whose regions are slower than single ops is taken without another look

@@ -215,7 +215,8 @@ class _Search:
         near = [one for one in candidates if one.peak <= most and one.layout.joint is joint]
         found: list[Judged] = []
         for cut in CUTS:
-            most = max(QUICK, self._compiling / 2) if found else inf
+            needed = cut is CUTS[0] or not (found or self._fits_op_by_op)
+            most = inf if needed else max(QUICK, self._compiling / 2)
             if (judged := self._fastest_cut(near, cut, most)) is not None:
                 found.append(judged)
                 if judged.time <= FASTER * self._single.time(self._plan.chosen.program()):
