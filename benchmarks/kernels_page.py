@@ -125,10 +125,12 @@ NUMBERS = (
 
 def summary(text: str) -> str:
     """A line for the README: how the times compare, over all models and budgets."""
-    every = cells(parse(text))
+    records = parse(text)
+    every, dates = cells(records), sorted(record.conditions["date"] for record in records)
     return (
         f"geometric means of times on a CPU with one thread are {mean(cell.ratio for cell in every)} over torch's "
-        f"fastest way that fits, and {mean(cell.ratio_to_eager for cell in every)} over fxremat's own plans op by op."
+        f"fastest way that fits, and {mean(cell.ratio_to_eager for cell in every)} over fxremat's own plans op by op; "
+        f"measured from {dates[0]} to {dates[-1]}."
     )
 
 

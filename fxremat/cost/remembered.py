@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from fxremat.cost.cache import CostCache
-from fxremat.step.costs import device_of, op_key
+from fxremat.step.costs import device_of, op_keys
 from fxremat.step.joint import Joint
 from fxremat.step.program import Program
 
@@ -49,10 +49,10 @@ def keep(device: torch.device, key: str, numbers: Sequence[float]) -> None:
 
 def of_ops(joint: Joint) -> str:
     """Equal for graphs whose ops cost the same, one by one."""
-    return hashlib.sha256("\n".join(op_key(op.node) for op in joint.ops).encode()).hexdigest()
+    return hashlib.sha256("\n".join(op_keys(joint)).encode()).hexdigest()
 
 
 def _digest(program: Program) -> str:
-    keys = [op_key(op.node) for op in program.layout.joint.ops]
+    keys = op_keys(program.layout.joint)
     lines = [f"{step.role} {step.reads} {step.writes} {keys[step.op]}" for step in program.executions]
     return hashlib.sha256("\n".join([str(program.split), *lines]).encode()).hexdigest()

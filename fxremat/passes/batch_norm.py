@@ -20,7 +20,7 @@ from typing import cast
 import torch
 from torch import Tensor, fx
 
-from fxremat.passes.channels_last import evaluate
+from fxremat.passes.evaluate import evaluate
 from fxremat.step.batch_norm import (
     NORMALIZED,
     STATISTICS,
@@ -54,7 +54,10 @@ def halve_exactly(graph: fx.Graph) -> None:
 
 
 def halve(graph: fx.Graph) -> None:
-    """The same on every device and in every layout, with halves that may round in another order. O(nodes)."""
+    """Put two ops in the place of every BatchNorm in training, on every device and in every layout. O(nodes).
+
+    They may round in another order than the whole; those whose statistics are of half precision stay whole.
+    """
     _halve_all(graph, exact=False)
 
 
@@ -66,7 +69,7 @@ def _halve_all(graph: fx.Graph, *, exact: bool) -> None:
 
 
 def _may_be_halved(node: fx.Node, *, exact: bool) -> bool:
-    """Whether it is one in training, whose kernels keep statistics in full precision.
+    """Whether a BatchNorm is in training, and its kernels keep statistics in full precision.
 
     Parameters and running statistics decide that, and without any the type of the input; what is shown of statistics
     on a CPU does not (2.13).

@@ -31,6 +31,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
+from fxremat.passes.evaluate import evaluate
 from fxremat.step.joint import is_random
 from fxremat.step.symbolic import has_symbolic_sizes
 from fxremat.torch_private import copied, storage_of
@@ -341,16 +342,6 @@ class _Conversion:
 
 def _slow_here(node: fx.Node) -> bool:
     return _activation(node).device.type == "cpu" and _slow_on_cpu(node)
-
-
-def evaluate(node: fx.Node) -> Any:
-    """What a node shows, given what its inputs show now."""
-    if node.target is operator.getitem:
-        return cast(fx.Node, node.args[0]).meta["val"][node.args[1]]
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
-    mode = next(leaf.fake_mode for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))  # type: ignore[attr-defined]
-    with mode:
-        return cast(Any, node.target)(*args, **kwargs)
 
 
 def _follows(node: fx.Node) -> bool:

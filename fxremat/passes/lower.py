@@ -274,7 +274,7 @@ class Lowering:
         return found
 
     def _execute_both(self, part: Part, step: Step, second: Step) -> None:
-        """Both halves of a BatchNorm as one op."""
+        """Emit both halves of a BatchNorm as one op."""
         statistics, normalized = self.joint.ops[step.op].node, self.joint.ops[second.op].node
         versions = {self.program.version_of[version]: version for version in (*step.reads, *second.reads)}
         target, arguments = whole_call(statistics, normalized, again=step.role is Role.RECOMPUTE)
@@ -296,7 +296,7 @@ class Lowering:
             self.items.append(item)
 
     def _suffix(self, op: int) -> str:
-        """What the names of an op's next execution end with."""
+        """The ending of the names of an op's next execution."""
         self.copies[op] = copy = self.copies.get(op, -1) + 1
         return f"__r{copy}" if copy else ""
 

@@ -45,10 +45,11 @@ from fxremat.progress import progress
 from fxremat.search.candidate import Candidate, exchanged
 from fxremat.search.found_files import read, write
 from fxremat.search.frontier_cache import NO_GRAPH, key_of
-from fxremat.step.costs import device_of, op_key
+from fxremat.step.costs import device_of, op_keys
+from fxremat.step.joint import Joint
 from fxremat.step.liveness import Sizes, live_bytes
 from fxremat.step.program import Program
-from fxremat.step.region import Kernels, compile_all, regions_of
+from fxremat.step.region import Kernels, Region, compile_all, regions_of
 from fxremat.units import format_seconds
 
 log = logging.getLogger(__name__)
@@ -211,8 +212,8 @@ class _Search:
 
     def fastest(self, candidates: Iterable[Candidate]) -> Judged | None:
         """The fastest program in units that fits, as far as programs of single ops are ordered by their time."""
-        joint, most = self._plan.joint, ABOVE * self._budget
-        near = [one for one in candidates if one.peak <= most and one.layout.joint is joint]
+        joint, largest = self._plan.joint, ABOVE * self._budget
+        near = [one for one in candidates if one.peak <= largest and one.layout.joint is joint]
         found: list[Judged] = []
         for cut in CUTS:
             needed = cut is CUTS[0] or not (found or self._fits_op_by_op)
@@ -283,7 +284,7 @@ class _Search:
     @cached_property
     def _names(self) -> Sequence[str]:
         """Text for each op that is equal for ops of equal cost."""
-        return [op_key(op.node) for op in self._plan.joint.ops]
+        return op_keys(self._plan.joint)
 
     @property
     def _fits_op_by_op(self) -> bool:
@@ -325,8 +326,7 @@ class _Search:
         """Compile and measure what is new of a program in units."""
         fused = fused or fused_program(candidate.program(), units, self._kernels)
         joint = fused.layout.joint
-        distinct = {region.digest: region for region in regions_of(joint.module.graph)}
-        new = [region for region in distinct.values() if not region.is_compiled]
+        new = _new_regions(joint)
         began = monotonic()
         left = [region for region in progress(compile_all(new), "compiling regions", total=len(new)) if region.given_up]
         self._compiling += monotonic() - began
@@ -370,7 +370,12 @@ class _Search:
 
 
 def _seconds_of_compiling(program: Program) -> float:
-    """About what compiling its regions takes that are not compiled yet."""
-    regions = regions_of(program.layout.joint.module.graph)
-    new: dict[str, int] = {region.digest: region.count for region in regions if not region.is_compiled}
-    return COMPILING * sum(new.values())
+    """Estimated seconds of compiling the regions of a program that are not compiled yet."""
+    ops: int = sum(region.count for region in _new_regions(program.layout.joint))
+    return COMPILING * ops
+
+
+def _new_regions(joint: Joint) -> list[Region]:
+    """The regions of a joint graph that are not compiled yet, each distinct one once."""
+    distinct = {region.digest: region for region in regions_of(joint.module.graph)}
+    return [region for region in distinct.values() if not region.is_compiled]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fxremat.fusion.units import Units, is_pointwise, ops_of
 from fxremat.passes.lower_as_one import GROUP
 from fxremat.search.candidate import Candidate
-from fxremat.step.costs import Costs, op_key
+from fxremat.step.costs import Costs, op_key, op_keys
 from fxremat.step.joint import Joint
 from fxremat.step.program import Program
 
@@ -51,8 +51,7 @@ class Judged:
 def shares_of(tried: Sequence[Judged], single: Costs, joint: Joint) -> list[float]:
     """How much of its own seconds each op takes in regions: in the program, of those tried, where that is least."""
     found = [_shares_in(judged, single) for judged in tried]
-    keys = [op_key(op.node) for op in joint.ops]
-    return [min((shares[key] for shares in found if key in shares), default=1.0) for key in keys]
+    return [min((shares[key] for shares in found if key in shares), default=1.0) for key in op_keys(joint)]
 
 
 def _shares_in(judged: Judged, single: Costs) -> dict[str, float]:

@@ -230,7 +230,7 @@ class Backend:
         return FOR_REGIONS_FROM_SEEDS if self.options.draws_from_seeds("cuda" if cuda else "cpu") else FOR_REGIONS
 
     def _eager_passes(self) -> Sequence[Pass]:
-        """Those for PyTorch's own kernels; what a CPU's can do tells nothing of another device's."""
+        """The passes for PyTorch's own kernels, of which those of a CPU tell nothing of another device's."""
         elsewhere = self.options.device is not None and Device.named(self.options.device).cuda
         return WHOLE if elsewhere else PASSES
 

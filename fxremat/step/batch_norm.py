@@ -86,7 +86,7 @@ def _(x: Tensor, *_: Any) -> Tensor:
 
 
 def _running(x: Tensor, mean: Tensor | None, var: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The running statistics; some that stand for them where there are none, whose type is what kernels go by."""
+    """The running statistics, or zeros in their place, since kernels go by their type."""
     dtype = dtype_of_statistics(x)
     some = [x.new_zeros(x.shape[1], dtype=dtype) if old is None else old for old in (mean, var)]
     return some[0], some[1]
@@ -177,7 +177,7 @@ def whole_call(statistics: fx.Node, normalized: fx.Node, *, again: bool) -> tupl
 
 
 def batch_norm_arguments(node: fx.Node) -> tuple[Any, ...]:
-    """Input, weight, bias, running mean, running variance, whether it is in training, momentum, and epsilon."""
+    """The arguments of a BatchNorm: x, weight, bias, running mean and variance, training, momentum, epsilon."""
     if node.target is aten._native_batch_norm_legit.no_stats:
         x, weight, bias, *rest = node.args
         return x, weight, bias, None, None, *rest

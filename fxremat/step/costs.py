@@ -135,6 +135,11 @@ def op_key(node: fx.Node) -> str:
     return f"{_named(node.target)}({arguments})"
 
 
+def op_keys(joint: Joint) -> list[str]:
+    """The keys of all ops of a joint graph, in their order."""
+    return [op_key(op.node) for op in joint.ops]
+
+
 def _named(target: object) -> str:
     """What a node calls, by a name that is the same in every process."""
     return f"{target.__module__}.{target.__qualname__}" if isinstance(target, FunctionType) else str(target)

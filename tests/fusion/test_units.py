@@ -30,7 +30,7 @@ from fxremat.passes.normalize import normalize
 from fxremat.passes.seeded_dropout import draw_from_seeds
 from fxremat.search.candidate import Frontier
 from fxremat.search.survey import survey
-from fxremat.step.costs import Costs, OpCost, costs_from, op_key
+from fxremat.step.costs import Costs, OpCost, costs_from, op_key, op_keys
 from fxremat.step.joint import Joint, read_joint
 from fxremat.step.liveness import live_bytes
 from fxremat.step.program import Program, Role
@@ -110,14 +110,10 @@ def test_single_ops_take_what_the_program_takes(recipe: Recipe) -> None:
         assert unit_bytes(program, costs.sizes, units) == [*memory.during, memory.at_split]
 
 
-def names_of(program: Program) -> list[str]:
-    return [op_key(op.node) for op in program.layout.joint.ops]
-
-
 def test_what_gains_little_is_not_compiled(gpt: tuple[Frontier, Costs]) -> None:
     program = gpt[0].keep_all.program()
     units = by_block(program)
-    names = names_of(program)
+    names = op_keys(program.layout.joint)
     kinds = sorted(alike(program, units, names).values(), key=len)
     counts = [len(kind) for kind in kinds]
     assert 1 in counts
@@ -139,7 +135,7 @@ def test_what_gains_little_is_not_compiled(gpt: tuple[Frontier, Costs]) -> None:
 def test_units_are_alike_where_their_ops_cost_the_same(gpt: tuple[Frontier, Costs]) -> None:
     program = gpt[0].keep_all.program()
     units = by_block(program)
-    found = alike(program, units, names_of(program))
+    found = alike(program, units, op_keys(program.layout.joint))
     assert len(found) > 1
     for key, kind in found.items():
         for unit in kind:
@@ -155,7 +151,8 @@ def test_what_must_be_compiled_is_whatever_it_gains() -> None:
     costs = estimated(joint)
     program = survey(joint, costs, effort=0.0).keep_all.program()
     units = by_block(program)
-    kept = [unit for unit in worth_compiling(program, units, names_of(program), lambda _: 0.0, 1e9) if unit.compiled]
+    some = worth_compiling(program, units, op_keys(joint), lambda _: 0.0, 1e9)
+    kept = [unit for unit in some if unit.compiled]
     targets = [joint.ops[op].node.target for unit in kept for op in ops_of(program, unit)]
     assert any(target in ALWAYS_COMPILED for target in targets)
 

@@ -1,0 +1,20 @@
+"""What a node of a captured graph shows once a pass has changed what it reads, or has made it."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, cast
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_leaves
+
+
+def evaluate(node: fx.Node) -> Any:
+    """What a node shows, given what its inputs show now."""
+    if node.target is operator.getitem:
+        return cast(fx.Node, node.args[0]).meta["val"][node.args[1]]
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
+    mode = next(leaf.fake_mode for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))  # type: ignore[attr-defined]
+    with mode:
+        return cast(Any, node.target)(*args, **kwargs)
