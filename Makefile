@@ -3,6 +3,7 @@
 #   make demo        set up, then run the quickstart
 #   make test        set up, then lint, types and the everyday tests
 #   make quick       set up, then some tests of everything: a minute once kernels are compiled
+#   make test-torch VERSION=2.15.0   the everyday tests on another release of torch, in a virtual environment of its own
 #   make test-long   set up, then the full-size tests (tens of minutes)
 #   make bench       set up, then the benchmark tables of the README and docs (about three hours)
 #   make papers      set up, then the figures of the papers, and how far the solvers are from the optimum
@@ -18,7 +19,7 @@ READY := $(VENV)/.fxremat-ready
 
 PYTEST := $(BIN)/python -m pytest -q
 
-.PHONY: demo test quick lint types kernels test-long browser pictures docs mutants bench papers clean
+.PHONY: demo test test-torch quick lint types kernels test-long browser pictures docs mutants bench papers clean
 
 demo: $(READY)
 	$(BIN)/python examples/01_quickstart.py
@@ -27,6 +28,22 @@ demo: $(READY)
 test: lint
 	$(MAKE) -j 2 types kernels
 	$(PYTEST) -n 2 --dist loadgroup
+
+# Without lint and types, which CI checks on the release of constraints-dev.txt. That file's other versions are kept to.
+# Where pip is configured to hold torch at another release, put `PIP_CONFIG_FILE=/dev/null` before the command.
+OTHER := .venv-torch-$(VERSION)
+
+test-torch: $(OTHER)/.fxremat-ready
+	$(OTHER)/bin/python -m pytest -q -p no:xdist @tests/kernels.txt
+	$(OTHER)/bin/python -m pytest -q -n 2 --dist loadgroup $(TESTS)
+
+$(OTHER)/.fxremat-ready: pyproject.toml constraints-dev.txt
+	@test -n "$(VERSION)" || { echo "say which release, as in: make test-torch VERSION=2.15.0"; exit 1; }
+	test -x $(OTHER)/bin/python || $(PYTHON) -m venv $(OTHER)
+	sed "s/^torch==.*/torch==$(VERSION)/" constraints-dev.txt > $(OTHER)/constraints.txt
+	$(OTHER)/bin/python -m pip install --quiet -c $(OTHER)/constraints.txt torch -e ".[dev]"
+	$(OTHER)/bin/python -m pip install --quiet -r $(OTHER)/constraints.txt
+	touch $@
 
 quick: $(READY)
 	$(PYTEST) -n 2 --dist loadgroup @tests/quick.txt
@@ -91,4 +108,4 @@ $(READY): pyproject.toml constraints-dev.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-torch-* site .pytest_cache .mypy_cache .ruff_cache .hypothesis
