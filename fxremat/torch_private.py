@@ -277,6 +277,54 @@ def _eager_views() -> Iterator[None]:
         forget()
 
 
+@contextlib.contextmanager
+def with_fake_strides(strides_of: Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]) -> Iterator[None]:
+    """While AOTAutograd traces: fake results of ops have the strides that a function tells.
+
+    `FakeTensorMode._dispatch_impl(self, func, types, args, kwargs)` computes what is not in `FakeTensorMode.cache`,
+    which remembers what was traced before, whatever for (2.11, 2.13, 2.14, 2.15).
+
+    Args:
+        strides_of: of an op and its arguments; strides of each output, None for those that stay as they are.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    mode: Any = FakeTensorMode
+    dispatch = mode._dispatch_impl
+
+    def restrided(fake_mode: Any, tensor: Any, strides: Any) -> Any:
+        if strides is None or not isinstance(tensor, torch.Tensor) or tuple(tensor.stride()) == tuple(strides):
+            return tensor
+        with fake_mode:
+            return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
+
+    def laid_out(self: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        result = dispatch(self, op, types, args, kwargs)
+        strides = strides_of(op, args, kwargs)
+        if strides is None:
+            return result
+        if not isinstance(result, tuple | list):
+            return restrided(self, result, strides[0])
+        rest = [None] * (len(result) - len(strides))
+        made = [restrided(self, r, s) for r, s in zip(result, (*strides, *rest), strict=True)]
+        return getattr(type(result), "_make", type(result))(made)
+
+    mode._dispatch_impl = laid_out
+    mode.cache_clear()
+    try:
+        yield
+    finally:
+        mode._dispatch_impl = dispatch
+        mode.cache_clear()
+
+
+def elementwise_strides(*tensors: torch.Tensor) -> tuple[Any, ...]:
+    """The strides of a new result that TensorIterator computes from these operands of one shape (2.11, 2.13, 2.15)."""
+    from torch._prims_common import compute_elementwise_output_strides
+
+    return tuple(compute_elementwise_output_strides(*tensors))
+
+
 def _without_minus_one(shape: Sequence[Any], count: Any) -> list[Any]:
     """The shape with the size that is left to the number of elements worked out."""
     known = math.prod(size for size in shape if not (isinstance(size, int) and size == -1))

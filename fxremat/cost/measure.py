@@ -10,7 +10,8 @@ Time is the median of a few runs after a warm-up. The workspace is the allocator
 storages that it leaves, from the allocator's own events.
 
 The walk also sees the real layouts: a backward op that was made to overwrite its operand (`passes.in_place`) is
-taken back where the operand's layout is not that of the new result.
+taken back where the operand's layout is not that of the new result; and where a view is impossible, the step has to be
+traced again (`LayoutsDiffer`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import logging
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -34,6 +35,7 @@ from fxremat.agreement import ALONE, Agreement
 from fxremat.cost.cache import CostCache
 from fxremat.cost.devices import Device
 from fxremat.cost.estimate import cost_of
+from fxremat.cost.layouts import LayoutsDiffer, Strides, key_of, otherwise_than_shown
 from fxremat.cost.made_up import Call, call_of
 from fxremat.cost.walk import Walk, given_inputs
 from fxremat.errors import FxrematError
@@ -71,20 +73,23 @@ def measure(
         order: gives the ops to run, in which the step fits into memory; None: each once, as captured.
         ranks: those that measure the same graph: each op that one of them does not know is measured by all of them,
             and takes as long, and as much, as on the slowest.
+
+    Raises:
+        LayoutsDiffer: the step was traced with views that real layouts do not allow.
     """
     device = device_of(joint)
     cache = CostCache.of_device(device)
     layouts = f"layouts {_digest(joint)}"
     refused = _refused(cache, layouts)
-    unchecked = refused is None and any(overwritten(op.node) is not None for op in joint.ops)
-    unchecked = any(ranks.gathered(unchecked, "comparing layouts"))
+    unchecked = any(ranks.gathered(refused is None, "comparing layouts"))
     if not unchecked:
         _put_back(joint, _of_all(ranks, refused or ()))
     missing = _of_all(ranks, _missing(joint, cache))
     if unchecked or missing:
         walk = partial(_measure, joint, inputs, order, device, cache, layouts, missing, ranks)
-        ranks.together("measuring", lambda: unprofiled(walk), meeting=True)
+        differing = ranks.together("measuring", lambda: unprofiled(walk), meeting=True)
         cache.save()
+        _check_views(ranks.gathered(differing, "comparing layouts"))
         _put_back(joint, _of_all(ranks, _refused(cache, layouts) or ()))
     by_op = _agreed(ranks, [cache.op(op_key(op.node)) for op in joint.ops])
     by_op = [
@@ -219,7 +224,8 @@ def _measure(
     layouts: str,
     missing: Sequence[int],
     ranks: Agreement,
-) -> None:
+) -> dict[str, tuple[str, Strides]]:
+    """Measure what is missing. Returns layouts that make a traced view impossible, with the names of their ops."""
     wanted = {op_key(joint.ops[index].node): joint.ops[index] for index in missing}
     todo = range(len(wanted))
     with contextlib.closing(progress(todo, "measuring ops", total=len(todo))) as bar, quiet_world(device):
@@ -227,11 +233,23 @@ def _measure(
             ops = range(len(joint.ops)) if order is None else order()
             walk = Walk(joint, given_inputs(joint, inputs), ops)
             visitor = _Visitor(joint, walk, device, cache, bar, wanted, ranks)
-            if _walked(visitor, alone=len(ranks.ranks) == 1):
+            ended = _walked(visitor, alone=len(ranks.ranks) == 1)
+            if visitor.differing and (walk.impossible_views or not ended):
+                return visitor.differing
+            if ended:
                 _keep_refused(cache, layouts, visitor.refused)
         for op in [joint.ops[index] for index in _missing(joint, cache)]:
             _alone(op_key(op.node), op, device, cache)
             next(bar, None)
+    return {}
+
+
+def _check_views(differing: Iterable[Mapping[str, tuple[str, Strides]]]) -> None:
+    """Raise `LayoutsDiffer` where the walk of any rank came upon a view that a real layout does not allow."""
+    found = {key: seen for of_rank in differing for key, seen in of_rank.items()}
+    if found:
+        names = dict.fromkeys(name for name, _ in found.values())
+        raise LayoutsDiffer({key: strides for key, (_, strides) in found.items()}, names)
 
 
 def _walked(visitor: _Visitor, *, alone: bool) -> bool:
@@ -266,6 +284,7 @@ class _Visitor:
         self.wanted = wanted  # by key; what has been measured is not any more
         self.refused: list[int] = []
         self.checked: set[int] = set()
+        self.differing: dict[str, tuple[str, Strides]] = {}  # ops whose results lie otherwise than shown, by `key_of`
 
     def __call__(self, op: Op, call: Call) -> Any:
         if is_collective(op.node):
@@ -274,6 +293,12 @@ class _Visitor:
             call = self._checked(op, call)
         if isinstance(op.node.target, Region):
             self._check_alone(op, op.node.target, call)
+        result = self._result(op, call)
+        if (strides := otherwise_than_shown(op.node, result)) is not None and overwritten(op.node) is None:
+            self.differing[key_of(call.target, call.args, call.kwargs)] = (str(op.node.target), strides)
+        return result
+
+    def _result(self, op: Op, call: Call) -> Any:
         key = op_key(op.node)
         if self.wanted.pop(key, None) is None and not _is_unknown(op, key, self.cache):
             return call()

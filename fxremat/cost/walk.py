@@ -19,11 +19,14 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxremat.cost.layouts import otherwise_than_shown
 from fxremat.cost.made_up import Call, value_like, weights_like
 from fxremat.step.batch_norm import again_call
 from fxremat.step.costs import attribute, output_position
 from fxremat.step.joint import Joint, Op, Origin
 from fxremat.torch_private import input_place, is_real
+
+aten = torch.ops.aten
 
 Visit = Callable[[Op, Call], Any]
 
@@ -55,6 +58,7 @@ class Walk:
         self.given = given
         self.order = order
         self.values: dict[int, Any] = {}
+        self.impossible_views: list[fx.Node] = []  # which real layouts do not allow; copies stand for them
         self._addresses: dict[int, int] = {}  # of the storages of the values that are alive
 
     def run(self, visit: Visit) -> None:
@@ -107,8 +111,19 @@ class Walk:
             if value not in self.values:
                 self._hold(value, self._new(value))
             return self.values[value]
+        return self._view(node, *fx.node.map_arg(node.args, self._show), **fx.node.map_arg(node.kwargs, self._show))
+
+    def _view(self, node: fx.Node, *args: Any, **kwargs: Any) -> Any:
         target: Any = node.target
-        return target(*fx.node.map_arg(node.args, self._show), **fx.node.map_arg(node.kwargs, self._show))
+        if target is aten.as_strided.default and otherwise_than_shown(node.all_input_nodes[0], args[0]):
+            self.impossible_views.append(node)  # it would show other elements
+        if target not in (aten.view.default, aten._unsafe_view.default):
+            return target(*args, **kwargs)
+        try:
+            return target(*args, **kwargs)
+        except RuntimeError:
+            self.impossible_views.append(node)
+            return aten.reshape.default(*args)
 
     def _new(self, value: int) -> Any:
         node = self.joint.values[value].node

@@ -3,7 +3,6 @@
     eager on a CPU     x * (mask / (1 - p)), the quotient rounded to x's type; so is its backward
     as captured        x * mask * (1 / (1 - p)), the quotient exact
 
-A CPU's backward has the layout of the gradient, and is traced with that of CUDA's: see `_lay_out_as_shown`.
 The two differ where rounding shows: forward and backward in single precision for some p (0.15, not 0.1), backward in
 half precision for most. On CUDA eager PyTorch runs the captured op itself.
 """
@@ -17,7 +16,6 @@ import numpy as np
 import torch
 from torch import fx
 
-from fxremat.step.symbolic import same_size
 from fxremat.torch_private import real_tensors
 
 aten = torch.ops.aten
@@ -26,7 +24,6 @@ aten = torch.ops.aten
 def drop_as_eager(graph: fx.Graph) -> None:
     """Rewrite every dropout of a joint graph that would round otherwise than eager PyTorch. O(nodes)."""
     drop_everything(graph)
-    lay_out_gradients(graph)
     for node in graph.find_nodes(op="call_function", target=aten.native_dropout_backward.default):
         gradient, mask, scale = node.args
         if _on_cpu(node) and scale not in (0, 1):  # p = 1 or p = 0
@@ -46,13 +43,6 @@ def drop_everything(graph: fx.Graph) -> None:
             _drop_all(node)
 
 
-def lay_out_gradients(graph: fx.Graph) -> None:
-    """Let the backward of every dropout of a joint graph have the layout that it is shown with. O(nodes)."""
-    for node in graph.find_nodes(op="call_function", target=aten.native_dropout_backward.default):
-        if _on_cpu(node):
-            _lay_out_as_shown(node)
-
-
 def rounded(keep: float, dtype: torch.dtype) -> float:
     """1 / keep as eager dropout rounds it.
 
@@ -70,21 +60,6 @@ def tensor_read(node: fx.Node) -> torch.Tensor:
 
 def _on_cpu(node: fx.Node) -> bool:
     return tensor_read(node).device.type == "cpu"
-
-
-def _lay_out_as_shown(node: fx.Node) -> None:
-    """Copy a gradient of another layout than the result is shown with: a CPU's result has the gradient's.
-
-    torch traces the op as CUDA runs it, and what follows may view the result as only that layout can be viewed.
-    """
-    gradient = cast(fx.Node, node.args[0])
-    shown, given = cast(torch.Tensor, node.meta["val"]), tensor_read(node)
-    if all(map(same_size, shown.stride(), given.stride())):
-        return
-    with node.graph.inserting_before(node):
-        copy = call_like(node, aten.clone.default, gradient, memory_format=torch.contiguous_format)
-    if all(map(same_size, shown.stride(), copy.meta["val"].stride())):
-        node.update_arg(0, copy)
 
 
 def _split(node: fx.Node, keep: float) -> None:

@@ -25,7 +25,7 @@ import torch
 from torch import fx
 
 import fxremat.ops.seeded  # noqa: F401 - registers the ops
-from fxremat.passes.dropout import call_like, drop_everything, lay_out_gradients, replace_dropout, tensor_read
+from fxremat.passes.dropout import call_like, drop_everything, replace_dropout, tensor_read
 from fxremat.torch_private import memory_order
 
 aten = torch.ops.aten
@@ -34,7 +34,6 @@ aten = torch.ops.aten
 def draw_from_seeds(graph: fx.Graph) -> None:
     """Rewrite every dropout of a joint graph so that its mask is a function of a seed. O(nodes)."""
     drop_everything(graph)
-    lay_out_gradients(graph)
     dropouts: dict[torch.device, list[fx.Node]] = defaultdict(list)
     for node in graph.find_nodes(op="call_function", target=aten.native_dropout.default):
         _, p, training = node.args

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -21,6 +21,7 @@ from torch import fx
 
 from fxremat import kernels
 from fxremat.cost.devices import Device
+from fxremat.cost.layouts import LayoutsDiffer, Strides
 from fxremat.errors import CaptureError, FxrematError, InvalidBudget
 from fxremat.host.default import default_tier
 from fxremat.ops.parameters import Weights, check_unscaled
@@ -35,6 +36,7 @@ from fxremat.runtime.capture_errors import refuse_without_gradients
 from fxremat.runtime.devices import check_devices
 from fxremat.runtime.parts import Part
 from fxremat.runtime.ranks import ranks_of
+from fxremat.runtime.real_layouts import real_layouts
 from fxremat.runtime.sized import Sized
 from fxremat.runtime.sizes import PlansOfSizes
 from fxremat.runtime.target_kernels import kernels_of
@@ -63,6 +65,7 @@ from fxremat.transfers.network import communicates
 
 log = logging.getLogger(__name__)
 KEPT_PLANS = 8  # of the latest, that can still be read
+MOST_TRACES = 4  # of one step, each with what the last one's walk saw
 MANY_SIZES = 3  # combinations of input sizes, at which a warning tells what each costs
 
 
@@ -99,6 +102,7 @@ class Backend:
         self.only_plan = False
         self.weights: Weights | None = None
         self.hosted: frozenset[int] = frozenset()  # the optimizer's numbers of parameters that live on the host
+        self._layouts: dict[str, Strides] = {}  # how results really lie, where the walk saw that it matters
         self._fixed = False  # sizes that may change were tried, and cannot be captured
         self._called_with: set[str] = set()  # the sizes of inputs that were planned for
         self._names: list[str | None] = []  # of the captured graph's inputs, where they are parameters
@@ -133,14 +137,36 @@ class Backend:
         )
         before = len(self._called_with)
         try:
-            with differentiate_as_eager(), self._kernels(inputs):
-                compiled: Callable[..., Any] = backend(module, _to_trace(placeholders, inputs))
+            compiled = self._traced(lambda: backend(module, _to_trace(placeholders, inputs)), inputs)
         finally:
             self._inputs = ()  # dynamo holds on to backends, and the model is not theirs to keep
             self._placeholders = ()
         if len(self._called_with) > before and not self.only_plan:
             self._warn_of_many(time.monotonic() - began)
         return telling_unused(compiled, trained) if len(trained) > 1 else compiled
+
+    def _traced(self, trace: Callable[[], Callable[..., Any]], inputs: Sequence[Any]) -> Callable[..., Any]:
+        """The compiled step, traced again where results lie in memory otherwise than fake tensors told."""
+        for _ in range(MOST_TRACES):
+            try:
+                with self._as_it_runs(inputs):
+                    return trace()
+            except LayoutsDiffer as error:
+                self.learn(error)
+                differing = error
+        raise differing
+
+    def learn(self, differing: LayoutsDiffer) -> None:
+        """Keep how results really lie, for when the step is traced again."""
+        log.info("tracing again: results of %s lie otherwise than fake tensors tell", ", ".join(differing.ops))
+        self._layouts |= differing.observed
+
+    @contextlib.contextmanager
+    def _as_it_runs(self, inputs: Sequence[Any]) -> Iterator[None]:
+        """While AOTAutograd traces: what the kernels that are to run it would do, for eager PyTorch."""
+        layouts = real_layouts(self._layouts, cpu=self.target is None or not self.target.cuda)
+        with layouts, differentiate_as_eager(), self._kernels(inputs):
+            yield
 
     def take_sizes_as_fixed(self, reason: BaseException | None = None) -> None:
         """Note, and tell of, that every combination of sizes is captured by itself from now on."""

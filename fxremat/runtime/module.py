@@ -29,6 +29,7 @@ from torch import nn
 
 from fxremat import heartbeat
 from fxremat.cost.devices import Device
+from fxremat.cost.layouts import LayoutsDiffer
 from fxremat.errors import CaptureError, FxrematError
 from fxremat.ops.parameters import Weights
 from fxremat.options import Options
@@ -71,6 +72,7 @@ class _Training:
     step: Callable[..., Any]  # the same, captured and planned
     shared: Shared | None  # parameters that ranks share
     shared_steps: Mapping[Reduction, Callable[..., Any]]  # for each way to reduce their gradients
+    step_of_fixed_sizes: Callable[[], Callable[..., Any]]  # captures anew, each combination of sizes by itself
     calls: int = 0  # of the drop-in's own forward
     warned: bool = False
 
@@ -171,13 +173,17 @@ def drop_in(model: nn.Module, options: Options, target: Device | None = None) ->
             forward, backend, name, options.may_change, bool(options.shapes), backend.take_sizes_as_fixed
         )
 
+    def step_of_fixed_sizes() -> Callable[..., Any]:
+        return compiled_step(plain, backend, name, False)
+
     if shared is not None and options.optimizer is not None:
         raise FxrematError(
             "offload_weights keeps whole parameters on the host, and these are shared among ranks already: leave it "
             "out; offload=True moves activations, and more ranks hold smaller shards"
         )
     steps = {kind: step_of(own or forward) for kind, forward in shared.forwards.items()} if shared else {}
-    object.__setattr__(made, "_fxremat", _Training(model, own, plain, backend, step_of(plain), shared, steps))
+    training = _Training(model, own, plain, backend, step_of(plain), shared, steps, step_of_fixed_sizes)
+    object.__setattr__(made, "_fxremat", training)
     if shared is not None:
         shared.stand_in(made)
         heartbeat.watch()
@@ -345,6 +351,11 @@ def _run(training: _Training, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         step = training.shared_steps[training.shared.reduction]
     try:
         return step(*args, **kwargs)
+    except LayoutsDiffer as error:  # of symbolic sizes, at which it cannot be traced again
+        training.backend.learn(error)
+        training.backend.take_sizes_as_fixed(error)
+        training.step = training.step_of_fixed_sizes()
+        return training.step(*args, **kwargs)
     except Exception as error:
         if not set_up(training.model, graph_break_place(error) or ""):
             raise

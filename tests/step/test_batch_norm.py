@@ -116,6 +116,6 @@ def test_steps_that_run_second_halves_again_have_the_bits_of_eager(last: bool, m
     forward, backward = compiled.plan.graphs
     called = [node.target for graph in (forward, backward) for node in graph.graph.nodes]
     assert called.count(aten._native_batch_norm_legit_functional.default) == 5, "both halves run as one at first"
-    assert called.count(NORMALIZED) > 0
+    assert called.count(NORMALIZED) > 0 or mem != "least"  # elsewhere measured times decide what runs again
     if mem != "least":
         assert called.count(STATISTICS) == 0, "statistics are kept"

@@ -1,0 +1,79 @@
+"""How the results of ops really lie in memory, as the measuring walk sees it.
+
+Fake tensors tell strides that are not always those of the kernels. That matters where the traced step takes a view
+that the real result does not allow: the step has to be traced again, by what was observed (`runtime.real_layouts`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxremat.errors import CaptureError
+
+Strides = tuple[tuple[Any, ...] | None, ...]
+"""Strides of each output of an op; None where an output is no tensor, or is as fake tensors show it."""
+
+
+class LayoutsDiffer(CaptureError):
+    """A traced step takes views that real results do not allow; most are traced again, and nobody sees this error.
+
+    Attributes:
+        observed: strides of the outputs of ops by `key_of`, where fake tensors show others.
+        ops: the names of those ops.
+    """
+
+    def __init__(self, observed: Mapping[str, Strides], ops: Iterable[str]) -> None:
+        self.observed, self.ops = observed, tuple(ops)
+        super().__init__(
+            f"the results of {', '.join(self.ops)} lie in memory otherwise than PyTorch's fake tensors tell, so that "
+            "the step cannot run as it was traced; capture it for fixed sizes (dynamic=False), or compile a submodule "
+            "instead"
+        )
+
+
+def key_of(op: Any, args: Iterable[Any], kwargs: Mapping[str, Any]) -> str:
+    """Text that is equal for calls whose results lie alike: the op, and layouts and constants that it reads."""
+    return f"{op}({', '.join(map(_described, (*args, *kwargs.items())))})"
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype}{tuple(value.shape)}{_strides(value)}"
+    if isinstance(value, tuple | list):
+        return f"[{', '.join(map(_described, value))}]"
+    return str(value)
+
+
+def _strides(value: Any) -> tuple[Any, ...] | None:
+    strided = isinstance(value, torch.Tensor) and value.layout is torch.strided
+    return tuple(value.stride()) if strided else None
+
+
+def otherwise_than_shown(node: fx.Node, result: Any) -> Strides | None:
+    """Strides of an op's real outputs; None where all are as its node shows them, or too few are shown."""
+    shown, real = _listed(node.meta.get("val")), _listed(result)
+    if len(shown) != len(real) or any(_shape(one) != _shape(other) for one, other in zip(shown, real, strict=True)):
+        return None
+    found = tuple(map(_strides, real))
+    alike = all(
+        _same_order(tensor, strides) for tensor, strides in zip(shown, found, strict=True) if strides is not None
+    )
+    return None if alike else found
+
+
+def _listed(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, tuple | list) else [value]
+
+
+def _shape(value: Any) -> tuple[int, ...] | None:
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else None
+
+
+def _same_order(shown: torch.Tensor, strides: tuple[int, ...]) -> bool:
+    """Whether strides agree where a dimension has more than one element."""
+    sizes = zip(shown.shape, shown.stride(), strides, strict=True)
+    return shown.numel() == 0 or all(one == other for size, one, other in sizes if size != 1)

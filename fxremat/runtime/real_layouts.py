@@ -1,0 +1,116 @@
+"""Strides of real results, where the fake tensors that a step is traced with have others.
+
+What autograd runs depends on strides: whether a gradient is viewed or copied, and how a product is computed. torch
+derives the strides of fake results from decompositions and meta functions, some of which disagree with the kernels:
+
+    rules       what is known of ops whose fake result lies otherwise than any kernel's
+    observed    what the measuring walk saw, where a traced view turned out impossible (`cost.layouts`)
+
+Without them tracing `F.elu(x).transpose(1, 2)` views in the backward what plain PyTorch copies, and the step fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxremat.cost.layouts import Strides, key_of
+from fxremat.torch_private import elementwise_strides, with_fake_strides
+
+aten = torch.ops.aten
+
+Rule = Callable[..., Sequence[Any]]  # arguments of an op -> strides of its first output
+
+
+def _of_operands(*places: int) -> Rule:
+    """Strides that TensorIterator gives a new result of the operands at these places, in its own order."""
+    return lambda *args, **_: elementwise_strides(*(args[place] for place in places))
+
+
+def _contiguous(place: int) -> Rule:
+    return lambda *args, **_: _compact(args[place].shape, range(args[place].dim()))
+
+
+def _suggested(place: int) -> Rule:
+    """Strides of channels-last where the operand is laid out so, else contiguous ones."""
+
+    def rule(*args: Any, **_: Any) -> Sequence[Any]:
+        shape, tensor = args[place].shape, args[place]
+        if tensor.dim() in (4, 5) and not tensor.is_contiguous():
+            order = (0, *range(2, tensor.dim()), 1)
+            if tensor.is_contiguous(memory_format=torch.channels_last if tensor.dim() == 4 else torch.channels_last_3d):
+                return _compact(shape, order)
+        return _compact(shape, range(tensor.dim()))
+
+    return rule
+
+
+def _compact(shape: Sequence[Any], order: Iterable[int]) -> list[Any]:
+    """Strides without gaps of a tensor whose dimensions lie in this order, the outermost first."""
+    strides: list[Any] = [1] * len(shape)
+    step: Any = 1
+    for dim in reversed(list(order)):
+        strides[dim] = step
+        step = step * torch.sym_max(shape[dim], 1)
+    return strides
+
+
+ITERATED = _of_operands(0, 1)
+
+EVERYWHERE: Mapping[Any, Rule] = {
+    aten.softplus_backward.default: ITERATED,
+    aten.elu_backward.default: _of_operands(0, 5),
+    aten.hardtanh_backward.default: ITERATED,
+    aten.hardswish_backward.default: ITERATED,
+    aten.hardsigmoid_backward.default: ITERATED,
+    aten.logit_backward.default: ITERATED,
+    aten.rrelu_with_noise_backward.default: _of_operands(2, 0),
+    aten.mse_loss_backward.default: _contiguous(1),
+    aten.smooth_l1_loss_backward.default: _contiguous(1),
+    aten.huber_loss_backward.default: _contiguous(1),
+    aten._log_softmax_backward_data.default: _contiguous(0),
+}
+"""Kernels of every device: they share these lines of ATen (TensorIterator, `Loss.cpp`, structured kernels)."""
+
+CPU: Mapping[Any, Rule] = {
+    aten.native_dropout_backward.default: ITERATED,
+    aten.native_layer_norm_backward.default: _contiguous(1),
+    aten.native_group_norm_backward.default: _suggested(1),
+    aten.native_batch_norm.default: _suggested(0),
+    aten._native_batch_norm_legit.default: _suggested(0),
+    aten._native_batch_norm_legit.no_stats: _suggested(0),
+    aten.native_batch_norm_backward.default: _suggested(1),
+}
+
+
+def real_layouts(
+    observed: Mapping[str, Strides], *, cpu: bool
+) -> contextlib.AbstractContextManager[None]:
+    """While a step is traced: fake results have the strides of real ones.
+
+    Args:
+        observed: strides of the outputs of ops by `cost.layouts.key_of`, which come before the rules.
+        cpu: whether a CPU's kernels are to run what is traced on CPU tensors.
+    """
+    rules = {**EVERYWHERE, **(CPU if cpu else {})}
+    return with_fake_strides(partial(_strides_of, rules, observed))
+
+
+def _strides_of(
+    rules: Mapping[Any, Rule], observed: Mapping[str, Strides], op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Strides | None:
+    if observed and (seen := observed.get(key_of(op, args, kwargs))) is not None:
+        return seen
+    rule = rules.get(op)
+    if rule is None or (op in CPU and _device(args) != "cpu" and op not in EVERYWHERE):
+        return None
+    return (tuple(rule(*args, **kwargs)),)
+
+
+def _device(args: Iterable[Any]) -> str | None:
+    return next((arg.device.type for arg in args if isinstance(arg, Tensor)), None)
