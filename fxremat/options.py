@@ -13,6 +13,7 @@ import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field, fields
+from fractions import Fraction
 from numbers import Real
 from typing import Any, TypedDict
 
@@ -70,6 +71,14 @@ class CompileOptions(PlanOptions, total=False):
     device: str | Device | None
 
 
+@dataclass(frozen=True, kw_only=True)
+class SeenLoss:
+    """What a loss outside the model was seen to allocate, as shares of what is assumed where nothing is known."""
+
+    peak: Fraction  # between forward and backward
+    held: Fraction  # from the beginning of the backward on, gradients of outputs apart
+
+
 @dataclass(frozen=True)
 class Options:
     """What to plan for.
@@ -81,7 +90,8 @@ class Options:
         device: with cost="estimate", the name of a known device, or a `fxremat.cost.devices.Device`.
         slots: steps of memory in the dynamic programs, from 1 to 100,000.
         loss_bytes: what a loss outside the model allocates between forward and backward, in the forms of a size. None:
-            nothing where the model returns its loss, else three times the bytes of its outputs.
+            nothing where the model returns its loss; else four times the bytes of its outputs, five times those of an
+            fp32 copy in half precision. On CUDA the first step measures it, and the next is planned for that.
         only_loss: where the model returns its loss, expect no gradient for what the loss is computed from. If one comes
             after all, that step runs as plain PyTorch, outside of the budget, and the next is planned for it.
             False: plan for it from the start.
@@ -146,6 +156,7 @@ class Options:
     budget: Budget = field(init=False, repr=False)  # what `mem` means
     host_limit: int | None = field(init=False, repr=False)  # bytes that `host_mem` means
     loss_size: int | None = field(init=False, repr=False)  # bytes that `loss_bytes` means
+    loss_seen: SeenLoss | None = field(default=None, repr=False)  # what steps have shown of it; no user sets this
 
     def __post_init__(self) -> None:
         self._set("budget", parse_budget(self.mem))
@@ -312,7 +323,7 @@ class Options:
         )
 
 
-NAMES = tuple(field.name for field in fields(Options) if field.init)
+NAMES = tuple(field.name for field in fields(Options) if field.init and field.name != "loss_seen")
 
 
 def options_of(**options: Any) -> Options:

@@ -129,6 +129,35 @@ def never_donate() -> None:
         context.fw_metadata.bw_donated_idxs = []
 
 
+class _Whatever:
+    """Is equal to everything: the strides that a gradient is expected to have."""
+
+    def __eq__(self, _: object) -> bool:
+        return True
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def take_gradients_as_they_lie() -> None:
+    """Let the backward that is being compiled run on gradients as they are handed in, without a copy.
+
+    `ViewAndMutationMeta.subclass_tangent_meta` has a `PlainTensorMeta` for each, whose `memory_format` says which size
+    and strides it is copied to where it has others (`coerce_to_expected_memory_format`; 2.11, 2.13, 2.14, 2.15).
+    """
+    from torch._functorch._aot_autograd.schemas import MemoryFormatMeta, PlainTensorMeta
+
+    context = torch._guards.TracingContext.try_get()
+    if context is not None and context.fw_metadata is not None:
+        for meta in context.fw_metadata.subclass_tangent_meta:
+            if isinstance(meta, PlainTensorMeta):
+                whatever: Any = _Whatever()
+                meta.memory_format = MemoryFormatMeta(size=whatever, stride=whatever)
+
+
+STASHED = "saved_tensor_with_no_vc_check"
+"""Key of `Node.meta` of tensors that AOTAutograd keeps in `ctx._tensors_no_vc_check` (2.11, 2.13, 2.14, 2.15)."""
+
+
 def is_compiled_backward(node: Any) -> bool:
     """Whether an autograd node is the backward of a graph that AOTAutograd compiled: its class's name (2.11, 2.13)."""
     return type(node).__name__ == "CompiledFunctionBackward"
@@ -653,6 +682,18 @@ def depends_on_data(symbol: object) -> bool:
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
     return bool(free_unbacked_symbols(symbol))
+
+
+def forget_history(graph: fx.Graph) -> None:
+    """Let go of the autograd graph behind what the nodes of dynamo's graph show, with the numbers that it saves.
+
+    `meta["example_value"]` is a fake tensor with a history, whose nodes keep real tensors of the numbers in the code
+    (2.13, 2.14, 2.15).
+    """
+    for node in graph.nodes:
+        value = node.meta.get("example_value")
+        if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+            node.meta["example_value"] = value.detach().requires_grad_()
 
 
 def input_place(primal: fx.Node) -> int | None:

@@ -117,13 +117,12 @@ class Walk:
         target: Any = node.target
         if target is aten.as_strided.default and otherwise_than_shown(node.all_input_nodes[0], args[0]):
             self.impossible_views.append(node)  # it would show other elements
-        if target not in (aten.view.default, aten._unsafe_view.default):
+        if target not in (aten.view.default, aten._unsafe_view.default, aten.reshape.default):
             return target(*args, **kwargs)
-        try:
-            return target(*args, **kwargs)
-        except RuntimeError:
+        viewed = aten.reshape.default(*args)
+        if viewed.numel() and viewed.data_ptr() != args[0].data_ptr():
             self.impossible_views.append(node)
-            return aten.reshape.default(*args)
+        return viewed
 
     def _new(self, value: int) -> Any:
         node = self.joint.values[value].node

@@ -4,6 +4,7 @@
     collectives     each is one op, from its start to its end
     detach          chains of `detach` go
     batch_norm      the backward of a training BatchNorm reads no running statistics
+    tangents        gradients of a loss outside the model are taken as they lie in memory
     dropout         drops as eager PyTorch does; or, for compiled regions,
     seeded_dropout  draws from seeds, which are a value of the graph
     channels_last   convolutions in that layout, for compiled regions alone
@@ -29,8 +30,9 @@ from fxremat.passes.in_place import overwrite_gradients
 from fxremat.passes.numbers import copy_views_by_number, refuse_symbols
 from fxremat.passes.seeded_dropout import draw_from_seeds
 from fxremat.passes.sharding import share
+from fxremat.passes.tangents import reshape_gradients
 
-FIRST = (share, wait_at_once, drop_detach, drop_running_statistics)
+FIRST = (share, wait_at_once, drop_detach, drop_running_statistics, reshape_gradients)
 WHOLE = (*FIRST, drop_as_eager, copy_views_by_number, overwrite_gradients)  # as a step of any device is captured
 PASSES = (*WHOLE[:-1], halve_exactly, overwrite_gradients)
 FOR_REGIONS = (*FIRST, drop_as_eager, copy_views_by_number, convolve_channels_last, halve, overwrite_gradients)

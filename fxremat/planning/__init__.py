@@ -9,6 +9,7 @@ Everything here is a value; what is captured and what runs is in `fxremat.runtim
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -26,7 +27,7 @@ from fxremat.planning.captured import CapturedStep
 from fxremat.planning.compiled import with_compiled_kernels
 from fxremat.planning.finished import finished, plan_of
 from fxremat.planning.in_slices import best_in_slices, what_slices_buy
-from fxremat.planning.searched import NO_TIME, estimated_device, search, with_loss
+from fxremat.planning.searched import NO_TIME, Searched, estimated_device, search, with_loss
 from fxremat.plans import Plan
 from fxremat.progress import bars, planning
 from fxremat.search.candidate import Candidate
@@ -38,6 +39,7 @@ from fxremat.step.joint import Joint
 from fxremat.transfers.network import communicates
 from fxremat.units import Auto, Percent
 
+log = logging.getLogger(__name__)
 NEAREST = 3  # plans whose candidates are judged at other sizes
 
 Choice = Callable[[Sequence[Candidate]], Candidate]  # of candidates that fit, fastest first
@@ -83,7 +85,16 @@ def _best_of_whole_ops(step: CapturedStep, options: Options) -> Plan:
     except BudgetTooSmall as error:
         if error.note or len(step.ranks.ranks) > 1:
             raise
-        raise error.explained(note=what_slices_buy(searched, error, options)) from None
+        raise error.explained(note=_noted(searched, error, options)) from None
+
+
+def _noted(searched: Searched, error: BudgetTooSmall, options: Options) -> str:
+    """What slices would buy; "" where that cannot be told, which is no reason to hide the error."""
+    try:
+        return what_slices_buy(searched, error, options)
+    except Exception as trouble:
+        log.info("what slices would buy is not known: %s: %s", type(trouble).__name__, trouble)
+        return ""
 
 
 def _check_equal(plan: Plan, ranks: Agreement) -> None:

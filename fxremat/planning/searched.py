@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -122,10 +123,14 @@ def unsearched(step: CapturedStep, options: Options, rate: float = 1.0) -> Searc
 
 
 def with_loss(costs: Costs, options: Options) -> Costs:
-    """The costs with what the user says that a loss outside the model takes."""
-    if options.loss_size is None:
-        return costs
-    return replace(costs, sizes=replace(costs.sizes, outside=options.loss_size))
+    """The costs with what the user says that a loss outside the model takes, and what steps have shown of it."""
+    said, seen, sizes = options.loss_size, options.loss_seen, costs.sizes
+    if seen is None or not sizes.outside:
+        return costs if said is None else replace(costs, sizes=replace(sizes, outside=said))
+    assumed = sizes.outside - sizes.root
+    outside = max(said or 0, math.ceil(assumed * seen.peak))
+    root = max(0, math.ceil(assumed * seen.held))
+    return replace(costs, sizes=replace(sizes, outside=outside, root=root))
 
 
 def _cost_model(step: CapturedStep, options: Options) -> Costs:
@@ -161,7 +166,7 @@ def _searched(joint: Joint, costs: Costs, options: Options) -> tuple[int, int, L
     settings: dict[str, Any] = {"solver": options.solver, "slots": options.slots, "effort": options.effort}
     if options.offloads_by_chain:
         settings |= {"solver": "auto", "effort": 0.0}
-    of_costs = (options.cost, str(options.device), str(device_of(joint)), options.loss_size)
+    of_costs = (options.cost, str(options.device), str(device_of(joint)), options.loss_size, options.loss_seen)
     known = FrontierCache(joint, costs, (settings, of_costs))
     hosted = bool(options.offload or options.offload_weights)
     ladder = known.get()

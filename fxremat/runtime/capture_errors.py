@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import re
 
+import torch
 from torch import fx
 
 from fxremat.errors import CaptureError, FxrematError
 from fxremat.step.joint import Joint
+from fxremat.step.names import frame_of
 from fxremat.torch_private import backend_failure, graph_break_place, needs_data, planning_error
 
 ADVICE = (  # a pattern of the place and the reason, and what to do; the first that fits is given
@@ -66,6 +68,17 @@ def refuse_without_gradients(joint: Joint) -> None:
         "cross_entropy), or gives none: capture on a CPU or CUDA device, or plan a model without data with "
         'fxremat.plan(..., cost="estimate")'
     )
+
+
+def refuse_opaque(graph: fx.Graph) -> None:
+    """Raise `CaptureError` for an nn.LSTM in a CPU's kernel, whose backward reads a workspace that only it can fill."""
+    if node := next(iter(graph.find_nodes(op="call_function", target=torch.ops.aten.mkldnn_rnn_layer.default)), None):
+        frame = frame_of(node)
+        line = f", {frame.file}:{frame.line} in {frame.function}: {frame.code}," if frame else ""
+        raise CaptureError(
+            f"nn.LSTM{line} runs on a CPU in one kernel of oneDNN, which cannot be planned: write it as a loop over "
+            "nn.LSTMCell, train it on a GPU, or compile the submodules around it instead"
+        )
 
 
 def explained(error: Exception) -> FxrematError | None:

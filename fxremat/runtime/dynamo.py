@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -25,15 +27,18 @@ from fxremat.cost.layouts import LayoutsDiffer, Strides
 from fxremat.errors import CaptureError, FxrematError, InvalidBudget
 from fxremat.host.default import default_tier
 from fxremat.ops.parameters import Weights, check_unscaled
-from fxremat.options import Options, options_of
+from fxremat.options import Options, SeenLoss, options_of
 from fxremat.passes.normalize import FOR_REGIONS, FOR_REGIONS_FROM_SEEDS, PASSES, WHOLE, Pass, normalize
 from fxremat.passes.numbers import refuse_symbols
+from fxremat.passes.tangents import bear_any_layout
 from fxremat.planning import plan_step
 from fxremat.planning.captured import CapturedStep, TrainedParameters, named
 from fxremat.plans import Plan
+from fxremat.profiles import enough
 from fxremat.runtime.auxiliary_outputs import AuxiliaryOutputs, auxiliary_outputs_of, check_runs_again
-from fxremat.runtime.capture_errors import refuse_without_gradients
+from fxremat.runtime.capture_errors import refuse_opaque, refuse_without_gradients
 from fxremat.runtime.devices import check_devices
+from fxremat.runtime.loss_meter import LossMeter, MeasuredLoss
 from fxremat.runtime.parts import Part
 from fxremat.runtime.ranks import ranks_of
 from fxremat.runtime.real_layouts import real_layouts
@@ -52,6 +57,7 @@ from fxremat.torch_private import (
     compiled_frame,
     copied,
     differentiate_as_eager,
+    forget_history,
     graph_break_after,
     input_and_dimension,
     input_place,
@@ -59,13 +65,16 @@ from fxremat.torch_private import (
     largest_of,
     never_donate,
     parameter_name,
+    take_gradients_as_they_lie,
     taking_a_list,
 )
 from fxremat.transfers.network import communicates
+from fxremat.units import format_bytes
 
 log = logging.getLogger(__name__)
 KEPT_PLANS = 8  # of the latest, that can still be read
 MOST_TRACES = 4  # of one step, each with what the last one's walk saw
+GAIN = 1.01  # of the least seconds, and of the budget: what it takes to plan a step anew
 MANY_SIZES = 3  # combinations of input sizes, at which a warning tells what each costs
 
 
@@ -79,6 +88,7 @@ class Backend:
     Attributes:
         plans: the latest plans, newest last; older ones go on running, but cannot be read any more.
         only_plan: leave the first forward with `PlannedOnly`.
+        outdated: the model is to be captured anew.
         model: the name of the model's class, for reports.
         target: the device whose kernels are captured in the place of a CPU's, where plans are only looked at.
         input_names: of those of the model's inputs that may be given by position, in order.
@@ -100,9 +110,11 @@ class Backend:
         self.input_names = tuple(names)
         self.plans: deque[Plan] = deque(maxlen=KEPT_PLANS)
         self.only_plan = False
+        self.outdated = False  # what was captured was planned for another loss than the one that runs
         self.weights: Weights | None = None
         self.hosted: frozenset[int] = frozenset()  # the optimizer's numbers of parameters that live on the host
         self._layouts: dict[str, Strides] = {}  # how results really lie, where the walk saw that it matters
+        self._any_layout = False  # the backward that is being compiled takes gradients however they lie
         self._fixed = False  # sizes that may change were tried, and cannot be captured
         self._called_with: set[str] = set()  # the sizes of inputs that were planned for
         self._names: list[str | None] = []  # of the captured graph's inputs, where they are parameters
@@ -114,9 +126,12 @@ class Backend:
         outputs = auxiliary_outputs_of(module)
         if outputs.expected or outputs.beside:
             refuse_symbols(module.graph, "example_value")
-        if self.options.only_loss and outputs.beside:
-            return AuxiliaryOutputs(module, outputs, self._differentiate, inputs)
-        return self._differentiate(module, inputs)
+        try:
+            if self.options.only_loss and outputs.beside:
+                return AuxiliaryOutputs(module, outputs, self._differentiate, inputs)
+            return self._differentiate(module, inputs)
+        finally:
+            forget_history(module.graph)
 
     def _differentiate(
         self, module: fx.GraphModule, inputs: Sequence[Any], *, again: bool = False
@@ -143,6 +158,7 @@ class Backend:
             self._placeholders = ()
         if len(self._called_with) > before and not self.only_plan:
             self._warn_of_many(time.monotonic() - began)
+        compiled = LossMeter(compiled, trained, self._take_loss)
         return telling_unused(compiled, trained) if len(trained) > 1 else compiled
 
     def _traced(self, trace: Callable[[], Callable[..., Any]], inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -167,6 +183,31 @@ class Backend:
         layouts = real_layouts(self._layouts, cpu=self.target is None or not self.target.cuda)
         with layouts, differentiate_as_eager(), self._kernels(inputs):
             yield
+
+    def _take_loss(self, loss: MeasuredLoss) -> None:
+        """Plan anew at the next call where a loss outside the model takes more than planned, or time is to be saved."""
+        plan = self.plans[-1]
+        known = self.options.loss_seen
+        planned = self.options.loss_size or math.ceil(loss.assumed * (known.peak if known else 1))
+        held = math.ceil(loss.assumed * known.held) if known else plan.costs.sizes.root
+        more = loss.peak > planned + plan.costs.sizes.root or loss.held > held
+        less = loss.exact and known is None and self.options.loss_size is None
+        less = less and _would_gain(plan, planned - loss.peak)
+        if not (more or less):
+            return
+        seen = SeenLoss(peak=Fraction(loss.peak, loss.assumed), held=Fraction(max(0, loss.held), loss.assumed))
+        if known is not None:
+            seen = SeenLoss(peak=max(known.peak, seen.peak), held=max(known.held, seen.held))
+        self.options = replace(self.options, loss_seen=seen)
+        self.outdated = True
+        log.log(
+            logging.WARNING if more else logging.INFO,
+            "the loss outside the model allocated %s where %s had been set aside: the next call plans for that; "
+            'fxremat.compile(..., loss_bytes="%s") does from the start',
+            format_bytes(loss.peak),
+            format_bytes(planned),
+            enough(loss.peak),
+        )
 
     def take_sizes_as_fixed(self, reason: BaseException | None = None) -> None:
         """Note, and tell of, that every combination of sizes is captured by itself from now on."""
@@ -204,6 +245,8 @@ class Backend:
 
     def _forward(self, graph: fx.GraphModule, step: _FixedStep | Sized) -> Callable[..., Any]:
         never_donate()
+        if self._any_layout:
+            take_gradients_as_they_lie()
         run = step.forward_of(graph)
 
         def forward(arguments: list[Any]) -> Any:
@@ -225,9 +268,11 @@ class Backend:
         again: bool,
         **__: Any,
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        refuse_opaque(module.graph)
         as_eager = self._as_eager(module, num_fwd_outputs)
         module = normalize(module, self._passes())
         self._note_names(module.graph)
+        self._any_layout = not self.options.compiles and bear_any_layout(module.graph)
         graph = SymbolicGraph(module, num_fwd_outputs) if has_symbolic_sizes(module.graph) else None
         joint = graph.now() if graph else read_joint(module, num_fwd_outputs)
         refuse_without_gradients(joint)
@@ -411,6 +456,11 @@ class _FixedStep:
                 return without(run(arguments), needs, unused)
 
         return taking_a_list(backward)
+
+
+def _would_gain(plan: Plan, freed: int) -> bool:
+    """Whether a plan recomputes that would have so many bytes more, and they matter."""
+    return plan.predicted_time > GAIN * plan.keep_all_time and freed > (GAIN - 1) * plan.budget
 
 
 def _to_trace(placeholders: Sequence[fx.Node], inputs: Sequence[Any]) -> Sequence[Any]:

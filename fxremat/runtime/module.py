@@ -72,7 +72,7 @@ class _Training:
     step: Callable[..., Any]  # the same, captured and planned
     shared: Shared | None  # parameters that ranks share
     shared_steps: Mapping[Reduction, Callable[..., Any]]  # for each way to reduce their gradients
-    step_of_fixed_sizes: Callable[[], Callable[..., Any]]  # captures anew, each combination of sizes by itself
+    step_anew: Callable[[bool], Callable[..., Any]]  # captures anew; True: each combination of sizes by itself
     calls: int = 0  # of the drop-in's own forward
     warned: bool = False
 
@@ -167,14 +167,17 @@ def drop_in(model: nn.Module, options: Options, target: Device | None = None) ->
     if not options.resizable and (options.dynamic or options.shapes):
         backend.take_sizes_as_fixed()
     name = f"forward of {type(model).__name__}"
+    only_fixed = False
 
     def step_of(forward: Callable[..., Any]) -> Callable[..., Any]:
         return compiled_step(
             forward, backend, name, options.may_change, bool(options.shapes), backend.take_sizes_as_fixed
         )
 
-    def step_of_fixed_sizes() -> Callable[..., Any]:
-        return compiled_step(plain, backend, name, False)
+    def step_anew(fixed: bool) -> Callable[..., Any]:
+        nonlocal only_fixed
+        only_fixed |= fixed
+        return compiled_step(plain, backend, name, False) if only_fixed else step_of(plain)
 
     if shared is not None and options.optimizer is not None:
         raise FxrematError(
@@ -182,7 +185,7 @@ def drop_in(model: nn.Module, options: Options, target: Device | None = None) ->
             "out; offload=True moves activations, and more ranks hold smaller shards"
         )
     steps = {kind: step_of(own or forward) for kind, forward in shared.forwards.items()} if shared else {}
-    training = _Training(model, own, plain, backend, step_of(plain), shared, steps, step_of_fixed_sizes)
+    training = _Training(model, own, plain, backend, step_of(plain), shared, steps, step_anew)
     object.__setattr__(made, "_fxremat", training)
     if shared is not None:
         shared.stand_in(made)
@@ -346,6 +349,9 @@ def _forward(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _run(training: _Training, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     mark(training.backend.options, training.backend.input_names, args, kwargs)
+    if training.backend.outdated and training.shared is None:
+        training.backend.outdated = False
+        training.step = training.step_anew(False)
     step = training.step
     if training.shared is not None:
         step = training.shared_steps[training.shared.reduction]
@@ -354,7 +360,7 @@ def _run(training: _Training, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     except LayoutsDiffer as error:  # of symbolic sizes, at which it cannot be traced again
         training.backend.learn(error)
         training.backend.take_sizes_as_fixed(error)
-        training.step = training.step_of_fixed_sizes()
+        training.step = training.step_anew(True)
         return training.step(*args, **kwargs)
     except Exception as error:
         if not set_up(training.model, graph_break_place(error) or ""):

@@ -179,7 +179,9 @@ def _mask_by_itself(node: fx.Node) -> None:
     value = _shown(x)
     if not training or value.device.type != "cpu" or not isinstance(p, float) or not 0 < p < 1:
         return
-    if not torch.empty_like(value).is_contiguous():  # dropout draws in the order of memory, bernoulli in its own
+    with value.fake_mode:  # type: ignore[attr-defined]
+        in_order = torch.empty_like(value).is_contiguous()
+    if not in_order:  # dropout draws in the order of memory, bernoulli in its own
         return
     write = _Before(node, value.fake_mode)  # type: ignore[attr-defined]
     empty = write(aten.empty.memory_format, list(value.shape), dtype=torch.bool, device=value.device)

@@ -18,6 +18,8 @@ from fxremat.step.overwriting import overwritten
 from fxremat.step.program import Program
 from fxremat.step.region import Region
 
+NUMBERS_OF_LOSS = 4  # for each output: such as the loss's terms, sums of them, and the gradients of those
+SINGLE = torch.float32.itemsize
 CUDA_BLOCK = 512  # the caching allocator counts every tensor in blocks of this many bytes
 
 
@@ -84,28 +86,40 @@ def costs_from(joint: Joint, by_op: Sequence[OpCost], device: torch.device) -> C
                 sizes[value] = cost.outputs[position]
         if isinstance(op.node.target, Region):
             taken[op.index] = sum(rounded(sizes[value], device) for value in op.writes)
+    root = NUMBERS_OF_LOSS * rounded(8, device) * len(_gradients(joint))
     return Costs(
         seconds=tuple(cost.seconds for cost in by_op),
         sizes=Sizes(
             values=tuple(rounded(size, device) for size in sizes),
             workspace=tuple(cost.workspace - bytes_ for cost, bytes_ in zip(by_op, taken, strict=True)),
             seed=torch.default_generator.get_state().numel() if device.type == "cpu" else 0,
-            outside=outside_bytes(joint),
-            root=0 if joint.root_tangents else 2 * rounded(8, device),
+            outside=outside_bytes(joint) + root,
+            root=root,
         ),
     )
 
 
 def outside_bytes(joint: Joint) -> int:
-    """What a loss outside the model is taken to need between forward and backward.
+    """What a loss outside the model is taken to need between forward and backward, until it has been measured.
 
-    A model that returns its loss needs nothing. For other outputs: three times their bytes, which is what a cross
-    entropy takes (log-probabilities, and two gradients at a time). The user can say better (`loss_bytes`).
+    A model that returns its loss needs nothing. The user can say better (`loss_bytes`).
     """
-    if joint.root_tangents:
-        return 0
-    gradients = [t for node in joint.tangents if isinstance(t := node.meta.get("val"), torch.Tensor)]
-    return 3 * sum(gradient.numel() * gradient.element_size() for gradient in gradients)
+    return sum(assumed_for(t.numel(), t.dtype) for t in _gradients(joint))
+
+
+def assumed_for(count: int, dtype: torch.dtype) -> int:
+    """Bytes that a loss of an output of `count` numbers is taken to need: four times the output's, in fp32 or wider.
+
+    A cross entropy takes three times (log-probabilities, and two gradients at a time), `x.pow(2).mean()` four times;
+    an output in half precision is copied to fp32 besides.
+    """
+    return int(count) * (4 * dtype.itemsize if dtype.itemsize >= SINGLE else 5 * SINGLE)
+
+
+def _gradients(joint: Joint) -> list[torch.Tensor]:
+    """What the loss outside hands in, as fake tensors; gradients of numbers, which are losses, apart."""
+    shown = (node.meta.get("val") for node in joint.tangents if joint.value_of[node] not in joint.root_tangents)
+    return [tensor for tensor in shown if isinstance(tensor, torch.Tensor)]
 
 
 def output_position(shown: fx.Node, op: fx.Node) -> int | None:

@@ -70,6 +70,7 @@ MODELS: dict[str, Callable[[Model, Tensor, Tensor], Tensor]] = {
     "wait_at_once": reduced,
     "drop_detach": lambda m, x, _: (m.linear(x).relu() * m.linear(x).detach()).sum(),
     "drop_running_statistics": lambda m, x, _: m.norm(m.linear(x)).sum(),
+    "reshape_gradients": lambda m, x, _: m.linear(x).view(12),
     "halve_exactly": lambda m, x, _: m.norm(m.linear(x)).sum(),
     "drop_as_eager": lambda m, x, _: m.drop_all(m.dropout(m.linear(x))).sum(),
     "copy_views_by_number": row,

@@ -1,0 +1,83 @@
+"""What a loss outside the model really allocates, as the allocator's own counters tell while steps run.
+
+A plan sets memory aside between forward and backward for a loss that it has not seen (`step.costs.outside_bytes`). On
+CUDA it is known from the first step on: the counters are read, and not reset, when the planned forward has run, and
+when the first gradient reaches its backward. Steps 1, 2, 4, 8 and so on are looked at, since losses may grow. A CPU's
+allocator keeps no counters: what is set aside stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxremat.step.costs import assumed_for
+from fxremat.torch_private import is_compiled_backward
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredLoss:
+    """Bytes above the level at the end of the forward."""
+
+    assumed: int  # what is set aside for outputs like these, where nothing is known
+    peak: int  # at the worst moment before the backward of the model; at least, where `exact` is False
+    held: int  # when that begins, the gradients of the outputs apart
+    exact: bool  # False: an earlier peak of the process hides that of the loss
+
+
+def levels_of(device: torch.device) -> tuple[int, int] | None:
+    """Bytes that are allocated now, and that were at most since the user has reset that; None where nobody counts."""
+    if device.type != "cuda":
+        return None
+    return torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+
+
+class LossMeter:
+    """A compiled step that measures the loss outside of it.
+
+    Args:
+        step: the compiled step.
+        trained: positions of its outputs that require grad.
+        tell: is given what was measured.
+    """
+
+    def __init__(
+        self,
+        step: Callable[..., Sequence[Any]],
+        trained: Sequence[int],
+        tell: Callable[[MeasuredLoss], None],
+    ) -> None:
+        self.step, self.trained, self.tell = step, tuple(trained), tell
+        self.calls = 0
+
+    def __call__(self, *inputs: Any) -> Sequence[Any]:
+        outputs = self.step(*inputs)
+        self.calls += 1
+        if self.calls & (self.calls - 1) == 0:
+            self._measure([outputs[position] for position in self.trained])
+        return outputs
+
+    def _measure(self, outputs: Sequence[Tensor]) -> None:
+        nodes = (output.grad_fn for output in outputs)
+        node = next((node for node in nodes if node is not None and is_compiled_backward(node)), None)
+        tensors = [output for output in outputs if output.dim() > 0]
+        before = levels_of(tensors[0].device) if node is not None and tensors else None
+        if before is None or node is None:
+            return
+        device, assumed = tensors[0].device, sum(assumed_for(t.numel(), t.dtype) for t in tensors)
+        gradients = sum(t.numel() * t.element_size() for t in tensors)
+
+        def tell(_: Any) -> None:
+            handle.remove()
+            if (now := levels_of(device)) is None:
+                return
+            (start, top), (level, highest) = before, now
+            exact = highest > top
+            peak = (highest if exact else max(level, start)) - start
+            self.tell(MeasuredLoss(assumed=assumed, peak=peak, held=level - start - gradients, exact=exact))
+
+        handle = node.register_prehook(tell)

@@ -1,0 +1,216 @@
+"""Losses outside the model: gradients are taken as they lie, budgets hold from the first step, losses are measured."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fxremat
+from benchmarks.meter import peak_bytes
+from fxremat.runtime import loss_meter
+from fxremat.runtime.loss_meter import LossMeter, MeasuredLoss
+from tests.toys import Loss, Stack, rows
+from tests.training import same
+
+pytestmark = pytest.mark.usefixtures("torch_ready")
+FAST: Any = {"effort": 0.0, "slots": 100, "progress": False}
+CLASSES = 40
+
+
+def target(rows: int) -> Tensor:
+    return torch.arange(rows) % CLASSES
+
+
+LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
+    "square": lambda out: out.float().pow(2).mean(),
+    "cross_entropy": lambda out: F.cross_entropy(out.float().flatten(0, 1), target(out.shape[0] * out.shape[1])),
+    "transposed": lambda out: F.cross_entropy(out.float().transpose(1, 2), target(24).view(4, 6)),
+    "permuted": lambda out: (out.permute(2, 1, 0).contiguous() * 2).tanh().sum(),
+}
+
+
+class Tokens(nn.Module):
+    """Reads [4, 6, 8]; the views behind its linear layers are reshapes in the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 32), nn.Linear(32, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.first(x).view(4, 3, 2, 32).transpose(1, 2).reshape(4, 6, 32)
+        return self.last(F.gelu(hidden))  # type: ignore[no-any-return]
+
+
+class Images(nn.Module):
+    """Three maps in channels-last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maps = nn.ModuleList(nn.Conv2d(8, 8, 1) for _ in range(3))
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        image = x.permute(0, 3, 1, 2)
+        return [convolve(F.avg_pool2d(image, 2**k)) for k, convolve in enumerate(self.maps)]
+
+
+def pair(make: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    plain = make()
+    torch.manual_seed(0)
+    return plain, make()
+
+
+def assert_trains_as_plain(
+    make: Callable[[], nn.Module], x: Tensor, loss: Callable[[Any], Tensor], *, autocast: bool = False
+) -> None:
+    """The least budget holds in each of three steps, whose gradients have the bits of plain PyTorch."""
+    plain, model = pair(make)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        least = fxremat.plan(make(), (x,), mem="100%", **FAST).minimum
+        compiled = fxremat.compile(model, mem=least, example_inputs=(x,), **FAST)
+
+    def step(network: nn.Module) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            outputs = network(x)
+        found = loss(outputs)
+        found.backward()
+        return found
+
+    for _ in range(3):
+        plain.zero_grad()
+        compiled.zero_grad()
+        step(plain)
+        assert peak_bytes(lambda: step(compiled)) <= least
+        for ours, theirs in zip(compiled.parameters(), plain.parameters(), strict=True):
+            assert same(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("name", LOSSES)
+def test_budgets_hold_and_gradients_are_taken_as_they_lie(name: str, autocast: bool) -> None:
+    assert_trains_as_plain(Tokens, torch.randn(4, 6, 8), LOSSES[name], autocast=autocast)
+
+
+def test_gradients_of_channels_last_outputs_are_not_copied() -> None:
+    losses: Callable[[Any], Tensor] = lambda maps: torch.stack([m.float().pow(2).mean() for m in maps]).sum()  # noqa: E731
+    assert_trains_as_plain(Images, torch.randn(2, 16, 16, 8), losses)
+
+
+# --- what else was not counted ------------------------------------------------------------------------------
+
+
+class Stashed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.x = x
+        return x * x.sigmoid()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        sigmoid = ctx.x.sigmoid()
+        return gradient * (sigmoid + ctx.x * sigmoid * (1 - sigmoid))
+
+
+class OfFunctions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = Stashed.apply(layer(x))  # type: ignore[no-untyped-call]
+        return x.square().mean()
+
+
+def test_what_functions_stash_on_ctx_is_let_go_of() -> None:
+    assert_trains_as_plain(OfFunctions, rows(64), lambda loss: loss)
+
+
+class Counting(nn.Module):
+    """Counts its calls, so that the second is captured anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.calls = Loss(Stack(2)), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.inner(x) * (1.0 if self.calls > 0 else 0.5)  # type: ignore[no-any-return]
+
+
+def test_numbers_in_the_code_are_not_kept_by_a_call_that_plans() -> None:
+    compiled, x = fxremat.compile(Counting(), mem="100%", **FAST), rows(512)  # above the generator states of a capture
+    compiled(x).backward()
+    for _ in range(2):
+        compiled.zero_grad()
+        plans = len(compiled.plans)
+        peak = peak_bytes(lambda: compiled(x).backward())
+        assert len(compiled.plans) > plans
+        assert peak <= compiled.plan.budget  # type: ignore[union-attr]
+
+
+# --- measuring the loss --------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def counted(monkeypatch: pytest.MonkeyPatch, levels: list[tuple[int, int]]) -> Iterator[None]:
+    """An allocator whose counters show these numbers, one pair a look."""
+    left = iter(levels)
+    monkeypatch.setattr(loss_meter, "levels_of", lambda _: next(left, None))
+    yield
+
+
+@pytest.mark.parametrize(
+    ("levels", "peak", "exact"),
+    [([(100, 500), (740, 900)], 800, True), ([(100, 5000), (740, 5000)], 640, False)],
+    ids=["higher than before", "below an earlier peak"],
+)
+def test_a_loss_is_measured_by_the_allocator_s_counters(
+    levels: list[tuple[int, int]], peak: int, exact: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[MeasuredLoss] = []
+    compiled = torch.compile(nn.Linear(4, 4), backend="aot_eager")
+    meter = LossMeter(lambda x: [compiled(x)], (0,), found.append)
+    with counted(monkeypatch, levels):
+        (out,) = meter(torch.ones(10, 4))
+        out.sum().backward()
+    assert found == [MeasuredLoss(assumed=4 * 40 * 4, peak=peak, held=640 - 160, exact=exact)]
+
+
+def test_a_loss_that_takes_more_is_planned_for_from_the_next_call_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    x = torch.randn(4, 6, 8)
+    compiled = fxremat.compile(Tokens(), mem=10**6, **FAST)
+    aside = 4 * 24 * CLASSES * 4
+    with counted(monkeypatch, [(0, 0), (2 * aside, 2 * aside + 512)]), caplog.at_level(logging.WARNING):
+        compiled(x).sum().backward()
+    assert compiled.plan.costs.sizes.outside == aside + compiled.plan.costs.sizes.root  # type: ignore[union-attr]
+    assert "the loss outside the model allocated 30.5 KiB where 15.0 KiB had been set aside" in caplog.text
+    compiled(x).sum().backward()
+    sizes = compiled.plan.costs.sizes  # type: ignore[union-attr]
+    assert (sizes.outside, sizes.root) == (2 * aside + 512, 2 * aside - 24 * CLASSES * 4)
+    assert len(compiled.plans) == 2
+
+
+def test_a_loss_that_takes_less_leaves_its_bytes_to_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, aside = rows(64), 4 * 64 * 32 * 4
+    compiled = fxremat.compile(Stack(), mem="70%", **FAST)
+    with counted(monkeypatch, [(0, 0), (aside // 4, aside // 4 + 8)]):
+        compiled(x).sum().backward()
+    first = compiled.plan
+    compiled(x).sum().backward()
+    assert compiled.plan.costs.sizes.outside == aside // 4 + 8  # type: ignore[union-attr]
+    assert compiled.plan is not first
+
+
+def test_the_plan_says_what_is_set_aside() -> None:
+    plan = fxremat.plan(Tokens(), (torch.randn(4, 6, 8),), mem="100%", **FAST)
+    assert "loss outside 15.0 KiB are set aside for it" in " ".join(str(plan).split())
