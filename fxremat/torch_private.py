@@ -7,6 +7,7 @@ import functools
 import itertools
 import math
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -770,7 +771,7 @@ def input_and_dimension(placeholder: fx.Node, names: Sequence[str] = ()) -> tupl
 
     source = getattr(placeholder.meta.get("grapharg"), "source", None)
     name: Any = getattr(source, "name", "")
-    path = str(name() if callable(name) else name)
+    path = without_dict(str(name() if callable(name) else name))
     size = re.search(r"\.size\(\)\[(\d+)\]$", path)
     path = path[: size.start()] if size else path
     path = re.sub(r"^L\['kwargs'\]\['([^']*)'\]", r"\1", path)
@@ -892,18 +893,26 @@ def is_state(placeholder: fx.Node) -> bool:
     return bool(parts) and parts[-1][0] != "modules"
 
 
+def without_dict(path: str) -> str:
+    """What dynamo writes of a part of a model whose class defines `__getattr__`, as it does of others (2.11, 2.13).
+
+    >>> without_dict("L['self'].__dict__['_modules']['base']._parameters['weight']")
+    "L['self']._modules['base']._parameters['weight']"
+    """
+    return re.sub(r"""\.__dict__\[['"](_modules|_parameters|_buffers)['"]\]""", r".\1", path)
+
+
 def _path_in_model(placeholder: fx.Node) -> list[tuple[str, str]]:
     """The modules, and the parameter or buffer, that lead to what an input of dynamo's graph stands for.
 
     `meta["grapharg"].source` is where dynamo found it, such as `L['self']._modules['0']._parameters['weight']`; its
     `name` is a method in 2.11 and a property in 2.13. Names are written as `repr` writes them.
     """
-    import re
     from ast import literal_eval
 
     source = getattr(placeholder.meta.get("grapharg"), "source", None)
     name: Any = getattr(source, "name", "")
-    path = str(name() if callable(name) else name)
+    path = without_dict(str(name() if callable(name) else name))
     text = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
     found = re.findall(rf"\._(modules|parameters|buffers)\[({text})\]", path)
     return [(kind, literal_eval(quoted)) for kind, quoted in found]

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from fxremat.torch_private import without_dict
 from fxremat.units import shortened
 
 # Below the model, dynamo names a part as an attribute, or by its key; both are written as `repr` writes a text.
@@ -80,7 +81,7 @@ def module_of(node: fx.Node) -> str:
 @lru_cache(maxsize=4096)
 def _module_at(path: str) -> str:
     """The submodule of which dynamo writes this."""
-    before = ""
+    path, before = without_dict(path), ""
     while path != before:  # what is no identifier may be written getattr(..., 'name')
         before, path = path, _GETATTR.sub(r"\1[\2]", path)
     # L['self'] is the model, or it is what L['forward'] is bound to

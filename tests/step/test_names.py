@@ -147,6 +147,25 @@ def benchmark(name: str) -> tuple[nn.Module, Any]:
 
 
 LIBRARY = Path(transformers.__file__).parent
+class LookedUp(nn.Module):
+    """Finds what it does not have in what it wraps, as adapters and pipelines do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = Custom()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.base, name)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.base(x * self.scale)
+        return result
+
+
 TORCH = Path(nn.__file__).parent
 MODELS: Mapping[str, tuple[Callable[[], tuple[nn.Module, Any]], tuple[Path, ...]]] = {
     "gpt2": (gpt2, (LIBRARY, TORCH / "functional.py")),
@@ -155,6 +174,7 @@ MODELS: Mapping[str, tuple[Callable[[], tuple[nn.Module, Any]], tuple[Path, ...]
     "unet": (lambda: benchmark("unet"), (BENCHMARKS,)),
     "custom": (lambda: (Custom(), torch.ones(ROWS, WIDTH)), (HERE,)),
     "tied": (lambda: (Tied(), TOKENS), (HERE,)),
+    "looked up": (lambda: (LookedUp(), torch.ones(ROWS, WIDTH)), (HERE,)),
     "named": (lambda: (Named("a b"), torch.ones(ROWS, WIDTH)), (HERE,)),
 }
 LARGER = ("gpt2", "t5")
