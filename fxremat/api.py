@@ -47,7 +47,8 @@ def compile(  # the name users know from torch.compile
             ("measure" or "estimate"), device (for an estimate), loss_bytes (what a loss outside the model takes),
             offload_weights with optimizer (the step updates the weights, which may live on the host, and `mem` covers
             them, their gradients and the optimizer's state), dynamic and shapes (which sizes of the inputs change, see
-            docs/shapes.md), effort, slots, progress: see `fxremat.options.Options`.
+            docs/shapes.md), method (what training calls, where it is not `forward`), effort, slots, progress: see
+            `fxremat.options.Options`.
 
     Returns:
         an instance of the model's own class that shares all its state; `.plan` says what it does (None before it is
@@ -62,6 +63,8 @@ def compile(  # the name users know from torch.compile
     if example_inputs is not None:
         refuse_without_data(model, "a compiled step runs")
         module.make_plan(*_split(example_inputs))
+    if module._fxremat.backend.options.optimizer is None:
+        module._fxremat.watch()
     return module
 
 

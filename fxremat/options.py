@@ -63,6 +63,7 @@ class PlanOptions(TypedDict, total=False):
     kernels: str
     inductor: Mapping[str, Any] | None
     random: str | None
+    method: str
 
 
 class CompileOptions(PlanOptions, total=False):
@@ -124,6 +125,7 @@ class Options:
         random: whose dropout masks kernels="inductor" draws: "inductor", those of torch.compile, made again from a seed
             where they are recomputed; or "eager", those of eager PyTorch. None: "inductor" on CUDA, where drawing them
             in a compiled region costs nothing, else "eager".
+        method: the method of the model that training calls and that is planned, such as "training_step".
         optimizer: of the model's parameters: SGD, Adam, AdamW, or another that treats each element by itself.
 
     Raises:
@@ -153,6 +155,7 @@ class Options:
     kernels: str = "eager"
     inductor: Mapping[str, Any] | None = None
     random: str | None = None
+    method: str = "forward"
     budget: Budget = field(init=False, repr=False)  # what `mem` means
     host_limit: int | None = field(init=False, repr=False)  # bytes that `host_mem` means
     loss_size: int | None = field(init=False, repr=False)  # bytes that `loss_bytes` means

@@ -498,6 +498,8 @@ def fxremat(
         raise FxrematError(
             f'mode={mode!r} belongs to another backend; fxremat takes options={{"mem": "4GiB"}}'
         )
+    if "method" in given:
+        raise FxrematError("method belongs to fxremat.compile; here what torch.compile is given is planned")
     if "mem" not in given:
         raise InvalidBudget('the fxremat backend needs a budget: torch.compile(..., options={"mem": "4GiB"})')
     backend = Backend(options_of(**given))

@@ -21,7 +21,7 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -56,6 +56,11 @@ BYPASSED = (
     "this training call never reached fxremat: `forward` was replaced after fxremat.compile, so that no budget held; "
     "compile the model again"
 )
+UNPLANNED = (
+    "parameters of the compiled {name} get gradients, but none of its training calls went through `{method}`: nothing "
+    "is planned, and no budget holds. Call the module that fxremat.compile returned; where a method of it calls parts "
+    '(`self.net(x)`), compile the part, or name the method: fxremat.compile(model, mem=..., method="training_step")'
+)
 UNDER_TRANSFORM = (
     "under a transform of torch.func (grad, vmap, ...) the plain model runs: fxremat's budget does not hold there"
 )
@@ -66,8 +71,8 @@ class _Training:
     """What fxremat keeps of one drop-in module."""
 
     model: nn.Module
-    own: Any  # the `forward` of the model's instance dictionary at the time, which its class's gives way to; or None
-    plain: Callable[..., Any]  # the model's forward
+    own: Any  # the method of the model's instance dictionary at the time, which its class's gives way to; or None
+    plain: Callable[..., Any]  # the model's own method that is planned, `forward` unless another is named
     backend: Backend
     step: Callable[..., Any]  # the same, captured and planned
     shared: Shared | None  # parameters that ranks share
@@ -75,6 +80,27 @@ class _Training:
     step_anew: Callable[[bool], Callable[..., Any]]  # captures anew; True: each combination of sizes by itself
     calls: int = 0  # of the drop-in's own forward
     warned: bool = False
+    watched: list[Any] = field(default_factory=list)  # hooks of parameters, until a training call is planned
+
+    def watch(self) -> None:
+        """Warn, once, when a parameter gets a gradient although no call has been planned."""
+        reference = weakref.ref(self)
+
+        def seen(_: torch.Tensor) -> None:
+            training = reference()
+            if training is not None and training.watched:
+                training.unwatch()
+                method = training.backend.options.method
+                warnings.warn(UNPLANNED.format(name=type(training.model).__name__, method=method), stacklevel=2)
+
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.watched += [parameter.register_post_accumulate_grad_hook(seen) for parameter in trained]
+
+    def unwatch(self) -> None:
+        """Take the hooks off the parameters."""
+        for hook in self.watched:
+            hook.remove()
+        self.watched.clear()
 
 
 class Rematerialized(_Base):
@@ -118,7 +144,7 @@ class Rematerialized(_Base):
         training.backend.only_plan = True
         try:
             with torch.enable_grad():
-                self(*args, **kwargs)
+                getattr(self, training.backend.options.method)(*args, **kwargs)
         except PlannedOnly:
             pass
         finally:
@@ -158,15 +184,20 @@ def drop_in(model: nn.Module, options: Options, target: Device | None = None) ->
     With a `target` it only makes plans: they are of the target's kernels, which do not run where the model is.
     """
     shared = _shared(model)
-    cls = _class_for(type(model), shared=shared is not None)
+    method = options.method
+    if not callable(getattr(model, method, None)):
+        raise FxrematError(f"{type(model).__name__} has no method {method!r}; method is the one that training calls")
+    if shared is not None and method != "forward":
+        raise FxrematError(f"method={method!r} is for whole parameters; of those that ranks share, forward is planned")
+    cls = _class_for(type(model), method, shared=shared is not None)
     made: Any = object.__new__(cls)
     object.__setattr__(made, "__dict__", model.__dict__)
-    own = model.__dict__.get("forward")
-    plain = own or types.MethodType(cast(Any, type(model).forward), model)
+    own = model.__dict__.get(method)
+    plain = own or types.MethodType(getattr(type(model), method), model)
     backend = Backend(options, target, positional(plain), type(model).__name__, tied_names(model))
     if not options.resizable and (options.dynamic or options.shapes):
         backend.take_sizes_as_fixed()
-    name = f"forward of {type(model).__name__}"
+    name = f"{method} of {type(model).__name__}"
     only_fixed = False
 
     def step_of(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -222,27 +253,28 @@ def _gathering(module: Any, training: _Training) -> contextlib.AbstractContextMa
     return shared.for_training()
 
 
-_classes: weakref.WeakValueDictionary[tuple[type[nn.Module], bool], type] = weakref.WeakValueDictionary()
+_classes: weakref.WeakValueDictionary[tuple[type[nn.Module], str, bool], type] = weakref.WeakValueDictionary()
 
 
-def _class_for(model: type[nn.Module], *, shared: bool) -> type:
-    """The class of drop-in modules for models of a class: of the same name, module and signature of `forward`."""
-    if (known := _classes.get((model, shared))) is not None:
+def _class_for(model: type[nn.Module], method: str, *, shared: bool) -> type:
+    """The class of drop-in modules for models of a class: of the same name, module and signature of the method."""
+    if (known := _classes.get((model, method, shared))) is not None:
         return known
     names = {
         "__slots__": ("_fxremat",),
         "__module__": model.__module__,
         "__qualname__": model.__qualname__,
         "__doc__": model.__doc__,
-        "forward": _Forward(model),
-        "__call__": outside_graphs(_call, INSIDE),
+        method: _Forward(getattr(model, method), method),
     }
+    if method == "forward":
+        names["__call__"] = outside_graphs(_call, INSIDE)
     if shared:
         names["no_sync"] = _no_sync
         if not hasattr(model, "set_requires_gradient_sync"):
             names["set_requires_gradient_sync"] = _set_requires_gradient_sync
     made = types.new_class(model.__name__, (Rematerialized, model), exec_body=lambda body: body.update(names))
-    _classes[model, shared] = made
+    _classes[model, method, shared] = made
     return made
 
 
@@ -272,26 +304,27 @@ class _Forward:
     At the class it is a function with the signature of the model's: trainers look there for the names of inputs.
     """
 
-    def __init__(self, model: type[nn.Module]) -> None:
+    def __init__(self, own: Callable[..., Any], name: str) -> None:
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             return _forward(self, args, kwargs)
 
-        signed = functools.wraps(model.forward)(forward)
-        self.function: Any = functools.wraps(model.forward)(outside_graphs(signed, INSIDE))
+        signed = functools.wraps(own)(forward)
+        self.function: Any = functools.wraps(own)(outside_graphs(signed, INSIDE))
+        self.name = name
 
     def __get__(self, module: Any, owner: type) -> Any:
         if module is None:
             return self.function
-        own = module.__dict__.get("forward")
+        own = module.__dict__.get(self.name)
         if own is None or own is _training_of(module).own:
             return self.function.__get__(module, owner)
         return own
 
     def __set__(self, module: Any, function: Any) -> None:
-        module.__dict__["forward"] = function
+        module.__dict__[self.name] = function
 
     def __delete__(self, module: Any) -> None:
-        del module.__dict__["forward"]
+        del module.__dict__[self.name]
 
 
 def _training_of(module: Any) -> _Training:
@@ -315,6 +348,7 @@ def _forward(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     training.calls += 1
     if not _trains(module):
         return training.plain(*args, **kwargs)
+    training.unwatch()
     if among_ranks():
         heartbeat.begin_step()
     if (tracer := is_traced()) is not None:

@@ -1,0 +1,97 @@
+"""Training that goes through another method than `forward`: planned where it is named, and told of where it is not."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fxremat
+from tests.toys import Stack, rows
+from tests.training import same
+
+pytestmark = pytest.mark.usefixtures("torch_ready")
+FAST: Any = {"effort": 0.0, "slots": 100, "progress": False}
+NOTHING = r"parameters of the compiled Net get gradients, but none of its training calls went through `forward`"
+
+
+class Net(nn.Module):
+    """A network whose loss is a method, as in Lightning."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Stack(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.net(x)
+        return result
+
+    def training_step(self, batch: tuple[Tensor, Tensor], index: int = 0) -> Tensor:
+        """The loss of a batch."""
+        x, y = batch
+        return F.mse_loss(self.net(x), y)
+
+
+def pair() -> tuple[Net, Net]:
+    torch.manual_seed(0)
+    plain = Net()
+    return plain, copy.deepcopy(plain)
+
+
+def test_a_method_is_planned_by_name() -> None:
+    (plain, model), batch = pair(), (rows(), rows(seed=1))
+    compiled = fxremat.compile(model, mem="80%", method="training_step", **FAST)
+    for index in range(2):
+        for module in (plain, compiled):
+            module.zero_grad()
+            torch.manual_seed(index)
+            module.training_step(batch, index).backward()
+        for ours, theirs in zip(compiled.parameters(), plain.parameters(), strict=True):
+            assert same(ours.grad, theirs.grad)
+    assert compiled.plan is not None
+    assert type(compiled).training_step.__doc__ == "The loss of a batch."
+    compiled.eval()
+    plain.eval()
+    assert torch.equal(compiled(rows()), plain(rows()))
+    assert len(compiled.plans) == 1, "forward runs as it is"
+
+
+def test_a_plan_of_a_method_can_be_looked_at_and_survives_copies() -> None:
+    batch = (rows(), rows(seed=1))
+    plan = fxremat.plan(Net(), (batch,), mem="80%", method="training_step", **FAST)
+    assert plan.predicted_peak <= plan.budget
+    compiled = fxremat.compile(Net(), mem="80%", method="training_step", **FAST)
+    for copied in (copy.deepcopy(compiled), pickle.loads(pickle.dumps(compiled))):
+        copied.training_step(batch).backward()
+        assert copied.plan is not None
+
+
+def test_a_method_that_is_not_there_is_refused() -> None:
+    with pytest.raises(fxremat.FxrematError, match="Net has no method 'train_step'"):
+        fxremat.compile(Net(), mem="70%", method="train_step")
+    with pytest.raises(Exception, match="method belongs to"):
+        torch.compile(Net(), backend="fxremat", options={"mem": "70%", "method": "training_step"})(rows())
+
+
+@pytest.mark.parametrize("call", [lambda c: c.training_step((rows(), rows())), lambda c: c.net(rows()).sum()])
+def test_training_that_goes_around_every_plan_is_told_of_once(call: Any) -> None:
+    compiled = fxremat.compile(Net(), mem="70%", **FAST)
+    with pytest.warns(UserWarning, match=NOTHING):
+        call(compiled).backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        call(compiled).backward()
+
+
+def test_training_that_is_planned_is_not_told_of() -> None:
+    compiled = fxremat.compile(Net(), mem="70%", **FAST)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compiled(rows()).sum().backward()
+        compiled.training_step((rows(), rows())).backward()
