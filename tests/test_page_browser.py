@@ -9,7 +9,8 @@ import random
 import re
 import shutil
 from collections.abc import Iterator
-from itertools import combinations
+from functools import cache
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
@@ -128,21 +129,25 @@ def with_weights() -> Plan:
     return fxremat.plan(model, torch.ones(64, 32), mem=2**40, cost="estimate", effort=0, progress=False, **options)
 
 
+@cache
+def html_of(kind: str) -> str:
+    match kind:
+        case "profile":
+            case = get("gpt", "small")
+            return fxremat.profile(case.model(), case.batch(0), cost="estimate", effort=0, progress=False).to_html()
+        case "slices":
+            return planned("gpt", "50%", slices=True).to_html()
+        case "weights":
+            return with_weights().to_html()
+        case _:
+            return fxremat.plan(nn.Linear(8, 8), torch.ones(4, 8), mem="100%", cost="estimate").to_html()
+
+
 @pytest.mark.parametrize("width", [1200, 390])
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("kind", ["plan", "offloaded", "weights", "loss outside", "slices", "profile"])
 def test_pages_load_without_errors_or_requests(opened: Any, request: Any, kind: str, dark: bool, width: int) -> None:
-    if kind in ("plan", "offloaded"):
-        html = request.getfixturevalue(kind).to_html()
-    elif kind == "profile":
-        case = get("gpt", "small")
-        html = fxremat.profile(case.model(), case.batch(0), cost="estimate", effort=0, progress=False).to_html()
-    elif kind == "slices":
-        html = planned("gpt", "50%", slices=True).to_html()
-    elif kind == "weights":
-        html = with_weights().to_html()
-    else:
-        html = fxremat.plan(nn.Linear(8, 8), torch.ones(4, 8), mem="100%", cost="estimate").to_html()
+    html = request.getfixturevalue(kind).to_html() if kind in ("plan", "offloaded") else html_of(kind)
     page = opened(html, width=width, dark=dark)
     page.keep(f"{kind.replace(' ', '-')}-{'dark' if dark else 'light'}-{width}")
     assert page.js("document.title") == page.js("fxremat.data.title")
@@ -157,6 +162,8 @@ def test_pages_load_without_errors_or_requests(opened: Any, request: Any, kind: 
     if page.js("fxremat.data.points.length") > 1:
         svg, holder = (page.tab.locator(name).bounding_box() for name in ("#frontier svg", "#frontier"))
         assert svg["width"] == holder["width"] > 0.9 * (width - 40)
+        drawn = page.js("document.querySelector('#frontier svg').viewBox.baseVal.width")
+        assert drawn == pytest.approx(svg["width"], abs=1), "scaled"
         assert overlaps(page.js(IN_THE_FRONTIER)) == []
 
 
@@ -195,21 +202,21 @@ def overlaps(boxes: list[Any]) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("width", [1200, 390])
-@pytest.mark.parametrize("budget", [1.0, 1.05, 3.0, 50.0])
-def test_labels_do_not_collide(opened: Any, plan: Plan, budget: float, width: int) -> None:
-    """Whatever the budget, and whichever plan is drawn; between plans that take nearly the same time, too."""
-    data = page_data(plan)
-    for whole in (1.02, 1.2, 2.5, 30.0):
-        drawn = data["plans"][data["chosen"]]
-        changed = data | {
-            "budget": int(budget * drawn["peak"]),
-            "keep_all": [max(int(whole * drawn["peak"]), data["points"][0][0]), data["keep_all"][1]],
-        }
-        page = opened(page_of(changed, ""), width=width)
-        for number in (data["chosen"], 0, len(data["plans"]) - 1):
+def test_labels_do_not_collide(opened: Any, plan: Plan, width: int) -> None:
+    """Whatever the budget and the peak of keeping everything, and whichever plan is drawn."""
+    page = opened(plan.to_html(), width=width)
+    chosen, count = page.js("fxremat.data.chosen"), page.js("fxremat.data.plans.length")
+    least = plan.minimum / plan.predicted_peak  # a point of the curve, high up on the left
+    for budget, whole in product((least, 1.0, 1.05, 3.0, 50.0), (1.0, 1.02, 1.2, 2.5, 30.0)):
+        sizes = [int(factor * plan.predicted_peak) for factor in (budget, whole)]
+        page.js("([budget, whole]) => { fxremat.data.budget = budget; fxremat.data.keep_all[0] = whole; }", sizes)
+        for number in (chosen, 0, count - 1):
             page.js("number => fxremat.choose(number)", number)
-            assert overlaps(page.js(WRITTEN)) == []
-            assert overlaps(page.js(IN_THE_FRONTIER)) == []
+            written = page.js(WRITTEN)
+            assert overlaps(written) == [], (budget, whole)
+            (peak,) = (box for box in written if box[0].startswith("peak"))
+            assert peak[1] - 40 < page.js("fxremat.picture.peakAt().x") < peak[3] + 40
+            assert overlaps(page.js(IN_THE_FRONTIER)) == [], (budget, whole)
 
 
 def test_the_peaks_are_marked(opened: Any, plan: Plan) -> None:

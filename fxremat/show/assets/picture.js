@@ -18,7 +18,7 @@ class Picture {
     this.height = narrow ? 240 : 360;
     this.width = Math.max(40, Math.floor(width - this.left - this.right));
     const limits = [
-      { size: state.keepAll > 1.01 * step.peak && state.keepAll, label: `keeping everything ${bytes(state.keepAll)}`, color: "quiet", dash: [2, 3] },
+      { size: state.keepAll > 1.01 * step.peak && state.keepAll, label: `${narrow ? "keep all" : "keeping everything"} ${bytes(state.keepAll)}`, color: "quiet", dash: [2, 3] },
       { size: state.budget, label: `budget ${bytes(state.budget)}`, color: "text", dash: [7, 4] },
     ].filter(({ size }) => size).sort((a, b) => b.size - a.size);
     this.inside = limits.filter(({ size }) => size <= 4 * step.peak);
@@ -202,15 +202,20 @@ class Picture {
   // Lines across at the budget and at the peak of keeping everything, and the plan's own peak as a point.
   limits() {
     const right = this.left + this.width, point = this.peakAt(), wide = (label) => this.context.measureText(label).width;
-    const high = point && Math.min(point.y - 2, ...this.inside.map(({ size }) => this.y(size)).filter((y) => y <= point.y && y > point.y - 20)) - 6;
+    const above = point && this.inside.map(({ size }) => this.y(size)).filter((y) => y <= point.y && y > point.y - 20);
+    const high = point && Math.min(point.y - 2, ...above) - 6; // the baseline of the label of the peak
+    const named = `peak ${bytes(this.step.peak)}`, half = wide(named) / 2;
+    let [least, most] = [this.left + half, right - half]; // where the middle of that label may be
     this.outside.forEach(({ label, color }, number) => this.label(`↑ ${label}`, right, 11 + 15 * number, "right", color));
     let last = this.top; // the baseline of the label above
     for (const { size, label, color, dash } of this.inside) {
       const y = Math.round(this.y(size)) + 0.5;
       this.line(this.left, y, right, y, this.color(color), dash);
       last = y - 5 > last + 13 || last === this.top ? y - 5 : Math.max(y, last) + 13;
-      const free = !point || Math.abs(last - high) > 14 || point.x - 55 > this.left + wide(label);
-      this.label(label, free ? this.left + 6 : right - 4, last, free ? "left" : "right", color);
+      const beside = point && Math.abs(last - high) < 14, onRight = beside && point.x < (this.left + right) / 2;
+      this.label(label, onRight ? right - 4 : this.left + 6, last, onRight ? "right" : "left", color);
+      if (beside && onRight) most = Math.min(most, right - wide(label) - half - 12);
+      else if (beside) least = Math.max(least, this.left + wide(label) + half + 12);
     }
     if (!point) return;
     this.context.beginPath();
@@ -219,8 +224,7 @@ class Picture {
     this.context.strokeStyle = this.color("page");
     this.context.fill();
     this.context.stroke();
-    const label = `peak ${bytes(this.step.peak)}`, half = wide(label) / 2;
-    this.label(label, Math.max(this.left + half, Math.min(right - half, point.x)), high, "center", "text");
+    this.label(named, Math.max(least, Math.min(most, point.x)), high, "center", "text");
   }
 
   // Where the peak is in the picture; null where the view leaves it out.
