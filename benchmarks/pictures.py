@@ -60,15 +60,11 @@ def main(names: list[str]) -> None:
 
 
 def _photograph(browser: Any, file: Path, scheme: str, picture: Path) -> None:
-    """What the plan says and its memory over the step, with the largest value pointed at."""
+    """The plan in a sentence, and its memory over the step."""
     page = browser.new_page(viewport=SIZE, color_scheme=scheme, device_scale_factor=SCALE)
     page.goto(file.as_uri())
-    left, width, top, height = page.evaluate(
-        "[fxremat.picture.left, fxremat.picture.width, fxremat.picture.top, fxremat.picture.height]"
-    )
     box = page.locator("#picture").bounding_box()
-    page.mouse.move(box["x"] + left + 0.42 * width, box["y"] + top + 0.6 * height)
-    tall = box["y"] + box["height"] + 12
+    tall = box["y"] + box["height"] + 4
     page.screenshot(path=picture, clip={"x": 0, "y": 0, "width": SIZE["width"], "height": tall})
     page.close()
     print(picture)

@@ -19,6 +19,7 @@ from fxremat.host.files import FileTier
 from fxremat.plans import Plan
 from fxremat.search.candidate import Candidate
 from fxremat.search.floor import floor_of
+from fxremat.show.headline import estimated, measured, slower, unbroken
 from fxremat.show.modules import Share
 from fxremat.show.notebook import framed
 from fxremat.show.page import page_of
@@ -84,12 +85,22 @@ class Profile:
     def to_html(self) -> str:
         """A page that shows where the memory goes, value by value."""
         data = page_data(self.plan) | {
-            "title": self._title,
+            "title": f"{self.plan.joint.model}: a profile by fxremat",
+            "headline": self._headline,
+            "about": f"A profile by fxremat of the step as it is{measured(self.plan)}",
             "facts": [list(fact) for fact in self._facts()],
             "budget": None,
             "advice": [str(change) for change in self.changes],
         }
         return page_of(data, str(self))
+
+    @property
+    def _headline(self) -> str:
+        """The peak, and what the change that saves most would make of it."""
+        takes = f"{self.plan.joint.model} trains in {format_bytes(self.peak)}"
+        best = next(iter(self.changes), None)
+        would = f"; it could in {format_bytes(best.peak)}, {slower(best.time, best.fastest)}" if best else ""
+        return unbroken(takes + would + estimated(self.plan))
 
     @property
     def _title(self) -> str:

@@ -290,6 +290,19 @@ def test_the_page_on_errors_has_every_class() -> None:
     assert sorted(headings) == sorted(classes)
 
 
+def test_the_front_page_says_how_to_install_and_shows_a_plan() -> None:
+    """Whoever comes there sees a picture and copies two blocks, which a phone shows without scrolling."""
+    page = (DOCS / "index.md").read_text()
+    blocks = re.findall(r"^```\w+\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    assert blocks[0] == "pip install fxremat\n"
+    assert "fxremat.compile(" in blocks[1]
+    assert max(len(line) for block in blocks for line in block.splitlines()) <= 44
+    pictures = re.findall(r'(?:src|srcset)="(.*?)"', page)
+    assert len(pictures) == 2
+    assert all((DOCS / picture).is_file() for picture in pictures)
+    assert page.index("<picture>") < page.index("\n## ")
+
+
 @pytest.mark.long
 def test_the_site_builds_and_fetches_nothing(tmp_path: Path) -> None:
     if importlib.util.find_spec("material") is None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import fx, nn
 
-from fxremat.search.floor import floor_of
+from fxremat.search.floor import Floor, floor_of
 from fxremat.search.survey import survey
 from fxremat.step.kinds import MemoryKind
 from fxremat.step.names import frame_of, module_of
@@ -42,6 +42,12 @@ def test_the_worst_op_is_named_with_its_module_and_line() -> None:
     assert "x = self.layers[1](x)  # the wide one" in str(floor)
     assert " runs with " in str(floor)
     assert "\n" not in str(floor)
+
+
+def test_what_is_negligible_is_not_named() -> None:
+    kinds = ((MemoryKind.RESULTS, 2**20), (MemoryKind.KEPT, 11_000), (MemoryKind.WORKSPACE, 16))
+    floor = Floor(bytes=sum(size for _, size in kinds), moment="mm runs", kinds=kinds)
+    assert str(floor) == "mm runs with 1.0 MiB of gradients to return and 10.7 KiB of kept values"
 
 
 def test_a_loss_outside_the_model_is_named() -> None:

@@ -9,7 +9,6 @@ from functools import cache
 from html.parser import HTMLParser
 from importlib.resources import files
 from itertools import pairwise
-from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -24,13 +23,17 @@ from fxremat.cost.estimate import Device
 from fxremat.plans import Plan
 from fxremat.search.candidate import Candidate, Frontier
 from fxremat.show.axes import round_steps, size_ticks, time_ticks
+from fxremat.show.headline import headline
 from fxremat.show.labels import source_of
 from fxremat.show.lanes import lanes_picture, planned_lanes
 from fxremat.show.moments import Moments
 from fxremat.show.page import SCRIPTS, page_of
 from fxremat.show.page_data import DRAWN, KINDS, Data, Numbers, group_of, page_data
+from fxremat.show.palette import COLORS
+from fxremat.show.tree import OWN
 from fxremat.step.kinds import MemoryKind
 from fxremat.step.program import Role
+from fxremat.units import format_bytes
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
 ROWS, WIDTH = 256, 16
@@ -266,13 +269,13 @@ def test_numbers_refer_to_what_is_there(kind: str) -> None:
     assert len(set(data["modules"])) == len(data["modules"])
     assert [name for name, _ in data["kinds"]] == [kind.value for kind in KINDS]
     for drawn in data["plans"]:
-        first = drawn["tree"][0]
-        assert first[0] == 0
-        for node in drawn["tree"]:
-            assert 0 <= node[0] < len(data["modules"])
-        assert [node[0] for node in drawn["tree"]] == list(dict.fromkeys(node[0] for node in drawn["tree"]))
+        first = drawn["rows"][0]
+        assert first[:4] == [0, data["model"], 1, [0]]
+        for row in drawn["rows"]:
+            assert all(0 <= module < len(data["modules"]) for module in row[3])
+            assert len(row[3]) == (0 if row[1] == OWN else row[2])
         if not drawn["copies"] and not plan.weights:
-            assert sum(first[5:8]) == pytest.approx(drawn["time"], rel=1e-6, abs=1e-12)
+            assert first[8] == pytest.approx(drawn["time"], rel=1e-6, abs=1e-12)
         for _, start, end in drawn["copies"]:
             assert 0 <= start <= end
 
@@ -324,15 +327,54 @@ def test_groups(module: str, group: str) -> None:
     assert group_of(module) == group
 
 
-def test_groups_are_those_of_the_script() -> None:
-    """`groupOf` has the same pattern, and the same answer where it does not match."""
-    body = re.search(r"function groupOf\(module\) \{(.*?)\n\}", script("step.js"), re.DOTALL)
-    assert body is not None
-    pattern = re.search(r"match\(/\^(.*?)/\)", body[1])
-    assert pattern is not None
-    source = Path(group_of.__code__.co_filename).read_text()
-    assert f're.match(r"{pattern[1]}", module)' in source
-    assert 'module.split(".")[0]' in body[1]
+@pytest.mark.parametrize("kind", KINDS_OF_PLANS)
+def test_modules_of_one_group_have_one_color(kind: str) -> None:
+    data = page_data(plan_of(kind))
+    of, color, shade = (data["groups"][name] for name in ("of", "color", "shade"))
+    numbers = dict(zip(map(group_of, data["modules"]), of, strict=True))
+    assert of == [numbers[group_of(module)] for module in data["modules"]]
+    assert sorted(numbers.values()) == list(range(len(color)))
+    assert len(color) == len(shade)
+    assert set(color) - {-1} == set(range(len(data["colors"])))
+    assert 0 < len(data["colors"]) <= COLORS
+
+
+def test_equal_modules_share_a_row() -> None:
+    """Layers that a plan treats alike are one row, as in its text; the figures of a row are those of each."""
+    plan = planned(Deep(), "100%")
+    rows = page_data(plan)["plans"][0]["rows"]
+    assert [row[1] for row in rows if row[2] > 1] == ["layers.0-7"]
+    (layers,) = (row for row in rows if row[2] > 1)
+    assert [page_data(plan)["modules"][module] for module in layers[3]] == [f"layers.{k}" for k in range(8)]
+    assert layers[7] == 4 * (WIDTH * WIDTH + WIDTH), "gradients of one layer"
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_PLANS)
+def test_the_page_begins_with_the_model_and_its_figures(kind: str) -> None:
+    plan = plan_of(kind)
+    found, data, model = read(plan.to_html()), page_data(plan), plan.joint.model
+    assert model in found.texts["title"]
+    assert plan.device not in found.texts["title"]
+    assert found.texts["headline"] == data["headline"] == headline(plan, plan.running.chosen)
+    assert data["headline"].startswith(f"{model} trains in ")
+    for candidate, drawn in zip(drawn_of(plan, data), data["plans"], strict=True):
+        assert drawn["headline"] == headline(plan, candidate)
+        assert format_bytes(candidate.peak) in drawn["headline"].replace("\u00a0", " ")
+
+
+def test_the_page_rounds_its_figures() -> None:
+    """Exact bytes, which one needs to ask for the least budget, are in the text alone."""
+    plan = plan_of("recomputing")
+    facts = dict(page_data(plan)["facts"])
+    assert f"({plan.minimum} bytes)" in str(plan)
+    assert facts["least budget"].startswith(format_bytes(plan.minimum))
+    assert not any(re.search(r"\d bytes", fact) for fact in facts.values())
+
+
+def test_the_picture_comes_before_the_prose() -> None:
+    text = plan_of("recomputing").to_html()
+    assert text.index('id="headline"') < text.index('id="picture"') < text.index('id="facts"')
+    assert text.index('id="picture"') < text.index('id="advice"')
 
 
 def test_nothing_is_loaded() -> None:

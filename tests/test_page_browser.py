@@ -6,8 +6,11 @@ Chromium is Debian's (`make browser`), driven by playwright. Screenshots are wri
 from __future__ import annotations
 
 import random
+import re
 import shutil
 from collections.abc import Iterator
+from functools import cache
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,7 @@ from benchmarks.models import get
 from fxremat.plans import Plan
 from fxremat.show.moments import Moments
 from fxremat.show.page import page_of
-from fxremat.show.page_data import KINDS, page_data
+from fxremat.show.page_data import KINDS, group_of, page_data
 from fxremat.units import format_bytes, format_seconds
 
 FRAME = "(({left, top, width, height}) => [left, top, width, height])(fxremat.picture)"  # pixels
@@ -126,25 +129,220 @@ def with_weights() -> Plan:
     return fxremat.plan(model, torch.ones(64, 32), mem=2**40, cost="estimate", effort=0, progress=False, **options)
 
 
+@cache
+def html_of(kind: str) -> str:
+    match kind:
+        case "profile":
+            case = get("gpt", "small")
+            return fxremat.profile(case.model(), case.batch(0), cost="estimate", effort=0, progress=False).to_html()
+        case "slices":
+            return planned("gpt", "50%", slices=True).to_html()
+        case "weights":
+            return with_weights().to_html()
+        case _:
+            return fxremat.plan(nn.Linear(8, 8), torch.ones(4, 8), mem="100%", cost="estimate").to_html()
+
+
 @pytest.mark.parametrize("width", [1200, 390])
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("kind", ["plan", "offloaded", "weights", "loss outside", "slices", "profile"])
 def test_pages_load_without_errors_or_requests(opened: Any, request: Any, kind: str, dark: bool, width: int) -> None:
-    if kind in ("plan", "offloaded"):
-        html = request.getfixturevalue(kind).to_html()
-    elif kind == "profile":
-        case = get("gpt", "small")
-        html = fxremat.profile(case.model(), case.batch(0), cost="estimate", effort=0, progress=False).to_html()
-    elif kind == "slices":
-        html = planned("gpt", "50%", slices=True).to_html()
-    elif kind == "weights":
-        html = with_weights().to_html()
-    else:
-        html = fxremat.plan(nn.Linear(8, 8), torch.ones(4, 8), mem="100%", cost="estimate").to_html()
+    html = request.getfixturevalue(kind).to_html() if kind in ("plan", "offloaded") else html_of(kind)
     page = opened(html, width=width, dark=dark)
     page.keep(f"{kind.replace(' ', '-')}-{'dark' if dark else 'light'}-{width}")
-    assert page.text("#title") == page.js("fxremat.data.title")
+    assert page.js("document.title") == page.js("fxremat.data.title")
+    assert page.js("document.querySelector('#headline').textContent") == page.js("fxremat.data.headline")
     assert page.js("document.documentElement.scrollWidth <= window.innerWidth"), "wider than the screen"
+    assert page.js(SCROLLING) == [], "scrolls inside of the page"
+    picture, facts = (page.tab.locator(name).bounding_box() for name in ("#picture", "#facts"))
+    assert picture["y"] + picture["height"] < 844, "the whole picture is on the first screen of a phone"
+    assert picture["y"] + picture["height"] <= facts["y"]
+    assert page.tab.locator("#detail").bounding_box()["height"] == 0, "an empty box"
+    assert overlaps(page.js(WRITTEN)) == []
+    if page.js("fxremat.data.points.length") > 1:
+        svg, holder = (page.tab.locator(name).bounding_box() for name in ("#frontier svg", "#frontier"))
+        assert svg["width"] == holder["width"] > 0.9 * (width - 40)
+        drawn = page.js("document.querySelector('#frontier svg').viewBox.baseVal.width")
+        assert drawn == pytest.approx(svg["width"], abs=1), "scaled"
+        assert overlaps(page.js(IN_THE_FRONTIER)) == []
+
+
+SCROLLING = """() => [...document.querySelectorAll("main *")].filter((e) => e.tagName !== "PRE" && e.id !== "said"
+  && (e.scrollHeight > e.clientHeight + 2 || e.scrollWidth > e.clientWidth + 2)
+  && !["visible", "clip"].includes(getComputedStyle(e).overflowY)).map((e) => e.outerHTML.slice(0, 80))"""
+
+# Texts over the memory in the picture, as [text, left, top, right, bottom]
+WRITTEN = """() => {
+  const { picture, step } = fxremat, { context } = picture, found = [], write = context.fillText;
+  context.fillText = (text, x, y) => {
+    const wide = context.measureText(text).width, align = { left: 0, center: 0.5, right: 1 };
+    const left = x - align[context.textAlign] * wide;
+    if (x > picture.left && y < picture.top + picture.height) found.push([text, left, y - 10, left + wide, y + 2]);
+  };
+  picture.draw(step(), picture.state);
+  context.fillText = write;
+  picture.draw(step(), picture.state);
+  return found;
+}"""
+
+# Texts and points of the curve
+IN_THE_FRONTIER = """() => [...document.querySelectorAll("#frontier text, #frontier circle")].map((e) => {
+  const { x, y, width, height } = e.getBBox();
+  return [e.tagName === "circle" ? "" : e.textContent, x, y, x + width, y + height];
+})"""
+
+
+def overlaps(boxes: list[Any]) -> list[tuple[str, str]]:
+    """Texts that cover another text, or a point, whose name is empty; points may cover each other."""
+    return [
+        (a, b)
+        for (a, left, top, right, bottom), (b, x, y, end, low) in combinations(boxes, 2)
+        if (a or b) and left < end and x < right and top < low and y < bottom
+    ]
+
+
+@pytest.mark.parametrize("width", [1200, 390])
+def test_labels_do_not_collide(opened: Any, plan: Plan, width: int) -> None:
+    """Whatever the budget and the peak of keeping everything, and whichever plan is drawn."""
+    page = opened(plan.to_html(), width=width)
+    chosen, count = page.js("fxremat.data.chosen"), page.js("fxremat.data.plans.length")
+    least = plan.minimum / plan.predicted_peak  # a point of the curve, high up on the left
+    for budget, whole in product((least, 1.0, 1.05, 3.0, 50.0), (1.0, 1.02, 1.2, 2.5, 30.0)):
+        sizes = [int(factor * plan.predicted_peak) for factor in (budget, whole)]
+        page.js("([budget, whole]) => { fxremat.data.budget = budget; fxremat.data.keep_all[0] = whole; }", sizes)
+        for number in (chosen, 0, count - 1):
+            page.js("number => fxremat.choose(number)", number)
+            written = page.js(WRITTEN)
+            assert overlaps(written) == [], (budget, whole)
+            (peak,) = (box for box in written if box[0].startswith("peak"))
+            assert peak[1] - 40 < page.js("fxremat.picture.peakAt().x") < peak[3] + 40
+            assert overlaps(page.js(IN_THE_FRONTIER)) == [], (budget, whole)
+
+
+def test_the_peaks_are_marked(opened: Any, plan: Plan) -> None:
+    page = opened(plan.to_html())
+    words = [text for text, *_ in page.js(WRITTEN)]
+    assert f"peak {format_bytes(plan.predicted_peak)}" in words
+    assert f"keeping everything {format_bytes(plan.keep_all_peak)}" in words
+    assert f"budget {format_bytes(plan.budget)}" in words
+    left, top, width, height = page.js(FRAME)
+    for size, color in ((plan.keep_all_peak, "quiet"), (plan.budget, "text")):
+        line = page.js(ROW, [top + height - heights_of(page, size), left + 0.9 * width])
+        assert page.js(COLOR, color) in line
+    point = page.js("(({x, y}) => [x, y])(fxremat.picture.peakAt())")
+    assert point[1] == pytest.approx(top + height - heights_of(page, plan.predicted_peak))
+    moment = page.js("x => fxremat.picture.columns[fxremat.picture.column(x)]", point[0])
+    assert plan.moments.bytes[moment] == plan.predicted_peak
+    assert page.js(COLOR, "text") in page.js(ROW, [point[1], point[0] - 3])
+    page.js("fxremat.zoom(0, fxremat.step().plan.starts[2])")
+    assert not any(text.startswith("peak") for text, *_ in page.js(WRITTEN)), "it is out of sight"
+
+
+# Colors of the pixels around a place of the picture, over ten columns
+ROW = """([y, x]) => {
+  const scale = window.devicePixelRatio, found = new Set(), { context } = fxremat.picture;
+  const pixels = context.getImageData(x * scale, Math.round((y - 2) * scale), 10, 5).data;
+  for (let at = 0; at < pixels.length; at += 4)
+    found.add([...pixels.slice(at, at + 3)].map((part) => part >> 4).join());
+  return [...found];
+}"""
+COLOR = """(name) => {
+  const { context, picture } = { context: document.createElement("canvas").getContext("2d"), picture: fxremat.picture };
+  context.fillStyle = picture.color(name);
+  context.fillRect(0, 0, 1, 1);
+  return [...context.getImageData(0, 0, 1, 1).data.slice(0, 3)].map((part) => part >> 4).join();
+}"""
+
+
+def test_each_module_has_its_color_and_the_legend_says_which(opened: Any, plan: Plan) -> None:
+    page = opened(plan.to_html())
+    data = page_data(plan)
+    legend = dict(page.js("fxremat.step().legend('module')"))
+    assert [text for text in legend.values() if text in data["colors"]] == list(data["colors"])
+    for life in range(len(data["plans"][data["chosen"]]["lives"]["kind"])):
+        module = data["modules"][page.js("life => fxremat.step().module[life]", life)]
+        name = page.js("life => fxremat.step().color('module', life)", life)
+        assert name in legend
+        if name != "module-other":
+            first, last = re.fullmatch(r"(?:.*?(\d+)-(\d+))?.*", legend[name]).groups()  # type: ignore[union-attr]
+            group = group_of(module)
+            assert group == legend[name] or (not group and "its own ops" in legend[name]) or first is not None
+            if first is not None:
+                assert int(first) <= int(group.rpartition(".")[2]) <= int(last)
+    shown = [item.strip() for item in page.tab.locator("#legend li").all_inner_texts()]
+    assert shown == list(legend.values())
+    page.tab.check("input[value=purpose]")
+    texts = [text for _, text in data["kinds"]]
+    assert all(item.strip() in texts for item in page.tab.locator("#legend li").all_inner_texts())
+
+
+def test_times_that_hardly_differ_look_alike(opened: Any, plan: Plan) -> None:
+    data = page_data(plan)
+    points = [[peak, 0.914 + 0.0005 * number, drawn] for number, (peak, _, drawn) in enumerate(data["points"])]
+    page = opened(page_of(data | {"points": points[:9]}, ""))
+    heights = page.js("fxremat.data.points.map(([, time]) => fxremat.frontier.y(time))")
+    assert max(heights) - min(heights) < 0.1 * 280
+    assert min(heights) > 140, "at the bottom, where the fast ones are"
+
+
+@pytest.mark.parametrize("fixture", ["plan", "offloaded"])
+@pytest.mark.parametrize("width", [1200, 390])
+def test_the_tip_covers_nothing_and_is_told_once(opened: Any, request: Any, fixture: str, width: int) -> None:
+    page = opened(request.getfixturevalue(fixture).to_html(), width=width)
+    left, top, wide, height = page.js(FRAME)
+    rng, shown = random.Random(3), 0
+    for _ in range(40):
+        page.point_at(left + rng.random() * wide, top + (1 - rng.random() ** 2) * height)
+        box = page.js("fxremat.picture.outlined")
+        tip = page.js("(({offsetLeft: x, offsetTop: y, offsetWidth: w, offsetHeight: h}) => [x, y, x + w, y + h])(tip)")
+        assert page.text("#detail") == ""
+        if box:
+            shown += 1
+            covered = tip[0] < box["right"] and box["left"] < tip[2] and tip[1] < box["bottom"] and box["top"] < tip[3]
+            assert not covered
+        assert tip[0] >= 0
+        assert tip[2] <= page.js("document.querySelector('#picture').clientWidth") + 1
+    assert shown > 10
+    page.tab.mouse.move(1, 1)
+    assert not page.tab.locator("#tip").is_visible()
+    assert page.tab.locator("#detail").bounding_box()["height"] == 0
+
+
+def test_a_finger_and_the_keys_are_answered_below_the_picture(opened: Any, plan: Plan) -> None:
+    page = opened(plan.to_html(), width=390)
+    left, top, width, height = page.js(FRAME)
+    page.tab.locator("#picture").focus()
+    page.tab.locator("#picture").press("ArrowRight")
+    assert "on the device" in page.text("#detail")
+    assert not page.tab.locator("#tip").is_visible()
+    page.js(TAP, [left + width / 2, top + 0.9 * height])
+    assert "purpose" in page.text("#detail")
+    assert not page.tab.locator("#tip").is_visible()
+    assert page.js("fxremat.picture.outlined") is not None, "it stays when the finger is lifted"
+    page.tab.locator("#detail button").click()
+    assert page.js("fxremat.state.selected").__len__() == 1
+    assert page.text("#detail") == ""
+
+
+TAP = """([x, y]) => {
+  const holder = document.getElementById("picture"), box = holder.getBoundingClientRect();
+  for (const kind of ["pointerdown", "pointerup", "pointerleave"])
+    holder.dispatchEvent(new PointerEvent(kind, { clientX: box.left + x, clientY: box.top + y, pointerType: "touch" }));
+}"""
+
+
+def test_rows_of_equal_modules_open_close_and_are_selected_together(opened: Any) -> None:
+    page = opened(planned("gpt", "100%").to_html())
+    row = page.tab.locator("#modules tr", has_text="each of 3").first
+    assert "0-2 each of 3" in row.inner_text()
+    before = page.tab.locator("#modules tbody tr").count()
+    row.locator("button.toggle").click()
+    assert page.tab.locator("#modules tbody tr").count() != before
+    page.tab.locator("#modules tr", has_text="each of 3").first.locator("button.plain").click()
+    assert len(page.js("fxremat.state.selected")) == 3
+    assert "and 2 like it" in page.text("#values-of")
+    modules = page.tab.locator("#values tbody td:nth-child(5)").all_inner_texts()
+    assert {module.split(".")[1] for module in modules} == {"0", "1", "2"}
 
 
 def stacked(data: dict[str, Any], number: int, moment: int) -> list[tuple[int, int, int]]:
@@ -183,7 +381,7 @@ def test_pointing_names_the_right_value(opened: Any, request: Any, fixture: str)
         page.point_at(picture["left"] + column + 0.5, y)
         assert page.text("#tip b") == life_name(data, chosen, life)
         value = data["plans"][chosen]["lives"]["value"][life]
-        told = page.text("#detail")
+        told = page.text("#tip")
         assert format_bytes(high - low) in told
         if value >= 0:
             source, module = (data["values"][column][value] for column in ("source", "module"))
@@ -268,13 +466,13 @@ def test_a_module_is_selected_by_click_and_by_name(opened: Any, plan: Plan) -> N
     assert total == plan.moments.bytes[40]
     page.keep("selected")
     page.tab.click("#deselect")
-    assert page.js("fxremat.state.selected") == -1
+    assert page.js("fxremat.state.selected") == []
     left, top, width, height = page.js(FRAME)
     page.point_at(left + width / 2, top + height * 0.85)
-    named = page.js("fxremat.data.modules[fxremat.step().module[fxremat.state.hover.life]]")
+    named = page.js("fxremat.step().module[fxremat.state.hover.life]")
     page.tab.mouse.down()
     page.tab.mouse.up()
-    assert page.js("fxremat.data.modules[fxremat.state.selected]") == named
+    assert page.js("fxremat.state.selected") == [named]
 
 
 def test_the_picture_works_with_the_keyboard(opened: Any, plan: Plan) -> None:
@@ -322,7 +520,7 @@ def test_figures_are_written_as_in_python(opened: Any, plan: Plan) -> None:
     assert page.js("sizes => sizes.map(fxremat.bytes)", sizes) == [format_bytes(size) for size in sizes]
     times = [0, 1.0, 0.9999, 0.0582, 9.113e-6, *(10 ** rng.uniform(-7, 2) for _ in range(50))]
     assert page.js("times => times.map(fxremat.seconds)", times) == [format_seconds(time) for time in times]
-    assert page.js("fxremat.sizeTicks(3 * 2 ** 20).at(-1)") == [3 * 2**20, "3 MiB"]
+    assert page.js("fxremat.sizeTicks(0, 3 * 2 ** 20).at(-1)") == [3 * 2**20, "3 MiB"]
     assert [label for _, label in page.js("fxremat.timeTicks(0, 0.043)")] == [f"{n} ms" for n in (0, 10, 20, 30, 40)]
     assert page.js("fxremat.timeTicks(0, 5e-7).at(-1)[1]") == "0.5 us"
     close = [label for _, label in page.js("fxremat.timeTicks(0.9, 0.900001)")]
@@ -347,7 +545,7 @@ def test_dragging_zooms(opened: Any, plan: Plan) -> None:
     page.tab.mouse.up()
     page.point_at(left + width / 2, top + 250)
     page.tab.mouse.click(*page.place(left + width / 2, top + 250), button="right")
-    assert (page.js("fxremat.state.view"), page.js("fxremat.state.selected")) == (None, -1)
+    assert (page.js("fxremat.state.view"), page.js("fxremat.state.selected")) == (None, [])
 
 
 LAYERS, PARTS = 60, 6
@@ -359,6 +557,7 @@ def large(values: int) -> dict[str, Any]:
     layers = range(LAYERS)
     modules = ["", "layers", *(f"layers.{i}" for i in layers)]
     modules += [f"layers.{i}.part{j}" for i in layers for j in range(PARTS)]
+    groups = [0, 1, *range(2, LAYERS + 2), *(2 + i for i in layers for _ in range(PARTS))]
     mirrored = [min(i, count - 1 - i) for i in range(count)]
     step = {
         "peak": 1,
@@ -376,7 +575,8 @@ def large(values: int) -> dict[str, Any]:
         "copies": [],
         "host": [],
         "lives": many_lives(values),
-        "tree": [[i, 10, 10, 0, 10, 1.0, 2.0, 0.5] for i in range(len(modules))],
+        "headline": "large",
+        "rows": [[len(m.split(".")) if m else 0, m, 1, [i], 9, 9, 0, 9, 3.0, 0.5] for i, m in enumerate(modules)],
     }
     texts = {
         "name": [f"value_{i}" for i in range(values)],
@@ -385,8 +585,10 @@ def large(values: int) -> dict[str, Any]:
         "type": [0] * values,
     }
     kinds = [[kind.value, text] for kind, text in KINDS.items()]
+    colors = {"of": groups, "color": [i // 7 for i in range(LAYERS + 2)], "shade": [i % 2 for i in range(LAYERS + 2)]}
     return {
-        "model": "Large", "title": "large", "facts": [["a", "b"]], "sources": [""], "types": [""],
+        "model": "Large", "title": "large", "headline": "large", "about": "", "facts": [["a", "b"]],
+        "sources": [""], "types": [""], "groups": colors, "colors": [f"layers {i}" for i in range(9)],
         "budget": 10**10, "keep_all": [10**10, 1.0], "points": [[1, 1.0, 0]], "chosen": 0,
         "kinds": kinds, "modules": modules, "values": texts, "ops": texts, "plans": [step],
     }
@@ -425,7 +627,8 @@ def test_ten_thousand_values_render_in_under_a_second(opened: Any) -> None:
 
 
 def test_hostile_names_stay_text(opened: Any, plan: Plan) -> None:
-    data = page_data(plan) | {"title": HOSTILE, "model": HOSTILE}
+    data = page_data(plan) | dict.fromkeys(("title", "headline", "about", "model"), HOSTILE)
+    data["colors"] = [HOSTILE for _ in data["colors"]]
     data["facts"] = [[HOSTILE, HOSTILE]]
     data["advice"] = [HOSTILE]
     data["modules"] = [f"{module}{HOSTILE}" if module else "" for module in data["modules"]]
@@ -434,11 +637,14 @@ def test_hostile_names_stay_text(opened: Any, plan: Plan) -> None:
     data["ops"]["name"] = [f"{name}{HOSTILE}" for name in data["ops"]["name"]]
     for drawn in data["plans"]:
         drawn["blocks"] = [HOSTILE for _ in drawn["blocks"]]
+        drawn["rows"] = [[row[0], HOSTILE, *row[2:]] for row in drawn["rows"]]
     page = opened(page_of(data, HOSTILE))
     left, top, width, height = page.js(FRAME)
     page.point_at(left + width / 2, top + height * 0.9)
     assert HOSTILE in page.js("document.querySelector('#tip b').textContent")
-    assert page.js("document.querySelector('#title').textContent") == HOSTILE
+    assert page.js("document.title.length") >= len(HOSTILE) - 1
+    assert page.js("document.querySelector('#headline').textContent") == HOSTILE
+    assert page.js("document.querySelector('#modules button.plain').textContent") == HOSTILE
     assert page.js("document.querySelector('#text').textContent") == HOSTILE
     assert page.js("window.pwned") is None
     assert page.js("document.querySelectorAll('img, script').length") == 2, "the data and the page's own script"

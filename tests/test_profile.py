@@ -181,9 +181,17 @@ def test_the_page_is_that_of_the_plan_with_the_changes(name: str) -> None:
     data = json.loads(reader.texts["data"])
     expected = json.loads(json.dumps(page_data(profile.plan)))
     assert data["advice"] == [str(change) for change in profile.changes]
-    assert data["title"] == str(profile).splitlines()[0]
+    model = profile.plan.joint.model
+    assert model in data["title"]
+    assert "cpu" not in data["title"]
+    headline = data["headline"].replace("\u00a0", " ")
+    assert headline.startswith(f"{model} trains in {format_bytes(profile.peak)}")
+    assert headline.endswith("(estimated for cpu)")
+    assert ("it could in" in headline) == bool(profile.changes)
+    if profile.changes:
+        assert f"it could in {format_bytes(profile.changes[0].peak)}, " in headline
     assert data["budget"] is None
-    same = data.keys() - {"advice", "title", "budget", "facts"}
+    same = data.keys() - {"advice", "title", "headline", "about", "budget", "facts"}
     assert {key: data[key] for key in same} == {key: expected[key] for key in same}
     assert reader.texts["text"] == str(profile)
     shown = [label for label, _ in data["facts"]]

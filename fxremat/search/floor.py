@@ -29,6 +29,7 @@ _NAMES = {
     MemoryKind.WORKSPACE: "workspace",
 }
 _MOST = 3  # kinds that are named
+_WORTH = 0.01  # of the bytes: kinds with less are not named
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +41,8 @@ class Floor:
     kinds: tuple[tuple[MemoryKind, int], ...]  # what the bytes are, the most first
 
     def __str__(self) -> str:
-        *others, last = [f"{format_bytes(size)} of {_NAMES[kind]}" for kind, size in self.kinds[:_MOST]]
+        kinds = [(kind, size) for kind, size in self.kinds[:_MOST] if size >= _WORTH * self.bytes]
+        *others, last = [f"{format_bytes(size)} of {_NAMES[kind]}" for kind, size in kinds]
         return f"{self.moment} with {', '.join(others)}{' and ' if others else ''}{last}"
 
 

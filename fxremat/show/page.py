@@ -38,7 +38,10 @@ def page_of(data: Data, text: str) -> str:
     """
     pieces, after = [], _asset("page.html")
     parts = {
+        "@TITLE@": escape(data.get("title", "")),
         "@STYLE@": _asset("page.css"),
+        "@HEADLINE@": escape(data.get("headline", "")),
+        "@ABOUT@": escape(data.get("about", "")),
         "@TEXT@": escape(text),
         "@DATA@": json.dumps(data, separators=(",", ":"), allow_nan=False).translate(_ESCAPES),
         "@SCRIPT@": '(() => {\n"use strict";\n' + "\n".join(map(_asset, SCRIPTS)) + "})();",

@@ -2,9 +2,11 @@
 
     modules, sources, types   lists of texts that values and ops refer to by number
     values, ops               name, module, source, type: one list each, by number
+    groups                    the group of each module; the color, or -1, and the shade of each group
+    colors                    the modules of each color, as text
     points                    the frontier: peak in bytes, seconds, and which of the plans is drawn of it, or -1
     plans                     of some points, the chosen one among them: moments, lives in the order in which they are
-                              stacked, copies, and what each module has
+                              stacked, copies, and the rows of the table of modules
 
 Lives are stacked by module (`group_of`; weights below all others, the model's own ops above), then by what they are
 for, then by birth. Text is text here: whoever puts it into a page
@@ -21,15 +23,19 @@ import torch
 
 from fxremat.planned_step import PlannedStep
 from fxremat.search.candidate import Candidate
+from fxremat.show.headline import headline, measured
 from fxremat.show.labels import source_of, value_name
-from fxremat.show.modules import ModuleNode, module_tree
+from fxremat.show.modules import Share, module_tree
 from fxremat.show.moments import Moments
+from fxremat.show.palette import palette
 from fxremat.show.text import facts
+from fxremat.show.tree import OWN, Row, all_rows
 from fxremat.step.costs import Costs
 from fxremat.step.joint import Joint
 from fxremat.step.kinds import Life, MemoryKind, host_bytes
 from fxremat.step.names import Source
 from fxremat.step.program import Role
+from fxremat.units import format_bytes
 
 KINDS = {
     MemoryKind.WEIGHTS: "weights and optimizer state",
@@ -52,22 +58,27 @@ Data = dict[str, Any]
 
 def page_data(plan: PlannedStep) -> Data:
     """Everything that the page of a plan draws. O(points x steps)."""
-    told = [list(fact) for fact in facts(plan, module_tree(plan.chosen, plan.costs))]
-    keep_all = [plan.keep_all_peak, plan.keep_all_time]
-    plan = plan.running
-    drawn = _drawn(plan)
-    modules = Numbers(_with_outer(s.module for s in (*plan.joint.sources, *plan.joint.value_sources)))
+    running, model = plan.running, plan.joint.model
+    drawn = _drawn(running)
+    modules = Numbers(_with_outer(s.module for s in (*running.joint.sources, *running.joint.value_sources)))
+    moments = [Moments.of(candidate, running.costs) for candidate in drawn]
     return {
-        "model": plan.joint.model,
-        "title": f"fxremat plan for {plan.device} ({plan.timed} times)",
+        "model": model,
+        "title": f"{model}: a plan of fxremat",
+        "headline": headline(plan, running.chosen),
+        "about": f"A plan of fxremat for a budget of {format_bytes(plan.budget)}{measured(plan)}",
         "budget": plan.budget,
-        "keep_all": keep_all,
-        "facts": told,
+        "keep_all": [plan.keep_all_peak, plan.keep_all_time],
+        "facts": [list(fact) for fact in facts(plan, module_tree(plan.chosen, plan.costs), exact=False)],
         "kinds": [[kind.value, text] for kind, text in KINDS.items()],
-        **_texts(plan.joint, modules),
-        "points": _points(plan, drawn),
-        "plans": [_plan(candidate, plan.costs, modules) for candidate in drawn],
-        "chosen": drawn.index(plan.chosen),
+        **_texts(running.joint, modules),
+        **_colors(modules, moments, model),
+        "points": _points(running, drawn),
+        "plans": [
+            {"headline": headline(plan, candidate), **_plan(candidate, shown, running.costs, modules)}
+            for candidate, shown in zip(drawn, moments, strict=True)
+        ],
+        "chosen": drawn.index(running.chosen),
     }
 
 
@@ -91,6 +102,38 @@ def group_of(module: str) -> str:
     """
     match = re.match(r"(?:[^.]*\.)*?[0-9]+(?=\.|$)", module)
     return match[0] if match else module.partition(".")[0]
+
+
+def _colors(modules: Numbers, drawn: Iterable[Moments], model: str) -> Data:
+    """The color and shade of each group of modules, by the most that it is of a picture."""
+    groups = _groups(modules)
+    shares = dict.fromkeys(groups, 0.0)
+    for moments in drawn:
+        for group, share in _shares(moments).items():
+            shares[group] = max(shares[group], share)
+    found = palette(shares, f"{model}, {OWN}")
+    colors, shades = zip(*((found.color_of(group), found.shade_of(group)) for group in groups), strict=True)
+    of = [groups[group_of(module)] for module in modules]
+    return {"groups": {"of": of, "color": colors, "shade": shades}, "colors": found.labels}
+
+
+def _shares(moments: Moments) -> dict[str, float]:
+    """How much of a picture each group of modules is: of its area, or a tenth of what one value is of its height."""
+    areas: dict[str, float] = {}
+    heights: dict[str, float] = {}
+    for life in moments.lives:
+        if life.kind is not MemoryKind.WEIGHTS:
+            group = group_of(source_of(moments.program.layout.joint, life).module)
+            first, last = moments.moments[life.first], moments.moments[min(life.last, len(moments.moments) - 1)]
+            areas[group] = areas.get(group, 0.0) + life.bytes * (last.end - first.start)
+            heights[group] = max(heights.get(group, 0.0), 0.1 * life.bytes)
+    area, height = sum(areas.values()) or 1.0, max(moments.bytes, default=0) or 1
+    return {group: max(areas[group] / area, heights[group] / height) for group in areas}
+
+
+def _groups(modules: Iterable[str]) -> Numbers:
+    """The groups of modules in the order in which they are stacked: the model's own ops lie on top."""
+    return Numbers([*(group_of(module) for module in modules if module), ""])
 
 
 def _with_outer(paths: Iterable[str]) -> Iterable[str]:
@@ -151,13 +194,12 @@ def _type(shown: object) -> str:
     return f"{str(shown.dtype).removeprefix('torch.')}[{', '.join(map(str, shown.shape))}]"
 
 
-def _plan(candidate: Candidate, costs: Costs, modules: Numbers) -> Data:
-    moments = Moments.of(candidate, costs)
+def _plan(candidate: Candidate, moments: Moments, costs: Costs, modules: Numbers) -> Data:
     joint = candidate.layout.joint
     roles = Numbers()
     lives = _stacked(moments.lives, joint, modules)
     kinds = {kind: number for number, kind in enumerate(KINDS)}
-    tree = module_tree(candidate, costs)
+    rows = all_rows(module_tree(candidate, costs), joint.model, _compared)
     return {
         "peak": candidate.peak,
         "time": candidate.time,
@@ -181,13 +223,13 @@ def _plan(candidate: Candidate, costs: Costs, modules: Numbers) -> Data:
             "value": [_number(None if life.state else life.value) for life in lives],
             "op": [_number(life.op) for life in lives],
         },
-        "tree": [_share(node, modules) for node in tree.walk()],
+        "rows": [_row(row, modules) for row in rows],
     }
 
 
 def _stacked(lives: Iterable[Life], joint: Joint, modules: Numbers) -> list[Life]:
     """Lives in the order in which they are stacked, from the bottom up."""
-    groups = Numbers(group_of(module) for module in modules if module)  # the model's own ops lie on top
+    groups = _groups(modules)
     kinds = list(KINDS)
 
     def key(life: Life) -> tuple[int, ...]:
@@ -218,16 +260,26 @@ def _on_the_host(moments: Moments, costs: Costs) -> list[int]:
     return hosted if len(hosted) == len(moments.moments) else [*hosted[:split], hosted[split - 1], *hosted[split:]]
 
 
-def _share(node: ModuleNode, modules: Numbers) -> list[float]:
-    share = node.total
-    sizes = share.saved, share.recomputed, share.offloaded, share.gradients
-    return [modules[node.path], *sizes, *map(_short, (share.forward, share.backward, share.extra))]
+def _compared(share: Share) -> tuple[float, ...]:
+    """The figures in which modules that share a row are equal; their time is that of each on average."""
+    return share.saved, share.recomputed, share.offloaded, share.gradients, share.extra
+
+
+def _shown(share: Share) -> tuple[float, ...]:
+    """The figures of the table of modules."""
+    return share.saved, share.recomputed, share.offloaded, share.gradients, share.seconds, share.extra
+
+
+def _row(row: Row, modules: Numbers) -> list[Any]:
+    """Depth, label, number of modules, those that can be selected, and the figures of each."""
+    paths = [] if row.label == OWN else [modules[path] for path in row.paths]
+    return [row.depth, row.label, row.count, paths, *map(_short, _shown(row.each))]
 
 
 def _number(number: int | None) -> int:
     return -1 if number is None else number
 
 
-def _short(seconds: float) -> float:
-    """Seconds in nine digits, which is what a page is sent."""
-    return float(f"{seconds:.9g}")
+def _short(amount: float) -> float:
+    """Bytes, or seconds in nine digits, which is what a page is sent."""
+    return amount if isinstance(amount, int) else float(f"{amount:.9g}")

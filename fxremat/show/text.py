@@ -33,6 +33,7 @@ from fxremat.units import format_bytes, format_ratio, format_seconds
 _INDENT = 18  # columns of what stands before a figure of the summary
 _NUMBERS, _NAME = 7, 22  # columns of the numbers of blocks, and of a name
 _FEW = 4  # names of a longer list
+_FEW_BYTES = 0.01  # of a peak: less is not worth a word
 TIMES = {1: "once", 2: "twice"}
 _LINES = 16  # of the schedule in the short form
 ROWS = 24  # of the tree in the short form
@@ -191,12 +192,12 @@ def labelled(facts: Iterable[tuple[str, str]]) -> Iterator[str]:
         yield from textwrap.wrap(fact, WIDTH, initial_indent=before, subsequent_indent=" " * _INDENT)
 
 
-def facts(plan: PlannedStep, tree: ModuleNode) -> Iterator[tuple[str, str]]:
-    """What to say of a plan, with a label."""
+def facts(plan: PlannedStep, tree: ModuleNode, *, exact: bool = True) -> Iterator[tuple[str, str]]:
+    """What to say of a plan, with a label; `exact`: with the bytes of the least budget, for who wants to ask for it."""
     yield "budget", format_bytes(plan.budget)
     yield "predicted peak", _peak(plan)
     yield "predicted time", _time(plan)
-    yield "least budget", _least(plan)
+    yield "least budget", _least(plan, exact)
     if plan.costs.sizes.outside:
         aside = format_bytes(plan.costs.sizes.outside)
         yield "loss outside", f"{aside} are set aside for it and its gradients; loss_bytes= says better"
@@ -229,7 +230,8 @@ def facts(plan: PlannedStep, tree: ModuleNode) -> Iterator[tuple[str, str]]:
 def _peak(plan: PlannedStep) -> str:
     share = format_ratio(plan.predicted_peak, plan.keep_all_peak, ".1%")
     whole = f"{share} of the {format_bytes(plan.keep_all_peak)} of keeping everything"
-    gradients = f"; {format_bytes(plan.gradient_bytes)} of it are gradients to return" if plan.gradient_bytes else ""
+    many = plan.gradient_bytes >= _FEW_BYTES * plan.predicted_peak > 0
+    gradients = f"; {format_bytes(plan.gradient_bytes)} of it are gradients to return" if many else ""
     return f"{format_bytes(plan.predicted_peak)}, {whole}{gradients}"
 
 
@@ -262,8 +264,8 @@ def whatever_is(plan: PlannedStep) -> str:
     return f"whatever is {'recomputed or offloaded' if plan.link else 'recomputed'}"
 
 
-def _least(plan: PlannedStep) -> str:
-    least = f"{format_bytes(plan.minimum)} ({plan.minimum} bytes)"
+def _least(plan: PlannedStep, exact: bool) -> str:
+    least = format_bytes(plan.minimum) + (f" ({plan.minimum} bytes)" if exact else "")
     smallest = plan.alternatives.candidates[-1]
     if plan.weights or plan.minimum < plan.known_minimum or smallest.layout.joint is not plan.joint:
         return least

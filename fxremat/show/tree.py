@@ -64,9 +64,9 @@ def rows_of(tree: ModuleNode, most: int, name: str, figures: Figures = what_it_d
     return found
 
 
-def all_rows(tree: ModuleNode, name: str) -> list[Row]:
+def all_rows(tree: ModuleNode, name: str, figures: Figures = what_it_does) -> list[Row]:
     """The table of a model with all its modules; equal siblings share a row."""
-    return [Row(0, name, 1, tree.total, ("",)), *_Table(what_it_does, ()).inside(tree, 1, DEEPEST)]
+    return [Row(0, name, 1, tree.total, ("",)), *_Table(figures, ()).inside(tree, 1, DEEPEST)]
 
 
 @dataclass(frozen=True)

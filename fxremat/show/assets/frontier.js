@@ -17,19 +17,15 @@ class FrontierChart {
     this.holder = holder;
     this.data = data;
     this.onChoose = onChoose;
-    this.width = 640;
-    this.height = 240;
-    this.left = 84;
-    this.top = 12;
-    const peaks = data.points.map(([peak]) => peak), times = data.points.map(([, time]) => time);
-    this.most = 1.04 * Math.max(...peaks, data.keep_all[0]);
-    const spread = Math.max(...times) - Math.min(...times);
-    this.fast = Math.max(0, Math.min(...times) - 0.08 * spread);
-    this.slow = Math.max(...times) + 0.08 * spread || 1;
+    this.height = 280;
+    this.left = 64;
+    this.top = 26; // above it are the names of the axis and of the budget, where no point can be
+    this.peaks = reach([...data.points.map(([peak]) => peak), data.keep_all[0]]);
+    this.times = reach(data.points.map(([, time]) => time));
   }
 
-  x(peak) { return this.left + (this.width - this.left - 10) * peak / this.most; }
-  y(time) { return this.top + (this.height - this.top - 30) * (this.slow - time) / (this.slow - this.fast); }
+  x(peak) { return this.left + (this.width - this.left - 26) * (peak - this.peaks[0]) / (this.peaks[1] - this.peaks[0]); }
+  y(time) { return this.top + (this.height - this.top - 44) * (this.times[1] - time) / (this.times[1] - this.times[0]); }
 
   describe(plan) {
     const [whole, fastest] = this.data.keep_all;
@@ -39,24 +35,25 @@ class FrontierChart {
 
   draw(chosen) {
     if (this.data.points.length < 2) return;
-    this.width = Math.max(320, Math.min(640, this.holder.clientWidth || 640));
-    const { data } = this, bottom = this.height - 30;
+    this.width = Math.max(280, this.holder.clientWidth || 640);
+    const { data } = this, bottom = this.height - 44, right = this.width - 26;
     const parts = [];
-    for (const [size, label] of sizeTicks(this.most)) {
+    for (const [size, label] of sizeTicks(...this.peaks, this.width / 90)) {
       parts.push(svg("line", { class: "axis", x1: this.x(size), x2: this.x(size), y1: this.top, y2: bottom }));
       parts.push(svg("text", { x: this.x(size), y: bottom + 15, "text-anchor": "middle" }, label));
     }
-    for (const [time, label] of timeTicks(this.fast, this.slow)) {
-      parts.push(svg("line", { class: "axis", x1: this.left, x2: this.width - 10, y1: this.y(time), y2: this.y(time) }));
+    for (const [time, label] of timeTicks(...this.times)) {
+      parts.push(svg("line", { class: "axis", x1: this.left, x2: right, y1: this.y(time), y2: this.y(time) }));
       parts.push(svg("text", { x: this.left - 6, y: this.y(time) + 4, "text-anchor": "end" }, label));
     }
     parts.push(svg("path", { class: "curve", d: stairs(data.points, this) }));
-    if (data.budget && data.budget <= this.most) {
-      parts.push(svg("line", { class: "limit", x1: this.x(data.budget), x2: this.x(data.budget), y1: this.top, y2: bottom }));
-      parts.push(svg("text", { x: this.x(data.budget) - 4, y: this.top + 10, "text-anchor": "end" }, "budget"));
+    if (data.budget && data.budget <= this.peaks[1]) {
+      const x = this.x(data.budget), label = `budget ${bytes(data.budget)}`;
+      parts.push(svg("line", { class: "limit", x1: x, x2: x, y1: this.top - 6, y2: bottom }));
+      parts.push(svg("text", { x: Math.max(this.left + 50, Math.min(right - 50, x)), y: this.top - 12, "text-anchor": "middle" }, label));
     }
-    parts.push(svg("text", { x: this.width - 10, y: this.height - 2, "text-anchor": "end" }, "peak"));
-    parts.push(svg("text", { x: 4, y: this.top + 10 }, "time"));
+    parts.push(svg("text", { x: (this.left + right) / 2, y: this.height - 6, "text-anchor": "middle" }, "peak"));
+    parts.push(svg("text", { x: this.left - 6, y: this.top - 12, "text-anchor": "end" }, "time"));
     data.plans.forEach((plan, number) => {
       const on = number === chosen;
       const choose = () => this.onChoose(number);
@@ -80,7 +77,13 @@ class FrontierChart {
 
 // More memory is never slower: from the right, each point holds down to its peak.
 function stairs(points, chart) {
-  let path = `M${chart.x(chart.most)},${chart.y(points[0][1])}`;
+  let path = `M${chart.x(chart.peaks[1])},${chart.y(points[0][1])}`;
   for (const [peak, time] of points) path += ` V${chart.y(time)} H${chart.x(peak)}`;
   return path;
+}
+
+// The begin and end of an axis. It spans at least a tenth of its numbers, so that what hardly differs looks alike.
+function reach(numbers) {
+  const most = Math.max(...numbers), least = Math.min(...numbers), spread = Math.max(most - least, 0.1 * most) || 1;
+  return [Math.max(0, least - 0.08 * spread), least + 1.08 * spread];
 }

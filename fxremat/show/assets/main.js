@@ -4,9 +4,9 @@ const began = performance.now();
 const data = JSON.parse(document.getElementById("data").textContent);
 const byId = (id) => document.getElementById(id);
 const drawn = new Map(); // number of a plan -> its step, made when it is first asked for
-const state = { plan: data.chosen, by: "module", selected: -1, view: null, hover: null, drag: null };
+const state = { plan: data.chosen, by: "module", selected: [], view: null, hover: null, drag: null };
 const picture = new Picture(byId("canvas"));
-const modules = new ModuleTable(byId("modules"), (module) => module === null ? drawTables() : select(module));
+const modules = new ModuleTable(byId("modules"), (modules) => modules ? select(modules) : drawTables());
 const frontier = new FrontierChart(byId("frontier"), data, choose);
 
 function step() {
@@ -16,17 +16,23 @@ function step() {
 
 function view() { return state.view || [0, step().end]; }
 
-function drawPicture() { picture.draw(step(), { ...state, view: view(), budget: data.budget }); }
+function drawPicture() { picture.draw(step(), { ...state, view: view(), budget: data.budget, keepAll: data.keep_all[0] }); }
 
 function drawTables() {
   modules.draw(data, step().plan, state.selected);
   const count = drawValues(byId("values"), step(), state.selected, point, select);
-  const where = state.selected > 0 ? ` of ${data.modules[state.selected]}` : "";
+  const where = state.selected.length ? ` of ${named(state.selected)}` : "";
   byId("values-of").textContent = `The ${count} largest${where}. A name shows the value in the picture.`;
+}
+
+// Modules as a text, for a sentence.
+function named(modules) {
+  return data.modules[modules[0]] + (modules.length > 1 ? ` and ${modules.length - 1} like it` : "");
 }
 
 function drawFacts() {
   const plan = step().plan, own = state.plan === data.chosen;
+  byId("headline").textContent = own ? data.headline : plan.headline;
   const facts = own ? data.facts : [["this point", frontier.describe(plan)], ["does", does(plan)]];
   byId("facts").replaceChildren(...facts.flatMap(([label, text]) => [element("dt", {}, label), element("dd", {}, text)]));
   byId("point").textContent = frontier.describe(plan) + (own ? " (the plan)" : "");
@@ -35,7 +41,7 @@ function drawFacts() {
 }
 
 function does(plan) {
-  const [, saved, again, away, , , , extra] = plan.tree[0];
+  const [, , , , saved, again, away, , , extra] = plan.rows[0];
   const said = [`saves ${bytes(saved)}`];
   if (again) said.push(`recomputes ${bytes(again)} in ${seconds(extra)}`);
   if (away) said.push(`offloads ${bytes(away)}`);
@@ -43,15 +49,14 @@ function does(plan) {
 }
 
 function drawLegend() {
-  const shown = new Set(step().kind);
-  byId("legend").replaceChildren(...data.kinds.flatMap(([name, text], kind) =>
-    shown.has(kind) ? [element("li", {}, element("i", { style: `background: var(--${name})` }), text)] : []));
+  byId("legend").replaceChildren(...step().legend(state.by).map(([name, text]) =>
+    element("li", {}, element("i", { style: `background: var(--${name})` }), text)));
   if (step().hosted) byId("legend").append(element("li", {}, element("i", { class: "line" }), "waits on the host (dotted line)"));
 }
 
 function drawAll() {
   step().stack(state.by, state.selected);
-  byId("deselect").hidden = state.selected < 0;
+  byId("deselect").hidden = !state.selected.length;
   drawFacts();
   drawLegend();
   drawPicture();
@@ -61,18 +66,24 @@ function drawAll() {
 
 function choose(number) {
   state.plan = number;
-  state.view = state.hover = null;
-  byId("tip").hidden = true;
+  state.view = null;
+  leave();
   drawAll();
 }
 
-// Select a module: its values stand out, and are what the table lists. The model itself is all of them.
-function select(module) {
-  state.selected = module === state.selected || module === 0 ? -1 : module;
+// Point at nothing.
+function leave() {
   state.hover = null;
   byId("tip").hidden = true;
+  byId("detail").replaceChildren();
+}
+
+// Select modules: their values stand out, and are what the table lists. The model itself is all of them.
+function select(chosen) {
+  state.selected = String(chosen) === String(state.selected) || chosen.includes(0) ? [] : chosen;
+  leave();
   drawAll();
-  announce(state.selected < 0 ? "All modules." : `Module ${data.modules[state.selected]} is selected.`);
+  byId("said").textContent = state.selected.length ? `Selected: ${named(state.selected)}.` : "All modules.";
 }
 
 // Show a life from the table in the picture.
@@ -85,26 +96,26 @@ function point(life) {
   byId("picture").scrollIntoView({ block: "nearest" });
 }
 
-function announce(text) { byId("detail").replaceChildren(element("span", {}, text)); }
-
-function about(life) {
-  const made = element("div", { class: "about" }, element("b", {}, step().lifeName(life)));
-  for (const [label, text] of step().about(life)) made.append(element("span", {}, label), element("span", {}, text));
-  return made;
-}
-
-// What is said of the moment and the value that are pointed at, below the picture.
-function describe() {
+// What is said of the value and the moment that are pointed at.
+function about() {
   const { moment, life } = state.hover, plan = step().plan;
   const now = `At ${step().clock(plan.starts[moment])}: ${step().momentName(moment)}, ${step().blockName(moment)}; ` +
     `${bytes(step().total[moment])} on the device.`;
-  const parts = [element("div", {}, now)];
+  const made = element("div", { class: "about" });
   if (life >= 0) {
-    const module = step().module[life];
-    parts.push(about(life));
-    if (module) parts.push(element("button", { class: "plain", type: "button", onclick: () => select(module) }, `Select ${data.modules[module]}`));
+    made.append(element("b", {}, step().lifeName(life)));
+    for (const [label, text] of step().about(life)) made.append(element("span", {}, label), element("span", {}, text));
   }
-  byId("detail").replaceChildren(...parts);
+  made.append(element("em", {}, now));
+  return made;
+}
+
+// Below the picture, for keys and fingers: a tip beside the pointer is for the mouse.
+function describe() {
+  const module = state.hover.life >= 0 ? step().module[state.hover.life] : 0;
+  const button = module ? element("button", { type: "button", onclick: () => select([module]) }, `Select ${data.modules[module]}`) : "";
+  byId("tip").hidden = true;
+  byId("detail").replaceChildren(about(), button);
 }
 
 // The value below a point of the picture, in its pixels; null outside of it.
@@ -115,21 +126,29 @@ function under(x, y) {
   return { moment, life: found ? found.life : -1, x };
 }
 
-function moveTo(x, y) {
+function moveTo(x, y, mouse) {
+  leave();
   state.hover = under(x, y);
+  drawPicture();
+  if (!state.hover) return;
+  if (!mouse) return describe();
   const tip = byId("tip");
-  tip.hidden = !state.hover || state.hover.life < 0;
-  if (state.hover) {
-    drawPicture();
-    describe();
-    if (!tip.hidden) {
-      tip.replaceChildren(about(state.hover.life));
-      const room = byId("picture").clientWidth - tip.offsetWidth - 4;
-      tip.style.left = `${Math.max(0, Math.min(x + 14, room))}px`;
-      const below = y + 16 + tip.offsetHeight <= byId("picture").clientHeight;
-      tip.style.top = `${below ? y + 16 : Math.max(0, y - tip.offsetHeight - 10)}px`;
-    }
-  } else drawPicture();
+  tip.hidden = false;
+  tip.replaceChildren(about());
+  const [left, top] = beside(picture.outlined || { left: x - 8, right: x + 8, top: y - 8, bottom: y + 8 }, x, y, tip);
+  tip.style.left = `${left}px`;
+  tip.style.top = `${top}px`;
+}
+
+// Where the tip goes: beside the outlined value, which it must not cover, as near to the pointer as it can.
+function beside(box, x, y, tip) {
+  const { offsetWidth: wide, offsetHeight: tall } = tip, holder = byId("picture");
+  const room = holder.clientWidth - wide, screen = window.innerHeight - holder.getBoundingClientRect().top - tall;
+  const across = Math.max(0, Math.min(room, x - wide / 2)), along = Math.max(0, y - tall / 2);
+  const away = (left, top) => Math.hypot(Math.max(left - x, x - left - wide, 0), Math.max(top - y, y - top - tall, 0)) + 9999 * (top > screen);
+  return [[across, box.top - tall - 8], [box.left - wide - 8, along], [box.right + 8, along], [across, box.bottom + 8]]
+    .filter(([left, top]) => left >= 0 && left <= room && top >= 0)
+    .reduce((best, place) => away(...place) < away(...best) ? place : best);
 }
 
 function zoom(from, to) {
@@ -163,7 +182,6 @@ function move(inTime, inStack) {
   const [from, to] = view(), start = plan.starts[moment];
   if (start < from || start > to) zoom(start - (to - from) / 2, start + (to - from) / 2);
   state.hover = { moment, life: there.length ? there[at].life : -1 };
-  byId("tip").hidden = true;
   drawPicture();
   describe();
 }
@@ -171,9 +189,9 @@ function move(inTime, inStack) {
 const keys = {
   ArrowLeft: () => move(-1, 0), ArrowRight: () => move(1, 0), ArrowUp: () => move(0, 1), ArrowDown: () => move(0, -1),
   Home: () => { state.hover = null; move(0, 0); }, End: () => move(step().count, 0),
-  Enter: () => state.hover && state.hover.life >= 0 && select(step().module[state.hover.life]),
+  Enter: () => state.hover && state.hover.life >= 0 && select([step().module[state.hover.life]]),
   "+": () => zoomBy(0.5), "=": () => zoomBy(0.5), "-": () => zoomBy(2),
-  Escape: () => { state.view = state.hover = null; if (state.selected >= 0) select(0); else drawPicture(); },
+  Escape: () => { state.view = null; leave(); if (state.selected.length) select([0]); else drawPicture(); },
 };
 
 function listen() {
@@ -186,7 +204,7 @@ function listen() {
       state.drag = [pressed[0], x];
       byId("tip").hidden = true;
       drawPicture();
-    } else if (!pressed) moveTo(x, y);
+    } else if (!pressed) moveTo(x, y, event.pointerType === "mouse");
   });
   holder.addEventListener("pointerdown", (event) => { if (!event.button) pressed = place(event); });
   holder.addEventListener("pointerup", (event) => {
@@ -194,12 +212,12 @@ function listen() {
     const [x, y] = place(event), drag = state.drag;
     pressed = state.drag = null;
     if (drag) zoomTo(drag);
-    else if (event.pointerType !== "mouse") moveTo(x, y);
-    else if (state.hover && state.hover.life >= 0) select(step().module[state.hover.life]);
+    else if (event.pointerType !== "mouse") moveTo(x, y, false);
+    else if (state.hover && state.hover.life >= 0) select([step().module[state.hover.life]]);
   });
-  holder.addEventListener("pointerleave", () => {
-    pressed = state.drag = state.hover = null;
-    byId("tip").hidden = true;
+  holder.addEventListener("pointerleave", (event) => {
+    pressed = state.drag = null;
+    if (event.pointerType === "mouse") leave(); // a finger that is lifted leaves, too
     drawPicture();
   });
   holder.addEventListener("keydown", (event) => {
@@ -212,7 +230,7 @@ function listen() {
   byId("zoom-in").addEventListener("click", () => zoomBy(0.5));
   byId("zoom-out").addEventListener("click", () => zoomBy(2));
   byId("whole").addEventListener("click", () => { state.view = null; drawPicture(); });
-  byId("deselect").addEventListener("click", () => select(0));
+  byId("deselect").addEventListener("click", () => select([0]));
   byId("less").addEventListener("click", () => choose(state.plan + 1));
   byId("more").addEventListener("click", () => choose(state.plan - 1));
   window.addEventListener("resize", () => { drawPicture(); frontier.draw(state.plan); });
@@ -225,8 +243,6 @@ function drawAdvice() {
   byId("advice-list").replaceChildren(...data.advice.map((text) => element("li", {}, text)));
 }
 
-document.title = data.title;
-byId("title").textContent = data.title;
 byId("frontier-section").hidden = data.points.length < 2;
 drawAdvice();
 drawAll();
@@ -234,6 +250,6 @@ listen();
 
 // For whoever looks at the page from outside, such as its tests.
 window.fxremat = {
-  data, state, step, picture, under, choose, select, zoom, bytes, seconds, sizeTicks, timeTicks,
+  data, state, step, picture, under, choose, select, zoom, bytes, seconds, sizeTicks, timeTicks, frontier,
   drawMilliseconds: performance.now() - began,
 };

@@ -4,20 +4,26 @@ class Picture {
   constructor(canvas) {
     this.canvas = canvas;
     this.context = canvas.getContext("2d");
-    this.top = 26;
-    this.right = 12;
+    this.right = 16;
     this.laneHeight = 15;
   }
 
-  // Draw a step. state: {view: [from, to], selected, hover: {moment, life}, drag: [x, x], budget}
+  // Draw a step. state: {view: [from, to], selected, hover: {moment, life}, drag: [x, x], budget, keepAll}
   draw(step, state) {
     this.step = step;
     this.state = state;
     this.style = getComputedStyle(document.documentElement);
     const width = this.canvas.parentElement.clientWidth, narrow = width < 560;
-    this.left = narrow ? 58 : 96;
-    this.height = narrow ? 220 : 320;
+    this.left = narrow ? 66 : 96;
+    this.height = narrow ? 240 : 360;
     this.width = Math.max(40, Math.floor(width - this.left - this.right));
+    const limits = [
+      { size: state.keepAll > 1.01 * step.peak && state.keepAll, label: `${narrow ? "keep all" : "keeping everything"} ${bytes(state.keepAll)}`, color: "quiet", dash: [2, 3] },
+      { size: state.budget, label: `budget ${bytes(state.budget)}`, color: "text", dash: [7, 4] },
+    ].filter(({ size }) => size).sort((a, b) => b.size - a.size);
+    this.inside = limits.filter(({ size }) => size <= 4 * step.peak);
+    this.outside = limits.filter(({ size }) => size > 4 * step.peak); // named above the picture
+    this.top = 24 + 15 * this.outside.length;
     this.lanes = this.lanesOf(step);
     this.axis = this.top + this.height + this.lanes.length * this.laneHeight + 13;
     const tall = this.axis + 20, scale = window.devicePixelRatio || 1;
@@ -26,8 +32,8 @@ class Picture {
     this.canvas.style.height = `${tall}px`;
     this.context.setTransform(scale, 0, 0, scale, 0, 0);
     this.context.font = "12px system-ui, sans-serif";
-    const limit = state.budget && state.budget <= 2 * step.peak ? state.budget : 0;
-    this.most = 1.04 * Math.max(step.peak, limit, step.hosted) || 1;
+    const most = Math.max(step.peak, ...this.inside.map(({ size }) => size), step.hosted) || 1;
+    this.most = most * this.height / (this.height - 22); // with room for a label
     this.columns = step.columns(...state.view, this.width);
     this.context.fillStyle = this.color("page");
     this.context.fillRect(0, 0, width, tall);
@@ -36,7 +42,7 @@ class Picture {
     this.host();
     this.highlight();
     this.split();
-    this.budget();
+    this.limits();
     this.drawLanes();
     this.times();
     this.cursor();
@@ -76,8 +82,8 @@ class Picture {
     for (const band of this.step.bands) {
       const height = this.heights(band.start, band.end);
       const above = below.map((low, column) => low + height[column]);
-      this.context.globalAlpha = band.marked ? (band.group % 2 ? 0.86 : 1) : 0.22;
-      this.context.fillStyle = this.color(this.step.data.kinds[band.kind][0]);
+      this.context.globalAlpha = band.marked ? (band.shade ? 0.8 : 1) : 0.22;
+      this.context.fillStyle = this.color(band.color);
       this.area(below, above);
       below = above;
     }
@@ -119,16 +125,17 @@ class Picture {
     this.context.lineWidth = 1;
   }
 
-  // The outline of the value that is pointed at.
+  // The outline of the value that is pointed at, and the box around it.
   highlight() {
     const { hover } = this.state;
+    this.outlined = null;
     if (!hover || hover.life < 0) return;
     const place = this.step.order.indexOf(hover.life), below = this.heights(0, place);
     const [first, stop] = this.span(hover.life);
     if (first >= stop) return;
-    this.context.fillStyle = this.color("mark");
+    this.context.fillStyle = this.color("outlined");
     this.context.strokeStyle = this.color("text");
-    this.context.lineWidth = 1;
+    this.context.lineWidth = 1.5;
     this.context.beginPath();
     const size = this.step.bytes[hover.life];
     for (let at = first; at < stop; at++) {
@@ -142,6 +149,9 @@ class Picture {
     this.context.closePath();
     this.context.fill();
     this.context.stroke();
+    this.context.lineWidth = 1;
+    const lows = below.slice(first, stop);
+    this.outlined = { left: this.left + first, right: this.left + stop, top: this.y(Math.max(...lows) + size), bottom: this.y(Math.min(...lows)) };
   }
 
   line(x1, y1, x2, y2, color, dash = []) {
@@ -160,8 +170,19 @@ class Picture {
     this.context.fillText(words, x, y);
   }
 
+  // Text over the picture, with a rim that sets it off.
+  label(words, x, y, align, color) {
+    this.context.strokeStyle = this.color("page");
+    this.context.lineWidth = 4;
+    this.context.lineJoin = "round";
+    this.context.textAlign = align;
+    this.context.strokeText(words, x, y);
+    this.context.lineWidth = 1;
+    this.text(words, x, y, align, color);
+  }
+
   grid() {
-    for (const [size, label] of sizeTicks(this.most)) {
+    for (const [size, label] of sizeTicks(0, this.most)) {
       const y = Math.round(this.y(size)) + 0.5;
       this.line(this.left, y, this.left + this.width, y, this.color("grid"));
       this.text(label, this.left - 6, y + 4, "right");
@@ -173,22 +194,46 @@ class Picture {
     if (plan.split >= this.step.count) return;
     const x = this.x(plan.starts[plan.split]);
     if (x < this.left || x > this.left + this.width) return;
-    this.line(x, this.top - 4, x, this.axis, this.color("quiet"), [1, 3]);
-    this.text("forward", x - 6, this.top - 10, "right");
-    this.text("backward", x + 6, this.top - 10);
+    this.line(x, this.top - 12, x, this.axis, this.color("quiet"), [1, 3]);
+    this.text("forward", x - 6, this.top - 9, "right");
+    this.text("backward", x + 6, this.top - 9);
   }
 
-  budget() {
-    const { budget } = this.state, right = this.left + this.width;
-    if (!budget) return;
-    const label = `budget ${bytes(budget)}`;
-    if (budget > this.most) {
-      this.text(`${label}, above the picture`, right, this.top - 10, "right", "budget");
-      return;
+  // Lines across at the budget and at the peak of keeping everything, and the plan's own peak as a point.
+  limits() {
+    const right = this.left + this.width, point = this.peakAt(), wide = (label) => this.context.measureText(label).width;
+    const above = point && this.inside.map(({ size }) => this.y(size)).filter((y) => y <= point.y && y > point.y - 20);
+    const high = point && Math.min(point.y - 2, ...above) - 6; // the baseline of the label of the peak
+    const named = `peak ${bytes(this.step.peak)}`, half = wide(named) / 2;
+    let [least, most] = [this.left + half, right - half]; // where the middle of that label may be
+    this.outside.forEach(({ label, color }, number) => this.label(`↑ ${label}`, right, 11 + 15 * number, "right", color));
+    let last = this.top; // the baseline of the label above
+    for (const { size, label, color, dash } of this.inside) {
+      const y = Math.round(this.y(size)) + 0.5;
+      this.line(this.left, y, right, y, this.color(color), dash);
+      last = y - 5 > last + 13 || last === this.top ? y - 5 : Math.max(y, last) + 13;
+      const beside = point && Math.abs(last - high) < 14, onRight = beside && point.x < (this.left + right) / 2;
+      this.label(label, onRight ? right - 4 : this.left + 6, last, onRight ? "right" : "left", color);
+      if (beside && onRight) most = Math.min(most, right - wide(label) - half - 12);
+      else if (beside) least = Math.max(least, this.left + wide(label) + half + 12);
     }
-    const y = this.y(budget);
-    this.line(this.left, y, right, y, this.color("budget"), [6, 4]);
-    this.text(label, right, y - 5, "right", "budget");
+    if (!point) return;
+    this.context.beginPath();
+    this.context.arc(point.x, point.y, 3.5, 0, 7);
+    this.context.fillStyle = this.color("text");
+    this.context.strokeStyle = this.color("page");
+    this.context.fill();
+    this.context.stroke();
+    this.label(named, Math.max(least, Math.min(most, point.x)), high, "center", "text");
+  }
+
+  // Where the peak is in the picture; null where the view leaves it out.
+  peakAt() {
+    const { total, peak } = this.step, first = this.columns.findIndex((moment) => total[moment] === peak);
+    if (first < 0) return null;
+    let last = first;
+    while (this.columns[last + 1] === this.columns[first]) last++;
+    return { x: this.left + (first + last + 1) / 2, y: this.y(peak) };
   }
 
   // Lanes: a label, and [start, end, color] of what is on them.
@@ -217,7 +262,8 @@ class Picture {
   drawLanes() {
     this.lanes.forEach(([label, runs], row) => {
       const y = this.top + this.height + 9 + row * this.laneHeight;
-      this.text(this.left < 80 ? label.split(" ").pop() : label, this.left - 6, y + 11, "right");
+      const fitting = [label, label.replace("the ", "")].find((text) => this.context.measureText(text).width < this.left - 6);
+      this.text(fitting || label.split(" ").pop(), this.left - 6, y + 11, "right");
       for (const [start, end, color, block] of runs) {
         const x = Math.max(this.left, this.x(start)), stop = Math.min(this.left + this.width, this.x(end));
         if (stop < this.left || x > this.left + this.width) continue;
@@ -265,14 +311,14 @@ function roundSteps(from, to, count) {
   return found;
 }
 
-function sizeTicks(most) {
-  const [unit, size] = units.find(([, size]) => most >= size) || ["B", 1];
-  return roundSteps(0, most / size, 6).map(([number, label]) => [number * size, `${label} ${unit}`]);
+function sizeTicks(from, to, count = 6) {
+  const [unit, size] = units.find(([, size]) => to >= size) || ["B", 1];
+  return roundSteps(from / size, to / size, count).map(([number, label]) => [number * size, `${label} ${unit}`]);
 }
 
-function timeTicks(from, to) {
+function timeTicks(from, to, count = 6) {
   const [unit, size] = [["s", 1], ["ms", 1e-3], ["us", 1e-6]].find(([, size]) => to >= size) || ["us", 1e-6];
-  return roundSteps(from / size, to / size, 6).map(([number, label]) => [number * size, `${label} ${unit}`]);
+  return roundSteps(from / size, to / size, count).map(([number, label]) => [number * size, `${label} ${unit}`]);
 }
 
 function opTicks(from, to) {

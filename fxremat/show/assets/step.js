@@ -13,14 +13,10 @@ function seconds(value) {
   return value ? `${+(value * 1e6).toPrecision(3)} us` : "0 s";
 }
 
-// A layer, or the first level of modules: what a stack of the picture is for. As group_of in page_data.py.
-function groupOf(module) {
-  const layer = module.match(/^(?:[^.]*\.)*?[0-9]+(?=\.|$)/);
-  return layer ? layer[0] : module.split(".")[0];
-}
-
-function inside(module, outer) {
-  return !outer || module === outer || module.startsWith(outer + ".");
+// Whether a module is one of those selected, or a part of one; all are where none is selected.
+function isAmong(module, selected, data) {
+  return !selected.length || selected.map((number) => data.modules[number])
+    .some((outer) => module === outer || module.startsWith(outer + "."));
 }
 
 class Step {
@@ -35,15 +31,9 @@ class Step {
     this.bytes = Float64Array.from(bytes);
     this.value = value;
     this.op = op;
-    const groups = new Map();
     this.module = value.map((number, life) =>
       number >= 0 ? data.values.module[number] : op[life] >= 0 ? data.ops.module[op[life]] : 0);
-    for (const module of data.modules) if (module && !groups.has(groupOf(module))) groups.set(groupOf(module), groups.size);
-    this.groups = this.module.map((module) => {
-      const name = groupOf(data.modules[module]);
-      if (!groups.has(name)) groups.set(name, groups.size);
-      return groups.get(name);
-    });
+    this.groups = this.module.map((module) => data.groups.of[module]);
     const change = new Float64Array(this.count + 1);
     for (let life = 0; life < kind.length; life++) {
       change[this.first[life]] += this.bytes[life];
@@ -54,13 +44,13 @@ class Step {
     this.peak = this.total.reduce((most, size) => Math.max(most, size), 0);
     this.end = plan.ends.reduce((latest, time) => Math.max(latest, time), 0) || 1;
     this.hosted = plan.host.reduce((most, size) => Math.max(most, size), 0);
-    this.stack("module", -1);
+    this.stack("module", []);
   }
 
-  // The order in which lives are stacked, and the bands of one color in it. A selected module's come first in each band.
+  // The order in which lives are stacked, and the bands of one color in it. Those of selected modules come first in each.
   stack(by, selected) {
-    const chosen = selected < 0 ? null : this.data.modules[selected];
-    const marked = this.module.map((module) => chosen === null || inside(this.data.modules[module], chosen));
+    const among = this.data.modules.map((module) => isAmong(module, selected, this.data));
+    const marked = this.module.map((module) => among[module]);
     const key = (life) => by === "module"
       ? ((this.kind[life] ? this.groups[life] + 1 : 0) * 16 + this.kind[life]) * 2 + !marked[life]
       : (this.kind[life] * 2 + !marked[life]) * 4096 + this.groups[life];
@@ -68,11 +58,29 @@ class Step {
     this.order = Array.from(keys.keys()).sort((a, b) => keys[a] - keys[b] || a - b);
     this.bands = [];
     this.order.forEach((life, place) => {
-      const band = this.bands[this.bands.length - 1];
-      if (band && band.key === keys[life]) band.end = place + 1;
-      else this.bands.push({ key: keys[life], kind: this.kind[life], group: this.groups[life], marked: marked[life],
-                             start: place, end: place + 1 });
+      const band = this.bands[this.bands.length - 1], color = this.color(by, life), shade = this.shade(by, life);
+      if (band && band.color === color && band.shade === shade && band.marked === marked[life]) band.end = place + 1;
+      else this.bands.push({ color, shade, marked: marked[life], start: place, end: place + 1 });
     });
+  }
+
+  // The name of a life's color in page.css.
+  color(by, life) {
+    const kind = this.kind[life], number = this.data.groups.color[this.groups[life]];
+    return by === "purpose" || !kind ? this.data.kinds[kind][0] : number < 0 ? "module-other" : `module-${number}`;
+  }
+
+  // 0 or 1: neighbors that share a color differ in it.
+  shade(by, life) {
+    return by === "purpose" ? this.groups[life] % 2 : this.kind[life] ? this.data.groups.shade[this.groups[life]] : 0;
+  }
+
+  // What the colors mean: [name, text] of each that is to be seen.
+  legend(by) {
+    const { kinds, colors } = this.data, shown = new Set(this.bands.map(({ color }) => color));
+    const all = by === "purpose" ? kinds
+      : [kinds[0], ...colors.map((label, number) => [`module-${number}`, label]), ["module-other", "smaller modules"]];
+    return all.filter(([name]) => shown.has(name));
   }
 
   // The lives at a moment, from the bottom up, each with where it begins and ends in bytes.

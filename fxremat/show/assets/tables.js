@@ -1,6 +1,7 @@
 // The tables of a step: its modules as a tree, and its largest values.
 
-const LARGEST = 50;
+const LARGEST = 20, MOST_ROWS = 30;
+const secondary = { 7: "secondary", 8: "secondary" }; // columns of modules that a narrow screen leaves out
 
 function element(name, attributes = {}, ...children) {
   const made = document.createElement(name);
@@ -20,67 +21,55 @@ class ModuleTable {
   constructor(table, onSelect) {
     this.table = table;
     this.onSelect = onSelect;
-    this.closed = null; // paths of modules whose parts are hidden
+    this.closed = null; // rows whose parts are hidden
   }
 
-  // tree: [module, saved, recomputed, offloaded, gradients, forward, backward, extra] of each module, outer ones first
+  // rows: [depth, label, count, modules, saved, recomputed, offloaded, gradients, time, extra time], outer ones first;
+  // the figures are those of each of so many modules
   draw(data, plan, selected) {
-    const rows = plan.tree.map((share) => ({ share, path: data.modules[share[0]], module: share[0] }));
-    const outer = new Set(rows.map(({ path }) => parent(path)).filter((path) => path !== null));
-    if (!this.closed) this.closed = new Set(this.deep(rows, outer));
-    const offloads = plan.tree[0][3] > 0;
-    const sizes = [1, 2, ...(offloads ? [3] : []), 4];
-    const heads = [["module", "text"], ...sizes.map((place) => [["", "saved", "recomputed", "offloaded", "gradients"][place], ""]),
-                   ["time", ""], ["extra time", ""]];
-    this.table.tHead.replaceChildren(element("tr", {}, ...cells(heads, "th")));
-    const shown = rows.filter(({ path }) => !this.hidden(path));
-    this.table.tBodies[0].replaceChildren(...shown.map(({ share, path, module }) => {
-      const figures = [...sizes.map((place) => share[place] ? bytes(share[place]) : "-"),
-                       seconds(share[5] + share[6] + share[7]), share[7] ? seconds(share[7]) : "-"];
-      return element("tr", { class: module === selected ? "selected" : undefined, "data-path": path },
-        this.head(data, path, module, outer.has(path)), ...cells(figures.map((text) => [text, undefined])));
-    }));
+    const { rows } = plan, columns = [4, 5, 6, 7, 8, 9].filter((at) => rows[0][at]);
+    if (!this.closed) this.closed = this.deep(rows);
+    const heads = ["", "", "", "", "saved", "recomputed", "offloaded", "gradients", "time", "extra time"];
+    this.table.tHead.replaceChildren(element("tr", {}, ...cells([["module", "text"], ...columns.map((at) => [heads[at], secondary[at]])], "th")));
+    const shown = [];
+    let within = Infinity; // the depth of a closed row, whose parts are left out
+    rows.forEach((row, place) => {
+      if (row[0] > within) return;
+      within = this.closed.has(keyOf(row)) ? row[0] : Infinity;
+      const parts = place + 1 < rows.length && rows[place + 1][0] > row[0];
+      const figures = columns.map((at) => [row[at] ? (at < 8 ? bytes : seconds)(row[at]) : "-", secondary[at]]);
+      shown.push(element("tr", { class: row[3].length && String(row[3]) === String(selected) ? "selected" : undefined,
+        "data-path": row[3].map((module) => data.modules[module]).join(" ") }, this.head(row, parts), ...cells(figures)));
+    });
+    this.table.tBodies[0].replaceChildren(...shown);
   }
 
-  head(data, path, module, hasParts) {
-    const depth = path ? path.split(".").length : 0, open = !this.closed.has(path);
+  head(row, hasParts) {
+    const [depth, label, many, modules] = row, key = keyOf(row), open = !this.closed.has(key);
     const toggle = hasParts
-      ? element("button", { class: "toggle", type: "button", "aria-expanded": String(open), "aria-label": `parts of ${path || data.model}`,
-                            onclick: () => { this.closed[open ? "add" : "delete"](path); this.onSelect(null); } }, open ? "▾" : "▸")
+      ? element("button", { class: "toggle", type: "button", "aria-expanded": String(open), "aria-label": `parts of ${label}`,
+                            onclick: () => { this.closed[open ? "add" : "delete"](key); this.onSelect(null); } }, open ? "▾" : "▸")
       : element("span", { class: "toggle" });
-    const name = path ? path.slice(parent(path) ? parent(path).length + 1 : 0) : data.model;
-    const select = element("button", { class: "plain", type: "button", onclick: () => this.onSelect(module) }, name);
-    return element("td", { class: "text", style: `padding-left: ${0.3 + 0.9 * depth}rem` }, toggle, select);
+    const select = modules.length ? element("button", { class: "plain", type: "button", onclick: () => this.onSelect(modules) }, label) : label;
+    const count = many > 1 ? element("span", { class: "quiet" }, ` each of ${many}`) : null;
+    return element("td", { class: "text", style: `padding-left: calc(${0.3 + 0.9 * depth}rem + 1.2em)` }, toggle, select, count);
   }
 
-  hidden(path) {
-    for (let outer = parent(path); outer !== null; outer = parent(outer)) if (this.closed.has(outer)) return true;
-    return false;
-  }
-
-  // The modules to close at first: those of the deepest levels, until about forty rows are left.
-  deep(rows, outer) {
-    for (let depth = 8; depth > 0; depth--) {
-      const left = rows.filter(({ path }) => (path ? path.split(".").length : 0) <= depth).length;
-      if (left <= 40 || depth === 1)
-        return [...outer].filter((path) => path && path.split(".").length >= depth);
-    }
-    return [];
+  // The rows to close at first: those of the deepest level that leaves at most so many.
+  deep(rows) {
+    let depth = Math.max(...rows.map((row) => row[0]));
+    while (depth > 1 && rows.filter((row) => row[0] <= depth).length > MOST_ROWS) depth--;
+    return new Set(rows.filter((row) => row[0] === depth).map(keyOf));
   }
 }
 
-// The path of the module around one; null for the model itself.
-function parent(path) {
-  if (!path) return null;
-  return path.includes(".") ? path.slice(0, path.lastIndexOf(".")) : "";
-}
+function keyOf([depth, label, , modules]) { return `${depth} ${modules[0]} ${label}`; }
 
 // The largest values of a step, with what happens to each: [{value, bytes, fate, times, module, source, lives}].
 function largestValues(step, selected) {
   const { data, plan } = step, found = new Map();
-  const chosen = selected < 0 ? "" : data.modules[selected];
   step.value.forEach((value, life) => {
-    if (value < 0 || !inside(data.modules[step.module[life]], chosen)) return;
+    if (value < 0 || !isAmong(data.modules[step.module[life]], selected, data)) return;
     const entry = found.get(value) || { value, bytes: 0, lives: [] };
     entry.bytes = Math.max(entry.bytes, step.bytes[life]);
     entry.lives.push(life);
@@ -114,14 +103,14 @@ function fate(step, lives) {
 
 function drawValues(table, step, selected, onPoint, onSelect) {
   const { data } = step, largest = largestValues(step, selected);
-  const heads = [["value", "text"], ["size", ""], ["what happens to it", "text"], ["on the device", "text"], ["module", "text"], ["line", "text"]];
+  const heads = [["value", "text"], ["size", ""], ["what happens to it", "text"], ["on the device", "text secondary"], ["module", "text secondary"], ["line", "text secondary"]];
   table.tHead.replaceChildren(element("tr", {}, ...cells(heads, "th")));
   table.tBodies[0].replaceChildren(...largest.map(({ value, bytes: size, fate, times, lives }) => {
     const module = data.values.module[value], type = data.types[data.values.type[value]];
     const point = element("button", { class: "plain", type: "button", title: type, onclick: () => onPoint(lives[0]) }, data.values.name[value]);
-    const select = element("button", { class: "plain", type: "button", onclick: () => onSelect(module) }, data.modules[module] || data.model);
-    return element("tr", {}, element("td", { class: "text" }, point), ...cells([[bytes(size), ""], [fate, "text"], [times.join("; "), "text"]]),
-      element("td", { class: "text" }, select), ...cells([[data.sources[data.values.source[value]], "text wide"]]));
+    const select = element("button", { class: "plain", type: "button", onclick: () => onSelect([module]) }, data.modules[module] || data.model);
+    return element("tr", {}, element("td", { class: "text" }, point), ...cells([[bytes(size), ""], [fate, "text"], [times.join("; "), "text secondary"]]),
+      element("td", { class: "text secondary" }, select), ...cells([[data.sources[data.values.source[value]], "text wide secondary"]]));
   }));
   return largest.length;
 }
