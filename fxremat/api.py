@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any, Unpack, overload
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from fxremat.cost.devices import Device
 from fxremat.errors import FxrematError
@@ -173,6 +173,11 @@ def _checked(model: object) -> nn.Module:
             f"{kind} goes around the compiled model: write {kind}(fxremat.compile(model, mem=...)); or, to average "
             "gradients inside of the budget, fxremat.compile(fxremat.fully_shard(model, replicate=True), mem=...)"
         )
+    if isinstance(model, fx.GraphModule) and (node := _backward_in(model.graph)) is not None:
+        raise FxrematError(
+            f"the graph computes gradients already ({node.name}): fxremat would differentiate it again. Give the model, "
+            "or the graph of its forward"
+        )
     for name, part in model.named_modules():
         if isinstance(part, Rematerialized):
             raise FxrematError(
@@ -180,6 +185,17 @@ def _checked(model: object) -> nn.Module:
                 "whole or that part"
             )
     return model
+
+
+def _backward_in(graph: fx.Graph) -> fx.Node | None:
+    """The first node of a graph that takes a gradient, or is one's input; None for the graph of a forward."""
+    return next((node for node in graph.nodes if _is_of_backward(node)), None)
+
+
+def _is_of_backward(node: fx.Node) -> bool:
+    if node.op == "placeholder":
+        return node.name.startswith("tangents")
+    return isinstance(node.target, torch._ops.OpOverload) and "backward" in node.target.name()
 
 
 def _split(example_inputs: Any) -> Call:

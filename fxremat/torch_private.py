@@ -490,7 +490,7 @@ def capture_settings(dynamic: bool | None = False) -> Iterator[None]:
     there are channels) are not taken for equal in others.
     `recompile_limit` (2.11, 2.13) counts all graphs of one forward. The setting for logging has had two names
     (`ignore_logger_methods` before `ignore_logging_functions`): those that exist are set. What others mean:
-    `specialize_float`            on: numbers that are no integers stay what they are in a captured graph
+    `specialize_float`            off: numbers that are no integers become inputs where they have changed
     `skip_nnmodule_hook_guards`   off: a hook that is registered later is seen
     `optimize_ddp`                off: DistributedDataParallel does not split the graph by its buckets
     `trace_autograd_ops`          on: `torch.autograd.grad` inside of forward
@@ -503,7 +503,7 @@ def capture_settings(dynamic: bool | None = False) -> Iterator[None]:
         "accumulated_recompile_limit": 4096,
         "assume_static_by_default": dynamic is not True,
         "automatic_dynamic_shapes": dynamic is not False,
-        "specialize_float": True,
+        "specialize_float": False,
         "skip_nnmodule_hook_guards": False,
         "optimize_ddp": False,
         "trace_autograd_ops": True,
@@ -676,13 +676,34 @@ def is_real(value: object) -> bool:
 
 
 def depends_on_data(symbol: object) -> bool:
-    """Whether a symbolic number stands for what only the data tells, such as a count of non-zeros.
+    """Whether a symbolic number stands for what only the data tells: a count of non-zeros, or a float of Python's.
 
     `torch.fx.experimental.symbolic_shapes.free_unbacked_symbols` (2.11, 2.13).
     """
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-    return bool(free_unbacked_symbols(symbol))
+    return bool(free_unbacked_symbols(symbol)) or depends_on_float(symbol)
+
+
+def depends_on_float(symbol: object) -> bool:
+    """Whether a symbolic number stands for a float of Python's, or is computed from one.
+
+    Dynamo takes a float that has changed for an input, a tensor whose `.item()` is a symbol of the kind `SymT.FLOAT`
+    (`torch.utils._sympy.symbol`; 2.11, 2.13, 2.14, 2.15).
+    """
+    from torch.utils._sympy.symbol import SymT, symbol_is_type
+
+    node = getattr(symbol, "node", None)
+    free = getattr(getattr(node, "expr", None), "free_symbols", ())
+    return any(symbol_is_type(one, SymT.FLOAT) for one in free)
+
+
+def is_float(placeholder: fx.Node) -> bool:
+    """Whether an input of dynamo's graph is a float of Python's: a tensor that dynamo makes of it at each call.
+
+    Its `meta["grapharg"].source` is a `FloatTensorSource` (2.11, 2.13, 2.14, 2.15).
+    """
+    return type(getattr(placeholder.meta.get("grapharg"), "source", None)).__name__ == "FloatTensorSource"
 
 
 def forget_history(graph: fx.Graph) -> None:

@@ -12,8 +12,8 @@ from torch import fx
 from fxremat.errors import CaptureError
 from fxremat.step.joint import SYMBOLS, is_number
 from fxremat.step.names import frame_of
-from fxremat.step.symbolic import is_size
-from fxremat.torch_private import depends_on_data
+from fxremat.step.symbolic import NotSymbolic, is_size
+from fxremat.torch_private import depends_on_data, depends_on_float
 
 aten = torch.ops.aten
 
@@ -34,7 +34,8 @@ def copy_views_by_number(graph: fx.Graph) -> None:
 def refuse_symbols(graph: fx.Graph, example: str = "val") -> None:
     """Raise `CaptureError` for a graph with a size that depends on data, with the line of an op that has one.
 
-    Numbers that depend on data may be there, as long as no tensor is as large as they say.
+    One that depends on a float raises `NotSymbolic`: the float is then taken for a constant. Numbers that depend on
+    data may be there, as long as no tensor is as large as they say.
 
     Args:
         example: where nodes keep what they show: "val" for AOTAutograd's, "example_value" for dynamo's.
@@ -45,8 +46,10 @@ def refuse_symbols(graph: fx.Graph, example: str = "val") -> None:
 
 def _refuse_symbols(node: fx.Node, value: object) -> None:
     shapes = [t for t in (value if isinstance(value, tuple | list) else [value]) if isinstance(t, torch.Tensor)]
-    sizes = (size for t in shapes for size in t.shape)
-    if any(isinstance(size, SYMBOLS) and depends_on_data(size) for size in sizes):
+    sizes = [size for t in shapes for size in t.shape if isinstance(size, SYMBOLS)]
+    if any(map(depends_on_float, sizes)):
+        raise NotSymbolic("a size that is computed from a float")
+    if any(map(depends_on_data, sizes)):
         raise CaptureError(
             f"the size of {node.name} depends on data{_source(node)}, and a plan in bytes needs fixed sizes: keep the "
             "op out of the model, give it a fixed size (such as output_size=, a mask instead of a selection), or "

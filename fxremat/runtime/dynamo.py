@@ -48,7 +48,7 @@ from fxremat.runtime.target_kernels import kernels_of
 from fxremat.runtime.unused import telling_unused, unused_outputs, without
 from fxremat.runtime.varying import warn_of_fixed
 from fxremat.step.joint import Joint, inputs_of, read_joint, tangents_in, with_updates_inside
-from fxremat.step.names import note_names
+from fxremat.step.names import FLOAT, note_names
 from fxremat.step.region import runnable
 from fxremat.step.symbolic import NotSymbolic, SymbolicGraph, has_symbolic_sizes
 from fxremat.torch_private import (
@@ -61,6 +61,7 @@ from fxremat.torch_private import (
     graph_break_after,
     input_and_dimension,
     input_place,
+    is_float,
     is_state,
     largest_of,
     never_donate,
@@ -318,6 +319,8 @@ class Backend:
         inputs = [node for node in graph.nodes if node.op == "placeholder" and node not in tangents]
         places = [(node, input_place(node)) for node in inputs]
         note_names([(node, self._names[place]) for node, place in places if place is not None], self.model)
+        for node, place in places:
+            node.meta[FLOAT] = place is not None and is_float(self._placeholders[place])
 
     def _plan_fixed(
         self, joint: Joint, trained: TrainedParameters | None, as_eager: Joint | None

@@ -14,6 +14,7 @@ from torch import fx
 from fxremat.step.collectives import is_collective, without_group_names
 from fxremat.step.joint import Joint, is_number
 from fxremat.step.liveness import Sizes
+from fxremat.step.names import FLOAT
 from fxremat.step.overwriting import overwritten
 from fxremat.step.program import Program
 from fxremat.step.region import Region
@@ -68,6 +69,7 @@ def rounded(size: int, device: torch.device) -> int:
 def costs_from(joint: Joint, by_op: Sequence[OpCost], device: torch.device) -> Costs:
     """Put the costs of the ops together with the sizes of the values as the device's allocator rounds them.
 
+    Floats of Python's that are inputs are there all along, as tensors that dynamo makes at each call.
     An op may leave more than its outputs' shapes need: `mse_loss` returns its sum in the storage of all its terms.
     One that overwrites what it reads leaves that storage, and needs no other: its workspace makes up for the two.
     A region's workspace is its whole peak, its outputs among them: it may free its inputs before it makes them.
@@ -86,14 +88,15 @@ def costs_from(joint: Joint, by_op: Sequence[OpCost], device: torch.device) -> C
                 sizes[value] = cost.outputs[position]
         if isinstance(op.node.target, Region):
             taken[op.index] = sum(rounded(sizes[value], device) for value in op.writes)
+    floats = sum(rounded(sizes[joint.value_of[node]], device) for node in joint.primals if node.meta.get(FLOAT))
     root = NUMBERS_OF_LOSS * rounded(8, device) * len(_gradients(joint))
     return Costs(
         seconds=tuple(cost.seconds for cost in by_op),
         sizes=Sizes(
             values=tuple(rounded(size, device) for size in sizes),
-            workspace=tuple(cost.workspace - bytes_ for cost, bytes_ in zip(by_op, taken, strict=True)),
+            workspace=tuple(cost.workspace - gone + floats for cost, gone in zip(by_op, taken, strict=True)),
             seed=torch.default_generator.get_state().numel() if device.type == "cpu" else 0,
-            outside=outside_bytes(joint) + root,
+            outside=outside_bytes(joint) + root + floats if root else 0,
             root=root,
         ),
     )

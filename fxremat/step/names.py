@@ -32,6 +32,7 @@ _KEY = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|\d+"""
 _PART = re.compile(rf"""\.(?!_modules\[)((?:[^.'"\[]|\[(?!(?:{_KEY})\]))+)|\[({_KEY})\]""")
 _GETATTR = re.compile(rf"""getattr\(([^()]*), ({_KEY})\)""")
 NAME, MODEL = "fxremat_name", "fxremat_model"  # in the `meta` of a joint graph's inputs
+FLOAT = "fxremat_float"  # the same, of inputs that are made of floats at each call
 
 
 @dataclass(frozen=True, slots=True)

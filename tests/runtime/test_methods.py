@@ -95,3 +95,22 @@ def test_training_that_is_planned_is_not_told_of() -> None:
         warnings.simplefilter("error")
         compiled(rows()).sum().backward()
         compiled.training_step((rows(), rows())).backward()
+
+
+# --- graphs that hold their backward --------------------------------------------------------------------------
+
+
+def test_a_graph_with_its_backward_is_not_differentiated_again() -> None:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    model, x = Stack(2), rows()
+    parameters = dict(model.named_parameters())
+
+    def joint(parameters: dict[str, Tensor], x: Tensor) -> tuple[Tensor, ...]:
+        loss = torch.func.functional_call(model, parameters, (x,)).square().mean()
+        return (loss, *torch.autograd.grad(loss, list(parameters.values())))
+
+    with pytest.raises(fxremat.FxrematError, match=r"computes gradients already \(\w*backward\w*\)"):
+        fxremat.plan(make_fx(joint)(parameters, x), (parameters, x), mem="80%")
+    forward = make_fx(model)(x)
+    assert fxremat.plan(forward, (x,), mem="100%", **FAST).predicted_peak > 0
