@@ -175,8 +175,8 @@ def _checked(model: object) -> nn.Module:
         )
     if isinstance(model, fx.GraphModule) and (node := _backward_in(model.graph)) is not None:
         raise FxrematError(
-            f"the graph computes gradients already ({node.name}): fxremat would differentiate it again. Give the model, "
-            "or the graph of its forward"
+            f"the graph computes gradients already ({node.name}): fxremat would differentiate it again. Give the "
+            "model, or the graph of its forward"
         )
     for name, part in model.named_modules():
         if isinstance(part, Rematerialized):

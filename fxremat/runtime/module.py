@@ -260,7 +260,7 @@ def _class_for(model: type[nn.Module], method: str, *, shared: bool) -> type:
     """The class of drop-in modules for models of a class: of the same name, module and signature of the method."""
     if (known := _classes.get((model, method, shared))) is not None:
         return known
-    names = {
+    names: dict[str, Any] = {
         "__slots__": ("_fxremat",),
         "__module__": model.__module__,
         "__qualname__": model.__qualname__,
