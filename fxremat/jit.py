@@ -1,7 +1,8 @@
 """Compiled kernels: numba's compiler and its cache on disk, which may be missing, unwritable or damaged.
 
 The cache lies in the `__pycache__` of each source file, or in the user's cache folder where that one is not
-writable (`NUMBA_CACHE_DIR` names another). Where none is, kernels are compiled in every process. Entries that cannot
+writable (`NUMBA_CACHE_DIR` names another), or in the folder that `FXREMAT_CACHE` names where neither is. Where none can
+be written to, kernels are compiled in every process. Entries that cannot
 be read are deleted and compiled again; entries that cannot be written are left out. An entry is valid for the sources
 it was compiled from: compiled code contains the kernels that a kernel calls, which other files define.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -19,6 +21,7 @@ from types import CodeType, ModuleType
 from typing import Any, TypeVar, cast
 
 import numba
+from numba import config
 from numba.core import caching, event, registry
 from numba.core.dispatcher import Dispatcher
 
@@ -31,8 +34,22 @@ def jit(function: _Function) -> _Function:
     options: Any = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
     compiled: Any = numba.njit(**options)(function)
     with contextlib.suppress(RuntimeError):  # no folder that can be written to
-        compiled._cache = _Cache(function)  # as Dispatcher.enable_caching does, in numba 0.59 to 0.68
+        compiled._cache = _cache_of(function)  # as Dispatcher.enable_caching does, in numba 0.59 to 0.68
     return cast(_Function, compiled)
+
+
+def _cache_of(function: Any) -> Any:
+    """The cache of a function's code. Raises `RuntimeError` where no folder can be written to."""
+    try:
+        return _Cache(function)
+    except RuntimeError:
+        if not (folder := os.environ.get("FXREMAT_CACHE")):
+            raise
+    before, config.CACHE_DIR = config.CACHE_DIR, os.path.join(folder, "kernels")
+    try:
+        return _Cache(function)
+    finally:
+        config.CACHE_DIR = before
 
 
 def running_seconds() -> float:

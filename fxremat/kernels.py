@@ -30,6 +30,10 @@ from fxremat.search.replay import Tape, blank_pages, copy_pages, replay, replay_
 from fxremat.solvers import input_drop, rows
 
 AT_MOST = 300  # seconds that a compiler is waited for
+NOWHERE = (
+    "the kernels of the %s are compiled again in every process, which takes some seconds: no folder for them can be "
+    "written to; FXREMAT_CACHE names one"
+)
 log = logging.getLogger(__name__)
 
 _compilers: list[subprocess.Popen[bytes]] = []
@@ -42,7 +46,9 @@ def begin() -> None:
     for part, (_, kernels) in PARTS.items():
         with contextlib.suppress(OSError):
             marker = cache_marker(kernels)
-            if marker and not marker.exists():
+            if marker is None:
+                log.info(NOWHERE, part)
+            elif not marker.exists():
                 _compilers.append(_compiler(part))
 
 

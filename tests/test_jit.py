@@ -66,9 +66,17 @@ def test_a_damaged_cache_is_compiled_again_and_replaced(kernels: Path, suffix: s
 def test_without_a_folder_to_write_to_there_is_no_cache(kernels: Path) -> None:
     """A file where the folder would be stands for a read-only file system: root may write to any folder."""
     (kernels.parent / "__pycache__").write_text("")
-    nowhere = str(kernels)
-    assert run(kernels, HOME=nowhere, XDG_CACHE_HOME=nowhere) == "[0, 2, 4] 0"
-    assert run(kernels, HOME=nowhere, XDG_CACHE_HOME=nowhere) == "[0, 2, 4] 0"
+    nowhere = dict.fromkeys(("HOME", "XDG_CACHE_HOME", "FXREMAT_CACHE"), str(kernels))
+    assert run(kernels, **nowhere) == "[0, 2, 4] 0"
+    assert run(kernels, **nowhere) == "[0, 2, 4] 0"
+
+
+def test_fxremat_s_own_folder_holds_kernels_where_no_other_can(kernels: Path, tmp_path: Path) -> None:
+    (kernels.parent / "__pycache__").write_text("")
+    folders = {"HOME": str(kernels), "XDG_CACHE_HOME": str(kernels), "FXREMAT_CACHE": str(tmp_path / "cache")}
+    assert run(kernels, **folders) == "[0, 2, 4] 0"
+    assert run(kernels, **folders) == "[0, 2, 4] 1"
+    assert [*(tmp_path / "cache" / "kernels").rglob("*.nbi")]
 
 
 CALLER = """
