@@ -6,6 +6,7 @@ buffers and random state; and its peak is measured. Three models every day, all 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -228,3 +229,40 @@ def test_under_the_library_s_own_trainer(tmp_path: Path) -> None:
         trainer.train()
         trained.append(state_of(model))
     assert unequal(*trained) == []
+
+
+@pytest.mark.parametrize("grouped", [True, False])
+def test_grouped_heads_in_half_precision_are_told_of(grouped: bool) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2 if grouped else 4}
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 50}
+    model = fxremat.compile(LlamaForCausalLM(LlamaConfig(**heads, **sizes)), mem="100%", **QUICK)
+    tokens = torch.arange(20).view(2, 10)
+    with torch.autocast("cpu", torch.bfloat16), warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        model(input_ids=tokens, labels=tokens).loss.backward()
+    assert ["keeps an attention mask" in str(warning.message) for warning in found] == [True] * grouped
+
+
+def test_a_note_never_hides_the_budget_that_would_do() -> None:
+    """Values of Ovis 2 are of several fake modes, where what slices would buy could once not be told."""
+    from transformers import Ovis2Config, Ovis2ForConditionalGeneration
+
+    text: dict[str, Any] = {
+        "model_type": "qwen2", "vocab_size": 99, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 4, "intermediate_size": 54, "attention_dropout": 0.1,
+    }  # fmt: skip
+    vision: dict[str, Any] = {
+        "image_size": 32, "patch_size": 8, "hidden_size": 64, "vocab_size": 99, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "intermediate_size": 54, "attention_dropout": 0.1, "hidden_stride": 2,
+        "tokenize_function": "softmax",
+    }  # fmt: skip
+    sizes: dict[str, Any] = {"hidden_size": 64, "vocab_size": 99, "image_token_id": 1, "visual_indicator_token_ids": []}
+    config = Ovis2Config(vision_config=vision, text_config=text, **sizes)
+    tokens = torch.cat([torch.ones(2, 4, dtype=torch.long), torch.arange(3, 17).view(2, 7)], 1)
+    batch = {"input_ids": tokens, "pixel_values": torch.randn(2, 3, 32, 32), "labels": tokens}
+    model = Ovis2ForConditionalGeneration(config).train()
+    with pytest.raises(fxremat.BudgetTooSmall) as error:
+        fxremat.plan(model, batch, mem="40%", **QUICK)
+    assert fxremat.plan(model, batch, mem=error.value.minimum, **QUICK).predicted_peak <= error.value.minimum

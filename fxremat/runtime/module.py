@@ -36,7 +36,7 @@ from fxremat.options import Options
 from fxremat.plans import Plan
 from fxremat.runtime.capture_errors import explained
 from fxremat.runtime.dynamo import Backend, PlannedOnly
-from fxremat.runtime.transformers_hooks import set_up
+from fxremat.runtime.transformers_hooks import keeps_mask, set_up
 from fxremat.runtime.varying import mark, positional
 from fxremat.step.names import tied_names
 from fxremat.torch_private import among_ranks, compiled_step, graph_break_place, is_traced, outside_graphs
@@ -60,6 +60,11 @@ UNPLANNED = (
     "parameters of the compiled {name} get gradients, but none of its training calls went through `{method}`: nothing "
     "is planned, and no budget holds. Call the module that fxremat.compile returned; where a method of it calls parts "
     '(`self.net(x)`), compile the part, or name the method: fxremat.compile(model, mem=..., method="training_step")'
+)
+MASKED = (
+    "transformers keeps an attention mask that masks nothing in captured graphs, and leaves it out in eager mode: with "
+    "grouped heads in half precision gradients round otherwise than in eager mode, and on CUDA flash attention is not "
+    "used. From torch 2.14 on, calls without attention_mask have none"
 )
 UNDER_TRANSFORM = (
     "under a transform of torch.func (grad, vmap, ...) the plain model runs: fxremat's budget does not hold there"
@@ -357,6 +362,8 @@ def _forward(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             warnings.warn(UNDER_TRANSFORM, stacklevel=3)
         return training.plain(*args, **kwargs)
     backend = training.backend
+    if not backend.plans and keeps_mask(training.model):
+        warnings.warn(MASKED, stacklevel=3)
     weights = None
     if backend.options.optimizer is not None:
         _check_trainable(training.model, args, kwargs)

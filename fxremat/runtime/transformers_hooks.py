@@ -7,7 +7,9 @@ transformers 5   the hooks that collect hidden states, attentions and router log
 from __future__ import annotations
 
 import sys
+from typing import Any
 
+import torch
 from torch import nn
 
 
@@ -26,3 +28,22 @@ def set_up(model: nn.Module, place: str) -> bool:
             hooked |= {id(inner) for inner in module.modules()}
             found = True
     return found
+
+
+def keeps_mask(model: nn.Module) -> bool:
+    """Whether attention computes otherwise in a captured graph of this model than in eager mode, in half precision.
+
+    Eager transformers leaves out a mask that masks nothing, and lets groups of heads share keys and values in PyTorch's
+    kernel. A captured graph keeps the mask, so that keys and values are repeated first, and gradients are added up, and
+    rounded, otherwise; flash attention takes no mask.
+    """
+    library = sys.modules.get("transformers")
+    if library is None or not torch.is_autocast_enabled(next(model.parameters()).device.type):
+        return False
+    models = (module for module in model.modules() if isinstance(module, library.PreTrainedModel))
+    return any(_groups_heads(module.config) and module.config._attn_implementation == "sdpa" for module in models)
+
+
+def _groups_heads(config: Any) -> bool:
+    heads = getattr(config, "num_attention_heads", None)
+    return isinstance(heads, int) and getattr(config, "num_key_value_heads", heads) != heads
