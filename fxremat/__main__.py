@@ -1,4 +1,4 @@
-"""The command line: `fxremat solve | simulate | plan | profile | pipeline`, or `python -m fxremat ...`.
+"""The command line: `fxremat solve | simulate | plan | profile | pipeline | devices`, or `python -m fxremat ...`.
 
 Exit 0 with the answer on stdout, or exit 2 (130 after Ctrl-C) with one line on stderr and nothing on stdout.
 """
@@ -18,13 +18,14 @@ from pathlib import Path
 from threading import Thread
 from typing import Any, NoReturn, TypeVar
 
-from fxremat import simulate
+from fxremat import __version__, simulate
 from fxremat.chains.chain import Chain, Join
 from fxremat.chains.join_schedule import JoinSchedule
 from fxremat.chains.platform import Platform
 from fxremat.chains.schedule import Schedule
 from fxremat.chains.simulate import Timeline
 from fxremat.chains.simulate_join import JoinTimeline
+from fxremat.cost.devices import DEVICES, listed
 from fxremat.errors import BudgetTooSmall, FxrematError
 from fxremat.show import pipeline as pipeline_report
 from fxremat.solvers.choose import EFFORT, JoinSolution, Solution, solution
@@ -281,6 +282,10 @@ def _pipeline(args: argparse.Namespace) -> str:
     return json.dumps(answer)
 
 
+def _devices(args: argparse.Namespace) -> str:
+    return json.dumps([asdict(device) for device in DEVICES.values()]) if args.json else listed()
+
+
 def _summary(timeline: Timeline | JoinTimeline) -> str:
     return f"time {timeline.time:.6g} s, peak {format_bytes(timeline.peak)} ({timeline.peak} bytes)"
 
@@ -342,6 +347,7 @@ def _called() -> str:
 
 def _parser() -> _Parser:
     parser = _Parser(prog=_called(), description="Plan training steps inside a memory budget.")
+    parser.add_argument("--version", action="version", version=f"fxremat {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
 
     joins = ", ".join(("auto", *JOINS))
@@ -412,6 +418,9 @@ def _parser() -> _Parser:
     profile.add_argument("--cost", metavar="HOW", help='"measure", unless told, or "estimate"')
     profile.add_argument("--device", metavar="NAME", help="with --cost estimate, such as H200")
     profile.add_argument("--report", metavar="OUT.html", help="the same as a page to explore")
+
+    devices = commands.add_parser("devices", help="the devices that --device knows")
+    devices.add_argument("--json", action="store_true")
     return parser
 
 
@@ -421,6 +430,7 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], str]] = {
     "plan": _plan,
     "profile": _profile,
     "pipeline": _pipeline,
+    "devices": _devices,
 }
 
 if __name__ == "__main__":

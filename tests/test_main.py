@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+import fxremat
 from benchmarks.solvers import uneven
 from fxremat.__main__ import main
 
@@ -246,6 +247,23 @@ def test_the_program_is_called_what_it_was_called(monkeypatch, capsys, argv, nam
     monkeypatch.setattr(sys, "argv", [argv])
     assert main([]) == 2
     assert capsys.readouterr().err.rstrip().endswith(f"see {name} --help")
+
+
+def test_devices_are_listed(capsys):
+    assert main(["devices"]) == 0
+    rows = {line.split()[0]: line.split() for line in capsys.readouterr().out.splitlines() if line}
+    assert rows["RTX-4090"][1:6] == ["24.0", "GiB", "82.6", "165.2", "1008"]
+    assert rows["A100"][1:3] == ["80.0", "GiB"]
+    assert main(["devices", "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert {device["name"]: device["memory"] for device in listed}["H100"] == 81559 * 2**20
+    assert all(device["source"] for device in listed)
+
+
+def test_the_version_is_that_of_the_package(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert (end.value.code, capsys.readouterr().out) == (0, f"fxremat {fxremat.__version__}\n")
 
 
 def test_the_console_script_is_this_program(monkeypatch):

@@ -371,7 +371,7 @@ def test_several_devices_are_compared() -> None:
         -(-p.nbytes // 512) * 512 for p in (*model.parameters(), model.scale, model.shift, *tokens())
     )
     assert first.held == held
-    assert first.left == 80 * 10**9 - held - first.plan.predicted_peak
+    assert first.left == 81920 * 2**20 - held - first.plan.predicted_peak
     assert cpu.left is None
     assert first.seconds_at(100) == first.plan.keep_all_time
     assert first.seconds_at(1) is None
