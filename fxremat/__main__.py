@@ -9,9 +9,10 @@ import importlib
 import inspect
 import json
 import os
+import re
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
 from pathlib import Path
@@ -41,6 +42,7 @@ from fxremat.units import format_bytes, parse_bytes, shortened
 _T = TypeVar("_T")
 _INTERRUPTED = 130  # as shells have it: 128 + SIGINT
 _LONGEST = 1000  # characters of a message
+_QUOTES = "\"'"
 
 
 def entry() -> NoReturn:
@@ -53,11 +55,13 @@ def entry() -> NoReturn:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit status."""
+    options: Collection[str] = ()
     try:
         args = _parser().parse_args(arguments)
+        options = vars(args)
         print(_COMMANDS[args.command](args))
     except FxrematError as error:
-        print("fxremat:", _one_line(error), file=sys.stderr)
+        print("fxremat:", _one_line(_in_flags(str(error), options)), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("fxremat: interrupted", file=sys.stderr)
@@ -65,8 +69,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _one_line(error: Exception) -> str:
-    text = " ".join(str(error).split())
+def _in_flags(text: str, options: Collection[str]) -> str:
+    """A message of the library's in the words of a shell: `--device H100` for `device="H100"`."""
+    names, unlike_words = "|".join(options), "|".join(name for name in options if "_" in name) or "(?!)"
+
+    def flag(match: re.Match[str]) -> str:
+        value = match["value"]
+        return f"--{match['name']}" + ("" if value == "True" else f" {value.strip(_QUOTES)}")
+
+    text = re.sub(rf"\b(?P<name>{names})=(?P<value>True|\"[^\"]*\"|'[^']*')", flag, text)
+    text = re.sub(rf"^({names})(?= is | goes )|\b(?<!-)({unlike_words})\b", r"--\g<0>", text)
+    text = re.sub(rf"--({unlike_words})\b", lambda match: match[0].replace("_", "-"), text)
+    text = re.sub(r"fxremat\.(plan|profile)\(\.\.\., (--.*?)\)", r"fxremat \1 ... \2", text)
+    text = re.sub(r"(--[a-z-]+ [^\s,]+), (?=--)", r"\1 ", text)
+    return text.replace(", or give a Device(...)", "; `fxremat devices` says more of them")
+
+
+def _one_line(text: str) -> str:
+    text = " ".join(text.split())
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}"
 
 
@@ -127,7 +147,7 @@ def _plan(args: argparse.Namespace) -> str:
     from fxremat.options import options_of
     from fxremat.what_if import Comparison
 
-    asked = ("solver", "effort", "slots", "cost", "host_mem")
+    asked = ("solver", "effort", "slots", "cost", "host_mem", "optimizer")
     options = {name: value for name in asked if (value := getattr(args, name)) is not None}
     options |= {"mem": args.mem, "offload": args.offload}
     devices: list[str] = [] if args.device is None else [name.strip() for name in args.device.split(",")]
@@ -395,7 +415,9 @@ def _parser() -> _Parser:
 
     plan = commands.add_parser("plan", help="capture, measure and plan a model")
     plan.add_argument("factory", metavar="package.module:factory", help="returns (model, example_inputs)")
-    plan.add_argument("--mem", required=True, help='such as 4GiB, 300MB, 60%%, or "auto"')
+    plan.add_argument(
+        "--mem", required=True, help="such as 4GiB, 300MB, 60%%; auto: what the GPU, or that of --device, has left"
+    )
     plan.add_argument("--offload", action="store_true", help="let values wait on the host")
     plan.add_argument("--host-mem", metavar="SIZE", help="what may wait there at a time, such as 16GiB")
     plan.add_argument("--solver", metavar="NAME", help='"auto" unless told; see docs/solvers.md')
@@ -404,6 +426,9 @@ def _parser() -> _Parser:
     plan.add_argument("--cost", metavar="HOW", help='"measure", unless told, or "estimate"')
     plan.add_argument(
         "--device", metavar="NAMES", help="with --cost estimate: H200, or several to compare: A100,H200"
+    )
+    plan.add_argument(
+        "--optimizer", metavar="NAME", help="whose state --device holds: adamw (default), sgd, sgd-momentum, ..."
     )
     plan.add_argument(
         "--largest", metavar="NAME", help="the largest number that this parameter of the factory can have"

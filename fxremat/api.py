@@ -9,6 +9,7 @@ module  = drop_in(model, options)               captured at its first training c
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Unpack, overload
 
 import torch
@@ -106,7 +107,8 @@ def plan(
     named = _checked(model)
     call = _split(example_inputs)
     if isinstance(device, list | tuple):
-        return compared(device, lambda one: _plan(named, call, mem=mem, solver=solver, device=one, **options))
+        effort = options.pop("effort", EFFORT)
+        return compared(device, mem, partial(_plan, named, call, solver=solver, **options), effort)
     return _plan(named, call, mem=mem, solver=solver, device=device, **options)
 
 

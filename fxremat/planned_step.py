@@ -14,6 +14,7 @@ from fxremat.chains.join_schedule import JoinSchedule
 from fxremat.chains.schedule import Schedule
 from fxremat.chains.simulate import Timeline, simulate
 from fxremat.chains.simulate_join import JoinTimeline
+from fxremat.cost.device_memory import DeviceMemory
 from fxremat.host.tier import HostTier
 from fxremat.linearize.chain_of import chain_of
 from fxremat.passes.lower import Handles, lower
@@ -86,6 +87,7 @@ class PlannedStep:
     more_slices: Callable[[], int] | None = None  # the least budget of ways to slice that were not needed
     compiled: Compiled | None = None  # where ops run in compiled regions
     not_compiled: str = ""  # why they do not, where that was asked for
+    on_device: DeviceMemory | None = None  # what else the device holds that it was planned for by name
     assumed: str = ""  # what was taken for granted of a device that the step was not captured on
 
     def __repr__(self) -> str:

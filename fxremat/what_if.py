@@ -8,20 +8,21 @@ A budget grows with a batch, so that the largest batch is found by doubling, the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+from fxremat.cost.device_memory import DeviceMemory
 from fxremat.cost.devices import Device
 from fxremat.errors import BudgetTooSmall, FxrematError
 from fxremat.plans import Plan
-from fxremat.step.joint import Origin
-from fxremat.units import format_bytes, format_seconds
+from fxremat.runtime.target_kernels import captured_alike
+from fxremat.units import Auto, format_bytes, format_seconds, parse_budget
 
 Devices = list[str] | list[Device] | list[str | Device] | tuple[str | Device, ...]
 
 SHARES = (80, 60, 40)  # percent of what keeping everything takes, for which a comparison shows times
 SHARED = tuple(f"{share}%" for share in SHARES)
-HEADS = ("device", "memory", "keep all", "", *SHARED, "least", "", "planned", "", "fits")
+HEADS = ("device", "memory", "keep all", "", *SHARED, "least", "", "fits", "planned", "", "fits")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,20 +33,28 @@ class Estimate:
     plan: Plan
 
     @property
+    def on_device(self) -> DeviceMemory:
+        """What else the device holds: parameters, buffers, inputs, and the optimizer's state."""
+        assert self.plan.on_device is not None, "the plan is for a device by name"
+        return self.plan.on_device
+
+    @property
     def held(self) -> int:
         """Bytes of the parameters, buffers and inputs that the step reads, which no plan counts."""
-        joint, sizes = self.plan.joint, self.plan.costs.sizes.values
-        given = (v for v in joint.values if v.origin is Origin.PRIMAL and v.node.op == "placeholder")
-        return sum(sizes[value.index] for value in given)
+        return self.on_device.given
 
     @property
     def left(self) -> int | None:
-        """Bytes of the device's memory beside `held` and the plan's peak, for optimizer state and all else.
+        """Bytes of the device's memory that are free at the worst moment of the planned step and its update.
 
-        Less than 0: the step does not fit. None: the device's memory is not stated.
+        Less than 0: it does not fit. None: the device's memory is not stated.
         """
-        memory = self.device.memory
-        return None if memory is None else memory - self.held - self.plan.predicted_peak
+        return None if self.device.memory is None else self.on_device.left(self.plan.predicted_peak)
+
+    @property
+    def left_at_least(self) -> int | None:
+        """The same for the program that needs the least memory."""
+        return None if self.device.memory is None else self.on_device.left(self.plan.minimum)
 
     def seconds_at(self, share: float) -> float | None:
         """Seconds of the fastest program within a share (in percent) of the peak of keeping everything; None: none."""
@@ -68,47 +77,74 @@ class Comparison:
         rows = [HEADS, *(_row(estimate) for estimate in self.estimates)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(f"{c:>{w}}" for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
-        held = format_bytes(max(estimate.held for estimate in self.estimates))
+        held = max((estimate.on_device for estimate in self.estimates), key=lambda memory: memory.given + memory.state)
         notes = (
             "Times are estimates. A share is of the peak of keeping everything; -: less than the least budget.",
-            f"fits: beside {held} of parameters, buffers and inputs, and the planned peak, what is left of the",
-            "device's memory, for the optimizer's state and all else: neither is counted.",
+            f"fits: what is left beside {held},",
+            "and the peak of the step, or the gradients and temporaries of the update where these are more.",
         )
-        return "\n".join((*lines, "", *notes))
+        return "\n".join((*lines, "", *notes, *_advice(self.estimates)))
 
 
 def _row(estimate: Estimate) -> tuple[str, ...]:
-    plan, memory = estimate.plan, estimate.device.memory
+    plan, memory = estimate.plan, estimate.on_device
     times = (estimate.seconds_at(share) for share in SHARES)
     least = min(plan.alternatives.candidates, key=lambda candidate: candidate.peak)
     return (
         estimate.device.name,
-        "?" if memory is None else format_bytes(memory),
+        "?" if estimate.device.memory is None else format_bytes(estimate.device.memory),
         *(format_bytes(plan.keep_all_peak), format_seconds(plan.keep_all_time)),
         *("-" if time is None else format_seconds(time) for time in times),
-        *(format_bytes(plan.minimum), format_seconds(least.time)),
-        *(format_bytes(plan.predicted_peak), format_seconds(plan.predicted_time)),
-        _fits(estimate.left),
+        *(format_bytes(plan.minimum), format_seconds(least.time), memory.fits(plan.minimum)),
+        *(format_bytes(plan.predicted_peak), format_seconds(plan.predicted_time), memory.fits(plan.predicted_peak)),
     )
 
 
-def _fits(left: int | None) -> str:
-    if left is None:
-        return "?"
-    return f"{format_bytes(left)} left" if left >= 0 else f"no: {format_bytes(-left)} over"
+def _advice(estimates: Iterable[Estimate]) -> Iterator[str]:
+    """A line for each device on which a step fits, but not as it is planned."""
+    for estimate in estimates:
+        if (estimate.left or 0) < 0 <= (estimate.left_at_least or 0):
+            free = format_bytes(estimate.on_device.free)
+            yield f'{estimate.device}: a budget of up to {free} fits; "auto" is what is left.'
 
 
-def compared(devices: Devices, plan_for: Callable[[str | Device], Plan]) -> Comparison:
-    """The comparison of a plan for each device. Raises `FxrematError` where there is none, and what planning raises."""
+def compared(devices: Devices, mem: int | str, plan_for: Callable[..., Plan], effort: float) -> Comparison:
+    """Return the comparison of a plan for each device. Those that run the same kernels share one capture.
+
+    A budget of "auto" is what each device has left; where that is too little, the least budget is shown.
+
+    Args:
+        plan_for: captures and plans for `device`; takes other options too.
+
+    Raises `FxrematError` where there is no device, and what planning raises.
+    """
     known = [Device.named(device) for device in devices]
     if not known:
         raise FxrematError('device is an empty list; name devices to compare, such as ["A100", "H200"]')
     different = tuple(dict.fromkeys(known))
     if len({device.name for device in different}) < len(different):
         raise FxrematError("two different devices have one name; each needs its own")
-    return Comparison(
-        estimates=tuple(Estimate(device=device, plan=plan_for(device)) for device in different)
-    )
+    auto = isinstance(parse_budget(mem), Auto)
+    estimates: list[Estimate] = []
+    for device in different:
+        alike = next((e.plan for e in estimates if captured_alike(e.device, device)), None)
+        if alike is None:
+            alike = plan_for(device=device, **{"mem": "100%", "effort": 0} if auto else {"mem": mem, "effort": effort})
+        plan = alike if alike.device == device.name and not auto else _another(alike, mem, device, effort, auto=auto)
+        estimates.append(Estimate(device=device, plan=plan))
+    return Comparison(estimates=tuple(estimates))
+
+
+def _another(known: Plan, mem: int | str, device: Device, effort: float, *, auto: bool) -> Plan:
+    """The plan of a captured step for another device."""
+    assert known.another is not None
+    try:
+        found: Plan = known.another(mem, device=device, effort=effort)
+    except BudgetTooSmall as error:
+        if not auto:
+            raise
+        found = known.another(error.minimum, device=device, effort=effort)
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)

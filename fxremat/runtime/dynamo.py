@@ -169,7 +169,7 @@ class Backend:
 
     def prepare_weights(self, tensors: Iterable[torch.Tensor]) -> Weights | None:
         """The optimizer's parameters, where the step updates them; the model computes where these tensors are."""
-        optimizer = self.options.optimizer
+        optimizer = self.options.stepping
         if optimizer is not None and self.weights is None:
             devices = [tensor.device for tensor in tensors]
             device = next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
@@ -309,7 +309,7 @@ class Backend:
 
     def _with_updates(self, joint: Joint) -> tuple[Joint, TrainedParameters | None]:
         """The joint graph with the optimizer's updates inside, where the user wants them there."""
-        optimizer = self.options.optimizer
+        optimizer = self.options.stepping
         if optimizer is None:
             return joint, None
         numbers = self._parameters(joint, optimizer)

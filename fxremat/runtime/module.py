@@ -171,7 +171,7 @@ def drop_in(model: nn.Module, options: Options, target: Device | None = None) ->
             forward, backend, name, options.may_change, bool(options.shapes), backend.take_sizes_as_fixed
         )
 
-    if shared is not None and options.optimizer is not None:
+    if shared is not None and options.stepping is not None:
         raise FxrematError(
             "offload_weights keeps whole parameters on the host, and these are shared among ranks already: leave it "
             "out; offload=True moves activations, and more ranks hold smaller shards"
@@ -315,7 +315,7 @@ def _forward(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return training.plain(*args, **kwargs)
     backend = training.backend
     weights = None
-    if backend.options.optimizer is not None:
+    if backend.options.stepping is not None:
         _check_trainable(training.model, args, kwargs)
         weights = backend.prepare_weights([*_tensors((args, kwargs)), *training.model.parameters()])
         if weights and not backend.only_plan:

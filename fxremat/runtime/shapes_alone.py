@@ -52,7 +52,7 @@ def with_fakes(model: nn.Module, call: Call, options: Options) -> Iterator[Call]
     if all(has_data(tensor) for tensor in tensors if isinstance(tensor, Tensor)):
         yield call
         return
-    if options.optimizer is not None:
+    if options.stepping is not None:
         refuse_without_data(model, "offload_weights moves weights to the host")
     fakes = _Fakes()
     places = list(tensor_places(model))

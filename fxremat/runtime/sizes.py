@@ -108,10 +108,10 @@ class PlansOfSizes:
             self._known, self._range = known, range_
         return replace(plan, sizes=PlannedSizes(self, dims), another=partial(self._within, dims))
 
-    def _within(self, dims: Dims, mem: int | str) -> Plan:
-        """The plan at these sizes within another budget; it tells of other sizes within that."""
+    def _within(self, dims: Dims, mem: int | str, **changed: Any) -> Plan:
+        """The plan at these sizes within another budget, with other options; it tells of other sizes within that."""
         others = copy.copy(self)
-        others._options, others._known = replace(self._options, mem=mem), ()
+        others._options, others._known = replace(self._options, mem=mem, **changed), ()
         return others.plan(dims, keep=False)
 
     def described(self, dims: Dims) -> str:

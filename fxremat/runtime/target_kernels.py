@@ -27,6 +27,11 @@ WIDEST_HEAD = 256  # that flash attention takes
 FLASH_STEP = 8  # to whose multiples heads are padded for flash attention
 
 
+def captured_alike(one: Device, other: Device) -> bool:
+    """Whether a step that is captured for one device is the same for another."""
+    return (one.cuda, one.flash) == (other.cuda, other.flash)
+
+
 @contextlib.contextmanager
 def kernels_of(device: Device) -> Iterator[None]:
     """Capture what the device's kernels would compute and save. What is captured meanwhile cannot run on a CPU."""
