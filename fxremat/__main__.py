@@ -27,7 +27,7 @@ from fxremat.chains.schedule import Schedule
 from fxremat.chains.simulate import Timeline
 from fxremat.chains.simulate_join import JoinTimeline
 from fxremat.cost.devices import DEVICES, listed
-from fxremat.errors import BudgetTooSmall, FxrematError
+from fxremat.errors import FxrematError
 from fxremat.show import pipeline as pipeline_report
 from fxremat.solvers.choose import EFFORT, JoinSolution, Solution, solution
 from fxremat.solvers.pipeline.best_plan import EFFORT as PIPELINE_EFFORT
@@ -189,32 +189,36 @@ def _largest(
 ) -> str:
     """The largest value of the factory's parameter with which the step fits, a line for each device."""
     from fxremat.api import plan
-    from fxremat.what_if import largest
+    from fxremat.cost.devices import Device
+    from fxremat.what_if import PlansOfSize, largest_on
 
-    name, limit = args.largest, args.up_to
+    name, limit, mem = args.largest, args.up_to, args.mem.strip()
     if not _takes(factory, name):
         raise FxrematError(
             f"{args.factory} has no parameter {shortened(name)}; --largest calls it with that parameter, from 1 on"
         )
     if limit < 1:
         raise FxrematError(f"--up-to is {limit}; it is 1 or more")
-    if args.mem.strip().endswith("%"):
+    if mem.endswith("%"):
         raise FxrematError("--largest needs --mem in bytes, such as 4GiB: a share of a larger batch is more memory")
-    budget, options = parse_bytes(args.mem), {"effort": 0.0} | options
+    if mem.lower() == "auto" and not devices:
+        raise FxrematError("--largest needs --mem in bytes, or --mem auto with --cost estimate --device H100")
+    options = {"effort": 0.0} | {key: value for key, value in options.items() if key != "mem"}
 
-    def least_on(device: str | None, size: int) -> int:
-        model, example_inputs = _made(functools.partial(factory, **{name: size}), args.factory)
-        try:
-            work = functools.partial(plan, model, example_inputs, device=device, **options)
-            return int(_guarded(f"planning {args.factory}({name}={size})", work).minimum)
-        except BudgetTooSmall as error:
-            return error.minimum
+    def make(size: int) -> tuple[Any, Any]:
+        return _made(functools.partial(factory, **{name: size}), args.factory)
 
-    return "\n".join(
-        f"{device + ': ' if device else ''}the largest {name} within {format_bytes(budget)} is "
-        f"{largest(functools.partial(least_on, device), budget, limit)}"
-        for device in devices or (None,)
-    )
+    def planned(*made: Any, **further: Any) -> Any:
+        return _guarded(f"planning {args.factory}", functools.partial(plan, *made, **options, **further))
+
+    plans, lines = PlansOfSize(make, planned), []
+    targets: list[Device | None] = [Device.named(device) for device in devices] or [None]
+    for device in targets:
+        budget, found = largest_on(device, plans, mem, limit)
+        lines.append(
+            f"{f'{device}: ' if device else ''}the largest {name} within {format_bytes(budget)} is {found}"
+        )
+    return "\n".join(lines)
 
 
 def _takes(factory: Callable[..., Any], name: str) -> bool:

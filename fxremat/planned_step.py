@@ -60,6 +60,13 @@ class AnotherPlan(Protocol):
 class SymbolicSizes(Protocol):
     """The sizes that a plan is for, where the step was captured for others too. As text: `tokens[1] = 300`."""
 
+    @property
+    def inputs(self) -> frozenset[str]:
+        """The names of the inputs that have symbolic sizes; those of others may follow from them."""
+
+    def least(self) -> int:
+        """The least budget, in bytes, of programs that are searched for at these sizes."""
+
     def plan(self, sizes: Mapping[str, object]) -> Any:
         """The plan with other sizes of some inputs."""
 
