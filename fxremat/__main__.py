@@ -28,6 +28,7 @@ from fxremat.chains.simulate import Timeline
 from fxremat.chains.simulate_join import JoinTimeline
 from fxremat.cost.devices import DEVICES, listed
 from fxremat.errors import FxrematError
+from fxremat.progress import shown_on_stderr, telling
 from fxremat.show import pipeline as pipeline_report
 from fxremat.solvers.choose import EFFORT, JoinSolution, Solution, solution
 from fxremat.solvers.pipeline.best_plan import EFFORT as PIPELINE_EFFORT
@@ -59,7 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         args = _parser().parse_args(arguments)
         options = vars(args)
-        print(_COMMANDS[args.command](args))
+        with shown_on_stderr(), telling(args.command):
+            answer = _COMMANDS[args.command](args)
+        print(answer)
     except FxrematError as error:
         print("fxremat:", _one_line(_in_flags(str(error), options)), file=sys.stderr)
         return 2

@@ -30,6 +30,7 @@ from fxremat.passes.numbers import refuse_symbols
 from fxremat.planning import plan_step
 from fxremat.planning.captured import CapturedStep, TrainedParameters, named
 from fxremat.plans import Plan
+from fxremat.progress import telling
 from fxremat.runtime.auxiliary_outputs import AuxiliaryOutputs, auxiliary_outputs_of, check_runs_again
 from fxremat.runtime.capture_errors import refuse_without_gradients
 from fxremat.runtime.devices import check_devices
@@ -133,7 +134,7 @@ class Backend:
         )
         before = len(self._called_with)
         try:
-            with differentiate_as_eager(), self._kernels(inputs):
+            with telling(f"capturing {self.model}"), differentiate_as_eager(), self._kernels(inputs):
                 compiled: Callable[..., Any] = backend(module, _to_trace(placeholders, inputs))
         finally:
             self._inputs = ()  # dynamo holds on to backends, and the model is not theirs to keep

@@ -33,6 +33,7 @@ from fxremat.errors import CaptureError, FxrematError
 from fxremat.ops.parameters import Weights
 from fxremat.options import Options
 from fxremat.plans import Plan
+from fxremat.progress import telling
 from fxremat.runtime.capture_errors import explained
 from fxremat.runtime.dynamo import Backend, PlannedOnly
 from fxremat.runtime.transformers_hooks import set_up
@@ -115,7 +116,7 @@ class Rematerialized(_Base):
             )
         training.backend.only_plan = True
         try:
-            with torch.enable_grad():
+            with torch.enable_grad(), telling(f"capturing {type(training.model).__name__}"):
                 self(*args, **kwargs)
         except PlannedOnly:
             pass
