@@ -157,12 +157,14 @@ def test_a_model_without_data_is_neither_measured_nor_compiled_nor_moved() -> No
         lambda: planned(model, tokens(), cost="measure"),
         lambda: fxremat.compile(model, "1GiB", example_inputs=tokens()),
         lambda: fxremat.compile(model, "1GiB", cost="estimate", effort=0)(*on_meta(tokens)),
-        lambda: planned(model, tokens(), offload_weights=True, optimizer=optimizer),
         lambda: planned(fake(lambda: Llama(1)), tokens(), cost="measure"),
     ):
         with pytest.raises(FxrematError, match='cost="estimate"') as error:
             attempt()
         assert "\n" not in str(error.value)
+    with pytest.raises(FxrematError, match="an estimate too: leave offload_weights out, or give") as error:
+        planned(model, tokens(), device="H100", offload_weights=True, optimizer=optimizer)
+    assert "cost=" not in str(error.value)  # which was said already
 
 
 class NoWayBack(torch.autograd.Function):

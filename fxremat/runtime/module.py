@@ -340,7 +340,7 @@ def _forward(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _run(training: _Training, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    mark(training.backend.options, training.backend.input_names, args, kwargs)
+    mark(training.backend.options, training.backend.input_names, training.plain, args, kwargs)
     step = training.step
     if training.shared is not None:
         step = training.shared_steps[training.shared.reduction]
