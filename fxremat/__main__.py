@@ -1,4 +1,4 @@
-"""The command line: `fxremat solve | simulate | plan | profile | pipeline`, or `python -m fxremat ...`.
+"""The command line: `fxremat solve | simulate | plan | profile | pipeline | devices`, or `python -m fxremat ...`.
 
 Exit 0 with the answer on stdout, or exit 2 (130 after Ctrl-C) with one line on stderr and nothing on stdout.
 """
@@ -9,23 +9,26 @@ import importlib
 import inspect
 import json
 import os
+import re
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
 from pathlib import Path
 from threading import Thread
 from typing import Any, NoReturn, TypeVar
 
-from fxremat import simulate
+from fxremat import __version__, simulate
 from fxremat.chains.chain import Chain, Join
 from fxremat.chains.join_schedule import JoinSchedule
 from fxremat.chains.platform import Platform
 from fxremat.chains.schedule import Schedule
 from fxremat.chains.simulate import Timeline
 from fxremat.chains.simulate_join import JoinTimeline
-from fxremat.errors import BudgetTooSmall, FxrematError
+from fxremat.cost.devices import DEVICES, listed
+from fxremat.errors import FxrematError
+from fxremat.progress import shown_on_stderr, telling
 from fxremat.show import pipeline as pipeline_report
 from fxremat.solvers.choose import EFFORT, JoinSolution, Solution, solution
 from fxremat.solvers.pipeline.best_plan import EFFORT as PIPELINE_EFFORT
@@ -40,6 +43,7 @@ from fxremat.units import format_bytes, parse_bytes, shortened
 _T = TypeVar("_T")
 _INTERRUPTED = 130  # as shells have it: 128 + SIGINT
 _LONGEST = 1000  # characters of a message
+_QUOTES = "\"'"
 
 
 def entry() -> NoReturn:
@@ -52,11 +56,15 @@ def entry() -> NoReturn:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit status."""
+    options: Collection[str] = ()
     try:
         args = _parser().parse_args(arguments)
-        print(_COMMANDS[args.command](args))
+        options = vars(args)
+        with shown_on_stderr(), telling(args.command):
+            answer = _COMMANDS[args.command](args)
+        print(answer)
     except FxrematError as error:
-        print("fxremat:", _one_line(error), file=sys.stderr)
+        print("fxremat:", _one_line(_in_flags(str(error), options)), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("fxremat: interrupted", file=sys.stderr)
@@ -64,8 +72,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _one_line(error: Exception) -> str:
-    text = " ".join(str(error).split())
+def _in_flags(text: str, options: Collection[str]) -> str:
+    """A message of the library's in the words of a shell: `--device H100` for `device="H100"`."""
+    names, unlike_words = "|".join(options), "|".join(name for name in options if "_" in name) or "(?!)"
+
+    def flag(match: re.Match[str]) -> str:
+        value = match["value"]
+        return f"--{match['name']}" + ("" if value == "True" else f" {value.strip(_QUOTES)}")
+
+    text = re.sub(rf"\b(?P<name>{names})=(?P<value>True|\"[^\"]*\"|'[^']*')", flag, text)
+    text = re.sub(rf"^({names})(?= is | goes )|\b(?<!-)({unlike_words})\b", r"--\g<0>", text)
+    text = re.sub(rf"--({unlike_words})\b", lambda match: match[0].replace("_", "-"), text)
+    text = re.sub(r"fxremat\.(plan|profile)\(\.\.\., (--.*?)\)", r"fxremat \1 ... \2", text)
+    text = re.sub(r"(--[a-z-]+ [^\s,]+), (?=--)", r"\1 ", text)
+    return text.replace(", or give a Device(...)", "; `fxremat devices` says more of them")
+
+
+def _one_line(text: str) -> str:
+    text = " ".join(text.split())
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}"
 
 
@@ -126,7 +150,7 @@ def _plan(args: argparse.Namespace) -> str:
     from fxremat.options import options_of
     from fxremat.what_if import Comparison
 
-    asked = ("solver", "effort", "slots", "cost", "host_mem")
+    asked = ("solver", "effort", "slots", "cost", "host_mem", "optimizer")
     options = {name: value for name in asked if (value := getattr(args, name)) is not None}
     options |= {"mem": args.mem, "offload": args.offload}
     devices: list[str] = [] if args.device is None else [name.strip() for name in args.device.split(",")]
@@ -168,32 +192,36 @@ def _largest(
 ) -> str:
     """The largest value of the factory's parameter with which the step fits, a line for each device."""
     from fxremat.api import plan
-    from fxremat.what_if import largest
+    from fxremat.cost.devices import Device
+    from fxremat.what_if import PlansOfSize, largest_on
 
-    name, limit = args.largest, args.up_to
+    name, limit, mem = args.largest, args.up_to, args.mem.strip()
     if not _takes(factory, name):
         raise FxrematError(
             f"{args.factory} has no parameter {shortened(name)}; --largest calls it with that parameter, from 1 on"
         )
     if limit < 1:
         raise FxrematError(f"--up-to is {limit}; it is 1 or more")
-    if args.mem.strip().endswith("%"):
+    if mem.endswith("%"):
         raise FxrematError("--largest needs --mem in bytes, such as 4GiB: a share of a larger batch is more memory")
-    budget, options = parse_bytes(args.mem), {"effort": 0.0} | options
+    if mem.lower() == "auto" and not devices:
+        raise FxrematError("--largest needs --mem in bytes, or --mem auto with --cost estimate --device H100")
+    options = {"effort": 0.0} | {key: value for key, value in options.items() if key != "mem"}
 
-    def least_on(device: str | None, size: int) -> int:
-        model, example_inputs = _made(functools.partial(factory, **{name: size}), args.factory)
-        try:
-            work = functools.partial(plan, model, example_inputs, device=device, **options)
-            return int(_guarded(f"planning {args.factory}({name}={size})", work).minimum)
-        except BudgetTooSmall as error:
-            return error.minimum
+    def make(size: int) -> tuple[Any, Any]:
+        return _made(functools.partial(factory, **{name: size}), args.factory)
 
-    return "\n".join(
-        f"{device + ': ' if device else ''}the largest {name} within {format_bytes(budget)} is "
-        f"{largest(functools.partial(least_on, device), budget, limit)}"
-        for device in devices or (None,)
-    )
+    def planned(*made: Any, **further: Any) -> Any:
+        return _guarded(f"planning {args.factory}", functools.partial(plan, *made, **options, **further))
+
+    plans, lines = PlansOfSize(make, planned), []
+    targets: list[Device | None] = [Device.named(device) for device in devices] or [None]
+    for device in targets:
+        budget, found = largest_on(device, plans, mem, limit)
+        lines.append(
+            f"{f'{device}: ' if device else ''}the largest {name} within {format_bytes(budget)} is {found}"
+        )
+    return "\n".join(lines)
 
 
 def _takes(factory: Callable[..., Any], name: str) -> bool:
@@ -281,6 +309,10 @@ def _pipeline(args: argparse.Namespace) -> str:
     return json.dumps(answer)
 
 
+def _devices(args: argparse.Namespace) -> str:
+    return json.dumps([asdict(device) for device in DEVICES.values()]) if args.json else listed()
+
+
 def _summary(timeline: Timeline | JoinTimeline) -> str:
     return f"time {timeline.time:.6g} s, peak {format_bytes(timeline.peak)} ({timeline.peak} bytes)"
 
@@ -342,6 +374,7 @@ def _called() -> str:
 
 def _parser() -> _Parser:
     parser = _Parser(prog=_called(), description="Plan training steps inside a memory budget.")
+    parser.add_argument("--version", action="version", version=f"fxremat {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
 
     joins = ", ".join(("auto", *JOINS))
@@ -389,7 +422,9 @@ def _parser() -> _Parser:
 
     plan = commands.add_parser("plan", help="capture, measure and plan a model")
     plan.add_argument("factory", metavar="package.module:factory", help="returns (model, example_inputs)")
-    plan.add_argument("--mem", required=True, help='such as 4GiB, 300MB, 60%%, or "auto"')
+    plan.add_argument(
+        "--mem", required=True, help="such as 4GiB, 300MB, 60%%; auto: what the GPU, or that of --device, has left"
+    )
     plan.add_argument("--offload", action="store_true", help="let values wait on the host")
     plan.add_argument("--host-mem", metavar="SIZE", help="what may wait there at a time, such as 16GiB")
     plan.add_argument("--solver", metavar="NAME", help='"auto" unless told; see docs/solvers.md')
@@ -398,6 +433,9 @@ def _parser() -> _Parser:
     plan.add_argument("--cost", metavar="HOW", help='"measure", unless told, or "estimate"')
     plan.add_argument(
         "--device", metavar="NAMES", help="with --cost estimate: H200, or several to compare: A100,H200"
+    )
+    plan.add_argument(
+        "--optimizer", metavar="NAME", help="whose state --device holds: adamw (default), sgd, sgd-momentum, ..."
     )
     plan.add_argument(
         "--largest", metavar="NAME", help="the largest number that this parameter of the factory can have"
@@ -412,6 +450,9 @@ def _parser() -> _Parser:
     profile.add_argument("--cost", metavar="HOW", help='"measure", unless told, or "estimate"')
     profile.add_argument("--device", metavar="NAME", help="with --cost estimate, such as H200")
     profile.add_argument("--report", metavar="OUT.html", help="the same as a page to explore")
+
+    devices = commands.add_parser("devices", help="the devices that --device knows")
+    devices.add_argument("--json", action="store_true")
     return parser
 
 
@@ -421,6 +462,7 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], str]] = {
     "plan": _plan,
     "profile": _profile,
     "pipeline": _pipeline,
+    "devices": _devices,
 }
 
 if __name__ == "__main__":

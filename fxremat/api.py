@@ -9,6 +9,7 @@ module  = drop_in(model, options)               captured at its first training c
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Unpack, overload
 
 import torch
@@ -63,7 +64,7 @@ def compile(  # the name users know from torch.compile
     if example_inputs is not None:
         refuse_without_data(model, "a compiled step runs")
         module.make_plan(*_split(example_inputs))
-    if module._fxremat.backend.options.optimizer is None:
+    if module._fxremat.backend.options.stepping is None:
         module._fxremat.watch()
     return module
 
@@ -109,7 +110,8 @@ def plan(
     named = _checked(model)
     call = _split(example_inputs)
     if isinstance(device, list | tuple):
-        return compared(device, lambda one: _plan(named, call, mem=mem, solver=solver, device=one, **options))
+        effort = options.pop("effort", EFFORT)
+        return compared(device, mem, partial(_plan, named, call, solver=solver, **options), effort)
     return _plan(named, call, mem=mem, solver=solver, device=device, **options)
 
 

@@ -25,8 +25,9 @@ def free_bytes(device: torch.device) -> int:
     """What a CUDA device has free now, the allocator's own reserve included, less a margin."""
     if device.type != "cuda":
         raise InvalidBudget(
-            f'mem="auto" reads the free memory of a CUDA device, and this model is on {device.type}; '
-            'give bytes, such as mem="4GiB", or a share, such as mem="60%"'
+            f'mem="auto" reads the free memory of a CUDA device, and this model is on {device.type}; give bytes, such '
+            'as mem="4GiB", or a share, such as mem="60%"; for what another device would have left, add '
+            'cost="estimate", device="H100"'
         )
     free, _ = torch.cuda.mem_get_info(device)
     reserve = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

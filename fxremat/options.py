@@ -19,13 +19,15 @@ from typing import Any, TypedDict
 
 import torch
 
+from fxremat.cost.device_memory import OPTIMIZERS
 from fxremat.cost.devices import Device
 from fxremat.errors import FxrematError, InvalidBudget
 from fxremat.host.tier import HostTier
 from fxremat.ops.parameters import check_optimizer
 from fxremat.search.refine import EFFORT
 from fxremat.solvers.choose import check_effort, check_slots
-from fxremat.solvers.registry import LISTS, SOLVERS, TABLES
+from fxremat.solvers.registry import JOINS, LISTS, SOLVERS, TABLES
+from fxremat.solvers.registry import NAMES as CHAINS
 from fxremat.torch_inductor import check_settings
 from fxremat.units import Budget, parse_budget, parse_bytes, shortened
 
@@ -54,7 +56,7 @@ class PlanOptions(TypedDict, total=False):
     offload: bool | HostTier
     host_mem: int | str | None
     offload_weights: bool | HostTier
-    optimizer: torch.optim.Optimizer | None
+    optimizer: torch.optim.Optimizer | str | None
     dynamic: bool | None
     shapes: Shapes | None
     slices: bool | int
@@ -126,7 +128,9 @@ class Options:
             where they are recomputed; or "eager", those of eager PyTorch. None: "inductor" on CUDA, where drawing them
             in a compiled region costs nothing, else "eager".
         method: the method of the model that training calls and that is planned, such as "training_step".
-        optimizer: of the model's parameters: SGD, Adam, AdamW, or another that treats each element by itself.
+        optimizer: of the model's parameters: SGD, Adam, AdamW, or another that treats each element by itself. With
+            `offload_weights`, the one that the step runs. With `device`, the one whose state is counted on that device,
+            which may also be a name: "adamw", "sgd-momentum" and others; None: AdamW's is counted.
 
     Raises:
         InvalidBudget: a size or budget of another form.
@@ -146,7 +150,7 @@ class Options:
     offload: bool | HostTier = False
     host_mem: int | str | None = None
     offload_weights: bool | HostTier = False
-    optimizer: torch.optim.Optimizer | None = None
+    optimizer: torch.optim.Optimizer | str | None = None
     dynamic: bool | None = None
     shapes: Shapes | None = None
     slices: bool | int = False
@@ -195,6 +199,11 @@ class Options:
     def draws_from_seeds(self, device: str) -> bool:
         """Whether dropouts of a step on a type of device draw from seeds that are values of the step."""
         return self.compiles and (self.random or ("inductor" if device == "cuda" else "eager")) == "inductor"
+
+    @property
+    def stepping(self) -> torch.optim.Optimizer | None:
+        """The optimizer that the step runs, with offload_weights."""
+        return self.optimizer if self.offload_weights and not isinstance(self.optimizer, str) else None
 
     @property
     def may_change(self) -> bool | None:
@@ -285,17 +294,31 @@ class Options:
             raise FxrematError(
                 "host_mem limits what is offloaded; it goes with offload=True or offload_weights"
             )
-        if not isinstance(self.optimizer, torch.optim.Optimizer | None):
-            raise FxrematError(f"optimizer is {shortened(self.optimizer)}; it is one of torch.optim")
-        if bool(self.offload_weights) != (self.optimizer is not None):
-            raise FxrematError(
-                "offload_weights and optimizer go together: the step then updates the parameters itself"
-            )
-        if self.optimizer is not None:
-            check_optimizer(self.optimizer)
+        self._check_optimizer()
         tiers = [tier for tier in (self.offload, self.offload_weights) if isinstance(tier, HostTier)]
         if len(tiers) == 2 and tiers[0] is not tiers[1]:
             raise FxrematError("offload and offload_weights go through one tier; give both the same")
+
+    def _check_optimizer(self) -> None:
+        given = self.optimizer
+        if not isinstance(given, torch.optim.Optimizer | None) and (
+            self.offload_weights or not isinstance(given, str) or given.lower() not in OPTIMIZERS
+        ):
+            raise FxrematError(
+                f"optimizer is {shortened(given)}; it is one of torch.optim or, to count its state on a device that a "
+                f"step is estimated for, one of {', '.join(OPTIMIZERS)}"
+            )
+        if self.offload_weights and given is None:
+            raise FxrematError(
+                "offload_weights and optimizer go together: the step then updates the parameters itself"
+            )
+        if given is not None and not self.offload_weights and self.device is None:
+            raise FxrematError(
+                'optimizer goes with cost="estimate", device="H100", where its state is counted; or with '
+                "offload_weights=True, where the step updates the parameters itself: these two go together"
+            )
+        if isinstance(given, torch.optim.Optimizer):
+            check_optimizer(given)
 
     def _check_shapes(self) -> None:
         if self.dynamic not in (None, True, False) or not isinstance(self.dynamic, bool | None):
@@ -320,6 +343,11 @@ class Options:
             return
         if isinstance(self.solver, str) and self.solver in TRANSFERRING:
             raise FxrematError(f"solver={self.solver!r} moves values to the host; it goes with offload=True")
+        if isinstance(self.solver, str) and self.solver in (*CHAINS, *JOINS):
+            raise FxrematError(
+                f"solver={self.solver!r} is one for chains and joins (fxremat.solve); those that plan models are "
+                + ", ".join(known)
+            )
         guess = difflib.get_close_matches(str(self.solver), known, n=1)
         raise FxrematError(
             f"unknown solver {shortened(self.solver)}{_perhaps(guess)}; those that plan models are {', '.join(known)}"

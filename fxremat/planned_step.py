@@ -14,6 +14,7 @@ from fxremat.chains.join_schedule import JoinSchedule
 from fxremat.chains.schedule import Schedule
 from fxremat.chains.simulate import Timeline, simulate
 from fxremat.chains.simulate_join import JoinTimeline
+from fxremat.cost.device_memory import DeviceMemory
 from fxremat.host.tier import HostTier
 from fxremat.linearize.chain_of import chain_of
 from fxremat.passes.lower import Handles, lower
@@ -59,6 +60,13 @@ class AnotherPlan(Protocol):
 class SymbolicSizes(Protocol):
     """The sizes that a plan is for, where the step was captured for others too. As text: `tokens[1] = 300`."""
 
+    @property
+    def inputs(self) -> frozenset[str]:
+        """The names of the inputs that have symbolic sizes; those of others may follow from them."""
+
+    def least(self) -> int:
+        """The least budget, in bytes, of programs that are searched for at these sizes."""
+
     def plan(self, sizes: Mapping[str, object]) -> Any:
         """The plan with other sizes of some inputs."""
 
@@ -86,6 +94,7 @@ class PlannedStep:
     more_slices: Callable[[], int] | None = None  # the least budget of ways to slice that were not needed
     compiled: Compiled | None = None  # where ops run in compiled regions
     not_compiled: str = ""  # why they do not, where that was asked for
+    on_device: DeviceMemory | None = None  # what else the device holds that it was planned for by name
     assumed: str = ""  # what was taken for granted of a device that the step was not captured on
 
     def __repr__(self) -> str:

@@ -17,7 +17,7 @@ from fxremat.show.notebook import framed
 from fxremat.show.page import page
 from fxremat.show.plot import plot
 from fxremat.show.snapshot import save_snapshot, snapshot
-from fxremat.show.text import describe
+from fxremat.show.text import describe, labelled
 from fxremat.show.trace import save_trace, trace
 
 if TYPE_CHECKING:
@@ -111,8 +111,15 @@ class Plan(PlannedStep):
         return Difference.of(self, other)
 
     def describe(self, *, full: bool = False) -> str:
-        """The plan as text of at most 100 columns; `full` has a line for each block and the whole schedule."""
-        return describe(self, full=full)
+        """The plan as text of at most 100 columns; `full` has a line for each block and the whole schedule.
+
+        Where the memory of the device is known that it was planned for by name, it ends with whether that fits there.
+        """
+        text, found = describe(self, full=full), self.on_device
+        if found is None or found.device.memory is None:
+            return text
+        facts = found.facts(budget=self.budget, peak=self.predicted_peak, least=self.known_minimum)
+        return "\n".join([text, "", str(found.device), *labelled(facts)])
 
     def __str__(self) -> str:
         return self.describe()

@@ -8,8 +8,9 @@
             planned(plan.headline)
 
 Bars appear past two seconds, on stderr where that is a terminal and in the cell of a notebook, and are gone when done.
-The log has one line of level INFO when planning begins and one when it ends; no handler and no level is set, so that
-nothing is printed unless asked for: `logging.basicConfig(level=logging.INFO)`.
+The log has one line of level INFO when planning begins, one every ten seconds while it or the capture before it goes
+on, and one when it ends; no handler and no level is set, so that nothing is printed unless asked for:
+`logging.basicConfig(level=logging.INFO)`. The command line shows the lines in between on stderr.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
+import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar
 
@@ -28,10 +31,70 @@ from tqdm import tqdm
 _T = TypeVar("_T")
 
 DELAY = 2.0  # seconds before a bar appears
+EVERY = 10.0  # seconds between two lines that say what goes on
 
 logger = logging.getLogger("fxremat")
 logger.addHandler(logging.NullHandler())
+ticks = logger.getChild("progress")  # the lines that say what goes on
+_stages: list[_Stage] = []  # what is under way, innermost last
+_tellers: list[_Stage] = []  # those that have a thread, or are within one that has
 _shown: ContextVar[bool] = ContextVar("_shown", default=True)
+
+
+@dataclass(eq=False)
+class _Stage:
+    """Something that takes a while."""
+
+    what: str
+    total: int | None = None  # steps
+    taken: int = 0  # steps, the one under way among them
+
+    def __str__(self) -> str:
+        return self.what if self.total is None else f"{self.what}, {self.taken} of {self.total}"
+
+
+@contextlib.contextmanager
+def telling(what: str) -> Iterator[None]:
+    """Log a line every `EVERY` seconds while this goes on: the innermost of what is under way, and for how long.
+
+    The outermost of several alone has a thread that does so.
+    """
+    stage, done, began = _Stage(what), threading.Event(), time.monotonic()
+
+    def tell() -> None:
+        while not done.wait(EVERY):
+            under_way = (_stages[-1:] or [stage])[0]  # another thread may end the last one meanwhile
+            ticks.info("%s; %.0f s so far", str(under_way), time.monotonic() - began)
+
+    thread = None if _tellers else threading.Thread(target=tell, daemon=True, name="fxremat progress")
+    _stages.append(stage)
+    _tellers.append(stage)
+    if thread:
+        thread.start()
+    try:
+        yield
+    finally:
+        _stages.remove(stage)
+        _tellers.remove(stage)
+        done.set()
+        if thread:
+            thread.join()
+
+
+@contextlib.contextmanager
+def shown_on_stderr() -> Iterator[None]:
+    """Print the lines that say what goes on, but where a bar says so."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("fxremat: %(message)s"))
+    handler.addFilter(lambda _: not getattr(tqdm, "_instances", ()))
+    before, ticks.propagate = (ticks.level, ticks.propagate), False
+    ticks.setLevel(logging.INFO)
+    ticks.addHandler(handler)
+    try:
+        yield
+    finally:
+        ticks.removeHandler(handler)
+        ticks.level, ticks.propagate = before
 
 
 @contextlib.contextmanager
@@ -53,8 +116,15 @@ def progress(steps: Iterable[_T], what: str, *, total: int | None = None) -> Gen
     bar_of, disable = (notebook_bar() or tqdm, False) if in_notebook() else (tqdm, None)
     if not _shown.get():
         disable = True
-    with bar_of(steps, desc=f"fxremat: {what}", total=total, delay=DELAY, leave=False, disable=disable) as bar:
-        yield from bar
+    stage = _Stage(what, total)
+    _stages.append(stage)
+    try:
+        with bar_of(steps, desc=f"fxremat: {what}", total=total, delay=DELAY, leave=False, disable=disable) as bar:
+            for step in bar:
+                stage.taken += 1
+                yield step
+    finally:
+        _stages.remove(stage)
 
 
 def in_notebook() -> bool:
@@ -98,7 +168,8 @@ def planning(what: str) -> Iterator[Callable[[str], None]]:
     achieved: list[str] = []
     logger.info("planning %s", what)
     try:
-        yield achieved.append
+        with telling(f"planning {what}"):
+            yield achieved.append
     except BaseException as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         logger.info("no plan after %.1f s: %s", time.perf_counter() - began, reason)

@@ -3,25 +3,41 @@
     fxremat.plan(model, inputs, mem="40GiB", cost="estimate", device=["A100", "H200"])      a `Comparison`
     python -m fxremat plan package.module:factory --mem 40GiB --cost estimate --device A100,H200 --largest batch
 
-A budget grows with a batch, so that the largest batch is found by doubling, then by bisection.
+A budget grows with a batch, so that the largest batch is found by doubling, then by bisection; one capture with
+symbolic sizes serves all batches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
+import torch
+from torch import nn
+
+from fxremat.budget import AUTO_MARGIN
+from fxremat.cost.device_memory import DeviceMemory
 from fxremat.cost.devices import Device
 from fxremat.errors import BudgetTooSmall, FxrematError
 from fxremat.plans import Plan
-from fxremat.step.joint import Origin
-from fxremat.units import format_bytes, format_seconds
+from fxremat.runtime.target_kernels import captured_alike
+from fxremat.runtime.varying import positional
+from fxremat.units import Auto, format_bytes, format_seconds, parse_budget, parse_bytes
 
 Devices = list[str] | list[Device] | list[str | Device] | tuple[str | Device, ...]
 
 SHARES = (80, 60, 40)  # percent of what keeping everything takes, for which a comparison shows times
+Make = Callable[[int], tuple[nn.Module, Any]]  # a model and its inputs at a size
+
+PROBES = (2, 3, 5)  # sizes at which a model is made to see what depends on them
+EVERYTHING = 2**52  # bytes: more than any step takes
+GUESSES = 6  # at most; one is exact where memory grows in proportion, more are where it does not
 SHARED = tuple(f"{share}%" for share in SHARES)
-HEADS = ("device", "memory", "keep all", "", *SHARED, "least", "", "planned", "", "fits")
+HEADS = ("device", "memory", "keep all", "", *SHARED, "least", "", "fits", "planned", "", "fits")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,20 +48,28 @@ class Estimate:
     plan: Plan
 
     @property
+    def on_device(self) -> DeviceMemory:
+        """What else the device holds: parameters, buffers, inputs, and the optimizer's state."""
+        assert self.plan.on_device is not None, "the plan is for a device by name"
+        return self.plan.on_device
+
+    @property
     def held(self) -> int:
         """Bytes of the parameters, buffers and inputs that the step reads, which no plan counts."""
-        joint, sizes = self.plan.joint, self.plan.costs.sizes.values
-        given = (v for v in joint.values if v.origin is Origin.PRIMAL and v.node.op == "placeholder")
-        return sum(sizes[value.index] for value in given)
+        return self.on_device.given
 
     @property
     def left(self) -> int | None:
-        """Bytes of the device's memory beside `held` and the plan's peak, for optimizer state and all else.
+        """Bytes of the device's memory that are free at the worst moment of the planned step and its update.
 
-        Less than 0: the step does not fit. None: the device's memory is not stated.
+        Less than 0: it does not fit. None: the device's memory is not stated.
         """
-        memory = self.device.memory
-        return None if memory is None else memory - self.held - self.plan.predicted_peak
+        return None if self.device.memory is None else self.on_device.left(self.plan.predicted_peak)
+
+    @property
+    def left_at_least(self) -> int | None:
+        """The same for the program that needs the least memory."""
+        return None if self.device.memory is None else self.on_device.left(self.plan.minimum)
 
     def seconds_at(self, share: float) -> float | None:
         """Seconds of the fastest program within a share (in percent) of the peak of keeping everything; None: none."""
@@ -68,47 +92,81 @@ class Comparison:
         rows = [HEADS, *(_row(estimate) for estimate in self.estimates)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(f"{c:>{w}}" for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
-        held = format_bytes(max(estimate.held for estimate in self.estimates))
+        held = max((estimate.on_device for estimate in self.estimates), key=lambda memory: memory.given + memory.state)
         notes = (
             "Times are estimates. A share is of the peak of keeping everything; -: less than the least budget.",
-            f"fits: beside {held} of parameters, buffers and inputs, and the planned peak, what is left of the",
-            "device's memory, for the optimizer's state and all else: neither is counted.",
+            f"fits: what is left beside {held},",
+            "and the peak of the step, or the gradients and temporaries of the update where these are more.",
         )
-        return "\n".join((*lines, "", *notes))
+        return "\n".join((*lines, "", *notes, *_advice(self.estimates)))
 
 
 def _row(estimate: Estimate) -> tuple[str, ...]:
-    plan, memory = estimate.plan, estimate.device.memory
+    plan, memory = estimate.plan, estimate.on_device
     times = (estimate.seconds_at(share) for share in SHARES)
     least = min(plan.alternatives.candidates, key=lambda candidate: candidate.peak)
     return (
         estimate.device.name,
-        "?" if memory is None else format_bytes(memory),
+        "?" if estimate.device.memory is None else format_bytes(estimate.device.memory),
         *(format_bytes(plan.keep_all_peak), format_seconds(plan.keep_all_time)),
         *("-" if time is None else format_seconds(time) for time in times),
-        *(format_bytes(plan.minimum), format_seconds(least.time)),
-        *(format_bytes(plan.predicted_peak), format_seconds(plan.predicted_time)),
-        _fits(estimate.left),
+        *(format_bytes(plan.minimum), format_seconds(least.time), memory.fits(plan.minimum)),
+        *(format_bytes(plan.predicted_peak), format_seconds(plan.predicted_time), memory.fits(plan.predicted_peak)),
     )
 
 
-def _fits(left: int | None) -> str:
-    if left is None:
-        return "?"
-    return f"{format_bytes(left)} left" if left >= 0 else f"no: {format_bytes(-left)} over"
+def _advice(estimates: Iterable[Estimate]) -> Iterator[str]:
+    """A line for each device on which a step fits, but not as it is planned."""
+    for estimate in estimates:
+        if (estimate.left or 0) < 0 <= (estimate.left_at_least or 0):
+            free = format_bytes(estimate.on_device.free)
+            yield f'{estimate.device}: a budget of up to {free} fits; "auto" is what is left.'
 
 
-def compared(devices: Devices, plan_for: Callable[[str | Device], Plan]) -> Comparison:
-    """The comparison of a plan for each device. Raises `FxrematError` where there is none, and what planning raises."""
+def compared(devices: Devices, mem: int | str, plan_for: Callable[..., Plan], effort: float) -> Comparison:
+    """Return the comparison of a plan for each device. Those that run the same kernels share one capture.
+
+    A budget of "auto" is what each device has left; where that is too little, the least budget is shown.
+
+    Args:
+        plan_for: captures and plans for `device`; takes other options too.
+
+    Raises `FxrematError` where there is no device, and what planning raises.
+    """
     known = [Device.named(device) for device in devices]
     if not known:
         raise FxrematError('device is an empty list; name devices to compare, such as ["A100", "H200"]')
     different = tuple(dict.fromkeys(known))
     if len({device.name for device in different}) < len(different):
         raise FxrematError("two different devices have one name; each needs its own")
-    return Comparison(
-        estimates=tuple(Estimate(device=device, plan=plan_for(device)) for device in different)
-    )
+    auto = isinstance(parse_budget(mem), Auto)
+    estimates: list[Estimate] = []
+    for device in different:
+        alike = next((e.plan for e in estimates if captured_alike(e.device, device)), None)
+        if alike is None:
+            alike = plan_for(device=device, **{"mem": "100%", "effort": 0} if auto else {"mem": mem, "effort": effort})
+        if alike.device != device.name or auto:
+            plan = _within_or_least(alike, mem, auto=auto, device=device, effort=effort)
+        else:
+            plan = alike
+        estimates.append(Estimate(device=device, plan=plan))
+    return Comparison(estimates=tuple(estimates))
+
+
+def _within_or_least(known: Plan, mem: int | str, *, auto: bool, **options: Any) -> Plan:
+    try:
+        return _another(known, mem, **options)
+    except BudgetTooSmall as error:
+        if not auto:
+            raise
+        return _another(known, error.minimum, **options)
+
+
+def _another(known: Plan, mem: int | str, **options: Any) -> Plan:
+    """The plan of a captured step for other options."""
+    assert known.another is not None
+    found: Plan = known.another(mem, **options)
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,11 +184,13 @@ class Largest:
         return f"{fits}; of {self.size + 1} it is {format_bytes(self.next_least)})"
 
 
-def largest(least_budget: Callable[[int], int], budget: int, limit: int) -> Largest:
-    """The largest size from 1 to `limit` whose least budget, which grows with it, is within the budget.
+def largest(least_budget: Callable[[int], int], budget: int, limit: int, start: int = 1) -> Largest:
+    """Return the largest size from 1 to `limit` whose least budget, which grows with it, is within the budget.
 
     Args:
-        least_budget: bytes that the step needs at a size. It is called about 2 log2 of the answer times.
+        least_budget: bytes that the step needs at a size. It is called about 2 log2(d) times, where d is how far the
+            answer is from `start`.
+        start: the size that is tried first.
 
     Raises:
         BudgetTooSmall: not even 1 fits.
@@ -138,15 +198,166 @@ def largest(least_budget: Callable[[int], int], budget: int, limit: int) -> Larg
     >>> print(largest(lambda size: 100 * size, 1050, 4096))
     10 (the least budget is 1000 B; of 11 it is 1.07 KiB)
     """
-    fitting = {1: least_budget(1)}
-    if fitting[1] > budget:
-        raise BudgetTooSmall(minimum=fitting[1], budget=budget)
-    low, high, above = 1, limit + 1, None
+    least: dict[int, int] = {}
+    low, high, step, size = 0, limit + 1, 1, min(start, limit)  # low fits, high does not, or is not looked at
     while high - low > 1:
-        middle = min(2 * low, limit) if above is None else (low + high) // 2
-        least = least_budget(middle)
-        if least <= budget:
-            low, fitting[middle] = middle, least
+        least[size] = least_budget(size)
+        low, high = (size, high) if least[size] <= budget else (low, size)
+        if high > limit:
+            size = min(low + step, limit)
+        elif low == 0:
+            size = max(high - step, 1)
         else:
-            high, above = middle, least
-    return Largest(size=low, least=fitting[low], next_least=above)
+            size = (low + high) // 2
+        step *= 2
+    if low == 0:
+        raise BudgetTooSmall(minimum=least[1], budget=budget)
+    return Largest(size=low, least=least[low], next_least=least.get(high))
+
+
+def largest_on(device: Device | None, plans: PlansOfSize, mem: int | str, limit: int) -> tuple[int, Largest]:
+    """Return the bytes that a step may take on a device, and the largest size whose step takes no more.
+
+    With mem="auto" these are all of the device's, less a margin: what else it holds grows with the inputs. The answer
+    is guessed from programs that are known of other sizes; programs are searched for at sizes near it.
+    """
+    auto = isinstance(parse_budget(mem), Auto)
+
+    def needed(plan: Plan, least: int) -> int:
+        memory = plan.on_device
+        return memory.total - memory.left(least) if auto and memory else least
+
+    def roughly(size: int) -> int:
+        """By programs that are known of other sizes."""
+        plan = plans.at(device, size)
+        return needed(plan, plan.minimum)
+
+    @cache
+    def exactly(size: int) -> int:
+        """By programs that are searched for at this size."""
+        plan = plans.at(device, size)
+        return needed(plan, plan.sizes.least() if plan.sizes else plan.minimum)
+
+    budget = device.memory - int(AUTO_MARGIN * device.memory) if auto and device and device.memory else parse_bytes(mem)
+    near = _guess(roughly, budget, limit)
+    near = _guess(roughly, budget * roughly(near) // exactly(near), limit)
+    return budget, largest(exactly, budget, limit, start=near)
+
+
+def _guess(least_budget: Callable[[int], int], budget: int, limit: int) -> int:
+    """About the largest size within a budget: where the line through the last two sizes meets it."""
+    if limit < PROBES[-1]:
+        return min(PROBES[0], limit)
+    (one, at_one), (other, at_other) = ((size, least_budget(size)) for size in PROBES[:2])
+    for _ in range(GUESSES):
+        slope = max(1.0, (at_other - at_one) / (other - one))
+        guess = min(max(PROBES[0], int(one + (budget - at_one) / slope)), limit)
+        if guess in (one, other):
+            return guess
+        one, at_one, other, at_other = other, at_other, guess, least_budget(guess)
+    return other
+
+
+class PlansOfSize:
+    """Plans of one model that keep everything, at each size of something, such as its batch.
+
+    Where the size is one of the inputs' alone, and can be symbolic, the model is captured once for all sizes, and once
+    for all devices that run the same kernels.
+
+    Args:
+        make: the model and its inputs at a size.
+        plan_for: the plan of these, on a device, within a budget.
+    """
+
+    def __init__(self, make: Make, plan_for: Callable[..., Plan]) -> None:
+        self._make, self._plan_for = make, plan_for
+        self._sizes = sizes_that_change(make)
+        self._captured: dict[Device | None, Plan | None] = {}  # None: sizes cannot be symbolic
+        self._fixed: dict[tuple[Device | None, int], Plan] = {}
+
+    def at(self, device: Device | None, size: int) -> Plan:
+        """The plan at a size, on a device."""
+        captured = self._of_all_sizes(device) if size > 1 else None
+        if captured is not None and captured.sizes is not None and self._sizes is not None:
+            with contextlib.suppress(FxrematError):  # this size takes another way through the model
+                return captured.at(**{n: dims for n, dims in self._sizes(size).items() if n in captured.sizes.inputs})
+        if (device, size) not in self._fixed:
+            self._fixed[device, size] = self._plan_for(*self._make(size), device=device, mem=EVERYTHING, dynamic=False)
+        return self._fixed[device, size]
+
+    def _of_all_sizes(self, device: Device | None) -> Plan | None:
+        if device not in self._captured:
+            self._captured[device] = self._capture(device)
+        return self._captured[device]
+
+    def _capture(self, device: Device | None) -> Plan | None:
+        for other, known in self._captured.items():
+            if device is not None and other is not None and captured_alike(device, other):
+                return known and _another(known, EVERYTHING, device=device)
+        if self._sizes is None:
+            return None
+        expected = {
+            name: {dim: (2, 2 * size) for dim, size in dims.items()} for name, dims in self._sizes(2).items()
+        }
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that sizes are fixed after all
+            plan = self._plan_for(*self._make(2), device=device, mem=EVERYTHING, shapes=expected)
+        return plan if plan.sizes is not None else None
+
+
+def sizes_that_change(make: Make) -> Callable[[int], dict[str, dict[int, int]]] | None:
+    """Return which sizes of the inputs a number decides, as a function of it: by input and dimension.
+
+    None where it decides anything else, such as the model itself, or where sizes do not grow in proportion.
+    """
+    (model, first), (_, second), (_, third) = made = [make(size) for size in PROBES]
+    if any(_outline(other) != _outline(model) for other, _ in made[1:]):
+        return None
+    calls = [call for inputs in (first, second, third) if (call := _by_name(model, inputs)) is not None]
+    if len(calls) < len(PROBES) or any(call.keys() != calls[0].keys() for call in calls):
+        return None
+    found: dict[str, dict[int, tuple[int, int]]] = {}
+    for name in calls[0]:
+        one, two, three = (call[name] for call in calls)
+        if not all(isinstance(value, torch.Tensor) and value.dim() == one.dim() for value in (one, two, three)):
+            if not repr(one) == repr(two) == repr(three):
+                return None
+            continue
+        for dim, (a, b, c) in enumerate(zip(one.shape, two.shape, three.shape, strict=True)):
+            if not (a > 1 and a <= b and (b - a) * (PROBES[2] - PROBES[0]) == (c - a) * (PROBES[1] - PROBES[0])):
+                if not a == b == c:
+                    return None
+            elif a < b:
+                found.setdefault(name, {})[dim] = (a, b - a)
+    if not found:
+        return None
+    return lambda size: {
+        name: {dim: least + (size - PROBES[0]) * more for dim, (least, more) in dims.items()}
+        for name, dims in found.items()
+    }
+
+
+def _by_name(model: nn.Module, inputs: Any) -> dict[str, Any] | None:
+    """The inputs of a call by the names that the model's forward has for them."""
+    if isinstance(inputs, Mapping):
+        return dict(inputs)
+    given = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
+    names = positional(model.forward)
+    return dict(zip(names, given, strict=False)) if len(names) >= len(given) else None
+
+
+def _outline(model: nn.Module) -> list[object]:
+    """What decides the graph of a model: its modules, their settings, and the types and shapes of their tensors."""
+    found: list[object] = []
+    for name, module in model.named_modules():
+        settings = {key: _shown(value) for key, value in vars(module).items() if key != "_modules"}
+        found.append((name, type(module), settings))
+    return found
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype} {tuple(value.shape)} {value.requires_grad}"
+    if isinstance(value, Mapping):
+        return str({key: _shown(item) for key, item in value.items()})
+    return repr(value)

@@ -1164,6 +1164,73 @@ MISTAKES += [
     ),
 ]
 
+DEVICE_MEMORY, LARGEST = "cost/test_device_memory.py", "test_largest.py"
+MISTAKES += [
+    # gigabytes of data sheets are taken for decimal
+    Mistake(
+        "cost/devices.py",
+        "return amount * 2**20",
+        "return amount * 10**6",
+        "cost/test_devices.py::test_memory_is_what_the_driver_reports",
+    ),
+    # gradients are counted in the peak and beside it
+    Mistake(
+        "cost/device_memory.py",
+        "return self.free - max(peak, self.stepping)",
+        "return self.free - peak - self.stepping",
+        f"{DEVICE_MEMORY}::test_gradients_are_counted_once",
+    ),
+    # frozen parameters have optimizer state
+    Mistake(
+        "cost/device_memory.py",
+        "found = [node for node, gradient in pairs if isinstance(gradient, fx.Node)]",
+        "found = [node for node, _ in pairs]",
+        f"{DEVICE_MEMORY}::test_the_state_is_that_of_pytorchs_optimizer",
+    ),
+    # mem="auto" forgets the optimizer
+    Mistake(
+        "cost/device_memory.py",
+        "return self.total - self.given - self.state",
+        "return self.total - self.given",
+        f"{DEVICE_MEMORY}::test_auto_is_what_the_device_has_left",
+    ),
+    # the planned peak alone decides whether a step fits
+    Mistake(
+        "cost/device_memory.py",
+        "if at_least >= 0:",
+        "if at_least > self.total:",
+        f"{DEVICE_MEMORY}::test_the_answer_is_about_the_planned_peak_and_about_the_least",
+    ),
+    # every device is captured by itself
+    Mistake(
+        "runtime/target_kernels.py",
+        "return (one.cuda, one.flash) == (other.cuda, other.flash)",
+        "return one == other",
+        f"{WHAT_IF}::test_devices_that_run_the_same_kernels_share_one_capture",
+    ),
+    # a number that changes the model is taken for one that changes its inputs
+    Mistake(
+        "what_if.py",
+        "if any(_outline(other) != _outline(model) for other, _ in made[1:]):",
+        "if False:",
+        f"{LARGEST}::test_sizes_that_a_number_decides",
+    ),
+    # a mistyped input of `shapes` is passed over
+    Mistake(
+        "runtime/varying.py",
+        "            _check_known(name, given, forward)\n",
+        "",
+        "test_shapes.py::test_a_dimension_that_is_not_there_is_refused",
+    ),
+    # no line says what goes on
+    Mistake(
+        "progress.py",
+        "while not done.wait(EVERY):",
+        "while not done.wait():",
+        "test_progress.py::test_the_command_line_shows_these_lines_without_a_terminal",
+    ),
+]
+
 SYMBOLIC, OVERWRITING, RESIZED = "step/test_symbolic.py", "step/test_overwriting.py", "cost/test_resized.py"
 MISTAKES += [
     # sizes are compared as they are written

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+import fxremat
 from benchmarks.solvers import uneven
 from fxremat.__main__ import main
 
@@ -151,7 +152,7 @@ def record(into, function, *arguments, **options):
         (GOOD, ["solve", "FILE", "--mem", "99", "--solver", "magic"], "input_drop"),
         (GOOD, ["solve", "FILE", "--mem", "99", "--slots", "0"], "slots is 0"),
         (GOOD, ["solve", "FILE", "--mem", "99", "--slots", "x"], "invalid int"),
-        (GOOD, ["solve", "FILE", "--mem", "99", "--to-host", "nan"], "to_host"),
+        (GOOD, ["solve", "FILE", "--mem", "99", "--to-host", "nan"], "--to-host is nan"),
         (GOOD, ["simulate", "FILE", "Fck1 Fwhat2"], "'Fwhat2'"),
         (GOOD, ["simulate", "FILE", "Fall1"], "ends before"),
         (GOOD, ["solve", "missing.json", "--mem", "99"], "missing.json"),
@@ -160,7 +161,7 @@ def record(into, function, *arguments, **options):
         (GOOD | {"input_bytes": float("nan")}, ["solve", "FILE", "--mem", "99"], "input_bytes is nan"),
         (GOOD | {"input_bytes": -1}, ["solve", "FILE", "--mem", "99"], "input_bytes is -1"),
         (JOIN, ["solve", "FILE", "--mem", "99", "--solver", "input_drop"], "canonical"),
-        (JOIN, ["solve", "FILE", "--mem", "99", "--to-host", "1", "--from-host", "1"], "to_host"),
+        (JOIN, ["solve", "FILE", "--mem", "99", "--to-host", "1", "--from-host", "1"], "--to-host and --from-host"),
         (JOIN, ["simulate", "FILE", "Fall1"], "1:Fck3"),
         (JOIN, ["simulate", "FILE", "1:Fall1 Loss"], "branch 2 has not ended"),
         ({"branches": []}, ["solve", "FILE", "--mem", "99"], "at least one Chain"),
@@ -246,6 +247,23 @@ def test_the_program_is_called_what_it_was_called(monkeypatch, capsys, argv, nam
     monkeypatch.setattr(sys, "argv", [argv])
     assert main([]) == 2
     assert capsys.readouterr().err.rstrip().endswith(f"see {name} --help")
+
+
+def test_devices_are_listed(capsys):
+    assert main(["devices"]) == 0
+    rows = {line.split()[0]: line.split() for line in capsys.readouterr().out.splitlines() if line}
+    assert rows["RTX-4090"][1:6] == ["24.0", "GiB", "82.6", "165.2", "1008"]
+    assert rows["A100"][1:3] == ["80.0", "GiB"]
+    assert main(["devices", "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert {device["name"]: device["memory"] for device in listed}["H100"] == 81559 * 2**20
+    assert all(device["source"] for device in listed)
+
+
+def test_the_version_is_that_of_the_package(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert (end.value.code, capsys.readouterr().out) == (0, f"fxremat {fxremat.__version__}\n")
 
 
 def test_the_console_script_is_this_program(monkeypatch):

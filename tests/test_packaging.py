@@ -1,10 +1,11 @@
-"""An editable install is a plain path, which type checkers follow, and has the console script."""
+"""An editable install is a path, which type checkers follow, and has the console script; an sdist has the tests."""
 
 from __future__ import annotations
 
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -30,3 +31,29 @@ def test_an_editable_install_is_a_path(tmp_path: Path) -> None:
         (entries,) = [name for name in names if name.endswith("entry_points.txt")]
         assert "fxremat = fxremat.__main__:entry" in files.read(entries).decode()
     assert not [name for name in names if name.endswith(".py")]
+
+
+FOLDERS = ("benchmarks", "docs", "examples", "fxremat", "tests")
+LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.pyc", "*.nbi", "*.nbc", "screenshots", "*.egg-info")
+
+
+def test_an_sdist_has_all_that_its_tests_need(tmp_path: Path) -> None:
+    pytest.importorskip("setuptools", "77")
+    copy = tmp_path / "copy"
+    for folder in FOLDERS:
+        shutil.copytree(ROOT / folder, copy / folder, ignore=LEFT_OUT)
+    for file in ROOT.iterdir():
+        if file.is_file() and file.suffix in ("", ".in", ".md", ".toml", ".txt", ".yml") and file.name != ".git":
+            shutil.copy(file, copy)
+    there = {str(file.relative_to(copy)) for file in copy.rglob("*") if file.is_file()}
+    assert {"Makefile", "tests/conftest.py", "tests/data/remat.json", "docs/what-if.md", "mkdocs.yml"} < there
+    (copy / "tests" / "__pycache__").mkdir()
+    (copy / "tests" / "__pycache__" / "left.pyc").touch()
+    code = f"from setuptools.build_meta import build_sdist; build_sdist({str(tmp_path)!r})"
+    done = subprocess.run([sys.executable, "-c", code], cwd=copy, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as files:
+        packed = {member.name.partition("/")[2] for member in files.getmembers() if member.isfile()}
+    assert there - packed == set()
+    assert [name for name in packed if "__pycache__" in name] == []

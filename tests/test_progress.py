@@ -6,7 +6,9 @@ import logging
 import re
 import subprocess
 import sys
-from collections.abc import Iterable
+import threading
+import time
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -14,10 +16,11 @@ import torch
 from torch import nn
 
 import fxremat
+from fxremat import __main__ as command_line
 from fxremat import progress as module
 from fxremat.chains.chain import Block, Chain
 from fxremat.errors import BudgetTooSmall
-from fxremat.progress import bars, planning, progress
+from fxremat.progress import bars, planning, progress, telling
 from fxremat.solvers import TABLES
 
 CHAIN = Chain(
@@ -77,6 +80,46 @@ def test_a_failure_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
         raise BudgetTooSmall(365, 50)
     end = caplog.records[-1].getMessage()
     assert re.fullmatch(r"no plan after \d+\.\d s: BudgetTooSmall: no schedule fits in 50 bytes; .* 365 bytes", end)
+
+
+def wait_for(found: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not found():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_a_line_every_ten_seconds_says_what_is_under_way(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert module.EVERY == 10
+    monkeypatch.setattr(module, "EVERY", 0.02)
+    caplog.set_level(logging.INFO, "fxremat")
+    threads = threading.active_count()
+    with telling("capturing GPT"):
+        wait_for(lambda: any(line.startswith("capturing GPT; 0 s so far") for line in caplog.messages))
+        with planning("12 ops within 100%"):
+            wait_for(lambda: any(line.startswith("planning 12 ops within 100%; ") for line in caplog.messages))
+            for _ in progress(range(3), "measuring ops", total=3):
+                wait_for(lambda: any(line.startswith("measuring ops, 1 of 3; ") for line in caplog.messages))
+        assert threading.active_count() == threads + 1
+    assert threading.active_count() == threads
+    said = len(caplog.messages)
+    time.sleep(0.1)
+    assert len(caplog.messages) == said
+
+
+def test_the_command_line_shows_these_lines_without_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "EVERY", 0.02)
+    monkeypatch.setitem(command_line._COMMANDS, "devices", lambda _: time.sleep(0.5) or "done")
+    assert command_line.main(["devices"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == "done\n"
+    assert len(printed.err.splitlines()) > 3
+    assert all(re.fullmatch(r"fxremat: devices; \d s so far", line) for line in printed.err.splitlines())
+    assert module.ticks.handlers == []
 
 
 @pytest.mark.parametrize(("asked", "lines"), [("", 0), ("logging.basicConfig(level=logging.INFO)", 2)])

@@ -626,6 +626,10 @@ def test_wrong_settings_are_refused_in_one_line(case: str) -> None:
 
 def test_a_dimension_that_is_not_there_is_refused() -> None:
     compiled = fxremat.compile(Stack(), mem="1GB", shapes={"x": {2: (2, 8)}}, **QUICK)
+    for wrong, says in (("y", "shapes names 'y'; the model's inputs are x"), ("xx", "did you mean 'x'")):
+        unknown = fxremat.compile(Stack(), mem="1GB", shapes={wrong: {0: (2, 8)}}, **QUICK)
+        with pytest.raises(fxremat.FxrematError, match=says):
+            unknown(torch.ones(4, 4))
     with pytest.raises(fxremat.FxrematError, match="shapes names dimensions 2 of 'x', which has 2"):
         compiled(rows(8))
 

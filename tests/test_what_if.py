@@ -19,11 +19,12 @@ from torch._subclasses import FakeTensorMode
 import fxremat
 from examples import what_if
 from fxremat.__main__ import main
-from fxremat.cost.devices import DEVICES
+from fxremat.cost.devices import DEVICES, Device
 from fxremat.errors import BudgetTooSmall, CaptureError, FxrematError
 from fxremat.plans import Plan
-from fxremat.runtime import shapes_alone
+from fxremat.runtime import dynamo, shapes_alone
 from fxremat.step.joint import tensors_of
+from fxremat.units import format_bytes
 from fxremat.what_if import Largest, largest
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
@@ -85,6 +86,10 @@ def tokens() -> tuple[Tensor, Tensor]:
 def planned(model: nn.Module, inputs: Any, **options: Any) -> Any:
     settings = {"mem": "100%", "cost": "estimate", "effort": 0, "slots": 100, "progress": False}
     return fxremat.plan(model, inputs, **(settings | options))
+
+
+def small(memory: int, name: str = "small") -> Device:
+    return replace(DEVICES["A100"], name=name, memory=memory)
 
 
 def shown(plan: Plan) -> tuple[object, ...]:
@@ -152,12 +157,14 @@ def test_a_model_without_data_is_neither_measured_nor_compiled_nor_moved() -> No
         lambda: planned(model, tokens(), cost="measure"),
         lambda: fxremat.compile(model, "1GiB", example_inputs=tokens()),
         lambda: fxremat.compile(model, "1GiB", cost="estimate", effort=0)(*on_meta(tokens)),
-        lambda: planned(model, tokens(), offload_weights=True, optimizer=optimizer),
         lambda: planned(fake(lambda: Llama(1)), tokens(), cost="measure"),
     ):
         with pytest.raises(FxrematError, match='cost="estimate"') as error:
             attempt()
         assert "\n" not in str(error.value)
+    with pytest.raises(FxrematError, match="an estimate too: leave offload_weights out, or give") as error:
+        planned(model, tokens(), device="H100", offload_weights=True, optimizer=optimizer)
+    assert "cost=" not in str(error.value)  # which was said already
 
 
 class NoWayBack(torch.autograd.Function):
@@ -371,12 +378,15 @@ def test_several_devices_are_compared() -> None:
         -(-p.nbytes // 512) * 512 for p in (*model.parameters(), model.scale, model.shift, *tokens())
     )
     assert first.held == held
-    assert first.left == 80 * 10**9 - held - first.plan.predicted_peak
+    weights = sum(-(-p.nbytes // 512) * 512 for p in model.parameters())
+    step = max(first.plan.predicted_peak, 2 * weights)  # AdamW's update takes gradients and a copy of the weights
+    assert first.left == 81920 * 2**20 - held - 2 * weights - step
     assert cpu.left is None
     assert first.seconds_at(100) == first.plan.keep_all_time
     assert first.seconds_at(1) is None
     tight = 100 * first.plan.minimum / first.plan.keep_all_peak
     assert first.seconds_at(tight + 0.01) == max(time for _, time in first.plan.frontier)
+    assert first.left_at_least == first.on_device.left(first.plan.minimum)
     heads, *rows = str(compared).splitlines()[:4]
     assert heads.split()[:2] == ["device", "memory"]
     assert [row.split()[0] for row in rows] == ["A100", "H200", "cpu"]
@@ -386,13 +396,68 @@ def test_several_devices_are_compared() -> None:
 
 
 def test_a_device_that_is_too_small_is_told_of() -> None:
-    small = replace(DEVICES["A100"], name="small", memory=1000)
-    compared = planned(Llama(1), tokens(), device=[small])
-    assert "no: " in str(compared)
-    assert (
-        compared.estimates[0].left
-        == 1000 - compared.estimates[0].held - compared.plans["small"].predicted_peak
-    )
+    compared = planned(Llama(1), tokens(), device=[small(1000)])
+    assert str(compared).count("no: ") == 2
+    (found,) = compared.estimates
+    assert found.left == 1000 - found.held - found.on_device.state - compared.plans["small"].predicted_peak
+
+
+@pytest.fixture
+def captures(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """The graphs that are captured."""
+    seen: list[object] = []
+
+    def noted(module: Any, passes: Any) -> Any:
+        seen.append(module)
+        return original(module, passes)
+
+    original = dynamo.normalize
+    monkeypatch.setattr(dynamo, "normalize", noted)
+    return seen
+
+
+@pytest.mark.parametrize("mem", ["80%", "auto"])
+def test_devices_that_run_the_same_kernels_share_one_capture(captures: list[object], mem: str) -> None:
+    made = on_meta(lambda: Llama(2))
+    compared = planned(made, tokens(), device=["A100", "H200", "RTX-4090", "T4", "V100"], mem=mem)
+    assert len(captures) == 2  # with flash attention, and without
+    for name in ("H200", "V100"):
+        alone = planned(made, tokens(), device=name, mem=mem)
+        assert shown(compared.plans[name]) == shown(alone)
+
+
+def test_what_fits_is_asked_of_the_least_budget_and_of_the_planned_one() -> None:
+    """A budget that was meant for the whole card must not make a step that fits look as if it did not."""
+    model = on_meta(lambda: Llama(2))
+    whole = planned(model, tokens(), device="A100", optimizer="sgd")
+    held, least, most = whole.on_device.total - whole.on_device.free, whole.minimum, whole.predicted_peak
+    tight = small(held + (least + most) // 2)
+    compared = planned(model, tokens(), device=[tight], optimizer="sgd", mem="100%")
+    row, advice = str(compared).splitlines()[1], str(compared).splitlines()[-1]
+    assert re.search(r"[\d.]+ KiB left .* no: [\d.]+ KiB over$", row)
+    assert advice.startswith("small: a budget of up to ")
+    answer = str(planned(model, tokens(), device=tight, optimizer="sgd")).splitlines()[-3:]
+    assert "not the planned " in " ".join(answer)
+    assert f"the least is {format_bytes(least)}" in " ".join(" ".join(answer).split())
+    fitting = planned(model, tokens(), device=tight, optimizer="sgd", mem=(least + most) // 2)
+    assert "fits            hardly: " in str(fitting)
+
+
+def test_a_comparison_for_what_is_left_shows_devices_that_are_too_small() -> None:
+    model = on_meta(lambda: Llama(2))
+    whole = planned(model, tokens(), device="A100")
+    held = whole.on_device.total - whole.on_device.free
+    names = [small(held // 2, "none"), small(2 * (held + whole.predicted_peak), "enough")]
+    compared = planned(model, tokens(), device=names, mem="auto")
+    none, enough = compared.estimates
+    assert none.plan.predicted_peak == none.plan.minimum == whole.minimum
+    assert none.left is not None
+    assert none.left < 0
+    assert enough.plan.budget == enough.on_device.auto
+    assert enough.plan.predicted_peak == whole.predicted_peak
+    lines = str(compared).splitlines()
+    assert lines[1].count("no: ") == 2
+    assert lines[2].count(" left") == 2
 
 
 def test_wrong_devices_to_compare_are_refused() -> None:
@@ -442,6 +507,22 @@ def test_the_command_line_compares_devices(capsys: pytest.CaptureFixture[str]) -
     assert [row.split()[0] for row in rows[1:3]] == ["A100", "H200"]
 
 
+def test_the_command_line_says_whether_a_step_fits_on_one_device(capsys: pytest.CaptureFixture[str]) -> None:
+    def last(*arguments: str) -> dict[str, str]:
+        assert main(["plan", NAME, *QUICK, *arguments]) == 0
+        *_, text = capsys.readouterr().out.partition("\nRTX-4090\n")
+        return {line[:16].strip(): line[16:].strip() for line in text.splitlines() if line.strip()}
+
+    first = last("--mem", "100GiB", "--device", "rtx 4090")
+    assert first["memory"] == "24.0 GiB"
+    assert first["budget"] == "100.0 GiB is 76.0 GiB more than the device has"
+    assert first["held"].endswith("of optimizer state")
+    assert first["fits"].startswith("yes: 24.0 GiB left beside the planned ")
+    second = last("--mem", "auto", "--device", "4090", "--optimizer", "sgd")
+    assert second["held"].endswith("0 B of optimizer state (sgd)")
+    assert "budget" not in second
+
+
 def test_the_command_line_finds_the_largest_batch(capsys: pytest.CaptureFixture[str]) -> None:
     options = {"device": "H200", "slots": 50}
     least = [planned(*llama(batch), **options).minimum for batch in (2, 3)]
@@ -467,12 +548,20 @@ def test_the_command_line_finds_the_largest_batch(capsys: pytest.CaptureFixture[
         (["--largest", "batch", "--mem", "10"], "no schedule fits in 10 bytes"),
         (["--device", "A100,H200", "--mem", "1GiB", "--report", "out.html"], "names 2 devices"),
         (["--device", "A100,abacus", "--mem", "1GiB"], "unknown device 'abacus'"),
+        (["--device", "rtx 4900", "--mem", "1GiB"], "did you mean 'RTX-4090'?"),
+        (["--device", "4900", "--mem", "1GiB"], "`fxremat devices` says more of them"),
+        (["--device", "H100", "--mem", "1GiB", "--cost", "measure"], "--device goes with --cost estimate;"),
+        (["--optimizer", "adamw", "--mem", "1GiB"], "--optimizer goes with --cost estimate --device H100, where"),
+        (["--mem", "auto"], "for what another device would have left, add --cost estimate --device H100"),
+        (["--mem", "1GiB", "--cost", "measure"], "fxremat plan ... --cost estimate --device H100, or give the"),
+        (["--mem", "1GiB", "--solver", "pofo"], "--solver pofo moves values to the host; it goes with --offload"),
+        (["--mem", "1GiB", "--host-mem", "1GiB"], "--host-mem limits what is offloaded; it goes with --offload or"),
     ],
 )
 def test_wrong_arguments_are_one_line(
     arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["plan", NAME, *arguments, *QUICK]) == 2
+    assert main(["plan", NAME, *QUICK, *arguments]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.count("\n") == 1

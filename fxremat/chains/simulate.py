@@ -86,7 +86,7 @@ def simulate(
     Raises:
         InvalidSchedule: names the op and what it lacks; says deadlock where copies are in the way.
 
-    >>> from fxremat.chain import Block
+    >>> from fxremat.chains.chain import Block
     >>> block = Block(forward_time=1.0, backward_time=2.0, output_bytes=4, saved_bytes=9)
     >>> chain = Chain(blocks=(block, block), input_bytes=4)
     >>> timeline = simulate(chain, Schedule.parse("Fck1 Fall2 B2 Fall1 B1"))

@@ -37,7 +37,7 @@ class JoinTimeline:
 def simulate_join(join: Join, schedule: JoinSchedule) -> JoinTimeline:
     """Run `schedule` on paper. Raises `InvalidSchedule` that names the op and what it lacks.
 
-    >>> from fxremat.chain import Block
+    >>> from fxremat.chains.chain import Block
     >>> block = Block(forward_time=1.0, backward_time=2.0, output_bytes=1, saved_bytes=3)
     >>> join = Join(branches=(Chain(blocks=(block,), input_bytes=1),) * 2)
     >>> simulate_join(join, JoinSchedule.parse("1:Fall1 2:Fall1 Loss 1:B1 2:B1")).memory

@@ -3,13 +3,19 @@
 Rates are dense: a figure that a data sheet gives with sparsity is halved here. `flops` are the matrix products of
 float32 tensors as PyTorch runs them unless told otherwise, without TF32; float32 convolutions on NVIDIA devices do
 use TF32 unless told otherwise. A product in half precision adds in float32.
+
+`memory` is the total that the driver reports (nvidia-smi, rocm-smi), not the data sheet's gigabytes: memory chips come
+in binary sizes, so that an "80 GB" H100 has 81,559 MiB, which is 85.5 * 10^9 bytes.
 """
 
 from __future__ import annotations
 
+import difflib
+import re
 from dataclasses import dataclass, replace
 
 from fxremat.errors import FxrematError
+from fxremat.units import format_bytes
 
 PCIE_3, PCIE_4, PCIE_5 = 12e9, 24e9, 50e9
 """Bytes a second that a copy of pinned memory reaches one way, of the 15.8, 31.5 and 63.0 GB/s of sixteen lanes."""
@@ -17,7 +23,7 @@ PCIE_3, PCIE_4, PCIE_5 = 12e9, 24e9, 50e9
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """What a device can do: data-sheet numbers."""
+    """What a device can do: the data sheet's rates, and the memory that its driver reports."""
 
     name: str
     flops: float  # a second, fp32 matrix products
@@ -39,23 +45,35 @@ class Device:
 
     @classmethod
     def named(cls, name: str | Device) -> Device:
-        """A known device, or the description given. Raises `FxrematError` with the known names.
+        """Return a known device, or the description given. Case, spaces, dashes and the maker's name do not matter.
 
-        >>> Device.named("RTX 4090").memory
-        24000000000
+        Raises `FxrematError` with the known names.
+
+        >>> [Device.named(name).name for name in ("RTX 4090", "rtx-4090", "4090", "NVIDIA GeForce RTX 4090")]
+        ['RTX-4090', 'RTX-4090', 'RTX-4090', 'RTX-4090']
+        >>> Device.named("H100").memory // 2**20  # MiB
+        81559
         """
         if isinstance(name, Device):
             return name
-        known = str(name).strip().replace(" ", "-")
-        if known not in DEVICES:
+        by_key = {_key(known): known for known in DEVICES}
+        key = _key(str(name))
+        if key not in by_key:
+            near = difflib.get_close_matches(key, by_key, n=1)
+            perhaps = f", did you mean {by_key[near[0]]!r}?" if near else ""
             raise FxrematError(
-                f"unknown device {name!r}; known are {', '.join(DEVICES)}, or give a Device(...)"
+                f"unknown device {name!r}{perhaps}; known are {', '.join(DEVICES)}, or give a Device(...)"
             )
-        return DEVICES[known]
+        return DEVICES[by_key[key]]
 
 
-def _gb(amount: int) -> int:
-    return amount * 10**9
+def _key(name: str) -> str:
+    """The letters and digits of a device's name, without those that only name its maker and product line."""
+    return re.sub(r"[^a-z0-9]|nvidia|geforce|tesla|amd|instinct|rtx", "", name.lower())
+
+
+def _mib(amount: int) -> int:
+    return amount * 2**20
 
 
 _A100 = Device(
@@ -66,7 +84,7 @@ _A100 = Device(
     bandwidth=2.039e12,
     link=PCIE_4,
     network=300e9,  # NVLink, half of what is stated for both ways; so below
-    memory=_gb(80),
+    memory=_mib(81920),
     source="NVIDIA A100 Tensor Core GPU data sheet, A100 80GB SXM",
 )
 _H100 = Device(
@@ -77,8 +95,18 @@ _H100 = Device(
     bandwidth=3.35e12,
     link=PCIE_5,
     network=450e9,
-    memory=_gb(80),
+    memory=_mib(81559),
     source="NVIDIA H100 Tensor Core GPU Architecture white paper and data sheet, H100 SXM5 80GB",
+)
+_MI300X = Device(
+    name="MI300X",
+    flops=163.4e12,
+    half_flops=1307.4e12,
+    bandwidth=5.3e12,
+    link=PCIE_5,
+    network=448e9,
+    memory=_mib(196592),
+    source="AMD Instinct MI300X Accelerator data sheet",
 )
 _ROWS = (
     Device(
@@ -107,7 +135,7 @@ _ROWS = (
         bf16_flops=15.7e12,
         bandwidth=0.9e12,
         network=150e9,
-        memory=_gb(32),
+        memory=_mib(32768),
         flash=False,
         source="NVIDIA V100 Tensor Core GPU data sheet, V100 SXM2 32GB",
     ),
@@ -117,7 +145,7 @@ _ROWS = (
         half_flops=65e12,
         bf16_flops=8.1e12,
         bandwidth=0.32e12,
-        memory=_gb(16),
+        memory=_mib(15360),
         flash=False,
         source="NVIDIA T4 data sheet and product brief",
     ),
@@ -126,10 +154,29 @@ _ROWS = (
         _A100,
         name="A100-40GB",
         bandwidth=1.555e12,
-        memory=_gb(40),
+        memory=_mib(40960),
         source="NVIDIA A100 Tensor Core GPU data sheet, A100 40GB SXM",
     ),
     _A100,
+    Device(
+        name="A10G",
+        flops=35e12,
+        half_flops=70e12,
+        bandwidth=0.6e12,
+        link=PCIE_4,
+        memory=_mib(23028),
+        source="NVIDIA A10G data sheet",
+    ),
+    Device(
+        name="A6000",
+        flops=38.7e12,
+        tf32_flops=77.4e12,
+        half_flops=154.8e12,
+        bandwidth=0.768e12,
+        link=PCIE_4,
+        memory=_mib(49140),
+        source="NVIDIA Ampere GA102 GPU Architecture white paper, RTX A6000",
+    ),
     Device(
         name="L4",
         flops=30.3e12,
@@ -137,15 +184,25 @@ _ROWS = (
         half_flops=121e12,
         bandwidth=0.3e12,
         link=PCIE_4,
-        memory=_gb(24),
+        memory=_mib(23034),
         source="NVIDIA L4 Tensor Core GPU data sheet",
+    ),
+    Device(
+        name="L40S",
+        flops=91.6e12,
+        tf32_flops=183e12,
+        half_flops=362e12,
+        bandwidth=0.864e12,
+        link=PCIE_4,
+        memory=_mib(46068),
+        source="NVIDIA L40S GPU data sheet",
     ),
     _H100,
     replace(
         _H100,
         name="H200",
         bandwidth=4.8e12,
-        memory=_gb(141),
+        memory=_mib(143771),
         source="NVIDIA H200 Tensor Core GPU data sheet, H200 SXM; rates of the H100 SXM, which has the same processor",
     ),
     Device(
@@ -156,7 +213,7 @@ _ROWS = (
         bandwidth=7.7e12,
         link=PCIE_5,
         network=900e9,
-        memory=_gb(180),
+        memory=_mib(183359),
         source="NVIDIA HGX B200 data sheet, an eighth of the platform",
     ),
     Device(
@@ -165,8 +222,17 @@ _ROWS = (
         half_flops=71e12,
         bandwidth=0.936e12,
         link=PCIE_4,
-        memory=_gb(24),
+        memory=_mib(24576),
         source="NVIDIA Ampere GA102 GPU Architecture white paper",
+    ),
+    Device(
+        name="RTX-4080",
+        flops=48.7e12,
+        half_flops=97.5e12,
+        bandwidth=0.7168e12,
+        link=PCIE_4,
+        memory=_mib(16376),
+        source="NVIDIA Ada GPU Architecture white paper, RTX 4080 16GB",
     ),
     Device(
         name="RTX-4090",
@@ -174,7 +240,7 @@ _ROWS = (
         half_flops=165.2e12,
         bandwidth=1.008e12,
         link=PCIE_4,
-        memory=_gb(24),
+        memory=_mib(24564),
         source="NVIDIA Ada GPU Architecture white paper",
     ),
     Device(
@@ -183,20 +249,44 @@ _ROWS = (
         half_flops=209.5e12,
         bandwidth=1.792e12,
         link=PCIE_5,
-        memory=_gb(32),
+        memory=_mib(32607),
         source="NVIDIA RTX Blackwell GPU Architecture white paper",
     ),
     Device(
-        name="MI300X",
-        flops=163.4e12,
-        half_flops=1307.4e12,
-        bandwidth=5.3e12,
+        name="RTX-PRO-6000",
+        flops=125e12,
+        tf32_flops=251.9e12,
+        half_flops=503.8e12,
+        bandwidth=1.792e12,
         link=PCIE_5,
-        network=448e9,
-        memory=_gb(192),
-        source="AMD Instinct MI300X Accelerator data sheet",
+        memory=_mib(97887),
+        source="NVIDIA RTX Blackwell PRO GPU Architecture white paper, Workstation Edition",
+    ),
+    _MI300X,
+    replace(
+        _MI300X,
+        name="MI325X",
+        bandwidth=6e12,
+        memory=_mib(262128),
+        source="AMD Instinct MI325X Accelerator data sheet; memory: its 256 GB, less the 16 MiB that an MI300X lacks",
     ),
 )
 
 DEVICES = {device.name: device for device in _ROWS}
 """The known devices by name. "A100" is the one of 80 GB; "H100" and "H200" are the SXM modules."""
+
+
+def listed() -> str:
+    """Return a table of the known devices."""
+    heads = ("device", "memory", "fp32", "half", "GB/s", "source")
+    rows = [heads, *(_row(device) for device in DEVICES.values())]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    aligned = ("<", ">", ">", ">", ">", "<")
+    lines = ["  ".join(f"{c:{a}{w}}" for c, a, w in zip(r, aligned, widths, strict=True)).rstrip() for r in rows]
+    return "\n".join((*lines, "", "fp32 and half: dense matrix products, in 10^12 a second; docs/what-if.md has more."))
+
+
+def _row(device: Device) -> tuple[str, ...]:
+    memory = "" if device.memory is None else format_bytes(device.memory)
+    rates = (f"{rate / 1e12:.4g}" for rate in (device.flops, device.half_flops))
+    return device.name, memory, *rates, f"{device.bandwidth / 1e9:.4g}", device.source

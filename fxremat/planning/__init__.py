@@ -18,10 +18,11 @@ from typing import Any
 from fxremat import kernels
 from fxremat.agreement import Agreement
 from fxremat.budget import bytes_of, free_bytes
+from fxremat.cost.device_memory import DeviceMemory, memory_on
 from fxremat.cost.estimate import estimate
 from fxremat.cost.measure import measure, trust_known_layouts
 from fxremat.cost.resized import resized
-from fxremat.errors import BudgetTooSmall, FxrematError
+from fxremat.errors import BudgetTooSmall, FxrematError, InvalidBudget
 from fxremat.options import Options
 from fxremat.planning.captured import CapturedStep
 from fxremat.planning.compiled import with_compiled_kernels
@@ -55,6 +56,8 @@ def plan_step(step: CapturedStep, options: Options) -> Plan:
         raise FxrematError('kernels="inductor" compiles steps of one device; this one communicates with other ranks')
     kernels.ready()  # before anything is measured, which a compiler would disturb
     shown = options.progress and step.ranks.rank == step.ranks.ranks[0]
+    if isinstance(options.budget, Auto) and options.device is not None:
+        return _within_what_is_left(step, options)
     options = _with_least_free(step, options)
     if step.as_eager is not None and isinstance(options.budget, Percent):
         return _within_share(step, step.as_eager, options, options.budget)
@@ -65,6 +68,26 @@ def plan_step(step: CapturedStep, options: Options) -> Plan:
         _check_equal(plan, step.ranks)
         planned(plan.headline)
     return _with_others(plan, step, options)
+
+
+def _within_what_is_left(step: CapturedStep, options: Options) -> Plan:
+    """The plan within what is left of the memory of a device that is planned for by name."""
+    memory, budget = _left_on_device(step.joint, options)
+    try:
+        return plan_step(replace(step, within=step.within or f"what {memory.device} has left"), budget)
+    except BudgetTooSmall as error:
+        raise error.explained(note=memory.shortage(error.minimum)) from None
+
+
+def _left_on_device(joint: Joint, options: Options) -> tuple[DeviceMemory, Options]:
+    """What a device holds, and the options with what is left there in the place of mem="auto"."""
+    memory = memory_on(estimated_device(joint, options), joint, options.optimizer)
+    if memory.device.memory is None:
+        raise InvalidBudget(
+            f'mem="auto" plans for what a device has left, and the memory of {memory.device} is not stated; '
+            'give bytes, such as mem="4GiB", or a Device(..., memory=...)'
+        )
+    return memory, replace(options, mem=max(1, memory.auto))
 
 
 def _within_share(step: CapturedStep, as_eager: Joint, options: Options, share: Percent) -> Plan:
@@ -148,6 +171,8 @@ def replan_step(step: CapturedStep, known: Sequence[Plan], options: Options, cho
     """
     near = sorted(known, key=lambda plan: _distance(plan.joint, step.joint))
     nearest = near[0]
+    if isinstance(options.budget, Auto) and options.device is not None:
+        _, options = _left_on_device(step.joint, options)
     with planning(f"{_what(step, options)} from known programs") as planned:
         costs = _resized(step.joint, nearest, options)
         others = [candidate for plan in near[:NEAREST] for candidate in plan.alternatives.candidates]

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from fxremat.cost.calibrate import calibration
+from fxremat.cost.device_memory import memory_on
 from fxremat.cost.estimate import assumptions
 from fxremat.cost.link import measure_link, typical_size
 from fxremat.cost.updates import units_of, with_own_sizes
@@ -71,6 +72,7 @@ def plan_of(
         costs=costs,
         device=str(target) if target else device_name(device_of(joint)),
         assumed=assumptions(joint, target) if target else "",
+        on_device=memory_on(target, joint, options.optimizer) if target and options.device else None,
         timed=f"{options.cost}d",
         **further,
     )

@@ -35,6 +35,7 @@ from fxremat.planning import plan_step
 from fxremat.planning.captured import CapturedStep, TrainedParameters, named
 from fxremat.plans import Plan
 from fxremat.profiles import enough
+from fxremat.progress import telling
 from fxremat.runtime.auxiliary_outputs import AuxiliaryOutputs, auxiliary_outputs_of, check_runs_again
 from fxremat.runtime.capture_errors import refuse_opaque, refuse_without_gradients
 from fxremat.runtime.devices import check_devices
@@ -153,7 +154,8 @@ class Backend:
         )
         before = len(self._called_with)
         try:
-            compiled = self._traced(lambda: backend(module, _to_trace(placeholders, inputs)), inputs)
+            with telling(f"capturing {self.model}"):
+                compiled = self._traced(lambda: backend(module, _to_trace(placeholders, inputs)), inputs)
         finally:
             self._inputs = ()  # dynamo holds on to backends, and the model is not theirs to keep
             self._placeholders = ()
@@ -237,7 +239,7 @@ class Backend:
 
     def prepare_weights(self, tensors: Iterable[torch.Tensor]) -> Weights | None:
         """The optimizer's parameters, where the step updates them; the model computes where these tensors are."""
-        optimizer = self.options.optimizer
+        optimizer = self.options.stepping
         if optimizer is not None and self.weights is None:
             devices = [tensor.device for tensor in tensors]
             device = next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
@@ -383,7 +385,7 @@ class Backend:
 
     def _with_updates(self, joint: Joint) -> tuple[Joint, TrainedParameters | None]:
         """The joint graph with the optimizer's updates inside, where the user wants them there."""
-        optimizer = self.options.optimizer
+        optimizer = self.options.stepping
         if optimizer is None:
             return joint, None
         numbers = self._parameters(joint, optimizer)

@@ -34,6 +34,7 @@ from fxremat.errors import CaptureError, FxrematError
 from fxremat.ops.parameters import Weights
 from fxremat.options import Options
 from fxremat.plans import Plan
+from fxremat.progress import telling
 from fxremat.runtime.capture_errors import explained
 from fxremat.runtime.dynamo import Backend, PlannedOnly
 from fxremat.runtime.transformers_hooks import keeps_mask, set_up
@@ -148,7 +149,7 @@ class Rematerialized(_Base):
             )
         training.backend.only_plan = True
         try:
-            with torch.enable_grad():
+            with torch.enable_grad(), telling(f"capturing {type(training.model).__name__}"):
                 getattr(self, training.backend.options.method)(*args, **kwargs)
         except PlannedOnly:
             pass
@@ -215,7 +216,7 @@ def drop_in(model: nn.Module, options: Options, target: Device | None = None) ->
         only_fixed |= fixed
         return compiled_step(plain, backend, name, False) if only_fixed else step_of(plain)
 
-    if shared is not None and options.optimizer is not None:
+    if shared is not None and options.stepping is not None:
         raise FxrematError(
             "offload_weights keeps whole parameters on the host, and these are shared among ranks already: leave it "
             "out; offload=True moves activations, and more ranks hold smaller shards"
@@ -365,7 +366,7 @@ def _forward(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not backend.plans and keeps_mask(training.model):
         warnings.warn(MASKED, stacklevel=3)
     weights = None
-    if backend.options.optimizer is not None:
+    if backend.options.stepping is not None:
         _check_trainable(training.model, args, kwargs)
         weights = backend.prepare_weights([*_tensors((args, kwargs)), *training.model.parameters()])
         if weights and not backend.only_plan:
@@ -389,7 +390,7 @@ def _forward(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _run(training: _Training, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    mark(training.backend.options, training.backend.input_names, args, kwargs)
+    mark(training.backend.options, training.backend.input_names, training.plain, args, kwargs)
     if training.backend.outdated and training.shared is None:
         training.backend.outdated = False
         training.step = training.step_anew(False)

@@ -24,14 +24,17 @@ from fxremat.torch_private import fake_mode, has_data, real_tensors, tensor_plac
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def refuse_without_data(model: nn.Module, what: str) -> None:
+WHAT_IF = 'look at a plan with fxremat.plan(..., cost="estimate", device="H100")'
+
+
+def refuse_without_data(model: nn.Module, what: str, instead: str = WHAT_IF) -> None:
     """Raise `FxrematError` where a parameter or buffer of the model has no data, which `what` needs."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if not has_data(tensor):
             where = "on the meta device" if tensor.is_meta else "a fake tensor"
             raise FxrematError(
-                f"{name} is {where}, without data, and {what}: look at a plan with "
-                'fxremat.plan(..., cost="estimate", device="H100"), or give the model data with model.to_empty(...)'
+                f"{name} is {where}, without data, and {what}: {instead}, or give the model data with "
+                "model.to_empty(...)"
             )
 
 
@@ -52,8 +55,9 @@ def with_fakes(model: nn.Module, call: Call, options: Options) -> Iterator[Call]
     if all(has_data(tensor) for tensor in tensors if isinstance(tensor, Tensor)):
         yield call
         return
-    if options.optimizer is not None:
-        refuse_without_data(model, "offload_weights moves weights to the host")
+    if options.stepping is not None:
+        what = "offload_weights measures how long copies and updates of the weights take, in an estimate too"
+        refuse_without_data(model, what, "leave offload_weights out")
     fakes = _Fakes()
     places = list(tensor_places(model))
     try:

@@ -19,12 +19,13 @@ from fxremat.options import Options
 from fxremat.passes.in_place import restore
 from fxremat.planning import Choice, plan_step, replan_step
 from fxremat.planning.captured import CapturedStep
-from fxremat.planning.searched import whole_of
+from fxremat.planning.searched import search, whole_of
 from fxremat.plans import Plan
+from fxremat.progress import planning
 from fxremat.step.joint import Joint
 from fxremat.step.overwriting import overwritten
 from fxremat.step.symbolic import Dims, SymbolicGraph
-from fxremat.units import Percent
+from fxremat.units import Percent, format_bytes
 
 KNOWN = 8
 GROWTH = 1.5  # times a size that comes above the range that was given, which ends there from then on
@@ -108,11 +109,21 @@ class PlansOfSizes:
             self._known, self._range = known, range_
         return replace(plan, sizes=PlannedSizes(self, dims), another=partial(self._within, dims))
 
-    def _within(self, dims: Dims, mem: int | str) -> Plan:
-        """The plan at these sizes within another budget; it tells of other sizes within that."""
+    def least(self, dims: Dims) -> int:
+        """The least budget at these sizes, in bytes, of programs that are searched for at them."""
+        joint = self._graph.at(dims)
+        with planning(f"the least budget for inputs of {self.described(dims)}") as planned:
+            step = CapturedStep(joint=joint, called_with=self.described(dims))
+            least = search(step, replace(self._options, mem=1)).frontier.minimum
+            planned(format_bytes(least))
+        self._restore_as(joint)
+        return least
+
+    def _within(self, dims: Dims, mem: int | str, **changed: Any) -> Plan:
+        """The plan at these sizes within another budget, with other options; it tells of other sizes within that."""
         others = copy.copy(self)
-        others._options, others._known = replace(self._options, mem=mem), ()
-        return others.plan(dims, keep=False)
+        others._options, others._known = replace(self._options, mem=mem, **changed), ()
+        return others.plan(dims, keep=bool(changed))
 
     def described(self, dims: Dims) -> str:
         """The sizes as text: `tokens[1] = 300`."""
@@ -207,6 +218,15 @@ class PlannedSizes:
 
     def __str__(self) -> str:
         return self.plans.described(self.dims)
+
+    @property
+    def inputs(self) -> frozenset[str]:
+        """The names of the inputs that have symbolic sizes; those of others may follow from them."""
+        return frozenset(name for name, _ in self.plans._dimensions)
+
+    def least(self) -> int:
+        """The least budget, in bytes, of programs that are searched for at these sizes."""
+        return self.plans.least(self.dims)
 
     def plan(self, sizes: Mapping[str, object]) -> Plan:
         """The plan with other sizes of some inputs."""

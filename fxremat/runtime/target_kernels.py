@@ -27,6 +27,11 @@ WIDEST_HEAD = 256  # that flash attention takes
 FLASH_STEP = 8  # to whose multiples heads are padded for flash attention
 
 
+def captured_alike(one: Device, other: Device) -> bool:
+    """Whether a step that is captured for one device is the same for another."""
+    return (one.cuda, one.flash) == (other.cuda, other.flash)
+
+
 @contextlib.contextmanager
 def kernels_of(device: Device) -> Iterator[None]:
     """Capture what the device's kernels would compute and save. What is captured meanwhile cannot run on a CPU."""
@@ -75,8 +80,8 @@ def _takes_flash(
 
 def _same_heads(query: Tensor, key: Tensor, value: Tensor, *, grouped: bool) -> bool:
     """Whether batches are equal, and heads too, but where keys are shared by groups of heads."""
-    batches, heads = ({t.shape[place] for t in (query, key, value)} for place in (0, 1))
-    return len(batches) == 1 and (len(heads) == 1 or grouped)
+    batches, heads = ((query.shape[d] == key.shape[d] == value.shape[d]) for d in (0, 1))  # sizes may be symbolic
+    return batches and (heads or grouped)
 
 
 def _takes_efficient(query: Tensor, key: Tensor, value: Tensor, device: Device) -> bool:

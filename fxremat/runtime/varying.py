@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import difflib
 import inspect
 import logging
 import warnings
@@ -31,17 +33,24 @@ def positional(forward: Callable[..., Any]) -> Sequence[str]:
     return tuple(parameter.name for parameter in parameters if parameter.kind in kinds)
 
 
-def mark(options: Options, names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Mark the sizes that `shapes` names on the inputs of a call.
+def mark(
+    options: Options,
+    names: Sequence[str],
+    forward: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> None:
+    """Mark the sizes that `shapes` names on the inputs of a call to `forward`, whose positional inputs have `names`.
 
     Raises:
-        FxrematError: an input of that name is given, and is no tensor, or has no such dimension.
+        FxrematError: there is no input of that name; or one is given, and is no tensor, or has no such dimension.
     """
-    if not options.shapes or not options.resizable:
+    if not options.shapes:
         return
     given = dict(zip(names, args, strict=False)) | dict(kwargs)
     for name, sizes in options.shapes.items():
         if name not in given:
+            _check_known(name, given, forward)
             continue
         tensor = given[name]
         most = tensor.dim() if isinstance(tensor, torch.Tensor) else 0
@@ -50,7 +59,20 @@ def mark(options: Options, names: Sequence[str], args: Sequence[Any], kwargs: Ma
                 f"shapes names dimensions {', '.join(map(str, sizes))} of {name!r}, which "
                 + (f"has {most}" if isinstance(tensor, torch.Tensor) else f"is a {type(tensor).__name__}")
             )
-        mark_dynamic(tensor, sizes)
+        if options.resizable:
+            mark_dynamic(tensor, sizes)
+
+
+def _check_known(name: str, given: Mapping[str, Any], forward: Callable[..., Any]) -> None:
+    """Raise `FxrematError` where an input that is not given is none that `forward` names."""
+    with contextlib.suppress(TypeError, ValueError):  # a function that does not tell
+        parameters = inspect.signature(forward).parameters.values()
+        kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        known = dict.fromkeys((*(p.name for p in parameters if p.kind not in kinds), *given))
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            perhaps = f", did you mean {near[0]!r}?" if near else ""
+            raise FxrematError(f"shapes names {name!r}{perhaps}; the model's inputs are {', '.join(known)}")
 
 
 def warn_of_fixed(options: Options, reason: BaseException | None = None) -> None:

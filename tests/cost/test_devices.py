@@ -11,6 +11,7 @@ from torch import nn
 
 from fxremat.cost.devices import DEVICES, PCIE_3, PCIE_4, PCIE_5, Device
 from fxremat.cost.estimate import assumptions, estimate
+from fxremat.errors import FxrematError
 from fxremat.step.joint import Joint
 from tests.dags import capture
 
@@ -28,7 +29,7 @@ def test_rows_are_possible(device: Device) -> None:
         return
     assert device.cuda
     assert device.memory is not None
-    assert 16e9 <= device.memory <= 200e9
+    assert 15 * 2**30 <= device.memory <= 256 * 2**30
     assert 0.2e12 < device.bandwidth < 10e12
     assert device.link in (PCIE_3, PCIE_4, PCIE_5)
     assert device.link < device.bandwidth
@@ -38,8 +39,45 @@ def test_rows_are_possible(device: Device) -> None:
 def test_the_devices_that_are_asked_for_are_there() -> None:
     asked = ("A100", "A100-40GB", "A100-80GB", "H100", "H200", "B200", "RTX 4090", "RTX 5090", "L4", "T4", "MI300X")
     assert [Device.named(name).name for name in asked] == [name.replace(" ", "-") for name in asked]
-    assert [Device.named(name).memory for name in ("A100-40GB", "A100", "H200")] == [40e9, 80e9, 141e9]
     assert not Device.named("T4").flash
+
+
+REPORTED = {  # MiB, as nvidia-smi and rocm-smi show them
+    "V100": 32768, "T4": 15360, "A100": 81920, "A100-40GB": 40960, "A100-80GB": 81920, "A10G": 23028,
+    "A6000": 49140, "L4": 23034, "L40S": 46068, "H100": 81559, "H200": 143771, "B200": 183359,
+    "RTX-3090": 24576, "RTX-4080": 16376, "RTX-4090": 24564, "RTX-5090": 32607, "RTX-PRO-6000": 97887,
+    "MI300X": 196592, "MI325X": 262128,
+}
+
+
+def test_memory_is_what_the_driver_reports() -> None:
+    assert {name: device.memory for name, device in DEVICES.items() if device.memory} == {
+        name: amount * 2**20 for name, amount in REPORTED.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        *((name, name) for name in DEVICES),
+        *((name.lower(), name) for name in DEVICES),
+        *((name.replace("-", " "), name) for name in DEVICES),
+        *(("rtx4090", "RTX-4090"), ("4090", "RTX-4090"), (" h100 ", "H100"), ("a100_40gb", "A100-40GB")),
+        *(("NVIDIA GeForce RTX 4090", "RTX-4090"), ("AMD Instinct MI300X", "MI300X"), ("rtx a6000", "A6000")),
+    ],
+)
+def test_names_are_read_with_tolerance(given: str, name: str) -> None:
+    assert Device.named(given) is DEVICES[name]
+
+
+@pytest.mark.parametrize(
+    ("given", "near"), [("RTX 4900", "RTX-4090"), ("h10", "H100"), ("MI300", "MI300X"), ("A100-80", "A100-80GB")]
+)
+def test_a_near_miss_is_named(given: str, near: str) -> None:
+    with pytest.raises(FxrematError, match=f"unknown device '{given}', did you mean '{near}'?"):
+        Device.named(given)
+    with pytest.raises(FxrematError, match=r"unknown device 'abacus'; known are cpu, .*MI325X"):
+        Device.named("abacus")
 
 
 class Layers(nn.Module):
@@ -94,7 +132,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "what-if.md"
 def row_of(device: Device) -> str:
     rates = (device.flops, device.tf32_flops or device.flops, device.half_flops, device.bf16_flops or device.half_flops)
     columns = [f"{rate / 1e12:g}" for rate in rates]
-    memory = f"{device.memory / 1e9:g} GB" if device.memory else ""
+    memory = f"{device.memory // 2**20:,} MiB" if device.memory else ""
     return f"| {device.name} | {memory} | {' | '.join(columns)} | {device.bandwidth / 1e9:g} | {device.source} |"
 
 

@@ -1,0 +1,188 @@
+"""What a device's memory holds while a model is trained on it, and what that leaves for the peak of a step.
+
+    given       parameters, buffers and inputs that the step reads
+    state       of the optimizer
+    the larger of
+        peak        of forward and backward: activations, temporaries and the new gradients, which `mem` bounds
+        stepping    gradients, and what the optimizer allocates while it steps
+
+Gradients are alive in both moments, and counted once in each. Where those of earlier micro-batches are kept meanwhile
+(gradient accumulation), they come on top.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from fxremat.budget import AUTO_MARGIN
+from fxremat.cost.devices import Device
+from fxremat.cost.updates import measure_update
+from fxremat.ops.parameters import ELEMENTWISE
+from fxremat.step.costs import rounded
+from fxremat.step.joint import Joint, Origin, inputs_of
+from fxremat.step.names import parameter_of
+from fxremat.torch_private import real_tensors, unprofiled
+from fxremat.units import format_bytes
+
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    **{kind.__name__.lower(): (kind, {}) for kind in ELEMENTWISE},
+    "sgd-momentum": (torch.optim.SGD, {"momentum": 0.9}),
+}
+"""The optimizers that can be named, with the settings that decide what they keep."""
+
+USUAL = "adamw"  # the optimizer that is taken for granted where none is named
+SAMPLE = 1 << 16  # elements of a parameter whose update is looked at
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceMemory:
+    """How the memory of a device is divided in training. Bytes."""
+
+    device: Device
+    optimizer: str  # its name, for messages
+    given: int  # parameters, buffers and inputs that the step reads
+    state: int = 0  # of the optimizer
+    stepping: int = 0  # gradients and temporaries, while the optimizer steps
+
+    @property
+    def total(self) -> int:
+        """Bytes of the device; the largest number where its memory is not stated."""
+        return 2**62 if self.device.memory is None else self.device.memory
+
+    @property
+    def margin(self) -> int:
+        """What driver, context and the allocator's fragments may take."""
+        return int(AUTO_MARGIN * self.total)
+
+    @property
+    def free(self) -> int:
+        """What is left for the peak of a step. Less than 0: nothing is, and so much is missing."""
+        return self.total - self.given - self.state
+
+    @property
+    def auto(self) -> int:
+        """The budget that mem="auto" means on this device."""
+        return self.free - self.margin
+
+    def left(self, peak: int) -> int:
+        """What a step of this peak leaves free. Less than 0: so much is missing."""
+        return self.free - max(peak, self.stepping)
+
+    def fits(self, peak: int) -> str:
+        """Whether a step of this peak fits, in a few words."""
+        if self.device.memory is None:
+            return "?"
+        left = self.left(peak)
+        return f"{format_bytes(left)} left" if left >= 0 else f"no: {format_bytes(-left)} over"
+
+    def __str__(self) -> str:
+        """What is held, for messages."""
+        return (
+            f"{format_bytes(self.given)} of parameters, buffers and inputs, and {format_bytes(self.state)} of "
+            f"optimizer state ({self.optimizer})"
+        )
+
+    def shortage(self, least: int) -> str:
+        """Why a step whose least budget is this does not fit, for messages."""
+        return (
+            f"{self.device} has {format_bytes(self.total)}: {self}, and {format_bytes(self.margin)} for driver, "
+            f"context and fragments leave {format_bytes(max(0, self.auto))}, and the step takes {format_bytes(least)} "
+            "at least"
+        )
+
+    def facts(self, *, budget: int, peak: int, least: int) -> Iterator[tuple[str, str]]:
+        """What to say of a plan on this device, with a label."""
+        yield "memory", format_bytes(self.total)
+        yield "held", str(self)
+        if budget > self.total:
+            yield "budget", f"{format_bytes(budget)} is {format_bytes(budget - self.total)} more than the device has"
+        elif budget > self.free:
+            yield "budget", f"{format_bytes(budget)} is more than the {format_bytes(max(0, self.free))} left for a step"
+        if self.stepping > peak:
+            yield "update", f"{format_bytes(self.stepping)} of gradients and temporaries while the optimizer steps"
+        yield "fits", self._answer(peak, least)
+
+    def _answer(self, peak: int, least: int) -> str:
+        """Whether the planned peak fits, and if not, whether a lower one would."""
+        left, at_least = self.left(peak), self.left(least)
+        if left >= self.margin:
+            return f"yes: {format_bytes(left)} left beside the planned {format_bytes(peak)}"
+        if left >= 0:
+            needed = f"driver, context and fragments may take {format_bytes(self.margin)}"
+            return f"hardly: {format_bytes(left)} left beside the planned {format_bytes(peak)}, and {needed}"
+        if at_least >= 0:
+            return (
+                f"not the planned {format_bytes(peak)}, which is {format_bytes(-left)} over; but a budget of up to "
+                f'{format_bytes(self.free)} does, and the least is {format_bytes(least)}; "auto" is what is left'
+            )
+        return f"no: {format_bytes(-at_least)} over, even with the least budget of {format_bytes(least)}"
+
+
+def memory_on(device: Device, joint: Joint, optimizer: torch.optim.Optimizer | str | None) -> DeviceMemory:
+    """Return how a device's memory is divided where it trains the parameters of a joint graph.
+
+    Where the step updates its weights itself, these, their gradients and their state are in its peak, and not here.
+
+    Args:
+        optimizer: of these parameters; None: `USUAL`.
+    """
+    block = torch.device("cuda" if device.cuda else "cpu")
+    placeholders = (v for v in joint.values if v.origin is Origin.PRIMAL and v.node.op == "placeholder")
+    given = sum(rounded(value.bytes, block) for value in placeholders if value.index not in joint.updates_of)
+    name = optimizer if isinstance(optimizer, str) else type(optimizer).__name__ if optimizer else ""
+    if joint.updates_of:
+        return DeviceMemory(device=device, optimizer=f"{name}'s is in the peak", given=given)
+    kind, settings = _described(optimizer or USUAL)
+    state = stepping = 0
+    for node in _trained(joint):
+        tensor: torch.Tensor = node.meta["val"]
+        size = rounded(tensor.numel() * tensor.element_size(), block)
+        copies, temporaries = _copies(kind, settings, tensor.dtype)
+        state += int(copies * size)
+        stepping += int((1 + temporaries) * size)
+    return DeviceMemory(
+        device=device,
+        optimizer=name or f"{OPTIMIZERS[USUAL][0].__name__}, assumed",
+        given=given,
+        state=state,
+        stepping=stepping,
+    )
+
+
+def _trained(joint: Joint) -> list[fx.Node]:
+    """The parameters that get a gradient; where none has a name, whatever gets one."""
+    pairs = zip(inputs_of(joint), joint.backward_outputs, strict=False)
+    found = [node for node, gradient in pairs if isinstance(gradient, fx.Node)]
+    return [node for node in found if parameter_of(node)] or found
+
+
+def _described(optimizer: torch.optim.Optimizer | str) -> tuple[Any, tuple[Any, ...]]:
+    """The class of an optimizer, and its settings in a form that can be remembered."""
+    if isinstance(optimizer, str):
+        kind, settings = OPTIMIZERS[optimizer.lower()]
+    else:
+        kind, settings = type(optimizer), {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
+    return kind, tuple((name, value) for name, value in settings.items() if not isinstance(value, torch.Tensor))
+
+
+@lru_cache
+def _copies(kind: Any, settings: tuple[Any, ...], dtype: torch.dtype) -> tuple[float, float]:
+    """How many copies of a parameter its state is, and how many more are allocated while all are updated at once.
+
+    Both are those of a step of PyTorch's own optimizer, with `foreach` as it is the default on CUDA.
+    """
+    chosen = dict(settings)
+    if chosen.get("foreach") is None and not chosen.get("fused"):
+        chosen["foreach"] = True
+    with real_tensors():
+        parameter = torch.zeros(SAMPLE, dtype=dtype)
+        optimizer = kind([nn.Parameter(torch.zeros(1))])
+    optimizer.param_groups[0].update(chosen)
+    _, state, workspace = unprofiled(partial(measure_update, optimizer, parameter))
+    return state / parameter.nbytes, round(workspace / parameter.nbytes, 2)
