@@ -21,7 +21,7 @@ from types import CodeType, ModuleType
 from typing import Any, TypeVar, cast
 
 import numba
-from numba import config
+from numba import config as settings
 from numba.core import caching, event, registry
 from numba.core.dispatcher import Dispatcher
 
@@ -45,11 +45,12 @@ def _cache_of(function: Any) -> Any:
     except RuntimeError:
         if not (folder := os.environ.get("FXREMAT_CACHE")):
             raise
-    before, config.CACHE_DIR = config.CACHE_DIR, os.path.join(folder, "kernels")
+    numba_settings: Any = settings
+    before, numba_settings.CACHE_DIR = numba_settings.CACHE_DIR, os.path.join(folder, "kernels")
     try:
         return _Cache(function)
     finally:
-        config.CACHE_DIR = before
+        numba_settings.CACHE_DIR = before
 
 
 def running_seconds() -> float:
