@@ -130,6 +130,16 @@ def never_donate() -> None:
         context.fw_metadata.bw_donated_idxs = []
 
 
+@functools.cache
+def holds_gradients() -> bool:
+    """Whether a compiled backward holds all that autograd hands in until it has returned, and not a loss's alone.
+
+    `CompiledFunction.backward` takes its arguments as a tuple that it never lets go of (2.11), or lets go of it (2.13,
+    2.14, 2.15); what lies in between was not read.
+    """
+    return tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) < (2, 13)
+
+
 class _Whatever:
     """Is equal to everything: the strides that a gradient is expected to have."""
 
@@ -513,23 +523,29 @@ def capture_settings(dynamic: bool | None = False) -> Iterator[None]:
     known = {name: value for name, value in settings.items() if hasattr(dynamo_config, name)}
     shape_config: Any = _config
     apart = shape_config.patch(use_duck_shape=False)
-    with dynamo_config.patch(known), apart, _silent("torch._subclasses.fake_tensor"):
+    with dynamo_config.patch(known), apart, _silent("torch._subclasses.fake_tensor", METRICS):
         yield
 
 
+METRICS = "torch._dynamo.metrics_context"
+"""The logger of dynamo's statistics, which cannot sort the functions of `ignore_logging_functions` (2.11)."""
+
+
 @contextlib.contextmanager
-def _silent(logger: str) -> Iterator[None]:
-    """Keep a logger of torch from printing the traceback of an error that is raised, and explained, anyway."""
+def _silent(*loggers: str) -> Iterator[None]:
+    """Keep loggers of torch from printing the traceback of an error that is raised, and explained, anyway."""
     import logging
 
     def nothing(_: logging.LogRecord) -> bool:
         return False
 
-    logging.getLogger(logger).addFilter(nothing)
+    for logger in loggers:
+        logging.getLogger(logger).addFilter(nothing)
     try:
         yield
     finally:
-        logging.getLogger(logger).removeFilter(nothing)
+        for logger in loggers:
+            logging.getLogger(logger).removeFilter(nothing)
 
 
 def logging_functions() -> set[Callable[..., Any]]:
