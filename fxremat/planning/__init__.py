@@ -92,7 +92,7 @@ def _left_on_device(joint: Joint, options: Options) -> tuple[DeviceMemory, Optio
 
 def _within_share(step: CapturedStep, as_eager: Joint, options: Options, share: Percent) -> Plan:
     """The plan within a share of what keeping everything takes with eager PyTorch's kernels."""
-    whole = keep_all_peak(as_eager, with_loss(measure(as_eager, step.inputs, ranks=step.ranks), options))
+    whole = keep_all_peak(as_eager, with_loss(as_eager, measure(as_eager, step.inputs, ranks=step.ranks), options))
     step = replace(step, within=step.within or str(options.mem))
     try:
         return plan_step(step, replace(options, mem=max(1, int(whole * share.of_keep_all / 100))))
@@ -200,4 +200,4 @@ def _resized(joint: Joint, known: Plan, options: Options) -> Costs:
         costs = estimate(joint, estimated_device(joint, options))
     else:
         costs = resized(joint, known.joint, known.costs)
-    return with_loss(costs, options)
+    return with_loss(joint, costs, options)

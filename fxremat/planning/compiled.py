@@ -332,7 +332,7 @@ class _Search:
         self._compiling += monotonic() - began
         if left:
             log.warning("%d of %d regions do not compile: %s", len(left), len(new), left[0].given_up.splitlines()[0])
-        costs = with_loss(measure(joint, self._step.inputs), self._options).scaled(self._calibration)
+        costs = with_loss(joint, measure(joint, self._step.inputs), self._options).scaled(self._calibration)
         peak = live_bytes(fused, costs.sizes).peak
         log.debug(
             "a program of %d bytes and %.4g s takes %d bytes and %.4g s in %d units",

@@ -166,7 +166,7 @@ def what_slices_buy(searched: Searched, error: BudgetTooSmall, options: Options)
     if not found.regions:
         return ""
     device = Device.named(device_of(joint).type) if options.device is None else Device.named(options.device)
-    costs = with_loss(estimate(found.joint, device), options)
+    costs = with_loss(found.joint, estimate(found.joint, device), options)
     least = int(survey(found.joint, costs, effort=0.0).minimum * NOTED)
     if least > WORTH_A_NOTE * error.minimum:
         return ""

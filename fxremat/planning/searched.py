@@ -30,7 +30,7 @@ from fxremat.search.replan import judged_again
 from fxremat.search.survey import kept, order_for_measuring, survey
 from fxremat.slices.body import Sliced
 from fxremat.slices.rewrite import SlicedJoint
-from fxremat.step.costs import Costs, device_of
+from fxremat.step.costs import Costs, device_of, outside_bytes
 from fxremat.step.joint import Joint
 from fxremat.transfers.network import beside_ops, communicates
 from fxremat.transfers.weight_updates import resident_peak
@@ -89,7 +89,10 @@ def search(
         rate: run nothing: what was not measured before takes so many times the estimated seconds.
     """
     measured = rate is None or options.cost == "estimate"
-    costs = _cost_model(step, options) if measured else with_loss(known_costs(step.joint, rate or 1.0), options)
+    if measured:
+        costs = _cost_model(step, options)
+    else:
+        costs = with_loss(step.joint, known_costs(step.joint, rate or 1.0), options)
     frontier, budget = what_memory_buys(step, costs, options)
     return Searched(step=step, costs=costs, frontier=frontier, budget=budget, sliced=sliced, measured=measured)
 
@@ -116,18 +119,18 @@ def unsearched(step: CapturedStep, options: Options, rate: float = 1.0) -> Searc
     if options.cost == "estimate" or isinstance(options.budget, Percent):
         costs = _cost_model(step, options)
     else:
-        costs = with_loss(known_costs(step.joint, rate), options)
+        costs = with_loss(step.joint, known_costs(step.joint, rate), options)
     frontier = kept(step.joint, costs)
     budget = bytes_of(options.budget, frontier.keep_all.peak, device_of(step.joint))
     return Searched(step=step, costs=costs, frontier=frontier, budget=budget)
 
 
-def with_loss(costs: Costs, options: Options) -> Costs:
+def with_loss(joint: Joint, costs: Costs, options: Options) -> Costs:
     """The costs with what the user says that a loss outside the model takes, and what steps have shown of it."""
     said, seen, sizes = options.loss_size, options.loss_seen, costs.sizes
     if seen is None or not sizes.outside:
         return costs if said is None else replace(costs, sizes=replace(sizes, outside=said))
-    assumed = sizes.outside - sizes.root
+    assumed = outside_bytes(joint)
     outside = max(said or 0, math.ceil(assumed * seen.peak))
     root = max(0, math.ceil(assumed * seen.held))
     return replace(costs, sizes=replace(sizes, outside=outside, root=root))
@@ -142,7 +145,7 @@ def _cost_model(step: CapturedStep, options: Options) -> Costs:
         rough = Device.named(device_of(joint).type)
         order = partial(order_for_measuring, joint, rough, options.budget)
         costs = measure(joint, step.inputs, order=order, ranks=step.ranks)
-    return with_loss(costs, options)
+    return with_loss(joint, costs, options)
 
 
 def what_memory_buys(step: CapturedStep, costs: Costs, options: Options) -> tuple[Frontier, int]:
@@ -218,7 +221,7 @@ def estimated_device(joint: Joint, options: Options) -> Device:
 
 def whole_of(joint: Joint, options: Options) -> int:
     """Bytes that keeping everything takes, by estimate: nothing is run, however large the sizes are."""
-    costs = with_loss(estimate(joint, estimated_device(joint, options)), options)
+    costs = with_loss(joint, estimate(joint, estimated_device(joint, options)), options)
     return keep_all_peak(joint, costs)
 
 

@@ -18,6 +18,7 @@ from fxremat.step.names import FLOAT
 from fxremat.step.overwriting import overwritten
 from fxremat.step.program import Program
 from fxremat.step.region import Region
+from fxremat.torch_private import holds_gradients
 
 NUMBERS_OF_LOSS = 4  # for each output: such as the loss's terms, sums of them, and the gradients of those
 SINGLE = torch.float32.itemsize
@@ -89,6 +90,8 @@ def costs_from(joint: Joint, by_op: Sequence[OpCost], device: torch.device) -> C
         if isinstance(op.node.target, Region):
             taken[op.index] = sum(rounded(sizes[value], device) for value in op.writes)
     floats = sum(rounded(sizes[joint.value_of[node]], device) for node in joint.primals if node.meta.get(FLOAT))
+    handed_in = sum(rounded(t.numel() * t.element_size(), device) for t in _gradients(joint))
+    held = handed_in if holds_gradients() else 0  # beside copies, where they lie otherwise than the outputs
     root = NUMBERS_OF_LOSS * rounded(8, device) * len(_gradients(joint))
     return Costs(
         seconds=tuple(cost.seconds for cost in by_op),
@@ -97,7 +100,7 @@ def costs_from(joint: Joint, by_op: Sequence[OpCost], device: torch.device) -> C
             workspace=tuple(cost.workspace - gone + floats for cost, gone in zip(by_op, taken, strict=True)),
             seed=torch.default_generator.get_state().numel() if device.type == "cpu" else 0,
             outside=outside_bytes(joint) + root + floats if root else 0,
-            root=root,
+            root=root + held,
         ),
     )
 
