@@ -24,8 +24,8 @@ LINE, IMAGE, CUBE = (4, 6, 12), (2, 6, 8, 8), (2, 6, 4, 8, 8)
 UNARY: Mapping[str, tuple[tuple[Any, ...], tuple[int, ...]]] = {
     **dict.fromkeys(
         ("ELU", "Hardshrink", "Hardsigmoid", "Hardtanh", "Hardswish", "LeakyReLU", "LogSigmoid", "PReLU", "ReLU",
-         "ReLU6", "RReLU", "SELU", "CELU", "GELU", "Sigmoid", "SiLU", "Mish", "Softplus", "Softshrink", "Softsign", "Tanh",
-         "Tanhshrink", "Identity", "Flatten"),
+         "ReLU6", "RReLU", "SELU", "CELU", "GELU", "Sigmoid", "SiLU", "Mish", "Softplus", "Softshrink", "Softsign",
+         "Tanh", "Tanhshrink", "Identity", "Flatten"),
         ((), LINE),
     ),
     **dict.fromkeys(("GLU", "Softmin", "Softmax", "LogSoftmax"), ((1,), LINE)),
