@@ -127,5 +127,8 @@ def _own_error(error: BaseException) -> str | None:
 
 
 def _first_line(error: BaseException) -> str:
+    """What tracing says first; the reason that it gives further down for a call of a kind (2.15)."""
     text = str(error).strip()
+    if text.startswith("Unsupported function call (delayed)") and (reason := re.search(r"Reason: ([^.\n]+)", text)):
+        return reason[1]
     return text.splitlines()[0] if text else type(error).__name__

@@ -144,7 +144,7 @@ def _parameter(parameter: Any, group: Any, bucket: int) -> ShardedParameter:
         raise FxrematError(f"{name} is a {type(sharded).__name__}, not a DTensor as fully_shard makes them")
     mesh = parameter.mesh_info
     shards, replicas = getattr(mesh, "shard_process_group", None), getattr(mesh, "replicate_process_group", None)
-    policy = group.mp_policy
+    policy = parameter.mp_policy if hasattr(parameter, "mp_policy") else group.mp_policy  # 2.15, before
     stored = sharded.dtype
     computed = policy.param_dtype if policy.param_dtype and stored.is_floating_point else stored
     reduced_in = policy.reduce_dtype
