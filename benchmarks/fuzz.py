@@ -178,7 +178,7 @@ def runs_of(case: Case) -> Iterator[Run]:
             if captured is None:
                 torch._dynamo.reset()
                 other = case.model()
-                captured = train(case, other, torch.compile(other, backend="aot_eager", fullgraph=True))
+                captured = train(case, other, torch.compile(other, backend="aot_eager", fullgraph=True))  # type: ignore[arg-type]
             as_captured = not differences(found, captured)
         yield Run(case.seed, compiled.plan.budget, peak, () if as_captured else differs, as_captured)
 

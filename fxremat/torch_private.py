@@ -513,12 +513,12 @@ def capture_settings(dynamic: bool | None = False) -> Iterator[None]:
     known = {name: value for name, value in settings.items() if hasattr(dynamo_config, name)}
     shape_config: Any = _config
     apart = shape_config.patch(use_duck_shape=False)
-    with dynamo_config.patch(known), apart, _silent("torch._subclasses.fake_tensor"):
+    with dynamo_config.patch(known), apart, silent("torch._subclasses.fake_tensor"):
         yield
 
 
 @contextlib.contextmanager
-def _silent(logger: str) -> Iterator[None]:
+def silent(logger: str) -> Iterator[None]:
     """Keep a logger of torch from printing the traceback of an error that is raised, and explained, anyway."""
     import logging
 
@@ -595,10 +595,14 @@ def graph_break_place(error: BaseException) -> str | None:
 
 
 def _place(stack: Iterable[Any]) -> str | None:
-    """The last frame outside of torch, or of torch's own where there is none; never one of fxremat."""
-    torchs, ours = (os.path.dirname(path) + os.sep for path in (torch.__file__, __file__))
+    """The last frame outside of torch and Python's own modules, or the last where all are inside; none of fxremat."""
+    torchs, ours, pythons = (os.path.dirname(path) + os.sep for path in (torch.__file__, __file__, os.__file__))
     frames = [frame for frame in stack if not frame.filename.startswith(ours)]
-    outside = [frame for frame in frames if not frame.filename.startswith(torchs)] or frames
+
+    def installed(name: str) -> bool:
+        return name.startswith(torchs) or (name.startswith(pythons) and "-packages" not in name)
+
+    outside = [frame for frame in frames if not installed(frame.filename)] or frames
     frame = outside[-1] if outside else None
     return f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" if frame else None
 
@@ -653,6 +657,18 @@ def fake_mode() -> contextlib.AbstractContextManager[Any]:
 
     mode: contextlib.AbstractContextManager[Any] = FakeTensorMode(allow_non_fake_inputs=True)
     return mode
+
+
+def as_without_fakes(error: Exception) -> Exception | None:
+    """What an error on fake tensors says of real ones; None: nothing, since it is of values or of fake tensors alone.
+
+    The classes of `torch._subclasses.fake_tensor` (2.11, 2.13, 2.14, 2.15) are no user's; one of devices is a plain
+    RuntimeError in 2.11, `Unhandled FakeTensor Device Propagation for ..., found two different devices cuda:0, cpu`.
+    """
+    if two := re.search(r"found (?:at least )?two (?:different )?devices,? (\S+?)(?:,| and) ([\w:]+)", str(error)):
+        what = f"Expected all tensors to be on the same device, but found at least two devices, {two[1]} and {two[2]}!"
+        return RuntimeError(what).with_traceback(error.__traceback__)
+    return None if type(error).__module__.startswith("torch.") or needs_data(error) else error
 
 
 def tensor_places(model: torch.nn.Module) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:

@@ -8,6 +8,7 @@ submodule instead
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 import torch
 from torch import fx
@@ -81,8 +82,12 @@ def refuse_opaque(graph: fx.Graph) -> None:
         )
 
 
-def explained(error: Exception) -> FxrematError | None:
-    """The error that a user can act on, in place of the one that came through dynamo; None: show that one."""
+def explained(error: Exception, plain_error: Callable[[], Exception | None]) -> Exception | None:
+    """The error that a user can act on, in place of the one that came through dynamo; None: show that one.
+
+    Args:
+        plain_error: tells what the plain model raises at this call; asked where tracing stopped.
+    """
     if isinstance(error, FxrematError):
         return error
     if (cause := planning_error(error)) is not None:
@@ -102,6 +107,8 @@ def explained(error: Exception) -> FxrematError | None:
         )
     if place is None:
         return None
+    if (plain := plain_error()) is not None:
+        return plain
     if (own := _own_error(error)) is not None:
         return CaptureError(
             f"the model fails on these inputs at {place}: {own}. Check that the plain model takes these inputs, or "

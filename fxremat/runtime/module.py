@@ -36,6 +36,7 @@ from fxremat.options import Options
 from fxremat.plans import Plan
 from fxremat.runtime.capture_errors import explained
 from fxremat.runtime.dynamo import Backend, PlannedOnly
+from fxremat.runtime.plain_errors import plain_error
 from fxremat.runtime.transformers_hooks import set_up
 from fxremat.runtime.varying import mark, positional
 from fxremat.step.names import tied_names
@@ -260,7 +261,7 @@ def _class_for(model: type[nn.Module], method: str, *, shared: bool) -> type:
     """The class of drop-in modules for models of a class: of the same name, module and signature of the method."""
     if (known := _classes.get((model, method, shared))) is not None:
         return known
-    names = {
+    names: dict[str, Any] = {
         "__slots__": ("_fxremat",),
         "__module__": model.__module__,
         "__qualname__": model.__qualname__,
@@ -372,13 +373,21 @@ def _forward(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     except PlannedOnly:
         raise
     except Exception as error:
-        clear = explained(error)
+        clear = explained(error, lambda: _plain_error(training, args, kwargs))
         heartbeat.note_failure(clear or error)
         _check_trainable(training.model, args, kwargs)
         if clear is None:
             raise
-        raise clear.with_traceback(None) from clear.__cause__  # the way through dynamo would hide it
+        if isinstance(clear, FxrematError):
+            clear = clear.with_traceback(None)  # the way through dynamo would hide it
+        raise clear from clear.__cause__
     return _refuse_double_backward(outputs)
+
+
+def _plain_error(training: _Training, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exception | None:
+    if training.shared is not None or training.backend.weights is not None:
+        return None  # parameters are not where forward takes them to be
+    return plain_error(training.model, training.plain, (args, kwargs))
 
 
 def _run(training: _Training, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
