@@ -214,6 +214,21 @@ def test_lora(order: str, tmp_path: Path) -> None:
         assert same(module.eval()(given).logits, plain.eval()(given).logits)
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_lora_with_gradient_checkpointing(reentrant: bool, tmp_path: Path) -> None:
+    """Reentrant checkpoints need frozen embeddings to return what requires gradients, by a hook: it is left out."""
+    settings = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
+    plain, model = adapted(gpt()), adapted(gpt())
+    for one in (plain, model):
+        one.enable_input_require_grads()
+    module = compiled(model)
+    _, theirs = trained_by_transformers(plain, tmp_path / "plain", **settings)
+    _, ours = trained_by_transformers(module, tmp_path / "ours", **settings)
+    assert ours == theirs
+    assert_same_states(state(module), state(plain))
+    assert module.plan is not None
+
+
 # --- accelerate -----------------------------------------------------------------------------------------------
 
 

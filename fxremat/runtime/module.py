@@ -37,7 +37,7 @@ from fxremat.plans import Plan
 from fxremat.runtime.capture_errors import explained
 from fxremat.runtime.dynamo import Backend, PlannedOnly
 from fxremat.runtime.plain_errors import plain_error
-from fxremat.runtime.transformers_hooks import set_up
+from fxremat.runtime.transformers_hooks import requires_grad_hooks, set_up, without_requires_grad_hooks
 from fxremat.runtime.varying import mark, positional
 from fxremat.step.names import tied_names
 from fxremat.torch_private import among_ranks, compiled_step, graph_break_place, is_traced, outside_graphs
@@ -81,6 +81,7 @@ class _Training:
     step_anew: Callable[[bool], Callable[..., Any]]  # captures anew; True: each combination of sizes by itself
     calls: int = 0  # of the drop-in's own forward
     warned: bool = False
+    hooks_off: bool = False  # it is captured without the hooks that only call requires_grad_
     watched: list[Any] = field(default_factory=list)  # hooks of parameters, until a training call is planned
 
     def watch(self) -> None:
@@ -391,6 +392,20 @@ def _plain_error(training: _Training, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _run(training: _Training, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    try:
+        hooks_off = without_requires_grad_hooks(training.model) if training.hooks_off else contextlib.nullcontext()
+        with hooks_off:
+            return _run_step(training, args, kwargs)
+    except Exception as error:
+        place = graph_break_place(error)
+        if place is not None and not training.hooks_off and requires_grad_hooks(training.model):
+            training.hooks_off = True
+        elif not set_up(training.model, place or ""):
+            raise
+    return _run(training, args, kwargs)
+
+
+def _run_step(training: _Training, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     mark(training.backend.options, training.backend.input_names, args, kwargs)
     if training.backend.outdated and training.shared is None:
         training.backend.outdated = False
@@ -405,10 +420,6 @@ def _run(training: _Training, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         training.backend.take_sizes_as_fixed(error)
         training.step = training.step_anew(True)
         return training.step(*args, **kwargs)
-    except Exception as error:
-        if not set_up(training.model, graph_break_place(error) or ""):
-            raise
-    return step(*args, **kwargs)
 
 
 def _settle(module: Any, weights: Weights, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

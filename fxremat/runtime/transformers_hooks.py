@@ -1,12 +1,17 @@
-"""What a library's model does at its first call and no trace can follow: done ahead of it, where tracing met it.
+"""What a library's model does that no trace can follow: done ahead of the call or left out, where tracing met it.
 
-transformers 5   the hooks that collect hidden states, attentions and router logits are put in place under a lock, by
-                 `transformers.utils.output_capturing.maybe_install_capturing_hooks`
+transformers 5         the hooks that collect hidden states, attentions and router logits are put in place at the first
+                       call under a lock, by `transformers.utils.output_capturing.maybe_install_capturing_hooks`
+transformers, PEFT     hooks that let what frozen embeddings return require gradients, for checkpoints to run again in
+                       `torch.utils.checkpoint(..., use_reentrant=True)`: nothing else depends on them
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Iterator
+from typing import Any
 
 from torch import nn
 
@@ -26,3 +31,36 @@ def set_up(model: nn.Module, place: str) -> bool:
             hooked |= {id(inner) for inner in module.modules()}
             found = True
     return found
+
+
+def only_requires_grad(hook: Any) -> bool:
+    """Whether a hook calls `requires_grad_` on what it is given, and nothing else: it names nothing else.
+
+    >>> only_requires_grad(lambda module, inputs, output: output.requires_grad_(True))
+    True
+    >>> only_requires_grad(lambda module, inputs, output: output.detach().requires_grad_(True))
+    False
+    """
+    code = getattr(hook, "__code__", None)
+    return code is not None and code.co_names == ("requires_grad_",) and not code.co_freevars
+
+
+def requires_grad_hooks(model: nn.Module) -> list[dict[int, Any]]:
+    """The dictionaries of forward hooks of modules that such a hook is in."""
+    tables = (table for m in model.modules() for table in (m._forward_pre_hooks, m._forward_hooks))
+    return [table for table in tables if any(map(only_requires_grad, table.values()))]
+
+
+@contextlib.contextmanager
+def without_requires_grad_hooks(model: nn.Module) -> Iterator[None]:
+    """Take such hooks off the model's modules, and put them back where they were."""
+    tables = [(table, dict(table)) for table in requires_grad_hooks(model)]
+    for table, hooks in tables:
+        for number in [number for number, hook in hooks.items() if only_requires_grad(hook)]:
+            del table[number]
+    try:
+        yield
+    finally:
+        for table, hooks in tables:
+            table.clear()
+            table.update(hooks)
