@@ -409,6 +409,33 @@ def test_lightning(what: str, tmp_path: Path) -> None:
     assert_same_states(ours[0], theirs[0])
 
 
+@pytest.mark.parametrize("order", ["compiled first", "set up first"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+def test_fabric(order: str, precision: Any, tmp_path: Path) -> None:
+    fabrics = pytest.importorskip("lightning.fabric")
+
+    def run(compile_it: bool) -> tuple[list[Tensor], dict[str, Tensor]]:
+        fabric = fabrics.Fabric(accelerator="cpu", devices=1, precision=precision)
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 2))
+        model = compiled(model) if compile_it and order == "compiled first" else model
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = fabric.setup(model, optimizer)
+        model = compiled(model) if compile_it and order == "set up first" else model
+        losses = []
+        for _ in range(3):
+            optimizer.zero_grad()
+            losses.append(model(torch.ones(4, 8)).square().mean())
+            fabric.backward(losses[-1])
+            optimizer.step()
+        assert not compile_it or model.plan is not None
+        return losses, state(model)
+
+    theirs, ours = run(False), run(True)
+    assert all(map(same, ours[0], theirs[0]))
+    assert_same_states(ours[1], theirs[1])
+
+
 # --- copies, averages, wrappers -----------------------------------------------------------------------------------
 
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from fxremat.errors import CaptureError, FxrematError
 from fxremat.step.joint import Joint
@@ -68,6 +68,28 @@ def refuse_without_gradients(joint: Joint) -> None:
         "output requires one. Some op has no gradient on this device (on the meta device many have none, such as "
         "cross_entropy), or gives none: capture on a CPU or CUDA device, or plan a model without data with "
         'fxremat.plan(..., cost="estimate")'
+    )
+
+
+def submodule_error(model: nn.Module, error: Exception) -> CaptureError | None:
+    """The error for a submodule that no graph can have: one with a backward hook, or a BatchNorm without momentum."""
+    if "FloatTrueDiv(1.0" in str(error):
+        for name, module in model.named_modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.momentum is None:
+                return CaptureError(
+                    f"{name!r} ({type(module).__name__}) has momentum=None: it averages over all batches so far, whose "
+                    "number is data, which no captured graph computes with as this does. Give it a momentum, or update "
+                    "its statistics under torch.no_grad(), as torch.optim.swa_utils.update_bn does"
+                )
+    if "backwards hooks" not in str(error):
+        return None
+    parts = [(name, module) for name, module in model.named_modules() if name]
+    hooks = ((n, m, h) for n, m in parts for h in (*m._backward_pre_hooks.values(), *m._backward_hooks.values()))
+    name, module, hook = next(hooks, ("", model, "a hook"))
+    return CaptureError(
+        f"{getattr(hook, '__qualname__', hook)} is a backward hook of the submodule {name!r} "
+        f"({type(module).__name__}), and no captured graph calls it: remove it, or compile the submodules around it "
+        "instead; those of the compiled module itself are called"
     )
 
 

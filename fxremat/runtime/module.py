@@ -34,7 +34,7 @@ from fxremat.errors import CaptureError, FxrematError
 from fxremat.ops.parameters import Weights
 from fxremat.options import Options
 from fxremat.plans import Plan
-from fxremat.runtime.capture_errors import explained
+from fxremat.runtime.capture_errors import explained, submodule_error
 from fxremat.runtime.dynamo import Backend, PlannedOnly
 from fxremat.runtime.plain_errors import plain_error
 from fxremat.runtime.replaced_forward import PlannedChild, largest_child, replaced_in
@@ -434,7 +434,8 @@ def _forward_planned(module: Any, training: _Training, args: tuple[Any, ...], kw
     except PlannedOnly:
         raise
     except Exception as error:
-        clear = explained(error, lambda: _plain_error(training, args, kwargs))
+        hooked = submodule_error(training.model, error)
+        clear = hooked or explained(error, lambda: _plain_error(training, args, kwargs))
         parent = replaced_in(training.model, itself=training.own is not None)
         if not isinstance(clear, CaptureError) or parent is None or training.child_of(parent) is None:
             heartbeat.note_failure(clear or error)

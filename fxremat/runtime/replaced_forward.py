@@ -16,15 +16,18 @@ from typing import Any
 from torch import nn
 
 log = logging.getLogger(__name__)
+WRAPPERS = ("lightning.fabric.wrappers", "lightning_fabric.wrappers")
+"""Of modules whose forward is a library's, around that of the model; Fabric's cannot be captured with its precision."""
 
 
 def replaced_in(model: nn.Module, *, itself: bool) -> nn.Module | None:
-    """The outermost module whose forward was replaced on the instance; None: there is none.
+    """The outermost module whose forward was replaced on the instance, or a library's wrapper; None: there is none.
 
     Args:
         itself: whether the model is one of them; not where its forward was replaced after it was compiled.
     """
-    return next((m for m in model.modules() if "forward" in vars(m) and (itself or m is not model)), None)
+    modules = (m for m in model.modules() if "forward" in vars(m) and (itself or m is not model))
+    return model if type(model).__module__ in WRAPPERS else next(modules, None)
 
 
 def largest_child(module: nn.Module, least: float) -> str | None:
@@ -77,10 +80,10 @@ class PlannedChild:
         if self.told:
             return
         self.told = True
-        forward = vars(self.parent)["forward"]
+        forward = vars(self.parent).get("forward", type(self.parent).forward)
         log.warning(
             "forward of %s was replaced by %s, which is not planned as a whole: its part `%s` is planned within the "
-            "budget, and the rest counts as a loss outside of the model",
+            "budget, and the rest counts as a loss outside of it",
             type(self.parent).__name__,
             getattr(forward, "__qualname__", forward),
             self.name,

@@ -29,6 +29,7 @@ class Calls(nn.Module):
         self.linear = nn.Linear(WIDTH, WIDTH)
         self.recurrent = nn.LSTM(WIDTH, WIDTH)
         self.norm = nn.BatchNorm1d(WIDTH)
+        self.cumulative = nn.BatchNorm1d(WIDTH, momentum=None)
 
     def forward(self, *inputs: Tensor) -> Tensor:
         return self.function(self, *inputs)
@@ -45,6 +46,11 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], str]] = {
         lambda m, x: (logging.getLogger("a model").info("running"), m.linear(x))[1],
         (rows(),),
         r"not one graph: tracing stops at .*test_advice.py:\d+.*Leave messages out of forward",
+    ),
+    "a cumulative average": (
+        lambda m, x: m.cumulative(m.linear(x)),
+        (rows(),),
+        r"'cumulative' \(BatchNorm1d\) has momentum=None.*Give it a momentum",
     ),
     "an address": (
         lambda m, x: m.linear(x) * x.data_ptr(),

@@ -74,3 +74,21 @@ def test_a_hook_that_does_more_is_not_left_out() -> None:
     model.embedding.register_forward_hook(lambda module, inputs, output: output.clone().requires_grad_(True))
     with pytest.raises(fxremat.CaptureError, match="requires_grad_"):
         fxremat.compile(model, mem="90%", **FAST)(torch.arange(4))
+
+
+@pytest.mark.parametrize("register", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+def test_a_backward_hook_of_a_submodule_is_refused_by_name_and_one_of_the_model_is_called(register: str) -> None:
+    seen: list[str] = []
+
+    def note(module: nn.Module, *gradients: Any) -> None:
+        seen.append(type(module).__name__)
+
+    module: Any = fxremat.compile(Stack(2), mem="100%", **FAST)
+    getattr(module, register)(note)
+    module(torch.ones(4, WIDTH).requires_grad_()).sum().backward()
+    assert seen == ["Stack"]
+    model = nn.Sequential(Stack(1), nn.Linear(WIDTH, 2))
+    getattr(model[1], register)(note)
+    says = r"note is a backward hook of the submodule '1' \(Linear\).*remove it"
+    with pytest.raises(fxremat.CaptureError, match=says):
+        fxremat.compile(model, mem="100%", **FAST)(torch.ones(4, WIDTH))
