@@ -684,6 +684,21 @@ def tensor_places(model: torch.nn.Module) -> Iterator[tuple[dict[str, Any], str,
                     yield holder, name, value
 
 
+def children_of(module: torch.nn.Module) -> dict[str, Any]:
+    """The dictionary of a module's children: `Module._modules` (2.11, 2.13, 2.14, 2.15), which may be written to."""
+    return module._modules
+
+
+def forward_hooks_of(module: torch.nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
+    """Tables of hooks from before and after forward: `_forward_pre_hooks`, `_forward_hooks` (2.11, 2.13 to 2.15)."""
+    return module._forward_pre_hooks, module._forward_hooks
+
+
+def backward_hooks_of(module: torch.nn.Module) -> list[Any]:
+    """A module's full backward hooks: the values of `_backward_pre_hooks` and `_backward_hooks` (2.11 to 2.15)."""
+    return [*module._backward_pre_hooks.values(), *module._backward_hooks.values()]
+
+
 def is_real(value: object) -> bool:
     """Whether a tensor has data: it is neither fake, nor on the meta device, nor a shell without memory."""
     if not isinstance(value, torch.Tensor) or not has_data(value):

@@ -16,7 +16,13 @@ from torch import fx, nn
 from fxremat.errors import CaptureError, FxrematError
 from fxremat.step.joint import Joint
 from fxremat.step.names import frame_of
-from fxremat.torch_private import backend_failure, graph_break_place, needs_data, planning_error
+from fxremat.torch_private import (
+    backend_failure,
+    backward_hooks_of,
+    graph_break_place,
+    needs_data,
+    planning_error,
+)
 
 ADVICE = (  # a pattern of the place and the reason, and what to do; the first that fits is given
     ("layerdrop", "Set layerdrop to 0 in the model's config (encoder_layerdrop, decoder_layerdrop)"),
@@ -75,7 +81,7 @@ def submodule_error(model: nn.Module, error: Exception) -> CaptureError | None:
     """The error for a submodule that no graph can have: one with a backward hook, or a BatchNorm without momentum."""
     if "FloatTrueDiv(1.0" in str(error):
         for name, module in model.named_modules():
-            if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.momentum is None:
+            if hasattr(module, "num_batches_tracked") and getattr(module, "momentum", 0.1) is None:
                 return CaptureError(
                     f"{name!r} ({type(module).__name__}) has momentum=None: it averages over all batches so far, whose "
                     "number is data, which no captured graph computes with as this does. Give it a momentum, or update "
@@ -84,7 +90,7 @@ def submodule_error(model: nn.Module, error: Exception) -> CaptureError | None:
     if "backwards hooks" not in str(error):
         return None
     parts = [(name, module) for name, module in model.named_modules() if name]
-    hooks = ((n, m, h) for n, m in parts for h in (*m._backward_pre_hooks.values(), *m._backward_hooks.values()))
+    hooks = ((name, module, hook) for name, module in parts for hook in backward_hooks_of(module))
     name, module, hook = next(hooks, ("", model, "a hook"))
     return CaptureError(
         f"{getattr(hook, '__qualname__', hook)} is a backward hook of the submodule {name!r} "

@@ -41,7 +41,14 @@ from fxremat.runtime.replaced_forward import PlannedChild, largest_child, replac
 from fxremat.runtime.transformers_hooks import requires_grad_hooks, set_up, without_requires_grad_hooks
 from fxremat.runtime.varying import mark, positional
 from fxremat.step.names import tied_names
-from fxremat.torch_private import among_ranks, compiled_step, graph_break_place, is_traced, outside_graphs
+from fxremat.torch_private import (
+    among_ranks,
+    children_of,
+    compiled_step,
+    graph_break_place,
+    is_traced,
+    outside_graphs,
+)
 
 if TYPE_CHECKING:
     from fxremat.runtime.sharded import Reduction, Shared
@@ -108,7 +115,7 @@ class _Training:
         name = largest_child(parent, sum(p.numel() for p in self.model.parameters()) / 2)
         if name is None or self.shared is not None or self.backend.options.optimizer is not None:
             return None
-        plain, known = cast(nn.Module, parent._modules[name]), self.children.get(parent)
+        plain, known = children_of(parent)[name], self.children.get(parent)
         if known is None or plain not in (known.plain, known.planned):
             planned = drop_in(plain, self.backend.options, self.backend.target)
             planned._fxremat.backend.plans = self.backend.plans

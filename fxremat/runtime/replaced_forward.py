@@ -15,6 +15,8 @@ from typing import Any
 
 from torch import nn
 
+from fxremat.torch_private import children_of
+
 log = logging.getLogger(__name__)
 WRAPPERS = ("lightning.fabric.wrappers", "lightning_fabric.wrappers")
 """Of modules whose forward is a library's, around that of the model; Fabric's cannot be captured with its precision."""
@@ -65,7 +67,7 @@ class PlannedChild:
 
     @contextlib.contextmanager
     def _changed(self, one: nn.Module, other: nn.Module) -> Iterator[None]:
-        children: dict[str, Any] = self.parent._modules
+        children = children_of(self.parent)
         found = children.get(self.name) is one
         if found:
             children[self.name] = other

@@ -15,6 +15,8 @@ from typing import Any
 
 from torch import nn
 
+from fxremat.torch_private import forward_hooks_of
+
 
 def set_up(model: nn.Module, place: str) -> bool:
     """Do what the code at `place`, where tracing stopped, would have done at a plain call. False: nothing to do."""
@@ -47,7 +49,7 @@ def only_requires_grad(hook: Any) -> bool:
 
 def requires_grad_hooks(model: nn.Module) -> list[dict[int, Any]]:
     """The dictionaries of forward hooks of modules that such a hook is in."""
-    tables = (table for m in model.modules() for table in (m._forward_pre_hooks, m._forward_hooks))
+    tables = (table for m in model.modules() for table in forward_hooks_of(m))
     return [table for table in tables if any(map(only_requires_grad, table.values()))]
 
 

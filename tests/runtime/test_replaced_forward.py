@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import fxremat
+from fxremat.runtime.replaced_forward import WRAPPERS
 from tests.toys import WIDTH, Stack, rows
 from tests.training import same
 
@@ -163,6 +164,22 @@ def test_where_the_forward_that_was_there_before_is_called_the_whole_is_planned(
     assert module.forward == module.forward, "libraries compare it with what they have kept"
     assert module.forward.__func__.__name__ == "forward"
     assert list(inspect.signature(module.forward).parameters) == ["x", "pieces"]
+
+
+def test_a_library_s_wrapper_that_cannot_be_captured_is_planned_inside() -> None:
+    class Refuses(Wrapper):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                raise RuntimeError("call fabric.backward(loss)")
+            return self.inner(*args, **kwargs)
+
+    with pytest.raises(fxremat.CaptureError, match="call fabric"):
+        compiled(Refuses(Model()))(rows())
+    Refuses.__module__ = WRAPPERS[0]
+    plain = Refuses(Model())
+    module = compiled(copy.deepcopy(plain))
+    assert all(map(same, step(module, 0), step(plain, 0)))
+    assert module.plan is not None
 
 
 def test_a_plan_of_a_part_can_be_looked_at_without_running_it() -> None:
