@@ -69,7 +69,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("fxremat: interrupted", file=sys.stderr)
         return _INTERRUPTED
+    except Exception as error:
+        if not _is_of_the_model(error):
+            raise
+        text = f"the model fails on these inputs: {type(error).__name__}: {error}"
+        print("fxremat:", _one_line(text), file=sys.stderr)
+        return 2
     return 0
+
+
+def _is_of_the_model(error: Exception) -> bool:
+    """Whether an error is the plain model's own, which fxremat raises as it is."""
+    if not getattr(error, "__notes__", ()):
+        return False
+    from fxremat.runtime.plain_errors import NOTE
+
+    return NOTE in error.__notes__
 
 
 def _in_flags(text: str, options: Collection[str]) -> str:

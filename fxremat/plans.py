@@ -110,6 +110,17 @@ class Plan(PlannedStep):
         """What changes from this plan to another one: figures, and what each module saves, recomputes and offloads."""
         return Difference.of(self, other)
 
+    def __deepcopy__(self, _: dict[int, Any]) -> Plan:
+        """The plan itself: nothing of it changes."""
+        return self
+
+    def __reduce_ex__(self, _: Any) -> Any:
+        raise FxrematError(
+            "a plan holds graphs and functions of this process, and cannot be pickled: save plan.chain.to_json(), "
+            "str(plan.schedule), plan.to_html() or plan.describe(full=True), or compile again in the other process, "
+            "where costs that were measured before are read from the cache"
+        )
+
     def describe(self, *, full: bool = False) -> str:
         """The plan as text of at most 100 columns; `full` has a line for each block and the whole schedule.
 

@@ -523,7 +523,7 @@ def capture_settings(dynamic: bool | None = False) -> Iterator[None]:
     known = {name: value for name, value in settings.items() if hasattr(dynamo_config, name)}
     shape_config: Any = _config
     apart = shape_config.patch(use_duck_shape=False)
-    with dynamo_config.patch(known), apart, _silent("torch._subclasses.fake_tensor", METRICS):
+    with dynamo_config.patch(known), apart, silent("torch._subclasses.fake_tensor", METRICS):
         yield
 
 
@@ -532,7 +532,7 @@ METRICS = "torch._dynamo.metrics_context"
 
 
 @contextlib.contextmanager
-def _silent(*loggers: str) -> Iterator[None]:
+def silent(*loggers: str) -> Iterator[None]:
     """Keep loggers of torch from printing the traceback of an error that is raised, and explained, anyway."""
     import logging
 
@@ -611,10 +611,14 @@ def graph_break_place(error: BaseException) -> str | None:
 
 
 def _place(stack: Iterable[Any]) -> str | None:
-    """The last frame outside of torch, or of torch's own where there is none; never one of fxremat."""
-    torchs, ours = (os.path.dirname(path) + os.sep for path in (torch.__file__, __file__))
+    """The last frame outside of torch and Python's own modules, or the last where all are inside; none of fxremat."""
+    torchs, ours, pythons = (os.path.dirname(path) + os.sep for path in (torch.__file__, __file__, os.__file__))
     frames = [frame for frame in stack if not frame.filename.startswith(ours)]
-    outside = [frame for frame in frames if not frame.filename.startswith(torchs)] or frames
+
+    def installed(name: str) -> bool:
+        return name.startswith(torchs) or (name.startswith(pythons) and "-packages" not in name)
+
+    outside = [frame for frame in frames if not installed(frame.filename)] or frames
     frame = outside[-1] if outside else None
     return f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" if frame else None
 
@@ -671,6 +675,18 @@ def fake_mode() -> contextlib.AbstractContextManager[Any]:
     return mode
 
 
+def as_without_fakes(error: Exception) -> Exception | None:
+    """What an error on fake tensors says of real ones; None: nothing, since it is of values or of fake tensors alone.
+
+    The classes of `torch._subclasses.fake_tensor` (2.11, 2.13, 2.14, 2.15) are no user's; one of devices is a plain
+    RuntimeError in 2.11, `Unhandled FakeTensor Device Propagation for ..., found two different devices cuda:0, cpu`.
+    """
+    if two := re.search(r"found (?:at least )?two (?:different )?devices,? (\S+?)(?:,| and) ([\w:]+)", str(error)):
+        what = f"Expected all tensors to be on the same device, but found at least two devices, {two[1]} and {two[2]}!"
+        return RuntimeError(what).with_traceback(error.__traceback__)
+    return None if type(error).__module__.startswith("torch.") or needs_data(error) else error
+
+
 def tensor_places(model: torch.nn.Module) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
     """Every parameter, buffer and other attribute of a model that is a tensor, with the dictionary that holds it.
 
@@ -682,6 +698,21 @@ def tensor_places(model: torch.nn.Module) -> Iterator[tuple[dict[str, Any], str,
             for name, value in holder.items():
                 if isinstance(value, torch.Tensor):
                     yield holder, name, value
+
+
+def children_of(module: torch.nn.Module) -> dict[str, Any]:
+    """The dictionary of a module's children: `Module._modules` (2.11, 2.13, 2.14, 2.15), which may be written to."""
+    return module._modules
+
+
+def forward_hooks_of(module: torch.nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
+    """Tables of hooks from before and after forward: `_forward_pre_hooks`, `_forward_hooks` (2.11, 2.13 to 2.15)."""
+    return module._forward_pre_hooks, module._forward_hooks
+
+
+def backward_hooks_of(module: torch.nn.Module) -> list[Any]:
+    """A module's full backward hooks: the values of `_backward_pre_hooks` and `_backward_hooks` (2.11 to 2.15)."""
+    return [*module._backward_pre_hooks.values(), *module._backward_hooks.values()]
 
 
 def is_real(value: object) -> bool:

@@ -49,7 +49,12 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
 LONG = {"gallery.md", "guides/lightning.md", "solvers.md"}  # over ten seconds, or of the extra `libraries`
-LIBRARIES = {"guides/lightning.md": "lightning", "guides/trainer.md": "transformers", "models.md": "transformers"}
+LIBRARIES = {
+    "guides/lightning.md": "lightning",
+    "guides/trainer.md": "transformers",
+    "guides/trl.md": "trl",
+    "models.md": "transformers",
+}
 BLOCK = re.compile(r"^( *)```python\n(.*?)^\1```$(?:\s*^\1```text\n(.*?)^\1```$)?", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)")
 

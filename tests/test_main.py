@@ -367,3 +367,15 @@ def test_no_bar_shows_for_a_quick_solve(chain_file):
     command = [sys.executable, "-m", "fxremat", *asked]
     assert subprocess.run(command, stdout=subprocess.DEVNULL, stderr=terminal, check=False).returncode == 0
     assert read_until(master, b"anything", 0) == b""
+
+
+def wrong_inputs():
+    model, _ = model_and_inputs()
+    return model, (1, 2, 3, 4)
+
+
+def test_a_model_that_fails_on_its_inputs_is_told_of_in_one_line(capsys):
+    assert main(["plan", "tests.test_main:wrong_inputs", "--mem", "100%"]) == 2
+    said = capsys.readouterr().err
+    assert "the model fails on these inputs: TypeError: " in said
+    assert "Traceback" not in said

@@ -214,6 +214,91 @@ def test_lora(order: str, tmp_path: Path) -> None:
         assert same(module.eval()(given).logits, plain.eval()(given).logits)
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_lora_with_gradient_checkpointing(reentrant: bool, tmp_path: Path) -> None:
+    """Reentrant checkpoints need frozen embeddings to return what requires gradients, by a hook: it is left out."""
+    settings = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
+    plain, model = adapted(gpt()), adapted(gpt())
+    for one in (plain, model):
+        one.enable_input_require_grads()
+    module = compiled(model)
+    _, theirs = trained_by_transformers(plain, tmp_path / "plain", **settings)
+    _, ours = trained_by_transformers(module, tmp_path / "ours", **settings)
+    assert ours == theirs
+    assert_same_states(state(module), state(plain))
+    assert module.plan is not None
+
+
+# --- TRL ------------------------------------------------------------------------------------------------------
+
+
+def llama() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=WORDS, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        pad_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)  # type: ignore[no-any-return]
+
+
+def trained_by_trl(kind: str, way: str, folder: Path, *, lora: bool, with_adapters: bool) -> tuple[Any, list[Any]]:
+    """An SFTTrainer or DPOTrainer that has trained, and the losses that it logged."""
+    trl, peft = pytest.importorskip("trl"), pytest.importorskip("peft")
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(WORDS)}, unk_token="w2"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w1", unk_token="w2")
+
+    def texts(seed: int) -> list[str]:
+        numbers = torch.randint(3, WORDS, (8, 12), generator=torch.Generator().manual_seed(seed)).tolist()
+        return [" ".join(f"w{i}" for i in row) for row in numbers]
+
+    model: Any = llama()
+    adapters = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.1) if lora else None
+    torch.manual_seed(1)
+    if with_adapters:
+        model, adapters = peft.get_peft_model(model, adapters), None
+    model = compiled(model) if way.startswith("compiled") else model
+    settings = {
+        "output_dir": str(folder), "max_steps": 3, "per_device_train_batch_size": 2, "report_to": [], "use_cpu": True,
+        "save_strategy": "no", "logging_steps": 1, "learning_rate": 1e-2, "disable_tqdm": True, "max_length": 32,
+    }  # fmt: skip
+    if kind == "SFT":
+        data = Dataset.from_dict({"text": texts(0)})
+        trainer = trl.SFTTrainer(
+            model, trl.SFTConfig(**settings), train_dataset=data, processing_class=tokenizer, peft_config=adapters
+        )
+    else:
+        data = Dataset.from_dict({"prompt": texts(0), "chosen": texts(1), "rejected": texts(2)})
+        trainer = trl.DPOTrainer(
+            model, None if lora else llama(), trl.DPOConfig(**settings), train_dataset=data,
+            processing_class=tokenizer, peft_config=adapters,
+        )  # fmt: skip
+    if way == "trainer first":
+        trainer.model = trainer.model_wrapped = compiled(trainer.model)
+    trainer.train()
+    return trainer, [entry.get("loss") for entry in trainer.state.log_history]
+
+
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("kind", ["SFT", "DPO"])
+@pytest.mark.parametrize("way", ["compiled first", "compiled with its adapters", "trainer first"])
+def test_trl(way: str, kind: str, lora: bool, tmp_path: Path) -> None:
+    if way == "compiled with its adapters" and not lora:
+        pytest.skip("there are none")
+    given: dict[str, Any] = {"lora": lora, "with_adapters": way == "compiled with its adapters"}
+    plain, theirs = trained_by_trl(kind, "plain", tmp_path / "plain", **given)
+    torch._dynamo.reset()
+    trainer, ours = trained_by_trl(kind, way, tmp_path / "ours", **given)
+    assert ours == theirs
+    assert_same_states(state(trainer.model), state(plain.model))
+    assert any(getattr(module, "plan", None) for module in trainer.model.modules())
+
+
 # --- accelerate -----------------------------------------------------------------------------------------------
 
 
@@ -322,6 +407,33 @@ def test_lightning(what: str, tmp_path: Path) -> None:
 
     theirs, ours = run(False), run(True)
     assert_same_states(ours[0], theirs[0])
+
+
+@pytest.mark.parametrize("order", ["compiled first", "set up first"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+def test_fabric(order: str, precision: Any, tmp_path: Path) -> None:
+    fabrics = pytest.importorskip("lightning.fabric")
+
+    def run(compile_it: bool) -> tuple[list[Tensor], dict[str, Tensor]]:
+        fabric = fabrics.Fabric(accelerator="cpu", devices=1, precision=precision)
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 2))
+        model = compiled(model) if compile_it and order == "compiled first" else model
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = fabric.setup(model, optimizer)
+        model = compiled(model) if compile_it and order == "set up first" else model
+        losses = []
+        for _ in range(3):
+            optimizer.zero_grad()
+            losses.append(model(torch.ones(4, 8)).square().mean())
+            fabric.backward(losses[-1])
+            optimizer.step()
+        assert not compile_it or model.plan is not None
+        return losses, state(model)
+
+    theirs, ours = run(False), run(True)
+    assert all(map(same, ours[0], theirs[0]))
+    assert_same_states(ours[1], theirs[1])
 
 
 # --- copies, averages, wrappers -----------------------------------------------------------------------------------

@@ -490,9 +490,11 @@ def test_the_line_that_is_named_is_the_models() -> None:
     _assert_capture_fails(Registers(), "self.register_buffer(" + '"last"')
 
 
-def test_inputs_that_the_model_does_not_take() -> None:
+def test_inputs_that_the_model_does_not_take_while_its_weights_may_be_on_the_host() -> None:
+    model = Stack()
+    options: Any = {**QUICK, "offload_weights": True, "optimizer": torch.optim.SGD(model.parameters())}
     with pytest.raises(fxremat.CaptureError, match=r"reduction dim.*plain model") as error:
-        fxremat.compile(Stack(), mem="100%", **QUICK)(torch.zeros(3, WIDTH + 1))
+        fxremat.compile(model, mem="100%", **options)(torch.zeros(3, WIDTH + 1))
     _assert_one_line(error.value, "toys.py")
 
 

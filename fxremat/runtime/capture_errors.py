@@ -8,14 +8,21 @@ submodule instead
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from fxremat.errors import CaptureError, FxrematError
 from fxremat.step.joint import Joint
 from fxremat.step.names import frame_of
-from fxremat.torch_private import backend_failure, graph_break_place, needs_data, planning_error
+from fxremat.torch_private import (
+    backend_failure,
+    backward_hooks_of,
+    graph_break_place,
+    needs_data,
+    planning_error,
+)
 
 ADVICE = (  # a pattern of the place and the reason, and what to do; the first that fits is given
     ("layerdrop", "Set layerdrop to 0 in the model's config (encoder_layerdrop, decoder_layerdrop)"),
@@ -70,6 +77,28 @@ def refuse_without_gradients(joint: Joint) -> None:
     )
 
 
+def submodule_error(model: nn.Module, error: Exception) -> CaptureError | None:
+    """The error for a submodule that no graph can have: one with a backward hook, or a BatchNorm without momentum."""
+    if "FloatTrueDiv(1.0" in str(error):
+        for name, module in model.named_modules():
+            if hasattr(module, "num_batches_tracked") and getattr(module, "momentum", 0.1) is None:
+                return CaptureError(
+                    f"{name!r} ({type(module).__name__}) has momentum=None: it averages over all batches so far, whose "
+                    "number is data, which no captured graph computes with as this does. Give it a momentum, or update "
+                    "its statistics under torch.no_grad(), as torch.optim.swa_utils.update_bn does"
+                )
+    if "backwards hooks" not in str(error):
+        return None
+    parts = [(name, module) for name, module in model.named_modules() if name]
+    hooks = ((name, module, hook) for name, module in parts for hook in backward_hooks_of(module))
+    name, module, hook = next(hooks, ("", model, "a hook"))
+    return CaptureError(
+        f"{getattr(hook, '__qualname__', hook)} is a backward hook of the submodule {name!r} "
+        f"({type(module).__name__}), and no captured graph calls it: remove it, or compile the submodules around it "
+        "instead; those of the compiled module itself are called"
+    )
+
+
 def refuse_opaque(graph: fx.Graph) -> None:
     """Raise `CaptureError` for an nn.LSTM in a CPU's kernel, whose backward reads a workspace that only it can fill."""
     if node := next(iter(graph.find_nodes(op="call_function", target=torch.ops.aten.mkldnn_rnn_layer.default)), None):
@@ -81,8 +110,12 @@ def refuse_opaque(graph: fx.Graph) -> None:
         )
 
 
-def explained(error: Exception) -> FxrematError | None:
-    """The error that a user can act on, in place of the one that came through dynamo; None: show that one."""
+def explained(error: Exception, plain_error: Callable[[], Exception | None]) -> Exception | None:
+    """The error that a user can act on, in place of the one that came through dynamo; None: show that one.
+
+    Args:
+        plain_error: tells what the plain model raises at this call; asked where tracing stopped.
+    """
     if isinstance(error, FxrematError):
         return error
     if (cause := planning_error(error)) is not None:
@@ -102,6 +135,8 @@ def explained(error: Exception) -> FxrematError | None:
         )
     if place is None:
         return None
+    if (plain := plain_error()) is not None:
+        return plain
     if (own := _own_error(error)) is not None:
         return CaptureError(
             f"the model fails on these inputs at {place}: {own}. Check that the plain model takes these inputs, or "

@@ -35,12 +35,26 @@ from fxremat.ops.parameters import Weights
 from fxremat.options import Options
 from fxremat.plans import Plan
 from fxremat.progress import telling
-from fxremat.runtime.capture_errors import explained
+from fxremat.runtime.capture_errors import explained, submodule_error
 from fxremat.runtime.dynamo import Backend, PlannedOnly
-from fxremat.runtime.transformers_hooks import keeps_mask, set_up
+from fxremat.runtime.plain_errors import plain_error
+from fxremat.runtime.replaced_forward import PlannedChild, largest_child, replaced_in
+from fxremat.runtime.transformers_hooks import (
+    keeps_mask,
+    requires_grad_hooks,
+    set_up,
+    without_requires_grad_hooks,
+)
 from fxremat.runtime.varying import mark, positional
 from fxremat.step.names import tied_names
-from fxremat.torch_private import among_ranks, compiled_step, graph_break_place, is_traced, outside_graphs
+from fxremat.torch_private import (
+    among_ranks,
+    children_of,
+    compiled_step,
+    graph_break_place,
+    is_traced,
+    outside_graphs,
+)
 
 if TYPE_CHECKING:
     from fxremat.runtime.sharded import Reduction, Shared
@@ -54,8 +68,9 @@ INSIDE = (
     "graph (fullgraph=True): compile the whole with fxremat.compile instead"
 )
 BYPASSED = (
-    "this training call never reached fxremat: `forward` was replaced after fxremat.compile, so that no budget held; "
-    "compile the model again"
+    "this training call never reached fxremat: `forward` was replaced on the instance, and calls neither the forward "
+    "that was there before nor a part that is most of the model, so that no budget held; compile what it calls: "
+    "model.part = fxremat.compile(model.part, mem=...)"
 )
 UNPLANNED = (
     "parameters of the compiled {name} get gradients, but none of its training calls went through `{method}`: nothing "
@@ -86,6 +101,10 @@ class _Training:
     step_anew: Callable[[bool], Callable[..., Any]]  # captures anew; True: each combination of sizes by itself
     calls: int = 0  # of the drop-in's own forward
     warned: bool = False
+    hooks_off: bool = False  # it is captured without the hooks that only call requires_grad_
+    replaced: tuple[Any, Any] = (None, None)  # a forward that was put on the instance later, and what runs it
+    children: dict[nn.Module, PlannedChild] = field(default_factory=dict)  # planned for replaced forwards, by parent
+    by_child: bool = False  # the forward cannot be captured, as it was replaced
     watched: list[Any] = field(default_factory=list)  # hooks of parameters, until a training call is planned
 
     def watch(self) -> None:
@@ -101,6 +120,18 @@ class _Training:
 
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.watched += [parameter.register_post_accumulate_grad_hook(seen) for parameter in trained]
+
+    def child_of(self, parent: nn.Module) -> PlannedChild | None:
+        """The child of a module whose forward was replaced that is most of the model, planned, if it can be."""
+        name = largest_child(parent, sum(p.numel() for p in self.model.parameters()) / 2)
+        if name is None or self.shared is not None or self.backend.options.optimizer is not None:
+            return None
+        plain, known = children_of(parent)[name], self.children.get(parent)
+        if known is None or plain not in (known.plain, known.planned):
+            planned = drop_in(plain, self.backend.options, self.backend.target)
+            planned._fxremat.backend.plans = self.backend.plans
+            self.children[parent] = known = PlannedChild(parent, name, plain, planned)
+        return known
 
     def unwatch(self) -> None:
         """Take the hooks off the parameters."""
@@ -240,15 +271,9 @@ def _shared(model: nn.Module) -> Shared | None:
 
 
 def _call(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """`Module.__call__`, which sees to hooks; a training call that never reaches our forward is told of, once."""
-    training = _training_of(self)
-    before = training.calls
-    with _gathering(self, training):
-        result = nn.Module.__call__(self, *args, **kwargs)
-    if training.calls == before and not training.warned and _trains(self) and is_traced() is None:
-        training.warned = True
-        warnings.warn(BYPASSED, stacklevel=2)
-    return result
+    """`Module.__call__`, which sees to hooks."""
+    with _gathering(self, _training_of(self)):
+        return nn.Module.__call__(self, *args, **kwargs)
 
 
 def _gathering(module: Any, training: _Training) -> contextlib.AbstractContextManager[None]:
@@ -305,7 +330,7 @@ def _set_requires_gradient_sync(self: Any, requires_gradient_sync: bool, *, recu
 
 
 class _Forward:
-    """The descriptor of `forward`: a trainer's wrapper, set on the instance later, comes before ours, and calls it.
+    """The descriptor of `forward`: what a trainer sets on the instance later comes before ours, and may call it.
 
     At the class it is a function with the signature of the model's: trainers look there for the names of inputs.
     """
@@ -321,10 +346,10 @@ class _Forward:
     def __get__(self, module: Any, owner: type) -> Any:
         if module is None:
             return self.function
-        own = module.__dict__.get(self.name)
-        if own is None or own is _training_of(module).own:
+        own, training = module.__dict__.get(self.name), _training_of(module)
+        if own is None or own is training.own:
             return self.function.__get__(module, owner)
-        return own
+        return own if self.name != "forward" else _running(training, own)
 
     def __set__(self, module: Any, function: Any) -> None:
         module.__dict__[self.name] = function
@@ -348,6 +373,46 @@ def _trains(module: Any) -> bool:
     return module.training and torch.is_grad_enabled()
 
 
+def _running(training: _Training, own: Callable[..., Any]) -> Callable[..., Any]:
+    """What runs a forward that was put on the instance: the same function as long as that is the same."""
+    if training.replaced[0] is not own:
+        method = own if isinstance(own, types.MethodType) else None
+        function: Callable[..., Any] = method.__func__ if method else own
+
+        @functools.wraps(function)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not _trains(training.model) or is_traced() is not None:
+                return function(*args, **kwargs)
+            return _run_replaced(training, training.model, function, args, kwargs)
+
+        made = outside_graphs(forward, INSIDE)
+        training.replaced = own, types.MethodType(made, method.__self__) if method else made
+    return training.replaced[1]  # type: ignore[no-any-return]
+
+
+def _run_replaced(
+    training: _Training, parent: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Run a replaced forward as it is; the model's own, or the largest child of `parent`, is planned as it calls it."""
+    training.unwatch()
+    child, calls = training.child_of(parent), training.calls
+    if child is None:
+        result, reached = forward(*args, **kwargs), False
+    else:
+        inner: _Training = child.planned._fxremat
+        inner.backend.only_plan = training.backend.only_plan
+        before = inner.calls
+        with child.standing_in():
+            result = forward(*args, **kwargs)
+        reached = inner.calls > before
+        if reached:
+            child.tell()
+    if not reached and training.calls == calls and not training.warned:
+        training.warned = True
+        warnings.warn(BYPASSED, stacklevel=3)
+    return result
+
+
 def _forward(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The model's forward, planned where it trains."""
     training = _training_of(module)
@@ -362,6 +427,15 @@ def _forward(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             training.warned = True
             warnings.warn(UNDER_TRANSFORM, stacklevel=3)
         return training.plain(*args, **kwargs)
+    child = training.children.get(training.model)
+    with child.put_aside() if child else contextlib.nullcontext():
+        parent = replaced_in(training.model, itself=training.own is not None) if training.by_child else None
+        if parent is None:
+            return _forward_planned(module, training, args, kwargs)
+        return _run_replaced(training, parent, training.plain, args, kwargs)
+
+
+def _forward_planned(module: Any, training: _Training, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     backend = training.backend
     if not backend.plans and keeps_mask(training.model):
         warnings.warn(MASKED, stacklevel=3)
@@ -380,16 +454,44 @@ def _forward(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     except PlannedOnly:
         raise
     except Exception as error:
-        clear = explained(error)
-        heartbeat.note_failure(clear or error)
-        _check_trainable(training.model, args, kwargs)
-        if clear is None:
-            raise
-        raise clear.with_traceback(None) from clear.__cause__  # the way through dynamo would hide it
+        hooked = submodule_error(training.model, error)
+        clear = hooked or explained(error, lambda: _plain_error(training, args, kwargs))
+        parent = replaced_in(training.model, itself=training.own is not None)
+        if not isinstance(clear, CaptureError) or parent is None or training.child_of(parent) is None:
+            heartbeat.note_failure(clear or error)
+            _check_trainable(training.model, args, kwargs)
+            if clear is None:
+                raise
+            if isinstance(clear, FxrematError):
+                clear = clear.with_traceback(None)  # the way through dynamo would hide it
+            raise clear from clear.__cause__
+        training.by_child = True
+    if training.by_child:
+        return _forward(module, args, kwargs)
     return _refuse_double_backward(outputs)
 
 
+def _plain_error(training: _Training, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exception | None:
+    if training.shared is not None or training.backend.weights is not None:
+        return None  # parameters are not where forward takes them to be
+    return plain_error(training.model, training.plain, (args, kwargs))
+
+
 def _run(training: _Training, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    try:
+        hooks_off = without_requires_grad_hooks(training.model) if training.hooks_off else contextlib.nullcontext()
+        with hooks_off:
+            return _run_step(training, args, kwargs)
+    except Exception as error:
+        place = graph_break_place(error)
+        if place is not None and not training.hooks_off and requires_grad_hooks(training.model):
+            training.hooks_off = True
+        elif not set_up(training.model, place or ""):
+            raise
+    return _run(training, args, kwargs)
+
+
+def _run_step(training: _Training, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     mark(training.backend.options, training.backend.input_names, training.plain, args, kwargs)
     if training.backend.outdated and training.shared is None:
         training.backend.outdated = False
@@ -404,10 +506,6 @@ def _run(training: _Training, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         training.backend.take_sizes_as_fixed(error)
         training.step = training.step_anew(True)
         return training.step(*args, **kwargs)
-    except Exception as error:
-        if not set_up(training.model, graph_break_place(error) or ""):
-            raise
-    return step(*args, **kwargs)
 
 
 def _settle(module: Any, weights: Weights, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

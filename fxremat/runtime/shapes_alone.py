@@ -58,7 +58,7 @@ def with_fakes(model: nn.Module, call: Call, options: Options) -> Iterator[Call]
     if options.stepping is not None:
         what = "offload_weights measures how long copies and updates of the weights take, in an estimate too"
         refuse_without_data(model, what, "leave offload_weights out")
-    fakes = _Fakes()
+    fakes = Fakes(torch.device("cpu"))
     places = list(tensor_places(model))
     try:
         with real_tensors():  # a fake mode around this call would take what planning computes with for fake, too
@@ -70,11 +70,15 @@ def with_fakes(model: nn.Module, call: Call, options: Options) -> Iterator[Call]
             holder[name] = tensor
 
 
-class _Fakes:
-    """Fake CPU tensors in the place of others: one for each, so that tied parameters stay tied."""
+class Fakes:
+    """Fake tensors in the place of others: one for each, so that tied parameters stay tied.
 
-    def __init__(self) -> None:
-        self.mode = fake_mode()
+    Args:
+        device: where they are said to be; None: where the others are.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self.mode, self.device = fake_mode(), device
         self.made: dict[int, Tensor] = {}
 
     def like(self, tensor: Tensor) -> Tensor:
@@ -87,7 +91,8 @@ class _Fakes:
 
     def _make(self, tensor: Tensor) -> Tensor:
         with self.mode:
-            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+            device = self.device or tensor.device
+            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
             if isinstance(tensor, nn.Parameter):
                 return nn.Parameter(made, requires_grad=tensor.requires_grad)
             return made.requires_grad_(tensor.requires_grad)

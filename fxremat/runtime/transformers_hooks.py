@@ -1,16 +1,22 @@
-"""What a library's model does at its first call and no trace can follow: done ahead of it, where tracing met it.
+"""What a library's model does that no trace can follow: done ahead of the call or left out, where tracing met it.
 
-transformers 5   the hooks that collect hidden states, attentions and router logits are put in place under a lock, by
-                 `transformers.utils.output_capturing.maybe_install_capturing_hooks`
+transformers 5         the hooks that collect hidden states, attentions and router logits are put in place at the first
+                       call under a lock, by `transformers.utils.output_capturing.maybe_install_capturing_hooks`
+transformers, PEFT     hooks that let what frozen embeddings return require gradients, for checkpoints to run again in
+                       `torch.utils.checkpoint(..., use_reentrant=True)`: nothing else depends on them
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
+
+from fxremat.torch_private import forward_hooks_of
 
 
 def set_up(model: nn.Module, place: str) -> bool:
@@ -47,3 +53,36 @@ def keeps_mask(model: nn.Module) -> bool:
 def _groups_heads(config: Any) -> bool:
     heads = getattr(config, "num_attention_heads", None)
     return isinstance(heads, int) and getattr(config, "num_key_value_heads", heads) != heads
+
+
+def only_requires_grad(hook: Any) -> bool:
+    """Whether a hook calls `requires_grad_` on what it is given, and nothing else: it names nothing else.
+
+    >>> only_requires_grad(lambda module, inputs, output: output.requires_grad_(True))
+    True
+    >>> only_requires_grad(lambda module, inputs, output: output.detach().requires_grad_(True))
+    False
+    """
+    code = getattr(hook, "__code__", None)
+    return code is not None and code.co_names == ("requires_grad_",) and not code.co_freevars
+
+
+def requires_grad_hooks(model: nn.Module) -> list[dict[int, Any]]:
+    """The dictionaries of forward hooks of modules that such a hook is in."""
+    tables = (table for m in model.modules() for table in forward_hooks_of(m))
+    return [table for table in tables if any(map(only_requires_grad, table.values()))]
+
+
+@contextlib.contextmanager
+def without_requires_grad_hooks(model: nn.Module) -> Iterator[None]:
+    """Take such hooks off the model's modules, and put them back where they were."""
+    tables = [(table, dict(table)) for table in requires_grad_hooks(model)]
+    for table, hooks in tables:
+        for number in [number for number, hook in hooks.items() if only_requires_grad(hook)]:
+            del table[number]
+    try:
+        yield
+    finally:
+        for table, hooks in tables:
+            table.clear()
+            table.update(hooks)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import fxremat
+from fxremat.runtime.plain_errors import NOTE
+from fxremat.torch_private import has_data
 from tests.toys import WIDTH, rows
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
@@ -26,6 +30,7 @@ class Calls(nn.Module):
         self.linear = nn.Linear(WIDTH, WIDTH)
         self.recurrent = nn.LSTM(WIDTH, WIDTH)
         self.norm = nn.BatchNorm1d(WIDTH)
+        self.cumulative = nn.BatchNorm1d(WIDTH, momentum=None)
 
     def forward(self, *inputs: Tensor) -> Tensor:
         return self.function(self, *inputs)
@@ -38,15 +43,20 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], str]] = {
         (rows(4), torch.tensor([1, 2, 3, 4])),
         r"depends on data, .*test_advice.py:\d+.*output_size=",
     ),
-    "a wrong shape": (
-        lambda m, x: m.linear(x),
-        (rows()[:, :3],),
-        r"fails on these inputs at .*RuntimeError: .*reduction dim.*plain model",
+    "a logger that is looked up": (
+        lambda m, x: (logging.getLogger("a model").info("running"), m.linear(x))[1],
+        (rows(),),
+        r"not one graph: tracing stops at .*test_advice.py:\d+.*Leave messages out of forward",
     ),
-    "a batch of one": (
-        lambda m, x: m.norm(m.linear(x)),
-        (rows(1),),
-        "fails on these inputs at .*ValueError: Expected more than 1 value per channel",
+    "a cumulative average": (
+        lambda m, x: m.cumulative(m.linear(x)),
+        (rows(),),
+        r"'cumulative' \(BatchNorm1d\) has momentum=None.*Give it a momentum",
+    ),
+    "an address": (
+        lambda m, x: m.linear(x) * x.data_ptr(),
+        (rows(),),
+        r"not one graph: tracing stops at .*test_advice.py:\d+",
     ),
     "a recurrent layer": (
         lambda m, x: m.recurrent(x)[0],
@@ -74,3 +84,52 @@ def test_what_went_wrong_and_where(name: str, caplog: pytest.LogCaptureFixture) 
     assert "\n" not in str(error.value)
     assert str(Path(fxremat.__file__).parent) not in str(error.value), "lines are the model's"
     assert caplog.records == []
+
+
+def counted(model: Any, x: Tensor) -> Tensor:
+    """Leaves traces in the model and in the generators, and fails."""
+    model.calls = 1
+    model.seen.append(x.shape)
+    torch.manual_seed(5)
+    random.random()
+    print("running")
+    result: Tensor = model.norm(model.linear(x)) + torch.rand(()) @ x
+    return result
+
+
+WRONG: dict[str, tuple[Callable[..., Any], tuple[Any, ...], type[Exception], str]] = {
+    "too many arguments": (lambda m, x: m.linear(x), (rows(), rows()), TypeError, "takes 2 positional arguments"),
+    "a submodule's arguments": (lambda m, x: m.linear(x, x), (rows(),), TypeError, r"Linear.forward\(\) takes 2"),
+    "a wrong type": (lambda m, x: m.linear(x), (None,), TypeError, "must be Tensor, not NoneType"),
+    "a wrong shape": (lambda m, x: m.linear(x), (rows()[:, :3],), RuntimeError, "reduction dim"),
+    "another device": (lambda m, x: m.linear(x), (rows().to("meta"),), RuntimeError, "two devices, meta and cpu"),
+    "a batch of one": (lambda m, x: m.norm(m.linear(x)), (rows(1),), ValueError, "more than 1 value per channel"),
+    "traces left behind": (counted, (rows(),), RuntimeError, "0D and 2D"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_call_that_is_wrong_raises_what_the_plain_model_raises_and_changes_nothing(
+    name: str, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    function, given, kind, says = WRONG[name]
+    model = Calls(function)
+    model.seen = []  # type: ignore[assignment]
+    before, draws = copy.deepcopy(model.state_dict()), (torch.get_rng_state(), random.getstate())
+    with caplog.at_level(logging.ERROR), pytest.raises(kind, match=says) as error:
+        fxremat.compile(model, "100%", effort=0.0, progress=False)(*given)
+    assert type(error.value) is kind
+    assert error.value.__notes__ == [NOTE]
+    assert error.value.__cause__ is None
+    assert caplog.records == []
+    assert capsys.readouterr().out == ""
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(type(parameter) is nn.Parameter and has_data(parameter) for parameter in model.parameters())
+    assert (model.seen, hasattr(model, "calls")) == ([], False)
+    assert torch.equal(torch.get_rng_state(), draws[0])
+    assert random.getstate() == draws[1]
+
+
+def test_wrong_names_are_a_type_error_that_a_plan_raises_too() -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'labels'"):
+        fxremat.plan(nn.Linear(4, 4), {"input": torch.ones(2, 4), "labels": torch.ones(2)}, mem="100%", effort=0.0)

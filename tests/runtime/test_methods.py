@@ -72,6 +72,13 @@ def test_a_plan_of_a_method_can_be_looked_at_and_survives_copies() -> None:
         assert copied.plan is not None
 
 
+def test_a_plan_is_its_own_copy_and_says_what_of_it_can_be_saved() -> None:
+    plan = fxremat.plan(Net(), rows(), mem="80%", **FAST)
+    assert copy.deepcopy({"plan": plan})["plan"] is plan
+    with pytest.raises(fxremat.FxrematError, match=r"cannot be pickled: save plan.chain.to_json\(\)"):
+        pickle.dumps(plan)
+
+
 def test_a_method_that_is_not_there_is_refused() -> None:
     with pytest.raises(fxremat.FxrematError, match="Net has no method 'train_step'"):
         fxremat.compile(Net(), mem="70%", method="train_step")

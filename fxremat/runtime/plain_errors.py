@@ -1,0 +1,88 @@
+"""The plain model's own error on a call that cannot be captured: a wrong argument, shape, type or device.
+
+Dynamo stops at such a call as it does at a graph break. Which of both it is, the plain forward tells, run with nothing:
+
+    parameters, buffers, inputs        fake tensors of the same shapes, types and devices
+    attributes and containers          of modules: copies, and the originals put back
+    generators, standard output        put back, and dropped
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import random
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from fxremat.ops.random import GeneratorStates
+from fxremat.runtime.shapes_alone import Call, Fakes
+from fxremat.torch_private import as_without_fakes, real_tensors, silent, tensor_places
+
+NOTE = "fxremat ran the plain forward on tensors without data, since the call could not be captured: it fails, too"
+OF_FAKES = r"[Ff]ake ?[Tt]ensor|data pointer|data_ptr|tensor subclass|[Mm]eta ?[Tt]ensor|numpy\(\)|[Ss]torage"
+"""Errors of tensors without data, at which a real one does not fail."""
+
+
+def plain_error(model: nn.Module, forward: Callable[..., Any], call: Call) -> Exception | None:
+    """The exception that the model's plain forward raises at a call; None: nothing tells that it raises one.
+
+    Takes the time of one forward without kernels, and no memory of the device. The model, its inputs and the random
+    states stay what they are. Models with tensors of other classes than PyTorch's own (shards, quantized weights) are
+    not asked.
+    """
+    args, kwargs = call
+    tensors = [x for x in (*model.parameters(), *model.buffers(), *pytree.tree_leaves(call)) if isinstance(x, Tensor)]
+    if not all(type(x) in (Tensor, nn.Parameter, nn.Buffer) for x in tensors):
+        return None
+    fakes = Fakes()
+    quiet = contextlib.redirect_stdout(io.StringIO()), silent("torch._subclasses.fake_tensor")
+    with real_tensors(), _put_back(model), _same_draws(tensors), quiet[0], quiet[1]:
+        for holder, name, tensor in list(tensor_places(model)):
+            holder[name] = fakes.like(tensor)
+        args, kwargs = pytree.tree_map_only(Tensor, fakes.like, (args, kwargs))
+        try:
+            with fakes.mode:
+                forward(*args, **kwargs)
+        except Exception as error:
+            return _told(error)
+    return None
+
+
+def _told(error: Exception) -> Exception | None:
+    clear = as_without_fakes(error)
+    if clear is None or re.search(OF_FAKES, str(clear)):
+        return None
+    clear.add_note(NOTE)
+    return clear
+
+
+@contextlib.contextmanager
+def _put_back(model: nn.Module) -> Iterator[None]:
+    """Let modules keep their attributes, and what is in those that are containers, whatever is set inside."""
+    before = [(vars(module), dict(vars(module))) for module in model.modules()]
+    try:
+        for attributes, originals in before:
+            for name, value in originals.items():
+                if type(value) in (dict, list, set):
+                    attributes[name] = copy.copy(value)
+        yield
+    finally:
+        for attributes, originals in before:
+            attributes.clear()
+            attributes.update(originals)
+
+
+@contextlib.contextmanager
+def _same_draws(tensors: list[Tensor]) -> Iterator[None]:
+    state = random.getstate()
+    try:
+        with GeneratorStates(tensors).replayed():
+            yield
+    finally:
+        random.setstate(state)

@@ -1,0 +1,92 @@
+"""A `forward` that somebody put on an instance: it runs as it is, and the part of the model that it calls is planned.
+
+Trainers replace the forward of a model: to compute the loss in pieces, without logits (TRL), or under autocast
+(accelerate). What they put in its place calls either the forward that was there before, which is planned as ever, or
+parts of the model: one that is most of it is planned, and what is computed from its outputs is a loss outside of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from fxremat.torch_private import children_of
+
+log = logging.getLogger(__name__)
+WRAPPERS = ("lightning.fabric.wrappers", "lightning_fabric.wrappers")
+"""Of modules whose forward is a library's, around that of the model; Fabric's cannot be captured with its precision."""
+
+
+def replaced_in(model: nn.Module, *, itself: bool) -> nn.Module | None:
+    """The outermost module whose forward was replaced on the instance, or a library's wrapper; None: there is none.
+
+    Args:
+        itself: whether the model is one of them; not where its forward was replaced after it was compiled.
+    """
+    modules = (m for m in model.modules() if "forward" in vars(m) and (itself or m is not model))
+    return model if type(model).__module__ in WRAPPERS else next(modules, None)
+
+
+def largest_child(module: nn.Module, least: float) -> str | None:
+    """The name of the child with the most parameters, by elements, `least` of them or more, of which some train."""
+    children = [(sum(p.numel() for p in c.parameters()), name) for name, c in module.named_children() if _trains(c)]
+    count, name = max(children, default=(0, None))
+    return name if count >= least else None
+
+
+def _trains(module: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters())
+
+
+@dataclass(eq=False)
+class PlannedChild:
+    """The largest child of a module whose forward was replaced, and the drop-in module that stands in for it."""
+
+    parent: nn.Module
+    name: str
+    plain: nn.Module
+    planned: Any  # a `Rematerialized`
+    told: bool = False
+
+    @contextlib.contextmanager
+    def standing_in(self) -> Iterator[None]:
+        """Inside, the parent calls the planned child."""
+        with self._changed(self.plain, self.planned):
+            yield
+
+    @contextlib.contextmanager
+    def put_aside(self) -> Iterator[None]:
+        """Inside, where the planned child stands in, the parent calls its own again."""
+        with self._changed(self.planned, self.plain):
+            yield
+
+    @contextlib.contextmanager
+    def _changed(self, one: nn.Module, other: nn.Module) -> Iterator[None]:
+        children = children_of(self.parent)
+        found = children.get(self.name) is one
+        if found:
+            children[self.name] = other
+        try:
+            yield
+        finally:
+            if found:
+                children[self.name] = one
+
+    def tell(self) -> None:
+        """Log, once, what is planned and what is not."""
+        if self.told:
+            return
+        self.told = True
+        forward = vars(self.parent).get("forward", type(self.parent).forward)
+        log.warning(
+            "forward of %s was replaced by %s, which is not planned as a whole: its part `%s` is planned within the "
+            "budget, and the rest counts as a loss outside of it",
+            type(self.parent).__name__,
+            getattr(forward, "__qualname__", forward),
+            self.name,
+        )
