@@ -69,12 +69,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("fxremat: interrupted", file=sys.stderr)
         return _INTERRUPTED
-    except Exception as error:
-        if not _is_of_the_model(error):
-            raise
-        text = f"the model fails on these inputs: {type(error).__name__}: {error}"
-        print("fxremat:", _one_line(text), file=sys.stderr)
-        return 2
     return 0
 
 
@@ -267,6 +261,8 @@ def _guarded(what: str, work: Callable[[], _T]) -> _T:
     except FxrematError:
         raise
     except Exception as error:
+        if _is_of_the_model(error):
+            raise FxrematError(f"the model fails on these inputs: {type(error).__name__}: {error}") from error
         frame = traceback.extract_tb(error.__traceback__)[-1]
         at = f"{frame.filename}:{frame.lineno}"
         raise FxrematError(f"{what} failed at {at}: {type(error).__name__}: {error}") from error
