@@ -5,6 +5,7 @@ Only a size that depends on data is refused (tests/runtime/test_advice.py).
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -107,3 +108,37 @@ def test_a_number_of_the_data_changes_no_bit_and_no_budget(kind: type[Deep], cos
     everything = trained("100%")
     least = everything.minimum + (everything.keep_all_peak - everything.minimum) // 10
     assert trained(least).predicted_peak < everything.predicted_peak
+
+
+class Queue(nn.Module):
+    """Writes each batch into a buffer at a place that another buffer holds, as momentum contrast does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 5))
+        self.register_buffer("kept", torch.zeros(5, 64))
+        self.register_buffer("place", torch.zeros(1, dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.layers(x)
+        loss = torch.cat([made, made @ self.kept.clone()], 1).logsumexp(1).mean()
+        begin = int(self.place)
+        with torch.no_grad():
+            self.kept[:, begin : begin + 4] = made[:4].T
+            self.place[0] = (begin + 4) % 64
+        return loss
+
+
+def test_a_place_that_is_written_to_may_be_a_number_of_the_data() -> None:
+    torch.manual_seed(0)
+    plain = Queue()
+    model = copy.deepcopy(plain)
+    compiled = fxremat.compile(model, mem="100%", effort=0.0, progress=False)
+    for seed in range(3):
+        for network in (plain, compiled):
+            network.zero_grad()
+            network(torch.full((8, 16), 0.1 * seed)).backward()
+        for ours, theirs in zip(compiled.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(ours.grad, theirs.grad)  # type: ignore[arg-type]
+        for name, buffer in plain.named_buffers():
+            assert torch.equal(buffer, compiled.get_buffer(name)), name

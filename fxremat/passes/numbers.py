@@ -6,6 +6,8 @@ in bytes is made for fixed ones.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 
@@ -13,7 +15,7 @@ from fxremat.errors import CaptureError
 from fxremat.step.joint import SYMBOLS, is_number
 from fxremat.step.names import frame_of
 from fxremat.step.symbolic import NotSymbolic, is_size
-from fxremat.torch_private import depends_on_data, depends_on_float
+from fxremat.torch_private import depends_on_data, depends_on_float, expression_of
 
 aten = torch.ops.aten
 
@@ -24,11 +26,25 @@ def copy_views_by_number(graph: fx.Graph) -> None:
         shown = node.meta.get("val")
         parents = [parent.meta.get("val") for parent in node.all_input_nodes]
         numbers = [value for value in parents if is_number(value) and not is_size(value)]
+        if isinstance(shown, torch.Tensor) and _begins_at_number(node, shown):
+            node.meta["val"] = shown.new_empty_strided([*map(_plain, shown.shape)], [*map(_plain, shown.stride())])
         if not numbers or not isinstance(shown, torch.Tensor) or not node.target.is_view:
             continue
         packet = node.target.overloadpacket
         node.target = getattr(getattr(aten, f"{packet.__name__}_copy"), node.target._overloadname)
-        node.meta["val"] = shown.new_empty(shown.shape)
+        node.meta["val"] = shown.new_empty([*map(_plain, shown.shape)])
+
+
+def _begins_at_number(node: fx.Node, shown: torch.Tensor) -> bool:
+    """Whether a new tensor shows the offset of a view that it was made like, as `aten.copy` does."""
+    offset, target = shown.storage_offset(), node.target
+    made = isinstance(target, torch._ops.OpOverload) and not target.is_view
+    return made and isinstance(offset, torch.SymInt) and depends_on_data(offset)
+
+
+def _plain(size: Any) -> Any:
+    """The int that a symbolic size is at all times; another size as it is."""
+    return int(size) if isinstance(size, torch.SymInt) and expression_of(size).is_Integer else size
 
 
 def refuse_symbols(graph: fx.Graph, example: str = "val") -> None:

@@ -80,7 +80,9 @@ class Numbers:
         self._known: dict[sympy.Expr, Any] = {}
 
     def __call__(self, value: Any) -> Any:
-        """The int, float or bool for a symbolic number; anything else is returned as it is."""
+        """The int, float or bool for a symbolic number; anything else, and what only the data tells, as it is."""
+        if not self.knows(value):
+            return value
         for symbolic, kind in ((torch.SymInt, int), (torch.SymFloat, float), (torch.SymBool, bool)):
             if isinstance(value, symbolic):
                 return kind(self._value(expression_of(value)))
