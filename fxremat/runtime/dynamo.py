@@ -183,7 +183,8 @@ class Backend:
     @contextlib.contextmanager
     def _as_it_runs(self, inputs: Sequence[Any]) -> Iterator[None]:
         """While AOTAutograd traces: what the kernels that are to run it would do, for eager PyTorch."""
-        layouts = real_layouts(self._layouts, cpu=self.target is None or not self.target.cuda)
+        cpu = self.target is None or not self.target.cuda
+        layouts = real_layouts(self._layouts, cpu=cpu, compiled=self.options.compiles)
         with layouts, differentiate_as_eager(), self._kernels(inputs):
             yield
 

@@ -81,23 +81,27 @@ CPU: Mapping[Any, Rule] = {
     aten.native_dropout_backward.default: ITERATED,
     aten.native_layer_norm_backward.default: _contiguous(1),
     aten.native_group_norm_backward.default: _suggested(1),
+}
+CPU_BATCH_NORM: Mapping[Any, Rule] = {
     aten.native_batch_norm.default: _suggested(0),
     aten._native_batch_norm_legit.default: _suggested(0),
     aten._native_batch_norm_legit.no_stats: _suggested(0),
     aten.native_batch_norm_backward.default: _suggested(1),
 }
+"""Kernels of a CPU, but where regions are compiled, in which Inductor decides."""
 
 
 def real_layouts(
-    observed: Mapping[str, Strides], *, cpu: bool
+    observed: Mapping[str, Strides], *, cpu: bool, compiled: bool = False
 ) -> contextlib.AbstractContextManager[None]:
     """While a step is traced: fake results have the strides of real ones.
 
     Args:
         observed: strides of the outputs of ops by `cost.layouts.key_of`, which come before the rules.
         cpu: whether a CPU's kernels are to run what is traced on CPU tensors.
+        compiled: whether regions are compiled.
     """
-    rules = {**EVERYWHERE, **(CPU if cpu else {})}
+    rules = {**EVERYWHERE, **(CPU if cpu else {}), **(CPU_BATCH_NORM if cpu and not compiled else {})}
     return with_fake_strides(partial(_strides_of, rules, observed))
 
 
@@ -107,7 +111,7 @@ def _strides_of(
     if observed and (seen := observed.get(key_of(op, args, kwargs))) is not None:
         return seen
     rule = rules.get(op)
-    if rule is None or (op in CPU and _device(args) != "cpu" and op not in EVERYWHERE):
+    if rule is None or (op not in EVERYWHERE and _device(args) != "cpu"):
         return None
     return (tuple(rule(*args, **kwargs)),)
 

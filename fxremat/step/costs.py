@@ -123,8 +123,8 @@ def assumed_for(count: int, dtype: torch.dtype) -> int:
 
 
 def _gradients(joint: Joint) -> list[torch.Tensor]:
-    """What the loss outside hands in, as fake tensors; gradients of numbers, which are losses, apart."""
-    shown = (node.meta.get("val") for node in joint.tangents if joint.value_of[node] not in joint.root_tangents)
+    """What a loss outside hands in, as fake tensors; nothing where the model returns its loss."""
+    shown = () if joint.root_tangents else (node.meta.get("val") for node in joint.tangents)
     return [tensor for tensor in shown if isinstance(tensor, torch.Tensor)]
 
 

@@ -125,6 +125,7 @@ def test_losses_of_permuted_predictions(loss: Callable[[Tensor, Tensor], Tensor]
 def without_rules(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rules, "EVERYWHERE", {})
     monkeypatch.setattr(rules, "CPU", {})
+    monkeypatch.setattr(rules, "CPU_BATCH_NORM", {})
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
