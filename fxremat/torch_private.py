@@ -513,7 +513,7 @@ def capture_settings(dynamic: bool | None = False) -> Iterator[None]:
         "accumulated_recompile_limit": 4096,
         "assume_static_by_default": dynamic is not True,
         "automatic_dynamic_shapes": dynamic is not False,
-        "specialize_float": False,
+        "specialize_float": dynamic is True,  # which would make an input of every float
         "skip_nnmodule_hook_guards": False,
         "optimize_ddp": False,
         "trace_autograd_ops": True,
