@@ -1091,7 +1091,7 @@ MISTAKES += [
     # a wrapper that a trainer sets on the instance is ignored
     Mistake(
         "runtime/module.py",
-        "if own is None or own is _training_of(module).own:",
+        "if own is None or own is training.own:",
         "if True:",
         f"{DROP_IN}::test_a_wrapper_around_forward_set_later_keeps_the_budget",
     ),

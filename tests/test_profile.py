@@ -271,7 +271,7 @@ def test_what_cannot_be_planned_is_refused_as_by_plan(make: Callable[[], tuple[A
     said = []
     for look in (lambda *a: fxremat.plan(*a, mem="100%", **OPTIONS), lambda *a: fxremat.profile(*a, **OPTIONS)):
         torch._dynamo.reset()
-        with pytest.raises(fxremat.FxrematError) as error:
+        with pytest.raises((fxremat.FxrematError, RuntimeError)) as error:  # of fxremat, or the plain model's own
             look(*make())
         said.append((type(error.value), str(error.value)))
     assert said[0] == said[1]
