@@ -119,7 +119,7 @@ class WithoutLoss(Dag):
 
 @dataclass(frozen=True)
 class Run:
-    """What one budget showed."""
+    """Result of one budget."""
 
     seed: int
     budget: int
@@ -134,7 +134,7 @@ class Run:
 
 
 def train(case: Case, model: nn.Module, call: nn.Module | None = None) -> dict[str, Tensor]:
-    """What some steps of SGD leave behind."""
+    """Take some steps of SGD; return what they leave behind, by name."""
     torch.manual_seed(3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     found: dict[str, Tensor] = {}
@@ -182,7 +182,7 @@ def runs_of(case: Case) -> Iterator[Run]:
 
 
 def _captured(case: Case, plain: dict[str, Tensor]) -> list[dict[str, Tensor]]:
-    """What captured graphs compute where plain PyTorch does not: with aot_eager, and keeping everything."""
+    """Return what captured graphs compute where plain PyTorch does not: with aot_eager, and keeping everything."""
     torch._dynamo.reset()
     model = case.model()
     found = train(case, model, torch.compile(model, backend="aot_eager", fullgraph=True))  # type: ignore[arg-type]

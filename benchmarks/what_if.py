@@ -1,4 +1,4 @@
-"""What planning for devices that are not here costs: two devices compared, and the largest batch found.
+"""Measure what planning for devices that are not here costs: two devices compared, and the largest batch found.
 
     python -m benchmarks.what_if
     python -m benchmarks.what_if --checkout ../before --label before      beside another checkout

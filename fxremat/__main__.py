@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _is_of_the_model(error: Exception) -> bool:
-    """Whether an error is the plain model's own, which fxremat raises as it is."""
+    """Tell whether an error is the plain model's own, which fxremat raises as it is."""
     if not getattr(error, "__notes__", ()):
         return False
     from fxremat.runtime.plain_errors import NOTE

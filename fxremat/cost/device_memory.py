@@ -1,4 +1,4 @@
-"""What a device's memory holds while a model is trained on it, and what that leaves for the peak of a step.
+"""Memory of a device: what it holds while a model is trained on it, and what that leaves for the peak of a step.
 
     given       parameters, buffers and inputs that the step reads
     state       of the optimizer
