@@ -146,7 +146,7 @@ def test_the_model_is_as_it_was(kind: type[Llama]) -> None:
 
 
 def test_a_model_with_data_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shapes_alone, "_Fakes", None)
+    monkeypatch.setattr(shapes_alone, "Fakes", None)
     assert planned(Llama(1), tokens(), device="A100").device == "A100"
 
 

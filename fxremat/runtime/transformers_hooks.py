@@ -44,10 +44,20 @@ def keeps_mask(model: nn.Module) -> bool:
     rounded, otherwise; flash attention takes no mask.
     """
     library = sys.modules.get("transformers")
-    if library is None or not torch.is_autocast_enabled(next(model.parameters()).device.type):
+    if library is None:
         return False
     models = (module for module in model.modules() if isinstance(module, library.PreTrainedModel))
-    return any(_groups_heads(module.config) and module.config._attn_implementation == "sdpa" for module in models)
+    return any(
+        _groups_heads(module.config)
+        and module.config._attn_implementation == "sdpa"
+        and _is_autocast_enabled(module.device.type)
+        for module in models
+    )
+
+
+def _is_autocast_enabled(device: str) -> bool:
+    """Whether autocast is on, and False for a device that has none, such as meta."""
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
 def _groups_heads(config: Any) -> bool:
