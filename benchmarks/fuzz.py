@@ -14,6 +14,7 @@ than its budget.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import random
 import time
@@ -216,6 +217,7 @@ def _budgets(case: Case) -> list[int]:
 def checked(seed: int) -> tuple[int, list[Run], str]:
     """The runs of a seed, and the error that ended them; ""."""
     torch.set_num_threads(1)
+    gc.freeze()  # the meter collects garbage before every step: not among all that torch imported
     runs: list[Run] = []
     try:
         runs.extend(runs_of(Case.of(seed)))

@@ -19,6 +19,7 @@ import fxremat
 from benchmarks.meter import peak_bytes
 from benchmarks.models import libraries
 from benchmarks.models.libraries import LibraryCase
+from fxremat.runtime.module import MASKED
 from tests.steps import Step, differences, step_of
 from tests.training import gradients_of, state_of, unequal
 
@@ -135,6 +136,19 @@ def test_without_labels_the_loss_is_outside() -> None:
         nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
         gradients.append(gradients_of(each))
     assert unequal(*gradients) == []
+
+
+def test_a_mask_that_only_captured_graphs_keep_is_told_of() -> None:
+    """Grouped heads in half precision, computed by PyTorch's kernel: rounded otherwise than in eager mode."""
+    case = libraries.get("llama", "small")
+    for autocast, attention, told in ((True, "sdpa", 1), (False, "sdpa", 0), (True, "eager", 0)):
+        model = case.model()
+        model.set_attn_implementation(attention)
+        torch._dynamo.reset()
+        with warnings.catch_warnings(record=True) as caught, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            warnings.simplefilter("always")
+            fxremat.compile(model, mem="100%", example_inputs=case.batch(), cost="estimate", solver="keep_all")
+        assert [str(each.message) for each in caught].count(MASKED) == told
 
 
 def test_only_the_loss_is_given_a_gradient() -> None:
