@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import shlex
 import threading
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ import torch
 from torch import fx
 
 from fxremat.errors import FxrematError
-from fxremat.torch_private import real_tensors, storage_of
+from fxremat.torch_private import real_tensors, storage_of, torch_release
 
 CUDA_GRAPHS = "triton.cudagraphs"
 ALWAYS = {
@@ -53,6 +54,7 @@ def compile_region(
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.virtualized import V
 
+    link_in_any_folder()
     with _my_turn(), real_tensors(), torch.no_grad(), inductor_config.patch({**settings, **ALWAYS}):
         graph, fakes, mode = _decomposed(module, given, decompositions)
         _copy_outputs_that_share(graph)
@@ -121,6 +123,25 @@ def _let_others_go_on_while_waiting() -> None:
             _turn.acquire()
 
     AsyncCompile._wait_futures = let_others_go_on  # type: ignore[method-assign]
+
+
+@functools.cache
+def link_in_any_folder() -> None:
+    """Let Inductor link where PyTorch lies in a folder with a space, for `torch.compile` too.
+
+    `torch._inductor.cpp_builder.BuildOptionsBase.get_libraries_dirs` (2.11, 2.13) names folders that a command line
+    takes unquoted; 2.14 and 2.15 quote them there.
+    """
+    if torch_release() >= (2, 14):
+        return
+    from torch._inductor.cpp_builder import BuildOptionsBase
+
+    folders: Any = BuildOptionsBase.get_libraries_dirs
+
+    def quoted(options: Any) -> list[str]:
+        return [*map(shlex.quote, folders(options))]
+
+    BuildOptionsBase.get_libraries_dirs = quoted  # type: ignore[method-assign]
 
 
 def _copy_outputs_that_share(graph: fx.GraphModule) -> None:

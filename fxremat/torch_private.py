@@ -137,7 +137,12 @@ def holds_gradients() -> bool:
     `CompiledFunction.backward` takes its arguments as a tuple that it never lets go of (2.11), or lets go of it (2.13,
     2.14, 2.15); what lies in between was not read.
     """
-    return tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) < (2, 13)
+    return torch_release() < (2, 13)
+
+
+def torch_release() -> tuple[int, ...]:
+    """The release of PyTorch, as (2, 13)."""
+    return tuple(map(int, re.findall(r"\d+", torch.__version__)[:2]))
 
 
 class _Whatever:

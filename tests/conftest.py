@@ -102,6 +102,10 @@ def torch_ready() -> Iterator[None]:
     """
     import torch
 
+    from fxremat.torch_inductor import link_in_any_folder
+
+    if " " in torch.__file__:  # torch.compile, which steps are compared with, does not link there before 2.14
+        link_in_any_folder()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     torch._dynamo.reset()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from fxremat.ops.decompositions import DECOMPOSITIONS
 from fxremat.ops.seeded import ALWAYS_COMPILED
 from fxremat.step import region as regions
 from fxremat.step.region import Kernels, Region, compile_all, forget_kernels, hand_over, regions_of, runnable
+from fxremat.torch_inductor import link_in_any_folder
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
 aten = torch.ops.aten
@@ -201,3 +203,13 @@ def test_single_elements_have_any_stride() -> None:
     (result,) = region.run([odd, y])
     torch.testing.assert_close(result, wanted)
     assert result.data_ptr() == place  # it was not copied
+
+
+def test_kernels_are_linked_where_pytorch_lies_in_a_folder_with_a_space(tmp_path: Path) -> None:
+    from torch._inductor.cpp_builder import BuildOptionsBase, CppBuilder
+
+    link_in_any_folder()
+    folder = tmp_path / "a b"
+    options = BuildOptionsBase(libraries_dirs=[str(folder)], compiler="c++")
+    command = CppBuilder(name="kernels", sources="kernels.cpp", BuildOption=options).get_command_line()
+    assert f"-L{folder}" in shlex.split(command)
