@@ -141,7 +141,7 @@ def link_in_any_folder() -> None:
     def quoted(options: Any) -> list[str]:
         return [*map(shlex.quote, folders(options))]
 
-    BuildOptionsBase.get_libraries_dirs = quoted  # type: ignore[method-assign]
+    BuildOptionsBase.get_libraries_dirs = quoted  # type: ignore[method-assign, assignment]
 
 
 def _copy_outputs_that_share(graph: fx.GraphModule) -> None:
