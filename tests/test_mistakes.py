@@ -55,7 +55,10 @@ def _unchanged(copy: Path, test: str) -> tuple[int, str]:
 
 
 def _run(copy: Path, test: str) -> tuple[int, str]:
-    """The exit status of a test, and the end of what it printed."""
+    """The exit status of a test, marked `long` or not, and the end of what it printed."""
     command = [sys.executable, "-B", "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", f"tests/{test}"]
-    ran = subprocess.run(command, cwd=copy, capture_output=True, text=True, check=False)
+    for marked in ([], ["-m", "long"]):
+        ran = subprocess.run([*command, *marked], cwd=copy, capture_output=True, text=True, check=False)
+        if ran.returncode != pytest.ExitCode.NO_TESTS_COLLECTED:
+            break
     return ran.returncode, ran.stdout[-2000:]

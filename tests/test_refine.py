@@ -59,7 +59,7 @@ def surveyed(recipe: Recipe, effort: float = 0.0) -> Searched:
     return searched(capture(Dag(recipe).train(), *batch()), effort)
 
 
-@few(15)
+@few(10)
 @given(recipes, st.integers(0, 2**32 - 1))
 def test_a_replay_is_exact_liveness(recipe: Recipe, seed: int) -> None:
     """For the programs of schedules, and for any choice of recomputations."""
@@ -122,7 +122,7 @@ def _some(skeleton: Skeleton, rng: np.random.Generator, share: float) -> np.ndar
     return np.where(skeleton.tape.optional == 1, taken, 1).astype(np.uint8)
 
 
-@few(15)
+@few(10)
 @given(recipes, st.integers(0, 100))
 def test_a_search_makes_no_program_worse(recipe: Recipe, share: int) -> None:
     found = surveyed(recipe)

@@ -15,6 +15,7 @@ from benchmarks import models
 from benchmarks.models import Case
 
 STEPS = 3
+EVERY_DAY = ("gpt", "resnet", "unet")  # of the models that every promise is tested on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,16 +29,18 @@ class Trace:
 
 
 def in_both_sizes(group: str) -> list[Any]:
-    """Parameters (size, name) of a fixture whose runs many tests look at: one process makes those of a model."""
-    return [
-        pytest.param(
-            (size, name),
-            id=f"{name}-{size}",
-            marks=[*marks, pytest.mark.xdist_group(f"{group}-{name}-{size}")],
-        )
-        for size, marks in (("small", []), ("full", [pytest.mark.long]))
-        for name in models.MAIN
-    ]
+    """Parameters (size, name) of a fixture whose runs many tests look at: one process makes those of a model.
+
+    Small models of three kinds are trained every day, the others and those of full size with `-m long`.
+    """
+    return [_in_one_process(group, size, name) for size in ("small", "full") for name in models.MAIN]
+
+
+def _in_one_process(group: str, size: str, name: str) -> Any:
+    marks = [pytest.mark.xdist_group(f"{group}-{name}-{size}")]
+    if size == "full" or name not in EVERY_DAY:
+        marks.append(pytest.mark.long)
+    return pytest.param((size, name), id=f"{name}-{size}", marks=marks)
 
 
 def train(model: nn.Module, case: Case, device: str = "cpu") -> Trace:

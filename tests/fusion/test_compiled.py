@@ -121,6 +121,7 @@ def test_bits_are_the_same_at_every_run_and_masks_at_every_budget_from_a_seed() 
     assert largest_error(less, first) < DTYPES[torch.float32]
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("always_in_regions")
 def test_masks_of_eager_pytorch() -> None:
     plain, ours = model_of(dropout=0.5), model_of(dropout=0.5)
@@ -136,6 +137,7 @@ def _next_number(plain: nn.Module, given: tuple[Tensor, ...]) -> Tensor:
     return torch.rand(())
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("always_in_regions")
 def test_less_memory_never_means_more_of_it_and_kernels_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     given, model = batch(), model_of(dropout=0.0)
@@ -219,6 +221,7 @@ def test_regions_are_compiled_where_that_pays_within_a_training(
     assert bool(region._kernels) is pays
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("surveys")
 def test_seconds_in_regions_are_compared_as_those_of_ops_in_a_step_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """Times of single ops are multiplied by what a step takes of them together; so are those of regions."""
@@ -275,6 +278,7 @@ def _kernels_of(plan: Plan) -> list[Region]:
     return regions_of(plan.program.layout.joint.module.graph)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("always_in_regions")
 def test_costs_are_found_again_whatever_is_called(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Also those of functions, which print themselves with where they lie in memory."""
@@ -306,6 +310,7 @@ def test_a_kept_choice_that_does_not_fit_any_more_is_made_again(monkeypatch: pyt
     assert looked
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("always_in_regions", "surveys")
 @pytest.mark.parametrize(("slower", "cuts"), [(0.0, {"blocks", "pointwise"}), (1e9, {"pointwise"})])
 def test_where_regions_are_slower_the_other_way_to_cut_is_tried(
@@ -363,6 +368,7 @@ def test_all_is_compiled_where_the_budget_asks_for_it(monkeypatch: pytest.Monkey
     assert call.plan.compiled is not None
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("always_in_regions")
 def test_a_program_that_takes_more_than_foreseen_is_left_for_a_smaller_one(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
