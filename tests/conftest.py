@@ -95,6 +95,22 @@ def surveys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[in
 
 
 @pytest.fixture
+def captures(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """The graphs that are captured."""
+    from fxremat.runtime import dynamo
+
+    seen: list[object] = []
+
+    def noted(module: Any, passes: Any) -> Any:
+        seen.append(module)
+        return original(module, passes)
+
+    original = dynamo.normalize
+    monkeypatch.setattr(dynamo, "normalize", noted)
+    return seen
+
+
+@pytest.fixture
 def torch_ready() -> Iterator[None]:
     """One thread, seed 0, and no compiled graphs left from the test before.
 

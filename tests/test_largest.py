@@ -14,7 +14,6 @@ import fxremat
 from fxremat.__main__ import main
 from fxremat.cost.devices import DEVICES
 from fxremat.errors import BudgetTooSmall, FxrematError
-from fxremat.runtime import dynamo
 from fxremat.what_if import PlansOfSize, largest, largest_on, sizes_that_change
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
@@ -61,20 +60,6 @@ def least_of(plan: Any) -> int:
         plan.within(1)
     assert plan.sizes is None or plan.sizes.least() == error.value.minimum
     return error.value.minimum
-
-
-@pytest.fixture
-def captures(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """The graphs that are captured."""
-    seen: list[object] = []
-
-    def noted(module: Any, passes: Any) -> Any:
-        seen.append(module)
-        return original(module, passes)
-
-    original = dynamo.normalize
-    monkeypatch.setattr(dynamo, "normalize", noted)
-    return seen
 
 
 def test_one_capture_serves_all_sizes_and_devices(captures: list[object]) -> None:

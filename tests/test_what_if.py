@@ -22,7 +22,7 @@ from fxremat.__main__ import main
 from fxremat.cost.devices import DEVICES, Device
 from fxremat.errors import BudgetTooSmall, CaptureError, FxrematError
 from fxremat.plans import Plan
-from fxremat.runtime import dynamo, shapes_alone
+from fxremat.runtime import shapes_alone
 from fxremat.step.joint import tensors_of
 from fxremat.units import format_bytes
 from fxremat.what_if import Largest, largest
@@ -400,20 +400,6 @@ def test_a_device_that_is_too_small_is_told_of() -> None:
     assert str(compared).count("no: ") == 2
     (found,) = compared.estimates
     assert found.left == 1000 - found.held - found.on_device.state - compared.plans["small"].predicted_peak
-
-
-@pytest.fixture
-def captures(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """The graphs that are captured."""
-    seen: list[object] = []
-
-    def noted(module: Any, passes: Any) -> Any:
-        seen.append(module)
-        return original(module, passes)
-
-    original = dynamo.normalize
-    monkeypatch.setattr(dynamo, "normalize", noted)
-    return seen
 
 
 @pytest.mark.parametrize("mem", ["80%", "auto"])

@@ -68,6 +68,12 @@ def compiled(model: nn.Module) -> Any:
     return fxremat.compile(model, mem="90%", **FAST)
 
 
+def replaced_once_more(module: Any) -> Any:
+    before = module.forward
+    module.forward = lambda *args, **kwargs: before(*args, **kwargs)
+    return module
+
+
 def replaced_after(model: nn.Module) -> Any:
     module = compiled(model)
     compute_in_pieces(module)
@@ -76,10 +82,7 @@ def replaced_after(model: nn.Module) -> Any:
 
 def replaced_twice(model: nn.Module) -> Any:
     """As a library does that computes under autocast what another one put there."""
-    module = replaced_after(model)
-    inner = module.forward
-    module.forward = lambda *args, **kwargs: inner(*args, **kwargs)
-    return module
+    return replaced_once_more(replaced_after(model))
 
 
 def replaced_before(model: nn.Module) -> Any:
@@ -94,17 +97,11 @@ def replaced_inside_of_what_is_compiled(model: nn.Module) -> Any:
 
 
 def replaced_before_and_after(model: nn.Module) -> Any:
-    module = replaced_before(model)
-    before = module.forward
-    module.forward = lambda *args, **kwargs: before(*args, **kwargs)
-    return module
+    return replaced_once_more(replaced_before(model))
 
 
 def replaced_inside_and_outside(model: nn.Module) -> Any:
-    module = replaced_inside_of_what_is_compiled(model)
-    before = module.forward
-    module.forward = lambda *args, **kwargs: before(*args, **kwargs)
-    return module
+    return replaced_once_more(replaced_inside_of_what_is_compiled(model))
 
 
 def replaced_inside_of_a_plain_wrapper(model: nn.Module) -> Any:
