@@ -1,6 +1,6 @@
 """Train random models in random budgets: numbers are plain PyTorch's, and the measured peak is within the budget.
 
-    python -m benchmarks.fuzz --runs 10000 --seed 1 --processes 2     writes benchmarks/results/fuzz.json
+    python -m benchmarks.fuzz --runs 5000 --seed 1 --processes 2      adds a record to benchmarks/results/fuzz.json
     python -m benchmarks.fuzz --only 7005                              one model again, with what differs
 
 A run is a model and a budget: compiled, then two steps of SGD, of which the second is measured. Models are those of the
@@ -227,7 +227,7 @@ def checked(seed: int) -> tuple[int, list[Run], str]:
 
 
 def main() -> None:
-    """Fuzz, and write what was found."""
+    """Fuzz, and add what was found to the records of other seeds."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=1)
@@ -262,7 +262,9 @@ def main() -> None:
         "seconds": round(time.monotonic() - began),
         "found": bad,
     }
-    given.json.write_text(json.dumps(result, indent=1) + "\n")
+    earlier = json.loads(given.json.read_text()) if given.json.exists() else []
+    others = [record for record in earlier if record["command"] != result["command"]]
+    given.json.write_text(json.dumps([*others, result], indent=1) + "\n")
     print(json.dumps(result, indent=1))
 
 
