@@ -323,14 +323,17 @@ def _eager_views() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def with_fake_strides(strides_of: Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]) -> Iterator[None]:
+def with_fake_strides(
+    strides_of: Callable[[Any, Sequence[Any], Mapping[str, Any]], Any], known: dict[Any, Any]
+) -> Iterator[None]:
     """While AOTAutograd traces: fake results of ops have the strides that a function tells.
 
-    `FakeTensorMode._dispatch_impl(self, func, types, args, kwargs)` computes what is not in `FakeTensorMode.cache`,
-    which remembers what was traced before, whatever for (2.11, 2.13, 2.14, 2.15).
+    `FakeTensorMode._dispatch_impl(self, func, types, args, kwargs)` computes what is not in the dictionary
+    `FakeTensorMode.cache`, which is another one meanwhile (2.11, 2.13, 2.14, 2.15).
 
     Args:
         strides_of: of an op and its arguments; strides of each output, None for those that stay as they are.
+        known: the cache of results that have those strides, which is added to; {}, or one of the same function.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -354,13 +357,12 @@ def with_fake_strides(strides_of: Callable[[Any, Sequence[Any], Mapping[str, Any
         made = [restrided(self, r, s) for r, s in zip(result, (*strides, *rest), strict=True)]
         return getattr(type(result), "_make", type(result))(made)
 
-    mode._dispatch_impl = laid_out
-    mode.cache_clear()
+    others = mode.cache
+    mode._dispatch_impl, mode.cache = laid_out, known
     try:
         yield
     finally:
-        mode._dispatch_impl = dispatch
-        mode.cache_clear()
+        mode._dispatch_impl, mode.cache = dispatch, others
 
 
 def elementwise_strides(*tensors: torch.Tensor) -> tuple[Any, ...]:

@@ -19,7 +19,6 @@ import fxremat
 from benchmarks.meter import peak_bytes
 from benchmarks.models import libraries
 from benchmarks.models.libraries import LibraryCase
-from fxremat.runtime.module import MASKED
 from tests.steps import Step, differences, step_of
 from tests.training import gradients_of, state_of, unequal
 
@@ -138,19 +137,6 @@ def test_without_labels_the_loss_is_outside() -> None:
     assert unequal(*gradients) == []
 
 
-def test_a_mask_that_only_captured_graphs_keep_is_told_of() -> None:
-    """Grouped heads in half precision, computed by PyTorch's kernel: rounded otherwise than in eager mode."""
-    case = libraries.get("llama", "small")
-    for autocast, attention, told in ((True, "sdpa", 1), (False, "sdpa", 0), (True, "eager", 0)):
-        model = case.model()
-        model.set_attn_implementation(attention)
-        torch._dynamo.reset()
-        with warnings.catch_warnings(record=True) as caught, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            warnings.simplefilter("always")
-            fxremat.compile(model, mem="100%", example_inputs=case.batch(), cost="estimate", solver="keep_all")
-        assert [str(each.message) for each in caught].count(MASKED) == told
-
-
 def test_only_the_loss_is_given_a_gradient() -> None:
     """Not the logits, which are the largest value of all, and not the keys and values."""
     case = libraries.get("gpt2", "small")
@@ -243,20 +229,6 @@ def test_under_the_library_s_own_trainer(tmp_path: Path) -> None:
         trainer.train()
         trained.append(state_of(model))
     assert unequal(*trained) == []
-
-
-@pytest.mark.parametrize("grouped", [True, False])
-def test_grouped_heads_in_half_precision_are_told_of(grouped: bool) -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2 if grouped else 4}
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 50}
-    model = fxremat.compile(LlamaForCausalLM(LlamaConfig(**heads, **sizes)), mem="100%", **QUICK)
-    tokens = torch.arange(20).view(2, 10)
-    with torch.autocast("cpu", torch.bfloat16), warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        model(input_ids=tokens, labels=tokens).loss.backward()
-    assert ["keeps an attention mask" in str(warning.message) for warning in found] == [True] * grouped
 
 
 def test_a_note_never_hides_the_budget_that_would_do() -> None:

@@ -36,6 +36,7 @@ from fxremat.planning.captured import CapturedStep, TrainedParameters, named
 from fxremat.plans import Plan
 from fxremat.profiles import enough
 from fxremat.progress import telling
+from fxremat.runtime.attention_masks import unmark
 from fxremat.runtime.auxiliary_outputs import AuxiliaryOutputs, auxiliary_outputs_of, check_runs_again
 from fxremat.runtime.capture_errors import refuse_opaque, refuse_without_gradients
 from fxremat.runtime.devices import check_devices
@@ -125,6 +126,7 @@ class Backend:
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         """Compile one captured graph, as dynamo asks. Raises `CaptureError` for sizes that depend on data."""
+        unmark(module.graph, self.input_names)
         outputs = auxiliary_outputs_of(module)
         if outputs.expected or outputs.beside:
             refuse_symbols(module.graph, "example_value")

@@ -20,7 +20,7 @@ import sys
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
@@ -35,12 +35,13 @@ from fxremat.ops.parameters import Weights
 from fxremat.options import Options
 from fxremat.plans import Plan
 from fxremat.progress import telling
+from fxremat.runtime.attention_masks import ComputedMask, left_out, padding_masks
 from fxremat.runtime.capture_errors import explained, submodule_error
 from fxremat.runtime.dynamo import Backend, PlannedOnly
 from fxremat.runtime.plain_errors import plain_error
 from fxremat.runtime.replaced_forward import PlannedChild, largest_child, replaced_in
 from fxremat.runtime.transformers_hooks import (
-    keeps_mask,
+    groups_heads,
     requires_grad_hooks,
     set_up,
     without_requires_grad_hooks,
@@ -54,6 +55,7 @@ from fxremat.torch_private import (
     graph_break_place,
     is_traced,
     outside_graphs,
+    planning_error,
 )
 
 if TYPE_CHECKING:
@@ -78,9 +80,9 @@ UNPLANNED = (
     '(`self.net(x)`), compile the part, or name the method: fxremat.compile(model, mem=..., method="training_step")'
 )
 MASKED = (
-    "transformers keeps an attention mask that masks nothing in captured graphs, and leaves it out in eager mode: with "
-    "grouped heads in half precision gradients round otherwise than in eager mode, and on CUDA flash attention is not "
-    "used. From torch 2.14 on, calls without attention_mask have none"
+    "{where} captured graphs keep an attention mask that masks nothing, and eager mode leaves it out: as heads share "
+    "keys and values here, gradients round otherwise than in eager mode, and CUDA does not use flash attention. Where "
+    "nothing is padded, call the model without attention_mask"
 )
 UNDER_TRANSFORM = (
     "under a transform of torch.func (grad, vmap, ...) the plain model runs: fxremat's budget does not hold there"
@@ -101,6 +103,7 @@ class _Training:
     step_anew: Callable[[bool], Callable[..., Any]]  # captures anew; True: each combination of sizes by itself
     calls: int = 0  # of the drop-in's own forward
     warned: bool = False
+    keeps_masks: bool = False  # of padding, though they mask nothing: it computes some itself
     hooks_off: bool = False  # it is captured without the hooks that only call requires_grad_
     replaced: tuple[Any, Any] = (None, None)  # a forward that was put on the instance later, and what runs it
     children: dict[nn.Module, PlannedChild] = field(default_factory=dict)  # planned for replaced forwards, by parent
@@ -437,8 +440,6 @@ def _forward(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _forward_planned(module: Any, training: _Training, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     backend = training.backend
-    if not backend.plans and keeps_mask(training.model):
-        warnings.warn(MASKED, stacklevel=3)
     weights = None
     if backend.options.stepping is not None:
         _check_trainable(training.model, args, kwargs)
@@ -480,15 +481,28 @@ def _plain_error(training: _Training, args: tuple[Any, ...], kwargs: dict[str, A
 def _run(training: _Training, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     try:
         hooks_off = without_requires_grad_hooks(training.model) if training.hooks_off else contextlib.nullcontext()
-        with hooks_off:
+        with hooks_off, left_out(_padding_masks(training, args, kwargs)):
             return _run_step(training, args, kwargs)
     except Exception as error:
         place = graph_break_place(error)
-        if place is not None and not training.hooks_off and requires_grad_hooks(training.model):
+        if isinstance(planning_error(error), ComputedMask):
+            training.keeps_masks = True
+        elif place is not None and not training.hooks_off and requires_grad_hooks(training.model):
             training.hooks_off = True
         elif not set_up(training.model, place or ""):
             raise
     return _run(training, args, kwargs)
+
+
+def _padding_masks(training: _Training, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[torch.Tensor]:
+    """The masks among the inputs of a call that may be left out; none among ranks, which all capture the same."""
+    masks = padding_masks(dict(zip(training.backend.input_names, args, strict=False)) | kwargs)
+    if not (training.keeps_masks or among_ranks()):
+        return [*masks.values()]
+    if masks and not training.backend.plans and groups_heads(training.model):
+        where = "in this model, which computes masks itself," if training.keeps_masks else "among ranks"
+        warnings.warn(MASKED.format(where=where), stacklevel=5)
+    return ()
 
 
 def _run_step(training: _Training, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -80,6 +80,7 @@ EVERYWHERE: Mapping[Any, Rule] = {
 CPU: Mapping[Any, Rule] = {
     aten.native_dropout_backward.default: ITERATED,
     aten.native_layer_norm_backward.default: _contiguous(1),
+    aten.native_group_norm.default: _suggested(0),
     aten.native_group_norm_backward.default: _suggested(1),
 }
 CPU_BATCH_NORM: Mapping[Any, Rule] = {
@@ -89,6 +90,9 @@ CPU_BATCH_NORM: Mapping[Any, Rule] = {
     aten.native_batch_norm_backward.default: _suggested(1),
 }
 """Kernels of a CPU, but where regions are compiled, in which Inductor decides."""
+
+
+_known: dict[tuple[bool, bool], dict[Any, Any]] = {}  # fake results by the rules alone, for captures to come
 
 
 def real_layouts(
@@ -102,7 +106,8 @@ def real_layouts(
         compiled: whether regions are compiled.
     """
     rules = {**EVERYWHERE, **(CPU if cpu else {}), **(CPU_BATCH_NORM if cpu and not compiled else {})}
-    return with_fake_strides(partial(_strides_of, rules, observed))
+    known = {} if observed else _known.setdefault((cpu, compiled), {})
+    return with_fake_strides(partial(_strides_of, rules, observed), known)
 
 
 def _strides_of(

@@ -13,7 +13,6 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import nn
 
 from fxremat.torch_private import forward_hooks_of
@@ -36,28 +35,13 @@ def set_up(model: nn.Module, place: str) -> bool:
     return found
 
 
-def keeps_mask(model: nn.Module) -> bool:
-    """Whether attention computes otherwise in a captured graph of this model than in eager mode, in half precision.
-
-    Eager transformers leaves out a mask that masks nothing, and lets groups of heads share keys and values in PyTorch's
-    kernel. A captured graph keeps the mask, so that keys and values are repeated first, and gradients are added up, and
-    rounded, otherwise; flash attention takes no mask.
-    """
+def groups_heads(model: nn.Module) -> bool:
+    """Whether several heads share keys and values in PyTorch's attention, which rounds otherwise with a mask."""
     library = sys.modules.get("transformers")
     if library is None:
         return False
     models = (module for module in model.modules() if isinstance(module, library.PreTrainedModel))
-    return any(
-        _groups_heads(module.config)
-        and module.config._attn_implementation == "sdpa"
-        and _is_autocast_enabled(module.device.type)
-        for module in models
-    )
-
-
-def _is_autocast_enabled(device: str) -> bool:
-    """Whether autocast is on, and False for a device that has none, such as meta."""
-    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return any(_groups_heads(each.config) and each.config._attn_implementation == "sdpa" for each in models)
 
 
 def _groups_heads(config: Any) -> bool:

@@ -20,6 +20,7 @@ from fxremat.passes import channels_last
 from fxremat.passes.channels_last import convolve_channels_last, strides_of
 from fxremat.passes.detach import drop_detach
 from fxremat.passes.normalize import normalize
+from fxremat.runtime.real_layouts import real_layouts
 from fxremat.step.joint import Origin, read_joint
 from fxremat.torch_private import storage_of
 from tests.passes.test_golden import text_of
@@ -184,7 +185,8 @@ def doubled(inputs: list[Any]) -> list[Any]:
 def convert(module: fx.GraphModule) -> list[fx.Node]:
     """Convert a joint graph, and return the nodes that this adds."""
     before = set(module.graph.nodes)
-    convolve_channels_last(module.graph)
+    with real_layouts({}, cpu=True, compiled=True):
+        convolve_channels_last(module.graph)
     module.graph.lint()
     return [node for node in module.graph.nodes if node not in before]
 

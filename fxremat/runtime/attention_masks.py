@@ -1,0 +1,149 @@
+"""Padding masks of transformers that mask nothing: left out of captured graphs, as eager mode leaves them out.
+
+transformers reads a padding mask's values, and leaves out one that masks nothing: PyTorch's attention is then causal by
+itself, groups of heads share keys and values, and CUDA has flash attention. Code that is traced cannot read values, and
+keeps the mask; with grouped heads its gradients are rounded otherwise. So a call decides ahead, as eager mode would:
+
+    before the call       `left_out` looks whether all masks among the inputs are full; eager mode does, too
+    while it is traced    transformers is told that there is no mask, and `fxremat::masks_nothing` marks the one it had
+    the captured graph    `unmark` checks that every marked mask is one of those inputs: else the step is captured again
+    later calls           dynamo guards on the answer: a call with padding is another graph, with a plan of its own
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxremat.errors import FxrematError
+from fxremat.torch_private import has_data, input_and_dimension, torch_release
+
+_nothing_masked = False  # by the masks that the call has given; what is traced reads it, and is guarded on it
+
+SAME_TRUTH = (operator.getitem, "to", "bool", "int", "long", "contiguous", "view", "reshape", "expand", "clone")
+
+
+class ComputedMask(FxrematError):
+    """A mask that was left out is none of the inputs': the step is captured again, and nobody sees this error."""
+
+
+@torch.library.custom_op("fxremat::masks_nothing", mutates_args=())
+def masks_nothing(mask: Tensor) -> Tensor:
+    """Whether all of a mask is true. It marks, in a traced graph, a mask that was left out, and never runs."""
+    return mask.all()
+
+
+@masks_nothing.register_fake
+def _(mask: Tensor) -> Tensor:
+    return mask.new_empty((), dtype=torch.bool)
+
+
+def padding_masks(given: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The arguments of a call, by name, that may be masks of padding: 2 dimensions, of integers or booleans."""
+    return {name: value for name, value in given.items() if "mask" in name and _is_padding_mask(value)}
+
+
+def _is_padding_mask(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 2 and not value.is_floating_point()
+
+
+@contextlib.contextmanager
+def left_out(masks: Sequence[Tensor]) -> Iterator[None]:
+    """Let what is traced leave out masks of padding if none of the given ones masks anything, as eager mode does.
+
+    Without any given, and before torch 2.13, transformers keeps a mask that is causal alone: it asks whether it is
+    exported, which dynamo takes for granted there (read in 2.11).
+    """
+    global _nothing_masked
+    library: Any = sys.modules.get("transformers.masking_utils")
+    replaced = {name: getattr(library, name) for name in REPLACED if hasattr(library, name)}
+    before, _nothing_masked = _nothing_masked, bool(masks and replaced) and all(map(_is_full, masks))
+    for name, function in replaced.items():
+        setattr(library, name, REPLACED[name](function))
+    try:
+        yield
+    finally:
+        _nothing_masked = before
+        for name, function in replaced.items():
+            setattr(library, name, function)
+
+
+def _is_full(mask: Tensor) -> bool:
+    return has_data(mask) and bool(mask.all())
+
+
+@functools.cache
+def _without_causal_mask(ignores: Callable[..., bool]) -> Callable[..., bool]:
+    def ignores_it(padding_mask: Tensor | None, *sizes: Any, **named: Any) -> bool:
+        if _nothing_masked and padding_mask is not None and len(sizes) > 1 and sizes[0] == sizes[1]:
+            masks_nothing(padding_mask)
+            padding_mask = None
+        return ignores(padding_mask, *sizes, **named)
+
+    return ignores_it
+
+
+@functools.cache
+def _without_mask(ignores: Callable[..., bool]) -> Callable[..., bool]:
+    def ignores_it(padding_mask: Tensor | None, *sizes: Any, **named: Any) -> bool:
+        if _nothing_masked and padding_mask is not None:
+            masks_nothing(padding_mask)
+            padding_mask = None
+        return ignores(padding_mask, *sizes, **named)
+
+    return ignores_it
+
+
+def _not_exporting(is_exporting: Callable[..., bool]) -> Callable[..., bool]:
+    return _no if torch_release() < (2, 13) else is_exporting
+
+
+def _no() -> bool:
+    return False
+
+
+REPLACED: Mapping[str, Callable[[Callable[..., bool]], Callable[..., bool]]] = {
+    "_ignore_causal_mask_sdpa": _without_causal_mask,  # of as many queries as keys, which follow the mask
+    "_ignore_bidirectional_mask_sdpa": _without_mask,
+    "is_torchdynamo_exporting": _not_exporting,
+}
+
+
+def unmark(graph: fx.Graph, names: Sequence[str]) -> None:
+    """Take the marks of masks that were left out from dynamo's graph.
+
+    Args:
+        names: of the model's inputs that may be given by position.
+
+    Raises:
+        ComputedMask: one is not, in another type or shape, an input whose values were looked at, as it was then.
+    """
+    marks = graph.find_nodes(op="call_function", target=torch.ops.fxremat.masks_nothing.default)
+    written = {_origin(node) for node in graph.nodes if marks and _writes(node)}
+    for mark in marks:
+        given = _origin(mark.args[0])
+        name = input_and_dimension(given, names)[0] if given.op == "placeholder" else ""
+        known = name.isidentifier() and padding_masks({name: given.meta.get("example_value")})
+        if not known or given in written:
+            raise ComputedMask(f"{given.name} is a mask that the model computes")
+        graph.erase_node(mark)
+
+
+def _origin(node: fx.Node) -> fx.Node:
+    """What a mask was before it was converted, reshaped or taken a part of, all of which leave it full if it is."""
+    while node.target in SAME_TRUTH or _writes(node):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def _writes(node: fx.Node) -> bool:
+    """Whether a node of dynamo's graph writes into its first argument."""
+    target = node.target
+    return target is operator.setitem or (node.op == "call_method" and str(target).endswith("_"))

@@ -1,0 +1,131 @@
+"""Masks of padding that mask nothing are left out where eager mode leaves them out: bits are those of eager mode.
+
+Where heads share keys and values, PyTorch's attention rounds its gradients otherwise with a mask.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxremat
+from benchmarks.models import libraries
+from fxremat.runtime import attention_masks
+from tests.steps import differences, step_of
+
+pytestmark = [pytest.mark.usefixtures("torch_ready"), pytest.mark.filterwarnings("ignore:::transformers")]
+
+PAD = 0
+
+
+def llama() -> Any:
+    model = libraries.get("llama", "small").model()
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.0  # with which another kernel computes
+    return model
+
+
+def tokens(padded: int = 0) -> dict[str, Tensor]:
+    batch = dict(libraries.get("llama", "small").batch())
+    mask = torch.ones_like(batch["input_ids"])
+    mask[1, mask.shape[1] - padded :] = 0
+    return batch | {"attention_mask": mask, "labels": batch["labels"].masked_fill(mask == 0, -100)}
+
+
+def masked_in_graphs(model: Any) -> list[bool]:
+    """Whether the attention of each plan of a compiled model takes a mask."""
+    codes = [plan.graphs[0].code for plan in model.plans]
+    return ["attn_mask" in code for code in codes if "scaled_dot_product" in code]
+
+
+def compare(make: Callable[[], Any], *batches: dict[str, Tensor], autocast: bool = False, **options: Any) -> Any:
+    """Take a step on each batch as plain PyTorch does; returns the compiled model."""
+    plain, model = make(), make()
+    compiled = fxremat.compile(model, mem="100%", cost="estimate", solver="keep_all", progress=False, **options)
+
+    def step(called: nn.Module, batch: dict[str, Tensor]) -> Any:
+        def call() -> Any:
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                return called(**batch)
+
+        return step_of(called, call, lambda outputs: outputs.loss)
+
+    for batch in batches:
+        assert differences(step(compiled, batch), step(plain, batch)) == []
+    return compiled
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_calls_with_and_without_padding_have_the_bits_of_eager_mode(autocast: bool) -> None:
+    compiled = compare(llama, tokens(), tokens(padded=5), tokens(), tokens(padded=3), autocast=autocast)
+    assert masked_in_graphs(compiled) == [False, True]
+
+
+def test_without_a_mask() -> None:
+    batch = tokens()
+    del batch["attention_mask"]
+    assert masked_in_graphs(compare(llama, batch)) == [False]
+
+
+def test_sizes_that_change_are_captured_once(captures: list[object]) -> None:
+    shorter = {name: value[:, :20].contiguous() for name, value in tokens().items()}
+    compare(llama, tokens(), shorter, dynamic=True)
+    assert len(captures) == 1
+
+
+class OwnMask(nn.Module):
+    """Pads by tokens, whatever the mask says that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = llama()
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> Any:
+        return self.inner(input_ids=input_ids, attention_mask=self.mask(input_ids, attention_mask), labels=labels)
+
+    def mask(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        return input_ids != PAD
+
+
+class WrittenMask(OwnMask):
+    """Masks more than the mask that it is given."""
+
+    def mask(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        mask = attention_mask.clone()
+        mask[1, -4:] = 0
+        return mask
+
+
+class ConvertedMask(OwnMask):
+    """Masks what it is given."""
+
+    def mask(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        return attention_mask.to(torch.bool)[:, :].contiguous()
+
+
+@pytest.mark.parametrize(("kind", "masked"), [(OwnMask, True), (WrittenMask, True), (ConvertedMask, False)])
+def test_a_mask_that_the_model_computes_is_not_taken_for_the_one_it_was_given(
+    kind: type[OwnMask], masked: bool
+) -> None:
+    batch = tokens()
+    batch["input_ids"][1, -4:] = PAD
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        compiled = compare(kind, batch)
+    assert masked_in_graphs(compiled) == [masked]
+    assert sum("call the model without attention_mask" in str(each.message) for each in caught) == masked
+
+
+def test_the_library_is_as_it_was() -> None:
+    import transformers.masking_utils as library
+
+    before = {name: getattr(library, name) for name in attention_masks.REPLACED if hasattr(library, name)}
+    with pytest.raises(ValueError, match="stop"), attention_masks.left_out([torch.ones(2, 3, dtype=torch.bool)]):
+        raise ValueError("stop")
+    assert before == {name: getattr(library, name) for name in before}
+    assert not attention_masks._nothing_masked
