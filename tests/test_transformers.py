@@ -6,7 +6,6 @@ buffers and random state; and its peak is measured. Three models every day, all 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
