@@ -21,6 +21,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import throttle
 from benchmarks.meter import peak_bytes
+from fxremat.torch_private import torch_release
+
+pytestmark = pytest.mark.skipif(
+    torch_release() < (2, 13), reason="torch 2.11 finds no collectives of a CPU in a process group that Python defines"
+)
 
 Check = Callable[[], None]
 SECONDS = 0.15  # what one collective of the timed checks takes on the link
