@@ -71,7 +71,7 @@ def rows(plan: PipelinePlan, microbatches: int) -> list[list[str]]:
 class LeanStage(PipelineStage):
     """A stage that holds what is in flight and no more.
 
-    Shapes are given, so that the engine runs nothing to infer them. Overrides, read in 2.13:
+    Shapes are given, so that the engine runs nothing to infer them. Overrides, read in 2.13, 2.14 and 2.15:
     `_prepare_forward_infra`, `_create_grad_recv_info`   make the buffers of all micro-batches: here without memory
     `get_fwd_recv_ops`, `get_bwd_recv_ops`               called when a receive starts: here it gets its buffer
     `get_fwd_send_ops`, `get_bwd_send_ops`               the engine keeps what it sends: here the stage sends by itself
@@ -119,7 +119,8 @@ class LeanStage(PipelineStage):
 
     def _allocate(self, infos: Sequence[Any], *, trained: bool) -> None:
         for info in infos:
-            info.buffer = torch.empty_like(info.buffer, device=self.device).requires_grad_(trained)
+            if info.buffer is not None:  # torch 2.15 makes it itself when the receive starts
+                info.buffer = torch.empty_like(info.buffer, device=self.device).requires_grad_(trained)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Send what leaves; it is kept for the backward anyway. Nothing is left to do for the engine."""
