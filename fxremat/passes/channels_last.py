@@ -53,9 +53,9 @@ TOLD_STRIDES = {
     *(aten.as_strided.default, aten.as_strided_copy.default, aten.as_strided_scatter.default),
     *(aten.new_empty_strided.default, aten.stride.int),
 }
-SHOWN_OTHERWISE = {  # the kernels of a CPU choose other layouts than the fake ones show (2.13)
+SHOWN_OTHERWISE = {  # the kernels of a CPU choose other layouts than the fake ones show (2.11, 2.13)
     *(aten._log_softmax_backward_data.default, aten._softmax_backward_data.default, aten.glu_backward.default),
-    *(aten.reflection_pad2d_backward.default, aten.replication_pad2d_backward.default),
+    *(aten.reflection_pad2d_backward.default, aten.replication_pad2d.default, aten.replication_pad2d_backward.default),
     *(aten.reflection_pad3d.default, aten.reflection_pad3d_backward.default),
     *(aten.replication_pad3d.default, aten.replication_pad3d_backward.default),
     *(aten.max_unpool2d.default, aten.max_unpool3d.default, aten.channel_shuffle.default),

@@ -22,8 +22,10 @@ from fxremat.ops.gathered import Sharing, gather
 from fxremat.passes.channels_last import convolve_channels_last
 from fxremat.passes.lower import lower
 from fxremat.passes.normalize import PASSES, normalize
+from fxremat.passes.numbers import copy_views_by_number
 from fxremat.step.joint import read_joint
 from fxremat.step.program import rematerialize
+from fxremat.torch_private import torch_release
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -123,6 +125,8 @@ def joint_of(name: str) -> tuple[fx.GraphModule, int]:
 def test_a_pass_rewrites_its_graph_as_reviewed(
     rewrite: Callable[[fx.Graph], None], pytestconfig: pytest.Config
 ) -> None:
+    if rewrite is copy_views_by_number and torch_release() < (2, 13):
+        pytest.skip("torch 2.11 does not check that the number is a place")
     with two_ranks():
         module, _ = joint_of(rewrite.__name__)
         check_pass(rewrite, module, pytestconfig)
