@@ -18,6 +18,7 @@ from fxremat.slices import rules
 from fxremat.slices.body import Region, Sliced
 from fxremat.slices.labels import SUM, WHOLE, Mark, Part, place
 from fxremat.slices.rules import Way, name_of, outputs_of, tensor_inputs, ways, why_not
+from fxremat.torch_private import torch_release
 from tests.slices.cases import CASES, FOR_A_GPU, HALF, NEVER, Case, aten, mask, real, whole
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
@@ -109,6 +110,8 @@ def text(way: Way, one: OneOp) -> str:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_way_makes_what_the_whole_op_makes(case: Case) -> None:
+    if torch_release() < (2, 13) and case.op is aten._scaled_dot_product_flash_attention_for_cpu.default:
+        pytest.skip("fake tensors of torch 2.11 show sums of exponentials of doubles in single precision")
     one = one_op(case)
     before = [tensor.clone() for tensor in one.real]
     tried = 0
@@ -329,6 +332,8 @@ COMPARED = """
 
 def dtensor_errs(case: Case) -> bool:
     """Whether DTensor reads an argument otherwise than torch does (2.13): `[]` as no dimension, or a negative one."""
+    if case.op is aten.stack.default and torch_release() < (2, 13):
+        return case.args[1:] == (-1,)
     if case.op is aten.sum.dim_IntList:
         return case.args[1] == []
     return case.op is aten.select_backward.default and case.args[2] < 0
@@ -349,4 +354,5 @@ def test_dtensor_says_the_same() -> None:
                 elif pairs:
                     agreed.add(name_of(one.node))
     assert others == []
-    assert agreed >= set(COMPARED.split())
+    unknown = {"native_group_norm"} if torch_release() < (2, 13) else set()
+    assert agreed >= set(COMPARED.split()) - unknown
