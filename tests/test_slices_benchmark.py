@@ -7,6 +7,7 @@ from dataclasses import asdict
 
 import pytest
 import torch
+from torch import nn
 
 from benchmarks import heads, slices_page
 from benchmarks.models.case import Case
@@ -19,7 +20,12 @@ CASES = [
     case_of("t5", EncoderDecoder, SHAPE, sides=2),
     case_of("llama", Llama, SHAPE),
 ]
-EAGER = [way for way in heads.WAYS if not way.startswith("Inductor")]
+FUSED = pytest.mark.skipif(not hasattr(nn.functional, "linear_cross_entropy"), reason="torch 2.11 has no such function")
+EAGER = [
+    pytest.param(way, marks=FUSED) if way == "linear_cross_entropy" else way
+    for way in heads.WAYS
+    if not way.startswith("Inductor")
+]
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
 
