@@ -80,20 +80,16 @@ def _is_full(mask: Tensor) -> bool:
 
 
 @functools.cache
-def _without_causal_mask(ignores: Callable[..., bool]) -> Callable[..., bool]:
+def _without_mask(ignores: Callable[..., bool], *, causal: bool) -> Callable[..., bool]:
+    """The function of transformers that says whether a mask is left out, told of none.
+
+    Args:
+        causal: a mask is left out for as many queries as keys alone, which follow it.
+    """
+
     def ignores_it(padding_mask: Tensor | None, *sizes: Any, **named: Any) -> bool:
-        if _nothing_masked and padding_mask is not None and len(sizes) > 1 and sizes[0] == sizes[1]:
-            masks_nothing(padding_mask)
-            padding_mask = None
-        return ignores(padding_mask, *sizes, **named)
-
-    return ignores_it
-
-
-@functools.cache
-def _without_mask(ignores: Callable[..., bool]) -> Callable[..., bool]:
-    def ignores_it(padding_mask: Tensor | None, *sizes: Any, **named: Any) -> bool:
-        if _nothing_masked and padding_mask is not None:
+        square = not causal or (len(sizes) > 1 and sizes[0] == sizes[1])
+        if _nothing_masked and padding_mask is not None and square:
             masks_nothing(padding_mask)
             padding_mask = None
         return ignores(padding_mask, *sizes, **named)
@@ -110,8 +106,8 @@ def _no() -> bool:
 
 
 REPLACED: Mapping[str, Callable[[Callable[..., bool]], Callable[..., bool]]] = {
-    "_ignore_causal_mask_sdpa": _without_causal_mask,  # of as many queries as keys, which follow the mask
-    "_ignore_bidirectional_mask_sdpa": _without_mask,
+    "_ignore_causal_mask_sdpa": functools.partial(_without_mask, causal=True),
+    "_ignore_bidirectional_mask_sdpa": functools.partial(_without_mask, causal=False),
     "is_torchdynamo_exporting": _not_exporting,
 }
 
