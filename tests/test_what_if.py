@@ -550,8 +550,9 @@ def test_wrong_arguments_are_one_line(
     assert main(["plan", NAME, *QUICK, *arguments]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
-    assert printed.err.count("\n") == 1
-    assert says in printed.err
+    lines = [line for line in printed.err.splitlines() if not line.endswith("s so far")]  # of a slow machine
+    assert len(lines) == 1
+    assert says in lines[0]
 
 
 def test_a_fake_mode_around_the_call_is_left() -> None:
