@@ -42,7 +42,7 @@ SAMPLE = 1 << 16  # elements of a parameter whose update is looked at
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceMemory:
-    """How the memory of a device is divided in training. Bytes."""
+    """Division of a device's memory in training, in bytes."""
 
     device: Device
     optimizer: str  # its name, for messages
@@ -57,12 +57,12 @@ class DeviceMemory:
 
     @property
     def margin(self) -> int:
-        """What driver, context and the allocator's fragments may take."""
+        """Bytes that driver, context and the allocator's fragments may take."""
         return int(AUTO_MARGIN * self.total)
 
     @property
     def free(self) -> int:
-        """What is left for the peak of a step. Less than 0: nothing is, and so much is missing."""
+        """Bytes left for the peak of a step. Less than 0: nothing is, and so much is missing."""
         return self.total - self.given - self.state
 
     @property
@@ -71,18 +71,18 @@ class DeviceMemory:
         return self.free - self.margin
 
     def left(self, peak: int) -> int:
-        """What a step of this peak leaves free. Less than 0: so much is missing."""
+        """Return the bytes that a step of this peak leaves free. Less than 0: so much is missing."""
         return self.free - max(peak, self.stepping)
 
     def fits(self, peak: int) -> str:
-        """Whether a step of this peak fits, in a few words."""
+        """Tell in a few words whether a step of this peak fits."""
         if self.device.memory is None:
             return "?"
         left = self.left(peak)
         return f"{format_bytes(left)} left" if left >= 0 else f"no: {format_bytes(-left)} over"
 
     def __str__(self) -> str:
-        """What is held, for messages."""
+        """Name what is held, for messages."""
         return (
             f"{format_bytes(self.given)} of parameters, buffers and inputs, and {format_bytes(self.state)} of "
             f"optimizer state ({self.optimizer})"

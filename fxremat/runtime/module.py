@@ -46,7 +46,7 @@ from fxremat.runtime.transformers_hooks import (
     set_up,
     without_requires_grad_hooks,
 )
-from fxremat.runtime.varying import mark, positional
+from fxremat.runtime.varying import by_name, mark, positional
 from fxremat.step.names import tied_names
 from fxremat.torch_private import (
     among_ranks,
@@ -496,7 +496,7 @@ def _run(training: _Training, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 def _padding_masks(training: _Training, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[torch.Tensor]:
     """The masks among the inputs of a call that may be left out; none among ranks, which all capture the same."""
-    masks = padding_masks(dict(zip(training.backend.input_names, args, strict=False)) | kwargs)
+    masks = padding_masks(by_name(training.backend.input_names, args, kwargs))
     if not (training.keeps_masks or among_ranks()):
         return [*masks.values()]
     if masks and not training.backend.plans and groups_heads(training.model):

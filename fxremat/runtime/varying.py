@@ -33,6 +33,11 @@ def positional(forward: Callable[..., Any]) -> Sequence[str]:
     return tuple(parameter.name for parameter in parameters if parameter.kind in kinds)
 
 
+def by_name(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call by name; those given by position have `names`."""
+    return dict(zip(names, args, strict=False)) | dict(kwargs)
+
+
 def mark(
     options: Options,
     names: Sequence[str],
@@ -47,7 +52,7 @@ def mark(
     """
     if not options.shapes:
         return
-    given = dict(zip(names, args, strict=False)) | dict(kwargs)
+    given = by_name(names, args, kwargs)
     for name, sizes in options.shapes.items():
         if name not in given:
             _check_known(name, given, forward)
