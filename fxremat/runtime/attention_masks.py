@@ -36,7 +36,7 @@ class ComputedMask(FxrematError):
 
 @torch.library.custom_op("fxremat::masks_nothing", mutates_args=())
 def masks_nothing(mask: Tensor) -> Tensor:
-    """Whether all of a mask is true. It marks, in a traced graph, a mask that was left out, and never runs."""
+    """Tell whether all of a mask is true. It marks, in a traced graph, a mask that was left out, and never runs."""
     return mask.all()
 
 
@@ -133,13 +133,13 @@ def unmark(graph: fx.Graph, names: Sequence[str]) -> None:
 
 
 def _origin(node: fx.Node) -> fx.Node:
-    """What a mask was before it was converted, reshaped or taken a part of, all of which leave it full if it is."""
+    """Return the mask that this one was converted, reshaped or cut from, all of which leave a full one full."""
     while node.target in SAME_TRUTH or _writes(node):
         node = node.args[0]  # type: ignore[assignment]
     return node
 
 
 def _writes(node: fx.Node) -> bool:
-    """Whether a node of dynamo's graph writes into its first argument."""
+    """Tell whether a node of dynamo's graph writes into its first argument."""
     target = node.target
     return target is operator.setitem or (node.op == "call_method" and str(target).endswith("_"))

@@ -36,7 +36,7 @@ def set_up(model: nn.Module, place: str) -> bool:
 
 
 def groups_heads(model: nn.Module) -> bool:
-    """Whether several heads share keys and values in PyTorch's attention, which rounds otherwise with a mask."""
+    """Tell whether several heads share keys and values in PyTorch's attention, which rounds otherwise with a mask."""
     library = sys.modules.get("transformers")
     if library is None:
         return False
