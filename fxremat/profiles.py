@@ -27,7 +27,7 @@ from fxremat.show.page_data import page_data
 from fxremat.show.text import ROWS, labelled, most_in, table
 from fxremat.show.tree import rows_of
 from fxremat.slices.rewrite import bytes_beside_loss
-from fxremat.step.costs import outside_bytes
+from fxremat.step.costs import device_of, set_aside
 from fxremat.units import format_bytes, format_seconds
 
 BEST = 3  # changes that are shown
@@ -185,7 +185,7 @@ def _change(plan: Plan, candidate: Candidate, what: str, mem: int, **options: ob
     if candidate.peak >= plan.predicted_peak:
         return None
     outside = plan.costs.sizes.outside
-    if outside != outside_bytes(plan.joint):  # the user said so
+    if outside != set_aside(plan.joint, device_of(plan.joint)):  # the user said so
         options["loss_bytes"] = outside
     given = "".join(f", {name}={value!r}" for name, value in options.items())
     how = f'fxremat.compile(model, mem="{enough(mem)}"{given})'

@@ -162,9 +162,12 @@ def test_a_profile_is_of_one_device() -> None:
 def test_what_the_user_says_of_the_loss_is_in_the_calls() -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(8)))
     x = torch.ones(256, 64)
-    profile = fxremat.profile(model, x, cost="estimate", effort=0.0, loss_bytes=12_345, progress=False)
-    assert profile.changes
-    assert all("loss_bytes=12345" in change.how for change in profile.changes)
+    options: dict[str, Any] = {"cost": "estimate", "effort": 0.0, "progress": False}
+    said, unsaid = fxremat.profile(model, x, loss_bytes=12_345, **options), fxremat.profile(model, x, **options)
+    assert said.changes
+    assert unsaid.changes
+    assert all("loss_bytes=12345" in change.how for change in said.changes)
+    assert not any("loss_bytes" in change.how for change in unsaid.changes)
 
 
 def test_where_nothing_helps_it_says_so() -> None:

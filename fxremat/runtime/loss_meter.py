@@ -58,17 +58,20 @@ class LossMeter:
         outputs = self.step(*inputs)
         self.calls += 1
         if self.calls & (self.calls - 1) == 0:
-            self._measure([outputs[position] for position in self.trained])
+            self._measure(outputs)
         return outputs
 
-    def _measure(self, outputs: Sequence[Tensor]) -> None:
-        nodes = (output.grad_fn for output in outputs)
+    def _measure(self, outputs: Sequence[Any]) -> None:
+        trained = [outputs[position] for position in self.trained]
+        others = [t for position, t in enumerate(outputs) if position not in self.trained and isinstance(t, Tensor)]
+        nodes = (output.grad_fn for output in trained)
         node = next((node for node in nodes if node is not None and is_compiled_backward(node)), None)
-        tensors = [output for output in outputs if output.dim() > 0]
+        tensors = [output for output in trained if output.dim() > 0]
         before = levels_of(tensors[0].device) if node is not None and tensors else None
         if before is None or node is None:
             return
         device, assumed = tensors[0].device, sum(assumed_for(t.numel(), t.dtype) for t in tensors)
+        assumed += sum(assumed_for(t.numel(), t.dtype, trained=False) for t in others)
         gradients = sum(t.numel() * t.element_size() for t in tensors)
 
         def tell(_: Any) -> None:

@@ -89,20 +89,35 @@ def costs_from(joint: Joint, by_op: Sequence[OpCost], device: torch.device) -> C
                 sizes[value] = cost.outputs[position]
         if isinstance(op.node.target, Region):
             taken[op.index] = sum(rounded(sizes[value], device) for value in op.writes)
-    floats = sum(rounded(sizes[joint.value_of[node]], device) for node in joint.primals if node.meta.get(FLOAT))
+    floats = _floats(joint, device)
     handed_in = sum(rounded(t.numel() * t.element_size(), device) for t in _gradients(joint))
     held = handed_in if holds_gradients() else 0  # beside copies, where they lie otherwise than the outputs
-    root = NUMBERS_OF_LOSS * rounded(8, device) * len(_gradients(joint))
     return Costs(
         seconds=tuple(cost.seconds for cost in by_op),
         sizes=Sizes(
             values=tuple(rounded(size, device) for size in sizes),
             workspace=tuple(cost.workspace - gone + floats for cost, gone in zip(by_op, taken, strict=True)),
             seed=torch.default_generator.get_state().numel() if device.type == "cpu" else 0,
-            outside=outside_bytes(joint) + root + floats if root else 0,
-            root=root + held,
+            outside=set_aside(joint, device),
+            root=_numbers(joint, device) + held,
         ),
     )
+
+
+def set_aside(joint: Joint, device: torch.device) -> int:
+    """Bytes for a loss outside the model as the device's allocator rounds them, and for the numbers beside it."""
+    numbers = _numbers(joint, device)
+    return outside_bytes(joint) + numbers + _floats(joint, device) if numbers else 0
+
+
+def _numbers(joint: Joint, device: torch.device) -> int:
+    return NUMBERS_OF_LOSS * rounded(8, device) * len(_gradients(joint))
+
+
+def _floats(joint: Joint, device: torch.device) -> int:
+    """Bytes of the tensors that dynamo makes of Python's floats at each call."""
+    made = [joint.values[joint.value_of[node]] for node in joint.primals if node.meta.get(FLOAT)]
+    return sum(rounded(value.bytes, device) for value in made)
 
 
 def outside_bytes(joint: Joint) -> int:
@@ -110,15 +125,21 @@ def outside_bytes(joint: Joint) -> int:
 
     A model that returns its loss needs nothing. The user can say better (`loss_bytes`).
     """
-    return sum(assumed_for(t.numel(), t.dtype) for t in _gradients(joint))
+    trained = _gradients(joint)
+    others = [node.meta.get("val") for node in joint.untrained_outputs] if trained else []
+    assumed = sum(assumed_for(t.numel(), t.dtype) for t in trained)
+    return assumed + sum(assumed_for(t.numel(), t.dtype, trained=False) for t in others if isinstance(t, torch.Tensor))
 
 
-def assumed_for(count: int, dtype: torch.dtype) -> int:
+def assumed_for(count: int, dtype: torch.dtype, *, trained: bool = True) -> int:
     """Bytes that a loss of an output of `count` numbers is taken to need: four times the output's, in fp32 or wider.
 
     A cross entropy takes three times (log-probabilities, and two gradients at a time), `x.pow(2).mean()` four times;
-    an output in half precision is copied to fp32 besides.
+    an output in half precision is copied to fp32 besides. Of an output that needs no gradient (`trained` False) the
+    loss keeps one storage at most: `mse_loss` returns its sum in that of all its terms. Of integers it keeps nothing.
     """
+    if not trained:
+        return int(count) * max(dtype.itemsize, SINGLE) if dtype.is_floating_point else 0
     return int(count) * (4 * dtype.itemsize if dtype.itemsize >= SINGLE else 5 * SINGLE)
 
 

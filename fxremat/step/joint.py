@@ -147,6 +147,18 @@ class Joint:
         )
 
     @cached_property
+    def untrained_outputs(self) -> tuple[fx.Node, ...]:
+        """What the caller is given and autograd hands no gradient in for: one node a storage."""
+        trained = [getattr(node.meta.get("desc"), "output", None) for node in self.tangents]
+        shown: dict[int, fx.Node] = {}
+        seen: set[int] = set()
+        for node, desc in zip(self.forward_outputs, self.output_descs, strict=True):
+            if isinstance(node, fx.Node):
+                shown[self.value_of[node]] = node
+                seen |= {self.value_of[node]} if desc in trained else set()
+        return tuple(node for value, node in shown.items() if value in self.kept_outputs - seen)
+
+    @cached_property
     def sources(self) -> tuple[Source, ...]:
         """The module that each op belongs to, and the line where it was written."""
         return sources_of([op.node for op in self.ops])

@@ -103,6 +103,25 @@ def test_gradients_of_channels_last_outputs_are_not_copied() -> None:
     assert_trains_as_plain(Images, torch.randn(2, 16, 16, 8), losses)
 
 
+class Distilled(nn.Module):
+    """Returns what a frozen layer makes of its input, beside the one output that needs a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher, self.student = nn.Linear(32, 32).requires_grad_(False), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        taught = self.teacher(x)
+        return [taught, taught.tanh(), taught.relu(), taught > 0, self.student(x)]
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_losses_of_outputs_that_need_no_gradient_are_counted(autocast: bool) -> None:
+    terms: Callable[[Any], list[Tensor]] = lambda values: [F.mse_loss(v, torch.zeros_like(v)) for v in values]  # noqa: E731
+    losses: Callable[[Any], Tensor] = lambda values: torch.stack(terms([*values[:3], values[4]])).sum()  # noqa: E731
+    assert_trains_as_plain(Distilled, rows(64), losses, autocast=autocast)
+
+
 # --- what else was not counted ------------------------------------------------------------------------------
 
 
@@ -182,6 +201,15 @@ def test_a_loss_is_measured_by_the_allocator_s_counters(
         (out,) = meter(torch.ones(10, 4))
         out.sum().backward()
     assert found == [MeasuredLoss(assumed=4 * 40 * 4, peak=peak, held=640 - 160, exact=exact)]
+
+
+def test_measured_and_planned_losses_are_shares_of_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    aside = 64 * 32 * 4 * (4 + 3)  # the student's output, and three of the teacher's
+    compiled = fxremat.compile(Distilled(), mem=10**6, **FAST)
+    for _ in range(2):
+        with counted(monkeypatch, [(0, 0), (2 * aside, 2 * aside + 512)]):
+            compiled(rows(64))[-1].sum().backward()
+    assert compiled.plan.costs.sizes.outside == 2 * aside + 512  # type: ignore[union-attr]
 
 
 def test_a_loss_that_takes_more_is_planned_for_from_the_next_call_on(
