@@ -86,7 +86,7 @@ class _Builder:
             for value in op.reads:
                 readers[value] = min(self.block_of[op.index], readers.get(value, len(self.layout.blocks)))
         tangents = [v.index for v in self.joint.values if v.origin is Origin.TANGENT]
-        return {t: 0 if t in self.joint.root_tangents else readers.get(t, 0) for t in tangents}
+        return {t: 0 if t in self.joint.held_tangents else readers.get(t, 0) for t in tangents}
 
     @cached_property
     def _first_reader(self) -> dict[int, int]:

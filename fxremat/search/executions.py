@@ -134,7 +134,7 @@ class Executions:
     def _end(self) -> _Execution:
         """What is alive when the step is over."""
         joint = self._joint
-        held = [v for v in joint.tangent_values if v in joint.root_tangents or v not in self._read_late]
+        held = [v for v in joint.tangent_values if v in joint.held_tangents or v not in self._read_late]
         return _Execution(sorted({*self._stored(joint.pinned, late=False), *held, self._root}), ())
 
     def _stored(self, values: Iterable[int], *, late: bool) -> list[int]:

@@ -91,7 +91,7 @@ def _topology(joint: Joint, settings: object) -> str:
     ]
     values = [(v.origin, v.producer) for v in joint.values]
     sets = [sorted(s) for s in (joint.kept_outputs, joint.returned, joint.updates, joint.mutated_primals)]
-    text = repr((numbers, values, sets, sorted(joint.root_tangents), settings))
+    text = repr((numbers, values, sets, sorted(joint.held_tangents), settings))
     return hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -60,7 +60,7 @@ def _fixed(joint: Joint, costs: Costs) -> dict[int, int]:
     for op in joint.backward_ops:
         last |= dict.fromkeys((*op.reads, *op.writes), op.index)
     tangents = {v.index for v in joint.values if v.origin is Origin.TANGENT}
-    held = pinned | (tangents & joint.root_tangents) | (tangents - last.keys())
+    held = pinned | (tangents & joint.held_tangents) | (tangents - last.keys())
     alive = {v.index for v in joint.values if v.origin is Origin.FORWARD} & pinned | tangents
     level = sum(sizes[value] for value in alive) + costs.sizes.root
     needs = {}

@@ -90,8 +90,6 @@ def costs_from(joint: Joint, by_op: Sequence[OpCost], device: torch.device) -> C
         if isinstance(op.node.target, Region):
             taken[op.index] = sum(rounded(sizes[value], device) for value in op.writes)
     floats = _floats(joint, device)
-    handed_in = sum(rounded(t.numel() * t.element_size(), device) for t in _gradients(joint))
-    held = handed_in if holds_gradients() else 0  # beside copies, where they lie otherwise than the outputs
     return Costs(
         seconds=tuple(cost.seconds for cost in by_op),
         sizes=Sizes(
@@ -99,7 +97,7 @@ def costs_from(joint: Joint, by_op: Sequence[OpCost], device: torch.device) -> C
             workspace=tuple(cost.workspace - gone + floats for cost, gone in zip(by_op, taken, strict=True)),
             seed=torch.default_generator.get_state().numel() if device.type == "cpu" else 0,
             outside=set_aside(joint, device),
-            root=_numbers(joint, device) + held,
+            root=_numbers(joint, device) + _beside_copies(joint, device),
         ),
     )
 
@@ -108,6 +106,14 @@ def set_aside(joint: Joint, device: torch.device) -> int:
     """Bytes for a loss outside the model as the device's allocator rounds them, and for the numbers beside it."""
     numbers = _numbers(joint, device)
     return outside_bytes(joint) + numbers + _floats(joint, device) if numbers else 0
+
+
+def _beside_copies(joint: Joint, device: torch.device) -> int:
+    """Bytes of gradients that a loss outside hands in and autograd holds, beside the copies that a backward may make.
+
+    It copies those that lie otherwise than the outputs do, where it cannot view them as they lie.
+    """
+    return sum(rounded(t.numel() * t.element_size(), device) for t in _gradients(joint)) if holds_gradients() else 0
 
 
 def _numbers(joint: Joint, device: torch.device) -> int:

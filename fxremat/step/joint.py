@@ -25,7 +25,7 @@ from torch import fx
 
 from fxremat.step.batch_norm import again_inputs, made_again
 from fxremat.step.names import NOWHERE, Source, model_of, ops_inside, parameter_of, sources_of, span_of
-from fxremat.torch_private import is_effect_token, storage_of
+from fxremat.torch_private import holds_gradients, is_effect_token, storage_of
 
 aten = torch.ops.aten
 
@@ -88,7 +88,7 @@ class Joint:
     backward_outputs: tuple[object, ...]
     output_descs: tuple[object, ...]
     forward_count: int  # ops[:forward_count] is the forward
-    root_tangents: frozenset[int]  # gradients of a loss, which autograd holds until the backward has returned
+    root_tangents: frozenset[int]  # gradients of a loss that the model returns
     kept_outputs: frozenset[int]  # values that the caller still holds after the forward
     mutated_primals: frozenset[int]  # primals that the step overwrites once the forward has run
     updates: frozenset[int]  # the values that overwrite them (running statistics, in-place inputs)
@@ -122,6 +122,15 @@ class Joint:
     def tangent_values(self) -> tuple[int, ...]:
         """The gradients that autograd hands in."""
         return tuple(v.index for v in self.values if v.origin is Origin.TANGENT)
+
+    @cached_property
+    def held_tangents(self) -> frozenset[int]:
+        """Gradients that autograd hands in and holds until the backward has returned.
+
+        That of a loss on every release of PyTorch; those of outputs beside it on some. What those hold of a loss
+        outside the model is part of `Sizes.root`.
+        """
+        return frozenset(self.tangent_values) if self.root_tangents and holds_gradients() else self.root_tangents
 
     @cached_property
     def output_values(self) -> frozenset[int]:

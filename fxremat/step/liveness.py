@@ -131,7 +131,7 @@ def lives(
         elif version in at_hand:
             found.append((last[version], at_hand[version]))
         elif origin is Origin.TANGENT:
-            ends = last[version] if last[version] >= 0 and value not in joint.root_tangents else forever
+            ends = last[version] if last[version] >= 0 and value not in joint.held_tangents else forever
             found.append((ends, sizes.values[value] if whole else 0))
         elif origin is Origin.PRIMAL and value not in program.preserved:
             found.append((forever, 0))

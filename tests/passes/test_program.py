@@ -145,7 +145,7 @@ def test_liveness_of_the_emitted_graphs_is_what_was_planned(recipe: Recipe, shar
     own = saved_bytes(forward, backward, joint)
     root = {node: node.meta["val"].untyped_storage().nbytes() for node in tangents_of(backward)}
     own |= {node: size for node, size in root.items() if node.meta["val"].numel() > 1}
-    held = sum(joint.values[value].bytes for value in (*joint.kept_outputs, *joint.root_tangents))
+    held = sum(joint.values[value].bytes for value in (*joint.kept_outputs, *joint.held_tangents))
     ours = max(graph_memory(backward, own)) + held
     assert ours == max(planned.during[program.split :])
 

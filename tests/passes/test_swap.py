@@ -177,7 +177,7 @@ def test_transfers_keep_the_budget_at_every_step_and_are_emitted_as_planned(
     own = saved_bytes(forward, backward, joint)
     root = {node: node.meta["val"].untyped_storage().nbytes() for node in tangents_of(backward)}
     own |= {node: size for node, size in root.items() if node.meta["val"].numel() > 1}
-    held = sum(joint.values[value].bytes for value in (*joint.kept_outputs, *joint.root_tangents))
+    held = sum(joint.values[value].bytes for value in (*joint.kept_outputs, *joint.held_tangents))
     assert max(graph_memory(backward, own)) + held == max(during[swapped.program.split :])
 
 

@@ -38,7 +38,7 @@ def naive(
     def is_used_after(version: int, position: int) -> bool:
         if is_update(version) and position < program.split - 1:
             return True  # the forward returns it
-        if joint.values[value_of[version]].origin is Origin.TANGENT and value_of[version] in joint.root_tangents:
+        if joint.values[value_of[version]].origin is Origin.TANGENT and value_of[version] in joint.held_tangents:
             return version not in given
         return version in to_the_end or any(
             version in step.reads + step.writes for step in steps[position + 1 :]
