@@ -7,6 +7,7 @@ import gc
 import os
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torch.nn import functional as F
 import fxremat
 from benchmarks import meter, models
 from fxremat.host.files import FileTier
+from fxremat.ops.parameters import Weights
 from fxremat.ops.spent import Spent
 from fxremat.step.program import Role
 from tests.training import same
@@ -666,6 +668,50 @@ def test_a_forked_child_trains_weights_of_its_own() -> None:
     assert os.waitstatus_to_exitcode(status) == 0
     assert all(same(value, before[key]) for key, value in model.state_dict().items())
     step(model, optimizer, (rows(),), 1)
+
+
+# --- a device that is not the CPU: meta stands for it ---------------------------------------------------------
+
+META = torch.device("meta")
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["counts on the host", "counts on the device"])
+def test_state_that_was_loaded_on_the_host_goes_to_the_device_with_its_parameter(fused: bool) -> None:
+    model = MLP(tied=False, depth=2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
+    step(model, optimizer, (rows(),), 0)  # on the CPU, as where a checkpoint is loaded
+    weights = Weights(optimizer, FileTier(), META)
+    for parameter in weights.parameters():
+        weights._bring_state(parameter)
+        state = optimizer.state[parameter]
+        assert {state["exp_avg"].device, state["exp_avg_sq"].device} == {META}
+        assert state["step"].device == (META if fused else torch.device("cpu"))
+
+
+def test_parameters_that_stay_on_the_device_bring_their_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    brought: list[Tensor] = []
+    monkeypatch.setattr(Weights, "_bring_state", lambda _, parameter: brought.append(parameter))
+    optimizer = OPTIMIZERS["AdamW"](MLP(tied=False, depth=2))
+    weights = Weights(optimizer, FileTier(), torch.device("cpu", 0))  # no parameter calls its device so
+    weights.settle({1})
+    assert [id(p) for p in brought] == [id(p) for k, p in enumerate(weights.parameters()) if k != 1]
+
+
+def test_counts_of_steps_on_the_device_are_not_read_by_the_host() -> None:
+    optimizer = torch.optim.SGD([parameter := nn.Parameter(torch.ones(3, device=META))], lr=0.1)
+    weights, shell = Weights(optimizer, FileTier(), META), nn.Parameter(torch.ones(3, device=META))
+    optimizer.state[parameter] = {"step": torch.ones((), device=META)}  # reading it raises
+    single: Any = SimpleNamespace(state={}, param_groups=[{}], step=lambda: None)
+    weights._single[0] = (single, shell)
+    weights.update(parameter.data, torch.ones(3, device=META), 0)
+    assert weights.updated == {0}
+
+    def fail() -> None:
+        raise MemoryError
+
+    single.step = fail
+    with pytest.raises(MemoryError):
+        weights.update(parameter.data, torch.ones(3, device=META), 0)
 
 
 def test_tiers_and_solvers_that_do_not_go_together_are_refused() -> None:

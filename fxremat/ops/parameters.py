@@ -163,9 +163,23 @@ class Weights:
         for number, parameter in enumerate(self.parameters()):
             if number not in hosted and parameter.device != self.device:
                 parameter.data = parameter.data.to(self.device)
+                self._bring_state(parameter)
             elif number not in hosted and storage_of(parameter) in left:  # it would keep all of that storage
                 parameter.data = _moved(parameter.data, self.device)
         self._send_states_home()
+
+    def _bring_state(self, parameter: nn.Parameter) -> None:
+        """Move to the device what state a parameter has: it was loaded, or made, while the parameter was on the host.
+
+        Counts of steps stay, but those of fused and capturable optimizers, which read them on the device.
+        """
+        state, group = self.optimizer.state.get(parameter, {}), self._group_of(parameter)
+        counts = _counts(state) if group.get("fused") or group.get("capturable") else {}
+        for key, value in (_large(state, parameter) | counts).items():
+            state[key] = value.to(self.device)
+
+    def _group_of(self, parameter: nn.Parameter) -> dict[str, Any]:
+        return next(g for g in self.optimizer.param_groups if any(p is parameter for p in g["params"]))
 
     def _leave_parent(self) -> None:
         """Copy, in a forked child, what lives on the host: the files there are the parent's."""
@@ -279,10 +293,9 @@ class Weights:
         single, shell = self._single_for(number, weight)
         shell.data, shell.grad = weight, gradient
         state = self.optimizer.state[parameter]
-        counts = {  # of steps: tensors of one number, which the optimizer changes in place
-            key: value.item()
-            for key, value in state.items()
-            if isinstance(value, torch.Tensor) and not value.dim()
+        counts = {  # as they were: reading one that is on the device would wait for all that was issued
+            key: value.item() if value.device.type == "cpu" else value.clone()
+            for key, value in _counts(state).items()
         }
         coming = self._coming.pop(number, {})
         if state:
@@ -296,7 +309,7 @@ class Weights:
                 self.optimizer.state[parameter] = after
         except BaseException:
             for key, count in counts.items():
-                state[key].fill_(count)
+                state[key].copy_(count) if isinstance(count, torch.Tensor) else state[key].fill_(count)
             raise
         finally:
             shell.grad = None
@@ -306,8 +319,7 @@ class Weights:
 
     def _single_for(self, number: int, weight: torch.Tensor) -> tuple[torch.optim.Optimizer, nn.Parameter]:
         parameter = self._all[number]
-        group = next(g for g in self.optimizer.param_groups if any(p is parameter for p in g["params"]))
-        settings = {key: value for key, value in group.items() if key != "params"}
+        settings = {key: value for key, value in self._group_of(parameter).items() if key != "params"}
         if number not in self._single:
             shell = nn.Parameter(weight.data, requires_grad=True)
             made: Any = type(self.optimizer)
@@ -338,6 +350,11 @@ class Weights:
                 "call that one"
             )
         return self.hosted[number]
+
+
+def _counts(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The counts of steps: tensors of one number, which the optimizer changes in place."""
+    return {key: value for key, value in state.items() if isinstance(value, torch.Tensor) and not value.dim()}
 
 
 def _large(state: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, torch.Tensor]:
