@@ -15,6 +15,7 @@ from torch import nn
 
 import fxremat
 from benchmarks import meter, models
+from fxremat.host.files import FileTier
 from fxremat.host.pinned import PinnedTier
 from tests.slices.test_models import EXAMPLES, HALF_CLOSE, error, gradients_after
 from tests.toys import Loss
@@ -169,6 +170,24 @@ def _assert_same(trace: Trace, plain: Trace, again: Trace) -> None:
                 continue
             noise = 10 * float((other - theirs).abs().max()) + 1e-6 * float(theirs.abs().max())
             assert float((mine - theirs).abs().max()) <= noise, name
+
+
+def test_files_are_copied_in_the_order_of_the_caller_s_stream() -> None:
+    large, tier = torch.zeros(1 << 24, device="cuda"), FileTier()
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        for turn in range(3):
+            torch.cuda._sleep(50_000_000)
+            large.fill_(turn + 1.0)
+            host = tier.host_like(large)
+            tier.store(large, host)
+            tier.release(host)
+            assert float(host.min()) == turn + 1.0, "written before it was copied"
+            back = tier.prefetch(host, large.device)
+            tier.wait(host)
+            assert torch.equal(back, large)
+            del host, back
 
 
 @pytest.mark.parametrize("name", models.MAIN)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 import threading
@@ -135,11 +136,15 @@ class _ThreadLane:
                 self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"fxremat-{self.way}")
             if len(self._under_way) >= MANY:  # those of steps that failed, most of them: nobody will ask
                 self._under_way = {k: f for k, f in self._under_way.items() if not _succeeded(f)}
-            self._under_way[key] = self._thread.submit(self._copy, source, target, notes)
+            issued = _issued(source, target)
+            self._under_way[key] = self._thread.submit(self._copy, source, target, notes, issued)
 
-    def _copy(self, source: torch.Tensor, target: torch.Tensor, notes: list[Copied] | None) -> None:
+    def _copy(
+        self, source: torch.Tensor, target: torch.Tensor, notes: list[Copied] | None, issued: torch.cuda.Event | None
+    ) -> None:
         start = time.time_ns()
-        _copy(source, target.data, self.speed)  # .data: autograd does not see a change of what it saved
+        with _after(issued):
+            _copy(source, target.data, self.speed)  # .data: autograd does not see a change of what it saved
         if notes is not None:
             notes.append(Copied(self.way, start, time.time_ns(), target.nbytes))
 
@@ -154,6 +159,29 @@ class _ThreadLane:
         """Wait for all copies, and end the thread."""
         if self._thread is not None:
             self._thread.shutdown()
+
+
+def _issued(*tensors: torch.Tensor) -> torch.cuda.Event | None:
+    """An event that passes when all has run that the caller's stream was given so far; None without CUDA tensors."""
+    for tensor in tensors:
+        if tensor.is_cuda:
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(tensor.device))
+            return event
+    return None
+
+
+@contextlib.contextmanager
+def _after(issued: torch.cuda.Event | None) -> Iterator[None]:
+    """Copy on a stream that begins when the event has passed; this thread waits for what it was given."""
+    if issued is None:
+        yield
+        return
+    stream = torch.cuda.Stream(issued.device)
+    stream.wait_event(issued)
+    with torch.cuda.stream(stream):
+        yield
+    stream.synchronize()
 
 
 def _succeeded(copying: Future[None]) -> bool:
