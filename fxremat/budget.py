@@ -29,6 +29,10 @@ def free_bytes(device: torch.device) -> int:
             'as mem="4GiB", or a share, such as mem="60%"; for what another device would have left, add '
             'cost="estimate", device="H100"'
         )
+    return int(free_memory(device) * (1 - AUTO_MARGIN))
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that a CUDA device has free now, those that torch's allocator keeps for reuse among them."""
     free, _ = torch.cuda.mem_get_info(device)
-    reserve = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int((free + reserve) * (1 - AUTO_MARGIN))
+    return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))

@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from fxremat.agreement import ALONE, Agreement
+from fxremat.budget import free_memory
 from fxremat.cost.made_up import value_like, weights_like
 from fxremat.cost.measure import peak_of, quiet_world
 from fxremat.cost.remembered import keep, of_ops, recall, remembered
@@ -30,9 +31,11 @@ from fxremat.step.liveness import live_bytes
 from fxremat.step.program import Program
 from fxremat.step.region import runnable
 from fxremat.torch_private import unprofiled
+from fxremat.units import format_bytes
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
+ROOM = 1.05  # times what a step takes must be free before it is run: the allocator's blocks leave gaps
 RUNS = 3  # of a step, of which the fastest counts
 TURNS = 6  # of programs that are compared
 CLOSE = 1.1  # times the least seconds of a step: slower programs take no more turns, where steps are long
@@ -121,6 +124,21 @@ def _tried(run: Callable[[], T], device: torch.device) -> T | None:
         return None
 
 
+def has_room(program: Program, costs: Costs, inputs: Sequence[Any] = ()) -> bool:
+    """Whether a CUDA device has room now for one step, and for inputs that are made up; tells where it has not."""
+    joint = program.layout.joint
+    device = device_of(joint)
+    if device.type != "cuda":
+        return True
+    given = given_inputs(joint, inputs)
+    made = sum(v.bytes for v in joint.values if v.origin is Origin.PRIMAL and v.index not in given)
+    needed, free = ROOM * (made + live_bytes(program, costs.sizes).peak), free_memory(device)
+    if free < needed:
+        there = format_bytes(free)
+        log.info("a step is not run before training: it takes %s, and %s are free", format_bytes(int(needed)), there)
+    return free >= needed
+
+
 def _run(program: Program, costs: Costs, inputs: Sequence[Any], ranks: Agreement) -> float | None:
     """Seconds of one step of a program's graphs; None where there is no room for it, or where it fails."""
     alone = len(ranks.ranks) == 1
@@ -154,13 +172,10 @@ class _Made:
     @classmethod
     def of(cls, program: Program, costs: Costs, inputs: Sequence[Any], *, alone: bool) -> _Made | None:
         """The graphs; None where there is no room for a step."""
-        joint = program.layout.joint
-        given, device = given_inputs(joint, inputs), device_of(joint)
-        made = sum(v.bytes for v in joint.values if v.origin is Origin.PRIMAL and v.index not in given)
-        peak = live_bytes(program, costs.sizes).peak
-        if alone and device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < 1.2 * (made + peak):
+        if alone and not has_room(program, costs, inputs):
             return None
-        return cls(joint, given, *(runnable(graph) for graph in lower(program)))
+        joint = program.layout.joint
+        return cls(joint, given_inputs(joint, inputs), *(runnable(graph) for graph in lower(program)))
 
     @property
     def device(self) -> torch.device:

@@ -125,7 +125,7 @@ def cuda_hardware(device: torch.device) -> Settings:
         "driver": driver_version(),
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
-        "cudnn version": torch.backends.cudnn.version(),
+        "cudnn version": _read(torch.backends.cudnn.version),  # raises where torch was built for another one
         "allocator": torch.cuda.get_allocator_backend(),
     }
 

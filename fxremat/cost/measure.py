@@ -436,6 +436,10 @@ def alone(node: fx.Node, device: torch.device, *, timed: bool = True) -> OpCost 
         peak, result = peak_of(call, device)
     except FxrematError:
         raise
+    except torch.OutOfMemoryError as error:
+        said = str(error).partition(". ")[0]
+        log.warning("there is no memory on the device to measure %s by itself: %s", node.target, said)
+        return None
     except Exception as error:
         log.debug("%s cannot be measured alone: %s: %s", node.target, type(error).__name__, error)
         return None

@@ -62,7 +62,15 @@ class Walk:
         self._addresses: dict[int, int] = {}  # of the storages of the values that are alive
 
     def run(self, visit: Visit) -> None:
-        """Visit every op of the order. Raises what an op raises."""
+        """Visit every op of the order. Raises what an op raises, and then holds no value any more."""
+        try:
+            self._visit_all(visit)
+        except BaseException:
+            self.values.clear()
+            self._addresses.clear()
+            raise
+
+    def _visit_all(self, visit: Visit) -> None:
         ran: set[int] = set()
         freed = _last_uses(self.joint, self.order)
         for index, dead in zip(self.order, freed, strict=True):

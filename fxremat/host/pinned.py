@@ -155,6 +155,8 @@ def _pinned_like(tensor: torch.Tensor) -> torch.Tensor:
         with current(tensor.device):
             flat = torch.empty(span_of(tensor), dtype=tensor.dtype, pin_memory=True)
     except RuntimeError as error:
+        if "memory" not in str(error):  # an assertion on the device, which the next call of CUDA reports
+            raise
         raise FxrematError(
             f"the host has no {format_bytes(span_bytes(tensor))} of pinned memory left; limit what is offloaded with "
             "host_mem=..."

@@ -18,7 +18,7 @@ from functools import cached_property
 from math import inf, sqrt
 from time import monotonic
 
-from fxremat.cost.calibrate import peak_of_step, seconds_of_steps
+from fxremat.cost.calibrate import has_room, peak_of_step, seconds_of_steps
 from fxremat.cost.measure import known_costs, measure
 from fxremat.cost.remembered import keep, of_ops, recall
 from fxremat.fusion.joint import fused_program
@@ -344,7 +344,12 @@ class _Search:
         return self._tried[-1]
 
     def _runs_within(self, judged: Judged) -> bool:
-        """Whether the step, run once on its real inputs, stays within the budget; tells of it where it does not."""
+        """Whether the step, run once on its real inputs, stays within the budget; tells of it where it does not.
+
+        What the device has no room for now is taken at its word.
+        """
+        if not has_room(judged.program, judged.costs, self._step.inputs):
+            return True
         peak = peak_of_step(judged.program, judged.costs, self._step.inputs)
         if peak is not None and peak <= self._plan.budget:
             return True
