@@ -6,7 +6,9 @@ A sum of gradients, a ReLU's backward or a dropout's needs three buffers where t
 it overwrites has one reader, so it may do so in whatever order a plan runs the backward. The numbers are the same:
 the same kernel reads each element before it writes it, provided that the result has the layout that a new one would
 have: what reads it next may add in another order otherwise. Fake tensors do not always know the real layouts, so the
-measuring walk compares them and takes back what they do not bear out (`cost.measure`). In the books the result is a
+measuring walk compares them and takes back what they do not bear out (`cost.measure`). And nobody knows before the
+step how the gradients of a loss outside of the model lie: what may lie as they do is overwritten only by ops whose new
+result would lie as it does, whatever that is. In the books the result is a
 value of its own, and the op's workspace is negative by the bytes that it takes over (`step.costs.costs_from`).
 """
 
@@ -21,8 +23,9 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
+from fxremat.step.handed_in import laid_out_by_others
 from fxremat.step.joint import tangents_in
-from fxremat.step.overwriting import BACKWARDS, METHODS, SWAPPED, new_result
+from fxremat.step.overwriting import BACKWARDS, METHODS, SELF_FIRST, SWAPPED, new_result
 from fxremat.step.symbolic import same_size
 from fxremat.torch_private import storage_of
 
@@ -55,13 +58,15 @@ def overwrite_gradients(graph: fx.Graph) -> None:
 def overwrite_among(graph: fx.Graph, ours: Set[fx.Node]) -> None:
     """Let ops overwrite what they alone read among these nodes, where the layouts agree. O(nodes)."""
     shown = Counter(storage_of(t) for node in graph.nodes if (t := _tensor(node)) is not None)
+    unknown = laid_out_by_others(graph)
     for node in list(graph.nodes):
         if node.target not in METHODS | BACKWARDS:
             continue
         first, *rest = node.args
-        if _may_take(node, first, ours, shown):
+        known = unknown.isdisjoint(node.all_input_nodes)
+        if (known or node.target not in SELF_FIRST) and _may_take(node, first, ours, shown):
             _overwrite(node, (first, *rest))
-        elif node.target in COMMUTE and not node.kwargs and _may_take(node, rest[0], ours, shown):
+        elif known and node.target in COMMUTE and not node.kwargs and _may_take(node, rest[0], ours, shown):
             _overwrite(node, (rest[0], first))
             node.meta[SWAPPED] = True
 

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from fxremat.step.collectives import is_collective, without_group_names
+from fxremat.step.handed_in import laid_out_by_others
 from fxremat.step.joint import Joint, is_number
 from fxremat.step.liveness import Sizes
 from fxremat.step.names import FLOAT
@@ -90,16 +91,44 @@ def costs_from(joint: Joint, by_op: Sequence[OpCost], device: torch.device) -> C
         if isinstance(op.node.target, Region):
             taken[op.index] = sum(rounded(sizes[value], device) for value in op.writes)
     floats = _floats(joint, device)
+    copied = _copied_gradients(joint, device)
+    own = [cost.workspace + copied.get(op.index, 0) for op, cost in zip(joint.ops, by_op, strict=True)]
     return Costs(
         seconds=tuple(cost.seconds for cost in by_op),
         sizes=Sizes(
             values=tuple(rounded(size, device) for size in sizes),
-            workspace=tuple(cost.workspace - gone + floats for cost, gone in zip(by_op, taken, strict=True)),
+            workspace=tuple(workspace - gone + floats for workspace, gone in zip(own, taken, strict=True)),
             seed=torch.default_generator.get_state().numel() if device.type == "cpu" else 0,
             outside=set_aside(joint, device),
             root=_numbers(joint, device) + _beside_copies(joint, device),
         ),
     )
+
+
+def _copied_gradients(joint: Joint, device: torch.device) -> dict[int, int]:
+    """Bytes of copies that ops may make of gradients that a loss outside hands in: those may lie otherwise than traced.
+
+    A pointwise op takes them as they lie, unless it reads what autograd reshapes; a convolution does not.
+    """
+    unknown = laid_out_by_others(joint.module.graph)
+    found = dict[int, int]()
+    for op in joint.backward_ops if unknown else ():
+        pointwise = torch.Tag.pointwise in getattr(op.node.target, "tags", ())
+        read = [node for node in op.node.all_input_nodes if node in unknown]
+        sizes = [node.meta["val"].nbytes for node in read if not pointwise or _is_reshaped(joint, node)]
+        found[op.index] = sum(rounded(size, device) for size in sizes)
+    return found
+
+
+def _is_reshaped(joint: Joint, node: fx.Node) -> bool:
+    """Whether what a node shows of a value goes through a reshape, which copies what it cannot view."""
+    value, shower = joint.value_of.get(node), node
+    while shower.target is not torch.ops.aten.reshape.default:
+        parents = [parent for parent in shower.all_input_nodes if joint.value_of.get(parent) == value]
+        if value is None or not parents:
+            return False
+        shower = parents[0]
+    return True
 
 
 def set_aside(joint: Joint, device: torch.device) -> int:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from fxremat.step.collectives import Collective
 from fxremat.step.costs import CUDA_BLOCK, OpCost, costs_from
 from fxremat.step.joint import Joint, Origin
-from fxremat.step.overwriting import BACKWARDS, METHODS, overwritten
+from fxremat.step.overwriting import BACKWARDS, METHODS, SELF_FIRST, overwritten
 from tests.dags import capture
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
@@ -55,6 +55,14 @@ def test_overwriting_gives_the_same_bits_in_the_same_storage(op: Any, dtype: tor
             assert found.data_ptr() == storage
             assert torch.equal(found, wanted)
             assert found.stride() == wanted.stride()
+
+
+@pytest.mark.parametrize("op", [op for op in (*METHODS, *BACKWARDS) if not isinstance(op, Collective)], ids=str)
+def test_a_new_result_lies_as_the_first_operand_does_or_as_the_other(op: Any) -> None:
+    rows, columns = torch.randn(3, 5), torch.randn(5, 3).t()
+    for gradient, x in ((rows, columns), (columns, rows)):
+        rest = [item if not isinstance(item, Tensor) or item.stride() == x.stride() else x for item in OTHERS[op](x)]
+        assert op(gradient, *rest).stride() == (x if op in SELF_FIRST else gradient).stride()
 
 
 def overwriting(joint: Joint) -> dict[str, fx.Node]:

@@ -215,8 +215,24 @@ OVERWRITING: dict[str, tuple[Callable[[Drawing, fx.Node, fx.Node], Any], list[st
         ["exp.default(tangents_1)", "add_.Tensor(exp_default, primals_1)"],
     ),
     "the second operand, where the order does not matter": (
+        lambda d, t, p: d.call(aten.mul.Tensor, p, d.call(aten.mm.default, t, d.input("weight", 4, 4))),
+        ["mm.default(tangents_1, weight)", "mul_.Tensor(mm_default, primals_1)"],
+    ),
+    "not the second operand, where it lies as a gradient that is handed in": (
         lambda d, t, p: d.call(aten.mul.Tensor, p, d.call(aten.exp.default, t)),
-        ["exp.default(tangents_1)", "mul_.Tensor(exp_default, primals_1)"],
+        ["exp.default(tangents_1)", "mul.Tensor(primals_1, exp_default)"],
+    ),
+    "a gradient that lies as one that is handed in, not where a new result lies as the other operand": (
+        lambda d, t, p: [
+            d.call(aten.threshold_backward.default, d.call(aten.exp.default, t), p, 0),
+            d.call(aten.threshold_backward.default, d.call(aten.mm.default, t, d.input("weight", 4, 4)), p, 0),
+        ],
+        [
+            "exp.default(tangents_1)",
+            "threshold_backward.default(exp_default, primals_1, 0)",
+            "mm.default(tangents_1, weight)",
+            "threshold_backward.grad_input(mm_default, primals_1, 0){'grad_input': mm_default}",
+        ],
     ),
     "the first of two": (
         lambda d, t, p: d.call(aten.add.Tensor, d.call(aten.exp.default, t), d.call(aten.sin.default, t)),

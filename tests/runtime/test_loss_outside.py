@@ -122,6 +122,28 @@ def test_losses_of_outputs_that_need_no_gradient_are_counted(autocast: bool) -> 
     assert_trains_as_plain(Distilled, rows(64), losses, autocast=autocast)
 
 
+class Columns(nn.Module):
+    """A convolution of a matrix's columns, and a ReLU whose output is returned: its numbers lie column by column."""
+
+    def __init__(self, last: nn.Module) -> None:
+        super().__init__()
+        self.first, self.convolve, self.last = nn.Linear(8, 8), nn.Conv2d(8, 8, 3, padding=1), last
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        images = self.convolve(self.first(x).t().reshape(1, 8, 4, 4))
+        columns = images.flatten(2).transpose(1, 2).squeeze(0)
+        found = self.last(columns)
+        return [found, found.tanh(), found.tanh() * columns]
+
+
+@pytest.mark.parametrize("last", [nn.ReLU(), nn.LeakyReLU(), nn.Tanh(), nn.GELU()], ids=str)
+def test_what_lies_as_the_loss_hands_it_in_is_overwritten_where_a_new_result_would_lie_so(last: nn.Module) -> None:
+    def losses(values: list[Tensor]) -> Tensor:
+        return torch.stack([F.mse_loss(value, torch.zeros_like(value)) for value in values]).sum()
+
+    assert_trains_as_plain(lambda: Columns(last), torch.randn(16, 8), losses)
+
+
 # --- what else was not counted ------------------------------------------------------------------------------
 
 

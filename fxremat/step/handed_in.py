@@ -1,0 +1,22 @@
+"""Gradients that a loss outside of the model hands in: how they lie in memory is known when they are there."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from fxremat.step.joint import tangents_in
+
+aten = torch.ops.aten
+
+PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default}
+"""Ops whose results are contiguous, whatever they read."""
+
+
+def laid_out_by_others(graph: fx.Graph) -> set[fx.Node]:
+    """The gradients of a joint graph's outputs that are no numbers, and all that may lie in memory as they do."""
+    found = {node for node in tangents_in(graph) if node.meta["val"].dim() > 0}
+    for node in graph.nodes:
+        if node.target not in PRODUCTS and not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found
