@@ -145,6 +145,16 @@ def test_dropout_draws_as_plain_pytorch_does() -> None:
         assert torch.equal(plain, ours)
 
 
+def test_the_first_step_is_within_its_budget_as_the_next_ones_are() -> None:
+    case = models.get("gpt", "small")
+    batch = tuple(t.cuda() for t in case.batch())
+    compiled = fxremat.compile(case.model().cuda(), mem="60%", example_inputs=batch)
+    torch.cuda.reset_peak_memory_stats()
+    start = torch.cuda.memory_allocated()
+    compiled(*batch).backward()
+    assert torch.cuda.max_memory_allocated() - start <= compiled.plan.budget
+
+
 def test_auto_takes_what_is_free() -> None:
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))).cuda()
     compiled = fxremat.compile(model, mem="auto")

@@ -24,6 +24,7 @@ from torch import fx
 from fxremat import kernels
 from fxremat.cost.devices import Device
 from fxremat.cost.layouts import LayoutsDiffer, Strides
+from fxremat.cost.workspaces import make_workspaces
 from fxremat.errors import CaptureError, FxrematError, InvalidBudget
 from fxremat.host.default import default_tier
 from fxremat.ops.parameters import Weights, check_unscaled
@@ -49,6 +50,7 @@ from fxremat.runtime.sizes import PlansOfSizes
 from fxremat.runtime.target_kernels import kernels_of
 from fxremat.runtime.unused import telling_unused, unused_outputs, without
 from fxremat.runtime.varying import warn_of_fixed
+from fxremat.step.costs import device_of
 from fxremat.step.joint import Joint, inputs_of, read_joint, tangents_in, with_updates_inside
 from fxremat.step.names import FLOAT, note_names
 from fxremat.step.region import runnable
@@ -292,6 +294,7 @@ class Backend:
         if again:
             check_runs_again(joint)
         check_devices(joint)
+        make_workspaces(device_of(joint))
         if graph:
             made[:] = [sized := self._sized(graph, joint)]
             return sized.contract()

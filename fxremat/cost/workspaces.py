@@ -1,0 +1,44 @@
+"""What cuBLAS keeps for good is made before a step, so that no step has to make it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fxremat.torch_private import real_tensors
+
+
+def make_workspaces(device: torch.device) -> None:
+    """Let the forward's thread and autograd's multiply once on the current stream; nothing where it is no CUDA device.
+
+    cuBLAS keeps a workspace for each thread and stream (32 MiB on Hopper, some 8 MiB elsewhere), and cublasLt another,
+    which torch takes from its caching allocator at the first product of each. Made by the first step they would be
+    memory above its plan; made before, they are what is allocated already. Another stream makes its own later.
+    """
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return
+    on_its_thread = torch.autograd.set_multithreading_enabled(True)  # AOTAutograd has it off while it traces
+    with real_tensors(), torch.enable_grad(), torch.autocast("cuda", enabled=False), on_its_thread:
+        multiply: Any = _Multiply.apply
+        multiplied = multiply(torch.zeros(16, 16, device=device, requires_grad=True))
+        multiplied.sum().backward()
+
+
+class _Multiply(torch.autograd.Function):
+    """The identity, which multiplies matrices in forward and backward."""
+
+    @staticmethod
+    def forward(ctx: Any, matrix: torch.Tensor) -> torch.Tensor:
+        _multiply(matrix)
+        return matrix.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        _multiply(gradient.contiguous())
+        return gradient
+
+
+def _multiply(matrix: torch.Tensor) -> None:
+    torch.mm(matrix, matrix)
+    torch.addmm(matrix[0], matrix, matrix)
