@@ -659,8 +659,14 @@ def unprofiled(work: Callable[[], T]) -> T:
     autograd: Any = torch.autograd
     if not autograd._profiler_enabled():
         return work()
+    stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+
+    def on_the_same_stream() -> T:
+        with torch.cuda.stream(stream):
+            return work()
+
     with ThreadPoolExecutor(1) as pool:
-        return pool.submit(work).result()
+        return pool.submit(on_the_same_stream).result()
 
 
 def has_data(tensor: torch.Tensor) -> bool:
