@@ -5,9 +5,13 @@ from __future__ import annotations
 import torch
 
 from fxremat.errors import InvalidBudget
+from fxremat.torch_private import allocates_in_expandable_segments
 from fxremat.units import Auto, Budget, Bytes, Percent
 
-AUTO_MARGIN = 0.05  # share of the free memory that mem="auto" leaves alone
+AUTO_MARGIN = 0.05  # share of the free memory that mem="auto" leaves alone, where segments are expandable
+BLOCKS_MARGIN = 0.2  # and where they are not: the allocator then reserves a tenth to a third more than is allocated
+LEAST_MARGIN = 40 * 2**20  # bytes: two segments of large blocks, as the allocator asks for them
+SHRUNK = 0.97  # times what was free: with less, "auto" is planned for anew
 
 
 def bytes_of(budget: Budget, keep_all: int, device: torch.device) -> int:
@@ -29,7 +33,13 @@ def free_bytes(device: torch.device) -> int:
             'as mem="4GiB", or a share, such as mem="60%"; for what another device would have left, add '
             'cost="estimate", device="H100"'
         )
-    return int(free_memory(device) * (1 - AUTO_MARGIN))
+    free, share = free_memory(device), AUTO_MARGIN if allocates_in_expandable_segments() else BLOCKS_MARGIN
+    return max(1, int(free - max(share * free, LEAST_MARGIN)))
+
+
+def has_shrunk(budget: Budget, planned: int, device: torch.device) -> bool:
+    """Whether mem="auto" would mean fewer bytes now than were planned for: optimizer state came, or gradients stay."""
+    return isinstance(budget, Auto) and free_bytes(device) < SHRUNK * planned
 
 
 def free_memory(device: torch.device) -> int:

@@ -651,6 +651,17 @@ def allocations(call: Callable[[], T], device: torch.device) -> tuple[T, list[in
     return result, [size for event in events if (size := getattr(event, name)())]
 
 
+@functools.cache
+def allocates_in_expandable_segments() -> bool:
+    """Whether torch's allocator for CUDA devices has `expandable_segments:True`, as of the first time this is asked.
+
+    `torch.cuda.memory._snapshot()["allocator_settings"]` (2.11, 2.13) knows what variables of the environment and
+    calls have set; it lists all blocks besides, which takes milliseconds.
+    """
+    settings: Any = torch.cuda.memory._snapshot()["allocator_settings"]
+    return bool(settings["expandable_segments"])
+
+
 def unprofiled(work: Callable[[], T]) -> T:
     """`work()`, on another thread where a profiler of the user's records this one: it is neither seen nor disturbed.
 

@@ -22,6 +22,7 @@ import torch
 from torch import fx
 
 from fxremat import kernels
+from fxremat.budget import free_bytes, has_shrunk
 from fxremat.cost.devices import Device
 from fxremat.cost.layouts import LayoutsDiffer, Strides
 from fxremat.cost.workspaces import make_workspaces
@@ -56,6 +57,7 @@ from fxremat.step.names import FLOAT, note_names
 from fxremat.step.region import runnable
 from fxremat.step.symbolic import NotSymbolic, SymbolicGraph, has_symbolic_sizes
 from fxremat.torch_private import (
+    among_ranks,
     aot_backend,
     boxed,
     compiled_frame,
@@ -74,7 +76,7 @@ from fxremat.torch_private import (
     taking_a_list,
 )
 from fxremat.transfers.network import communicates
-from fxremat.units import format_bytes
+from fxremat.units import Auto, format_bytes
 
 log = logging.getLogger(__name__)
 KEPT_PLANS = 8  # of the latest, that can still be read
@@ -216,6 +218,17 @@ class Backend:
             format_bytes(planned),
             enough(loss.peak),
         )
+
+    def look_at_free_memory(self) -> None:
+        """Plan anew at this call where mem="auto" would mean less than at the last plan; ranks keep their plans."""
+        if not (self.plans and isinstance(self.options.budget, Auto)) or among_ranks():
+            return
+        plan = self.plans[-1]
+        device = device_of(plan.joint)
+        if has_shrunk(self.options.budget, plan.budget, device):
+            now, before = format_bytes(free_bytes(device)), format_bytes(plan.budget)
+            log.info('mem="auto" has %s for this step, and was planned for %s: it is planned anew', now, before)
+            self.outdated = True
 
     def take_sizes_as_fixed(self, reason: BaseException | None = None) -> None:
         """Note, and tell of, that every combination of sizes is captured by itself from now on."""
@@ -444,11 +457,11 @@ class _FixedStep:
             return run
         from fxremat.heartbeat import inside_step
 
-        def among_ranks(arguments: list[Any]) -> Any:
+        def agreed(arguments: list[Any]) -> Any:
             with inside_step(what):
                 return run(arguments)
 
-        return taking_a_list(among_ranks)
+        return taking_a_list(agreed)
 
     def backward_of(self, graph: fx.GraphModule) -> Callable[..., Any]:
         """What runs the backward graph; outputs that were given no gradient give none on."""

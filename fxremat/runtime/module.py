@@ -507,6 +507,8 @@ def _padding_masks(training: _Training, args: tuple[Any, ...], kwargs: dict[str,
 
 def _run_step(training: _Training, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     mark(training.backend.options, training.backend.input_names, training.plain, args, kwargs)
+    if not training.backend.only_plan:
+        training.backend.look_at_free_memory()
     if training.backend.outdated and training.shared is None:
         training.backend.outdated = False
         training.step = training.step_anew(False)

@@ -108,11 +108,14 @@ def costs_from(joint: Joint, by_op: Sequence[OpCost], device: torch.device) -> C
 def _copied_gradients(joint: Joint, device: torch.device) -> dict[int, int]:
     """Bytes of copies that ops may make of gradients that a loss outside hands in: those may lie otherwise than traced.
 
-    A pointwise op takes them as they lie, unless it reads what autograd reshapes; a convolution does not.
+    A pointwise op takes them as they lie, unless it reads what autograd reshapes; a convolution does not. A backward in
+    regions is given gradients as they were traced.
     """
     unknown = laid_out_by_others(joint.module.graph)
     found = dict[int, int]()
     for op in joint.backward_ops if unknown else ():
+        if isinstance(op.node.target, Region):
+            continue
         pointwise = torch.Tag.pointwise in getattr(op.node.target, "tags", ())
         read = [node for node in op.node.all_input_nodes if node in unknown]
         sizes = [node.meta["val"].nbytes for node in read if not pointwise or _is_reshaped(joint, node)]
