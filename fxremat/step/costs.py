@@ -109,9 +109,9 @@ def _copied_gradients(joint: Joint, device: torch.device) -> dict[int, int]:
     """Bytes of copies that ops may make of gradients that a loss outside hands in: those may lie otherwise than traced.
 
     A pointwise op takes them as they lie, unless it reads what autograd reshapes; a convolution does not. A backward in
-    regions is given gradients as they were traced.
+    regions is given gradients as they were traced. Where the model returns its loss, no other is planned for.
     """
-    unknown = laid_out_by_others(joint.module.graph)
+    unknown = laid_out_by_others(joint.module.graph) if _gradients(joint) else set()
     found = dict[int, int]()
     for op in joint.backward_ops if unknown else ():
         if isinstance(op.node.target, Region):
