@@ -37,9 +37,9 @@ def free_bytes(device: torch.device) -> int:
     return max(1, int(free - max(share * free, LEAST_MARGIN)))
 
 
-def has_shrunk(budget: Budget, planned: int, device: torch.device) -> bool:
-    """Whether mem="auto" would mean fewer bytes now than were planned for: optimizer state came, or gradients stay."""
-    return isinstance(budget, Auto) and free_bytes(device) < SHRUNK * planned
+def has_shrunk(planned: int, device: torch.device) -> bool:
+    """Tell whether mem="auto" means fewer bytes now than were planned for: optimizer state came, or gradients stay."""
+    return free_bytes(device) < SHRUNK * planned
 
 
 def free_memory(device: torch.device) -> int:

@@ -653,7 +653,7 @@ def allocations(call: Callable[[], T], device: torch.device) -> tuple[T, list[in
 
 @functools.cache
 def allocates_in_expandable_segments() -> bool:
-    """Whether torch's allocator for CUDA devices has `expandable_segments:True`, as of the first time this is asked.
+    """Tell whether torch's allocator of CUDA has `expandable_segments:True`, as of the first time this is asked.
 
     `torch.cuda.memory._snapshot()["allocator_settings"]` (2.11, 2.13) knows what variables of the environment and
     calls have set; it lists all blocks besides, which takes milliseconds.

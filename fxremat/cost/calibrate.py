@@ -125,7 +125,7 @@ def _tried(run: Callable[[], T], device: torch.device) -> T | None:
 
 
 def has_room(program: Program, costs: Costs, inputs: Sequence[Any] = ()) -> bool:
-    """Whether a CUDA device has room now for one step, and for inputs that are made up; tells where it has not."""
+    """Tell whether a CUDA device has room now for one step and for inputs that are made up; log where it has not."""
     joint = program.layout.joint
     device = device_of(joint)
     if device.type != "cuda":

@@ -497,7 +497,7 @@ def _cuda_seconds(call: Callable[[], Any]) -> float:
 
 
 def _cuda_seconds_beside(call: Callable[[], Any], prepare: Callable[[], Any]) -> float:
-    """What one call adds to a busy stream in which it takes turns with `prepare`; 0.1 us at least."""
+    """Seconds that one call adds to a busy stream in which it takes turns with `prepare`; 0.1 us at least."""
 
     def both() -> None:
         prepare()

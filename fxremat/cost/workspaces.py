@@ -1,4 +1,4 @@
-"""What cuBLAS keeps for good is made before a step, so that no step has to make it."""
+"""Workspaces that cuBLAS keeps for good, made before a step so that no step has to make them."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from fxremat.passes.in_place import depending_on
-from fxremat.step.joint import tangents_in
+from fxremat.step.handed_in import handed_in
 
 aten = torch.ops.aten
 
@@ -23,11 +23,6 @@ def reshape_gradients(graph: fx.Graph) -> None:
     for node in depending_on(graph, handed_in(graph)):
         if node.target in VIEWS:
             node.target = aten.reshape.default
-
-
-def handed_in(graph: fx.Graph) -> set[fx.Node]:
-    """The gradients of outputs that are no numbers."""
-    return {node for node in tangents_in(graph) if node.meta["val"].dim() > 0}
 
 
 def bear_any_layout(graph: fx.Graph) -> bool:

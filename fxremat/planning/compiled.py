@@ -344,14 +344,13 @@ class _Search:
         return self._tried[-1]
 
     def _runs_within(self, judged: Judged) -> bool:
-        """Whether the step, run once on its real inputs, stays within the budget; tells of it where it does not.
+        """Tell whether the step, run once on its real inputs, stays within the budget; log where it does not.
 
-        What the device has no room for now is taken at its word.
+        A step that the device has no room for now is taken at its word.
         """
-        if not has_room(judged.program, judged.costs, self._step.inputs):
-            return True
-        peak = peak_of_step(judged.program, judged.costs, self._step.inputs)
-        if peak is not None and peak <= self._plan.budget:
+        step = judged.program, judged.costs, self._step.inputs
+        peak = peak_of_step(*step)
+        if not has_room(*step) if peak is None else peak <= self._plan.budget:
             return True
         took = "could not be run" if peak is None else f"took {peak} bytes for {judged.peak} foreseen"
         log.warning("a program in compiled regions %s: a smaller one is looked for", took)

@@ -225,7 +225,7 @@ class Backend:
             return
         plan = self.plans[-1]
         device = device_of(plan.joint)
-        if has_shrunk(self.options.budget, plan.budget, device):
+        if has_shrunk(plan.budget, device):
             now, before = format_bytes(free_bytes(device)), format_bytes(plan.budget)
             log.info('mem="auto" has %s for this step, and was planned for %s: it is planned anew', now, before)
             self.outdated = True

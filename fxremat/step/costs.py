@@ -124,7 +124,7 @@ def _copied_gradients(joint: Joint, device: torch.device) -> dict[int, int]:
 
 
 def _is_reshaped(joint: Joint, node: fx.Node) -> bool:
-    """Whether what a node shows of a value goes through a reshape, which copies what it cannot view."""
+    """Tell whether a node shows its value through a reshape, which copies what it cannot view."""
     value, shower = joint.value_of.get(node), node
     while shower.target is not torch.ops.aten.reshape.default:
         parents = [parent for parent in shower.all_input_nodes if joint.value_of.get(parent) == value]
@@ -159,7 +159,7 @@ def _floats(joint: Joint, device: torch.device) -> int:
 
 
 def outside_bytes(joint: Joint) -> int:
-    """What a loss outside the model is taken to need between forward and backward, until it has been measured.
+    """Bytes that a loss outside the model is taken to need between forward and backward, until it has been measured.
 
     A model that returns its loss needs nothing. The user can say better (`loss_bytes`).
     """

@@ -13,9 +13,14 @@ PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.
 """Ops whose results are contiguous, whatever they read."""
 
 
+def handed_in(graph: fx.Graph) -> set[fx.Node]:
+    """The gradients of a joint graph's outputs that are no numbers."""
+    return {node for node in tangents_in(graph) if node.meta["val"].dim() > 0}
+
+
 def laid_out_by_others(graph: fx.Graph) -> set[fx.Node]:
-    """The gradients of a joint graph's outputs that are no numbers, and all that may lie in memory as they do."""
-    found = {node for node in tangents_in(graph) if node.meta["val"].dim() > 0}
+    """The gradients that are handed in, and all that may lie in memory as they do."""
+    found = handed_in(graph)
     for node in graph.nodes:
         if node.target not in PRODUCTS and not found.isdisjoint(node.all_input_nodes):
             found.add(node)

@@ -157,7 +157,7 @@ class Joint:
 
     @cached_property
     def untrained_outputs(self) -> tuple[fx.Node, ...]:
-        """What the caller is given and autograd hands no gradient in for: one node a storage."""
+        """Outputs that the caller is given and autograd hands no gradient in for: one node a storage."""
         trained = [getattr(node.meta.get("desc"), "output", None) for node in self.tangents]
         shown: dict[int, fx.Node] = {}
         seen: set[int] = set()

@@ -34,7 +34,7 @@ BACKWARDS: dict[Any, Any] = {  # the first argument is given as `grad_input` as 
     aten.elu_backward.default: aten.elu_backward.grad_input,
 }
 SELF_FIRST = {aten.threshold_backward.default, aten.leaky_relu_backward.default}
-"""Those whose new result lies as the other operand does, where the two lie otherwise; of others, as the first does."""
+"""Ops whose new result lies as the other operand does, where the two lie otherwise; of others, as the first does."""
 NEW_RESULT = {target: original for original, target in (METHODS | BACKWARDS).items()}
 
 

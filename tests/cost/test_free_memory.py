@@ -1,4 +1,4 @@
-"""What a device has free decides what is run before training; the device is pretended here."""
+"""Free memory of a device decides what is run before training; the device is pretended here."""
 
 from __future__ import annotations
 

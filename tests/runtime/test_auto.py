@@ -20,7 +20,7 @@ FAST: Any = {"effort": 0.0, "progress": False}
 
 @pytest.fixture
 def free(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """What is free, less the margin."""
+    """Bytes that are free, less the margin."""
     left = [10**6]
     for module in (budget, dynamo):
         monkeypatch.setattr(module, "free_bytes", lambda _: left[0])
