@@ -662,6 +662,24 @@ def allocates_in_expandable_segments() -> bool:
     return bool(settings["expandable_segments"])
 
 
+def allocate_in_expandable_segments() -> bool:
+    """Switch `expandable_segments` on in this process, and tell whether the device can.
+
+    `torch._C._accelerator_setAllocatorSettings` (2.11, 2.13), which may be called at any time: blocks that there are
+    already stay where they are. Memory pools of a user's own are expandable too (2.11, 2.13), so that allocating in a
+    new one asks the driver.
+    """
+    set_to: Any = torch._C._accelerator_setAllocatorSettings
+    set_to("expandable_segments:True")
+    allocates_in_expandable_segments.cache_clear()
+    try:
+        with torch.cuda.use_mem_pool(torch.cuda.MemPool()):
+            torch.empty(1, device="cuda")
+    except RuntimeError:
+        set_to("expandable_segments:False")
+    return allocates_in_expandable_segments()
+
+
 def unprofiled(work: Callable[[], T]) -> T:
     """`work()`, on another thread where a profiler of the user's records this one: it is neither seen nor disturbed.
 

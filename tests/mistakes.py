@@ -510,7 +510,7 @@ MISTAKES += [
     # an op that overwrites still takes memory for its result
     Mistake(
         "step/costs.py",
-        "taken[op.index] = rounded(sizes[result], device)",
+        "taken[op.index] = held(sizes[result], device)",
         "pass",
         "linearize/test_in_place.py::test_an_op_that_overwrites_needs_no_memory_for_its_result",
     ),
@@ -1014,7 +1014,7 @@ MISTAKES += [
     # the outputs of a region count twice
     Mistake(
         "step/costs.py",
-        "taken[op.index] = sum(rounded(sizes[value], device) for value in op.writes)",
+        "taken[op.index] = sum(held(sizes[value], device) for value in op.writes)",
         "pass",
         "fusion/test_units.py::test_the_outputs_of_a_region_are_part_of_its_peak",
     ),

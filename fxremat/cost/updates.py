@@ -11,7 +11,7 @@ from torch import nn
 
 from fxremat.cost.measure import peak_of, quiet_world, seconds_of
 from fxremat.host.tier import span_bytes
-from fxremat.step.costs import Costs, ParameterUpdate, rounded
+from fxremat.step.costs import Costs, ParameterUpdate, held
 from fxremat.step.joint import Joint
 from fxremat.torch_private import unprofiled
 
@@ -44,7 +44,7 @@ def with_own_sizes(joint: Joint, costs: Costs) -> Costs:
     sizes = list(costs.sizes.values)
     for value in joint.updates_of:
         shown = joint.values[value].node.meta["val"]
-        sizes[value] = rounded(span_bytes(shown), shown.device)
+        sizes[value] = held(span_bytes(shown), shown.device)
     return replace(costs, sizes=replace(costs.sizes, values=tuple(sizes)))
 
 
@@ -61,4 +61,4 @@ def measure_update(optimizer: torch.optim.Optimizer, like: torch.Tensor) -> tupl
         workspace, _ = peak_of(single.step, like.device)
         seconds = seconds_of(single.step, like.device)
     state = (s for s in single.state[shell].values() if isinstance(s, torch.Tensor) and s.dim())
-    return seconds, sum(rounded(s.nbytes, like.device) for s in state if s.shape == shell.shape), workspace
+    return seconds, sum(held(s.nbytes, like.device) for s in state if s.shape == shell.shape), workspace

@@ -25,6 +25,7 @@ from fxremat import kernels
 from fxremat.budget import free_bytes, has_shrunk
 from fxremat.cost.devices import Device
 from fxremat.cost.layouts import LayoutsDiffer, Strides
+from fxremat.cost.segments import expand_segments
 from fxremat.cost.workspaces import make_workspaces
 from fxremat.errors import CaptureError, FxrematError, InvalidBudget
 from fxremat.host.default import default_tier
@@ -307,6 +308,7 @@ class Backend:
         if again:
             check_runs_again(joint)
         check_devices(joint)
+        expand_segments(device_of(joint))
         make_workspaces(device_of(joint))
         if graph:
             made[:] = [sized := self._sized(graph, joint)]

@@ -196,6 +196,8 @@ def facts(plan: PlannedStep, tree: ModuleNode, *, exact: bool = True) -> Iterato
     """What to say of a plan, with a label; `exact`: with the bytes of the least budget, for who wants to ask for it."""
     yield "budget", format_bytes(plan.budget)
     yield "predicted peak", _peak(plan)
+    if plan.costs.sizes.unsplit:
+        yield "allocator", "1 MiB more is counted for each tensor above 1 MiB; expandable_segments:True saves that"
     yield "predicted time", _time(plan)
     yield "least budget", _least(plan, exact)
     if plan.costs.sizes.outside:

@@ -19,11 +19,12 @@ from fxremat.step.names import FLOAT
 from fxremat.step.overwriting import overwritten
 from fxremat.step.program import Program
 from fxremat.step.region import Region
-from fxremat.torch_private import holds_gradients
+from fxremat.torch_private import allocates_in_expandable_segments, holds_gradients
 
 NUMBERS_OF_LOSS = 4  # for each output: such as the loss's terms, sums of them, and the gradients of those
 SINGLE = torch.float32.itemsize
 CUDA_BLOCK = 512  # the caching allocator counts every tensor in blocks of this many bytes
+CUDA_UNSPLIT = 2**20  # bytes that it leaves in a block, rather than split them off, beyond a tensor of more than this
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,21 @@ def rounded(size: int, device: torch.device) -> int:
     return -(-size // block) * block
 
 
+def held(size: int, device: torch.device) -> int:
+    """The most bytes that the device's allocator counts for so many: of those that it does not split off, too.
+
+    CUDA's caching allocator gives a tensor the smallest free block that it has. It splits off the rest, unless the
+    tensor has more than 1 MiB and the rest is at most that; in expandable segments it splits off all.
+    """
+    return rounded(size, device) + (unsplit(device) if size > CUDA_UNSPLIT else 0)
+
+
+def unsplit(device: torch.device) -> int:
+    """Bytes that a block on a device may have beyond a tensor of more than `CUDA_UNSPLIT`."""
+    exact = device.type != "cuda" or not torch.cuda.is_available() or allocates_in_expandable_segments()
+    return 0 if exact else CUDA_UNSPLIT
+
+
 def costs_from(joint: Joint, by_op: Sequence[OpCost], device: torch.device) -> Costs:
     """Put the costs of the ops together with the sizes of the values as the device's allocator rounds them.
 
@@ -82,25 +98,26 @@ def costs_from(joint: Joint, by_op: Sequence[OpCost], device: torch.device) -> C
         if (operand := overwritten(op.node)) is not None:
             (result,) = op.writes
             sizes[result] = sizes[joint.value_of[operand]]
-            taken[op.index] = rounded(sizes[result], device)
+            taken[op.index] = held(sizes[result], device)
             continue
         for value in op.writes:
             position = output_position(joint.values[value].node, op.node)
             if position is not None and position < len(cost.outputs):
                 sizes[value] = cost.outputs[position]
         if isinstance(op.node.target, Region):
-            taken[op.index] = sum(rounded(sizes[value], device) for value in op.writes)
+            taken[op.index] = sum(held(sizes[value], device) for value in op.writes)
     floats = _floats(joint, device)
     copied = _copied_gradients(joint, device)
-    own = [cost.workspace + copied.get(op.index, 0) for op, cost in zip(joint.ops, by_op, strict=True)]
+    own = [held(cost.workspace, device) + copied.get(op.index, 0) for op, cost in zip(joint.ops, by_op, strict=True)]
     return Costs(
         seconds=tuple(cost.seconds for cost in by_op),
         sizes=Sizes(
-            values=tuple(rounded(size, device) for size in sizes),
+            values=tuple(held(size, device) for size in sizes),
             workspace=tuple(workspace - gone + floats for workspace, gone in zip(own, taken, strict=True)),
             seed=torch.default_generator.get_state().numel() if device.type == "cpu" else 0,
             outside=set_aside(joint, device),
             root=_numbers(joint, device) + _beside_copies(joint, device),
+            unsplit=unsplit(device),
         ),
     )
 
@@ -119,7 +136,7 @@ def _copied_gradients(joint: Joint, device: torch.device) -> dict[int, int]:
         pointwise = torch.Tag.pointwise in getattr(op.node.target, "tags", ())
         read = [node for node in op.node.all_input_nodes if node in unknown]
         sizes = [node.meta["val"].nbytes for node in read if not pointwise or _is_reshaped(joint, node)]
-        found[op.index] = sum(rounded(size, device) for size in sizes)
+        found[op.index] = sum(held(size, device) for size in sizes)
     return found
 
 

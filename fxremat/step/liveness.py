@@ -27,6 +27,7 @@ class Sizes:
     seed: int = 0  # of one saved generator state, on the device
     outside: int = 0  # at the split, for a loss outside the model; the gradients it hands in are part of it
     root: int = 0  # from the split to the end: such a loss, and the gradient that its backward starts from
+    unsplit: int = 0  # included in each that is above so many: what its block may have beyond it
 
 
 @dataclass(frozen=True)

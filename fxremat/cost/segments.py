@@ -1,0 +1,34 @@
+"""Expandable segments of CUDA's caching allocator: with them it counts what tensors ask for, and keeps little more.
+
+    default         a block may have up to 1 MiB beyond a tensor of more than 1 MiB; a tenth to a third more is reserved
+    expandable      a block has what its tensor asks for, rounded up to 512 bytes; a few percent more are reserved
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import torch
+
+from fxremat.torch_private import allocate_in_expandable_segments, allocates_in_expandable_segments
+
+log = logging.getLogger(__name__)
+VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # of the environment, with the allocator's settings
+
+
+def expand_segments(device: torch.device) -> None:
+    """Switch expandable segments on for the whole process, unless the user has set the allocator, and say so.
+
+    Nothing changes where the model is on no CUDA device, where a variable of the environment has settings of the
+    allocator, where another allocator than PyTorch's own runs, or where the device's driver cannot map memory.
+    """
+    if device.type != "cuda" or not torch.cuda.is_available() or any(os.environ.get(name) for name in VARIABLES):
+        return
+    if torch.cuda.get_allocator_backend() != "native" or allocates_in_expandable_segments():
+        return
+    if allocate_in_expandable_segments():
+        log.info(
+            "expandable segments of PyTorch's CUDA allocator are on from here, for the whole process; "
+            "PYTORCH_ALLOC_CONF=expandable_segments:False keeps them off, and budgets then leave room for its blocks"
+        )
