@@ -248,22 +248,27 @@ def _interpolated_back(mode: Any, op: Any, gradient: torch.Tensor, _: Any, size:
 
 
 @contextlib.contextmanager
-def composite_kernels(kernels: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
+def composite_kernels(
+    kernels: Mapping[Any, Callable[..., Any]], key: str = "CompositeImplicitAutograd"
+) -> Iterator[None]:
     """While AOTAutograd traces: composite ops (`OpOverload`) as these functions compute them.
 
     What `py_impl` registers in `OpOverload.py_kernels` for the CompositeImplicitAutograd key is looked up before C++
     kernels, also for calls from inside of them; `_dispatch_cache` remembers what was looked up (2.11, 2.13).
+
+    Args:
+        key: another dispatch key, such as "Autograd", where PyTorch has a Python kernel for that.
     """
-    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    of_key = getattr(torch._C.DispatchKey, key)
     registered = {op: dict(op.py_kernels) for op in kernels}
     try:
         for op, kernel in kernels.items():
-            op.py_kernels[key] = kernel
+            op.py_kernels[of_key] = kernel
             op._dispatch_cache.clear()
         yield
     finally:
         for op, others in registered.items():
-            op.py_kernels.pop(key, None)
+            op.py_kernels.pop(of_key, None)
             op.py_kernels.update(others)
             op._dispatch_cache.clear()
 
@@ -846,6 +851,26 @@ def largest_of(symbol: Any) -> int | None:
 def size_now(symbol: Any) -> int:
     """The number that a SymInt has in the call that is captured: `SymNode.hint` (2.11, 2.13); an int as it is."""
     return symbol if isinstance(symbol, int) else int(symbol.node.hint)
+
+
+def suggested_format(tensor: torch.Tensor) -> torch.memory_format:
+    """The memory format that kernels give a result of this operand: `Tensor::suggest_memory_format` (2.11, 2.13)."""
+    from torch._prims_common import suggest_memory_format
+
+    return suggest_memory_format(tensor)
+
+
+def cudnn_reserve_bytes(x: torch.Tensor) -> int:
+    """Bytes that cuDNN's BatchNorm of this input hands from its forward to its backward, at the captured sizes.
+
+    `torch._C._get_cudnn_batch_norm_reserve_space_size` asks cuDNN, and takes fake tensors (2.11, 2.13); 0 where there
+    is no cuDNN, as on a CPU.
+    """
+    ask: Any = getattr(torch._C, "_get_cudnn_batch_norm_reserve_space_size", None)
+    if ask is None or not x.is_cuda:
+        return 0
+    sizes, strides = (list(map(size_now, numbers)) for numbers in (x.shape, x.stride()))
+    return int(ask(x.new_empty_strided(sizes, strides) if is_symbolic(x) else x, True))
 
 
 def fake_like() -> Callable[[torch.Tensor, torch.device], torch.Tensor]:

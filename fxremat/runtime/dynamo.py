@@ -53,6 +53,7 @@ from fxremat.runtime.target_kernels import kernels_of
 from fxremat.runtime.unused import telling_unused, unused_outputs, without
 from fxremat.runtime.varying import warn_of_fixed
 from fxremat.step.costs import device_of
+from fxremat.step.cudnn_batch_norm import batch_norms_of_cudnn
 from fxremat.step.joint import Joint, inputs_of, read_joint, tangents_in, with_updates_inside
 from fxremat.step.names import FLOAT, note_names
 from fxremat.step.region import runnable
@@ -192,7 +193,8 @@ class Backend:
         """While AOTAutograd traces: what the kernels that are to run it would do, for eager PyTorch."""
         cpu = self.target is None or not self.target.cuda
         layouts = real_layouts(self._layouts, cpu=cpu, compiled=self.options.compiles)
-        with layouts, differentiate_as_eager(), self._kernels(inputs):
+        cudnn = contextlib.nullcontext() if self.options.compiles else batch_norms_of_cudnn()
+        with layouts, differentiate_as_eager(), self._kernels(inputs), cudnn:
             yield
 
     def _take_loss(self, loss: MeasuredLoss) -> None:

@@ -22,13 +22,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
+from fxremat.step.cudnn_batch_norm import CUDNN
+
 aten = torch.ops.aten
 
-BATCH_NORMS = {  # (input, weight, bias, running_mean, running_var, training, momentum, eps)
-    aten._native_batch_norm_legit_functional.default,
-    aten.cudnn_batch_norm.default,
-}
-RUNNING = 3  # output, mean and rstd of the batch come first, then the new running statistics
 FORMATS = (torch.channels_last, torch.channels_last_3d)
 
 
@@ -112,6 +109,8 @@ def is_dense(x: Tensor) -> bool:
 
 STATISTICS = torch.ops.fxremat.batch_statistics.default
 NORMALIZED = torch.ops.fxremat.batch_normalized.default
+WHOLE = aten._native_batch_norm_legit_functional.default
+RUNNING: dict[Any, int] = {WHOLE: 3, CUDNN: 4, STATISTICS: 2}  # results before the new running statistics
 
 
 # What Inductor makes of the halves.
@@ -186,7 +185,7 @@ def batch_norm_arguments(node: fx.Node) -> tuple[Any, ...]:
 
 def is_training_batch_norm(node: fx.Node) -> bool:
     """True for a BatchNorm, or its first half, that updates its running statistics."""
-    return node.target is STATISTICS or (node.target in BATCH_NORMS and bool(node.args[5]))
+    return node.target in RUNNING and (node.target is not WHOLE or bool(node.args[5]))
 
 
 def again_call(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
@@ -195,9 +194,10 @@ def again_call(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
         return node.target, node.args
     if node.target is STATISTICS:
         return node.target, (node.args[0], None, None, *node.args[3:])
-    x, weight, bias, _, _, training, momentum, eps = node.args
-    if node.target is aten.cudnn_batch_norm.default:
-        return node.target, (x, weight, bias, None, None, training, momentum, eps)
+    x, weight, bias, _, _, *rest = node.args
+    if node.target is CUDNN:
+        return node.target, (x, weight, bias, None, None, *rest)
+    training, momentum, eps = rest
     return aten._native_batch_norm_legit.no_stats, (x, weight, bias, training, momentum, eps)
 
 
@@ -210,7 +210,6 @@ def again_inputs(node: fx.Node) -> list[fx.Node]:
 
 def made_again(op: fx.Node, shown: fx.Node) -> bool:
     """Whether a second execution makes this output too: none makes new running statistics."""
-    if not is_training_batch_norm(op) or op.target is aten.cudnn_batch_norm.default or shown is op:
+    if not is_training_batch_norm(op) or shown is op:
         return True
-    first = RUNNING - 1 if op.target is STATISTICS else RUNNING
-    return cast(int, shown.args[1]) < first
+    return cast(int, shown.args[1]) < RUNNING[op.target]
