@@ -24,6 +24,7 @@ from fxremat.errors import BudgetTooSmall, CaptureError, FxrematError
 from fxremat.plans import Plan
 from fxremat.runtime import shapes_alone
 from fxremat.step.joint import tensors_of
+from fxremat.torch_private import torch_release
 from fxremat.units import format_bytes
 from fxremat.what_if import Largest, largest
 
@@ -216,6 +217,7 @@ class Attention(nn.Module):
 
 
 FLASH, EFFICIENT = "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"
+CUDNN = "_scaled_dot_product_cudnn_attention"
 MATH, CPU = "bmm", "_scaled_dot_product_flash_attention_for_cpu"
 
 
@@ -225,23 +227,37 @@ def heads(dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[Tensor]:
 
 HALF, WHOLE = torch.bfloat16, torch.float32
 MASK = torch.ones(2, 1, 48, 48, dtype=torch.bool)
+SHARED = (2, 4, 48, 16), (2, 2, 48, 16), (2, 2, 48, 16)  # keys and values that two heads share
+NEW = torch_release() >= (2, 14)  # PyTorch chooses otherwise
 
 
 @pytest.mark.parametrize(
     ("device", "inputs", "options", "kernel"),
     [
         ("cpu", heads(HALF), {}, CPU),
-        ("H200", heads(HALF), {"is_causal": True}, FLASH),
-        ("H200", heads(torch.float16), {"dropout_p": 0.1}, FLASH),
+        ("A100", heads(HALF), {"is_causal": True}, FLASH),
+        ("A100", heads(torch.float16), {"dropout_p": 0.1}, FLASH),
+        ("A100", heads(HALF, *[(2, 4, 48, 20)] * 3), {}, FLASH),
+        ("A100", heads(HALF, *SHARED), {"enable_gqa": True}, FLASH),
+        ("A100", heads(HALF, (2, 4, 8, 16), (2, 4, 48, 16), (2, 4, 48, 16)), {"is_causal": True}, EFFICIENT),
+        ("A100", [*heads(HALF), MASK], {}, EFFICIENT),
+        ("A100", heads(HALF, *[(2, 4, 48, 264)] * 3), {}, EFFICIENT),
+        ("A100", heads(WHOLE), {}, EFFICIENT),
+        ("A100", heads(WHOLE, *[(2, 4, 48, 18)] * 3), {}, MATH),
+        ("A100", heads(WHOLE, *SHARED), {"enable_gqa": True}, EFFICIENT if NEW else MATH),
+        ("A100", heads(HALF, *[(4, 48, 16)] * 3), {}, MATH),
+        ("H200", heads(HALF), {"is_causal": True}, CUDNN),
+        ("H200", [*heads(HALF), MASK], {}, CUDNN),
+        ("H200", heads(HALF, *SHARED), {"enable_gqa": True}, CUDNN),
+        ("H200", heads(HALF, (2, 4, 48, 16), (2, 4, 48, 16), (2, 4, 48, 8)), {}, CUDNN),
+        ("H200", heads(torch.float16), {"dropout_p": 0.1}, FLASH if NEW else CUDNN),
+        ("H200", heads(HALF, *[(2, 4, 48, 136)] * 3), {}, FLASH if NEW else CUDNN),
+        ("B200", heads(HALF, *[(2, 4, 48, 136)] * 3), {}, FLASH),
         ("H200", heads(HALF, *[(2, 4, 48, 20)] * 3), {}, FLASH),
-        ("H200", heads(HALF, (2, 4, 48, 16), (2, 2, 48, 16), (2, 2, 48, 16)), {"enable_gqa": True}, FLASH),
-        ("H200", heads(HALF, (2, 4, 8, 16), (2, 4, 48, 16), (2, 4, 48, 16)), {"is_causal": True}, EFFICIENT),
-        ("H200", [*heads(HALF), MASK], {}, EFFICIENT),
+        ("H200", heads(HALF, (2, 4, 48, 16), (2, 4, 1, 16), (2, 4, 1, 16)), {}, FLASH),
+        ("B200", heads(HALF, (2, 4, 1, 16), (2, 4, 48, 16), (2, 4, 48, 16)), {}, FLASH if NEW else CUDNN),
         ("H200", heads(HALF, *[(2, 4, 48, 264)] * 3), {}, EFFICIENT),
         ("H200", heads(WHOLE), {}, EFFICIENT),
-        ("H200", heads(WHOLE, *[(2, 4, 48, 18)] * 3), {}, MATH),
-        ("H200", heads(WHOLE, (2, 4, 48, 16), (2, 2, 48, 16), (2, 2, 48, 16)), {"enable_gqa": True}, MATH),
-        ("H200", heads(HALF, *[(4, 48, 16)] * 3), {}, MATH),
         ("T4", heads(torch.float16), {}, EFFICIENT),
         ("T4", heads(HALF), {}, MATH),
     ],
@@ -254,7 +270,8 @@ def test_attention_is_the_kernel_that_the_device_would_take(
     kernels = {re.sub(r"(_backward)?(_default)?(_\d+)?$", "", name) for name in ops if "dot_product" in name}
     assert kernels == ({kernel} if kernel != MATH else set()), ops
     assert kernel != MATH or any(name.startswith("bmm") for name in ops)
-    said = {FLASH: "flash attention", EFFICIENT: "memory-efficient attention"}.get(kernel, "")
+    names = {FLASH: "flash attention", EFFICIENT: "memory-efficient attention", CUDNN: "cuDNN's attention"}
+    said = names.get(kernel, "")
     assert (f"CUDA's, assumed: {said + ', ' if said else ''}512-byte blocks" in str(plan)) == (
         device != "cpu"
     )
@@ -280,10 +297,13 @@ def test_heads_are_padded_for_flash_attention_and_come_back_as_they_were() -> No
 
 
 def test_a_mask_is_added_to_the_scores() -> None:
-    plan = planned(Heads(), (*heads(HALF), MASK), device="H200", loss_bytes=8)
+    plan = planned(Heads(), (*heads(HALF), MASK), device="A100", loss_bytes=8)
     kernel = next(op for op in plan.joint.ops if "efficient" in op.name)
     bias = kernel.node.args[3].meta["val"]
     assert (tuple(bias.shape), bias.dtype) == ((2, 4, 48, 48), HALF)
+    plan = planned(Heads(), (*heads(HALF), MASK), device="H200", loss_bytes=8)
+    kernel = next(op for op in plan.joint.ops if "cudnn" in op.name)
+    assert tuple(kernel.node.args[3].meta["val"].shape) == (2, 1, 48, 48)
 
 
 def test_what_is_frozen_or_wants_a_gradient_stays_so_without_data() -> None:
@@ -297,7 +317,7 @@ def test_what_is_frozen_or_wants_a_gradient_stays_so_without_data() -> None:
 
 
 def test_flash_attention_saves_what_cuda_saves() -> None:
-    plan = planned(Attention(), tuple(heads(HALF)), device="H200")
+    plan = planned(Attention(), tuple(heads(HALF)), device="A100")
     forward, backward = (op for op in plan.joint.ops if "flash" in op.name)
     shapes = [(tuple(t.shape), t.dtype) for t in tensors_of(forward.node) if t is not None]
     seeds = [((2,), torch.uint64), ((), torch.uint64)]
@@ -317,9 +337,18 @@ def test_flash_attention_saves_what_cuda_saves() -> None:
     assert plan.costs.sizes.workspace[backward.index] == 2 * 4 * 128 * (32 + 1) * 4
 
 
+def test_cudnns_attention_saves_as_much() -> None:
+    plans = [planned(Attention(), tuple(heads(HALF)), device=device) for device in ("A100", "H200")]
+    pairs = [[op for op in plan.joint.ops if "attention" in op.name] for plan in plans]
+    read = [[plan.costs.sizes.values[v] for v in pair[1].reads] for plan, pair in zip(plans, pairs, strict=True)]
+    assert sorted(read[0]) == sorted(read[1])
+    working = [plan.costs.sizes.workspace[pair[1].index] for plan, pair in zip(plans, pairs, strict=True)]
+    assert working[0] == working[1] > 0
+
+
 def test_flash_attention_with_shared_keys_adds_up_the_gradients_of_all_heads() -> None:
     inputs = heads(HALF, (2, 4, 130, 40), (2, 2, 48, 40), (2, 2, 48, 40))
-    plan = planned(Attention(enable_gqa=True), tuple(inputs), device="H200")
+    plan = planned(Attention(enable_gqa=True), tuple(inputs), device="A100")
     backward = next(op for op in plan.joint.backward_ops if "flash" in op.name)
     assert (
         plan.costs.sizes.workspace[backward.index] == 2 * 4 * 256 * (64 + 1) * 4 + 2 * (2 * 4 * 48 * 40) * 2
@@ -332,32 +361,6 @@ def test_the_kernels_of_the_cpu_are_back_afterwards() -> None:
     planned(Attention(), inputs, device="H200")
     assert shown(planned(Attention(), inputs)) == before
     assert "kernels" not in str(before[0])
-
-
-class CuDNN(nn.Module):
-    """The BatchNorm that PyTorch takes on CUDA."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm2d(4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        n = self.norm
-        return aten.cudnn_batch_norm(x, n.weight, n.bias, n.running_mean, n.running_var, True, 0.1, 1e-5)[
-            0
-        ].sum()
-
-
-def test_the_batch_norm_of_cuda_is_captured_as_that_of_a_cpu() -> None:
-    class Plain(CuDNN):
-        def forward(self, x: Tensor) -> Tensor:
-            return self.norm(x).sum()
-
-    x = torch.ones(2, 4, 3, 3)
-    ops = [[str(op.node.target) for op in planned(m, x, device="A100").joint.ops] for m in (CuDNN(), Plain())]
-    norms = [[name for name in names if "batch_norm" in name] for names in ops]
-    whole = ["aten._native_batch_norm_legit_functional.default", "aten.native_batch_norm_backward.default"]
-    assert norms[0] == norms[1] == whole
 
 
 def test_a_batch_norm_is_halved_for_kernels_of_a_cpu_alone() -> None:
@@ -406,8 +409,8 @@ def test_a_device_that_is_too_small_is_told_of() -> None:
 def test_devices_that_run_the_same_kernels_share_one_capture(captures: list[object], mem: str) -> None:
     made = on_meta(lambda: Llama(2))
     compared = planned(made, tokens(), device=["A100", "H200", "RTX-4090", "T4", "V100"], mem=mem)
-    assert len(captures) == 2  # with flash attention, and without
-    for name in ("H200", "V100"):
+    assert len(captures) == 3  # with flash attention, with cuDNN's before it, and with neither
+    for name in ("A100", "H200", "V100"):
         alone = planned(made, tokens(), device=name, mem=mem)
         assert shown(compared.plans[name]) == shown(alone)
 
@@ -574,4 +577,4 @@ def test_the_example_has_the_sizes_that_it_says() -> None:
     assert [tuple(tokens.shape) for _, tokens in models] == [(1, 4096), (3, 5)]
     model = on_meta(lambda: what_if.Llama(layers=2, width=64, hidden=128, heads=8, tied=True).to(HALF))
     plan = planned(model, torch.zeros(2, 16, dtype=torch.long), device="B200")
-    assert plan.assumed == "CUDA's, assumed: flash attention, 512-byte blocks; unknown workspaces count as 0"
+    assert plan.assumed == "CUDA's, assumed: cuDNN's attention, 512-byte blocks; unknown workspaces count as 0"

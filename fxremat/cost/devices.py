@@ -38,6 +38,7 @@ class Device:
     memory: int | None = None  # bytes; None: not stated
     cuda: bool = True  # runs CUDA's kernels (or ROCm's of the same names), and allocates in blocks as CUDA does
     flash: bool = True  # has the flash attention kernels, in half precision; else the memory-efficient ones
+    cudnn_attention: int | None = None  # takes cuDNN's first, for heads up to so wide before PyTorch 2.14; None: never
     source: str = ""  # where these numbers are stated
 
     def __str__(self) -> str:
@@ -89,6 +90,7 @@ _A100 = Device(
 )
 _H100 = Device(
     name="H100",
+    cudnn_attention=256,
     flops=66.9e12,
     tf32_flops=494.7e12,
     half_flops=989.4e12,
@@ -207,6 +209,7 @@ _ROWS = (
     ),
     Device(
         name="B200",
+        cudnn_attention=128,
         flops=75e12,
         tf32_flops=1.1e15,
         half_flops=2.25e15,

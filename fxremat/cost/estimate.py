@@ -33,9 +33,9 @@ TWICE = (
     torch.ops.aten.native_batch_norm,
     torch.ops.aten._native_batch_norm_legit,
     torch.ops.aten._native_batch_norm_legit_functional,
-    torch.ops.aten.cudnn_batch_norm,
+    torch.ops.fxremat.cudnn_batch_norm,
     torch.ops.aten.native_batch_norm_backward,
-    torch.ops.aten.cudnn_batch_norm_backward,
+    torch.ops.fxremat.cudnn_batch_norm_backward,
 )
 COPYING = ("linalg_", "_linalg_", "lu_", "cholesky", "triangular_solve", "_fft_", "ormqr", "orgqr", "geqrf")
 """How the names of ops begin that copy what they read and write once, at most."""
@@ -49,8 +49,12 @@ CPU_ATTENTION = {
         torch.ops.aten._scaled_dot_product_flash_attention_backward
     ),
 }
-FLASH_BACKWARD = (torch.ops.aten._scaled_dot_product_flash_attention_backward,)
+FLASH_BACKWARD = (
+    torch.ops.aten._scaled_dot_product_flash_attention_backward,
+    torch.ops.aten._scaled_dot_product_cudnn_attention_backward,  # whose workspace is not stated: as much is assumed
+)
 ATTENTION = {  # what CUDA's attention kernels are called
+    torch.ops.aten._scaled_dot_product_cudnn_attention: "cuDNN's attention",
     torch.ops.aten._scaled_dot_product_flash_attention: "flash attention",
     torch.ops.aten._scaled_dot_product_efficient_attention: "memory-efficient attention",
 }

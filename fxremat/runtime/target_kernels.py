@@ -1,11 +1,11 @@
 """What CUDA's kernels would put into a graph that is captured on a CPU, for plans that are only looked at.
 
-    scaled_dot_product_attention    flash attention in half precision, else the memory-efficient kernel, else products
-                                    and a softmax, chosen as PyTorch chooses on CUDA from shapes and types
+    scaled_dot_product_attention    in half precision cuDNN's (H100, H200, B200) or flash attention, else the
+                                    memory-efficient kernel, else products and a softmax, chosen as PyTorch chooses
+                                    on CUDA from shapes and types
 
-Other ops are captured alike on both: a BatchNorm is the same op, since AOTAutograd takes cuDNN's apart, and a dropout
-keeps a mask of one byte an element. PyTorch may prefer cuDNN's attention on H100 and later devices: it saves tensors
-of the sizes that flash attention saves.
+Other ops are captured alike on both: a dropout keeps a mask of one byte an element, and a BatchNorm, which is cuDNN's
+on CUDA, saves the same there but for a reserve that only cuDNN knows.
 """
 
 from __future__ import annotations
@@ -18,18 +18,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fxremat.cost.devices import Device
-from fxremat.torch_private import composite_kernels
+from fxremat.torch_private import composite_kernels, torch_release
 
 aten = torch.ops.aten
 
 HALF = (torch.float16, torch.bfloat16)
 WIDEST_HEAD = 256  # that flash attention takes
+GROUPED = (2, 14)  # the release from which on the memory-efficient kernel takes keys that heads share
+NARROWED = (2, 14)  # the release from which on cuDNN's takes no dropout, and heads up to 128 (read in 2.11 and 2.14)
+NARROW_HEAD = 128
+CUDNN_STEP = 8  # of which the widths of cuDNN's heads are multiples
 FLASH_STEP = 8  # to whose multiples heads are padded for flash attention
 
 
 def captured_alike(one: Device, other: Device) -> bool:
     """Whether a step that is captured for one device is the same for another."""
-    return (one.cuda, one.flash) == (other.cuda, other.flash)
+    return all(getattr(one, of) == getattr(other, of) for of in ("cuda", "flash", "cudnn_attention"))
 
 
 @contextlib.contextmanager
@@ -47,12 +51,18 @@ def kernels_of(device: Device) -> Iterator[None]:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        fits = _takes_flash(query, key, value, attn_mask, is_causal, device)
-        if fits and _same_heads(query, key, value, grouped=enable_gqa):
+        saves = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+        grouped = _same_heads(query, key, value, grouped=enable_gqa)
+        if grouped and _takes_cudnn(query, key, value, attn_mask, dropout_p, device):
+            bias = None if attn_mask is None else _as_bias(attn_mask, query)
+            cudnn: Tensor = aten._scaled_dot_product_cudnn_attention(
+                query, key, value, bias, saves, dropout_p, is_causal, scale=scale
+            )[0]
+            return cudnn
+        if grouped and _takes_flash(query, key, value, attn_mask, is_causal, device):
             return _flash(query, key, value, dropout_p, is_causal, scale)
-        if _takes_efficient(query, key, value, device):
-            mask = None if attn_mask is None else _as_bias(attn_mask, query, key)
-            saves = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+        if _takes_efficient(query, key, value, device, grouped=grouped):
+            mask = None if attn_mask is None else _expanded(_as_bias(attn_mask, query), query, key)
             efficient: Tensor = aten._scaled_dot_product_efficient_attention(
                 query, key, value, mask, saves, dropout_p, is_causal, scale=scale
             )[0]
@@ -64,6 +74,21 @@ def kernels_of(device: Device) -> Iterator[None]:
 
     with composite_kernels({aten.scaled_dot_product_attention.default: attention}):
         yield
+
+
+def _takes_cudnn(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float, device: Device
+) -> bool:
+    """Whether PyTorch takes cuDNN's attention: `can_use_cudnn_attention` of aten's cuda/sdp_utils.cpp."""
+    if device.cudnn_attention is None or query.dtype not in HALF or query.dim() != 4 or key.shape[-2] == 1:
+        return False
+    if mask is not None and mask.requires_grad:
+        return False
+    narrowed = torch_release() >= NARROWED
+    if narrowed and (dropout_p or (query.shape[-2] == 1 and device.cudnn_attention == NARROW_HEAD)):
+        return False
+    widest = NARROW_HEAD if narrowed else device.cudnn_attention
+    return all(width <= widest and width % CUDNN_STEP == 0 for width in (query.shape[-1], value.shape[-1]))
 
 
 def _takes_flash(
@@ -84,9 +109,10 @@ def _same_heads(query: Tensor, key: Tensor, value: Tensor, *, grouped: bool) -> 
     return batches and (heads or grouped)
 
 
-def _takes_efficient(query: Tensor, key: Tensor, value: Tensor, device: Device) -> bool:
+def _takes_efficient(query: Tensor, key: Tensor, value: Tensor, device: Device, *, grouped: bool) -> bool:
     """Whether PyTorch takes the memory-efficient kernel: `can_use_mem_efficient_attention` of the same file."""
-    if query.dim() != 4 or not query.shape[1] == key.shape[1] == value.shape[1]:
+    groups = grouped and torch_release() >= GROUPED
+    if query.dim() != 4 or not (groups or query.shape[1] == key.shape[1] == value.shape[1]):
         return False
     if query.dtype is torch.bfloat16 and not device.flash:  # as old devices have neither
         return False
@@ -107,8 +133,12 @@ def _flash(
     return found[..., :width] if missing else found
 
 
-def _as_bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """The mask as what is added to the scores: the kernel takes no booleans."""
-    if mask.dtype is torch.bool:
-        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, -torch.inf)
-    return mask.expand(*query.shape[:-1], key.shape[-2])
+def _as_bias(mask: Tensor, query: Tensor) -> Tensor:
+    """The mask as what is added to the scores: kernels take no booleans."""
+    if mask.dtype is not torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, -torch.inf)
+
+
+def _expanded(bias: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    return bias.expand(*query.shape[:-1], key.shape[-2])
