@@ -21,6 +21,8 @@ from fxremat.host.files import FileTier
 from fxremat.show.page_data import page_data
 from fxremat.step.kinds import host_bytes
 from fxremat.step.program import Role
+from fxremat.transfers.activations import most_on_host
+from fxremat.units import format_bytes
 from tests.toys import Loss, Stack, rows
 from tests.training import Trace, differences, in_both_sizes, least_budget, train
 
@@ -359,3 +361,25 @@ def test_a_page_shows_ops_and_copies() -> None:
     assert max(drawn["host"]) == max(host_bytes(plan.program, plan.costs.sizes)) > 0
     kept = fxremat.plan(Loss(Stack()), rows(), mem="100%", progress=False)
     assert not any(one["copies"] or one["host"] for one in page_data(kept)["plans"])
+
+
+class InPowersOfTwo(FileTier):
+    """A tier that takes memory as CUDA's pinned memory is taken."""
+
+    in_powers = True
+
+
+def test_a_limit_counts_what_pinned_memory_takes() -> None:
+    model, options = Loss(Stack()), {"example_inputs": rows()[:-5], "solver": "keep_all", "progress": False}
+    whole = fxremat.compile(model, mem="55%", offload=InPowersOfTwo(), **options).plan
+    assert whole.chosen.transfers is not None
+    assert whole.link is not None
+    taken = most_on_host(whole.chosen.transfers.program, whole.costs, whole.link)
+    assert taken > whole.chosen.transfers.bytes
+    assert f"({format_bytes(taken)} of pinned memory, taken in powers of two)" in " ".join(str(whole).split())
+    for limit in (taken // 2, taken - 1):
+        limited = fxremat.compile(model, mem="90%", offload=InPowersOfTwo(), host_mem=limit, **options).plan
+        assert limited.chosen.transfers is not None
+        assert most_on_host(limited.chosen.transfers.program, limited.costs, whole.link) <= limit
+    with pytest.raises(fxremat.BudgetTooSmall, match=r"host_mem=\d+ is what binds"):
+        fxremat.compile(model, mem="55%", offload=InPowersOfTwo(), host_mem=taken - 1, **options)

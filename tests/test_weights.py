@@ -456,6 +456,23 @@ def test_host_mem_limits_what_lives_on_the_host() -> None:
     assert 0 < tier.bytes <= most
 
 
+def test_host_mem_counts_what_pinned_memory_takes_for_parameters_and_state() -> None:
+    class InPowersOfTwo(FileTier):
+        in_powers = True
+
+    most = 150_000
+    with pytest.raises(fxremat.BudgetTooSmall) as small:
+        compiled(0.3, FileTier(), host_mem=most)
+    with pytest.raises(fxremat.BudgetTooSmall) as smaller:
+        compiled(0.3, InPowersOfTwo(), host_mem=most)
+    assert smaller.value.minimum > small.value.minimum
+    share = (smaller.value.minimum + 1) / (4 * sum(p.nbytes for p in MLP(tied=False).parameters()))
+    model, _ = compiled(share, InPowersOfTwo(), host_mem=most)
+    joint, hosted = model.plan.joint, model.plan.weights.hosted
+    sizes = [joint.values[value].node.meta["val"].nbytes for value in hosted]
+    assert 0 < sum(3 * (1 << (size - 1).bit_length()) for size in sizes) <= most  # with two moments of AdamW
+
+
 class Of(nn.Module):
     """A function of a module with these parts."""
 

@@ -40,7 +40,7 @@ def measure_link(tier: HostTier, device: torch.device, size: int) -> Link:
             known = _speeds(tier, device, size)
         cache.keep(key, known)
         cache.save()
-    return Link(to_host=known[0], from_host=known[1])
+    return Link(to_host=known[0], from_host=known[1], in_powers=tier.in_powers)
 
 
 def _speeds(tier: HostTier, device: torch.device, size: int) -> list[float]:

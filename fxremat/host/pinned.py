@@ -20,8 +20,10 @@ class PinnedTier(HostTier):
     caching allocator gives that memory to next runs on the compute stream, so after the copy. A tensor that comes back
     is allocated on the compute stream, and the side stream waits for what ran there before, whatever used that memory
     last. So no `record_stream` is needed, and no block is kept from reuse longer than the plan says. Pinned memory is
-    torch's, which keeps it for the next pinned tensor.
+    torch's, which takes a power of two bytes for each tensor, and keeps it for the next pinned tensor.
     """
+
+    in_powers = True
 
     def __init__(self) -> None:
         super().__init__()

@@ -37,6 +37,8 @@ class HostTier(ABC):
     A tier is a context manager, and `close` ends it: what is on the host stays readable, and nothing more is copied.
     """
 
+    in_powers = False  # of two bytes: what each tensor takes on the host
+
     def __init__(self) -> None:
         self.name = f"{type(self).__name__}-{next(_numbers)}"
         self.closed = False

@@ -144,7 +144,7 @@ def _link(tier: HostTier, joint: Joint, options: Options) -> Link:
     if options.cost == "measure":
         return measure_link(tier, device_of(joint), typical_size(joint))
     speed = estimated_device(joint, options).link
-    return Link(to_host=speed, from_host=speed)
+    return Link(to_host=speed, from_host=speed, in_powers=tier.in_powers)
 
 
 def _naming_the_limit(

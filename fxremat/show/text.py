@@ -28,6 +28,7 @@ from fxremat.step.collectives import is_gather
 from fxremat.step.communicating import ProgramWithCommunication
 from fxremat.step.program import Role, rematerialize
 from fxremat.step.transferred import ProgramWithTransfers
+from fxremat.transfers.activations import most_on_host
 from fxremat.units import format_bytes, format_ratio, format_seconds
 
 _INDENT = 18  # columns of what stands before a figure of the summary
@@ -208,7 +209,7 @@ def facts(plan: PlannedStep, tree: ModuleNode, *, exact: bool = True) -> Iterato
         yield "recomputes", f"{again} in {format_seconds(tree.total.extra)}: {most_in(tree, 'recomputed')}"
     if plan.chosen.transfers and not plan.weights:
         where = most_in(tree, "offloaded") if tree.total.offloaded else ""
-        yield "offloads", _transfers(plan.chosen.transfers) + (f"; {where}" if where else "")
+        yield "offloads", _transfers(plan.chosen.transfers, plan) + (f"; {where}" if where else "")
     if not tree.total.recomputed and not plan.chosen.transfers:
         yield "keeps", "everything: no op runs again"
     if plan.weights:
@@ -319,13 +320,15 @@ def _weights(plan: PlannedStep) -> str:
     )
 
 
-def _transfers(swapped: ProgramWithTransfers) -> str:
+def _transfers(swapped: ProgramWithTransfers, plan: PlannedStep) -> str:
     away = sum(step.role is Role.OFFLOAD for step in swapped.program.steps)
     shares = (
         f"{format_seconds(seconds)} {way}, {hidden:.0%} hidden behind ops"
         for way, seconds, hidden in zip(("out", "back"), swapped.copying, swapped.hidden, strict=True)
     )
-    return f"{format_bytes(swapped.bytes)} in {_counted(away, 'tensor')}: {'; '.join(shares)}"
+    most = most_on_host(swapped.program, plan.costs, plan.link) if plan.link and plan.link.in_powers else 0
+    pinned = f" ({format_bytes(most)} of pinned memory, taken in powers of two)" if most else ""
+    return f"{format_bytes(swapped.bytes)} in {_counted(away, 'tensor')}{pinned}: {'; '.join(shares)}"
 
 
 def _communication(found: ProgramWithCommunication) -> str:

@@ -297,6 +297,16 @@ class Link:
     to_host: float  # bytes per second
     from_host: float
     slowdown: float = 0.05  # seconds that ops lose for each second of copying: both use the device's memory
+    in_powers: bool = False  # the host's memory is taken in powers of two bytes
+
+    def on_host(self, size: int, tensors: int = 1) -> int:
+        """Bytes of the host's memory that tensors of `size` bytes together take there.
+
+        >>> Link(to_host=1e9, from_host=1e9, in_powers=True).on_host(65 * 2**20) // 2**20
+        128
+        """
+        each = -(-size // tensors)
+        return tensors * (1 << (each - 1).bit_length()) if self.in_powers and each else size
 
 
 @dataclass(frozen=True, kw_only=True)

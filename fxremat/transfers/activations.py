@@ -158,15 +158,15 @@ def swap(program: Program, chosen: Sequence[RoundTrip], costs: Costs, link: Link
     return time_copies(program, copies_out, copies_in, need, seconds, link, limit).performed(costs)
 
 
-def most_on_host(program: Program, costs: Costs) -> int:
-    """Bytes of values on the host at a time: each from where its copy out begins until it is back. O(steps)."""
+def most_on_host(program: Program, costs: Costs, link: Link) -> int:
+    """Bytes that values take on the host at a time: each from where its copy out begins until it is back. O(steps)."""
     there: dict[int, int] = {}
     now = most = 0
     for step in program.steps:
         if not isinstance(step, Transfer) or step.state_of is not None:
             continue
         if step.role is Role.OFFLOAD:
-            there[step.trip] = costs.sizes.values[program.version_of[step.reads[0]]]
+            there[step.trip] = link.on_host(costs.sizes.values[program.version_of[step.reads[0]]])
             now += there[step.trip]
             most = max(most, now)
         elif step.role is Role.WAIT:

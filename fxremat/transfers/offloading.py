@@ -87,7 +87,8 @@ class Source:
             if chosen is None or tuple(chosen) in seen:
                 continue
             seen.add(tuple(chosen))
-            if host_mem is not None and sum(trip.size for trip in chosen) > host_mem:  # all there at the split
+            there = sum(link.on_host(trip.size) for trip in chosen)  # at the split
+            if host_mem is not None and there > host_mem:
                 continue
             need = self.need.copy()
             copies = copies_of(self.program, chosen, need)
@@ -135,7 +136,7 @@ def _proposed(
         except BudgetTooSmall:
             return
         for swapped in _scheduled(candidate.layout, schedule, int(budget), costs, link):
-            if host_mem is None or most_on_host(swapped.program, costs) <= host_mem:
+            if host_mem is None or most_on_host(swapped.program, costs, link) <= host_mem:
                 yield replace(candidate, origin=FromSchedule(schedule)).transferring(swapped)
 
 

@@ -63,7 +63,7 @@ def best_within(
         program = update_inside(source.program(), units)
         possible = trips(program, costs, smallest) if values_too else []
         choosing = partial(
-            choose, program, units, costs, possible=possible, settled=settled, host_mem=host_mem
+            choose, program, units, costs, link, possible=possible, settled=settled, host_mem=host_mem
         )
         most, _ = choosing(0)
         last_moment = hosted(program, units, most, costs, link, 0).performed(costs)

@@ -115,6 +115,7 @@ def choose(
     program: Program,
     units: Sequence[ParameterUpdate],
     costs: Costs,
+    link: Link,
     limit: int,
     *,
     possible: Sequence[RoundTrip] = (),
@@ -132,7 +133,7 @@ def choose(
     """
     excess = need_of(program, live_bytes(program, costs.sizes)) - limit
     room = float("inf") if host_mem is None else host_mem
-    moves = [_hosting(program, unit, excess.size) for unit in units if not unit.stays]
+    moves = [_hosting(program, unit, link, excess.size) for unit in units if not unit.stays]
     made: list[_Move] = []
     waiting: list[tuple[float, int, _Move]] = []
     order = count()
@@ -149,7 +150,7 @@ def choose(
         waiting = [(-move.profit(excess), next(order), move) for move in moves]
     for trip in possible:
         sizes = np.full(trip.returns - trip.leaves - 1, trip.size, dtype=np.int64)
-        move = _Move(trip, sizes, trip.leaves + 1, 2 * trip.size, trip.size)
+        move = _Move(trip, sizes, trip.leaves + 1, 2 * trip.size, link.on_host(trip.size))
         waiting.append((-move.profit(excess), next(order), move))
     heapify(waiting)
     for move in moves:
@@ -168,11 +169,13 @@ def choose(
     return _choice(made), fits
 
 
-def _hosting(program: Program, unit: ParameterUpdate, steps: int) -> _Move:
+def _hosting(program: Program, unit: ParameterUpdate, link: Link, steps: int) -> _Move:
     visits = _visits(program, unit)
     again = _Move(unit, _removed(unit, visits, steps, hosted=True), 0, unit.bytes, 0)
     both = unit.bytes + unit.state_bytes
-    return _Move(unit, _removed(unit, visits, steps, hosted=False), 0, 2 * both, both, again)
+    kinds = max(1, round(unit.state_bytes / unit.bytes)) if unit.bytes else 1  # of state, each of the parameter's size
+    host = link.on_host(unit.bytes) + link.on_host(unit.state_bytes, kinds)
+    return _Move(unit, _removed(unit, visits, steps, hosted=False), 0, 2 * both, host, again)
 
 
 def _still_needed(made: Sequence[_Move], excess: Ints, settled: Set[int]) -> list[_Move]:

@@ -213,17 +213,17 @@ def test_what_is_on_the_host_at_a_time() -> None:
     layout = chain_layout()
     program, costs = rematerialize(layout, Schedule.parse(KEEP)), by_hand(layout)
     link, found = Link(to_host=1e9, from_host=1e9), trips(program, costs)
-    assert most_on_host(program, costs) == 0
-    assert most_on_host(swap(program, found, costs, link, 1 << 20).program, costs) == 4 * 128
+    assert most_on_host(program, costs, link) == 0
+    assert most_on_host(swap(program, found, costs, link, 1 << 20).program, costs, link) == 4 * 128
     (first, second), steps = (trip.version for trip in found[:2]), program.steps
     one_by_one = [
         Transfer(0, role, trip, (version,), ())
         for trip, version in ((0, first), (1, second))
         for role in (Role.OFFLOAD, Role.RELEASE, Role.PREFETCH, Role.WAIT)
     ]
-    assert most_on_host(replace(program, steps=(*steps, *one_by_one)), costs) == 128
+    assert most_on_host(replace(program, steps=(*steps, *one_by_one)), costs, link) == 128
     together = sorted(one_by_one, key=lambda step: step.role is Role.WAIT)
-    assert most_on_host(replace(program, steps=(*steps, *together)), costs) == 256
+    assert most_on_host(replace(program, steps=(*steps, *together)), costs, link) == 256
 
 
 def test_a_version_that_comes_back_is_another_one() -> None:
