@@ -103,11 +103,12 @@ class _StreamLane:
     """One direction of one CUDA device: copies run one after the other on a stream of their own.
 
     What is copied is held until somebody waits for the copy or, after an exception, until it is seen to be over.
+    Copies are many, so calls are chosen that take Python little: `with stream`, and streams by a device's number.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
         self.stream = torch.cuda.Stream(device)
+        self._index = device.index
         self._under_way: dict[int, _Copying] = {}  # by number, in the order in which they end
         self._latest: dict[int, int] = {}  # key -> number
         self._number = count()
@@ -115,10 +116,10 @@ class _StreamLane:
 
     def copy(self, source: torch.Tensor, target: torch.Tensor, key: int) -> None:
         self._let_go()
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        self.stream.wait_stream(torch.cuda.current_stream(self._index))
         event = torch.cuda.Event()
         try:
-            with torch.cuda.stream(self.stream):
+            with self.stream:
                 target.data.copy_(source, non_blocking=True)  # .data: autograd may have saved it
                 event.record(self.stream)
         except BaseException:
@@ -134,7 +135,7 @@ class _StreamLane:
             number = self._latest.pop(key, None)
             copying = None if number is None else self._under_way.pop(number, None)
         if copying is not None:
-            torch.cuda.current_stream(self.device).wait_event(copying.event)
+            torch.cuda.current_stream(self._index).wait_event(copying.event)
 
     def synchronize(self) -> None:
         """Wait for all copies."""

@@ -130,8 +130,9 @@ if hasattr(os, "register_at_fork"):
 
 
 def current(device: torch.device) -> AbstractContextManager[Any]:
-    """Make a CUDA device the current one for a while; a CPU needs nothing."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    """Make a CUDA device the current one for a while; a CPU needs nothing, nor does the one that is current."""
+    elsewhere = device.type == "cuda" and device.index not in (None, torch.cuda.current_device())
+    return torch.cuda.device(device) if elsewhere else contextlib.nullcontext()
 
 
 def span_of(tensor: torch.Tensor) -> int:

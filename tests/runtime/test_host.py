@@ -16,8 +16,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -479,6 +478,8 @@ def test_the_span_of_a_layout(tensor: Tensor, span: int) -> None:
 def test_a_device_is_current_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(tier_module.current(CPU), contextlib.nullcontext)
     monkeypatch.setattr(torch.cuda, "device", lambda device: f"current: {device}")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    assert isinstance(tier_module.current(torch.device("cuda", 0)), contextlib.nullcontext)
     assert tier_module.current(torch.device("cuda", 1)) == "current: cuda:1"
 
 
@@ -656,6 +657,11 @@ class Gpus:
                 for event in gpus.events:
                     event.passed = True
 
+            def __enter__(self) -> None:
+                gpus.log.append(f"{self.name} is current")
+
+            def __exit__(self, *_: object) -> None: ...
+
         class Event:
             def __init__(self) -> None:
                 self.name, self.passed = f"event {len(gpus.events)}", False
@@ -667,16 +673,9 @@ class Gpus:
             def query(self) -> bool:
                 return bool(self.passed)
 
-        @contextmanager
-        def on(_: Stream) -> Iterator[None]:
-            yield
-
         patch.setattr(torch.cuda, "Stream", Stream)
         patch.setattr(torch.cuda, "Event", Event)
-        patch.setattr(torch.cuda, "stream", on)
-        patch.setattr(
-            torch.cuda, "current_stream", lambda device=None: Stream(device or "the current device", "compute")
-        )
+        patch.setattr(torch.cuda, "current_stream", lambda index: Stream(torch.device("cuda", index), "compute"))
 
 
 @pytest.fixture
@@ -692,11 +691,12 @@ def test_copies_wait_for_streams_of_their_tensor_s_own_device(gpus: Gpus) -> Non
     lane.finish(7)
     assert gpus.log == [
         "side of cuda:1 waits for compute of cuda:1",
+        "side of cuda:1 is current",
         "side of cuda:1 records event 0",
         "compute of cuda:1 waits for event 0",
     ]
     lane.finish(7)
-    assert len(gpus.log) == 3
+    assert len(gpus.log) == 4
 
 
 def test_what_a_side_stream_writes_is_held_until_its_event_has_passed(gpus: Gpus) -> None:
@@ -756,12 +756,14 @@ def test_a_pinned_tier_has_lanes_for_both_directions(gpus: Gpus, monkeypatch: py
     assert torch.equal(back, x)
     assert back.stride() == x.stride()
     assert gpus.log == [
-        "side of cpu waits for compute of cpu",
+        "side of cpu waits for compute of cuda",
+        "side of cpu is current",
         "side of cpu records event 0",
-        "compute of cpu waits for event 0",
-        "side of cpu waits for compute of cpu",
+        "compute of cuda waits for event 0",
+        "side of cpu waits for compute of cuda",
+        "side of cpu is current",
         "side of cpu records event 1",
-        "compute of cpu waits for event 1",
+        "compute of cuda waits for event 1",
     ]
     out, into = tier._lanes["out", CPU], tier._lanes["in", CPU]
     tier.offload(x), tier.prefetch(host, CPU)
