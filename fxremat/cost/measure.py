@@ -54,6 +54,7 @@ log = logging.getLogger(__name__)
 
 SAMPLE_SECONDS = 0.04  # how long one op is sampled, at least LEAST_RUNS and at most MOST_RUNS times
 LEAST_RUNS, MOST_RUNS = 3, 15
+RISE_SECONDS = 0.5  # after which the clocks of a GPU have risen
 UNBOUNDED = 1 << 50  # bytes that a region is taken to need which could not be measured: no program with it fits
 
 
@@ -230,6 +231,7 @@ def _measure(
     todo = range(len(wanted))
     with contextlib.closing(progress(todo, "measuring ops", total=len(todo))) as bar, quiet_world(device):
         if not any(isinstance(value, torch.Tensor) and not is_real(value) for value in inputs):
+            raise_clocks(device)
             ops = range(len(joint.ops)) if order is None else order()
             walk = Walk(joint, given_inputs(joint, inputs), ops)
             visitor = _Visitor(joint, walk, device, cache, bar, wanted, ranks)
@@ -242,6 +244,17 @@ def _measure(
             _alone(op_key(op.node), op, device, cache)
             next(bar, None)
     return {}
+
+
+def raise_clocks(device: torch.device, seconds: float = RISE_SECONDS) -> None:
+    """Multiply matrices for a while on CUDA: an idle GPU runs at a fifth of its clock, and ops are timed one by one."""
+    if device.type != "cuda":
+        return
+    matrix = torch.ones(1024, 1024, device=device)  # 4 MiB
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        torch.mm(matrix, matrix)
+        torch.cuda.synchronize(device)
 
 
 def _check_views(differing: Iterable[Mapping[str, tuple[str, Strides]]]) -> None:

@@ -1,12 +1,17 @@
-"""Workspaces that cuBLAS keeps for good, made before a step so that no step has to make them."""
+"""Workspaces that no plan counts: cuBLAS's, made before a step so that no step has to make them, and cuDNN's trials."""
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
 
+from fxremat.step.joint import Joint
 from fxremat.torch_private import real_tensors
+
+log = logging.getLogger(__name__)
+CONVOLUTIONS = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default)
 
 
 def make_workspaces(device: torch.device) -> None:
@@ -23,6 +28,22 @@ def make_workspaces(device: torch.device) -> None:
         multiply: Any = _Multiply.apply
         multiplied = multiply(torch.zeros(16, 16, device=device, requires_grad=True))
         multiplied.sum().backward()
+
+
+def warn_of_trials(joint: Joint, device: torch.device) -> None:
+    """Warn where cuDNN tries its kernels for convolutions during a step, with whatever workspaces they want.
+
+    With `torch.backends.cudnn.benchmark` each thread tries all kernels at the first convolution of its sizes:
+    autograd's does in the first backward, and may choose others than those that were measured.
+    """
+    if device.type != "cuda" or not (torch.backends.cudnn.enabled and torch.backends.cudnn.benchmark):
+        return
+    if any(op.node.target in CONVOLUTIONS for op in joint.ops):
+        log.warning(
+            "torch.backends.cudnn.benchmark is on: cuDNN tries its kernels for convolutions in the first step, which "
+            "may then take more than mem; later steps may run other kernels than were measured. Switch it off where "
+            "the budget is tight"
+        )
 
 
 class _Multiply(torch.autograd.Function):

@@ -26,7 +26,7 @@ from fxremat.budget import free_bytes, has_shrunk
 from fxremat.cost.devices import Device
 from fxremat.cost.layouts import LayoutsDiffer, Strides
 from fxremat.cost.segments import expand_segments
-from fxremat.cost.workspaces import make_workspaces
+from fxremat.cost.workspaces import make_workspaces, warn_of_trials
 from fxremat.errors import CaptureError, FxrematError, InvalidBudget
 from fxremat.host.default import default_tier
 from fxremat.ops.parameters import Weights, check_unscaled
@@ -312,6 +312,7 @@ class Backend:
         check_devices(joint)
         expand_segments(device_of(joint))
         make_workspaces(device_of(joint))
+        warn_of_trials(joint, device_of(joint))
         if graph:
             made[:] = [sized := self._sized(graph, joint)]
             return sized.contract()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from fxremat.cost.measure import seconds_of
+from fxremat.cost.measure import raise_clocks, seconds_of
 from fxremat.torch_private import unprofiled
 
 CUDA = torch.device("cuda", 0)
@@ -49,6 +49,17 @@ def test_what_is_prepared_before_a_call_is_no_part_of_its_time(
     assert seconds_of(takes(0.25), CUDA) == pytest.approx(0.25)
     assert seconds_of(takes(0.25), CUDA, prepare=takes(1.0)) == pytest.approx(0.25)
     assert seconds_of(takes(0.0), CUDA, prepare=takes(1.0)) > 0
+
+
+def test_clocks_rise_before_ops_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[torch.device] = []
+    ones = torch.ones
+    monkeypatch.setattr(torch, "ones", lambda *_, device: ones(2, 2))
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    raise_clocks(CUDA, seconds=0.01)
+    assert waited
+    assert set(waited) == {CUDA}
+    raise_clocks(torch.device("cpu"), seconds=60)
 
 
 def test_work_beside_a_profiler_runs_on_the_caller_s_stream(monkeypatch: pytest.MonkeyPatch) -> None:
