@@ -14,19 +14,27 @@ LEAST_MARGIN = 40 * 2**20  # bytes: two segments of large blocks, as the allocat
 SHRUNK = 0.97  # times what was free: with less, "auto" is planned for anew
 
 
-def bytes_of(budget: Budget, keep_all: int, device: torch.device) -> int:
-    """The bytes of a budget, where keeping everything takes `keep_all` bytes. Raises `InvalidBudget`."""
+def bytes_of(budget: Budget, keep_all: int, device: torch.device, largest: int) -> int:
+    """The bytes of a budget, where keeping everything takes `keep_all` bytes. Raises `InvalidBudget`.
+
+    Args:
+        largest: bytes of the step's largest tensor.
+    """
     match budget:
         case Bytes(count):
             return count
         case Percent(share):
             return int(keep_all * share / 100)
         case Auto():
-            return free_bytes(device)
+            return free_bytes(device, largest)
 
 
-def free_bytes(device: torch.device) -> int:
-    """What a CUDA device has free now, the allocator's own reserve included, less a margin."""
+def free_bytes(device: torch.device, largest: int) -> int:
+    """What a CUDA device has free now, the allocator's own reserve included, less a margin.
+
+    Args:
+        largest: bytes of the step's largest tensor: what is free in places that are smaller helps it nothing.
+    """
     if device.type != "cuda":
         raise InvalidBudget(
             f'mem="auto" reads the free memory of a CUDA device, and this model is on {device.type}; give bytes, such '
@@ -34,12 +42,12 @@ def free_bytes(device: torch.device) -> int:
             'cost="estimate", device="H100"'
         )
     free, share = free_memory(device), AUTO_MARGIN if allocates_in_expandable_segments() else BLOCKS_MARGIN
-    return max(1, int(free - max(share * free, LEAST_MARGIN)))
+    return max(1, int(free - max(share * free, LEAST_MARGIN, largest)))
 
 
-def has_shrunk(planned: int, device: torch.device) -> bool:
+def has_shrunk(planned: int, device: torch.device, largest: int) -> bool:
     """Tell whether mem="auto" means fewer bytes now than were planned for: optimizer state came, or gradients stay."""
-    return free_bytes(device) < SHRUNK * planned
+    return free_bytes(device, largest) < SHRUNK * planned
 
 
 def free_memory(device: torch.device) -> int:

@@ -825,7 +825,7 @@ MISTAKES += [
     # ops are measured in the captured order, however small the budget
     Mistake(
         "search/survey.py",
-        "if bytes_of(budget, everything, device_of(joint)) >= everything:",
+        "if budget_in_bytes(budget, everything, joint) >= everything:",
         "if everything:",
         f"{WALK}::test_small_budgets_are_measured_in_an_order_that_fits",
     ),

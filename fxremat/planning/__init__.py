@@ -17,7 +17,7 @@ from typing import Any
 
 from fxremat import kernels
 from fxremat.agreement import Agreement
-from fxremat.budget import bytes_of, free_bytes
+from fxremat.budget import free_bytes
 from fxremat.cost.device_memory import DeviceMemory, memory_on
 from fxremat.cost.estimate import estimate
 from fxremat.cost.measure import measure, trust_known_layouts
@@ -35,7 +35,7 @@ from fxremat.search.candidate import Candidate
 from fxremat.search.executions import keep_all_peak
 from fxremat.search.replan import is_near, judged_again
 from fxremat.step.collectives import is_collective
-from fxremat.step.costs import Costs, device_of
+from fxremat.step.costs import Costs, budget_in_bytes, device_of, largest_tensor
 from fxremat.step.joint import Joint
 from fxremat.transfers.network import communicates
 from fxremat.units import Auto, Percent
@@ -136,8 +136,9 @@ def _with_least_free(step: CapturedStep, options: Options) -> Options:
     """The options, with what the fullest rank has free in the place of mem="auto"."""
     if not isinstance(options.budget, Auto) or len(step.ranks.ranks) == 1:
         return options
-    free = step.ranks.maximum([-float(free_bytes(device_of(step.joint)))], "comparing free memory")
-    return replace(options, mem=int(-free[0]))
+    free = free_bytes(device_of(step.joint), largest_tensor(step.joint))
+    least = step.ranks.maximum([-float(free)], "comparing free memory")
+    return replace(options, mem=int(-least[0]))
 
 
 def _with_others(plan: Plan, step: CapturedStep, options: Options) -> Plan:
@@ -177,7 +178,7 @@ def replan_step(step: CapturedStep, known: Sequence[Plan], options: Options, cho
         costs = _resized(step.joint, nearest, options)
         others = [candidate for plan in near[:NEAREST] for candidate in plan.alternatives.candidates]
         frontier = judged_again(nearest.alternatives.keep_all, others, step.joint, costs)
-        budget = bytes_of(options.budget, frontier.keep_all.peak, device_of(step.joint))
+        budget = budget_in_bytes(options.budget, frontier.keep_all.peak, step.joint)
         fitting = [candidate for candidate in frontier.candidates if candidate.peak <= budget]
         near_enough = is_near(frontier.keep_all.peak / nearest.alternatives.keep_all.peak)
         if not fitting or not (near_enough or fitting[0].time <= NO_TIME * frontier.keep_all.time):

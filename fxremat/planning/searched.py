@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from fxremat.budget import bytes_of
 from fxremat.cost.devices import Device
 from fxremat.cost.estimate import cost_of, estimate
 from fxremat.cost.measure import known_costs, measure, trust_known_layouts
@@ -30,7 +29,7 @@ from fxremat.search.replan import judged_again
 from fxremat.search.survey import kept, order_for_measuring, survey
 from fxremat.slices.body import Sliced
 from fxremat.slices.rewrite import SlicedJoint
-from fxremat.step.costs import Costs, device_of, outside_bytes
+from fxremat.step.costs import Costs, budget_in_bytes, device_of, outside_bytes
 from fxremat.step.joint import Joint
 from fxremat.transfers.network import beside_ops, communicates
 from fxremat.transfers.weight_updates import resident_peak
@@ -121,7 +120,7 @@ def unsearched(step: CapturedStep, options: Options, rate: float = 1.0) -> Searc
     else:
         costs = with_loss(step.joint, known_costs(step.joint, rate), options)
     frontier = kept(step.joint, costs)
-    budget = bytes_of(options.budget, frontier.keep_all.peak, device_of(step.joint))
+    budget = budget_in_bytes(options.budget, frontier.keep_all.peak, step.joint)
     return Searched(step=step, costs=costs, frontier=frontier, budget=budget)
 
 
@@ -212,7 +211,7 @@ def _surveyed(joint: Joint, costs: Costs, settings: Mapping[str, Any], of_costs:
 
 def _bytes(options: Options, ladder: Ladder) -> int:
     keep_all = ladder.given.keep_all
-    return bytes_of(options.budget, keep_all.peak, device_of(keep_all.layout.joint))
+    return budget_in_bytes(options.budget, keep_all.peak, keep_all.layout.joint)
 
 
 def estimated_device(joint: Joint, options: Options) -> Device:

@@ -52,7 +52,7 @@ from fxremat.runtime.sizes import PlansOfSizes
 from fxremat.runtime.target_kernels import kernels_of
 from fxremat.runtime.unused import telling_unused, unused_outputs, without
 from fxremat.runtime.varying import warn_of_fixed
-from fxremat.step.costs import device_of
+from fxremat.step.costs import device_of, largest_tensor
 from fxremat.step.cudnn_batch_norm import batch_norms_of_cudnn
 from fxremat.step.joint import Joint, inputs_of, read_joint, tangents_in, with_updates_inside
 from fxremat.step.names import FLOAT, note_names
@@ -227,9 +227,9 @@ class Backend:
         if not (self.plans and isinstance(self.options.budget, Auto)) or among_ranks():
             return
         plan = self.plans[-1]
-        device = device_of(plan.joint)
-        if has_shrunk(plan.budget, device):
-            now, before = format_bytes(free_bytes(device)), format_bytes(plan.budget)
+        device, largest = device_of(plan.joint), largest_tensor(plan.joint)
+        if has_shrunk(plan.budget, device, largest):
+            now, before = format_bytes(free_bytes(device, largest)), format_bytes(plan.budget)
             log.info('mem="auto" has %s for this step, and was planned for %s: it is planned anew', now, before)
             self.outdated = True
 

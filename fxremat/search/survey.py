@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from fxremat.budget import bytes_of
 from fxremat.chains.chain import Chain
 from fxremat.chains.schedule import Schedule
 from fxremat.chains.simulate import simulate
@@ -34,7 +33,7 @@ from fxremat.solvers import DEFAULT, LISTS, TABLES, keep_all
 from fxremat.solvers.joins import canonical
 from fxremat.solvers.registry import JOINS
 from fxremat.solvers.table import Table
-from fxremat.step.costs import Costs, device_of
+from fxremat.step.costs import Costs, budget_in_bytes
 from fxremat.step.joint import Joint
 from fxremat.step.layout import Layout
 from fxremat.step.program import order_of
@@ -94,7 +93,7 @@ def order_for_measuring(joint: Joint, device: Device, budget: Budget) -> Sequenc
     costs = estimate(joint, device)
     layout, judge = next(_layouts(joint, costs)), _Judge(joint, costs)
     everything = judge.keep_everything(layout).peak
-    if bytes_of(budget, everything, device_of(joint)) >= everything:
+    if budget_in_bytes(budget, everything, joint) >= everything:
         return range(len(joint.ops))
     build, chain = TABLES[DEFAULT], judge.chain(layout)
     table = build(chain, int(NEAR_LEAST * build(chain, max(1, everything), 1).least) + 1, MEASURING_SLOTS)

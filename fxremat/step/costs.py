@@ -11,15 +11,17 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxremat.budget import bytes_of
 from fxremat.step.collectives import is_collective, without_group_names
 from fxremat.step.handed_in import laid_out_by_others
-from fxremat.step.joint import Joint, is_number
+from fxremat.step.joint import Joint, Origin, is_number
 from fxremat.step.liveness import Sizes
 from fxremat.step.names import FLOAT
 from fxremat.step.overwriting import overwritten
 from fxremat.step.program import Program
 from fxremat.step.region import Region
 from fxremat.torch_private import allocates_in_expandable_segments, holds_gradients
+from fxremat.units import Budget
 
 NUMBERS_OF_LOSS = 4  # for each output: such as the loss's terms, sums of them, and the gradients of those
 SINGLE = torch.float32.itemsize
@@ -218,6 +220,16 @@ def device_of(joint: Joint) -> torch.device:
     tensors = [t for node in joint.primals if isinstance(t := node.meta.get("val"), torch.Tensor)]
     accelerated = [t.device for t in tensors if t.device.type != "cpu"]
     return accelerated[0] if accelerated else torch.device("cpu")
+
+
+def largest_tensor(joint: Joint) -> int:
+    """Bytes of the largest tensor that the step makes."""
+    return max((value.bytes for value in joint.values if value.origin is not Origin.PRIMAL), default=0)
+
+
+def budget_in_bytes(budget: Budget, keep_all: int, joint: Joint) -> int:
+    """The bytes that a budget means for a step, where keeping everything takes `keep_all` bytes."""
+    return bytes_of(budget, keep_all, device_of(joint), largest_tensor(joint))
 
 
 def op_key(node: fx.Node) -> str:

@@ -23,7 +23,7 @@ def free(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Bytes that are free, less the margin."""
     left = [10**6]
     for module in (budget, dynamo):
-        monkeypatch.setattr(module, "free_bytes", lambda _: left[0])
+        monkeypatch.setattr(module, "free_bytes", lambda *_: left[0])
     return left
 
 
@@ -61,14 +61,15 @@ def test_it_is_planned_for_anew_when_less_is_left(free: list[int], caplog: pytes
 
 
 @pytest.mark.parametrize(
-    ("expandable", "free", "left"), [(True, 1000, 950), (False, 1000, 800), (True, 100, 60), (False, 30, 2**-20)]
+    ("expandable", "free", "largest", "left"),
+    [(True, 1000, 30, 950), (True, 1000, 90, 910), (False, 1000, 90, 800), (True, 100, 0, 60), (False, 30, 0, 2**-20)],
 )
 def test_the_margin_is_what_the_allocator_reserves_beside_what_is_allocated(
-    expandable: bool, free: int, left: float, monkeypatch: pytest.MonkeyPatch
+    expandable: bool, free: int, largest: int, left: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(budget, "free_memory", lambda _: free * 2**20)
     monkeypatch.setattr(budget, "allocates_in_expandable_segments", lambda: expandable)
-    assert budget.free_bytes(torch.device("cuda", 0)) == left * 2**20
+    assert budget.free_bytes(torch.device("cuda", 0), largest * 2**20) == left * 2**20
 
 
 def test_other_budgets_never_change(free: list[int]) -> None:
