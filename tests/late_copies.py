@@ -86,6 +86,11 @@ class Device:
             if isinstance(value, Tensor):
                 self.touched[value.untyped_storage().data_ptr()] = self.ops
 
+    def finish(self) -> None:
+        """Run all that is under way, though nobody waits for it."""
+        for stream in (*self.lanes, self.compute):
+            stream.run()
+
     @contextlib.contextmanager
     def on(self, stream: Stream) -> Iterator[None]:
         """What stands for `torch.cuda.stream`."""

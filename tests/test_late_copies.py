@@ -201,8 +201,11 @@ def test_each_parameter_is_old_or_new_after_a_fault(tier: FailingTier) -> None:
         for number in (1, 9, 25):
             model, mine = trained_on_the_host(OPTIMIZERS["AdamW"])
             fail_once(tier, number, device, lambda: step(model, mine, 0))  # noqa: B023
-            for ours, before, after in zip(model.parameters(), old, plain.parameters(), strict=True):
+            found = [p.detach().clone() for p in model.parameters()]
+            device.finish()
+            for ours, read, before, after in zip(model.parameters(), found, old, plain.parameters(), strict=True):
                 assert same(ours, before) or same(ours, after)
+                assert same(ours, read)  # what the host had read was final
         tier.close()
     assert device.faults == []
 
