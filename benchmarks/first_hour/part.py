@@ -34,8 +34,7 @@ Measure = Callable[[], Row]
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """How a field of a row is printed: to the right of so many columns, or after two blanks where it is as long as it is.
-    """
+    """How a field of a row is printed: at the right end of `width` columns, or, if that is 0, after two blanks."""
 
     name: str
     text: Callable[[Row], str]
@@ -110,20 +109,30 @@ class Results:
         """Measure and print what is not known.
 
         Raises:
-            Unfinished: where the time was up before the last case began.
+            Unfinished: where the time was up before the last case began, once all others are printed.
         """
         began = time.monotonic()
-        print(f"\n{self.path.stem}: {', '.join(self.conditions[name] for name in ('gpu', 'torch', 'date'))}")
+        print(f"\n{self.path.stem}: {', '.join(str(self.conditions[name]) for name in ('gpu', 'torch', 'date'))}")
         print(header(self.columns), flush=True)
-        for done, (case, measure) in enumerate(cases.items()):
-            old = case in self.rows and "failed" not in self.rows[case]
-            if not old:
-                if limit is not None and time.monotonic() - began > limit:
-                    raise Unfinished(list(cases)[done:])
+        left = []
+        for case, measure in cases.items():
+            note = ""
+            if self.has(case):
+                note = "  (known)"
+            elif limit is not None and time.monotonic() - began >= limit:
+                left.append(case)
+                continue
+            else:
                 self.rows[case] = measured(measure)
                 self.write()
-            print(line(case, self.rows[case], self.columns), "  (known)" if old else "", flush=True)
+            print(line(case, self.rows[case], self.columns) + note, flush=True)
+        if left:
+            raise Unfinished(left)
         return [self.rows[case] for case in cases]
+
+    def has(self, case: str) -> bool:
+        """Whether the case was measured, and did not fail."""
+        return case in self.rows and "failed" not in self.rows[case]
 
     def write(self) -> None:
         """Write all rows."""
@@ -160,5 +169,6 @@ def clean() -> None:
     """Forget compiled graphs, and give unused memory back."""
     torch._dynamo.reset()
     gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()

@@ -49,6 +49,7 @@ def compiled(model: nn.Module, batch: Batch, mem: str | int, **options: Any) -> 
 
 def peaks(model: nn.Module, batch: Batch, steps: int = 3) -> Peaks:
     """What the first and the last of some steps allocate."""
+    torch.cuda.empty_cache()  # of what ran before
     allocated = []
     retries = torch.cuda.memory_stats().get("num_alloc_retries", 0)
     for _ in range(steps):
