@@ -66,7 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return run(names[0], asked.size, asked.limit)
     end, worst = time.monotonic() + asked.limit, 0
     for name in names:
-        worst = max(worst, _in_a_process(name, asked.size, max(0.0, end - time.monotonic())))
+        status = _in_a_process(name, asked.size, max(0.0, end - time.monotonic()))
+        worst = max(worst, abs(status))  # negative: a signal ended it
     return worst
 
 
