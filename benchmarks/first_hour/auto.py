@@ -20,7 +20,7 @@ from fxremat.budget import LEAST_MARGIN, free_memory
 from .part import Column, Measure, Results, Row, clean
 from .steps import MB, made, peaks
 
-SHARES = (90, 70, 50)  # percent of what plain training takes
+SHARES = (90, 75, 60)  # percent of what plain training takes
 STATE = {"SGD": 0, "AdamW": 2}  # of an optimizer, times the parameters' bytes
 STEPS = 20
 
