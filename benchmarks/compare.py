@@ -2,7 +2,7 @@
 
 Budgets are percentages of plain PyTorch's measured peak, handed to fxremat as bytes. Each row is a training
 step from gradients of None: its peak, its time, and whether loss, gradients, buffers and random state are
-the plain ones.
+the plain ones (`benchmarks.answers`).
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
 
 import fxremat
 
 from . import meter
+from .answers import Answer, answer, outcome
 from .models import Case
 
 
@@ -31,7 +31,7 @@ class Measured:
     plain_seconds: float  # of a plain step, measured by turns with the above
     predicted_slowdown: float  # predicted time over predicted time when everything is kept
     planning_seconds: float  # from the first call to the end of that step
-    identical: bool
+    numbers: Answer  # whether they are plain PyTorch's
 
     @property
     def slowdown(self) -> float:
@@ -51,7 +51,7 @@ class Row:
 def compare(case: Case, percents: Sequence[float], steps: int, device: str = "cpu") -> list[Row]:
     """A row for each percentage, in the given order. On CPU set the number of threads to 1 first."""
     batch = tuple(t.to(device) for t in case.batch())
-    plain = case.model().to(device)
+    plain = case.model(device=device)
     plain_peak = meter.model_peak(plain, batch, device)
     return [
         _row(case, percent, int(plain_peak * percent / 100), plain_peak, steps, device)
@@ -63,14 +63,15 @@ def _row(case: Case, percent: float, mem: int, plain_peak: int, steps: int, devi
     torch._dynamo.reset()
     gc.collect()
     batch = tuple(t.to(device) for t in case.batch())
-    plain, ours = case.model().to(device), fxremat.compile(case.model().to(device), mem=mem, progress=False)
+    plain, ours = case.model(device=device), fxremat.compile(case.model(device=device), mem=mem, progress=False)
     try:
         start = time.perf_counter()
-        got = _outcome(ours, batch, device)
+        got = outcome(ours, batch)
         planning = time.perf_counter() - start
     except fxremat.BudgetTooSmall as error:
         return Row(model=case.name, percent=percent, mem=mem, plain_peak=plain_peak, minimum=error.minimum)
-    identical = _same(got, _outcome(plain, batch, device))
+    same = answer(got, outcome(plain, batch), lambda: outcome(plain, batch))
+    del got
     clock = meter.cuda_clock if device == "cuda" else time.process_time
     plain_seconds, seconds = meter.step_times(
         [meter.step_from_none(plain, batch), meter.step_from_none(ours, batch)], repeats=steps, clock=clock
@@ -84,20 +85,6 @@ def _row(case: Case, percent: float, mem: int, plain_peak: int, steps: int, devi
         plain_seconds=plain_seconds,
         predicted_slowdown=ours.plan.predicted_time / ours.plan.keep_all_time,
         planning_seconds=planning,
-        identical=identical,
+        numbers=same,
     )
     return Row(model=case.name, percent=percent, mem=mem, plain_peak=plain_peak, measured=measured)
-
-
-def _outcome(model: nn.Module, batch: tuple[Tensor, ...], device: str) -> list[Tensor]:
-    """Loss, gradients, buffers and random state after one step from a fixed seed."""
-    torch.manual_seed(7)
-    loss = meter.training_step(model, batch)()
-    assert isinstance(loss, Tensor)
-    gradients = [torch.empty(0) if p.grad is None else p.grad.clone() for p in model.parameters()]
-    rng = torch.cuda.get_rng_state() if device == "cuda" else torch.get_rng_state()
-    return [loss, *gradients, *(b.clone() for b in model.buffers()), rng]
-
-
-def _same(ours: list[Tensor], plain: list[Tensor]) -> bool:
-    return len(ours) == len(plain) and all(map(torch.equal, ours, plain))

@@ -1,6 +1,8 @@
-"""The table of benchmarks.train on a CUDA device, in wall-clock time.
+"""The table of benchmarks.train on a CUDA device, in wall-clock time, with models that keep it busy.
 
-python -m benchmarks.gpu --models gpt,resnet --budgets 100,60,40
+    python -m benchmarks.gpu --models gpt,resnet --budgets 100,60,40
+
+Smaller models would be bound by the time in which Python issues kernels: `--size full` has those of benchmarks.train.
 """
 
 from __future__ import annotations
@@ -12,11 +14,13 @@ import torch
 
 from . import models, report
 from .compare import compare
+from .models import on_gpus
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--models", default=",".join(models.MAIN), help=f"of {', '.join(models.ALL)}")
+    parser.add_argument("--models", default=",".join(models.MAIN), help=f"of {', '.join(on_gpus.NAMES)}")
+    parser.add_argument("--size", choices=("gpu", "full", "small"), default="gpu")
     parser.add_argument("--budgets", default="100,80,60,45,40,30,25", help="percent of plain PyTorch's peak")
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "train_gpu.json")
@@ -25,12 +29,14 @@ def main() -> None:
         raise SystemExit(
             "benchmarks.gpu: torch sees no CUDA device here; benchmarks.train measures on the CPU"
         )
-    conditions = {**report.machine(), "clock": "wall time, synchronized, least of", "steps": arguments.steps}
+    get = on_gpus.get if arguments.size == "gpu" else models.get
+    how = {"clock": "wall time, synchronized, least of", "steps": arguments.steps, "size": arguments.size}
+    conditions = {**report.machine(), **how}
     percents = [float(percent) for percent in arguments.budgets.split(",")]
     print(report.HEADER)
     rows = []
     for name in arguments.models.split(","):
-        for row in compare(models.get(name), percents, arguments.steps, device="cuda"):
+        for row in compare(get(name, arguments.size), percents, arguments.steps, device="cuda"):
             print(report.line(row), flush=True)
             rows.append(row)
     report.write(arguments.out, rows, conditions)

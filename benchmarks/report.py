@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from .answers import Answer
 from .compare import Measured, Row
 
 HEADER = (
@@ -49,7 +50,7 @@ def line(row: Row) -> str:
     return (
         f"{start}{_share(row, got.measured_peak):>8}{_share(row, got.predicted_peak):>11}"
         f"{got.slowdown:>7.3f}x{got.predicted_slowdown:>10.3f}x{got.planning_seconds:>8.1f} s"
-        f"  {'yes' if got.identical else 'NO'}{over}"
+        f"  {got.numbers}{over}"
     )
 
 
@@ -70,7 +71,8 @@ def read_rows(text: str) -> list[Row]:
 
 def _row(fields: dict[str, Any]) -> Row:
     got = fields.pop("measured")
-    return Row(**fields, measured=None if got is None else Measured(**got))
+    measured = None if got is None else Measured(**{**got, "numbers": Answer(got["numbers"])})
+    return Row(**fields, measured=measured)
 
 
 def machine() -> dict[str, Any]:

@@ -567,6 +567,51 @@ MISTAKES += [
     ),
 ]
 
+LATE = "test_late_copies.py"
+MISTAKES += [
+    # the compute stream waits for no copy
+    Mistake(
+        "host/pinned.py",
+        "torch.cuda.current_stream(self.device).wait_event(copying.event)",
+        "pass",
+        LATE,
+    ),
+    # a copy begins before what it reads is computed
+    Mistake("host/pinned.py", "self.stream.wait_stream(torch.cuda.current_stream(self.device))", "pass", LATE),
+    # nothing holds what is being copied
+    Mistake(
+        "host/pinned.py",
+        "_Copying(key, source, target, event)",
+        "_Copying(key, source.new_empty(0), target.new_empty(0), event)",
+        LATE,
+    ),
+    # every copy counts as over
+    Mistake("host/pinned.py", "if not copying.event.query():", "if False:", LATE),
+    # the event passes before the copy
+    Mistake(
+        "host/pinned.py",
+        "target.data.copy_(source, non_blocking=True)  # .data: autograd may have saved it\n"
+        "                event.record(self.stream)",
+        "event.record(self.stream)\n                target.data.copy_(source, non_blocking=True)",
+        LATE,
+    ),
+    # the host reads parameters while they are copied home
+    Mistake("host/pinned.py", 'for lane in self._lanes_of("out"):', "for lane in ():", LATE),
+    Mistake(
+        "ops/parameters.py",
+        "self.tier.synchronize()  # what reads parameters between steps reads new ones",
+        "pass",
+        LATE,
+    ),
+    # after a fault, those that were on their way home
+    Mistake(
+        "ops/parameters.py",
+        "            del self._coming[number]\n        self.tier.synchronize()",
+        "            del self._coming[number]",
+        LATE,
+    ),
+]
+
 WEIGHTS = "test_weights.py"
 MISTAKES += [
     # a weight that lives on the host takes no memory while it is on the device

@@ -37,7 +37,7 @@ def train(
     for step in range(STEPS):
         optimizer.zero_grad()
         given = inputs(trained, step)
-        outputs = (call or model)(*given)
+        outputs = (model if call is None else call)(*given)
         loss: Any = outputs["loss"] if isinstance(outputs, dict) else outputs
         if twice:
             loss.backward(retain_graph=True)

@@ -20,15 +20,28 @@ class Case:
     build: Callable[[], nn.Module]
     draw: Callable[[torch.Generator], tuple[Tensor, ...]]
 
-    def model(self, seed: int = 0) -> nn.Module:
-        """A fresh model in training mode, the same for the same seed. Leaves the global RNG alone."""
-        with torch.random.fork_rng(devices=[]):
+    def model(self, seed: int = 0, device: str = "cpu") -> nn.Module:
+        """A fresh model in training mode, the same for the same seed and device. Leaves the global RNGs alone."""
+        devices = [torch.cuda.current_device()] if device == "cuda" else []
+        with torch.random.fork_rng(devices=devices), torch.device(device):
             torch.manual_seed(seed)
             return self.build().train()
 
     def batch(self, seed: int = 0) -> tuple[Tensor, ...]:
         """Inputs and targets; the same seed gives the same batch."""
         return self.draw(torch.Generator().manual_seed(seed))
+
+
+class Autocast(nn.Module):
+    """A model whose forward runs under autocast to bfloat16."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, first: Tensor, *others: Tensor) -> Tensor:
+        with torch.autocast(first.device.type, torch.bfloat16):
+            return self.inner(first, *others)
 
 
 def labelled_images(

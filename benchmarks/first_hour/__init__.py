@@ -1,0 +1,1 @@
+"""The parts of `benchmarks.gpu_first_hour`, a file each; `part` is what they share."""

@@ -1,0 +1,73 @@
+"""Compiled regions: budgets and times, beside `torch.compile`, which keeps what it likes.
+
+The first step tunes kernels, which may allocate more than the budget: rows have it apart.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+import fxremat
+from benchmarks.models.on_gpus import GpuSize
+
+from .part import Column, Measure, Results, Row
+from .steps import MB, made, over, peaks, percent, seconds
+
+MODELS = ("gpt", "resnet amp")
+BUDGETS = ("80%", "50%")
+
+COLUMNS = (
+    Column(name="compiled MB", width=13, text=lambda r: f"{r['stock_peak'] / MB:.1f}"),
+    Column(name="budget", width=10, text=lambda r: f"{r['budget'] / MB:.1f}"),
+    Column(name="allocated", width=11, text=lambda r: f"{percent(r['allocated'], r['predicted']):+.2f} %"),
+    Column(name="over MiB", width=10, text=lambda r: f"{over(r['allocated'], r['budget']):.1f}"),
+    Column(name="first", width=8, text=lambda r: f"{over(r['first'], r['budget']):.1f}"),
+    Column(name="compiled ms", width=13, text=lambda r: f"{1e3 * r['stock_seconds']:.1f}"),
+    Column(name="time", width=8, text=lambda r: f"{r['seconds'] / r['stock_seconds']:.3f}x"),
+    Column(name="foreseen ms", width=13, text=lambda r: f"{1e3 * r['foreseen']:.1f}"),
+    Column(name="took ms", width=9, text=lambda r: f"{1e3 * r['seconds']:.1f}"),
+    Column(name="planned s", width=11, text=lambda r: f"{r['planning']:.0f}"),
+    Column(name="regions", text=lambda r: str(r["regions"] or r["not_compiled"])),
+)
+
+
+def inductor(
+    names: tuple[str, ...] = MODELS, size: GpuSize = "gpu", limit: float | None = None
+) -> list[Row]:
+    """Measure each model with kernels="inductor" at each budget."""
+    return Results.of("inductor", COLUMNS, size).run(dict(_cases(names, size)), limit)
+
+
+def _cases(names: tuple[str, ...], size: GpuSize) -> Iterator[tuple[str, Measure]]:
+    for name in names:
+        for mem in BUDGETS:
+            yield f"{name} at {mem}", partial(_measure, name, mem, size)
+
+
+def _measure(name: str, mem: str, size: GpuSize) -> Row:
+    plain, batch = made(name, size)
+    stock: Any = torch.compile(plain, dynamic=False)
+    stock_peak = peaks(stock, batch).allocated
+    model, _ = made(name, size)
+    began = time.perf_counter()
+    ours: Any = fxremat.compile(model, mem=mem, kernels="inductor", progress=False, example_inputs=batch)
+    planning = time.perf_counter() - began
+    found, plan = peaks(ours, batch), ours.plan
+    stock_seconds, own_seconds = seconds([stock, ours], batch)
+    return {
+        "stock_peak": stock_peak,
+        "budget": plan.budget,
+        "predicted": plan.predicted_peak,
+        **vars(found),
+        "stock_seconds": stock_seconds,
+        "seconds": own_seconds,
+        "foreseen": plan.predicted_time,
+        "planning": planning,
+        "regions": plan.compiled.regions if plan.compiled else 0,
+        "not_compiled": plan.not_compiled,
+    }
