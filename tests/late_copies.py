@@ -91,24 +91,24 @@ class Device:
         for stream in (*self.lanes, self.compute):
             stream.run()
 
-    @contextlib.contextmanager
-    def on(self, stream: Stream) -> Iterator[None]:
-        """What stands for `torch.cuda.stream`."""
-        before, self.current = self.current, stream
-        try:
-            with _Copying(stream):
-                yield
-        finally:
-            self.current = before
-
 
 class Stream:
     """A queue of copies, of events that pass, and of events of other streams that are waited for."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
+        self._current: list[tuple[Stream, TorchDispatchMode]] = []  # what to go back to, the innermost last
         self.queue: deque[_Copy | Event] = deque()
         self.seen = 0  # ops of the compute stream that come before what is given to this stream next
+
+    def __enter__(self) -> None:
+        self._current.append((self.device.current, _Copying(self)))
+        self.device.current = self
+        self._current[-1][1].__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self.device.current, mode = self._current.pop()
+        mode.__exit__(*error)
 
     def record(self, event: Event) -> None:
         """The event passes when all has run that the stream was given so far."""
@@ -257,7 +257,6 @@ class _Cuda:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self.stream = device.on
 
     def Stream(self, device: object) -> Stream:  # noqa: N802
         made = Stream(self._device)

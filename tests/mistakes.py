@@ -572,12 +572,12 @@ MISTAKES += [
     # the compute stream waits for no copy
     Mistake(
         "host/pinned.py",
-        "torch.cuda.current_stream(self.device).wait_event(copying.event)",
+        "torch.cuda.current_stream(self._index).wait_event(copying.event)",
         "pass",
         LATE,
     ),
     # a copy begins before what it reads is computed
-    Mistake("host/pinned.py", "self.stream.wait_stream(torch.cuda.current_stream(self.device))", "pass", LATE),
+    Mistake("host/pinned.py", "self.stream.wait_stream(torch.cuda.current_stream(self._index))", "pass", LATE),
     # nothing holds what is being copied
     Mistake(
         "host/pinned.py",
