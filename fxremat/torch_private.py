@@ -678,7 +678,7 @@ def allocate_in_expandable_segments() -> bool:
     set_to("expandable_segments:True")
     allocates_in_expandable_segments.cache_clear()
     try:
-        with torch.cuda.use_mem_pool(torch.cuda.MemPool()):
+        with real_tensors(), torch.cuda.use_mem_pool(torch.cuda.MemPool()):
             torch.empty(1, device="cuda")
     except RuntimeError:
         set_to("expandable_segments:False")

@@ -6,6 +6,8 @@ import logging
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 import fxremat
 from fxremat import torch_private
@@ -105,6 +107,7 @@ def test_what_the_user_has_set_stays(why: str, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("can", [True, False])
 def test_a_driver_that_cannot_map_memory_is_left_with_blocks(can: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     now = {"expandable_segments": False}
+    made: list[object] = []
 
     def set_to(text: str) -> None:
         now["expandable_segments"] = text.endswith("True")
@@ -117,11 +120,13 @@ def test_a_driver_that_cannot_map_memory_is_left_with_blocks(can: bool, monkeypa
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", set_to, raising=False)
     monkeypatch.setattr(torch.cuda, "MemPool", pool)
     monkeypatch.setattr(torch.cuda, "use_mem_pool", lambda _: torch.no_grad())
-    monkeypatch.setattr(torch, "empty", lambda *_, **__: None)
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: made.append(_get_current_dispatch_mode()))
     monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: {"allocator_settings": now})
     torch_private.allocates_in_expandable_segments.cache_clear()
     try:
-        assert torch_private.allocate_in_expandable_segments() is can
+        with FakeTensorMode():  # as plans are made while a step is traced
+            assert torch_private.allocate_in_expandable_segments() is can
         assert now["expandable_segments"] is can
+        assert made == [None] * can  # the driver was asked for real memory
     finally:
         torch_private.allocates_in_expandable_segments.cache_clear()
