@@ -18,7 +18,7 @@ import sys
 import tomllib
 import venv
 from collections.abc import Iterator, Sequence
-from importlib.metadata import distributions
+from importlib.metadata import Distribution, distributions
 from pathlib import Path
 
 from tests.pretended_cuda.libraries import build
@@ -43,6 +43,11 @@ class Environment:
         """The folder of the installed packages, which has the version of Python in its path."""
         (found,) = (self.folder / "lib").glob("python3*/site-packages")
         return found
+
+    @property
+    def release(self) -> str:
+        """The release of torch: 2.11.0."""
+        return self._torch().version.partition("+")[0]
 
     def make(self, torch: str) -> None:
         """Install what is missing, and build the libraries."""
@@ -83,11 +88,14 @@ class Environment:
 
     def _of_torch(self) -> Iterator[str]:
         """Requirements of the installed torch that are neither NVIDIA's nor of an extra."""
-        (torch,) = (d for d in distributions(path=[str(self.packages)]) if d.metadata["Name"] == "torch")
-        for requirement in torch.requires or ():
+        for requirement in self._torch().requires or ():
             what, _, condition = requirement.partition(";")
             if "extra ==" not in condition and not NOT_INSTALLED.match(what):
                 yield what.strip()
+
+    def _torch(self) -> Distribution:
+        (found,) = (d for d in distributions(path=[str(self.packages)]) if d.metadata["Name"] == "torch")
+        return found
 
     def _constraints(self) -> Path:
         """Those of the repository, without torch."""

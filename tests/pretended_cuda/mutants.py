@@ -39,16 +39,7 @@ def _no_wait_for_copies(patch: pytest.MonkeyPatch) -> None:
 
 
 def _no_wait_for_compute(patch: pytest.MonkeyPatch) -> None:
-    class Hasty(torch.cuda.Stream):
-        def wait_stream(self, stream: Any) -> None:
-            """Do not wait."""
-
-    def hasty(self: Any, device: torch.device) -> None:
-        made(self, device)
-        self.stream = Hasty(device)
-
-    made = pinned._StreamLane.__init__
-    patch.setattr(pinned._StreamLane, "__init__", hasty)
+    patch.setattr(torch.cuda.Stream, "wait_stream", nothing)
 
 
 def _nothing_held(patch: pytest.MonkeyPatch) -> None:
@@ -77,14 +68,6 @@ def _no_wait_for_state(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Weights, "wait_for_state", nothing)
 
 
-def _no_wait_for_weights_home(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Weights, "release", lambda self, weight, number: self._going.pop(number, None))
-
-
-def _no_wait_for_state_home(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Weights, "release_state", lambda self, number: self._leaving.pop(number, None))
-
-
 def _no_wait_after_the_step(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(pinned.PinnedTier, "synchronize", nothing)
 
@@ -97,7 +80,5 @@ MUTANTS = (
     Mutant(name="files are copied on their thread's stream", programs="files", plant=_files_on_the_threads_stream),
     Mutant(name="a weight is read before it is there", programs="weights", plant=_no_wait_for_weights),
     Mutant(name="optimizer state is read before it is there", programs="weights", plant=_no_wait_for_state),
-    Mutant(name="a weight is freed before it is home", programs="weights", plant=_no_wait_for_weights_home),
-    Mutant(name="optimizer state is freed before it is home", programs="weights", plant=_no_wait_for_state_home),
     Mutant(name="a step ends before weights are home", programs="weights", plant=_no_wait_after_the_step),
 )

@@ -32,7 +32,7 @@ from tests.pretended_cuda.detector import counted, described, races
 from tests.pretended_cuda.log import Kind, log
 from tests.pretended_cuda.marking import AUTOGRAD, Failed, fuse, marked
 
-ROWS = 64
+WIDTH, ROWS = 16, 64  # of activations: eight granules
 OPTIONS: dict[str, Any] = {"progress": False, "effort": 0.0, "slots": 100}
 BUDGETS = 8  # programs of one model
 STEPS = 3  # of one program
@@ -94,14 +94,13 @@ def activations(seed: int, device: torch.device, tier: HostTier | bool = True) -
 
 def _planned(draw: random.Random, device: torch.device, tier: HostTier | bool) -> PlannedStep | None:
     """The plan of a random model; None where it has none, such as of a model without anything to compute."""
-    torch._dynamo.reset()
-    gc.collect()
+    _begin()
     kinds = dags.KINDS[:-1]  # without convolutions, which need cuDNN's plans
     layers = [_layer(draw, kinds, chained=0.6) for _ in range(draw.randrange(4, 20))]
     recipe = dags.Recipe(tuple(layers), draw.randrange(3), False, draw.random() < 0.2)
     model = dags.Dag(recipe).to(device).train()
     inputs = tuple(
-        torch.empty(ROWS, dags.WIDTH, device=device, requires_grad=draw.random() < 0.3) for _ in range(2)
+        torch.empty(ROWS, WIDTH, device=device, requires_grad=draw.random() < 0.3) for _ in range(2)
     )
     options = {**OPTIONS, "cost": "estimate", "device": "H100", "solver": draw.choice(["auto", "keep_all"])}
     try:
@@ -158,11 +157,10 @@ def weights(seed: int, device: torch.device, optimizer: str | None = None) -> It
         optimizer: a key of `OPTIMIZERS`; None: the next one for each seed.
     """
     draw = random.Random(seed)
-    torch._dynamo.reset()
-    gc.collect()
+    _begin()
     layers = [_layer(draw, KINDS_OF_WEIGHTS, chained=0.7) for _ in range(draw.randrange(4, 14))]
     model = dags.Dag(dags.Recipe(tuple(layers), 0, False, False)).train()
-    batch = tuple(torch.empty(ROWS, dags.WIDTH, device=device) for _ in range(2))
+    batch = tuple(torch.empty(ROWS, WIDTH, device=device) for _ in range(2))
     kind = optimizer or list(OPTIMIZERS)[seed % len(OPTIMIZERS)]
     update = OPTIMIZERS[kind](model.parameters())
     options = {**OPTIONS, "offload_weights": True, "offload": draw.random() < 0.5, "optimizer": update}
@@ -233,6 +231,13 @@ def _watched() -> Iterator[None]:
         patch.setattr(region, "boxed", lambda module: marked(boxed(module)))
         patch.setattr(dynamo, "check_unscaled", lambda gradients: None)
         yield
+
+
+def _begin() -> None:
+    """Forget the model before, and let `tests.dags` make models of this file's sizes."""
+    torch._dynamo.reset()
+    gc.collect()
+    dags.WIDTH, dags.ROWS = WIDTH, ROWS
 
 
 def _layer(draw: random.Random, kinds: Any, *, chained: float) -> dags.Layer:
