@@ -40,6 +40,7 @@ KINDS = {  # of racing programs: their share
 GROUPS = 6  # of models whose memory is looked at: `models.GROUPS`
 AT_ONCE = 100  # programs of a job
 MOST_MODELS = 15  # that a mutant is looked for in
+NO_WORKSPACE = {"CUDNN_WORKSPACE": 0}  # estimates know of none, and it would be most of what a small model needs
 A100 = {"CUDA_MAJOR": 8, "CUDA_PROCESSORS": 108}
 
 
@@ -188,12 +189,11 @@ def _others(part: str) -> Iterator[Job]:
         case "mutants":
             yield Job(part=part, does="find_mutants")
         case "dispatch":
-            settings = {"CUDNN_WORKSPACE": 0}  # estimates know of none
-            yield Job(part="graphs", does="compare_graphs", arguments={"device": "H100"}, settings=settings)
+            yield Job(part="graphs", does="compare_graphs", arguments={"device": "H100"}, settings=NO_WORKSPACE)
             yield Job(part="attention", does="compare_attention", arguments={"device": "A100"}, settings=A100)
             yield Job(part="attention", does="compare_attention", arguments={"device": "H100"})
         case "tests":
-            yield Job(part=part, does="run_tests", settings={"CUDA_DEVICES": 2})
+            yield Job(part=part, does="run_tests", settings={**NO_WORKSPACE, "CUDA_DEVICES": 2})
 
 
 def outcome(job: Job, environment: Environment, folder: Path) -> Any:
