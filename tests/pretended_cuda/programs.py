@@ -78,17 +78,14 @@ def activations(seed: int, device: torch.device, tier: HostTier | bool = True) -
     """
     draw = random.Random(seed)
     plan = _planned(draw, device, tier)
-    for share in [draw.randrange(20, 100) for _ in range(BUDGETS)] if plan is not None else []:
-        program = within(plan, share)
-        if program is None:
-            continue
+    for share, program in () if plan is None else _programs(plan, draw):
         given = [_empty(node) for node in program.joint.primals]
         fails = 1 if draw.random() < 0.5 else None
         with _stream(draw, device), _logged(draw) as outcome:
             for step in range(STEPS):
                 with fuse.after(draw.randrange(len(program.joint.ops)) if step == fails else None):
                     outcome.run(lambda given=given, program=program: run_once(program, given))
-        yield outcome.tally(f"model {seed} at {share} %")
+        yield outcome.tally(f"model {seed}, {share:.0%} of what budgets may save")
         torch.cuda.synchronize()
 
 
@@ -109,15 +106,15 @@ def _planned(draw: random.Random, device: torch.device, tier: HostTier | bool) -
         return None
 
 
-def within(plan: Any, share: int) -> Any:
-    """The plan at a share of its memory, or at its least; None where there is none either."""
+def _programs(plan: Any, draw: random.Random) -> Iterator[tuple[float, Any]]:
+    """Programs of a step at random budgets, from the least one on, with their share of what may be saved."""
     try:
-        return plan.within(f"{share}%")
+        plan.within(1)
     except fxremat.BudgetTooSmall as error:
         least = error.minimum
-    with contextlib.suppress(fxremat.BudgetTooSmall):
-        return plan.within(least)
-    return None
+    for share in [1.0, *(draw.random() for _ in range(BUDGETS - 1))]:
+        with contextlib.suppress(fxremat.BudgetTooSmall):
+            yield share, plan.within(round(least + (1 - share) * (plan.keep_all_peak - least)))
 
 
 def run_once(plan: Any, given: list[Any]) -> None:
