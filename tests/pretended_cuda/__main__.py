@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import platform
+import runpy
 import subprocess
 import sys
 import tempfile
@@ -160,6 +161,15 @@ def do(job: Job, target: Path) -> None:
         target.write_text(json.dumps(DOES[job.does](**job.arguments)))
 
 
+def run_script(file: str, arguments: Sequence[str]) -> None:
+    """Run a program of the user's in this process."""
+    from tests.pretended_cuda.attention import register
+
+    register()
+    sys.argv = [file, *arguments]
+    runpy.run_path(file, run_name="__main__")
+
+
 # --- in the process that starts them ------------------------------------------------------------------------
 
 
@@ -248,8 +258,12 @@ def main(arguments: Sequence[str]) -> int:
         case ["job", job, target]:
             do(Job(**json.loads(job)), Path(target))
             return 0
-        case ["exec", *command]:
-            os.execve(sys.executable, [sys.executable, *command], environment.variables())
+        case ["exec", *rest]:
+            command = [sys.executable, "-m", "tests.pretended_cuda", "script", *rest]
+            os.execve(sys.executable, command, environment.variables())
+        case ["script", file, *rest]:
+            run_script(file, rest)
+            return 0
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--parts", default=",".join(PARTS), help="of " + ", ".join(PARTS))
     parser.add_argument("--programs", type=int, default=1000, help="in which races are looked for")

@@ -7,6 +7,7 @@ is not known without cuDNN: a float32 sum of the query's gradient stands for it,
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,8 +23,10 @@ def register() -> None:
     if _libraries:
         return
     library = torch.library.Library("aten", "IMPL")
-    library.impl("_scaled_dot_product_cudnn_attention", forward, "CUDA")
-    library.impl("_scaled_dot_product_cudnn_attention_backward", backward, "CUDA")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that there are kernels already
+        library.impl("_scaled_dot_product_cudnn_attention", forward, "CUDA")
+        library.impl("_scaled_dot_product_cudnn_attention_backward", backward, "CUDA")
     _libraries.append(library)
 
 

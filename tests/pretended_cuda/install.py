@@ -71,11 +71,12 @@ class Environment:
         """The environment variables of a process with a pretended CUDA.
 
         Args:
-            settings: of the device, without PRETENDED_ before their names: CUDA_BYTES=1 << 30.
+            settings: of the device, without PRETENDED_ before their names, as in `CUDA_BYTES=1 << 30`.
         """
         return {
             **os.environ,
             "LD_LIBRARY_PATH": str(self.libraries),
+            "PYTHONPATH": str(ROOT),
             "OMP_NUM_THREADS": "1",
             "KINETO_LOG_LEVEL": "99",
             "HF_HUB_OFFLINE": "1",

@@ -100,7 +100,7 @@ def _dispatch(results: Results) -> Iterator[str]:
 
 
 def markdown(record: Mapping[str, Results]) -> str:
-    """The releases side by side, and the memory of the latest."""
+    """The releases side by side, and then the memory of each."""
     releases = sorted(record, key=lambda release: [int(part) for part in release.split(".")])
     lines = [
         f"| | {' | '.join(f'torch {release}' for release in releases)} |",
@@ -116,7 +116,9 @@ def markdown(record: Mapping[str, Results]) -> str:
         lines.append(_line(promise, cells))
     for device in ("A100", "H100"):
         lines.append(_line(f"attention on {device} as assumed", [_chosen(record[r], device) for r in releases]))
-    return "\n".join([*lines, "", *_sizes(record[releases[0]], releases[0])])
+    lines.append(_line("graphs as assumed for the H100", [_captured(record[release]) for release in releases]))
+    sizes = [line for release in releases for line in _sizes(record[release], release)]
+    return "\n".join([*lines, "", *sizes]).rstrip()
 
 
 def _line(name: str, cells: list[str]) -> str:
@@ -140,11 +142,18 @@ def _chosen(results: Results, device: str) -> str:
     return "-"
 
 
+def _captured(results: Results) -> str:
+    graphs = results.get("graphs", ())
+    others = [graph["model"] for graph in graphs if graph["captured"] or graph["assumed"]]
+    told = f"{len(graphs) - len(others)} of {len(graphs)}" + (f" (not {'; '.join(others)})" if others else "")
+    return told if graphs else "-"
+
+
 def _sizes(results: Results, release: str) -> Iterator[str]:
-    """A row for each model at a real size."""
+    """A row for each program whose memory was looked at."""
     if not results.get("memory"):
         return
-    yield f"Memory of torch {release}, beside the prediction:"
+    yield f"Memory with torch {release}, beside the prediction:"
     yield ""
     yield "| model | mem | predicted | requested | allocated | over the budget |"
     yield "|---|---|---|---|---|---|"
@@ -155,6 +164,7 @@ def _sizes(results: Results, release: str) -> Iterator[str]:
             f"| {row['model']} | {row['mem']} | {row['predicted'] / 1e6:,.1f} MB | {requested:+.3f} % | "
             f"{allocated:+.2f} % | {over} |"
         )
+    yield ""
 
 
 def filled(page: str, record: Mapping[str, Results]) -> str:
