@@ -12,13 +12,19 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import mmap
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from enum import IntEnum
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_leaves
+
+from fxremat.host.pool import FilePool
 
 ENTRY = np.dtype(
     [
@@ -53,6 +59,7 @@ class Kind(IntEnum):
     JOIN = 14
 
 
+SEGMENT = 2 << 20  # bytes of the caching allocator's smallest segment
 TARGET_PAGEABLE, SOURCE_PAGEABLE = 1, 2  # bits of a copy's detail
 
 
@@ -112,8 +119,28 @@ class Log:
             self._mark(of_thread, name, 0, tensor.data_ptr(), span(tensor))
 
     def allocated(self, address: int) -> None:
-        """Mark new memory of the current stream: the caching allocator may have taken it from others."""
+        """Mark a write to new memory of the current stream: the caching allocator may have taken it from others.
+
+        It tells no size, so the mark is on the first granule alone. What the thread did that gave memory of this
+        segment back happened before.
+        """
+        self.join(f"segment {address // SEGMENT}")
         self._mark(Kind.WRITE, "an allocation", torch.cuda.current_stream().cuda_stream, address, 1)
+
+    def freed(self, address: int) -> None:
+        """Mark that a thread gives a block back: who gets it goes on after that, whatever streams do."""
+        self.let_go(address)
+        self.post(f"segment {address // SEGMENT}")
+
+    def hold_until_now(self, values: Any) -> None:
+        """Mark that this thread has held tensors until now: whoever gives their memory back does so afterwards."""
+        for tensor in tree_leaves(values):
+            if isinstance(tensor, torch.Tensor) and has_memory(tensor):
+                self.post(f"holders of {tensor.untyped_storage().data_ptr():#x}")
+
+    def let_go(self, address: int) -> None:
+        """Mark that nobody holds the memory at an address any more."""
+        self.join(f"holders of {address:#x}")
 
     def post(self, name: str) -> None:
         """Mark that what this thread has done happened before what follows a `join` of this name."""
@@ -150,17 +177,22 @@ def span(tensor: torch.Tensor) -> int:
 
 
 def note_allocations() -> None:
-    """Let the caching allocator tell the log of every allocation, from now on."""
+    """Let the caching allocator tell the log of every block that it hands out or gets back, from now on."""
     import torch.cuda._gpu_trace as trace
 
     torch._C._activate_gpu_trace()
     trace.register_callback_for_memory_allocation(log.allocated)
+    trace.register_callback_for_memory_deallocation(log.freed)
 
 
 @contextlib.contextmanager
 def note_pools() -> Iterator[None]:
-    """Note what thread pools order: what is submitted follows the submission, a result follows what was submitted."""
-    submit, result = ThreadPoolExecutor.submit, Future.result
+    """Note what thread pools order, and pools of files.
+
+    What is submitted follows the submission, and a result follows what was submitted. Memory of its arguments is given
+    back when it has ended or later, and a file that is taken again was given back before.
+    """
+    submit, result, make = ThreadPoolExecutor.submit, Future.result, FilePool.__init__
     numbers = iter(range(1 << 62))
 
     def submitted(self: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -172,6 +204,7 @@ def note_pools() -> Iterator[None]:
             try:
                 return function(*args, **kwargs)
             finally:
+                log.hold_until_now(args)
                 log.post(f"result of {name}")
 
         future: Any = submit(self, run)
@@ -185,10 +218,29 @@ def note_pools() -> Iterator[None]:
             if hasattr(self, "work"):
                 log.join(f"result of {self.work}")
 
+    def made(self: Any, folder: Path | None) -> None:
+        make(self, folder)
+        self._returned = _ReturnedFiles()
+
     pool: Any = ThreadPoolExecutor
     future_class: Any = Future
-    pool.submit, future_class.result = submitted, waited_for
+    files: Any = FilePool
+    pool.submit, future_class.result, files.__init__ = submitted, waited_for, made
     try:
         yield
     finally:
-        pool.submit, future_class.result = submit, result
+        pool.submit, future_class.result, files.__init__ = submit, result, make
+
+
+class _ReturnedFiles(deque[tuple[int, int, mmap.mmap]]):
+    """The queue of files that no tensor shows any more, as `FilePool._returned`; it notes who gave and who takes."""
+
+    def append(self, returned: tuple[int, int, mmap.mmap]) -> None:
+        log.let_go(returned[1])
+        log.post(f"file at {returned[1]}")
+        super().append(returned)
+
+    def popleft(self) -> tuple[int, int, mmap.mmap]:
+        returned = super().popleft()
+        log.join(f"file at {returned[1]}")
+        return returned

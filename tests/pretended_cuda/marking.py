@@ -25,11 +25,12 @@ class Fuse:
 
     def __init__(self) -> None:
         self._left: int | None = None
+        self.blown = False  # since the last `after`
 
     @contextlib.contextmanager
     def after(self, ops: int | None) -> Iterator[None]:
         """Raise `Failed` in place of the op that comes after so many; never where None."""
-        self._left = ops
+        self._left, self.blown = ops, False
         try:
             yield
         finally:
@@ -41,7 +42,7 @@ class Fuse:
             return
         self._left -= 1
         if self._left < 0:
-            self._left = None
+            self._left, self.blown = None, True
             raise Failed()
 
 

@@ -264,8 +264,10 @@ class Outcome:
         self.steps += 1
         try:
             step()
-        except Failed:
-            self.failed += 1
+        except (Failed, SystemError):
+            if not fuse.blown:
+                raise
+            self.failed += 1  # a SystemError where torch told of a free while Python was raising: it then forgets what
 
     def tally(self, name: str) -> Tally:
         """The counts of one program, and its races with a name that tells how to find it again."""
