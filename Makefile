@@ -4,6 +4,7 @@
 #   make test        set up, then lint, types and the everyday tests
 #   make quick       set up, then some tests of everything: a minute once kernels are compiled
 #   make test-torch VERSION=2.15.0   the everyday tests on another release of torch, in a virtual environment of its own
+#   make pretend-cuda   what can be checked of CUDA without a GPU, on torch 2.11.0 or VERSION=2.14.1 (a quarter of an hour)
 #   make test-long   set up, then the full-size tests (tens of minutes)
 #   make bench       set up, then the benchmark tables of the README and docs (about three hours)
 #   make papers      set up, then the figures of the papers, and how far the solvers are from the optimum
@@ -19,7 +20,7 @@ READY := $(VENV)/.fxremat-ready
 
 PYTEST := $(BIN)/python -m pytest -q
 
-.PHONY: demo test test-torch quick lint types kernels test-long browser pictures docs mutants bench papers clean
+.PHONY: demo test test-torch pretend-cuda quick lint types kernels test-long browser pictures docs mutants bench papers clean
 
 demo: $(READY)
 	$(BIN)/python examples/01_quickstart.py
@@ -43,6 +44,16 @@ $(OTHER)/.fxremat-ready: pyproject.toml constraints-dev.txt
 	sed "s/^torch==.*/torch==$(VERSION)/" constraints-dev.txt > $(OTHER)/constraints.txt
 	$(OTHER)/bin/python -m pip install --quiet -c $(OTHER)/constraints.txt torch -e ".[dev]"
 	$(OTHER)/bin/python -m pip install --quiet -r $(OTHER)/constraints.txt
+	touch $@
+
+# torch's CUDA wheel without the libraries of NVIDIA, for which tests/pretended_cuda makes others: docs/pretended-cuda.md.
+PRETENDED := .venv-pretended-$(or $(VERSION),2.11.0)
+
+pretend-cuda: $(PRETENDED)/.fxremat-ready
+	$(PRETENDED)/bin/python -m tests.pretended_cuda $(ARGUMENTS)
+
+$(PRETENDED)/.fxremat-ready: pyproject.toml constraints-dev.txt constraints-libraries.txt
+	$(PYTHON) -m tests.pretended_cuda.install $(PRETENDED) $(or $(VERSION),2.11.0)
 	touch $@
 
 quick: $(READY)
@@ -108,4 +119,4 @@ $(READY): pyproject.toml constraints-dev.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-torch-* site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-torch-* .venv-pretended-* site .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,3 @@
+#include "vendor.h"
+
+CREATES(cusolverDnCreate)

@@ -1,0 +1,4 @@
+#include "vendor.h"
+
+CREATES(cusparseCreate)
+TELLS(cusparseGetErrorString)
