@@ -30,7 +30,7 @@ from typing import Any
 from tests.pretended_cuda import report
 from tests.pretended_cuda.install import ROOT, Environment
 
-PARTS = ("memory", "races", "mutants", "dispatch", "tests")  # the longest first
+PARTS = ("memory", "races", "auto", "mutants", "dispatch", "tests")  # the longest first
 KINDS = {  # of racing programs: their share
     "activations": 0.62,
     "activations on cuda:1": 0.14,
@@ -43,6 +43,18 @@ AT_ONCE = 100  # programs of a job
 MOST_MODELS = 15  # that a mutant is looked for in
 NO_WORKSPACE = {"CUDNN_WORKSPACE": 0}  # estimates know of none, and it would be most of what a small model needs
 A100 = {"CUDA_MAJOR": 8, "CUDA_PROCESSORS": 108}
+B200 = {"CUDA_MAJOR": 10, "CUDA_PROCESSORS": 148}
+IN_BLOCKS = {"PYTORCH_ALLOC_CONF": "expandable_segments:False"}
+BUDGETS = ("100%", "80%", "60%", "least")
+BUDGETS_IN_BLOCKS = ("100%", "least")
+OPTIMIZERS = ("SGD", "AdamW")
+SIZES = {  # bytes of a device: layers, width and length of what is trained there with mem="auto"
+    360 * 10**6: (6, 256, 400),
+    700 * 10**6: (6, 256, 780),
+    1500 * 10**6: (8, 512, 830),
+    6500 * 10**6: (12, 768, 1790),
+    24000 * 10**6: (24, 1024, 2600),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,9 +65,10 @@ class Job:
     does: str
     arguments: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)  # of the device
+    environment: dict[str, str] = field(default_factory=dict)  # further variables
 
     def __str__(self) -> str:
-        return " ".join([self.does, *map(str, self.arguments.values())])
+        return " ".join([self.does, *map(str, self.arguments.values()), *self.environment.values()])
 
 
 # --- in a process with a pretended CUDA ---------------------------------------------------------------------
@@ -109,12 +122,19 @@ def _first_race(kind: str) -> tuple[int, str | None]:
     return count, None
 
 
-def look_at_memory(group: int) -> list[dict[str, Any]]:
+def look_at_memory(group: int, budgets: Sequence[str]) -> list[dict[str, Any]]:
     """The rows of a group of models."""
     from tests.pretended_cuda.memory import rows
     from tests.pretended_cuda.models import GROUPS
 
-    return [{**asdict(row), "over": row.over} for case in GROUPS[group] for row in rows(case)]
+    return [{**asdict(row), "over": row.over} for case in GROUPS[group] for row in rows(case, tuple(budgets))]
+
+
+def train_within_what_is_free(optimizer: str, layers: int, width: int, length: int) -> list[dict[str, Any]]:
+    """Train with mem="auto"."""
+    from tests.pretended_cuda.auto import trained
+
+    return [asdict(trained(optimizer, layers, width, length))]
 
 
 def compare_attention(device: str) -> list[dict[str, Any]]:
@@ -140,7 +160,10 @@ def run_tests() -> dict[str, Any]:
 
 DOES: dict[str, Callable[..., Any]] = {
     function.__name__: function
-    for function in (run_programs, find_mutants, look_at_memory, compare_attention, compare_graphs, run_tests)
+    for function in (
+        *(run_programs, find_mutants, look_at_memory, train_within_what_is_free),
+        *(compare_attention, compare_graphs, run_tests),
+    )
 }
 
 
@@ -195,13 +218,30 @@ def _others(part: str) -> Iterator[Job]:
     match part:
         case "memory":
             for group in range(GROUPS):
-                yield Job(part=part, does="look_at_memory", arguments={"group": group}, settings={"CUDA_DRY": 1})
+                for budgets, environment in ((BUDGETS, {}), (BUDGETS_IN_BLOCKS, IN_BLOCKS)):
+                    yield Job(
+                        part=part,
+                        does="look_at_memory",
+                        arguments={"group": group, "budgets": budgets},
+                        settings={"CUDA_DRY": 1},
+                        environment=environment,
+                    )
+        case "auto":
+            for size, (layers, width, length) in SIZES.items():
+                for optimizer in OPTIMIZERS:
+                    yield Job(
+                        part=part,
+                        does="train_within_what_is_free",
+                        arguments={"optimizer": optimizer, "layers": layers, "width": width, "length": length},
+                        settings={"CUDA_DRY": 1, "CUDA_BYTES": size},
+                    )
         case "mutants":
             yield Job(part=part, does="find_mutants")
         case "dispatch":
             yield Job(part="graphs", does="compare_graphs", arguments={"device": "H100"}, settings=NO_WORKSPACE)
             yield Job(part="attention", does="compare_attention", arguments={"device": "A100"}, settings=A100)
             yield Job(part="attention", does="compare_attention", arguments={"device": "H100"})
+            yield Job(part="attention", does="compare_attention", arguments={"device": "B200"}, settings=B200)
         case "tests":
             yield Job(part=part, does="run_tests", settings={**NO_WORKSPACE, "CUDA_DEVICES": 2})
 
@@ -209,7 +249,7 @@ def _others(part: str) -> Iterator[Job]:
 def outcome(job: Job, environment: Environment, folder: Path) -> Any:
     """What a job returns, from a process of its own; where it fails, None, and its last lines are printed."""
     target = Path(tempfile.mkstemp(suffix=".json", dir=folder)[1])
-    variables = environment.variables(**job.settings) | {"FXREMAT_CACHE": str(folder / "costs")}
+    variables = environment.variables(**job.settings) | job.environment | {"FXREMAT_CACHE": str(folder / "costs")}
     began = time.perf_counter()
     command = [sys.executable, "-m", "tests.pretended_cuda", "job", json.dumps(asdict(job)), str(target)]
     done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)

@@ -20,8 +20,6 @@ import fxremat
 from benchmarks import meter
 from tests.pretended_cuda.models import Case
 
-BUDGETS = ("100%", "80%", "60%", "least")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
@@ -29,6 +27,7 @@ class Row:
 
     model: str
     mem: str
+    expandable: bool  # segments of the allocator
     budget: int
     predicted: int
     requested: int
@@ -47,7 +46,7 @@ class Row:
         return self.requested / self.predicted - 1
 
 
-def rows(case: Case, budgets: tuple[str, ...] = BUDGETS, **options: Any) -> Iterator[Row]:
+def rows(case: Case, budgets: tuple[str, ...], **options: Any) -> Iterator[Row]:
     """A row for each budget that the model fits in, in order; "least" is the smallest one."""
     for mem in budgets:
         torch._dynamo.reset()
@@ -80,6 +79,7 @@ def _row(case: Case, mem: str, compiled: Any, batch: Any) -> Row:
     return Row(
         model=case.name,
         mem=mem,
+        expandable=bool(torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"]),
         budget=plan.budget,
         predicted=plan.predicted_peak,
         requested=requested,

@@ -39,6 +39,7 @@ def claims(results: Results) -> Iterator[Claim]:
     if lost := results.get("lost"):
         yield Claim(promise="every job ends", held=False, found="; ".join(lost))
     races, mutants, memory, tests = (results.get(part) for part in ("races", "mutants", "memory", "tests"))
+    loops, attention = (results.get(part) for part in ("auto", "attention"))
     if races:
         total, racing = (sum(tally[key] for tally in races.values()) for key in ("programs", "racing"))
         yield Claim(promise="no race", held=racing == 0, found=f"{racing} of {total} programs")
@@ -47,16 +48,23 @@ def claims(results: Results) -> Iterator[Claim]:
         found = f"{len(mutants) - len(missed)} of {len(mutants)}"
         yield Claim(promise="every mutant is found", held=not missed, found="; ".join([found, *missed]))
     if memory:
-        deviations = [row["requested"] / row["predicted"] - 1 for row in memory]
+        deviations = [row["requested"] / row["predicted"] - 1 for row in memory if row["expandable"]]
         outside = sum(not LOWEST <= deviation <= 0 for deviation in deviations)
         found = f"{100 * min(deviations):+.3f} % to {100 * max(deviations):+.3f} %"
-        found += f", {outside} of {len(memory)} programs outside" if outside else f" in {len(memory)} programs"
-        promise = f"requested bytes are within {100 * LOWEST:g} % and 0 % of the prediction"
+        found += f", {outside} of {len(deviations)} programs outside" if outside else f" in {len(deviations)} programs"
+        promise = f"in expandable segments, requested bytes are within {100 * LOWEST:g} % and 0 % of the prediction"
         yield Claim(promise=promise, held=not outside, found=found)
         over = [row for row in memory if row["over"]]
         worst = max((row["over"] for row in over), default=0)
         found = f"{len(over)} of {len(memory)} over, by {worst / 2**20:.1f} MiB at most"
         yield Claim(promise="allocated bytes are within the budget", held=not over, found=found)
+    if loops:
+        cut_off = [f"{row['optimizer']} on {row['device'] / 1e6:,.0f} MB" for row in loops if row["ended"]]
+        found = f"{len(loops) - len(cut_off)} of {len(loops)} loops"
+        yield Claim(promise='training with mem="auto" lives', held=not cut_off, found="; ".join([found, *cut_off]))
+    if attention:
+        equal, cases = (sum(choices[key] for choices in attention) for key in ("equal", "cases"))
+        yield Claim(promise="attention is chosen as assumed", held=equal == cases, found=f"{equal} of {cases} calls")
     if tests:
         found = f"{tests.get('passed', 0)} passed, {tests.get('failed', 0)} failed, {tests.get('skipped', 0)} skipped"
         yield Claim(promise="tests/test_cuda.py without numbers", held=not tests.get("failed"), found=found)
@@ -64,7 +72,8 @@ def claims(results: Results) -> Iterator[Claim]:
 
 def table(results: Results) -> str:
     """All results of one release as text."""
-    return "\n".join([*_races(results), *_memory(results), *_dispatch(results), *map(str, claims(results))])
+    parts = (_races(results), _memory(results), _loops(results), _dispatch(results), map(str, claims(results)))
+    return "\n".join(line for part in parts for line in part)
 
 
 def _races(results: Results) -> Iterator[str]:
@@ -82,13 +91,24 @@ def _races(results: Results) -> Iterator[str]:
 def _memory(results: Results) -> Iterator[str]:
     if results.get("memory"):
         columns = {"mem": 6, "budget": 10, "predicted": 11, "requested": 11, "allocated": 11, "over": 8}
-        yield f"{'memory in MB':<26}" + "".join(f"{name:>{width}}" for name, width in columns.items())
+        yield f"{'memory in MB':<40}" + "".join(f"{name:>{width}}" for name, width in columns.items())
     for row in results.get("memory", ()):
         deviation = 100 * (row["requested"] / row["predicted"] - 1)
         sizes = "".join(f"{row[key] / 1e6:>{width}.1f}" for key, width in (("budget", 10), ("predicted", 11)))
         yield (
-            f"{row['model']:<26}{row['mem']:>6}{sizes}{deviation:>+9.3f} %"
+            f"{row['model']:<26}{_allocator(row):<14}{row['mem']:>6}{sizes}{deviation:>+9.3f} %"
             f"{100 * (row['allocated'] / row['predicted'] - 1):>+9.2f} %{row['over'] / 1e6:>8.1f}"
+        )
+
+
+def _loops(results: Results) -> Iterator[str]:
+    for row in results.get("auto", ()):
+        budgets = " and ".join(f"{budget / 1e6:,.0f}" for budget in row["budgets"])
+        end = f"{row['ended']} after {row['steps']} steps" if row["ended"] else f"{row['steps']} steps"
+        yield (
+            f'mem="auto", {row["optimizer"]:<6} on {row["device"] / 1e6:>7,.0f} MB: {end}; budgets {budgets} of the '
+            f"{row['keep_all'] / 1e6:,.0f} MB of keeping everything, {row['reserved'] / 1e6:,.0f} MB reserved, "
+            f"{row['retries']} retries"
         )
 
 
@@ -116,7 +136,7 @@ def markdown(record: Mapping[str, Results]) -> str:
     for promise in {promise: None for held in by_promise for promise in held}:
         cells = [held[promise].found if promise in held else "-" for held in by_promise]
         lines.append(_line(promise, cells))
-    for device in ("A100", "H100"):
+    for device in ("A100", "H100", "B200"):
         lines.append(_line(f"attention on {device} as assumed", [_chosen(record[r], device) for r in releases]))
     lines.append(_line("graphs as assumed for the H100", [_captured(record[release]) for release in releases]))
     sizes = [line for release in releases for line in _sizes(record[release], release)]
@@ -157,16 +177,18 @@ def _sizes(results: Results, release: str) -> Iterator[str]:
         return
     yield f"Memory with torch {release}, beside the prediction:"
     yield ""
-    yield "| model | mem | predicted | requested | allocated | over the budget |"
-    yield "|---|---|---|---|---|---|"
+    yield "| model | segments | mem | predicted | requested | allocated | over the budget |"
+    yield "|---|---|---|---|---|---|---|"
     for row in results["memory"]:
         requested, allocated = (100 * (row[key] / row["predicted"] - 1) for key in ("requested", "allocated"))
         over = f"{row['over'] / 2**20:.1f} MiB" if row["over"] else "no"
-        yield (
-            f"| {row['model']} | {row['mem']} | {row['predicted'] / 1e6:,.1f} MB | {requested:+.3f} % | "
-            f"{allocated:+.2f} % | {over} |"
-        )
+        sizes = f"{row['predicted'] / 1e6:,.1f} MB | {requested:+.3f} % | {allocated:+.2f} % | {over}"
+        yield f"| {row['model']} | {_allocator(row)} | {row['mem']} | {sizes} |"
     yield ""
+
+
+def _allocator(row: Mapping[str, Any]) -> str:
+    return "expandable" if row["expandable"] else "of blocks"
 
 
 def filled(page: str, record: Mapping[str, Results]) -> str:

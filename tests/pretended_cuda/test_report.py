@@ -11,7 +11,10 @@ from tests.pretended_cuda import __main__ as command
 from tests.pretended_cuda import report
 from tests.pretended_cuda.libraries import Library, version_script
 
-ROW = {"model": "gpt", "mem": "60%", "budget": 1000, "predicted": 1000, "requested": 998, "allocated": 1010}
+ROW = {"model": "gpt", "expandable": True, "mem": "60%", "budget": 1000, "predicted": 1000, "requested": 998}
+ROW |= {"allocated": 1010}
+LOOP = {"device": 10**9, "optimizer": "SGD", "steps": 20, "ended": "", "budgets": [5, 4], "keep_all": 9}
+LOOP |= {"reserved": 8, "retries": 0}
 TALLY = {
     "programs": 10,
     "steps": 30,
@@ -25,7 +28,8 @@ GOOD: dict[str, Any] = {
     "date": "2026-01-01",
     "races": {"activations": TALLY},
     "mutants": [{"name": "nothing waits", "found": True, "programs": 3}],
-    "memory": [{**ROW, "over": 0}],
+    "memory": [{**ROW, "over": 0}, {**ROW, "expandable": False, "requested": 900, "over": 0}],
+    "auto": [LOOP],
     "attention": [{"device": "A100", "cases": 264, "equal": 264, "others": {}}],
     "graphs": [{"model": "gpt", "captured": {"add": 1}, "assumed": {}}],
     "tests": {"passed": 30, "skipped": 1},
@@ -45,9 +49,11 @@ def test_the_page_has_the_table_of_the_record() -> None:
         ("races", {"activations": {**TALLY, "racing": 1}}, "no race"),
         ("mutants", [{"name": "nothing waits", "found": False}], "every mutant"),
         ("memory", [{**ROW, "over": 10}], "allocated bytes"),
-        ("memory", [{**ROW, "requested": 1001, "over": 0}], "requested bytes"),
-        ("memory", [{**ROW, "requested": 990, "over": 0}], "requested bytes"),
+        ("memory", [{**ROW, "requested": 1001, "over": 0}], "in expandable segments, requested"),
+        ("memory", [{**ROW, "requested": 990, "over": 0}], "in expandable segments, requested"),
         ("tests", {"passed": 3, "failed": 1}, "tests/test_cuda.py"),
+        ("auto", [LOOP, {**LOOP, "steps": 1, "ended": "OutOfMemoryError"}], 'training with mem="auto"'),
+        ("attention", [{"device": "A100", "cases": 264, "equal": 263, "others": {"math -> flash": 1}}], "attention"),
         ("lost", ["run_tests"], "every job"),
     ],
 )

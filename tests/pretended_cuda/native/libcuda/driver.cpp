@@ -115,6 +115,7 @@ int cuMemRelease(Address handle) {
   return 0;
 }
 
+int cuMemGetAddressRange(Address*, size_t*, Address) { return NOT_SUPPORTED; }
 int cuMemExportToShareableHandle(void*, Address, int, Address) { return NOT_SUPPORTED; }
 int cuMemImportFromShareableHandle(Address*, void*, int) { return NOT_SUPPORTED; }
 int cuMemRetainAllocationHandle(Address*, void*) { return NOT_SUPPORTED; }
