@@ -29,7 +29,7 @@ class Case:
     def made(self) -> tuple[nn.Module, tuple[Any, ...]]:
         """The model in training mode, and the batch."""
         with DEVICE:
-            return self.build().train(), self.batch()
+            return self.build().to(DEVICE).train(), self.batch()
 
 
 class Autocast(nn.Module):
