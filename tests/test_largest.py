@@ -18,7 +18,7 @@ from fxremat.what_if import PlansOfSize, largest, largest_on, sizes_that_change
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
 
-A100, H200, T4 = (DEVICES[name] for name in ("A100", "H200", "T4"))
+A100, RTX, T4 = (DEVICES[name] for name in ("A100", "RTX-4090", "T4"))
 
 
 class Mixer(nn.Module):
@@ -64,7 +64,7 @@ def least_of(plan: Any) -> int:
 
 def test_one_capture_serves_all_sizes_and_devices(captures: list[object]) -> None:
     plans = PlansOfSize(model, planned)
-    found = {(device, size): plans.at(device, size) for device in (A100, H200) for size in (2, 3, 64)}
+    found = {(device, size): plans.at(device, size) for device in (A100, RTX) for size in (2, 3, 64)}
     assert len(captures) == 1
     for (device, size), plan in found.items():
         alone = planned(*model(size), device=device, mem="100%", dynamic=False)

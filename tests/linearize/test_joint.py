@@ -10,6 +10,7 @@ from torch import fx, nn
 from benchmarks.capture import joint_graph
 from fxremat.passes.normalize import WHOLE, normalize
 from fxremat.step.batch_norm import STATISTICS, again_call, again_inputs
+from fxremat.step.cudnn_batch_norm import CUDNN
 from fxremat.step.joint import Origin, read_joint
 from tests.dags import batch, capture
 
@@ -69,8 +70,8 @@ def test_a_whole_batch_norm_runs_again_without_running_statistics() -> None:
 def test_cudnn_batch_norm_runs_again_without_running_statistics() -> None:
     graph = fx.Graph()
     x, weight, bias, mean, var = (graph.placeholder(name) for name in ("x", "weight", "bias", "mean", "var"))
-    node = graph.call_function(aten.cudnn_batch_norm.default, (x, weight, bias, mean, var, True, 0.1, 1e-5))
-    assert again_call(node)[1] == (x, weight, bias, None, None, True, 0.1, 1e-5)
+    node = graph.call_function(CUDNN, (x, weight, bias, mean, var, 0.1, 1e-5))
+    assert again_call(node)[1] == (x, weight, bias, None, None, 0.1, 1e-5)
     assert again_inputs(node) == [x, weight, bias]
 
 
