@@ -4,7 +4,7 @@
 #   make test        set up, then lint, types and the everyday tests
 #   make quick       set up, then some tests of everything: a minute once kernels are compiled
 #   make test-torch VERSION=2.15.0   the everyday tests on another release of torch, in a virtual environment of its own
-#   make pretend-cuda   what can be checked of CUDA without a GPU, on torch 2.11.0 or VERSION=2.14.1 (a quarter of an hour)
+#   make pretend-cuda   what can be checked of CUDA without a GPU, on torch 2.11.0 or VERSION=2.14.1 (twenty minutes)
 #   make test-long   set up, then the full-size tests (tens of minutes)
 #   make bench       set up, then the benchmark tables of the README and docs (about three hours)
 #   make papers      set up, then the figures of the papers, and how far the solvers are from the optimum

@@ -39,6 +39,7 @@ KINDS = {  # of racing programs: their share
     "weights on cuda:1": 0.03,
 }
 GROUPS = 6  # of models whose memory is looked at: `models.GROUPS`
+REAL_GROUPS = range(5)  # those of real sizes
 AT_ONCE = 100  # programs of a job
 MOST_MODELS = 15  # that a mutant is looked for in
 NO_WORKSPACE = {"CUDNN_WORKSPACE": 0}  # estimates know of none, and it would be most of what a small model needs
@@ -218,14 +219,9 @@ def _others(part: str) -> Iterator[Job]:
     match part:
         case "memory":
             for group in range(GROUPS):
-                for budgets, environment in ((BUDGETS, {}), (BUDGETS_IN_BLOCKS, IN_BLOCKS)):
-                    yield Job(
-                        part=part,
-                        does="look_at_memory",
-                        arguments={"group": group, "budgets": budgets},
-                        settings={"CUDA_DRY": 1},
-                        environment=environment,
-                    )
+                yield _memory(group, BUDGETS, {})
+            for group in REAL_GROUPS:
+                yield _memory(group, BUDGETS_IN_BLOCKS, IN_BLOCKS)
         case "auto":
             for size, (layers, width, length) in SIZES.items():
                 for optimizer in OPTIMIZERS:
@@ -244,6 +240,16 @@ def _others(part: str) -> Iterator[Job]:
             yield Job(part="attention", does="compare_attention", arguments={"device": "B200"}, settings=B200)
         case "tests":
             yield Job(part=part, does="run_tests", settings={**NO_WORKSPACE, "CUDA_DEVICES": 2})
+
+
+def _memory(group: int, budgets: Sequence[str], environment: dict[str, str]) -> Job:
+    return Job(
+        part="memory",
+        does="look_at_memory",
+        arguments={"group": group, "budgets": budgets},
+        settings={"CUDA_DRY": 1},
+        environment=environment,
+    )
 
 
 def outcome(job: Job, environment: Environment, folder: Path) -> Any:
