@@ -1678,7 +1678,7 @@ MISTAKES += [
     # mem="auto" leaves no room for the largest tensor
     Mistake(
         "budget.py",
-        "max(share * free, LEAST_MARGIN, largest)",
+        "max(share * free, LEAST_MARGIN, FRAGMENTS * largest)",
         "max(share * free, LEAST_MARGIN)",
         "runtime/test_auto.py::test_the_margin_is_what_the_allocator_reserves_beside_what_is_allocated",
     ),
