@@ -11,7 +11,7 @@ from fxremat.units import Auto, Budget, Bytes, Percent
 AUTO_MARGIN = 0.05  # share of the free memory that mem="auto" leaves alone, where segments are expandable
 BLOCKS_MARGIN = 0.2  # and where they are not: the allocator then reserves a tenth to a third more than is allocated
 LEAST_MARGIN = 40 * 2**20  # bytes: two segments of large blocks, as the allocator asks for them
-FRAGMENTS = 2  # times the largest tensor: what may be free on both sides of it, in pieces that are too small for it
+FRAGMENTS = 1.5  # times the largest tensor: what may be free on both sides of it, in pieces that are too small for it
 SHRUNK = 0.97  # times what was free: with less, "auto" is planned for anew
 
 
