@@ -29,6 +29,7 @@ PREFIXES = {  # of functions whose library does not version its symbols
     "cupti": "libcupti",
     "nvrtc": "libnvrtc",
 }
+OPENED = ("libnvidia-ml.so.1",)  # while torch runs, without being linked: all of their functions are in native/
 DRIVER = re.compile(r"cu(?!File)[A-Z]")
 NOT_SUPPORTED = 801  # cudaErrorNotSupported
 CUDNN = "91900"  # the version that the pretended cuDNN tells
@@ -77,7 +78,7 @@ def wanted(files: Iterable[Path]) -> list[Library]:
         soname = version if version in sonames else _soname(name, sonames)
         if soname is not None:
             found[soname][version].add(name)
-    return [Library(soname=soname, symbols=found[soname]) for soname in sorted(sonames)]
+    return [Library(soname=soname, symbols=found[soname]) for soname in (*sorted(sonames), *OPENED)]
 
 
 def _linked(file: Path) -> list[str]:
