@@ -1,4 +1,4 @@
-"""Whether a training step has the numbers of a plain one: three answers.
+"""Compare the numbers of a training step with those of a plain one: three answers.
 
     yes                        every tensor is equal, bit for bit
     as plain repeats itself    some differ, but no further than plain PyTorch differs from itself from run to run
@@ -25,7 +25,7 @@ Outcome = Mapping[str, Tensor]
 
 
 class Answer(StrEnum):
-    """Whether numbers are those of plain PyTorch."""
+    """The answer to whether numbers are those of plain PyTorch."""
 
     YES = "yes"
     AS_PLAIN = "as plain repeats itself"
@@ -34,7 +34,7 @@ class Answer(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """How one outcome differs from another."""
+    """The differences of one outcome from another."""
 
     tensors: int
     differing: int
@@ -72,7 +72,7 @@ def outcome(model: nn.Module, batch: Sequence[Tensor], seed: int = 7) -> dict[st
 
 
 def difference(ours: Outcome, plain: Outcome) -> Difference:
-    """How far two outcomes are apart. A tensor that only one of them has, or of another shape, is infinitely far."""
+    """Return how far two outcomes are apart. A tensor that only one of them has, or of another shape, is infinitely far."""
     apart = {name: _relative(ours, plain, name) for name in {**plain, **ours} if not _equal(ours, plain, name)}
     where = max(apart, key=lambda name: apart[name], default="")
     return Difference(

@@ -1,4 +1,4 @@
-"""What to look at in the first hour with a CUDA device, part by part: a table and a JSON each, within minutes.
+"""Measure in the first hour with a CUDA device, part by part: a table and a JSON each, within minutes.
 
     python -m benchmarks.gpu_first_hour facts        what torch does here: kernels, workspaces, blocks, links
     python -m benchmarks.gpu_first_hour memory       predicted peaks and times beside real ones

@@ -31,7 +31,7 @@ def bytes_of(budget: Budget, keep_all: int, device: torch.device, largest: int) 
 
 
 def free_bytes(device: torch.device, largest: int) -> int:
-    """What a CUDA device has free now, the allocator's own reserve included, less a margin.
+    """Return what a CUDA device has free now, the allocator's own reserve included, less a margin.
 
     Args:
         largest: bytes of the step's largest tensor: what is free in places that are smaller helps it nothing.

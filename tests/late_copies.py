@@ -161,7 +161,7 @@ class Stream:
 
 
 class Event:
-    """What stands for `torch.cuda.Event`."""
+    """The stand-in for `torch.cuda.Event`."""
 
     def __init__(self, device: Device) -> None:
         self.stream, self.passed, self.seen = device.compute, True, 0
@@ -171,7 +171,7 @@ class Event:
         stream.record(self)
 
     def query(self) -> bool:
-        """Whether it has passed."""
+        """Tell whether it has passed."""
         return self.passed
 
     def hold(self) -> None:
@@ -253,7 +253,7 @@ class _Torch:
 
 
 class _Cuda:
-    """What `fxremat.host.pinned` uses of `torch.cuda`."""
+    """The part of `torch.cuda` that `fxremat.host.pinned` uses."""
 
     def __init__(self, device: Device) -> None:
         self._device = device

@@ -1,4 +1,4 @@
-"""What torch really does on this device, where plans and estimates assume something.
+"""Facts of what torch does on this device, where plans and estimates assume something.
 
     attention, BatchNorm    the kernels that are chosen by type and shape
     workspaces              what matrix products allocate at their first call in a thread or on a stream

@@ -34,7 +34,7 @@ Measure = Callable[[], Row]
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """How a field of a row is printed: at the right end of `width` columns, or, if that is 0, after two blanks."""
+    """A field of a row as it is printed: at the right end of `width` columns, or, if that is 0, after two blanks."""
 
     name: str
     text: Callable[[Row], str]
@@ -68,7 +68,7 @@ def line(case: str, row: Row, columns: Sequence[Column], width: int = 26) -> str
 
 
 def conditions(size: str) -> dict[str, Any]:
-    """What a reader needs to judge the rows, and what rows must have in common to stand in one table."""
+    """Return what a reader needs to judge the rows, and what rows must have in common to stand in one table."""
     return {
         **report.machine(),
         "cudnn": torch.backends.cudnn.version(),
@@ -131,7 +131,7 @@ class Results:
         return [self.rows[case] for case in cases]
 
     def has(self, case: str) -> bool:
-        """Whether the case was measured, and did not fail."""
+        """Tell whether the case was measured, and did not fail."""
         return case in self.rows and "failed" not in self.rows[case]
 
     def write(self) -> None:

@@ -48,7 +48,7 @@ def compiled(model: nn.Module, batch: Batch, mem: str | int, **options: Any) -> 
 
 
 def peaks(model: nn.Module, batch: Batch, steps: int = 3) -> Peaks:
-    """What the first and the last of some steps allocate."""
+    """Bytes that the first and the last of some steps allocate."""
     torch.cuda.empty_cache()  # of what ran before
     allocated = []
     retries = torch.cuda.memory_stats().get("num_alloc_retries", 0)
@@ -86,7 +86,7 @@ def over(size: int, budget: int) -> float:
 
 
 def percent(size: float, of: float) -> float:
-    """How much larger, in percent.
+    """Return how much larger, in percent.
 
     >>> percent(102, 100)
     2.0

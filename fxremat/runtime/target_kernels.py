@@ -79,7 +79,7 @@ def kernels_of(device: Device) -> Iterator[None]:
 def _takes_cudnn(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float, device: Device
 ) -> bool:
-    """Whether PyTorch takes cuDNN's attention: `can_use_cudnn_attention` of aten's cuda/sdp_utils.cpp."""
+    """Tell whether PyTorch takes cuDNN's attention: `can_use_cudnn_attention` of aten's cuda/sdp_utils.cpp."""
     if device.cudnn_attention is None or query.dtype not in HALF or query.dim() != 4 or key.shape[-2] == 1:
         return False
     if mask is not None and mask.requires_grad:

@@ -135,7 +135,7 @@ def _captured(
     momentum: float,
     eps: float,
 ) -> tuple[Tensor, ...]:
-    """What `aten.cudnn_batch_norm` does, by ops of which the graph knows what they write."""
+    """Do what `aten.cudnn_batch_norm` does, by ops of which the graph knows what they write."""
     if not training:
         assert mean is not None  # else PyTorch would not have taken cuDNN's
         assert var is not None

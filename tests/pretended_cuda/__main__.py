@@ -60,7 +60,7 @@ SIZES = {  # bytes of a device: layers, width and length of what is trained ther
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What one process does: a function of `DOES` and its arguments."""
+    """The work of one process: a function of `DOES` and its arguments."""
 
     part: str  # of the record
     does: str
@@ -113,7 +113,7 @@ def find_mutants() -> list[dict[str, Any]]:
 
 
 def _first_race(kind: str) -> tuple[int, str | None]:
-    """How many programs were run, and the race in the last of them; None where none has one."""
+    """Return how many programs were run, and the race in the last of them; None where none has one."""
     count = 0
     for seed in range(MOST_MODELS):
         for tally in _programs(kind, seed):
@@ -253,7 +253,7 @@ def _memory(group: int, budgets: Sequence[str], environment: dict[str, str]) -> 
 
 
 def outcome(job: Job, environment: Environment, folder: Path) -> Any:
-    """What a job returns, from a process of its own; where it fails, None, and its last lines are printed."""
+    """Return what a job returns, from a process of its own; where it fails, None, and its last lines are printed."""
     target = Path(tempfile.mkstemp(suffix=".json", dir=folder)[1])
     variables = environment.variables(**job.settings) | job.environment | {"FXREMAT_CACHE": str(folder / "costs")}
     began = time.perf_counter()

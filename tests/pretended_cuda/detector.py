@@ -169,7 +169,7 @@ def merge(clock: Clock, other: Clock) -> None:
 
 
 def counted(entries: np.ndarray, *kinds: Kind) -> int:
-    """How many entries are of these kinds."""
+    """Count the entries of these kinds."""
     return int(np.isin(entries["kind"], kinds).sum())
 
 

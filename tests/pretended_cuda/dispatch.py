@@ -1,4 +1,4 @@
-"""What torch's CUDA build chooses and captures, against what `cost="estimate"` assumes of the same device.
+"""Compare what torch's CUDA build chooses and captures with what `cost="estimate"` assumes of the same device.
 
     attention     which kernel scaled_dot_product_attention takes, for types, widths, masks, and shared keys
     graphs        the ops of a step that is captured on the device, and of one that is captured on the CPU for it
@@ -96,7 +96,7 @@ class _Ops(TorchDispatchMode):
 
 @dataclass(frozen=True, kw_only=True)
 class Choices:
-    """How many kernels are chosen as assumed."""
+    """The number of kernels that are chosen as assumed."""
 
     device: str
     cases: int

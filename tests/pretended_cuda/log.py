@@ -1,4 +1,4 @@
-"""What the pretended runtime has logged, and what Python adds to it.
+"""The log of the pretended runtime, and what Python adds to it.
 
     log.start()
     log.read(x), log.write(y)     on the current stream of the tensor's device; by the thread for pinned memory
@@ -41,7 +41,7 @@ ENTRY = np.dtype(
 
 
 class Kind(IntEnum):
-    """What an entry says; the first eight are the runtime's (native/libcudart/pretended.h)."""
+    """The kind of an entry; the first eight are the runtime's (native/libcudart/pretended.h)."""
 
     LAUNCH = 1
     COPY = 2  # first: target, second: source
@@ -164,7 +164,7 @@ log = Log()
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a strided one with elements and memory."""
+    """Tell whether a tensor is a strided one with elements and memory."""
     return (
         tensor.layout is torch.strided and tensor.numel() > 0 and tensor.untyped_storage().nbytes() > 0
     )

@@ -87,7 +87,7 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 
 
 def _crosses(first: torch.Tensor, second: Any, kwargs: Any) -> bool:
-    """Whether a copy's ends are on different devices."""
+    """Tell whether a copy's ends are on different devices."""
     other = second.device if isinstance(second, torch.Tensor) else kwargs.get("device")
     return other is not None and torch.device(other).type != first.device.type
 

@@ -1,4 +1,4 @@
-"""What torch's caching allocator counts while a planned step runs, against what the plan predicts.
+"""Compare what torch's caching allocator counts while a planned step runs with what the plan predicts.
 
     requested     bytes that tensors and workspaces ask for: what the memory model of fxremat is about
     allocated     bytes of the blocks that they get: torch.cuda.max_memory_allocated

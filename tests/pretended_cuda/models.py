@@ -290,4 +290,4 @@ def _benchmark(name: str) -> Case:
 
 
 GROUPS = (*((case,) for case in REAL), tuple(_benchmark(name) for name in models.ALL))
-"""What one process looks at; `__main__.GROUPS` of them."""
+"""The models that one process looks at; `__main__.GROUPS` of them."""

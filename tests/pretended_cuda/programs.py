@@ -54,7 +54,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Tally:
-    """What was run, and the races that were found."""
+    """Counts of what was run, and the races that were found."""
 
     programs: int = 0
     steps: int = 0
@@ -252,7 +252,7 @@ def _stream(draw: random.Random, device: torch.device) -> Iterator[None]:
 
 
 class Outcome:
-    """What the steps of a program left in the log."""
+    """The part of the log that the steps of a program left."""
 
     def __init__(self) -> None:
         self.steps = self.failed = 0

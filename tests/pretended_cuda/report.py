@@ -35,7 +35,7 @@ class Claim:
 
 
 def claims(results: Results) -> Iterator[Claim]:
-    """What has to hold of the parts that were run."""
+    """Yield what has to hold of the parts that were run."""
     if lost := results.get("lost"):
         yield Claim(promise="every job ends", held=False, found="; ".join(lost))
     races, mutants, memory, tests = (results.get(part) for part in ("races", "mutants", "memory", "tests"))
