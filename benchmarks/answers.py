@@ -72,7 +72,7 @@ def outcome(model: nn.Module, batch: Sequence[Tensor], seed: int = 7) -> dict[st
 
 
 def difference(ours: Outcome, plain: Outcome) -> Difference:
-    """Return how far two outcomes are apart. A tensor that only one of them has, or of another shape, is infinitely far."""
+    """Compare two outcomes. A tensor that only one of them has, or that has another shape, is infinitely far apart."""
     apart = {name: _relative(ours, plain, name) for name in {**plain, **ours} if not _equal(ours, plain, name)}
     where = max(apart, key=lambda name: apart[name], default="")
     return Difference(

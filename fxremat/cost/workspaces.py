@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
+from fxremat.cost.estimate import CONVOLUTIONS
 from fxremat.step.joint import Joint
 from fxremat.torch_private import real_tensors
 
 log = logging.getLogger(__name__)
-CONVOLUTIONS = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default)
 
 
 def make_workspaces(device: torch.device) -> None:
@@ -38,7 +38,7 @@ def warn_of_trials(joint: Joint, device: torch.device) -> None:
     """
     if device.type != "cuda" or not (torch.backends.cudnn.enabled and torch.backends.cudnn.benchmark):
         return
-    if any(op.node.target in CONVOLUTIONS for op in joint.ops):
+    if any(getattr(op.node.target, "overloadpacket", None) in CONVOLUTIONS for op in joint.ops):
         log.warning(
             "torch.backends.cudnn.benchmark is on: cuDNN tries its kernels for convolutions in the first step, which "
             "may then take more than mem; later steps may run other kernels than were measured. Switch it off where "

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 import fxremat
+from fxremat.torch_private import allocates_in_expandable_segments
 from tests.pretended_cuda.models import DEVICE, LanguageModel
 
 STEPS = 20
@@ -56,7 +57,7 @@ def trained(optimizer: str, layers: int, width: int, length: int) -> Row:
     return Row(
         device=torch.cuda.mem_get_info()[1],
         optimizer=optimizer,
-        expandable=bool(torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"]),
+        expandable=allocates_in_expandable_segments(),
         steps=done,
         ended=ended,
         budgets=list(budgets),

@@ -18,6 +18,7 @@ import torch
 
 import fxremat
 from benchmarks import meter
+from fxremat.torch_private import allocates_in_expandable_segments
 from tests.pretended_cuda.models import Case
 
 
@@ -79,7 +80,7 @@ def _row(case: Case, mem: str, compiled: Any, batch: Any) -> Row:
     return Row(
         model=case.name,
         mem=mem,
-        expandable=bool(torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"]),
+        expandable=allocates_in_expandable_segments(),
         budget=plan.budget,
         predicted=plan.predicted_peak,
         requested=requested,
