@@ -14,6 +14,7 @@ from fxremat.cost.estimate import Device
 from fxremat.plans import Plan
 from fxremat.show import text as description
 from fxremat.show.tree import ranges
+from fxremat.units import format_bytes
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
 
@@ -85,6 +86,22 @@ def test_every_line_is_at_most_a_hundred_columns(name: str, options: dict[str, o
         assert len(plan.headline.splitlines()) == 1
         assert plan.lower_bound <= plan.predicted_time * (1 + 1e-9)
         assert plan.lower_bound >= plan.keep_all_time * (1 - 1e-9)
+
+
+class HeavierCaptured(nn.Module):
+    """Runs other code in captured graphs than in eager mode, as libraries do for some models."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = 8 if torch.compiler.is_compiling() else 1
+        return x.repeat(wide, 1).sin().exp().sum()
+
+
+def test_it_says_what_a_percentage_refers_to() -> None:
+    x = torch.ones(64, 8, requires_grad=True)
+    plan = fxremat.plan(HeavierCaptured(), (x,), mem="100%", cost="estimate", effort=0)
+    everything = format_bytes(plan.keep_all_peak)
+    assert plan.keep_all_peak > 8 * x.nbytes
+    assert f"of the {everything} of keeping everything in the captured graph" in " ".join(str(plan).split())
 
 
 def test_alike_modules_share_a_line() -> None:

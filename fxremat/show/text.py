@@ -232,7 +232,7 @@ def facts(plan: PlannedStep, tree: ModuleNode, *, exact: bool = True) -> Iterato
 
 def _peak(plan: PlannedStep) -> str:
     share = format_ratio(plan.predicted_peak, plan.keep_all_peak, ".1%")
-    whole = f"{share} of the {format_bytes(plan.keep_all_peak)} of keeping everything"
+    whole = f"{share} of the {format_bytes(plan.keep_all_peak)} of keeping everything in the captured graph"
     many = plan.gradient_bytes >= _FEW_BYTES * plan.predicted_peak > 0
     gradients = f"; {format_bytes(plan.gradient_bytes)} of it are gradients to return" if many else ""
     return f"{format_bytes(plan.predicted_peak)}, {whole}{gradients}"
