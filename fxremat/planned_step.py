@@ -198,7 +198,10 @@ class PlannedStep:
     def graphs(self) -> tuple[fx.GraphModule, fx.GraphModule]:
         """The forward and the backward graph."""
         return lower(
-            self.program, self.tier.name if self.tier else "", self.weights.handles if self.weights else None
+            self.program,
+            self.tier.name if self.tier else "",
+            self.weights.handles if self.weights else None,
+            fresh=self.running.costs.fresh,
         )
 
     @property

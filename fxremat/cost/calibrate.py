@@ -175,7 +175,8 @@ class _Made:
         if alone and not has_room(program, costs, inputs):
             return None
         joint = program.layout.joint
-        return cls(joint, given_inputs(joint, inputs), *(runnable(graph) for graph in lower(program)))
+        graphs = lower(program, fresh=costs.fresh)
+        return cls(joint, given_inputs(joint, inputs), *map(runnable, graphs))
 
     @property
     def device(self) -> torch.device:

@@ -61,10 +61,14 @@ ATTENTION = {  # what CUDA's attention kernels are called
 CONVOLUTIONS = (torch.ops.aten.convolution, torch.ops.aten.convolution_backward)
 
 
-def estimate(joint: Joint, device: Device) -> Costs:
-    """The roofline cost of every op. O(ops); nothing is run, no memory is taken."""
+def estimate(joint: Joint, device: Device, fresh: frozenset[int] = frozenset()) -> Costs:
+    """Estimate every op by a roofline. O(ops); nothing is run, no memory is taken.
+
+    Args:
+        fresh: ops that make a new result where they might overwrite an operand.
+    """
     allocator = torch.device("cuda" if device.cuda else "cpu")
-    return costs_from(joint, [cost_of(op, joint, device) for op in joint.ops], allocator)
+    return costs_from(joint, [cost_of(op, joint, device) for op in joint.ops], allocator, fresh)
 
 
 def assumptions(joint: Joint, device: Device) -> str:

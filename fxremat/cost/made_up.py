@@ -15,6 +15,7 @@ from torch import fx
 
 from fxremat.step.costs import attribute
 from fxremat.step.joint import is_number
+from fxremat.step.overwriting import called
 
 aten = torch.ops.aten
 
@@ -33,8 +34,12 @@ class Call:
         return self.target(*self.args, **self.kwargs)
 
 
-def call_of(node: fx.Node) -> Call:
-    """A call of a node's op on made-up tensors of the layouts that the node reads."""
+def call_of(node: fx.Node, *, fresh: bool = False) -> Call:
+    """A call of a node's op on made-up tensors of the layouts that the node reads.
+
+    Args:
+        fresh: it makes a new result where it might overwrite an operand.
+    """
     made: dict[fx.Node, Any] = {}
 
     def real(parent: fx.Node) -> Any:
@@ -42,9 +47,8 @@ def call_of(node: fx.Node) -> Call:
             made[parent] = value_like(parent, _index_limit(node))
         return made[parent]
 
-    arguments = fx.node.map_arg(node.args, real)
-    options = fx.node.map_arg(node.kwargs, real)
-    return Call(node.target, arguments, options)
+    target, args, kwargs = called(node, fresh=fresh)
+    return Call(target, fx.node.map_arg(args, real), fx.node.map_arg(kwargs, real))
 
 
 def value_like(node: fx.Node, index_limit: int = 1) -> Any:

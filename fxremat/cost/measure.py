@@ -9,9 +9,9 @@ Ops with equal keys (op, constants, shapes, strides, dtypes) are measured once, 
 Time is the median of a few runs after a warm-up. The workspace is the allocator's peak inside the op beyond the
 storages that it leaves, from the allocator's own events.
 
-The walk also sees the real layouts: a backward op that was made to overwrite its operand (`passes.in_place`) is
-taken back where the operand's layout is not that of the new result; and where a view is impossible, the step has to be
-traced again (`LayoutsDiffer`).
+The walk also sees the real layouts: a backward op that may overwrite its operand (`passes.in_place`) makes a new result
+where the operand's layout is not that of this (`Costs.fresh`); and where a view is impossible, the step has to be
+traced again (`LayoutsDiffer`). The joint graph is read, and never changed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import logging
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -39,13 +39,12 @@ from fxremat.cost.layouts import LayoutsDiffer, Strides, key_of, otherwise_than_
 from fxremat.cost.made_up import Call, call_of
 from fxremat.cost.walk import Walk, given_inputs
 from fxremat.errors import FxrematError
-from fxremat.passes.in_place import restore, with_new_result
 from fxremat.progress import progress
 from fxremat.step.batch_norm import STATISTICS
 from fxremat.step.collectives import is_collective
-from fxremat.step.costs import Costs, OpCost, costs_from, device_of, op_key, rounded
+from fxremat.step.costs import Costs, OpCost, costs_from, device_of, op_key, op_keys, rounded
 from fxremat.step.joint import Joint, Op, storage_bytes
-from fxremat.step.overwriting import overwritten
+from fxremat.step.overwriting import PLACE, called, overwriting, overwritten
 from fxremat.step.region import Region, laid_out
 from fxremat.torch_private import allocations, is_real, real_tensors, unprofiled
 
@@ -67,8 +66,6 @@ def measure(
 ) -> Costs:
     """Measure every distinct op of a joint graph. A few seconds for a GPT of 12 layers, nothing from the cache.
 
-    Ops that overwrite an operand of another layout than their result's are put back in `joint` (see `in_place`).
-
     Args:
         inputs: what the captured graph was called with, in its order.
         order: gives the ops to run, in which the step fits into memory; None: each once, as captured.
@@ -83,16 +80,15 @@ def measure(
     layouts = f"layouts {_digest(joint)}"
     refused = _refused(cache, layouts)
     unchecked = any(ranks.gathered(refused is None, "comparing layouts"))
-    if not unchecked:
-        _put_back(joint, _of_all(ranks, refused or ()))
-    missing = _of_all(ranks, _missing(joint, cache))
+    fresh = frozenset[int]() if unchecked else frozenset(_of_all(ranks, refused or ()))
+    missing = _of_all(ranks, _missing(joint, cache, fresh))
     if unchecked or missing:
-        walk = partial(_measure, joint, inputs, order, device, cache, layouts, missing, ranks)
-        differing = ranks.together("measuring", lambda: unprofiled(walk), meeting=True)
+        walk = partial(_measure, joint, inputs, order, device, cache, layouts, missing, fresh, ranks)
+        differing, fresh = ranks.together("measuring", lambda: unprofiled(walk), meeting=True)
         cache.save()
         _check_views(ranks.gathered(differing, "comparing layouts"))
-        _put_back(joint, _of_all(ranks, _refused(cache, layouts) or ()))
-    by_op = _agreed(ranks, [cache.op(op_key(op.node)) for op in joint.ops])
+        fresh = frozenset(_of_all(ranks, sorted(fresh)))
+    by_op = _agreed(ranks, [*map(cache.op, op_keys(joint, fresh))])
     by_op = [
         cost or (OpCost(0.0, UNBOUNDED) if isinstance(op.node.target, Region) else None)
         for op, cost in zip(joint.ops, by_op, strict=True)
@@ -103,7 +99,7 @@ def measure(
         by_op = [
             cost or cost_of(op, joint, rough, safe=True) for op, cost in zip(joint.ops, by_op, strict=True)
         ]
-    return costs_from(joint, [cost for cost in by_op if cost is not None], device)
+    return costs_from(joint, [cost for cost in by_op if cost is not None], device, fresh)
 
 
 def known_costs(joint: Joint, rate: float = 1.0) -> Costs:
@@ -126,27 +122,26 @@ def known_costs(joint: Joint, rate: float = 1.0) -> Costs:
     return costs_from(joint, [cache.op(op_key(op.node)) or estimated(op) for op in joint.ops], device)
 
 
-def trust_known_layouts(joint: Joint) -> None:
-    """Let no backward op overwrite its operand, unless an earlier walk has seen the layouts; nothing is run."""
+def fresh_as_known(joint: Joint) -> frozenset[int]:
+    """The ops that must make new results: all, unless an earlier walk has seen the layouts; nothing is run."""
     refused = _refused(CostCache.of_device(device_of(joint)), f"layouts {_digest(joint)}")
-    _put_back(joint, range(len(joint.ops)) if refused is None else refused)
+    return _overwriting(joint, range(len(joint.ops)) if refused is None else refused)
 
 
 def _refused(cache: CostCache, layouts: str) -> list[int] | None:
-    """The ops whose overwriting an earlier walk took back; None where there was none."""
+    """The ops that make a new result, as an earlier walk has found; None where there was none."""
     numbers = cache.numbers(layouts)
     return None if numbers is None else [int(number) - 1 for number in numbers[1:]]
 
 
-def _keep_refused(cache: CostCache, layouts: str, refused: Sequence[int]) -> None:
-    cache.keep(layouts, [1.0, *(float(index + 1) for index in refused)])  # numbers above 0, as all that are kept
+def _keep_refused(cache: CostCache, layouts: str, refused: Iterable[int]) -> None:
+    cache.keep(layouts, [1.0, *(float(index + 1) for index in sorted(refused))])  # numbers above 0
 
 
-def _missing(joint: Joint, cache: CostCache) -> list[int]:
+def _missing(joint: Joint, cache: CostCache, fresh: Set[int]) -> list[int]:
     """The first ops of every kind whose cost is not known; links between ranks are measured by every process."""
     first: dict[str, int] = {}
-    for op in joint.ops:
-        key = op_key(op.node)
+    for op, key in zip(joint.ops, op_keys(joint, fresh), strict=True):
         if _is_unknown(op, key, cache):
             first.setdefault(key, op.index)
     return list(first.values())
@@ -164,11 +159,9 @@ def _of_all(ranks: Agreement, ops: Sequence[int]) -> list[int]:
     return sorted(set().union(*map(set, ranks.gathered(list(ops), "comparing what is to be measured"))))
 
 
-def _put_back(joint: Joint, ops: Iterable[int]) -> None:
-    """Let these ops make new results."""
-    for index in ops:
-        if overwritten(joint.ops[index].node) is not None:
-            restore(joint.ops[index].node)
+def _overwriting(joint: Joint, ops: Iterable[int]) -> frozenset[int]:
+    """Those of some ops that may overwrite an operand."""
+    return frozenset(index for index in ops if overwritten(joint.ops[index].node) is not None)
 
 
 def _agreed(ranks: Agreement, costs: Sequence[OpCost | None]) -> list[OpCost | None]:
@@ -189,7 +182,7 @@ def _slowest(mine: OpCost | None, others: Sequence[OpCost | None]) -> OpCost | N
 
 def _digest(joint: Joint) -> str:
     """Equal for graphs whose real layouts are equal: the same ops on inputs of the same layouts."""
-    ops = "\n".join(f"{op.node.target} {op.reads} {op_key(op.node)}" for op in joint.ops)
+    ops = "\n".join(f"{called(op.node)[0]} {op.reads} {op_key(op.node)}" for op in joint.ops)
     return hashlib.sha256(ops.encode()).hexdigest()
 
 
@@ -224,26 +217,37 @@ def _measure(
     cache: CostCache,
     layouts: str,
     missing: Sequence[int],
+    fresh: frozenset[int],
     ranks: Agreement,
-) -> dict[str, tuple[str, Strides]]:
-    """Measure what is missing. Returns layouts that make a traced view impossible, with the names of their ops."""
-    wanted = {op_key(joint.ops[index].node): joint.ops[index] for index in missing}
+) -> tuple[dict[str, tuple[str, Strides]], frozenset[int]]:
+    """Measure what is missing.
+
+    Args:
+        fresh: ops that are known to make new results.
+
+    Returns:
+        layouts that make a traced view impossible, with the names of their ops; and the ops that make new results.
+    """
+    keys = op_keys(joint, fresh)
+    wanted = {keys[index]: joint.ops[index] for index in missing}
     todo = range(len(wanted))
     with contextlib.closing(progress(todo, "measuring ops", total=len(todo))) as bar, quiet_world(device):
         if not any(isinstance(value, torch.Tensor) and not is_real(value) for value in inputs):
             raise_clocks(device)
             ops = range(len(joint.ops)) if order is None else order()
             walk = Walk(joint, given_inputs(joint, inputs), ops)
-            visitor = _Visitor(joint, walk, device, cache, bar, wanted, ranks)
+            visitor = _Visitor(joint, walk, device, cache, bar, wanted, fresh, ranks)
             ended = _walked(visitor, alone=len(ranks.ranks) == 1)
             if visitor.differing and (walk.impossible_views or not ended):
-                return visitor.differing
+                return visitor.differing, fresh
+            fresh = frozenset(visitor.fresh)
             if ended:
-                _keep_refused(cache, layouts, visitor.refused)
-        for op in [joint.ops[index] for index in _missing(joint, cache)]:
-            _alone(op_key(op.node), op, device, cache)
+                _keep_refused(cache, layouts, fresh)
+        keys = op_keys(joint, fresh)
+        for index in _missing(joint, cache, fresh):
+            _alone(keys[index], joint.ops[index], device, cache, fresh=index in fresh)
             next(bar, None)
-    return {}
+    return {}, fresh
 
 
 def raise_clocks(device: torch.device, seconds: float = RISE_SECONDS) -> None:
@@ -290,20 +294,21 @@ class _Visitor:
         cache: CostCache,
         bar: Any,
         wanted: dict[str, Op],
+        fresh: Set[int],
         ranks: Agreement,
     ) -> None:
         self.joint, self.walk, self.device, self.cache, self.bar = joint, walk, device, cache, bar
         self.ranks = ranks
         self.wanted = wanted  # by key; what has been measured is not any more
-        self.refused: list[int] = []
-        self.checked: set[int] = set()
+        self.fresh = set(fresh)  # ops that make a new result where they might overwrite an operand
+        self.checked: set[int] = set()  # those of the others that may overwrite
         self.differing: dict[str, tuple[str, Strides]] = {}  # ops whose results lie otherwise than shown, by `key_of`
 
     def __call__(self, op: Op, call: Call) -> Any:
         if is_collective(op.node):
             self.ranks.meet("measuring")
-        if overwritten(op.node) is not None and op.index not in self.checked:
-            call = self._checked(op, call)
+        if overwritten(op.node) is not None and op.index not in self.fresh:
+            call = self._overwriting(op, call)
         if isinstance(op.node.target, Region):
             self._check_alone(op, op.node.target, call)
         result = self._result(op, call)
@@ -312,10 +317,11 @@ class _Visitor:
         return result
 
     def _result(self, op: Op, call: Call) -> Any:
-        key = op_key(op.node)
+        fresh = op.index in self.fresh
+        key = op_key(op.node, fresh=fresh)
         if self.wanted.pop(key, None) is None and not _is_unknown(op, key, self.cache):
             return call()
-        cost, result = measured(op.node, call, self.device)
+        cost, result = measured(op.node, call, self.device, fresh=fresh)
         self.cache.keep_op(key, cost)
         if is_collective(op.node):
             _measured_here.add(key)
@@ -329,28 +335,34 @@ class _Visitor:
             if self.walk.shares(call.args[place], besides=self.joint.value_of[inputs[place]]):
                 region.give_up("an input that it may overwrite shares its storage")
 
-    def _checked(self, op: Op, call: Call) -> Call:
-        """The call, which makes a new result after all where it would have another layout than the operand."""
+    def _overwriting(self, op: Op, call: Call) -> Call:
+        """The call that overwrites its operand, or the same where a new result is needed."""
+        if op.index not in self.checked and not self._bears_it(op, call):
+            self.fresh.add(op.index)
+            return call
         self.checked.add(op.index)
-        captured = Call(*with_new_result(op.node, call.args, call.kwargs))
-        operand, made = call.args[0], captured()
+        return Call(*overwriting(call.target, op.node.meta[PLACE], call.args, call.kwargs))
+
+    def _bears_it(self, op: Op, call: Call) -> bool:
+        """Tell whether a new result would lie as the operand does, whose storage nothing else has."""
+        operand, made = call.args[op.node.meta[PLACE]], call()
         whole = operand.untyped_storage().nbytes() == operand.nbytes
         alike = (operand.shape, operand.stride(), operand.dtype) == (made.shape, made.stride(), made.dtype)
         taken = overwritten(op.node)
         assert taken is not None
-        if whole and alike and not self.walk.shares(operand, besides=self.joint.value_of[taken]):
-            return call
-        restore(op.node)
-        self.refused.append(op.index)
-        return captured
+        return whole and alike and not self.walk.shares(operand, besides=self.joint.value_of[taken])
 
 
-def measured(node: fx.Node, call: Call, device: torch.device) -> tuple[OpCost, Any]:
-    """What a call costs, and its result. It runs five times or more; one that overwrites its operand does so once."""
+def measured(node: fx.Node, call: Call, device: torch.device, *, fresh: bool = False) -> tuple[OpCost, Any]:
+    """Measure a call, and return its result too. It runs five times or more; one that overwrites its operand does once.
+
+    Args:
+        fresh: the call makes a new result where it might overwrite an operand.
+    """
     fixed = is_collective(node)
     if isinstance(node.target, Region):
         return _region_measured(node.target, call, device)
-    if overwritten(node) is None:
+    if fresh or overwritten(node) is None:
         seconds = seconds_of(_in_step(call), device, fixed=fixed)
         largest = fullest(node, call)
         peak, result = peak_of(largest, device)
@@ -431,21 +443,22 @@ def _cost(seconds: float, peak: int, result: Any, device: torch.device, *, new: 
     return OpCost(seconds, max(0, peak - (sum(outputs) if new else 0)), outputs)
 
 
-def _alone(key: str, op: Op, device: torch.device, cache: CostCache) -> None:
+def _alone(key: str, op: Op, device: torch.device, cache: CostCache, *, fresh: bool) -> None:
     """Measure an op on made-up data, if it bears that."""
-    cost = alone(op.node, device)
+    cost = alone(op.node, device, fresh=fresh)
     if cost is not None:
         cache.keep_op(key, cost)
 
 
-def alone(node: fx.Node, device: torch.device, *, timed: bool = True) -> OpCost | None:
+def alone(node: fx.Node, device: torch.device, *, timed: bool = True, fresh: bool = False) -> OpCost | None:
     """What an op takes on made-up data; None where it does not bear that. To be called in a `quiet_world`.
 
     Args:
         timed: look at the clock, too, for which it runs several times; else it runs once, in 0 seconds.
+        fresh: let it make a new result where it might overwrite an operand.
     """
     try:
-        call = call_of(node)
+        call = call_of(node, fresh=fresh)
         seconds = seconds_of(_in_step(call), device, fixed=is_collective(node)) if timed else 0.0
         peak, result = peak_of(call, device)
     except FxrematError:
@@ -457,7 +470,7 @@ def alone(node: fx.Node, device: torch.device, *, timed: bool = True) -> OpCost 
     except Exception as error:
         log.debug("%s cannot be measured alone: %s: %s", node.target, type(error).__name__, error)
         return None
-    new = overwritten(node) is None and not isinstance(node.target, Region)
+    new = (fresh or overwritten(node) is None) and not isinstance(node.target, Region)
     return _cost(seconds, peak, result, device, new=new)
 
 

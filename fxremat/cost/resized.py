@@ -10,7 +10,7 @@ What one run took is remembered by the process, for each environment (`cost.envi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import replace
 from weakref import WeakKeyDictionary
 
@@ -46,10 +46,10 @@ def resized(joint: Joint, known: Joint, costs: Costs) -> Costs:
         for op in known.ops
         if grown[op.index] or by_op[op.index].workspace > FEW or not _as_shown(op, known, costs, device)
     ]
-    for index, cost in unprofiled(lambda: _run(joint, unknown, device)).items():
+    for index, cost in unprofiled(lambda: _run(joint, unknown, device, costs.fresh)).items():
         safe = cost or cost_of(joint.ops[index], joint, rough, safe=True)
         by_op[index] = replace(safe, seconds=by_op[index].seconds)
-    return costs_from(joint, by_op, device)
+    return costs_from(joint, by_op, device, costs.fresh)
 
 
 def _estimates(joint: Joint, device: Device) -> Sequence[OpCost]:
@@ -60,24 +60,28 @@ def _estimates(joint: Joint, device: Device) -> Sequence[OpCost]:
 
 def _workspace(op: Op, costs: Costs) -> int:
     """What an op took beyond what it reads and writes; one that overwrites is accounted with less by its result."""
-    taken = costs.sizes.values[op.writes[0]] if overwritten(op.node) is not None else 0
+    taken = costs.sizes.values[op.writes[0]] if _overwrites(op, costs) else 0
     return costs.sizes.workspace[op.index] + taken
+
+
+def _overwrites(op: Op, costs: Costs) -> bool:
+    return overwritten(op.node) is not None and op.index not in costs.fresh
 
 
 def _as_shown(op: Op, joint: Joint, costs: Costs, device: torch.device) -> bool:
     """Whether the op left what its outputs' shapes need, no more."""
     shown = [rounded(joint.values[value].bytes, device) for value in op.writes]
-    return overwritten(op.node) is not None or shown == [costs.sizes.values[value] for value in op.writes]
+    return _overwrites(op, costs) or shown == [costs.sizes.values[value] for value in op.writes]
 
 
-def _run(joint: Joint, ops: list[int], device: torch.device) -> dict[int, OpCost | None]:
+def _run(joint: Joint, ops: list[int], device: torch.device, fresh: Set[int]) -> dict[int, OpCost | None]:
     """What each of these ops takes, from one run of each distinct one; None for what cannot run alone."""
     where, found = name_of(environment(device)), {}
     with quiet_world(device):
         for index in ops:
             node = joint.ops[index].node
-            key = (where, op_key(node))
-            if key not in _took and (cost := alone(node, device, timed=False)) is not None:
+            key = (where, op_key(node, fresh=index in fresh))
+            if key not in _took and (cost := alone(node, device, timed=False, fresh=index in fresh)) is not None:
                 if len(_took) >= AT_MOST:
                     _took.clear()
                 _took[key] = cost

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from fxremat.fusion.units import Units
-from fxremat.passes.in_place import overwrite_gradients
+from fxremat.passes.in_place import note_overwriting
 from fxremat.passes.lower_as_one import GROUP, lower_as_one
 from fxremat.step.joint import Joint, read_joint, tensors_of
 from fxremat.step.layout import Layout
@@ -76,7 +76,7 @@ def _joint_of(program: Program, units: Units, kernels: Kernels) -> Joint:
         if unit.compiled:
             _put_region(root, nodes, _Uses(place, last, first_late), kernels)
     graph.eliminate_dead_code()
-    overwrite_gradients(graph)
+    note_overwriting(graph)
     graph.lint()
     module = fx.GraphModule(root, graph, class_name="Step")
     return read_joint(module, len(program.layout.joint.forward_outputs))

@@ -9,6 +9,7 @@ import torch
 
 from fxremat.step.joint import Joint, JointValue, Origin
 from fxremat.step.layout import BlockLayout, Layout
+from fxremat.step.overwriting import called
 
 
 def lay_out(joint: Joint, ends: Sequence[int], carried: frozenset[int] = frozenset()) -> Layout:
@@ -124,7 +125,7 @@ def assign_backward(joint: Joint, block_of_op: Sequence[int], count: int) -> dic
             last_reader[v] for v in op.reads if joint.values[v].origin is Origin.FORWARD and v in last_reader
         ]
         wanted = by_sequence.get(op.node.meta.get("seq_nr"))
-        if wanted is None or (len(before) > 1 and op.node.target is torch.ops.aten.add.Tensor):
+        if wanted is None or (len(before) > 1 and called(op.node)[0] is torch.ops.aten.add.Tensor):
             wanted = min(before, default=count - 1)  # a sum of gradients carries the number of another op
         placed[op.index] = min([wanted, *before, *stored])
     _pull_to_users(joint, placed)

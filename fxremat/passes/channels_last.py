@@ -15,7 +15,7 @@ the format for all of it. Here it is chosen before the graph is planned:
     an op that cannot   take the new layout, or that is told strides, reads a copy in the layout as captured
     what is returned    has the layout as captured, so that autograd and the caller see no difference
 
-The graph is to be functional: the pass belongs after `drop_detach` and before `overwrite_gradients`. It is for compiled
+The graph is to be functional: the pass belongs after `drop_detach` and before `note_overwriting`. It is for compiled
 kernels alone, since results are those of other kernels, which round in another order.
 """
 
@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_leaves
 
 from fxremat.passes.evaluate import evaluate
 from fxremat.step.joint import is_random
+from fxremat.step.overwriting import overwritten
 from fxremat.step.symbolic import has_symbolic_sizes
 from fxremat.torch_private import copied, storage_of
 
@@ -211,7 +212,7 @@ class _Conversion:
             self._even_out(node)
         if not any(map(self._is_new, node.all_input_nodes)):
             return
-        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+        if overwritten(node) is not None or _writes(node):
             raise NotImplementedError(f"{node.name} overwrites what it reads")
         if not _follows(node):
             self._as_captured(node)
@@ -365,3 +366,8 @@ def _is_view(node: fx.Node) -> bool:
         return _is_view(cast(fx.Node, node.args[0]))
     read = set().union(*(_storages(parent.meta.get("val")) for parent in node.all_input_nodes))
     return not read.isdisjoint(_storages(node.meta.get("val")))
+
+
+def _writes(node: fx.Node) -> bool:
+    """Tell whether an op writes into what it is given."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable

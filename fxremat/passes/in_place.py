@@ -1,4 +1,4 @@
-"""Backward ops that write their result over a gradient which nothing else reads.
+"""Backward ops that may write their result over a gradient which nothing else reads: they are noted, nothing changes.
 
     add(g1, g2), g1 read here alone    ->    add_(g1, g2)
 
@@ -6,17 +6,17 @@ A sum of gradients, a ReLU's backward or a dropout's needs three buffers where t
 it overwrites has one reader, so it may do so in whatever order a plan runs the backward. The numbers are the same:
 the same kernel reads each element before it writes it, provided that the result has the layout that a new one would
 have: what reads it next may add in another order otherwise. Fake tensors do not always know the real layouts, so the
-measuring walk compares them and takes back what they do not bear out (`cost.measure`). And nobody knows before the
-step how the gradients of a loss outside of the model lie: what may lie as they do is overwritten only by ops whose new
-result would lie as it does, whatever that is. In the books the result is a
-value of its own, and the op's workspace is negative by the bytes that it takes over (`step.costs.costs_from`).
+measuring walk compares them, and says which ops must make a new result after all (`Costs.fresh`). And nobody knows
+before the step how the gradients of a loss outside of the model lie: what may lie as they do is overwritten only by ops
+whose new result would lie as it does, whatever that is. In the books the result is a value of its own, and the op's
+workspace is negative by the bytes that it takes over (`step.costs.costs_from`).
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from fxremat.step.handed_in import laid_out_by_others
 from fxremat.step.joint import tangents_in
-from fxremat.step.overwriting import BACKWARDS, METHODS, SELF_FIRST, SWAPPED, new_result
+from fxremat.step.overwriting import BACKWARDS, METHODS, PLACE, SELF_FIRST
 from fxremat.step.symbolic import same_size
 from fxremat.torch_private import storage_of
 
@@ -34,41 +34,30 @@ aten = torch.ops.aten
 COMMUTE = {aten.add.Tensor, aten.mul.Tensor}
 
 
-def with_new_result(
-    op: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """Target and arguments of the op as it was captured, which overwrites nothing, in place of an overwriting one's."""
-    return new_result(op.target, bool(op.meta.get(SWAPPED)), args, kwargs)
-
-
-def restore(op: fx.Node) -> None:
-    """Undo what `overwrite_gradients` did to an op."""
-    op.target, op.args, op.kwargs = with_new_result(op, op.args, op.kwargs)
-
-
-def overwrite_gradients(graph: fx.Graph) -> None:
-    """Let backward ops overwrite what they alone read, where the layouts agree. O(nodes).
+def note_overwriting(graph: fx.Graph) -> None:
+    """Note which backward ops may overwrite what they alone read, where the layouts agree. O(nodes).
 
     Only what depends on a tangent is overwritten, and never a tangent itself: autograd may still hold it.
     """
     handed_in = set(tangents_in(graph))
-    overwrite_among(graph, depending_on(graph, handed_in) - handed_in)
+    note_overwriting_among(graph, depending_on(graph, handed_in) - handed_in)
 
 
-def overwrite_among(graph: fx.Graph, ours: Set[fx.Node]) -> None:
-    """Let ops overwrite what they alone read among these nodes, where the layouts agree. O(nodes)."""
+def note_overwriting_among(graph: fx.Graph, ours: Set[fx.Node]) -> None:
+    """Note, in the place of earlier notes, which ops may overwrite what they alone read among these nodes. O(nodes)."""
     shown = Counter(storage_of(t) for node in graph.nodes if (t := _tensor(node)) is not None)
     unknown = laid_out_by_others(graph)
-    for node in list(graph.nodes):
+    for node in graph.nodes:
+        node.meta.pop(PLACE, None)
+    for node in graph.nodes:
         if node.target not in METHODS | BACKWARDS:
             continue
         first, *rest = node.args
         known = unknown.isdisjoint(node.all_input_nodes)
         if (known or node.target not in SELF_FIRST) and _may_take(node, first, ours, shown):
-            _overwrite(node, (first, *rest))
+            node.meta[PLACE] = 0
         elif known and node.target in COMMUTE and not node.kwargs and _may_take(node, rest[0], ours, shown):
-            _overwrite(node, (rest[0], first))
-            node.meta[SWAPPED] = True
+            node.meta[PLACE] = 1
 
 
 def depending_on(graph: fx.Graph, tangents: Set[fx.Node]) -> set[fx.Node]:
@@ -121,12 +110,3 @@ def _views_below(node: fx.Node) -> Iterator[fx.Node]:
     ]:
         node = parents[0]
         yield node
-
-
-def _overwrite(node: fx.Node, args: tuple[fx.node.Argument, ...]) -> None:
-    taken = args[0]
-    if node.target in BACKWARDS:
-        node.target, node.args = BACKWARDS[node.target], args
-        node.kwargs = {**node.kwargs, "grad_input": taken}
-    else:
-        node.target, node.args = METHODS[node.target], args

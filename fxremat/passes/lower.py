@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -29,7 +29,7 @@ from fxremat.ops.random import draw_again, draw_saving, generator_of
 from fxremat.step.batch_norm import again_call, normalized_by, runs_as_one, whole_call
 from fxremat.step.collectives import Collective, is_gather
 from fxremat.step.joint import Joint, Origin, is_number
-from fxremat.step.overwriting import SWAPPED, overwritten
+from fxremat.step.overwriting import PLACE, called, overwritten
 from fxremat.step.program import Program, Role, Step, Transfer
 from fxremat.step.symbolic import Size, is_size_node
 from fxremat.torch_private import expression_of
@@ -47,15 +47,16 @@ class Handles:
 
 
 def lower(
-    program: Program, tier: str = "", handles: Handles | None = None
+    program: Program, tier: str = "", handles: Handles | None = None, *, fresh: Set[int] = frozenset()
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Emit the forward and the backward graph of a program. O(steps); both are linted.
 
     Args:
+        fresh: ops that make a new result where they might overwrite an operand (`Costs.fresh`).
         tier: the name of the host tier that its transfers go through, where it has any.
         handles: where it finds the parameters and their optimizer, where the step updates them.
     """
-    return Lowering(program, tier, handles).run()
+    return Lowering(program, tier, handles, fresh).run()
 
 
 def sizes_of(graph: fx.GraphModule) -> tuple[Size, ...]:
@@ -80,8 +81,8 @@ class Part:
 class Lowering:
     """The two graphs of a program under construction."""
 
-    def __init__(self, program: Program, tier: str, handles: Handles | None) -> None:
-        self.program = program
+    def __init__(self, program: Program, tier: str, handles: Handles | None, fresh: Set[int]) -> None:
+        self.program, self.fresh = program, fresh
         self.tier, self.handles = tier, handles
         self.copies_in = {  # trip -> the primal that comes from the host, where it lives
             step.trip: program.version_of[step.writes[0]]
@@ -345,9 +346,6 @@ class Lowering:
         arguments, options = fx.node.map_arg(arguments, reads), fx.node.map_arg(given, reads)
         if self.joint.ops[step.op].random and step.op in self.program.repeated:
             return self._draw(part, step, original, (target, *arguments), options, suffix)
-        if self.symbolic and overwritten(original) is not None:
-            swapped = bool(original.meta.get(SWAPPED))
-            target, arguments = overwrite_where_alike, (target, swapped, *arguments)
         node = part.graph.create_node(original.op, target, arguments, options, name=original.name + suffix)
         return self._describe(node, original), 0
 
@@ -355,7 +353,10 @@ class Lowering:
         """Target and arguments of one execution, in nodes of the joint graph."""
         if step.role is Role.RECOMPUTE:
             return *again_call(original), original.kwargs
-        return original.target, original.args, original.kwargs
+        if self.symbolic and overwritten(original) is not None and step.op not in self.fresh:
+            arguments = (original.target, original.meta[PLACE], *original.args)
+            return overwrite_where_alike, arguments, original.kwargs
+        return called(original, fresh=step.op in self.fresh)
 
     def _draw(
         self,
@@ -392,7 +393,7 @@ class Lowering:
         return part.seeds[op]
 
     def _describe(self, node: fx.Node, original: fx.Node) -> fx.Node:
-        node.meta = dict(original.meta) | self.meta
+        node.meta = {key: value for key, value in original.meta.items() if key != PLACE} | self.meta
         return node
 
     def _read(self, part: Part, node: fx.Node, version: int, suffix: str = "") -> fx.Node:

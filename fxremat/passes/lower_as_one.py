@@ -2,7 +2,7 @@
 
 The graph takes primals and tangents, and returns outputs and gradients, as the captured one does: `step.joint` reads
 it.
-It is functional: ops that were made to overwrite gradients make new results here. Every group of steps makes the views
+It is functional: ops that may overwrite gradients make new results here. Every group of steps makes the views
 that it reads by itself, from storages, so that nothing but whole storages crosses from one group to another.
 """
 
@@ -14,11 +14,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxremat.passes.in_place import with_new_result
 from fxremat.passes.lower import Lowering, Part
 from fxremat.step.joint import Origin
-from fxremat.step.overwriting import overwritten
-from fxremat.step.program import Program, Step
+from fxremat.step.program import Program
 
 aten = torch.ops.aten
 GROUP = "fxremat_group"  # in the `meta` of a node: the place of its group
@@ -35,7 +33,7 @@ def lower_as_one(program: Program, groups: Sequence[Sequence[int]]) -> fx.Graph:
 
 class _LoweringAsOne(Lowering):
     def __init__(self, program: Program) -> None:
-        super().__init__(program, "", None)
+        super().__init__(program, "", None, frozenset(range(len(program.layout.joint.ops))))
         self.backward = self.forward  # one part, in which nothing is saved
 
     def emit(self, groups: Sequence[Sequence[int]]) -> fx.Graph:
@@ -83,8 +81,3 @@ class _LoweringAsOne(Lowering):
         with shown.fake_mode:
             copy.meta["val"] = torch.empty_strided(shown.shape, shown.stride(), dtype=shown.dtype, device=shown.device)
         return copy
-
-    def _call_of(self, step: Step, original: fx.Node) -> tuple[Any, Any, Any]:
-        if overwritten(original) is not None:
-            return with_new_result(original, original.args, original.kwargs)
-        return super()._call_of(step, original)

@@ -10,9 +10,9 @@
     channels_last   convolutions in that layout, for compiled regions alone
     numbers         views that begin at a number of the data are copies
     batch_norm      its forward is in two halves, on a CPU or for compiled regions
-    in_place        backward ops overwrite gradients that they alone read
+    in_place        notes which backward ops may overwrite gradients that they alone read
 
-The graph stays functional but for the last one, whose overwritten values have one reader each.
+The graph stays functional.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from fxremat.passes.channels_last import convolve_channels_last
 from fxremat.passes.collectives import wait_at_once
 from fxremat.passes.detach import drop_detach
 from fxremat.passes.dropout import drop_as_eager
-from fxremat.passes.in_place import overwrite_gradients
+from fxremat.passes.in_place import note_overwriting
 from fxremat.passes.numbers import copy_views_by_number, refuse_symbols
 from fxremat.passes.seeded_dropout import draw_from_seeds
 from fxremat.passes.sharding import share
 from fxremat.passes.tangents import reshape_gradients
 
 FIRST = (share, wait_at_once, drop_detach, drop_running_statistics, reshape_gradients)
-WHOLE = (*FIRST, drop_as_eager, copy_views_by_number, overwrite_gradients)  # as a step of any device is captured
-PASSES = (*WHOLE[:-1], halve_exactly, overwrite_gradients)
-FOR_REGIONS = (*FIRST, drop_as_eager, copy_views_by_number, convolve_channels_last, halve, overwrite_gradients)
+WHOLE = (*FIRST, drop_as_eager, copy_views_by_number, note_overwriting)  # as a step of any device is captured
+PASSES = (*WHOLE[:-1], halve_exactly, note_overwriting)
+FOR_REGIONS = (*FIRST, drop_as_eager, copy_views_by_number, convolve_channels_last, halve, note_overwriting)
 FOR_REGIONS_FROM_SEEDS = (*FIRST, draw_from_seeds, *FOR_REGIONS[len(FIRST) + 1 :])
 
 Pass = Callable[[fx.Graph], None]

@@ -20,7 +20,7 @@ from fxremat.agreement import Agreement
 from fxremat.budget import free_bytes
 from fxremat.cost.device_memory import DeviceMemory, memory_on
 from fxremat.cost.estimate import estimate
-from fxremat.cost.measure import measure, trust_known_layouts
+from fxremat.cost.measure import fresh_as_known, measure
 from fxremat.cost.resized import resized
 from fxremat.errors import BudgetTooSmall, FxrematError, InvalidBudget
 from fxremat.options import Options
@@ -197,8 +197,7 @@ def _distance(one: Joint, other: Joint) -> float:
 
 def _resized(joint: Joint, known: Plan, options: Options) -> Costs:
     if options.cost == "estimate":
-        trust_known_layouts(joint)
-        costs = estimate(joint, estimated_device(joint, options))
+        costs = estimate(joint, estimated_device(joint, options), fresh_as_known(joint))
     else:
         costs = resized(joint, known.joint, known.costs)
     return with_loss(joint, costs, options)

@@ -15,7 +15,7 @@ from typing import Any
 
 from fxremat.cost.devices import Device
 from fxremat.cost.estimate import cost_of, estimate
-from fxremat.cost.measure import known_costs, measure, trust_known_layouts
+from fxremat.cost.measure import fresh_as_known, known_costs, measure
 from fxremat.cost.updates import units_of, with_own_sizes
 from fxremat.errors import BudgetTooSmall
 from fxremat.options import Options
@@ -138,8 +138,7 @@ def with_loss(joint: Joint, costs: Costs, options: Options) -> Costs:
 def _cost_model(step: CapturedStep, options: Options) -> Costs:
     joint = step.joint
     if options.cost == "estimate":
-        trust_known_layouts(joint)
-        costs = estimate(joint, estimated_device(joint, options))
+        costs = estimate(joint, estimated_device(joint, options), fresh_as_known(joint))
     else:
         rough = Device.named(device_of(joint).type)
         order = partial(order_for_measuring, joint, rough, options.budget)

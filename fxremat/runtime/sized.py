@@ -99,6 +99,7 @@ class Sized:
         self._number_of: dict[object, int] = {}
         self._chosen: dict[Dims, int] = {}  # by those of the sizes that tensors depend on
         self._emitted: OrderedDict[int, _Emitted] = OrderedDict()
+        self._fresh = frozenset[int]()  # ops that make new results at all sizes, since they must at one
         self._numbers: Callable[[Dims], Numbers] = lru_cache(maxsize=REMEMBERED)(graph.numbers)
         with real_tensors():
             self._empty = torch.empty(0)
@@ -159,6 +160,9 @@ class Sized:
         if len(self._chosen) >= MOST_SIZES:
             self._chosen.clear()
         number = self._chosen[self._shaping(dims)] = self._number_of[_key(order)]
+        if not plan.costs.fresh <= self._fresh:
+            self._fresh |= plan.costs.fresh
+            self._emitted.clear()
         self._on_plan(plan)
         return number
 
@@ -214,7 +218,7 @@ class Sized:
         return self._emitted[number]
 
     def _emit(self, order: Order) -> _Emitted:
-        forward, backward = lower(order.program())
+        forward, backward = lower(order.program(), fresh=self._fresh)
         (returned,) = next(iter(reversed(forward.graph.nodes))).args
         saved = [node.meta["val"] for node in returned[self._outputs :]]
         numbers = sum(map(is_number, saved))

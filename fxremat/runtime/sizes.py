@@ -16,14 +16,12 @@ from typing import Any
 
 from fxremat.errors import BudgetTooSmall, FxrematError
 from fxremat.options import Options
-from fxremat.passes.in_place import restore
 from fxremat.planning import Choice, plan_step, replan_step
 from fxremat.planning.captured import CapturedStep
 from fxremat.planning.searched import search, whole_of
 from fxremat.plans import Plan
 from fxremat.progress import planning
 from fxremat.step.joint import Joint
-from fxremat.step.overwriting import overwritten
 from fxremat.step.symbolic import Dims, SymbolicGraph
 from fxremat.units import Percent, format_bytes
 
@@ -103,7 +101,6 @@ class PlansOfSizes:
             except BudgetTooSmall as error:
                 remark = f", and the budget is {within}" if within else ""
                 raise error.explained(note=f"this is for inputs of {called_with}{remark}") from None
-            self._restore_as(joint)
             known = (*self._known[1 - KNOWN :], plan)
         if keep:
             self._known, self._range = known, range_
@@ -116,7 +113,6 @@ class PlansOfSizes:
             step = CapturedStep(joint=joint, called_with=self.described(dims))
             least = search(step, replace(self._options, mem=1)).frontier.minimum
             planned(format_bytes(least))
-        self._restore_as(joint)
         return least
 
     def _within(self, dims: Dims, mem: int | str, **changed: Any) -> Plan:
@@ -201,12 +197,6 @@ class PlansOfSizes:
         if dims[place] <= known:
             return known
         return int(GROWTH * dims[place]) if expected else dims[place]
-
-    def _restore_as(self, joint: Joint) -> None:
-        """Let ops that measuring put back make new results at all sizes."""
-        for op, symbolic in zip(joint.ops, self.symbolic.ops, strict=True):
-            if overwritten(symbolic.node) is not None and overwritten(op.node) is None:
-                restore(symbolic.node)
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,8 +16,9 @@ from typing import NamedTuple, cast
 from fxremat.search import found_files
 from fxremat.search.refine import Ladder
 from fxremat.search.replan import replanned
-from fxremat.step.costs import Costs, op_key
+from fxremat.step.costs import Costs, op_keys
 from fxremat.step.joint import Joint
+from fxremat.step.overwriting import called
 
 
 class Key(NamedTuple):
@@ -86,7 +87,7 @@ def key_of(joint: Joint, costs: Costs, settings: object) -> Key:
 def _topology(joint: Joint, settings: object) -> str:
     """Which ops there are, and what each reads and writes."""
     numbers = [
-        (str(op.node.target), *(getattr(op, field.name) for field in fields(op) if field.name != "node"))
+        (str(called(op.node)[0]), *(getattr(op, field.name) for field in fields(op) if field.name != "node"))
         for op in joint.ops
     ]
     values = [(v.origin, v.producer) for v in joint.values]
@@ -96,5 +97,5 @@ def _topology(joint: Joint, settings: object) -> str:
 
 
 def _costs(joint: Joint, costs: Costs) -> str:
-    keys = "\n".join(f"{op.name} {op_key(op.node)}" for op in joint.ops)
+    keys = "\n".join(f"{op.name} {key}" for op, key in zip(joint.ops, op_keys(joint, costs.fresh), strict=True))
     return hashlib.sha256(f"{costs}\n{keys}".encode()).hexdigest()

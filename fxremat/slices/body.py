@@ -16,19 +16,19 @@ import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
 
 from fxremat.ops.overwriting import overwrite_where_alike
-from fxremat.passes.in_place import overwrite_among
+from fxremat.passes.in_place import note_overwriting_among
 from fxremat.slices.emission import CONTIGUOUS, emitted
 from fxremat.slices.labels import SUM, WHOLE, Part, place
 from fxremat.slices.rules import name_of
 from fxremat.step.costs import rounded
 from fxremat.step.joint import storage_bytes, tensors_of
-from fxremat.step.overwriting import SWAPPED, overwritten
+from fxremat.step.overwriting import PLACE, overwritten
 from fxremat.torch_private import boxed, storage_of
 
 aten = torch.ops.aten
@@ -266,7 +266,7 @@ class _Body:
                 for node, target in zip(self._outputs, targets, strict=True)
             ]
         graph.output(tuple(result for result in results if result is not None))
-        overwrite_among(graph, inner)
+        note_overwriting_among(graph, inner)
         _looking_at_layouts(graph)
         graph.eliminate_dead_code(is_impure_node=_writes)
         _last_uses_first(graph)
@@ -359,7 +359,7 @@ def _looking_at_layouts(graph: fx.Graph) -> None:
     """Let ops that overwrite an operand look first whether its real layout is that of their result."""
     for node in graph.nodes:
         if (operand := overwritten(node)) is not None and operand.op != "placeholder":
-            node.args = (node.target, bool(node.meta.get(SWAPPED)), *node.args)
+            node.args = (node.target, node.meta[PLACE], *node.args)
             node.target = overwrite_where_alike
 
 
@@ -386,7 +386,8 @@ def _taken_over(node: fx.Node) -> int:
     """Bytes of an operand that an op's result takes over, where it overwrites one."""
     if node.target is not overwrite_where_alike:
         return 0
-    operand: Any = node.args[2]
+    _, place, *operands = node.args
+    operand: Any = operands[cast(int, place)]
     value: torch.Tensor = operand.meta["val"]
     return rounded(storage_bytes(value), value.device)
 

@@ -22,7 +22,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from fxremat.passes.in_place import overwrite_gradients, restore
+from fxremat.passes.in_place import note_overwriting
 from fxremat.slices.body import HALF, Sliced
 from fxremat.slices.explicit import make_explicit
 from fxremat.slices.region import Blocked, Found, find
@@ -30,7 +30,6 @@ from fxremat.slices.values import Values
 from fxremat.slices.write import Writer, show, show_again, sort_again
 from fxremat.step.joint import Joint, read_joint, with_updates_inside
 from fxremat.step.names import frame_of, module_of
-from fxremat.step.overwriting import overwritten
 
 aten = torch.ops.aten
 
@@ -134,9 +133,6 @@ class _Slicing:
         self.need = 0  # of the op with the most, before anything is cut
 
     def run(self) -> SlicedJoint:
-        for node in self.graph.nodes:
-            if overwritten(node) is not None:
-                restore(node)
         make_explicit(self.graph)
         values = self._values()
         self.need = max(map(values.need, values.ops), default=0)
@@ -153,7 +149,7 @@ class _Slicing:
                 self.blocked[op.name] = str(reason) if told else ""
             values = self._values()
         floor = max((values.need(op) for op in values.ops), default=0)
-        overwrite_gradients(self.graph)
+        note_overwriting(self.graph)
         self.graph.eliminate_dead_code()
         joint = read_joint(fx.GraphModule(self.given.module, self.graph), self.outputs)
         if self.given.updates_of:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from types import FunctionType
 from typing import Any
@@ -17,7 +17,7 @@ from fxremat.step.handed_in import laid_out_by_others
 from fxremat.step.joint import Joint, Origin, is_number
 from fxremat.step.liveness import Sizes
 from fxremat.step.names import FLOAT
-from fxremat.step.overwriting import overwritten
+from fxremat.step.overwriting import called, overwritten
 from fxremat.step.program import Program
 from fxremat.step.region import Region
 from fxremat.torch_private import allocates_in_expandable_segments, holds_gradients
@@ -40,10 +40,11 @@ class OpCost:
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of each op, and the sizes that liveness needs."""
+    """Seconds of each op, the sizes that liveness needs, and which ops must not overwrite."""
 
     seconds: tuple[float, ...]
     sizes: Sizes
+    fresh: frozenset[int] = frozenset()  # ops that make a new result, since real layouts do not allow to overwrite
 
     def time(self, program: Program) -> float:
         """Seconds of all executions of a program, as if copies took no time."""
@@ -55,7 +56,7 @@ class Costs:
 
     def scaled(self, factor: float) -> Costs:
         """The same with every time multiplied (calibration)."""
-        return Costs(tuple(seconds * factor for seconds in self.seconds), self.sizes)
+        return replace(self, seconds=tuple(seconds * factor for seconds in self.seconds))
 
 
 def apart(joint: Joint, costs: Costs) -> tuple[Costs, float]:
@@ -86,7 +87,9 @@ def unsplit(device: torch.device) -> int:
     return 0 if exact else CUDA_UNSPLIT
 
 
-def costs_from(joint: Joint, by_op: Sequence[OpCost], device: torch.device) -> Costs:
+def costs_from(
+    joint: Joint, by_op: Sequence[OpCost], device: torch.device, fresh: frozenset[int] = frozenset()
+) -> Costs:
     """Put the costs of the ops together with the sizes of the values as the device's allocator rounds them.
 
     Floats of Python's that are inputs are there all along, as tensors that dynamo makes at each call.
@@ -97,7 +100,7 @@ def costs_from(joint: Joint, by_op: Sequence[OpCost], device: torch.device) -> C
     sizes = [value.bytes for value in joint.values]
     taken = [0] * len(joint.ops)
     for op, cost in zip(joint.ops, by_op, strict=True):
-        if (operand := overwritten(op.node)) is not None:
+        if (operand := overwritten(op.node)) is not None and op.index not in fresh:
             (result,) = op.writes
             sizes[result] = sizes[joint.value_of[operand]]
             taken[op.index] = held(sizes[result], device)
@@ -121,6 +124,7 @@ def costs_from(joint: Joint, by_op: Sequence[OpCost], device: torch.device) -> C
             root=_numbers(joint, device) + _beside_copies(joint, device),
             unsplit=unsplit(device),
         ),
+        fresh=fresh,
     )
 
 
@@ -232,20 +236,23 @@ def budget_in_bytes(budget: Budget, keep_all: int, joint: Joint) -> int:
     return bytes_of(budget, keep_all, device_of(joint), largest_tensor(joint))
 
 
-def op_key(node: fx.Node) -> str:
+def op_key(node: fx.Node, *, fresh: bool = False) -> str:
     """Text that is equal for ops of equal cost: the op, its constants, and the layout of each tensor it reads.
+
+    An op that may overwrite its operand does, unless its result is to be a new one (`fresh`).
 
     A layout names the device, and the bytes of the storage where a tensor shows a part of it: some ops copy it whole.
     A subgraph (the score function of flex attention) is named by a digest of its code.
     """
-    args = without_group_names(node) if is_collective(node) else node.args
-    arguments = ", ".join(_describe(argument) for argument in (*args, *_sorted(node.kwargs)))
-    return f"{_named(node.target)}({arguments})"
+    target, args, kwargs = called(node, fresh=fresh)
+    args = without_group_names(node) if is_collective(node) else args
+    arguments = ", ".join(_describe(argument) for argument in (*args, *_sorted(kwargs)))
+    return f"{_named(target)}({arguments})"
 
 
-def op_keys(joint: Joint) -> list[str]:
-    """The keys of all ops of a joint graph, in their order."""
-    return [op_key(op.node) for op in joint.ops]
+def op_keys(joint: Joint, fresh: Set[int] = frozenset()) -> list[str]:
+    """The keys of all ops of a joint graph, in their order; `fresh` has those that make new results."""
+    return [op_key(op.node, fresh=op.index in fresh) for op in joint.ops]
 
 
 def _named(target: object) -> str:
@@ -253,7 +260,7 @@ def _named(target: object) -> str:
     return f"{target.__module__}.{target.__qualname__}" if isinstance(target, FunctionType) else str(target)
 
 
-def _sorted(options: dict[str, Any]) -> Iterator[Any]:
+def _sorted(options: Mapping[str, Any]) -> Iterator[Any]:
     for name in sorted(options):
         yield (name, options[name])
 

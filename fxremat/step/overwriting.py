@@ -1,6 +1,8 @@
-"""Ops that write their result over an operand: which there are, and which operand an op takes.
+"""Ops that may write their result over an operand: which there are, which operand, and how they are called then.
 
-`passes.in_place` rewrites to them, `step.costs` accounts for them. Forms with a Scalar round otherwise in bfloat16.
+The captured graph is functional: `passes.in_place` notes on a node which operand it may overwrite. Whether it does is
+one of the step's costs (`Costs.fresh` has those that must not), which `called` is told: measuring, accounting and
+lowering ask it. Forms with a Scalar round otherwise in bfloat16.
 """
 
 from __future__ import annotations
@@ -35,26 +37,31 @@ BACKWARDS: dict[Any, Any] = {  # the first argument is given as `grad_input` as 
 }
 SELF_FIRST = {aten.threshold_backward.default, aten.leaky_relu_backward.default}
 """Ops whose new result lies as the other operand does, where the two lie otherwise; of others, as the first does."""
-NEW_RESULT = {target: original for original, target in (METHODS | BACKWARDS).items()}
-
-
-SWAPPED = "fxremat_swapped"  # in a node's meta: whether the operand that is overwritten came second before
-
-
-def new_result(
-    target: Any, swapped: bool, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """Target and arguments of an overwriting op as it was captured, when it made a new result."""
-    first, *rest = args
-    if swapped:
-        args = (rest[0], first)
-    return NEW_RESULT[target], args, {key: value for key, value in kwargs.items() if key != "grad_input"}
+PLACE = "fxremat_overwrites"  # in a node's meta: the place of the operand that it may overwrite
 
 
 def overwritten(op: fx.Node) -> fx.Node | None:
-    """The node whose storage the op's result takes over; None for an op that makes a new one."""
-    if op.target not in NEW_RESULT:
+    """The node whose storage the op's result may take over; None for an op that makes a new one in any case."""
+    if PLACE not in op.meta:
         return None
-    taken = op.args[0]
+    taken = op.args[op.meta[PLACE]]
     assert isinstance(taken, fx.Node)
     return taken
+
+
+def overwriting(
+    target: Any, place: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """Target and arguments of an op that overwrites its operand at a place, 0 or 1; that comes first."""
+    if place:
+        args = (args[1], args[0])
+    if target in BACKWARDS:
+        return BACKWARDS[target], args, {**kwargs, "grad_input": args[0]}
+    return METHODS[target], args, dict(kwargs)
+
+
+def called(op: fx.Node, *, fresh: bool = False) -> tuple[Any, tuple[Any, ...], Mapping[str, Any]]:
+    """Target and arguments of an op as it runs: overwriting what it may, unless its result is to be a new one."""
+    if fresh or PLACE not in op.meta:
+        return op.target, op.args, op.kwargs
+    return overwriting(op.target, op.meta[PLACE], op.args, op.kwargs)

@@ -110,10 +110,10 @@ def test_an_op_that_cannot_run_is_estimated_with_a_warning(
     fake = [primal.meta["val"] for primal in joint.primals]
     whole = measure(joint, fake)
 
-    def broken(node: fx.Node) -> object:
+    def broken(node: fx.Node, **options: bool) -> object:
         if node.target is torch.ops.aten.convolution.default:
             raise RuntimeError("no kernel")
-        return call_of(node)
+        return call_of(node, **options)
 
     monkeypatch.setenv("FXREMAT_CACHE", str(cold_cache / "other"))
     monkeypatch.setattr(measuring, "call_of", broken)

@@ -90,6 +90,6 @@ def test_an_op_that_has_no_memory_to_be_measured_says_so(
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has less.")
 
     joint = capture(Loss(Stack(1)), rows())
-    monkeypatch.setattr(measuring, "call_of", lambda _: Call(refuse, (), {}))
+    monkeypatch.setattr(measuring, "call_of", lambda _, **__: Call(refuse, (), {}))
     assert alone(joint.ops[0].node, torch.device("cpu")) is None
     assert f"there is no memory on the device to measure {joint.ops[0].node.target} by itself: CUDA out" in caplog.text

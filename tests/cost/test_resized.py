@@ -99,7 +99,7 @@ def test_what_cannot_run_alone_is_estimated_generously(monkeypatch: pytest.Monke
     costs = measure(known)
     wanted = resized(joint, known, costs).sizes
     monkeypatch.setattr(resizing, "_took", {})
-    monkeypatch.setattr(resizing, "alone", lambda node, device, timed: None)
+    monkeypatch.setattr(resizing, "alone", lambda node, device, **_: None)
     found = resized(joint, known, costs)
     assert found.sizes.values == wanted.values
     assert all(ours >= theirs for ours, theirs in zip(found.sizes.workspace, wanted.workspace, strict=True))

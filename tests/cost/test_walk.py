@@ -18,7 +18,7 @@ from fxremat.cost.measure import measure
 from fxremat.cost.walk import Walk, given_inputs
 from fxremat.step.costs import op_key
 from fxremat.step.joint import Joint
-from fxremat.step.overwriting import overwritten
+from fxremat.step.overwriting import PLACE, overwritten
 from tests.dags import capture
 from tests.toys import WIDTH, Loss, Stack, assert_as_plain, record, rows, scalar
 from tests.training import same
@@ -314,15 +314,21 @@ def test_an_op_that_overwrites_is_put_back_where_real_layouts_differ(
     class Strided(measuring._Visitor):
         """Sees operands whose dimension of size 1 has another stride than a new result's would have."""
 
-        def _checked(self, op: Any, call: Any) -> Any:
-            operand = call.args[0]
+        def _bears_it(self, op: Any, call: Any) -> bool:
+            place = op.node.meta[PLACE]
+            operand = call.args[place]
             strides = [1 if size == 1 else step for size, step in zip(operand.shape, operand.stride(), strict=True)]
-            return super()._checked(op, measuring._on(operand.as_strided(operand.shape, strides), call))
+            args = [*call.args]
+            args[place] = operand.as_strided(operand.shape, strides)
+            return super()._bears_it(op, measuring.Call(call.target, tuple(args), call.kwargs))
 
     monkeypatch.setattr(measuring, "_Visitor", Strided)
     monkeypatch.setenv("FXREMAT_CACHE", str(tmp_path))
-    measure(joint, tuple(torch.randn(p.meta["val"].shape) for p in joint.primals))
-    assert [index for index in alone if overwritten(joint.ops[index].node) is not None] == []
+    before = str(joint.module.graph)
+    found = measure(joint, tuple(torch.randn(p.meta["val"].shape) for p in joint.primals))
+    assert set(alone) <= found.fresh
+    assert str(joint.module.graph) == before
+    assert alone == [op.index for op in joint.ops if overwritten(op.node) is not None and _shape(op)[0] == 1]
 
 
 def _shape(op: Any) -> torch.Size:
@@ -330,35 +336,26 @@ def _shape(op: Any) -> torch.Size:
     return shape
 
 
-def test_what_was_put_back_is_remembered(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+def test_what_makes_a_new_result_is_remembered(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     monkeypatch.setenv("FXREMAT_CACHE", str(tmp_path))
-
-    def taken(joint: Joint) -> list[int]:
-        return [op.index for op in joint.ops if overwritten(op.node) is not None]
 
     def joint() -> Joint:
         torch._dynamo.reset()
         return capture(Loss(Stack(dropout=0.0)), rows())
 
     first = joint()
-    candidate = taken(first)[0]
-    original = measuring._Visitor._checked
+    candidate = next(op.index for op in first.ops if overwritten(op.node) is not None)
+    original = measuring._Visitor._bears_it
 
-    def differs(self: Any, op: Any, call: Any) -> Any:
-        if op.index != candidate:
-            return original(self, op, call)
-        measuring.restore(op.node)
-        self.refused.append(op.index)
-        return measuring.Call(op.node.target, call.args, {})
+    def differs(self: Any, op: Any, call: Any) -> bool:
+        return op.index != candidate and original(self, op, call)
 
     given = tuple(torch.randn(p.meta["val"].shape) for p in first.primals)
-    monkeypatch.setattr(measuring._Visitor, "_checked", differs)
-    measure(first, given)
+    monkeypatch.setattr(measuring._Visitor, "_bears_it", differs)
+    found = measure(first, given)
     monkeypatch.setattr(measuring, "_walked", None)
-    second = joint()
-    measure(second, given)
-    assert taken(second) == taken(first)
-    assert candidate not in taken(second)
+    again = measure(joint(), given)
+    assert again.fresh == found.fresh == {candidate}
 
 
 def test_planning_inside_of_a_profiler_leaves_the_session_alone() -> None:
@@ -398,7 +395,7 @@ def test_small_budgets_are_measured_in_an_order_that_fits(monkeypatch: pytest.Mo
         original(self, visit)
 
     monkeypatch.setattr(Walk, "run", spied)
-    monkeypatch.setattr(measuring, "_missing", lambda joint, cache: [0])
+    monkeypatch.setattr(measuring, "_missing", lambda joint, cache, fresh: [0])
     model = Loss(Stack(depth=12))
     fxremat.plan(model, (rows(1024),), mem="100%", **FAST)
     fxremat.plan(model, (rows(1024),), mem="30%", **FAST)

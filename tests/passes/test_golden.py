@@ -24,6 +24,7 @@ from fxremat.passes.lower import lower
 from fxremat.passes.normalize import PASSES, normalize
 from fxremat.passes.numbers import copy_views_by_number
 from fxremat.step.joint import read_joint
+from fxremat.step.overwriting import called
 from fxremat.step.program import rematerialize
 from fxremat.torch_private import torch_release
 
@@ -78,7 +79,7 @@ MODELS: dict[str, Callable[[Model, Tensor, Tensor], Tensor]] = {
     "copy_views_by_number": row,
     "convolve_channels_last": lambda m, x, _: m.convolution(x.view(1, 3, 2, 2)).relu().flatten(1).square().sum(),
     "lower": lambda m, x, _: m.linear(m.dropout(m.linear(x)).tanh()).sum(),
-    "overwrite_gradients": lambda m, x, _: (m.linear(x).relu() + m.linear(x).tanh()).sum(),
+    "note_overwriting": lambda m, x, _: (m.linear(x).relu() + m.linear(x).tanh()).sum(),
 }
 
 
@@ -88,9 +89,10 @@ def text_of(graph: fx.Graph) -> str:
     for node in graph.nodes:
         value = node.meta.get("val")
         shape = f" : {list(value.shape)}" if isinstance(value, Tensor) else ""
-        options = [f"{key}={value}" for key, value in node.kwargs.items()]
-        target = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
-        arguments = ["..." if isinstance(argument, str) else str(argument) for argument in node.args]
+        made, args, kwargs = called(node)
+        options = [f"{key}={value}" for key, value in kwargs.items()]
+        target = made if isinstance(made, str) else getattr(made, "__name__", str(made))
+        arguments = ["..." if isinstance(argument, str) else str(argument) for argument in args]
         lines.append(f"{node.name} = {target}({', '.join([*arguments, *options])}){shape}")
     return "\n".join(lines) + "\n"
 

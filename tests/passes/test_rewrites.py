@@ -17,10 +17,11 @@ from fxremat.errors import CaptureError
 from fxremat.passes.batch_norm import drop_running_statistics, halve, halve_exactly
 from fxremat.passes.detach import drop_detach
 from fxremat.passes.dropout import drop_as_eager, rounded
-from fxremat.passes.in_place import overwrite_gradients, restore
+from fxremat.passes.in_place import note_overwriting
 from fxremat.passes.normalize import normalize
 from fxremat.passes.numbers import copy_views_by_number, refuse_symbols
 from fxremat.step.batch_norm import NORMALIZED, STATISTICS
+from fxremat.step.overwriting import called
 from fxremat.torch_private import storage_of
 
 aten = torch.ops.aten
@@ -51,13 +52,10 @@ class Drawing:
         found.meta["val"] = node.meta["val"][place]
         return found
 
-    def text(self) -> list[str]:
-        """What is called with which arguments, one op an entry."""
-        return [
-            f"{node.target.__name__}{node.args}{node.kwargs or ''}".replace(",)", ")")
-            for node in self.graph.nodes
-            if node.op == "call_function"
-        ]
+    def text(self, *, fresh: bool = False) -> list[str]:
+        """What is called with which arguments, one op an entry; ops overwrite what they may, unless `fresh`."""
+        calls = [called(node, fresh=fresh) for node in self.graph.nodes if node.op == "call_function"]
+        return [f"{target.__name__}{args}{dict(options) or ''}".replace(",)", ")") for target, args, options in calls]
 
     def run(self, *inputs: Tensor) -> Any:
         self.graph.lint()
@@ -333,12 +331,9 @@ def test_what_is_overwritten(case: str) -> None:
     drawing = Drawing()
     drawing.graph.output(draw(drawing, drawing.input("tangents_1", 3, 4), drawing.input("primals_1", 3, 4)))
     before = drawing.text()
-    overwrite_gradients(drawing.graph)
+    note_overwriting(drawing.graph)
     assert drawing.text() == wanted
-    for node in drawing.graph.nodes:
-        if "_." in str(node.target) or "grad_input" in str(node.target):
-            restore(node)
-    assert drawing.text() == before
+    assert drawing.text(fresh=True) == before
 
 
 def with_symbols() -> tuple[Drawing, fx.Node, Any]:
@@ -402,7 +397,7 @@ def test_sizes_of_inputs_may_be_symbolic_and_passes_tie_them_to_no_number() -> N
     drawing.call(aten.add.Tensor, made, t)
     refuse_symbols(drawing.graph)
     copy_views_by_number(drawing.graph)
-    overwrite_gradients(drawing.graph)
+    note_overwriting(drawing.graph)
     assert "slice.Tensor(x, 0, 0, sym_size_int)" in drawing.text()
     environment = drawing.mode.shape_env
     assert environment is not None
