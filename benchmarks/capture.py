@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from fxremat.capture.captured import Captured, read_joint
 from fxremat.passes.normalize import normalize
-from fxremat.step.joint import Joint, read_joint
 from fxremat.torch_private import aot_backend, boxed, capture_settings, differentiate_as_eager
 
 
@@ -16,7 +16,7 @@ class _Captured(Exception):
     """Leaves torch.compile once the graph is known."""
 
 
-def capture(model: nn.Module, *inputs: Any, **options: Any) -> Joint:
+def capture(model: nn.Module, *inputs: Any, **options: Any) -> Captured:
     """The forward and backward of one call as a joint. Raises what torch.compile raises where there is none."""
     module, forward_outputs = joint_graph(model, *inputs, **options)
     return read_joint(normalize(module), forward_outputs)

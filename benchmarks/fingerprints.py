@@ -73,7 +73,7 @@ def digest(plan: fxremat.Plan) -> str:
         plan.frontier,
         str(plan.schedule),
         [
-            (step.role.value, step.block, step.reads, step.writes, getattr(step, "op", getattr(step, "trip", None)))
+            (step.role.value, step.block, sorted(step.reads), step.writes, step.op, getattr(step, "trip", None))
             for step in program.steps
         ],
         plan.describe(full=True),

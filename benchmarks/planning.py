@@ -122,7 +122,7 @@ class _Clock:
 
         with self.timing():
             plan = fxremat.plan(model, batch, progress=False, **options)
-        self.ops = len(plan.joint.ops)
+        self.ops = len(plan.graph.ops)
 
 
 def _planning(name: str) -> dict[str, float]:
@@ -141,7 +141,7 @@ def _another_budget(clock: _Clock) -> None:
 
     plan = fxremat.plan(*_gpt(), mem="45%", progress=False)
     with clock.timing():
-        clock.ops = len(plan.within("50%").joint.ops)
+        clock.ops = len(plan.within("50%").graph.ops)
 
 
 def _planned_again(clock: _Clock) -> None:
@@ -174,7 +174,7 @@ def _of_one_capture(clock: _Clock) -> int:
                 compiled(*batch).backward()
         clock.processor -= min(again.processor for again in known)
         clock.clock -= min(again.clock for again in known)
-    clock.ops = len(compiled.plan.joint.ops) if compiled.plan else 0
+    clock.ops = len(compiled.plan.graph.ops) if compiled.plan else 0
     return len(LENGTHS)
 
 

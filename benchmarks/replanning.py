@@ -19,13 +19,13 @@ from typing import TypeVar
 
 import torch
 
+from fxremat.capture.captured import Captured
 from fxremat.cost.devices import Device
 from fxremat.cost.estimate import estimate
 from fxremat.search.refine import EFFORT, Ladder
 from fxremat.search.replan import replanned
 from fxremat.search.survey import survey
 from fxremat.step.costs import Costs
-from fxremat.step.joint import Joint
 
 from . import report
 from .capture import capture
@@ -86,7 +86,7 @@ def _rows(layers: int) -> Iterator[Row]:
             )
 
 
-def _joint(layers: int, length: int) -> tuple[Joint, Costs]:
+def _joint(layers: int, length: int) -> tuple[Captured, Costs]:
     torch.manual_seed(0)
     shape = Shape(layers=layers, width=64, heads=4, vocabulary=256, batch=8, tokens=max(LENGTHS))
     text = torch.randint(256, (8, length + 1))
@@ -96,7 +96,7 @@ def _joint(layers: int, length: int) -> tuple[Joint, Costs]:
     return joint, estimate(joint, Device.named("cpu"))
 
 
-def _from_nothing(joint: Joint, costs: Costs, share: float) -> Ladder:
+def _from_nothing(joint: Captured, costs: Costs, share: float) -> Ladder:
     ladder = Ladder(given=survey(joint, costs))
     return ladder.to(int(share * ladder.given.keep_all.peak), costs, effort=EFFORT)
 

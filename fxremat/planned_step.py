@@ -9,6 +9,7 @@ from typing import Any, Protocol, Self
 
 from torch import fx
 
+from fxremat.capture.captured import Captured, captured_of
 from fxremat.chains.chain import Chain
 from fxremat.chains.join_schedule import JoinSchedule
 from fxremat.chains.schedule import Schedule
@@ -22,9 +23,9 @@ from fxremat.search.candidate import Candidate, Frontier
 from fxremat.search.lower_bound import lower_bound
 from fxremat.slices.rewrite import SlicedRegion
 from fxremat.step.costs import Costs, Link, apart
-from fxremat.step.joint import Joint
 from fxremat.step.liveness import Memory, live_bytes
 from fxremat.step.program import Program
+from fxremat.step.step_graph import StepGraph
 from fxremat.units import format_bytes, format_ratio, format_seconds
 
 
@@ -153,9 +154,14 @@ class PlannedStep:
         return tuple((candidate.peak, candidate.time) for candidate in self.alternatives.candidates)
 
     @property
-    def joint(self) -> Joint:
-        """The graph of forward and backward that it was made for."""
-        return self.chosen.layout.joint
+    def graph(self) -> StepGraph:
+        """Forward and backward op by op, which it was made for."""
+        return self.chosen.layout.graph
+
+    @property
+    def captured(self) -> Captured:
+        """The same with the graph of torch.fx that it was read from."""
+        return captured_of(self.graph)
 
     @cached_property
     def chain(self) -> Chain:
@@ -180,9 +186,9 @@ class PlannedStep:
         may wait on the host, it is only known that they take no less than keeping everything.
         """
         if self.chosen.join or self.link:
-            return self.costs.time_of(range(len(self.joint.ops))) if self.slices else self.keep_all_time
-        computing, communicating = apart(self.joint, self.costs)
-        return max(communicating, lower_bound(self.joint, computing, self.budget))
+            return self.costs.time_of(range(len(self.graph.ops))) if self.slices else self.keep_all_time
+        computing, communicating = apart(self.graph, self.costs)
+        return max(communicating, lower_bound(self.graph, computing, self.budget))
 
     @cached_property
     def program(self) -> Program:
@@ -207,13 +213,9 @@ class PlannedStep:
     @property
     def loss_places(self) -> tuple[int, ...]:
         """The places of the losses' gradients among the backward graph's inputs, counted from their end."""
-        joint = self.chosen.layout.joint
-        count = len(joint.tangents)
-        return tuple(
-            place - count
-            for place, node in enumerate(joint.tangents)
-            if joint.value_of[node] in joint.root_tangents
-        )
+        graph = self.graph
+        count = len(graph.tangents)
+        return tuple(place - count for place, value in enumerate(graph.tangents) if value in graph.root_tangents)
 
     @property
     def forward_graph(self) -> fx.GraphModule:
@@ -231,7 +233,7 @@ class PlannedStep:
         at = max(range(len(self.memory.during)), key=self.memory.during.__getitem__, default=-1)
         program = self.program
         written = (version for step in program.steps[: at + 1] for version in step.writes)
-        alive = {program.version_of[version] for version in written} & program.layout.joint.returned
+        alive = {program.version_of[version] for version in written} & program.layout.graph.returned
         return sum(self.running.costs.sizes.values[value] for value in alive)
 
     @property

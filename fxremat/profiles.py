@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from fxremat.capture.accounting import device_of, set_aside
 from fxremat.errors import FxrematError
 from fxremat.host.files import FileTier
 from fxremat.plans import Plan
@@ -27,7 +28,6 @@ from fxremat.show.page_data import page_data
 from fxremat.show.text import ROWS, labelled, most_in, table
 from fxremat.show.tree import rows_of
 from fxremat.slices.rewrite import bytes_beside_loss
-from fxremat.step.costs import device_of, set_aside
 from fxremat.units import format_bytes, format_seconds
 
 BEST = 3  # changes that are shown
@@ -85,7 +85,7 @@ class Profile:
     def to_html(self) -> str:
         """A page that shows where the memory goes, value by value."""
         data = page_data(self.plan) | {
-            "title": f"{self.plan.joint.model}: a profile by fxremat",
+            "title": f"{self.plan.graph.model}: a profile by fxremat",
             "headline": self._headline,
             "about": f"A profile by fxremat of the step as it is{measured(self.plan)}",
             "facts": [list(fact) for fact in self._facts()],
@@ -97,14 +97,14 @@ class Profile:
     @property
     def _headline(self) -> str:
         """The peak, and what the change that saves most would make of it."""
-        takes = f"{self.plan.joint.model} trains in {format_bytes(self.peak)}"
+        takes = f"{self.plan.graph.model} trains in {format_bytes(self.peak)}"
         best = next(iter(self.changes), None)
         would = f"; it could in {format_bytes(best.peak)}, {slower(best.time, best.fastest)}" if best else ""
         return unbroken(takes + would + estimated(self.plan))
 
     @property
     def _title(self) -> str:
-        return f"fxremat profile of {self.plan.joint.model} on {self.plan.device} ({self.plan.timed} times)"
+        return f"fxremat profile of {self.plan.graph.model} on {self.plan.device} ({self.plan.timed} times)"
 
     def _facts(self) -> Iterator[tuple[str, str]]:
         plan, total = self.plan, self.plan.modules.total
@@ -119,7 +119,7 @@ class Profile:
             yield "kernels", plan.assumed
 
     def __str__(self) -> str:
-        rows = rows_of(self.plan.modules, ROWS, self.plan.joint.model, _where_it_goes)
+        rows = rows_of(self.plan.modules, ROWS, self.plan.graph.model, _where_it_goes)
         lines = [self._title, *labelled(self._facts()), "", *table(rows, HEADS, _where_it_goes), ""]
         if not self.changes:
             return "\n".join([*lines, "No change that fxremat knows of would save one percent."])
@@ -161,7 +161,7 @@ def _offloading(plan: Plan) -> Saving | None:
 
 def _slicing(plan: Plan) -> Saving | None:
     """Regions in slices, below what whole ops can be run in: in language models, a smaller loss head."""
-    beside = bool(bytes_beside_loss(plan.joint))
+    beside = bool(bytes_beside_loss(plan.captured))
     options: dict[str, Any] = {"slices": True} | ({"outputs": "loss"} if beside else {})
     other = _another(plan, int(BELOW * plan.known_minimum), **options)
     if other is None or not other.slices:
@@ -185,7 +185,7 @@ def _change(plan: Plan, candidate: Candidate, what: str, mem: int, **options: ob
     if candidate.peak >= plan.predicted_peak:
         return None
     outside = plan.costs.sizes.outside
-    if outside != set_aside(plan.joint, device_of(plan.joint)):  # the user said so
+    if outside != set_aside(plan.captured, device_of(plan.graph)):  # the user said so
         options["loss_bytes"] = outside
     given = "".join(f", {name}={value!r}" for name, value in options.items())
     how = f'fxremat.compile(model, mem="{enough(mem)}"{given})'

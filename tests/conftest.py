@@ -62,7 +62,7 @@ _tests = itertools.count()
 @pytest.fixture(autouse=True)
 def _own_searches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every test searches by itself, in the way that it has set: nothing is found of earlier tests on disk."""
-    monkeypatch.setattr("fxremat.search.found_files.FOLDER", f"found-{next(_tests)}")
+    monkeypatch.setattr("fxremat.planning.found_files.FOLDER", f"found-{next(_tests)}")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -77,8 +77,7 @@ def _short_searches() -> Iterator[None]:
 @pytest.fixture
 def surveys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[int]]:
     """One entry for each survey that is really made; nothing is known of earlier ones, or kept of these."""
-    from fxremat.planning import searched
-    from fxremat.search import frontier_cache
+    from fxremat.planning import frontier_cache, searched
     from fxremat.search.survey import survey
 
     made: list[int] = []

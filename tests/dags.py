@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from benchmarks.capture import capture
+from fxremat.capture.captured import Captured
 from fxremat.cost.estimate import DEVICES, WRAPPED, estimate
 from fxremat.step.costs import Costs
-from fxremat.step.joint import Joint
 
 __all__ = ["capture"]
 WIDTH, ROWS = 8, 16
@@ -177,7 +177,7 @@ def batch(seed: int = 0, rows: int = ROWS) -> tuple[Tensor, Tensor]:
     return torch.randn(rows, WIDTH, generator=generator), torch.randn(rows, WIDTH, generator=generator)
 
 
-def estimated(joint: Joint) -> Costs:
+def estimated(joint: Captured) -> Costs:
     """Costs that take no time to find, without the workspaces that are known to be needed (convolutions)."""
     costs = estimate(joint, DEVICES["cpu"])
     workspace = tuple(min(size - WRAPPED, 0) for size in costs.sizes.workspace)  # below 0: an operand is overwritten

@@ -1,49 +1,52 @@
-"""Joint graphs that are numbers alone, without a model: made by hand or at random, in microseconds."""
+"""Step graphs that are numbers alone, without a model: made by hand or at random, in microseconds."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 from hypothesis import strategies as st
 
-from fxremat.step.joint import Joint, JointValue, Op, Origin
 from fxremat.step.layout import Layout
 from fxremat.step.liveness import Sizes
 from fxremat.step.program import Order, Program
+from fxremat.step.source import NOWHERE
+from fxremat.step.step_graph import Kind, Op, Origin, StepGraph, Value
 
 
 def op(reads: Sequence[int], writes: Sequence[int], **facts: Any) -> Callable[[int], Op]:
     """An op of the forward, named after its number, whose second execution is as the first unless `facts` differ."""
     plain = {"backward": False, "random": False, "anchored": False, "again_reads": reads, "again_writes": writes}
+    plain |= {"target": "op", "key": "op", "kind": Kind.KERNEL, "overwrites": None, "sequence": None}
 
     def numbered(index: int) -> Op:
         known = plain | facts
         again = {name: tuple(known.pop(name)) for name in ("again_reads", "again_writes")}
-        node: Any = SimpleNamespace(name=f"op{index}")
-        return Op(index=index, node=node, reads=tuple(reads), writes=tuple(writes), **again, **known)
+        return Op(index=index, name=f"op{index}", reads=tuple(reads), writes=tuple(writes), **again, **known)
 
     return numbered
 
 
-def joint_of(origins: Sequence[Origin], ops: Sequence[Callable[[int], Op]], **sets: Any) -> Joint:
-    """A joint graph whose values are numbered as their origins are; `sets` are fields of `Joint` that are not empty."""
+def graph_of(origins: Sequence[Origin], ops: Sequence[Callable[[int], Op]], **sets: Any) -> StepGraph:
+    """A step graph whose values are numbered as their origins are; `sets` are fields that are not empty."""
     made = tuple(numbered(index) for index, numbered in enumerate(ops))
     producer = {value: item.index for item in made for value in item.writes}
-    node: Any = None
     values = [
-        JointValue(index, f"v{index}", 0, origin, node, producer.get(index)) for index, origin in enumerate(origins)
+        Value(index, f"v{index}", 0, origin, producer.get(index), position=None, type="", whole=True)
+        for index, origin in enumerate(origins)
     ]
-    empty = dict.fromkeys(("primals", "tangents", "forward_outputs", "backward_outputs", "output_descs"), ())
-    none = dict.fromkeys(
-        ("root_tangents", "kept_outputs", "mutated_primals", "updates", "returned"), frozenset[int]()
-    )
-    forward_count = sum(not item.backward for item in made)
+    none = ("root_tangents", "output_values", "kept_outputs", "mutated_primals", "updates", "returned")
     facts: dict[str, Any] = {
-        **empty, "module": None, "value_of": {}, "forward_count": forward_count, **none, **sets,
-    }  # fmt: skip
-    return Joint(values=tuple(values), ops=made, **facts)
+        **dict.fromkeys(none, frozenset[int]()),
+        "forward_count": sum(not item.backward for item in made),
+        "tangents": tuple(index for index, origin in enumerate(origins) if origin is Origin.TANGENT),
+        "holds_gradients": False,
+        "sources": (NOWHERE,) * len(made),
+        "parameters": {},
+        "model": "model",
+        "device": "cpu",
+    }
+    return StepGraph(values=tuple(values), ops=made, **(facts | sets))
 
 
 def _some(draw: Any, items: Sequence[int], least: int = 0, most: int = 3) -> tuple[int, ...]:
@@ -53,7 +56,7 @@ def _some(draw: Any, items: Sequence[int], least: int = 0, most: int = 3) -> tup
 
 
 @st.composite
-def joints(draw: Any) -> Joint:
+def joints(draw: Any) -> StepGraph:
     """Joint graphs of one to five forward ops and as many backward ones, with all that a joint graph may have."""
     origins = [Origin.PRIMAL] * draw(st.integers(1, 3))
     primals = range(len(origins))
@@ -76,7 +79,7 @@ def joints(draw: Any) -> Joint:
             ops.append(op(reads, writes, **facts))
     forward, late = made.values()
     kept = frozenset(_some(draw, forward))
-    return joint_of(
+    return graph_of(
         origins,
         ops,
         root_tangents=frozenset(_some(draw, tangents)),
@@ -98,13 +101,13 @@ def orders(draw: Any) -> Order:
         ops.append(index)
         ops += _some(draw, range(index + 1), most=2)
     blocks = tuple(draw(st.lists(st.integers(0, 9), min_size=len(ops), max_size=len(ops))))
-    return Order(Layout(joint=joint, blocks=(), held=frozenset()), tuple(ops), blocks, split)
+    return Order(Layout(graph=joint, blocks=(), held=frozenset()), tuple(ops), blocks, split)
 
 
 @st.composite
 def sizes_of(draw: Any, program: Program) -> Sizes:
     """Bytes of everything that a program may hold."""
-    joint, small = program.layout.joint, st.integers(0, 50)
+    joint, small = program.layout.graph, st.integers(0, 50)
     return Sizes(
         values=[draw(small) for _ in joint.values],
         workspace=[draw(st.integers(-20, 50)) for _ in joint.ops],

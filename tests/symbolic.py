@@ -8,8 +8,8 @@ import torch
 import torch.fx.experimental._config as shape_config
 from torch import fx, nn
 
+from fxremat.capture.symbolic import SymbolicGraph
 from fxremat.passes.normalize import normalize
-from fxremat.step.symbolic import SymbolicGraph
 from fxremat.torch_private import aot_backend, boxed, capture_settings, differentiate_as_eager
 
 

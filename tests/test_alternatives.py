@@ -22,7 +22,7 @@ from benchmarks.alternatives.measure import Bench, compared, difference, in_play
 from benchmarks.alternatives.rows import NAMES, Measured, Ours, Point, Record
 from benchmarks.alternatives.verdict import cells, claims, geometric_mean, least_alternative
 from benchmarks.models.mixer import DeepChain
-from fxremat.step.joint import Origin
+from fxremat.step.step_graph import Origin
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("torch_ready")]
 
@@ -214,7 +214,7 @@ def test_the_floor_of_a_graph_by_hand() -> None:
     joint = SimpleNamespace(ops=ops, values=values, returned=frozenset({2, 3}))
     sizes = SimpleNamespace(values=(1000, 4, 8, 16, 1), workspace=(20, 0, 0, 2))
     plan: Any = SimpleNamespace(
-        frontier=SimpleNamespace(keep_all=SimpleNamespace(layout=SimpleNamespace(joint=joint))),
+        frontier=SimpleNamespace(keep_all=SimpleNamespace(layout=SimpleNamespace(graph=joint))),
         costs=SimpleNamespace(sizes=sizes),
     )
     assert floor_bytes(plan) == 31

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import fx, nn
 
+from fxremat.capture.names import frame_of, module_of
 from fxremat.search.floor import Floor, floor_of
 from fxremat.search.survey import survey
 from fxremat.step.kinds import MemoryKind
-from fxremat.step.names import frame_of, module_of
 from tests.dags import capture, estimated
 
 pytestmark = pytest.mark.usefixtures("torch_ready")

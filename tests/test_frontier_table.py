@@ -75,7 +75,7 @@ def test_slices_have_no_bound_for_programs_without() -> None:
     sliced, whole = PLANS["slices"](), planned(Words(), "100%", rows(), torch.zeros(256, dtype=torch.long))
     every = unbeaten([*sliced.alternatives.candidates, *whole.alternatives.candidates])
     plan = replace(sliced, alternatives=replace(sliced.alternatives, candidates=tuple(every)))
-    of_its_own = [candidate.layout.joint is plan.joint for candidate in plan.alternatives.candidates]
+    of_its_own = [candidate.layout.graph is plan.graph for candidate in plan.alternatives.candidates]
     assert {*of_its_own} == {True, False}
     assert [row.bound is not None for row in plan.frontier.rows] == of_its_own
     assert all(row.bound is None or row.bound <= row.time * (1 + 1e-9) for row in plan.frontier.rows)

@@ -33,7 +33,7 @@ MIB = 2**20
 )  # fmt: skip
 def test_headlines(peak: float, time: float, changed: dict[str, Any], sentence: str) -> None:
     plan: Any = SimpleNamespace(
-        joint=SimpleNamespace(model="GPT"),
+        graph=SimpleNamespace(model="GPT"),
         keep_all_peak=int(74.8 * MIB),
         keep_all_time=1.0,
         weights=changed.get("weights"),

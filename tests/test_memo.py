@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fxremat
-from fxremat.search import frontier_cache as memo
+from fxremat.planning import frontier_cache as memo
 from fxremat.search import survey as planner
 from fxremat.search.refine import Ladder
 from fxremat.step.liveness import live_bytes
@@ -107,8 +107,8 @@ def test_nothing_of_an_old_graph_is_kept() -> None:
     (kept,) = memo._latest.values()
     given, found = kept.given, [candidate for _, candidate in kept.found]
     kept_candidates = (given.keep_all, *given.candidates, *found)
-    assert all(candidate.layout.joint is memo.NO_GRAPH for candidate in kept_candidates)
-    assert all(candidate.order().layout.joint is memo.NO_GRAPH for candidate in found)
+    assert all(candidate.layout.graph is memo.NO_GRAPH for candidate in kept_candidates)
+    assert all(candidate.order().layout.graph is memo.NO_GRAPH for candidate in found)
     for number in range(memo.AT_MOST + 1):
         fxremat.plan(Deep(), (torch.ones(32 + number, 16),), mem="100%", cost="estimate", effort=0)
     assert len(memo._latest) == memo.AT_MOST

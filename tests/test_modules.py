@@ -25,9 +25,9 @@ from fxremat.show.text import WIDTH as COLUMNS
 from fxremat.show.text import slicing_seconds, table, waiting_seconds
 from fxremat.show.tree import OWN, Row, all_rows, rows_of, what_it_does
 from fxremat.step.costs import Costs
-from fxremat.step.joint import Origin
 from fxremat.step.kinds import MemoryKind, bytes_by_kind
 from fxremat.step.program import Role
+from fxremat.step.step_graph import Origin
 from fxremat.units import format_bytes, format_seconds
 from tests.dags import Dag, Recipe, batch, capture, estimated, few, recipes
 from tests.exported import PLANS
@@ -38,7 +38,7 @@ ROWS, WIDTH = 64, 32
 
 def check(candidate: Candidate, costs: Costs) -> ModuleNode:
     """The figures of all modules add up to those of a candidate's program."""
-    tree, program, joint = module_tree(candidate, costs), candidate.program(), candidate.layout.joint
+    tree, program, joint = module_tree(candidate, costs), candidate.program(), candidate.layout.graph
     sizes, total = costs.sizes, tree.total
     kept = bytes_by_kind(program, sizes)[MemoryKind.KEPT]
     assert total.saved == (kept[program.split] if program.split < len(kept) else 0)
@@ -164,7 +164,7 @@ def test_weights_on_the_host_are_no_activations() -> None:
     least = fxremat.plan(model, inputs, mem=2**40, **options).minimum
     plan = fxremat.plan(model, inputs, mem=least, **options)
     tree = check(plan.chosen, plan.costs)
-    joint, program = plan.joint, plan.program
+    joint, program = plan.graph, plan.program
     out = [program.version_of[s.reads[0]] for s in program.steps if s.role is Role.OFFLOAD and s.reads]
     activations = [value for value in out if joint.values[value].origin is Origin.FORWARD]
     assert tree.total.offloaded == sum(plan.costs.sizes.values[value] for value in activations)
@@ -345,7 +345,7 @@ def test_the_time_of_slices_is_called_that() -> None:
     text = plan.describe(full=True)
     assert "running in slices" in text
     assert "waiting for" not in text
-    own = plan.costs.time_of(range(len(plan.joint.ops)))
+    own = plan.costs.time_of(range(len(plan.graph.ops)))
     assert slicing_seconds(plan) == pytest.approx(own - plan.keep_all_time)
     assert waiting_seconds(plan, plan.modules.total) == pytest.approx(0.0, abs=1e-9 * own)
 

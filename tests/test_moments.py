@@ -163,7 +163,7 @@ def test_moments_with_a_loss_outside(loss_bytes: int) -> None:
     place = moments.moments.index(loss)
     assert (loss.op, loss.value, loss.start) == (None, None, loss.end)
     assert moments.bytes[place] == plan.memory.at_split
-    tangents = set(plan.joint.tangent_values)
+    tangents = set(plan.graph.tangent_values)
     assert {life.first for life in moments.lives if life.value in tangents} == {place}
     outside = sum(life.bytes for life in moments.lives_at(place) if life.kind is MemoryKind.OUTSIDE)
     given = sum(plan.costs.sizes.values[value] for value in tangents)

@@ -219,7 +219,7 @@ def test_lives_lie_in_the_order_in_which_they_are_stacked(kind: str) -> None:
         stacked = zip(weights, groups, lives["kind"], lives["first"], strict=True)
         keys = [key if key[0] else (False, 0, *key[2:]) for key in stacked]
         assert keys == sorted(keys)
-        joint = candidate.layout.joint
+        joint = candidate.layout.graph
         modules = sorted(source_of(joint, life).module for life in Moments.of(candidate, plan.costs).lives)
         assert sorted(group_of(module) for module in modules) == sorted(order[group] for group in groups)
 
@@ -259,7 +259,7 @@ def test_a_plan_beside_the_frontier_has_its_place_in_it() -> None:
 @pytest.mark.parametrize("kind", KINDS_OF_PLANS)
 def test_numbers_refer_to_what_is_there(kind: str) -> None:
     plan = plan_of(kind)
-    data, joint = page_data(plan), plan.joint
+    data, joint = page_data(plan), plan.graph
     assert [data["modules"][number] for number in data["values"]["module"]] == [s.module for s in joint.value_sources]
     assert [data["modules"][number] for number in data["ops"]["module"]] == [s.module for s in joint.sources]
     assert [data["sources"][number] for number in data["ops"]["source"]] == [str(s.frame or "") for s in joint.sources]
@@ -352,7 +352,7 @@ def test_equal_modules_share_a_row() -> None:
 @pytest.mark.parametrize("kind", KINDS_OF_PLANS)
 def test_the_page_begins_with_the_model_and_its_figures(kind: str) -> None:
     plan = plan_of(kind)
-    found, data, model = read(plan.to_html()), page_data(plan), plan.joint.model
+    found, data, model = read(plan.to_html()), page_data(plan), plan.graph.model
     assert model in found.texts["title"]
     assert plan.device not in found.texts["title"]
     assert found.texts["headline"] == data["headline"] == headline(plan, plan.running.chosen)

@@ -13,7 +13,7 @@ from torch import nn
 import fxremat
 from fxremat.__main__ import main as command_line
 from fxremat.errors import BudgetTooSmall, FxrematError
-from fxremat.search import frontier_cache as memo
+from fxremat.planning import frontier_cache as memo
 from fxremat.search import survey as planner
 from fxremat.search.survey import survey
 from tests.dags import capture, estimated

@@ -86,7 +86,7 @@ def test_the_text_is_narrow_and_has_the_figures(name: str) -> None:
     *_, profile = profiled(name)
     text = str(profile)
     assert max(map(len, text.splitlines())) <= 100
-    assert text.splitlines()[0].startswith(f"fxremat profile of {profile.plan.joint.model} on ")
+    assert text.splitlines()[0].startswith(f"fxremat profile of {profile.plan.graph.model} on ")
     assert profile.peak == profile.plan.keep_all_peak == profile.plan.predicted_peak
     assert profile.time == profile.plan.keep_all_time
     assert profile.plan.program.recomputed == 0
@@ -184,7 +184,7 @@ def test_the_page_is_that_of_the_plan_with_the_changes(name: str) -> None:
     data = json.loads(reader.texts["data"])
     expected = json.loads(json.dumps(page_data(profile.plan)))
     assert data["advice"] == [str(change) for change in profile.changes]
-    model = profile.plan.joint.model
+    model = profile.plan.graph.model
     assert model in data["title"]
     assert "cpu" not in data["title"]
     headline = data["headline"].replace("\u00a0", " ")

@@ -142,7 +142,7 @@ def test_the_log_names_the_sizes_and_the_third_of_them_is_warned_of(caplog: pyte
             compiled(torch.ones(rows, 4)).backward()
         compiled.train(False).train()
         assert [line for line in caplog.messages if line.startswith("planning")] == [
-            f"planning {len(compiled.plan.joint.ops)} ops within 100% for inputs of {rows}x4" for rows in (5, 6)
+            f"planning {len(compiled.plan.graph.ops)} ops within 100% for inputs of {rows}x4" for rows in (5, 6)
         ]
         assert many() == []
         compiled(torch.ones(7, 4)).backward()
@@ -160,7 +160,7 @@ def test_the_log_has_a_line_for_every_size_of_one_capture(caplog: pytest.LogCapt
     with caplog.at_level("INFO", logger="fxremat"):
         for rows in (8, 6, 8, 16):
             compiled(torch.ones(rows, 4)).backward()
-    count = len(compiled.plan.joint.ops)
+    count = len(compiled.plan.graph.ops)
     lines = [line for line in caplog.messages if line.startswith("plann")]
     assert lines[::2] == [
         f"planning {count} ops within 100% of what x[0] = {largest} takes for inputs of {rows}x4{known}"

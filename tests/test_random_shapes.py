@@ -62,7 +62,7 @@ def check(recipe: Recipe, sizes: list[int]) -> None:
         there = plan.at(x=rows)
         fixed = fxremat.plan(copy.deepcopy(fresh), batch(rows, rows), dynamic=False, **QUICK)
         assert there.keep_all_peak == fixed.keep_all_peak, rows
-        peak, _ = Executions(fixed.joint, fixed.costs).judge(there.chosen.order())
+        peak, _ = Executions(fixed.graph, fixed.costs).judge(there.chosen.order())
         assert there.predicted_peak == peak, rows
     model.load_state_dict(fresh.state_dict())
     for rows in (*others, first):

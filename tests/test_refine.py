@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fxremat
+from fxremat.capture.captured import Captured
 from fxremat.chains.schedule import Schedule
 from fxremat.linearize.crossings import Crossing
 from fxremat.linearize.lay_out import lay_out
@@ -26,7 +27,6 @@ from fxremat.search.replay import Tape, blank_pages, replay, spend
 from fxremat.search.skeleton import Skeleton, Skeletons
 from fxremat.search.survey import survey
 from fxremat.step.costs import Costs
-from fxremat.step.joint import Joint
 from fxremat.step.liveness import live_bytes
 from fxremat.step.program import Order, rematerialize
 from tests.dags import Dag, Layer, Recipe, batch, capture, estimated, few, recipes
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("torch_ready")
 
 
 class Searched(NamedTuple):
-    joint: Joint
+    joint: Captured
     costs: Costs
     frontier: Frontier
 
@@ -45,7 +45,7 @@ class Searched(NamedTuple):
         return Skeletons(self.joint, self.costs)
 
 
-def searched(joint: Joint, effort: float = 0.0) -> Searched:
+def searched(joint: Captured, effort: float = 0.0) -> Searched:
     """The frontier of a joint graph after a search on all rungs."""
     costs = estimated(joint)
     given = survey(joint, costs, effort=effort)

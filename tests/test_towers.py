@@ -13,12 +13,12 @@ import fxremat
 from benchmarks import models
 from benchmarks.capture import joint_graph
 from benchmarks.meter import peak_bytes
+from fxremat.capture.captured import read_joint
 from fxremat.chains.join_schedule import JoinSchedule
 from fxremat.linearize.crossings import crossings
 from fxremat.linearize.towers import Towers, find_towers, on_the_layout
 from fxremat.passes.normalize import FOR_REGIONS, normalize
 from fxremat.search import survey as planner
-from fxremat.step.joint import read_joint
 from tests.dags import capture, estimated
 from tests.training import differences, train
 
@@ -85,8 +85,8 @@ def test_towers_that_share_weights_share_no_copies_of_these_in_another_layout() 
     case = models.get("siamese", "small")
     module, outputs = joint_graph(case.model(), *case.batch())
     joint = read_joint(normalize(module, FOR_REGIONS), outputs)
-    clones = [op for op in joint.forward_ops if op.node.target is torch.ops.aten.clone.default]
-    assert len({op.node.args[0] for op in clones}) < len(clones)
+    clones = [op for op in joint.forward_ops if joint.nodes[op.index].target is torch.ops.aten.clone.default]
+    assert len({joint.nodes[op.index].args[0] for op in clones}) < len(clones)
     towers = find_towers(joint, crossings(joint), estimated(joint).seconds)
     assert towers is not None
     assert len(towers.ends) == 2

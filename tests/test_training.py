@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fxremat.capture.captured import Captured, with_updates_inside
 from fxremat.errors import BudgetTooSmall
 from fxremat.search.survey import survey
 from fxremat.step.costs import Link, ParameterUpdate
-from fxremat.step.joint import Joint, with_updates_inside
 from fxremat.transfers import clock
 from fxremat.transfers.weight_updates import best_within, resident_peak
 from fxremat.transfers.weights import hosted
@@ -21,7 +21,7 @@ from tests.dags import Dag, Layer, Recipe, batch, capture, estimated, few, recip
 pytestmark = pytest.mark.usefixtures("torch_ready")
 
 
-def made_up_units(joint: Joint, seed: int) -> list[ParameterUpdate]:
+def made_up_units(joint: Captured, seed: int) -> list[ParameterUpdate]:
     """Updates of every kind: with and without state, some with a large workspace."""
     random = np.random.default_rng(seed)
     return [

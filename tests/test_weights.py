@@ -431,7 +431,7 @@ def test_weights_and_activations_travel_together() -> None:
     for seed in range(4):
         assert step(model, mine, batch, seed) == step(plain, theirs, batch, seed)
     origins = {
-        model.plan.program.version_of[s.reads[0]] in model.plan.program.layout.joint.updates_of
+        model.plan.program.version_of[s.reads[0]] in model.plan.program.layout.graph.updates_of
         for s in model.plan.program.steps
         if s.role is Role.WAIT and s.reads
     }
@@ -468,8 +468,8 @@ def test_host_mem_counts_what_pinned_memory_takes_for_parameters_and_state() -> 
     assert smaller.value.minimum > small.value.minimum
     share = (smaller.value.minimum + 1) / (4 * sum(p.nbytes for p in MLP(tied=False).parameters()))
     model, _ = compiled(share, InPowersOfTwo(), host_mem=most)
-    joint, hosted = model.plan.joint, model.plan.weights.hosted
-    sizes = [joint.values[value].node.meta["val"].nbytes for value in hosted]
+    joint, hosted = model.plan.graph, model.plan.weights.hosted
+    sizes = [joint.shown[value].meta["val"].nbytes for value in hosted]
     assert 0 < sum(3 * (1 << (size - 1).bit_length()) for size in sizes) <= most  # with two moments of AdamW
 
 

@@ -19,11 +19,11 @@ from torch._subclasses import FakeTensorMode
 import fxremat
 from examples import what_if
 from fxremat.__main__ import main
+from fxremat.capture.nodes import tensors_of
 from fxremat.cost.devices import DEVICES, Device
 from fxremat.errors import BudgetTooSmall, CaptureError, FxrematError
 from fxremat.plans import Plan
 from fxremat.runtime import shapes_alone
-from fxremat.step.joint import tensors_of
 from fxremat.torch_private import torch_release
 from fxremat.units import format_bytes
 from fxremat.what_if import Largest, largest
@@ -107,7 +107,7 @@ def test_a_model_without_data_has_the_plan_of_the_same_model_on_a_cpu(without: A
         real = planned(Llama(layers), tokens())
         assert [shown(plan) for plan in plans] == [shown(real)] * 2
         assert real.device == "cpu"
-        assert len(real.joint.backward_ops) > 10 * layers
+        assert len(real.graph.backward_ops) > 10 * layers
         peaks.append(real.keep_all_peak)
     assert peaks[1] > 2 * peaks[0]
 
@@ -200,7 +200,7 @@ def test_a_step_that_gives_no_gradient_at_all_is_refused() -> None:
     assert "\n" not in str(error.value)
     with pytest.raises(CaptureError, match="has no backward"):
         fxremat.compile(Lost(gain=False), "1GiB", cost="estimate", effort=0)(x)
-    assert planned(Lost(gain=True), x).joint.backward_outputs.count(None) == 5
+    assert planned(Lost(gain=True), x).captured.backward_outputs.count(None) == 5
 
 
 class Attention(nn.Module):
@@ -266,7 +266,7 @@ def test_attention_is_the_kernel_that_the_device_would_take(
     device: str, inputs: list[Tensor], options: dict[str, Any], kernel: str
 ) -> None:
     plan = planned(Attention(**options), tuple(inputs), device=device)
-    ops = [op.name for op in plan.joint.ops]
+    ops = [op.name for op in plan.graph.ops]
     kernels = {re.sub(r"(_backward)?(_default)?(_\d+)?$", "", name) for name in ops if "dot_product" in name}
     assert kernels == ({kernel} if kernel != MATH else set()), ops
     assert kernel != MATH or any(name.startswith("bmm") for name in ops)
@@ -290,20 +290,20 @@ class Heads(nn.Module):
 
 def test_heads_are_padded_for_flash_attention_and_come_back_as_they_were() -> None:
     plan = planned(Heads(), tuple(heads(HALF, *[(2, 4, 48, 20)] * 3)), device="H200", loss_bytes=8)
-    flash = next(op for op in plan.joint.ops if "flash" in op.name)
-    assert [tuple(node.meta["val"].shape) for node in flash.node.args[:3]] == [(2, 4, 48, 24)] * 3
-    (output,) = plan.joint.forward_outputs
+    flash = next(node for node in plan.captured.nodes if "flash" in node.name)
+    assert [tuple(node.meta["val"].shape) for node in flash.args[:3]] == [(2, 4, 48, 24)] * 3
+    (output,) = plan.captured.forward_outputs
     assert tuple(output.meta["val"].shape) == (2, 4, 48, 20)
 
 
 def test_a_mask_is_added_to_the_scores() -> None:
     plan = planned(Heads(), (*heads(HALF), MASK), device="A100", loss_bytes=8)
-    kernel = next(op for op in plan.joint.ops if "efficient" in op.name)
-    bias = kernel.node.args[3].meta["val"]
+    kernel = next(node for node in plan.captured.nodes if "efficient" in node.name)
+    bias = kernel.args[3].meta["val"]
     assert (tuple(bias.shape), bias.dtype) == ((2, 4, 48, 48), HALF)
     plan = planned(Heads(), (*heads(HALF), MASK), device="H200", loss_bytes=8)
-    kernel = next(op for op in plan.joint.ops if "cudnn" in op.name)
-    assert tuple(kernel.node.args[3].meta["val"].shape) == (2, 1, 48, 48)
+    kernel = next(node for node in plan.captured.nodes if "cudnn" in node.name)
+    assert tuple(kernel.args[3].meta["val"].shape) == (2, 1, 48, 48)
 
 
 def test_what_is_frozen_or_wants_a_gradient_stays_so_without_data() -> None:
@@ -313,13 +313,13 @@ def test_what_is_frozen_or_wants_a_gradient_stays_so_without_data() -> None:
 
     real, without = made(), on_meta(made)
     assert shown(planned(*without)) == shown(planned(*real))
-    assert planned(*without).joint.backward_outputs.count(None) == 2
+    assert planned(*without).captured.backward_outputs.count(None) == 2
 
 
 def test_flash_attention_saves_what_cuda_saves() -> None:
     plan = planned(Attention(), tuple(heads(HALF)), device="A100")
-    forward, backward = (op for op in plan.joint.ops if "flash" in op.name)
-    shapes = [(tuple(t.shape), t.dtype) for t in tensors_of(forward.node) if t is not None]
+    forward, backward = (op for op in plan.graph.ops if "flash" in op.name)
+    shapes = [(tuple(t.shape), t.dtype) for t in tensors_of(plan.captured.nodes[forward.index]) if t is not None]
     seeds = [((2,), torch.uint64), ((), torch.uint64)]
     assert shapes == [((2, 4, 48, 16), HALF), ((2, 4, 48), WHOLE), *seeds, ((0,), HALF)]
     made = set(forward.writes) | set(forward.reads)
@@ -339,7 +339,7 @@ def test_flash_attention_saves_what_cuda_saves() -> None:
 
 def test_cudnns_attention_saves_as_much() -> None:
     plans = [planned(Attention(), tuple(heads(HALF)), device=device) for device in ("A100", "H200")]
-    pairs = [[op for op in plan.joint.ops if "attention" in op.name] for plan in plans]
+    pairs = [[op for op in plan.graph.ops if "attention" in op.name] for plan in plans]
     read = [[plan.costs.sizes.values[v] for v in pair[1].reads] for plan, pair in zip(plans, pairs, strict=True)]
     assert sorted(read[0]) == sorted(read[1])
     working = [plan.costs.sizes.workspace[pair[1].index] for plan, pair in zip(plans, pairs, strict=True)]
@@ -349,7 +349,7 @@ def test_cudnns_attention_saves_as_much() -> None:
 def test_flash_attention_with_shared_keys_adds_up_the_gradients_of_all_heads() -> None:
     inputs = heads(HALF, (2, 4, 130, 40), (2, 2, 48, 40), (2, 2, 48, 40))
     plan = planned(Attention(enable_gqa=True), tuple(inputs), device="A100")
-    backward = next(op for op in plan.joint.backward_ops if "flash" in op.name)
+    backward = next(op for op in plan.graph.backward_ops if "flash" in op.name)
     assert (
         plan.costs.sizes.workspace[backward.index] == 2 * 4 * 256 * (64 + 1) * 4 + 2 * (2 * 4 * 48 * 40) * 2
     )
@@ -366,7 +366,7 @@ def test_the_kernels_of_the_cpu_are_back_afterwards() -> None:
 def test_a_batch_norm_is_halved_for_kernels_of_a_cpu_alone() -> None:
     def second_halves(**options: Any) -> int:
         plan = planned(nn.Sequential(nn.BatchNorm1d(4)), torch.ones(2, 4), **options)
-        return [str(op.node.target) for op in plan.joint.ops].count("fxremat.batch_normalized.default")
+        return [op.target for op in plan.graph.ops].count("fxremat.batch_normalized.default")
 
     assert [second_halves(), second_halves(device="A100")] == [1, 0]
 

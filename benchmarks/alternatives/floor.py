@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import fxremat
-from fxremat.step.joint import Origin
+from fxremat.step.step_graph import Origin
 
 
 def floor_bytes(plan: fxremat.Plan) -> int:
     """The floor of the model behind a plan, its gradients in the order in which plain PyTorch makes them."""
-    joint, sizes = plan.alternatives.keep_all.layout.joint, plan.costs.sizes
+    joint, sizes = plan.alternatives.keep_all.layout.graph, plan.costs.sizes
 
     def size(values: Iterable[int]) -> int:
         return sum(sizes.values[v] for v in values if joint.values[v].origin is not Origin.PRIMAL)

@@ -20,16 +20,18 @@ from torch import fx
 
 from fxremat.agreement import ALONE, Agreement
 from fxremat.budget import free_memory
+from fxremat.capture.accounting import device_of
+from fxremat.capture.captured import Captured, captured_of
+from fxremat.capture.region import runnable
 from fxremat.cost.made_up import value_like, weights_like
 from fxremat.cost.measure import peak_of, quiet_world
 from fxremat.cost.remembered import keep, of_ops, recall, remembered
 from fxremat.cost.walk import given_inputs
 from fxremat.passes.lower import lower
-from fxremat.step.costs import Costs, device_of
-from fxremat.step.joint import Joint, Origin
+from fxremat.step.costs import Costs
 from fxremat.step.liveness import live_bytes
 from fxremat.step.program import Program
-from fxremat.step.region import runnable
+from fxremat.step.step_graph import Origin
 from fxremat.torch_private import unprofiled
 from fxremat.units import format_bytes
 
@@ -52,7 +54,7 @@ def calibration(
         inputs: what the captured graph was called with.
         ranks: those that run the program together; the factor is that of the slowest.
     """
-    joint = program.layout.joint
+    joint = captured_of(program.layout.graph)
     device, key = device_of(joint), f"factor {of_ops(joint)}"
     known = recall(device, key, 1)
     if None in ranks.gathered(known, "comparing times"):
@@ -126,7 +128,7 @@ def _tried(run: Callable[[], T], device: torch.device) -> T | None:
 
 def has_room(program: Program, costs: Costs, inputs: Sequence[Any] = ()) -> bool:
     """Tell whether a CUDA device has room now for one step and for inputs that are made up; log where it has not."""
-    joint = program.layout.joint
+    joint = captured_of(program.layout.graph)
     device = device_of(joint)
     if device.type != "cuda":
         return True
@@ -164,7 +166,7 @@ def _run(program: Program, costs: Costs, inputs: Sequence[Any], ranks: Agreement
 class _Made:
     """The graphs of a program, to be run on the user's own inputs and on what is made up."""
 
-    joint: Joint
+    joint: Captured
     given: Mapping[int, torch.Tensor]
     forward: Callable[[list[Any]], Any]
     backward: Callable[[list[Any]], Any]
@@ -174,7 +176,7 @@ class _Made:
         """The graphs; None where there is no room for a step."""
         if alone and not has_room(program, costs, inputs):
             return None
-        joint = program.layout.joint
+        joint = captured_of(program.layout.graph)
         graphs = lower(program, fresh=costs.fresh)
         return cls(joint, given_inputs(joint, inputs), *map(runnable, graphs))
 
@@ -190,7 +192,7 @@ class _Made:
             given[value].detach() if (value := joint.value_of[node]) in given else weights_like(node)
             for node in joint.primals
         ]
-        return primals, [value_like(node) for node in joint.tangents]
+        return primals, [value_like(node) for node in joint.tangent_nodes]
 
     def step(self, primals: Sequence[Any], tangents: Sequence[Any]) -> None:
         """Run forward and backward, and hold what a caller holds: no values that overwrite inputs."""

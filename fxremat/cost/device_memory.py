@@ -21,12 +21,13 @@ import torch
 from torch import fx, nn
 
 from fxremat.budget import AUTO_MARGIN
+from fxremat.capture.accounting import rounded
+from fxremat.capture.captured import Captured, inputs_of
+from fxremat.capture.names import parameter_of
 from fxremat.cost.devices import Device
 from fxremat.cost.updates import measure_update
 from fxremat.ops.parameters import ELEMENTWISE
-from fxremat.step.costs import rounded
-from fxremat.step.joint import Joint, Origin, inputs_of
-from fxremat.step.names import parameter_of
+from fxremat.step.step_graph import Origin
 from fxremat.torch_private import real_tensors, unprofiled
 from fxremat.units import format_bytes
 
@@ -124,7 +125,7 @@ class DeviceMemory:
         return f"no: {format_bytes(-at_least)} over, even with the least budget of {format_bytes(least)}"
 
 
-def memory_on(device: Device, joint: Joint, optimizer: torch.optim.Optimizer | str | None) -> DeviceMemory:
+def memory_on(device: Device, joint: Captured, optimizer: torch.optim.Optimizer | str | None) -> DeviceMemory:
     """Return how a device's memory is divided where it trains the parameters of a joint graph.
 
     Where the step updates its weights itself, these, their gradients and their state are in its peak, and not here.
@@ -133,7 +134,7 @@ def memory_on(device: Device, joint: Joint, optimizer: torch.optim.Optimizer | s
         optimizer: of these parameters; None: `USUAL`.
     """
     block = torch.device("cuda" if device.cuda else "cpu")
-    placeholders = (v for v in joint.values if v.origin is Origin.PRIMAL and v.node.op == "placeholder")
+    placeholders = (v for v in joint.values if v.origin is Origin.PRIMAL and joint.shown[v.index].op == "placeholder")
     given = sum(rounded(value.bytes, block) for value in placeholders if value.index not in joint.updates_of)
     name = optimizer if isinstance(optimizer, str) else type(optimizer).__name__ if optimizer else ""
     if joint.updates_of:
@@ -155,7 +156,7 @@ def memory_on(device: Device, joint: Joint, optimizer: torch.optim.Optimizer | s
     )
 
 
-def _trained(joint: Joint) -> list[fx.Node]:
+def _trained(joint: Captured) -> list[fx.Node]:
     """The parameters that get a gradient; where none has a name, whatever gets one."""
     pairs = zip(inputs_of(joint), joint.backward_outputs, strict=False)
     found = [node for node, gradient in pairs if isinstance(gradient, fx.Node)]

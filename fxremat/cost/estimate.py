@@ -19,12 +19,15 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
+from fxremat.capture.accounting import costs_from, device_of
+from fxremat.capture.captured import Captured
+from fxremat.capture.collectives import groups_of
+from fxremat.capture.nodes import storage_bytes, tensors_of
 from fxremat.cost.devices import DEVICES as DEVICES
 from fxremat.cost.devices import Device as Device
 from fxremat.slices.body import Sliced
-from fxremat.step.collectives import groups_of, is_collective
-from fxremat.step.costs import Costs, OpCost, costs_from, device_of
-from fxremat.step.joint import Joint, Op, storage_bytes, tensors_of
+from fxremat.step.costs import Costs, OpCost
+from fxremat.step.step_graph import Op
 from fxremat.torch_private import group_named
 
 REACHED = 0.6  # share of its peak flops that a device reaches on large matrix products
@@ -61,7 +64,7 @@ ATTENTION = {  # what CUDA's attention kernels are called
 CONVOLUTIONS = (torch.ops.aten.convolution, torch.ops.aten.convolution_backward)
 
 
-def estimate(joint: Joint, device: Device, fresh: frozenset[int] = frozenset()) -> Costs:
+def estimate(joint: Captured, device: Device, fresh: frozenset[int] = frozenset()) -> Costs:
     """Estimate every op by a roofline. O(ops); nothing is run, no memory is taken.
 
     Args:
@@ -71,31 +74,32 @@ def estimate(joint: Joint, device: Device, fresh: frozenset[int] = frozenset()) 
     return costs_from(joint, [cost_of(op, joint, device) for op in joint.ops], allocator, fresh)
 
 
-def assumptions(joint: Joint, device: Device) -> str:
+def assumptions(joint: Captured, device: Device) -> str:
     """What an estimate takes for granted of a device that the step was not captured on; "" where it was."""
     if not device.cuda or device_of(joint).type != "cpu":
         return ""
-    found = dict.fromkeys(ATTENTION[packet] for op in joint.ops if (packet := _packet(op.node)) in ATTENTION)
+    found = dict.fromkeys(ATTENTION[packet] for node in joint.nodes if (packet := _packet(node)) in ATTENTION)
     kernels = ", ".join([*found, "512-byte blocks"])
     return f"CUDA's, assumed: {kernels}; unknown workspaces count as 0"
 
 
-def cost_of(op: Op, joint: Joint, device: Device, *, safe: bool = False) -> OpCost:
+def cost_of(op: Op, joint: Captured, device: Device, *, safe: bool = False) -> OpCost:
     """The estimated cost of one op.
 
     Args:
         safe: for an op that could not be measured among others that were: let its workspace be as large as all that it
             reads and writes, so that the budget holds.
     """
-    if isinstance(op.node.target, Sliced):
-        return _cost_of_slices(op.node.target, device)
-    read = sum(_bytes(parent) for parent in op.node.all_input_nodes)
-    written = _bytes(op.node)
-    if is_collective(op.node):
-        return OpCost(_sent(op.node, read, written) / (device.network or device.link) + device.latency, 0)
-    seconds = _seconds_of(op.node, device, read, written)
-    workspace = _workspace(op.node, device, read, written)
-    outputs = _outputs(op.node)
+    node = joint.nodes[op.index]
+    if isinstance(node.target, Sliced):
+        return _cost_of_slices(node.target, device)
+    read = sum(_bytes(parent) for parent in node.all_input_nodes)
+    written = _bytes(node)
+    if op.communicates:
+        return OpCost(_sent(node, read, written) / (device.network or device.link) + device.latency, 0)
+    seconds = _seconds_of(node, device, read, written)
+    workspace = _workspace(node, device, read, written)
+    outputs = _outputs(node)
     return OpCost(seconds, max(workspace, read + written + SMALL) if safe else workspace, outputs)
 
 

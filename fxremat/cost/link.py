@@ -7,17 +7,18 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from fxremat.capture.captured import Captured
 from fxremat.cost.cache import CostCache
 from fxremat.cost.measure import quiet_world
 from fxremat.host.tier import HostTier
 from fxremat.step.costs import Link
-from fxremat.step.joint import Joint, Origin
+from fxremat.step.step_graph import Origin
 
 RUNS = 3
 MOST_BYTES = 1 << 26  # of a tensor that is copied to find a speed
 
 
-def typical_size(joint: Joint) -> int:
+def typical_size(joint: Captured) -> int:
     """Bytes of the median value that the backward reads, weighted by its bytes: what travels is of about this size."""
     read = {value for op in joint.backward_ops for value in op.reads}
     sizes = sorted(v.bytes for v in joint.values if v.index in read and v.origin is Origin.FORWARD)

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxremat.step.costs import attribute
-from fxremat.step.joint import is_number
-from fxremat.step.overwriting import called
+from fxremat.capture.nodes import is_number
+from fxremat.capture.op_key import attribute
+from fxremat.capture.overwriting import called
 
 aten = torch.ops.aten
 

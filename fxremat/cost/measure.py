@@ -32,6 +32,14 @@ import torch
 from torch import fx
 
 from fxremat.agreement import ALONE, Agreement
+from fxremat.capture.accounting import costs_from, device_of, op_keys, rounded
+from fxremat.capture.batch_norm import STATISTICS
+from fxremat.capture.captured import Captured
+from fxremat.capture.collectives import is_collective
+from fxremat.capture.nodes import storage_bytes
+from fxremat.capture.op_key import op_key
+from fxremat.capture.overwriting import PLACE, overwriting, overwritten
+from fxremat.capture.region import Region, laid_out
 from fxremat.cost.cache import CostCache
 from fxremat.cost.devices import Device
 from fxremat.cost.estimate import cost_of
@@ -40,12 +48,8 @@ from fxremat.cost.made_up import Call, call_of
 from fxremat.cost.walk import Walk, given_inputs
 from fxremat.errors import FxrematError
 from fxremat.progress import progress
-from fxremat.step.batch_norm import STATISTICS
-from fxremat.step.collectives import is_collective
-from fxremat.step.costs import Costs, OpCost, costs_from, device_of, op_key, op_keys, rounded
-from fxremat.step.joint import Joint, Op, storage_bytes
-from fxremat.step.overwriting import PLACE, called, overwriting, overwritten
-from fxremat.step.region import Region, laid_out
+from fxremat.step.costs import Costs, OpCost
+from fxremat.step.step_graph import Kind, Op
 from fxremat.torch_private import allocations, is_real, real_tensors, unprofiled
 
 aten = torch.ops.aten
@@ -58,7 +62,7 @@ UNBOUNDED = 1 << 50  # bytes that a region is taken to need which could not be m
 
 
 def measure(
-    joint: Joint,
+    joint: Captured,
     inputs: Sequence[Any] = (),
     *,
     order: Callable[[], Sequence[int]] | None = None,
@@ -90,11 +94,11 @@ def measure(
         fresh = frozenset(_of_all(ranks, sorted(fresh)))
     by_op = _agreed(ranks, [*map(cache.op, op_keys(joint, fresh))])
     by_op = [
-        cost or (OpCost(0.0, UNBOUNDED) if isinstance(op.node.target, Region) else None)
+        cost or (OpCost(0.0, UNBOUNDED) if op.kind is Kind.REGION else None)
         for op, cost in zip(joint.ops, by_op, strict=True)
     ]
     if unknown := [op for op, cost in zip(joint.ops, by_op, strict=True) if cost is None]:
-        _warn_of_estimates(unknown)
+        _warn_of_estimates(op.target for op in unknown)
         rough = Device.named("cuda" if device.type == "cuda" else "cpu")
         by_op = [
             cost or cost_of(op, joint, rough, safe=True) for op, cost in zip(joint.ops, by_op, strict=True)
@@ -102,7 +106,7 @@ def measure(
     return costs_from(joint, [cost for cost in by_op if cost is not None], device, fresh)
 
 
-def known_costs(joint: Joint, rate: float = 1.0) -> Costs:
+def known_costs(joint: Captured, rate: float = 1.0) -> Costs:
     """The costs of ops as far as they were measured before, and estimates of the others; nothing is run.
 
     A region that is not known is taken to need nothing beyond what it reads and writes.
@@ -114,15 +118,15 @@ def known_costs(joint: Joint, rate: float = 1.0) -> Costs:
     cache, rough = CostCache.of_device(device), Device.named(device.type)
 
     def estimated(op: Op) -> OpCost:
-        if isinstance(op.node.target, Region):
+        if op.kind is Kind.REGION:
             return OpCost(0.0, sum(rounded(joint.values[value].bytes, device) for value in op.writes))
         cost = cost_of(op, joint, rough)
         return replace(cost, seconds=rate * cost.seconds)
 
-    return costs_from(joint, [cache.op(op_key(op.node)) or estimated(op) for op in joint.ops], device)
+    return costs_from(joint, [cache.op(op.key) or estimated(op) for op in joint.ops], device)
 
 
-def fresh_as_known(joint: Joint) -> frozenset[int]:
+def fresh_as_known(joint: Captured) -> frozenset[int]:
     """The ops that must make new results: all, unless an earlier walk has seen the layouts; nothing is run."""
     refused = _refused(CostCache.of_device(device_of(joint)), f"layouts {_digest(joint)}")
     return _overwriting(joint, range(len(joint.ops)) if refused is None else refused)
@@ -138,7 +142,7 @@ def _keep_refused(cache: CostCache, layouts: str, refused: Iterable[int]) -> Non
     cache.keep(layouts, [1.0, *(float(index + 1) for index in sorted(refused))])  # numbers above 0
 
 
-def _missing(joint: Joint, cache: CostCache, fresh: Set[int]) -> list[int]:
+def _missing(joint: Captured, cache: CostCache, fresh: Set[int]) -> list[int]:
     """The first ops of every kind whose cost is not known; links between ranks are measured by every process."""
     first: dict[str, int] = {}
     for op, key in zip(joint.ops, op_keys(joint, fresh), strict=True):
@@ -151,7 +155,7 @@ _measured_here: set[str] = set()  # keys of collectives that this process has me
 
 
 def _is_unknown(op: Op, key: str, cache: CostCache) -> bool:
-    return key not in _measured_here if is_collective(op.node) else cache.op(key) is None
+    return key not in _measured_here if op.communicates else cache.op(key) is None
 
 
 def _of_all(ranks: Agreement, ops: Sequence[int]) -> list[int]:
@@ -159,9 +163,9 @@ def _of_all(ranks: Agreement, ops: Sequence[int]) -> list[int]:
     return sorted(set().union(*map(set, ranks.gathered(list(ops), "comparing what is to be measured"))))
 
 
-def _overwriting(joint: Joint, ops: Iterable[int]) -> frozenset[int]:
+def _overwriting(joint: Captured, ops: Iterable[int]) -> frozenset[int]:
     """Those of some ops that may overwrite an operand."""
-    return frozenset(index for index in ops if overwritten(joint.ops[index].node) is not None)
+    return frozenset(index for index in ops if joint.ops[index].overwrites is not None)
 
 
 def _agreed(ranks: Agreement, costs: Sequence[OpCost | None]) -> list[OpCost | None]:
@@ -180,14 +184,14 @@ def _slowest(mine: OpCost | None, others: Sequence[OpCost | None]) -> OpCost | N
     return OpCost(max(cost.seconds for cost in known), max(cost.workspace for cost in known), outputs)
 
 
-def _digest(joint: Joint) -> str:
+def _digest(joint: Captured) -> str:
     """Equal for graphs whose real layouts are equal: the same ops on inputs of the same layouts."""
-    ops = "\n".join(f"{called(op.node)[0]} {op.reads} {op_key(op.node)}" for op in joint.ops)
+    ops = "\n".join(f"{op.target} {op.reads} {op.key}" for op in joint.ops)
     return hashlib.sha256(ops.encode()).hexdigest()
 
 
-def _warn_of_estimates(ops: Iterable[Op]) -> None:
-    names = sorted({str(op.node.target) for op in ops})
+def _warn_of_estimates(targets: Iterable[str]) -> None:
+    names = sorted(set(targets))
     warnings.warn(
         f"fxremat could not run {', '.join(names)} by itself to measure what it takes: its cost is estimated",
         stacklevel=2,
@@ -210,7 +214,7 @@ def quiet_world(device: torch.device) -> Iterator[None]:
 
 
 def _measure(
-    joint: Joint,
+    joint: Captured,
     inputs: Sequence[Any],
     order: Callable[[], Sequence[int]] | None,
     device: torch.device,
@@ -245,7 +249,7 @@ def _measure(
                 _keep_refused(cache, layouts, fresh)
         keys = op_keys(joint, fresh)
         for index in _missing(joint, cache, fresh):
-            _alone(keys[index], joint.ops[index], device, cache, fresh=index in fresh)
+            _alone(keys[index], joint.nodes[index], device, cache, fresh=index in fresh)
             next(bar, None)
     return {}, fresh
 
@@ -288,7 +292,7 @@ class _Visitor:
 
     def __init__(
         self,
-        joint: Joint,
+        joint: Captured,
         walk: Walk,
         device: torch.device,
         cache: CostCache,
@@ -305,32 +309,33 @@ class _Visitor:
         self.differing: dict[str, tuple[str, Strides]] = {}  # ops whose results lie otherwise than shown, by `key_of`
 
     def __call__(self, op: Op, call: Call) -> Any:
-        if is_collective(op.node):
+        if op.communicates:
             self.ranks.meet("measuring")
-        if overwritten(op.node) is not None and op.index not in self.fresh:
+        if op.overwrites is not None and op.index not in self.fresh:
             call = self._overwriting(op, call)
-        if isinstance(op.node.target, Region):
-            self._check_alone(op, op.node.target, call)
+        if isinstance(region := self.joint.nodes[op.index].target, Region):
+            self._check_alone(op, region, call)
         result = self._result(op, call)
-        if (strides := otherwise_than_shown(op.node, result)) is not None and overwritten(op.node) is None:
-            self.differing[key_of(call.target, call.args, call.kwargs)] = (str(op.node.target), strides)
+        strides = None if op.overwrites is not None else otherwise_than_shown(self.joint.nodes[op.index], result)
+        if strides is not None:
+            self.differing[key_of(call.target, call.args, call.kwargs)] = (op.target, strides)
         return result
 
     def _result(self, op: Op, call: Call) -> Any:
         fresh = op.index in self.fresh
-        key = op_key(op.node, fresh=fresh)
+        key = op_key(self.joint.nodes[op.index], fresh=fresh)
         if self.wanted.pop(key, None) is None and not _is_unknown(op, key, self.cache):
             return call()
-        cost, result = measured(op.node, call, self.device, fresh=fresh)
+        cost, result = measured(self.joint.nodes[op.index], call, self.device, fresh=fresh)
         self.cache.keep_op(key, cost)
-        if is_collective(op.node):
+        if op.communicates:
             _measured_here.add(key)
         next(self.bar, None)
         return result
 
     def _check_alone(self, op: Op, region: Region, call: Call) -> None:
         """Let a region run op by op whose inputs share a storage with something else, which it would overwrite."""
-        inputs = [node for node in op.node.args if isinstance(node, fx.Node)]
+        inputs = [node for node in self.joint.nodes[op.index].args if isinstance(node, fx.Node)]
         for place in region.donated:
             if self.walk.shares(call.args[place], besides=self.joint.value_of[inputs[place]]):
                 region.give_up("an input that it may overwrite shares its storage")
@@ -341,16 +346,15 @@ class _Visitor:
             self.fresh.add(op.index)
             return call
         self.checked.add(op.index)
-        return Call(*overwriting(call.target, op.node.meta[PLACE], call.args, call.kwargs))
+        return Call(*overwriting(call.target, self.joint.nodes[op.index].meta[PLACE], call.args, call.kwargs))
 
     def _bears_it(self, op: Op, call: Call) -> bool:
         """Tell whether a new result would lie as the operand does, whose storage nothing else has."""
-        operand, made = call.args[op.node.meta[PLACE]], call()
+        operand, made = call.args[self.joint.nodes[op.index].meta[PLACE]], call()
         whole = operand.untyped_storage().nbytes() == operand.nbytes
         alike = (operand.shape, operand.stride(), operand.dtype) == (made.shape, made.stride(), made.dtype)
-        taken = overwritten(op.node)
-        assert taken is not None
-        return whole and alike and not self.walk.shares(operand, besides=self.joint.value_of[taken])
+        assert op.overwrites is not None
+        return whole and alike and not self.walk.shares(operand, besides=op.overwrites)
 
 
 def measured(node: fx.Node, call: Call, device: torch.device, *, fresh: bool = False) -> tuple[OpCost, Any]:
@@ -443,9 +447,9 @@ def _cost(seconds: float, peak: int, result: Any, device: torch.device, *, new: 
     return OpCost(seconds, max(0, peak - (sum(outputs) if new else 0)), outputs)
 
 
-def _alone(key: str, op: Op, device: torch.device, cache: CostCache, *, fresh: bool) -> None:
+def _alone(key: str, node: fx.Node, device: torch.device, cache: CostCache, *, fresh: bool) -> None:
     """Measure an op on made-up data, if it bears that."""
-    cost = alone(op.node, device, fresh=fresh)
+    cost = alone(node, device, fresh=fresh)
     if cost is not None:
         cache.keep_op(key, cost)
 

@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from fxremat.capture.accounting import device_of, op_keys
 from fxremat.cost.cache import CostCache
-from fxremat.step.costs import device_of, op_keys
-from fxremat.step.joint import Joint
 from fxremat.step.program import Program
+from fxremat.step.step_graph import StepGraph
 
 
 def remembered(
@@ -26,7 +26,7 @@ def remembered(
         count: of numbers.
         measure: gives them, above 0, where they are not known.
     """
-    device = device_of(programs[0].layout.joint)
+    device = device_of(programs[0].layout.graph)
     key = f"{what} {' '.join(map(_digest, programs))}"
     known = recall(device, key, count)
     if known is None and (measured := measure()) is not None:
@@ -47,12 +47,12 @@ def keep(device: torch.device, key: str, numbers: Sequence[float]) -> None:
     cache.save()
 
 
-def of_ops(joint: Joint) -> str:
+def of_ops(graph: StepGraph) -> str:
     """Equal for graphs whose ops cost the same, one by one."""
-    return hashlib.sha256("\n".join(op_keys(joint)).encode()).hexdigest()
+    return hashlib.sha256("\n".join(op_keys(graph)).encode()).hexdigest()
 
 
 def _digest(program: Program) -> str:
-    keys = op_keys(program.layout.joint)
+    keys = op_keys(program.layout.graph)
     lines = [f"{step.role} {step.reads} {step.writes} {keys[step.op]}" for step in program.executions]
     return hashlib.sha256("\n".join([str(program.split), *lines]).encode()).hexdigest()

@@ -16,22 +16,24 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from fxremat.capture.accounting import costs_from, device_of, rounded
+from fxremat.capture.captured import Captured
+from fxremat.capture.op_key import op_key
 from fxremat.cost.devices import Device
 from fxremat.cost.environment import environment, name_of
 from fxremat.cost.estimate import cost_of
 from fxremat.cost.measure import alone, quiet_world
-from fxremat.step.costs import Costs, OpCost, costs_from, device_of, op_key, rounded
-from fxremat.step.joint import Joint, Op
-from fxremat.step.overwriting import overwritten
+from fxremat.step.costs import Costs, OpCost
+from fxremat.step.step_graph import Op
 from fxremat.torch_private import unprofiled
 
 FEW = 256  # bytes of workspace that do not grow with the sizes: a number, a flag
 AT_MOST = 10_000  # ops that are remembered
 _took: dict[tuple[str, str], OpCost] = {}  # by environment and op; without seconds
-_estimated: WeakKeyDictionary[Joint, Sequence[OpCost]] = WeakKeyDictionary()
+_estimated: WeakKeyDictionary[Captured, Sequence[OpCost]] = WeakKeyDictionary()
 
 
-def resized(joint: Joint, known: Joint, costs: Costs) -> Costs:
+def resized(joint: Captured, known: Captured, costs: Costs) -> Costs:
     """The costs of a joint graph, from those of one with the same ops at other sizes. O(ops), of which some run."""
     device = device_of(joint)
     rough = Device.named("cuda" if device.type == "cuda" else "cpu")
@@ -52,7 +54,7 @@ def resized(joint: Joint, known: Joint, costs: Costs) -> Costs:
     return costs_from(joint, by_op, device, costs.fresh)
 
 
-def _estimates(joint: Joint, device: Device) -> Sequence[OpCost]:
+def _estimates(joint: Captured, device: Device) -> Sequence[OpCost]:
     if joint not in _estimated:
         _estimated[joint] = [cost_of(op, joint, device) for op in joint.ops]
     return _estimated[joint]
@@ -65,21 +67,21 @@ def _workspace(op: Op, costs: Costs) -> int:
 
 
 def _overwrites(op: Op, costs: Costs) -> bool:
-    return overwritten(op.node) is not None and op.index not in costs.fresh
+    return op.overwrites is not None and op.index not in costs.fresh
 
 
-def _as_shown(op: Op, joint: Joint, costs: Costs, device: torch.device) -> bool:
+def _as_shown(op: Op, joint: Captured, costs: Costs, device: torch.device) -> bool:
     """Whether the op left what its outputs' shapes need, no more."""
     shown = [rounded(joint.values[value].bytes, device) for value in op.writes]
     return _overwrites(op, costs) or shown == [costs.sizes.values[value] for value in op.writes]
 
 
-def _run(joint: Joint, ops: list[int], device: torch.device, fresh: Set[int]) -> dict[int, OpCost | None]:
+def _run(joint: Captured, ops: list[int], device: torch.device, fresh: Set[int]) -> dict[int, OpCost | None]:
     """What each of these ops takes, from one run of each distinct one; None for what cannot run alone."""
     where, found = name_of(environment(device)), {}
     with quiet_world(device):
         for index in ops:
-            node = joint.ops[index].node
+            node = joint.nodes[index]
             key = (where, op_key(node, fresh=index in fresh))
             if key not in _took and (cost := alone(node, device, timed=False, fresh=index in fresh)) is not None:
                 if len(_took) >= AT_MOST:

@@ -9,19 +9,20 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxremat.capture.accounting import held
+from fxremat.capture.captured import Captured
 from fxremat.cost.measure import peak_of, quiet_world, seconds_of
 from fxremat.host.tier import span_bytes
-from fxremat.step.costs import Costs, ParameterUpdate, held
-from fxremat.step.joint import Joint
+from fxremat.step.costs import Costs, ParameterUpdate
 from fxremat.torch_private import unprofiled
 
 
-def units_of(joint: Joint, optimizer: torch.optim.Optimizer, costs: Costs) -> list[ParameterUpdate]:
+def units_of(joint: Captured, optimizer: torch.optim.Optimizer, costs: Costs) -> list[ParameterUpdate]:
     """A unit for each parameter that the step updates."""
     known: dict[tuple[Any, ...], tuple[float, int, int]] = {}
     units = []
     for value in joint.updates_of:
-        shown = joint.values[value].node.meta["val"]
+        shown = joint.shown[value].meta["val"]
         key = (tuple(shown.shape), shown.stride(), shown.dtype, shown.device)
         if key not in known:
             known[key] = unprofiled(partial(measure_update, optimizer, shown))
@@ -39,11 +40,11 @@ def units_of(joint: Joint, optimizer: torch.optim.Optimizer, costs: Costs) -> li
     return units
 
 
-def with_own_sizes(joint: Joint, costs: Costs) -> Costs:
+def with_own_sizes(joint: Captured, costs: Costs) -> Costs:
     """The costs, where a parameter that the step updates is as large as its layout: it may be a view of more."""
     sizes = list(costs.sizes.values)
     for value in joint.updates_of:
-        shown = joint.values[value].node.meta["val"]
+        shown = joint.shown[value].meta["val"]
         sizes[value] = held(span_bytes(shown), shown.device)
     return replace(costs, sizes=replace(costs.sizes, values=tuple(sizes)))
 

@@ -19,11 +19,13 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxremat.capture.accounting import output_position
+from fxremat.capture.batch_norm import again_call
+from fxremat.capture.captured import Captured
+from fxremat.capture.op_key import attribute
 from fxremat.cost.layouts import otherwise_than_shown
 from fxremat.cost.made_up import Call, value_like, weights_like
-from fxremat.step.batch_norm import again_call
-from fxremat.step.costs import attribute, output_position
-from fxremat.step.joint import Joint, Op, Origin
+from fxremat.step.step_graph import Op, Origin
 from fxremat.torch_private import input_place, is_real
 
 aten = torch.ops.aten
@@ -31,7 +33,7 @@ aten = torch.ops.aten
 Visit = Callable[[Op, Call], Any]
 
 
-def given_inputs(joint: Joint, inputs: Sequence[Any]) -> dict[int, torch.Tensor]:
+def given_inputs(joint: Captured, inputs: Sequence[Any]) -> dict[int, torch.Tensor]:
     """The tensors that a captured graph was called with, by the values of the joint graph's primals.
 
     A primal that AOTAutograd made itself has none.
@@ -53,7 +55,7 @@ class Walk:
         given: real tensors by the number of the primal value; what is missing is made up.
     """
 
-    def __init__(self, joint: Joint, given: Mapping[int, torch.Tensor], order: Sequence[int]) -> None:
+    def __init__(self, joint: Captured, given: Mapping[int, torch.Tensor], order: Sequence[int]) -> None:
         self.joint = joint
         self.given = given
         self.order = order
@@ -95,12 +97,13 @@ class Walk:
         return set(map(_address, self.given.values())) - {None}
 
     def _call(self, op: Op, *, again: bool) -> Call:
-        target, args = again_call(op.node) if again else (op.node.target, op.node.args)
-        return Call(target, fx.node.map_arg(args, self._show), fx.node.map_arg(op.node.kwargs, self._show))
+        node = self.joint.nodes[op.index]
+        target, args = again_call(node) if again else (node.target, node.args)
+        return Call(target, fx.node.map_arg(args, self._show), fx.node.map_arg(node.kwargs, self._show))
 
     def _write(self, op: Op, result: Any, *, again: bool) -> None:
         for value in op.again_writes if again else op.writes:
-            position = output_position(self.joint.values[value].node, op.node)
+            position = output_position(self.joint.shown[value], self.joint.nodes[op.index])
             if position is not None:
                 self._hold(value, result[position] if isinstance(result, tuple | list) else result)
 
@@ -115,7 +118,7 @@ class Walk:
         value = self.joint.value_of.get(node)
         if value is None:
             return node.meta.get("val")  # no tensor and no number: nothing, or a token
-        if self.joint.values[value].node is node:
+        if self.joint.shown[value] is node:
             if value not in self.values:
                 self._hold(value, self._new(value))
             return self.values[value]
@@ -133,7 +136,7 @@ class Walk:
         return viewed
 
     def _new(self, value: int) -> Any:
-        node = self.joint.values[value].node
+        node = self.joint.shown[value]
         if value in self.given:
             return self.given[value].detach()
         if node.op == "get_attr":
@@ -149,7 +152,7 @@ def _address(made: Any) -> int | None:
     return made.untyped_storage().data_ptr() if strided else None
 
 
-def _last_uses(joint: Joint, order: Sequence[int]) -> list[list[int]]:
+def _last_uses(joint: Captured, order: Sequence[int]) -> list[list[int]]:
     """For each place of the order, the values whose present version is not read any more after it."""
     needed: set[int] = set()
     freed: list[list[int]] = []

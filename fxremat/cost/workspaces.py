@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from fxremat.capture.captured import Captured
 from fxremat.cost.estimate import CONVOLUTIONS
-from fxremat.step.joint import Joint
 from fxremat.torch_private import real_tensors
 
 log = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ def make_workspaces(device: torch.device) -> None:
         multiplied.sum().backward()
 
 
-def warn_of_trials(joint: Joint, device: torch.device) -> None:
+def warn_of_trials(joint: Captured, device: torch.device) -> None:
     """Warn where cuDNN tries its kernels for convolutions during a step, with whatever workspaces they want.
 
     With `torch.backends.cudnn.benchmark` each thread tries all kernels at the first convolution of its sizes:
@@ -38,7 +38,7 @@ def warn_of_trials(joint: Joint, device: torch.device) -> None:
     """
     if device.type != "cuda" or not (torch.backends.cudnn.enabled and torch.backends.cudnn.benchmark):
         return
-    if any(getattr(op.node.target, "overloadpacket", None) in CONVOLUTIONS for op in joint.ops):
+    if any(getattr(joint.nodes[op.index].target, "overloadpacket", None) in CONVOLUTIONS for op in joint.ops):
         log.warning(
             "torch.backends.cudnn.benchmark is on: cuDNN tries its kernels for convolutions in the first step, which "
             "may then take more than mem; later steps may run other kernels than were measured. Switch it off where "

@@ -15,14 +15,16 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxremat.capture.captured import Captured, captured_of, read_joint
+from fxremat.capture.names import module_of
+from fxremat.capture.nodes import tensors_of
+from fxremat.capture.region import Kernels, Region
 from fxremat.fusion.units import Units
 from fxremat.passes.in_place import note_overwriting
 from fxremat.passes.lower_as_one import GROUP, lower_as_one
-from fxremat.step.joint import Joint, read_joint, tensors_of
 from fxremat.step.layout import Layout
-from fxremat.step.names import common_module, module_of
 from fxremat.step.program import Order, Program, Role
-from fxremat.step.region import Kernels, Region
+from fxremat.step.source import common_module
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -40,11 +42,10 @@ def fused_program(program: Program, units: Units, kernels: Kernels) -> Program:
     """The program of a joint graph whose ops are units of another program. O(steps); nothing is compiled."""
     joint = _joint_of(program, units, kernels)
     steps = [program.steps[unit.steps[0]] for unit in units]
-    place_of = {op.node: op.node.meta[GROUP] for op in joint.ops if GROUP in op.node.meta}
-    groups = [place_of.get(op.node) for op in joint.ops]
+    groups = [node.meta.get(GROUP) for node in joint.nodes]
     blocks = [0 if group is None else steps[group].block for group in groups]
     layout = FusedLayout(
-        joint=joint, blocks=(), held=frozenset(), block_names=tuple(program.layout.names)
+        graph=joint, blocks=(), held=frozenset(), block_names=tuple(program.layout.names)
     )
     order = Order(
         layout=layout, ops=tuple(range(len(joint.ops))), blocks=tuple(blocks), split=joint.forward_count
@@ -64,8 +65,9 @@ def _role(program: Program, units: Units, group: int) -> Role:
     return next(role for role in (Role.BACKWARD, Role.FORWARD, Role.RECOMPUTE) if role in roles)
 
 
-def _joint_of(program: Program, units: Units, kernels: Kernels) -> Joint:
-    root, graph = program.layout.joint.module, lower_as_one(program, [unit.steps for unit in units])
+def _joint_of(program: Program, units: Units, kernels: Kernels) -> Captured:
+    captured = captured_of(program.layout.graph)
+    root, graph = captured.module, lower_as_one(program, [unit.steps for unit in units])
     members: list[list[fx.Node]] = [[] for _ in units]
     for node in graph.nodes:
         if GROUP in node.meta:
@@ -79,7 +81,7 @@ def _joint_of(program: Program, units: Units, kernels: Kernels) -> Joint:
     note_overwriting(graph)
     graph.lint()
     module = fx.GraphModule(root, graph, class_name="Step")
-    return read_joint(module, len(program.layout.joint.forward_outputs))
+    return read_joint(module, len(captured.forward_outputs))
 
 
 FOR_EVER = 1 << 60

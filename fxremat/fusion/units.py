@@ -21,9 +21,10 @@ from operator import itemgetter
 import torch
 from torch import fx
 
+from fxremat.capture.captured import Captured, captured_of
+from fxremat.capture.nodes import is_number, tensors_of
 from fxremat.ops.decompositions import DECOMPOSITIONS
 from fxremat.ops.seeded import ALWAYS_COMPILED
-from fxremat.step.joint import Joint, is_number, tensors_of
 from fxremat.step.liveness import Sizes, live_bytes
 from fxremat.step.program import Program, Step, Transfer
 
@@ -46,8 +47,7 @@ Units = tuple[Unit, ...]
 
 def by_block(program: Program) -> Units:
     """The steps of each block, as far as they follow each other. O(steps)."""
-    joint = program.layout.joint
-    may = compilable(joint)
+    may = compilable(captured_of(program.layout.graph))
 
     def key(position: int) -> tuple[object, ...]:
         step = program.steps[position]
@@ -138,7 +138,7 @@ def unit_bytes(program: Program, sizes: Sizes, units: Units) -> list[int]:
 
 def _of_units(program: Program, units: Units) -> Program:
     """The program with a step for each unit, for its memory alone: what no other unit reads is never born."""
-    steps, joint = program.steps, program.layout.joint
+    steps, joint = program.steps, program.layout.graph
     unit_of = {position: place for place, unit in enumerate(units) for position in unit.steps}
     returned = joint.pinned | joint.updates
     leaving = {version for value, version in program.first.items() if value in returned}
@@ -159,12 +159,12 @@ def _of_units(program: Program, units: Units) -> Program:
 
 def _must_compile(program: Program, position: int) -> bool:
     step = program.steps[position]
-    return step.op is not None and program.layout.joint.ops[step.op].node.target in ALWAYS_COMPILED
+    return step.op is not None and captured_of(program.layout.graph).nodes[step.op].target in ALWAYS_COMPILED
 
 
-def compilable(joint: Joint) -> frozenset[int]:
+def compilable(joint: Captured) -> frozenset[int]:
     """The ops that may be part of a region."""
-    return frozenset(op.index for op in joint.ops if not op.random and op.writes and may_compile(op.node))
+    return frozenset(op.index for op in joint.ops if not op.random and op.writes and may_compile(joint.nodes[op.index]))
 
 
 def may_compile(node: fx.Node) -> bool:
@@ -223,8 +223,8 @@ class _Groups:
 
 def _grouped(program: Program, sizes: Sizes, stay: Set[int]) -> Units:
     """Let every pointwise step join the last group behind its producers that it has much in common with."""
-    joint = program.layout.joint
-    fusable = {index for index in compilable(joint) if is_pointwise(joint.ops[index].node)}
+    joint = captured_of(program.layout.graph)
+    fusable = {index for index in compilable(joint) if is_pointwise(joint.nodes[index])}
     units: list[Unit] = []
     for part in (range(program.split), range(program.split, len(program.steps))):
         groups, writer = _Groups([], [], []), dict[int, int]()

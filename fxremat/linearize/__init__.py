@@ -1,1 +1,1 @@
-"""From joint graphs to chains: crossings, cuts, blocks, save sets and towers."""
+"""From step graphs to chains: crossings, cuts, blocks, save sets and towers."""

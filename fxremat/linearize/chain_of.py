@@ -18,10 +18,10 @@ from functools import cached_property
 from fxremat.chains.chain import Block, Chain, Option
 from fxremat.chains.schedule import Keep
 from fxremat.step.costs import Costs
-from fxremat.step.joint import Joint, Origin
 from fxremat.step.layout import Layout
 from fxremat.step.liveness import Sizes, live_bytes
 from fxremat.step.program import Replay
+from fxremat.step.step_graph import Origin, StepGraph
 
 
 def chain_of(layout: Layout, costs: Costs) -> Chain:
@@ -39,8 +39,8 @@ class _Builder:
         return Chain(blocks=blocks, input_bytes=0, input_grad_bytes=0)
 
     @property
-    def joint(self) -> Joint:
-        return self.layout.joint
+    def graph(self) -> StepGraph:
+        return self.layout.graph
 
     @cached_property
     def block_of(self) -> dict[int, int]:
@@ -51,15 +51,15 @@ class _Builder:
     def gradients(self) -> dict[int, tuple[int, int]]:
         """Gradients that leave the block that made them, returned ones apart: (block that made it, last reader)."""
         last: dict[int, int] = {}
-        for op in self.joint.backward_ops:
+        for op in self.graph.backward_ops:
             for value in op.reads:
-                if self.joint.values[value].origin is Origin.BACKWARD:
+                if self.graph.values[value].origin is Origin.BACKWARD:
                     last[value] = min(self.block_of[op.index], last.get(value, len(self.layout.blocks)))
         found = {}
         for value, reader in last.items():
-            producer = self.joint.values[value].producer
+            producer = self.graph.values[value].producer
             assert producer is not None
-            if self.block_of[producer] > reader and value not in self.joint.returned:
+            if self.block_of[producer] > reader and value not in self.graph.returned:
                 found[value] = (self.block_of[producer], reader)
         return found
 
@@ -82,11 +82,11 @@ class _Builder:
     def _tangents(self) -> dict[int, int]:
         """The lowest block that reads each gradient that the caller hands in; 0 where none does."""
         readers: dict[int, int] = {}
-        for op in self.joint.backward_ops:
+        for op in self.graph.backward_ops:
             for value in op.reads:
                 readers[value] = min(self.block_of[op.index], readers.get(value, len(self.layout.blocks)))
-        tangents = [v.index for v in self.joint.values if v.origin is Origin.TANGENT]
-        return {t: 0 if t in self.joint.held_tangents else readers.get(t, 0) for t in tangents}
+        tangents = [v.index for v in self.graph.values if v.origin is Origin.TANGENT]
+        return {t: 0 if t in self.graph.held_tangents else readers.get(t, 0) for t in tangents}
 
     @cached_property
     def _first_reader(self) -> dict[int, int]:
@@ -94,18 +94,18 @@ class _Builder:
         first = dict.fromkeys(self.layout.held, len(self.layout.blocks))
         for number, block in enumerate(self.layout.blocks):
             for index in (*block.forward, *block.backward):
-                for value in (*self.joint.ops[index].reads, *self.joint.ops[index].writes):
+                for value in (*self.graph.ops[index].reads, *self.graph.ops[index].writes):
                     if value in first:
                         first[value] = min(first[value], number)
-        forever = self.joint.pinned
+        forever = self.graph.pinned
         return {value: 0 if value in forever else block for value, block in first.items()}
 
     def _block(self, number: int) -> Block:
         place = self.layout.blocks[number]
         seconds, scratch = self._forward(number, Keep.CHECKPOINT, 0, place.boundary & place.made)
         options = [self._option(number, option) for option in range(len(place.saved))]
-        returned = {v for op in place.backward for v in self.joint.ops[op].writes} & self.joint.returned
-        reads = {value for index in place.forward for value in self.joint.ops[index].reads}
+        returned = {v for op in place.backward for v in self.graph.ops[op].writes} & self.graph.returned
+        reads = {value for index in place.forward for value in self.graph.ops[index].reads}
         return Block(
             name=self.layout.names[number],
             forward_time=seconds,
@@ -125,7 +125,7 @@ class _Builder:
     @cached_property
     def _primals(self) -> dict[int, int]:
         """Bytes of each primal."""
-        return {v.index: v.bytes for v in self.joint.values if v.origin is Origin.PRIMAL}
+        return {v.index: v.bytes for v in self.graph.values if v.origin is Origin.PRIMAL}
 
     def _option(self, number: int, option: int) -> Option:
         place = self.layout.blocks[number]
@@ -166,7 +166,7 @@ class _Builder:
     def _backward(self, number: int, option: int) -> tuple[float, int]:
         """Seconds of a backward that starts from a save set, and its scratch."""
         place = self.layout.blocks[number]
-        replay = Replay(self.layout, ran=set(range(self.joint.forward_count)))
+        replay = Replay(self.layout, ran=set(range(self.graph.forward_count)))
         stored = place.saved[option] | place.boundary | self.layout.boundary_before(number)
         entering = self._entering(number)
         at_hand = {replay.give(value): self.costs.sizes.values[value] for value in sorted(stored | entering)}
@@ -176,7 +176,7 @@ class _Builder:
             at_hand[replay.give(value)] = 0
         replay.backward(number)
         program = replay.program()
-        written = {value for index in place.backward for value in self.joint.ops[index].writes}
+        written = {value for index in place.backward for value in self.graph.ops[index].writes}
         stays = (written & self._leaving) | self.layout.boundary_before(
             number
         )  # the input may be part of A_{l-1}
@@ -191,11 +191,11 @@ class _Builder:
 
     def _returned_before(self, number: int) -> set[int]:
         """Gradients for the caller that a later block made, counted there, and this one reads: those of an input."""
-        ops = [self.joint.ops[index] for index in self.layout.blocks[number].backward]
+        ops = [self.graph.ops[index] for index in self.layout.blocks[number].backward]
         read = {value for op in ops for value in op.reads}
         made = {value for op in ops for value in op.writes}
-        return (read & self.joint.returned) - made
+        return (read & self.graph.returned) - made
 
     @cached_property
     def _leaving(self) -> set[int]:
-        return set(self.gradients) | self.joint.returned
+        return set(self.gradients) | self.graph.returned

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from fxremat.step.joint import Joint
+from fxremat.step.step_graph import StepGraph
 
 CARRY_AT_MOST = 8
 LEAST_SPAN = 0.12  # the cuts that a carried value opens must span at least this share of the forward's work,
@@ -92,26 +92,26 @@ def low_cuts(crossing: Crossing, sizes: Sequence[int]) -> Iterator[tuple[tuple[i
     yield points, frozenset()
 
 
-def crossings(joint: Joint) -> Crossing:
+def crossings(graph: StepGraph) -> Crossing:
     """The crossing sets of all forward positions. O(ops * width)."""
     last: dict[int, int] = {}
-    for op in joint.forward_ops:
+    for op in graph.forward_ops:
         for (
             value
         ) in op.again_reads:  # running statistics that pass from one call of a layer to the next do not count
             last[value] = op.index
     live: set[int] = set()
     at: list[frozenset[int]] = []
-    for op in joint.forward_ops:
+    for op in graph.forward_ops:
         if not op.anchored:
             live.update(value for value in op.writes if last.get(value, -1) > op.index)
         live = {value for value in live if last[value] > op.index}
         at.append(frozenset(live))
-    read = {value for op in joint.backward_ops for value in op.reads}
+    read = {value for op in graph.backward_ops for value in op.reads}
     return Crossing(tuple(at), frozenset(read))
 
 
-def carry_levels(joint: Joint, crossing: Crossing, work: Sequence[float]) -> Iterator[frozenset[int]]:
+def carry_levels(graph: StepGraph, crossing: Crossing, work: Sequence[float]) -> Iterator[frozenset[int]]:
     """Sets of values to carry, each holding the one before: nothing, then the value that opens most, and so on.
 
     Args:

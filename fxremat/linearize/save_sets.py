@@ -25,8 +25,8 @@ from typing import Any
 
 import numpy as np
 
-from fxremat.step.joint import Joint
 from fxremat.step.layout import BlockLayout, Layout
+from fxremat.step.step_graph import StepGraph
 
 AT_MOST = 12  # options a block, option 0 included
 GRAIN = 16  # capacities are in sixteenths of a byte
@@ -83,13 +83,13 @@ def save_sets(
 
 def _shape(layout: Layout, block: BlockLayout, seconds: Sequence[float], sizes: Sequence[int]) -> object:
     """Equal for blocks whose options are equal up to renaming of ops and values."""
-    joint = layout.joint
+    graph = layout.graph
     local = {value: place for place, value in enumerate(sorted(block.made))}
     ops = tuple(
         (
             round(seconds[index] * 1e9),
-            tuple(sorted(local.get(value, -1) for value in joint.ops[index].again_reads)),
-            tuple((local[value], sizes[value]) for value in joint.ops[index].writes),
+            tuple(sorted(local.get(value, -1) for value in graph.ops[index].again_reads)),
+            tuple((local[value], sizes[value]) for value in graph.ops[index].writes),
         )
         for index in block.forward
     )
@@ -103,12 +103,12 @@ class _Cut:
     def __init__(
         self, layout: Layout, block: BlockLayout, seconds: Sequence[float], sizes: Sequence[int]
     ) -> None:
-        self.joint: Joint = layout.joint
+        self.graph: StepGraph = layout.graph
         self.block, self.seconds, self.sizes = block, seconds, sizes
         self.inside = block.made - layout.held
         self.output = block.boundary & block.made
         self.backward_reads = block.saved[0] & {
-            value for index in block.backward for value in self.joint.ops[index].reads
+            value for index in block.backward for value in self.graph.ops[index].reads
         }
 
     def sweep(self, everything: SaveSet) -> Iterator[SaveSet]:
@@ -142,7 +142,7 @@ class _Cut:
             value
             for value in self.inside
             if value in self.network.place
-            and self.network.place_of_op[self.joint.values[value].producer] in good
+            and self.network.place_of_op[self.graph.values[value].producer] in good
             and self.network.place[value] not in good
         }
         return self.price(frozenset(kept) | self.output)
@@ -157,12 +157,12 @@ class _Cut:
         again: set[int] = set()
         stack = [value for value in self.backward_reads if value not in kept]
         while stack:
-            producer = self.joint.values[stack.pop()].producer
+            producer = self.graph.values[stack.pop()].producer
             assert producer is not None
             if producer not in again:
                 again.add(producer)
                 stack += [
-                    v for v in self.joint.ops[producer].again_reads if v in self.inside and v not in kept
+                    v for v in self.graph.ops[producer].again_reads if v in self.inside and v not in kept
                 ]
         size = sum(self.sizes[value] for value in kept)
         return SaveSet(kept, size, sum(self.seconds[index] for index in sorted(again)))
@@ -178,13 +178,13 @@ class _Network:
     def __init__(self, cut: _Cut) -> None:
         ops = cut.block.forward
         self.place_of_op: dict[int | None, int] = {index: 2 + k for k, index in enumerate(ops)}
-        written = [v for index in ops for v in cut.joint.ops[index].writes if v in cut.inside]
-        read = [v for index in ops for v in cut.joint.ops[index].again_reads if v in cut.inside]
+        written = [v for index in ops for v in cut.graph.ops[index].writes if v in cut.inside]
+        read = [v for index in ops for v in cut.graph.ops[index].again_reads if v in cut.inside]
         values = dict.fromkeys([*written, *read, *sorted(cut.backward_reads)])
         self.place = {value: 2 + len(ops) + k for k, value in enumerate(values)}
         edges: list[tuple[int, int, int | None]] = []  # from, to, capacity; None: infinite
         for index in ops:
-            op, here = cut.joint.ops[index], self.place_of_op[index]
+            op, here = cut.graph.ops[index], self.place_of_op[index]
             edges += [(self.place[value], here, None) for value in op.again_reads if value in cut.inside]
             for value in op.writes:
                 if value in cut.inside:

@@ -18,8 +18,8 @@ from fxremat.chains.join_schedule import JoinSchedule, On
 from fxremat.chains.schedule import Backward, Forward, Op, Schedule
 from fxremat.linearize.crossings import Crossing
 from fxremat.linearize.lay_out import lay_out
-from fxremat.step.joint import Joint
 from fxremat.step.layout import Layout
+from fxremat.step.step_graph import StepGraph
 
 SHARE = 0.15  # of the forward's work: less is no tower, but a stem or an embedding
 
@@ -31,9 +31,9 @@ class Towers:
     ends: tuple[int, ...]
     carried: frozenset[int]  # what leaves the towers
 
-    def lay_out(self, joint: Joint, crossing: Crossing) -> Layout:
+    def lay_out(self, graph: StepGraph, crossing: Crossing) -> Layout:
         """The blocks of all towers and of the trunk."""
-        return lay_out(joint, [*crossing.cuts(self.carried), *self.ends], self.carried)
+        return lay_out(graph, [*crossing.cuts(self.carried), *self.ends], self.carried)
 
     def parts(self, layout: Layout) -> list[range]:
         """The blocks of each tower, then those of the trunk, in a layout of theirs."""
@@ -71,13 +71,13 @@ def _shifted(op: Op, by: int) -> Op:
             return type(op)(type(op.value)(op.value.kind, op.value.index + by))
 
 
-def find_towers(joint: Joint, crossing: Crossing, seconds: Sequence[float]) -> Towers | None:
+def find_towers(graph: StepGraph, crossing: Crossing, seconds: Sequence[float]) -> Towers | None:
     """The towers of a forward, or None where there are not at least two that run one after the other. O(reads).
 
     Args:
         seconds: of each op, by number.
     """
-    tower_of, trunk = _components(joint, seconds)
+    tower_of, trunk = _components(graph, seconds)
     first: dict[int, int] = {}
     for op, tower in tower_of.items():
         first[tower] = min(op, first.get(tower, op))
@@ -93,25 +93,25 @@ def find_towers(joint: Joint, crossing: Crossing, seconds: Sequence[float]) -> T
     ends = tuple(start - 1 for start in [*(first[tower] for tower in order[1:]), min(beyond)])
     for tower, start, end in zip(order, (first[tower] for tower in order), ends, strict=True):
         inside = sum(seconds[op] for op, home in tower_of.items() if home == tower and start <= op <= end)
-        if inside < SHARE * sum(seconds[: joint.forward_count]):
+        if inside < SHARE * sum(seconds[: graph.forward_count]):
             return None
     return Towers(ends=ends, carried=frozenset().union(*(crossing.at[end] for end in ends)))
 
 
-def _components(joint: Joint, seconds: Sequence[float]) -> tuple[dict[int, int], set[int]]:
+def _components(graph: StepGraph, seconds: Sequence[float]) -> tuple[dict[int, int], set[int]]:
     """The tower of each forward op that is in one, and the ops of the trunk."""
-    enough = SHARE * sum(seconds[: joint.forward_count])
+    enough = SHARE * sum(seconds[: graph.forward_count])
     parent: dict[int, int] = {}
     work: dict[int, float] = {}
     trunk: set[int] = set()
-    made_by = {value: op.index for op in joint.forward_ops if not op.anchored for value in op.writes}
+    made_by = {value: op.index for op in graph.forward_ops if not op.anchored for value in op.writes}
 
     def root(op: int) -> int:
         while parent[op] != op:
             op = parent[op]
         return op
 
-    for op in joint.forward_ops:
+    for op in graph.forward_ops:
         if op.anchored:
             continue
         makers = {made_by[value] for value in op.again_reads if value in made_by}

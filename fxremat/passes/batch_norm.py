@@ -20,14 +20,14 @@ from typing import cast
 import torch
 from torch import Tensor, fx
 
-from fxremat.passes.evaluate import evaluate
-from fxremat.step.batch_norm import (
+from fxremat.capture.batch_norm import (
     NORMALIZED,
     STATISTICS,
     batch_norm_arguments,
     dtype_of_statistics,
     is_dense,
 )
+from fxremat.passes.evaluate import evaluate
 
 aten = torch.ops.aten
 

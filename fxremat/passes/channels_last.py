@@ -31,10 +31,10 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
+from fxremat.capture.nodes import is_random
+from fxremat.capture.overwriting import overwritten
+from fxremat.capture.symbolic import has_symbolic_sizes
 from fxremat.passes.evaluate import evaluate
-from fxremat.step.joint import is_random
-from fxremat.step.overwriting import overwritten
-from fxremat.step.symbolic import has_symbolic_sizes
 from fxremat.torch_private import copied, storage_of
 
 log = logging.getLogger(__name__)

@@ -23,10 +23,10 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
-from fxremat.step.handed_in import laid_out_by_others
-from fxremat.step.joint import tangents_in
-from fxremat.step.overwriting import BACKWARDS, METHODS, PLACE, SELF_FIRST
-from fxremat.step.symbolic import same_size
+from fxremat.capture.handed_in import laid_out_by_others
+from fxremat.capture.nodes import tangents_in
+from fxremat.capture.overwriting import BACKWARDS, METHODS, PLACE, SELF_FIRST
+from fxremat.capture.symbolic import same_size
 from fxremat.torch_private import storage_of
 
 aten = torch.ops.aten
@@ -47,8 +47,7 @@ def note_overwriting_among(graph: fx.Graph, ours: Set[fx.Node]) -> None:
     """Note, in the place of earlier notes, which ops may overwrite what they alone read among these nodes. O(nodes)."""
     shown = Counter(storage_of(t) for node in graph.nodes if (t := _tensor(node)) is not None)
     unknown = laid_out_by_others(graph)
-    for node in graph.nodes:
-        node.meta.pop(PLACE, None)
+    forget_overwriting(graph)
     for node in graph.nodes:
         if node.target not in METHODS | BACKWARDS:
             continue
@@ -58,6 +57,12 @@ def note_overwriting_among(graph: fx.Graph, ours: Set[fx.Node]) -> None:
             node.meta[PLACE] = 0
         elif known and node.target in COMMUTE and not node.kwargs and _may_take(node, rest[0], ours, shown):
             node.meta[PLACE] = 1
+
+
+def forget_overwriting(graph: fx.Graph) -> None:
+    """Take the notes away, before ops are put in the place of others."""
+    for node in graph.nodes:
+        node.meta.pop(PLACE, None)
 
 
 def depending_on(graph: fx.Graph, tangents: Set[fx.Node]) -> set[fx.Node]:

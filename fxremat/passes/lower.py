@@ -22,16 +22,18 @@ from typing import Any, cast
 import torch
 from torch import fx
 
+from fxremat.capture.batch_norm import again_call, normalized_by, runs_as_one, whole_call
+from fxremat.capture.captured import captured_of
+from fxremat.capture.collectives import Collective, is_gather
+from fxremat.capture.nodes import is_number
+from fxremat.capture.overwriting import PLACE, called, overwritten
+from fxremat.capture.symbolic import Size, is_size_node
 from fxremat.ops import host_copies, parameters
 from fxremat.ops.collectives import start_gather
 from fxremat.ops.overwriting import overwrite_where_alike
 from fxremat.ops.random import draw_again, draw_saving, generator_of
-from fxremat.step.batch_norm import again_call, normalized_by, runs_as_one, whole_call
-from fxremat.step.collectives import Collective, is_gather
-from fxremat.step.joint import Joint, Origin, is_number
-from fxremat.step.overwriting import PLACE, called, overwritten
 from fxremat.step.program import Program, Role, Step, Transfer
-from fxremat.step.symbolic import Size, is_size_node
+from fxremat.step.step_graph import Origin
 from fxremat.torch_private import expression_of
 
 aten = torch.ops.aten
@@ -91,7 +93,7 @@ class Lowering:
             and step.role is Role.PREFETCH
             and program.fetched.intersection(step.writes)
         }
-        self.joint: Joint = program.layout.joint
+        self.joint = captured_of(program.layout.graph)
         self.under_way = {  # what those collectives write first that are waited for later
             step.reads[0] for step in program.steps if step.role is Role.COMPLETE
         }
@@ -113,15 +115,15 @@ class Lowering:
         for primal in joint.primals:
             self.forward.bases[self._first(primal)] = self._placeholder(self.forward, primal)
         for version, value in enumerate(program.version_of):
-            if joint.values[value].origin is Origin.PRIMAL and joint.values[value].node.op == "get_attr":
+            if joint.values[value].origin is Origin.PRIMAL and joint.shown[value].op == "get_attr":
                 for part in (self.forward, self.backward):
-                    part.bases[version] = part.graph.node_copy(joint.values[value].node)
+                    part.bases[version] = part.graph.node_copy(joint.shown[value])
         copies = {value: self._preserve(value) for value in sorted(program.preserved)}
         for step in program.steps[: program.split]:
             self._step(self.forward, step)
         for value, copy in copies.items():  # from here on the primal is the overwritten one
             self.forward.bases[program.first[value]] = copy
-        for tangent in joint.tangents:
+        for tangent in joint.tangent_nodes:
             self.backward.bases[self._first(tangent)] = self._placeholder(self.backward, tangent)
         for step in program.steps[program.split :]:
             self._step(self.backward, step)
@@ -178,7 +180,7 @@ class Lowering:
     def _complete(self, part: Part, step: Transfer) -> None:
         """Wait for the end of a collective: what shows its results from here on may be read."""
         for version in step.reads:
-            shown = self.joint.values[self.program.version_of[version]].node
+            shown = self.joint.shown[self.program.version_of[version]]
             started = part.bases[version]
             if started in self.started:
                 name = f"{started.name}_complete"
@@ -188,7 +190,7 @@ class Lowering:
     def _travel(self, part: Part, step: Transfer) -> None:
         """One event of a trip; what is on the host is saved for the backward as a tensor of the host's memory."""
         version = (*step.reads, *step.writes)[0]
-        shown = self.joint.values[self.program.version_of[version]].node
+        shown = self.joint.shown[self.program.version_of[version]]
         match step.role:
             case Role.OFFLOAD:
                 node = self._call(
@@ -216,7 +218,7 @@ class Lowering:
         version = (*step.reads, *step.writes)[0]
         match step.role:
             case Role.PREFETCH:
-                device = self.joint.values[value].node.meta["val"].device
+                device = self.joint.shown[value].meta["val"].device
                 part.coming[step.trip] = self._call_weights(part, parameters.prefetch, value, "prefetch", device)
             case Role.WAIT:
                 coming = part.coming[step.trip]
@@ -236,7 +238,7 @@ class Lowering:
 
     def _call_weights(self, part: Part, function: Any, value: int, suffix: str, *arguments: Any) -> fx.Node:
         assert self.handles is not None
-        shown = self.joint.values[value].node
+        shown = self.joint.shown[value]
         where = (self.handles.numbers[value], self.handles.name)
         node = part.graph.create_node(
             "call_function", function, (*arguments, *where), name=f"{shown.name}_{suffix}"
@@ -253,7 +255,7 @@ class Lowering:
         """The optimizer's step of a parameter: of the version that is on the device, in place."""
         weight, gradient = step.reads
         value = self.program.version_of[weight]
-        read = self._read(part, self.joint.updates_of[value], gradient)
+        read = self._read(part, self.joint.update_nodes[value], gradient)
         self._call_weights(part, parameters.update, value, "update", self._base(part, weight), read)
 
     def _host(self, part: Part, trip: int) -> fx.Node:
@@ -268,7 +270,7 @@ class Lowering:
             for first, second in itertools.pairwise(part):
                 if isinstance(first, Transfer) or isinstance(second, Transfer):
                     continue
-                statistics, normalized = self.joint.ops[first.op].node, self.joint.ops[second.op].node
+                statistics, normalized = self.joint.nodes[first.op], self.joint.nodes[second.op]
                 again = Role.RECOMPUTE in (first.role, second.role)
                 if normalized_by(statistics) is normalized and runs_as_one(statistics, normalized, again=again):
                     found[first] = second
@@ -276,7 +278,7 @@ class Lowering:
 
     def _execute_both(self, part: Part, step: Step, second: Step) -> None:
         """Emit both halves of a BatchNorm as one op."""
-        statistics, normalized = self.joint.ops[step.op].node, self.joint.ops[second.op].node
+        statistics, normalized = self.joint.nodes[step.op], self.joint.nodes[second.op]
         versions = {self.program.version_of[version]: version for version in (*step.reads, *second.reads)}
         target, arguments = whole_call(statistics, normalized, again=step.role is Role.RECOMPUTE)
         suffix, other = self._suffix(step.op), self._suffix(second.op)
@@ -286,7 +288,7 @@ class Lowering:
         node = part.graph.create_node("call_function", target, arguments, name=f"{statistics.name}_and_norm{suffix}")
         self._describe(node, statistics).meta["val"] = (normalized.meta["val"], *statistics.meta["val"])
         for version in (*step.writes, *second.writes):
-            shown = self.joint.values[self.program.version_of[version]].node
+            shown = self.joint.shown[self.program.version_of[version]]
             if shown is statistics:  # what nothing reads
                 part.bases[version] = node
                 continue
@@ -315,13 +317,13 @@ class Lowering:
                 return self._size(part, node)
             return self._read(part, node, versions[self.joint.value_of[node]], suffix)
 
-        node, before = self._emit(part, step, op.node, reads, suffix)
+        node, before = self._emit(part, step, self.joint.nodes[op.index], reads, suffix)
         for version in step.writes:
-            shown = self.joint.values[self.program.version_of[version]].node
-            if shown is op.node and not before:
+            shown = self.joint.shown[self.program.version_of[version]]
+            if shown is self.joint.nodes[op.index] and not before:
                 part.bases[version] = node
             else:
-                place: Any = before if shown is op.node else before + cast(int, shown.args[1])
+                place: Any = before if shown is self.joint.nodes[op.index] else before + cast(int, shown.args[1])
                 item = part.graph.create_node(
                     "call_function", operator.getitem, (node, place), name=shown.name + suffix
                 )
@@ -331,7 +333,7 @@ class Lowering:
 
     def _is_under_way(self, step: Step) -> bool:
         """Whether a step is a collective that is waited for later."""
-        collective = isinstance(self.joint.ops[step.op].node.target, Collective)
+        collective = isinstance(self.joint.nodes[step.op].target, Collective)
         return collective and bool(step.writes) and step.writes[0] in self.under_way
 
     def _emit(
@@ -399,7 +401,7 @@ class Lowering:
     def _read(self, part: Part, node: fx.Node, version: int, suffix: str = "") -> fx.Node:
         """The node of this part that shows what the joint graph's `node` shows, of one version of its storage."""
         value = self.joint.values[self.program.version_of[version]]
-        if value.node is node:
+        if self.joint.shown[value.index] is node:
             return self._base(part, version)
         key = (version, node)
         if key not in part.views:
@@ -449,7 +451,7 @@ class Lowering:
         primals.sort(key=lambda node: node in self.forward.sizes.values())
         saved = [placeholder for _, placeholder in self.saved]
         saved.sort(key=lambda node: not is_number(node.meta["val"]))
-        tangents = [self.backward.bases[self._first(tangent)] for tangent in self.joint.tangents]
+        tangents = [self.backward.bases[self._first(tangent)] for tangent in self.joint.tangent_nodes]
         for part, placed in (
             (self.forward, primals),
             (self.backward, [*self.backward.sizes.values(), *saved, *tangents]),

@@ -15,8 +15,8 @@ import torch
 from torch import fx
 
 from fxremat.passes.lower import Lowering, Part
-from fxremat.step.joint import Origin
 from fxremat.step.program import Program
+from fxremat.step.step_graph import Origin
 
 aten = torch.ops.aten
 GROUP = "fxremat_group"  # in the `meta` of a node: the place of its group
@@ -33,17 +33,17 @@ def lower_as_one(program: Program, groups: Sequence[Sequence[int]]) -> fx.Graph:
 
 class _LoweringAsOne(Lowering):
     def __init__(self, program: Program) -> None:
-        super().__init__(program, "", None, frozenset(range(len(program.layout.joint.ops))))
+        super().__init__(program, "", None, frozenset(range(len(program.layout.graph.ops))))
         self.backward = self.forward  # one part, in which nothing is saved
 
     def emit(self, groups: Sequence[Sequence[int]]) -> fx.Graph:
         """Emit all groups, and what is returned."""
         joint, program, part = self.joint, self.program, self.forward
-        for given in (*joint.primals, *joint.tangents):
+        for given in (*joint.primals, *joint.tangent_nodes):
             part.bases[self._first(given)] = self._placeholder(part, given)
         for version, value in enumerate(program.version_of):
-            if joint.values[value].origin is Origin.PRIMAL and joint.values[value].node.op == "get_attr":
-                part.bases[version] = part.graph.node_copy(joint.values[value].node)
+            if joint.values[value].origin is Origin.PRIMAL and joint.shown[value].op == "get_attr":
+                part.bases[version] = part.graph.node_copy(joint.shown[value])
         preserved = {value: self._preserve(value) for value in sorted(program.preserved)}
         late = False
         for place, group in enumerate(groups):

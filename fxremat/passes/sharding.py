@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from fxremat.capture.collectives import collective
 from fxremat.ops.gathered import Sharing
-from fxremat.step.collectives import collective
 from fxremat.torch_private import group_named, storage_of
 
 aten = torch.ops.aten

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from fxremat.capture.handed_in import handed_in
 from fxremat.passes.in_place import depending_on
-from fxremat.step.handed_in import handed_in
 
 aten = torch.ops.aten
 

@@ -263,7 +263,7 @@ def _spendings(plan: Plan) -> tuple[Spending, ...]:
 
 def _spending(candidate: Candidate, costs: Costs) -> Spending:
     program = candidate.program()
-    joint = program.layout.joint
+    joint = program.layout.graph
     memory = live_bytes(program, costs.sizes, kept=joint.tangent_values)
     coming = sum(costs.sizes.values[value] for value in joint.tangent_values) + costs.sizes.root
     halves = [0.0, 0.0]

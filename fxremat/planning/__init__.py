@@ -18,6 +18,8 @@ from typing import Any
 from fxremat import kernels
 from fxremat.agreement import Agreement
 from fxremat.budget import free_bytes
+from fxremat.capture.accounting import budget_in_bytes, device_of, largest_tensor
+from fxremat.capture.captured import Captured
 from fxremat.cost.device_memory import DeviceMemory, memory_on
 from fxremat.cost.estimate import estimate
 from fxremat.cost.measure import fresh_as_known, measure
@@ -34,9 +36,8 @@ from fxremat.progress import bars, planning
 from fxremat.search.candidate import Candidate
 from fxremat.search.executions import keep_all_peak
 from fxremat.search.replan import is_near, judged_again
-from fxremat.step.collectives import is_collective
-from fxremat.step.costs import Costs, budget_in_bytes, device_of, largest_tensor
-from fxremat.step.joint import Joint
+from fxremat.step.costs import Costs
+from fxremat.step.step_graph import StepGraph
 from fxremat.transfers.network import communicates
 from fxremat.units import Auto, Percent
 
@@ -79,7 +80,7 @@ def _within_what_is_left(step: CapturedStep, options: Options) -> Plan:
         raise error.explained(note=memory.shortage(error.minimum)) from None
 
 
-def _left_on_device(joint: Joint, options: Options) -> tuple[DeviceMemory, Options]:
+def _left_on_device(joint: Captured, options: Options) -> tuple[DeviceMemory, Options]:
     """What a device holds, and the options with what is left there in the place of mem="auto"."""
     memory = memory_on(estimated_device(joint, options), joint, options.optimizer)
     if memory.device.memory is None:
@@ -90,7 +91,7 @@ def _left_on_device(joint: Joint, options: Options) -> tuple[DeviceMemory, Optio
     return memory, replace(options, mem=max(1, memory.auto))
 
 
-def _within_share(step: CapturedStep, as_eager: Joint, options: Options, share: Percent) -> Plan:
+def _within_share(step: CapturedStep, as_eager: Captured, options: Options, share: Percent) -> Plan:
     """The plan within a share of what keeping everything takes with eager PyTorch's kernels."""
     whole = keep_all_peak(as_eager, with_loss(as_eager, measure(as_eager, step.inputs, ranks=step.ranks), options))
     step = replace(step, within=step.within or str(options.mem))
@@ -124,8 +125,8 @@ def _check_equal(plan: Plan, ranks: Agreement) -> None:
     """Raise `FxrematError` where ranks would run their collectives in different orders, and wait for ever."""
     if len(ranks.ranks) == 1:
         return
-    joint = plan.joint
-    order = [s.op for s in plan.chosen.program().steps if s.op is not None and is_collective(joint.ops[s.op].node)]
+    joint = plan.graph
+    order = [s.op for s in plan.chosen.program().steps if s.op is not None and joint.ops[s.op].communicates]
     if any(other != order for other in ranks.gathered(order, "comparing plans")):
         raise FxrematError(
             "the ranks have made different plans: give every rank the same options, and the same optimizer"
@@ -170,7 +171,7 @@ def replan_step(step: CapturedStep, known: Sequence[Plan], options: Options, cho
         the plan; None where the step is to be planned from nothing: no known candidate fits, or all are known from
         sizes far away, and take time here.
     """
-    near = sorted(known, key=lambda plan: _distance(plan.joint, step.joint))
+    near = sorted(known, key=lambda plan: _distance(plan.graph, step.joint))
     nearest = near[0]
     if isinstance(options.budget, Auto) and options.device is not None:
         _, options = _left_on_device(step.joint, options)
@@ -189,15 +190,15 @@ def replan_step(step: CapturedStep, known: Sequence[Plan], options: Options, cho
     return _with_others(plan, step, options)
 
 
-def _distance(one: Joint, other: Joint) -> float:
+def _distance(one: StepGraph, other: StepGraph) -> float:
     """How far apart the sizes of two graphs of the same ops are."""
     bytes_ = [1 + sum(value.bytes for value in joint.values) for joint in (one, other)]
     return abs(math.log(bytes_[0] / bytes_[1]))
 
 
-def _resized(joint: Joint, known: Plan, options: Options) -> Costs:
+def _resized(joint: Captured, known: Plan, options: Options) -> Costs:
     if options.cost == "estimate":
         costs = estimate(joint, estimated_device(joint, options), fresh_as_known(joint))
     else:
-        costs = resized(joint, known.joint, known.costs)
+        costs = resized(joint, known.captured, known.costs)
     return with_loss(joint, costs, options)

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from fxremat.agreement import ALONE, Agreement
+from fxremat.capture.captured import Captured
 from fxremat.ops.parameters import Weights
-from fxremat.step.joint import Joint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,12 +28,12 @@ class TrainedParameters:
 class CapturedStep:
     """A joint graph, and what is known of the call that it was captured from."""
 
-    joint: Joint
+    joint: Captured
     inputs: Sequence[Any] = ()  # what the captured graph was called with
     trained: TrainedParameters | None = None  # where the step updates its weights
     called_with: str = ""  # the sizes of the inputs, for the log
     within: str = ""  # the budget in words, where the options do not say it
-    as_eager: Joint | None = None  # what eager PyTorch would run, where the joint graph was prepared for other kernels
+    as_eager: Captured | None = None  # what eager PyTorch would run, where `joint` was prepared for other kernels
     ranks: Agreement = ALONE  # those that run the step together, each its part
 
 

@@ -18,6 +18,9 @@ from functools import cached_property
 from math import inf, sqrt
 from time import monotonic
 
+from fxremat.capture.accounting import device_of, op_keys
+from fxremat.capture.captured import Captured, captured_of
+from fxremat.capture.region import Kernels, Region, compile_all, regions_of
 from fxremat.cost.calibrate import has_room, peak_of_step, seconds_of_steps
 from fxremat.cost.measure import known_costs, measure
 from fxremat.cost.remembered import keep, of_ops, recall
@@ -38,18 +41,15 @@ from fxremat.ops.seeded import ALWAYS_COMPILED
 from fxremat.options import Options
 from fxremat.planned_step import Compiled
 from fxremat.planning.captured import CapturedStep
+from fxremat.planning.found_files import read, write
+from fxremat.planning.frontier_cache import NO_GRAPH, key_of
 from fxremat.planning.judged import Judged, shares_of
 from fxremat.planning.searched import ABOVE, searched_again, with_loss
 from fxremat.plans import Plan
 from fxremat.progress import progress
 from fxremat.search.candidate import Candidate, exchanged
-from fxremat.search.found_files import read, write
-from fxremat.search.frontier_cache import NO_GRAPH, key_of
-from fxremat.step.costs import device_of, op_keys
-from fxremat.step.joint import Joint
 from fxremat.step.liveness import Sizes, live_bytes
 from fxremat.step.program import Program
-from fxremat.step.region import Kernels, Region, compile_all, regions_of
 from fxremat.units import format_seconds
 
 log = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class _Chosen:
 
 def with_compiled_kernels(plan: Plan, step: CapturedStep, options: Options) -> Plan:
     """The plan with its ops in regions, where that fits and is faster."""
-    search = _Search(plan, replace(step, joint=plan.joint), options)
+    search = _Search(plan, replace(step, joint=plan.captured), options)
     return search.chosen_before() or search.chosen()
 
 
@@ -105,7 +105,7 @@ class _Search:
         known = read(self._key, _Chosen, Unit)
         if known is None:
             return None
-        candidate = exchanged(self._plan.joint)(known.candidate)
+        candidate = exchanged(self._plan.graph)(known.candidate)
         judged = self._judged(candidate, known.units) if known.units else self.op_by_op
         if judged.peak > self._plan.budget or (known.units and not self._runs_within(judged)):
             return None
@@ -140,7 +140,7 @@ class _Search:
         was foreseen, by what single ops do, is taken to hold for its other programs. Both what is foreseen and what
         steps take are off by some percent, by chance: what is between them (their geometric mean) counts.
         """
-        rivals, key, device = [*in_regions, *alone], self._key_of_ops("factor"), device_of(self._plan.joint)
+        rivals, key, device = [*in_regions, *alone], self._key_of_ops("factor"), device_of(self._plan.graph)
         foreseen = [rival.time for rival in rivals]
         known = recall(device, key, 1)
         if known is None and in_regions and alone:
@@ -158,7 +158,7 @@ class _Search:
 
     def _key_of_ops(self, what: str) -> str:
         """Names what was learned of a graph of ops in regions, whatever the budget."""
-        return f"{what} {self._kernels.configuration} {of_ops(self._plan.joint)}"
+        return f"{what} {self._kernels.configuration} {of_ops(self._plan.graph)}"
 
     def _keep(self, judged: Judged, seconds: float, why: str) -> None:
         """Keep what was chosen, for `chosen_before`."""
@@ -168,15 +168,15 @@ class _Search:
     @cached_property
     def _calibration(self) -> float:
         """What ops take in a step, times what each of them takes: regions are compared with ops in a step."""
-        ops = range(len(self._plan.joint.ops))
-        return self._single.time_of(ops) / known_costs(self._plan.joint).time_of(ops)
+        ops = range(len(self._plan.graph.ops))
+        return self._single.time_of(ops) / known_costs(self._plan.captured).time_of(ops)
 
     @cached_property
     def _key(self) -> str:
         """What the choice depends on."""
         options, of = self._options, (self._kernels.configuration, self._plan.budget, self._plan.chosen.peak)
         settings = ("in regions", *of, options.solver, options.effort, options.slots, options.loss_size)
-        return repr(key_of(self._plan.joint, self._single, settings))
+        return repr(key_of(self._plan.graph, self._single, settings))
 
     def in_regions(self) -> list[Judged]:
         """The programs in units that are worth timing; none where none fits.
@@ -184,7 +184,7 @@ class _Search:
         What ops take in regions is learned once for a graph of ops, whatever the budget is, and planned with from then
         on; the first time, a program that was found without that is a rival.
         """
-        joint, known = self._plan.joint, self._plan.alternatives.candidates
+        joint, known = self._plan.captured, self._plan.alternatives.candidates
         key = self._key_of_ops("shares")
         self._shares = recall(device_of(joint), key, len(joint.ops))
         if self._shares is not None:
@@ -212,8 +212,8 @@ class _Search:
 
     def fastest(self, candidates: Iterable[Candidate]) -> Judged | None:
         """The fastest program in units that fits, as far as programs of single ops are ordered by their time."""
-        joint, largest = self._plan.joint, ABOVE * self._budget
-        near = [one for one in candidates if one.peak <= largest and one.layout.joint is joint]
+        joint, largest = self._plan.graph, ABOVE * self._budget
+        near = [one for one in candidates if one.peak <= largest and one.layout.graph is joint]
         found: list[Judged] = []
         for cut in CUTS:
             needed = cut is CUTS[0] or not (found or self._fits_op_by_op)
@@ -231,7 +231,7 @@ class _Search:
             if max(unit_bytes(program, sizes, units)) > budget:
                 continue
             fused = fused_program(program, units, self._kernels)
-            if live_bytes(fused, known_costs(fused.layout.joint).sizes).peak > budget:
+            if live_bytes(fused, known_costs(captured_of(fused.layout.graph)).sizes).peak > budget:
                 continue
             seconds = _seconds_of_compiling(fused)
             if seconds > most:  # as others are that are cut in this way
@@ -254,7 +254,7 @@ class _Search:
         Beside them are the seconds of a step that they save at most; what cannot be faster than single ops, which fit,
         is left out.
         """
-        least = LITTLE * self._single.time_of(range(len(self._plan.joint.ops)))
+        least = LITTLE * self._single.time_of(range(len(self._plan.graph.ops)))
         single = self._single.time(self._plan.chosen.program()) if self._fits_op_by_op else inf
         for candidate in candidates:
             program = candidate.program()
@@ -275,16 +275,16 @@ class _Search:
 
         Once it is known what they take in regions, that counts: they may take longer.
         """
-        joint, single = self._plan.joint, self._single
+        joint, single = self._plan.captured, self._single
         if self._shares is not None:
             return sum(single.seconds[op] * (1 - self._shares[op]) for op in ops)
-        fused = [single.seconds[op] for op in ops if is_pointwise(joint.ops[op].node)]
+        fused = [single.seconds[op] for op in ops if is_pointwise(joint.nodes[op])]
         return sum(fused) - max(fused, default=0.0)
 
     @cached_property
     def _names(self) -> Sequence[str]:
         """Text for each op that is equal for ops of equal cost."""
-        return op_keys(self._plan.joint)
+        return op_keys(self._plan.graph)
 
     @property
     def _fits_op_by_op(self) -> bool:
@@ -295,7 +295,7 @@ class _Search:
     def op_by_op(self) -> Judged:
         """The program of single ops that the plan has chosen; what has to be compiled is, by itself."""
         plan, program = self._plan, self._plan.chosen.program()
-        if any(op.node.target in ALWAYS_COMPILED for op in plan.joint.ops):
+        if any(node.target in ALWAYS_COMPILED for node in plan.captured.nodes):
             return self._judged(plan.chosen, alone(program, range(len(program.steps))))
         return Judged(
             candidate=plan.chosen,
@@ -325,7 +325,7 @@ class _Search:
     def _judged(self, candidate: Candidate, units: Units, fused: Program | None = None) -> Judged:
         """Compile and measure what is new of a program in units."""
         fused = fused or fused_program(candidate.program(), units, self._kernels)
-        joint = fused.layout.joint
+        joint = captured_of(fused.layout.graph)
         new = _new_regions(joint)
         began = monotonic()
         left = [region for region in progress(compile_all(new), "compiling regions", total=len(new)) if region.given_up]
@@ -375,11 +375,11 @@ class _Search:
 
 def _seconds_of_compiling(program: Program) -> float:
     """Estimated seconds of compiling the regions of a program that are not compiled yet."""
-    ops: int = sum(region.count for region in _new_regions(program.layout.joint))
+    ops: int = sum(region.count for region in _new_regions(captured_of(program.layout.graph)))
     return COMPILING * ops
 
 
-def _new_regions(joint: Joint) -> list[Region]:
+def _new_regions(joint: Captured) -> list[Region]:
     """The regions of a joint graph that are not compiled yet, each distinct one once."""
     distinct = {region.digest: region for region in regions_of(joint.module.graph)}
     return [region for region in distinct.values() if not region.is_compiled]

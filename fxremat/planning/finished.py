@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from fxremat.capture.accounting import device_of
+from fxremat.capture.captured import Captured, captured_of
 from fxremat.cost.calibrate import calibration
 from fxremat.cost.device_memory import memory_on
 from fxremat.cost.estimate import assumptions
@@ -20,8 +22,7 @@ from fxremat.planning.captured import CapturedStep, TrainedParameters, named
 from fxremat.planning.searched import Searched, estimated_device, fastest_within, in_the_users_terms
 from fxremat.plans import Plan
 from fxremat.search.candidate import Candidate, Frontier
-from fxremat.step.costs import Costs, Link, device_of
-from fxremat.step.joint import Joint
+from fxremat.step.costs import Costs, Link
 from fxremat.torch_private import device_name
 from fxremat.transfers.network import communicates, with_overlap
 from fxremat.transfers.offloading import with_offloading, with_schedules
@@ -62,7 +63,7 @@ def _calibrated(
 def plan_of(
     chosen: Candidate, frontier: Frontier, costs: Costs, budget: int, options: Options, **further: Any
 ) -> Plan:
-    joint = chosen.layout.joint
+    joint = captured_of(chosen.layout.graph)
     measured = options.cost == "measure"
     target = None if measured else estimated_device(joint, options)
     return Plan(
@@ -80,7 +81,7 @@ def plan_of(
 
 def _plan_with_offloading(frontier: Frontier, costs: Costs, budget: int, options: Options) -> Plan:
     """The plan where values may wait on the host."""
-    joint = frontier.keep_all.layout.joint
+    joint = captured_of(frontier.keep_all.layout.graph)
     tier = options.tier or default_tier(device_of(joint))
     link = _link(tier, joint, options)
     if options.offloads_by_chain:
@@ -139,7 +140,7 @@ def _plan_with_weights(
     return plan_of(best.candidate, frontier, costs, budget, options, tier=tier, link=link, weights=weights)
 
 
-def _link(tier: HostTier, joint: Joint, options: Options) -> Link:
+def _link(tier: HostTier, joint: Captured, options: Options) -> Link:
     """The speeds of the copies to the tier and back, measured where costs are."""
     if options.cost == "measure":
         return measure_link(tier, device_of(joint), typical_size(joint))

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TypedDict
 
+from fxremat.capture.accounting import device_of
 from fxremat.cost.devices import Device
 from fxremat.cost.estimate import estimate
 from fxremat.errors import BudgetTooSmall, FxrematError
@@ -17,10 +18,9 @@ from fxremat.planning.searched import Searched, in_the_users_terms, rate_of, sea
 from fxremat.plans import Plan
 from fxremat.search.candidate import Frontier, unbeaten
 from fxremat.search.survey import survey
-from fxremat.slices.body import Sliced
 from fxremat.slices.rewrite import SlicedJoint, bytes_beside_loss, largest_need
 from fxremat.slices.variants import least_of_all, variants
-from fxremat.step.costs import device_of
+from fxremat.step.step_graph import Kind
 from fxremat.units import format_bytes
 
 NOTED = 1.02  # times the least budget by estimate, which a note tells
@@ -90,7 +90,7 @@ def _check_alike(step: CapturedStep, found: SlicedJoint) -> None:
     """Raise `FxrematError` where ranks would run other regions in slices than each other."""
     if len(step.ranks.ranks) == 1:
         return
-    mine = [str(op.node.target) for op in found.joint.ops if isinstance(op.node.target, Sliced)]
+    mine = [op.target for op in found.joint.ops if op.kind is Kind.SLICED]
     if any(other != mine for other in step.ranks.gathered(mine, "comparing slices")):
         raise FxrematError("the ranks would run different regions in slices: give every rank inputs of equal sizes")
 

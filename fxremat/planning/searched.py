@@ -8,11 +8,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from fxremat.capture.accounting import budget_in_bytes, device_of, outside_bytes
+from fxremat.capture.captured import Captured
 from fxremat.cost.devices import Device
 from fxremat.cost.estimate import cost_of, estimate
 from fxremat.cost.measure import fresh_as_known, known_costs, measure
@@ -20,20 +22,19 @@ from fxremat.cost.updates import units_of, with_own_sizes
 from fxremat.errors import BudgetTooSmall
 from fxremat.options import Options
 from fxremat.planning.captured import CapturedStep
+from fxremat.planning.frontier_cache import NO_GRAPH, FrontierCache
 from fxremat.search.candidate import Candidate, Frontier
 from fxremat.search.executions import keep_all_peak
 from fxremat.search.floor import floor_of
-from fxremat.search.frontier_cache import NO_GRAPH, FrontierCache
 from fxremat.search.refine import Ladder, lowered
 from fxremat.search.replan import judged_again
-from fxremat.search.survey import kept, order_for_measuring, survey
-from fxremat.slices.body import Sliced
+from fxremat.search.survey import kept, order_within, survey
 from fxremat.slices.rewrite import SlicedJoint
-from fxremat.step.costs import Costs, budget_in_bytes, device_of, outside_bytes
-from fxremat.step.joint import Joint
+from fxremat.step.costs import Costs
+from fxremat.step.step_graph import Kind, StepGraph
 from fxremat.transfers.network import beside_ops, communicates
 from fxremat.transfers.weight_updates import resident_peak
-from fxremat.units import Percent
+from fxremat.units import Budget, Percent
 
 ABOVE = 1.4  # times the budget: programs of single ops that need more are not looked at for compiled regions
 NO_TIME = 1.01  # times what keeping everything takes: whatever is searched for gains less
@@ -102,7 +103,7 @@ def rate_of(searched: Searched, options: Options) -> float:
         return 1.0
     joint, costs = searched.step.joint, searched.costs
     rough = Device.named(device_of(joint).type)
-    cut = [op for op in joint.ops if isinstance(op.node.target, Sliced)]
+    cut = [op for op in joint.ops if op.kind is Kind.SLICED]
     estimated = sum(cost_of(op, joint, rough).seconds for op in cut)
     return costs.time_of(op.index for op in cut) / estimated if estimated else 1.0
 
@@ -124,7 +125,7 @@ def unsearched(step: CapturedStep, options: Options, rate: float = 1.0) -> Searc
     return Searched(step=step, costs=costs, frontier=frontier, budget=budget)
 
 
-def with_loss(joint: Joint, costs: Costs, options: Options) -> Costs:
+def with_loss(joint: Captured, costs: Costs, options: Options) -> Costs:
     """The costs with what the user says that a loss outside the model takes, and what steps have shown of it."""
     said, seen, sizes = options.loss_size, options.loss_seen, costs.sizes
     if seen is None or not sizes.outside:
@@ -140,10 +141,14 @@ def _cost_model(step: CapturedStep, options: Options) -> Costs:
     if options.cost == "estimate":
         costs = estimate(joint, estimated_device(joint, options), fresh_as_known(joint))
     else:
-        rough = Device.named(device_of(joint).type)
-        order = partial(order_for_measuring, joint, rough, options.budget)
-        costs = measure(joint, step.inputs, order=order, ranks=step.ranks)
+        costs = measure(joint, step.inputs, order=partial(_order_within, joint, options.budget), ranks=step.ranks)
     return with_loss(joint, costs, options)
+
+
+def _order_within(joint: Captured, budget: Budget) -> Sequence[int]:
+    """The ops in an order in which the step fits into the budget, as far as estimates tell."""
+    costs = estimate(joint, Device.named(device_of(joint).type))
+    return order_within(joint, costs, budget_in_bytes(budget, keep_all_peak(joint, costs), joint))
 
 
 def what_memory_buys(step: CapturedStep, costs: Costs, options: Options) -> tuple[Frontier, int]:
@@ -159,7 +164,7 @@ def what_memory_buys(step: CapturedStep, costs: Costs, options: Options) -> tupl
     return (ladder if alone else ladder.on(joint)).frontier(searched), budget
 
 
-def _searched(joint: Joint, costs: Costs, options: Options) -> tuple[int, int, Ladder]:
+def _searched(joint: Captured, costs: Costs, options: Options) -> tuple[int, int, Ladder]:
     """The budget, how far was searched for it, and what was found.
 
     What leaves for the host is chosen from programs that need more than the budget: all are searched for it.
@@ -185,7 +190,7 @@ def _searched(joint: Joint, costs: Costs, options: Options) -> tuple[int, int, L
 
 def searched_again(known: Frontier, costs: Costs, budget: int, options: Options) -> Frontier:
     """What memory buys at other seconds of the same ops: known programs are judged anew, and improved on op by op."""
-    again = judged_again(known.keep_all, known.candidates, known.keep_all.layout.joint, costs)
+    again = judged_again(known.keep_all, known.candidates, known.keep_all.layout.graph, costs)
     if options.solver != "auto":
         return again
     searched = _searched_up_to(budget, again.keep_all.peak, options)
@@ -199,7 +204,7 @@ def _searched_up_to(budget: int, everything: int, options: Options) -> int:
     return max(budget, min(everything, int(ABOVE * budget))) if options.compiles else budget
 
 
-def _surveyed(joint: Joint, costs: Costs, settings: Mapping[str, Any], of_costs: object) -> Frontier:
+def _surveyed(joint: Captured, costs: Costs, settings: Mapping[str, Any], of_costs: object) -> Frontier:
     """The survey of a graph; what a quick one has found is taken from there."""
     effort = settings["effort"]
     quick = FrontierCache(joint, costs, ({**settings, "effort": 0.0}, of_costs)).get() if effort else None
@@ -210,14 +215,14 @@ def _surveyed(joint: Joint, costs: Costs, settings: Mapping[str, Any], of_costs:
 
 def _bytes(options: Options, ladder: Ladder) -> int:
     keep_all = ladder.given.keep_all
-    return budget_in_bytes(options.budget, keep_all.peak, keep_all.layout.joint)
+    return budget_in_bytes(options.budget, keep_all.peak, keep_all.layout.graph)
 
 
-def estimated_device(joint: Joint, options: Options) -> Device:
-    return Device.named(options.device or device_of(joint).type)
+def estimated_device(graph: StepGraph, options: Options) -> Device:
+    return Device.named(options.device or device_of(graph).type)
 
 
-def whole_of(joint: Joint, options: Options) -> int:
+def whole_of(joint: Captured, options: Options) -> int:
     """Bytes that keeping everything takes, by estimate: nothing is run, however large the sizes are."""
     costs = with_loss(joint, estimate(joint, estimated_device(joint, options)), options)
     return keep_all_peak(joint, costs)

@@ -22,8 +22,8 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, fx
 
+from fxremat.capture.captured import Captured
 from fxremat.ops.random import GeneratorStates
-from fxremat.step.joint import Joint
 from fxremat.torch_private import storage_of, version_of
 
 Step = Callable[..., Sequence[Any]]
@@ -40,7 +40,7 @@ class RunsOnce(Exception):
     """The step computes with what it overwrites, so that a second run would not be the first."""
 
 
-def check_runs_again(joint: Joint) -> None:
+def check_runs_again(joint: Captured) -> None:
     """Raise `RunsOnce` if any op but BatchNorm, and the update itself, reads an input that the step overwrites."""
     for op in joint.ops:
         if not joint.mutated_primals.isdisjoint(op.again_reads) and not joint.updates.issuperset(op.writes):

@@ -13,9 +13,9 @@ from collections.abc import Callable
 import torch
 from torch import fx, nn
 
+from fxremat.capture.captured import Captured
+from fxremat.capture.names import frame_of
 from fxremat.errors import CaptureError, FxrematError
-from fxremat.step.joint import Joint
-from fxremat.step.names import frame_of
 from fxremat.torch_private import (
     backend_failure,
     backward_hooks_of,
@@ -61,7 +61,7 @@ def advice(trouble: str) -> str:
     return f"{next(fitting, 'Move it out of forward')}, or compile a submodule instead"
 
 
-def refuse_without_gradients(joint: Joint) -> None:
+def refuse_without_gradients(joint: Captured) -> None:
     """Raise `CaptureError` where neither a parameter nor an input gets a gradient, so that there is no backward.
 
     AOTAutograd takes None for the gradient of what autograd finds no way to. Where that is so for some, they are

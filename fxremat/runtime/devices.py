@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import torch
 
+from fxremat.capture.captured import Captured, inputs_of
+from fxremat.capture.nodes import tensors_of
 from fxremat.errors import FxrematError
-from fxremat.step.joint import Joint, inputs_of, tensors_of
 
 PLANNED = ("cpu", "cuda")
 
 
-def check_devices(joint: Joint) -> None:
+def check_devices(joint: Captured) -> None:
     """Raise `FxrematError` unless the step runs on one device that fxremat can measure and replay.
 
     Numbers and small masks on the CPU beside a CUDA device are no second one; a parameter there is.
@@ -46,7 +47,7 @@ def check_devices(joint: Joint) -> None:
         )
 
 
-def _on_the_host(joint: Joint) -> list[str]:
+def _on_the_host(joint: Captured) -> list[str]:
     pairs = zip(inputs_of(joint), joint.backward_outputs, strict=False)
     trained = (primal for primal, gradient in pairs if gradient is not None)
     return [node.name for node in trained if node.meta["val"].device.type == "cpu" and node.meta["val"].dim()]

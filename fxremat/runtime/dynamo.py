@@ -23,6 +23,13 @@ from torch import fx
 
 from fxremat import kernels
 from fxremat.budget import free_bytes, has_shrunk
+from fxremat.capture.accounting import device_of, largest_tensor
+from fxremat.capture.captured import Captured, inputs_of, read_joint, with_updates_inside
+from fxremat.capture.cudnn_batch_norm import batch_norms_of_cudnn
+from fxremat.capture.names import FLOAT, note_names
+from fxremat.capture.nodes import tangents_in
+from fxremat.capture.region import runnable
+from fxremat.capture.symbolic import NotSymbolic, SymbolicGraph, has_symbolic_sizes
 from fxremat.cost.devices import Device
 from fxremat.cost.layouts import LayoutsDiffer, Strides
 from fxremat.cost.segments import expand_segments
@@ -52,12 +59,6 @@ from fxremat.runtime.sizes import PlansOfSizes
 from fxremat.runtime.target_kernels import kernels_of
 from fxremat.runtime.unused import telling_unused, unused_outputs, without
 from fxremat.runtime.varying import warn_of_fixed
-from fxremat.step.costs import device_of, largest_tensor
-from fxremat.step.cudnn_batch_norm import batch_norms_of_cudnn
-from fxremat.step.joint import Joint, inputs_of, read_joint, tangents_in, with_updates_inside
-from fxremat.step.names import FLOAT, note_names
-from fxremat.step.region import runnable
-from fxremat.step.symbolic import NotSymbolic, SymbolicGraph, has_symbolic_sizes
 from fxremat.torch_private import (
     among_ranks,
     aot_backend,
@@ -227,7 +228,7 @@ class Backend:
         if not (self.plans and isinstance(self.options.budget, Auto)) or among_ranks():
             return
         plan = self.plans[-1]
-        device, largest = device_of(plan.joint), largest_tensor(plan.joint)
+        device, largest = device_of(plan.graph), largest_tensor(plan.graph)
         if has_shrunk(plan.budget, device, largest):
             now, before = format_bytes(free_bytes(device, largest)), format_bytes(plan.budget)
             log.info('mem="auto" has %s for this step, and was planned for %s: it is planned anew', now, before)
@@ -332,7 +333,7 @@ class Backend:
         elsewhere = self.options.device is not None and Device.named(self.options.device).cuda
         return WHOLE if elsewhere else PASSES
 
-    def _as_eager(self, module: fx.GraphModule, forward_outputs: int) -> Joint | None:
+    def _as_eager(self, module: fx.GraphModule, forward_outputs: int) -> Captured | None:
         """What eager PyTorch would run, where other kernels are to run: percentages refer to that."""
         if not self.options.compiles or has_symbolic_sizes(module.graph):
             return None
@@ -349,7 +350,7 @@ class Backend:
             node.meta[FLOAT] = place is not None and is_float(self._placeholders[place])
 
     def _plan_fixed(
-        self, joint: Joint, trained: TrainedParameters | None, as_eager: Joint | None
+        self, joint: Captured, trained: TrainedParameters | None, as_eager: Captured | None
     ) -> Plan:
         """The plan of a graph of fixed sizes."""
         called_with = _shapes_at(_input_places(self._placeholders), self._inputs)
@@ -370,7 +371,7 @@ class Backend:
             self._called_with.add(called_with)
         return plan
 
-    def _sized(self, graph: SymbolicGraph, joint: Joint) -> Sized:
+    def _sized(self, graph: SymbolicGraph, joint: Captured) -> Sized:
         """The step of a graph of symbolic sizes, whose plans are made when they come."""
         placeholders, count = self._placeholders, len(self._placeholders)
         places = [input_place(node) for node in graph.primals]
@@ -407,7 +408,7 @@ class Backend:
             on_plan=self.plans.append,
         )
 
-    def _with_updates(self, joint: Joint) -> tuple[Joint, TrainedParameters | None]:
+    def _with_updates(self, joint: Captured) -> tuple[Captured, TrainedParameters | None]:
         """The joint graph with the optimizer's updates inside, where the user wants them there."""
         optimizer = self.options.stepping
         if optimizer is None:
@@ -415,7 +416,7 @@ class Backend:
         numbers = self._parameters(joint, optimizer)
         if not numbers:
             raise FxrematError("none of the optimizer's parameters is one of the model's")
-        weights = self.prepare_weights([joint.values[value].node.meta["val"] for value in numbers])
+        weights = self.prepare_weights([joint.shown[value].meta["val"] for value in numbers])
         assert weights is not None
         hosted = frozenset(value for value, number in numbers.items() if number in self.hosted)
         places = {joint.value_of[node]: place for place, node in enumerate(inputs_of(joint))}
@@ -434,7 +435,7 @@ class Backend:
             )
         return with_updates_inside(joint, set(numbers)), trained
 
-    def _parameters(self, joint: Joint, optimizer: torch.optim.Optimizer) -> dict[int, int]:
+    def _parameters(self, joint: Captured, optimizer: torch.optim.Optimizer) -> dict[int, int]:
         """The optimizer's parameters among the graph's inputs (in the order of its primals), with their numbers."""
         everyone = (p for group in optimizer.param_groups for p in group["params"])
         numbers = {id(parameter): number for number, parameter in enumerate(everyone)}
@@ -458,7 +459,7 @@ class _FixedStep:
 
     def _beside_others(self, run: Callable[[list[Any]], Any], what: str) -> Callable[[list[Any]], Any]:
         """What runs a part of the step, which may have other ranks to wait for."""
-        if not communicates(self.plan.joint):
+        if not communicates(self.plan.graph):
             return run
         from fxremat.heartbeat import inside_step
 
@@ -471,8 +472,8 @@ class _FixedStep:
     def backward_of(self, graph: fx.GraphModule) -> Callable[..., Any]:
         """What runs the backward graph; outputs that were given no gradient give none on."""
         run, weights = self._beside_others(runnable(graph), "backward"), self.weights
-        losses, needs = self.plan.loss_places, self.plan.joint.outputs_needed
-        if weights is None and len(self.plan.joint.tangents) < 2:
+        losses, needs = self.plan.loss_places, self.plan.captured.outputs_needed
+        if weights is None and len(self.plan.graph.tangents) < 2:
             return run
 
         def backward(arguments: list[Any]) -> Any:

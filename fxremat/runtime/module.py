@@ -28,6 +28,7 @@ import torch
 from torch import nn
 
 from fxremat import heartbeat
+from fxremat.capture.names import tied_names
 from fxremat.cost.devices import Device
 from fxremat.cost.layouts import LayoutsDiffer
 from fxremat.errors import CaptureError, FxrematError
@@ -47,7 +48,6 @@ from fxremat.runtime.transformers_hooks import (
     without_requires_grad_hooks,
 )
 from fxremat.runtime.varying import by_name, mark, positional
-from fxremat.step.names import tied_names
 from fxremat.torch_private import (
     among_ranks,
     children_of,

@@ -11,15 +11,16 @@ import hashlib
 from collections.abc import Sequence
 
 from fxremat.agreement import ALONE, Agreement
+from fxremat.capture.captured import Captured
+from fxremat.capture.collectives import groups_of
 from fxremat.errors import FxrematError
-from fxremat.step.collectives import groups_of
-from fxremat.step.joint import Joint, Origin
+from fxremat.step.step_graph import Origin
 from fxremat.torch_private import group_named, ranks_of_group
 
 
-def ranks_of(joint: Joint, called_with: str) -> Agreement:
+def ranks_of(joint: Captured, called_with: str) -> Agreement:
     """An agreement of the ranks that run this step. Raises `FxrematError` where their graphs are not equal."""
-    names = list(dict.fromkeys(name for op in joint.ops for name in groups_of(op.node)))
+    names = list(dict.fromkeys(name for node in joint.nodes for name in groups_of(node)))
     if not names:
         return ALONE
     groups = [tuple(ranks_of_group(group_named(name))) for name in names]
@@ -52,14 +53,15 @@ def _difference(graphs: dict[int, tuple[str, str]]) -> str:
     return f"{called}; give every rank inputs of the same shapes (pad, or drop_last)"
 
 
-def _digest(joint: Joint, groups: Sequence[str]) -> str:
+def _digest(joint: Captured, groups: Sequence[str]) -> str:
     """Equal for graphs with the same ops on values of the same sizes.
 
     The shards of a parameter that cannot be divided evenly differ in size, and so does what pads them.
     """
     numbers = {name: str(number) for number, name in enumerate(groups)}
     ops = [
-        (str(op.node.target), op.reads, op.writes, [numbers[name] for name in groups_of(op.node)]) for op in joint.ops
+        (op.target, op.reads, op.writes, [numbers[name] for name in groups_of(node)])
+        for op, node in zip(joint.ops, joint.nodes, strict=True)
     ]
     sizes = [value.bytes for value in joint.values if value.origin is not Origin.PRIMAL]
     return hashlib.sha256(repr((ops, sizes, joint.forward_count)).encode()).hexdigest()

@@ -24,14 +24,16 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxremat.capture.captured import Captured
+from fxremat.capture.nodes import is_number
+from fxremat.capture.symbolic import Dims, Numbers, Size, SymbolicGraph
 from fxremat.passes.lower import lower, sizes_of
 from fxremat.plans import Plan
 from fxremat.runtime.sizes import PlansOfSizes
 from fxremat.runtime.unused import unused_outputs, without
 from fxremat.search.candidate import Candidate
-from fxremat.step.joint import Joint, Origin, is_number
 from fxremat.step.program import Order
-from fxremat.step.symbolic import Dims, Numbers, Size, SymbolicGraph
+from fxremat.step.step_graph import Origin
 from fxremat.torch_private import boxed, real_tensors, taking_a_list
 
 AT_MOST = 8  # programs that are emitted at a time
@@ -51,10 +53,10 @@ class _Slots:
     numbers: int
 
     @classmethod
-    def of(cls, joint: Joint) -> _Slots:
+    def of(cls, joint: Captured) -> _Slots:
         """The slots of a graph: one for each value that its forward has at hand, and for each state of a random op."""
         given = (Origin.PRIMAL, Origin.FORWARD)
-        shown = [value.node.meta.get("val") for value in joint.values if value.origin in given]
+        shown = [joint.shown[value.index].meta.get("val") for value in joint.values if value.origin in given]
         numbers = sum(map(is_number, shown))
         random = sum(op.random and not op.backward for op in joint.ops)
         return cls(tensors=len(shown) - numbers + random, numbers=numbers)
@@ -156,7 +158,7 @@ class Sized:
         order = plan.chosen.order()
         if _key(order) not in self._number_of:
             self._number_of[_key(order)] = len(self._orders)
-            self._orders.append(replace(order, layout=replace(order.layout, joint=self._symbolic)))
+            self._orders.append(replace(order, layout=replace(order.layout, graph=self._symbolic)))
         if len(self._chosen) >= MOST_SIZES:
             self._chosen.clear()
         number = self._chosen[self._shaping(dims)] = self._number_of[_key(order)]
@@ -176,7 +178,7 @@ class Sized:
         placeholders = [node for node in self._graph.module.graph.nodes if node.op == "placeholder"]
         forward, backward = _Contract(), _Contract()
         for node in placeholders:
-            if node not in joint.tangents:
+            if node not in joint.tangent_nodes:
                 forward.take(node.name, node.meta, node)
         outputs = [forward.made(node) for node in joint.forward_outputs]
         saved = [forward.new(empty) for _ in range(self._slots.tensors)]
@@ -188,7 +190,7 @@ class Sized:
             backward.take(f"number_{place}", {"val": number})
         for place in range(self._slots.tensors):
             backward.take(f"slot_{place}", {"val": empty})
-        for node in joint.tangents:
+        for node in joint.tangent_nodes:
             backward.take(node.name, node.meta, node)
         backward.graph.output(tuple(backward.made(node) for node in joint.backward_outputs))
         return fx.GraphModule({}, forward.graph), fx.GraphModule({}, backward.graph)

@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from fxremat.capture.captured import Captured
+from fxremat.capture.symbolic import Dims, SymbolicGraph
 from fxremat.errors import BudgetTooSmall, FxrematError
 from fxremat.options import Options
 from fxremat.planning import Choice, plan_step, replan_step
@@ -21,8 +23,6 @@ from fxremat.planning.captured import CapturedStep
 from fxremat.planning.searched import search, whole_of
 from fxremat.plans import Plan
 from fxremat.progress import planning
-from fxremat.step.joint import Joint
-from fxremat.step.symbolic import Dims, SymbolicGraph
 from fxremat.units import Percent, format_bytes
 
 KNOWN = 8
@@ -55,7 +55,7 @@ class PlansOfSizes:
     def __init__(
         self,
         graph: SymbolicGraph,
-        joint: Joint,
+        joint: Captured,
         dimensions: Sequence[Dimension],
         limits: Sequence[int | None],
         shapes: Mapping[str, Sequence[Any]],
@@ -177,7 +177,7 @@ class PlansOfSizes:
         largest = self.described(range_.dims)
         return replace(self._options, mem=allowed), f"{budget.of_keep_all:g}% of what {largest} takes"
 
-    def _range_with(self, dims: Dims, joint: Joint) -> Range | None:
+    def _range_with(self, dims: Dims, joint: Captured) -> Range | None:
         """The largest sizes, grown where one of these is above them; None where no budget refers to them."""
         if not isinstance(self._options.budget, Percent):
             return None

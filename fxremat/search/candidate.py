@@ -21,9 +21,9 @@ from fxremat.chains.schedule import Schedule
 from fxremat.chains.simulate_join import JoinTimeline
 from fxremat.errors import BudgetTooSmall
 from fxremat.step.communicating import ProgramWithCommunication
-from fxremat.step.joint import Joint
 from fxremat.step.layout import Layout
 from fxremat.step.program import Order, Program, order_of
+from fxremat.step.step_graph import StepGraph
 from fxremat.step.transferred import ProgramWithTransfers
 
 
@@ -112,7 +112,7 @@ class Communicating(_PutIntoAnother):
 
 @dataclass(frozen=True, eq=False)
 class InUnits:
-    """The program of another origin in units, each an op of a joint graph of its own."""
+    """The program of another origin in units, each an op of a step graph of its own."""
 
     began: FromSchedule | Refined | Transferred | Communicating
     ops: Layout  # of the single ops
@@ -256,13 +256,13 @@ class Frontier:
         return Frontier(keep_all=change(self.keep_all), candidates=tuple(map(change, self.candidates)))
 
 
-def exchanged(joint: Joint) -> Callable[[Candidate], Candidate]:
+def exchanged(graph: StepGraph) -> Callable[[Candidate], Candidate]:
     """What puts candidates on an equal graph: those that shared a layout share one again."""
     layouts: dict[int, Layout] = {}
 
     def moved(candidate: Candidate) -> Candidate:
         old = candidate.layout
-        return candidate.on(layouts.setdefault(id(old), replace(old, joint=joint)))
+        return candidate.on(layouts.setdefault(id(old), replace(old, graph=graph)))
 
     return moved
 

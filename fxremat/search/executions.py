@@ -1,11 +1,11 @@
-"""The executions of a joint graph's ops as entries of a tape, each made once: the first of every op, and a later one.
+"""The executions of a step graph's ops as entries of a tape, each made once: the first of every op, and a later one.
 
     entry op                 the first execution of an op
     entry ops + op           a recomputation of a forward op in the forward graph
     entry 2 ops + op         one in the backward graph
     entry 3 ops + 0, 1, 2    the end of the forward graph, what the caller brings then, and the end of the step
 
-Values are numbered as in the joint graph; after them come the loss outside, a seed for each random op, and a copy of
+Values are numbered as in the step graph; after them come the loss outside, a seed for each random op, and a copy of
 each input that the forward overwrites: the backward graph reads that, and nothing makes it, so that it is alive from
 the start to its last reader.
 """
@@ -20,14 +20,14 @@ from numpy.typing import NDArray
 
 from fxremat.search.replay import Bits, Ints, Tape, blank_pages, replay
 from fxremat.step.costs import Costs
-from fxremat.step.joint import Joint, Origin
 from fxremat.step.program import Order
+from fxremat.step.step_graph import Origin, StepGraph
 
 
-def keep_all_peak(joint: Joint, costs: Costs) -> int:
+def keep_all_peak(graph: StepGraph, costs: Costs) -> int:
     """Exact peak in bytes of a step whose ops run once each, as captured. O(reads + writes)."""
-    executions, count = Executions(joint, costs), len(joint.ops)
-    return executions.judge_ops(range(count), joint.forward_count)[0]
+    executions, count = Executions(graph, costs), len(graph.ops)
+    return executions.judge_ops(range(count), graph.forward_count)[0]
 
 
 class _Execution(NamedTuple):
@@ -40,16 +40,16 @@ class _Execution(NamedTuple):
 class Executions:
     """Every execution there can be, and tapes of some of them in an order."""
 
-    def __init__(self, joint: Joint, costs: Costs) -> None:
-        self._joint, self._costs, self._count = joint, costs, len(joint.ops)
-        self._primals = {v.index for v in joint.values if v.origin is Origin.PRIMAL}
-        self._read_late = {value for op in joint.backward_ops for value in op.reads}
-        self._root = len(joint.values)
-        random = [op.index for op in joint.ops if op.random]
+    def __init__(self, graph: StepGraph, costs: Costs) -> None:
+        self._graph, self._costs, self._count = graph, costs, len(graph.ops)
+        self._primals = {v.index for v in graph.values if v.origin is Origin.PRIMAL}
+        self._read_late = {value for op in graph.backward_ops for value in op.reads}
+        self._root = len(graph.values)
+        random = [op.index for op in graph.ops if op.random]
         self._seed_of = {op: self._root + 1 + place for place, op in enumerate(random)}
-        mutated = sorted(joint.mutated_primals)
+        mutated = sorted(graph.mutated_primals)
         self._copy_of = {value: self._root + 1 + len(random) + place for place, value in enumerate(mutated)}
-        sizes = [0 if v.index in self._primals else costs.sizes.values[v.index] for v in joint.values]
+        sizes = [0 if v.index in self._primals else costs.sizes.values[v.index] for v in graph.values]
         sizes += [costs.sizes.root, *[costs.sizes.seed] * len(random)]
         self._sizes = np.array([*sizes, *(costs.sizes.values[value] for value in mutated)], dtype=np.int64)
         every = range(self._count)
@@ -102,7 +102,7 @@ class Executions:
         )
 
     def _first(self, index: int) -> _Execution:
-        op = self._joint.ops[index]
+        op = self._graph.ops[index]
         seed = [self._seed_of[index]] if op.random and not op.backward else []
         return _Execution(
             self._stored(op.reads, late=op.backward),
@@ -113,7 +113,7 @@ class Executions:
 
     def _again(self, index: int, *, late: bool) -> _Execution:
         """A recomputation; outputs that the caller holds already are freed at once."""
-        op, pinned = self._joint.ops[index], self._joint.pinned
+        op, pinned = self._graph.ops[index], self._graph.pinned
         in_vain = sum(self._costs.sizes.values[value] for value in op.again_writes if value in pinned)
         seed = [self._seed_of[index]] if op.random else []
         return _Execution(
@@ -124,18 +124,18 @@ class Executions:
         )
 
     def _split(self) -> _Execution:
-        return _Execution([v for v in self._joint.updates if v not in self._primals], ())
+        return _Execution([v for v in self._graph.updates if v not in self._primals], ())
 
     def _tangents_arrive(self) -> _Execution:
-        sizes, tangents = self._costs.sizes, self._joint.tangent_values
+        sizes, tangents = self._costs.sizes, self._graph.tangent_values
         brought = sum(sizes.values[tangent] for tangent in tangents) + sizes.root
         return _Execution((), [*tangents, self._root], max(0, sizes.outside - brought))
 
     def _end(self) -> _Execution:
         """What is alive when the step is over."""
-        joint = self._joint
-        held = [v for v in joint.tangent_values if v in joint.held_tangents or v not in self._read_late]
-        return _Execution(sorted({*self._stored(joint.pinned, late=False), *held, self._root}), ())
+        graph = self._graph
+        held = [v for v in graph.tangent_values if v in graph.held_tangents or v not in self._read_late]
+        return _Execution(sorted({*self._stored(graph.pinned, late=False), *held, self._root}), ())
 
     def _stored(self, values: Iterable[int], *, late: bool) -> list[int]:
         """The values that take memory; of primals, the copies that the backward graph reads."""

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fxremat.step.costs import Costs
-from fxremat.step.joint import Joint
 from fxremat.step.kinds import MemoryKind, bytes_by_kind
 from fxremat.step.liveness import live_bytes
 from fxremat.step.program import Program, Role
+from fxremat.step.step_graph import StepGraph
 from fxremat.units import format_bytes
 
 _NAMES = {
@@ -50,7 +50,7 @@ def floor_of(program: Program, costs: Costs) -> Floor:
     """The moment at which a program needs most, the first of equals. O(steps)."""
     memory = live_bytes(program, costs.sizes)
     if memory.at_split == memory.peak:
-        rest = memory.at_split - _loss(program.layout.joint, costs)
+        rest = memory.at_split - _loss(program.layout.graph, costs)
         kinds = {MemoryKind.OUTSIDE: memory.at_split - rest, MemoryKind.KEPT: rest}
         return Floor(bytes=memory.peak, moment="the loss outside the model runs", kinds=_sorted(kinds))
     place = max(range(len(memory.during)), key=memory.during.__getitem__)
@@ -62,17 +62,17 @@ def _moment(program: Program, place: int) -> str:
     step = program.steps[place]
     if step.op is None:
         return f"the {step.role.value} of a tensor"
-    joint = program.layout.joint
-    name, source = joint.ops[step.op].name, joint.sources[step.op]
+    graph = program.layout.graph
+    name, source = graph.ops[step.op].name, graph.sources[step.op]
     where = ", ".join(part for part in (source.module, str(source.frame or "")) if part)
     if where and step.role is Role.BACKWARD:
         where = f"backward of {where}"
     return f"{name} ({where})" if where else name
 
 
-def _loss(joint: Joint, costs: Costs) -> int:
+def _loss(graph: StepGraph, costs: Costs) -> int:
     """Bytes that a loss outside the model, or the gradients that it hands in, take between forward and backward."""
-    tangents = sum(costs.sizes.values[value] for value in joint.tangent_values) + costs.sizes.root
+    tangents = sum(costs.sizes.values[value] for value in graph.tangent_values) + costs.sizes.root
     return max(tangents, costs.sizes.outside)
 
 

@@ -1,4 +1,4 @@
-"""A lower bound on the time of any program of a joint graph within a budget, by linear programming.
+"""A lower bound on the time of any program of a step graph within a budget, by linear programming.
 
 The step is watched while a few backward ops b_1 < b_2 < ... < b_p run; a window lies between two of them, window w
 after b_w. Fractions from 0 to 1 of what a program does whole:
@@ -27,23 +27,23 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from fxremat.step.costs import Costs
-from fxremat.step.joint import Joint, Op, Origin
+from fxremat.step.step_graph import Op, Origin, StepGraph
 
 INSTANTS = 8
 _Variable = tuple[str, int, int]  # ("alive", value, instant) or ("runs", op, window)
 
 
-def lower_bound(joint: Joint, costs: Costs, budget: int, *, instants: int = INSTANTS) -> float:
+def lower_bound(graph: StepGraph, costs: Costs, budget: int, *, instants: int = INSTANTS) -> float:
     """Seconds that no program within `budget` bytes beats; infinite where not even the relaxation fits."""
     once = sum(costs.seconds)
-    fixed = _fixed(joint, costs)
-    rows = (_Rows(joint, costs, budget, marks, fixed) for marks in _watched(joint, fixed, instants))
+    fixed = _fixed(graph, costs)
+    rows = (_Rows(graph, costs, budget, marks, fixed) for marks in _watched(graph, fixed, instants))
     return once + max((program.least() for program in rows), default=0.0)
 
 
-def _watched(joint: Joint, fixed: dict[int, int], instants: int) -> Iterator[list[int]]:
+def _watched(graph: StepGraph, fixed: dict[int, int], instants: int) -> Iterator[list[int]]:
     """The backward ops at which to look: the first and some at even distances; and those that need the most."""
-    ops = [op.index for op in joint.backward_ops]
+    ops = [op.index for op in graph.backward_ops]
     if not ops:
         return
     step = max(1, len(ops) // instants)
@@ -52,23 +52,23 @@ def _watched(joint: Joint, fixed: dict[int, int], instants: int) -> Iterator[lis
     yield [ops[0]]
 
 
-def _fixed(joint: Joint, costs: Costs) -> dict[int, int]:
+def _fixed(graph: StepGraph, costs: Costs) -> dict[int, int]:
     """Bytes alive while each backward op runs whatever was decided: gradients, outputs, its workspace."""
     sizes = costs.sizes.values
-    pinned = joint.pinned
+    pinned = graph.pinned
     last: dict[int, int] = {}
-    for op in joint.backward_ops:
+    for op in graph.backward_ops:
         last |= dict.fromkeys((*op.reads, *op.writes), op.index)
-    tangents = {v.index for v in joint.values if v.origin is Origin.TANGENT}
-    held = pinned | (tangents & joint.held_tangents) | (tangents - last.keys())
-    alive = {v.index for v in joint.values if v.origin is Origin.FORWARD} & pinned | tangents
+    tangents = {v.index for v in graph.values if v.origin is Origin.TANGENT}
+    held = pinned | (tangents & graph.held_tangents) | (tangents - last.keys())
+    alive = {v.index for v in graph.values if v.origin is Origin.FORWARD} & pinned | tangents
     level = sum(sizes[value] for value in alive) + costs.sizes.root
     needs = {}
-    for op in joint.backward_ops:
+    for op in graph.backward_ops:
         level += sum(sizes[value] for value in op.writes)
         needs[op.index] = level + costs.sizes.workspace[op.index]
         ended = {value for value in (*op.reads, *op.writes) if last[value] == op.index} - held
-        level -= sum(sizes[v] for v in ended if joint.values[v].origin in (Origin.BACKWARD, Origin.TANGENT))
+        level -= sum(sizes[v] for v in ended if graph.values[v].origin in (Origin.BACKWARD, Origin.TANGENT))
     return needs
 
 
@@ -76,7 +76,7 @@ def _fixed(joint: Joint, costs: Costs) -> dict[int, int]:
 class _Rows:
     """The rows of the linear program; a variable gets its column when it is first met."""
 
-    joint: Joint
+    graph: StepGraph
     costs: Costs
     budget: int
     marks: list[int]
@@ -86,8 +86,8 @@ class _Rows:
     limits: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        pinned = self.joint.pinned
-        forward = [v for v in self.joint.values if v.origin is Origin.FORWARD and v.index not in pinned]
+        pinned = self.graph.pinned
+        forward = [v for v in self.graph.values if v.origin is Origin.FORWARD and v.index not in pinned]
         self.maker = {v.index: v.producer for v in forward if v.producer is not None}
 
     def least(self) -> float:
@@ -105,7 +105,7 @@ class _Rows:
         self.limits.append(limit)
 
     def _memory(self, instant: int) -> None:
-        op = self.joint.ops[self.marks[instant]]
+        op = self.graph.ops[self.marks[instant]]
         read = {value for value in op.reads if value in self.maker}
         room = self.budget - self.fixed[op.index] - sum(self.costs.sizes.values[value] for value in read)
         others = [value for value in self.maker if value not in read and self.costs.sizes.values[value]]
@@ -123,7 +123,7 @@ class _Rows:
 
     def _window(self, window: int) -> None:
         for index in sorted(set(self.maker.values())):
-            op = self.joint.ops[index]
+            op = self.graph.ops[index]
             for value in self._of_the_forward(op.again_reads):
                 self._at_most(0.0, (1.0, ("runs", index, window)), *self._there(value, window))
         for value in {v for op in self._backwards(window) for v in self._of_the_forward(op.reads)}:
@@ -134,8 +134,8 @@ class _Rows:
 
     def _backwards(self, window: int) -> tuple[Op, ...]:
         """The backward ops after one watched op, up to the next and with it."""
-        end = self.marks[window + 1] + 1 if window + 1 < len(self.marks) else len(self.joint.ops)
-        return self.joint.ops[self.marks[window] + 1 : end]
+        end = self.marks[window + 1] + 1 if window + 1 < len(self.marks) else len(self.graph.ops)
+        return self.graph.ops[self.marks[window] + 1 : end]
 
     def _solve(self) -> float:
         """Seconds of what is run in the windows, at least."""

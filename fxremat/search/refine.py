@@ -1,6 +1,6 @@
 """The frontier of peak and time made better op by op, up to the budget that is asked for: `Ladder`.
 
-    least             programs that need less than any schedule of blocks, found once for a joint graph
+    least             programs that need less than any schedule of blocks, found once for a step graph
     rung 1, 2, 3 ...  a search at each budget of a ladder, from the least to the one asked for, 2 % apart
 
 What is found on one rung fits the next, and is a start for it, beside the fastest schedule that fits. The rungs do not
@@ -20,7 +20,7 @@ from fxremat.search.improve import improve
 from fxremat.search.replay import Bits
 from fxremat.search.skeleton import Skeleton, Skeletons
 from fxremat.step.costs import Costs
-from fxremat.step.joint import Joint
+from fxremat.step.step_graph import StepGraph
 
 EFFORT = 3.0  # seconds, about
 PAGES = 2_000_000  # that a search replays in a second, about
@@ -68,9 +68,9 @@ class Ladder:
         found = [candidate for rung, candidate in self.found if rung <= budget]
         return replace(self.given, candidates=tuple(unbeaten([*self.given.candidates, *found])))
 
-    def on(self, joint: Joint) -> Ladder:
+    def on(self, graph: StepGraph) -> Ladder:
         """The same on an equal graph."""
-        moved = exchanged(joint)
+        moved = exchanged(graph)
         found = tuple((rung, moved(candidate)) for rung, candidate in self.found)
         return replace(self, given=self.given.each(moved), found=found)
 
@@ -83,8 +83,8 @@ def lowered(candidates: tuple[Candidate, ...], costs: Costs, *, effort: float) -
 
 
 def _smaller(start: Candidate, costs: Costs, work: int) -> Iterator[Candidate]:
-    joint = start.layout.joint
-    skeletons, in_vain = Skeletons(joint, costs), 0
+    graph = start.layout.graph
+    skeletons, in_vain = Skeletons(graph, costs), 0
     for seed in range(LOWERED):
         skeleton = skeletons.around(start.order())
         choice = skeleton.choice.copy()
@@ -104,7 +104,7 @@ class _Search:
         self.found = list(ladder.found)
         self._given, self._costs, self._work = ladder.given, costs, work
         self._near = NEAR * ladder.given.keep_all.time
-        self._skeletons = Skeletons(ladder.given.keep_all.layout.joint, costs)
+        self._skeletons = Skeletons(ladder.given.keep_all.layout.graph, costs)
         self._skeleton: tuple[Candidate, Skeleton] | None = None  # the last, and what it is of
 
     def climb(self, rung: int) -> None:

@@ -14,15 +14,15 @@ from fxremat.search.candidate import Candidate, Frontier, exchanged, unbeaten
 from fxremat.search.executions import Executions
 from fxremat.search.refine import Ladder
 from fxremat.step.costs import Costs
-from fxremat.step.joint import Joint
+from fxremat.step.step_graph import StepGraph
 
 FURTHEST = 2.0  # times the bytes of keeping everything: programs for sizes further away are not taken over
 
 
-def replanned(known: Ladder, joint: Joint, costs: Costs) -> Ladder | None:
+def replanned(known: Ladder, graph: StepGraph, costs: Costs) -> Ladder | None:
     """The ladder of a graph of the same topology, from one that is known; None where its sizes are too far away."""
     others = (*known.given.candidates, *(candidate for _, candidate in known.found))
-    frontier = judged_again(known.given.keep_all, others, joint, costs)
+    frontier = judged_again(known.given.keep_all, others, graph, costs)
     grown = frontier.keep_all.peak / known.given.keep_all.peak
     if not is_near(grown):
         return None
@@ -30,13 +30,13 @@ def replanned(known: Ladder, joint: Joint, costs: Costs) -> Ladder | None:
 
 
 def judged_again(
-    keep_all: Candidate, candidates: Iterable[Candidate], joint: Joint, costs: Costs
+    keep_all: Candidate, candidates: Iterable[Candidate], graph: StepGraph, costs: Costs
 ) -> Frontier:
     """The frontier of candidates of another graph of the same topology, judged on this one.
 
     O(candidates * steps): some tens of milliseconds for a GPT of 12 layers.
     """
-    executions, moved = Executions(joint, costs), exchanged(joint)
+    executions, moved = Executions(graph, costs), exchanged(graph)
 
     def judged(candidate: Candidate) -> Candidate:
         peak, time = executions.judge(candidate.order())

@@ -22,9 +22,9 @@ import numpy as np
 from fxremat.search.executions import Executions
 from fxremat.search.replay import Bits, Ints, Tape, blank_pages, replay
 from fxremat.step.costs import Costs
-from fxremat.step.joint import Joint, Origin
 from fxremat.step.layout import Layout
 from fxremat.step.program import Order
+from fxremat.step.step_graph import Origin, StepGraph
 
 NEAREST = 16  # recomputations that are offered before a backward op, at most
 
@@ -58,12 +58,12 @@ class Skeleton:
 
 
 class Skeletons:
-    """Makes the skeletons of a joint graph's programs; what does not depend on the program is made once."""
+    """Makes the skeletons of a step graph's programs; what does not depend on the program is made once."""
 
-    def __init__(self, joint: Joint, costs: Costs, *, nearest: int = NEAREST) -> None:
-        self._executions = Executions(joint, costs)
-        self._neighbours = _Neighbours(joint, nearest)
-        self._backward = [op.backward for op in joint.ops]
+    def __init__(self, graph: StepGraph, costs: Costs, *, nearest: int = NEAREST) -> None:
+        self._executions = Executions(graph, costs)
+        self._neighbours = _Neighbours(graph, nearest)
+        self._backward = [op.backward for op in graph.ops]
 
     def around(self, order: Order) -> Skeleton:
         """The skeleton around the program that runs in this order. O(steps * nearest)."""
@@ -102,18 +102,18 @@ class Skeletons:
 class _Neighbours:
     """The ops that may run again nearest behind what a backward op reads."""
 
-    def __init__(self, joint: Joint, nearest: int) -> None:
-        self.joint, self.nearest, self.pinned = joint, nearest, joint.pinned
+    def __init__(self, graph: StepGraph, nearest: int) -> None:
+        self.graph, self.nearest, self.pinned = graph, nearest, graph.pinned
         self.near = cache(self._near)
 
     def _near(self, index: int) -> list[int]:
         """The ops nearest behind what an op reads that may run again, in the order of the forward."""
         found: dict[int, None] = {}
-        front = self._makers(self.joint.ops[index].reads)
+        front = self._makers(self.graph.ops[index].reads)
         while front and len(found) < self.nearest:
             for maker in front[: self.nearest - len(found)]:
                 found.setdefault(maker)
-            behind = [m for maker in front for m in self._makers(self.joint.ops[maker].again_reads)]
+            behind = [m for maker in front for m in self._makers(self.graph.ops[maker].again_reads)]
             front = [maker for maker in dict.fromkeys(behind) if maker not in found]
         return sorted(found)
 
@@ -121,11 +121,11 @@ class _Neighbours:
         """The ops that make these values, as far as they may run again."""
         makers = [
             value.producer
-            for value in (self.joint.values[index] for index in values)
+            for value in (self.graph.values[index] for index in values)
             if value.origin is Origin.FORWARD and value.index not in self.pinned
         ]
         return [maker for maker in dict.fromkeys(makers) if maker is not None and self._repeatable(maker)]
 
     def _repeatable(self, index: int) -> bool:
         """False for what reads inputs that the step overwrites: they would have to be copied first."""
-        return self.joint.mutated_primals.isdisjoint(self.joint.ops[index].again_reads)
+        return self.graph.mutated_primals.isdisjoint(self.graph.ops[index].again_reads)

@@ -1,4 +1,4 @@
-"""The survey of a joint graph: what memory buys, as the Pareto frontier of programs judged by exact liveness.
+"""The survey of a step graph: what memory buys, as the Pareto frontier of programs judged by exact liveness.
 
 A survey lays the graph out as chains of blocks in several ways, solves each for many budgets, coarsely at first and
 again finely where that turned out best, and judges the schedules op by op. It does not know the budget: the same
@@ -18,8 +18,6 @@ from fxremat.chains.chain import Chain
 from fxremat.chains.schedule import Schedule
 from fxremat.chains.simulate import simulate
 from fxremat.chains.simulate_join import simulate_join
-from fxremat.cost.devices import Device
-from fxremat.cost.estimate import estimate
 from fxremat.errors import BudgetTooSmall, FxrematError, InvalidSchedule
 from fxremat.linearize.chain_of import chain_of
 from fxremat.linearize.crossings import carry_levels, crossings, low_cuts
@@ -33,11 +31,10 @@ from fxremat.solvers import DEFAULT, LISTS, TABLES, keep_all
 from fxremat.solvers.joins import canonical
 from fxremat.solvers.registry import JOINS
 from fxremat.solvers.table import Table
-from fxremat.step.costs import Costs, budget_in_bytes
-from fxremat.step.joint import Joint
+from fxremat.step.costs import Costs
 from fxremat.step.layout import Layout
 from fxremat.step.program import order_of
-from fxremat.units import Budget
+from fxremat.step.step_graph import StepGraph
 
 NEAR_LEAST = 1.15  # the last table is for this multiple of the least memory of the chain
 APART = 1.01  # budgets that a chain is solved for are this far from each other
@@ -55,7 +52,7 @@ FAR = 1 << 50  # bytes: more than anything needs
 
 
 def survey(
-    joint: Joint, costs: Costs, *, solver: str = "auto", slots: int = 500, effort: float = EFFORT
+    graph: StepGraph, costs: Costs, *, solver: str = "auto", slots: int = 500, effort: float = EFFORT
 ) -> Frontier:
     """Lay the graph out as chains, solve them for many budgets, and judge every schedule by exact liveness.
 
@@ -65,36 +62,35 @@ def survey(
     """
     if solver not in (names := ("auto", *LISTS, *TABLES)):
         raise FxrematError(f"no solver {solver!r} plans models; there are {', '.join(sorted(names))}")
-    layouts = list(_layouts(joint, costs))
-    judge = _Judge(joint, costs)
+    layouts = list(_layouts(graph, costs))
+    judge = _Judge(graph, costs)
     keep_everything = judge.keep_everything(layouts[0])
     if solver in LISTS:
         found = [c for layout in layouts for c in judge.of(layout, LISTS[solver](judge.chain(layout)))]
     else:
         found = _solved(layouts, judge, solver, slots)
-        found += _joined(judge, joint, slots)
+        found += _joined(judge, graph, slots)
     candidates = tuple(unbeaten([keep_everything, *found]))
     if solver == "auto" and effort > 0:
         candidates = lowered(candidates, costs, effort=effort)
     return Frontier(keep_all=keep_everything, candidates=candidates)
 
 
-def kept(joint: Joint, costs: Costs) -> Frontier:
+def kept(graph: StepGraph, costs: Costs) -> Frontier:
     """The frontier of the one candidate that recomputes nothing; nothing is searched."""
-    everything = _Judge(joint, costs).keep_everything(next(_layouts(joint, costs)))
+    everything = _Judge(graph, costs).keep_everything(next(_layouts(graph, costs)))
     return Frontier(keep_all=everything, candidates=(everything,))
 
 
-def order_for_measuring(joint: Joint, device: Device, budget: Budget) -> Sequence[int]:
-    """The ops in an order in which the step fits into the budget, as far as estimates tell.
+def order_within(graph: StepGraph, costs: Costs, budget: int) -> Sequence[int]:
+    """The ops in an order in which the step fits into so many bytes.
 
-    The captured order where that needs no more than the budget, else that of a program of nearly the least memory.
+    The captured order where that needs no more, else that of a program of nearly the least memory.
     """
-    costs = estimate(joint, device)
-    layout, judge = next(_layouts(joint, costs)), _Judge(joint, costs)
+    layout, judge = next(_layouts(graph, costs)), _Judge(graph, costs)
     everything = judge.keep_everything(layout).peak
-    if budget_in_bytes(budget, everything, joint) >= everything:
-        return range(len(joint.ops))
+    if budget >= everything:
+        return range(len(graph.ops))
     build, chain = TABLES[DEFAULT], judge.chain(layout)
     table = build(chain, int(NEAR_LEAST * build(chain, max(1, everything), 1).least) + 1, MEASURING_SLOTS)
     least = min(judge.of(layout, table.frontier(2)), key=lambda candidate: candidate.peak)
@@ -102,10 +98,10 @@ def order_for_measuring(joint: Joint, device: Device, budget: Budget) -> Sequenc
 
 
 class _Judge:
-    """The exact peak and time of schedules of one joint graph."""
+    """The exact peak and time of schedules of one step graph."""
 
-    def __init__(self, joint: Joint, costs: Costs) -> None:
-        self.costs, self._executions = costs, Executions(joint, costs)
+    def __init__(self, graph: StepGraph, costs: Costs) -> None:
+        self.costs, self._executions = costs, Executions(graph, costs)
         self._chains: dict[Layout, Chain] = {}
 
     def of(self, layout: Layout, schedules: Iterable[Schedule]) -> list[Candidate]:
@@ -129,19 +125,19 @@ class _Judge:
         return found
 
 
-def _layouts(joint: Joint, costs: Costs) -> Iterator[Layout]:
+def _layouts(graph: StepGraph, costs: Costs) -> Iterator[Layout]:
     """One layout for each way to cut that is worth a try."""
-    crossing = crossings(joint)
-    forward = costs.seconds[: joint.forward_count]
-    ways = [(crossing.cuts(carried), carried) for carried in carry_levels(joint, crossing, forward)]
+    crossing = crossings(graph)
+    forward = costs.seconds[: graph.forward_count]
+    ways = [(crossing.cuts(carried), carried) for carried in carry_levels(graph, crossing, forward)]
     ways += low_cuts(crossing, costs.sizes.values)
     ways.append((crossing.cuts(width=MOST_VALUES), frozenset()))
     distinct = dict.fromkeys((tuple(_thin(ends, forward)), carried) for ends, carried in ways)
-    largest = {way: _largest(way[0], joint.forward_count) for way in distinct}
+    largest = {way: _largest(way[0], graph.forward_count) for way in distinct}
     for ends, carried in distinct:
         if min(largest.values()) <= LUMP < largest[ends, carried]:
             continue
-        yield add_options(lay_out(joint, ends, carried), costs.seconds, costs.sizes.values)
+        yield add_options(lay_out(graph, ends, carried), costs.seconds, costs.sizes.values)
 
 
 def _largest(ends: Sequence[int], count: int) -> int:
@@ -197,7 +193,7 @@ class _Solved:
 
 def _solved(layouts: Sequence[Layout], judge: _Judge, solver: str, slots: int) -> list[Candidate]:
     """A few schedules of every layout, and many of those layouts that have some unbeaten one among the few."""
-    large = len(layouts[0].joint.ops) > LARGE
+    large = len(layouts[0].graph.ops) > LARGE
     solved = [_Solved.of(layout, judge, solver, _first_slots(layout, slots)) for layout in layouts]
     found = [candidate for each in solved for candidate in each.few(A_FEW // 2 if large else A_FEW)]
     unbeaten_of = Counter(id(candidate.layout) for candidate in unbeaten(found))
@@ -216,13 +212,13 @@ def _first_slots(layout: Layout, slots: int) -> int:
     return slots if len(layout.blocks) <= MANY_BLOCKS else min(slots, COARSE)
 
 
-def _joined(judge: _Judge, joint: Joint, slots: int) -> Iterator[Candidate]:
+def _joined(judge: _Judge, graph: StepGraph, slots: int) -> Iterator[Candidate]:
     """Schedules of the join of the towers, where there are any, over the range of budgets."""
-    costs, crossing = judge.costs, crossings(joint)
-    towers = find_towers(joint, crossing, costs.seconds)
+    costs, crossing = judge.costs, crossings(graph)
+    towers = find_towers(graph, crossing, costs.seconds)
     if towers is None:
         return
-    layout = add_options(towers.lay_out(joint, crossing), costs.seconds, costs.sizes.values)
+    layout = add_options(towers.lay_out(graph, crossing), costs.seconds, costs.sizes.values)
     chain, parts = chain_of(layout, costs), towers.parts(layout)
     join = join_of(chain, parts)
     budget = JOINS["keep_all"](join, FAR, slots).peak

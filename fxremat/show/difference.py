@@ -59,7 +59,7 @@ class Figures:
         highest = max(range(len(moments.bytes)), key=moments.bytes.__getitem__, default=0)
         lives = moments.lives_at(highest)
         return cls(
-            model=plan.joint.model,
+            model=plan.graph.model,
             device=f"{plan.device} ({plan.timed} times)",
             budget=plan.budget,
             peak=plan.predicted_peak,

@@ -65,8 +65,8 @@ class FrontierTable(tuple[Point, ...]):
     @property
     def _of_the_same_ops(self) -> set[Point]:
         """The points of programs of the plan's own graph; others run other regions in slices, or none."""
-        joint, candidates = self.plan.joint, self.plan.alternatives.candidates
-        return {self._chosen, *((one.peak, one.time) for one in candidates if one.layout.joint is joint)}
+        joint, candidates = self.plan.graph, self.plan.alternatives.candidates
+        return {self._chosen, *((one.peak, one.time) for one in candidates if one.layout.graph is joint)}
 
     @property
     def _chosen(self) -> Point:

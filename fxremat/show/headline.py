@@ -16,7 +16,7 @@ from fxremat.units import format_bytes
 
 def headline(plan: PlannedStep, candidate: Candidate) -> str:
     """Say what a candidate of a plan takes, in memory and time, against keeping everything."""
-    return unbroken(f"{plan.joint.model} trains in {_figures(plan, candidate)}{estimated(plan)}")
+    return unbroken(f"{plan.graph.model} trains in {_figures(plan, candidate)}{estimated(plan)}")
 
 
 def unbroken(sentence: str) -> str:

@@ -9,9 +9,9 @@ Names of modules may hold any character; `printable` leaves those that every vie
 from __future__ import annotations
 
 from fxremat.show.moments import Moment, Moments
-from fxremat.step.joint import Joint, Origin
 from fxremat.step.kinds import Life
-from fxremat.step.names import NOWHERE, Source
+from fxremat.step.source import NOWHERE, Source
+from fxremat.step.step_graph import Origin, StepGraph
 
 
 def printable(text: str) -> str:
@@ -19,7 +19,7 @@ def printable(text: str) -> str:
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
-def value_name(joint: Joint, number: int) -> str:
+def value_name(joint: StepGraph, number: int) -> str:
     """What a value is called: a parameter as in the model, its gradient after it, the output of an op after that."""
     value = joint.values[number]
     if number in joint.parameters:
@@ -28,17 +28,17 @@ def value_name(joint: Joint, number: int) -> str:
     if value.origin is Origin.TANGENT:
         return "gradient of an output"
     op = None if value.producer is None else joint.ops[value.producer]
-    return value.name if op is None or value.node is op.node else f"{op.name}[{value.node.args[1]}]"
+    return value.name if op is None or value.position is None else f"{op.name}[{value.position}]"
 
 
-def source_of(joint: Joint, life: Life) -> Source:
+def source_of(joint: StepGraph, life: Life) -> Source:
     """Where a value, or the op that a workspace is of, was written."""
     if life.value is not None:
         return joint.value_sources[life.value]
     return joint.sources[life.op] if life.op is not None else NOWHERE
 
 
-def label_of(joint: Joint, life: Life) -> str:
+def label_of(joint: StepGraph, life: Life) -> str:
     """What bytes are for: their kind, the module, and the value or op that they are of."""
     where, what = source_of(joint, life).module, ""
     if life.value is not None:

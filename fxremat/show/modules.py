@@ -15,9 +15,9 @@ from functools import cached_property
 
 from fxremat.search.candidate import Candidate
 from fxremat.step.costs import Costs
-from fxremat.step.joint import Origin
 from fxremat.step.kinds import MemoryKind, lives_of
 from fxremat.step.program import Role
+from fxremat.step.step_graph import Origin
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ def module_tree(candidate: Candidate, costs: Costs) -> ModuleNode:
 
 def _shares(candidate: Candidate, costs: Costs) -> dict[str, Share]:
     """What the ops of each module have, in the order in which modules run."""
-    program, joint, sizes = candidate.program(), candidate.layout.joint, costs.sizes
+    program, joint, sizes = candidate.program(), candidate.layout.graph, costs.sizes
     columns: dict[str, dict[str, float]] = {}
 
     def count(module: str, **amounts: float) -> None:

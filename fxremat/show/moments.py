@@ -66,7 +66,7 @@ class Moments:
         until = moments[split].start if split < len(moments) else moments[-1].end if moments else 0.0
         ended = max((moment.end for moment in moments[:split]), default=until)
         moments.insert(split, Moment(min(ended, until), until, LOSS, None, _block_before(moments, split)))
-        tangents = program.layout.joint.tangent_values
+        tangents = program.layout.graph.tangent_values
         given = sum(sizes.values[value] for value in tangents) + sizes.root
         later = [_moved(life, split, tangents) for life in lives]
         if sizes.outside > given:

@@ -19,8 +19,6 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
-
 from fxremat.planned_step import PlannedStep
 from fxremat.search.candidate import Candidate
 from fxremat.show.headline import headline, measured
@@ -31,10 +29,10 @@ from fxremat.show.palette import palette
 from fxremat.show.text import facts
 from fxremat.show.tree import OWN, Row, all_rows
 from fxremat.step.costs import Costs
-from fxremat.step.joint import Joint
 from fxremat.step.kinds import Life, MemoryKind, host_bytes
-from fxremat.step.names import Source
 from fxremat.step.program import Role
+from fxremat.step.source import Source
+from fxremat.step.step_graph import StepGraph
 from fxremat.units import format_bytes
 
 KINDS = {
@@ -58,9 +56,9 @@ Data = dict[str, Any]
 
 def page_data(plan: PlannedStep) -> Data:
     """Everything that the page of a plan draws. O(points x steps)."""
-    running, model = plan.running, plan.joint.model
+    running, model = plan.running, plan.graph.model
     drawn = _drawn(running)
-    modules = Numbers(_with_outer(s.module for s in (*running.joint.sources, *running.joint.value_sources)))
+    modules = Numbers(_with_outer(s.module for s in (*running.graph.sources, *running.graph.value_sources)))
     moments = [Moments.of(candidate, running.costs) for candidate in drawn]
     return {
         "model": model,
@@ -71,7 +69,7 @@ def page_data(plan: PlannedStep) -> Data:
         "keep_all": [plan.keep_all_peak, plan.keep_all_time],
         "facts": [list(fact) for fact in facts(plan, module_tree(plan.chosen, plan.costs), exact=False)],
         "kinds": [[kind.value, text] for kind, text in KINDS.items()],
-        **_texts(running.joint, modules),
+        **_texts(running.graph, modules),
         **_colors(modules, moments, model),
         "points": _points(running, drawn),
         "plans": [
@@ -123,7 +121,7 @@ def _shares(moments: Moments) -> dict[str, float]:
     heights: dict[str, float] = {}
     for life in moments.lives:
         if life.kind is not MemoryKind.WEIGHTS:
-            group = group_of(source_of(moments.program.layout.joint, life).module)
+            group = group_of(source_of(moments.program.layout.graph, life).module)
             first, last = moments.moments[life.first], moments.moments[min(life.last, len(moments.moments) - 1)]
             areas[group] = areas.get(group, 0.0) + life.bytes * (last.end - first.start)
             heights[group] = max(heights.get(group, 0.0), 0.1 * life.bytes)
@@ -152,7 +150,7 @@ def _drawn(plan: PlannedStep) -> list[Candidate]:
     lives = max(1, len(plan.program.steps) * 2)
     count = min(DRAWN, MOST_LIVES // lives)
     others = [] if plan.weights or count < 2 else plan.alternatives.spread(count)
-    others = [candidate for candidate in others if candidate.layout.joint is plan.joint]
+    others = [candidate for candidate in others if candidate.layout.graph is plan.graph]
     if all(candidate is not plan.chosen for candidate in others):
         others = [*others, plan.chosen]
     return sorted(others, key=lambda candidate: (candidate.time, -candidate.peak))
@@ -167,7 +165,7 @@ def _points(plan: PlannedStep, drawn: Sequence[Candidate]) -> list[list[float]]:
     return [[c.peak, _short(c.time), numbers.get(id(c), -1)] for c in candidates]
 
 
-def _texts(joint: Joint, modules: Numbers) -> Data:
+def _texts(joint: StepGraph, modules: Numbers) -> Data:
     sources, types = Numbers([""]), Numbers([""])
 
     def columns(found: Sequence[Source]) -> tuple[list[int], list[int]]:
@@ -180,22 +178,15 @@ def _texts(joint: Joint, modules: Numbers) -> Data:
             "name": [value_name(joint, value.index) for value in joint.values],
             "module": value_modules,
             "source": value_sources,
-            "type": [types[_type(value.node.meta.get("val"))] for value in joint.values],
+            "type": [types[value.type] for value in joint.values],
         },
         "ops": {"name": [op.name for op in joint.ops], "module": op_modules, "source": op_sources},
     }
     return texts | {"modules": list(modules), "sources": list(sources), "types": list(types)}
 
 
-def _type(shown: object) -> str:
-    """Type and shape of a tensor, as "float32[8, 64]"."""
-    if not isinstance(shown, torch.Tensor):
-        return ""
-    return f"{str(shown.dtype).removeprefix('torch.')}[{', '.join(map(str, shown.shape))}]"
-
-
 def _plan(candidate: Candidate, moments: Moments, costs: Costs, modules: Numbers) -> Data:
-    joint = candidate.layout.joint
+    joint = candidate.layout.graph
     roles = Numbers()
     lives = _stacked(moments.lives, joint, modules)
     kinds = {kind: number for number, kind in enumerate(KINDS)}
@@ -227,7 +218,7 @@ def _plan(candidate: Candidate, moments: Moments, costs: Costs, modules: Numbers
     }
 
 
-def _stacked(lives: Iterable[Life], joint: Joint, modules: Numbers) -> list[Life]:
+def _stacked(lives: Iterable[Life], joint: StepGraph, modules: Numbers) -> list[Life]:
     """Lives in the order in which they are stacked, from the bottom up."""
     groups = _groups(modules)
     kinds = list(KINDS)

@@ -46,7 +46,7 @@ def plot(plan: PlannedStep, frontier: FrontierTable, ax: Axes | None = None) -> 
     ax.set_xlabel(f"peak memory of a step ({size})")
     ax.set_ylabel(f"time of a step ({time})")
     ax.set_ylim(bottom=0.0)
-    ax.set_title(f"{plan.joint.model} on {plan.device} ({plan.timed} times)", parse_math=False)
+    ax.set_title(f"{plan.graph.model} on {plan.device} ({plan.timed} times)", parse_math=False)
     ax.legend()
     return ax
 

@@ -19,8 +19,8 @@ from fxremat.planned_step import PlannedStep
 from fxremat.show.addresses import Addresses
 from fxremat.show.labels import label_of, microseconds, printable, source_of
 from fxremat.show.moments import Moments
-from fxremat.step.joint import Joint
 from fxremat.step.kinds import Life
+from fxremat.step.step_graph import StepGraph
 
 BASE = 1 << 40  # the address of the segment; exact as a float, as the viewer has it
 _PROTOCOL = 4
@@ -33,7 +33,7 @@ Frames = list[dict[str, object]]
 def snapshot(plan: PlannedStep) -> dict[str, Any]:
     """The snapshot of a planned step: every allocation with its time and its source, and what is there at the end."""
     running = plan.running
-    replay = _Replay(running.joint, Moments.of(running.chosen, running.costs))
+    replay = _Replay(running.graph, Moments.of(running.chosen, running.costs))
     replay.run()
     return {"device_traces": [replay.events()], "segments": replay.segments()}
 
@@ -57,7 +57,7 @@ class _Block:
 class _Replay:
     """The allocations of a step, one moment after the other: what has ended is freed first."""
 
-    joint: Joint
+    joint: StepGraph
     moments: Moments
     addresses: Addresses = field(default_factory=Addresses)
     alive: list[_Block] = field(default_factory=list)
@@ -152,7 +152,7 @@ def _event(action: str, address: int, size: int, at: int, frames: Frames, **more
     return what | {"frames": frames, "pool_id": _POOL} | more
 
 
-def _frames(joint: Joint, life: Life) -> Frames:
+def _frames(joint: StepGraph, life: Life) -> Frames:
     """What bytes are for, as the innermost frame, and the line where that was written.
 
     A semicolon separates the frames of a flame graph.

@@ -24,9 +24,9 @@ from fxremat.show.modules import ModuleNode, Share, module_tree
 from fxremat.show.table import WIDTH, clipped
 from fxremat.show.tree import Figures, Row, all_rows, ranges, rows_of, what_it_does
 from fxremat.slices.rewrite import SlicedRegion
-from fxremat.step.collectives import is_gather
 from fxremat.step.communicating import ProgramWithCommunication
 from fxremat.step.program import Role, rematerialize
+from fxremat.step.step_graph import Kind
 from fxremat.step.transferred import ProgramWithTransfers
 from fxremat.transfers.activations import most_on_host
 from fxremat.units import format_bytes, format_ratio, format_seconds
@@ -134,7 +134,7 @@ def shortened_lines(lines: Sequence[str], note: str) -> Iterator[str]:
 
 def _modules(plan: PlannedStep, tree: ModuleNode, full: bool) -> Iterator[str]:
     """The table of what each module saves, recomputes and offloads, and the seconds that it takes more."""
-    model = plan.joint.model
+    model = plan.graph.model
     rows = all_rows(tree, model) if full else rows_of(tree, ROWS, model)
     yield from table(rows, ("saved", "recomputed", "offloaded", "extra time"), what_it_does)
     beyond = ((_waiting_for(plan), waiting_seconds(plan, tree.total)), ("running in slices", slicing_seconds(plan)))
@@ -172,7 +172,7 @@ def waiting_seconds(plan: PlannedStep, total: Share) -> float:
 
 def slicing_seconds(plan: PlannedStep) -> float:
     """Seconds that regions in slices take beyond whole ops, whatever is recomputed."""
-    return plan.costs.time_of(range(len(plan.joint.ops))) - plan.keep_all_time if plan.slices else 0.0
+    return plan.costs.time_of(range(len(plan.graph.ops))) - plan.keep_all_time if plan.slices else 0.0
 
 
 def _waiting_for(plan: PlannedStep) -> str:
@@ -270,7 +270,7 @@ def whatever_is(plan: PlannedStep) -> str:
 def _least(plan: PlannedStep, exact: bool) -> str:
     least = format_bytes(plan.minimum) + (f" ({plan.minimum} bytes)" if exact else "")
     smallest = plan.alternatives.candidates[-1]
-    if plan.weights or plan.minimum < plan.known_minimum or smallest.layout.joint is not plan.joint:
+    if plan.weights or plan.minimum < plan.known_minimum or smallest.layout.graph is not plan.graph:
         return least
     return f"{least}, where {floor_of(smallest.program(), plan.costs)}"
 
@@ -310,7 +310,7 @@ def _any_layer(name: str) -> str:
 
 
 def _weights(plan: PlannedStep) -> str:
-    joint, program = plan.program.layout.joint, plan.program
+    joint, program = plan.program.layout.graph, plan.program
     away = {program.version_of[version] for version in program.fetched}
     sizes = [sum(joint.values[v].bytes for v in values) for values in (joint.updates_of, away)]
     everything, hosted = map(format_bytes, sizes)
@@ -335,7 +335,7 @@ def _communication(found: ProgramWithCommunication) -> str:
     """What the ranks send each other, how much of it no op waits for, and which blocks gather how often."""
     count = _counted(len(found.collectives), "collective")
     shares = f"{format_seconds(found.seconds)} in {count}, {found.hidden:.0%} hidden behind ops"
-    often = Counter(one.op for one in found.collectives if is_gather(found.program.layout.joint.ops[one.op].node))
+    often = Counter(one.op for one in found.collectives if found.program.layout.graph.ops[one.op].kind is Kind.GATHER)
     blocks: dict[int, int] = {}
     for step in found.program.executions:
         if step.op in often and step.role is Role.FORWARD:

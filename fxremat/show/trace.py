@@ -20,7 +20,6 @@ from typing import Any
 from fxremat.planned_step import PlannedStep
 from fxremat.show.labels import microseconds, printable, value_name
 from fxremat.show.moments import LOSS, Moments
-from fxremat.step.collectives import is_collective
 from fxremat.step.kinds import MemoryKind
 from fxremat.step.program import Program, Role, Transfer
 
@@ -64,7 +63,7 @@ def save_trace(plan: PlannedStep, path: str | os.PathLike[str]) -> None:
 
 def _names(plan: PlannedStep, spans: Sequence[Event]) -> Iterator[Event]:
     """The names of the process and of the lanes that have events, in their order."""
-    yield _metadata("process_name", 0, name=f"{printable(plan.joint.model)} on {plan.device} ({plan.timed} times)")
+    yield _metadata("process_name", 0, name=f"{printable(plan.graph.model)} on {plan.device} ({plan.timed} times)")
     for lane in sorted({OPS, *(event["tid"] for event in spans)}):
         yield _metadata("thread_name", lane, name=LANES[lane])
         yield _metadata("thread_sort_index", lane, sort_index=lane)
@@ -87,12 +86,12 @@ def _span(lane: int, name: str, kind: str, start: float, end: float, **about: ob
 
 def _ops(plan: PlannedStep, moments: Moments) -> Iterator[Event]:
     """What runs on the device itself: ops, updates of weights, and the loss outside the model."""
-    joint = plan.joint
+    joint = plan.graph
     apart = plan.chosen.communication is not None
     for moment in moments.moments:
         start, end = microseconds(moments, moment)
         if moment.op is not None:
-            if not (apart and is_collective(joint.ops[moment.op].node)):
+            if not (apart and joint.ops[moment.op].communicates):
                 lane = AGAIN if moment.role == Role.RECOMPUTE.value else OPS
                 name = joint.ops[moment.op].name
                 yield _span(lane, name, moment.role, start, end, **_about_op(plan, moment.op, moment.block))
@@ -103,7 +102,7 @@ def _ops(plan: PlannedStep, moments: Moments) -> Iterator[Event]:
 
 
 def _about_op(plan: PlannedStep, op: int, block: int) -> dict[str, object]:
-    joint, sizes = plan.joint, plan.costs.sizes
+    joint, sizes = plan.graph, plan.costs.sizes
     source = joint.sources[op]
     return {
         "module": printable(source.module),
@@ -129,7 +128,7 @@ def _copies(plan: PlannedStep) -> Iterator[Event]:
 
 
 def _about_copy(plan: PlannedStep, program: Program, step: Transfer) -> tuple[str, dict[str, object]]:
-    joint = plan.joint
+    joint = plan.graph
     versions = (*step.reads, *step.writes)
     value = program.version_of[versions[0]] if versions else step.state_of
     if value is None:
@@ -145,8 +144,8 @@ def _collectives(plan: PlannedStep) -> Iterator[Event]:
     """Each collective, while it is on the link."""
     found = plan.chosen.communication
     for one in found.collectives if found else ():
-        about = {"module": printable(plan.joint.sources[one.op].module), "waited for in us": one.waited * 1e6}
-        size = sum(plan.costs.sizes.values[value] for value in plan.joint.ops[one.op].writes)
+        about = {"module": printable(plan.graph.sources[one.op].module), "waited for in us": one.waited * 1e6}
+        size = sum(plan.costs.sizes.values[value] for value in plan.graph.ops[one.op].writes)
         yield _span(LINK, one.name, "collective", one.begins * 1e6, one.ends * 1e6, bytes=size, **about)
 
 

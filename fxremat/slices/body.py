@@ -21,14 +21,15 @@ from typing import Any, cast
 import torch
 from torch import fx
 
+from fxremat.capture.accounting import rounded
+from fxremat.capture.nodes import storage_bytes, tensors_of
+from fxremat.capture.overwriting import PLACE, overwritten
 from fxremat.ops.overwriting import overwrite_where_alike
 from fxremat.passes.in_place import note_overwriting_among
 from fxremat.slices.emission import CONTIGUOUS, emitted
 from fxremat.slices.labels import SUM, WHOLE, Part, place
 from fxremat.slices.rules import name_of
-from fxremat.step.costs import rounded
-from fxremat.step.joint import storage_bytes, tensors_of
-from fxremat.step.overwriting import PLACE, overwritten
+from fxremat.step.step_graph import Kind
 from fxremat.torch_private import boxed, storage_of
 
 aten = torch.ops.aten
@@ -109,6 +110,8 @@ class Sliced:
 
     Equal regions have equal names, which tell them from others: the code of a slice, the rows, and the parts.
     """
+
+    kind = Kind.SLICED
 
     def __init__(self, region: Region) -> None:
         self.count, self.parts, self.rows = region.count, region.parts, region.rows

@@ -20,11 +20,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
+from fxremat.capture.nodes import is_random
 from fxremat.slices.body import Sliced
 from fxremat.slices.labels import SUM, WHOLE, Part, axes
 from fxremat.slices.rules import Way, name_of, shape_of, tensor_inputs, ways, why_not
 from fxremat.slices.values import Values
-from fxremat.step.joint import is_random
 
 MOST_BETWEEN = 60  # ops between a region's forward and its backward that are taken in
 LARGE = (0.25, 0.125, 0.5)  # of the seed's bytes: what counts as large, in the order in which it is tried

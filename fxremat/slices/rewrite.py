@@ -1,4 +1,4 @@
-"""A joint graph in which regions run in slices: `Joint -> Joint`, before anything is planned.
+"""A joint graph in which regions run in slices: `Captured -> Captured`, before anything is planned.
 
     made again    forward op (cut inputs)            -> losses, sums, small results
                   backward op (the same, gradients)  -> gradients, cut and put together, and sums; it makes the slice's
@@ -22,14 +22,14 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from fxremat.passes.in_place import note_overwriting
+from fxremat.capture.captured import Captured, read_joint, with_updates_inside
+from fxremat.capture.names import frame_of, module_of
+from fxremat.passes.in_place import forget_overwriting, note_overwriting
 from fxremat.slices.body import HALF, Sliced
 from fxremat.slices.explicit import make_explicit
 from fxremat.slices.region import Blocked, Found, find
 from fxremat.slices.values import Values
 from fxremat.slices.write import Writer, show, show_again, sort_again
-from fxremat.step.joint import Joint, read_joint, with_updates_inside
-from fxremat.step.names import frame_of, module_of
 
 aten = torch.ops.aten
 
@@ -73,14 +73,14 @@ class SlicedRegion:
 class SlicedJoint:
     """A joint graph some of whose regions run in slices."""
 
-    joint: Joint
+    joint: Captured
     regions: tuple[SlicedRegion, ...]
     blocked: tuple[str, ...]  # why ops that need much are whole
     floor: int  # bytes that the largest op which is whole needs
 
 
 def sliced(
-    joint: Joint,
+    joint: Captured,
     target: int,
     *,
     most: int = 1 << 30,
@@ -100,29 +100,29 @@ def sliced(
     return _Slicing(joint, target, most, inside=inside, wide=wide, only_loss=only_loss).run()
 
 
-def largest_need(joint: Joint) -> int:
+def largest_need(joint: Captured) -> int:
     """Bytes that the op with the most needs, parameters and inputs apart."""
     values = Values(joint)
-    return max((values.need(op.node) for op in joint.ops), default=0)
+    return max((values.need(joint.nodes[op.index]) for op in joint.ops), default=0)
 
 
-def bytes_beside_loss(joint: Joint) -> int:
+def bytes_beside_loss(joint: Captured) -> int:
     """Bytes of large tensors that the forward returns beside its loss, which need not be returned."""
     values, need = Values(joint), largest_need(joint)
     nodes = [node for node in _beside_loss(joint) if _is_left_out(values, node, need)]
     return sum(map(values.bytes, {values.base(node) for node in nodes}))
 
 
-def _beside_loss(joint: Joint) -> list[fx.Node]:
+def _beside_loss(joint: Captured) -> list[fx.Node]:
     """The outputs of the forward that are given no gradient."""
-    trained = {str(getattr(node.meta.get("desc"), "output", None)) for node in joint.tangents}
+    trained = {str(getattr(node.meta.get("desc"), "output", None)) for node in joint.tangent_nodes}
     outputs = zip(joint.forward_outputs, joint.output_descs, strict=True)
     return [node for node, desc in outputs if isinstance(node, fx.Node) and str(desc) not in trained]
 
 
 class _Slicing:
     def __init__(
-        self, joint: Joint, target: int, most: int, *, inside: bool, wide: bool, only_loss: bool
+        self, joint: Captured, target: int, most: int, *, inside: bool, wide: bool, only_loss: bool
     ) -> None:
         self.given, self.target, self.most = joint, target, most
         self.inside, self.wide, self.only_loss = inside, wide, only_loss
@@ -133,6 +133,7 @@ class _Slicing:
         self.need = 0  # of the op with the most, before anything is cut
 
     def run(self) -> SlicedJoint:
+        forget_overwriting(self.graph)
         make_explicit(self.graph)
         values = self._values()
         self.need = max(map(values.need, values.ops), default=0)

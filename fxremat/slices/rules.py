@@ -21,8 +21,8 @@ from typing import Any, cast
 import torch
 from torch import fx
 
+from fxremat.capture.nodes import is_random, tensors_of
 from fxremat.slices.labels import SUM, WHOLE, Part, Place, axes, place
-from fxremat.step.joint import is_random, tensors_of
 
 
 @dataclass(frozen=True)

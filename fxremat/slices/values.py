@@ -8,8 +8,9 @@ from functools import cached_property
 import torch
 from torch import fx
 
+from fxremat.capture.captured import Captured
+from fxremat.capture.nodes import storage_bytes
 from fxremat.slices.body import Sliced
-from fxremat.step.joint import Joint, storage_bytes
 
 
 class Values:
@@ -19,15 +20,15 @@ class Values:
         late: the nodes of the backward.
     """
 
-    def __init__(self, joint: Joint) -> None:
+    def __init__(self, joint: Captured) -> None:
         self.joint = joint
         self.nodes: list[fx.Node] = list(joint.module.graph.nodes)
         self.place = {node: number for number, node in enumerate(self.nodes)}
-        self.op_of = {op.node: op for op in joint.ops}
+        self.op_of = dict(zip(joint.nodes, joint.ops, strict=True))
         self.late = self._late()
 
     def _late(self) -> set[fx.Node]:
-        late = set(self.joint.tangents) | {op.node for op in self.joint.backward_ops}
+        late = {*self.joint.tangent_nodes, *self.joint.nodes[self.joint.forward_count :]}
         for node in self.nodes:
             if node.op == "call_function" and node not in self.op_of and not late.isdisjoint(node.all_input_nodes):
                 late.add(node)
@@ -36,12 +37,12 @@ class Values:
     @cached_property
     def ops(self) -> list[fx.Node]:
         """The ops that compute, and do not run in slices yet."""
-        return [op.node for op in self.joint.ops if not isinstance(op.node.target, Sliced)]
+        return [node for node in self.joint.nodes if not isinstance(node.target, Sliced)]
 
     def base(self, node: fx.Node) -> fx.Node:
         """The value that a node shows; the node itself where it shows none."""
         number = self.joint.value_of.get(node)
-        return node if number is None else self.joint.values[number].node
+        return node if number is None else self.joint.shown[number]
 
     def is_view(self, node: fx.Node) -> bool:
         """Whether a node shows a value that another one makes."""

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from fxremat.capture.captured import Captured
 from fxremat.slices.rewrite import SlicedJoint, largest_need, sliced
-from fxremat.step.joint import Joint
 
 SHARE = 0.4  # of the budget that an op may need: beside it are gradients, and what is kept
 FEWEST = 4  # slices that are worth it
@@ -20,7 +20,7 @@ MORE = 4  # times as many, where those were not enough
 
 
 def variants(
-    joint: Joint, mem: int, *, most: int, reduce: str | None, only_loss: bool = False
+    joint: Captured, mem: int, *, most: int, reduce: str | None, only_loss: bool = False
 ) -> Iterator[SlicedJoint]:
     """Joint graphs with regions in slices, each different from those before it; none where nothing can be cut."""
     need = largest_need(joint)
@@ -33,17 +33,17 @@ def variants(
     seen: set[tuple[str, ...]] = set()
     for target, inside, in_float32 in ways:
         found = sliced(joint, max(finest, target), most=most, inside=inside, wide=in_float32, only_loss=only_loss)
-        known = tuple(str(op.node.target) for op in found.joint.ops)
+        known = tuple(op.target for op in found.joint.ops)
         if found.regions and known not in seen:
             seen.add(known)
             yield found
 
 
-def least_of_all(joint: Joint, *, most: int, reduce: str | None, only_loss: bool = False) -> SlicedJoint:
+def least_of_all(joint: Captured, *, most: int, reduce: str | None, only_loss: bool = False) -> SlicedJoint:
     """The joint graph with as many slices as there may be, for the least memory."""
     return sliced(joint, _finest(joint), most=most, wide=reduce == "fp32", only_loss=only_loss)
 
 
-def _finest(joint: Joint) -> int:
+def _finest(joint: Captured) -> int:
     """Bytes that ops may need where slices are to be as small as is worth it."""
     return max(1, int(LITTLE * sum(joint.values[value].bytes for value in joint.returned)))

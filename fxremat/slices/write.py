@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxremat.capture.names import module_of
+from fxremat.capture.nodes import storage_bytes, tensors_of
 from fxremat.passes.in_place import depending_on
 from fxremat.slices.body import Region, Sliced, summed_in_type
 from fxremat.slices.labels import SUM
 from fxremat.slices.region import Blocked, Found
 from fxremat.slices.values import Values
-from fxremat.step.joint import storage_bytes, tensors_of
-from fxremat.step.names import module_of
 from fxremat.torch_private import storage_of
 
 aten = torch.ops.aten
@@ -102,7 +102,7 @@ class Writer:
         if any(values.base(a) in made for node in self._read_late for a in node.all_input_nodes):
             return None  # it depends on a result of the region
         leaves = {node for node in self._read_late if node.op == "placeholder"}
-        roots = {values.joint.values[value].node for value in values.joint.root_tangents}
+        roots = {values.joint.shown[value] for value in values.joint.root_tangents}
         large = any(values.base(node) is node and self._is_large(node) for node in self._read_late)
         return next(iter(leaves)) if len(leaves) == 1 and leaves <= roots and not large else None
 
@@ -148,7 +148,7 @@ class Writer:
     def _behind(self, made_again: Set[fx.Node]) -> set[fx.Node]:
         """The forward ops that make these values, as far as the backward reads them, and they are not returned."""
         values, forward = self.values, set(self.forward)
-        kept = {values.joint.values[value].node for value in values.joint.kept_outputs}
+        kept = {values.joint.shown[value] for value in values.joint.kept_outputs}
         needed: set[fx.Node] = set()
         stack = [v for op in self.backward for v in values.read_by(op)]
         while stack:

@@ -19,9 +19,9 @@ from enum import Enum
 from functools import partial
 from itertools import accumulate
 
-from fxremat.step.joint import Origin
 from fxremat.step.liveness import Sizes, lives, seed_lives
 from fxremat.step.program import Program, Role, Step, Transfer
+from fxremat.step.step_graph import Origin
 
 
 class MemoryKind(Enum):
@@ -46,7 +46,7 @@ class Life:
     first: int
     last: int  # the number of steps for what is there when the step is over
     bytes: int
-    value: int | None = None  # of the joint graph, whose storage it is
+    value: int | None = None  # of the step graph, whose storage it is
     op: int | None = None  # whose workspace it is, or whose saved random state
     state: bool = False  # the optimizer state of the value, which is a parameter
 
@@ -109,7 +109,7 @@ def host_bytes(program: Program, sizes: Sizes) -> tuple[int, ...]:
     for place, step in enumerate(program.steps):
         if isinstance(step, Transfer) and step.role in (Role.RELEASE, Role.PREFETCH):
             values = [program.version_of[v] for v in (*step.reads, *step.writes)]
-            size = sum(sizes.values[v] for v in values if program.layout.joint.values[v].origin is Origin.FORWARD)
+            size = sum(sizes.values[v] for v in values if program.layout.graph.values[v].origin is Origin.FORWARD)
             change[place] += size if step.role is Role.RELEASE else -size
     return tuple(accumulate(change))
 
@@ -143,7 +143,7 @@ class _Versions:
             case Origin.TANGENT:
                 return MemoryKind.GRADIENTS
             case Origin.BACKWARD:
-                returned = self.program.version_of[version] in self.program.layout.joint.returned
+                returned = self.program.version_of[version] in self.program.layout.graph.returned
                 return MemoryKind.RESULTS if returned else MemoryKind.GRADIENTS
         role = self.program.steps[self.writer[version]].role
         if role is Role.RECOMPUTE:
@@ -165,4 +165,4 @@ class _Versions:
         return [*largest_first(ending), *largest_first(step.writes)]
 
     def _origin(self, version: int) -> Origin:
-        return self.program.layout.joint.values[self.program.version_of[version]].origin
+        return self.program.layout.graph.values[self.program.version_of[version]].origin

@@ -1,4 +1,4 @@
-"""A joint graph laid out as a chain: which op belongs to which block, what crosses each boundary, what each saves.
+"""A step graph laid out as a chain: which op belongs to which block, what crosses each boundary, what each saves.
 
     boundary l   the values made in blocks 1..l and read by the forward of later blocks, held ones apart
     held         values that are kept from their forward to their last use: carried skips, anchors, outputs
@@ -14,12 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from fxremat.step.joint import Joint
+from fxremat.step.step_graph import StepGraph
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockLayout:
-    """One block: its ops (numbers into `Joint.ops`) and its values (numbers into `Joint.values`)."""
+    """One block: its ops (numbers into `StepGraph.ops`) and its values (numbers into `StepGraph.values`)."""
 
     forward: tuple[int, ...]
     backward: tuple[int, ...]
@@ -36,28 +36,28 @@ class _Needs(dict[tuple[int, int, bool], frozenset[int]]):
 
     def __missing__(self, key: tuple[int, int, bool]) -> frozenset[int]:
         block, option, first = key
-        place, joint = self.layout.blocks[block], self.layout.joint
+        place, graph = self.layout.blocks[block], self.layout.graph
         needed = place.boundary & place.made
         if option >= 0:
             needed |= place.saved[option]
         if first:
-            needed |= place.made & (self.layout.held | joint.output_values)
+            needed |= place.made & (self.layout.held | graph.output_values)
         self[key] = needed
         return needed
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Layout:
-    """The chain of blocks of one joint graph."""
+    """The chain of blocks of one step graph."""
 
-    joint: Joint
+    graph: StepGraph
     blocks: tuple[BlockLayout, ...]
     held: frozenset[int]
 
     @cached_property
     def names(self) -> tuple[str, ...]:
         """The modules that each block goes through."""
-        return tuple(self.joint.span(block.forward) for block in self.blocks)
+        return tuple(self.graph.span(block.forward) for block in self.blocks)
 
     def boundary_before(self, block: int) -> frozenset[int]:
         """The values that enter a block (a_{l-1}); none enter the first: inputs are primals."""
@@ -76,7 +76,7 @@ class Layout:
     @cached_property
     def uniform(self) -> frozenset[int]:
         """The blocks in which a later execution of an op reads what the first one does."""
-        ops = self.joint.ops
+        ops = self.graph.ops
         return frozenset(
             number
             for number, block in enumerate(self.blocks)

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from fxremat.step.joint import Origin
 from fxremat.step.program import Program, Role, Transfer
+from fxremat.step.step_graph import Origin
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,8 +96,8 @@ def _changes(
     for first, last in seed_lives(program).values() if sizes.seed else ():
         born[first] += sizes.seed
         freed[last] += sizes.seed
-    joint = program.layout.joint
-    tangents = [sizes.values[tangent] for tangent in joint.tangent_values]
+    graph = program.layout.graph
+    tangents = [sizes.values[tangent] for tangent in graph.tangent_values]
     start = sum(at_hand.values()) + sum(sizes.values[primal] for primal in program.preserved)
     start += program.resident
     return _Changes(start, sum(tangents) + sizes.root if whole else 0, born, freed)
@@ -112,27 +112,27 @@ def lives(
     whole: bool = True,
 ) -> list[tuple[int, int]]:
     """For every version: the last step that uses it (-1: none, len(steps): alive to the end) and its bytes."""
-    joint, forever = program.layout.joint, len(program.steps)
+    graph, forever = program.layout.graph, len(program.steps)
     last = [-1] * len(program.version_of)
     for position, step in enumerate(program.steps):
         for version in (*step.reads, *step.writes):
             last[version] = position
-    for value in joint.updates:  # returned by the forward, copied over its input, freed
+    for value in graph.updates:  # returned by the forward, copied over its input, freed
         if value in program.first:
             last[program.first[value]] = max(last[program.first[value]], program.split - 1)
-    pinned, kept = joint.pinned, set(kept)
+    pinned, kept = graph.pinned, set(kept)
     for value, version in program.first.items():
         if value in pinned or value in kept:
             last[version] = forever
     found = []
     for version, value in enumerate(program.version_of):
-        origin = joint.values[value].origin
+        origin = graph.values[value].origin
         if version in program.fetched:
             found.append((last[version], sizes.values[value]))
         elif version in at_hand:
             found.append((last[version], at_hand[version]))
         elif origin is Origin.TANGENT:
-            ends = last[version] if last[version] >= 0 and value not in joint.held_tangents else forever
+            ends = last[version] if last[version] >= 0 and value not in graph.held_tangents else forever
             found.append((ends, sizes.values[value] if whole else 0))
         elif origin is Origin.PRIMAL and value not in program.preserved:
             found.append((forever, 0))
@@ -143,7 +143,7 @@ def lives(
 
 def seed_lives(program: Program) -> dict[int, tuple[int, int]]:
     """First and last step of every random op that runs more than once: its generator state lives in between."""
-    ops = program.layout.joint.ops
+    ops = program.layout.graph.ops
     random = {op for op in program.repeated if ops[op].random}
     lives: dict[int, tuple[int, int]] = {}
     for position, step in enumerate(program.steps):

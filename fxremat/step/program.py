@@ -113,7 +113,7 @@ class Order:
     def program(self) -> Program:
         """The program that runs in this order. Raises `InvalidSchedule` where an op lacks what it reads."""
         replay = Replay(self.layout)
-        pinned = self.layout.joint.pinned
+        pinned = self.layout.graph.pinned
         for position, (op, block) in enumerate(zip(self.ops, self.blocks, strict=True)):
             if position == self.split:
                 replay.split = position
@@ -195,13 +195,13 @@ class Replay:
 
     def forward(self, block: int, keep: Keep, option: int = 0) -> None:
         """Run the forward of a block and store what `keep` says."""
-        place, joint = self.layout.blocks[block], self.layout.joint
+        place, graph = self.layout.blocks[block], self.layout.graph
         if keep is Keep.ALL and option >= len(place.saved):
             raise InvalidSchedule(f"block {block + 1} has {len(place.saved)} options, not {option + 1}")
         first = not self._seen(block)
         if first:
             for index in place.forward:  # checks, which return nothing, run once
-                if not joint.ops[index].writes:
+                if not graph.ops[index].writes:
                     self._run(index, block)
         self._need(self.layout.needs[block, option if keep is Keep.ALL else -1, first], block)
         if keep is Keep.ALL:
@@ -238,7 +238,7 @@ class Replay:
                 self._run(index, block)
 
     def _gradients_missing(self, index: int) -> bool:
-        return any(value not in self.current for value in self.layout.joint.gradients_read[index])
+        return any(value not in self.current for value in self.layout.graph.gradients_read[index])
 
     def discard(self, kind: str, block: int) -> None:
         """Forget a stored a or A; nothing happens where it is not stored."""
@@ -251,7 +251,7 @@ class Replay:
 
     def whole_program(self) -> Program:
         """What was written down, as that of a whole step: inputs that nothing reads are part of it too."""
-        for value in sorted(self.layout.joint.given - self.current.keys()):
+        for value in sorted(self.layout.graph.given - self.current.keys()):
             self.give(value)
         return self.program()
 
@@ -267,13 +267,13 @@ class Replay:
             version_of=tuple(self.version_of),
             first=self._first,
             repeated=frozenset(self._repeated),
-            preserved=frozenset(late_reads & self.layout.joint.mutated_primals),
+            preserved=frozenset(late_reads & self.layout.graph.mutated_primals),
         )
 
     def check_complete(self) -> None:
         """Raise `InvalidSchedule` where backward ops still wait for a gradient."""
         if self._waiting:
-            name = self.layout.joint.ops[self._waiting[0]].name
+            name = self.layout.graph.ops[self._waiting[0]].name
             raise InvalidSchedule(f"the schedule ends before {name} has the gradients that it reads")
 
     def _count(self) -> int:
@@ -301,22 +301,22 @@ class Replay:
 
     def _makers(self, wanted: Iterable[int], block: int) -> list[int]:
         """The ops that make the wanted values of a block, those behind them included."""
-        joint, place = self.layout.joint, self.layout.blocks[block]
+        graph, place = self.layout.graph, self.layout.blocks[block]
         missing: set[int] = set()
         stack = self._missing(wanted)
         while stack:
-            producer = joint.values[stack.pop()].producer
+            producer = graph.values[stack.pop()].producer
             assert producer is not None
             if producer in missing:
                 continue
             missing.add(producer)
-            op = joint.ops[producer]
+            op = graph.ops[producer]
             reads = op.again_reads if producer in self.ran else op.reads
             stack += self._missing(reads)
         makers = sorted(missing)
         for index in (makers[0], makers[-1]) if makers else ():
             if not place.forward or index < place.forward[0] or index > place.forward[-1]:
-                op = joint.ops[index]
+                op = graph.ops[index]
                 raise InvalidSchedule(f"block {block + 1} needs {op.name}, which belongs to another block")
         return makers
 
@@ -325,25 +325,25 @@ class Replay:
         missing = []
         for value in values:
             if value not in self.current:
-                if value in self.layout.joint.given:
+                if value in self.layout.graph.given:
                     self.give(value)
                 else:
                     missing.append(value)
         return missing
 
     def _run(self, index: int, block: int) -> None:
-        op = self.layout.joint.ops[index]
+        op = self.layout.graph.ops[index]
         if missing := self._missing(op.again_reads if index in self.ran else op.reads):
             self._need(missing, block)
         self.run(index, block)
 
     def run(self, index: int, block: int, pinned: frozenset[int] = frozenset()) -> None:
         """Run one op on the current versions; pinned values stay at their first."""
-        op = self.layout.joint.ops[index]
+        op = self.layout.graph.ops[index]
         again = index in self.ran
         wanted, made = (op.again_reads, op.again_writes) if again else (op.reads, op.writes)
         if missing := self._missing(wanted):
-            name = self.layout.joint.values[missing[0]].name
+            name = self.layout.graph.values[missing[0]].name
             raise InvalidSchedule(f"{op.name} runs before {name}, which it reads")
         reads = tuple([self.current[value] for value in wanted])
         writes = tuple([self.give(value) for value in made])
@@ -361,7 +361,7 @@ class _OrderReplay(Replay):
     blocks: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.current = dict.fromkeys(self.layout.joint.given, 0)
+        self.current = dict.fromkeys(self.layout.graph.given, 0)
 
     def _count(self) -> int:
         return len(self.ops)
@@ -383,7 +383,7 @@ class _OrderReplay(Replay):
 
     def run(self, index: int, block: int, pinned: frozenset[int] = frozenset()) -> None:
         """Run one op, whose operands are there."""
-        op = self.layout.joint.ops[index]
+        op = self.layout.graph.ops[index]
         self.current.update(dict.fromkeys(op.again_writes if index in self.ran else op.writes, 0))
         self.ops.append(index)
         self.blocks.append(block)

@@ -12,15 +12,13 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from fxremat.chains.schedule import Offload, Prefetch, Schedule, Value
 from fxremat.errors import InvalidSchedule
 from fxremat.step.costs import Costs, Link
-from fxremat.step.joint import Origin, storage_bytes
 from fxremat.step.layout import Layout
 from fxremat.step.liveness import live_bytes
 from fxremat.step.program import Program, Replay, Role, Transfer
+from fxremat.step.step_graph import Origin
 from fxremat.step.transferred import ProgramWithTransfers
 from fxremat.transfers.clock import Ints
 from fxremat.transfers.copies import CopyIn, CopyOut, durations, need_of, time_copies
@@ -116,16 +114,12 @@ class _Visits:
 
     def _travels(self, version: int, costs: Costs) -> int:
         """The bytes of a version that may leave; 0 for what stays: what the caller holds, and odd storages."""
-        joint = self.program.layout.joint
-        value = joint.values[self.program.version_of[version]]
+        graph = self.program.layout.graph
+        value = graph.values[self.program.version_of[version]]
         size = costs.sizes.values[value.index]
-        if value.origin is not Origin.FORWARD or value.index in joint.pinned | joint.updates:
+        if value.origin is not Origin.FORWARD or value.index in graph.pinned | graph.updates:
             return 0
-        shown = value.node.meta["val"]
-        whole = (
-            isinstance(shown, torch.Tensor) and shown.nbytes == storage_bytes(shown) == value.bytes <= size
-        )
-        return size if whole else 0
+        return size if value.whole and value.bytes <= size else 0
 
 
 def cap(need: Ints, possible: Sequence[RoundTrip], limit: int) -> list[RoundTrip] | None:

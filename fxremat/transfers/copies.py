@@ -19,9 +19,9 @@ from operator import attrgetter
 import numpy as np
 
 from fxremat.step.costs import Costs, Link
-from fxremat.step.joint import Origin
 from fxremat.step.liveness import Memory, live_bytes
 from fxremat.step.program import Program, Role, Step, Transfer
+from fxremat.step.step_graph import Origin
 from fxremat.step.transferred import ProgramWithTransfers
 from fxremat.transfers import clock
 from fxremat.transfers.clock import Floats, Ints
@@ -155,7 +155,7 @@ class _Writer:
             if (step := self._step(*log.events[place].tolist())) is not None:
                 self.steps.append(step)
                 self.starts.append(float(log.starts[place]))
-        values = self.program.layout.joint.values
+        values = self.program.layout.graph.values
         came = range(len(self.program.version_of), len(self.version_of))
         program = replace(
             self.program,

@@ -19,34 +19,32 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from fxremat.search.candidate import Candidate, Frontier, unbeaten
-from fxremat.step.collectives import is_collective
 from fxremat.step.communicating import Communication, ProgramWithCommunication
 from fxremat.step.costs import Costs, apart
-from fxremat.step.joint import Joint, Origin
 from fxremat.step.liveness import Sizes, live_bytes
-from fxremat.step.overwriting import overwritten
 from fxremat.step.program import Program, Role, Step, Transfer
+from fxremat.step.step_graph import Op, Origin, StepGraph
 
 TRIES = 4  # at a limit that makes up for what the greedy choice did not foresee
 TRIED = 24  # programs, fastest first, that are spread for one budget
 LEAST_SHARE = 0.1  # of a collective's seconds that a search counts: an overlap is never perfect
 
 
-def communicates(joint: Joint) -> bool:
+def communicates(graph: StepGraph) -> bool:
     """Whether ops of the step are collectives."""
-    return any(is_collective(op.node) for op in joint.ops)
+    return any(op.communicates for op in graph.ops)
 
 
-def beside_ops(joint: Joint, costs: Costs) -> Costs:
+def beside_ops(graph: StepGraph, costs: Costs) -> Costs:
     """The costs that a search counts with: of a collective, what the ops of the step do not hide.
 
     A gather that is repeated takes time on the link; the step takes longer only where the link is the bottleneck.
     """
-    without, network = apart(joint, costs)
-    gathers = sum(costs.seconds[op.index] for op in joint.ops if is_collective(op.node) and not op.backward)
+    without, network = apart(graph, costs)
+    gathers = sum(costs.seconds[op.index] for op in graph.ops if op.communicates and not op.backward)
     computing = sum(without.seconds)
     share = min(1.0, max(LEAST_SHARE, (network + gathers) / computing if computing else 1.0))
-    seconds = [s * share if is_collective(joint.ops[k].node) else s for k, s in enumerate(costs.seconds)]
+    seconds = [s * share if graph.ops[k].communicates else s for k, s in enumerate(costs.seconds)]
     return replace(costs, seconds=tuple(seconds))
 
 
@@ -115,7 +113,7 @@ def _units(program: Program, sizes: Sizes) -> Iterator[_Unit]:
             readers.setdefault(version, []).append(k)
     taken: set[int] = set()
     for k, step in enumerate(program.steps):
-        if step.op is None or not is_collective(_node(program, step)):
+        if step.op is None or not _op(program, step).communicates:
             continue
         head = _head(program, k, writer, readers)
         tail = None if head is not None else _tail(program, k, readers)
@@ -131,13 +129,13 @@ def _units(program: Program, sizes: Sizes) -> Iterator[_Unit]:
             yield _Unit(at=k, gather=False, head=(), tail=tuple(tail), first=0, size=size)
 
 
-def _node(program: Program, step: Step | Transfer):  # type: ignore[no-untyped-def]
+def _op(program: Program, step: Step | Transfer) -> Op:
     assert step.op is not None
-    return program.layout.joint.ops[step.op].node
+    return program.layout.graph.ops[step.op]
 
 
 def _origin(program: Program, version: int) -> Origin:
-    return program.layout.joint.values[program.version_of[version]].origin
+    return program.layout.graph.values[program.version_of[version]].origin
 
 
 def _bytes(program: Program, sizes: Sizes, versions: Sequence[int]) -> int:
@@ -159,7 +157,7 @@ def _head(program: Program, at: int, writer: dict[int, int], readers: dict[int, 
             continue
         step = program.steps[place]
         inside = (place < program.split) == (at < program.split)
-        if step.op is None or not inside or is_collective(_node(program, step)):
+        if step.op is None or not inside or _op(program, step).communicates:
             return None
         found.add(place)
         stack += step.reads
@@ -178,13 +176,13 @@ def _tail(program: Program, at: int, readers: dict[int, list[int]]) -> list[int]
         for place in readers.get(stack.pop(), ()):
             step = program.steps[place]
             foreign = [v for v in step.reads if v not in mine and _origin(program, v) is not Origin.PRIMAL]
-            if foreign or step.op is None or is_collective(_node(program, step)):
+            if foreign or step.op is None or _op(program, step).communicates:
                 return None
             if place not in found:
                 found.append(place)
                 mine.update(step.writes)
                 stack += step.writes
-    returned = program.layout.joint.pinned
+    returned = program.layout.graph.pinned
     ends = [v for v in mine if not readers.get(v)]
     return sorted(found) if all(program.version_of[v] in returned for v in ends) else None
 
@@ -261,7 +259,7 @@ class _Spread:
     def _execute(self, position: int) -> None:
         step = self.program.steps[position]
         self._note(False, position)
-        if step.op is not None and is_collective(_node(self.program, step)):
+        if step.op is not None and _op(self.program, step).communicates:
             self._occupy(position)
             self.found.waited[position] = self.found.spans[position][1] - self.found.now
             self.found.now = self.found.spans[position][1]
@@ -322,7 +320,7 @@ def _result(program: Program, found: _Run, costs: Costs) -> ProgramWithCommunica
     spread = replace(program, steps=tuple(steps), split=found.split)
     collectives = tuple(
         Communication(
-            name=_node(program, program.steps[position]).name,
+            name=_op(program, program.steps[position]).name,
             op=program.steps[position].op or 0,
             begins=begin,
             ends=end,
@@ -347,7 +345,7 @@ def _completed(program: Program, step: Step | Transfer, trip: int) -> Transfer:
 
 def _held(program: Program, step: Step | Transfer) -> tuple[int, ...]:
     """The operands that a collective reads until its end: an all-reduce works on its result, or on a copy."""
-    node = _node(program, step)
-    if overwritten(node) is not None or node.target.__name__.startswith("all_reduce"):
+    op = _op(program, step)
+    if op.overwrites is not None or op.target.startswith("collective all_reduce"):
         return ()
     return tuple(version for version in step.reads if _origin(program, version) is not Origin.PRIMAL)

@@ -45,14 +45,14 @@ def update_inside(program: Program, units: Iterable[ParameterUpdate]) -> Program
     """The program with the update of every unit, all of them resident. O(steps)."""
     if any(isinstance(step, Transfer) for step in program.steps):
         raise FxrematError("updates come before transfers: this program has transfers already")
-    joint = program.layout.joint
+    graph = program.layout.graph
     last: dict[int, int] = {}
     for position, step in enumerate(program.steps):
         last |= dict.fromkeys((*step.reads, *step.writes), position)
     after: dict[int, list[Transfer]] = {}
     for unit in units:
         weight = program.first[unit.value]
-        gradient = program.first[joint.value_of[joint.updates_of[unit.value]]]
+        gradient = program.first[graph.updates_of[unit.value]]
         position = max(last.get(weight, 0), last[gradient], program.split)
         after.setdefault(position, []).append(
             Transfer(

@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 import fxremat
+from fxremat.capture.batch_norm import NORMALIZED, STATISTICS
+from fxremat.capture.captured import Captured
 from fxremat.chains.schedule import Schedule
 from fxremat.chains.simulate import simulate
 from fxremat.cost import measure as measuring
@@ -26,9 +28,7 @@ from fxremat.linearize.chain_of import chain_of
 from fxremat.linearize.crossings import crossings
 from fxremat.linearize.lay_out import lay_out
 from fxremat.linearize.save_sets import add_options
-from fxremat.step.batch_norm import NORMALIZED, STATISTICS
-from fxremat.step.costs import OpCost, op_key
-from fxremat.step.joint import Joint
+from fxremat.step.costs import OpCost
 from fxremat.step.liveness import live_bytes
 from fxremat.step.program import rematerialize
 from tests.dags import Dag, Layer, Recipe, batch, capture
@@ -53,7 +53,7 @@ IMAGES = (torch.ones(2, 4, 16, 16), torch.zeros(2, 4, 16, 16))
 
 
 @pytest.fixture
-def joint() -> Joint:
+def joint() -> Captured:
     return capture(Conv(), *IMAGES)
 
 
@@ -64,7 +64,7 @@ def cold_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_equal_ops_are_measured_once_and_never_again(
-    joint: Joint, cold_cache: Path, monkeypatch: pytest.MonkeyPatch
+    joint: Captured, cold_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[str] = []
     original = measuring.seconds_of
@@ -75,9 +75,9 @@ def test_equal_ops_are_measured_once_and_never_again(
 
     monkeypatch.setattr(measuring, "seconds_of", counted)
     first = measure(joint)
-    assert len(calls) == len({op_key(op.node) for op in joint.ops}) < len(joint.ops)
+    assert len(calls) == len({op.key for op in joint.ops}) < len(joint.ops)
     assert measure(joint) == first
-    assert len(calls) == len({op_key(op.node) for op in joint.ops})
+    assert len(calls) == len({op.key for op in joint.ops})
     assert len(list(cold_cache.glob("*.sqlite"))) == 1
 
 
@@ -91,13 +91,13 @@ def test_a_damaged_cache_counts_as_empty(tmp_path: Path) -> None:
     assert CostCache(path).op("key") == OpCost(1.5, 7, (4, 0))
 
 
-def test_measuring_leaves_the_generator_alone(joint: Joint, cold_cache: Path) -> None:
+def test_measuring_leaves_the_generator_alone(joint: Captured, cold_cache: Path) -> None:
     before = torch.get_rng_state()
     measure(joint)
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_outputs_are_as_large_as_the_op_leaves_them(joint: Joint) -> None:
+def test_outputs_are_as_large_as_the_op_leaves_them(joint: Captured) -> None:
     sizes = measure(joint).sizes
     loss = next(op for op in joint.ops if op.name == "mse_loss")
     assert joint.values[loss.writes[0]].bytes == 4
@@ -105,7 +105,7 @@ def test_outputs_are_as_large_as_the_op_leaves_them(joint: Joint) -> None:
 
 
 def test_an_op_that_cannot_run_is_estimated_with_a_warning(
-    joint: Joint, cold_cache: Path, monkeypatch: pytest.MonkeyPatch
+    joint: Captured, cold_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake = [primal.meta["val"] for primal in joint.primals]
     whole = measure(joint, fake)
@@ -120,7 +120,7 @@ def test_an_op_that_cannot_run_is_estimated_with_a_warning(
     with pytest.warns(UserWarning, match=r"aten\.convolution\.default"):
         costs = measure(joint, fake)
     for op in joint.ops:
-        if op.node.target is torch.ops.aten.convolution.default:
+        if joint.nodes[op.index].target is torch.ops.aten.convolution.default:
             assert costs.sizes.workspace[op.index] >= whole.sizes.workspace[op.index]
             assert costs.seconds[op.index] > 0
 
@@ -128,7 +128,7 @@ def test_an_op_that_cannot_run_is_estimated_with_a_warning(
 def test_an_estimate_counts_flops_and_bytes() -> None:
     joint = capture(Dag(Recipe((Layer("linear", 0, 0),), 0, False)), *batch())
     addmm = next(op for op in joint.ops if op.name == "addmm")
-    assert flops_of(addmm.node) == 2 * 16 * 8 * 8
+    assert flops_of(joint.nodes[addmm.index]) == 2 * 16 * 8 * 8
     slow = dataclasses.replace(DEVICES["cpu"], flops=1.0, launch=0.0)
     assert estimate(joint, slow).seconds[addmm.index] == pytest.approx(2 * 16 * 8 * 8 / 0.6)
     far = dataclasses.replace(DEVICES["cpu"], bandwidth=1.0, launch=0.0)
@@ -138,7 +138,7 @@ def test_an_estimate_counts_flops_and_bytes() -> None:
 
 def test_an_estimate_lets_batch_norm_read_twice() -> None:
     joint = capture(Dag(Recipe((Layer("batch_norm", 0, 0),), 0, False)), *batch())
-    halves = [op for op in joint.ops if op.node.target in (STATISTICS, NORMALIZED)]
+    halves = [op for op in joint.ops if joint.nodes[op.index].target in (STATISTICS, NORMALIZED)]
     far = dataclasses.replace(DEVICES["cpu"], bandwidth=1.0, launch=0.0)
     values, statistics = 4 * 16 * 8, 4 * 8
     least = (
@@ -154,12 +154,12 @@ def test_the_first_half_of_a_batch_norm_is_timed_by_itself(monkeypatch: pytest.M
     timed: list[Any] = []
     monkeypatch.setattr(measuring, "seconds_of", lambda call, *_, **__: timed.append(call) or 1.0)
     joint = capture(Dag(Recipe((Layer("batch_norm", 0, 0),), 0, False)), *batch())
-    first = next(op for op in joint.ops if op.node.target is STATISTICS)
+    first = next(op for op in joint.ops if joint.nodes[op.index].target is STATISTICS)
     device = torch.device("cpu")
     with measuring.quiet_world(device):
-        call = call_of(first.node)
-        cost, _ = measuring.measured(first.node, call, device)
-        assert measuring.alone(first.node, device) == cost
+        call = call_of(joint.nodes[first.index])
+        cost, _ = measuring.measured(joint.nodes[first.index], call, device)
+        assert measuring.alone(joint.nodes[first.index], device) == cost
     assert call.args[-1] is True
     assert [one.args[-1] for one in timed] == [False, False]
     assert cost.workspace >= 4 * 16 * 8, "the output of the whole"
@@ -182,7 +182,7 @@ def test_unknown_devices_are_refused_with_the_known_ones() -> None:
         fxremat.compile(Conv(), mem="1GiB", device="H100")
 
 
-def test_the_chain_is_as_exact_as_the_graphs(joint: Joint) -> None:
+def test_the_chain_is_as_exact_as_the_graphs(joint: Captured) -> None:
     """What the chain model says of keep-all and of checkpoints is never below, and close to, the exact replay."""
     costs = measure(joint)
     layout = add_options(lay_out(joint, crossings(joint).cuts()), costs.seconds, costs.sizes.values)
@@ -203,7 +203,7 @@ def test_the_chain_is_as_exact_as_the_graphs(joint: Joint) -> None:
         assert exact <= simulate(chain, schedule).peak <= 1.1 * exact
 
 
-def test_a_step_that_runs_for_its_peak_holds_no_running_statistics_as_those_of_users_do_not(joint: Joint) -> None:
+def test_a_step_that_runs_for_its_peak_holds_no_running_statistics_as_those_of_users_do_not(joint: Captured) -> None:
     costs = measure(joint)
     layout = lay_out(joint, crossings(joint).cuts())
     blocks = range(1, len(layout.blocks) + 1)

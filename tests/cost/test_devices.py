@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+from fxremat.capture.captured import Captured
 from fxremat.cost.devices import DEVICES, PCIE_3, PCIE_4, PCIE_5, Device
 from fxremat.cost.estimate import assumptions, estimate
 from fxremat.errors import FxrematError
-from fxremat.step.joint import Joint
 from tests.dags import capture
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
@@ -91,13 +91,13 @@ class Layers(nn.Module):
         return self.linear(self.conv(x)).sum()
 
 
-def joint_of(dtype: torch.dtype) -> Joint:
+def joint_of(dtype: torch.dtype) -> Captured:
     return capture(Layers(dtype), torch.ones(2, 3, 5, dtype=dtype))
 
 
-def seconds(joint: Joint, device: Device, op: str) -> float:
+def seconds(joint: Captured, device: Device, op: str) -> float:
     bound = replace(device, bandwidth=1e30, launch=0.0)
-    return next(s for o, s in zip(joint.ops, estimate(joint, bound).seconds, strict=True) if op in str(o.node.target))
+    return next(s for o, s in zip(joint.ops, estimate(joint, bound).seconds, strict=True) if op in o.target)
 
 
 def test_each_type_has_its_rate() -> None:

@@ -41,7 +41,7 @@ def test_what_the_allocator_keeps_for_reuse_is_free(monkeypatch: pytest.MonkeyPa
 def test_a_step_is_run_before_training_where_it_has_room(
     plan: fxremat.Plan, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    made = sum(node.meta["val"].nbytes for node in plan.joint.primals)  # without inputs all is made up
+    made = sum(node.meta["val"].nbytes for node in plan.captured.primals)  # without inputs all is made up
     needed = 1.05 * (made + plan.predicted_peak)
     monkeypatch.setattr(calibrate, "device_of", lambda _: CUDA)
     monkeypatch.setattr(calibrate, "free_memory", lambda _: needed)
@@ -91,5 +91,5 @@ def test_an_op_that_has_no_memory_to_be_measured_says_so(
 
     joint = capture(Loss(Stack(1)), rows())
     monkeypatch.setattr(measuring, "call_of", lambda _, **__: Call(refuse, (), {}))
-    assert alone(joint.ops[0].node, torch.device("cpu")) is None
-    assert f"there is no memory on the device to measure {joint.ops[0].node.target} by itself: CUDA out" in caplog.text
+    assert alone(joint.nodes[0], torch.device("cpu")) is None
+    assert f"there is no memory on the device to measure {joint.nodes[0].target} by itself: CUDA out" in caplog.text

@@ -11,11 +11,11 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 import fxremat
 from fxremat import torch_private
+from fxremat.capture import accounting
+from fxremat.capture.accounting import costs_from, held
 from fxremat.cost import segments
 from fxremat.cost.segments import expand_segments
-from fxremat.step import costs
-from fxremat.step.costs import OpCost, costs_from, held
-from fxremat.step.overwriting import overwritten
+from fxremat.step.costs import OpCost
 from tests.dags import capture
 from tests.linearize.test_in_place import Residual
 from tests.toys import Loss, Stack, rows
@@ -28,7 +28,7 @@ def default_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with CUDA, whose allocator is as PyTorch has it."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
-    for module in (costs, segments):
+    for module in (accounting, segments):
         monkeypatch.setattr(module, "allocates_in_expandable_segments", lambda: False)
     for name in segments.VARIABLES:
         monkeypatch.delenv(name, raising=False)
@@ -51,7 +51,7 @@ def test_a_large_block_may_have_a_mebibyte_more(asked: int, device: torch.device
 
 @pytest.mark.usefixtures("default_allocator")
 def test_in_expandable_segments_it_has_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(costs, "allocates_in_expandable_segments", lambda: True)
+    monkeypatch.setattr(accounting, "allocates_in_expandable_segments", lambda: True)
     assert held(20 * MIB, CUDA) == 20 * MIB
 
 
@@ -63,7 +63,7 @@ def test_values_and_workspaces_leave_room_for_it(request: pytest.FixtureRequest)
     assert found.unsplit == MIB
     value = next(value.index for value in joint.values if value.bytes == 2 * MIB)
     assert found.values[value] == 3 * MIB
-    over = {op.index for op in joint.ops if overwritten(op.node) is not None}
+    over = {op.index for op in joint.ops if op.overwrites is not None}
     assert over
     for op in joint.ops:  # one that overwrites a tensor of 2 MiB needs no block for its result
         assert found.workspace[op.index] == (4 * MIB - 3 * MIB if op.index in over else 4 * MIB)

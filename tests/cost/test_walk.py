@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 import fxremat
 from benchmarks.meter import peak_bytes
+from fxremat.capture.captured import Captured
+from fxremat.capture.op_key import op_key
+from fxremat.capture.overwriting import PLACE
 from fxremat.cost import measure as measuring
 from fxremat.cost.measure import measure
 from fxremat.cost.walk import Walk, given_inputs
-from fxremat.step.costs import op_key
-from fxremat.step.joint import Joint
-from fxremat.step.overwriting import PLACE, overwritten
 from tests.dags import capture
 from tests.toys import WIDTH, Loss, Stack, assert_as_plain, record, rows, scalar
 from tests.training import same
@@ -233,8 +233,8 @@ def test_a_custom_functions_backward_belongs_to_the_backward() -> None:
         )
 
     module = assert_as_plain(make, rows())
-    joint = module.plan.joint
-    assert [op.name for op in joint.forward_ops if op.node.target is torch.ops.aten.rsub.Scalar] == []
+    joint = module.plan.graph
+    assert [op.name for op in joint.forward_ops if joint.nodes[op.index].target is torch.ops.aten.rsub.Scalar] == []
     assert len(module.plan.chain.blocks) > 8
     assert module.plan.minimum < 0.5 * module.plan.keep_all_peak
 
@@ -242,7 +242,7 @@ def test_a_custom_functions_backward_belongs_to_the_backward() -> None:
 # --- the walk itself --------------------------------------------------------------------------------------
 
 
-def walked(joint: Joint, given: tuple[Tensor, ...], order: list[int] | None = None) -> dict[int, list[Any]]:
+def walked(joint: Captured, given: tuple[Tensor, ...], order: list[int] | None = None) -> dict[int, list[Any]]:
     found: dict[int, list[Any]] = {}
 
     def visit(op: Any, call: Any) -> Any:
@@ -271,7 +271,7 @@ def test_a_walk_computes_what_the_model_does_in_any_order_and_frees_what_is_not_
             assert all(same(a, b) for a, b in zip(result, results[0], strict=True) if isinstance(a, Tensor))
 
 
-def _in_the_graphs_order(joint: Joint, tensors: list[Tensor]) -> list[Tensor]:
+def _in_the_graphs_order(joint: Captured, tensors: list[Tensor]) -> list[Tensor]:
     """The tensors by shape; those of equal shapes keep their order, as dynamo lifts them."""
     left = list(tensors)
     ordered = []
@@ -308,14 +308,14 @@ def test_an_op_that_overwrites_is_put_back_where_real_layouts_differ(
             return (self.second(y.transpose(0, 1)).transpose(0, 1) + y * 2).square().mean()
 
     joint = capture(Transposed(), x)
-    alone = [op.index for op in joint.ops if overwritten(op.node) is not None and _shape(op)[0] == 1]
+    alone = [op.index for op in joint.ops if op.overwrites is not None and _shape(joint, op)[0] == 1]
     assert alone
 
     class Strided(measuring._Visitor):
         """Sees operands whose dimension of size 1 has another stride than a new result's would have."""
 
         def _bears_it(self, op: Any, call: Any) -> bool:
-            place = op.node.meta[PLACE]
+            place = joint.nodes[op.index].meta[PLACE]
             operand = call.args[place]
             strides = [1 if size == 1 else step for size, step in zip(operand.shape, operand.stride(), strict=True)]
             args = [*call.args]
@@ -328,23 +328,23 @@ def test_an_op_that_overwrites_is_put_back_where_real_layouts_differ(
     found = measure(joint, tuple(torch.randn(p.meta["val"].shape) for p in joint.primals))
     assert set(alone) <= found.fresh
     assert str(joint.module.graph) == before
-    assert alone == [op.index for op in joint.ops if overwritten(op.node) is not None and _shape(op)[0] == 1]
+    assert alone == [op.index for op in joint.ops if op.overwrites is not None and _shape(joint, op)[0] == 1]
 
 
-def _shape(op: Any) -> torch.Size:
-    shape: torch.Size = op.node.meta["val"].shape
+def _shape(joint: Captured, op: Any) -> torch.Size:
+    shape: torch.Size = joint.nodes[op.index].meta["val"].shape
     return shape
 
 
 def test_what_makes_a_new_result_is_remembered(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     monkeypatch.setenv("FXREMAT_CACHE", str(tmp_path))
 
-    def joint() -> Joint:
+    def joint() -> Captured:
         torch._dynamo.reset()
         return capture(Loss(Stack(dropout=0.0)), rows())
 
     first = joint()
-    candidate = next(op.index for op in first.ops if overwritten(op.node) is not None)
+    candidate = next(op.index for op in first.ops if op.overwrites is not None)
     original = measuring._Visitor._bears_it
 
     def differs(self: Any, op: Any, call: Any) -> bool:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from fxremat.capture.captured import Captured
 from fxremat.cost.workspaces import warn_of_trials
-from fxremat.step.joint import Joint
 from tests.dags import capture
 from tests.toys import Loss, Stack, rows
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("torch_ready")
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
-def convolving() -> Joint:
+def convolving() -> Captured:
     return capture(nn.Sequential(nn.Conv2d(3, 3, 3), nn.Flatten(0)), torch.ones(1, 3, 5, 5))
 
 

@@ -20,6 +20,9 @@ from torch.nn import functional as F
 import fxremat
 from benchmarks.capture import capture
 from benchmarks.meter import peak_bytes, training_step
+from fxremat.capture import region
+from fxremat.capture.op_key import op_key
+from fxremat.capture.region import Region, compile_all, forget_kernels, regions_of
 from fxremat.cost import calibrate
 from fxremat.cost.cache import _read as read_rows
 from fxremat.errors import FxrematError
@@ -28,11 +31,9 @@ from fxremat.planning import compiled, judged
 from fxremat.plans import Plan
 from fxremat.search.candidate import Frontier
 from fxremat.search.survey import survey
-from fxremat.step import region
-from fxremat.step.costs import Costs, op_key
+from fxremat.step.costs import Costs
 from fxremat.step.liveness import Sizes
 from fxremat.step.program import Program
-from fxremat.step.region import Region, compile_all, forget_kernels, regions_of
 from tests.dags import estimated
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
@@ -275,7 +276,7 @@ def test_what_was_learned_and_measured_is_not_asked_for_again(
 
 
 def _kernels_of(plan: Plan) -> list[Region]:
-    return regions_of(plan.program.layout.joint.module.graph)
+    return regions_of(plan.program.layout.graph.module.graph)
 
 
 @pytest.mark.long
@@ -512,19 +513,19 @@ def test_what_ops_take_in_regions_is_learned_from_all_that_were_tried() -> None:
     frontier = survey(joint, costs, effort=0.0)
     program = frontier.keep_all.program()
     blocks, single = by_block(program), alone(program, range(len(program.steps)))
-    inside = {op_key(joint.ops[op].node) for unit in blocks if unit.compiled for op in ops_of(program, unit)}
+    inside = {op_key(joint.nodes[op]) for unit in blocks if unit.compiled for op in ops_of(program, unit)}
     slow, faster = _measured(frontier, blocks, costs, 1.5), _measured(frontier, blocks, costs, 0.99)
 
     def shares(*tried: Any) -> dict[str, float]:
         found = judged.shares_of(tried, costs, joint)
-        return {op_key(op.node): share for op, share in zip(joint.ops, found, strict=True)}
+        return {op.key: share for op, share in zip(joint.ops, found, strict=True)}
 
     assert set(shares(_measured(frontier, single, costs, 0.5)).values()) == {1.0}
     assert all(share == pytest.approx(1.5 if key in inside else 1.0) for key, share in shares(slow).items())
     assert shares(slow, faster) == shares(faster)
     found = shares(faster)
-    gained = sum(costs.seconds[op.index] * (1 - found[op_key(op.node)]) for op in joint.ops)
+    gained = sum(costs.seconds[op.index] * (1 - found[op.key]) for op in joint.ops)
     compiled_alone = sum(costs.time_of(ops_of(program, unit)) for unit in blocks if unit.compiled)
     assert gained == pytest.approx(0.01 * compiled_alone, rel=0.5)
-    products = [found[op_key(op.node)] for op in joint.ops if op.node.target is torch.ops.aten.addmm.default]
+    products = [found[op.key] for op in joint.ops if joint.nodes[op.index].target is torch.ops.aten.addmm.default]
     assert set(products) == {1.0}

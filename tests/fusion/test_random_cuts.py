@@ -14,11 +14,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from fxremat.capture import region
 from fxremat.fusion.units import Unit, Units, by_block, compilable, pointwise
 from fxremat.passes.normalize import PASSES
 from fxremat.planning import compiled
 from fxremat.runtime import dynamo
-from fxremat.step import region
 from fxremat.step.liveness import Sizes
 from fxremat.step.program import Program
 from fxremat.torch_private import boxed
@@ -47,7 +47,7 @@ def at_random(seed: int) -> Callable[[Program, Sizes, int], Units]:
     """Runs of steps of random lengths, some of which are compiled."""
 
     def cut(program: Program, _: Sizes, __: int) -> Units:
-        chance, may = random.Random(seed), compilable(program.layout.joint)
+        chance, may = random.Random(seed), compilable(program.layout.graph)
         units: list[Unit] = []
         run: list[int] = []
 

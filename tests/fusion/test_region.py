@@ -12,11 +12,19 @@ import torch
 from torch import Tensor, fx
 from torch._dynamo.utils import counters
 
+from fxremat.capture import region as regions
+from fxremat.capture.region import (
+    Kernels,
+    Region,
+    compile_all,
+    forget_kernels,
+    hand_over,
+    regions_of,
+    runnable,
+)
 from fxremat.errors import FxrematError
 from fxremat.ops.decompositions import DECOMPOSITIONS
 from fxremat.ops.seeded import ALWAYS_COMPILED
-from fxremat.step import region as regions
-from fxremat.step.region import Kernels, Region, compile_all, forget_kernels, hand_over, regions_of, runnable
 from fxremat.torch_inductor import link_in_any_folder
 
 pytestmark = pytest.mark.usefixtures("torch_ready")

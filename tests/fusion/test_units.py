@@ -11,6 +11,10 @@ from torch import Tensor, nn
 
 from benchmarks.capture import capture, joint_graph
 from benchmarks.models import get
+from fxremat.capture.accounting import costs_from, op_keys
+from fxremat.capture.captured import Captured, captured_of, read_joint
+from fxremat.capture.op_key import op_key
+from fxremat.capture.region import Kernels, Region, regions_of
 from fxremat.fusion.joint import fused_program
 from fxremat.fusion.units import (
     Unit,
@@ -30,11 +34,9 @@ from fxremat.passes.normalize import normalize
 from fxremat.passes.seeded_dropout import draw_from_seeds
 from fxremat.search.candidate import Frontier
 from fxremat.search.survey import survey
-from fxremat.step.costs import Costs, OpCost, costs_from, op_key, op_keys
-from fxremat.step.joint import Joint, read_joint
+from fxremat.step.costs import Costs, OpCost
 from fxremat.step.liveness import live_bytes
 from fxremat.step.program import Program, Role
-from fxremat.step.region import Kernels, Region, regions_of
 from tests.dags import Dag, Recipe, batch, estimated, few, small_recipes
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
@@ -54,7 +56,7 @@ def cuts(program: Program, costs: Costs) -> list[Units]:
     return [by_block(program), pointwise(program, costs.sizes, most), alone(program, range(len(program.steps)))]
 
 
-def programs_of(recipe: Recipe) -> Iterator[tuple[Joint, Costs, Program]]:
+def programs_of(recipe: Recipe) -> Iterator[tuple[Captured, Costs, Program]]:
     """Some programs of a random model."""
     joint = capture(Dag(recipe).train(), *batch())
     costs = estimated(joint)
@@ -113,7 +115,7 @@ def test_single_ops_take_what_the_program_takes(recipe: Recipe) -> None:
 def test_what_gains_little_is_not_compiled(gpt: tuple[Frontier, Costs]) -> None:
     program = gpt[0].keep_all.program()
     units = by_block(program)
-    names = op_keys(program.layout.joint)
+    names = op_keys(program.layout.graph)
     kinds = sorted(alike(program, units, names).values(), key=len)
     counts = [len(kind) for kind in kinds]
     assert 1 in counts
@@ -135,11 +137,11 @@ def test_what_gains_little_is_not_compiled(gpt: tuple[Frontier, Costs]) -> None:
 def test_units_are_alike_where_their_ops_cost_the_same(gpt: tuple[Frontier, Costs]) -> None:
     program = gpt[0].keep_all.program()
     units = by_block(program)
-    found = alike(program, units, op_keys(program.layout.joint))
+    found = alike(program, units, op_keys(program.layout.graph))
     assert len(found) > 1
     for key, kind in found.items():
         for unit in kind:
-            assert key == tuple(op_key(program.layout.joint.ops[op].node) for op in ops_of(program, unit))
+            assert key == tuple(op_key(captured_of(program.layout.graph).nodes[op]) for op in ops_of(program, unit))
     assert sum(map(len, found.values())) == sum(unit.compiled for unit in units)
 
 
@@ -153,7 +155,7 @@ def test_what_must_be_compiled_is_whatever_it_gains() -> None:
     units = by_block(program)
     some = worth_compiling(program, units, op_keys(joint), lambda _: 0.0, 1e9)
     kept = [unit for unit in some if unit.compiled]
-    targets = [joint.ops[op].node.target for unit in kept for op in ops_of(program, unit)]
+    targets = [joint.nodes[op].target for unit in kept for op in ops_of(program, unit)]
     assert any(target in ALWAYS_COMPILED for target in targets)
 
 
@@ -183,9 +185,9 @@ def test_pulls_stop_where_they_would_not_fit(gpt: tuple[Frontier, Costs]) -> Non
 def test_products_stay_as_they_are_between_pointwise_groups(gpt: tuple[Frontier, Costs]) -> None:
     frontier, costs = gpt
     program = frontier.keep_all.program()
-    ops = program.layout.joint.ops
+    ops = program.layout.graph.ops
     inside = {
-        str(ops[op].node.target)
+        ops[op].target
         for unit in pointwise(program, costs.sizes, 1 << 60)
         if unit.compiled and len(unit.steps) > 1
         for p in unit.steps
@@ -199,7 +201,7 @@ def test_equal_layers_share_their_regions(gpt: tuple[Frontier, Costs]) -> None:
     frontier, _ = gpt
     program = frontier.keep_all.program()
     fused = fused_program(program, by_block(program), KERNELS)
-    regions = regions_of(fused.layout.joint.module.graph)
+    regions = regions_of(fused.layout.graph.module.graph)
     assert len(set(regions)) <= len(regions) / 2
 
 
@@ -208,13 +210,13 @@ def test_a_fused_program_runs_every_unit_once_and_keeps_names_and_roles(gpt: tup
     candidate = frontier.candidates[-1]
     program = candidate.program()
     fused = fused_program(program, by_block(program), KERNELS)
-    joint = fused.layout.joint
+    joint = fused.layout.graph
     assert not fused.repeated
     assert [step.op for step in fused.steps] == list(range(len(joint.ops)))
     assert {step.role for step in fused.steps} >= {Role.FORWARD, Role.BACKWARD}
     assert fused.layout.names == candidate.layout.names
-    assert joint.model == program.layout.joint.model
-    assert set(joint.parameters.values()) == set(program.layout.joint.parameters.values())
+    assert joint.model == program.layout.graph.model
+    assert set(joint.parameters.values()) == set(program.layout.graph.parameters.values())
     modules = dict(get("gpt", "small").model().named_modules())
     assert all(source.module in modules for source in joint.sources)
     assert any(source.module for source in joint.sources)
@@ -229,18 +231,18 @@ class Odd(nn.Module):
 
 def test_ops_that_inductor_is_not_given() -> None:
     joint = capture(Odd(), torch.rand(4, 4, requires_grad=True))
-    left = {str(op.node.target) for op in joint.ops if op.index not in compilable(joint)}
+    left = {str(joint.nodes[op.index].target) for op in joint.ops if op.index not in compilable(joint)}
     assert "aten.bernoulli.default" in left
-    assert any(may_compile(op.node) for op in joint.ops)
+    assert any(may_compile(joint.nodes[op.index]) for op in joint.ops)
 
 
 def test_the_outputs_of_a_region_are_part_of_its_peak() -> None:
     joint = capture(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1), nn.Flatten(0)), torch.randn(4, 8))
     program = survey(joint, estimated(joint), effort=0.0).keep_all.program()
-    fused = fused_program(program, by_block(program), KERNELS).layout.joint
+    fused = fused_program(program, by_block(program), KERNELS).layout.graph
     peak = 1 << 20
     sizes = costs_from(fused, [OpCost(1.0, peak) for _ in fused.ops], torch.device("cpu")).sizes
-    regions = [op for op in fused.ops if isinstance(op.node.target, Region)]
+    regions = [op for op in fused.ops if isinstance(fused.nodes[op.index].target, Region)]
     assert regions
     for op in regions:
         assert sizes.workspace[op.index] + sum(sizes.values[value] for value in op.writes) == peak

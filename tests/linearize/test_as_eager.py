@@ -57,7 +57,7 @@ def test_interpolation(mode: str) -> None:
         return F.interpolate(x.view(4, 4, 16, 16), size=(24, 20), mode=mode)
 
     compiled = assert_as_plain(lambda: Applies(resize), rows())
-    ops = [op.node.target.__name__ for op in compiled.plan.chosen.layout.joint.ops]  # type: ignore[union-attr]
+    ops = [op.target for op in compiled.plan.graph.ops]
     assert sum("upsample" in op for op in ops) == 2  # there and back
 
 
@@ -100,7 +100,7 @@ def test_layouts_of_a_batch_of_one(batch: int) -> None:
     """The strides of sizes of 1 decide what is channels-last, and how the products of a backward are computed."""
     compiled = assert_as_plain(Convolves, torch.randn(batch, 16, WIDTH))
     assert compiled.plan is not None
-    ops = {str(op.node.target): op.node for op in compiled.plan.chosen.layout.joint.ops}
+    ops = {str(node.target): node for node in compiled.plan.captured.nodes}
     image = torch.empty(batch, 16, 4 * WIDTH).transpose(1, 2).view(batch, 4 * WIDTH, 4, 4)
     convolved = F.conv2d(image, torch.empty(4 * WIDTH, 1, 3, 3), padding=1, groups=4 * WIDTH)
     assert ops["aten.convolution.default"].meta["val"].stride() == convolved.stride()

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from fxremat.step.collectives import Collective
-from fxremat.step.costs import CUDA_BLOCK, OpCost, costs_from
-from fxremat.step.joint import Joint, Origin
-from fxremat.step.overwriting import BACKWARDS, METHODS, SELF_FIRST, overwritten
+from fxremat.capture.accounting import CUDA_BLOCK, costs_from
+from fxremat.capture.captured import Captured
+from fxremat.capture.collectives import Collective
+from fxremat.capture.overwriting import BACKWARDS, METHODS, SELF_FIRST, overwritten
+from fxremat.step.costs import OpCost
+from fxremat.step.step_graph import Origin
 from tests.dags import capture
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
@@ -65,12 +67,10 @@ def test_a_new_result_lies_as_the_first_operand_does_or_as_the_other(op: Any) ->
         assert op(gradient, *rest).stride() == (x if op in SELF_FIRST else gradient).stride()
 
 
-def overwriting(joint: Joint) -> dict[str, fx.Node]:
+def overwriting(joint: Captured) -> dict[str, fx.Node]:
     """The operand that each op overwrites, by the op's name before it did: `add`, `threshold_backward`."""
     return {
-        str(op.node.target).split(".")[1].rstrip("_"): taken
-        for op in joint.ops
-        if (taken := overwritten(op.node)) is not None
+        str(node.target).split(".")[1]: taken for node in joint.nodes if (taken := overwritten(node)) is not None
     }
 
 
@@ -89,11 +89,12 @@ class Residual(nn.Module):
 
 def test_sums_of_gradients_and_relus_overwrite_the_branch_that_ends_in_them() -> None:
     joint = capture(Residual(), torch.ones(4, 8))
-    found = [op for op in joint.ops if overwritten(op.node) is not None]
+    found = [op for op in joint.ops if op.overwrites is not None]
     assert all(op.backward for op in found)
     assert "add" in overwriting(joint)
     for op in found:
-        taken = joint.value_of[overwritten(op.node)]  # type: ignore[index]
+        taken = op.overwrites
+        assert taken is not None
         assert joint.values[taken].origin is Origin.BACKWARD
         assert [other.index for other in joint.ops if taken in other.reads] == [op.index]
         assert taken not in joint.returned
@@ -114,9 +115,9 @@ def test_a_gradient_that_autograd_hands_in_is_left_alone() -> None:
             return y, y.square().sum()
 
     joint = capture(Sum(), torch.ones(4, 8, requires_grad=True))
-    (total,) = [op.node for op in joint.backward_ops if "aten.add" in str(op.node.target)]
-    assert set(joint.tangents) & set(total.all_input_nodes)
-    assert overwritten(total) not in joint.tangents
+    (total,) = [joint.nodes[op.index] for op in joint.backward_ops if "aten.add" in str(joint.nodes[op.index].target)]
+    assert set(joint.tangent_nodes) & set(total.all_input_nodes)
+    assert overwritten(total) not in joint.tangent_nodes
 
 
 def test_what_is_read_twice_or_shown_in_part_is_left_alone() -> None:
@@ -127,7 +128,7 @@ def test_what_is_read_twice_or_shown_in_part_is_left_alone() -> None:
 
     joint = capture(Shared(), torch.ones(4, 8, requires_grad=True))
     readers = {v.index: [op.index for op in joint.ops if v.index in op.reads] for v in joint.values}
-    taken = {op.index: joint.value_of[t] for op in joint.ops if (t := overwritten(op.node)) is not None}
+    taken = {op.index: joint.value_of[t] for op in joint.ops if (t := overwritten(joint.nodes[op.index])) is not None}
     assert taken
     assert all(readers[value] == [op] for op, value in taken.items())
 
@@ -136,7 +137,7 @@ def test_what_is_read_twice_or_shown_in_part_is_left_alone() -> None:
 def test_an_op_that_overwrites_needs_no_memory_for_its_result(device: str, block: int) -> None:
     joint = capture(Residual(), torch.ones(4, 8))
     costs = costs_from(joint, [OpCost(1.0, 0)] * len(joint.ops), torch.device(device))
-    op = next(op for op in joint.ops if overwritten(op.node) is not None)
+    op = next(op for op in joint.ops if op.overwrites is not None)
     (result,) = op.writes
     rounded = -(-joint.values[result].bytes // block) * block
     assert costs.sizes.values[result] == rounded

@@ -8,10 +8,11 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from benchmarks.capture import joint_graph
+from fxremat.capture.batch_norm import STATISTICS, again_call, again_inputs
+from fxremat.capture.captured import read_joint
+from fxremat.capture.cudnn_batch_norm import CUDNN
 from fxremat.passes.normalize import WHOLE, normalize
-from fxremat.step.batch_norm import STATISTICS, again_call, again_inputs
-from fxremat.step.cudnn_batch_norm import CUDNN
-from fxremat.step.joint import Origin, read_joint
+from fxremat.step.step_graph import Origin
 from tests.dags import batch, capture
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
@@ -39,7 +40,7 @@ def test_views_are_not_values_and_every_value_has_one_maker() -> None:
     assert all(maker is not None for maker in makers)
     views = {"split", "t", "view", "expand", "getitem", "detach"}
     assert views.isdisjoint(
-        str(op.node.target).split(".")[1] for op in joint.ops if "." in str(op.node.target)
+        str(joint.nodes[op.index].target).split(".")[1] for op in joint.ops if "." in str(joint.nodes[op.index].target)
     )
 
 
@@ -51,11 +52,12 @@ def test_what_needs_no_gradient_is_anchored_and_dropout_is_random() -> None:
 
 def test_running_statistics_are_updates_that_a_second_execution_leaves_alone() -> None:
     joint = capture(Mixed(), *batch())
-    norm = next(op for op in joint.forward_ops if op.node.target is STATISTICS)
+    norm = next(op for op in joint.forward_ops if joint.nodes[op.index].target is STATISTICS)
     assert len(joint.updates) == 3  # mean, variance, and the count of batches
     assert len(norm.reads) - len(norm.again_reads) == 2
     assert len(norm.writes) - len(norm.again_writes) == 2
-    assert again_call(norm.node) == (STATISTICS, (norm.node.args[0], None, None, *norm.node.args[3:]))
+    node = joint.nodes[norm.index]
+    assert again_call(node) == (STATISTICS, (node.args[0], None, None, *node.args[3:]))
 
 
 def test_a_whole_batch_norm_runs_again_without_running_statistics() -> None:
@@ -64,7 +66,7 @@ def test_a_whole_batch_norm_runs_again_without_running_statistics() -> None:
     norm = next(op for op in joint.forward_ops if "batch_norm" in op.name)
     assert len(norm.reads) - len(norm.again_reads) == 2
     assert len(norm.writes) - len(norm.again_writes) == 2
-    assert again_call(norm.node)[0] is aten._native_batch_norm_legit.no_stats
+    assert again_call(joint.nodes[norm.index])[0] is aten._native_batch_norm_legit.no_stats
 
 
 def test_cudnn_batch_norm_runs_again_without_running_statistics() -> None:

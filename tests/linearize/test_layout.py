@@ -9,20 +9,21 @@ import torch
 from hypothesis import given
 from torch import nn
 
+from fxremat.capture.captured import Captured
 from fxremat.linearize.chain_of import chain_of
 from fxremat.linearize.crossings import carry_levels, crossings
 from fxremat.linearize.lay_out import lay_out
 from fxremat.linearize.save_sets import add_options, save_sets
 from fxremat.step.costs import Costs
-from fxremat.step.joint import Joint, Origin
 from fxremat.step.layout import Layout
+from fxremat.step.step_graph import Origin
 from tests.dags import Dag, Layer, Recipe, batch, capture, estimated, few, recipes
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
 FEW = few(20)
 
 
-def layouts(joint: Joint) -> list[Layout]:
+def layouts(joint: Captured) -> list[Layout]:
     crossing = crossings(joint)
     carried = list(itertools.islice(carry_levels(joint, crossing, [1.0] * joint.forward_count), 3))
     return [lay_out(joint, crossing.cuts(values), values) for values in carried]
@@ -41,7 +42,7 @@ def test_random_models_become_chains(recipe: Recipe) -> None:
 
 
 def every_op_is_in_one_block(layout: Layout) -> None:
-    joint = layout.joint
+    joint = layout.graph
     forward = [index for block in layout.blocks for index in block.forward]
     backward = [index for block in layout.blocks for index in block.backward]
     assert forward == list(range(joint.forward_count))
@@ -49,7 +50,7 @@ def every_op_is_in_one_block(layout: Layout) -> None:
 
 
 def what_a_block_reads_is_in_it_before_it_or_held(layout: Layout) -> None:
-    joint = layout.joint
+    joint = layout.graph
     for number, block in enumerate(layout.blocks):
         there = block.made | layout.boundary_before(number) | layout.held
         for index in (*block.forward, *block.backward):
@@ -59,7 +60,7 @@ def what_a_block_reads_is_in_it_before_it_or_held(layout: Layout) -> None:
         assert read & block.made <= block.saved[0] | layout.held
 
 
-def every_cut_is_a_cut(joint: Joint) -> None:
+def every_cut_is_a_cut(joint: Captured) -> None:
     for end in crossings(joint).cuts():
         made = {v for op in joint.forward_ops[: end + 1] for v in op.writes if not op.anchored}
         needed = {v for op in joint.forward_ops[end + 1 :] for v in op.again_reads}
@@ -67,7 +68,7 @@ def every_cut_is_a_cut(joint: Joint) -> None:
 
 
 def gradients_flow_down_the_chain(layout: Layout) -> None:
-    joint = layout.joint
+    joint = layout.graph
     block_of = {index: number for number, block in enumerate(layout.blocks) for index in block.backward}
     for op in joint.backward_ops:
         for value in op.reads:
@@ -77,7 +78,7 @@ def gradients_flow_down_the_chain(layout: Layout) -> None:
 
 
 def options_save_less_and_cost_more(layout: Layout) -> None:
-    costs = estimated(layout.joint)
+    costs = estimated(layout.graph)
     for block in layout.blocks:
         sets = save_sets(layout, block, costs.seconds, costs.sizes.values)
         assert sets[0].values == block.saved[0]
@@ -104,7 +105,7 @@ def test_no_choice_of_values_beats_a_save_set_in_both_bytes_and_seconds() -> Non
 
 def priced(layout: Layout, costs: Costs, kept: frozenset[int]) -> tuple[int, float]:
     """Bytes of what a single block keeps, and seconds of all that its backward then computes again."""
-    joint, (block,) = layout.joint, layout.blocks
+    joint, (block,) = layout.graph, layout.blocks
     missing = {v for index in block.backward for v in joint.ops[index].reads} & (block.made - layout.held) - kept
     again: set[int] = set()
     while missing:

@@ -16,12 +16,13 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks import models
 from benchmarks.capture import joint_graph
+from fxremat.capture.captured import read_joint
 from fxremat.passes import channels_last
 from fxremat.passes.channels_last import convolve_channels_last, strides_of
 from fxremat.passes.detach import drop_detach
 from fxremat.passes.normalize import normalize
 from fxremat.runtime.real_layouts import real_layouts
-from fxremat.step.joint import Origin, read_joint
+from fxremat.step.step_graph import Origin
 from fxremat.torch_private import storage_of
 from tests.passes.test_golden import text_of
 

@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 
 from benchmarks.capture import joint_graph
+from fxremat.capture.captured import read_joint
+from fxremat.capture.overwriting import called
 from fxremat.chains.schedule import Schedule
 from fxremat.linearize.lay_out import lay_out
 from fxremat.ops.gathered import Sharing, gather
@@ -23,8 +25,6 @@ from fxremat.passes.channels_last import convolve_channels_last
 from fxremat.passes.lower import lower
 from fxremat.passes.normalize import PASSES, normalize
 from fxremat.passes.numbers import copy_views_by_number
-from fxremat.step.joint import read_joint
-from fxremat.step.overwriting import called
 from fxremat.step.program import rematerialize
 from fxremat.torch_private import torch_release
 

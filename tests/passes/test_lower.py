@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
+from fxremat.capture.captured import Captured
+from fxremat.capture.nodes import is_number
 from fxremat.chains.schedule import Schedule
 from fxremat.host.files import FileTier
 from fxremat.linearize.lay_out import lay_out
 from fxremat.passes.lower import lower
 from fxremat.step.costs import Costs, Link
-from fxremat.step.joint import Joint, is_number
 from fxremat.step.layout import Layout
 from fxremat.step.liveness import Sizes
 from fxremat.step.program import Program, Role, rematerialize
@@ -79,7 +80,7 @@ def program_of(between: str, schedule: str) -> Program:
     return rematerialize(layout_of(between), Schedule.parse(schedule))
 
 
-def given(joint: Joint) -> tuple[list[Any], list[Tensor]]:
+def given(joint: Captured) -> tuple[list[Any], list[Tensor]]:
     """Primals and tangents: the same every time."""
     torch.manual_seed(1)
 
@@ -88,10 +89,10 @@ def given(joint: Joint) -> tuple[list[Any], list[Tensor]]:
         make = torch.rand if value.is_floating_point() else torch.zeros
         return make(value.shape, dtype=value.dtype)
 
-    return [like(node) for node in joint.primals], [like(node) for node in joint.tangents]
+    return [like(node) for node in joint.primals], [like(node) for node in joint.tangent_nodes]
 
 
-def ran(forward: fx.GraphModule, backward: fx.GraphModule, joint: Joint) -> tuple[list[Any], Tensor]:
+def ran(forward: fx.GraphModule, backward: fx.GraphModule, joint: Captured) -> tuple[list[Any], Tensor]:
     """Outputs and gradients of both graphs, with the primals overwritten in between, and the generator afterwards."""
     primals, tangents = given(joint)
     torch.manual_seed(2)
@@ -106,7 +107,7 @@ def ran(forward: fx.GraphModule, backward: fx.GraphModule, joint: Joint) -> tupl
     return [*outputs, *fx.Interpreter(backward).run(*saved, *tangents)], torch.get_rng_state()
 
 
-def wanted(joint: Joint) -> tuple[list[Any], Tensor]:
+def wanted(joint: Captured) -> tuple[list[Any], Tensor]:
     """The same of the joint graph."""
     primals, tangents = given(joint)
     torch.manual_seed(2)
@@ -122,7 +123,7 @@ def number_of(value: object) -> bool:
 @pytest.mark.parametrize("between", BETWEEN)
 def test_the_two_graphs_compute_what_the_joint_graph_does(between: str, schedule: str) -> None:
     program = program_of(between, schedule)
-    joint = program.layout.joint
+    joint = program.layout.graph
     (found, state), (plain, plain_state) = ran(*lower(program), joint), wanted(joint)
     assert torch.equal(state, plain_state)
     for ours, its in zip(found, plain, strict=True):
@@ -171,9 +172,9 @@ def test_a_primal_that_is_overwritten_is_copied_before() -> None:
         node for node in forward.graph.nodes if node.meta.get("fxremat", {}).get("role") == "preserve"
     ]
     assert copy.target is torch.ops.aten.clone.default
-    assert copy.args[0].name == program.layout.joint.values[value].name
+    assert copy.args[0].name == program.layout.graph.values[value].name
     assert copy.meta["fxremat"] == {"block": 0, "name": "", "role": "preserve"}
-    saved = list(forward.graph.output_node().args[0])[len(program.layout.joint.forward_outputs) :]
+    saved = list(forward.graph.output_node().args[0])[len(program.layout.graph.forward_outputs) :]
     assert copy in saved
     assert copy.args[0] not in saved
 
@@ -181,7 +182,7 @@ def test_a_primal_that_is_overwritten_is_copied_before() -> None:
 def test_saved_numbers_come_last_and_go_first() -> None:
     program = program_of("a number", KEEP)
     forward, backward = lower(program)
-    outputs = list(forward.graph.output_node().args[0])[len(program.layout.joint.forward_outputs) :]
+    outputs = list(forward.graph.output_node().args[0])[len(program.layout.graph.forward_outputs) :]
     numbers = [is_number(node.meta["val"]) for node in outputs]
     assert any(numbers)
     assert numbers == sorted(numbers)
@@ -197,7 +198,7 @@ def test_saved_numbers_come_last_and_go_first() -> None:
 
 def swapped(between: str, schedule: str) -> Program:
     program = program_of(between, schedule)
-    joint = program.layout.joint
+    joint = program.layout.graph
     sizes = Sizes(values=[v.bytes for v in joint.values], workspace=[0] * len(joint.ops))
     costs = Costs((1.0,) * len(joint.ops), sizes)
     found = trips(program, costs)
@@ -208,7 +209,7 @@ def swapped(between: str, schedule: str) -> Program:
 @pytest.mark.parametrize("between", ["nothing", "dropout", "views"])
 def test_what_travels_through_a_tier_comes_back(between: str) -> None:
     tier, program = FileTier(), swapped(between, KEEP)
-    joint = program.layout.joint
+    joint = program.layout.graph
     forward, backward = lower(program, tier.name)
     found, _ = ran(forward, backward, joint)
     for ours, its in zip(found, wanted(joint)[0], strict=True):

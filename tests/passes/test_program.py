@@ -11,14 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import fx, nn
 
+from fxremat.capture.batch_norm import NORMALIZED, STATISTICS
+from fxremat.capture.captured import Captured
 from fxremat.chains.schedule import Schedule
 from fxremat.errors import InvalidSchedule
 from fxremat.linearize.crossings import crossings
 from fxremat.linearize.lay_out import lay_out
 from fxremat.passes.lower import lower
 from fxremat.search.survey import survey
-from fxremat.step.batch_norm import NORMALIZED, STATISTICS
-from fxremat.step.joint import Joint
 from fxremat.step.liveness import live_bytes
 from fxremat.step.program import Program, Role, rematerialize
 from tests.dags import Dag, Recipe, batch, capture, estimated, few, recipes
@@ -35,7 +35,7 @@ def chain_program(schedule: str) -> Program:
 
 
 def names(program: Program, start: int = 0) -> list[str]:
-    ops = program.layout.joint.ops
+    ops = program.layout.graph.ops
     mark = {Role.RECOMPUTE: "again ", Role.FORWARD: "", Role.BACKWARD: ""}
     return [mark[step.role] + ops[step.op].name for step in program.steps[start:]]
 
@@ -154,7 +154,7 @@ def on_the_host(node: fx.Node) -> bool:
     return node.meta.get("fxremat", {}).get("role") in ("offload", "release")
 
 
-def saved_bytes(forward: fx.GraphModule, backward: fx.GraphModule, joint: Joint) -> dict[fx.Node, int]:
+def saved_bytes(forward: fx.GraphModule, backward: fx.GraphModule, joint: Captured) -> dict[fx.Node, int]:
     """Bytes that each saved tensor brings into the backward; inputs, and storages seen before, bring none."""
     outputs = forward.graph.output_node().args[0]
     saved = list(outputs)[len(joint.forward_outputs) :]  # type: ignore[arg-type]

@@ -13,6 +13,8 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.nn import functional as F
 
+from fxremat.capture.batch_norm import NORMALIZED, STATISTICS
+from fxremat.capture.overwriting import called
 from fxremat.errors import CaptureError
 from fxremat.passes.batch_norm import drop_running_statistics, halve, halve_exactly
 from fxremat.passes.detach import drop_detach
@@ -20,8 +22,6 @@ from fxremat.passes.dropout import drop_as_eager, rounded
 from fxremat.passes.in_place import note_overwriting
 from fxremat.passes.normalize import normalize
 from fxremat.passes.numbers import copy_views_by_number, refuse_symbols
-from fxremat.step.batch_norm import NORMALIZED, STATISTICS
-from fxremat.step.overwriting import called
 from fxremat.torch_private import storage_of
 
 aten = torch.ops.aten

@@ -12,12 +12,13 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
+from fxremat.capture.captured import read_joint
+from fxremat.capture.nodes import is_random
 from fxremat.chains.schedule import Schedule
 from fxremat.linearize.lay_out import lay_out
 from fxremat.ops.seeded import DECOMPOSITIONS, SEEDS
 from fxremat.passes.lower import lower
 from fxremat.passes.seeded_dropout import draw_from_seeds
-from fxremat.step.joint import is_random, read_joint
 from fxremat.step.program import rematerialize
 from fxremat.torch_private import aot_backend, differentiate_as_eager, real_tensors, taking_a_list
 from tests.passes.test_rewrites import Drawing, dropout, drops_all, with_a_size
@@ -221,7 +222,7 @@ def drawn_twice(module: fx.GraphModule, _: Any, *, num_fwd_outputs: int, **__: A
     module.graph.eliminate_dead_code()
     joint = read_joint(module, num_fwd_outputs)
     assert [op.name for op in joint.ops if op.random] == ["seeds_default"]
-    end = next(op.index for op in joint.forward_ops if op.node.target is aten.exp.default)
+    end = next(op.index for op in joint.forward_ops if joint.nodes[op.index].target is aten.exp.default)
     forward, backward = lower(rematerialize(lay_out(joint, [end]), Schedule.parse("Fck1 Fall2 B2 Fall1 B1")))
     masks = [number_of(node) for node in calls(forward.graph, ours.seeded_mask.default)]
     assert masks == [0, 1, 2]

@@ -36,19 +36,19 @@ def chain_layout(rows: int = 4) -> Layout:
 
 def by_hand(layout: Layout) -> Costs:
     """A second an op, the graph's own bytes, no workspace."""
-    joint = layout.joint
+    joint = layout.graph
     sizes = Sizes(values=[v.bytes for v in joint.values], workspace=[0] * len(joint.ops))
     return Costs((1.0,) * len(joint.ops), sizes)
 
 
 def names(program: Program) -> list[str]:
-    values, found = program.layout.joint.values, []
+    values, found = program.layout.graph.values, []
     for step in program.steps:
         if isinstance(step, Transfer):
             (version,) = (*step.reads, *step.writes)
             found.append(f"{step.role.value} {values[program.version_of[version]].name}")
         else:
-            found.append(program.layout.joint.ops[step.op].name)
+            found.append(program.layout.graph.ops[step.op].name)
     return found
 
 
@@ -56,7 +56,7 @@ def test_a_program_may_send_away_what_its_backward_reads() -> None:
     layout = chain_layout()
     program, costs = rematerialize(layout, Schedule.parse(KEEP)), by_hand(layout)
     found = trips(program, costs)
-    values = layout.joint.values
+    values = layout.graph.values
     assert [values[program.version_of[trip.version]].name for trip in found] == [
         "tanh",
         "tanh_1",
@@ -120,7 +120,7 @@ def test_the_tokens_of_a_schedule_say_what_leaves() -> None:
     layout = chain_layout()
     schedule = Schedule.parse("Fall1 Off(A1) Fall2 Off(A2) Fall3 Fall4 Fall5 B5 B4 B3 Pre(A2) B2 Pre(A1) B1")
     program, found = trips_of(layout, schedule, by_hand(layout))
-    values = layout.joint.values
+    values = layout.graph.values
     assert [values[program.version_of[trip.version]].name for trip in found] == ["tanh", "tanh_1"]
     assert [step.op for step in program.executions] == [
         step.op for step in rematerialize(layout, Schedule.parse(KEEP)).executions

@@ -139,7 +139,7 @@ def _graph(name: str, dtype: torch.dtype, device: str) -> Graph:
         torch._dynamo.reset()
         batch = tuple(t.to(where, dtype if t.is_floating_point() else None) for t in case.batch())
         plans.append(fxremat.plan(case.model().to(where, dtype), batch, **options, **how))
-    there, here = (Counter(_base(op.node.target) for op in plan.joint.ops) for plan in plans)
+    there, here = (Counter(_base(node.target) for node in plan.captured.nodes) for plan in plans)
     return Graph(
         model=f"{name}, {str(dtype).removeprefix('torch.')}",
         ops=there.total(),

@@ -21,11 +21,11 @@ import pytest
 import torch
 
 import fxremat
+from fxremat.capture import region
 from fxremat.host.tier import HostTier
 from fxremat.ops.parameters import Weights
 from fxremat.planned_step import PlannedStep
 from fxremat.runtime import dynamo
-from fxremat.step import region
 from fxremat.torch_private import boxed
 from tests import dags
 from tests.pretended_cuda.detector import counted, described, races
@@ -119,13 +119,13 @@ def _programs(plan: Any, draw: random.Random) -> Iterator[tuple[float, Any]]:
 
 def run_once(plan: Any, given: list[Any]) -> None:
     """Run the emitted forward and backward of a plan, and mark that results are read."""
-    joint = plan.joint
+    joint = plan.graph
     forward, backward = (marked(boxed(graph)) for graph in plan.graphs)
     results: list[Any] = list(forward(list(given)))
     saved = results[len(joint.forward_outputs) :]
     del results[len(joint.forward_outputs) :]
     _read(results, "the caller, of an output")
-    tangents = [_empty(node) for node in joint.tangents]
+    tangents = [_empty(node) for node in joint.tangent_nodes]
     arguments = [*saved, *tangents]
     del saved, tangents
     _read(backward(arguments), "the caller, of a gradient")
@@ -168,7 +168,7 @@ def weights(seed: int, device: torch.device, optimizer: str | None = None) -> It
         fails = 2 if draw.random() < 0.5 else None
         with _logged(draw) as outcome:
             for step in range(LOOP):
-                ops = draw.randrange(2 * len(compiled.plan.joint.ops)) if step == fails else None
+                ops = draw.randrange(2 * len(compiled.plan.graph.ops)) if step == fails else None
                 with fuse.after(ops):
                     outcome.run(lambda: train_once(compiled, update, batch))
                 _host_looks(model, writes=step == LOOP - 2)

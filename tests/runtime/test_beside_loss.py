@@ -47,7 +47,7 @@ def loss_and_logits(model: nn.Module, x: Tensor) -> Any:
 
 def test_no_gradient_is_made_for_what_nobody_uses() -> None:
     compiled = assert_as_plain(Returning, rows(), body=only_loss)
-    assert [t.meta["val"].numel() for t in compiled.plan.chosen.layout.joint.tangents] == [1]
+    assert [t.meta["val"].numel() for t in compiled.plan.captured.tangent_nodes] == [1]
 
 
 @pytest.mark.parametrize("norm", [False, True])
@@ -61,7 +61,7 @@ def test_a_loss_that_reads_another_output(norm: bool) -> None:
         return outputs
 
     compiled = assert_as_plain(lambda: Returning(norm), rows(), body=body, mem="100%")
-    tangents = [len(plan.chosen.layout.joint.tangents) for plan in compiled.plans]
+    tangents = [len(plan.graph.tangents) for plan in compiled.plans]
     assert tangents == [1, 3]
     compiled.zero_grad()
     measured = peak_bytes(lambda: loss_and_logits(compiled, rows()))
@@ -123,7 +123,7 @@ def test_a_step_that_counts_itself_is_planned_whole() -> None:
             return super().forward(x * self.calls)
 
     compiled = assert_as_plain(Counting, rows(), body=loss_and_logits, mem="100%")
-    assert len(compiled.plan.chosen.layout.joint.tangents) == 3
+    assert len(compiled.plan.graph.tangents) == 3
 
 
 @pytest.mark.filterwarnings("ignore:the loss reads outputs")
@@ -176,7 +176,7 @@ def test_an_output_that_the_loss_is_not_computed_from_may_be_used() -> None:
         return outputs
 
     compiled = assert_as_plain(Pooled, rows(), body=body)
-    assert len(compiled.plan.chosen.layout.joint.tangents) == 2
+    assert len(compiled.plan.graph.tangents) == 2
 
 
 def test_a_scalar_that_is_no_loss() -> None:
@@ -196,7 +196,7 @@ def test_a_scalar_that_is_no_loss() -> None:
         return outputs
 
     compiled = assert_as_plain(Scaled, rows(), body=body)
-    assert len(compiled.plan.chosen.layout.joint.tangents) == 2
+    assert len(compiled.plan.graph.tangents) == 2
 
 
 def test_as_a_backend_of_torch_compile() -> None:

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
+from fxremat.capture.captured import Captured
 from fxremat.cost.made_up import value_like, weights_like
 from fxremat.slices.rewrite import largest_need, sliced
-from fxremat.step.joint import Joint
 from tests.dags import Dag, Layer, Recipe, batch, capture, few, recipes, small_recipes
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
@@ -22,7 +22,7 @@ EXACT = 1e-9  # relative to the largest number of a tensor
 MOST = (2, 3, 1 << 20)  # slices of a region
 
 
-def results(joint: Joint, given: list[Any]) -> list[Any]:
+def results(joint: Captured, given: list[Any]) -> list[Any]:
     """What forward and backward return together, from a seed."""
     torch.manual_seed(5)
     with torch.no_grad():
@@ -30,7 +30,7 @@ def results(joint: Joint, given: list[Any]) -> list[Any]:
     return tree_leaves(found)
 
 
-def data_for(joint: Joint) -> list[Any]:
+def data_for(joint: Captured) -> list[Any]:
     """Made-up primals and tangents."""
     torch.manual_seed(1)
     primals: list[Any] = []
@@ -38,7 +38,7 @@ def data_for(joint: Joint) -> list[Any]:
         value = weights_like(node)
         varied = isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() > 1
         primals.append(value + torch.randn_like(value) if varied else value)
-    return [*primals, *(1.5 * value_like(node) for node in joint.tangents)]
+    return [*primals, *(1.5 * value_like(node) for node in joint.tangent_nodes)]
 
 
 def check(recipe: Recipe, share: int, most: int, *, inside: bool, trained: bool) -> int:
@@ -49,7 +49,7 @@ def check(recipe: Recipe, share: int, most: int, *, inside: bool, trained: bool)
     return check_joint(capture(model, *inputs), share, most, inside=inside)
 
 
-def check_joint(joint: Joint, share: int, most: int, *, inside: bool) -> int:
+def check_joint(joint: Captured, share: int, most: int, *, inside: bool) -> int:
     """The number of regions of a joint graph, whose rewritten form computes the same."""
     found = sliced(joint, max(1, largest_need(joint) * share // 100), most=most, inside=inside)
     given = data_for(joint)

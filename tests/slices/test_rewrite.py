@@ -13,11 +13,13 @@ from torch import nn
 import fxremat
 from benchmarks.capture import capture
 from benchmarks.meter import storage_peak
+from fxremat.capture.captured import Captured
+from fxremat.capture.nodes import storage_bytes
 from fxremat.errors import BudgetTooSmall, FxrematError
 from fxremat.slices.body import Sliced
 from fxremat.slices.rewrite import SlicedJoint, largest_need, sliced
 from fxremat.slices.variants import least_of_all, variants
-from fxremat.step.joint import Joint, storage_bytes
+from fxremat.step.step_graph import Kind
 from tests.slices.models import EVERYDAY, BatchNormed, Block, Example, features
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
@@ -25,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("torch_ready")
 QUICK: Any = {"effort": 0.0}
 
 
-def joint_of(example: Example) -> Joint:
+def joint_of(example: Example) -> Captured:
     model, inputs = example.made()
     return capture(model, *inputs)
 
@@ -38,10 +40,10 @@ def in_slices(name: str, **options: Any) -> SlicedJoint:
 
 def loops(found: SlicedJoint) -> list[Sliced]:
     """What runs in slices, in order."""
-    return [op.node.target for op in found.joint.ops if isinstance(op.node.target, Sliced)]
+    return [node.target for node in found.joint.nodes if isinstance(node.target, Sliced)]
 
 
-def text_of(joint: Joint) -> str:
+def text_of(joint: Captured) -> str:
     """All that a graph says: nodes, arguments, and the shapes and layouts of values."""
     shown = [
         (node.format_node(), [(t.shape, t.stride(), t.dtype) for t in tensors(node.meta.get("val"))])
@@ -90,7 +92,7 @@ def test_gradients_made_in_the_forward_are_one_loop_and_others_two() -> None:
     assert [region.inside for region in inside.regions] == [True]
     assert [region.inside for region in again.regions] == [False]
     assert (len(loops(inside)), len(loops(again))) == (1, 2)
-    assert not next(op for op in inside.joint.ops if isinstance(op.node.target, Sliced)).backward
+    assert not next(op for op in inside.joint.ops if op.kind is Kind.SLICED).backward
 
 
 class Apart(nn.Module):
@@ -157,12 +159,12 @@ def as_real(value: torch.Tensor) -> torch.Tensor:
 def test_a_loop_takes_no_more_bytes_than_it_says_and_not_many_fewer(name: str, inside: bool) -> None:
     """Its outputs and its workspace, without what kernels take inside of themselves."""
     found = in_slices(name, inside=inside, wide=True)
-    for op in found.joint.ops:
-        loop = op.node.target
+    for node in found.joint.nodes:
+        loop = node.target
         if not isinstance(loop, Sliced):
             continue
-        given = [as_real(node.meta["val"]) for node in op.node.args]  # type: ignore[union-attr]
-        outputs = sum(map(storage_bytes, tensors(op.node.meta["val"])))
+        given = [as_real(item.meta["val"]) for item in node.args]  # type: ignore[union-attr]
+        outputs = sum(map(storage_bytes, tensors(node.meta["val"])))
         loop(*given)
         peak = storage_peak(lambda loop=loop, given=given: loop(*given))  # type: ignore[misc]
         said = outputs + loop.workspace
@@ -179,7 +181,7 @@ def test_sums_of_half_precision_are_wide_where_asked() -> None:
 def test_ways_to_slice_are_each_another_one() -> None:
     joint = joint_of(EVERYDAY["dropout"])
     found = list(variants(joint, largest_need(joint) // 4, most=1 << 20, reduce=None))
-    ops = [tuple(str(op.node.target) for op in one.joint.ops) for one in found]
+    ops = [tuple(op.target for op in one.joint.ops) for one in found]
     assert len(set(ops)) == len(ops) >= 3
     assert found[0].regions[0].inside
     assert not found[-1].regions[0].inside

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import fxremat
-from fxremat.step import cudnn_batch_norm as module
+from fxremat.capture import cudnn_batch_norm as module
 from tests.training import same
 
 pytestmark = pytest.mark.usefixtures("torch_ready", "cudnn")
@@ -124,7 +124,7 @@ def plain() -> Normalized:
 
 
 def targets(plan: fxremat.Plan) -> list[str]:
-    return [str(plan.joint.ops[step.op].node.target) for step in plan.program.executions if step.op is not None]
+    return [plan.graph.ops[step.op].target for step in plan.program.executions if step.op is not None]
 
 
 def test_its_bits_are_eagers_also_where_it_runs_again(plain: Normalized) -> None:

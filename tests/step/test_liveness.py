@@ -9,12 +9,12 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxremat.step.joint import Origin
 from fxremat.step.layout import Layout
 from fxremat.step.liveness import Memory, Sizes, live_bytes, lives, seed_lives
 from fxremat.step.program import Order, Program, Replay, Role, Step, Transfer
+from fxremat.step.step_graph import Origin
 from tests.dags import few
-from tests.joints import joint_of, joints, op, orders, sizes_of
+from tests.joints import graph_of, joints, op, orders, sizes_of
 
 MANY = few(100)
 
@@ -23,7 +23,7 @@ def naive(
     program: Program, sizes: Sizes, at_hand: Mapping[int, int] | None = None, kept: frozenset[int] = frozenset()
 ) -> Memory:
     """The memory of a program, seen by somebody who knows no better than to look at all of it at every step."""
-    joint, steps, whole = program.layout.joint, program.steps, at_hand is None
+    joint, steps, whole = program.layout.graph, program.steps, at_hand is None
     value_of, given = program.version_of, dict(at_hand or {})
     to_the_end = {
         version for value, version in program.first.items() if value in (joint.kept_outputs | joint.returned | kept)
@@ -84,7 +84,7 @@ def naive(
 def test_a_whole_step_is_that_of_the_naive_replay(data: st.DataObject, order: Order) -> None:
     program = order.program()
     sizes = data.draw(sizes_of(program))
-    kept = data.draw(st.frozensets(st.integers(0, len(program.layout.joint.values) - 1)))
+    kept = data.draw(st.frozensets(st.integers(0, len(program.layout.graph.values) - 1)))
     assert live_bytes(program, sizes) == naive(program, sizes)
     assert live_bytes(program, sizes, kept=kept) == naive(program, sizes, kept=kept)
 
@@ -96,7 +96,7 @@ def test_transfers_take_what_they_write_and_say(data: st.DataObject, order: Orde
     program = order.program()
     steps: list[Step | Transfer] = list(program.steps)
     version_of, split, fetched = list(program.version_of), program.split, set()
-    tangents = program.layout.joint.tangent_values
+    tangents = program.layout.graph.tangent_values
     for trip in range(data.draw(st.integers(1, 4))):
         place = data.draw(st.integers(0, len(steps)))
         born = sorted({v for step in steps[:place] for v in step.writes})
@@ -105,7 +105,7 @@ def test_transfers_take_what_they_write_and_say(data: st.DataObject, order: Orde
             value = data.draw(st.sampled_from([v for v in program.version_of if v not in tangents]))
             writes = (len(version_of),)
             version_of.append(value)
-            if program.layout.joint.values[value].origin is Origin.PRIMAL:
+            if program.layout.graph.values[value].origin is Origin.PRIMAL:
                 fetched.update(writes)
         elif born:
             reads = (data.draw(st.sampled_from(born)),)
@@ -123,7 +123,7 @@ def test_transfers_take_what_they_write_and_say(data: st.DataObject, order: Orde
 @MANY
 @given(st.data(), joints())
 def test_a_part_of_a_step_begins_with_what_is_at_hand(data: st.DataObject, joint: Any) -> None:
-    replay = Replay(Layout(joint=joint, blocks=(), held=frozenset()))
+    replay = Replay(Layout(graph=joint, blocks=(), held=frozenset()))
     for item in joint.forward_ops:
         for value in item.writes:
             replay.give(value)
@@ -140,12 +140,12 @@ def test_a_part_of_a_step_begins_with_what_is_at_hand(data: st.DataObject, joint
 
 def small() -> Program:
     """v0 -> v1 (random) -> v2 | v3, v2, v1 -> v4; the random op runs again, last."""
-    joint = joint_of(
+    joint = graph_of(
         [Origin.PRIMAL, Origin.FORWARD, Origin.FORWARD, Origin.TANGENT, Origin.BACKWARD],
         [op([0], [1], random=True), op([1], [2]), op([3, 2, 1], [4], backward=True)],
         returned=frozenset({4}),
     )
-    return Order(Layout(joint=joint, blocks=(), held=frozenset()), (0, 1, 0, 2), (0, 0, 0, 0), 2).program()
+    return Order(Layout(graph=joint, blocks=(), held=frozenset()), (0, 1, 0, 2), (0, 0, 0, 0), 2).program()
 
 
 def test_by_hand() -> None:
@@ -170,10 +170,10 @@ def test_the_last_use_of_every_version() -> None:
 
 def test_what_nothing_uses() -> None:
     """A tangent that the first step reads, one that nothing reads, and a value at hand that nothing reads."""
-    joint = joint_of(
+    joint = graph_of(
         [Origin.TANGENT, Origin.TANGENT, Origin.FORWARD, Origin.BACKWARD], [op([0], [3], backward=True)]
     )
-    replay = Replay(Layout(joint=joint, blocks=(), held=frozenset()), split=0)
+    replay = Replay(Layout(graph=joint, blocks=(), held=frozenset()), split=0)
     replay.give(2)
     replay.run(0, 0)
     program, sizes = replay.whole_program(), Sizes(values=[1, 2, 4, 8], workspace=[0])

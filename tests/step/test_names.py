@@ -19,18 +19,12 @@ from torch import Tensor, fx, nn
 
 import fxremat
 from benchmarks.models import get
+from fxremat.capture.captured import Captured
+from fxremat.capture.names import frame_of, module_of, tied_names
 from fxremat.plans import Plan
-from fxremat.step.joint import Joint, Origin
-from fxremat.step.names import (
-    Source,
-    common_module,
-    frame_of,
-    module_of,
-    ops_inside,
-    span_of,
-    tied_names,
-)
 from fxremat.step.program import Role
+from fxremat.step.source import Source, common_module, ops_inside, span_of
+from fxremat.step.step_graph import Origin
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
 
@@ -182,7 +176,7 @@ ASKED = [pytest.param(name, marks=pytest.mark.long) if name in LARGER else name 
 
 
 @dataclass(frozen=True)
-class Captured:
+class Planned:
     """A model with its plan."""
 
     model: nn.Module
@@ -199,20 +193,20 @@ def planned(model: nn.Module, inputs: Any, **options: Any) -> Plan:
 
 
 @cache
-def captured(name: str) -> Captured:
+def captured(name: str) -> Planned:
     """A model that keeps everything, captured once."""
     build, files = MODELS[name]
     torch.manual_seed(0)
     model, inputs = build()
-    return Captured(model, planned(model.train(), inputs, solver="keep_all"), files)
+    return Planned(model, planned(model.train(), inputs, solver="keep_all"), files)
 
 
 def large(plan: Plan) -> list[int]:
     sizes = plan.costs.sizes.values
-    return [v.index for v in plan.joint.values if sizes[v.index] > NEGLIGIBLE * plan.keep_all_peak]
+    return [v.index for v in plan.graph.values if sizes[v.index] > NEGLIGIBLE * plan.keep_all_peak]
 
 
-def check_parameters(joint: Joint, model: nn.Module) -> None:
+def check_parameters(joint: Captured, model: nn.Module) -> None:
     """Parameters have the names of `named_parameters()`, and so have the gradients that are returned."""
     names = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     of_kind = {
@@ -223,14 +217,14 @@ def check_parameters(joint: Joint, model: nn.Module) -> None:
     assert set(of_kind[Origin.BACKWARD]) == names
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     for value, name in joint.parameters.items():
-        shown = joint.values[value].node.meta["val"]
+        shown = joint.shown[value].meta["val"]
         assert shown.numel() == torch.Size(shapes[name]).numel()
 
 
 def check_graphs(plan: Plan) -> None:
     """Every node of the emitted graphs that a step executes has its module."""
     roles = {role.value for role in (Role.FORWARD, Role.RECOMPUTE, Role.BACKWARD)}
-    modules = {source.module for source in plan.joint.sources}
+    modules = {source.module for source in plan.graph.sources}
     seen = 0
     for graph in plan.graphs:
         for node in graph.graph.nodes:
@@ -246,23 +240,23 @@ def test_all_that_takes_memory_has_a_module_and_a_line(name: str) -> None:
     case = captured(name)
     modules = dict(case.model.named_modules(remove_duplicate=False))
     values = large(case.plan)
-    assert {case.plan.joint.values[value].origin for value in values} >= {Origin.FORWARD, Origin.BACKWARD}
+    assert {case.plan.graph.values[value].origin for value in values} >= {Origin.FORWARD, Origin.BACKWARD}
     for value in values:
-        source = case.plan.joint.value_sources[value]
+        source = case.plan.graph.value_sources[value]
         assert source.module in modules
-        assert source.frame is not None, case.plan.joint.values[value].name
+        assert source.frame is not None, case.plan.graph.values[value].name
         file = Path(source.frame.file)
         assert any(file == place or place in file.parents for place in case.files), file
         assert source.frame.code.strip() in file.read_text()
         assert source.frame.line <= len(file.read_text().splitlines())
-    assert {source.module for source in case.plan.joint.sources} <= modules.keys()
+    assert {source.module for source in case.plan.graph.sources} <= modules.keys()
 
 
 @pytest.mark.parametrize("name", ASKED)
 def test_ops_belong_to_what_was_called(name: str) -> None:
     """What an op of a layer reads of parameters is that layer's own; gradients of these are made in it too."""
     case = captured(name)
-    joint = case.plan.joint
+    joint = case.plan.graph
     modules = dict(case.model.named_modules(remove_duplicate=False))
     seen = 0
     for op in joint.ops:
@@ -278,8 +272,8 @@ def test_ops_belong_to_what_was_called(name: str) -> None:
 @pytest.mark.parametrize("name", ASKED)
 def test_parameters_and_their_gradients_have_the_names_of_the_model(name: str) -> None:
     case = captured(name)
-    check_parameters(case.plan.joint, case.model)
-    assert case.plan.joint.model == type(case.model).__name__
+    check_parameters(case.plan.graph, case.model)
+    assert case.plan.graph.model == type(case.model).__name__
 
 
 @pytest.mark.parametrize("name", ASKED)
@@ -289,8 +283,8 @@ def test_nodes_of_the_emitted_graphs_have_their_modules(name: str) -> None:
 
 @pytest.mark.parametrize("name", ASKED)
 def test_additions_of_gradients_lie_around_what_they_add_and_who_reads_it(name: str) -> None:
-    joint = captured(name).plan.joint
-    additions = [op for op in joint.backward_ops if op.node.meta.get("is_gradient_acc")]
+    joint = captured(name).plan.graph
+    additions = [op for op in joint.backward_ops if joint.nodes[op.index].meta.get("is_gradient_acc")]
     producers = {value.index: value.producer for value in joint.values}
     for op in additions:
         makers = [made for value in op.reads if (made := producers[value]) is not None]
@@ -304,13 +298,14 @@ def test_additions_of_gradients_lie_around_what_they_add_and_who_reads_it(name: 
 
 def test_a_residual_stream_adds_its_gradients_in_the_layer() -> None:
     """In `x + layer(x)` the model adds the two gradients of x up: between layers, so in none of them."""
-    joint = captured("custom").plan.joint
-    added = [joint.sources[op.index].module for op in joint.backward_ops if op.node.meta.get("is_gradient_acc")]
+    joint = captured("custom").plan.graph
+    backward = joint.backward_ops
+    added = [joint.sources[op.index].module for op in backward if joint.nodes[op.index].meta.get("is_gradient_acc")]
     assert Counter(added) == {"layers": 2} | ({"": 1} if "" in added else {})
 
 
 def test_a_custom_function_belongs_to_its_layer() -> None:
-    joint = captured("custom").plan.joint
+    joint = captured("custom").plan.graph
     gradients = {
         joint.parameters[value.index]: joint.sources[value.producer].module
         for value in joint.values
@@ -322,7 +317,7 @@ def test_a_custom_function_belongs_to_its_layer() -> None:
 
 
 def test_the_loss_of_the_root_is_the_models_own() -> None:
-    joint = captured("custom").plan.joint
+    joint = captured("custom").plan.graph
     last = joint.sources[joint.forward_count - 1]
     assert last == joint.sources[joint.forward_count]  # the backward begins with that of the loss
     assert last.module == ""
@@ -334,7 +329,7 @@ def test_the_loss_of_the_root_is_the_models_own() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_odd_names(name: str) -> None:
     model = Named(name)
-    joint = planned(model, torch.ones(8, WIDTH), solver="keep_all").joint
+    joint = planned(model, torch.ones(8, WIDTH), solver="keep_all").captured
     check_parameters(joint, model)
     called = {"", f"table.{name}", f"parts.{name}.0", f"parts.{name}.1"}
     assert called <= dict(model.named_modules()).keys()
@@ -353,12 +348,12 @@ def test_names_at_another_size() -> None:
     plan = planned(model, TOKENS, dynamic=True)
     other = plan.at(tokens=(4, 24))
     for one in (plan, other):
-        check_parameters(one.joint, model)
+        check_parameters(one.graph, model)
         check_graphs(one)
         modules = dict(model.named_modules(remove_duplicate=False))
-        assert {one.joint.value_sources[v].module for v in large(one)} <= modules.keys()
-    assert other.joint is not plan.joint
-    assert other.joint.model == "Tied"
+        assert {one.graph.value_sources[v].module for v in large(one)} <= modules.keys()
+    assert other.graph is not plan.graph
+    assert other.graph.model == "Tied"
 
 
 def sliced() -> tuple[nn.Module, Plan]:
@@ -390,13 +385,13 @@ def hosted_weights() -> tuple[nn.Module, Plan]:
 @pytest.mark.parametrize("make", [sliced, offloading, hosted_weights])
 def test_names_of_steps_that_are_rewritten(make: Callable[[], tuple[nn.Module, Plan]]) -> None:
     model, plan = make()
-    check_parameters(plan.joint, model)
+    check_parameters(plan.graph, model)
     check_graphs(plan)
     modules = dict(model.named_modules())
     for value in large(plan):
-        source = plan.joint.value_sources[value]
+        source = plan.graph.value_sources[value]
         assert source.module in modules
-        assert source.module != "", plan.joint.values[value].name
+        assert source.module != "", plan.graph.values[value].name
 
 
 class Calls(nn.Module):
@@ -408,8 +403,8 @@ class Calls(nn.Module):
 
 
 def test_the_line_is_the_innermost_one() -> None:
-    joint = planned(nn.Sequential(nn.Linear(8, 8), Calls()), torch.ones(4, 8)).joint
-    frames = [frame_of(op.node) for op in joint.forward_ops if op.name == "sin"]
+    joint = planned(nn.Sequential(nn.Linear(8, 8), Calls()), torch.ones(4, 8)).captured
+    frames = [frame_of(joint.nodes[op.index]) for op in joint.forward_ops if op.name == "sin"]
     line = "wide = lambda y: y.sin()  # noqa: E731"
     assert [(frame.function, frame.code) for frame in frames if frame] == [("<lambda>", line)]
     assert "test_names.py:" in str(frames[0])
@@ -417,7 +412,7 @@ def test_the_line_is_the_innermost_one() -> None:
 
 def test_no_line_is_one_of_fxremat() -> None:
     """Lines of torch.nn are left out by dynamo, and what stands around the model is not the model's."""
-    joint = planned(nn.Linear(8, 8), torch.ones(4, 8)).joint
+    joint = planned(nn.Linear(8, 8), torch.ones(4, 8)).captured
     assert {*joint.sources, *joint.value_sources} == {Source(module="", frame=None)}
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from fxremat.capture.collectives import Collective
+from fxremat.capture.overwriting import BACKWARDS, METHODS
 from fxremat.ops.overwriting import overwrite_where_alike
-from fxremat.step.collectives import Collective
-from fxremat.step.overwriting import BACKWARDS, METHODS
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
 aten = torch.ops.aten

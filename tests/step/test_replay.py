@@ -7,15 +7,14 @@ from typing import Any
 
 import pytest
 from hypothesis import given
-from torch import fx
 
 from fxremat.chains.schedule import Keep, Schedule
 from fxremat.errors import InvalidSchedule
-from fxremat.step.joint import Origin
 from fxremat.step.layout import BlockLayout, Layout
 from fxremat.step.program import Order, Program, Replay, Role, Transfer, rematerialize
+from fxremat.step.step_graph import Origin
 from tests.dags import few
-from tests.joints import joint_of, op, orders
+from tests.joints import graph_of, op, orders
 
 PRIMAL, TANGENT, FORWARD, BACKWARD = Origin.PRIMAL, Origin.TANGENT, Origin.FORWARD, Origin.BACKWARD
 
@@ -23,7 +22,7 @@ PRIMAL, TANGENT, FORWARD, BACKWARD = Origin.PRIMAL, Origin.TANGENT, Origin.FORWA
 @few(100)
 @given(orders())
 def test_an_order_reads_the_latest_versions(order: Order) -> None:
-    program, joint = order.program(), order.layout.joint
+    program, joint = order.program(), order.layout.graph
     assert [(step.op, step.block) for step in program.steps] == list(zip(order.ops, order.blocks, strict=True))
     first: dict[int, int] = {}
     latest: dict[int, int] = {}
@@ -62,8 +61,8 @@ def test_an_order_reads_the_latest_versions(order: Order) -> None:
 
 
 def test_an_order_that_reads_what_is_not_made_is_refused() -> None:
-    joint = joint_of([PRIMAL, FORWARD, FORWARD], [op([0], [1]), op([0, 1], [2])])
-    layout = Layout(joint=joint, blocks=(), held=frozenset())
+    joint = graph_of([PRIMAL, FORWARD, FORWARD], [op([0], [1]), op([0, 1], [2])])
+    layout = Layout(graph=joint, blocks=(), held=frozenset())
     with pytest.raises(InvalidSchedule, match="op1 runs before v1, which it reads"):
         Order(layout, (1, 0), (0, 0), 2).program()
     with pytest.raises(ValueError, match="zip"):
@@ -81,7 +80,7 @@ def chain(**sets: Any) -> Layout:
     backward = []
     for (g, h), u, x in zip(gradients, (5, 3, 1), (4, 2, 0), strict=True):
         backward += [op([g, u], [h], backward=True), op([h, x], [h + 1], backward=True)]
-    joint = joint_of(
+    joint = graph_of(
         [PRIMAL, *[FORWARD] * 6, TANGENT, *[BACKWARD] * 6],
         [*forward, *backward],
         **{"kept_outputs": frozenset(), "returned": frozenset({13}), **sets},
@@ -96,7 +95,7 @@ def chain(**sets: Any) -> Layout:
         )
         for b in range(3)
     )
-    return Layout(joint=joint, blocks=blocks, held=frozenset())
+    return Layout(graph=joint, blocks=blocks, held=frozenset())
 
 
 def text(program: Program) -> str:
@@ -139,9 +138,7 @@ def test_held_values_and_outputs_are_made_once_and_stay() -> None:
 @pytest.mark.parametrize("output", [True, False])
 def test_the_first_forward_of_a_block_makes_what_the_caller_gets(output: bool) -> None:
     """u3, which crosses no boundary: an output of the model, or held from the forward to the backward."""
-    graph = fx.Graph()
-    node = graph.placeholder("u3")
-    layout = chain(forward_outputs=(node,), value_of={node: 5}) if output else replace(chain(), held=frozenset({5}))
+    layout = chain(output_values=frozenset({5})) if output else replace(chain(), held=frozenset({5}))
     replay = Replay(layout)
     for block in range(3):
         replay.forward(block, Keep.CHECKPOINT)
@@ -153,20 +150,20 @@ def test_the_first_forward_of_a_block_makes_what_the_caller_gets(output: bool) -
 
 def test_an_op_that_returns_nothing_runs_once() -> None:
     """A check of an input, before its block."""
-    joint = joint_of(
+    joint = graph_of(
         [PRIMAL, FORWARD, TANGENT, BACKWARD],
         [op([0], []), op([0], [1]), op([2, 1], [3], backward=True)],
     )
     block = BlockLayout(
         forward=(0, 1), backward=(2,), boundary=frozenset({1}), made=frozenset({1}), saved=(frozenset({1}),)
     )
-    layout = Layout(joint=joint, blocks=(block,), held=frozenset())
+    layout = Layout(graph=joint, blocks=(block,), held=frozenset())
     assert text(rematerialize(layout, Schedule.parse("Fck1 Drop(a1) Fall1 B1"))) == "0 1 (1) | 2"
 
 
 def towers() -> Layout:
     """Two blocks of one op; the backward of the later one reads a gradient that the earlier one's makes."""
-    joint = joint_of(
+    joint = graph_of(
         [PRIMAL, FORWARD, FORWARD, TANGENT, BACKWARD, BACKWARD],
         [op([0], [1]), op([1], [2]), op([3, 5], [4], backward=True), op([3, 1], [5], backward=True)],
     )
@@ -177,7 +174,7 @@ def towers() -> Layout:
         )
         for b in range(2)
     ]  # fmt: skip
-    return Layout(joint=joint, blocks=tuple(blocks), held=frozenset())
+    return Layout(graph=joint, blocks=tuple(blocks), held=frozenset())
 
 
 def test_a_backward_op_waits_for_a_gradient_of_an_earlier_block() -> None:

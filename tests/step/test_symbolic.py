@@ -9,9 +9,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxremat.step.costs import op_key
-from fxremat.step.joint import Joint
-from fxremat.step.symbolic import NotSymbolic, Numbers, SymbolicGraph, has_symbolic_sizes, is_size, same_size
+from fxremat.capture.captured import Captured
+from fxremat.capture.symbolic import (
+    NotSymbolic,
+    Numbers,
+    SymbolicGraph,
+    has_symbolic_sizes,
+    is_size,
+    same_size,
+)
 from fxremat.torch_private import expression_of, storage_of, torch_release
 from tests.dags import Dag, Layer, Recipe, batch, capture
 from tests.symbolic import symbolic_graph
@@ -37,9 +43,9 @@ def layout_of(tensor: Tensor) -> object:
     return tensor.dtype, tensor.device, tensor.shape, tensor.stride(), tensor.storage_offset()
 
 
-def assert_same(ours: Joint, theirs: Joint) -> None:
+def assert_same(ours: Captured, theirs: Captured) -> None:
     """Two joint graphs are equal in ops, numbers, layouts, and in which tensors share a storage."""
-    assert [op_key(op.node) for op in ours.ops] == [op_key(op.node) for op in theirs.ops]
+    assert [op.key for op in ours.ops] == [op.key for op in theirs.ops]
     for mine, its in zip(ours.ops, theirs.ops, strict=True):
         for fact in ("backward", "reads", "writes", "again_reads", "again_writes", "random", "anchored"):
             assert getattr(mine, fact) == getattr(its, fact), (mine.name, fact)
@@ -95,7 +101,7 @@ def test_a_graph_at_sizes_has_the_nodes_of_the_symbolic_one_again() -> None:
     again = graph.as_captured(joint)
     nodes = set(graph.module.graph.nodes)
     assert again.module is graph.module
-    assert {op.node for op in again.ops} | {value.node for value in again.values} <= nodes
+    assert {*again.nodes, *again.shown} <= nodes
     assert [op.name for op in again.ops] == [op.name for op in joint.ops]
     assert {node.name: value for node, value in again.value_of.items()} == {
         node.name: value for node, value in joint.value_of.items()
@@ -177,7 +183,7 @@ def test_a_float_that_changes_is_a_value() -> None:
     joint = graph.at((11,))
     shapes = {tuple(node.meta["val"].shape) for node in joint.value_of if shows_a_tensor(node)}
     assert (5, 4) in shapes
-    constants = {arg for op in joint.ops for arg in op.node.args if isinstance(arg, float)}
+    constants = {arg for op in joint.ops for arg in joint.nodes[op.index].args if isinstance(arg, float)}
     assert 11 / 3 in constants
 
 

@@ -13,12 +13,12 @@ from collections import OrderedDict
 from dataclasses import fields
 from typing import NamedTuple, cast
 
-from fxremat.search import found_files
+from fxremat.capture.accounting import op_keys
+from fxremat.planning import found_files
 from fxremat.search.refine import Ladder
 from fxremat.search.replan import replanned
-from fxremat.step.costs import Costs, op_keys
-from fxremat.step.joint import Joint
-from fxremat.step.overwriting import called
+from fxremat.step.costs import Costs
+from fxremat.step.step_graph import StepGraph
 
 
 class Key(NamedTuple):
@@ -31,16 +31,16 @@ class Key(NamedTuple):
 
 AT_MOST = 8
 NEAREST = 3  # of the latest with the same ops: tried for other sizes
-NO_GRAPH = cast(Joint, None)
+NO_GRAPH = cast(StepGraph, None)
 _latest: OrderedDict[Key, Ladder] = OrderedDict()
 
 
 class FrontierCache:
     """What is known of a graph with these costs and settings."""
 
-    def __init__(self, joint: Joint, costs: Costs, settings: object) -> None:
-        self._joint, self._costs = joint, costs
-        self._key = key_of(joint, costs, settings)
+    def __init__(self, graph: StepGraph, costs: Costs, settings: object) -> None:
+        self._graph, self._costs = graph, costs
+        self._key = key_of(graph, costs, settings)
 
     def get(self) -> Ladder | None:
         """The ladder that was put last, here or in an earlier process; None where none was, or it was too long ago."""
@@ -48,7 +48,7 @@ class FrontierCache:
         if known is None:
             return None
         self._remember(known)
-        return known.on(self._joint)
+        return known.on(self._graph)
 
     def of_other_sizes(self) -> Ladder | None:
         """The latest ladder of a graph with the same ops and sizes that are near, judged here; None where none is.
@@ -61,7 +61,7 @@ class FrontierCache:
             for key, ladder in _latest.items()
             if key.topology == mine.topology and key.sizes != mine.sizes
         ]
-        judged = (replanned(ladder, self._joint, self._costs) for ladder in reversed(known[-NEAREST:]))
+        judged = (replanned(ladder, self._graph, self._costs) for ladder in reversed(known[-NEAREST:]))
         return next(filter(None, judged), None)
 
     def put(self, ladder: Ladder) -> None:
@@ -79,23 +79,23 @@ class FrontierCache:
             _latest.popitem(last=False)
 
 
-def key_of(joint: Joint, costs: Costs, settings: object) -> Key:
+def key_of(graph: StepGraph, costs: Costs, settings: object) -> Key:
     """The key of a search on a graph with these costs and settings."""
-    return Key(_topology(joint, settings), tuple(v.bytes for v in joint.values), _costs(joint, costs))
+    return Key(_topology(graph, settings), tuple(v.bytes for v in graph.values), _costs(graph, costs))
 
 
-def _topology(joint: Joint, settings: object) -> str:
+def _topology(graph: StepGraph, settings: object) -> str:
     """Which ops there are, and what each reads and writes."""
     numbers = [
-        (str(called(op.node)[0]), *(getattr(op, field.name) for field in fields(op) if field.name != "node"))
-        for op in joint.ops
+        [getattr(op, field.name) for field in fields(op) if field.name != "key"]
+        for op in graph.ops
     ]
-    values = [(v.origin, v.producer) for v in joint.values]
-    sets = [sorted(s) for s in (joint.kept_outputs, joint.returned, joint.updates, joint.mutated_primals)]
-    text = repr((numbers, values, sets, sorted(joint.held_tangents), settings))
+    values = [(v.origin, v.producer) for v in graph.values]
+    sets = [sorted(s) for s in (graph.kept_outputs, graph.returned, graph.updates, graph.mutated_primals)]
+    text = repr((numbers, values, sets, sorted(graph.held_tangents), settings))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _costs(joint: Joint, costs: Costs) -> str:
-    keys = "\n".join(f"{op.name} {key}" for op, key in zip(joint.ops, op_keys(joint, costs.fresh), strict=True))
+def _costs(graph: StepGraph, costs: Costs) -> str:
+    keys = "\n".join(f"{op.name} {key}" for op, key in zip(graph.ops, op_keys(graph, costs.fresh), strict=True))
     return hashlib.sha256(f"{costs}\n{keys}".encode()).hexdigest()

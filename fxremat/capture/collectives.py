@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxremat.step.step_graph import Kind
 from fxremat.torch_private import group_named
 
 NAMESPACE = "_c10d_functional"
@@ -27,6 +28,7 @@ class Collective:
     def __init__(self, start: torch._ops.OpOverload) -> None:
         self.start = start
         self.__name__ = start.overloadpacket.__name__
+        self.kind = Kind.GATHER if self.__name__.startswith("all_gather") else Kind.COLLECTIVE
 
     def __str__(self) -> str:
         return f"collective {self.__name__}"
@@ -71,7 +73,7 @@ def is_collective(node: fx.Node) -> bool:
 
 def is_gather(node: fx.Node) -> bool:
     """True for a collective that puts the parts of all ranks together."""
-    return isinstance(node.target, Collective) and node.target.__name__.startswith("all_gather")
+    return isinstance(node.target, Collective) and node.target.kind is Kind.GATHER
 
 
 def groups_of(node: fx.Node) -> tuple[str, ...]:

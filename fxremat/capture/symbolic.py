@@ -11,7 +11,7 @@ all sizes. No symbol is compared with anything here: that would add a guard and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from fxremat.step.joint import SYMBOLS, Joint, read_joint, tangents_in, tensors_of
+from fxremat.capture.captured import Captured, read_joint
+from fxremat.capture.nodes import SYMBOLS, tangents_in, tensors_of
 from fxremat.torch_private import (
     depends_on_data,
     expression_of,
@@ -151,7 +152,7 @@ class SymbolicGraph:
         symbols = {symbol for n in numbers if isinstance(n, SYMBOLS) for symbol in expression_of(n).free_symbols}
         return tuple(place for place, symbol in enumerate(self.symbols) if symbol in symbols)
 
-    def now(self) -> Joint:
+    def now(self) -> Captured:
         """The joint graph at the sizes of the call that it was captured from."""
         return self.at(tuple(size_now(node.meta["val"]) for node in self.inputs))
 
@@ -166,7 +167,7 @@ class SymbolicGraph:
         noted = guards_of(self.inputs[0].meta["val"]) if self.inputs else []
         return fixed and all(map(numbers.holds, noted))
 
-    def at(self, dims: Dims) -> Joint:
+    def at(self, dims: Dims) -> Captured:
         """The joint graph at these sizes. O(nodes): tens of milliseconds for a GPT of 12 layers.
 
         Raises:
@@ -196,23 +197,22 @@ class SymbolicGraph:
                 copies[node] = made
         return graph
 
-    def as_captured(self, joint: Joint) -> Joint:
-        """A joint of `at` that refers to the nodes of this graph, and has a gradient (None) of each symbolic input."""
-        by_name = {node.name: node for node in self.module.graph.nodes}
+    def as_captured(self, joint: Captured) -> Captured:
+        """A graph of `at` that refers to the nodes of this one, and has a gradient (None) of each symbolic input."""
+        by_name: dict[str, fx.Node] = {node.name: node for node in self.module.graph.nodes}
 
-        def back(node: fx.Node) -> fx.Node:
-            found: fx.Node = by_name[node.name]
-            return found
+        def back(nodes: Iterable[fx.Node]) -> tuple[fx.Node, ...]:
+            return tuple(by_name[node.name] for node in nodes)
 
-        outputs: list[Any] = list(by_name["output"].args[0])
+        outputs: list[Any] = list(by_name["output"].args[0])  # type: ignore[arg-type]
         return replace(
             joint,
             module=self.module,
-            ops=tuple(replace(op, node=back(op.node)) for op in joint.ops),
-            values=tuple(replace(value, node=back(value.node)) for value in joint.values),
-            value_of={back(node): value for node, value in joint.value_of.items()},
-            primals=tuple(map(back, joint.primals)),
-            tangents=tuple(map(back, joint.tangents)),
+            nodes=back(joint.nodes),
+            shown=back(joint.shown),
+            value_of={by_name[node.name]: value for node, value in joint.value_of.items()},
+            primals=back(joint.primals),
+            tangent_nodes=back(joint.tangent_nodes),
             forward_outputs=tuple(outputs[: self._forward_outputs]),
             backward_outputs=tuple(outputs[self._forward_outputs :]),
         )

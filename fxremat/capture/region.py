@@ -25,6 +25,7 @@ import torch
 from torch import fx
 
 from fxremat.errors import FxrematError
+from fxremat.step.step_graph import Kind
 from fxremat.torch_inductor import compile_region, configuration
 from fxremat.torch_private import boxed, copied
 
@@ -60,6 +61,8 @@ class Region:
         donated: those among them whose storage kernels may overwrite.
         kernels: how it is compiled.
     """
+
+    kind = Kind.REGION
 
     def __init__(
         self,

@@ -1,0 +1,200 @@
+"""The costs of one joint graph, by op number, and the text that identifies an op's cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+
+import torch
+from torch import fx
+
+from fxremat.budget import bytes_of
+from fxremat.capture.captured import Captured, captured_of
+from fxremat.capture.handed_in import laid_out_by_others
+from fxremat.capture.names import FLOAT
+from fxremat.capture.nodes import is_number
+from fxremat.capture.op_key import op_key
+from fxremat.capture.overwriting import overwritten
+from fxremat.capture.region import Region
+from fxremat.step.costs import Costs, OpCost
+from fxremat.step.liveness import Sizes
+from fxremat.step.step_graph import Origin, StepGraph
+from fxremat.torch_private import allocates_in_expandable_segments, holds_gradients
+from fxremat.units import Budget
+
+NUMBERS_OF_LOSS = 4  # for each output: such as the loss's terms, sums of them, and the gradients of those
+SINGLE = torch.float32.itemsize
+CUDA_BLOCK = 512  # the caching allocator counts every tensor in blocks of this many bytes
+CUDA_UNSPLIT = 2**20  # bytes that it leaves in a block, rather than split them off, beyond a tensor of more than this
+
+
+def rounded(size: int, device: torch.device) -> int:
+    """The bytes that the device's allocator takes for so many."""
+    block = CUDA_BLOCK if device.type == "cuda" else 1
+    return -(-size // block) * block
+
+
+def held(size: int, device: torch.device) -> int:
+    """The most bytes that the device's allocator counts for so many: of those that it does not split off, too.
+
+    CUDA's caching allocator gives a tensor the smallest free block that it has. It splits off the rest, unless the
+    tensor has more than 1 MiB and the rest is at most that; in expandable segments it splits off all.
+    """
+    return rounded(size, device) + (unsplit(device) if size > CUDA_UNSPLIT else 0)
+
+
+def unsplit(device: torch.device) -> int:
+    """Bytes that a block on a device may have beyond a tensor of more than `CUDA_UNSPLIT`."""
+    exact = device.type != "cuda" or not torch.cuda.is_available() or allocates_in_expandable_segments()
+    return 0 if exact else CUDA_UNSPLIT
+
+
+def costs_from(
+    joint: Captured, by_op: Sequence[OpCost], device: torch.device, fresh: frozenset[int] = frozenset()
+) -> Costs:
+    """Put the costs of the ops together with the sizes of the values as the device's allocator rounds them.
+
+    Floats of Python's that are inputs are there all along, as tensors that dynamo makes at each call.
+    An op may leave more than its outputs' shapes need: `mse_loss` returns its sum in the storage of all its terms.
+    One that overwrites what it reads leaves that storage, and needs no other: its workspace makes up for the two.
+    A region's workspace is its whole peak, its outputs among them: it may free its inputs before it makes them.
+    """
+    sizes = [value.bytes for value in joint.values]
+    taken = [0] * len(joint.ops)
+    for op, cost in zip(joint.ops, by_op, strict=True):
+        if (operand := overwritten(joint.nodes[op.index])) is not None and op.index not in fresh:
+            (result,) = op.writes
+            sizes[result] = sizes[joint.value_of[operand]]
+            taken[op.index] = held(sizes[result], device)
+            continue
+        for value in op.writes:
+            position = output_position(joint.shown[value], joint.nodes[op.index])
+            if position is not None and position < len(cost.outputs):
+                sizes[value] = cost.outputs[position]
+        if isinstance(joint.nodes[op.index].target, Region):
+            taken[op.index] = sum(held(sizes[value], device) for value in op.writes)
+    floats = _floats(joint, device)
+    copied = _copied_gradients(joint, device)
+    own = [held(cost.workspace, device) + copied.get(op.index, 0) for op, cost in zip(joint.ops, by_op, strict=True)]
+    return Costs(
+        seconds=tuple(cost.seconds for cost in by_op),
+        sizes=Sizes(
+            values=tuple(held(size, device) for size in sizes),
+            workspace=tuple(workspace - gone + floats for workspace, gone in zip(own, taken, strict=True)),
+            seed=torch.default_generator.get_state().numel() if device.type == "cpu" else 0,
+            outside=set_aside(joint, device),
+            root=_numbers(joint, device) + _beside_copies(joint, device),
+            unsplit=unsplit(device),
+        ),
+        fresh=fresh,
+    )
+
+
+def _copied_gradients(joint: Captured, device: torch.device) -> dict[int, int]:
+    """Bytes of copies that ops may make of gradients that a loss outside hands in: those may lie otherwise than traced.
+
+    A pointwise op takes them as they lie, unless it reads what autograd reshapes; a convolution does not. A backward in
+    regions is given gradients as they were traced. Where the model returns its loss, no other is planned for.
+    """
+    unknown = laid_out_by_others(joint.module.graph) if _gradients(joint) else set()
+    found = dict[int, int]()
+    for op in joint.backward_ops if unknown else ():
+        if isinstance(joint.nodes[op.index].target, Region):
+            continue
+        pointwise = torch.Tag.pointwise in getattr(joint.nodes[op.index].target, "tags", ())
+        read = [node for node in joint.nodes[op.index].all_input_nodes if node in unknown]
+        sizes = [node.meta["val"].nbytes for node in read if not pointwise or _is_reshaped(joint, node)]
+        found[op.index] = sum(held(size, device) for size in sizes)
+    return found
+
+
+def _is_reshaped(joint: Captured, node: fx.Node) -> bool:
+    """Tell whether a node shows its value through a reshape, which copies what it cannot view."""
+    value, shower = joint.value_of.get(node), node
+    while shower.target is not torch.ops.aten.reshape.default:
+        parents = [parent for parent in shower.all_input_nodes if joint.value_of.get(parent) == value]
+        if value is None or not parents:
+            return False
+        shower = parents[0]
+    return True
+
+
+def set_aside(joint: Captured, device: torch.device) -> int:
+    """Bytes for a loss outside the model as the device's allocator rounds them, and for the numbers beside it."""
+    numbers = _numbers(joint, device)
+    return outside_bytes(joint) + numbers + _floats(joint, device) if numbers else 0
+
+
+def _beside_copies(joint: Captured, device: torch.device) -> int:
+    """Bytes of gradients that a loss outside hands in and autograd holds, beside the copies that a backward may make.
+
+    It copies those that lie otherwise than the outputs do, where it cannot view them as they lie.
+    """
+    return sum(rounded(t.numel() * t.element_size(), device) for t in _gradients(joint)) if holds_gradients() else 0
+
+
+def _numbers(joint: Captured, device: torch.device) -> int:
+    return NUMBERS_OF_LOSS * rounded(8, device) * len(_gradients(joint))
+
+
+def _floats(joint: Captured, device: torch.device) -> int:
+    """Bytes of the tensors that dynamo makes of Python's floats at each call."""
+    made = [joint.values[joint.value_of[node]] for node in joint.primals if node.meta.get(FLOAT)]
+    return sum(rounded(value.bytes, device) for value in made)
+
+
+def outside_bytes(joint: Captured) -> int:
+    """Bytes that a loss outside the model is taken to need between forward and backward, until it has been measured.
+
+    A model that returns its loss needs nothing. The user can say better (`loss_bytes`).
+    """
+    trained = _gradients(joint)
+    others = [node.meta.get("val") for node in joint.untrained_outputs] if trained else []
+    assumed = sum(assumed_for(t.numel(), t.dtype) for t in trained)
+    return assumed + sum(assumed_for(t.numel(), t.dtype, trained=False) for t in others if isinstance(t, torch.Tensor))
+
+
+def assumed_for(count: int, dtype: torch.dtype, *, trained: bool = True) -> int:
+    """Bytes that a loss of an output of `count` numbers is taken to need: four times the output's, in fp32 or wider.
+
+    A cross entropy takes three times (log-probabilities, and two gradients at a time), `x.pow(2).mean()` four times;
+    an output in half precision is copied to fp32 besides. Of an output that needs no gradient (`trained` False) the
+    loss keeps one storage at most: `mse_loss` returns its sum in that of all its terms. Of integers it keeps nothing.
+    """
+    if not trained:
+        return int(count) * max(dtype.itemsize, SINGLE) if dtype.is_floating_point else 0
+    return int(count) * (4 * dtype.itemsize if dtype.itemsize >= SINGLE else 5 * SINGLE)
+
+
+def _gradients(joint: Captured) -> list[torch.Tensor]:
+    """What a loss outside hands in, as fake tensors; nothing where the model returns its loss."""
+    shown = () if joint.root_tangents else (node.meta.get("val") for node in joint.tangent_nodes)
+    return [tensor for tensor in shown if isinstance(tensor, torch.Tensor)]
+
+
+def output_position(shown: fx.Node, op: fx.Node) -> int | None:
+    """Which output of `op` the node shows; None for one that nothing reads."""
+    if shown is op:
+        value = op.meta.get("val")
+        return 0 if isinstance(value, torch.Tensor) or is_number(value) else None
+    position = shown.args[1]
+    return position if isinstance(position, int) else None
+
+
+def device_of(graph: StepGraph) -> torch.device:
+    """The device where a step runs."""
+    return torch.device(graph.device)
+
+
+def largest_tensor(graph: StepGraph) -> int:
+    """Bytes of the largest tensor that the step makes."""
+    return max((value.bytes for value in graph.values if value.origin is not Origin.PRIMAL), default=0)
+
+
+def budget_in_bytes(budget: Budget, keep_all: int, graph: StepGraph) -> int:
+    """The bytes that a budget means for a step, where keeping everything takes `keep_all` bytes."""
+    return bytes_of(budget, keep_all, device_of(graph), largest_tensor(graph))
+
+
+def op_keys(graph: StepGraph, fresh: Set[int] = frozenset()) -> list[str]:
+    """The keys of all ops of a graph, in their order; `fresh` has those that make new results."""
+    return [op_key(captured_of(graph).nodes[op.index], fresh=True) if op.index in fresh else op.key for op in graph.ops]

@@ -1,0 +1,395 @@
+"""A graph of torch.fx read as a `StepGraph`: `read_joint`, and the nodes that stand for ops and values.
+
+    torch.fx joint graph    placeholders, compute nodes, views of views, getitems, detaches
+    Captured                a StepGraph; `nodes` has the node of each op, `shown` one that shows each value,
+                            `value_of` the value that each node shows a view of
+
+Planning speaks of op and value numbers; measuring and lowering come back to the nodes. Nothing changes a graph that
+was read.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from typing import cast
+
+import torch
+from torch import fx
+
+from fxremat.capture.batch_norm import again_inputs, made_again
+from fxremat.capture.collectives import is_collective
+from fxremat.capture.names import model_of, parameter_of, sources_of
+from fxremat.capture.nodes import NUMBERS, is_random, storage_bytes, tangents_in, tensors_of
+from fxremat.capture.op_key import op_key
+from fxremat.capture.overwriting import called, overwritten
+from fxremat.step.step_graph import Kind, Op, Origin, StepGraph, Value
+from fxremat.torch_private import holds_gradients, is_effect_token, storage_of
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Captured(StepGraph):
+    """A step graph with the graph of torch.fx that it was read from."""
+
+    module: fx.GraphModule
+    nodes: tuple[fx.Node, ...]  # of the ops
+    shown: tuple[fx.Node, ...]  # by value: the placeholder, the op's node, or the getitem that takes it out of its op
+    value_of: Mapping[fx.Node, int]  # every tensor node (views included) to the storage it shows
+    primals: tuple[fx.Node, ...]
+    tangent_nodes: tuple[fx.Node, ...]
+    forward_outputs: tuple[object, ...]  # fx nodes, or constants such as None
+    backward_outputs: tuple[object, ...]
+    output_descs: tuple[object, ...]
+    update_nodes: Mapping[int, fx.Node] = field(default_factory=dict)  # as `updates_of`, the node of each gradient
+
+    @cached_property
+    def step(self) -> StepGraph:
+        """The step graph alone, without nodes."""
+        return StepGraph(**{each.name: getattr(self, each.name) for each in fields(StepGraph)})
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    @cached_property
+    def outputs_needed(self) -> tuple[frozenset[int | None], ...]:
+        """For each output of the backward, the forward's outputs whose gradients it is computed from.
+
+        None stands for a gradient of something else, such as the base of several views.
+        """
+        needed: dict[fx.Node, frozenset[int | None]] = {}
+        for node in self.module.graph.nodes:
+            if node in self.tangent_nodes:
+                output = getattr(node.meta.get("desc"), "output", None)
+                needed[node] = frozenset([getattr(output, "idx", None)])
+            else:
+                needed[node] = frozenset().union(*(needed[parent] for parent in node.all_input_nodes))
+        return tuple(
+            needed[node] if isinstance(node, fx.Node) else frozenset() for node in self.backward_outputs
+        )
+
+    @cached_property
+    def untrained_outputs(self) -> tuple[fx.Node, ...]:
+        """Outputs that the caller is given and autograd hands no gradient in for: one node a storage."""
+        trained = [getattr(node.meta.get("desc"), "output", None) for node in self.tangent_nodes]
+        shown: dict[int, fx.Node] = {}
+        seen: set[int] = set()
+        for node, desc in zip(self.forward_outputs, self.output_descs, strict=True):
+            if isinstance(node, fx.Node):
+                shown[self.value_of[node]] = node
+                seen |= {self.value_of[node]} if desc in trained else set()
+        return tuple(node for value, node in shown.items() if value in self.kept_outputs - seen)
+
+
+def captured_of(graph: StepGraph) -> Captured:
+    """The graph with its nodes, of a step that is to be measured or run here.
+
+    Raises `TypeError` for numbers alone, which were read from a file or kept by a cache.
+    """
+    if not isinstance(graph, Captured):
+        raise TypeError("this step graph has no nodes: put it on a captured graph that is equal to it")
+    return graph
+
+
+def inputs_of(joint: Captured) -> tuple[fx.Node, ...]:
+    """The primals that the caller hands in, in order: `backward_outputs` begins with a gradient of each.
+
+    The others are tokens, which put ops with effects (such as the check in `linalg.cholesky`) in order.
+    """
+    return _inputs(joint.primals)
+
+
+def _inputs(primals: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
+    return tuple(primal for primal in primals if not is_effect_token(primal))
+
+
+def with_updates_inside(joint: Captured, trained: Set[int]) -> Captured:
+    """The joint graph of a step that updates these parameters (primal values) itself, and keeps their gradients."""
+    outputs = list(joint.backward_outputs)
+    gradients: dict[int, fx.Node] = {}
+    for place, (primal, gradient) in enumerate(zip(inputs_of(joint), joint.backward_outputs, strict=False)):
+        if joint.value_of[primal] in trained and isinstance(gradient, fx.Node):
+            gradients[joint.value_of[primal]] = gradient
+            outputs[place] = None
+    returned = frozenset(joint.value_of[node] for node in outputs if isinstance(node, fx.Node))
+    updates = {value: joint.value_of[gradient] for value, gradient in gradients.items()}
+    return replace(
+        joint,
+        backward_outputs=tuple(outputs),
+        returned=returned,
+        updates_of=updates,
+        update_nodes=gradients,
+    )
+
+
+def _is_scalar(node: fx.Node) -> bool:
+    return any(tensor is not None and tensor.numel() == 1 for tensor in tensors_of(node))
+
+
+def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """The nodes, and all that they are computed from."""
+    found: set[fx.Node] = set()
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack += node.all_input_nodes
+    return found
+
+
+def read_joint(module: fx.GraphModule, forward_outputs: int) -> Captured:
+    """Read a joint graph as AOTAutograd hands it to a partition function. O(nodes).
+
+    Args:
+        module: the joint graph, functional and undecomposed, with fake tensors in `meta["val"]`.
+        forward_outputs: how many of its outputs belong to the forward.
+
+    Raises:
+        CaptureError: a size depends on data.
+    """
+    return _Reader(module, forward_outputs).read()
+
+
+class _Reader:
+    def __init__(self, module: fx.GraphModule, forward_outputs: int) -> None:
+        self.module = module
+        nodes = list(module.graph.nodes)
+        output = nodes[-1]
+        outputs: list[object] = list(cast(Sequence[object], output.args[0]))
+        descs = output.meta.get("desc") or [None] * len(outputs)
+        self.nodes = nodes[:-1]
+        self.forward_outputs = tuple(outputs[:forward_outputs])
+        self.backward_outputs = tuple(outputs[forward_outputs:])
+        self.descs = tuple(descs[:forward_outputs])
+        placeholders = [node for node in self.nodes if node.op == "placeholder"]
+        self.tangents = tuple(tangents_in(module.graph))
+        tangents = set(self.tangents)
+        self.primals = tuple(node for node in placeholders if node not in tangents)
+        self.values: list[Value] = []
+        self.shown: list[fx.Node] = []  # by value
+        self.value_of: dict[fx.Node, int] = {}
+        self.late = self._late()
+
+    def _late(self) -> set[fx.Node]:
+        """The nodes of the backward: the first that autograd made there, and all that follow it.
+
+        AOTAutograd traces the forward first. A node of the backward depends on a tangent or is tagged; what a custom
+        `torch.autograd.Function` computes there from saved tensors alone is neither, but stands behind such a node.
+        """
+        forward = _ancestors(node for node in self.forward_outputs if isinstance(node, fx.Node))
+        late = set(self.tangents)
+        begun = False
+        for node in self.nodes:
+            if node.op == "placeholder":
+                continue
+            begun = begun or (
+                node not in forward
+                and (
+                    node.meta.get("partitioner_tag") == "is_backward"
+                    or not late.isdisjoint(node.all_input_nodes)
+                )
+            )
+            if begun and node not in forward and node.op != "get_attr":
+                late.add(node)
+        return late
+
+    def read(self) -> Captured:
+        compute: list[tuple[fx.Node, tuple[int, ...]]] = []
+        for node in self.nodes:
+            if node.op in ("placeholder", "get_attr"):
+                self._new_value(node, Origin.TANGENT if node in self.tangents else Origin.PRIMAL)
+            elif node.target is operator.getitem and node.args[0] in self.value_of:
+                self.value_of[node] = self.value_of[node.args[0]]  # an item of a tuple of views
+            elif node.target is operator.getitem:
+                pass  # named by its op below
+            elif (base := self._base_of_view(node)) is not None:
+                self.value_of[node] = base
+            else:
+                compute.append((node, self._outputs(node)))
+        return self._joint(compute)
+
+    def _new_value(self, node: fx.Node, origin: Origin, position: int | None = None) -> int:
+        tensor = next((t for t in tensors_of(node) if t is not None), None)
+        self.value_of[node] = index = self._add(node.name, node, tensor, origin, position)
+        return index
+
+    def _add(
+        self, name: str, shown: fx.Node, tensor: torch.Tensor | None, origin: Origin, position: int | None = None
+    ) -> int:
+        value = Value(
+            index=len(self.values),
+            name=name,
+            bytes=0 if tensor is None else storage_bytes(tensor),
+            origin=origin,
+            producer=None,
+            position=position,
+            type=_type(shown.meta.get("val")),
+            whole=_is_whole(shown.meta.get("val")),
+        )
+        self.values.append(value)
+        self.shown.append(shown)
+        return value.index
+
+    def _base_of_view(self, node: fx.Node) -> int | None:
+        """The value that all outputs of `node` alias, or None where the node computes something new."""
+        outputs = [tensor for tensor in tensors_of(node) if tensor is not None]
+        parents = [parent for parent in node.all_input_nodes if parent in self.value_of]
+        if not outputs or len(parents) != 1:
+            return None
+        storages = {storage_of(tensor) for tensor in tensors_of(parents[0]) if tensor is not None}
+        aliases = all(storage_of(tensor) in storages for tensor in outputs)
+        return self.value_of[parents[0]] if aliases else None
+
+    def _outputs(self, node: fx.Node) -> tuple[int, ...]:
+        """Make the values that a compute node gives birth to; producer numbers are filled in by `_joint`."""
+        origin = Origin.BACKWARD if node in self.late else Origin.FORWARD
+        if isinstance(node.meta.get("val"), (torch.Tensor, *NUMBERS)):
+            return (self._new_value(node, origin),)
+        written: list[int] = []
+        seen: dict[int, int] = {}
+        for item in [user for user in node.users if user.target is operator.getitem]:
+            position = item.args[1]
+            if not isinstance(position, int) or not isinstance(item.meta.get("val"), torch.Tensor):
+                continue
+            if position in seen:
+                self.value_of[item] = seen[position]
+                continue
+            seen[position] = self._new_value(item, origin, position)
+            written.append(seen[position])
+        unread = [t for k, t in enumerate(tensors_of(node)) if t is not None and k not in seen]
+        for tensor in unread:  # occupies memory while the op runs and until its outputs are taken apart
+            written.append(self._add(f"{node.name}_unread", node, tensor, origin))
+        return tuple(written)
+
+    def _joint(self, compute: Sequence[tuple[fx.Node, tuple[int, ...]]]) -> Captured:
+        ordered = [item for item in compute if item[0] not in self.late]
+        forward_count = len(ordered)
+        ordered += [item for item in compute if item[0] in self.late]
+        ops = self._ops(ordered)
+        nodes = tuple(node for node, _ in ordered)
+        returned = {node for node in self.backward_outputs if isinstance(node, fx.Node)}
+        outputs = [node for node in self.forward_outputs if isinstance(node, fx.Node)]
+        kept, updates = self._split_outputs()
+        return Captured(
+            module=self.module,
+            ops=ops,
+            values=tuple(self.values),
+            nodes=nodes,
+            shown=tuple(self.shown),
+            value_of=self.value_of,
+            primals=self.primals,
+            tangent_nodes=self.tangents,
+            tangents=tuple(self.value_of[node] for node in self.tangents),
+            holds_gradients=holds_gradients(),
+            output_values=frozenset(self.value_of[node] for node in outputs if node in self.value_of),
+            sources=sources_of(nodes),
+            parameters=self._parameters(),
+            model=model_of(self.primals),
+            device=_device_of(self.primals),
+            forward_outputs=self.forward_outputs,
+            backward_outputs=self.backward_outputs,
+            output_descs=self.descs,
+            forward_count=forward_count,
+            root_tangents=frozenset(self.value_of[node] for node in self.tangents if _is_scalar(node)),
+            kept_outputs=frozenset(kept),
+            mutated_primals=frozenset(self._mutated()),
+            updates=frozenset(updates),
+            returned=frozenset(self.value_of[node] for node in returned),
+        )
+
+    def _ops(self, ordered: Sequence[tuple[fx.Node, tuple[int, ...]]]) -> tuple[Op, ...]:
+        """The ops in execution order; the values they write learn their producers."""
+        moving = {  # values that depend on a differentiable input
+            self.value_of[primal]
+            for primal, gradient in zip(_inputs(self.primals), self.backward_outputs, strict=False)
+            if gradient is not None
+        }
+        numbers = sorted({number for node, _ in ordered if (number := node.meta.get("seq_nr")) is not None})
+        sequence = {number: place for place, number in enumerate(numbers)}  # equal for every capture
+        ops: list[Op] = []
+        for index, (node, writes) in enumerate(ordered):
+            reads = self._values_of(node.all_input_nodes)
+            anchored = node not in self.late and moving.isdisjoint(reads)
+            if not anchored:
+                moving.update(writes)
+            again_writes = tuple(write for write in writes if made_again(node, self.shown[write]))
+            again_reads = self._values_of(again_inputs(node))
+            taken = overwritten(node)
+            op = Op(
+                index=index,
+                name=node.name,
+                target=str(called(node)[0]),
+                key=op_key(node),
+                kind=_kind(node),
+                backward=node in self.late,
+                reads=reads,
+                writes=writes,
+                again_reads=again_reads,
+                again_writes=again_writes,
+                overwrites=None if taken is None else self.value_of[taken],
+                random=is_random(node),
+                anchored=anchored,
+                sequence=sequence.get(node.meta.get("seq_nr")),
+            )
+            ops.append(op)
+            for write in writes:
+                self.values[write] = replace(self.values[write], producer=index)
+        return tuple(ops)
+
+    def _parameters(self) -> dict[int, str]:
+        """The names of parameters, by their values and by those of the gradients that are returned."""
+        named = {self.value_of[node]: name for node in self.primals if (name := parameter_of(node))}
+        pairs = zip(_inputs(self.primals), self.backward_outputs, strict=False)
+        return named | {
+            self.value_of[gradient]: named[self.value_of[primal]]
+            for primal, gradient in pairs
+            if isinstance(gradient, fx.Node) and self.value_of[primal] in named
+        }
+
+    def _values_of(self, nodes: Iterable[fx.Node]) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(self.value_of[node] for node in nodes if node in self.value_of))
+
+    def _split_outputs(self) -> tuple[set[int], set[int]]:
+        """What the forward returns: values the caller holds on to, and values that overwrite an input."""
+        kept: set[int] = set()
+        updates: set[int] = set()
+        for node, desc in zip(self.forward_outputs, self.descs, strict=True):
+            if isinstance(node, fx.Node):
+                overwrites = getattr(desc, "mutated_input", None) is not None
+                (updates if overwrites else kept).add(self.value_of[node])
+        return kept, updates - kept
+
+    def _mutated(self) -> Iterable[int]:
+        places = {str(node.meta.get("desc")): self.value_of[node] for node in self.primals}
+        for desc in self.descs:
+            source = getattr(desc, "mutated_input", None)
+            if source is not None and str(source) in places:
+                yield places[str(source)]
+
+
+def _kind(node: fx.Node) -> Kind:
+    """What runs a node's op; targets that are no kernel of PyTorch's say it themselves."""
+    kind = getattr(node.target, "kind", Kind.KERNEL)
+    if isinstance(kind, Kind) and kind is not Kind.KERNEL:
+        return kind
+    return Kind.COLLECTIVE if is_collective(node) else Kind.KERNEL
+
+
+def _type(shown: object) -> str:
+    """The data type and shape of a tensor, as "float32[8, 64]"."""
+    if not isinstance(shown, torch.Tensor):
+        return ""
+    return f"{str(shown.dtype).removeprefix('torch.')}[{', '.join(map(str, shown.shape))}]"
+
+
+def _is_whole(shown: object) -> bool:
+    """Tell whether a tensor shows all of its storage."""
+    return isinstance(shown, torch.Tensor) and shown.layout is torch.strided and shown.nbytes == storage_bytes(shown)
+
+
+def _device_of(primals: Iterable[fx.Node]) -> str:
+    """The device of parameters and inputs: the first that is no CPU, if there is one."""
+    tensors = [tensor for node in primals if isinstance(tensor := node.meta.get("val"), torch.Tensor)]
+    return next((str(tensor.device) for tensor in tensors if tensor.device.type != "cpu"), "cpu")

@@ -1,0 +1,57 @@
+"""What a node of a captured graph shows: tensors, numbers, random draws, gradients that are handed in."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+
+SYMBOLS: tuple[type, ...] = (torch.SymInt, torch.SymFloat, torch.SymBool)
+NUMBERS: tuple[type, ...] = (*SYMBOLS, int, float)
+
+
+def tensors_of(node: fx.Node) -> list[torch.Tensor | None]:
+    """The outputs of a node as a list; None where an output is no tensor."""
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, tuple | list):
+        return [item if isinstance(item, torch.Tensor) else None for item in value]
+    return []
+
+
+def is_random(node: fx.Node) -> bool:
+    """True where the op draws random numbers (a dropout in eval mode does not)."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    if target is aten.native_dropout.default:
+        return node.args[2] is not False
+    return node.kwargs.get("dropout_p", _argument(node, "dropout_p")) != 0.0
+
+
+def _argument(node: fx.Node, name: str) -> object:
+    """The value of the argument `name` of an op node, by position; None where there is none."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    for position, argument in enumerate(node.target._schema.arguments):
+        if argument.name == name:
+            return node.args[position] if position < len(node.args) else argument.default_value
+    return None
+
+
+def is_number(value: object) -> bool:
+    """True for what a node shows that is a number of Python's, known or not before the step runs."""
+    return isinstance(value, NUMBERS)
+
+
+def storage_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of the storage behind a (fake) tensor; of indices and values, where it is sparse."""
+    if tensor.layout is torch.sparse_coo:
+        return int(tensor._indices().nbytes + tensor._values().nbytes)
+    return int(tensor.untyped_storage().nbytes())
+
+
+def tangents_in(graph: fx.Graph) -> list[fx.Node]:
+    """The placeholders of the gradients that autograd hands in."""
+    return [node for node in graph.nodes if node.op == "placeholder" and node.name.startswith("tangents")]

@@ -1,0 +1,89 @@
+"""Where an op of a step was written, and the modules that several ops go through as one name."""
+
+from __future__ import annotations
+
+import os.path
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+
+from fxremat.units import shortened
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """A line of Python."""
+
+    file: str
+    line: int
+    function: str
+    code: str
+
+    def __str__(self) -> str:
+        return f"{self.place} in {self.function}: {shortened(self.code)[1:-1]}"
+
+    @property
+    def place(self) -> str:
+        """The file without its folders, and the line: "net.py:31"."""
+        return f"{os.path.basename(self.file)}:{self.line}"
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where an op was written."""
+
+    module: str  # path of the submodule; "" for the model itself
+    frame: Frame | None
+
+
+NOWHERE = Source(module="", frame=None)
+
+
+def common_module(modules: Iterable[str]) -> str:
+    """The innermost module around all of these.
+
+    >>> common_module(["h.3.mlp.up", "h.3.attn"]), common_module(["h.3", "h.31"])
+    ('h.3', 'h')
+    """
+    levels = zip(*map(_parts, modules), strict=False)
+    return ".".join(level[0] for level in takewhile(lambda level: len(set(level)) == 1, levels))
+
+
+def span_of(modules: Sequence[str], counts: Counter[str]) -> str:
+    """The modules that ops go through, as one name: a module that they are all of, or the first and last of its parts.
+
+    Args:
+        modules: of the ops, in order.
+        counts: how many ops there are inside each module, "" included: see `ops_inside`.
+
+    >>> counts = ops_inside(["h.0.norm", "h.0.attn", "h.0.mlp.up", "h.0.mlp.down", "h.1.norm"])
+    >>> span_of(["h.0.norm", "h.0.attn"], counts), span_of(["h.0.mlp.up", "h.0.mlp.down"], counts)
+    ('h.0.norm..attn', 'h.0.mlp')
+    """
+    outer = common_module(modules)
+    if counts[outer] == len(modules):
+        return outer
+    depth = len(_parts(outer))
+    within = [module for module in modules if len(_parts(module)) > depth]
+    named = list(dict.fromkeys(_parts(module)[depth] for module in within))
+    if not named:
+        return outer
+    if len(named) == 1:
+        return span_of(within, counts)
+    ends = f"{named[0]}..{named[-1]}"
+    return f"{outer}.{ends}" if outer else ends
+
+
+def ops_inside(modules: Iterable[str]) -> Counter[str]:
+    """How many ops there are inside each module, from the modules that ops belong to."""
+    counts: Counter[str] = Counter()
+    for module, count in Counter(modules).items():
+        parts = _parts(module)
+        for depth in range(len(parts) + 1):
+            counts[".".join(parts[:depth])] += count
+    return counts
+
+
+def _parts(module: str) -> list[str]:
+    return module.split(".") if module else []

@@ -1,0 +1,166 @@
+"""One training step as numbers: ops that compute, and values that occupy memory. Needs no torch.
+
+    torch.fx joint graph    placeholders, compute nodes, views of views, getitems, detaches
+    StepGraph               ops    in execution order, forward first, then backward
+                            values one a storage; views are not values, they are made again where needed
+
+A value is born by one op (or is a primal, a tangent or a constant) and is read through any number of views. A number
+that an op reads from a tensor (`.item()`), and what is computed from it, are values of no bytes.
+Cuts, options, schedules, searches and liveness speak of op and value numbers only. `capture.captured` reads a
+StepGraph from a graph of torch.fx, and knows the node of each op and value.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from functools import cached_property
+
+from fxremat.step.source import NOWHERE, Source, ops_inside, span_of
+
+
+class Origin(Enum):
+    """The part of the step that makes a value; only FORWARD values can be recomputed."""
+
+    PRIMAL = "primal"  # a parameter, buffer, input or constant: outside the budget, always there
+    TANGENT = "tangent"  # the gradient that autograd hands to the backward graph
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+class Kind(Enum):
+    """What runs an op."""
+
+    KERNEL = "kernel"  # PyTorch's own
+    COLLECTIVE = "collective"  # communicates: all ranks run it, in the same order
+    GATHER = "gather"  # a collective that puts the parts of all ranks together
+    REGION = "region"  # several ops, compiled together
+    SLICED = "sliced"  # several ops, one slice of their tensors after the other
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """One storage of the step."""
+
+    index: int
+    name: str
+    bytes: int  # of the storage; a primal's is outside the budget
+    origin: Origin
+    producer: int | None  # op number; None for placeholders and constants
+    position: int | None  # among the outputs of its op; None: the op has one output, or nothing reads this one
+    type: str  # data type and shape of what shows it first, as "float32[8, 512]"; "" for what is no tensor
+    whole: bool  # one tensor shows all of it
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One node that computes, with the values it reads (through views) and writes."""
+
+    index: int
+    name: str
+    target: str  # what is called, such as "aten.addmm.default"
+    key: str  # equal for ops of equal cost: see `capture.op_key`
+    kind: Kind
+    backward: bool
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    again_reads: tuple[int, ...]  # the same for a second execution, which must not touch running statistics
+    again_writes: tuple[int, ...]
+    overwrites: int | None  # value read whose storage the result may take over
+    random: bool  # draws from the generator: a second execution must replay the first one's state
+    anchored: bool  # a forward op that depends on no differentiable input: masks, positions, frozen layers
+    sequence: int | None  # autograd's number, which an op shares with its backward
+
+    @property
+    def communicates(self) -> bool:
+        """True for an op that all ranks of its group have to run, in the same order."""
+        return self.kind in (Kind.COLLECTIVE, Kind.GATHER)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepGraph:
+    """Forward and backward of one training step; op and value numbers index `ops` and `values`."""
+
+    ops: tuple[Op, ...]
+    values: tuple[Value, ...]
+    forward_count: int  # ops[:forward_count] is the forward
+    tangents: tuple[int, ...]  # the gradients that autograd hands in, in the order of the backward's inputs
+    root_tangents: frozenset[int]  # gradients of a loss that the model returns
+    holds_gradients: bool  # autograd holds gradients that it hands in until the backward has returned
+    output_values: frozenset[int]  # what the forward returns, values that overwrite an input among them
+    kept_outputs: frozenset[int]  # values that the caller still holds after the forward
+    mutated_primals: frozenset[int]  # primals that the step overwrites once the forward has run
+    updates: frozenset[int]  # the values that overwrite them (running statistics, in-place inputs)
+    returned: frozenset[int]  # values that the backward returns (gradients of parameters and inputs)
+    updates_of: Mapping[int, int] = field(default_factory=dict)  # parameter that the step updates -> its gradient
+    sources: tuple[Source, ...]  # the module that each op belongs to, and the line where it was written
+    parameters: Mapping[int, str]  # names in the model, by values of parameters and of gradients that are returned
+    model: str  # the name of the model's class
+    device: str  # of the largest parameter or input: where the step runs, as "cuda:0"
+
+    @property
+    def forward_ops(self) -> tuple[Op, ...]:
+        """The ops of the forward, in execution order."""
+        return self.ops[: self.forward_count]
+
+    @property
+    def backward_ops(self) -> tuple[Op, ...]:
+        """The ops of the backward, in execution order."""
+        return self.ops[self.forward_count :]
+
+    @cached_property
+    def given(self) -> frozenset[int]:
+        """The values that no op makes: primals, constants and tangents."""
+        return frozenset(v.index for v in self.values if v.origin in (Origin.PRIMAL, Origin.TANGENT))
+
+    @cached_property
+    def gradients_read(self) -> tuple[tuple[int, ...], ...]:
+        """The values made in the backward that each op reads."""
+        backward = frozenset(v.index for v in self.values if v.origin is Origin.BACKWARD)
+        return tuple(tuple(value for value in op.reads if value in backward) for op in self.ops)
+
+    @cached_property
+    def tangent_values(self) -> tuple[int, ...]:
+        """The gradients that autograd hands in, each once."""
+        return tuple(v.index for v in self.values if v.origin is Origin.TANGENT)
+
+    @cached_property
+    def held_tangents(self) -> frozenset[int]:
+        """Gradients that autograd hands in and holds until the backward has returned.
+
+        That of a loss on every release of PyTorch; those of outputs beside it on some. What those hold of a loss
+        outside the model is part of `Sizes.root`.
+        """
+        return frozenset(self.tangent_values) if self.root_tangents and self.holds_gradients else self.root_tangents
+
+    @cached_property
+    def value_sources(self) -> tuple[Source, ...]:
+        """Where each value was made; of what the step is given, and of gradients of parameters, where that is read.
+
+        The module of a parameter, and of its gradient, is the one that it belongs to.
+        """
+        made: dict[int, Source] = {}
+        for op in self.ops:
+            made |= dict.fromkeys(op.writes, self.sources[op.index])
+            made |= {value: self.sources[op.index] for value in op.reads if value not in made}
+        made |= {
+            value: replace(made.get(value, NOWHERE), module=name.rpartition(".")[0])
+            for value, name in self.parameters.items()
+        }
+        return tuple(made.get(value.index, NOWHERE) for value in self.values)
+
+    def span(self, forward: Sequence[int]) -> str:
+        """The modules that a block of forward ops goes through, as one name; the last op's where there are none."""
+        modules = [self.sources[index].module for index in forward]
+        return span_of(modules, self._inside) or self.ops[forward[-1]].name
+
+    @cached_property
+    def _inside(self) -> Counter[str]:
+        return ops_inside(self.sources[index].module for index in range(self.forward_count))
+
+    @cached_property
+    def pinned(self) -> frozenset[int]:
+        """What the caller holds when the step is over."""
+        return self.kept_outputs | self.returned
