@@ -21,6 +21,7 @@ from fxremat.errors import (
     InvalidBudget,
     InvalidChain,
     InvalidSchedule,
+    PlanMismatch,
 )
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ __all__ = [
     "PinnedTier",
     "Pipeline",
     "Plan",
+    "PlanMismatch",
     "Platform",
     "Profile",
     "Schedule",

@@ -28,7 +28,7 @@ from fxremat.what_if import Comparison, Devices, compared
 
 def compile(  # the name users know from torch.compile
     model: nn.Module,
-    mem: int | str,
+    mem: int | str | None = None,
     *,
     example_inputs: Any = None,
     solver: str = "auto",
@@ -40,16 +40,16 @@ def compile(  # the name users know from torch.compile
         model: any module that torch.compile can capture as one graph. It is not changed.
         mem: the peak of bytes allocated on the model's device during forward and backward, above what was allocated
             when forward began, with every `.grad` None then: an int (bytes), "4GiB", "300MB", "60%" of what keeping
-            everything takes, or "auto" (CUDA: what is free).
+            everything takes, or "auto" (CUDA: what is free). It may be left out where `plan` is given.
         example_inputs: plan now, for these inputs: a tuple of positional arguments, a dict of keyword arguments, or
             one tensor. None: plan at the first training call. Other sizes are planned when they come.
         solver: "auto", or one by name: docs/solvers.md lists them.
-        options: offload (True, or a host tier: values may wait on the host) and host_mem (how much may), cost
-            ("measure" or "estimate"), device (for an estimate), loss_bytes (what a loss outside the model takes),
-            offload_weights with optimizer (the step updates the weights, which may live on the host, and `mem` covers
-            them, their gradients and the optimizer's state), dynamic and shapes (which sizes of the inputs change, see
-            docs/shapes.md), method (what training calls, where it is not `forward`), effort, slots, progress: see
-            `fxremat.options.Options`.
+        options: plan (one that `plan.save` wrote, or its file: nothing is planned), offload (True, or a host tier:
+            values may wait on the host) and host_mem (how much may), cost ("measure" or "estimate"), device (for an
+            estimate), loss_bytes (what a loss outside the model takes), offload_weights with optimizer (the step
+            updates the weights, which may live on the host, and `mem` covers them, their gradients and the optimizer's
+            state), dynamic and shapes (which sizes of the inputs change, see docs/shapes.md), method (what training
+            calls, where it is not `forward`), effort, slots, progress: see `fxremat.options.Options`.
 
     Returns:
         an instance of the model's own class that shares all its state; `.plan` says what it does (None before it is
@@ -58,7 +58,8 @@ def compile(  # the name users know from torch.compile
     Raises:
         BudgetTooSmall: nothing fits; `.minimum` is what would. At the call whose sizes are planned, before it runs.
         CaptureError: the model is not one graph; names the line.
-        InvalidBudget: `mem` has another form.
+        InvalidBudget: `mem` has another form, or neither it nor `plan` is given.
+        PlanMismatch: `plan` belongs to another step, device or PyTorch, and no `mem` is given to make another.
     """
     module = drop_in(_checked(model), options_of(mem=mem, solver=solver, **options))
     if example_inputs is not None:

@@ -90,5 +90,9 @@ class InvalidBudget(FxrematError, ValueError):
     """A budget that is not one of the forms "4GiB", "300MB", 4294967296, "60%", "auto"."""
 
 
+class PlanMismatch(FxrematError):
+    """A saved plan that does not belong to this step, device or PyTorch, or a file that holds none."""
+
+
 class CaptureError(FxrematError):
     """A model that cannot be captured as one graph; the message names the line and the way out."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field, fields
 from fractions import Fraction
@@ -24,6 +25,7 @@ from fxremat.cost.devices import Device
 from fxremat.errors import FxrematError, InvalidBudget
 from fxremat.host.tier import HostTier
 from fxremat.ops.parameters import check_optimizer
+from fxremat.plans import Plan
 from fxremat.search.refine import EFFORT
 from fxremat.solvers.choose import check_effort, check_slots
 from fxremat.solvers.registry import JOINS, LISTS, SOLVERS, TABLES
@@ -72,6 +74,7 @@ class CompileOptions(PlanOptions, total=False):
     """The settings of `Options` beside `mem` and `solver`, for signatures: `**options: Unpack[CompileOptions]`."""
 
     device: str | Device | None
+    plan: Plan | str | os.PathLike[str] | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +90,9 @@ class Options:
     """What to plan for.
 
     Args:
-        mem: the budget, in any of the forms of `fxremat.compile`.
+        mem: the budget, in any of the forms of `fxremat.compile`. None: that of `plan`.
+        plan: one that was saved, or its file: it runs without planning where it belongs to the step that is captured.
+            Where it does not, that is an error; with `mem` a warning, and a plan within that is made. Sizes are fixed.
         solver: one of `PLANNERS`; with offload=True also one of `TRANSFERRING`.
         cost: "measure" runs every distinct op; "estimate" counts flops and bytes for `device`.
         device: with cost="estimate", the name of a known device, or a `fxremat.cost.devices.Device`.
@@ -138,7 +143,8 @@ class Options:
     """
 
     _: KW_ONLY
-    mem: int | str
+    mem: int | str | None = None
+    plan: Plan | str | os.PathLike[str] | None = None
     solver: str = "auto"
     cost: str = "measure"
     device: str | Device | None = None
@@ -160,12 +166,14 @@ class Options:
     inductor: Mapping[str, Any] | None = None
     random: str | None = None
     method: str = "forward"
+    strict: bool | None = field(default=None, repr=False)  # a plan that does not belong is an error; no user sets this
     budget: Budget = field(init=False, repr=False)  # what `mem` means
     host_limit: int | None = field(init=False, repr=False)  # bytes that `host_mem` means
     loss_size: int | None = field(init=False, repr=False)  # bytes that `loss_bytes` means
     loss_seen: SeenLoss | None = field(default=None, repr=False)  # what steps have shown of it; no user sets this
 
     def __post_init__(self) -> None:
+        self._check_plan()
         self._set("budget", parse_budget(self.mem))
         self._set("host_limit", _size("host_mem", self.host_mem))
         self._set("loss_size", _size("loss_bytes", self.loss_bytes))
@@ -184,11 +192,13 @@ class Options:
     @property
     def resizable(self) -> bool:
         """Whether plans for other sizes can be made from one capture: not with slices, or what waits on the host."""
-        return not (self.offload or self.offload_weights or self.slices or self.compiles)
+        return not (self.plan or self.offload or self.offload_weights or self.slices or self.compiles)
 
     @property
     def needs_fixed_sizes(self) -> str:
         """What of these settings needs inputs of fixed sizes, for messages."""
+        if self.plan:
+            return "a saved plan"
         return 'kernels="inductor"' if self.compiles else "slices" if self.slices else "offloading"
 
     @property
@@ -234,6 +244,31 @@ class Options:
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
+
+    def _check_plan(self) -> None:
+        if self.plan is None:
+            if self.mem is None:
+                raise InvalidBudget('the budget is missing: give mem, such as mem="4GiB" or mem="60%"')
+            return
+        if not isinstance(self.plan, Plan | str | os.PathLike):
+            raise FxrematError(f"plan is {shortened(self.plan)}; it is a plan, or the file that plan.save(path) wrote")
+        for name in ("slices", "offload_weights", "device", "shapes"):
+            if getattr(self, name):
+                raise FxrematError(f"plan runs as it was saved; it does not go with {name}")
+        if self.compiles or self.dynamic:
+            raise FxrematError("plan runs as it was saved: with PyTorch's kernels, for fixed sizes")
+        if not isinstance(self.plan, Plan):
+            self._set("plan", Plan.load(self.plan))
+        if self.strict is None:
+            self._set("strict", self.mem is None)
+        if self.mem is None:
+            self._set("mem", self.saved.budget)
+
+    @property
+    def saved(self) -> Plan:
+        """The plan that was given."""
+        assert isinstance(self.plan, Plan)
+        return self.plan
 
     def _check_costs(self) -> None:
         if not isinstance(self.cost, str) or self.cost not in COSTS:
@@ -354,14 +389,15 @@ class Options:
         )
 
 
-NAMES = tuple(field.name for field in fields(Options) if field.init and field.name != "loss_seen")
+HIDDEN = ("loss_seen", "strict")  # that no user sets
+NAMES = tuple(field.name for field in fields(Options) if field.init and field.name not in HIDDEN)
 
 
 def options_of(**options: Any) -> Options:
     """The options that a user gave by name.
 
-    Raises `InvalidBudget` where there is no `mem`, `FxrematError` for an option that there is not, and what
-    `Options` raises.
+    Raises `InvalidBudget` where there is neither `mem` nor `plan`, `FxrematError` for an option that there is not, and
+    what `Options` raises.
     """
     for name in options:
         if name not in NAMES:
@@ -369,8 +405,6 @@ def options_of(**options: Any) -> Options:
             raise FxrematError(
                 f"unknown option {shortened(name)}{_perhaps(guess)}; there are {', '.join(NAMES)}"
             )
-    if "mem" not in options:
-        raise InvalidBudget('the budget is missing: give mem, such as mem="4GiB" or mem="60%"')
     return Options(**options)
 
 

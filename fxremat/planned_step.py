@@ -96,6 +96,8 @@ class PlannedStep:
     compiled: Compiled | None = None  # where ops run in compiled regions
     not_compiled: str = ""  # why they do not, where that was asked for
     on_device: DeviceMemory | None = None  # what else the device holds that it was planned for by name
+    environment: Mapping[str, Any] | None = None  # that it was made in, where it was read from a file
+    saved_as: str = ""  # the file that it was read from
     assumed: str = ""  # what was taken for granted of a device that the step was not captured on
 
     def __repr__(self) -> str:

@@ -7,7 +7,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from fxremat.capture.accounting import device_of
+from fxremat.capture.captured import Captured
+from fxremat.cost.environment import environment
 from fxremat.errors import FxrematError
+from fxremat.plan_file import NAMES, PlanData, as_plain, load, save, without_the_rest
 from fxremat.planned_step import PlannedStep
 from fxremat.show.difference import Difference
 from fxremat.show.frontier import FrontierTable
@@ -116,10 +120,52 @@ class Plan(PlannedStep):
 
     def __reduce_ex__(self, _: Any) -> Any:
         raise FxrematError(
-            "a plan holds graphs and functions of this process, and cannot be pickled: save plan.chain.to_json(), "
-            "str(plan.schedule), plan.to_html() or plan.describe(full=True), or compile again in the other process, "
-            "where costs that were measured before are read from the cache"
+            "a plan holds graphs and functions of this process, and cannot be pickled: plan.save(path) writes it to a "
+            "file, which fxremat.Plan.load(path) and fxremat.compile(model, plan=path) read"
         )
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan to a file, which `Plan.load` and `fxremat.compile(model, plan=path)` read in any process.
+
+        It belongs to the same step on the same device, with the same PyTorch: another rank, another run, another
+        machine of this kind.
+
+        Raises:
+            FxrematError: regions of it are compiled or run in slices, or it updates weights: such plans are not saved.
+            OSError: the file cannot be written.
+        """
+        kinds = {"slices": self.slices, "compiled regions": self.compiled, "updates of weights": self.weights}
+        for what, there in kinds.items():
+            if there:
+                raise FxrematError(f"a plan with {what} is not saved: compile again in the other process")
+        save(
+            PlanData(
+                **{name: getattr(self, name) for name in NAMES if name != "alternatives"},
+                alternatives=without_the_rest(self.alternatives, self.chosen),
+                environment=self.environment or as_plain(environment(device_of(self.graph))),
+            ),
+            path,
+        )
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
+        """The plan in a file that `save` wrote: to be looked at, and given to `fxremat.compile(model, plan=...)`.
+
+        Raises:
+            PlanMismatch: the file holds no plan, or was changed.
+            OSError: it cannot be read.
+        """
+        return cls.of(load(path), name=os.fspath(path))
+
+    @classmethod
+    def of(cls, data: PlanData, *, name: str = "") -> Plan:
+        """The plan of what a file holds; `name` is the file's, for messages."""
+        return cls(**{each: getattr(data, each) for each in NAMES}, environment=data.environment, saved_as=name)
+
+    def on(self, captured: Captured) -> Plan:
+        """The same plan for an equal step that was captured here. Raises `PlanMismatch` where it is another."""
+        data = PlanData(**{name: getattr(self, name) for name in NAMES}, environment=self.environment or {})
+        return Plan.of(data.on(captured, self.saved_as or "the plan"), name=self.saved_as)
 
     def describe(self, *, full: bool = False) -> str:
         """The plan as text of at most 100 columns; `full` has a line for each block and the whole schedule.

@@ -25,6 +25,7 @@ from fxremat.capture.names import model_of, parameter_of, sources_of
 from fxremat.capture.nodes import NUMBERS, is_random, storage_bytes, tangents_in, tensors_of
 from fxremat.capture.op_key import op_key
 from fxremat.capture.overwriting import called, overwritten
+from fxremat.errors import FxrematError
 from fxremat.step.step_graph import Kind, Op, Origin, StepGraph, Value
 from fxremat.torch_private import holds_gradients, is_effect_token, storage_of
 
@@ -85,10 +86,12 @@ class Captured(StepGraph):
 def captured_of(graph: StepGraph) -> Captured:
     """The graph with its nodes, of a step that is to be measured or run here.
 
-    Raises `TypeError` for numbers alone, which were read from a file or kept by a cache.
+    Raises `FxrematError` for numbers alone, which were read from a file.
     """
     if not isinstance(graph, Captured):
-        raise TypeError("this step graph has no nodes: put it on a captured graph that is equal to it")
+        raise FxrematError(
+            "this plan was read from a file, and has no graphs yet: give it to fxremat.compile(model, plan=...)"
+        )
     return graph
 
 

@@ -24,7 +24,8 @@ from fxremat.cost.device_memory import DeviceMemory, memory_on
 from fxremat.cost.estimate import estimate
 from fxremat.cost.measure import fresh_as_known, measure
 from fxremat.cost.resized import resized
-from fxremat.errors import BudgetTooSmall, FxrematError, InvalidBudget
+from fxremat.errors import BudgetTooSmall, FxrematError, InvalidBudget, PlanMismatch
+from fxremat.host.default import default_tier
 from fxremat.options import Options
 from fxremat.planning.captured import CapturedStep
 from fxremat.planning.compiled import with_compiled_kernels
@@ -55,6 +56,8 @@ def plan_step(step: CapturedStep, options: Options) -> Plan:
     """
     if options.compiles and communicates(step.joint):
         raise FxrematError('kernels="inductor" compiles steps of one device; this one communicates with other ranks')
+    if options.plan is not None and options.loss_seen is None and (saved := _saved(step, options)) is not None:
+        return saved
     kernels.ready()  # before anything is measured, which a compiler would disturb
     shown = options.progress and step.ranks.rank == step.ranks.ranks[0]
     if isinstance(options.budget, Auto) and options.device is not None:
@@ -69,6 +72,26 @@ def plan_step(step: CapturedStep, options: Options) -> Plan:
         _check_equal(plan, step.ranks)
         planned(plan.headline)
     return _with_others(plan, step, options)
+
+
+def _saved(step: CapturedStep, options: Options) -> Plan | None:
+    """The plan that was given, for this step; None where it does not belong to it, and another is to be made."""
+    plan, reason = None, ""
+    with planning(_what(step, options)) as planned:
+        try:
+            plan = options.saved.on(step.joint)
+        except PlanMismatch as error:
+            reason = str(error)
+        reason = next(filter(None, step.ranks.gathered(reason, "reading plans")), "")
+        planned(reason or (plan.headline if plan else ""))
+    if reason or plan is None:
+        if options.strict:
+            raise PlanMismatch(f"{reason}; with mem another is made in its place")
+        log.warning("%s: another plan is made", reason)
+        return None
+    _check_equal(plan, step.ranks)
+    tier = (options.tier or default_tier(device_of(plan.graph))) if plan.chosen.transfers else None
+    return _with_others(replace(plan, tier=tier), step, replace(options, plan=None))
 
 
 def _within_what_is_left(step: CapturedStep, options: Options) -> Plan:

@@ -113,7 +113,8 @@ class Backend:
         model: str = "model",
         tied: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        kernels.begin()
+        if options.plan is None:  # which needs none
+            kernels.begin()
         self.model, self.tied = model, tied
         self.options = options
         self.target = target

@@ -12,9 +12,10 @@ StepGraph from a graph of torch.fx, and knows the node of each op and value.
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from functools import cached_property
 
@@ -109,6 +110,17 @@ class StepGraph:
     def backward_ops(self) -> tuple[Op, ...]:
         """The ops of the backward, in execution order."""
         return self.ops[self.forward_count :]
+
+    @cached_property
+    def digest(self) -> str:
+        """Equal for graphs of the same ops on values of the same sizes, whatever these are called. O(ops)."""
+        left_out = ("name", "sequence")
+        rows = [[getattr(one, each.name) for each in fields(one) if each.name not in left_out] for one in self.ops]
+        rows += [[getattr(one, each.name) for each in fields(one) if each.name not in left_out] for one in self.values]
+        named = ("sources", "parameters", "model", "ops", "values")
+        sets = [getattr(self, each.name) for each in fields(StepGraph) if each.name not in named]
+        text = repr((rows, [sorted(one) if isinstance(one, frozenset | Mapping) else one for one in sets]))
+        return hashlib.sha256(text.encode()).hexdigest()
 
     @cached_property
     def given(self) -> frozenset[int]:

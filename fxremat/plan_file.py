@@ -1,0 +1,177 @@
+"""Plans in files: what a plan is as data, read again in another process, and whether it belongs to a step there.
+
+    {"format": 1, "fxremat": "0.1.0", "sha256": "...", "plan": {"is": "PlanData", ...}}
+
+A plan belongs to steps of the same ops on values of the same sizes (`StepGraph.digest`), on the same device, with the
+same PyTorch and the same settings (`cost.environment`): its bytes were measured there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from fxremat import __version__
+from fxremat.capture.accounting import device_of
+from fxremat.capture.captured import Captured
+from fxremat.chains.join_schedule import JoinSchedule
+from fxremat.chains.schedule import Schedule
+from fxremat.chains.simulate_join import JoinTimeline
+from fxremat.cost.environment import environment
+from fxremat.errors import PlanMismatch
+from fxremat.search.candidate import (
+    Candidate,
+    Communicating,
+    FromJoin,
+    FromSchedule,
+    Frontier,
+    Refined,
+    Transferred,
+)
+from fxremat.step.as_json import Instead, Unreadable, read, written
+from fxremat.step.communicating import Communication, ProgramWithCommunication
+from fxremat.step.costs import Costs, Link
+from fxremat.step.layout import BlockLayout, Layout
+from fxremat.step.liveness import Memory, Sizes
+from fxremat.step.program import Order, Program, Role, Step, Transfer
+from fxremat.step.source import Frame, Source
+from fxremat.step.step_graph import Kind, Op, Origin, StepGraph, Value
+from fxremat.step.transferred import ProgramWithTransfers
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanData:
+    """A plan without what refers to its process: the fields of the same names of `PlannedStep`."""
+
+    budget: int
+    chosen: Candidate
+    alternatives: Frontier
+    costs: Costs
+    device: str
+    timed: str
+    link: Link | None
+    environment: Mapping[str, Any]
+
+    @property
+    def graph(self) -> StepGraph:
+        """The step that it was made for."""
+        return self.chosen.layout.graph
+
+    def on(self, captured: Captured, name: str) -> PlanData:
+        """The same for an equal step, which was captured in this process.
+
+        Args:
+            name: of the plan, for messages.
+
+        Raises:
+            PlanMismatch: it is another step, or runs in another environment.
+        """
+        here = as_plain(environment(device_of(captured)))
+        for what, before in self.environment.items():
+            if here.get(what) != before:
+                known, found = _shown(what, before), _shown(what, here.get(what))
+                raise PlanMismatch(f"{name} was made for {known}, and here is {found}")
+        if captured.digest != self.graph.digest:
+            raise PlanMismatch(f"{name} is of another step: {_difference(self.graph, captured)}")
+        moved: PlanData = read(written(self, SHARED, NUMBERS), CLASSES, {StepGraph: lambda _: captured})
+        return moved
+
+
+SHARED = (StepGraph, Layout, Program, Order)
+NUMBERS: Instead = {Captured: lambda captured: captured.step}  # without nodes
+CLASSES = (
+    *(PlanData, Candidate, Frontier, FromSchedule, FromJoin, Refined, Transferred, Communicating, Costs, Sizes, Link),
+    *(StepGraph, Op, Value, Origin, Kind, Source, Frame, Layout, BlockLayout, Order, Program, Step, Transfer, Role),
+    *(ProgramWithTransfers, ProgramWithCommunication, Communication, Memory, Schedule, JoinSchedule, JoinTimeline),
+)
+
+
+def _shown(what: str, value: object) -> str:
+    return str(value) if what in ("device", "measuring") else f"{what} {value}"
+
+
+def _difference(one: StepGraph, other: StepGraph) -> str:
+    """What is different between two steps, in words."""
+    if one.model != other.model:
+        return f"it was made for {one.model}, and this is {other.model}"
+    if len(one.ops) != len(other.ops):
+        return f"it has {len(one.ops)} ops, and this step of {other.model} has {len(other.ops)}"
+    pairs = zip(one.ops, other.ops, strict=True)
+    differing = [(a, b) for a, b in pairs if replace(a, name=b.name, sequence=b.sequence) != b]
+    if not differing:
+        return f"values of {other.model} are of other sizes, or another part of them is returned"
+    a, b = differing[0]
+    return f"its {a.name} is {a.key}, and here {b.name} is {b.key}" if a.key != b.key else f"{a.name} differs"
+
+
+def as_plain(found: Mapping[str, Any]) -> dict[str, Any]:
+    """An environment as it is read from JSON: text, numbers, and lists as tuples."""
+    plain: dict[str, Any] = read(written(found), ())
+    return plain
+
+
+def without_the_rest(frontier: Frontier, chosen: Candidate) -> Frontier:
+    """The frontier as it is written: schedules without the order that follows from them.
+
+    Of programs with copies or communication, which are long, only the chosen one and that of the least memory.
+    """
+    if chosen.transfers or chosen.communication:
+        least = frontier.candidates[-1]
+        return replace(frontier, candidates=tuple(dict.fromkeys([chosen, least])))
+
+    def short(candidate: Candidate) -> Candidate:
+        origin = candidate.origin
+        if candidate is chosen or not isinstance(origin, FromSchedule):
+            return candidate
+        return replace(candidate, origin=replace(origin, known=None))
+
+    return frontier.each(short)
+
+
+def save(plan: PlanData, path: str | os.PathLike[str]) -> None:
+    """Write a plan to a file, as a whole or not at all. Raises `OSError`."""
+    content = json.dumps(written(plan, SHARED, NUMBERS), separators=(",", ":"))
+    file = {"format": FORMAT, "fxremat": __version__, "sha256": _digest(content)}
+    target = Path(path)
+    new = target.with_name(f"{target.name}.{os.getpid()}")
+    try:
+        new.write_text(f"{json.dumps(file)[:-1]}, \"plan\": {content}}}\n")
+        new.replace(target)
+    finally:
+        new.unlink(missing_ok=True)
+
+
+def load(path: str | os.PathLike[str]) -> PlanData:
+    """The plan in a file. Raises `OSError`; `PlanMismatch` where it holds no plan, or not as it was written."""
+    name = os.fspath(path)
+    try:
+        file = json.loads(Path(path).read_text())
+        kind, known = file["format"], file["sha256"]
+        content = file["plan"]
+    except (ValueError, KeyError, TypeError):
+        raise PlanMismatch(f"{name} holds no plan: write one with plan.save(path)") from None
+    if kind != FORMAT:
+        raise PlanMismatch(f"{name} is of format {kind}, by fxremat {file.get('fxremat')}; this one reads {FORMAT}")
+    if _digest(json.dumps(content, separators=(",", ":"))) != known:
+        raise PlanMismatch(f"{name} is not as it was written: make the plan again, and save it")
+    try:
+        found = read(content, CLASSES)
+    except Unreadable as error:
+        raise PlanMismatch(f"{name} holds no plan: {error}") from None
+    if not isinstance(found, PlanData):
+        raise PlanMismatch(f"{name} holds no plan")
+    return found
+
+
+def _digest(content: str) -> str:
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
+NAMES = tuple(each.name for each in fields(PlanData) if each.name != "environment")

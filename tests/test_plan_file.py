@@ -1,0 +1,218 @@
+"""A saved plan runs in another process with the same bits and without planning; one that does not belong says so."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from torch import Tensor, nn
+
+import fxremat
+from fxremat import plan_file
+from fxremat.errors import FxrematError, PlanMismatch
+from fxremat.host.files import FileTier
+from fxremat.plans import Plan
+from fxremat.step.as_json import Unreadable, read, written
+from fxremat.step.step_graph import Op, StepGraph
+from tests.joints import joints
+from tests.toys import Loss, Stack, rows
+
+QUICK: dict[str, Any] = {"effort": 0.0, "progress": False}
+
+
+def model(depth: int = 4) -> nn.Module:
+    torch.manual_seed(0)
+    return Loss(Stack(depth=depth))
+
+
+def gradients(module: nn.Module, x: Tensor) -> list[Tensor]:
+    torch.manual_seed(1)
+    module.zero_grad()
+    module(x).backward()
+    return [parameter.grad.clone() for parameter in module.parameters() if parameter.grad is not None]
+
+
+@pytest.fixture(scope="module", params=["recomputing", "offloading"])
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Plan, Path]:
+    """A plan that recomputes, or lets values wait in files, and the file that it was saved to."""
+    torch._dynamo.reset()
+    torch.set_num_threads(1)  # as in every test
+    offload = request.param == "offloading"
+    compiled = fxremat.compile(model(), "60%", example_inputs=(rows(),), offload=offload, **QUICK)
+    path = tmp_path_factory.mktemp("plans") / "plan.json"
+    assert compiled.plan is not None
+    assert bool(compiled.plan.chosen.transfers) is offload
+    compiled.plan.save(path)
+    return compiled.plan, path
+
+
+pytestmark = pytest.mark.usefixtures("torch_ready")
+
+OTHER_PROCESS = """
+import sys, torch, fxremat
+from fxremat import planning
+from tests.test_plan_file import gradients, model, rows
+planning.best_in_slices = planning._best_of_whole_ops = None  # nothing is planned
+compiled = fxremat.compile(model(), plan=sys.argv[1], progress=False)
+torch.save(gradients(compiled, rows()), sys.argv[2])
+"""
+
+
+def test_it_runs_in_another_process_with_the_same_bits(saved: tuple[Plan, Path], tmp_path: Path) -> None:
+    _, path = saved
+    environment = os.environ | {"FXREMAT_CACHE": str(tmp_path / "empty"), "PYTHONPATH": str(Path(__file__).parents[1])}
+    threads = f"import torch; torch.set_num_threads({torch.get_num_threads()})\n"
+    command = [sys.executable, "-c", threads + OTHER_PROCESS, str(path), str(tmp_path / "gradients.pt")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found, expected = torch.load(tmp_path / "gradients.pt"), gradients(model(), rows())
+    assert len(found) == len(expected)
+    assert all(map(torch.equal, found, expected))
+
+
+def test_it_says_what_the_plan_says(saved: tuple[Plan, Path]) -> None:
+    plan, path = saved
+    found = fxremat.Plan.load(path)
+    assert str(found) == str(plan)
+    assert found.schedule == plan.schedule
+    assert found.program.steps == plan.program.steps
+    assert (found.memory, found.minimum, found.budget) == (plan.memory, plan.minimum, plan.budget)
+    assert found.to_html()
+    with pytest.raises(FxrematError, match=r"read from a file, and has no graphs yet: give it to fxremat\.compile"):
+        found.graphs  # noqa: B018 - it is made when it is asked for
+
+
+def test_a_plan_that_belongs_is_taken_as_it_is(saved: tuple[Plan, Path]) -> None:
+    plan, path = saved
+    for given_ in (str(path), path, fxremat.Plan.load(path)):
+        torch._dynamo.reset()
+        compiled = fxremat.compile(model(), plan=given_, example_inputs=(rows(),), progress=False)
+        assert compiled.plan is not None
+        assert compiled.plan.program.steps == plan.program.steps
+        assert compiled.plan.budget == plan.budget
+    assert compiled.plan.within("100%").predicted_peak > plan.predicted_peak  # a plan like any other from here on
+
+
+def refused(module: nn.Module, x: Tensor, plan: Any, **options: Any) -> str:
+    torch._dynamo.reset()
+    with pytest.raises(PlanMismatch) as error:
+        fxremat.compile(module, plan=plan, progress=False, **options)(x)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_another_model_or_size_is_refused_by_name(saved: tuple[Plan, Path]) -> None:
+    _, path = saved
+    assert "is of another step: it has " in refused(model(depth=3), rows(), path)
+    assert "is of another step: its " in refused(model(), rows(8), path)
+    other = nn.Sequential(nn.Linear(8, 1))
+    assert "it was made for Loss, and this is Sequential" in refused(other, rows()[..., :8], path)
+
+
+def test_with_a_budget_another_plan_is_made_and_told_of(
+    saved: tuple[Plan, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    _, path = saved
+    torch._dynamo.reset()
+    compiled = fxremat.compile(model(depth=3), "70%", plan=path, **QUICK)
+    with caplog.at_level(logging.WARNING):
+        found = gradients(compiled, rows())
+    assert "is of another step: it has " in caplog.text
+    assert "another plan is made" in caplog.text
+    assert compiled.plan is not None
+    assert compiled.plan.predicted_peak <= 0.7 * compiled.plan.keep_all_peak
+    assert all(map(torch.equal, found, gradients(model(depth=3), rows())))
+
+
+def changed(path: Path, to: Path, change: Any, *, signed: bool = True) -> Path:
+    """The file with its plan changed, and signed anew or not."""
+    file = json.loads(path.read_text())
+    change(file["plan"])
+    if signed:
+        file["sha256"] = plan_file._digest(json.dumps(file["plan"], separators=(",", ":")))
+    to.write_text(json.dumps(file))
+    return to
+
+
+def test_a_changed_file_is_refused(saved: tuple[Plan, Path], tmp_path: Path) -> None:
+    _, path = saved
+    other = changed(path, tmp_path / "other.json", lambda plan: plan.update(budget=1), signed=False)
+    assert "other.json is not as it was written" in refused(model(), rows(), other)
+    other = changed(path, tmp_path / "other.json", lambda plan: plan["chosen"].update(peak={"is": "Path"}))
+    assert "holds no plan: Path is none of its classes" in refused(model(), rows(), other)
+    other.write_text("{}")
+    assert "other.json holds no plan: write one with plan.save(path)" in refused(model(), rows(), other)
+    with pytest.raises(FileNotFoundError):
+        fxremat.Plan.load(tmp_path / "missing.json")
+
+
+@pytest.mark.parametrize(
+    ("what", "value", "message"),
+    [
+        ("torch", "2.0.0", "was made for torch 2.0.0, and here is torch "),
+        ("device", "abacus", "was made for abacus, and here is "),
+        ("threads", 99, "was made for threads 99, and here is threads "),
+    ],
+)
+def test_another_environment_is_refused(
+    saved: tuple[Plan, Path], tmp_path: Path, what: str, value: object, message: str
+) -> None:
+    _, path = saved
+
+    def change(plan: Any) -> None:
+        pairs = plan["environment"]["map"]
+        plan["environment"]["map"] = [[key, value if key == what else known] for key, known in pairs]
+
+    assert message in refused(model(), rows(), changed(path, tmp_path / "other.json", change))
+
+
+def test_what_is_not_saved_says_so(tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    module = model()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    tier = FileTier(tmp_path)
+    options = {"offload_weights": tier, "optimizer": optimizer, "cost": "estimate", **QUICK}
+    plan = fxremat.plan(module, rows(), mem="100%", **options)
+    with pytest.raises(FxrematError, match="a plan with updates of weights is not saved"):
+        plan.save(tmp_path / "plan.json")
+    assert not (tmp_path / "plan.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"plan": 3}, "plan is 3; it is a plan, or the file"), ({"slices": True}, "it does not go with slices"),
+     ({"dynamic": True}, "for fixed sizes"), ({"kernels": "inductor"}, "with PyTorch's kernels")],
+)  # fmt: skip
+def test_options_that_do_not_go_with_a_plan(saved: tuple[Plan, Path], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(FxrematError, match=message):
+        fxremat.compile(model(), **{"plan": saved[1]} | options)
+
+
+def test_neither_budget_nor_plan() -> None:
+    with pytest.raises(fxremat.InvalidBudget, match="the budget is missing"):
+        fxremat.compile(model())
+
+
+@given(joints())
+def test_step_graphs_are_read_as_they_were_written(graph: StepGraph) -> None:
+    content = json.loads(json.dumps(written(graph)))
+    found = read(content, plan_file.CLASSES)
+    assert found.digest == graph.digest
+    assert written(found) == written(graph)
+    assert (found.ops, found.values, found.returned) == (graph.ops, graph.values, graph.returned)
+
+
+def test_what_is_shared_is_shared_again() -> None:
+    op = Op(0, "a", "t", "k", plan_file.Kind.KERNEL, False, (), (), (), (), None, False, False, None)
+    first, second = read(json.loads(json.dumps(written((op, op), [Op]))), plan_file.CLASSES)
+    assert first is second
+    with pytest.raises(Unreadable, match="Op cannot be made of index"):
+        read({"is": "Op", "index": 0}, plan_file.CLASSES)
