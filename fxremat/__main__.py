@@ -154,6 +154,7 @@ def _simulate(args: argparse.Namespace) -> str:
 
 def _plan(args: argparse.Namespace) -> str:
     _check_folder(args.report)
+    _check_folder(args.save)
     factory = _read_factory(args.factory)
     from fxremat.api import plan  # imports torch, which the other commands do without
     from fxremat.options import options_of
@@ -166,11 +167,13 @@ def _plan(args: argparse.Namespace) -> str:
     for device in devices or (None,):
         options_of(**options, device=device)  # before the factory, which may take a while
     if args.largest is not None:
-        if args.report is not None or args.full:
-            raise FxrematError("--largest prints sizes; --report and --full show the plan of one size, without it")
+        if args.report is not None or args.save is not None or args.full:
+            raise FxrematError("--largest prints sizes; --report, --save and --full are for the plan of one size")
         return _largest(args, factory, options, devices)
     if len(devices) > 1 and args.report is not None:
         raise FxrematError(f"--report shows one plan, and --device names {len(devices)} devices: name one")
+    if devices and args.save is not None:
+        raise FxrematError("--save writes a plan for the device that the model is on; --device plans for others")
     if devices:
         options["device"] = devices if len(devices) > 1 else devices[0]
     model, example_inputs = _made(factory, args.factory)
@@ -178,6 +181,8 @@ def _plan(args: argparse.Namespace) -> str:
     if isinstance(found, Comparison):
         return str(found)
     _write(args.report, found.to_html)
+    if args.save is not None:
+        _writing(args.save, lambda: found.save(args.save))
     return str(found.describe(full=args.full))
 
 
@@ -275,10 +280,13 @@ def _check_folder(path: str | None) -> None:
 
 
 def _write(path: str | None, text: Callable[[], str]) -> None:
-    if path is None:
-        return
+    if path is not None:
+        _writing(path, lambda: Path(path).write_text(text(), encoding="utf-8"))
+
+
+def _writing(path: str, write: Callable[[], object]) -> None:
     try:
-        Path(path).write_text(text(), encoding="utf-8")
+        write()
     except OSError as error:
         raise FxrematError(f"cannot write {path}: {error.strerror or error}") from None
 
@@ -454,6 +462,7 @@ def _parser() -> _Parser:
     plan.add_argument("--up-to", type=int, default=65536, metavar="N", help="where --largest stops (default 65536)")
     plan.add_argument("--full", action="store_true", help="a line for each block, and the whole schedule")
     plan.add_argument("--report", metavar="OUT.html")
+    plan.add_argument("--save", metavar="PLAN.json", help="what fxremat.compile(model, plan=...) runs")
 
     profile = commands.add_parser("profile", help="where the memory of a training step goes, and what would save most")
     profile.add_argument("factory", metavar="package.module:factory", help="returns (model, example_inputs)")

@@ -181,6 +181,7 @@ def record(into, function, *arguments, **options):
         (GOOD, ["plan", "os:getcwd", "--mem", "1GiB", "--effort", "nan"], "effort is nan"),
         (GOOD, ["plan", "os:getcwd", "--mem", "1GiB", "--device", "abacus", "--cost", "estimate"], "'abacus'"),
         (GOOD, ["plan", "os:getcwd", "--mem", "1GiB", "--report", "/no/such/out.html"], "no folder /no/such"),
+        (GOOD, ["plan", "os:getcwd", "--mem", "1GiB", "--save", "/no/such/plan.json"], "no folder /no/such"),
         (GOOD, ["plan", "os:getcwd", "--mem", "1e9"], "int(1e9)"),
         (GOOD, ["pipeline", "FILE", "--mem", "1GiB", "--devices", "1000000000"], "a pipeline has from 1 to 10000"),
         (GOOD, ["pipeline", "FILE", "--mem", "1GiB", "--devices", "0"], "a pipeline has from 1"),

@@ -16,6 +16,7 @@ from fxremat.errors import BudgetTooSmall, FxrematError
 from fxremat.planning import frontier_cache as memo
 from fxremat.search import survey as planner
 from fxremat.search.survey import survey
+from fxremat.units import format_bytes
 from tests.dags import capture, estimated
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
@@ -169,8 +170,10 @@ def test_the_command_line_prints_a_plan(capsys: pytest.CaptureFixture[str]) -> N
     assert "no schedule fits in 10 bytes" in complaint
 
 
-def test_the_command_line_writes_the_page(tmp_path: Path) -> None:
+def test_the_command_line_writes_the_page_and_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "report.html"
-    assert command_line([*COMMAND, "70%", "--report", str(out)]) == 0
+    saved = tmp_path / "plan.json"
+    assert command_line([*COMMAND, "70%", "--report", str(out), "--save", str(saved)]) == 0
+    assert f"budget          {format_bytes(fxremat.Plan.load(saved).budget)}" in capsys.readouterr().out
     assert '"title":"' in out.read_text()
     assert " trains in " in out.read_text()

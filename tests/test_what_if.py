@@ -536,6 +536,7 @@ def test_the_command_line_finds_the_largest_batch(capsys: pytest.CaptureFixture[
         (["--largest", "batch", "--mem", "1GiB", "--up-to", "0"], "--up-to is 0"),
         (["--largest", "batch", "--mem", "10"], "no schedule fits in 10 bytes"),
         (["--device", "A100,H200", "--mem", "1GiB", "--report", "out.html"], "names 2 devices"),
+        (["--device", "A100", "--mem", "1GiB", "--save", "plan.json"], "--save writes a plan for the device that"),
         (["--device", "A100,abacus", "--mem", "1GiB"], "unknown device 'abacus'"),
         (["--device", "rtx 4900", "--mem", "1GiB"], "did you mean 'RTX-4090'?"),
         (["--device", "4900", "--mem", "1GiB"], "`fxremat devices` says more of them"),
