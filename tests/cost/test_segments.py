@@ -17,7 +17,7 @@ from fxremat.cost import segments
 from fxremat.cost.segments import expand_segments
 from fxremat.step.costs import OpCost
 from tests.dags import capture
-from tests.linearize.test_in_place import Residual
+from tests.capture.test_in_place import Residual
 from tests.toys import Loss, Stack, rows
 
 CPU, CUDA, MIB = torch.device("cpu"), torch.device("cuda", 0), 2**20
