@@ -11,9 +11,10 @@ import pytest
 
 import fxremat
 from fxremat.chains.simulate_join import JoinTimeline
-from fxremat.planning import found_files, frontier_cache, survey
+from fxremat.planning import found_files, frontier_cache
 from fxremat.planning.frontier_cache import NO_GRAPH
 from fxremat.plans import Plan
+from fxremat.search import survey
 from fxremat.search.refine import Ladder
 from tests.test_planner import INPUTS, Deep
 from tests.test_towers import Pair, inputs

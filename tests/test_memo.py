@@ -56,7 +56,7 @@ def test_other_sizes_are_planned_from_the_programs_that_are_known(surveys: list[
         memory = live_bytes(near.program, near.costs.sizes)
         assert near.predicted_peak == memory.peak <= near.budget
         assert near.predicted_time == near.costs.time(near.program)
-        alone = Ladder(given=planner.survey(near.joint, near.costs)).to(near.budget, near.costs, effort=3)
+        alone = Ladder(given=planner.survey(near.graph, near.costs)).to(near.budget, near.costs, effort=3)
         assert near.predicted_time <= 1.01 * alone.frontier(near.budget).within(near.budget).time
     assert len(surveys) == 1
     compiled = fxremat.compile(Deep(), mem="50%", cost="estimate")

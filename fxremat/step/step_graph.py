@@ -18,8 +18,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from fxremat.step.source import NOWHERE, Source, ops_inside, span_of
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 
 class Origin(Enum):
@@ -110,6 +114,23 @@ class StepGraph:
     def backward_ops(self) -> tuple[Op, ...]:
         """The ops of the backward, in execution order."""
         return self.ops[self.forward_count :]
+
+    def to_networkx(self) -> nx.DiGraph:
+        """The step as a graph of networkx, to look at or to run its algorithms on. O(ops + reads + writes).
+
+        Nodes are ("op", 3) and ("value", 7), with a name, and the other fields of `Op` and `Value` as attributes; edges
+        go from an op to the values that it writes, and from a value to the ops that read it.
+        """
+        import networkx as nx
+
+        graph = nx.DiGraph(model=self.model)
+        for value in self.values:
+            graph.add_node(("value", value.index), **{each.name: getattr(value, each.name) for each in fields(value)})
+        for op in self.ops:
+            graph.add_node(("op", op.index), **{each.name: getattr(op, each.name) for each in fields(op)})
+            graph.add_edges_from((("value", value), ("op", op.index)) for value in op.reads)
+            graph.add_edges_from((("op", op.index), ("value", value)) for value in op.writes)
+        return graph
 
     @cached_property
     def digest(self) -> str:

@@ -16,8 +16,8 @@ from fxremat.capture.accounting import costs_from, held
 from fxremat.cost import segments
 from fxremat.cost.segments import expand_segments
 from fxremat.step.costs import OpCost
-from tests.dags import capture
 from tests.capture.test_in_place import Residual
+from tests.dags import capture
 from tests.toys import Loss, Stack, rows
 
 CPU, CUDA, MIB = torch.device("cpu"), torch.device("cuda", 0), 2**20
