@@ -87,7 +87,7 @@ def key_of(graph: StepGraph, costs: Costs, settings: object) -> Key:
 def _topology(graph: StepGraph, settings: object) -> str:
     """Which ops there are, and what each reads and writes."""
     numbers = [
-        [getattr(op, field.name) for field in fields(op) if field.name != "key"]
+        [getattr(op, each.name) for each in fields(op) if each.name not in ("name", "key", "sequence")]
         for op in graph.ops
     ]
     values = [(v.origin, v.producer) for v in graph.values]
