@@ -1,4 +1,4 @@
-"""The costs of one joint graph, by op number, and the text that identifies an op's cost."""
+"""What the ops and values of a captured step take, as the device's allocator counts it, and a loss outside of it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,9 @@ from fxremat.capture.handed_in import laid_out_by_others
 from fxremat.capture.names import FLOAT
 from fxremat.capture.nodes import is_number
 from fxremat.capture.op_key import op_key
-from fxremat.capture.overwriting import overwritten
-from fxremat.capture.region import Region
 from fxremat.step.costs import Costs, OpCost
 from fxremat.step.liveness import Sizes
-from fxremat.step.step_graph import Origin, StepGraph
+from fxremat.step.step_graph import Kind, Origin, StepGraph
 from fxremat.torch_private import allocates_in_expandable_segments, holds_gradients
 from fxremat.units import Budget
 
@@ -61,16 +59,16 @@ def costs_from(
     sizes = [value.bytes for value in joint.values]
     taken = [0] * len(joint.ops)
     for op, cost in zip(joint.ops, by_op, strict=True):
-        if (operand := overwritten(joint.nodes[op.index])) is not None and op.index not in fresh:
+        if op.overwrites is not None and op.index not in fresh:
             (result,) = op.writes
-            sizes[result] = sizes[joint.value_of[operand]]
+            sizes[result] = sizes[op.overwrites]
             taken[op.index] = held(sizes[result], device)
             continue
         for value in op.writes:
             position = output_position(joint.shown[value], joint.nodes[op.index])
             if position is not None and position < len(cost.outputs):
                 sizes[value] = cost.outputs[position]
-        if isinstance(joint.nodes[op.index].target, Region):
+        if op.kind is Kind.REGION:
             taken[op.index] = sum(held(sizes[value], device) for value in op.writes)
     floats = _floats(joint, device)
     copied = _copied_gradients(joint, device)
@@ -98,11 +96,12 @@ def _copied_gradients(joint: Captured, device: torch.device) -> dict[int, int]:
     unknown = laid_out_by_others(joint.module.graph) if _gradients(joint) else set()
     found = dict[int, int]()
     for op in joint.backward_ops if unknown else ():
-        if isinstance(joint.nodes[op.index].target, Region):
+        if op.kind is Kind.REGION:
             continue
-        pointwise = torch.Tag.pointwise in getattr(joint.nodes[op.index].target, "tags", ())
-        read = [node for node in joint.nodes[op.index].all_input_nodes if node in unknown]
-        sizes = [node.meta["val"].nbytes for node in read if not pointwise or _is_reshaped(joint, node)]
+        node = joint.nodes[op.index]
+        pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
+        read = [parent for parent in node.all_input_nodes if parent in unknown]
+        sizes = [one.meta["val"].nbytes for one in read if not pointwise or _is_reshaped(joint, one)]
         found[op.index] = sum(held(size, device) for size in sizes)
     return found
 

@@ -50,9 +50,6 @@ class Captured(StepGraph):
         """The step graph alone, without nodes."""
         return StepGraph(**{each.name: getattr(self, each.name) for each in fields(StepGraph)})
 
-    def __hash__(self) -> int:
-        return id(self)
-
     @cached_property
     def outputs_needed(self) -> tuple[frozenset[int | None], ...]:
         """For each output of the backward, the forward's outputs whose gradients it is computed from.

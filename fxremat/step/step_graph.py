@@ -115,7 +115,7 @@ class StepGraph:
         """The ops of the backward, in execution order."""
         return self.ops[self.forward_count :]
 
-    def to_networkx(self) -> nx.DiGraph:
+    def to_networkx(self) -> nx.DiGraph[tuple[str, int]]:
         """The step as a graph of networkx, to look at or to run its algorithms on. O(ops + reads + writes).
 
         Nodes are ("op", 3) and ("value", 7), with a name, and the other fields of `Op` and `Value` as attributes; edges
@@ -123,7 +123,7 @@ class StepGraph:
         """
         import networkx as nx
 
-        graph = nx.DiGraph(model=self.model)
+        graph: nx.DiGraph[tuple[str, int]] = nx.DiGraph(model=self.model)
         for value in self.values:
             graph.add_node(("value", value.index), **{each.name: getattr(value, each.name) for each in fields(value)})
         for op in self.ops:
