@@ -1,6 +1,6 @@
 """Plans in files: what a plan is as data, read again in another process, and whether it belongs to a step there.
 
-    {"format": 1, "fxremat": "0.1.0", "sha256": "...", "plan": {"is": "PlanData", ...}}
+    {"format": 1, "sha256": "...", "plan": {"is": "PlanData", ...}}
 
 A plan belongs to steps of the same ops on values of the same sizes (`StepGraph.digest`), on the same device, with the
 same PyTorch and the same settings (`cost.environment`): its bytes were measured there.
@@ -16,7 +16,6 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from fxremat import __version__
 from fxremat.capture.accounting import device_of
 from fxremat.capture.captured import Captured
 from fxremat.chains.join_schedule import JoinSchedule
@@ -138,7 +137,7 @@ def without_the_rest(frontier: Frontier, chosen: Candidate) -> Frontier:
 def save(plan: PlanData, path: str | os.PathLike[str]) -> None:
     """Write a plan to a file, as a whole or not at all. Raises `OSError`."""
     content = json.dumps(written(plan, SHARED, NUMBERS), separators=(",", ":"))
-    file = {"format": FORMAT, "fxremat": __version__, "sha256": _digest(content)}
+    file = {"format": FORMAT, "sha256": _digest(content)}
     target = Path(path)
     new = target.with_name(f"{target.name}.{os.getpid()}")
     try:
@@ -158,7 +157,7 @@ def load(path: str | os.PathLike[str]) -> PlanData:
     except (ValueError, KeyError, TypeError):
         raise PlanMismatch(f"{name} holds no plan: write one with plan.save(path)") from None
     if kind != FORMAT:
-        raise PlanMismatch(f"{name} is of format {kind}, by fxremat {file.get('fxremat')}; this one reads {FORMAT}")
+        raise PlanMismatch(f"{name} is a plan of format {kind}, and this fxremat reads {FORMAT}: make it again")
     if _digest(json.dumps(content, separators=(",", ":"))) != known:
         raise PlanMismatch(f"{name} is not as it was written: make the plan again, and save it")
     try:

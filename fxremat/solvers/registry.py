@@ -7,8 +7,9 @@ the solvers that improve a schedule step by step; a schedule that does not fit r
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from types import MappingProxyType
-from typing import Protocol
+from typing import Any, Protocol
 
 from fxremat.chains.chain import Chain, Join
 from fxremat.chains.join_schedule import JoinSchedule, Loss, On
@@ -28,8 +29,6 @@ from fxremat.solvers import (
     persistent,
 )
 from fxremat.solvers.offload import autocapper, local_search, pofo
-from fxremat.solvers.references import checkmate, floating, revolve
-from fxremat.solvers.references.offload import greedy, offload_dp, opportunist, vdnn
 from fxremat.solvers.table import Build, grain
 
 DEFAULT = "input_drop"  # the chain solver of choice: what others start from
@@ -100,7 +99,7 @@ def _rounds(problem: Problem) -> int:
 def by_table(build: Build, problem: Problem) -> list[Schedule]:
     """The fastest schedule that a table can hold, where that fits; else what the table says."""
     chain = problem.chain
-    fastest = every_checkpoint(chain) if build is revolve.build else keep_all.schedules(chain)[0]
+    fastest = every_checkpoint(chain) if build is TABLES["revolve"] else keep_all.schedules(chain)[0]
     return [fastest] if problem.fits(fastest) else _read_off(build, problem)
 
 
@@ -133,14 +132,19 @@ def _read_off(build: Build, problem: Problem) -> list[Schedule]:
     return found
 
 
+def _reference(module: str) -> Any:
+    """A module of published solvers, which is imported when one of them is asked for."""
+    return import_module(f"fxremat.solvers.references.{module}")
+
+
 LISTS: Mapping[str, Callable[[Chain], list[Schedule]]] = MappingProxyType(
     {"keep_all": keep_all.schedules, "periodic": periodic.schedules, "binomial": binomial.schedules}
 )
 TABLES: Mapping[str, Build] = MappingProxyType(
     {
-        "revolve": revolve.build,
+        "revolve": lambda chain, mem, slots: _reference("revolve").build(chain, mem, slots),
         "persistent": persistent.build,
-        "floating": floating.build,
+        "floating": lambda chain, mem, slots: _reference("floating").build(chain, mem, slots),
         "input_drop": input_drop.build,
         "floating_drop": floating_drop.build,
     }
@@ -182,7 +186,7 @@ def _searched(problem: Problem) -> list[Schedule]:
 
 _OTHERS = {
     "checkmate": Solver(
-        propose=lambda problem: checkmate.schedules(problem.chain, problem.room),
+        propose=lambda problem: _reference("checkmate").schedules(problem.chain, problem.room),
         seconds=lambda problem: 0.01 * 1.8 ** min(100, len(problem.chain)),
     ),
     "exact": Solver(
@@ -190,19 +194,25 @@ _OTHERS = {
         seconds=lambda problem: 1e-6 * 4.0 ** min(100, sum(len(b.choices) for b in problem.chain.blocks)),
     ),
     "offload_greedy": Solver(
-        propose=lambda problem: _offloaded(problem, lambda: greedy.schedules(problem.chain, problem.room)),
+        propose=lambda problem: _offloaded(
+            problem, lambda: _reference("offload.greedy").schedules(problem.chain, problem.room)
+        ),
         seconds=lambda problem: 1e-4 * len(problem.chain),
         transfers=True,
     ),
     "vdnn": Solver(
-        propose=lambda problem: _offloaded(problem, lambda: vdnn.schedules(problem.chain, problem.room)),
+        propose=lambda problem: _offloaded(
+            problem, lambda: _reference("offload.vdnn").schedules(problem.chain, problem.room)
+        ),
         seconds=lambda problem: 1e-5 * len(problem.chain) ** 2,
         transfers=True,
     ),
     "offload_dp": Solver(
         propose=lambda problem: _offloaded(
             problem,
-            lambda: offload_dp.schedules(problem.chain, problem.room, problem.platform, problem.slots),
+            lambda: _reference("offload.offload_dp").schedules(
+                problem.chain, problem.room, problem.platform, problem.slots
+            ),
         ),
         seconds=lambda problem: 3e-3 * len(problem.chain),
         transfers=True,
@@ -215,7 +225,7 @@ _OTHERS = {
         transfers=True,
     ),
     "opportunist": Solver(
-        propose=lambda problem: opportunist.schedules(
+        propose=lambda problem: _reference("offload.opportunist").schedules(
             problem.chain, problem.room, problem.platform, min(problem.slots, 100)
         ),
         seconds=lambda problem: (
