@@ -5,7 +5,7 @@
 #   make quick       set up, then some tests of everything: a minute once kernels are compiled
 #   make test-torch VERSION=2.15.0   the everyday tests on another release of torch, in a virtual environment of its own
 #   make pretend-cuda   what can be checked of CUDA without a GPU, on torch 2.11.0 or VERSION=2.14.1 (twenty minutes)
-#   make test-long   set up, then the full-size tests (tens of minutes)
+#   make test-long   set up, then the full-size tests and those with a pretended CUDA (tens of minutes)
 #   make bench       set up, then the benchmark tables of the README and docs (about three hours)
 #   make papers      set up, then the figures of the papers, and how far the solvers are from the optimum
 #   make pictures    set up, then the pictures of plans in the README and docs/gallery.md, which need Chromium
@@ -20,7 +20,7 @@ READY := $(VENV)/.fxremat-ready
 
 PYTEST := $(BIN)/python -m pytest -q
 
-.PHONY: demo test test-torch pretend-cuda quick lint types kernels test-long browser pictures docs mutants bench papers clean
+.PHONY: demo test test-torch pretend-cuda pretended quick lint types kernels test-long browser pictures docs mutants bench papers clean
 
 demo: $(READY)
 	$(BIN)/python examples/01_quickstart.py
@@ -52,6 +52,10 @@ PRETENDED := .venv-pretended-$(or $(VERSION),2.11.0)
 pretend-cuda: $(PRETENDED)/.fxremat-ready
 	$(PRETENDED)/bin/python -m tests.pretended_cuda $(ARGUMENTS)
 
+pretended:
+	$(MAKE) $(PRETENDED)/.fxremat-ready || \
+	  echo "torch's CUDA wheel cannot be installed, or libraries cannot be built for it: tests with them are skipped"
+
 $(PRETENDED)/.fxremat-ready: pyproject.toml constraints-dev.txt constraints-libraries.txt
 	$(PYTHON) -m tests.pretended_cuda.install $(PRETENDED) $(or $(VERSION),2.11.0)
 	touch $@
@@ -71,7 +75,7 @@ kernels: $(READY)
 mutants: $(READY)
 	$(BIN)/python -m tests.mutants $(FILES)
 
-test-long: $(READY) browser
+test-long: $(READY) browser pretended
 	$(BIN)/python -m pip install --quiet -c constraints-dev.txt -c constraints-libraries.txt -e ".[dev,libraries,docs]"
 	$(PYTEST) -m long
 

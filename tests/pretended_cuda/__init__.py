@@ -8,6 +8,7 @@
     marking.py       graphs whose ops mark what they read and write; failing steps
     programs.py      random training programs in which races are looked for
     mutants.py       mistakes in fxremat's copies, each of which the detector must find
+    startup.py       changes of torch and fxremat in every process, which site/sitecustomize.py makes
     attention.py     cuDNN's attention, as far as its memory goes
     memory.py        what torch's caching allocator counts, against predicted peaks
     dispatch.py      which attention is chosen and which ops are captured, against cost="estimate"

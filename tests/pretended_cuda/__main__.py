@@ -2,7 +2,7 @@
 
     python -m tests.pretended_cuda                  all of it: a table, and benchmarks/results/pretended_cuda.json
     python -m tests.pretended_cuda --parts races --programs 100
-    python -m tests.pretended_cuda exec train.py    any program of Python on the pretended device
+    python -m tests.pretended_cuda exec train.py    python train.py on the pretended device; `exec -m module` does too
 
 Each job is a process of its own, with its own settings of the device; results come back as JSON.
 """
@@ -15,7 +15,6 @@ import json
 import logging
 import os
 import platform
-import runpy
 import subprocess
 import sys
 import tempfile
@@ -172,26 +171,15 @@ def do(job: Job, target: Path) -> None:
     """Do a job in this process, and write what it returns to a file."""
     import torch
 
-    from tests.pretended_cuda.attention import register
     from tests.pretended_cuda.log import note_allocations, note_pools
 
     warnings.simplefilter("ignore")
     logging.getLogger("torch._dynamo.metrics_context").disabled = True  # torch 2.11 logs errors of its own
     torch.set_num_threads(1)
-    register()
     if job.part in ("races", "mutants"):
         note_allocations()
     with note_pools():
         target.write_text(json.dumps(DOES[job.does](**job.arguments)))
-
-
-def run_script(file: str, arguments: Sequence[str]) -> None:
-    """Run a program of the user's in this process."""
-    from tests.pretended_cuda.attention import register
-
-    register()
-    sys.argv = [file, *arguments]
-    runpy.run_path(file, run_name="__main__")
 
 
 # --- in the process that starts them ------------------------------------------------------------------------
@@ -305,11 +293,7 @@ def main(arguments: Sequence[str]) -> int:
             do(Job(**json.loads(job)), Path(target))
             return 0
         case ["exec", *rest]:
-            command = [sys.executable, "-m", "tests.pretended_cuda", "script", *rest]
-            os.execve(sys.executable, command, environment.variables())
-        case ["script", file, *rest]:
-            run_script(file, rest)
-            return 0
+            os.execve(sys.executable, [sys.executable, *rest], environment.variables())
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--parts", default=",".join(PARTS), help="of " + ", ".join(PARTS))
     parser.add_argument("--programs", type=int, default=1000, help="in which races are looked for")

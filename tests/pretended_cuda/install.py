@@ -26,6 +26,7 @@ from tests.pretended_cuda.libraries import build
 ROOT = Path(__file__).parents[2]
 NOT_INSTALLED = re.compile(r"(nvidia|cuda)-")  # of torch's requirements
 FOR_TESTS = ("hypothesis", "pytest", "pytest-xdist", "transformers")
+SITE = Path(__file__).parent / "site"  # has sitecustomize.py
 HEADERS = ("nvidia-cuda-runtime", "nvidia-cuda-crt")
 
 
@@ -48,6 +49,11 @@ class Environment:
     def release(self) -> str:
         """The release of torch: 2.11.0."""
         return self._torch().version.partition("+")[0]
+
+    @property
+    def built(self) -> bool:
+        """True where the environment was made, and its libraries were built."""
+        return self.python.exists() and any(self.libraries.glob("libcudart.so*"))
 
     def make(self, torch: str) -> None:
         """Install what is missing, and build the libraries."""
@@ -76,7 +82,7 @@ class Environment:
         return {
             **os.environ,
             "LD_LIBRARY_PATH": str(self.libraries),
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": f"{SITE}{os.pathsep}{ROOT}",
             "OMP_NUM_THREADS": "1",
             "KINETO_LOG_LEVEL": "99",
             "HF_HUB_OFFLINE": "1",

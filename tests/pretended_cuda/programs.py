@@ -25,7 +25,6 @@ from fxremat.capture import region
 from fxremat.host.tier import HostTier
 from fxremat.ops.parameters import Weights
 from fxremat.planned_step import PlannedStep
-from fxremat.runtime import dynamo
 from fxremat.torch_private import boxed
 from tests import dags
 from tests.pretended_cuda.detector import counted, described, races
@@ -226,7 +225,6 @@ def _watched() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Weights, "telling_what_is_new", telling_and_handing_over)
         patch.setattr(region, "boxed", lambda module: marked(boxed(module)))
-        patch.setattr(dynamo, "check_unscaled", lambda gradients: None)
         yield
 
 
