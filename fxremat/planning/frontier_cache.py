@@ -3,7 +3,7 @@
 A survey does not depend on the budget, and the search op by op goes on where it was left. Both refer to ops and values
 by number, so that those of an equal graph serve: only the graph itself is exchanged. Nothing of the old graph is kept.
 For a graph with the same ops and other sizes, the programs are judged anew (`search.replan`). What is found for a graph
-is kept on disk too (`search.found_files`).
+is kept on disk too (`planning.found_files`).
 """
 
 from __future__ import annotations

@@ -78,11 +78,11 @@ def activations(seed: int, device: torch.device, tier: HostTier | bool = True) -
     draw = random.Random(seed)
     plan = _planned(draw, device, tier)
     for share, program in () if plan is None else _programs(plan, draw):
-        given = [_empty(node) for node in program.joint.primals]
+        given = [_empty(node) for node in program.captured.primals]
         fails = 1 if draw.random() < 0.5 else None
         with _stream(draw, device), _logged(draw) as outcome:
             for step in range(STEPS):
-                with fuse.after(draw.randrange(len(program.joint.ops)) if step == fails else None):
+                with fuse.after(draw.randrange(len(program.graph.ops)) if step == fails else None):
                     outcome.run(lambda given=given, program=program: run_once(program, given))
         yield outcome.tally(f"model {seed}, {share:.0%} of what budgets may save")
         torch.cuda.synchronize()
@@ -118,7 +118,7 @@ def _programs(plan: Any, draw: random.Random) -> Iterator[tuple[float, Any]]:
 
 def run_once(plan: Any, given: list[Any]) -> None:
     """Run the emitted forward and backward of a plan, and mark that results are read."""
-    joint = plan.graph
+    joint = plan.captured
     forward, backward = (marked(boxed(graph)) for graph in plan.graphs)
     results: list[Any] = list(forward(list(given)))
     saved = results[len(joint.forward_outputs) :]
