@@ -69,8 +69,10 @@ torch.save(gradients(compiled, rows()), sys.argv[2])
 def test_it_runs_in_another_process_with_the_same_bits(saved: tuple[Plan, Path], tmp_path: Path) -> None:
     _, path = saved
     environment = os.environ | {"FXREMAT_CACHE": str(tmp_path / "empty"), "PYTHONPATH": str(Path(__file__).parents[1])}
-    threads = f"import torch; torch.set_num_threads({torch.get_num_threads()})\n"
-    command = [sys.executable, "-c", threads + OTHER_PROCESS, str(path), str(tmp_path / "gradients.pt")]
+    precision = torch.backends.mkldnn.matmul.fp32_precision  # which tests that ran before may have set
+    same = f"import torch; torch.set_num_threads({torch.get_num_threads()})\n"
+    same += f"torch.backends.mkldnn.matmul.fp32_precision = {precision!r}\n"
+    command = [sys.executable, "-c", same + OTHER_PROCESS, str(path), str(tmp_path / "gradients.pt")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found, expected = torch.load(tmp_path / "gradients.pt"), gradients(model(), rows())
