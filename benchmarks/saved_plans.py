@@ -1,4 +1,4 @@
-"""How long the first step takes with a saved plan, beside that of torch.compile(backend="aot_eager").
+"""Time the first step with a saved plan, beside that of torch.compile(backend="aot_eager").
 
     python -m benchmarks.saved_plans [NAME ...]
 

@@ -97,7 +97,7 @@ def _shown(what: str, value: object) -> str:
 
 
 def _difference(one: StepGraph, other: StepGraph) -> str:
-    """What is different between two steps, in words."""
+    """Tell what is different between two steps."""
     if one.model != other.model:
         return f"it was made for {one.model}, and this is {other.model}"
     if len(one.ops) != len(other.ops):

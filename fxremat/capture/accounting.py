@@ -1,4 +1,4 @@
-"""What the ops and values of a captured step take, as the device's allocator counts it, and a loss outside of it."""
+"""Bytes that ops, values and a loss outside of a captured step take, as the device's allocator counts them."""
 
 from __future__ import annotations
 
@@ -165,13 +165,13 @@ def assumed_for(count: int, dtype: torch.dtype, *, trained: bool = True) -> int:
 
 
 def _gradients(joint: Captured) -> list[torch.Tensor]:
-    """What a loss outside hands in, as fake tensors; nothing where the model returns its loss."""
+    """Return the gradients that a loss outside hands in, as fake tensors; none where the model returns its loss."""
     shown = () if joint.root_tangents else (node.meta.get("val") for node in joint.tangent_nodes)
     return [tensor for tensor in shown if isinstance(tensor, torch.Tensor)]
 
 
 def output_position(shown: fx.Node, op: fx.Node) -> int | None:
-    """Which output of `op` the node shows; None for one that nothing reads."""
+    """Return the number of the output of `op` that the node shows; None for one that nothing reads."""
     if shown is op:
         value = op.meta.get("val")
         return 0 if isinstance(value, torch.Tensor) or is_number(value) else None

@@ -352,7 +352,7 @@ class _Reader:
         return tuple(dict.fromkeys(self.value_of[node] for node in nodes if node in self.value_of))
 
     def _split_outputs(self) -> tuple[set[int], set[int]]:
-        """What the forward returns: values the caller holds on to, and values that overwrite an input."""
+        """Split the forward's outputs into values that the caller holds on to, and values that overwrite an input."""
         kept: set[int] = set()
         updates: set[int] = set()
         for node, desc in zip(self.forward_outputs, self.descs, strict=True):
@@ -370,7 +370,7 @@ class _Reader:
 
 
 def _kind(node: fx.Node) -> Kind:
-    """What runs a node's op; targets that are no kernel of PyTorch's say it themselves."""
+    """The kind of a node's op; targets that are no kernel of PyTorch's say it themselves."""
     kind = getattr(node.target, "kind", Kind.KERNEL)
     if isinstance(kind, Kind) and kind is not Kind.KERNEL:
         return kind

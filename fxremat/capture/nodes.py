@@ -1,4 +1,4 @@
-"""What a node of a captured graph shows: tensors, numbers, random draws, gradients that are handed in."""
+"""Facts that a node of a captured graph shows: tensors, numbers, random draws, gradients that are handed in."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def op_key(node: fx.Node, *, fresh: bool = False) -> str:
 
 
 def _named(target: object) -> str:
-    """What a node calls, by a name that is the same in every process."""
+    """Name what a node calls, in the same way in every process."""
     return f"{target.__module__}.{target.__qualname__}" if isinstance(target, FunctionType) else str(target)
 
 

@@ -1,4 +1,4 @@
-"""What the ops of a step take: seconds, workspaces, and the sizes that liveness needs."""
+"""Costs of the ops of a step: seconds, workspaces, and the sizes that liveness needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where an op of a step was written, and the modules that several ops go through as one name."""
+"""The place where an op of a step was written, and the modules that several ops go through as one name."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Frame:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where an op was written."""
+    """The place where an op was written."""
 
     module: str  # path of the submodule; "" for the model itself
     frame: Frame | None
@@ -76,7 +76,7 @@ def span_of(modules: Sequence[str], counts: Counter[str]) -> str:
 
 
 def ops_inside(modules: Iterable[str]) -> Counter[str]:
-    """How many ops there are inside each module, from the modules that ops belong to."""
+    """Count the ops inside each module, from the modules that ops belong to."""
     counts: Counter[str] = Counter()
     for module, count in Counter(modules).items():
         parts = _parts(module)

@@ -36,7 +36,7 @@ class Origin(Enum):
 
 
 class Kind(Enum):
-    """What runs an op."""
+    """The engine that runs an op."""
 
     KERNEL = "kernel"  # PyTorch's own
     COLLECTIVE = "collective"  # communicates: all ranks run it, in the same order
@@ -170,7 +170,7 @@ class StepGraph:
 
     @cached_property
     def value_sources(self) -> tuple[Source, ...]:
-        """Where each value was made; of what the step is given, and of gradients of parameters, where that is read.
+        """The source of each value; of what the step is given, and of gradients of parameters, where that is read.
 
         The module of a parameter, and of its gradient, is the one that it belongs to.
         """
@@ -195,5 +195,5 @@ class StepGraph:
 
     @cached_property
     def pinned(self) -> frozenset[int]:
-        """What the caller holds when the step is over."""
+        """The values that the caller holds when the step is over."""
         return self.kept_outputs | self.returned
