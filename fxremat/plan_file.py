@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -138,11 +139,15 @@ def save(plan: PlanData, path: str | os.PathLike[str]) -> None:
     """Write a plan to a file, as a whole or not at all. Raises `OSError`."""
     content = json.dumps(written(plan, SHARED, NUMBERS), separators=(",", ":"))
     file = {"format": FORMAT, "sha256": _digest(content)}
-    target = Path(path)
-    new = target.with_name(f"{target.name}.{os.getpid()}")
+    write_whole(Path(path), f"{json.dumps(file)[:-1]}, \"plan\": {content}}}\n".encode())
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file as a whole or not at all, whoever else writes it. Raises `OSError`."""
+    new = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}")
     try:
-        new.write_text(f"{json.dumps(file)[:-1]}, \"plan\": {content}}}\n")
-        new.replace(target)
+        new.write_bytes(content)
+        new.replace(path)
     finally:
         new.unlink(missing_ok=True)
 

@@ -13,7 +13,6 @@ import hashlib
 import io
 import os
 import pickle
-import threading
 import zlib
 from collections.abc import Iterable
 from pathlib import Path
@@ -23,6 +22,7 @@ from fxremat.chains.join_schedule import JoinSchedule, Loss, On
 from fxremat.chains.schedule import Backward, Drop, Forward, Keep, Offload, Prefetch, Schedule, Value
 from fxremat.chains.simulate_join import JoinTimeline
 from fxremat.cost.cache import cache_folder
+from fxremat.plan_file import write_whole
 from fxremat.search.candidate import Candidate, FromJoin, FromSchedule, Frontier, Refined
 from fxremat.step.layout import BlockLayout, Layout
 from fxremat.step.program import Order
@@ -61,14 +61,9 @@ def read(key: str, kind: type[T], *parts: type) -> T | None:
 def write(key: str, found: object) -> None:
     """Keep what was found, which refers to no graph; of many files the oldest go."""
     path = _path(key)
-    new = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}")
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            new.write_bytes(zlib.compress(pickle.dumps(found, protocol=5), FAST))
-            new.replace(path)
-        finally:
-            new.unlink(missing_ok=True)
+        write_whole(path, zlib.compress(pickle.dumps(found, protocol=5), FAST))
         _remove_oldest(path.parent)
 
 
