@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fxremat.capture.captured import Captured, read_joint
+from fxremat.graphs.captured import Captured, read_joint
 from fxremat.passes.normalize import normalize
 from fxremat.torch_private import aot_backend, boxed, capture_settings, differentiate_as_eager
 

@@ -19,9 +19,9 @@ from typing import TypeVar
 
 import torch
 
-from fxremat.capture.captured import Captured
 from fxremat.cost.devices import Device
 from fxremat.cost.estimate import estimate
+from fxremat.graphs.captured import Captured
 from fxremat.search.refine import EFFORT, Ladder
 from fxremat.search.replan import replanned
 from fxremat.search.survey import survey

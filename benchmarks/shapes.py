@@ -75,11 +75,12 @@ def _seconds(model: nn.Module, inputs: Mapping[str, Tensor]) -> float:
 def _row(kind: Kind) -> dict[str, float]:
     """The costs of one model's sizes; those that bring a capture or a plan from nothing are counted apart."""
     import fxremat
-    from fxremat.runtime import dynamo, sizes
+    from fxremat.planning import sizes
+    from fxremat.runtime import dynamo
 
     events: list[str] = []
     _noting(dynamo, "normalize", "capture", events)
-    _noting(sizes, "plan_step", "from nothing", events)
+    _noting(sizes, "plan_from_nothing", "from nothing", events)
     torch.manual_seed(0)
     model = kind.model()
     fixed = copy.deepcopy(model)

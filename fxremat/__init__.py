@@ -25,11 +25,12 @@ from fxremat.errors import (
 )
 
 if TYPE_CHECKING:
-    from fxremat.api import compile, plan, profile
+    from fxremat.api import capture, compile, plan, profile
     from fxremat.host.files import FileTier
     from fxremat.host.pinned import PinnedTier
     from fxremat.host.tier import HostTier
     from fxremat.pipelining.pipe import Pipeline, pipeline
+    from fxremat.planning.captured_step import CapturedStep
     from fxremat.plans import Plan
     from fxremat.profiles import Profile
     from fxremat.runtime.data_parallel import fully_shard
@@ -40,6 +41,7 @@ __all__ = [
     "Block",
     "BudgetTooSmall",
     "CaptureError",
+    "CapturedStep",
     "Chain",
     "FileTier",
     "FxrematError",
@@ -59,6 +61,7 @@ __all__ = [
     "Profile",
     "Schedule",
     "Timeline",
+    "capture",
     "compile",
     "fully_shard",
     "pipeline",
@@ -109,6 +112,8 @@ def simulate(
 
 
 _LATER = {  # what needs torch, or numba
+    "capture": "fxremat.api",
+    "CapturedStep": "fxremat.planning.captured_step",
     "compile": "fxremat.api",
     "fully_shard": "fxremat.runtime.data_parallel",
     "plan": "fxremat.api",

@@ -17,10 +17,11 @@ from torch import fx, nn
 
 from fxremat.cost.devices import Device
 from fxremat.errors import FxrematError
-from fxremat.options import CompileOptions, PlanOptions, options_of
+from fxremat.options import CompileOptions, Options, PlanOptions, options_of
+from fxremat.planning.captured_step import CapturedStep
 from fxremat.plans import Plan
 from fxremat.profiles import Profile, profile_of
-from fxremat.runtime.module import Rematerialized, drop_in
+from fxremat.runtime.module import Rematerialized, captured, drop_in
 from fxremat.runtime.shapes_alone import Call, refuse_without_data, with_fakes
 from fxremat.search.refine import EFFORT
 from fxremat.what_if import Comparison, Devices, compared
@@ -116,6 +117,34 @@ def plan(
     return _plan(named, call, mem=mem, solver=solver, device=device, **options)
 
 
+def capture(
+    model: nn.Module,
+    example_inputs: Any,
+    *,
+    mem: int | str = "100%",
+    solver: str = "auto",
+    device: str | Device | None = None,
+    **options: Unpack[PlanOptions],
+) -> CapturedStep:
+    """Capture forward and backward of a model as one graph, and measure its ops; the model is neither run nor changed.
+
+        step = fxremat.capture(model, (x,))
+        step.frontier                        what memory buys
+        plan = step.plan("60%")              nothing is captured or measured again
+        step.at(tokens=300).plan("60%")      for other sizes, where it was captured with dynamic=True or shapes=...
+
+    Args:
+        model, example_inputs, options: as those of `plan`; the step's plans take them from here.
+        mem: the budget of `step.plan()`.
+
+    Raises:
+        CaptureError: the model is not one graph; names the line.
+    """
+    named, settings = _checked(model), options_of(mem=mem, solver=solver, device=device, **options)
+    with with_fakes(named, _split(example_inputs), settings) as call:
+        return _capture(named, call, settings)
+
+
 def profile(
     model: nn.Module,
     example_inputs: Any,
@@ -140,25 +169,22 @@ def profile(
     Raises:
         CaptureError: the model is not one graph; names the line.
     """
-    found = _plan(
-        _checked(model),
-        _split(example_inputs),
-        mem="100%",
-        cost=cost,
-        device=device,
-        effort=effort,
-        loss_bytes=loss_bytes,
-        progress=progress,
-        dynamic=False,
+    options: dict[str, Any] = {"cost": cost, "effort": effort, "loss_bytes": loss_bytes, "progress": progress}
+    plan = _plan(
+        _checked(model), _split(example_inputs), mem="100%", device=device, dynamic=False, **options
     )
-    return profile_of(found)
+    return profile_of(plan)
 
 
 def _plan(model: nn.Module, call: Call, **options: Any) -> Plan:
     settings = options_of(**options)
+    with with_fakes(model, call, settings) as inputs:
+        return _capture(model, inputs, settings).plan()
+
+
+def _capture(model: nn.Module, call: Call, settings: Options) -> CapturedStep:
     target = None if settings.device is None else Device.named(settings.device)
-    with with_fakes(model, call, settings) as (args, kwargs):
-        return drop_in(model, settings, target).make_plan(args, kwargs)
+    return captured(drop_in(model, settings, target), *call)
 
 
 def _checked(model: object) -> nn.Module:

@@ -1,4 +1,4 @@
-"""What a budget means in bytes, for a model on a device."""
+"""What a CUDA device has free: what mem="auto" means."""
 
 from __future__ import annotations
 
@@ -6,28 +6,12 @@ import torch
 
 from fxremat.errors import InvalidBudget
 from fxremat.torch_private import allocates_in_expandable_segments
-from fxremat.units import Auto, Budget, Bytes, Percent
 
 AUTO_MARGIN = 0.05  # share of the free memory that mem="auto" leaves alone, where segments are expandable
 BLOCKS_MARGIN = 0.2  # and where they are not: the allocator then reserves a tenth to a third more than is allocated
 LEAST_MARGIN = 40 * 2**20  # bytes: two segments of large blocks, as the allocator asks for them
 FRAGMENTS = 1.5  # times the largest tensor: what may be free on both sides of it, in pieces that are too small for it
 SHRUNK = 0.97  # times what was free: with less, "auto" is planned for anew
-
-
-def bytes_of(budget: Budget, keep_all: int, device: torch.device, largest: int) -> int:
-    """The bytes of a budget, where keeping everything takes `keep_all` bytes. Raises `InvalidBudget`.
-
-    Args:
-        largest: bytes of the step's largest tensor.
-    """
-    match budget:
-        case Bytes(count):
-            return count
-        case Percent(share):
-            return int(keep_all * share / 100)
-        case Auto():
-            return free_bytes(device, largest)
 
 
 def free_bytes(device: torch.device, largest: int) -> int:

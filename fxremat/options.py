@@ -13,7 +13,7 @@ import difflib
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass, field, fields
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from fractions import Fraction
 from numbers import Real
 from typing import Any, TypedDict
@@ -68,6 +68,13 @@ class PlanOptions(TypedDict, total=False):
     inductor: Mapping[str, Any] | None
     random: str | None
     method: str
+
+
+class StepOptions(PlanOptions, total=False):
+    """The settings that a plan of a captured step may change."""
+
+    solver: str
+    device: str | Device | None
 
 
 class CompileOptions(PlanOptions, total=False):
@@ -391,6 +398,7 @@ class Options:
 
 HIDDEN = ("loss_seen", "strict")  # that no user sets
 NAMES = tuple(field.name for field in fields(Options) if field.init and field.name not in HIDDEN)
+OF_CAPTURE = ("method", "dynamic", "shapes", "only_loss", "kernels", "random", "offload_weights")
 
 
 def options_of(**options: Any) -> Options:
@@ -400,12 +408,30 @@ def options_of(**options: Any) -> Options:
     what `Options` raises.
     """
     for name in options:
-        if name not in NAMES:
-            guess = difflib.get_close_matches(name, NAMES, n=1)
-            raise FxrematError(
-                f"unknown option {shortened(name)}{_perhaps(guess)}; there are {', '.join(NAMES)}"
-            )
+        _check_name(name)
     return Options(**options)
+
+
+def changed_options(options: Options, mem: int | str | None, **changed: Any) -> Options:
+    """Return the options for another plan of a step that was captured with these; mem=None is the same budget.
+
+    Raises `FxrematError` for an option that there is not, or that decides what is captured, and what `Options` raises.
+    """
+    for name, value in changed.items():
+        _check_name(name)
+        if name in OF_CAPTURE and value != getattr(options, name):
+            raise FxrematError(
+                f"{name}={shortened(value)} changes what is captured, and this step was captured with "
+                f"{name}={shortened(getattr(options, name))}: capture it again, fxremat.capture(model, inputs, "
+                f"{name}={shortened(value)})"
+            )
+    return replace(options, plan=None, strict=None, mem=options.mem if mem is None else mem, **changed)
+
+
+def _check_name(name: str) -> None:
+    if name not in NAMES:
+        guess = difflib.get_close_matches(name, NAMES, n=1)
+        raise FxrematError(f"unknown option {shortened(name)}{_perhaps(guess)}; there are {', '.join(NAMES)}")
 
 
 def _is_range(item: tuple[object, object]) -> bool:

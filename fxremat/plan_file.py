@@ -17,13 +17,13 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from fxremat.capture.accounting import device_of
-from fxremat.capture.captured import Captured
 from fxremat.chains.join_schedule import JoinSchedule
 from fxremat.chains.schedule import Schedule
 from fxremat.chains.simulate_join import JoinTimeline
 from fxremat.cost.environment import environment
 from fxremat.errors import PlanMismatch
+from fxremat.graphs.accounting import device_of
+from fxremat.graphs.captured import Captured
 from fxremat.search.candidate import (
     Candidate,
     Communicating,

@@ -9,13 +9,13 @@ from typing import Any, Protocol, Self
 
 from torch import fx
 
-from fxremat.capture.captured import Captured, captured_of
 from fxremat.chains.chain import Chain
 from fxremat.chains.join_schedule import JoinSchedule
 from fxremat.chains.schedule import Schedule
 from fxremat.chains.simulate import Timeline, simulate
 from fxremat.chains.simulate_join import JoinTimeline
 from fxremat.cost.device_memory import DeviceMemory
+from fxremat.graphs.captured import Captured, captured_of
 from fxremat.host.tier import HostTier
 from fxremat.linearize.chain_of import chain_of
 from fxremat.passes.lower import Handles, lower
@@ -51,25 +51,27 @@ class Compiled:
     seconds: float  # that compiling took, for this plan
 
 
-class AnotherPlan(Protocol):
-    """What makes the plan of the same step within another budget, and with other options."""
-
-    def __call__(self, mem: int | str, **options: Any) -> Any:
-        """The plan; options are those of `fxremat.options.Options` that change."""
-
-
-class SymbolicSizes(Protocol):
-    """The sizes that a plan is for, where the step was captured for others too. As text: `tokens[1] = 300`."""
+class PlannableStep(Protocol):
+    """The captured step that a plan is of, which can be planned again: `fxremat.CapturedStep`."""
 
     @property
-    def inputs(self) -> frozenset[str]:
-        """The names of the inputs that have symbolic sizes; those of others may follow from them."""
+    def sizes(self) -> str:
+        """The sizes that may change, as `tokens[1] = 300`; "" where all are fixed."""
+
+    @property
+    def resizable_inputs(self) -> frozenset[str]:
+        """The names of the inputs that have such sizes; those of others may follow from them."""
+
+    @property
+    def plan(self) -> Callable[..., Any]:
+        """Plan within another budget, or with other options: `plan(mem, **options)`."""
 
     def least(self) -> int:
-        """The least budget, in bytes, of programs that are searched for at these sizes."""
+        """Return the least budget that works, in bytes."""
 
-    def plan(self, sizes: Mapping[str, object]) -> Any:
-        """The plan with other sizes of some inputs."""
+    @property
+    def at(self) -> Callable[..., Any]:
+        """Return the step for inputs of other sizes: `at(tokens=300)`."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -88,11 +90,10 @@ class PlannedStep:
     tier: HostTier | None = None  # where values may wait, with offloading
     link: Link | None = None  # how fast they get there and back
     weights: WeightBudget | None = None  # where the step updates its weights, and the budget covers them
-    sizes: SymbolicSizes | None = None  # those of the inputs that may change; None: all are fixed
-    another: AnotherPlan | None = None
+    step: PlannableStep | None = None  # that was planned; None: it was read from a file
     slices: tuple[SlicedRegion, ...] = ()  # regions that run in slices
     not_sliced: tuple[str, ...] = ()  # why ops that need much are whole, where slices were asked for
-    more_slices: Callable[[], int] | None = None  # the least budget of ways to slice that were not needed
+    more_slices: bool = False  # further ways to slice were not needed, and may need less
     compiled: Compiled | None = None  # where ops run in compiled regions
     not_compiled: str = ""  # why they do not, where that was asked for
     on_device: DeviceMemory | None = None  # what else the device holds that it was planned for by name
@@ -143,12 +144,19 @@ class PlannedStep:
 
         With slices, it may have to be searched for when it is first asked for, which takes about as long as a plan.
         """
-        return min(self.known_minimum, self.more_slices()) if self.more_slices else self.known_minimum
+        if not (self.more_slices and self.step):
+            return self.known_minimum
+        return min(self.known_minimum, self.step.least())
 
     @property
     def known_minimum(self) -> int:
         """The least budget, in bytes, of what was looked at for this plan."""
         return self.weights.minimum if self.weights else self.alternatives.minimum
+
+    @property
+    def sizes(self) -> str:
+        """The sizes that the plan is for and that may change, as `tokens[1] = 300`; "" where all are fixed."""
+        return self.step.sizes if self.step else ""
 
     @property
     def frontier(self) -> tuple[tuple[int, float], ...]:

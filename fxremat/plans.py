@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from fxremat.capture.accounting import device_of
-from fxremat.capture.captured import Captured
 from fxremat.cost.environment import environment
 from fxremat.errors import FxrematError
+from fxremat.graphs.accounting import device_of
+from fxremat.graphs.captured import Captured
 from fxremat.plan_file import NAMES, PlanData, as_plain, load, save, without_the_rest
 from fxremat.planned_step import PlannedStep
 from fxremat.show.difference import Difference
@@ -63,13 +63,13 @@ class Plan(PlannedStep):
             BudgetTooSmall: nothing fits there.
             FxrematError: the plan is of fixed sizes, or the input has none that are symbolic.
         """
-        if self.sizes is None:
+        if not (self.step and self.step.sizes):
             raise FxrematError(
                 "this plan is of fixed sizes: with fxremat.compile(..., dynamic=True), or "
                 "shapes={'tokens': {1: (16, 512)}}, there are plans for others"
             )
-        found: Plan = self.sizes.plan(sizes)
-        return found
+        made: Plan = self.step.at(**sizes).plan()
+        return made
 
     def within(self, mem: int | str) -> Plan:
         """The plan of the same step within another budget, in any form of `mem`; nothing is captured or measured again.
@@ -78,10 +78,10 @@ class Plan(PlannedStep):
             BudgetTooSmall: nothing fits.
             InvalidBudget: `mem` has another form.
         """
-        if self.another is None:
-            raise FxrematError("this plan does not know the step that it was made for")
-        found: Plan = self.another(mem)
-        return found
+        if self.step is None:
+            raise FxrematError("this plan was read from a file, and has no step to plan again: capture the model")
+        made: Plan = self.step.plan(mem)
+        return made
 
     def to_html(self) -> str:
         """A page that shows the plan, with its memory over the step as a picture."""

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from fxremat.capture.accounting import device_of, set_aside
 from fxremat.errors import FxrematError
+from fxremat.graphs.accounting import device_of, set_aside
 from fxremat.host.files import FileTier
 from fxremat.plans import Plan
 from fxremat.search.candidate import Candidate
@@ -114,7 +114,7 @@ class Profile:
         yield "saved", f"{format_bytes(total.saved)} for the backward, or returned: {most_in(plan.modules, 'saved')}"
         yield "gradients", f"{format_bytes(total.gradients)} are returned"
         if plan.sizes:
-            yield "sizes", str(plan.sizes)
+            yield "sizes", plan.sizes
         if plan.assumed:
             yield "kernels", plan.assumed
 
@@ -173,12 +173,12 @@ def _slicing(plan: Plan) -> Saving | None:
 
 def _another(plan: Plan, mem: int, **options: Any) -> Plan | None:
     """The plan of the same step for other options; None where there is none."""
-    assert plan.another is not None
+    assert plan.step is not None
     try:
-        found: Plan = plan.another(max(1, mem), **options)
+        made: Plan = plan.step.plan(max(1, mem), **options)
     except FxrematError:
         return None
-    return found
+    return made
 
 
 def _change(plan: Plan, candidate: Candidate, what: str, mem: int, **options: object) -> Saving | None:

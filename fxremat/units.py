@@ -42,7 +42,12 @@ class Auto:
     """A budget of what is free on the device when planning begins."""
 
 
-Budget = Bytes | Percent | Auto
+@dataclass(frozen=True)
+class Least:
+    """The least budget that works."""
+
+
+Budget = Bytes | Percent | Auto | Least
 
 
 def parse_bytes(size: int | str) -> int:
@@ -66,6 +71,8 @@ def parse_budget(mem: object) -> Budget:
     if isinstance(mem, str):
         if mem.strip().lower() == "auto":
             return Auto()
+        if mem.strip().lower() == "min":
+            return Least()
         match = _AMOUNT.fullmatch(mem)
         if match is not None and match[2] == "%":
             share = float(match[1])
@@ -125,7 +132,7 @@ def _not_a_size(given: object) -> InvalidBudget:
 
 
 def _not_a_budget(given: object) -> InvalidBudget:
-    forms = '"4GiB", "300MB", 4294967296 (bytes), "60%" or "auto"'
+    forms = '"4GiB", "300MB", 4294967296 (bytes), "60%", "auto" or "min"'
     share = f'"{given:.6%}'.rstrip("%0").rstrip(".") + '%", ' if _is_share(given) else ""
     return InvalidBudget(f"mem={shortened(given)} is not a budget; write {share or _meant(given)}{forms}")
 

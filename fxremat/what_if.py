@@ -164,9 +164,9 @@ def _within_or_least(known: Plan, mem: int | str, *, auto: bool, **options: Any)
 
 def _another(known: Plan, mem: int | str, **options: Any) -> Plan:
     """The plan of a captured step for other options."""
-    assert known.another is not None
-    found: Plan = known.another(mem, **options)
-    return found
+    assert known.step is not None
+    made: Plan = known.step.plan(mem, **options)
+    return made
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,7 +236,7 @@ def largest_on(device: Device | None, plans: PlansOfSize, mem: int | str, limit:
     def exactly(size: int) -> int:
         """By programs that are searched for at this size."""
         plan = plans.at(device, size)
-        return needed(plan, plan.sizes.least() if plan.sizes else plan.minimum)
+        return needed(plan, plan.step.least() if plan.sizes and plan.step else plan.minimum)
 
     budget = device.memory - int(AUTO_MARGIN * device.memory) if auto and device and device.memory else parse_bytes(mem)
     near = _guess(roughly, budget, limit)
@@ -278,9 +278,10 @@ class PlansOfSize:
     def at(self, device: Device | None, size: int) -> Plan:
         """The plan at a size, on a device."""
         captured = self._of_all_sizes(device) if size > 1 else None
-        if captured is not None and captured.sizes is not None and self._sizes is not None:
+        if captured is not None and captured.step is not None and self._sizes is not None:
             with contextlib.suppress(FxrematError):  # this size takes another way through the model
-                return captured.at(**{n: dims for n, dims in self._sizes(size).items() if n in captured.sizes.inputs})
+                inputs = captured.step.resizable_inputs
+                return captured.at(**{name: dims for name, dims in self._sizes(size).items() if name in inputs})
         if (device, size) not in self._fixed:
             self._fixed[device, size] = self._plan_for(*self._make(size), device=device, mem=EVERYTHING, dynamic=False)
         return self._fixed[device, size]
@@ -302,7 +303,7 @@ class PlansOfSize:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that sizes are fixed after all
             plan = self._plan_for(*self._make(2), device=device, mem=EVERYTHING, shapes=expected)
-        return plan if plan.sizes is not None else None
+        return plan if plan.sizes else None
 
 
 def sizes_that_change(make: Make) -> Callable[[int], dict[str, dict[int, int]]] | None:

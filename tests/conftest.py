@@ -77,7 +77,7 @@ def _short_searches() -> Iterator[None]:
 @pytest.fixture
 def surveys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[int]]:
     """One entry for each survey that is really made; nothing is known of earlier ones, or kept of these."""
-    from fxremat.planning import frontier_cache, searched
+    from fxremat.planning import frontier_cache, surveys
     from fxremat.search.survey import survey
 
     made: list[int] = []
@@ -86,7 +86,7 @@ def surveys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[in
         made.append(1)
         return survey(*arguments, **options)
 
-    monkeypatch.setattr(searched, "survey", counted)
+    monkeypatch.setattr(surveys, "survey", counted)
     monkeypatch.setenv("FXREMAT_CACHE", str(tmp_path))
     frontier_cache._latest.clear()
     yield made

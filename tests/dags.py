@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from benchmarks.capture import capture
-from fxremat.capture.captured import Captured
 from fxremat.cost.estimate import DEVICES, WRAPPED, estimate
+from fxremat.graphs.captured import Captured
 from fxremat.step.costs import Costs
 
 __all__ = ["capture"]

@@ -8,7 +8,7 @@ import torch
 import torch.fx.experimental._config as shape_config
 from torch import fx, nn
 
-from fxremat.capture.symbolic import SymbolicGraph
+from fxremat.graphs.symbolic import SymbolicGraph
 from fxremat.passes.normalize import normalize
 from fxremat.torch_private import aot_backend, boxed, capture_settings, differentiate_as_eager
 

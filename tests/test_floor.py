@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import fx, nn
 
-from fxremat.capture.names import frame_of, module_of
+from fxremat.graphs.names import frame_of, module_of
 from fxremat.search.floor import Floor, floor_of
 from fxremat.search.survey import survey
 from fxremat.step.kinds import MemoryKind

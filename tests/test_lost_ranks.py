@@ -100,12 +100,12 @@ def _line(work: Callable[[], None]) -> tuple[float, str]:
 
 QUICK = ("walking", "searching", "overlapping")  # the others are tried in the long tests
 PLANNING = {  # where one rank fails, and which
-    "measuring": ("fxremat.planning.searched.measure", 1),
+    "measuring": ("fxremat.planning.facts.measure", 1),
     "walking": ("fxremat.cost.measure._measure", 1),
-    "searching": ("fxremat.planning.searched._searched", 0),
+    "searching": ("fxremat.planning.surveys._searched", 0),
     "building": ("fxremat.search.refine.Ladder.frontier", 1),
-    "timing": ("fxremat.planning.finished.calibration", 1),
-    "overlapping": ("fxremat.planning.finished.with_overlap", 1),
+    "timing": ("fxremat.planning.choosing.calibration", 1),
+    "overlapping": ("fxremat.planning.choosing.with_overlap", 1),
 }
 
 
@@ -164,7 +164,7 @@ def test_what_fails_in_planning_is_heard_of(kind: str, store: str, tmp_path: Pat
 
 ENDS = {"raises": lambda: _fail(), "is killed": lambda: os.kill(os.getpid(), signal.SIGKILL)}
 STEP = {  # what a rank calls in planning, and ends with; "" for what it does in the second step
-    "overlapping": "fxremat.planning.finished.with_overlap",
+    "overlapping": "fxremat.planning.choosing.with_overlap",
     "measuring": "fxremat.cost.measure._Visitor.__call__",
     "forward": "",
     "backward": "",

@@ -60,7 +60,7 @@ OTHER_PROCESS = """
 import sys, torch, fxremat
 from fxremat import planning
 from tests.test_plan_file import gradients, model, rows
-planning.best_in_slices = planning._best_of_whole_ops = None  # nothing is planned
+planning.variants_of = planning.fastest = None  # nothing is planned
 compiled = fxremat.compile(model(), plan=sys.argv[1], progress=False)
 torch.save(gradients(compiled, rows()), sys.argv[2])
 """

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fxremat
-from fxremat.capture.captured import Captured
 from fxremat.chains.schedule import Schedule
+from fxremat.graphs.captured import Captured
 from fxremat.linearize.crossings import Crossing
 from fxremat.linearize.lay_out import lay_out
 from fxremat.search.candidate import Frontier

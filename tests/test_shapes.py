@@ -17,7 +17,8 @@ from torch import Tensor, nn
 import fxremat
 from benchmarks.meter import peak_bytes
 from benchmarks.models.resizable import KINDS, RANGES, ConvNet, gpt, loss_of, pictures, text
-from fxremat.runtime import sized, sizes
+from fxremat.planning import sizes
+from fxremat.runtime import sized
 from tests.toys import WIDTH, Loss, Stack, rows
 from tests.training import gradients_of, same, state_of, unequal
 
@@ -41,7 +42,7 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 def planned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A list that grows with every plan: "nothing" for one from nothing, "known" for one from known programs."""
     found: list[str] = []
-    for name, word in (("plan_step", "nothing"), ("replan_step", "known")):
+    for name, word in (("plan_from_nothing", "nothing"), ("replan", "known")):
         plan = getattr(sizes, name)
 
         def noting(*args: Any, plan: Callable[..., Any] = plan, word: str = word) -> Any:

@@ -13,8 +13,8 @@ import fxremat
 from benchmarks import models
 from benchmarks.capture import joint_graph
 from benchmarks.meter import peak_bytes
-from fxremat.capture.captured import read_joint
 from fxremat.chains.join_schedule import JoinSchedule
+from fxremat.graphs.captured import read_joint
 from fxremat.linearize.crossings import crossings
 from fxremat.linearize.towers import Towers, find_towers, on_the_layout
 from fxremat.passes.normalize import FOR_REGIONS, normalize

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxremat.capture.captured import Captured, with_updates_inside
 from fxremat.errors import BudgetTooSmall
+from fxremat.graphs.captured import Captured, with_updates_inside
 from fxremat.search.survey import survey
 from fxremat.step.costs import Link, ParameterUpdate
 from fxremat.transfers import clock

@@ -19,9 +19,9 @@ from torch._subclasses import FakeTensorMode
 import fxremat
 from examples import what_if
 from fxremat.__main__ import main
-from fxremat.capture.nodes import tensors_of
 from fxremat.cost.devices import DEVICES, Device
 from fxremat.errors import BudgetTooSmall, CaptureError, FxrematError
+from fxremat.graphs.nodes import tensors_of
 from fxremat.plans import Plan
 from fxremat.runtime import shapes_alone
 from fxremat.torch_private import torch_release

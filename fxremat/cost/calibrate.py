@@ -20,13 +20,13 @@ from torch import fx
 
 from fxremat.agreement import ALONE, Agreement
 from fxremat.budget import free_memory
-from fxremat.capture.accounting import device_of
-from fxremat.capture.captured import Captured, captured_of
-from fxremat.capture.region import runnable
 from fxremat.cost.made_up import value_like, weights_like
 from fxremat.cost.measure import peak_of, quiet_world
 from fxremat.cost.remembered import keep, of_ops, recall, remembered
 from fxremat.cost.walk import given_inputs
+from fxremat.graphs.accounting import device_of
+from fxremat.graphs.captured import Captured, captured_of
+from fxremat.graphs.region import runnable
 from fxremat.passes.lower import lower
 from fxremat.step.costs import Costs
 from fxremat.step.liveness import live_bytes

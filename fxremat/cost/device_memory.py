@@ -21,11 +21,11 @@ import torch
 from torch import fx, nn
 
 from fxremat.budget import AUTO_MARGIN
-from fxremat.capture.accounting import rounded
-from fxremat.capture.captured import Captured, inputs_of
-from fxremat.capture.names import parameter_of
 from fxremat.cost.devices import Device
 from fxremat.cost.updates import measure_update
+from fxremat.graphs.accounting import rounded
+from fxremat.graphs.captured import Captured, inputs_of
+from fxremat.graphs.names import parameter_of
 from fxremat.ops.parameters import ELEMENTWISE
 from fxremat.step.step_graph import Origin
 from fxremat.torch_private import real_tensors, unprofiled

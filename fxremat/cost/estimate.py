@@ -19,12 +19,12 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
-from fxremat.capture.accounting import costs_from, device_of
-from fxremat.capture.captured import Captured
-from fxremat.capture.collectives import groups_of
-from fxremat.capture.nodes import storage_bytes, tensors_of
 from fxremat.cost.devices import DEVICES as DEVICES
 from fxremat.cost.devices import Device as Device
+from fxremat.graphs.accounting import costs_from, device_of
+from fxremat.graphs.captured import Captured
+from fxremat.graphs.collectives import groups_of
+from fxremat.graphs.nodes import storage_bytes, tensors_of
 from fxremat.slices.body import Sliced
 from fxremat.step.costs import Costs, OpCost
 from fxremat.step.step_graph import Op

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from fxremat.capture.captured import Captured
 from fxremat.cost.cache import CostCache
 from fxremat.cost.measure import quiet_world
+from fxremat.graphs.captured import Captured
 from fxremat.host.tier import HostTier
 from fxremat.step.costs import Link
 from fxremat.step.step_graph import Origin

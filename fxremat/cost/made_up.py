@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxremat.capture.nodes import is_number
-from fxremat.capture.op_key import attribute
-from fxremat.capture.overwriting import called
+from fxremat.graphs.nodes import is_number
+from fxremat.graphs.op_key import attribute
+from fxremat.graphs.overwriting import called
 
 aten = torch.ops.aten
 

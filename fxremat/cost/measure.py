@@ -32,14 +32,6 @@ import torch
 from torch import fx
 
 from fxremat.agreement import ALONE, Agreement
-from fxremat.capture.accounting import costs_from, device_of, op_keys, rounded
-from fxremat.capture.batch_norm import STATISTICS
-from fxremat.capture.captured import Captured
-from fxremat.capture.collectives import is_collective
-from fxremat.capture.nodes import storage_bytes
-from fxremat.capture.op_key import op_key
-from fxremat.capture.overwriting import PLACE, overwriting, overwritten
-from fxremat.capture.region import Region, laid_out
 from fxremat.cost.cache import CostCache
 from fxremat.cost.devices import Device
 from fxremat.cost.estimate import cost_of
@@ -47,6 +39,14 @@ from fxremat.cost.layouts import LayoutsDiffer, Strides, key_of, otherwise_than_
 from fxremat.cost.made_up import Call, call_of
 from fxremat.cost.walk import Walk, given_inputs
 from fxremat.errors import FxrematError
+from fxremat.graphs.accounting import costs_from, device_of, op_keys, rounded
+from fxremat.graphs.batch_norm import STATISTICS
+from fxremat.graphs.captured import Captured
+from fxremat.graphs.collectives import is_collective
+from fxremat.graphs.nodes import storage_bytes
+from fxremat.graphs.op_key import op_key
+from fxremat.graphs.overwriting import PLACE, overwriting, overwritten
+from fxremat.graphs.region import Region, laid_out
 from fxremat.progress import progress
 from fxremat.step.costs import Costs, OpCost
 from fxremat.step.step_graph import Kind, Op

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from fxremat.capture.accounting import device_of, op_keys
 from fxremat.cost.cache import CostCache
+from fxremat.graphs.accounting import device_of, op_keys
 from fxremat.step.program import Program
 from fxremat.step.step_graph import StepGraph
 

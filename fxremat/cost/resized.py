@@ -16,13 +16,13 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from fxremat.capture.accounting import costs_from, device_of, rounded
-from fxremat.capture.captured import Captured
-from fxremat.capture.op_key import op_key
 from fxremat.cost.devices import Device
 from fxremat.cost.environment import environment, name_of
 from fxremat.cost.estimate import cost_of
 from fxremat.cost.measure import alone, quiet_world
+from fxremat.graphs.accounting import costs_from, device_of, rounded
+from fxremat.graphs.captured import Captured
+from fxremat.graphs.op_key import op_key
 from fxremat.step.costs import Costs, OpCost
 from fxremat.step.step_graph import Op
 from fxremat.torch_private import unprofiled

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxremat.capture.accounting import held
-from fxremat.capture.captured import Captured
 from fxremat.cost.measure import peak_of, quiet_world, seconds_of
+from fxremat.graphs.accounting import held
+from fxremat.graphs.captured import Captured
 from fxremat.host.tier import span_bytes
 from fxremat.step.costs import Costs, ParameterUpdate
 from fxremat.torch_private import unprofiled

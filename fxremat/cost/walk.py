@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxremat.capture.accounting import output_position
-from fxremat.capture.batch_norm import again_call
-from fxremat.capture.captured import Captured
-from fxremat.capture.op_key import attribute
 from fxremat.cost.layouts import otherwise_than_shown
 from fxremat.cost.made_up import Call, value_like, weights_like
+from fxremat.graphs.accounting import output_position
+from fxremat.graphs.batch_norm import again_call
+from fxremat.graphs.captured import Captured
+from fxremat.graphs.op_key import attribute
 from fxremat.step.step_graph import Op, Origin
 from fxremat.torch_private import input_place, is_real
 

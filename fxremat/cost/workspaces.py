@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from fxremat.capture.captured import Captured
 from fxremat.cost.estimate import CONVOLUTIONS
+from fxremat.graphs.captured import Captured
 from fxremat.torch_private import real_tensors
 
 log = logging.getLogger(__name__)

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxremat.capture.captured import Captured, captured_of, read_joint
-from fxremat.capture.names import module_of
-from fxremat.capture.nodes import tensors_of
-from fxremat.capture.region import Kernels, Region
 from fxremat.fusion.units import Units
+from fxremat.graphs.captured import Captured, captured_of, read_joint
+from fxremat.graphs.names import module_of
+from fxremat.graphs.nodes import tensors_of
+from fxremat.graphs.region import Kernels, Region
 from fxremat.passes.in_place import note_overwriting
 from fxremat.passes.lower_as_one import GROUP, lower_as_one
 from fxremat.step.layout import Layout

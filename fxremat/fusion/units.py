@@ -21,8 +21,8 @@ from operator import itemgetter
 import torch
 from torch import fx
 
-from fxremat.capture.captured import Captured, captured_of
-from fxremat.capture.nodes import is_number, tensors_of
+from fxremat.graphs.captured import Captured, captured_of
+from fxremat.graphs.nodes import is_number, tensors_of
 from fxremat.ops.decompositions import DECOMPOSITIONS
 from fxremat.ops.seeded import ALWAYS_COMPILED
 from fxremat.step.liveness import Sizes, live_bytes

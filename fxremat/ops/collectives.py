@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fxremat.capture.collectives import wait
+from fxremat.graphs.collectives import wait
 from fxremat.torch_private import group_named
 
 ONE_AT_A_TIME = ("gloo",)  # backends whose all-gathers corrupt memory where several of one group are under way

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from fxremat.capture import batch_norm
+from fxremat.graphs import batch_norm
 from fxremat.ops import seeded
 
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {**seeded.DECOMPOSITIONS, **batch_norm.DECOMPOSITIONS}

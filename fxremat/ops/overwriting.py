@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fxremat.capture.overwriting import overwriting
+from fxremat.graphs.overwriting import overwriting
 
 
 class _Layout(NamedTuple):

@@ -20,7 +20,7 @@ from typing import cast
 import torch
 from torch import Tensor, fx
 
-from fxremat.capture.batch_norm import (
+from fxremat.graphs.batch_norm import (
     NORMALIZED,
     STATISTICS,
     batch_norm_arguments,

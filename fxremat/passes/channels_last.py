@@ -31,9 +31,9 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
-from fxremat.capture.nodes import is_random
-from fxremat.capture.overwriting import overwritten
-from fxremat.capture.symbolic import has_symbolic_sizes
+from fxremat.graphs.nodes import is_random
+from fxremat.graphs.overwriting import overwritten
+from fxremat.graphs.symbolic import has_symbolic_sizes
 from fxremat.passes.evaluate import evaluate
 from fxremat.torch_private import copied, storage_of
 

@@ -13,7 +13,7 @@ import operator
 import torch
 from torch import fx
 
-from fxremat.capture.collectives import collective, is_start
+from fxremat.graphs.collectives import collective, is_start
 
 
 def wait_at_once(graph: fx.Graph) -> None:

@@ -23,10 +23,10 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
-from fxremat.capture.handed_in import laid_out_by_others
-from fxremat.capture.nodes import tangents_in
-from fxremat.capture.overwriting import BACKWARDS, METHODS, PLACE, SELF_FIRST
-from fxremat.capture.symbolic import same_size
+from fxremat.graphs.handed_in import laid_out_by_others
+from fxremat.graphs.nodes import tangents_in
+from fxremat.graphs.overwriting import BACKWARDS, METHODS, PLACE, SELF_FIRST
+from fxremat.graphs.symbolic import same_size
 from fxremat.torch_private import storage_of
 
 aten = torch.ops.aten

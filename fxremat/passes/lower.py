@@ -22,12 +22,12 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from fxremat.capture.batch_norm import again_call, normalized_by, runs_as_one, whole_call
-from fxremat.capture.captured import captured_of
-from fxremat.capture.collectives import Collective, is_gather
-from fxremat.capture.nodes import is_number
-from fxremat.capture.overwriting import PLACE, called, overwritten
-from fxremat.capture.symbolic import Size, is_size_node
+from fxremat.graphs.batch_norm import again_call, normalized_by, runs_as_one, whole_call
+from fxremat.graphs.captured import captured_of
+from fxremat.graphs.collectives import Collective, is_gather
+from fxremat.graphs.nodes import is_number
+from fxremat.graphs.overwriting import PLACE, called, overwritten
+from fxremat.graphs.symbolic import Size, is_size_node
 from fxremat.ops import host_copies, parameters
 from fxremat.ops.collectives import start_gather
 from fxremat.ops.overwriting import overwrite_where_alike

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxremat.capture.names import frame_of
-from fxremat.capture.nodes import SYMBOLS, is_number
-from fxremat.capture.symbolic import NotSymbolic, is_size
 from fxremat.errors import CaptureError
+from fxremat.graphs.names import frame_of
+from fxremat.graphs.nodes import SYMBOLS, is_number
+from fxremat.graphs.symbolic import NotSymbolic, is_size
 from fxremat.torch_private import depends_on_data, depends_on_float, expression_of
 
 aten = torch.ops.aten

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from fxremat.capture.collectives import collective
+from fxremat.graphs.collectives import collective
 from fxremat.ops.gathered import Sharing
 from fxremat.torch_private import group_named, storage_of
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from fxremat.capture.handed_in import handed_in
+from fxremat.graphs.handed_in import handed_in
 from fxremat.passes.in_place import depending_on
 
 aten = torch.ops.aten

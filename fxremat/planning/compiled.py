@@ -18,9 +18,6 @@ from functools import cached_property
 from math import inf, sqrt
 from time import monotonic
 
-from fxremat.capture.accounting import device_of, op_keys
-from fxremat.capture.captured import Captured, captured_of
-from fxremat.capture.region import Kernels, Region, compile_all, regions_of
 from fxremat.cost.calibrate import has_room, peak_of_step, seconds_of_steps
 from fxremat.cost.measure import known_costs, measure
 from fxremat.cost.remembered import keep, of_ops, recall
@@ -36,15 +33,19 @@ from fxremat.fusion.units import (
     unit_bytes,
     worth_compiling,
 )
+from fxremat.graphs.accounting import device_of, op_keys
+from fxremat.graphs.captured import Captured, captured_of
+from fxremat.graphs.region import Kernels, Region, compile_all, regions_of
 from fxremat.ops.decompositions import DECOMPOSITIONS
 from fxremat.ops.seeded import ALWAYS_COMPILED
 from fxremat.options import Options
 from fxremat.planned_step import Compiled
-from fxremat.planning.captured import CapturedStep
+from fxremat.planning.facts import with_loss
 from fxremat.planning.found_files import read, write
 from fxremat.planning.frontier_cache import NO_GRAPH, key_of
 from fxremat.planning.judged import Judged, shares_of
-from fxremat.planning.searched import ABOVE, searched_again, with_loss
+from fxremat.planning.step import Step
+from fxremat.planning.surveys import ABOVE, searched_again
 from fxremat.plans import Plan
 from fxremat.progress import progress
 from fxremat.search.candidate import Candidate, exchanged
@@ -79,16 +80,16 @@ class _Chosen:
     why: str  # it is op by op, if it is
 
 
-def with_compiled_kernels(plan: Plan, step: CapturedStep, options: Options) -> Plan:
+def with_compiled_kernels(plan: Plan, step: Step, options: Options) -> Plan:
     """The plan with its ops in regions, where that fits and is faster."""
-    search = _Search(plan, replace(step, joint=plan.captured), options)
+    search = _Search(plan, replace(step, graph=plan.captured), options)
     return search.chosen_before() or search.chosen()
 
 
 class _Search:
     """The programs of a step in units that were looked at for one plan."""
 
-    def __init__(self, plan: Plan, step: CapturedStep, options: Options) -> None:
+    def __init__(self, plan: Plan, step: Step, options: Options) -> None:
         self._plan, self._step, self._options = plan, step, options
         self._kernels = Kernels(
             settings=options.inductor or {}, decompositions=DECOMPOSITIONS, required=ALWAYS_COMPILED

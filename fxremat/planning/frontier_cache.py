@@ -13,7 +13,7 @@ from collections import OrderedDict
 from dataclasses import fields
 from typing import NamedTuple, cast
 
-from fxremat.capture.accounting import op_keys
+from fxremat.graphs.accounting import op_keys
 from fxremat.planning import found_files
 from fxremat.search.refine import Ladder
 from fxremat.search.replan import replanned

@@ -1,20 +1,24 @@
-"""The plan of a step regions of which may run in slices: ways to slice it are searched until one fits well."""
+"""The surveys of a step regions of which may run in slices: ways to slice it are tried until one fits well.
+
+The surveys are lazy: a step that fits as it is ends the search, and so does the first way to slice it with which hardly
+anything is recomputed. Costs of the first are measured; of the others, what is not known yet is estimated.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import TypedDict
 
-from fxremat.capture.accounting import device_of
 from fxremat.cost.devices import Device
 from fxremat.cost.estimate import estimate
 from fxremat.errors import BudgetTooSmall, FxrematError
+from fxremat.graphs.accounting import device_of
 from fxremat.options import MANY_SLICES, Options
-from fxremat.planning.captured import CapturedStep
-from fxremat.planning.finished import finished
-from fxremat.planning.searched import Searched, in_the_users_terms, rate_of, search, unsearched, with_loss
+from fxremat.planning.choosing import chosen
+from fxremat.planning.facts import rate_of, with_loss
+from fxremat.planning.limits import Limit
+from fxremat.planning.step import Step
+from fxremat.planning.surveys import Survey, kept_alone, surveyed
 from fxremat.plans import Plan
 from fxremat.search.candidate import Frontier, unbeaten
 from fxremat.search.survey import survey
@@ -24,44 +28,56 @@ from fxremat.step.step_graph import Kind
 from fxremat.units import format_bytes
 
 NOTED = 1.02  # times the least budget by estimate, which a note tells
-ENOUGH = 1.05  # times what keeping everything takes: more slices could gain no more than that
-WORTH_A_NOTE = 0.9  # of the least budget of whole ops
+ENOUGH = 1.05  # times the seconds of keeping everything: more slices could gain no more than that
+WORTH_A_NOTE = 0.9  # of the least budget without slices
 
 
-def best_in_slices(step: CapturedStep, options: Options) -> Plan:
-    """The fastest plan that fits, of the step as it is and of it with regions in slices.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Variants:
+    """The surveys of a step as captured and in slices."""
 
-    Raises `BudgetTooSmall` with the least budget of them all.
-    """
+    surveys: tuple[Survey, ...]  # one at least, each within the same bytes
+    captured: Survey  # as captured: what percentages refer to
+    blocked: tuple[str, ...] = ()  # why ops that need much memory do not run in slices
+    more: bool = False  # further ways to slice were not tried
+
+
+def variants_of(step: Step, options: Options, limit: Limit) -> Variants:
+    """Survey a step as captured and, where the user allows it and it does not fit so, in slices."""
+    if not options.slices:
+        only = surveyed(step, options, limit)
+        return Variants(surveys=(only,), captured=only)
     quick = replace(options, effort=0.0)
-    whole = unsearched(step, options)
-    mem, fits = _agreed(step, whole, options)
+    captured = kept_alone(step, options, limit)
+    within, fits = _agreed(step, captured, options)
     if fits:
-        whole = search(step, quick)
-        mem, fits = _agreed(step, whole, options)
+        captured = surveyed(step, quick, within)
+        within, fits = _agreed(step, captured, options)
     if fits:
-        return _with_least(finished(whole, replace(quick, mem=mem)), step, options)
-    known: list[Searched] = []
+        captured = replace(captured, limit=within)
+        return Variants(surveys=(captured,), captured=captured, more=True)
+    found: list[Survey] = []
     rate: float | None = None  # of what is estimated; the first is measured, as most of its ops are those of all others
-    more = False  # ways to slice are left that were not tried
-    for found in variants(step.joint, mem, **_settings(options)):
-        _check_alike(step, found)
-        known.append(search(replace(step, joint=found.joint), replace(quick, mem=mem), found, rate))
+    more = False
+    for sliced in variants(step.graph, within.bytes, **_settings(options)):
+        _check_alike(step, sliced)
+        found.append(surveyed(replace(step, graph=sliced.joint), quick, within, sliced, rate))
         if rate is None:
-            rate = rate_of(known[0], options)
-            whole = unsearched(step, options, rate=rate)
-            mem, _ = _agreed(step, whole, options)
-        more = known[-1].seconds_within(mem) <= ENOUGH * known[-1].frontier.keep_all.time
+            rate = rate_of(sliced.joint, found[0].costs, options)
+            captured = kept_alone(step, options, limit, rate)
+            within, _ = _agreed(step, captured, options)
+        more = found[-1].seconds_within(within.bytes) <= ENOUGH * found[-1].frontier.keep_all.time
         if more:
             break
-    if not more and (not known or largest_need(step.joint) <= mem):
-        known.append(search(step, replace(quick, mem=mem)))
-    if not any(searched.sliced for searched in known):
-        blocked = least_of_all(step.joint, **_settings(options)).blocked
+    if not more and (not found or largest_need(step.graph) <= within.bytes):
+        found.append(surveyed(step, quick, within))
+    if any(one.sliced for one in found):
+        blocked = tuple(dict.fromkeys(reason for one in found for reason in one.blocked))
     else:
-        blocked = tuple(dict.fromkeys(reason for searched in known for reason in searched.blocked))
-    plan = _fastest(known, whole, mem, options, blocked)
-    return _with_least(plan, step, options) if more else plan
+        blocked = least_of_all(step.graph, **_settings(options)).blocked
+    return Variants(
+        surveys=tuple(replace(one, limit=within) for one in found), captured=captured, blocked=blocked, more=more
+    )
 
 
 class _Settings(TypedDict):
@@ -76,17 +92,18 @@ def _settings(options: Options) -> _Settings:
     return _Settings(most=options.most_slices, reduce=options.reduce, only_loss=options.outputs == "loss")
 
 
-def _agreed(step: CapturedStep, whole: Searched, options: Options) -> tuple[int, bool]:
-    """The budget in bytes, and whether the whole step fits without recomputation, as the first rank sees it."""
+def _agreed(step: Step, captured: Survey, options: Options) -> tuple[Limit, bool]:
+    """Return the budget, and whether the step as captured fits without recomputation, as the first rank sees it."""
 
     def seen() -> tuple[int, bool]:
-        mem = whole.bytes_for(options)
-        return mem, options.outputs == "all" and whole.fits_without_more(mem)
+        mem = captured.limit.bytes
+        return mem, options.outputs == "all" and captured.fits_without_more(mem)
 
-    return step.ranks.from_first("planning slices", seen)
+    mem, fits = step.ranks.from_first("planning slices", seen)
+    return replace(captured.limit, known=mem), fits
 
 
-def _check_alike(step: CapturedStep, found: SlicedJoint) -> None:
+def _check_alike(step: Step, found: SlicedJoint) -> None:
     """Raise `FxrematError` where ranks would run other regions in slices than each other."""
     if len(step.ranks.ranks) == 1:
         return
@@ -95,77 +112,69 @@ def _check_alike(step: CapturedStep, found: SlicedJoint) -> None:
         raise FxrematError("the ranks would run different regions in slices: give every rank inputs of equal sizes")
 
 
-def _with_least(plan: Plan, step: CapturedStep, options: Options) -> Plan:
-    """The plan, which finds the least budget of ways to slice that were not tried for it when it is asked.
+def fastest(found: Variants, options: Options) -> Plan:
+    """Plan with the fastest program of all variants that fits.
 
-    Several ranks would have to ask together, so that theirs knows what was tried.
+    Raises:
+        BudgetTooSmall: none fits; with the least budget of them all.
     """
-    if len(step.ranks.ranks) > 1:
-        return plan
-    return replace(plan, more_slices=partial(_least_in_slices, replace(step, inputs=()), options))
-
-
-def _least_in_slices(step: CapturedStep, options: Options) -> int:
-    """The least budget with as many slices as there may be."""
-    found = least_of_all(step.joint, **_settings(options))
-    least = replace(options, mem=1, effort=0.0)
-    try:
-        return finished(search(replace(step, joint=found.joint), least, found), least).minimum
-    except BudgetTooSmall as error:
-        return error.minimum
-
-
-def _fastest(
-    known: Sequence[Searched], whole: Searched, mem: int, options: Options, blocked: Sequence[str]
-) -> Plan:
-    """The plan of the fastest searched step within `mem` bytes, which tells of all of them.
-
-    Args:
-        whole: the step as it is, which percentages refer to.
-        blocked: why ops that need much are whole.
-    """
+    if not options.slices:
+        return chosen(found.surveys[0], options)
     errors: list[BudgetTooSmall] = []
-    for searched in sorted(known, key=lambda searched: searched.seconds_within(mem)):
-        if not (searched.measured and searched.fits_without_more(mem)):
-            searched = search(searched.step, replace(options, mem=mem), searched.sliced)
+    for one in sorted(found.surveys, key=lambda one: one.seconds_within(one.limit.bytes)):
+        if not (one.measured and one.fits_without_more(one.limit.bytes)):
+            one = surveyed(one.step, options, one.limit, one.sliced)
         try:
-            plan = finished(searched, replace(options, mem=mem))
+            plan = chosen(one, options)
         except BudgetTooSmall as error:
             errors.append(error)
             continue
-        return _telling_of_all(plan, searched, known, whole)
+        plan = plan if one is found.captured else _of_all(plan, one, found)
+        return replace(plan, more_slices=found.more and len(one.step.ranks.ranks) == 1)
     least = min(errors, key=lambda error: error.minimum)
-    notes = [f"not in slices: {'; '.join(blocked)}"] if blocked else []
-    if options.outputs == "all" and (beside := bytes_beside_loss(whole.step.joint)):
+    notes = [f"not in slices: {'; '.join(found.blocked)}"] if found.blocked else []
+    if options.outputs == "all" and (beside := bytes_beside_loss(found.captured.step.graph)):
         notes.append(
             f'forward returns {format_bytes(beside)} beside its loss, which are there to the end: outputs="loss" '
             "leaves them out"
         )
-    raise in_the_users_terms(least, whole.everything(), options).explained(note="; ".join(notes))
+    raise found.captured.limit.explained(least).explained(note="; ".join(notes))
 
 
-def _telling_of_all(plan: Plan, searched: Searched, known: Sequence[Searched], whole: Searched) -> Plan:
-    """The plan, whose alternatives are those of all ways to slice the step, and whose whole is that of no slices."""
-    factor = plan.keep_all_time / max(1e-12, searched.frontier.keep_all.time)  # of calibration
-    scaled = [one.frontier.scaled(factor) for one in known]
+def _of_all(plan: Plan, one: Survey, found: Variants) -> Plan:
+    """Return the plan with the alternatives of all variants; the keep-all program is that of the step as captured."""
+    factor = plan.keep_all_time / max(1e-12, one.frontier.keep_all.time)  # of calibration
+    scaled = [other.frontier.scaled(factor) for other in found.surveys]
     every = (*plan.alternatives.candidates, *(c for frontier in scaled for c in frontier.candidates))
     weights = plan.weights
     return replace(
         plan,
-        alternatives=Frontier(keep_all=whole.frontier.scaled(factor).keep_all, candidates=tuple(unbeaten(every))),
-        slices=searched.sliced.regions if searched.sliced else (),
-        not_sliced=known[-1].blocked,
-        weights=weights and replace(weights, keep_all_peak=whole.everything()),
+        alternatives=Frontier(
+            keep_all=found.captured.frontier.scaled(factor).keep_all, candidates=tuple(unbeaten(every))
+        ),
+        slices=one.sliced.regions if one.sliced else (),
+        not_sliced=found.surveys[-1].blocked,
+        weights=weights and replace(weights, keep_all_peak=found.captured.keep_all),
     )
 
 
-def what_slices_buy(searched: Searched, error: BudgetTooSmall, options: Options) -> str:
-    """A note on the least budget with regions in slices, by estimate; "" where they do not help."""
-    joint = searched.step.joint
-    found = least_of_all(joint, most=MANY_SLICES, reduce=None)
+def least_in_slices(step: Step, options: Options) -> int:
+    """Return the least budget in bytes with as many slices as there may be; takes about as long as a plan."""
+    found = least_of_all(step.graph, **_settings(options))
+    quick, least = replace(options, effort=0.0), Limit(known=1)
+    try:
+        return chosen(surveyed(replace(step, graph=found.joint), quick, least, found), quick).minimum
+    except BudgetTooSmall as error:
+        return error.minimum
+
+
+def what_slices_buy(one: Survey, error: BudgetTooSmall, options: Options) -> str:
+    """Return a note on the least budget with regions in slices, by estimate; "" where they do not help."""
+    graph = one.step.graph
+    found = least_of_all(graph, most=MANY_SLICES, reduce=None)
     if not found.regions:
         return ""
-    device = Device.named(device_of(joint).type) if options.device is None else Device.named(options.device)
+    device = Device.named(device_of(graph).type) if options.device is None else Device.named(options.device)
     costs = with_loss(found.joint, estimate(found.joint, device), options)
     least = int(survey(found.joint, costs, effort=0.0).minimum * NOTED)
     if least > WORTH_A_NOTE * error.minimum:
@@ -174,3 +183,5 @@ def what_slices_buy(searched: Searched, error: BudgetTooSmall, options: Options)
         f"with slices=True, {least} bytes or fewer would do: gradients that are sums over the slices are then equal "
         "up to rounding"
     )
+
+

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fxremat.capture.accounting import op_keys
-from fxremat.capture.captured import Captured, captured_of
 from fxremat.fusion.units import Units, is_pointwise, ops_of
+from fxremat.graphs.accounting import op_keys
+from fxremat.graphs.captured import Captured, captured_of
 from fxremat.passes.lower_as_one import GROUP
 from fxremat.search.candidate import Candidate
 from fxremat.step.costs import Costs

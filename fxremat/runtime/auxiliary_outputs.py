@@ -22,7 +22,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, fx
 
-from fxremat.capture.captured import Captured
+from fxremat.graphs.captured import Captured
 from fxremat.ops.random import GeneratorStates
 from fxremat.torch_private import storage_of, version_of
 

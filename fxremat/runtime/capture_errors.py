@@ -13,9 +13,9 @@ from collections.abc import Callable
 import torch
 from torch import fx, nn
 
-from fxremat.capture.captured import Captured
-from fxremat.capture.names import frame_of
 from fxremat.errors import CaptureError, FxrematError
+from fxremat.graphs.captured import Captured
+from fxremat.graphs.names import frame_of
 from fxremat.torch_private import (
     backend_failure,
     backward_hooks_of,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from fxremat.capture.captured import Captured, inputs_of
-from fxremat.capture.nodes import tensors_of
 from fxremat.errors import FxrematError
+from fxremat.graphs.captured import Captured, inputs_of
+from fxremat.graphs.nodes import tensors_of
 
 PLANNED = ("cpu", "cuda")
 

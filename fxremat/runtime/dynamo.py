@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from enum import Enum
 from fractions import Fraction
 from functools import partial
 from types import MappingProxyType
@@ -23,26 +24,30 @@ from torch import fx
 
 from fxremat import kernels
 from fxremat.budget import free_bytes, has_shrunk
-from fxremat.capture.accounting import device_of, largest_tensor
-from fxremat.capture.captured import Captured, inputs_of, read_joint, with_updates_inside
-from fxremat.capture.cudnn_batch_norm import batch_norms_of_cudnn
-from fxremat.capture.names import FLOAT, note_names
-from fxremat.capture.nodes import tangents_in
-from fxremat.capture.region import runnable
-from fxremat.capture.symbolic import NotSymbolic, SymbolicGraph, has_symbolic_sizes
 from fxremat.cost.devices import Device
 from fxremat.cost.layouts import LayoutsDiffer, Strides
 from fxremat.cost.segments import expand_segments
 from fxremat.cost.workspaces import make_workspaces, warn_of_trials
 from fxremat.errors import CaptureError, FxrematError, InvalidBudget
+from fxremat.graphs.accounting import device_of, largest_tensor
+from fxremat.graphs.captured import Captured, inputs_of, read_joint, with_updates_inside
+from fxremat.graphs.cudnn_batch_norm import batch_norms_of_cudnn
+from fxremat.graphs.names import FLOAT, note_names
+from fxremat.graphs.nodes import tangents_in
+from fxremat.graphs.region import runnable
+from fxremat.graphs.symbolic import NotSymbolic, SymbolicGraph, has_symbolic_sizes
 from fxremat.host.default import default_tier
 from fxremat.ops.parameters import Weights, check_unscaled
 from fxremat.options import Options, SeenLoss, options_of
 from fxremat.passes.normalize import FOR_REGIONS, FOR_REGIONS_FROM_SEEDS, PASSES, WHOLE, Pass, normalize
 from fxremat.passes.numbers import refuse_symbols
 from fxremat.passes.tangents import bear_any_layout
-from fxremat.planning import plan_step
-from fxremat.planning.captured import CapturedStep, TrainedParameters, named
+from fxremat.planning.captured_step import CapturedStep, FixedStep
+from fxremat.planning.facts import facts_of
+from fxremat.planning.limits import limit_of
+from fxremat.planning.sizes import PlansOfSizes, SizedStep
+from fxremat.planning.step import Step, TrainedParameters, named
+from fxremat.planning.surveys import order_within_limit
 from fxremat.plans import Plan
 from fxremat.profiles import enough
 from fxremat.progress import telling
@@ -55,7 +60,6 @@ from fxremat.runtime.parts import Part
 from fxremat.runtime.ranks import ranks_of
 from fxremat.runtime.real_layouts import real_layouts
 from fxremat.runtime.sized import Sized
-from fxremat.runtime.sizes import PlansOfSizes
 from fxremat.runtime.target_kernels import kernels_of
 from fxremat.runtime.unused import telling_unused, unused_outputs, without
 from fxremat.runtime.varying import warn_of_fixed
@@ -88,8 +92,20 @@ GAIN = 1.01  # of the least seconds, and of the budget: what it takes to plan a 
 MANY_SIZES = 3  # combinations of input sizes, at which a warning tells what each costs
 
 
-class PlannedOnly(Exception):
-    """Raised in place of the first forward when only the plan was asked for."""
+class Until(Enum):
+    """How far a training call goes."""
+
+    CAPTURED = "captured"  # it is left once the step is captured and measured; nothing is kept of it
+    PLANNED = "planned"  # it is left before the forward runs, which the next call does
+    RUN = "run"
+
+
+class Reached(FxrematError):
+    """Leaves a training call that was to go no further."""
+
+    def __init__(self, step: CapturedStep | None = None) -> None:
+        super().__init__("the call was to go no further")
+        self.step = step  # where that is captured, and not planned
 
 
 class Backend:
@@ -97,7 +113,7 @@ class Backend:
 
     Attributes:
         plans: the latest plans, newest last; older ones go on running, but cannot be read any more.
-        only_plan: leave the first forward with `PlannedOnly`.
+        until: how far calls go; those that go no further are left with `Reached`.
         outdated: the model is to be captured anew.
         model: the name of the model's class, for reports.
         target: the device whose kernels are captured in the place of a CPU's, where plans are only looked at.
@@ -120,7 +136,7 @@ class Backend:
         self.target = target
         self.input_names = tuple(names)
         self.plans: deque[Plan] = deque(maxlen=KEPT_PLANS)
-        self.only_plan = False
+        self.until = Until.RUN
         self.outdated = False  # what was captured was planned for another loss than the one that runs
         self.weights: Weights | None = None
         self.hosted: frozenset[int] = frozenset()  # the optimizer's numbers of parameters that live on the host
@@ -169,7 +185,7 @@ class Backend:
         finally:
             self._inputs = ()  # dynamo holds on to backends, and the model is not theirs to keep
             self._placeholders = ()
-        if len(self._called_with) > before and not self.only_plan:
+        if len(self._called_with) > before and self.until is Until.RUN:
             self._warn_of_many(time.monotonic() - began)
         compiled = LossMeter(compiled, trained, self._take_loss)
         return telling_unused(compiled, trained) if len(trained) > 1 else compiled
@@ -276,10 +292,10 @@ class Backend:
         run = step.forward_of(graph)
 
         def forward(arguments: list[Any]) -> Any:
-            if self.only_plan:
+            if self.until is Until.PLANNED:
                 if isinstance(step, Sized):
                     step.choose(arguments)
-                raise PlannedOnly
+                raise Reached
             return run(arguments)
 
         return taking_a_list(forward)
@@ -316,11 +332,35 @@ class Backend:
         make_workspaces(device_of(joint))
         warn_of_trials(joint, device_of(joint))
         if graph:
-            made[:] = [sized := self._sized(graph, joint)]
+            plans = self._plans_of_sizes(graph, joint)
+            if self.until is Until.CAPTURED:
+                self._check_layouts(Step(graph=joint, inputs=self._inputs), symbolic=True)
+                raise Reached(SizedStep(plans, graph.dims, self._inputs))
+            made[:] = [sized := self._sized(graph, plans)]
             return sized.contract()
-        plan = self._plan_fixed(joint, trained, as_eager)
+        step = self._fixed_step(joint, trained, as_eager)
+        if self.until is Until.CAPTURED:
+            self._check_layouts(step)
+            raise Reached(FixedStep(step, self.options))
+        plan = self._plan_fixed(step)
         made[:] = [_FixedStep(plan, self.weights)]
         return plan.graphs
+
+    def _check_layouts(self, step: Step, *, symbolic: bool = False) -> None:
+        """Measure a step that is captured alone: it has to be traced again where results lie otherwise than traced.
+
+        Raises:
+            LayoutsDiffer: the step is to be traced again.
+            NotSymbolic: the same with symbolic sizes, which are then fixed.
+        """
+        kernels.ready()  # before anything is measured, which a compiler would disturb
+        try:
+            facts_of(step, self.options, partial(order_within_limit, step, limit_of(step, self.options)))
+        except LayoutsDiffer as error:
+            if not symbolic:
+                raise
+            self.learn(error)
+            raise NotSymbolic("a result that lies otherwise than traced") from None
 
     def _passes(self) -> Sequence[Pass]:
         """What a captured graph goes through for the kernels that are to run it."""
@@ -350,31 +390,33 @@ class Backend:
         for node, place in places:
             node.meta[FLOAT] = place is not None and is_float(self._placeholders[place])
 
-    def _plan_fixed(
+    def _fixed_step(
         self, joint: Captured, trained: TrainedParameters | None, as_eager: Captured | None
-    ) -> Plan:
-        """The plan of a graph of fixed sizes."""
+    ) -> Step:
+        """Return a graph of fixed sizes with what is known of the call, which the ranks compare."""
         called_with = _shapes_at(_input_places(self._placeholders), self._inputs)
-        ranks = ranks_of(joint, called_with)
-        step = CapturedStep(
-            joint=joint,
+        return Step(
+            graph=joint,
             inputs=self._inputs,
             trained=trained,
             called_with=called_with,
             as_eager=as_eager,
-            ranks=ranks,
+            ranks=ranks_of(joint, called_with),
         )
-        plan = plan_step(step, self.options)
-        if trained and plan.weights:
-            self.hosted |= {trained.numbers[value] for value in plan.weights.hosted}
+
+    def _plan_fixed(self, step: Step) -> Plan:
+        """Plan a step of fixed sizes, and remember the plan."""
+        plan = FixedStep(step, self.options).plan()
+        if step.trained and plan.weights:
+            self.hosted |= {step.trained.numbers[value] for value in plan.weights.hosted}
         self.plans.append(plan)
-        if not self.only_plan:
-            self._called_with.add(called_with)
+        if self.until is Until.RUN:
+            self._called_with.add(step.called_with)
         return plan
 
-    def _sized(self, graph: SymbolicGraph, joint: Captured) -> Sized:
-        """The step of a graph of symbolic sizes, whose plans are made when they come."""
-        placeholders, count = self._placeholders, len(self._placeholders)
+    def _plans_of_sizes(self, graph: SymbolicGraph, joint: Captured) -> PlansOfSizes:
+        """Return what plans a graph of symbolic sizes, at those that come."""
+        placeholders = self._placeholders
         places = [input_place(node) for node in graph.primals]
         dimensions = [
             input_and_dimension(placeholders[place], self.input_names)
@@ -392,6 +434,12 @@ class Backend:
             self.options.longest(name, dim) or largest_of(node.meta["val"])
             for (name, dim), node in zip(dimensions, graph.inputs, strict=True)
         ]
+        return PlansOfSizes(graph, joint, dimensions, ends, shapes, self.options)
+
+    def _sized(self, graph: SymbolicGraph, plans: PlansOfSizes) -> Sized:
+        """Return the step of a graph of symbolic sizes, whose plans are made when they come."""
+        placeholders, count = self._placeholders, len(self._placeholders)
+        places = [input_place(node) for node in graph.primals]
 
         def as_called(arguments: Sequence[Any]) -> list[Any]:
             """The arguments in the order of what dynamo captured."""
@@ -403,7 +451,7 @@ class Backend:
 
         return Sized(
             graph,
-            PlansOfSizes(graph, joint, dimensions, ends, shapes, self.options),
+            plans,
             as_called=as_called,
             described=partial(_shapes_at, _input_places(placeholders)),
             on_plan=self.plans.append,

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxremat.capture.accounting import assumed_for
+from fxremat.graphs.accounting import assumed_for
 from fxremat.torch_private import is_compiled_backward
 
 

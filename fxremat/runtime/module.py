@@ -28,17 +28,18 @@ import torch
 from torch import nn
 
 from fxremat import heartbeat
-from fxremat.capture.names import tied_names
 from fxremat.cost.devices import Device
 from fxremat.cost.layouts import LayoutsDiffer
 from fxremat.errors import CaptureError, FxrematError
+from fxremat.graphs.names import tied_names
 from fxremat.ops.parameters import Weights
 from fxremat.options import Options
+from fxremat.planning.captured_step import CapturedStep
 from fxremat.plans import Plan
 from fxremat.progress import telling
 from fxremat.runtime.attention_masks import ComputedMask, left_out, padding_masks
 from fxremat.runtime.capture_errors import explained, submodule_error
-from fxremat.runtime.dynamo import Backend, PlannedOnly
+from fxremat.runtime.dynamo import Backend, Reached, Until
 from fxremat.runtime.plain_errors import plain_error
 from fxremat.runtime.replaced_forward import PlannedChild, largest_child, replaced_in
 from fxremat.runtime.transformers_hooks import (
@@ -84,6 +85,7 @@ MASKED = (
     "keys and values here, gradients round otherwise than in eager mode, and CUDA does not use flash attention. Where "
     "nothing is padded, call the model without attention_mask"
 )
+NOTHING_TO_PLAN = "there is nothing to plan: the model's forward computes nothing that needs a gradient"
 UNDER_TRANSFORM = (
     "under a transform of torch.func (grad, vmap, ...) the plain model runs: fxremat's budget does not hold there"
 )
@@ -176,23 +178,9 @@ class Rematerialized(_Base):
 
     def make_plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
         """Plan for these inputs without running the model. The model is not changed in any way."""
-        training = self._fxremat
-        if not training.model.training:
-            raise FxrematError(
-                "the model is in eval mode, where it runs as it is and needs no plan; call model.train() first"
-            )
-        training.backend.only_plan = True
-        try:
-            with torch.enable_grad(), telling(f"capturing {type(training.model).__name__}"):
-                getattr(self, training.backend.options.method)(*args, **kwargs)
-        except PlannedOnly:
-            pass
-        finally:
-            training.backend.only_plan = False
+        _leave(self, Until.PLANNED, args, kwargs)
         if self.plan is None:
-            raise FxrematError(
-                "there is nothing to plan: the model's forward computes nothing that needs a gradient"
-            )
+            raise FxrematError(NOTHING_TO_PLAN)
         return self.plan
 
     def to_device(self) -> Any:
@@ -262,6 +250,37 @@ def drop_in(model: nn.Module, options: Options, target: Device | None = None) ->
         shared.stand_in(made)
         heartbeat.watch()
     return cast(Rematerialized, made)
+
+
+def captured(module: Rematerialized, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CapturedStep:
+    """Capture the step of a training call, and measure it; the model is neither run nor changed.
+
+    Raises:
+        FxrematError: the model is in eval mode, or nothing of it needs a gradient.
+        CaptureError: the model is not one graph.
+    """
+    step = _leave(module, Until.CAPTURED, args, kwargs)
+    if step is None:
+        raise FxrematError(NOTHING_TO_PLAN)
+    return step
+
+
+def _leave(module: Any, until: Until, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CapturedStep | None:
+    """Make a training call that goes no further; return the captured step where that is how far it goes."""
+    backend, model = module._fxremat.backend, module._fxremat.model
+    if not model.training:
+        raise FxrematError(
+            "the model is in eval mode, where it runs as it is and needs no plan; call model.train() first"
+        )
+    backend.until = until
+    try:
+        with torch.enable_grad(), telling(f"capturing {type(model).__name__}"):
+            getattr(module, backend.options.method)(*args, **kwargs)
+    except Reached as reached:
+        return reached.step
+    finally:
+        backend.until = Until.RUN
+    return None
 
 
 def _shared(model: nn.Module) -> Shared | None:
@@ -403,7 +422,7 @@ def _run_replaced(
         result, reached = forward(*args, **kwargs), False
     else:
         inner: _Training = child.planned._fxremat
-        inner.backend.only_plan = training.backend.only_plan
+        inner.backend.until = training.backend.until
         before = inner.calls
         with child.standing_in():
             result = forward(*args, **kwargs)
@@ -444,7 +463,7 @@ def _forward_planned(module: Any, training: _Training, args: tuple[Any, ...], kw
     if backend.options.stepping is not None:
         _check_trainable(training.model, args, kwargs)
         weights = backend.prepare_weights([*_tensors((args, kwargs)), *training.model.parameters()])
-        if weights and not backend.only_plan:
+        if weights and backend.until is Until.RUN:
             _settle(module, weights, args, kwargs)
     try:
         on_device = weights.seen_on_the_device() if weights else contextlib.nullcontext()
@@ -452,9 +471,9 @@ def _forward_planned(module: Any, training: _Training, args: tuple[Any, ...], kw
             outputs = _run(training, args, kwargs)
             if training.shared is not None:
                 training.shared.before_backward_of(_tensors(outputs))
-    except PlannedOnly:
-        raise
     except Exception as error:
+        if isinstance(reached := planning_error(error) or error, Reached):
+            raise reached from None
         hooked = submodule_error(training.model, error)
         clear = hooked or explained(error, lambda: _plain_error(training, args, kwargs))
         parent = replaced_in(training.model, itself=training.own is not None)
@@ -507,7 +526,7 @@ def _padding_masks(training: _Training, args: tuple[Any, ...], kwargs: dict[str,
 
 def _run_step(training: _Training, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     mark(training.backend.options, training.backend.input_names, training.plain, args, kwargs)
-    if not training.backend.only_plan:
+    if training.backend.until is Until.RUN:
         training.backend.look_at_free_memory()
     if training.backend.outdated and training.shared is None:
         training.backend.outdated = False

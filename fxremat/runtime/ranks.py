@@ -11,9 +11,9 @@ import hashlib
 from collections.abc import Sequence
 
 from fxremat.agreement import ALONE, Agreement
-from fxremat.capture.captured import Captured
-from fxremat.capture.collectives import groups_of
 from fxremat.errors import FxrematError
+from fxremat.graphs.captured import Captured
+from fxremat.graphs.collectives import groups_of
 from fxremat.step.step_graph import Origin
 from fxremat.torch_private import group_named, ranks_of_group
 

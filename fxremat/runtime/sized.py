@@ -24,12 +24,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxremat.capture.captured import Captured
-from fxremat.capture.nodes import is_number
-from fxremat.capture.symbolic import Dims, Numbers, Size, SymbolicGraph
+from fxremat.graphs.captured import Captured
+from fxremat.graphs.nodes import is_number
+from fxremat.graphs.symbolic import Dims, Numbers, Size, SymbolicGraph
 from fxremat.passes.lower import lower, sizes_of
+from fxremat.planning.sizes import PlansOfSizes
 from fxremat.plans import Plan
-from fxremat.runtime.sizes import PlansOfSizes
 from fxremat.runtime.unused import unused_outputs, without
 from fxremat.search.candidate import Candidate
 from fxremat.step.program import Order

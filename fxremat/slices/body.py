@@ -21,9 +21,9 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from fxremat.capture.accounting import rounded
-from fxremat.capture.nodes import storage_bytes, tensors_of
-from fxremat.capture.overwriting import PLACE, overwritten
+from fxremat.graphs.accounting import rounded
+from fxremat.graphs.nodes import storage_bytes, tensors_of
+from fxremat.graphs.overwriting import PLACE, overwritten
 from fxremat.ops.overwriting import overwrite_where_alike
 from fxremat.passes.in_place import note_overwriting_among
 from fxremat.slices.emission import CONTIGUOUS, emitted

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from fxremat.capture.nodes import is_random
+from fxremat.graphs.nodes import is_random
 from fxremat.slices.body import Sliced
 from fxremat.slices.labels import SUM, WHOLE, Part, axes
 from fxremat.slices.rules import Way, name_of, shape_of, tensor_inputs, ways, why_not

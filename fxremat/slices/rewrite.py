@@ -22,8 +22,8 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from fxremat.capture.captured import Captured, read_joint, with_updates_inside
-from fxremat.capture.names import frame_of, module_of
+from fxremat.graphs.captured import Captured, read_joint, with_updates_inside
+from fxremat.graphs.names import frame_of, module_of
 from fxremat.passes.in_place import forget_overwriting, note_overwriting
 from fxremat.slices.body import HALF, Sliced
 from fxremat.slices.explicit import make_explicit

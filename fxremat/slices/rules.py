@@ -21,7 +21,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from fxremat.capture.nodes import is_random, tensors_of
+from fxremat.graphs.nodes import is_random, tensors_of
 from fxremat.slices.labels import SUM, WHOLE, Part, Place, axes, place
 
 

@@ -8,8 +8,8 @@ from functools import cached_property
 import torch
 from torch import fx
 
-from fxremat.capture.captured import Captured
-from fxremat.capture.nodes import storage_bytes
+from fxremat.graphs.captured import Captured
+from fxremat.graphs.nodes import storage_bytes
 from fxremat.slices.body import Sliced
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fxremat.capture.captured import Captured
+from fxremat.graphs.captured import Captured
 from fxremat.slices.rewrite import SlicedJoint, largest_need, sliced
 
 SHARE = 0.4  # of the budget that an op may need: beside it are gradients, and what is kept

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxremat.capture.names import module_of
-from fxremat.capture.nodes import storage_bytes, tensors_of
+from fxremat.graphs.names import module_of
+from fxremat.graphs.nodes import storage_bytes, tensors_of
 from fxremat.passes.in_place import depending_on
 from fxremat.slices.body import Region, Sliced, summed_in_type
 from fxremat.slices.labels import SUM

@@ -6,7 +6,7 @@
 
 A value is born by one op (or is a primal, a tangent or a constant) and is read through any number of views. A number
 that an op reads from a tensor (`.item()`), and what is computed from it, are values of no bytes.
-Cuts, options, schedules, searches and liveness speak of op and value numbers only. `capture.captured` reads a
+Cuts, options, schedules, searches and liveness speak of op and value numbers only. `graphs.captured` reads a
 StepGraph from a graph of torch.fx, and knows the node of each op and value.
 """
 
@@ -66,7 +66,7 @@ class Op:
     index: int
     name: str
     target: str  # what is called, such as "aten.addmm.default"
-    key: str  # equal for ops of equal cost: see `capture.op_key`
+    key: str  # equal for ops of equal cost: see `graphs.op_key`
     kind: Kind
     backward: bool
     reads: tuple[int, ...]

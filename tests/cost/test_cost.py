@@ -13,8 +13,6 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 import fxremat
-from fxremat.capture.batch_norm import NORMALIZED, STATISTICS
-from fxremat.capture.captured import Captured
 from fxremat.chains.schedule import Schedule
 from fxremat.chains.simulate import simulate
 from fxremat.cost import measure as measuring
@@ -24,6 +22,8 @@ from fxremat.cost.estimate import DEVICES, Device, estimate, flops_of
 from fxremat.cost.made_up import call_of
 from fxremat.cost.measure import measure
 from fxremat.errors import FxrematError
+from fxremat.graphs.batch_norm import NORMALIZED, STATISTICS
+from fxremat.graphs.captured import Captured
 from fxremat.linearize.chain_of import chain_of
 from fxremat.linearize.crossings import crossings
 from fxremat.linearize.lay_out import lay_out

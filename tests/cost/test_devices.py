@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from fxremat.capture.captured import Captured
 from fxremat.cost.devices import DEVICES, PCIE_3, PCIE_4, PCIE_5, Device
 from fxremat.cost.estimate import assumptions, estimate
 from fxremat.errors import FxrematError
+from fxremat.graphs.captured import Captured
 from tests.dags import capture
 
 pytestmark = pytest.mark.usefixtures("torch_ready")

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fxremat.capture.symbolic import SymbolicGraph
 from fxremat.cost import resized as resizing
 from fxremat.cost.measure import measure
 from fxremat.cost.resized import resized
+from fxremat.graphs.symbolic import SymbolicGraph
 from tests.symbolic import symbolic_graph
 from tests.test_shapes import ConvNet, gpt, pictures, text
 

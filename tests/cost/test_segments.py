@@ -6,17 +6,17 @@ import logging
 
 import pytest
 import torch
+from tests.capture.test_in_place import Residual
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 import fxremat
 from fxremat import torch_private
-from fxremat.capture import accounting
-from fxremat.capture.accounting import costs_from, held
 from fxremat.cost import segments
 from fxremat.cost.segments import expand_segments
+from fxremat.graphs import accounting
+from fxremat.graphs.accounting import costs_from, held
 from fxremat.step.costs import OpCost
-from tests.capture.test_in_place import Residual
 from tests.dags import capture
 from tests.toys import Loss, Stack, rows
 

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 import fxremat
 from benchmarks.meter import peak_bytes
-from fxremat.capture.captured import Captured
-from fxremat.capture.op_key import op_key
-from fxremat.capture.overwriting import PLACE
 from fxremat.cost import measure as measuring
 from fxremat.cost.measure import measure
 from fxremat.cost.walk import Walk, given_inputs
+from fxremat.graphs.captured import Captured
+from fxremat.graphs.op_key import op_key
+from fxremat.graphs.overwriting import PLACE
 from tests.dags import capture
 from tests.toys import WIDTH, Loss, Stack, assert_as_plain, record, rows, scalar
 from tests.training import same

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from fxremat.capture.captured import Captured
 from fxremat.cost.workspaces import warn_of_trials
+from fxremat.graphs.captured import Captured
 from tests.dags import capture
 from tests.toys import Loss, Stack, rows
 

@@ -20,13 +20,13 @@ from torch.nn import functional as F
 import fxremat
 from benchmarks.capture import capture
 from benchmarks.meter import peak_bytes, training_step
-from fxremat.capture import region
-from fxremat.capture.op_key import op_key
-from fxremat.capture.region import Region, compile_all, forget_kernels, regions_of
 from fxremat.cost import calibrate
 from fxremat.cost.cache import _read as read_rows
 from fxremat.errors import FxrematError
 from fxremat.fusion.units import Units, alone, by_block, ops_of, unit_bytes
+from fxremat.graphs import region
+from fxremat.graphs.op_key import op_key
+from fxremat.graphs.region import Region, compile_all, forget_kernels, regions_of
 from fxremat.planning import compiled, judged
 from fxremat.plans import Plan
 from fxremat.search.candidate import Frontier
@@ -236,7 +236,7 @@ def test_seconds_in_regions_are_compared_as_those_of_ops_in_a_step_are(monkeypat
     monkeypatch.setattr(compiled, "LITTLE", -1.0)
     monkeypatch.setattr(compiled, "COMPILING", -1e9)
     monkeypatch.setattr(compiled, "SLOWER", 1e9)
-    calibrated = importlib.import_module("fxremat.planning.finished")
+    calibrated = importlib.import_module("fxremat.planning.choosing")
     for factor in (1.0, 50.0):
         monkeypatch.setattr(calibrated, "calibration", lambda *_, factor=factor: factor)
         within(model_of(dropout=0.0), "100%")(*batch())

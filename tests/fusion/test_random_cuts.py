@@ -14,8 +14,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fxremat.capture import region
 from fxremat.fusion.units import Unit, Units, by_block, compilable, pointwise
+from fxremat.graphs import region
 from fxremat.passes.normalize import PASSES
 from fxremat.planning import compiled
 from fxremat.runtime import dynamo

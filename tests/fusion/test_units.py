@@ -11,10 +11,6 @@ from torch import Tensor, nn
 
 from benchmarks.capture import capture, joint_graph
 from benchmarks.models import get
-from fxremat.capture.accounting import costs_from, op_keys
-from fxremat.capture.captured import Captured, captured_of, read_joint
-from fxremat.capture.op_key import op_key
-from fxremat.capture.region import Kernels, Region, regions_of
 from fxremat.fusion.joint import fused_program
 from fxremat.fusion.units import (
     Unit,
@@ -29,6 +25,10 @@ from fxremat.fusion.units import (
     unit_bytes,
     worth_compiling,
 )
+from fxremat.graphs.accounting import costs_from, op_keys
+from fxremat.graphs.captured import Captured, captured_of, read_joint
+from fxremat.graphs.op_key import op_key
+from fxremat.graphs.region import Kernels, Region, regions_of
 from fxremat.ops.seeded import ALWAYS_COMPILED
 from fxremat.passes.normalize import normalize
 from fxremat.passes.seeded_dropout import draw_from_seeds

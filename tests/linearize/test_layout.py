@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from torch import nn
 
-from fxremat.capture.captured import Captured
+from fxremat.graphs.captured import Captured
 from fxremat.linearize.chain_of import chain_of
 from fxremat.linearize.crossings import carry_levels, crossings
 from fxremat.linearize.lay_out import lay_out

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks import models
 from benchmarks.capture import joint_graph
-from fxremat.capture.captured import read_joint
+from fxremat.graphs.captured import read_joint
 from fxremat.passes import channels_last
 from fxremat.passes.channels_last import convolve_channels_last, strides_of
 from fxremat.passes.detach import drop_detach

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 
 from benchmarks.capture import joint_graph
-from fxremat.capture.captured import read_joint
-from fxremat.capture.overwriting import called
 from fxremat.chains.schedule import Schedule
+from fxremat.graphs.captured import read_joint
+from fxremat.graphs.overwriting import called
 from fxremat.linearize.lay_out import lay_out
 from fxremat.ops.gathered import Sharing, gather
 from fxremat.passes.channels_last import convolve_channels_last

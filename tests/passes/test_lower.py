@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from fxremat.capture.captured import Captured
-from fxremat.capture.nodes import is_number
 from fxremat.chains.schedule import Schedule
+from fxremat.graphs.captured import Captured
+from fxremat.graphs.nodes import is_number
 from fxremat.host.files import FileTier
 from fxremat.linearize.lay_out import lay_out
 from fxremat.passes.lower import lower

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import fx, nn
 
-from fxremat.capture.batch_norm import NORMALIZED, STATISTICS
-from fxremat.capture.captured import Captured
 from fxremat.chains.schedule import Schedule
 from fxremat.errors import InvalidSchedule
+from fxremat.graphs.batch_norm import NORMALIZED, STATISTICS
+from fxremat.graphs.captured import Captured
 from fxremat.linearize.crossings import crossings
 from fxremat.linearize.lay_out import lay_out
 from fxremat.passes.lower import lower

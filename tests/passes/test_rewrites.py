@@ -13,9 +13,9 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.nn import functional as F
 
-from fxremat.capture.batch_norm import NORMALIZED, STATISTICS
-from fxremat.capture.overwriting import called
 from fxremat.errors import CaptureError
+from fxremat.graphs.batch_norm import NORMALIZED, STATISTICS
+from fxremat.graphs.overwriting import called
 from fxremat.passes.batch_norm import drop_running_statistics, halve, halve_exactly
 from fxremat.passes.detach import drop_detach
 from fxremat.passes.dropout import drop_as_eager, rounded

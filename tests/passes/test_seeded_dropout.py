@@ -12,9 +12,9 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
-from fxremat.capture.captured import read_joint
-from fxremat.capture.nodes import is_random
 from fxremat.chains.schedule import Schedule
+from fxremat.graphs.captured import read_joint
+from fxremat.graphs.nodes import is_random
 from fxremat.linearize.lay_out import lay_out
 from fxremat.ops.seeded import DECOMPOSITIONS, SEEDS
 from fxremat.passes.lower import lower

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 import fxremat
-from fxremat.capture import region
+from fxremat.graphs import region
 from fxremat.host.tier import HostTier
 from fxremat.ops.parameters import Weights
 from fxremat.planned_step import PlannedStep

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
-from fxremat.capture.captured import Captured
 from fxremat.cost.made_up import value_like, weights_like
+from fxremat.graphs.captured import Captured
 from fxremat.slices.rewrite import largest_need, sliced
 from tests.dags import Dag, Layer, Recipe, batch, capture, few, recipes, small_recipes
 

@@ -13,9 +13,9 @@ from torch import nn
 import fxremat
 from benchmarks.capture import capture
 from benchmarks.meter import storage_peak
-from fxremat.capture.captured import Captured
-from fxremat.capture.nodes import storage_bytes
 from fxremat.errors import BudgetTooSmall, FxrematError
+from fxremat.graphs.captured import Captured
+from fxremat.graphs.nodes import storage_bytes
 from fxremat.slices.body import Sliced
 from fxremat.slices.rewrite import SlicedJoint, largest_need, sliced
 from fxremat.slices.variants import least_of_all, variants

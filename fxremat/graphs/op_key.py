@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxremat.capture.collectives import is_collective, without_group_names
-from fxremat.capture.nodes import is_number
-from fxremat.capture.overwriting import called
+from fxremat.graphs.collectives import is_collective, without_group_names
+from fxremat.graphs.nodes import is_number
+from fxremat.graphs.overwriting import called
 
 
 def op_key(node: fx.Node, *, fresh: bool = False) -> str:

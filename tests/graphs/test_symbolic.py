@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxremat.capture.captured import Captured
-from fxremat.capture.symbolic import (
+from fxremat.graphs.captured import Captured
+from fxremat.graphs.symbolic import (
     NotSymbolic,
     Numbers,
     SymbolicGraph,

@@ -7,17 +7,15 @@ from collections.abc import Sequence, Set
 import torch
 from torch import fx
 
-from fxremat.budget import bytes_of
-from fxremat.capture.captured import Captured, captured_of
-from fxremat.capture.handed_in import laid_out_by_others
-from fxremat.capture.names import FLOAT
-from fxremat.capture.nodes import is_number
-from fxremat.capture.op_key import op_key
+from fxremat.graphs.captured import Captured, captured_of
+from fxremat.graphs.handed_in import laid_out_by_others
+from fxremat.graphs.names import FLOAT
+from fxremat.graphs.nodes import is_number
+from fxremat.graphs.op_key import op_key
 from fxremat.step.costs import Costs, OpCost
 from fxremat.step.liveness import Sizes
 from fxremat.step.step_graph import Kind, Origin, StepGraph
 from fxremat.torch_private import allocates_in_expandable_segments, holds_gradients
-from fxremat.units import Budget
 
 NUMBERS_OF_LOSS = 4  # for each output: such as the loss's terms, sums of them, and the gradients of those
 SINGLE = torch.float32.itemsize
@@ -187,11 +185,6 @@ def device_of(graph: StepGraph) -> torch.device:
 def largest_tensor(graph: StepGraph) -> int:
     """Bytes of the largest tensor that the step makes."""
     return max((value.bytes for value in graph.values if value.origin is not Origin.PRIMAL), default=0)
-
-
-def budget_in_bytes(budget: Budget, keep_all: int, graph: StepGraph) -> int:
-    """The bytes that a budget means for a step, where keeping everything takes `keep_all` bytes."""
-    return bytes_of(budget, keep_all, device_of(graph), largest_tensor(graph))
 
 
 def op_keys(graph: StepGraph, fresh: Set[int] = frozenset()) -> list[str]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxremat.capture.collectives import collective
+from fxremat.graphs.collectives import collective
 
 aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional

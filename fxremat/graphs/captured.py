@@ -19,13 +19,13 @@ from typing import cast
 import torch
 from torch import fx
 
-from fxremat.capture.batch_norm import again_inputs, made_again
-from fxremat.capture.collectives import is_collective
-from fxremat.capture.names import model_of, parameter_of, sources_of
-from fxremat.capture.nodes import NUMBERS, is_random, storage_bytes, tangents_in, tensors_of
-from fxremat.capture.op_key import op_key
-from fxremat.capture.overwriting import called, overwritten
 from fxremat.errors import FxrematError
+from fxremat.graphs.batch_norm import again_inputs, made_again
+from fxremat.graphs.collectives import is_collective
+from fxremat.graphs.names import model_of, parameter_of, sources_of
+from fxremat.graphs.nodes import NUMBERS, is_random, storage_bytes, tangents_in, tensors_of
+from fxremat.graphs.op_key import op_key
+from fxremat.graphs.overwriting import called, overwritten
 from fxremat.step.step_graph import Kind, Op, Origin, StepGraph, Value
 from fxremat.torch_private import holds_gradients, is_effect_token, storage_of
 

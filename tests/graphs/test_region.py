@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, fx
 from torch._dynamo.utils import counters
 
-from fxremat.capture import region as regions
-from fxremat.capture.region import (
+from fxremat.errors import FxrematError
+from fxremat.graphs import region as regions
+from fxremat.graphs.region import (
     Kernels,
     Region,
     compile_all,
@@ -22,7 +23,6 @@ from fxremat.capture.region import (
     regions_of,
     runnable,
 )
-from fxremat.errors import FxrematError
 from fxremat.ops.decompositions import DECOMPOSITIONS
 from fxremat.ops.seeded import ALWAYS_COMPILED
 from fxremat.torch_inductor import link_in_any_folder

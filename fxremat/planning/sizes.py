@@ -11,16 +11,19 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
-from fxremat.capture.captured import Captured
-from fxremat.capture.symbolic import Dims, SymbolicGraph
 from fxremat.errors import BudgetTooSmall, FxrematError
-from fxremat.options import Options
-from fxremat.planning import Choice, plan_step, replan_step
-from fxremat.planning.captured import CapturedStep
-from fxremat.planning.searched import search, whole_of
+from fxremat.graphs.captured import Captured
+from fxremat.graphs.symbolic import Dims, SymbolicGraph
+from fxremat.options import Options, StepOptions, changed_options
+from fxremat.planning import plan as plan_from_nothing
+from fxremat.planning.captured_step import CapturedStep
+from fxremat.planning.facts import estimated_keep_all
+from fxremat.planning.limits import Limit, limit_of
+from fxremat.planning.replan import Choice, replan
+from fxremat.planning.step import Reference, Step
+from fxremat.planning.surveys import surveyed
 from fxremat.plans import Plan
 from fxremat.progress import planning
 from fxremat.units import Percent, format_bytes
@@ -36,7 +39,7 @@ class Range:
     """The largest sizes that are expected, and what keeping everything takes there."""
 
     dims: Dims
-    whole: int  # bytes
+    keep_all: int  # bytes
 
 
 class PlansOfSizes:
@@ -90,35 +93,35 @@ class PlansOfSizes:
         """
         joint = self._graph.at(dims)
         range_ = self._range_with(dims, joint)
-        options, within = self._in_bytes(range_)
+        reference = Reference(bytes=range_.keep_all, of=self.described(range_.dims)) if range_ else None
         called_with = called_with or self.described(dims)
-        step = CapturedStep(joint=joint, inputs=inputs, called_with=called_with, within=within)
-        plan = replan_step(step, self._known, options, choose) if self._known else None
+        step = Step(graph=joint, inputs=inputs, called_with=called_with, reference=reference)
+        plan = replan(step, self._known, self._options, choose) if self._known else None
         known = self._known
         if plan is None:
             try:
-                plan = plan_step(step, options)
+                plan = plan_from_nothing(step, self._options)
             except BudgetTooSmall as error:
-                remark = f", and the budget is {within}" if within else ""
+                remark = f", and the budget is {limit_of(step, self._options).words}" if reference else ""
                 raise error.explained(note=f"this is for inputs of {called_with}{remark}") from None
             known = (*self._known[1 - KNOWN :], plan)
         if keep:
             self._known, self._range = known, range_
-        return replace(plan, sizes=PlannedSizes(self, dims), another=partial(self._within, dims))
+        return replace(plan, step=SizedStep(self, dims))
 
     def least(self, dims: Dims) -> int:
         """The least budget at these sizes, in bytes, of programs that are searched for at them."""
         joint = self._graph.at(dims)
         with planning(f"the least budget for inputs of {self.described(dims)}") as planned:
-            step = CapturedStep(joint=joint, called_with=self.described(dims))
-            least = search(step, replace(self._options, mem=1)).frontier.minimum
+            step = Step(graph=joint, called_with=self.described(dims))
+            least = surveyed(step, self._options, Limit(known=1)).frontier.minimum
             planned(format_bytes(least))
         return least
 
-    def _within(self, dims: Dims, mem: int | str, **changed: Any) -> Plan:
-        """The plan at these sizes within another budget, with other options; it tells of other sizes within that."""
+    def within(self, dims: Dims, mem: int | str | None, **changed: Any) -> Plan:
+        """Plan for these sizes within another budget, with other options; the plan tells of other sizes within that."""
         others = copy.copy(self)
-        others._options, others._known = replace(self._options, mem=mem, **changed), ()
+        others._options, others._known = changed_options(self._options, mem=mem, **changed), ()
         return others.plan(dims, keep=bool(changed))
 
     def described(self, dims: Dims) -> str:
@@ -168,15 +171,6 @@ class PlansOfSizes:
         alike = symbols[place] == symbols[other] or dimensions[place][1] == dimensions[other][1]
         return alike and dims[place] == dims[other]
 
-    def _in_bytes(self, range_: Range | None) -> tuple[Options, str]:
-        """The options with a budget in bytes where it is in percent, and that in words; "" for other budgets."""
-        budget = self._options.budget
-        if range_ is None or not isinstance(budget, Percent):
-            return self._options, ""
-        allowed = max(1, int(range_.whole * budget.of_keep_all / 100))
-        largest = self.described(range_.dims)
-        return replace(self._options, mem=allowed), f"{budget.of_keep_all:g}% of what {largest} takes"
-
     def _range_with(self, dims: Dims, joint: Captured) -> Range | None:
         """The largest sizes, grown where one of these is above them; None where no budget refers to them."""
         if not isinstance(self._options.budget, Percent):
@@ -184,7 +178,8 @@ class PlansOfSizes:
         if self._range and all(dim <= most for dim, most in zip(dims, self._range.dims, strict=True)):
             return self._range
         largest = tuple(self._largest(place, dims) for place in range(len(dims)))
-        return Range(largest, whole_of(joint if largest == dims else self._graph.at(largest), self._options))
+        at_largest = joint if largest == dims else self._graph.at(largest)
+        return Range(largest, estimated_keep_all(at_largest, self._options))
 
     def _largest(self, place: int, dims: Dims) -> int:
         """The largest size that is known or expected; where a range was given and is exceeded, half as much again.
@@ -199,28 +194,45 @@ class PlansOfSizes:
         return int(GROWTH * dims[place]) if expected else dims[place]
 
 
-@dataclass(frozen=True, eq=False)
-class PlannedSizes:
-    """The sizes that a plan is for, and the way to plans for others."""
+class SizedStep(CapturedStep):
+    """A captured step at some sizes of its inputs, which serves others too."""
 
-    plans: PlansOfSizes
-    dims: Dims
-
-    def __str__(self) -> str:
-        return self.plans.described(self.dims)
+    def __init__(self, plans: PlansOfSizes, dims: Dims, inputs: Sequence[Any] = ()) -> None:
+        self._plans, self._dims, self._inputs = plans, dims, inputs
 
     @property
-    def inputs(self) -> frozenset[str]:
+    def options(self) -> Options:
+        """What was asked for when the step was captured."""
+        return self._plans._options
+
+    @property
+    def graph(self) -> Captured:
+        """The step at these sizes, op by op."""
+        return self._plans._graph.at(self._dims)
+
+    @property
+    def sizes(self) -> str:
+        """The sizes that may change, as `tokens[1] = 300`."""
+        return self._plans.described(self._dims)
+
+    @property
+    def resizable_inputs(self) -> frozenset[str]:
         """The names of the inputs that have symbolic sizes; those of others may follow from them."""
-        return frozenset(name for name, _ in self.plans._dimensions)
+        return frozenset(name for name, _ in self._plans._dimensions)
+
+    def plan(self, mem: int | str | None = None, **options: Unpack[StepOptions]) -> Plan:
+        """Plan for these sizes: see `CapturedStep.plan`."""
+        if mem is None and not options:
+            return self._plans.plan(self._dims, inputs=self._inputs, keep=False)
+        return self._plans.within(self._dims, mem, **options)
 
     def least(self) -> int:
-        """The least budget, in bytes, of programs that are searched for at these sizes."""
-        return self.plans.least(self.dims)
+        """Return the least budget, in bytes, of programs that are searched for at these sizes."""
+        return self._plans.least(self._dims)
 
-    def plan(self, sizes: Mapping[str, object]) -> Plan:
-        """The plan with other sizes of some inputs."""
-        return self.plans.plan(self.plans.resized(self.dims, sizes), keep=False)
+    def at(self, **sizes: object) -> SizedStep:
+        """Return the same step for inputs of other sizes: see `CapturedStep.at`."""
+        return SizedStep(self._plans, self._plans.resized(self._dims, sizes))
 
 
 def _shown(sizes: Mapping[str, object]) -> str:

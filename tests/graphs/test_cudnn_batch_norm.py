@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import fxremat
-from fxremat.capture import cudnn_batch_norm as module
+from fxremat.graphs import cudnn_batch_norm as module
 from tests.training import same
 
 pytestmark = pytest.mark.usefixtures("torch_ready", "cudnn")

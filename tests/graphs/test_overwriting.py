@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxremat.capture.collectives import Collective
-from fxremat.capture.overwriting import BACKWARDS, METHODS
+from fxremat.graphs.collectives import Collective
+from fxremat.graphs.overwriting import BACKWARDS, METHODS
 from fxremat.ops.overwriting import overwrite_where_alike
 
 pytestmark = pytest.mark.usefixtures("torch_ready")

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from benchmarks.capture import joint_graph
-from fxremat.capture.batch_norm import STATISTICS, again_call, again_inputs
-from fxremat.capture.captured import read_joint
-from fxremat.capture.cudnn_batch_norm import CUDNN
+from fxremat.graphs.batch_norm import STATISTICS, again_call, again_inputs
+from fxremat.graphs.captured import read_joint
+from fxremat.graphs.cudnn_batch_norm import CUDNN
 from fxremat.passes.normalize import WHOLE, normalize
 from fxremat.step.step_graph import Origin
 from tests.dags import batch, capture

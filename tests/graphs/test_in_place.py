@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from fxremat.capture.accounting import CUDA_BLOCK, costs_from
-from fxremat.capture.captured import Captured
-from fxremat.capture.collectives import Collective
-from fxremat.capture.overwriting import BACKWARDS, METHODS, SELF_FIRST, overwritten
+from fxremat.graphs.accounting import CUDA_BLOCK, costs_from
+from fxremat.graphs.captured import Captured
+from fxremat.graphs.collectives import Collective
+from fxremat.graphs.overwriting import BACKWARDS, METHODS, SELF_FIRST, overwritten
 from fxremat.step.costs import OpCost
 from fxremat.step.step_graph import Origin
 from tests.dags import capture

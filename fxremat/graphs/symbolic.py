@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from fxremat.capture.captured import Captured, read_joint
-from fxremat.capture.nodes import SYMBOLS, tangents_in, tensors_of
+from fxremat.graphs.captured import Captured, read_joint
+from fxremat.graphs.nodes import SYMBOLS, tangents_in, tensors_of
 from fxremat.torch_private import (
     depends_on_data,
     expression_of,
@@ -152,9 +152,14 @@ class SymbolicGraph:
         symbols = {symbol for n in numbers if isinstance(n, SYMBOLS) for symbol in expression_of(n).free_symbols}
         return tuple(place for place, symbol in enumerate(self.symbols) if symbol in symbols)
 
+    @property
+    def dims(self) -> Dims:
+        """The sizes of the call that it was captured from."""
+        return tuple(size_now(node.meta["val"]) for node in self.inputs)
+
     def now(self) -> Captured:
         """The joint graph at the sizes of the call that it was captured from."""
-        return self.at(tuple(size_now(node.meta["val"]) for node in self.inputs))
+        return self.at(self.dims)
 
     def numbers(self, dims: Dims) -> Numbers:
         """What symbolic numbers of the graph are at these sizes."""

@@ -19,8 +19,8 @@ from torch import Tensor, fx, nn
 
 import fxremat
 from benchmarks.models import get
-from fxremat.capture.captured import Captured
-from fxremat.capture.names import frame_of, module_of, tied_names
+from fxremat.graphs.captured import Captured
+from fxremat.graphs.names import frame_of, module_of, tied_names
 from fxremat.plans import Plan
 from fxremat.step.program import Role
 from fxremat.step.source import Source, common_module, ops_inside, span_of

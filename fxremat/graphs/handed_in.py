@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from fxremat.capture.nodes import tangents_in
+from fxremat.graphs.nodes import tangents_in
 
 aten = torch.ops.aten
 

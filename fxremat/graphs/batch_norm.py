@@ -22,7 +22,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
-from fxremat.capture.cudnn_batch_norm import CUDNN
+from fxremat.graphs.cudnn_batch_norm import CUDNN
 
 aten = torch.ops.aten
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import fxremat
-from fxremat.capture.batch_norm import DECOMPOSITIONS, NORMALIZED, STATISTICS
+from fxremat.graphs.batch_norm import DECOMPOSITIONS, NORMALIZED, STATISTICS
 from tests.dags import few
 from tests.training import gradients_of, state_of
 

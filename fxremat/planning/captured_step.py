@@ -1,0 +1,136 @@
+"""A captured training step as a value of the user's: plans of it need no further capture or measurement.
+
+    step = fxremat.capture(model, (x,))
+    step.frontier                          what memory buys
+    plan = step.plan("60%")
+    step.plan("40%", offload=True)
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import replace
+from typing import Self, Unpack
+
+from fxremat.errors import BudgetTooSmall, FxrematError
+from fxremat.graphs.captured import Captured
+from fxremat.options import Options, StepOptions, changed_options
+from fxremat.planning import plan
+from fxremat.planning.in_slices import least_in_slices
+from fxremat.planning.step import Step
+from fxremat.plans import Plan
+from fxremat.profiles import Profile, profile_of
+from fxremat.show.frontier import FrontierTable
+from fxremat.units import format_bytes
+
+
+class CapturedStep(ABC):
+    """Forward and backward of one call of a model, captured as one graph."""
+
+    @property
+    def sizes(self) -> str:
+        """The sizes of inputs that may change, as `tokens[1] = 300`; "" where all are fixed."""
+        return ""
+
+    @property
+    def resizable_inputs(self) -> frozenset[str]:
+        """The names of the inputs that have such sizes; those of others may follow from them."""
+        return frozenset()
+
+    @property
+    @abstractmethod
+    def options(self) -> Options:
+        """What was asked for when the step was captured: the defaults of its plans."""
+
+    @property
+    @abstractmethod
+    def graph(self) -> Captured:
+        """The step op by op: a `StepGraph`, with `to_networkx()`."""
+
+    @abstractmethod
+    def plan(self, mem: int | str | None = None, **options: Unpack[StepOptions]) -> Plan:
+        """Plan the step within a budget; nothing is captured or measured again.
+
+        Args:
+            mem: the budget in any form that `fxremat.compile` takes; None: the one given to `capture`.
+            options: those of `fxremat.plan` that are to change, except for what decides the capture: `kernels`,
+                `random`, `method`, `dynamic`, `shapes`, `only_loss` and `offload_weights`.
+
+        Raises:
+            BudgetTooSmall: nothing fits; `.minimum` is what would.
+            InvalidBudget: `mem` has another form.
+            FxrematError: an option has a value that it cannot have, or belongs to the capture.
+        """
+
+    @abstractmethod
+    def least(self) -> int:
+        """Return the least budget that works, in bytes. Searches as long as a plan does."""
+
+    def at(self, **sizes: object) -> Self:
+        """Return the same step for inputs of other sizes, where it was captured for several.
+
+            step.at(tokens=300)            the input `tokens` has 300 along its last symbolic dimension
+            step.at(tokens=(8, 300))       ... and 8 along the first; a shape
+            step.at(tokens={0: 8})         by dimension
+
+        Other inputs whose sizes are equal to those now follow them, unless they are named too.
+
+        Raises:
+            FxrematError: the step is of fixed sizes, or the input has none that are symbolic.
+        """
+        raise FxrematError(
+            f"this step is of fixed sizes ({', '.join(sizes)} cannot change): capture it with dynamic=True, or with "
+            "shapes={'tokens': {1: (16, 512)}}"
+        )
+
+    @property
+    def frontier(self) -> FrontierTable:
+        """(peak in bytes, time in seconds) of every plan on offer, fastest first; it prints as a table."""
+        return self.plan("100%").frontier
+
+    def profile(self) -> Profile:
+        """Find where the memory of the step goes with no budget, and what would save most.
+
+        Recomputation, offloading and slices are tried, which needs as long as about three plans.
+        """
+        return profile_of(self.plan("100%"))
+
+    def __repr__(self) -> str:
+        made = max((value.bytes for value in self.graph.values if value.producer is not None), default=0)
+        sizes = f" at {self.sizes}" if self.sizes else ""
+        largest = f"the largest value has {format_bytes(made)}"
+        return f"<fxremat captured step of {self.graph.model}{sizes}: {len(self.graph.ops)} ops, {largest}>"
+
+
+class FixedStep(CapturedStep):
+    """A captured step whose sizes are fixed."""
+
+    def __init__(self, step: Step, options: Options) -> None:
+        self._step, self._options = step, options
+
+    @property
+    def options(self) -> Options:
+        """What was asked for when the step was captured."""
+        return self._options
+
+    @property
+    def graph(self) -> Captured:
+        """The step op by op."""
+        return self._step.graph
+
+    def plan(self, mem: int | str | None = None, **options: Unpack[StepOptions]) -> Plan:
+        """Plan the step within a budget: see `CapturedStep.plan`."""
+        settings = self._options
+        if mem is not None or options:
+            settings = changed_options(settings, mem=mem, **options)
+        without_inputs = FixedStep(replace(self._step, inputs=()), settings)
+        return replace(plan(self._step, settings), step=without_inputs)
+
+    def least(self) -> int:
+        """Return the least budget that works, in bytes."""
+        if self._options.slices:
+            return least_in_slices(self._step, self._options)
+        try:
+            return plan(self._step, changed_options(self._options, mem=1)).minimum
+        except BudgetTooSmall as error:
+            return error.minimum

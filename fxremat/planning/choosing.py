@@ -1,0 +1,164 @@
+"""From the frontier of a step to its plan: times calibrated, copies and communication placed, the fastest that fits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from fxremat.cost.calibrate import calibration
+from fxremat.cost.device_memory import memory_on
+from fxremat.cost.estimate import assumptions
+from fxremat.cost.link import measure_link, typical_size
+from fxremat.cost.updates import units_of, with_own_sizes
+from fxremat.errors import BudgetTooSmall, FxrematError
+from fxremat.graphs.accounting import device_of
+from fxremat.graphs.captured import Captured, captured_of
+from fxremat.host.default import default_tier
+from fxremat.host.tier import HostTier
+from fxremat.options import Options
+from fxremat.passes.lower import Handles
+from fxremat.planned_step import WeightBudget
+from fxremat.planning.facts import estimated_device
+from fxremat.planning.step import TrainedParameters, named
+from fxremat.planning.surveys import Survey
+from fxremat.plans import Plan
+from fxremat.search.candidate import Candidate, Frontier
+from fxremat.search.floor import floor_of
+from fxremat.step.costs import Costs, Link
+from fxremat.torch_private import device_name
+from fxremat.transfers.network import communicates, with_overlap
+from fxremat.transfers.offloading import with_offloading, with_schedules
+from fxremat.transfers.weight_updates import best_within, resident_peak
+
+
+def chosen(survey: Survey, options: Options) -> Plan:
+    """Plan with the fastest program of a survey that fits. Raises `BudgetTooSmall`."""
+    survey = _calibrated(survey, options)
+    return survey.step.ranks.together("planning", partial(_chosen, survey, options))
+
+
+def _chosen(survey: Survey, options: Options) -> Plan:
+    """Place what moves on the links of the device, to the host and to other ranks, and choose."""
+    if communicates(survey.step.graph) and not options.offload:
+        overlapping = with_overlap(survey.frontier, survey.costs, survey.limit.bytes)
+        survey = replace(survey, frontier=overlapping)
+    if survey.step.trained:
+        return _plan_with_weights(survey, survey.step.trained, options)
+    if options.offload:
+        return _plan_with_offloading(survey, options)
+    return plan_of(_fastest(survey), survey.frontier, survey.costs, survey.limit.bytes, options)
+
+
+def _calibrated(survey: Survey, options: Options) -> Survey:
+    """Multiply all times by the measured over the predicted time of a program near the budget."""
+    if not (options.offload or options.offload_weights):
+        _fastest(survey)  # raises before anything runs
+    if options.cost == "estimate":
+        return survey
+    near = survey.frontier.nearest(survey.limit.bytes).program()
+    factor = calibration(near, survey.costs, survey.step.inputs, survey.step.ranks)
+    return replace(survey, frontier=survey.frontier.scaled(factor), costs=survey.costs.scaled(factor))
+
+
+def _fastest(survey: Survey) -> Candidate:
+    """Return the fastest candidate that fits. Raises `BudgetTooSmall`, with the op that needs the least budget."""
+    try:
+        return survey.frontier.within(survey.limit.bytes)
+    except BudgetTooSmall as error:
+        reason = str(floor_of(survey.frontier.candidates[-1].program(), survey.costs))
+        raise survey.limit.explained(error, reason) from None
+
+
+def plan_of(
+    candidate: Candidate, frontier: Frontier, costs: Costs, budget: int, options: Options, **further: Any
+) -> Plan:
+    """Put a plan together from the candidate that was chosen, and all that was chosen from."""
+    graph = captured_of(candidate.layout.graph)
+    measured = options.cost == "measure"
+    target = None if measured else estimated_device(graph, options)
+    return Plan(
+        budget=budget,
+        chosen=candidate,
+        alternatives=frontier,
+        costs=costs,
+        device=str(target) if target else device_name(device_of(graph)),
+        assumed=assumptions(graph, target) if target else "",
+        on_device=memory_on(target, graph, options.optimizer) if target and options.device else None,
+        timed=f"{options.cost}d",
+        **further,
+    )
+
+
+def _plan_with_offloading(survey: Survey, options: Options) -> Plan:
+    """Plan with values that may wait on the host."""
+    frontier, costs = survey.frontier, survey.costs
+    graph, limit = survey.step.graph, survey.limit
+    tier = options.tier or default_tier(device_of(graph))
+    link = _link(tier, graph, options)
+    if options.offloads_by_chain:
+        offloaded = with_schedules(frontier, costs, link, options.solver, options.slots, options.host_limit)
+    else:
+        offloaded = with_offloading(frontier, costs, link, options.host_limit)
+    if communicates(graph):
+        offloaded = with_overlap(offloaded, costs, limit.bytes)
+    try:
+        best = _fastest(replace(survey, frontier=offloaded))
+    except BudgetTooSmall as error:
+        raise _naming_the_limit(error, frontier, costs, link, options) from None
+    return plan_of(best, offloaded, costs, limit.bytes, options, tier=tier, link=link)
+
+
+def _plan_with_weights(survey: Survey, trained: TrainedParameters, options: Options) -> Plan:
+    """Plan a step that updates its weights, some of which live on the host."""
+    graph, frontier, limit, tier = survey.step.graph, survey.frontier, survey.limit, trained.weights.tier
+    link = measure_link(tier, device_of(graph), typical_size(graph))
+    costs = with_own_sizes(graph, survey.costs)
+    units = units_of(graph, trained.optimizer, costs)
+    if shown := sorted(unit.value for unit in units if unit.stays and unit.value in (trained.settled or ())):
+        raise FxrematError(
+            f"forward returns a view of {named(trained, shown)}, which lives on the host since the plan for other "
+            "inputs; plan with these inputs first, example_inputs=..., or return a copy"
+        )
+    try:
+        best = best_within(
+            frontier,
+            units,
+            costs,
+            link,
+            limit.bytes,
+            settled=trained.settled,
+            values_too=bool(options.offload),
+            host_mem=options.host_limit,
+        )
+    except BudgetTooSmall as error:
+        raise limit.explained(error) from None
+    weights = WeightBudget(
+        handles=Handles(name=trained.weights.name, numbers=trained.numbers),
+        keep_all_peak=resident_peak(frontier.keep_all, units, costs),
+        minimum=best.minimum,
+        hosted=frozenset(best.choice.hosted),
+    )
+    return plan_of(best.candidate, frontier, costs, limit.bytes, options, tier=tier, link=link, weights=weights)
+
+
+def _link(tier: HostTier, graph: Captured, options: Options) -> Link:
+    """Return the speeds of copies to the tier and back, measured where costs are."""
+    if options.cost == "measure":
+        return measure_link(tier, device_of(graph), typical_size(graph))
+    speed = estimated_device(graph, options).link
+    return Link(to_host=speed, from_host=speed, in_powers=tier.in_powers)
+
+
+def _naming_the_limit(
+    error: BudgetTooSmall, frontier: Frontier, costs: Costs, link: Link, options: Options
+) -> BudgetTooSmall:
+    """Return the error with the host's limit named, where that is what binds."""
+    if options.host_limit is None:
+        return error
+    free = with_offloading(frontier, costs, link).minimum
+    if free > error.budget:
+        return error
+    return error.explained(
+        note=f"host_mem={options.host_mem!r} is what binds: with more of it, {free} bytes would do"
+    )

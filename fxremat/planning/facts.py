@@ -1,0 +1,84 @@
+"""What the ops of a captured step cost: measured on its real values, estimated, or taken from earlier runs.
+
+A loss outside of the model is part of the costs: what the user says that it allocates, and what steps have shown.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from fxremat.cost.devices import Device
+from fxremat.cost.estimate import cost_of, estimate
+from fxremat.cost.measure import fresh_as_known, known_costs, measure
+from fxremat.cost.resized import resized
+from fxremat.graphs.accounting import device_of, outside_bytes
+from fxremat.graphs.captured import Captured
+from fxremat.options import Options
+from fxremat.planning.step import Step
+from fxremat.plans import Plan
+from fxremat.search.executions import keep_all_peak
+from fxremat.step.costs import Costs
+from fxremat.step.step_graph import Kind, StepGraph
+
+Order = Callable[[], Sequence[int]]  # in which ops are to run while they are measured
+
+
+def facts_of(step: Step, options: Options, order: Order | None = None) -> Costs:
+    """Return what the ops of a step cost: measured, or by estimate where the user asks for that."""
+    graph = step.graph
+    if options.cost == "estimate":
+        costs = estimate(graph, estimated_device(graph, options), fresh_as_known(graph))
+    else:
+        costs = measure(graph, step.inputs, order=order, ranks=step.ranks)
+    return with_loss(graph, costs, options)
+
+
+def assumed_facts(graph: Captured, options: Options, rate: float = 1.0) -> Costs:
+    """Return what is known of the costs without running anything.
+
+    Args:
+        rate: times the estimated seconds that ops need which were never measured.
+    """
+    return with_loss(graph, known_costs(graph, rate), options)
+
+
+def facts_at_other_sizes(graph: Captured, known: Plan, options: Options) -> Costs:
+    """Return the costs of a graph of the same ops as a plan's, at other sizes; few of them have to run."""
+    if options.cost == "estimate":
+        costs = estimate(graph, estimated_device(graph, options), fresh_as_known(graph))
+    else:
+        costs = resized(graph, known.captured, known.costs)
+    return with_loss(graph, costs, options)
+
+
+def with_loss(graph: Captured, costs: Costs, options: Options) -> Costs:
+    """Return the costs with the bytes of a loss outside the model, as the user gave and as steps have shown them."""
+    said, seen, sizes = options.loss_size, options.loss_seen, costs.sizes
+    if seen is None or not sizes.outside:
+        return costs if said is None else replace(costs, sizes=replace(sizes, outside=said))
+    assumed = outside_bytes(graph)
+    outside = max(said or 0, math.ceil(assumed * seen.peak))
+    root = max(0, math.ceil(assumed * seen.held))
+    return replace(costs, sizes=replace(sizes, outside=outside, root=root))
+
+
+def rate_of(graph: Captured, costs: Costs, options: Options) -> float:
+    """Return measured over estimated seconds of the ops that run in slices; 1.0 where there are none."""
+    if options.cost == "estimate":
+        return 1.0
+    rough = Device.named(device_of(graph).type)
+    cut = [op for op in graph.ops if op.kind is Kind.SLICED]
+    estimated = sum(cost_of(op, graph, rough).seconds for op in cut)
+    return costs.time_of(op.index for op in cut) / estimated if estimated else 1.0
+
+
+def estimated_device(graph: StepGraph, options: Options) -> Device:
+    """Return the device that estimates are for: the one named, or else a typical one of the step's own type."""
+    return Device.named(options.device or device_of(graph).type)
+
+
+def estimated_keep_all(graph: Captured, options: Options) -> int:
+    """Return the peak of keeping everything in bytes, by estimate: nothing runs, however large the sizes are."""
+    return keep_all_peak(graph, with_loss(graph, estimate(graph, estimated_device(graph, options)), options))

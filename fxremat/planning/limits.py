@@ -1,0 +1,106 @@
+"""What a budget means in bytes for one step: here alone do percent, "auto" and "min" become bytes.
+
+    4 GiB                      4294967296
+    60 %                       of the peak of keeping everything: of the step as captured; with hosted weights, of all
+                               that is then on the device; of eager PyTorch's kernels, where others are to run; of the
+                               largest sizes, where they change
+    auto                       what the device has free, or would have left
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from fxremat.budget import free_bytes
+from fxremat.cost.device_memory import DeviceMemory, memory_on
+from fxremat.cost.measure import measure
+from fxremat.errors import BudgetTooSmall, InvalidBudget
+from fxremat.graphs.accounting import device_of, largest_tensor
+from fxremat.graphs.captured import Captured
+from fxremat.options import Options
+from fxremat.planning.facts import estimated_device, with_loss
+from fxremat.planning.step import Reference, Step
+from fxremat.search.executions import keep_all_peak
+from fxremat.units import Auto, Bytes, Least, Percent
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limit:
+    """A budget of one step, and how to explain that nothing fits into it."""
+
+    known: int | None = None  # bytes; None: a share of keeping everything in the step, which is not known yet
+    share: float | None = None  # percent, where the user gave that
+    keep_all: int | None = None  # bytes that the share refers to
+    device: DeviceMemory | None = None  # whose memory is left, where the device was named
+    words: str = ""  # the budget, for the log
+
+    def of(self, keep_all: Callable[[], int]) -> Limit:
+        """Return the same limit with its bytes, where keeping everything allocates so many at the peak."""
+        if self.known is not None:
+            return self
+        assert self.share is not None, "a limit is known, or a share"
+        everything = keep_all()
+        return replace(self, known=int(everything * self.share / 100), keep_all=everything)
+
+    @property
+    def bytes(self) -> int:
+        """The budget in bytes, once it is known."""
+        assert self.known is not None, "the share of what?"
+        return self.known
+
+    def explained(self, error: BudgetTooSmall, reason: str = "") -> BudgetTooSmall:
+        """Return the error in the terms in which the user gave the budget."""
+        note = self.device.shortage(error.minimum) if self.device else ""
+        return error.explained(share=self.share, whole=self.keep_all, reason=reason, note=note)
+
+
+def limit_of(step: Step, options: Options) -> Limit:
+    """Return what the user's budget means for a step. Among ranks, all have to ask; the fullest one counts.
+
+    Raises:
+        InvalidBudget: "auto", where nothing tells what is free.
+    """
+    words = str(options.mem)
+    match options.budget:
+        case Bytes(count):
+            return Limit(known=count, words=words)
+        case Least():
+            return Limit(known=1, words=words)  # nothing fits, and the error has the least that does
+        case Auto() if options.device is not None:
+            memory = left_on_device(step.graph, options)
+            return Limit(known=max(1, memory.auto), device=memory, words=f"what {memory.device} has left")
+        case Auto():
+            return Limit(known=_free_on_all(step), words=words)
+        case Percent(share):
+            if step.reference:
+                return _share_of(step.reference, share)
+            if step.as_eager is None:
+                return Limit(share=share, words=words)
+            costs = with_loss(step.as_eager, measure(step.as_eager, step.inputs, ranks=step.ranks), options)
+            everything = keep_all_peak(step.as_eager, costs)
+            return Limit(known=max(1, int(everything * share / 100)), share=share, keep_all=everything, words=words)
+
+
+def _share_of(reference: Reference, share: float) -> Limit:
+    """Return the limit for a share of what other sizes allocate; errors give it in bytes, and name those sizes."""
+    allowed = max(1, int(reference.bytes * share / 100))
+    return Limit(known=allowed, words=f"{share:g}% of what {reference.of} takes")
+
+
+def _free_on_all(step: Step) -> int:
+    free = free_bytes(device_of(step.graph), largest_tensor(step.graph))
+    if len(step.ranks.ranks) == 1:
+        return free
+    return int(-step.ranks.maximum([-float(free)], "comparing free memory")[0])
+
+
+def left_on_device(graph: Captured, options: Options) -> DeviceMemory:
+    """Return what a device that is planned for by name holds beside the step. Raises `InvalidBudget`."""
+    memory = memory_on(estimated_device(graph, options), graph, options.optimizer)
+    if memory.device.memory is None:
+        raise InvalidBudget(
+            f'mem="auto" plans for what a device has left, and the memory of {memory.device} is not stated; '
+            'give bytes, such as mem="4GiB", or a Device(..., memory=...)'
+        )
+    return memory

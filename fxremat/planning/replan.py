@@ -1,0 +1,62 @@
+"""The plan of a step from plans of the same ops at other sizes: their programs are re-evaluated there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from fxremat.options import Options
+from fxremat.planning import what
+from fxremat.planning.choosing import plan_of
+from fxremat.planning.facts import facts_at_other_sizes
+from fxremat.planning.limits import limit_of
+from fxremat.planning.step import Step
+from fxremat.planning.surveys import NO_TIME
+from fxremat.plans import Plan
+from fxremat.progress import planning
+from fxremat.search.candidate import Candidate
+from fxremat.search.replan import is_near, judged_again
+from fxremat.step.step_graph import StepGraph
+from fxremat.units import Least
+
+NEAREST = 3  # plans whose candidates are evaluated at other sizes
+
+Choice = Callable[[Sequence[Candidate]], Candidate]  # of candidates that fit, fastest first
+
+
+def replan(step: Step, known: Sequence[Plan], options: Options, choose: Choice) -> Plan | None:
+    """Plan a step with the programs of plans for other sizes. Not for plans with transfers.
+
+    Needs milliseconds where none of the ops has to run.
+
+    Args:
+        known: plans of other sizes, one at least.
+        choose: which of the candidates that fit, fastest first, to run.
+
+    Returns:
+        the plan; None where the step is to be planned from nothing: no known candidate fits, or all are known from
+        sizes far away, and recompute here.
+    """
+    if isinstance(options.budget, Least):
+        return None
+    near = sorted(known, key=lambda plan: _distance(plan.graph, step.graph))
+    nearest, limit = near[0], limit_of(step, options)
+    with planning(f"{what(step, limit)} from known programs") as planned:
+        costs = facts_at_other_sizes(step.graph, nearest, options)
+        others = [candidate for plan in near[:NEAREST] for candidate in plan.alternatives.candidates]
+        frontier = judged_again(nearest.alternatives.keep_all, others, step.graph, costs)
+        budget = limit.of(lambda: frontier.keep_all.peak).bytes
+        fitting = [candidate for candidate in frontier.candidates if candidate.peak <= budget]
+        near_enough = is_near(frontier.keep_all.peak / nearest.alternatives.keep_all.peak)
+        if not fitting or not (near_enough or fitting[0].time <= NO_TIME * frontier.keep_all.time):
+            planned("no known program is near enough")
+            return None
+        plan = plan_of(choose(fitting), frontier, costs, budget, options)
+        planned(plan.headline)
+    return plan
+
+
+def _distance(one: StepGraph, other: StepGraph) -> float:
+    """Return how far apart the sizes of two graphs of the same ops are."""
+    bytes_ = [1 + sum(value.bytes for value in graph.values) for graph in (one, other)]
+    return abs(math.log(bytes_[0] / bytes_[1]))

@@ -1,0 +1,183 @@
+"""A step with its costs and the frontier of its programs: what is chosen from, whatever the budget.
+
+    facts       seconds and bytes of every op
+    frontier    candidate programs with exact peaks, searched op by op up to the budget
+    limit       the budget in bytes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from fxremat.cost.devices import Device
+from fxremat.cost.estimate import estimate
+from fxremat.cost.updates import units_of, with_own_sizes
+from fxremat.graphs.accounting import device_of
+from fxremat.graphs.captured import Captured
+from fxremat.options import Options
+from fxremat.planning.facts import assumed_facts, facts_of
+from fxremat.planning.frontier_cache import NO_GRAPH, FrontierCache
+from fxremat.planning.limits import Limit
+from fxremat.planning.step import Step
+from fxremat.search.candidate import Frontier
+from fxremat.search.executions import keep_all_peak
+from fxremat.search.refine import Ladder, lowered
+from fxremat.search.replan import judged_again
+from fxremat.search.survey import kept, order_within, survey
+from fxremat.slices.rewrite import SlicedJoint
+from fxremat.step.costs import Costs
+from fxremat.transfers.network import beside_ops, communicates
+from fxremat.transfers.weight_updates import resident_peak
+from fxremat.units import Percent
+
+ABOVE = 1.4  # times the budget: programs of single ops that need more are not looked at for compiled regions
+NO_TIME = 1.01  # times the seconds of keeping everything: no search gains as much
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Survey:
+    """A step with its costs and the frontier of its programs, before times are calibrated."""
+
+    step: Step
+    costs: Costs
+    frontier: Frontier
+    limit: Limit  # whose bytes are known
+    sliced: SlicedJoint | None = None  # where regions of it run in slices
+    measured: bool = True  # False: costs that were not known are estimates
+
+    @property
+    def blocked(self) -> tuple[str, ...]:
+        """Why ops that need much memory do not run in slices."""
+        return self.sliced.blocked if self.sliced else ()
+
+    @property
+    def keep_all(self) -> int:
+        """Bytes at the peak when everything is kept: what percentages refer to."""
+        return keep_all_of(self.step, self.costs, self.frontier)
+
+    def seconds_within(self, mem: int) -> float:
+        """Return seconds of the fastest candidate that fits; where none does, more for a larger least budget."""
+        fitting = [c.time for c in self.frontier.candidates if c.peak <= mem]
+        return min(fitting) if fitting else 1e6 + self.frontier.minimum
+
+    def fits_without_more(self, mem: int) -> bool:
+        """Tell whether hardly anything is recomputed within these bytes."""
+        return self.seconds_within(mem) <= NO_TIME * self.frontier.keep_all.time
+
+
+def surveyed(
+    step: Step, options: Options, limit: Limit, sliced: SlicedJoint | None = None, rate: float | None = None
+) -> Survey:
+    """Find the costs of a step, and its frontier up to the budget.
+
+    Args:
+        rate: run nothing: ops that were never measured need so many times the estimated seconds.
+    """
+    measured = rate is None or options.cost == "estimate"
+    if measured:
+        costs = facts_of(step, options, partial(order_within_limit, step, limit))
+    else:
+        costs = assumed_facts(step.graph, options, rate or 1.0)
+    frontier = _frontier(step, costs, options, limit)
+    limit = limit.of(partial(keep_all_of, step, costs, frontier))
+    return Survey(step=step, costs=costs, frontier=frontier, limit=limit, sliced=sliced, measured=measured)
+
+
+def kept_alone(step: Step, options: Options, limit: Limit, rate: float = 1.0) -> Survey:
+    """Return the survey of keeping everything alone: nothing is searched.
+
+    Nothing is run either, unless the budget is in percent: that refers to the measured peak.
+
+    Args:
+        rate: times the estimated seconds that ops need which were never measured.
+    """
+    if options.cost == "estimate" or isinstance(options.budget, Percent):
+        costs = facts_of(step, options, partial(order_within_limit, step, limit))
+    else:
+        costs = assumed_facts(step.graph, options, rate)
+    frontier = kept(step.graph, costs)
+    limit = limit.of(partial(keep_all_of, step, costs, frontier))
+    return Survey(step=step, costs=costs, frontier=frontier, limit=limit)
+
+
+def keep_all_of(step: Step, costs: Costs, frontier: Frontier) -> int:
+    """Return the bytes of keeping everything; where the step updates its weights, these and all that they bring too."""
+    if step.trained is None:
+        return frontier.keep_all.peak
+    costs = with_own_sizes(step.graph, costs)
+    return resident_peak(frontier.keep_all, units_of(step.graph, step.trained.optimizer, costs), costs)
+
+
+def order_within_limit(step: Step, limit: Limit) -> Sequence[int]:
+    """Return the ops in an order in which the step fits into the budget, as far as estimates tell."""
+    graph = step.graph
+    costs = estimate(graph, Device.named(device_of(graph).type))
+    return order_within(graph, costs, limit.of(partial(keep_all_peak, graph, costs)).bytes)
+
+
+def _frontier(step: Step, costs: Costs, options: Options, limit: Limit) -> Frontier:
+    """Return the frontier, searched op by op up to the budget: by the first rank, for all."""
+    graph, alone = step.graph, len(step.ranks.ranks) == 1
+
+    def search() -> tuple[int, Ladder]:
+        counted = beside_ops(graph, costs) if communicates(graph) else costs
+        highest, ladder = _searched(graph, counted, options, limit)
+        return highest, ladder if alone else ladder.on(NO_GRAPH)
+
+    highest, ladder = step.ranks.from_first("planning", search)
+    return (ladder if alone else ladder.on(graph)).frontier(highest)
+
+
+def _searched(graph: Captured, costs: Costs, options: Options, limit: Limit) -> tuple[int, Ladder]:
+    """Return the budget up to which programs were searched for, and what was found on the way.
+
+    What leaves for the host is chosen from programs that need more than the budget: all are searched for it.
+    """
+    settings: dict[str, Any] = {"solver": options.solver, "slots": options.slots, "effort": options.effort}
+    if options.offloads_by_chain:
+        settings |= {"solver": "auto", "effort": 0.0}
+    of_costs = (options.cost, str(options.device), str(device_of(graph)), options.loss_size, options.loss_seen)
+    known = FrontierCache(graph, costs, (settings, of_costs))
+    hosted = bool(options.offload or options.offload_weights)
+    ladder = known.get()
+    if ladder is None:
+        ladder = None if hosted else known.of_other_sizes()
+        if ladder is None or ladder.given.minimum > _bytes(limit, ladder):
+            ladder = Ladder(given=_surveyed(graph, costs, settings, of_costs))
+    highest = _searched_up_to(_bytes(limit, ladder), ladder.given.keep_all.peak, options)
+    if settings["solver"] == "auto":
+        ladder = ladder.to(highest, costs, effort=settings["effort"])
+    known.put(ladder)
+    return highest, ladder
+
+
+def _bytes(limit: Limit, ladder: Ladder) -> int:
+    return limit.of(lambda: ladder.given.keep_all.peak).bytes
+
+
+def searched_again(known: Frontier, costs: Costs, budget: int, options: Options) -> Frontier:
+    """Re-evaluate a frontier under new seconds of the same ops, then refine it up to the budget."""
+    again = judged_again(known.keep_all, known.candidates, known.keep_all.layout.graph, costs)
+    if options.solver != "auto":
+        return again
+    highest = _searched_up_to(budget, again.keep_all.peak, options)
+    return Ladder(given=again).to(highest, costs, effort=options.effort).frontier(highest)
+
+
+def _searched_up_to(budget: int, keep_all: int, options: Options) -> int:
+    """Return bytes up to which programs are improved: more than the budget where they may need less in the end."""
+    if options.offload or options.offload_weights:
+        return keep_all
+    return max(budget, min(keep_all, int(ABOVE * budget))) if options.compiles else budget
+
+
+def _surveyed(graph: Captured, costs: Costs, settings: Mapping[str, Any], of_costs: object) -> Frontier:
+    """Survey a graph; what a quick survey has found is not searched for again."""
+    effort = settings["effort"]
+    quick = FrontierCache(graph, costs, ({**settings, "effort": 0.0}, of_costs)).get() if effort else None
+    if quick is None or settings["solver"] != "auto":
+        return survey(graph, costs, **settings)
+    return replace(quick.given, candidates=lowered(quick.given.candidates, costs, effort=effort))
