@@ -1,0 +1,127 @@
+"""`fxremat.capture`: one capture and one measurement, for any number of plans."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxremat
+from benchmarks.meter import peak_bytes
+
+QUICK: dict[str, Any] = {"effort": 0, "progress": False}
+x = torch.linspace(-1, 1, 64 * 16).reshape(64, 16)
+
+
+class Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(8))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        for layer in self.layers:
+            rows = torch.tanh(layer(rows))
+        return rows.square().mean()
+
+
+@pytest.fixture(scope="module")
+def step() -> fxremat.CapturedStep:
+    torch.manual_seed(0)
+    return fxremat.capture(Deep(), (x,), cost="estimate", **QUICK)
+
+
+pytestmark = pytest.mark.usefixtures("torch_ready")
+
+
+def test_plans_of_a_captured_step_are_those_of_plan(step: fxremat.CapturedStep, captures: list[object]) -> None:
+    made = {mem: step.plan(mem) for mem in ("100%", "60%", 400_000)}
+    offloaded = step.plan("60%", offload=True)
+    assert captures == []
+    assert offloaded.chosen.transfers
+    torch.manual_seed(0)
+    model = Deep()
+    for mem, plan in made.items():
+        other = fxremat.plan(model, (x,), mem=mem, cost="estimate", **QUICK)
+        assert str(plan) == str(other)
+        assert [plan.program.steps, plan.graph.digest] == [other.program.steps, other.graph.digest]
+
+
+def test_the_frontier_and_the_least_budget_are_those_of_plans(step: fxremat.CapturedStep) -> None:
+    least = step.least()
+    assert step.frontier[-1][0] == least == step.plan("min").predicted_peak == step.plan("min").budget
+    with pytest.raises(fxremat.BudgetTooSmall) as error:
+        step.plan(least - 1)
+    assert error.value.minimum == least
+
+
+def test_a_profile_of_a_step_needs_no_other_capture(step: fxremat.CapturedStep, captures: list[object]) -> None:
+    assert "What would save most" in str(step.profile())
+    assert captures == []
+
+
+def test_a_plan_knows_its_step(step: fxremat.CapturedStep) -> None:
+    plan = step.plan("60%")
+    assert plan.step is not None
+    assert str(plan.within("80%")) == str(step.plan("80%"))
+    assert plan.step.graph is step.graph
+
+
+def test_the_least_budget_trains_with_the_same_bits() -> None:
+    torch.manual_seed(0)
+    plain, model = Deep(), Deep()
+    model.load_state_dict(plain.state_dict())
+    compiled = fxremat.compile(model, "min", example_inputs=(x,), **QUICK)
+    assert compiled.plan is not None
+    peak = peak_bytes(lambda: compiled(x).backward())
+    plain(x).backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    assert peak <= compiled.plan.budget == compiled.plan.minimum
+
+
+@pytest.mark.parametrize("options", [{"slices": True}, {"offload": True}], ids=str)
+def test_the_least_budget_with_other_options(options: dict[str, Any]) -> None:
+    plan = fxremat.plan(Deep(), (x,), mem="min", cost="estimate", **options, **QUICK)
+    assert plan.predicted_peak <= plan.budget
+    with pytest.raises(fxremat.BudgetTooSmall):
+        fxremat.plan(Deep(), (x,), mem=plan.budget - 1, cost="estimate", **options, **QUICK)
+
+
+def test_a_step_of_symbolic_sizes_has_plans_for_all(captures: list[object]) -> None:
+    step = fxremat.capture(Deep(), (x,), dynamic=True, cost="estimate", mem="50%", **QUICK)
+    assert len(captures) == 1
+    assert step.sizes == "rows[0] = 64"
+    assert step.resizable_inputs == {"rows"}
+    longer = step.at(rows=100)
+    assert longer.sizes == "rows[0] = 100"
+    fixed = fxremat.plan(Deep(), (x.repeat(2, 1)[:100],), mem="min", dynamic=False, cost="estimate", **QUICK)
+    assert longer.least() == fixed.budget
+    assert longer.plan("60%").predicted_peak <= longer.plan("60%").budget
+    assert len(captures) == 2  # that of fixed sizes
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda step: step.plan("60%", kernels="inductor"), "kernels='inductor' changes what is captured"),
+        (lambda step: step.plan("60%", method="training_step"), "method='training_step' changes what is captured"),
+        (lambda step: step.plan("60%", effrot=3), "unknown option 'effrot', did you mean 'effort'?"),
+        (lambda step: step.at(rows=5), "this step is of fixed sizes"),
+        (lambda step: step.plan("sixty"), "mem='sixty' is not a budget"),
+    ],
+)
+def test_what_a_step_refuses(step: fxremat.CapturedStep, call: Any, says: str) -> None:
+    with pytest.raises(fxremat.FxrematError, match=says.replace("(", r"\(").replace("?", r"\?")) as error:
+        call(step)
+    assert "\n" not in str(error.value)
+
+
+def test_what_needs_no_gradient_is_not_captured() -> None:
+    with pytest.raises(fxremat.FxrematError, match="nothing to (plan|train)"):
+        fxremat.capture(Deep().requires_grad_(False), (x,), cost="estimate", **QUICK)
+    with pytest.raises(fxremat.FxrematError, match="eval mode"):
+        fxremat.capture(Deep().eval(), (x,), cost="estimate", **QUICK)
+    model = Deep()
+    assert fxremat.capture(model, (x,), cost="estimate", **QUICK).graph.model == "Deep"
+    assert all(parameter.grad is None for parameter in model.parameters())
