@@ -8,7 +8,7 @@ import torch
 from torch import fx, nn
 
 from fxremat.graphs.captured import Captured, read_joint
-from fxremat.passes.normalize import normalize
+from fxremat.passes.pipelines import normalize
 from fxremat.torch_private import aot_backend, boxed, capture_settings, differentiate_as_eager
 
 

@@ -56,6 +56,7 @@ def _collect_only_what_is_new() -> None:
     gc.freeze()
 
 
+os.environ["FXREMAT_VERIFY"] = "1"  # programs are checked against their step graphs, in child processes too
 _tests = itertools.count()
 
 

@@ -9,7 +9,7 @@ import torch.fx.experimental._config as shape_config
 from torch import fx, nn
 
 from fxremat.graphs.symbolic import SymbolicGraph
-from fxremat.passes.normalize import normalize
+from fxremat.passes.pipelines import normalize
 from fxremat.torch_private import aot_backend, boxed, capture_settings, differentiate_as_eager
 
 

@@ -17,7 +17,7 @@ ROOMS = (  # what stands further left may use what stands further right, never b
     *("plans", "show", "planned_step", "plan_file", "kernels"),
     *("cost", "fusion", "slices", "passes", "ops", "graphs", "transfers", "search", "linearize", "step"),
     *("solvers", "chains", "host", "budget"),
-    *("agreement", "heartbeat", "torch_inductor", "torch_private", "jit", "progress", "units", "errors"),
+    *("agreement", "heartbeat", "torch_inductor", "torch_private", "jit", "progress", "units", "logs", "errors"),
 )
 
 

@@ -17,7 +17,7 @@ from fxremat.chains.join_schedule import JoinSchedule
 from fxremat.graphs.captured import read_joint
 from fxremat.linearize.crossings import crossings
 from fxremat.linearize.towers import Towers, find_towers, on_the_layout
-from fxremat.passes.normalize import FOR_REGIONS, normalize
+from fxremat.passes.pipelines import PIPELINES, normalize
 from fxremat.search import survey as planner
 from tests.dags import capture, estimated
 from tests.training import differences, train
@@ -84,7 +84,7 @@ def test_towers_that_share_weights_share_no_copies_of_these_in_another_layout() 
     """Convolutions run in channels_last where regions are to be compiled, and read copies of their weights."""
     case = models.get("siamese", "small")
     module, outputs = joint_graph(case.model(), *case.batch())
-    joint = read_joint(normalize(module, FOR_REGIONS), outputs)
+    joint = read_joint(normalize(module, PIPELINES["inductor"]), outputs)
     clones = [op for op in joint.forward_ops if joint.nodes[op.index].target is torch.ops.aten.clone.default]
     assert len({joint.nodes[op.index].args[0] for op in clones}) < len(clones)
     towers = find_towers(joint, crossings(joint), estimated(joint).seconds)

@@ -14,7 +14,7 @@ import operator
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -44,6 +44,12 @@ class Captured(StepGraph):
     backward_outputs: tuple[object, ...]
     output_descs: tuple[object, ...]
     update_nodes: Mapping[int, fx.Node] = field(default_factory=dict)  # as `updates_of`, the node of each gradient
+
+    @property
+    def passes(self) -> tuple[Any, ...]:
+        """What each pass did to the graph before it was read: see `passes.pipelines.Rewrite`."""
+        rewrites: tuple[Any, ...] = self.module.meta.get("rewrites", ())
+        return rewrites
 
     @cached_property
     def step(self) -> StepGraph:

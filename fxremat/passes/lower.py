@@ -34,6 +34,7 @@ from fxremat.ops.overwriting import overwrite_where_alike
 from fxremat.ops.random import draw_again, draw_saving, generator_of
 from fxremat.step.program import Program, Role, Step, Transfer
 from fxremat.step.step_graph import Origin
+from fxremat.step.verify import is_verified, verify
 from fxremat.torch_private import expression_of
 
 aten = torch.ops.aten
@@ -58,7 +59,7 @@ def lower(
         tier: the name of the host tier that its transfers go through, where it has any.
         handles: where it finds the parameters and their optimizer, where the step updates them.
     """
-    return Lowering(program, tier, handles, fresh).run()
+    return Lowering(verify(program) if is_verified() else program, tier, handles, fresh).run()
 
 
 def sizes_of(graph: fx.GraphModule) -> tuple[Size, ...]:

@@ -39,8 +39,8 @@ from fxremat.graphs.symbolic import NotSymbolic, SymbolicGraph, has_symbolic_siz
 from fxremat.host.default import default_tier
 from fxremat.ops.parameters import Weights, check_unscaled
 from fxremat.options import Options, SeenLoss, options_of
-from fxremat.passes.normalize import FOR_REGIONS, FOR_REGIONS_FROM_SEEDS, PASSES, WHOLE, Pass, normalize
 from fxremat.passes.numbers import refuse_symbols
+from fxremat.passes.pipelines import PIPELINES, normalize
 from fxremat.passes.tangents import bear_any_layout
 from fxremat.planning.captured_step import CapturedStep, FixedStep
 from fxremat.planning.facts import facts_of
@@ -362,17 +362,18 @@ class Backend:
             self.learn(error)
             raise NotSymbolic("a result that lies otherwise than traced") from None
 
-    def _passes(self) -> Sequence[Pass]:
+    def _passes(self) -> Sequence[str]:
         """What a captured graph goes through for the kernels that are to run it."""
         if not self.options.compiles:
             return self._eager_passes()
         cuda = any(isinstance(tensor, torch.Tensor) and tensor.is_cuda for tensor in self._inputs)
-        return FOR_REGIONS_FROM_SEEDS if self.options.draws_from_seeds("cuda" if cuda else "cpu") else FOR_REGIONS
+        seeds = self.options.draws_from_seeds("cuda" if cuda else "cpu")
+        return PIPELINES["inductor from seeds" if seeds else "inductor"]
 
-    def _eager_passes(self) -> Sequence[Pass]:
+    def _eager_passes(self) -> Sequence[str]:
         """The passes for PyTorch's own kernels, of which those of a CPU tell nothing of another device's."""
         elsewhere = self.options.device is not None and Device.named(self.options.device).cuda
-        return WHOLE if elsewhere else PASSES
+        return PIPELINES["any device" if elsewhere else "eager"]
 
     def _as_eager(self, module: fx.GraphModule, forward_outputs: int) -> Captured | None:
         """What eager PyTorch would run, where other kernels are to run: percentages refer to that."""

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from fxremat.fusion.units import Unit, Units, by_block, compilable, pointwise
 from fxremat.graphs import region
-from fxremat.passes.normalize import PASSES
+from fxremat.passes.pipelines import PIPELINES
 from fxremat.planning import compiled
 from fxremat.runtime import dynamo
 from fxremat.step.liveness import Sizes
@@ -73,7 +73,7 @@ def at_random(seed: int) -> Callable[[Program, Sizes, int], Units]:
 @pytest.fixture(autouse=True)
 def _spoiling_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Programs in regions are always taken, and their kernels spoil what they may; convolutions keep their bits."""
-    monkeypatch.setattr(dynamo, "FOR_REGIONS", PASSES)
+    monkeypatch.setattr(dynamo, "PIPELINES", {**PIPELINES, "inductor": PIPELINES["eager"]})
     monkeypatch.setattr(region, "compile_region", spoiling)
     monkeypatch.setattr(compiled._Search, "_seconds", lambda _, found, single: list(range(len([*found, *single]))))
     monkeypatch.setattr(compiled, "SLOWER", 1e9)

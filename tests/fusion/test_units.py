@@ -30,7 +30,7 @@ from fxremat.graphs.captured import Captured, captured_of, read_joint
 from fxremat.graphs.op_key import op_key
 from fxremat.graphs.region import Kernels, Region, regions_of
 from fxremat.ops.seeded import ALWAYS_COMPILED
-from fxremat.passes.normalize import normalize
+from fxremat.passes.pipelines import normalize
 from fxremat.passes.seeded_dropout import draw_from_seeds
 from fxremat.search.candidate import Frontier
 from fxremat.search.survey import survey

@@ -11,7 +11,7 @@ from benchmarks.capture import joint_graph
 from fxremat.graphs.batch_norm import STATISTICS, again_call, again_inputs
 from fxremat.graphs.captured import read_joint
 from fxremat.graphs.cudnn_batch_norm import CUDNN
-from fxremat.passes.normalize import WHOLE, normalize
+from fxremat.passes.pipelines import PIPELINES, normalize
 from fxremat.step.step_graph import Origin
 from tests.dags import batch, capture
 
@@ -62,7 +62,7 @@ def test_running_statistics_are_updates_that_a_second_execution_leaves_alone() -
 
 def test_a_whole_batch_norm_runs_again_without_running_statistics() -> None:
     module, outputs = joint_graph(Mixed(), *batch())
-    joint = read_joint(normalize(module, WHOLE), outputs)
+    joint = read_joint(normalize(module, PIPELINES["any device"]), outputs)
     norm = next(op for op in joint.forward_ops if "batch_norm" in op.name)
     assert len(norm.reads) - len(norm.again_reads) == 2
     assert len(norm.writes) - len(norm.again_writes) == 2

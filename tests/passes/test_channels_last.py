@@ -20,7 +20,7 @@ from fxremat.graphs.captured import read_joint
 from fxremat.passes import channels_last
 from fxremat.passes.channels_last import convolve_channels_last, strides_of
 from fxremat.passes.detach import drop_detach
-from fxremat.passes.normalize import normalize
+from fxremat.passes.pipelines import normalize
 from fxremat.runtime.real_layouts import real_layouts
 from fxremat.step.step_graph import Origin
 from fxremat.torch_private import storage_of

@@ -21,10 +21,9 @@ from fxremat.graphs.captured import read_joint
 from fxremat.graphs.overwriting import called
 from fxremat.linearize.lay_out import lay_out
 from fxremat.ops.gathered import Sharing, gather
-from fxremat.passes.channels_last import convolve_channels_last
 from fxremat.passes.lower import lower
-from fxremat.passes.normalize import PASSES, normalize
 from fxremat.passes.numbers import copy_views_by_number
+from fxremat.passes.pipelines import PASSES, PIPELINES, normalize
 from fxremat.step.program import rematerialize
 from fxremat.torch_private import torch_release
 
@@ -123,10 +122,9 @@ def joint_of(name: str) -> tuple[fx.GraphModule, int]:
     return joint_graph(Model(MODELS[name]).train(), torch.ones(4, 3), torch.tensor(2))
 
 
-@pytest.mark.parametrize("rewrite", [*PASSES, convolve_channels_last], ids=lambda rewrite: rewrite.__name__)
-def test_a_pass_rewrites_its_graph_as_reviewed(
-    rewrite: Callable[[fx.Graph], None], pytestconfig: pytest.Config
-) -> None:
+@pytest.mark.parametrize("name", [*PIPELINES["eager"], "convolve_channels_last"])
+def test_a_pass_rewrites_its_graph_as_reviewed(name: str, pytestconfig: pytest.Config) -> None:
+    rewrite = PASSES[name].rewrite
     if rewrite is copy_views_by_number and torch_release() < (2, 13):
         pytest.skip("torch 2.11 does not check that the number is a place")
     with two_ranks():

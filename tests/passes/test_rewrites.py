@@ -20,8 +20,8 @@ from fxremat.passes.batch_norm import drop_running_statistics, halve, halve_exac
 from fxremat.passes.detach import drop_detach
 from fxremat.passes.dropout import drop_as_eager, rounded
 from fxremat.passes.in_place import note_overwriting
-from fxremat.passes.normalize import normalize
 from fxremat.passes.numbers import copy_views_by_number, refuse_symbols
+from fxremat.passes.pipelines import Pass, normalize
 from fxremat.torch_private import storage_of
 
 aten = torch.ops.aten
@@ -419,4 +419,4 @@ def test_dead_code_goes_and_a_broken_graph_is_noticed() -> None:
         graph.output_node().prepend(x)  # its reader comes before
 
     with pytest.raises(RuntimeError, match="before"):
-        normalize(fx.GraphModule({}, drawing.graph), (breaks,))
+        normalize(fx.GraphModule({}, drawing.graph), (Pass("breaks", breaks),))

@@ -118,7 +118,7 @@ def test_what_a_step_refuses(step: fxremat.CapturedStep, call: Any, says: str) -
 
 
 def test_what_needs_no_gradient_is_not_captured() -> None:
-    with pytest.raises(fxremat.FxrematError, match="nothing to (plan|train)"):
+    with pytest.raises(fxremat.FxrematError, match=r"nothing to (plan|train)"):
         fxremat.capture(Deep().requires_grad_(False), (x,), cost="estimate", **QUICK)
     with pytest.raises(fxremat.FxrematError, match="eval mode"):
         fxremat.capture(Deep().eval(), (x,), cost="estimate", **QUICK)

@@ -1,0 +1,140 @@
+"""Passes by name, and the pipelines of them that a captured graph goes through before it is read as a step graph.
+
+    eager                 for PyTorch's own kernels on this device
+    any device            the same where the step runs elsewhere: nothing is assumed of the CPU's kernels
+    inductor              for compiled regions: convolutions in channels_last, BatchNorms in two halves
+    inductor from seeds   the same with dropouts that draw from seeds, which are values of the graph
+
+A pipeline is a list of names, each graph is checked before and after each pass, and stays functional.
+
+    FXREMAT_LOG=passes                  logs how each pass changes the graph, as a diff
+    FXREMAT_SKIP_PASSES=halve_exactly   leaves passes out, to see what they are for; bits or memory may differ then
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from fxremat.errors import FxrematError
+from fxremat.logs import is_logged
+from fxremat.passes.batch_norm import drop_running_statistics, halve, halve_exactly
+from fxremat.passes.channels_last import convolve_channels_last
+from fxremat.passes.collectives import wait_at_once
+from fxremat.passes.detach import drop_detach
+from fxremat.passes.dropout import drop_as_eager
+from fxremat.passes.in_place import note_overwriting
+from fxremat.passes.numbers import copy_views_by_number, refuse_symbols
+from fxremat.passes.seeded_dropout import draw_from_seeds
+from fxremat.passes.sharding import share
+from fxremat.passes.tangents import reshape_gradients
+
+log = logging.getLogger("fxremat.passes")
+SKIPPED = "FXREMAT_SKIP_PASSES"
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A rewrite of a graph in place."""
+
+    name: str
+    rewrite: Callable[[fx.Graph], None]
+
+    @property
+    def purpose(self) -> str:
+        """What it does, in a line."""
+        return (self.rewrite.__doc__ or "").strip().partition("\n")[0]
+
+
+@dataclass(frozen=True)
+class Rewrite:
+    """What one pass did to one graph."""
+
+    name: str
+    before: int  # nodes
+    after: int
+    diff: str = ""  # of the graph as text, where FXREMAT_LOG has "passes"
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.before} nodes, then {self.after}\n{self.diff}".rstrip()
+
+
+PASSES: Mapping[str, Pass] = {
+    rewrite.__name__: Pass(rewrite.__name__, rewrite)
+    for rewrite in (
+        share,
+        wait_at_once,
+        drop_detach,
+        drop_running_statistics,
+        reshape_gradients,
+        drop_as_eager,
+        draw_from_seeds,
+        copy_views_by_number,
+        convolve_channels_last,
+        halve_exactly,
+        halve,
+        note_overwriting,
+    )
+}
+
+_FIRST = ("share", "wait_at_once", "drop_detach", "drop_running_statistics", "reshape_gradients")
+_FOR_REGIONS = ("copy_views_by_number", "convolve_channels_last", "halve", "note_overwriting")
+PIPELINES: Mapping[str, tuple[str, ...]] = {
+    "any device": (*_FIRST, "drop_as_eager", "copy_views_by_number", "note_overwriting"),
+    "eager": (*_FIRST, "drop_as_eager", "copy_views_by_number", "halve_exactly", "note_overwriting"),
+    "inductor": (*_FIRST, "drop_as_eager", *_FOR_REGIONS),
+    "inductor from seeds": (*_FIRST, "draw_from_seeds", *_FOR_REGIONS),
+}
+
+
+def normalize(module: fx.GraphModule, passes: Sequence[str | Pass] = PIPELINES["eager"]) -> fx.GraphModule:
+    """Run passes on a joint graph, in place; `module.meta["rewrites"]` has what each did. O(nodes) a pass.
+
+    Args:
+        passes: a pipeline, or passes by name, in order.
+
+    Raises:
+        CaptureError: a size depends on data.
+        FxrematError: there is no pass of a name, or the environment leaves out one that there is not.
+    """
+    graph = module.graph
+    refuse_symbols(graph)
+    module.meta["rewrites"] = tuple(_run(each, graph) for each in _wanted(passes))
+    return module
+
+
+def _wanted(passes: Sequence[str | Pass]) -> Iterator[Pass]:
+    """Yield the passes that are not left out."""
+    skipped = {name.strip() for name in os.environ.get(SKIPPED, "").split(",") if name.strip()}
+    chosen = [_named(each) if isinstance(each, str) else each for each in passes]
+    for name in skipped:
+        _named(name)
+    for each in chosen:
+        if each.name in skipped:
+            log.warning("%s is left out, as %s says", each.name, SKIPPED)
+        else:
+            yield each
+
+
+def _named(name: str) -> Pass:
+    if name not in PASSES:
+        raise FxrematError(f"there is no pass {name!r}; there are {', '.join(PASSES)}")
+    return PASSES[name]
+
+
+def _run(each: Pass, graph: fx.Graph) -> Rewrite:
+    """Run one pass on a graph; what nothing reads any more goes, after the graph was checked."""
+    logged, before = is_logged("passes"), len(graph.nodes)
+    text = str(graph).splitlines() if logged else []
+    each.rewrite(graph)
+    graph.eliminate_dead_code()  # checks the graph first
+    lines = difflib.unified_diff(text, str(graph).splitlines(), lineterm="", n=0) if logged else ()
+    done = Rewrite(each.name, before, len(graph.nodes), "\n".join([*lines][2:]))  # without the names of files
+    if logged:
+        log.info("%s", done)
+    return done
