@@ -21,7 +21,7 @@ from fxremat.options import CompileOptions, Options, PlanOptions, options_of
 from fxremat.planning.captured_step import CapturedStep
 from fxremat.plans import Plan
 from fxremat.profiles import Profile, profile_of
-from fxremat.runtime.module import Rematerialized, captured, drop_in
+from fxremat.runtime.module import Rematerialized, captured, drop_in, plan_now
 from fxremat.runtime.shapes_alone import Call, refuse_without_data, with_fakes
 from fxremat.search.refine import EFFORT
 from fxremat.what_if import Comparison, Devices, compared
@@ -65,7 +65,7 @@ def compile(  # the name users know from torch.compile
     module = drop_in(_checked(model), options_of(mem=mem, solver=solver, **options))
     if example_inputs is not None:
         refuse_without_data(model, "a compiled step runs")
-        module.make_plan(*_split(example_inputs))
+        plan_now(module, *_split(example_inputs))
     if module._fxremat.backend.options.stepping is None:
         module._fxremat.watch()
     return module

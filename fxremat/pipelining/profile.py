@@ -24,7 +24,7 @@ from fxremat.errors import CaptureError
 from fxremat.options import options_of
 from fxremat.pipelining.stages import Ops, StageModule
 from fxremat.plans import Plan
-from fxremat.runtime.module import drop_in
+from fxremat.runtime.module import captured, drop_in
 from fxremat.search.candidate import Candidate
 from fxremat.solvers.pipeline.model import Layer, Layers, Way
 from fxremat.solvers.pipeline.of_chain import ways_of
@@ -120,7 +120,7 @@ class Profile:
         module, examples = self.module(first, last), self.examples(first, last)
         key = _text(module, examples)
         if key not in self._known:
-            plan = drop_in(module, options_of(mem="100%", **self.settings)).make_plan(examples, {})
+            plan = captured(drop_in(module, options_of(mem="100%", **self.settings)), examples, {}).plan()
             self._known[key] = _spendings(plan)
         return self._known[key]
 

@@ -145,28 +145,78 @@ class _Training:
         self.watched.clear()
 
 
-class Rematerialized(_Base):
-    """What a drop-in module has beside its model: `.plan` says how it trains inside its budget.
+class _Ours:
+    """An attribute of drop-in modules that gives way to one of the model's of the same name."""
 
-    It comes first among the bases of a class whose others are the model's class and its bases.
-    """
+    def __init__(self, read: Callable[[Any], Any]) -> None:
+        self._read = read
 
-    __slots__ = ()
-    _fxremat: _Training
+    def __set_name__(self, _: type, name: str) -> None:
+        self._name = name
 
-    def __init_subclass__(cls, **_: Any) -> None:
-        """Do nothing: what the model's classes do when a subclass is made is not for this one."""
+    def __get__(self, module: Any, owner: type | None = None) -> Any:
+        if module is None:
+            return self
+        for registered in ("_parameters", "_buffers", "_modules"):
+            if self._name in module.__dict__.get(registered, ()):
+                return module.__dict__[registered][self._name]
+        for base in type(module).__mro__[type(module).__mro__.index(Rematerialized) + 1 :]:
+            if self._name in vars(base):
+                return getattr(super(Rematerialized, module), self._name)
+        return self._read(module)
+
+
+class Inside:
+    """What fxremat does inside of a drop-in module: `model.fxremat`."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
 
     @property
     def plan(self) -> Plan | None:
         """The latest plan. None before the first training call, which makes it."""
-        plans = self._fxremat.backend.plans
+        plans = self._module._fxremat.backend.plans
         return plans[-1] if plans else None
 
     @property
     def plans(self) -> tuple[Plan, ...]:
         """The latest plans, newest last: one for each combination of input shapes."""
-        return tuple(self._fxremat.backend.plans)
+        return tuple(self._module._fxremat.backend.plans)
+
+    def to_device(self) -> Any:
+        """Bring home, with offload_weights, what lives on the host: parameters and optimizer state, bit for bit.
+
+        Then model and optimizer train without fxremat as they would have all along. The next training call of this
+        module moves them to the host again. Returns the module.
+        """
+        if self._module._fxremat.backend.weights:
+            self._module._fxremat.backend.weights.back_to_device()
+        return self._module
+
+    def __repr__(self) -> str:
+        planned = self.plan.headline if self.plan else "nothing is planned yet"
+        return f"<fxremat in a {type(self._module).__name__}: {planned}>"
+
+
+class Rematerialized(_Base):
+    """What a drop-in module has beside its model: `.plan` says how it trains inside its budget, `.fxremat` the rest.
+
+    It comes first among the bases of a class whose others are the model's class and its bases. A model that has
+    attributes of these names keeps them.
+    """
+
+    __slots__ = ()
+    _fxremat: _Training
+
+    if TYPE_CHECKING:
+        plan: Plan | None
+        fxremat: Inside
+    else:
+        plan = _Ours(lambda module: Inside(module).plan)
+        fxremat = _Ours(lambda module: Inside(module))
+
+    def __init_subclass__(cls, **_: Any) -> None:
+        """Do nothing: what the model's classes do when a subclass is made is not for this one."""
 
     @property
     def _compiled_call_impl(self) -> None:
@@ -175,23 +225,6 @@ class Rematerialized(_Base):
     @_compiled_call_impl.setter
     def _compiled_call_impl(self, function: Any) -> None:
         self.__dict__["_compiled_call_impl"] = function
-
-    def make_plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
-        """Plan for these inputs without running the model. The model is not changed in any way."""
-        _leave(self, Until.PLANNED, args, kwargs)
-        if self.plan is None:
-            raise FxrematError(NOTHING_TO_PLAN)
-        return self.plan
-
-    def to_device(self) -> Any:
-        """Bring home, with offload_weights, what lives on the host: parameters and optimizer state, bit for bit.
-
-        Then model and optimizer train without fxremat as they would have all along. The next training call of this
-        module moves them to the host again.
-        """
-        if self._fxremat.backend.weights:
-            self._fxremat.backend.weights.back_to_device()
-        return self
 
     def compile(self, *_: Any, **__: Any) -> None:
         """Warn that there is nothing to do: this module runs the graphs that its plan made."""
@@ -204,6 +237,14 @@ class Rematerialized(_Base):
 
     def __reduce_ex__(self, _: Any) -> Any:
         return drop_in, (self._fxremat.model, self._fxremat.backend.options)
+
+
+def plan_now(module: Rematerialized, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+    """Plan for these inputs without running the model, which is not changed; the next call runs what is planned."""
+    _leave(module, Until.PLANNED, args, kwargs)
+    if (plan := Inside(module).plan) is None:
+        raise FxrematError(NOTHING_TO_PLAN)
+    return plan
 
 
 def drop_in(model: nn.Module, options: Options, target: Device | None = None) -> Rematerialized:
@@ -547,7 +588,7 @@ def _settle(module: Any, weights: Weights, args: tuple[Any, ...], kwargs: dict[s
     """Plan before the first step that updates weights itself, and move to the host those that live there."""
     backend = module._fxremat.backend
     if not backend.plans:
-        module.make_plan(args, kwargs)
+        plan_now(module, args, kwargs)
     weights.settle(backend.hosted)
     weights.begin()
 
