@@ -23,9 +23,13 @@ from benchmarks import throttle
 from benchmarks.meter import peak_bytes
 from fxremat.torch_private import torch_release
 
-pytestmark = pytest.mark.skipif(
-    torch_release() < (2, 13), reason="torch 2.11 finds no collectives of a CPU in a process group that Python defines"
-)
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(
+        torch_release() < (2, 13),
+        reason="torch 2.11 finds no collectives of a CPU in a process group that Python defines",
+    ),
+]
 
 Check = Callable[[], None]
 SECONDS = 0.15  # what one collective of the timed checks takes on the link

@@ -20,6 +20,8 @@ ASKS = """
 import torch
 from fxremat.ops.parameters import check_unscaled
 from tests.pretended_cuda import attention
+
+pytestmark = pytest.mark.long
 check_unscaled([torch.tensor(0.5)])
 print("adapted", len(attention._libraries))
 """
