@@ -16,12 +16,12 @@ from tests.pretended_cuda import attention
 from tests.pretended_cuda.install import Environment
 from tests.pretended_cuda.startup import ADAPT, AfterImport, watch_imports
 
+pytestmark = pytest.mark.long
+
 ASKS = """
 import torch
 from fxremat.ops.parameters import check_unscaled
 from tests.pretended_cuda import attention
-
-pytestmark = pytest.mark.long
 check_unscaled([torch.tensor(0.5)])
 print("adapted", len(attention._libraries))
 """
