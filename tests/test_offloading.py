@@ -52,7 +52,7 @@ class Runs:
     runs: tuple[Run, ...]
 
 
-@pytest.fixture(params=in_both_sizes("offload"), scope="module")
+@pytest.fixture(params=in_both_sizes("offload", everyday=("gpt",)), scope="module")
 def runs(request: pytest.FixtureRequest) -> Runs:
     return _runs(*request.param)
 

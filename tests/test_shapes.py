@@ -517,7 +517,7 @@ TURNS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], dict[str, Tensor
 
 
 @pytest.mark.parametrize("name", TURNS)
-@pytest.mark.parametrize("dynamic", [True, None])
+@pytest.mark.parametrize("dynamic", [True, pytest.param(None, marks=pytest.mark.long)])
 def test_programs_whose_sizes_change(name: str, dynamic: bool | None) -> None:
     make, inputs, counts = TURNS[name]
     torch.manual_seed(0)

@@ -28,17 +28,17 @@ class Trace:
     rng: Tensor
 
 
-def in_both_sizes(group: str) -> list[Any]:
+def in_both_sizes(group: str, everyday: tuple[str, ...] = EVERY_DAY) -> list[Any]:
     """Parameters (size, name) of a fixture whose runs many tests look at: one process makes those of a model.
 
-    Small models of three kinds are trained every day, the others and those of full size with `-m long`.
+    The small models that are named are trained every day, the others and those of full size with `-m long`.
     """
-    return [_in_one_process(group, size, name) for size in ("small", "full") for name in models.MAIN]
+    return [_in_one_process(group, size, name, everyday) for size in ("small", "full") for name in models.MAIN]
 
 
-def _in_one_process(group: str, size: str, name: str) -> Any:
+def _in_one_process(group: str, size: str, name: str, everyday: tuple[str, ...]) -> Any:
     marks = [pytest.mark.xdist_group(f"{group}-{name}-{size}")]
-    if size == "full" or name not in EVERY_DAY:
+    if size == "full" or name not in everyday:
         marks.append(pytest.mark.long)
     return pytest.param((size, name), id=f"{name}-{size}", marks=marks)
 
