@@ -18,7 +18,7 @@ from tests.training import Trace, differences, in_both_sizes, least_budget, stat
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
 
-PERCENT = {"small": (25, 50, 100), "full": (25, 40, 60, 80, 100)}
+PERCENT = {"small": (50, 100), "full": (25, 40, 60, 80, 100)}
 EFFORT = {"small": 0.2, "full": 1.0}  # seconds of search: less than users get; no promise depends on it
 
 
