@@ -78,7 +78,7 @@ mutants: $(READY)
 test-long: $(READY) browser pretended
 	$(BIN)/python -m pip install --quiet -c constraints-dev.txt -c constraints-libraries.txt -e ".[dev,libraries,docs]"
 	$(PYTEST) -m long
-	HYPOTHESIS_PROFILE=wide $(PYTEST) -n 2 tests/solvers tests/test_transfers.py tests/test_views.py
+	HYPOTHESIS_PROFILE=wide $(PYTEST) -n 2 tests/solvers tests/transfers/test_transfers.py tests/test_views.py
 
 # Chromium, for the tests of the page of a plan: Debian's, where the machine has none.
 browser:

@@ -117,8 +117,8 @@ def _toys() -> dict[str, Callable[[], tuple[Any, tuple[Any, ...]]]]:
     from torch import nn
 
     from tests.dags import Dag, Layer, Recipe, batch
+    from tests.linearize.test_towers import Pair, inputs
     from tests.test_planner import INPUTS, Deep
-    from tests.test_towers import Pair, inputs
     from tests.toys import Carrier, FourLayers, Overwriting, Total
 
     waiting = [
