@@ -44,7 +44,7 @@ class Runs:
     refused: tuple[int, ...]  # percentages
 
 
-@pytest.fixture(params=in_both_sizes("end-to-end"), scope="module")
+@pytest.fixture(params=in_both_sizes(), scope="module")
 def runs(request: pytest.FixtureRequest) -> Runs:
     return _runs(*request.param)
 

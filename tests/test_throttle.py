@@ -321,14 +321,12 @@ def between_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return outcomes(2, tmp_path_factory.mktemp("two"), BETWEEN_TWO)
 
 
-@pytest.mark.xdist_group("throttle")
 @pytest.mark.parametrize("check", BETWEEN_TWO, ids=lambda check: check.__name__)
 def test_between_two_processes(check: Check, between_two: Path) -> None:
     for rank in range(2):
         assert (between_two / f"{check.__name__}.{rank}").read_text() == "passed"
 
 
-@pytest.mark.xdist_group("throttle")
 def test_among_four_processes(tmp_path: Path) -> None:
     outcomes(4, tmp_path, AMONG_FOUR)
     for check in AMONG_FOUR:
