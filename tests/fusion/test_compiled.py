@@ -91,7 +91,7 @@ def largest_error(ours: list[Tensor], theirs: list[Tensor], least: float = 1e-6)
 @pytest.mark.usefixtures("always_in_regions")
 @pytest.mark.parametrize("mem", [pytest.param("100%", marks=pytest.mark.long), "60%"])
 def test_the_budget_holds_and_gradients_are_those_of_inductor(mem: str) -> None:
-    plain, ours, eager = model_of(), model_of(), model_of()
+    plain, ours, eager = (model_of(dropout=0.5, layers=2) for _ in range(3))
     given = batch()
     as_eager = fxremat.compile(eager, mem=mem, progress=False, example_inputs=given).plan
     call = within(ours, mem, random="inductor")
