@@ -25,10 +25,11 @@ PYTEST := $(BIN)/python -m pytest -q
 demo: $(READY)
 	$(BIN)/python examples/01_quickstart.py
 
+# A file runs in one process, whose captures its tests share.
 # Types are checked on one core while the kernels are compiled on another: each worker of pytest would compile its own.
 test: lint
 	$(MAKE) -j 2 types kernels
-	$(PYTEST) -n 2 --dist loadgroup
+	$(PYTEST) -n 2 --dist loadfile
 
 # Without lint and types, which CI checks on the release of constraints-dev.txt. That file's other versions are kept to.
 # Where pip is configured to hold torch at another release, put `PIP_CONFIG_FILE=/dev/null` before the command.
@@ -36,7 +37,7 @@ OTHER := .venv-torch-$(VERSION)
 
 test-torch: $(OTHER)/.fxremat-ready
 	$(OTHER)/bin/python -m pytest -q -p no:xdist @tests/kernels.txt
-	$(OTHER)/bin/python -m pytest -q -n 2 --dist loadgroup $(TESTS)
+	$(OTHER)/bin/python -m pytest -q -n 2 --dist loadfile $(TESTS)
 
 $(OTHER)/.fxremat-ready: pyproject.toml constraints-dev.txt
 	@test -n "$(VERSION)" || { echo "say which release, as in: make test-torch VERSION=2.15.0"; exit 1; }
@@ -61,7 +62,7 @@ $(PRETENDED)/.fxremat-ready: pyproject.toml constraints-dev.txt constraints-libr
 	touch $@
 
 quick: $(READY)
-	$(PYTEST) -n 2 --dist loadgroup @tests/quick.txt
+	$(PYTEST) -n 2 --dist loadfile @tests/quick.txt
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -78,6 +79,7 @@ mutants: $(READY)
 test-long: $(READY) browser pretended
 	$(BIN)/python -m pip install --quiet -c constraints-dev.txt -c constraints-libraries.txt -e ".[dev,libraries,docs]"
 	$(PYTEST) -m long
+	HYPOTHESIS_PROFILE=wide $(PYTEST) -n 2 tests/solvers tests/transfers/test_transfers.py tests/test_views.py
 
 # Chromium, for the tests of the page of a plan: Debian's, where the machine has none.
 browser:

@@ -16,7 +16,9 @@ ROOT = Path(__file__).parents[1]
     ("name", "promised"),
     [
         pytest.param("01_quickstart.py", "the two curves are identical", marks=pytest.mark.long),
-        ("02_read_a_plan.py", "the backward graph where something is computed again"),
+        pytest.param(
+            "02_read_a_plan.py", "the backward graph where something is computed again", marks=pytest.mark.long
+        ),
         pytest.param("03_offload.py", "ops, copies and memory over time", marks=pytest.mark.long),
         pytest.param("04_offload_weights.py", "the two curves are identical", marks=pytest.mark.long),
         pytest.param("06_sharded.py", "the losses are identical", marks=pytest.mark.long),

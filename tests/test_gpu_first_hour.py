@@ -19,7 +19,7 @@ from benchmarks.first_hour.part import Column, Measure, Results, Row, Unfinished
 from benchmarks.models import Case, on_gpus
 from tests.toys import Loss, Stack
 
-pytestmark = pytest.mark.usefixtures("torch_ready")
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("torch_ready")]
 
 COLUMNS = (Column(name="bytes", text=lambda r: str(r["bytes"]), width=7), Column(name="note", text=lambda r: "x"))
 

@@ -30,6 +30,8 @@ from benchmarks.kernels import (
 )
 from benchmarks.kernels_page import cells, fastest_that_fits, fits
 
+pytestmark = pytest.mark.long
+
 CONDITIONS = {
     "date": "2026-01-01", "cpu": "a CPU", "cores": 2, "torch": "2", "threads": 1, "rounds": 7,
     "load_before": 0.1, "load_after": 0.2, "minutes": 3.0,

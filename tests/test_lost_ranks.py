@@ -132,6 +132,7 @@ def _while_planning(rank: int, world: int, kind: str, places: Sequence[str]) -> 
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "store"),
     [

@@ -12,8 +12,6 @@ from benchmarks import meter, models
 pytestmark = pytest.mark.usefixtures("torch_ready")
 
 KIB = 1024
-EVERY_DAY = ("gpt", "unet")
-NAMES = [name if name in EVERY_DAY else pytest.param(name, marks=pytest.mark.long) for name in models.ALL]
 
 
 def test_running_peak() -> None:
@@ -101,7 +99,8 @@ def test_workspaces_are_seen_by_the_first_meter_only() -> None:
     assert meter.peak_bytes(step) >= meter.storage_peak(step)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.long
+@pytest.mark.parametrize("name", models.ALL)
 def test_the_meters_agree_on_the_models(name: str) -> None:
     """They differ by workspaces alone, which are a small part of any of these peaks."""
     case = models.get(name, "small")
@@ -124,7 +123,8 @@ def test_step_times_alternate_and_take_the_least() -> None:
     assert best == [1, 1]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.long
+@pytest.mark.parametrize("name", models.ALL)
 def test_models_are_reproducible(name: str) -> None:
     case = models.get(name, "small")
     state = torch.get_rng_state()

@@ -6,6 +6,8 @@ import pytest
 
 from tests.mutants import Record, mutants_of
 
+pytestmark = pytest.mark.long
+
 CASES = {
     "x = a < b <= c": ["x = a <= b <= c", "x = a < b < c"],
     "x = 3": ["x = 4"],

@@ -77,11 +77,13 @@ class Returned(Deep):
 
 
 MODELS = (Checked, Factor, Largest, Count, Row, Rolled, Filled, Returned)
+CASES = [*((kind, "measure") for kind in MODELS), (Filled, "estimate"), (Rolled, "estimate")]
+EVERYDAY = [(Row, "measure"), (Returned, "measure"), (Rolled, "estimate")]
 
 
 @pytest.mark.parametrize(
     ("kind", "cost"),
-    [*((kind, "measure") for kind in MODELS), (Filled, "estimate"), (Rolled, "estimate")],
+    [pytest.param(*case, marks=[] if case in EVERYDAY else pytest.mark.long) for case in CASES],
     ids=lambda value: value if isinstance(value, str) else value.__name__,
 )
 def test_a_number_of_the_data_changes_no_bit_and_no_budget(kind: type[Deep], cost: Any) -> None:

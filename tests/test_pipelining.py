@@ -205,6 +205,7 @@ def test_equal_sections_with_and_without_a_gradient_of_their_input_are_planned_a
     assert first.budget < third.budget  # which makes a gradient of its input as well
 
 
+@pytest.mark.long
 def test_the_planner_counts_what_leaves_a_device_once() -> None:
     model, inputs, target, loss_fn = MODELS["sections"]()
     pipe = fxremat.pipeline(
@@ -283,6 +284,7 @@ def test_alone_it_plans_and_says_how_to_run() -> None:
         pipe.step(*MODELS["gpt"]()[1:3])
 
 
+@pytest.mark.long
 def test_a_budget_that_no_plan_keeps_names_one_that_works() -> None:
     least = max(_pipeline(planner=by_hand(Job(smallest=True))).memory)
     assert least < 0.9 * max(_pipeline().memory)

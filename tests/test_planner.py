@@ -17,7 +17,7 @@ from fxremat.planning import frontier_cache as memo
 from fxremat.search import survey as planner
 from fxremat.search.survey import survey
 from fxremat.units import format_bytes
-from tests.dags import capture, estimated
+from tests.saved_steps import saved
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
 
@@ -39,8 +39,7 @@ INPUTS = (torch.ones(256, 16),)
 
 
 def test_the_fastest_that_fits_is_chosen() -> None:
-    joint = capture(Deep(), *INPUTS)
-    frontier = survey(joint, estimated(joint))
+    frontier = survey(*saved("deep"))
     for budget in (frontier.minimum, frontier.minimum * 2, frontier.keep_all.peak):
         chosen = frontier.within(budget)
         assert chosen.peak <= budget

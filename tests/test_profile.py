@@ -23,7 +23,7 @@ from fxremat.__main__ import main
 from fxremat.profiles import BEST, WORTH, Profile, Saving, enough, knee_of
 from fxremat.show.page_data import page_data
 from fxremat.units import format_bytes, parse_bytes
-from tests.test_page import read
+from tests.show.test_page import read
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
 OPTIONS: dict[str, Any] = {"cost": "estimate", "effort": 0, "progress": False}

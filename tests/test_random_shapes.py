@@ -94,7 +94,7 @@ def test_a_plan_does_not_tell_of_sizes_that_it_is_not_for() -> None:
     assert plan.at(x=(5, 6)).predicted_peak == plan.predicted_peak
 
 
-@few(15)
+@few(2)
 @given(small_recipes, batch_sizes)
 @example(Recipe((Layer("tokens", 0, 0), Layer("images", 0, 0), Layer("attend", 0, 1)), 1, False), [3, 5, 2])
 def test_random_models_at_random_sizes_small(recipe: Recipe, sizes: list[int]) -> None:

@@ -13,6 +13,8 @@ import torch.distributed as dist
 
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.long
+
 
 def _sum(rank: int, world: int, number: int) -> tuple[torch.Tensor, int]:
     total = torch.tensor([float(number + rank)])

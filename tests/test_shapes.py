@@ -91,7 +91,7 @@ def peak_of_step(model: nn.Module, inputs: Mapping[str, Tensor]) -> int:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.long] * (name in ("Llama", "BERT"))) for name in KINDS]
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name in ("Llama", "BERT", "padded GPT"))) for name in KINDS]
 )
 def test_twelve_sizes_of_one_capture(name: str, captures: list[object], planned: list[str]) -> None:
     kind = KINDS[name]
@@ -123,7 +123,10 @@ def compiled_stack(**options: Any) -> tuple[nn.Module, Any]:
     return model, fxremat.compile(model, **{"mem": "100MB", "dynamic": True, **QUICK, **options})
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+OTHER_ORDERS = [pytest.param(order, marks=pytest.mark.long) for order in ((0, 1, 2), (1, 2, 0))]
+
+
+@pytest.mark.parametrize("order", [(2, 1, 0), *OTHER_ORDERS])
 def test_backwards_of_several_sizes_run_in_any_order(order: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sized, "AT_MOST", 1)  # programs are emitted again for their backwards
     torch.manual_seed(0)
@@ -393,7 +396,10 @@ ENLARGED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("how", ENLARGED)
+LATER = ("nearest twice", "bilinear by half")
+
+
+@pytest.mark.parametrize("how", [pytest.param(how, marks=[pytest.mark.long] * (how in LATER)) for how in ENLARGED])
 def test_interpolation_of_any_size(how: str, captures: list[object]) -> None:
     torch.manual_seed(0)
     plain = Enlarged(**ENLARGED[how])
@@ -518,7 +524,7 @@ TURNS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], dict[str, Tensor
 
 
 @pytest.mark.parametrize("name", TURNS)
-@pytest.mark.parametrize("dynamic", [True, None])
+@pytest.mark.parametrize("dynamic", [True, pytest.param(None, marks=pytest.mark.long)])
 def test_programs_whose_sizes_change(name: str, dynamic: bool | None) -> None:
     make, inputs, counts = TURNS[name]
     torch.manual_seed(0)

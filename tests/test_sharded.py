@@ -342,7 +342,8 @@ def _accumulating(rank: int, world: int, name: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("name", ["odd", pytest.param("layers", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["odd", "layers"])
 def test_gradients_accumulate_without_communication(name: str, tmp_path: Path) -> None:
     for found in run_ranks(_accumulating, 2, tmp_path, name):
         for what, seen in found.items():

@@ -27,7 +27,7 @@ EAGER = [
     if not way.startswith("Inductor")
 ]
 
-pytestmark = pytest.mark.usefixtures("torch_ready")
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("torch_ready")]
 
 
 @pytest.mark.parametrize("way", EAGER)

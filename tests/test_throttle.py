@@ -23,9 +23,13 @@ from benchmarks import throttle
 from benchmarks.meter import peak_bytes
 from fxremat.torch_private import torch_release
 
-pytestmark = pytest.mark.skipif(
-    torch_release() < (2, 13), reason="torch 2.11 finds no collectives of a CPU in a process group that Python defines"
-)
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(
+        torch_release() < (2, 13),
+        reason="torch 2.11 finds no collectives of a CPU in a process group that Python defines",
+    ),
+]
 
 Check = Callable[[], None]
 SECONDS = 0.15  # what one collective of the timed checks takes on the link
@@ -317,14 +321,12 @@ def between_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return outcomes(2, tmp_path_factory.mktemp("two"), BETWEEN_TWO)
 
 
-@pytest.mark.xdist_group("throttle")
 @pytest.mark.parametrize("check", BETWEEN_TWO, ids=lambda check: check.__name__)
 def test_between_two_processes(check: Check, between_two: Path) -> None:
     for rank in range(2):
         assert (between_two / f"{check.__name__}.{rank}").read_text() == "passed"
 
 
-@pytest.mark.xdist_group("throttle")
 def test_among_four_processes(tmp_path: Path) -> None:
     outcomes(4, tmp_path, AMONG_FOUR)
     for check in AMONG_FOUR:

@@ -36,7 +36,7 @@ def made_up_units(joint: Captured, seed: int) -> list[ParameterUpdate]:
     ]
 
 
-@few(8)
+@few(4)
 @given(
     recipes,
     st.integers(0, 1 << 16),

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fxremat.torch_private import strides_of_view
+from tests.draws import everyday
 
 sizes = st.sampled_from([1, 1, 2, 2, 3, 4, 6])
 
@@ -76,7 +77,7 @@ def views(draw: Any) -> tuple[Tensor, list[int]]:
     return tensor, shape
 
 
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=everyday(2000), deadline=None)
 @given(views())
 @example((torch.empty(()), [1, 1]))
 @example((torch.empty(1, 1), []))

@@ -97,7 +97,7 @@ def shown(plan: Plan) -> tuple[object, ...]:
     return plan.describe(full=True), plan.frontier, plan.costs
 
 
-@pytest.mark.parametrize("without", [on_meta, fake])
+@pytest.mark.parametrize("without", [on_meta, pytest.param(fake, marks=pytest.mark.long)])
 def test_a_model_without_data_has_the_plan_of_the_same_model_on_a_cpu(without: Any) -> None:
     peaks = []
     for layers in (2, 5):
@@ -405,7 +405,7 @@ def test_a_device_that_is_too_small_is_told_of() -> None:
     assert found.left == 1000 - found.held - found.on_device.state - compared.plans["small"].predicted_peak
 
 
-@pytest.mark.parametrize("mem", ["80%", "auto"])
+@pytest.mark.parametrize("mem", [pytest.param("80%", marks=pytest.mark.long), "auto"])
 def test_devices_that_run_the_same_kernels_share_one_capture(captures: list[object], mem: str) -> None:
     made = on_meta(lambda: Llama(2))
     compared = planned(made, tokens(), device=["A100", "H200", "RTX-4090", "T4", "V100"], mem=mem)

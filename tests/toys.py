@@ -148,3 +148,42 @@ class FourLayers(nn.Module):
         for layer in self.layers:
             x = torch.tanh(layer(x))
         return x.square().mean()
+
+
+class Overwriting(nn.Module):
+    """Reads a buffer, overwrites it, and goes on: to compute its first layers again takes a copy of the buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("bias", torch.ones(16))
+        self.layers = nn.ModuleList([nn.Linear(16, 16) for _ in range(6)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.sin(self.layers[0](x) + self.bias)
+        self.bias.mul_(0.9)
+        for layer in self.layers[1:]:
+            x = torch.tanh(layer(x))
+        return x.sum()
+
+
+class Total(nn.Module):
+    """The sum, as a loss."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.tanh().sum()
+
+
+class Carrier(nn.Module):
+    """An encoder, and a decoder each of whose layers reads the encoder's result."""
+
+    def __init__(self, depth: int = 6) -> None:
+        super().__init__()
+        self.encoder = nn.ModuleList([nn.Linear(8, 8) for _ in range(depth)])
+        self.decoder = nn.ModuleList([nn.Linear(8, 8) for _ in range(depth)])
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        for layer in self.encoder:
+            x = torch.relu(layer(x))
+        for layer in self.decoder:
+            y = torch.relu(layer(y + x))
+        return y.square().mean()

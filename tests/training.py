@@ -28,19 +28,20 @@ class Trace:
     rng: Tensor
 
 
-def in_both_sizes(group: str) -> list[Any]:
-    """Parameters (size, name) of a fixture whose runs many tests look at: one process makes those of a model.
+def in_both_sizes(everyday: tuple[str, ...] = EVERY_DAY) -> list[Any]:
+    """Parameters (size, name) of a fixture whose runs many tests look at.
 
-    Small models of three kinds are trained every day, the others and those of full size with `-m long`.
+    The small models that are named are trained every day, the others and those of full size with `-m long`.
     """
-    return [_in_one_process(group, size, name) for size in ("small", "full") for name in models.MAIN]
-
-
-def _in_one_process(group: str, size: str, name: str) -> Any:
-    marks = [pytest.mark.xdist_group(f"{group}-{name}-{size}")]
-    if size == "full" or name not in EVERY_DAY:
-        marks.append(pytest.mark.long)
-    return pytest.param((size, name), id=f"{name}-{size}", marks=marks)
+    return [
+        pytest.param(
+            (size, name),
+            id=f"{name}-{size}",
+            marks=[] if size == "small" and name in everyday else pytest.mark.long,
+        )
+        for size in ("small", "full")
+        for name in models.MAIN
+    ]
 
 
 def train(model: nn.Module, case: Case, device: str = "cpu") -> Trace:

@@ -13,6 +13,7 @@ StepGraph from a graph of torch.fx, and knows the node of each op and value.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -20,7 +21,9 @@ from enum import Enum
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from fxremat.step.source import NOWHERE, Source, ops_inside, span_of
+from fxremat.errors import FxrematError
+from fxremat.step.as_json import Unreadable, read, written
+from fxremat.step.source import NOWHERE, Frame, Source, ops_inside, span_of
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -114,6 +117,25 @@ class StepGraph:
     def backward_ops(self) -> tuple[Op, ...]:
         """The ops of the backward, in execution order."""
         return self.ops[self.forward_count :]
+
+    def to_json(self) -> str:
+        """Return JSON text whose `from_json` is a graph of the same fields. O(ops + values).
+
+        A graph with the nodes of torch.fx that it was read from is written without them.
+        """
+        fields_of = {each.name: getattr(self, each.name) for each in fields(StepGraph)}
+        return json.dumps(written(StepGraph(**fields_of)), separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> StepGraph:
+        """Return the graph that `to_json` wrote. Raises `FxrematError` where the text is no such graph."""
+        try:
+            graph = read(json.loads(text), (StepGraph, Op, Value, Origin, Kind, Source, Frame))
+        except (ValueError, Unreadable) as error:
+            raise FxrematError(f"the text is no step graph as StepGraph.to_json writes it: {error}") from None
+        if not isinstance(graph, StepGraph):
+            raise FxrematError("the text is no step graph as StepGraph.to_json writes it")
+        return graph
 
     def to_networkx(self) -> nx.DiGraph[tuple[str, int]]:
         """The step as a graph of networkx, to look at or to run its algorithms on. O(ops + reads + writes).

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ def nothing_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resizing, "_took", {})
 
 
+@cache
 def graph_of(name: str) -> SymbolicGraph:
     make, inputs = MODELS[name]
     return symbolic_graph(make().train(), *inputs((4, 24)).values())

@@ -80,7 +80,7 @@ PEAKS: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("cost", ["measure", "estimate"])
+@pytest.mark.parametrize("cost", ["measure", pytest.param("estimate", marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", PEAKS)
 def test_the_budget_holds(name: str, cost: str) -> None:
     make, given = PEAKS[name]

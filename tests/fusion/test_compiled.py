@@ -91,7 +91,7 @@ def largest_error(ours: list[Tensor], theirs: list[Tensor], least: float = 1e-6)
 @pytest.mark.usefixtures("always_in_regions")
 @pytest.mark.parametrize("mem", [pytest.param("100%", marks=pytest.mark.long), "60%"])
 def test_the_budget_holds_and_gradients_are_those_of_inductor(mem: str) -> None:
-    plain, ours, eager = model_of(), model_of(), model_of()
+    plain, ours, eager = (model_of(dropout=0.5, layers=2) for _ in range(3))
     given = batch()
     as_eager = fxremat.compile(eager, mem=mem, progress=False, example_inputs=given).plan
     call = within(ours, mem, random="inductor")
@@ -243,6 +243,7 @@ def test_seconds_in_regions_are_compared_as_those_of_ops_in_a_step_are(monkeypat
     assert found[1] == pytest.approx(found[0], rel=0.5)
 
 
+@pytest.mark.long
 def test_what_was_learned_and_measured_is_not_asked_for_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -292,6 +293,7 @@ def test_costs_are_found_again_whatever_is_called(monkeypatch: pytest.MonkeyPatc
     assert not any(" at 0x" in name for name in names)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("always_in_regions", "surveys")
 def test_a_kept_choice_that_does_not_fit_any_more_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
     call = within(model_of(dropout=0.0), "70%")
@@ -331,6 +333,7 @@ def test_where_regions_are_slower_the_other_way_to_cut_is_tried(
     assert peak_bytes(training_step(call, batch())) <= call.plan.budget
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("always_in_regions")
 @pytest.mark.parametrize(("seconds", "tried"), [(0.0, True), (1e6, False)])
 def test_the_other_way_to_cut_is_tried_where_that_compiles_quickly(

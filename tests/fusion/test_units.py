@@ -64,7 +64,7 @@ def programs_of(recipe: Recipe) -> Iterator[tuple[Captured, Costs, Program]]:
         yield joint, costs, candidate.program()
 
 
-@few(10)
+@few(4)
 @given(small_recipes)
 def test_every_step_is_in_one_unit_behind_what_it_reads(recipe: Recipe) -> None:
     for joint, costs, program in programs_of(recipe):
@@ -103,7 +103,7 @@ def test_an_op_joins_no_group_before_what_it_reads() -> None:
         there.update(program.steps[position].writes)
 
 
-@few(10)
+@few(4)
 @given(small_recipes)
 def test_single_ops_take_what_the_program_takes(recipe: Recipe) -> None:
     for _, costs, program in programs_of(recipe):

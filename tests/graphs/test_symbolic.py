@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import pytest
@@ -64,11 +65,18 @@ def shows_a_tensor(node: torch.fx.Node) -> bool:
     return isinstance(node.meta.get("val"), Tensor)
 
 
+@cache
+def captured_once(name: str) -> tuple[nn.Module, SymbolicGraph]:
+    """A model and its graph at symbolic sizes; nothing here changes them."""
+    make, inputs, first, _ = CASES[name]
+    model = make().train()
+    return model, symbolic_graph(model, *inputs(first))
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_graph_at_sizes_is_what_is_captured_there(name: str) -> None:
-    make, inputs, first, others = CASES[name]
-    model = make().train()
-    graph = symbolic_graph(model, *inputs(first))
+    _, inputs, first, others = CASES[name]
+    model, graph = captured_once(name)
     known = {graph.numbers(tuple(first)[: len(graph.inputs)]).of(symbol) for symbol in graph.symbols}
     assert known == {size for size in first if size}
     assert_same(graph.now(), capture(model, *inputs(first)))
@@ -78,8 +86,8 @@ def test_a_graph_at_sizes_is_what_is_captured_there(name: str) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_views_share_storages_with_what_they_view(name: str) -> None:
-    make, inputs, first, others = CASES[name]
-    graph = symbolic_graph(make().train(), *inputs(first))
+    others = CASES[name][3]
+    _, graph = captured_once(name)
     joint = graph.at(others[0][: len(graph.inputs)])
     storages: dict[int, int] = {}
     for node, value in joint.value_of.items():

@@ -6,38 +6,35 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given
 from torch import nn
 
-from fxremat.graphs.captured import Captured
 from fxremat.linearize.chain_of import chain_of
 from fxremat.linearize.crossings import carry_levels, crossings
 from fxremat.linearize.lay_out import lay_out
 from fxremat.linearize.save_sets import add_options, save_sets
 from fxremat.step.costs import Costs
 from fxremat.step.layout import Layout
-from fxremat.step.step_graph import Origin
-from tests.dags import Dag, Layer, Recipe, batch, capture, estimated, few, recipes
+from fxremat.step.step_graph import Origin, StepGraph
+from tests.dags import Dag, Layer, Recipe, batch, capture, estimated
+from tests.saved_steps import NAMES, saved
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
-FEW = few(20)
 
 
-def layouts(joint: Captured) -> list[Layout]:
+def layouts(joint: StepGraph) -> list[Layout]:
     crossing = crossings(joint)
     carried = list(itertools.islice(carry_levels(joint, crossing, [1.0] * joint.forward_count), 3))
     return [lay_out(joint, crossing.cuts(values), values) for values in carried]
 
 
-@FEW
-@given(recipes)
-def test_random_models_become_chains(recipe: Recipe) -> None:
-    joint = capture(Dag(recipe), *batch())
+@pytest.mark.parametrize("name", NAMES)
+def test_models_become_chains(name: str) -> None:
+    joint, costs = saved(name)
     for layout in layouts(joint):
         every_op_is_in_one_block(layout)
         what_a_block_reads_is_in_it_before_it_or_held(layout)
         gradients_flow_down_the_chain(layout)
-        options_save_less_and_cost_more(layout)
+        options_save_less_and_cost_more(layout, costs)
     every_cut_is_a_cut(joint)
 
 
@@ -60,7 +57,7 @@ def what_a_block_reads_is_in_it_before_it_or_held(layout: Layout) -> None:
         assert read & block.made <= block.saved[0] | layout.held
 
 
-def every_cut_is_a_cut(joint: Captured) -> None:
+def every_cut_is_a_cut(joint: StepGraph) -> None:
     for end in crossings(joint).cuts():
         made = {v for op in joint.forward_ops[: end + 1] for v in op.writes if not op.anchored}
         needed = {v for op in joint.forward_ops[end + 1 :] for v in op.again_reads}
@@ -77,8 +74,7 @@ def gradients_flow_down_the_chain(layout: Layout) -> None:
                 assert block_of[producer] >= block_of[op.index]
 
 
-def options_save_less_and_cost_more(layout: Layout) -> None:
-    costs = estimated(layout.graph)
+def options_save_less_and_cost_more(layout: Layout, costs: Costs) -> None:
     for block in layout.blocks:
         sets = save_sets(layout, block, costs.seconds, costs.sizes.values)
         assert sets[0].values == block.saved[0]
@@ -117,24 +113,8 @@ def priced(layout: Layout, costs: Costs, kept: frozenset[int]) -> tuple[int, flo
     return sum(costs.sizes.values[v] for v in kept), sum(costs.seconds[index] for index in again)
 
 
-class Carrier(nn.Module):
-    """An encoder, and a decoder each of whose layers reads the encoder's result."""
-
-    def __init__(self, depth: int = 6) -> None:
-        super().__init__()
-        self.encoder = nn.ModuleList([nn.Linear(8, 8) for _ in range(depth)])
-        self.decoder = nn.ModuleList([nn.Linear(8, 8) for _ in range(depth)])
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        for layer in self.encoder:
-            x = torch.relu(layer(x))
-        for layer in self.decoder:
-            y = torch.relu(layer(y + x))
-        return y.square().mean()
-
-
 def test_a_long_lived_value_is_carried() -> None:
-    joint = capture(Carrier(), *batch())
+    joint = saved("carrier").graph
     crossing = crossings(joint)
     plain, carrying, *_ = carry_levels(joint, crossing, [1.0] * joint.forward_count)
     (carried,) = carrying

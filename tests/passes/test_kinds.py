@@ -16,7 +16,8 @@ from fxremat.search.survey import survey
 from fxremat.step.kinds import MemoryKind, bytes_by_kind, host_bytes, lives_of
 from fxremat.step.liveness import Sizes, live_bytes, lives
 from fxremat.step.program import Program, Role, rematerialize
-from tests.dags import Dag, Recipe, batch, capture, estimated, few, recipes
+from tests.dags import few
+from tests.saved_steps import VARIED, saved, surveyed
 from tests.toys import FourLayers
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
@@ -30,12 +31,10 @@ def check(program: Program, sizes: Sizes) -> dict[MemoryKind, tuple[int, ...]]:
 
 
 @few(10)
-@given(recipes, st.integers(0, 100))
-def test_kinds_add_up_to_exact_liveness(recipe: Recipe, share: int) -> None:
-    torch.manual_seed(0)
-    joint = capture(Dag(recipe), *batch())
-    costs = estimated(joint)
-    for candidate in survey(joint, costs, effort=0.1).candidates[:: 1 + share // 10]:
+@given(st.sampled_from(VARIED), st.integers(0, 100))
+def test_kinds_add_up_to_exact_liveness(name: str, share: int) -> None:
+    joint, costs = saved(name)
+    for candidate in surveyed(name).candidates[:: 1 + share // 10]:
         program = candidate.program()
         kinds = check(program, costs.sizes)
         if not program.recomputed:
@@ -47,11 +46,11 @@ def test_kinds_add_up_to_exact_liveness(recipe: Recipe, share: int) -> None:
 
 def test_by_hand() -> None:
     """Four layers of 4 x 8 floats, 128 bytes a value: block 1 runs again, blocks 2 to 5 keep their tanh."""
-    joint = capture(FourLayers(), torch.ones(4, 8))
+    joint, costs = saved("four_layers")
     ends = [op.index for op in joint.forward_ops if op.name.startswith("tanh")]
     schedule = Schedule.parse("Fck1 Fall2 Drop(a1) Fall3 Fall4 Fall5 B5 B4 B3 Fall1 B2 B1")
     program = rematerialize(lay_out(joint, ends), schedule)
-    kinds = check(program, estimated(joint).sizes)
+    kinds = check(program, costs.sizes)
     again = [place for place, step in enumerate(program.steps) if step.role is Role.RECOMPUTE]
     assert max(kinds[MemoryKind.RECOMPUTED]) == 256
     assert next(place for place, size in enumerate(kinds[MemoryKind.RECOMPUTED]) if size) == again[0]
@@ -61,9 +60,9 @@ def test_by_hand() -> None:
 
 
 def test_an_op_may_free_all_that_it_reads_before_it_makes_anything() -> None:
-    joint = capture(FourLayers(), torch.ones(4, 8))
-    program = survey(joint, estimated(joint), effort=0.0).keep_all.program()
-    sizes = estimated(joint).sizes
+    joint, costs = saved("four_layers")
+    program = survey(joint, costs, effort=0.0).keep_all.program()
+    sizes = costs.sizes
     last = lives(program, sizes)
     freed = [{v: last[v][1] for v in s.reads if last[v] == (p, last[v][1])} for p, s in enumerate(program.steps)]
     place = max(range(len(freed)), key=lambda p: len([size for size in freed[p].values() if size]))

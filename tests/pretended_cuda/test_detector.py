@@ -8,6 +8,8 @@ import pytest
 from tests.pretended_cuda.detector import GRANULE, races
 from tests.pretended_cuda.log import ENTRY, SOURCE_PAGEABLE, TARGET_PAGEABLE, Kind
 
+pytestmark = pytest.mark.long
+
 NAMES = ["op", "other"]
 COMPUTE, SIDE = -1, 1  # streams
 MAIN, HELPER = 0, 1  # threads

@@ -11,6 +11,8 @@ from tests.pretended_cuda import __main__ as command
 from tests.pretended_cuda import report
 from tests.pretended_cuda.libraries import Library, version_script
 
+pytestmark = pytest.mark.long
+
 ROW = {"model": "gpt", "expandable": True, "mem": "60%", "budget": 1000, "predicted": 1000, "requested": 998}
 ROW |= {"allocated": 1010}
 LOOP = {"device": 10**9, "optimizer": "SGD", "steps": 20, "ended": "", "budgets": [5, 4], "keep_all": 9}

@@ -16,6 +16,8 @@ from tests.pretended_cuda import attention
 from tests.pretended_cuda.install import Environment
 from tests.pretended_cuda.startup import ADAPT, AfterImport, watch_imports
 
+pytestmark = pytest.mark.long
+
 ASKS = """
 import torch
 from fxremat.ops.parameters import check_unscaled

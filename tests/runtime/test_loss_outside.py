@@ -92,7 +92,7 @@ def assert_trains_as_plain(
             assert same(ours.grad, theirs.grad)
 
 
-@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("autocast", [False, pytest.param(True, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", LOSSES)
 def test_budgets_hold_and_gradients_are_taken_as_they_lie(name: str, autocast: bool) -> None:
     assert_trains_as_plain(Tokens, torch.randn(4, 6, 8), LOSSES[name], autocast=autocast)

@@ -105,9 +105,20 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", ACTIVATIONS)
-def test_transposed_gradients_have_the_bits_of_plain_training(name: str) -> None:
-    assert_as_plain(lambda: Between(ACTIVATIONS[name]), torch.randn(3, 7, 16))
+class All(nn.Module):
+    """Modules that all read the input, by name: the name of a gradient that differs says which it is."""
+
+    def __init__(self, modules: dict[str, nn.Module]) -> None:
+        super().__init__()
+        self.each = nn.ModuleDict(modules)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [module(x) for module in self.each.values()]
+
+
+def test_transposed_gradients_have_the_bits_of_plain_training() -> None:
+    make = lambda: All({name: Between(function) for name, function in ACTIVATIONS.items()})  # noqa: E731
+    assert_as_plain(make, torch.randn(3, 7, 16))
 
 
 class Permuted(nn.Module):
@@ -120,9 +131,9 @@ class Permuted(nn.Module):
         return self.loss(permuted, torch.full_like(permuted, 0.5))
 
 
-@pytest.mark.parametrize("loss", [F.mse_loss, F.smooth_l1_loss, F.huber_loss])
-def test_losses_of_permuted_predictions(loss: Callable[[Tensor, Tensor], Tensor]) -> None:
-    assert_as_plain(lambda: Permuted(loss), torch.randn(3, 7, 16))
+def test_losses_of_permuted_predictions() -> None:
+    losses = (F.mse_loss, F.smooth_l1_loss, F.huber_loss)
+    assert_as_plain(lambda: All({loss.__name__: Permuted(loss) for loss in losses}), torch.randn(3, 7, 16))
 
 
 def without_rules(monkeypatch: pytest.MonkeyPatch) -> None:

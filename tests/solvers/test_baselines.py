@@ -9,6 +9,7 @@ from fxremat.chains.simulate import simulate
 from fxremat.errors import BudgetTooSmall, FxrematError, InvalidBudget
 from fxremat.solvers import best, keep_all, solve
 from fxremat.solvers.periodic import periodic, schedules
+from tests.draws import everyday
 from tests.solvers.chains import chains
 
 BLOCK = Block(forward_time=1.0, backward_time=2.0, output_bytes=1, saved_bytes=3)
@@ -40,7 +41,7 @@ def test_periodic_tries_ten_numbers_of_segments():
     assert len(schedules(chain(1))) == 1
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=everyday(25), deadline=None)
 @given(chains(6))
 def test_the_default_is_no_worse_than_the_baselines(chain):
     for baseline in [*keep_all.schedules(chain), *schedules(chain)]:

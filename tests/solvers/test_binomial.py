@@ -9,6 +9,7 @@ from fxremat.chains.schedule import Forward, Keep, Schedule
 from fxremat.chains.simulate import simulate
 from fxremat.errors import FxrematError
 from fxremat.solvers import binomial, exact
+from tests.draws import everyday
 from tests.solvers.chains import chains
 
 PHASES = [Phase.explicit, Phase.reuse, Phase.generate]
@@ -67,7 +68,7 @@ def test_candidates():
     assert 20 < len(binomial.schedules(_uniform(300))) <= 40
 
 
-@settings(max_examples=30, deadline=None, phases=PHASES)
+@settings(max_examples=everyday(30), deadline=None, phases=PHASES)
 @given(chains(6))
 def test_any_chain(chain):
     for timeline in (simulate(chain, schedule) for schedule in binomial.schedules(chain)):

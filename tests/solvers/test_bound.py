@@ -8,11 +8,12 @@ from fxremat.chains.chain import Block, Chain
 from fxremat.chains.platform import Platform
 from fxremat.solvers import lower_bound
 from tests.dags import few
+from tests.draws import everyday
 from tests.solvers.chains import chains
 from tests.solvers.oracle import fastest
 
 
-@few(150)
+@few(everyday(150))
 @given(chains(4, options=1), st.integers(0, 60), st.integers(1, 6))
 def test_nothing_beats_the_bound(chain, mem, instants):
     bound = lower_bound(chain, mem, instants=instants)

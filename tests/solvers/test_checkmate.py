@@ -11,13 +11,14 @@ from fxremat.chains.simulate import simulate
 from fxremat.errors import BudgetTooSmall, FxrematError
 from fxremat.solvers import exact, keep_all
 from fxremat.solvers.references import checkmate
+from tests.draws import everyday
 from tests.solvers.chains import chains
 
 PHASES = [Phase.explicit, Phase.reuse, Phase.generate]
 extra = st.integers(0, 12)
 
 
-@settings(max_examples=60, deadline=None, phases=PHASES)
+@settings(max_examples=everyday(60), deadline=None, phases=PHASES)
 @given(chains(5), extra)
 def test_valid_within_the_budget_and_no_faster_than_everything(chain, more):
     least = _least(chain)
@@ -27,7 +28,7 @@ def test_valid_within_the_budget_and_no_faster_than_everything(chain, more):
     assert simulate(chain, exact.schedules(chain, least + more)[0]).time <= timeline.time + 1e-9
 
 
-@settings(max_examples=60, deadline=None, phases=PHASES, derandomize=True)
+@settings(max_examples=everyday(60), deadline=None, phases=PHASES, derandomize=True)
 @given(chains(5, options=0), extra)
 def test_optimal_where_a_value_is_all_that_is_saved(chain, more):
     """The same examples every time: on a rare chain its least budget is a byte above that of exact."""
@@ -42,7 +43,7 @@ def test_optimal_where_a_value_is_all_that_is_saved(chain, more):
     assert found.time == pytest.approx(simulate(chain, exact.schedules(chain, mem)[0]).time)
 
 
-@settings(max_examples=30, deadline=None, phases=PHASES)
+@settings(max_examples=everyday(30), deadline=None, phases=PHASES)
 @given(chains(6))
 def test_more_memory_never_costs_time_and_all_of_it_keeps_everything(chain):
     everything, least = simulate(chain, keep_all.schedules(chain)[0]), _least(chain)

@@ -11,6 +11,7 @@ from fxremat.chains.chain import Block, Chain
 from fxremat.chains.simulate import simulate
 from fxremat.errors import BudgetTooSmall, FxrematError
 from fxremat.solvers import exact, input_drop
+from tests.draws import everyday
 from tests.solvers.chains import chains
 from tests.solvers.oracle import fastest
 
@@ -29,7 +30,7 @@ def test_stated_optima(case):
         assert _time(chain, case["mem"]) == case["optimum"]
 
 
-@settings(max_examples=400, deadline=None, phases=PHASES)
+@settings(max_examples=everyday(400), deadline=None, phases=PHASES)
 @given(chains(4), extra)
 def test_as_fast_as_plain_dijkstra(chain, more):
     mem = exact.least(chain) + more
@@ -38,7 +39,7 @@ def test_as_fast_as_plain_dijkstra(chain, more):
     assert optimum is None or _time(chain, mem) == pytest.approx(optimum)
 
 
-@settings(max_examples=100, deadline=None, phases=PHASES)
+@settings(max_examples=everyday(100), deadline=None, phases=PHASES)
 @given(chains(6))
 def test_the_least_budget(chain):
     least = exact.least(chain)
@@ -48,7 +49,7 @@ def test_the_least_budget(chain):
     assert simulate(chain, exact.schedules(chain, least)[0]).peak == least
 
 
-@settings(max_examples=100, deadline=None, phases=PHASES)
+@settings(max_examples=everyday(100), deadline=None, phases=PHASES)
 @given(chains(7), st.integers(0, 12))
 def test_no_table_is_faster_and_more_memory_costs_no_time(chain, more):
     mem = max(1, input_drop.build(chain, 1, 1).least + more)

@@ -13,6 +13,7 @@ from fxremat.chains.simulate import simulate
 from fxremat.errors import BudgetTooSmall, FxrematError
 from fxremat.solvers import exact, persistent
 from fxremat.solvers.references import floating
+from tests.draws import everyday
 from tests.solvers.chains import chains
 
 VECTORS = json.loads((Path(__file__).parents[1] / "data" / "remat.json").read_text())
@@ -41,7 +42,7 @@ def test_the_counter_example_needs_more_than_the_theorem(n, persists, floats, an
     assert simulate(chain, exact.schedules(chain, 15)[0]).time == announced
 
 
-@settings(max_examples=300, deadline=None, phases=PHASES)
+@settings(max_examples=everyday(300), deadline=None, phases=PHASES)
 @given(
     st.integers(4, 8),
     st.integers(1, 40),
@@ -61,7 +62,7 @@ def test_moves_fit_and_keep_the_promise_of_the_table(n, scale, scratch, more, pa
     assert timeline.time <= chain.least_time + table.curve[-1]
 
 
-@settings(max_examples=300, deadline=None, phases=PHASES)
+@settings(max_examples=everyday(300), deadline=None, phases=PHASES)
 @given(chains(6), extra)
 def test_schedule_costs_what_the_table_says(chain, more):
     table = _exact(chain, more)
@@ -71,7 +72,7 @@ def test_schedule_costs_what_the_table_says(chain, more):
     assert table.curve[-1] <= persistent.build(chain, table.mem, table.mem).curve[-1] + 1e-9
 
 
-@settings(max_examples=100, deadline=None, phases=PHASES)
+@settings(max_examples=everyday(100), deadline=None, phases=PHASES)
 @given(chains(5), extra)
 def test_never_faster_than_everything(chain, more):
     table = _exact(chain, more)
@@ -79,7 +80,7 @@ def test_never_faster_than_everything(chain, more):
     assert optimum - 1e-9 <= chain.least_time + table.curve[-1]
 
 
-@settings(max_examples=150, deadline=None, phases=PHASES)
+@settings(max_examples=everyday(150), deadline=None, phases=PHASES)
 @given(chains(6))
 def test_the_least_budget_is_exact(chain):
     table = floating.build(chain, 64, 64)
@@ -88,7 +89,7 @@ def test_the_least_budget_is_exact(chain):
         table.schedule(table.least - 1)
 
 
-@settings(max_examples=100, deadline=None, phases=PHASES)
+@settings(max_examples=everyday(100), deadline=None, phases=PHASES)
 @given(chains(6), extra)
 def test_more_memory_never_costs_time(chain, more):
     table = _exact(chain, more)
@@ -96,7 +97,7 @@ def test_more_memory_never_costs_time(chain, more):
     assert all(after <= before + 1e-9 for before, after in pairwise(times))
 
 
-@settings(max_examples=300, deadline=None, phases=PHASES)
+@settings(max_examples=everyday(300), deadline=None, phases=PHASES)
 @given(chains(7), st.floats(1.0, 2.5), st.integers(4, 60))
 def test_a_rounded_table_keeps_its_promise(chain, room, slots):
     mem = int(floating.build(chain, 64, 8).least * room) + 1

@@ -15,6 +15,7 @@ from fxremat.chains.simulate import simulate
 from fxremat.errors import BudgetTooSmall, FxrematError
 from fxremat.solvers import CHOSEN, NAMES, SOLVERS, best, exact, keep_all, registry, solution
 from tests.dags import few
+from tests.draws import everyday
 from tests.solvers.chains import chains
 
 PLATFORMS = st.builds(
@@ -36,7 +37,7 @@ def ask(chain: Chain, mem: int, solver: str, platform: Platform | None):
 
 
 @pytest.mark.parametrize("solver", COMPUTE)
-@few(40)
+@few(everyday(40))
 @given(chains(4, options=1), st.integers(0, 40))
 def test_schedules_are_valid_fit_and_do_not_beat_exact(solver, chain, mem):
     mem, timeline = ask(chain, mem, solver, None)
@@ -47,7 +48,7 @@ def test_schedules_are_valid_fit_and_do_not_beat_exact(solver, chain, mem):
 
 
 @pytest.mark.parametrize("solver", TRANSFERS)
-@few(25)
+@few(everyday(25))
 @given(chains(4), st.integers(0, 40), PLATFORMS)
 def test_schedules_with_transfers_are_valid_and_fit(solver, chain, mem, platform):
     mem, timeline = ask(chain, mem, solver, platform)
@@ -57,7 +58,7 @@ def test_schedules_with_transfers_are_valid_and_fit(solver, chain, mem, platform
 
 
 @pytest.mark.parametrize("solver", COMPUTE)
-@few(15)
+@few(everyday(15))
 @given(chains(4, options=1), st.integers(0, 20))
 def test_more_memory_never_costs_time(solver, chain, mem):
     mem, _ = ask(chain, mem, solver, None)
@@ -72,7 +73,7 @@ def short_search(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("short_search")
-@few(15)
+@few(everyday(15))
 @given(chains(4, options=1), st.integers(0, 40), st.none() | PLATFORMS)
 def test_auto_is_never_worse_than_any_of_those_it_had_time_for(chain, mem, platform):
     try:
@@ -118,7 +119,7 @@ def test_the_memory_of_the_platform_is_a_limit_too():
         best(chain, 1000, platform=Platform(memory=3))
 
 
-@few(15)
+@few(everyday(15))
 @given(chains(4), st.integers(0, 30))
 def test_a_link_that_carries_nothing_is_no_link(chain, mem):
     still = Platform(to_host=0.0, from_host=0.0)

@@ -14,6 +14,7 @@ from fxremat.errors import BudgetTooSmall, FxrematError, InvalidBudget, InvalidS
 from fxremat.solvers.choose import solution, solve
 from fxremat.solvers.registry import JOINS
 from tests.dags import few
+from tests.draws import everyday
 from tests.solvers.chains import chains
 from tests.solvers.join_oracle import fastest
 
@@ -42,7 +43,7 @@ def find(join, mem, solver):
 
 
 @pytest.mark.parametrize("solver", ["auto", *JOINS])
-@few(40)
+@few(everyday(40))
 @given(joins_of(3), st.integers(0, 60))
 def test_schedules_are_valid_and_fit(solver, join, mem):
     mem, found = find(join, mem, solver)
@@ -55,7 +56,7 @@ def test_schedules_are_valid_and_fit(solver, join, mem):
     assert solve(join, mem, solver=solver) == found.schedule
 
 
-@few(40)
+@few(everyday(40))
 @given(joins_of(3), st.integers(0, 60))
 def test_auto_is_never_worse_than_any(join, mem):
     mem, found = find(join, mem, "auto")
@@ -67,7 +68,7 @@ def test_auto_is_never_worse_than_any(join, mem):
         assert found.timeline.time <= alone.timeline.time
 
 
-@few(25)
+@few(everyday(25))
 @given(joins_of(2, most=2), st.integers(0, 30))
 def test_no_faster_than_everything(join, mem):
     mem, found = find(join, mem, "auto")
@@ -76,7 +77,7 @@ def test_no_faster_than_everything(join, mem):
     assert found.lower_bound - 1e-9 <= optimum <= found.timeline.time + 1e-9
 
 
-@few(25)
+@few(everyday(25))
 @given(joins_of(3))
 def test_the_least_budget_is_the_least_of_all_solvers(join):
     if max(chain.input_bytes for chain in join.branches) == 0:

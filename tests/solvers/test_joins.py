@@ -12,6 +12,7 @@ from fxremat.chains.schedule import Backward, Forward, Keep
 from fxremat.errors import BudgetTooSmall, FxrematError, InvalidSchedule
 from fxremat.solvers import binomial
 from fxremat.solvers.references import joins
+from tests.draws import everyday
 
 VECTORS = json.loads((Path(__file__).parents[1] / "data" / "joins.json").read_text())
 PHASES = [Phase.explicit, Phase.reuse, Phase.generate]
@@ -90,7 +91,7 @@ def test_first_decisions_of_the_toy_example(first, makespan):
     assert first + rest + binomial.count(first - 1, 9) + first == makespan
 
 
-@settings(max_examples=150, deadline=None, phases=PHASES)
+@settings(max_examples=everyday(150), deadline=None, phases=PHASES)
 @given(instances, st.integers(0, 8), st.tuples(*[st.sampled_from([0.5, 1.0, 3.0])] * 3))
 def test_schedules_take_what_the_table_says(instance, more, costs):
     lengths, kept = zip(*instance)
@@ -107,7 +108,7 @@ def test_schedules_take_what_the_table_says(instance, more, costs):
         joins.multi_chain(lengths, least - 1, kept, **times)
 
 
-@settings(max_examples=100, deadline=None, phases=PHASES)
+@settings(max_examples=everyday(100), deadline=None, phases=PHASES)
 @given(instances, st.integers(0, 8))
 def test_branch_by_branch_is_no_faster(instance, more):
     lengths, kept = zip(*instance)
@@ -115,7 +116,7 @@ def test_branch_by_branch_is_no_faster(instance, more):
     assert joins.branch_by_branch(lengths, slots, kept) >= joins.multi_chain(lengths, slots, kept)[0]
 
 
-@settings(max_examples=60, deadline=None, phases=PHASES)
+@settings(max_examples=everyday(60), deadline=None, phases=PHASES)
 @given(st.integers(1, 3), st.integers(0, 8), st.integers(3, 9))
 def test_one_chain_of_groups_is_no_faster(branches, length, room):
     slots = room * branches

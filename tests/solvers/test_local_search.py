@@ -11,6 +11,7 @@ from fxremat.solvers import input_drop, keep_all
 from fxremat.solvers.offload import local_search, pofo
 from fxremat.solvers.references.offload import greedy
 from tests.dags import few
+from tests.draws import everyday
 from tests.solvers.chains import chains
 from tests.solvers.offloads import machine, speeds
 
@@ -18,7 +19,7 @@ BLOCK = Block(forward_time=4.0, backward_time=8.0, output_bytes=4, saved_bytes=1
 CHAIN = Chain(blocks=(BLOCK,) * 6, input_bytes=4)
 
 
-@few(60)
+@few(everyday(60))
 @given(chains(6), st.integers(0, 12), speeds, st.booleans(), st.sampled_from(["input_drop", "pofo"]))
 def test_never_worse_and_always_fits(chain, more, speed, copies, start):
     table = input_drop.build(chain, 1, 1)
@@ -40,7 +41,7 @@ def test_never_worse_and_always_fits(chain, more, speed, copies, start):
     assert Schedule.parse(str(better)) == better
 
 
-@few(100)
+@few(everyday(100))
 @given(chains(6), st.integers(0, 12), speeds)
 def test_taken_apart_and_put_together_a_schedule_is_no_slower(chain, more, speed):
     with pytest.raises(Exception, match="no schedule") as error:

@@ -15,6 +15,7 @@ from fxremat.solvers.offload import pofo
 from fxremat.solvers.offload.trips import needs, travel, trips
 from fxremat.solvers.references.offload import greedy, offload_dp
 from tests.dags import few
+from tests.draws import everyday
 from tests.solvers.chains import chains
 from tests.solvers.offloads import everything_away, machine, speeds
 from tests.ticks import tick
@@ -22,7 +23,7 @@ from tests.ticks import tick
 more = st.integers(0, 12)
 
 
-@few(120)
+@few(everyday(120))
 @given(chains(5, options=1), more)
 def test_the_table_is_what_a_search_of_everything_finds(chain, more):
     assume(chain.least_time < 200)
@@ -42,7 +43,7 @@ def test_the_table_is_what_a_search_of_everything_finds(chain, more):
     assert plan.time == pytest.approx(min(times), abs=1e-9)
 
 
-@few(150)
+@few(everyday(150))
 @given(chains(7), more, st.sampled_from([1.0, 2.0, 5.0]))
 def test_the_schedule_takes_no_longer_than_the_table_says(chain, more, speed):
     mem = _least(chain) + more
@@ -58,7 +59,7 @@ def test_the_schedule_takes_no_longer_than_the_table_says(chain, more, speed):
     assert fluid.time >= max(chain.least_time, 2 * (peak - mem) / speed) - 1e-6
 
 
-@few(150)
+@few(everyday(150))
 @given(chains(6), more, st.sampled_from([1.0, 2.0, 5.0]))
 def test_the_turn_may_hide_copies_and_pofo_may_recompute(chain, more, speed):
     mem = _least(chain) + more
@@ -68,7 +69,7 @@ def test_the_turn_may_hide_copies_and_pofo_may_recompute(chain, more, speed):
     assert pofo.build(chain, mem, machine(mem, speed), mem).time <= bound.time + 1e-6
 
 
-@few(100)
+@few(everyday(100))
 @given(chains(6), more, st.booleans())
 def test_more_memory_never_costs_time(chain, more, synchronized):
     least = _least(chain)
@@ -79,7 +80,7 @@ def test_more_memory_never_costs_time(chain, more, synchronized):
     assert all(after <= before + 1e-6 for before, after in pairwise(times))
 
 
-@few(100)
+@few(everyday(100))
 @given(chains(7), st.floats(1.0, 2.5), st.integers(3, 60), speeds)
 def test_every_candidate_fits(chain, room, slots, speed):
     mem = max(1, int(_least(chain) * room))
@@ -87,7 +88,7 @@ def test_every_candidate_fits(chain, room, slots, speed):
         assert simulate(chain, schedule, machine(mem, speed)).peak <= mem
 
 
-@few(100)
+@few(everyday(100))
 @given(chains(6), more)
 def test_links_that_are_very_fast_or_absent(chain, more):
     mem = _least(chain) + more

@@ -14,6 +14,7 @@ from fxremat.solvers import input_drop, keep_all
 from fxremat.solvers.offload import autocapper
 from fxremat.solvers.references.offload import greedy, opportunist, vdnn
 from tests.dags import few
+from tests.draws import everyday
 from tests.solvers.chains import chains
 from tests.solvers.offloads import machine, speeds
 
@@ -34,7 +35,7 @@ def by_input_drop(chain, mem):
 SOLVERS = {"greedy": greedy.schedules, "vdnn": vdnn.schedules, "autocapper": by_input_drop}
 
 
-@few(150)
+@few(everyday(150))
 @given(chains(7), more, st.sampled_from(sorted(SOLVERS)), speeds, speeds)
 def test_every_candidate_fits_and_the_least_budget_is_exact(chain, more, solver, speed, back):
     solve = SOLVERS[solver]
@@ -57,7 +58,7 @@ def test_every_candidate_fits_and_the_least_budget_is_exact(chain, more, solver,
         solve(chain, least - 1)
 
 
-@few(100)
+@few(everyday(100))
 @given(chains(6), more, speeds)
 def test_autocapper_is_no_slower_than_its_chain_solver(chain, more, speed):
     mem = max(1, input_drop.build(chain, 1, 1).least + more)
@@ -94,7 +95,7 @@ def test_vdnn_takes_the_inputs_of_long_forwards():
     )
 
 
-@few(150)
+@few(everyday(150))
 @given(chains(7), more, speeds, speeds)
 def test_opportunist_fits(chain, more, speed, back):
     with pytest.raises(BudgetTooSmall) as error:

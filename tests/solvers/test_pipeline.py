@@ -16,6 +16,7 @@ from fxremat.solvers.pipeline.fixed import memory_at, shortest_tick, ticks
 from fxremat.solvers.pipeline.groups import Element, alive, elements_of, pattern_of, scheduled
 from fxremat.solvers.pipeline.model import Machines, PlannedStage
 from fxremat.solvers.pipeline.stage_costs import Job
+from tests.draws import everyday
 from tests.solvers.pipelines import job_of, jobs, kind, stages_of, three_ways
 
 
@@ -112,7 +113,7 @@ def _skips(job: Job) -> tuple[int, ...]:
     return tuple(range(2 * job.machines.devices))
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=everyday(120), deadline=None)
 @given(jobs(6, 4))
 def test_no_contiguous_allocation_is_faster_than_the_one_found(job: Job) -> None:
     optimum = _brute_force(job, _skips(job))

@@ -25,6 +25,7 @@ from fxremat.solvers.pipeline.tasks import planned
 from fxremat.solvers.references.pipeline.ilp import least_pattern
 from fxremat.solvers.references.pipeline.pipedream import pipedream
 from tests.dags import few
+from tests.draws import everyday
 from tests.solvers.pipelines import job_of, jobs, kind, stages_of
 from tests.solvers.test_pipeline import by_costs, theory
 
@@ -128,14 +129,14 @@ def refused_or_checked(job: Job) -> None:
     assert plan.period <= contiguous * SLACK
 
 
-@few(60)
+@few(everyday(60))
 @given(jobs(9, 4))
 def test_plans_hold_and_are_never_slower_than_the_best_contiguous_one(job: Job) -> None:
     refused_or_checked(job)
 
 
 @pytest.mark.long
-@few(2000)
+@few(everyday(2000))
 @given(jobs(10, 5))
 def test_two_thousand_plans_hold(job: Job) -> None:
     refused_or_checked(job)
@@ -158,20 +159,20 @@ def test_a_copy_that_takes_no_time_lets_the_other_one_pass() -> None:
     assert planned_and_checked(job).period == 15
 
 
-@few(25)
+@few(everyday(25))
 @given(jobs(3, 3, ways=False))
 def test_short_chains_are_within_two_percent_of_the_integer_program(job: Job) -> None:
     compared(job)
 
 
 @pytest.mark.long
-@few(300)
+@few(everyday(300))
 @given(jobs(5, 3, ways=False))
 def test_more_short_chains_are_within_two_percent_of_the_integer_program(job: Job) -> None:
     compared(job)
 
 
-@few(40)
+@few(everyday(40))
 @given(jobs(8, 4))
 def test_heuristics_give_patterns_that_hold(job: Job) -> None:
     """MadPipe and the moves by themselves, on whatever jobs they find something for."""
@@ -184,7 +185,7 @@ def test_heuristics_give_patterns_that_hold(job: Job) -> None:
         check(planned(job, found.stages, found.starts, found.tick, skip=None, bound=0.0, by="test"))
 
 
-@few(40)
+@few(everyday(40))
 @given(jobs(6, 4))
 def test_finite_steps_are_no_slower_than_those_of_the_shortest_period(job: Job) -> None:
     try:
@@ -226,7 +227,7 @@ def test_a_short_step_merges_what_only_a_short_period_needs_apart() -> None:
     assert [stage.device for stage in short.stages] in ([0, 1, 0], [1, 0, 1])
 
 
-@few(15)
+@few(everyday(15))
 @given(jobs(8, 4), st.integers(1, 12))
 def test_steps_of_some_microbatches_hold_and_are_no_slower_than_without_effort(job: Job, count: int) -> None:
     try:
@@ -236,7 +237,7 @@ def test_steps_of_some_microbatches_hold_and_are_no_slower_than_without_effort(j
     assert step_seconds(planned_and_checked(job, 0.1, count), count) <= step_seconds(plain, count) * SLACK
 
 
-@few(60)
+@few(everyday(60))
 @given(jobs(8, 4, ways=False))
 def test_pipedream_s_partition_is_never_faster_and_holds(job: Job) -> None:
     try:

@@ -25,6 +25,7 @@ from fxremat.solvers.pipeline.of_chain import layers_of, ways_of
 from fxremat.solvers.pipeline.solved import plan_chain, solved_ways, way_of
 from fxremat.solvers.pipeline.stage_costs import Job
 from tests.dags import few
+from tests.draws import everyday
 from tests.solvers.chains import chains
 
 
@@ -58,7 +59,7 @@ def test_stages_of_a_chain_can_be_run_again() -> None:
     assert (18.0 + 3, 4 + 4 + 36 - 4, 4 + 36 + 36 + 8) not in found
 
 
-@few(60)
+@few(everyday(60))
 @given(chains(6))
 def test_every_way_of_a_chain_s_stages_is_worth_its_place(chain: Chain) -> None:
     ways = ways_of(chain)

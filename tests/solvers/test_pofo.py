@@ -15,6 +15,7 @@ from fxremat.solvers import persistent
 from fxremat.solvers.offload import min_memory, pofo
 from fxremat.solvers.sizes import in_bytes
 from tests.dags import few
+from tests.draws import everyday
 from tests.solvers.chains import chains
 from tests.solvers.offloads import (
     everything_away,
@@ -29,7 +30,7 @@ from tests.solvers.offloads import (
 more = st.integers(0, 10)  # bytes above the least
 
 
-@few(80)
+@few(everyday(80))
 @given(chains(3, options=1), more)
 def test_the_table_is_what_a_search_of_everything_finds(chain, more):
     assume(chain.least_time < 200)
@@ -37,14 +38,14 @@ def test_the_table_is_what_a_search_of_everything_finds(chain, more):
     assert pofo.build(chain, mem, machine(mem), mem).time == pytest.approx(fastest_pofo(chain, mem), abs=1e-9)
 
 
-@few(150)
+@few(everyday(150))
 @given(lean_chains(2, 4), st.integers(0, 6))
 def test_the_table_is_what_a_search_finds_where_memory_is_short(chain, more):
     mem = _least(chain) + more
     assert pofo.build(chain, mem, machine(mem), mem).time == pytest.approx(fastest_pofo(chain, mem), abs=1e-9)
 
 
-@few(60)
+@few(everyday(60))
 @given(lean_chains(2, 5, unit=4), st.integers(0, 40), st.randoms(use_true_random=False))
 def test_what_is_rerun_while_copies_come(chain, more, dice):
     mem = persistent.build(chain, 1, 1).least + more
@@ -85,7 +86,7 @@ def test_what_a_search_finds_in_cases_that_matter(case):
     assert pofo.build(chain, mem, machine(mem), mem).time == fastest_pofo(chain, mem)
 
 
-@few(150)
+@few(everyday(150))
 @given(chains(6), more, st.sampled_from([1.0, 2.0, 5.0]))
 def test_the_schedule_takes_no_longer_than_the_table_says(chain, more, speed):
     mem = _least(chain) + more
@@ -100,7 +101,7 @@ def test_the_schedule_takes_no_longer_than_the_table_says(chain, more, speed):
     assert Schedule.parse(str(plan.schedule)) == plan.schedule
 
 
-@few(150)
+@few(everyday(150))
 @given(chains(6), more, speeds, speeds)
 def test_no_slower_than_checkpointing_and_the_same_without_a_link(chain, more, speed, back):
     mem = persistent.build(chain, 1, 1).least + more or 1
@@ -114,7 +115,7 @@ def test_no_slower_than_checkpointing_and_the_same_without_a_link(chain, more, s
         assert not any(isinstance(op, Offload) for op in plan.schedule.ops)
 
 
-@few(100)
+@few(everyday(100))
 @given(chains(6), more, st.booleans())
 def test_with_a_very_slow_link_and_a_very_fast_one(chain, more, fast):
     mem = _least(chain) + more
@@ -127,7 +128,7 @@ def test_with_a_very_slow_link_and_a_very_fast_one(chain, more, fast):
         assert plan.time == pytest.approx(chain.least_time + table.curve[-1])
 
 
-@few(60)
+@few(everyday(60))
 @given(chains(5), more, st.sampled_from([1.0, 3.0]))
 def test_more_memory_never_costs_time(chain, more, speed):
     least = _least(chain)
@@ -138,7 +139,7 @@ def test_more_memory_never_costs_time(chain, more, speed):
     assert all(after <= before + 1e-6 for before, after in pairwise(times))
 
 
-@few(100)
+@few(everyday(100))
 @given(chains(6))
 def test_the_least_budget_is_exact(chain):
     least = min_memory.plan(chain, machine(None)).peak
@@ -148,7 +149,7 @@ def test_the_least_budget_is_exact(chain):
         pofo.schedules(chain, least - 1, machine(None), slots=10)
 
 
-@few(100)
+@few(everyday(100))
 @given(chains(7), st.floats(1.0, 2.5), st.integers(3, 40), speeds)
 def test_every_candidate_fits(chain, room, slots, speed):
     mem = max(1, int(min_memory.plan(chain, machine(None)).peak * room))

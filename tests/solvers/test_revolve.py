@@ -12,6 +12,7 @@ from fxremat.chains.simulate import simulate
 from fxremat.errors import BudgetTooSmall
 from fxremat.solvers import binomial, exact, persistent
 from fxremat.solvers.references import revolve
+from tests.draws import everyday
 from tests.solvers.chains import chains
 
 PHASES = [Phase.explicit, Phase.reuse, Phase.generate]
@@ -27,7 +28,7 @@ def test_by_hand():
     assert (table.least, table.enough) == (6, 7)
 
 
-@settings(max_examples=300, deadline=None, phases=PHASES)
+@settings(max_examples=everyday(300), deadline=None, phases=PHASES)
 @given(chains(6), extra)
 def test_schedule_costs_what_the_table_says(chain, more):
     table = _exact(chain, more)
@@ -42,7 +43,7 @@ def test_schedule_costs_what_the_table_says(chain, more):
     assert persistent.build(chain, table.mem, table.mem).curve[-1] <= table.curve[-1] + 1e-9
 
 
-@settings(max_examples=100, deadline=None, phases=PHASES)
+@settings(max_examples=everyday(100), deadline=None, phases=PHASES)
 @given(chains(5))
 def test_the_least_budget_is_exact(chain):
     table = revolve.build(chain, 64, 64)
@@ -52,7 +53,7 @@ def test_the_least_budget_is_exact(chain):
         table.schedule(table.least - 1)
 
 
-@settings(max_examples=100, deadline=None, phases=PHASES)
+@settings(max_examples=everyday(100), deadline=None, phases=PHASES)
 @given(chains(6))
 def test_more_memory_never_costs_time_up_to_enough(chain):
     enough = revolve.build(chain, 1, 1).enough
@@ -63,7 +64,7 @@ def test_more_memory_never_costs_time_up_to_enough(chain):
     assert times[enough - table.least] == times[-1] == pytest.approx(chain.least_time + again)
 
 
-@settings(max_examples=200, deadline=None, phases=PHASES)
+@settings(max_examples=everyday(200), deadline=None, phases=PHASES)
 @given(chains(7), st.floats(1.0, 2.5), st.integers(4, 60))
 def test_a_rounded_table_keeps_its_promise(chain, room, slots):
     mem = int(revolve.build(chain, 64, 8).least * room) + 1
@@ -73,7 +74,7 @@ def test_a_rounded_table_keeps_its_promise(chain, room, slots):
     assert timeline.time <= chain.least_time + table.curve[-1] + 1e-9
 
 
-@settings(max_examples=60, deadline=None, phases=PHASES)
+@settings(max_examples=everyday(60), deadline=None, phases=PHASES)
 @given(chains(7))
 def test_no_slower_than_the_binomial_schedules(chain):
     for timeline in (simulate(chain, schedule) for schedule in binomial.schedules(chain)):

@@ -14,6 +14,7 @@ from fxremat.chains.schedule import Drop, Schedule
 from fxremat.chains.simulate import simulate
 from fxremat.errors import BudgetTooSmall, FxrematError
 from fxremat.solvers import best, floating_drop, input_drop, persistent, rows, solve
+from tests.draws import everyday
 from tests.solvers.chains import chains
 from tests.solvers.oracle import fastest
 
@@ -54,7 +55,7 @@ def test_checkpoints_that_move(case):
     assert best(chain, case["mem"], solver="floating_drop").time == case["optimum"]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=everyday(300), deadline=None)
 @given(chains(5), extra, st.sampled_from(sorted(TABLES)))
 def test_schedule_costs_what_the_table_says(chain, more, solver):
     table = _exact(chain, more, solver)
@@ -63,7 +64,7 @@ def test_schedule_costs_what_the_table_says(chain, more, solver):
     assert timeline.time == pytest.approx(chain.least_time + table.curve[-1])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=everyday(200), deadline=None)
 @given(chains(6), st.sampled_from(sorted(TABLES)))
 def test_the_least_budget_is_exact(chain, solver):
     table = TABLES[solver].build(chain, 64, 64)
@@ -72,7 +73,7 @@ def test_the_least_budget_is_exact(chain, solver):
         table.schedule(table.least - 1)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=everyday(150), deadline=None)
 @given(chains(4, options=1), extra)
 def test_never_beaten_by_what_it_searches_and_never_beats_everything(chain, more):
     table = _exact(chain, more, "persistent")
@@ -86,7 +87,7 @@ def test_never_beaten_by_what_it_searches_and_never_beats_everything(chain, more
     assert optimum - 1e-9 <= floating <= with_drops + 1e-9 <= within_persistent + 2e-9
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=everyday(150), deadline=None)
 @given(chains(6), extra, st.sampled_from(sorted(TABLES)))
 def test_more_memory_never_costs_time(chain, more, solver):
     table = _exact(chain, more, solver)
@@ -94,7 +95,7 @@ def test_more_memory_never_costs_time(chain, more, solver):
     assert all(after <= before + 1e-9 for before, after in pairwise(times))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=everyday(150), deadline=None)
 @given(
     chains(7), st.integers(1, 1000), st.floats(1.0, 2.5), st.integers(1, 40), st.sampled_from(sorted(TABLES))
 )
@@ -107,7 +108,7 @@ def test_rounding_never_breaks_the_budget(chain, scale, room, slots, solver):
     assert timeline.time >= chain.least_time - 1e-9
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=everyday(150), deadline=None)
 @given(
     chains(7),
     st.integers(2, 1000),
@@ -121,7 +122,7 @@ def test_a_rounded_table_keeps_its_promise(chain, scale, room, slots, solver):
     assert simulate(chain, table.schedule(table.mem)).time <= chain.least_time + table.curve[-1] + 1e-9
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=everyday(60), deadline=None)
 @given(chains(8), st.integers(1, 60), st.integers(2, 30), st.sampled_from(sorted(TABLES)))
 def test_frontier(chain, slots, count, solver):
     chain = _scaled(chain, 37)

@@ -11,6 +11,7 @@ from fxremat.chains.simulate_join import simulate_join
 from fxremat.errors import BudgetTooSmall, FxrematError, InvalidSchedule
 from fxremat.solvers import input_drop, joins, solve
 from fxremat.solvers.joins import canonical
+from tests.draws import everyday
 from tests.solvers.chains import chains
 from tests.solvers.join_oracle import fastest
 
@@ -27,7 +28,7 @@ def joins_of(largest, most=3):
     )
 
 
-@settings(max_examples=150, deadline=None, phases=PHASES)
+@settings(max_examples=everyday(150), deadline=None, phases=PHASES)
 @given(chains(7), st.integers(1, 6), extra)
 def test_a_branch_and_a_trunk_are_a_chain(chain, cut, more):
     """The simulators agree op by op where the last block of the branch holds nothing else before the turn."""
@@ -54,7 +55,7 @@ def _moved(token, cut):
     return f"{where}:{token[:start]}{number}{token[end:]}"
 
 
-@settings(max_examples=200, deadline=None, phases=PHASES)
+@settings(max_examples=everyday(200), deadline=None, phases=PHASES)
 @given(joins_of(4), extra)
 def test_schedules_cost_what_the_table_says(join, more):
     table = _exact(join, more)
@@ -66,7 +67,7 @@ def test_schedules_cost_what_the_table_says(join, more):
         table.schedule(table.least - 1)
 
 
-@settings(max_examples=150, deadline=None, phases=PHASES)
+@settings(max_examples=everyday(150), deadline=None, phases=PHASES)
 @given(joins_of(5), st.floats(1.0, 2.5), st.integers(4, 60))
 def test_a_rounded_table_keeps_its_promise(join, room, slots):
     mem = int(canonical.build(join, 64, 8).least * room) + 1
@@ -76,7 +77,7 @@ def test_a_rounded_table_keeps_its_promise(join, room, slots):
     assert timeline.time <= _least_time(join) + table.curve[-1] + 1e-9
 
 
-@settings(max_examples=40, deadline=None, phases=PHASES)
+@settings(max_examples=everyday(40), deadline=None, phases=PHASES)
 @given(few_blocks, few_blocks, st.none() | chains(1, options=1), st.integers(0, 10))
 def test_no_faster_than_everything(left, right, trunk, more):
     join = Join(branches=(left, right), trunk=trunk)
@@ -88,7 +89,7 @@ def test_no_faster_than_everything(left, right, trunk, more):
     assert optimum - 1e-9 <= timeline.time <= _least_time(join) + table.curve[-1] + 1e-9
 
 
-@settings(max_examples=40, deadline=None, phases=PHASES)
+@settings(max_examples=everyday(40), deadline=None, phases=PHASES)
 @given(joins_of(3))
 def test_the_least_budgets_work(join):
     minima = []

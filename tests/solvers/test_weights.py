@@ -20,6 +20,8 @@ from benchmarks.weight_reference.step_bound import lower_bound
 from benchmarks.weight_reference.weight_plan import plan
 from fxremat.errors import BudgetTooSmall, InvalidChain, InvalidSchedule
 
+pytestmark = pytest.mark.long
+
 VECTORS = json.loads((Path(__file__).parents[1] / "data" / "weights.json").read_text())
 TINY = 1e-6
 

@@ -6,18 +6,10 @@ import networkx as nx
 import pytest
 from hypothesis import given
 
-from benchmarks import models
 from fxremat.linearize.crossings import crossings
 from fxremat.step.step_graph import StepGraph
-from tests.dags import capture
 from tests.joints import joints
-
-pytestmark = pytest.mark.usefixtures("torch_ready")
-
-
-def small(name: str) -> StepGraph:
-    case = models.get(name, "small")
-    return capture(case.model(), *case.batch())
+from tests.saved_steps import saved
 
 
 def forward_of(graph: StepGraph) -> nx.DiGraph:
@@ -35,7 +27,7 @@ def forward_of(graph: StepGraph) -> nx.DiGraph:
 
 @pytest.mark.parametrize("name", ["gpt", "resnet", "unet"])
 def test_ops_stand_in_a_topological_order_and_values_have_one_maker(name: str) -> None:
-    graph = small(name)
+    graph = saved(name).graph
     found = graph.to_networkx()
     assert nx.is_directed_acyclic_graph(found)
     place = {node: number for number, node in enumerate(nx.lexicographical_topological_sort(found, key=lambda n: n[1]))}
@@ -52,7 +44,7 @@ def test_ops_stand_in_a_topological_order_and_values_have_one_maker(name: str) -
 
 @pytest.mark.parametrize("name", ["gpt", "unet", "encoder_decoder", "siamese"])
 def test_what_crosses_a_position_separates_what_lies_before_it_from_what_follows(name: str) -> None:
-    graph = small(name)
+    graph = saved(name).graph
     forward, crossing = forward_of(graph), crossings(graph)
     late = nx.DiGraph(forward)
     ops = [op for op in graph.forward_ops if not op.anchored]

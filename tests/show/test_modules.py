@@ -18,7 +18,6 @@ from torch import Tensor, nn
 import fxremat
 from fxremat.plans import Plan
 from fxremat.search.candidate import Candidate
-from fxremat.search.survey import survey
 from fxremat.show.modules import ModuleNode, Share, added, module_tree
 from fxremat.show.text import ROWS as MOST
 from fxremat.show.text import WIDTH as COLUMNS
@@ -29,8 +28,9 @@ from fxremat.step.kinds import MemoryKind, bytes_by_kind
 from fxremat.step.program import Role
 from fxremat.step.step_graph import Origin
 from fxremat.units import format_bytes, format_seconds
-from tests.dags import Dag, Recipe, batch, capture, estimated, few, recipes
+from tests.dags import few
 from tests.exported import PLANS
+from tests.saved_steps import VARIED, saved, surveyed
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
 ROWS, WIDTH = 64, 32
@@ -69,12 +69,9 @@ def is_gradient(joint: Any, value: int) -> bool:
 
 
 @few(4)
-@given(recipes, st.integers(0, 100))
-def test_modules_add_up_to_every_candidate(recipe: Recipe, share: int) -> None:
-    torch.manual_seed(0)
-    joint = capture(Dag(recipe), *batch())
-    costs = estimated(joint)
-    frontier = survey(joint, costs, effort=0.1)
+@given(st.sampled_from(VARIED), st.integers(0, 100))
+def test_modules_add_up_to_every_candidate(name: str, share: int) -> None:
+    costs, frontier = saved(name).costs, surveyed(name)
     for candidate in {frontier.keep_all, *frontier.candidates[:: 1 + share // 10]}:
         total = check(candidate, costs).total
         assert total.extra == pytest.approx(candidate.time - frontier.keep_all.time, rel=1e-6, abs=1e-12)

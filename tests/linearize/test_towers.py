@@ -19,7 +19,8 @@ from fxremat.linearize.crossings import crossings
 from fxremat.linearize.towers import Towers, find_towers, on_the_layout
 from fxremat.passes.pipelines import PIPELINES, normalize
 from fxremat.search import survey as planner
-from tests.dags import capture, estimated
+from tests.dags import estimated
+from tests.saved_steps import saved
 from tests.training import differences, train
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
@@ -58,15 +59,14 @@ def inputs(count: int = 2) -> tuple[Tensor, ...]:
     return tuple(torch.randn(ROWS, WIDTH, generator=generator) for _ in range(count))
 
 
-def towers_of(model: nn.Module, *batch: Tensor) -> Towers | None:
-    torch._dynamo.reset()
-    joint = capture(model, *batch)
-    return find_towers(joint, crossings(joint), estimated(joint).seconds)
+def towers_of(name: str) -> Towers | None:
+    graph, costs = saved(name)
+    return find_towers(graph, crossings(graph), costs.seconds)
 
 
-@pytest.mark.parametrize(("shared", "count"), [(False, 2), (True, 2), (False, 3)])
-def test_towers_are_found(shared: bool, count: int) -> None:
-    towers = towers_of(Pair(shared, count).train(), *inputs(count))
+@pytest.mark.parametrize(("name", "count"), [("pair", 2), ("shared_pair", 2), ("three_towers", 3)])
+def test_towers_are_found(name: str, count: int) -> None:
+    towers = towers_of(name)
     assert towers is not None
     assert len(towers.ends) == len(towers.carried) == count
 
@@ -74,8 +74,7 @@ def test_towers_are_found(shared: bool, count: int) -> None:
 def test_the_siamese_benchmark_has_two_towers_and_other_models_none() -> None:
     found = {}
     for name in ("siamese", "gpt", "encoder_decoder", "inception", "unet"):
-        case = models.get(name, "small")
-        towers = towers_of(case.model(), *case.batch())
+        towers = towers_of(name)
         found[name] = len(towers.ends) if towers else 0
     assert found == {"siamese": 2, "gpt": 0, "encoder_decoder": 0, "inception": 0, "unet": 0}
 
@@ -98,7 +97,7 @@ def test_first_runs_keep_the_captured_order() -> None:
     assert str(moved) == "Fall1 Fck2 Fall3 Fall4 B4 B3 Fall2 B2 B1"
 
 
-@pytest.mark.parametrize(("shared", "count"), [(False, 2), (True, 2), (False, 3)])
+@pytest.mark.parametrize(("shared", "count"), [(True, 2), (False, 3)])
 def test_joins_run_with_the_numbers_of_plain_pytorch(
     shared: bool, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

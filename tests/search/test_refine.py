@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 
 import fxremat
 from fxremat.chains.schedule import Schedule
-from fxremat.graphs.captured import Captured
 from fxremat.linearize.crossings import Crossing
 from fxremat.linearize.lay_out import lay_out
 from fxremat.search.candidate import Frontier
@@ -29,14 +27,14 @@ from fxremat.search.survey import survey
 from fxremat.step.costs import Costs
 from fxremat.step.liveness import live_bytes
 from fxremat.step.program import Order, rematerialize
-from tests.dags import Dag, Layer, Recipe, batch, capture, estimated, few, recipes
+from fxremat.step.step_graph import StepGraph
+from tests.dags import few
+from tests.saved_steps import RANDOM, saved
 from tests.test_planner import INPUTS, Deep
-
-pytestmark = pytest.mark.usefixtures("torch_ready")
 
 
 class Searched(NamedTuple):
-    joint: Captured
+    joint: StepGraph
     costs: Costs
     frontier: Frontier
 
@@ -45,25 +43,23 @@ class Searched(NamedTuple):
         return Skeletons(self.joint, self.costs)
 
 
-def searched(joint: Captured, effort: float = 0.0) -> Searched:
-    """The frontier of a joint graph after a search on all rungs."""
-    costs = estimated(joint)
-    given = survey(joint, costs, effort=effort)
+@cache
+def searched(name: str, effort: float = 0.0) -> Searched:
+    """The frontier of a saved step after a search on all rungs."""
+    graph, costs = saved(name)
+    given = survey(graph, costs, effort=effort)
     most = given.keep_all.peak
-    return Searched(joint, costs, Ladder(given=given).to(most, costs, effort=effort).frontier(most))
+    return Searched(graph, costs, Ladder(given=given).to(most, costs, effort=effort).frontier(most))
 
 
-def surveyed(recipe: Recipe, effort: float = 0.0) -> Searched:
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    return searched(capture(Dag(recipe).train(), *batch()), effort)
+STEPS = st.sampled_from([*RANDOM, "gpt", "unet", "shared_pair", "overwriting"])
 
 
-@few(10)
-@given(recipes, st.integers(0, 2**32 - 1))
-def test_a_replay_is_exact_liveness(recipe: Recipe, seed: int) -> None:
+@few(20)
+@given(STEPS, st.integers(0, 2**32 - 1))
+def test_a_replay_is_exact_liveness(name: str, seed: int) -> None:
     """For the programs of schedules, and for any choice of recomputations."""
-    joint, costs, frontier = found = surveyed(recipe)
+    joint, costs, frontier = found = searched(name)
     rng = np.random.default_rng(seed)
     for candidate in (frontier.candidates[0], frontier.candidates[-1]):
         program = candidate.program()
@@ -80,35 +76,12 @@ def test_a_replay_is_exact_liveness(recipe: Recipe, seed: int) -> None:
 
 def test_towers_whose_shared_gradients_wait_too_long_are_planned_otherwise() -> None:
     """Backward ops of one tower wait for the other's gradients here, until the values that they read are gone."""
-    layers = [
-        Layer("linear", 0, 4),
-        Layer("attend", 8, 10),
-        Layer("batch_norm", 4, 5),
-        Layer("shared", 0, 3),
-        Layer("images", 0, 10),
-    ]
-    found = surveyed(Recipe(tuple(layers), 1, True, True))
+    found = searched("waiting_towers")
     assert found.frontier.minimum < found.frontier.keep_all.peak
 
 
-class Overwriting(nn.Module):
-    """Reads a buffer, overwrites it, and goes on: to compute its first layers again takes a copy of the buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("bias", torch.ones(16))
-        self.layers = nn.ModuleList([nn.Linear(16, 16) for _ in range(6)])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = torch.sin(self.layers[0](x) + self.bias)
-        self.bias.mul_(0.9)
-        for layer in self.layers[1:]:
-            x = torch.tanh(layer(x))
-        return x.sum()
-
-
 def test_copies_of_what_the_forward_overwrites_count_where_the_backward_reads_them() -> None:
-    _, costs, frontier = searched(capture(Overwriting(), torch.ones(256, 16)), effort=1)
+    _, costs, frontier = searched("overwriting", effort=1)
     programs = [candidate.program() for candidate in frontier.candidates]
     peaks = [live_bytes(program, costs.sizes).peak for program in programs]
     assert [candidate.peak for candidate in frontier.candidates] == peaks
@@ -122,10 +95,10 @@ def _some(skeleton: Skeleton, rng: np.random.Generator, share: float) -> np.ndar
     return np.where(skeleton.tape.optional == 1, taken, 1).astype(np.uint8)
 
 
-@few(10)
-@given(recipes, st.integers(0, 100))
-def test_a_search_makes_no_program_worse(recipe: Recipe, share: int) -> None:
-    found = surveyed(recipe)
+@few(20)
+@given(STEPS, st.integers(0, 100))
+def test_a_search_makes_no_program_worse(name: str, share: int) -> None:
+    found = searched(name)
     frontier = found.frontier
     least, most = frontier.minimum, frontier.keep_all.peak
     budget = least + share * (most - least) // 100
@@ -140,10 +113,10 @@ def test_a_search_makes_no_program_worse(recipe: Recipe, share: int) -> None:
     assert time <= start.time + 1e-9
 
 
-@few(10)
-@given(recipes)
-def test_what_does_not_fit_is_made_smaller(recipe: Recipe) -> None:
-    found = surveyed(recipe)
+@few(20)
+@given(STEPS)
+def test_what_does_not_fit_is_made_smaller(name: str) -> None:
+    found = searched(name)
     frontier = found.frontier
     skeleton = found.skeletons.around(frontier.keep_all.order())
     choice = skeleton.choice.copy()
@@ -153,8 +126,7 @@ def test_what_does_not_fit_is_made_smaller(recipe: Recipe) -> None:
 
 def test_leaving_out_recomputations_exceeds_a_budget_by_no_more_than_before() -> None:
     """Each one counts, where a choice does not fit on some of many pages; kept pages are those of what is left."""
-    joint = capture(nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(60)), Total()), *INPUTS)
-    costs = estimated(joint)
+    joint, costs = saved("deeper")
     frontier = survey(joint, costs, effort=0)
     skeleton = Skeletons(joint, costs).around(frontier.candidates[-1].order())
     assert blank_pages(skeleton.tape).peaks.size > 5
@@ -171,13 +143,6 @@ def test_leaving_out_recomputations_exceeds_a_budget_by_no_more_than_before() ->
         assert after <= before + 1e-9
         assert (spare.excess == pages.excess).all()
         assert (spare.times == pages.times).all()
-
-
-class Total(nn.Module):
-    """The sum, as a loss."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.tanh().sum()
 
 
 def test_what_nothing_reads_takes_memory_while_it_is_made() -> None:
@@ -200,8 +165,7 @@ def test_what_nothing_reads_takes_memory_while_it_is_made() -> None:
 
 def test_room_that_a_schedule_of_blocks_leaves_is_spent() -> None:
     """Keeping one value of twelve more than a schedule does saves its recomputation."""
-    joint = capture(Deep(), *INPUTS)
-    costs = estimated(joint)
+    joint, costs = saved("deep")
     blocks = survey(joint, costs, effort=0)
     small = blocks.candidates[-1]
     skeleton = Skeletons(joint, costs).around(small.order())
@@ -212,8 +176,7 @@ def test_room_that_a_schedule_of_blocks_leaves_is_spent() -> None:
 
 
 def test_refined_frontiers_are_no_worse_anywhere_and_the_same_each_time() -> None:
-    joint = capture(Deep(), *INPUTS)
-    plain, better, again = (searched(joint, effort) for effort in (0, 2, 2))
+    plain, better, again = searched("deep"), searched("deep", effort=2), searched.__wrapped__("deep", effort=2)
     for candidate in plain.frontier.candidates:
         assert better.frontier.within(candidate.peak).time <= candidate.time + 1e-12
     assert curve(better.frontier) == curve(again.frontier)
@@ -228,10 +191,10 @@ def curve(frontier: Frontier) -> list[tuple[int, float]]:
 
 
 @few(10)
-@given(recipes, st.lists(st.integers(0, 100), min_size=1, max_size=4))
-def test_more_memory_is_never_slower_whatever_was_asked_for_before(recipe: Recipe, shares: list[int]) -> None:
+@given(STEPS, st.lists(st.integers(0, 100), min_size=1, max_size=4))
+def test_more_memory_is_never_slower_whatever_was_asked_for_before(name: str, shares: list[int]) -> None:
     """The search up to a budget finds the same as the search of everything does for budgets up to there."""
-    found = surveyed(recipe)
+    found = searched(name)
     nothing = Ladder(given=survey(found.joint, found.costs, effort=0.2))
     least, most = nothing.given.minimum, nothing.given.keep_all.peak
     everything = nothing.to(most, found.costs, effort=0.2)
@@ -249,7 +212,7 @@ def test_more_memory_is_never_slower_whatever_was_asked_for_before(recipe: Recip
 
 
 def test_rungs_go_from_the_least_to_the_most_in_small_steps() -> None:
-    frontier = searched(capture(Deep(), *INPUTS)).frontier
+    frontier = searched("deep").frontier
     rungs = Ladder(given=frontier).rungs
     assert (rungs[0], rungs[-1]) == (frontier.minimum, frontier.keep_all.peak)
     assert all(1 < more / less < 1.03 for less, more in itertools.pairwise(rungs))
@@ -258,7 +221,7 @@ def test_rungs_go_from_the_least_to_the_most_in_small_steps() -> None:
 
 
 def test_an_order_that_reads_what_is_not_there_is_refused() -> None:
-    joint = capture(Deep(), *INPUTS)
+    joint, _ = saved("deep")
     layout = lay_out(joint, [])
     program = rematerialize(layout, Schedule.parse("Fall1 B1"))
     ops = [step.op for step in program.steps]
@@ -286,13 +249,13 @@ def test_a_plan_says_that_it_was_refined() -> None:
     assert not coarse.chosen.refined
 
 
-@few(10)
-@given(recipes, st.integers(0, 100))
-def test_nothing_beats_the_lower_bound(recipe: Recipe, share: int) -> None:
+@few(14)
+@given(STEPS)
+def test_nothing_beats_the_lower_bound(name: str) -> None:
     """Neither a schedule, nor what the search makes of it; and where nothing fits, the bound says at most so."""
-    joint, costs, frontier = surveyed(recipe, effort=0.5)
+    joint, costs, frontier = searched(name, effort=0.5)
     once = sum(costs.seconds)
-    for candidate in frontier.candidates:
+    for candidate in frontier.candidates[:: 1 + len(frontier.candidates) // 4]:
         if candidate.join:  # its backward has another order
             assert once <= candidate.time * (1 + 1e-6)
             continue
@@ -302,7 +265,7 @@ def test_nothing_beats_the_lower_bound(recipe: Recipe, share: int) -> None:
 
 def test_the_lower_bound_of_a_deep_chain_is_near_what_the_search_finds() -> None:
     """Twelve equal layers: half of the memory costs some recomputation, and the bound knows most of it."""
-    joint, costs, frontier = searched(capture(Deep(), *INPUTS), effort=1)
+    joint, costs, frontier = searched("deep", effort=1)
     once = frontier.keep_all.time
     budget = frontier.keep_all.peak // 2
     found, bound = frontier.within(budget).time, lower_bound(joint, costs, budget)

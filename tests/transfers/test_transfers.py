@@ -14,6 +14,7 @@ from fxremat.chains.simulate import simulate
 from fxremat.errors import FxrematError, InvalidSchedule
 from fxremat.solvers import input_drop, keep_all, periodic
 from tests.dags import few
+from tests.draws import everyday
 from tests.solvers.chains import chains
 from tests.ticks import Stuck, tick
 
@@ -66,7 +67,7 @@ def test_by_hand(text, memory, time, whole, fluid):
         assert (timeline.time, timeline.peak) == (time, peak), accounting
 
 
-@few(300)
+@few(everyday(300))
 @given(schedules(), st.integers(0, 8), st.booleans(), st.booleans())
 def test_like_the_slow_simulator(drawn, more, fluid, half):
     chain, schedule = drawn
@@ -77,7 +78,7 @@ def test_like_the_slow_simulator(drawn, more, fluid, half):
     assert timeline.peak <= limit
 
 
-@few(100)
+@few(everyday(100))
 @given(schedules(), st.booleans(), st.booleans())
 def test_a_deadlock_is_one_for_both(drawn, fluid, half):
     chain, schedule = drawn
@@ -90,7 +91,7 @@ def test_a_deadlock_is_one_for_both(drawn, fluid, half):
         tick(chain, schedule, limit, fluid=fluid, half=half)
 
 
-@few(200)
+@few(everyday(200))
 @given(schedules(), st.integers(0, 6), st.integers(1, 9), st.sampled_from([0.5, 1.0, 3.0]), st.booleans())
 def test_more_memory_or_bandwidth_never_costs_time(drawn, more, step, speed, fluid):
     chain, schedule = drawn
@@ -106,7 +107,7 @@ def test_more_memory_or_bandwidth_never_costs_time(drawn, more, step, speed, flu
         assert simulate(chain, schedule, better, accounting=accounting).time <= base.time + 1e-6
 
 
-@few(200)
+@few(everyday(200))
 @given(schedules(), st.integers(0, 6), st.sampled_from([0.5, 1.0, 3.0]))
 def test_fluid_is_no_slower_than_whole(drawn, more, speed):
     chain, schedule = drawn

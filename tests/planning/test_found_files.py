@@ -16,8 +16,8 @@ from fxremat.planning.frontier_cache import NO_GRAPH
 from fxremat.plans import Plan
 from fxremat.search import survey
 from fxremat.search.refine import Ladder
+from tests.linearize.test_towers import Pair, inputs
 from tests.test_planner import INPUTS, Deep
-from tests.test_towers import Pair, inputs
 
 pytestmark = pytest.mark.usefixtures("torch_ready", "surveys")
 

@@ -6,25 +6,18 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
-from torch import nn
 
-from benchmarks.capture import capture
 from fxremat.cost.remembered import remembered
 from fxremat.search.candidate import Frontier
 from fxremat.search.survey import survey
-from tests.dags import estimated
-
-pytestmark = pytest.mark.usefixtures("torch_ready")
+from tests.saved_steps import saved
 
 
 @pytest.fixture
 def frontier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Frontier:
     """Programs of a small model, and an empty cache."""
     monkeypatch.setenv("FXREMAT_CACHE", str(tmp_path))
-    layers = [nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(6)]
-    joint = capture(nn.Sequential(*layers, nn.Linear(32, 1), nn.Flatten(0)), torch.randn(1024, 32))
-    return survey(joint, estimated(joint), effort=0.0)
+    return survey(*saved("deep"), effort=0.0)
 
 
 def nothing() -> None:

@@ -21,7 +21,8 @@ from fxremat.step.costs import Costs
 from fxremat.step.kinds import MemoryKind
 from fxremat.step.liveness import live_bytes
 from fxremat.step.program import Role, Transfer
-from tests.dags import Dag, Recipe, batch, capture, estimated, few, recipes
+from tests.dags import capture, estimated, few
+from tests.saved_steps import VARIED, saved
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
 ROWS, WIDTH = 64, 32
@@ -76,13 +77,17 @@ def check_times(candidate: Candidate, costs: Costs, moments: Moments) -> None:
 
 
 @few(4)
-@given(recipes, st.integers(0, 100), st.sampled_from([0, 0, 1, 5000]), st.sampled_from([0, 16]), st.integers(0, 64))
-def test_moments_are_those_of_exact_liveness(recipe: Recipe, share: int, outside: int, root: int, seed: int) -> None:
-    torch.manual_seed(0)
-    joint = capture(Dag(recipe), *batch())
-    costs = estimated(joint)
+@given(
+    st.sampled_from(VARIED),
+    st.integers(0, 100),
+    st.sampled_from([0, 0, 1, 5000]),
+    st.sampled_from([0, 16]),
+    st.integers(0, 64),
+)
+def test_moments_are_those_of_exact_liveness(name: str, share: int, outside: int, root: int, seed: int) -> None:
+    joint, costs = saved(name)
     costs = replace(costs, sizes=replace(costs.sizes, outside=outside, root=root, seed=seed))
-    frontier = survey(joint, costs, effort=0.1)
+    frontier = survey(joint, costs, slots=60, effort=0)
     for candidate in {frontier.keep_all, *frontier.candidates[:: 1 + share // 10]}:
         moments = check(candidate, costs)
         if not candidate.program().recomputed:
@@ -90,8 +95,7 @@ def test_moments_are_those_of_exact_liveness(recipe: Recipe, share: int, outside
 
 
 def test_without_times_moments_are_counted() -> None:
-    joint = capture(Dag(Recipe((), 0, side=False)), *batch())
-    costs = estimated(joint)
+    joint, costs = saved("four_layers")
     costs = replace(costs, seconds=(0.0,) * len(costs.seconds))
     candidate = survey(joint, costs, effort=0).keep_all
     moments = check(candidate, costs)
