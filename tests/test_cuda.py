@@ -257,7 +257,7 @@ def test_a_model_whose_weights_are_on_the_host_trains_on_a_gpu() -> None:
     assert all(home.is_pinned() for home in hosted.values())
     for (name, theirs_), mine_ in zip(plain.named_parameters(), ours.parameters(), strict=True):
         assert torch.equal(theirs_.cpu(), mine_.detach().cpu()), name
-    compiled.to_device()
+    compiled.fxremat.to_device()
     assert all(p.is_cuda for p in ours.parameters())
     assert train_step(ours, mine, batch) == train_step(plain, theirs, batch)
 

@@ -126,7 +126,7 @@ def _while_planning(rank: int, world: int, kind: str, places: Sequence[str]) -> 
         dist.barrier()
     for rows in (4, 6, 4):
         found[f"then {rows}"] = _line(lambda: _step(model, rows))  # noqa: B023
-    found["plans"] = (0.0, str(len(model.plans)))
+    found["plans"] = (0.0, str(len(model.fxremat.plans)))
     dist.barrier()
     found["later"] = _line(lambda: _steps(model, 4 + 5 * rank))
     return found

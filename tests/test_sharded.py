@@ -89,9 +89,9 @@ def compared(
     theirs = train(reference, batches, rank)
     found, least = {}, 0
     for budget in budgets:
-        compiled = fxremat.compile(make(), mem=(least or 1) if budget == LEAST else budget, **QUICK)
+        mem = (least or 1) if budget == LEAST else budget
         try:
-            compiled.make_plan(batches[0], {})
+            compiled = fxremat.compile(make(), mem=mem, example_inputs=batches[0], **QUICK)
         except fxremat.BudgetTooSmall as error:
             compiled = fxremat.compile(make(), mem=error.minimum, **QUICK)
         found[budget] = differences(train(compiled, batches, rank), theirs)
@@ -583,8 +583,7 @@ def _deep(rank: int, world: int) -> tuple[int, int, int]:
     for model in (in_blocks(seeded(deep), mesh), in_blocks(seeded(deep), mesh)):
         least.append(least_budget(model, batch, **QUICK))
     block = sum(p.numel() * 4 for p in seeded(deep).blocks[0].parameters())  # type: ignore[union-attr, index]
-    compiled = fxremat.compile(in_blocks(seeded(deep), mesh), mem="100%", **QUICK)
-    compiled.make_plan(batch, {})
+    compiled = fxremat.compile(in_blocks(seeded(deep), mesh), mem="100%", example_inputs=batch, **QUICK)
     return least[0], compiled.plan.keep_all_peak, block
 
 

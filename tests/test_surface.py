@@ -118,9 +118,9 @@ def test_before_planning_there_is_no_plan() -> None:
     compiled = fxremat.compile(Stack(), mem="80%", **QUICK)
     compiled.eval()(rows())
     assert compiled.plan is None
-    assert compiled.plans == ()
+    assert compiled.fxremat.plans == ()
     compiled.train()(rows())
-    assert compiled.plan is compiled.plans[-1]
+    assert compiled.plan is compiled.fxremat.plans[-1]
 
 
 def test_nested_in_a_larger_module() -> None:
@@ -522,7 +522,7 @@ def test_a_model_without_trainable_parameters_runs_and_has_nothing_to_plan() -> 
     compiled = fxremat.compile(model, mem="100%", **QUICK)
     assert same(compiled(rows()), model(rows()))
     with pytest.raises(fxremat.FxrematError) as error:
-        compiled.make_plan((rows(),), {})
+        fxremat.plan(model, (rows(),), mem="100%", **QUICK)
     _assert_one_line(error.value, "nothing to plan")
 
 

@@ -357,7 +357,7 @@ def test_back_on_the_device_it_is_an_ordinary_model() -> None:
     for seed in range(2):
         assert step(model, mine, (rows(),), seed) == step(plain, theirs, (rows(),), seed)
     homes = set(model._fxremat.backend.weights._homes)
-    ordinary = model.to_device()._fxremat.model
+    ordinary = model.fxremat.to_device()._fxremat.model
     tensors = [*ordinary.parameters(), *(t for s in mine.state.values() for t in s.values())]
     assert not any(tensor.data_ptr() in homes for tensor in tensors)
     for seed in range(2, 4):
@@ -410,7 +410,7 @@ def test_another_shape_is_planned_for_the_same_hosted_weights() -> None:
         batch = (rows()[:count],)
         assert step(model, mine, batch, seed) == step(plain, theirs, batch, seed)
         hosted.append(set(model._fxremat.backend.weights.hosted))
-    assert len(model.plans) == 2
+    assert len(model.fxremat.plans) == 2
     assert hosted[0]
     assert all(numbers == hosted[0] for numbers in hosted)
 
@@ -633,7 +633,7 @@ def test_a_plan_leaves_nothing_on_the_optimizer() -> None:
     for seed in range(2):
         step(compiled, optimizer, (rows(),), seed)
     assert len(optimizer._optimizer_step_pre_hooks) == 1
-    compiled.to_device()
+    compiled.fxremat.to_device()
     del compiled
     torch._dynamo.reset()
     gc.collect()

@@ -169,4 +169,4 @@ def test_layouts_are_eagers(layout: torch.memory_format, plain: Normalized) -> N
 def test_for_sizes_that_change(plain: Normalized) -> None:
     compiled = fxremat.compile(copy.deepcopy(plain), mem="100%", dynamic=True, **FAST)
     assert_trains_alike(plain, compiled, batch(6), batch(9))
-    assert len(compiled.plans) == 2
+    assert len(compiled.fxremat.plans) == 2

@@ -41,7 +41,7 @@ def test_it_is_planned_for_anew_when_less_is_left(free: list[int], caplog: pytes
             model(x).backward()
             results.append([p.grad for p in model.parameters()])
         assert all(same(ours, theirs) for ours, theirs in zip(*results, strict=True))
-        return len(compiled.plans)
+        return len(compiled.fxremat.plans)
 
     assert step() == 1
     least = compiled.plan.minimum  # type: ignore[union-attr]
@@ -77,4 +77,4 @@ def test_other_budgets_never_change(free: list[int]) -> None:
     for left in (10**6, 10):
         free[0] = left
         compiled(rows()).backward()
-    assert len(compiled.plans) == 1
+    assert len(compiled.fxremat.plans) == 1

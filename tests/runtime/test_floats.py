@@ -65,7 +65,7 @@ def assert_same_steps(model: nn.Module, x: Tensor, values: list[float], **option
 
 
 def test_a_weight_that_changes_is_planned_twice() -> None:
-    assert len(assert_same_steps(Annealed(), torch.randn(32, 16), [0.1 * k for k in range(1, 9)]).plans) == 2
+    assert len(assert_same_steps(Annealed(), torch.randn(32, 16), [0.1 * k for k in range(1, 9)]).fxremat.plans) == 2
 
 
 def test_an_attribute_that_changes_is_planned_twice() -> None:
@@ -75,7 +75,7 @@ def test_an_attribute_that_changes_is_planned_twice() -> None:
     for call in range(6):
         model.temperature = plain.temperature = 1 + 0.1 * call
         assert torch.equal(step(plain, torch.ones(4, 16), 1.0), step(compiled, torch.ones(4, 16), 1.0))
-    assert len(compiled.plans) == 2
+    assert len(compiled.fxremat.plans) == 2
 
 
 def test_sizes_and_floats_may_change_together() -> None:
@@ -89,4 +89,4 @@ def test_sizes_and_floats_may_change_together() -> None:
 
 def test_a_float_that_gives_a_size_is_a_constant() -> None:
     compiled = assert_same_steps(Resized(), torch.randn(2, 3, 8, 8), [1.0, 1.5, 2.0])
-    assert len(compiled.plans) == 3
+    assert len(compiled.fxremat.plans) == 3

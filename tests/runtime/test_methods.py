@@ -59,7 +59,7 @@ def test_a_method_is_planned_by_name() -> None:
     compiled.eval()
     plain.eval()
     assert torch.equal(compiled(rows()), plain(rows()))
-    assert len(compiled.plans) == 1, "forward runs as it is"
+    assert len(compiled.fxremat.plans) == 1, "forward runs as it is"
 
 
 def test_a_plan_of_a_method_can_be_looked_at_and_survives_copies() -> None:

@@ -248,7 +248,7 @@ def test_what_traces_the_module_sees_the_plain_model() -> None:
     assert same(torch.fx.symbolic_trace(module)(rows()), module(rows()))
     exported = torch.export.export(module, (rows(),)).module()
     assert same(exported(rows()), module(rows()))
-    assert len(module.plans) == 1
+    assert len(module.fxremat.plans) == 1
 
 
 def test_transforms_of_torch_func_run_the_plain_model_and_say_so() -> None:
@@ -336,7 +336,7 @@ def test_old_plans_are_let_go() -> None:
     module = compiled(Loss(Stack(depth=1)))
     for n in range(1, 12):
         module(rows(n)).backward()
-    assert len(module.plans) == 8
+    assert len(module.fxremat.plans) == 8
     module(rows(1)).backward()
 
 
@@ -352,3 +352,48 @@ def test_models_of_one_class_do_not_share_a_limit_of_graphs() -> None:
     one, other = compiled(Stack(depth=1)), compiled(Stack(depth=1))
     assert one._fxremat.step.__wrapped__.__code__ is not other._fxremat.step.__wrapped__.__code__
     assert record(one, (rows(),), {}).output.shape == record(other, (rows(),), {}).output.shape
+
+
+class Planner(nn.Module):
+    """A model whose attributes have the names of ours."""
+
+    plans = 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plan = nn.Linear(4, 4)
+        self.fxremat = "mine"
+
+    def make_plan(self) -> str:
+        return "its own"
+
+    def to_device(self) -> str:
+        return "its own"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.plan(x).sum()
+
+
+def test_attributes_of_the_model_come_before_ours() -> None:
+    model = Planner()
+    compiled = fxremat.compile(model, mem="100%", cost="estimate", effort=0, progress=False)
+    compiled(torch.ones(2, 4)).backward()
+    assert compiled.plan is model.plan
+    assert (compiled.plans, compiled.fxremat, compiled.make_plan(), compiled.to_device()) == (
+        *(3, "mine"),
+        *("its own", "its own"),
+    )
+    compiled.fxremat = "another"
+    assert model.fxremat == "another"
+    del model.fxremat
+    assert compiled.fxremat.plan.predicted_peak <= compiled.fxremat.plans[-1].budget
+    assert "peak" in repr(compiled.fxremat)
+
+
+def test_ours_can_be_set_over_and_come_back() -> None:
+    compiled = fxremat.compile(nn.Linear(4, 4), mem="100%", cost="estimate", effort=0, progress=False)
+    assert compiled.plan is None
+    compiled.plan = 5
+    assert compiled.plan == 5
+    del compiled.plan
+    assert compiled.plan is None

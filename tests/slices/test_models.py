@@ -263,7 +263,7 @@ def test_every_size_is_captured_and_cut_by_itself() -> None:
         ours = gradients_after(model, step_of(compiled, (tokens, targets)))
         assert compiled.plan.slices
         assert {name for name in plain if error(ours[name], plain[name]) > CLOSE} == set()
-    assert len(compiled.plans) == 2
+    assert len(compiled.fxremat.plans) == 2
 
 
 def test_slices_go_through_the_door_of_torch_compile() -> None:
