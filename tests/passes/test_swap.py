@@ -21,7 +21,7 @@ from fxremat.step.program import Program, Role, Transfer, rematerialize
 from fxremat.transfers.activations import cap, most_on_host, swap, trips, trips_of
 from fxremat.transfers.copies import need_of
 from tests.dags import Dag, Recipe, batch, capture, estimated, few, recipes
-from tests.passes.test_program import graph_memory, saved_bytes, tangents_of
+from tests.passes.test_program import graph_memory, saved_bytes, tangent_bytes
 from tests.toys import FourLayers
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
@@ -149,11 +149,11 @@ def test_impossible_transfers_are_refused(schedule: str, message: str) -> None:
 
 
 @FEW
-@given(recipes, st.integers(0, 100), st.integers(0, 100), st.sampled_from([1e3, 1e9, 1e12]))
+@given(recipes, st.integers(0, 100), st.integers(0, 100), st.sampled_from([1e3, 1e9, 1e12]), st.booleans())
 def test_transfers_keep_the_budget_at_every_step_and_are_emitted_as_planned(
-    recipe: Recipe, share: int, tight: int, speed: float
+    recipe: Recipe, share: int, tight: int, speed: float, holds: bool
 ) -> None:
-    joint = capture(Dag(recipe), *batch())
+    joint = replace(capture(Dag(recipe), *batch()), holds_gradients=holds)  # on some releases of PyTorch it does
     costs = estimated(joint)
     frontier = survey(joint, costs, slots=60, effort=0).candidates
     program = frontier[share * (len(frontier) - 1) // 100].program()
@@ -174,9 +174,7 @@ def test_transfers_keep_the_budget_at_every_step_and_are_emitted_as_planned(
     forward, backward = lower(swapped.program, "tier")
     during = swapped.memory.during
     assert max(graph_memory(forward, {})) == max(during[: swapped.program.split])
-    own = saved_bytes(forward, backward, joint)
-    root = {node: node.meta["val"].untyped_storage().nbytes() for node in tangents_of(backward)}
-    own |= {node: size for node, size in root.items() if node.meta["val"].numel() > 1}
+    own = saved_bytes(forward, backward, joint) | tangent_bytes(backward, joint)
     held = sum(joint.values[value].bytes for value in (*joint.kept_outputs, *joint.held_tangents))
     assert max(graph_memory(backward, own)) + held == max(during[swapped.program.split :])
 
