@@ -80,7 +80,7 @@ def costs_from(
             workspace=tuple(workspace - gone + floats for workspace, gone in zip(own, taken, strict=True)),
             seed=torch.default_generator.get_state().numel() if device.type == "cpu" else 0,
             outside=set_aside(joint, device),
-            root=_numbers(joint, device) + _beside_copies(joint, device),
+            root=_numbers(joint, device) + held_beside_copies(joint, device),
             unsplit=unsplit(device),
         ),
         fresh=fresh,
@@ -123,7 +123,7 @@ def set_aside(joint: Captured, device: torch.device) -> int:
     return outside_bytes(joint) + numbers + _floats(joint, device) if numbers else 0
 
 
-def _beside_copies(joint: Captured, device: torch.device) -> int:
+def held_beside_copies(joint: Captured, device: torch.device) -> int:
     """Bytes of gradients that a loss outside hands in and autograd holds, beside the copies that a backward may make.
 
     It copies those that lie otherwise than the outputs do, where it cannot view them as they lie.
