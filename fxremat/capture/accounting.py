@@ -13,6 +13,7 @@ from fxremat.capture.handed_in import laid_out_by_others
 from fxremat.capture.names import FLOAT
 from fxremat.capture.nodes import is_number
 from fxremat.capture.op_key import op_key
+from fxremat.device import kind_of
 from fxremat.step.costs import Costs, OpCost
 from fxremat.step.liveness import Sizes
 from fxremat.step.step_graph import Kind, Origin, StepGraph
@@ -21,13 +22,11 @@ from fxremat.units import Budget
 
 NUMBERS_OF_LOSS = 4  # for each output: such as the loss's terms, sums of them, and the gradients of those
 SINGLE = torch.float32.itemsize
-CUDA_BLOCK = 512  # the caching allocator counts every tensor in blocks of this many bytes
-CUDA_UNSPLIT = 2**20  # bytes that it leaves in a block, rather than split them off, beyond a tensor of more than this
 
 
 def rounded(size: int, device: torch.device) -> int:
     """The bytes that the device's allocator takes for so many."""
-    block = CUDA_BLOCK if device.type == "cuda" else 1
+    block = kind_of(device).block
     return -(-size // block) * block
 
 
@@ -37,13 +36,15 @@ def held(size: int, device: torch.device) -> int:
     CUDA's caching allocator gives a tensor the smallest free block that it has. It splits off the rest, unless the
     tensor has more than 1 MiB and the rest is at most that; in expandable segments it splits off all.
     """
-    return rounded(size, device) + (unsplit(device) if size > CUDA_UNSPLIT else 0)
+    return rounded(size, device) + (unsplit(device) if size > kind_of(device).unsplit else 0)
 
 
 def unsplit(device: torch.device) -> int:
-    """Bytes that a block on a device may have beyond a tensor of more than `CUDA_UNSPLIT`."""
-    exact = device.type != "cuda" or not torch.cuda.is_available() or allocates_in_expandable_segments()
-    return 0 if exact else CUDA_UNSPLIT
+    """Bytes that a block on a device may have beyond a tensor of more than the device's kind leaves unsplit."""
+    kind = kind_of(device)
+    if not (kind.unsplit and kind.is_available()):
+        return 0
+    return 0 if kind.of_cuda and allocates_in_expandable_segments() else kind.unsplit
 
 
 def costs_from(

@@ -12,6 +12,7 @@ from fxremat.cost.device_memory import memory_on
 from fxremat.cost.estimate import assumptions
 from fxremat.cost.link import measure_link, typical_size
 from fxremat.cost.updates import units_of, with_own_sizes
+from fxremat.device import device_name
 from fxremat.errors import BudgetTooSmall, FxrematError
 from fxremat.host.default import default_tier
 from fxremat.host.tier import HostTier
@@ -23,7 +24,6 @@ from fxremat.planning.searched import Searched, estimated_device, fastest_within
 from fxremat.plans import Plan
 from fxremat.search.candidate import Candidate, Frontier
 from fxremat.step.costs import Costs, Link
-from fxremat.torch_private import device_name
 from fxremat.transfers.network import communicates, with_overlap
 from fxremat.transfers.offloading import with_offloading, with_schedules
 from fxremat.transfers.weight_updates import best_within, resident_peak

@@ -34,6 +34,7 @@ from fxremat.cost.devices import Device
 from fxremat.cost.layouts import LayoutsDiffer, Strides
 from fxremat.cost.segments import expand_segments
 from fxremat.cost.workspaces import make_workspaces, warn_of_trials
+from fxremat.device import kind_of
 from fxremat.errors import CaptureError, FxrematError, InvalidBudget
 from fxremat.host.default import default_tier
 from fxremat.ops.parameters import Weights, check_unscaled
@@ -326,8 +327,9 @@ class Backend:
         """What a captured graph goes through for the kernels that are to run it."""
         if not self.options.compiles:
             return self._eager_passes()
-        cuda = any(isinstance(tensor, torch.Tensor) and tensor.is_cuda for tensor in self._inputs)
-        return FOR_REGIONS_FROM_SEEDS if self.options.draws_from_seeds("cuda" if cuda else "cpu") else FOR_REGIONS
+        devices = [tensor.device for tensor in self._inputs if isinstance(tensor, torch.Tensor)]
+        in_triton = any(kind_of(device).in_triton for device in devices)
+        return FOR_REGIONS_FROM_SEEDS if self.options.draws_from_seeds(in_triton=in_triton) else FOR_REGIONS
 
     def _eager_passes(self) -> Sequence[Pass]:
         """The passes for PyTorch's own kernels, of which those of a CPU tell nothing of another device's."""
