@@ -17,14 +17,19 @@ from .compare import compare
 from .models import on_gpus
 
 
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    made.add_argument("--models", default=",".join(models.MAIN), help=f"of {', '.join(on_gpus.NAMES)}")
+    made.add_argument("--size", choices=("gpu", "full", "small"), default="gpu")
+    made.add_argument("--budgets", default="100,80,60,45,40,30,25", help="percent of plain PyTorch's peak")
+    made.add_argument("--steps", type=int, default=15)
+    made.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "train_gpu.json")
+    return made
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--models", default=",".join(models.MAIN), help=f"of {', '.join(on_gpus.NAMES)}")
-    parser.add_argument("--size", choices=("gpu", "full", "small"), default="gpu")
-    parser.add_argument("--budgets", default="100,80,60,45,40,30,25", help="percent of plain PyTorch's peak")
-    parser.add_argument("--steps", type=int, default=15)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "train_gpu.json")
-    arguments = parser.parse_args()
+    arguments = parser().parse_args()
     if not torch.cuda.is_available():
         raise SystemExit(
             "benchmarks.gpu: torch sees no CUDA device here; benchmarks.train measures on the CPU"
@@ -39,7 +44,7 @@ def main() -> None:
         for row in compare(get(name, arguments.size), percents, arguments.steps, device="cuda"):
             print(report.line(row), flush=True)
             rows.append(row)
-    report.write(arguments.out, rows, conditions)
+            report.write(arguments.out, rows, conditions)  # a run that is cut off keeps what it has
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from fxremat.device import Ability, kind_of
 from fxremat.errors import InvalidBudget
 from fxremat.torch_private import allocates_in_expandable_segments
 
@@ -15,18 +16,19 @@ SHRUNK = 0.97  # times what was free: with less, "auto" is planned for anew
 
 
 def free_bytes(device: torch.device, largest: int) -> int:
-    """Return what a CUDA device has free now, the allocator's own reserve included, less a margin.
+    """Return what a device has free now, the allocator's own reserve included, less a margin.
 
     Args:
         largest: bytes of the step's largest tensor: what is free in places that are smaller helps it nothing.
     """
-    if device.type != "cuda":
+    if not (kind := kind_of(device)).can(Ability.FREE):
         raise InvalidBudget(
             f'mem="auto" reads the free memory of a CUDA device, and this model is on {device.type}; give bytes, such '
             'as mem="4GiB", or a share, such as mem="60%"; for what another device would have left, add '
             'cost="estimate", device="H100"'
         )
-    free, share = free_memory(device), AUTO_MARGIN if allocates_in_expandable_segments() else BLOCKS_MARGIN
+    expandable = kind.of_cuda and allocates_in_expandable_segments()
+    free, share = free_memory(device), AUTO_MARGIN if expandable else BLOCKS_MARGIN
     return max(1, int(free - max(share * free, LEAST_MARGIN, FRAGMENTS * largest)))
 
 
@@ -36,6 +38,5 @@ def has_shrunk(planned: int, device: torch.device, largest: int) -> bool:
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that a CUDA device has free now, those that torch's allocator keeps for reuse among them."""
-    free, _ = torch.cuda.mem_get_info(device)
-    return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+    """Bytes that a device has free now, those that torch's allocator keeps for reuse among them."""
+    return kind_of(device).free(device)

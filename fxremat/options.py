@@ -213,9 +213,9 @@ class Options:
         """Whether regions of the step are compiled."""
         return self.kernels == "inductor"
 
-    def draws_from_seeds(self, device: str) -> bool:
-        """Whether dropouts of a step on a type of device draw from seeds that are values of the step."""
-        return self.compiles and (self.random or ("inductor" if device == "cuda" else "eager")) == "inductor"
+    def draws_from_seeds(self, *, in_triton: bool) -> bool:
+        """Whether dropouts of a step draw from seeds that are its values: where Triton compiles its regions, say."""
+        return self.compiles and (self.random or ("inductor" if in_triton else "eager")) == "inductor"
 
     @property
     def stepping(self) -> torch.optim.Optimizer | None:

@@ -635,8 +635,10 @@ def _place(stack: Iterable[Any]) -> str | None:
     return f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" if frame else None
 
 
-def allocations(call: Callable[[], T], device: torch.device) -> tuple[T, list[int]]:
-    """The result of a call, and the bytes that the device's allocator gave or, negative, took back, in order.
+def allocations(call: Callable[[], T], *, on_host: bool) -> tuple[T, list[int]]:
+    """The result of a call, and the bytes that an allocator gave or, negative, took back, in order.
+
+    It is the host's, or CUDA's: no other device's is recorded.
 
     `torch.autograd._enable_profiler_legacy` with `profile_memory` (2.11, 2.13): it records this thread alone, without
     Kineto, and a session costs some microseconds. A thread that a profiler of the user's records already has to be
@@ -651,7 +653,7 @@ def allocations(call: Callable[[], T], device: torch.device) -> tuple[T, list[in
         result = call()
     finally:
         threads = autograd._disable_profiler_legacy()
-    name = "cuda_memory_usage" if device.type == "cuda" else "cpu_memory_usage"
+    name = "cpu_memory_usage" if on_host else "cuda_memory_usage"
     events = (event for thread in threads for event in thread if event.kind() == "memory_alloc")
     return result, [size for event in events if (size := getattr(event, name)())]
 
@@ -683,6 +685,20 @@ def allocate_in_expandable_segments() -> bool:
     except RuntimeError:
         set_to("expandable_segments:False")
     return allocates_in_expandable_segments()
+
+
+@contextlib.contextmanager
+def not_compiling() -> Iterator[None]:
+    """While something real runs inside of a compilation: `torch.compiler.is_compiling()` is False, as in a step.
+
+    Optimizers ask for it, and allocate otherwise. `torch.compiler._is_compiling_flag` (2.11, 2.13).
+    """
+    compiler: Any = torch.compiler
+    before, compiler._is_compiling_flag = compiler._is_compiling_flag, False
+    try:
+        yield
+    finally:
+        compiler._is_compiling_flag = before
 
 
 def unprofiled(work: Callable[[], T]) -> T:
@@ -960,11 +976,6 @@ def cpu_name() -> str:
             if line.startswith("model name"):
                 return line.split(":", 1)[1].strip()
     return platform.processor() or platform.machine()
-
-
-def device_name(device: torch.device) -> str:
-    """What a cost was measured on."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
 
 
 def nnpack_enabled() -> bool:

@@ -50,7 +50,7 @@ def late_copies(chance: float = 0.0, seed: int = 0) -> Iterator[Device]:
     """
     device = Device(chance, seed)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pinned, "torch", _Torch(device))
+        patch.setattr(pinned, "kind_of", lambda _: _Kind(device))
         yield device
 
 
@@ -161,7 +161,7 @@ class Stream:
 
 
 class Event:
-    """The stand-in for `torch.cuda.Event`."""
+    """The stand-in for `torch.Event`."""
 
     def __init__(self, device: Device) -> None:
         self.stream, self.passed, self.seen = device.compute, True, 0
@@ -238,33 +238,23 @@ class _Copying(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Torch:
-    """The module `torch` with streams of a pretended device, and without pinned memory."""
-
-    def __init__(self, device: Device) -> None:
-        self.cuda = _Cuda(device)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
-
-    def empty(self, *sizes: int, pin_memory: bool, **options: Any) -> Tensor:
-        """Ordinary memory."""
-        return torch.empty(*sizes, **options)
-
-
-class _Cuda:
-    """The part of `torch.cuda` that `fxremat.host.pinned` uses."""
+class _Kind:
+    """The part of `fxremat.device.Kind` that `fxremat.host.pinned` uses."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
 
-    def Stream(self, device: object) -> Stream:  # noqa: N802
+    def stream(self, device: object) -> Stream:
         made = Stream(self._device)
         self._device.lanes.append(made)
         return made
 
-    def Event(self) -> Event:  # noqa: N802
+    def event(self, device: object) -> Event:
         return Event(self._device)
 
     def current_stream(self, device: object) -> Stream:
         return self._device.current
+
+    def pinned(self, elements: int, dtype: torch.dtype, device: object) -> Tensor:
+        """Ordinary memory."""
+        return torch.empty(elements, dtype=dtype)

@@ -27,7 +27,7 @@ from fxremat.step.liveness import Sizes
 from fxremat.step.step_graph import StepGraph
 
 if TYPE_CHECKING:
-    from fxremat.capture.captured import Captured
+    from fxremat.graphs.captured import Captured
 
 FOLDER = Path(__file__).parent / "data" / "steps"
 MODELS = (

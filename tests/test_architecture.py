@@ -16,7 +16,7 @@ ROOMS = (  # what stands further left may use what stands further right, never b
     *("__main__", "__init__", "api", "what_if", "pipelining", "runtime", "planning", "options", "profiles"),
     *("plans", "show", "planned_step", "plan_file", "kernels"),
     *("cost", "fusion", "slices", "passes", "ops", "graphs", "transfers", "search", "linearize", "step"),
-    *("solvers", "chains", "host", "budget"),
+    *("solvers", "chains", "host", "budget", "device"),
     *("agreement", "heartbeat", "torch_inductor", "torch_private", "jit", "progress", "units", "logs", "errors"),
 )
 

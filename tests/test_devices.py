@@ -35,8 +35,10 @@ def joint(*devices: str, scalars: tuple[str, ...] = (), frozen: tuple[str, ...] 
         joint("cuda:1", "cuda:1"),
         joint("cuda:0", scalars=("cpu",)),
         joint("cuda:0", frozen=("cpu",)),
+        joint("mps:0"),
+        joint("xpu:0", scalars=("cpu",)),
     ],
-    ids=["cpu", "a GPU", "a number beside it", "a mask beside it"],
+    ids=["cpu", "a GPU", "a number beside it", "a mask beside it", "mps", "xpu"],
 )
 def test_one_device(fine: Any) -> None:
     check_devices(fine)
@@ -46,12 +48,11 @@ def test_one_device(fine: Any) -> None:
     ("wrong", "says"),
     [
         (joint("cuda:0", "cuda:1"), r"2 devices \(cuda:0, cuda:1\)"),
-        (joint("mps:0"), "mps:0.*plans for CPUs and CUDA"),
-        (joint("xpu:0"), "xpu:0"),
+        (joint("hpu:0"), "hpu:0.*plans for CPU, CUDA, XPU, MPS"),
         (joint("meta"), r'meta device.*cost="estimate"'),
         (joint("cuda:0", "cpu"), "offload_weights"),
     ],
-    ids=["two GPUs", "mps", "xpu", "shapes alone", "a parameter on the host"],
+    ids=["two GPUs", "a kind that is not known", "shapes alone", "a parameter on the host"],
 )
 def test_other_devices_are_refused(wrong: Any, says: str) -> None:
     with pytest.raises(FxrematError, match=says) as error:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import re
+import shlex
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -11,10 +14,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks import gpu_first_hour, models, report
+from benchmarks import gpu, gpu_first_hour, models, report
 from benchmarks.answers import Answer, answer, difference, outcome
 from benchmarks.compare import compare
-from benchmarks.first_hour import part
+from benchmarks.first_hour import memory, part
 from benchmarks.first_hour.part import Column, Measure, Results, Row, Unfinished
 from benchmarks.models import Case, on_gpus
 from tests.toys import Loss, Stack
@@ -30,6 +33,38 @@ def test_parts_are_run_once_and_in_their_order() -> None:
     with pytest.raises(SystemExit, match=r"no part speed; there are all, facts, memory"):
         gpu_first_hour.parts_of(["facts", "speed"])
     assert gpu_first_hour.parser().parse_args([]).parts == ["facts"]
+
+
+def calls_of_the_page() -> list[list[str]]:
+    """The programs that docs/gpu.md calls in a first hour, as words, without what follows a pipe."""
+    page = (Path(__file__).parents[1] / "docs" / "gpu.md").read_text().partition("## The first hour")[2]
+    blocks = re.findall(r"^```sh\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    lines = "".join(blocks).replace("\\\n", " ").splitlines()
+    words = [shlex.split(line.partition("2>&1")[0]) for line in lines]
+    return [call for call in words if "python" in call]
+
+
+def test_calls_of_the_page_are_those_of_the_programs() -> None:
+    parts, models_called = list[str](), list[str]()
+    for limit, seconds, python, *call in calls_of_the_page():
+        assert (limit, python) == ("timeout", "python")
+        assert int(seconds) <= 600
+        match call:
+            case ["benchmarks/gpu_first_hour.py", *arguments]:
+                parts += gpu_first_hour.parts_of(gpu_first_hour.parser().parse_args(arguments).parts)
+            case ["-m", "benchmarks.gpu", *arguments]:
+                models_called += gpu.parser().parse_args(arguments).models.split(",")
+            case ["-m", "pytest", file, *_]:
+                assert (Path(__file__).parents[1] / file).exists()
+            case ["-c", program]:
+                names, budgets = re.findall(r"memory\((\(.*?\)), (\(.*?\))\)", program)[0]
+                assert set(ast.literal_eval(names)) <= set(memory.MODELS)
+                assert set(ast.literal_eval(budgets)) <= set(memory.BUDGETS)
+            case _:
+                raise AssertionError(call)
+    assert parts == list(gpu_first_hour.PARTS)
+    assert models_called
+    assert set(models_called) <= set(on_gpus.NAMES)
 
 
 def test_every_part_has_a_line_in_the_description() -> None:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 import fxremat
 from fxremat.errors import FxrematError
 from fxremat.host import default, pinned
+from fxremat.host.files import FileTier
 from fxremat.host.pinned import PinnedTier
 from fxremat.host.tier import HostTier
 from tests.dags import Dag, Layer, Recipe, batch, few, recipes
@@ -128,7 +129,7 @@ OPTIMIZERS: dict[str, Make] = {
 def tier(monkeypatch: pytest.MonkeyPatch) -> FailingTier:
     """The tier of those who name none."""
     made = FailingTier()
-    monkeypatch.setitem(default._default, "files", made)
+    monkeypatch.setitem(default._default, FileTier, made)
     return made
 
 

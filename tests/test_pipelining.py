@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from fxremat.capture import accounting
 from torch import Tensor, nn
 
 import fxremat
@@ -194,6 +195,19 @@ def test_a_border_inside_a_device_copies_nothing() -> None:
         tuple(Action(stage, kind, 0) for stage, kind in ((0, "F"), (1, "F"), (1, "B"), (0, "B"))),
     )
     assert most_bytes(plan, held, lowered(plan, 1)) == (30 + 60,)
+
+
+def test_a_gradient_that_the_engine_hands_in_is_counted_once_where_autograd_holds_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, inputs, target, loss_fn = MODELS["sections"]()
+    kept = []
+    for holds in (False, True):  # on some releases of PyTorch it does
+        monkeypatch.setattr(accounting, "holds_gradients", lambda holds=holds: holds)
+        ops = captured(model, inputs, target, loss_fn)
+        measured = profile(ops, (inputs,), target, devices=2, effort=0.0).spendings(0, 0)
+        kept.append([(one.kept, one.forward_peak, one.backward_peak) for one in measured])
+    assert kept[0] == kept[1]
 
 
 def test_equal_sections_with_and_without_a_gradient_of_their_input_are_planned_apart() -> None:

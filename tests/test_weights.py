@@ -739,3 +739,17 @@ def test_tiers_and_solvers_that_do_not_go_together_are_refused() -> None:
         fxremat.compile(model, offload=FileTier(), **options)
     with pytest.raises(fxremat.FxrematError, match="places transfers of activations alone"):
         fxremat.compile(model, offload=True, solver="pofo", **options)
+
+
+def test_the_least_budget_of_a_plan_is_that_of_a_compiled_model() -> None:
+    """An optimizer allocates otherwise while PyTorch compiles; it is measured as it runs in a step, wherever that is."""
+    def settings(model: nn.Module) -> dict[str, Any]:
+        optimizer = torch.optim.AdamW(model.parameters())
+        return {"offload_weights": True, "optimizer": optimizer, "effort": 0, "progress": False}
+
+    x = torch.ones(4, 8)
+    made = [nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1), nn.Flatten(0)) for _ in range(2)]
+    planned = fxremat.plan(made[0], (x,), mem="100%", **settings(made[0]))
+    compiled = fxremat.compile(made[1], mem="100%", example_inputs=(x,), **settings(made[1]))
+    assert compiled.plan is not None
+    assert (planned.minimum, planned.keep_all_peak) == (compiled.plan.minimum, compiled.plan.keep_all_peak)

@@ -24,6 +24,7 @@ from fxremat.cost.made_up import value_like, weights_like
 from fxremat.cost.measure import peak_of, quiet_world
 from fxremat.cost.remembered import keep, of_ops, recall, remembered
 from fxremat.cost.walk import given_inputs
+from fxremat.device import Ability, kind_of
 from fxremat.graphs.accounting import device_of
 from fxremat.graphs.captured import Captured, captured_of
 from fxremat.graphs.region import runnable
@@ -127,10 +128,10 @@ def _tried(run: Callable[[], T], device: torch.device) -> T | None:
 
 
 def has_room(program: Program, costs: Costs, inputs: Sequence[Any] = ()) -> bool:
-    """Tell whether a CUDA device has room now for one step and for inputs that are made up; log where it has not."""
+    """Tell whether an accelerator has room now for one step and for inputs that are made up; log where it has not."""
     joint = captured_of(program.layout.graph)
     device = device_of(joint)
-    if device.type != "cuda":
+    if not kind_of(device).can(Ability.FREE):
         return True
     given = given_inputs(joint, inputs)
     made = sum(v.bytes for v in joint.values if v.origin is Origin.PRIMAL and v.index not in given)
@@ -207,8 +208,7 @@ class _Made:
         ]
         del results
         gradients = self.backward(arguments)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        kind_of(self.device).synchronize(self.device)
         del gradients, held
 
     def seconds(self, primals: Sequence[Any], tangents: Sequence[Any]) -> float:

@@ -133,7 +133,7 @@ def memory_on(device: Device, joint: Captured, optimizer: torch.optim.Optimizer 
     Args:
         optimizer: of these parameters; None: `USUAL`.
     """
-    block = torch.device("cuda" if device.cuda else "cpu")
+    block = device.torch_device
     placeholders = (v for v in joint.values if v.origin is Origin.PRIMAL and joint.shown[v.index].op == "placeholder")
     given = sum(rounded(value.bytes, block) for value in placeholders if value.index not in joint.updates_of)
     name = optimizer if isinstance(optimizer, str) else type(optimizer).__name__ if optimizer else ""

@@ -14,6 +14,9 @@ import difflib
 import re
 from dataclasses import dataclass, replace
 
+import torch
+
+from fxremat.device import accelerates
 from fxremat.errors import FxrematError
 from fxremat.units import format_bytes
 
@@ -43,6 +46,16 @@ class Device:
 
     def __str__(self) -> str:
         return self.name
+
+    @property
+    def torch_device(self) -> torch.device:
+        """A device of PyTorch whose kind this is of."""
+        return torch.device("cuda" if self.cuda else "cpu")
+
+    @classmethod
+    def like(cls, device: torch.device) -> Device:
+        """Return the description that stands for a device of PyTorch whose numbers are not known."""
+        return cls.named("cuda" if accelerates(device) else "cpu")
 
     @classmethod
     def named(cls, name: str | Device) -> Device:

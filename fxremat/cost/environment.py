@@ -19,7 +19,8 @@ from typing import Any, cast
 
 import torch
 
-from fxremat.torch_private import device_name, nnpack_enabled
+from fxremat.device import device_name, kind_of
+from fxremat.torch_private import nnpack_enabled
 
 MEASURING = 2  # of fxremat's own measuring: raise it when `measure`, `calibrate` or the key of an op changes
 
@@ -37,7 +38,7 @@ Settings = dict[str, Any]
 def environment(device: torch.device) -> Settings:
     """The environment of a device, as JSON can write it."""
     found = {"measuring": MEASURING, "device": device_name(device)} | software() | switches()
-    if device.type == "cuda":
+    if kind_of(device).of_cuda:
         found |= cuda_switches() | cuda_hardware(device)
     return found
 

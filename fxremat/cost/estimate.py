@@ -70,8 +70,7 @@ def estimate(joint: Captured, device: Device, fresh: frozenset[int] = frozenset(
     Args:
         fresh: ops that make a new result where they might overwrite an operand.
     """
-    allocator = torch.device("cuda" if device.cuda else "cpu")
-    return costs_from(joint, [cost_of(op, joint, device) for op in joint.ops], allocator, fresh)
+    return costs_from(joint, [cost_of(op, joint, device) for op in joint.ops], device.torch_device, fresh)
 
 
 def assumptions(joint: Captured, device: Device) -> str:

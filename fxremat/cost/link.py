@@ -9,6 +9,7 @@ import torch
 
 from fxremat.cost.cache import CostCache
 from fxremat.cost.measure import quiet_world
+from fxremat.device import kind_of
 from fxremat.graphs.captured import Captured
 from fxremat.host.tier import HostTier
 from fxremat.step.costs import Link
@@ -67,13 +68,8 @@ def _least_seconds(move: Callable[[], None], device: torch.device) -> float:
 
 
 def _timed(move: Callable[[], None], device: torch.device) -> float:
-    _synchronize(device)
+    kind_of(device).synchronize(device)
     start = time.perf_counter()
     move()
-    _synchronize(device)
+    kind_of(device).synchronize(device)
     return time.perf_counter() - start
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -38,6 +38,7 @@ from fxremat.cost.estimate import cost_of
 from fxremat.cost.layouts import LayoutsDiffer, Strides, key_of, otherwise_than_shown
 from fxremat.cost.made_up import Call, call_of
 from fxremat.cost.walk import Walk, given_inputs
+from fxremat.device import KINDS, Ability, accelerates, kind_of
 from fxremat.errors import FxrematError
 from fxremat.graphs.accounting import costs_from, device_of, op_keys, rounded
 from fxremat.graphs.batch_norm import STATISTICS
@@ -50,7 +51,7 @@ from fxremat.graphs.region import Region, laid_out
 from fxremat.progress import progress
 from fxremat.step.costs import Costs, OpCost
 from fxremat.step.step_graph import Kind, Op
-from fxremat.torch_private import allocations, is_real, real_tensors, unprofiled
+from fxremat.torch_private import allocations, is_real, not_compiling, real_tensors, unprofiled
 
 aten = torch.ops.aten
 log = logging.getLogger(__name__)
@@ -80,6 +81,8 @@ def measure(
         LayoutsDiffer: the step was traced with views that real layouts do not allow.
     """
     device = device_of(joint)
+    if not (kind := kind_of(device)).metered:
+        kind.require(Ability.STATISTICS, 'ops cannot be measured there; cost="estimate" plans without')
     cache = CostCache.of_device(device)
     layouts = f"layouts {_digest(joint)}"
     refused = _refused(cache, layouts)
@@ -99,7 +102,7 @@ def measure(
     ]
     if unknown := [op for op, cost in zip(joint.ops, by_op, strict=True) if cost is None]:
         _warn_of_estimates(op.target for op in unknown)
-        rough = Device.named("cuda" if device.type == "cuda" else "cpu")
+        rough = Device.like(device)
         by_op = [
             cost or cost_of(op, joint, rough, safe=True) for op, cost in zip(joint.ops, by_op, strict=True)
         ]
@@ -115,7 +118,7 @@ def known_costs(joint: Captured, rate: float = 1.0) -> Costs:
         rate: times the estimated seconds.
     """
     device = device_of(joint)
-    cache, rough = CostCache.of_device(device), Device.named(device.type)
+    cache, rough = CostCache.of_device(device), Device.like(device)
 
     def estimated(op: Op) -> OpCost:
         if op.kind is Kind.REGION:
@@ -201,15 +204,15 @@ def _warn_of_estimates(targets: Iterable[str]) -> None:
 @contextlib.contextmanager
 def quiet_world(device: torch.device) -> Iterator[None]:
     """Real tensors, no gradients, no autocast, the device current, and the generators as they were afterwards."""
-    cuda = device.type == "cuda"
+    kind = kind_of(device)
     with contextlib.ExitStack() as stack:
         stack.enter_context(real_tensors())
+        stack.enter_context(not_compiling())
         stack.enter_context(torch.no_grad())
-        stack.enter_context(torch.random.fork_rng(devices=[device] if cuda else []))
-        for kind in {"cpu", device.type} & {"cpu", "cuda"}:
-            stack.enter_context(torch.autocast(kind, enabled=False))
-        if cuda:
-            stack.enter_context(torch.cuda.device(device))
+        stack.enter_context(kind.kept_random_state(device))
+        for computing in {"cpu", device.type} & KINDS.keys():
+            stack.enter_context(torch.autocast(computing, enabled=False))
+        stack.enter_context(kind.current(device))
         yield
 
 
@@ -255,14 +258,14 @@ def _measure(
 
 
 def raise_clocks(device: torch.device, seconds: float = RISE_SECONDS) -> None:
-    """Multiply matrices for a while on CUDA: an idle GPU runs at a fifth of its clock, and ops are timed one by one."""
-    if device.type != "cuda":
+    """Multiply matrices for a while: an idle GPU runs at a fifth of its clock, and ops are timed one by one."""
+    if not (kind := kind_of(device)).accelerator:
         return
     matrix = torch.ones(1024, 1024, device=device)  # 4 MiB
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
         torch.mm(matrix, matrix)
-        torch.cuda.synchronize(device)
+        kind.synchronize(device)
 
 
 def _check_views(differing: Iterable[Mapping[str, tuple[str, Strides]]]) -> None:
@@ -398,7 +401,7 @@ def _region_measured(region: Region, call: Call, device: torch.device) -> tuple[
         region.give_up(f"{type(error).__name__}: {error}")
     hold()
     seconds = seconds_of(run, device, prepare=hold)
-    allocations(hold, device)  # which knows the size of what is freed later only where it saw it allocated
+    _note_allocations(hold, device)  # which knows the size of what is freed later only where it saw it allocated
     peak, result = peak_of(run, device)
     return _cost(seconds, peak, result, device, new=False), result
 
@@ -417,7 +420,7 @@ def _on_a_copy(call: Call, device: torch.device, *, fixed: bool) -> tuple[float,
     """Seconds and peak of a call that overwrites its operand, from runs that overwrite a copy."""
     scratch = torch.empty_like(call.args[0]).copy_(call.args[0])
     trial = _on(scratch, call)
-    anew = None if device.type == "cuda" else partial(scratch.copy_, call.args[0])  # there numbers change no time
+    anew = None if accelerates(device) else partial(scratch.copy_, call.args[0])  # there numbers change no time
     seconds = seconds_of(trial, device, prepare=anew, fixed=fixed)
     return seconds, peak_of(trial, device)[0]
 
@@ -491,8 +494,8 @@ def seconds_of(
         prepare: what to do before each run, whose time does not count.
         fixed: run it a fixed number of times, as other ranks do.
     """
-    if device.type == "cuda":
-        return _cuda_seconds(call) if prepare is None else _cuda_seconds_beside(call, prepare)
+    if kind_of(device).can(Ability.TIMING):
+        return _seconds_by_events(call, device) if prepare is None else _seconds_beside(call, prepare, device)
     return _cpu_seconds(call, prepare, 0.0 if fixed else SAMPLE_SECONDS)
 
 
@@ -511,12 +514,12 @@ def _cpu_seconds(call: Callable[[], Any], prepare: Callable[[], Any] | None, sam
     return statistics.median(runs)
 
 
-def _cuda_seconds(call: Callable[[], Any]) -> float:
+def _seconds_by_events(call: Callable[[], Any], device: torch.device) -> float:
     """The median over a few batches of what one call adds to a busy stream: launches overlap as in a real step."""
     call()
-    runs: list[float] = []
+    kind, runs = kind_of(device), list[float]()
     for _ in range(LEAST_RUNS):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start, end = (kind.event(device, timed=True) for _ in range(2))
         start.record()
         for _ in range(MOST_RUNS):
             call()
@@ -526,7 +529,7 @@ def _cuda_seconds(call: Callable[[], Any]) -> float:
     return statistics.median(runs)
 
 
-def _cuda_seconds_beside(call: Callable[[], Any], prepare: Callable[[], Any]) -> float:
+def _seconds_beside(call: Callable[[], Any], prepare: Callable[[], Any], device: torch.device) -> float:
     """Seconds that one call adds to a busy stream in which it takes turns with `prepare`; 0.1 us at least."""
 
     def both() -> None:
@@ -535,28 +538,41 @@ def _cuda_seconds_beside(call: Callable[[], Any], prepare: Callable[[], Any]) ->
 
     prepare()
     call()
-    return max(1e-7, _cuda_seconds(both) - _cuda_seconds(prepare))
+    return max(1e-7, _seconds_by_events(both, device) - _seconds_by_events(prepare, device))
+
+
+def _note_allocations(call: Callable[[], Any], device: torch.device) -> None:
+    """Run a call, and let the profiler see what it allocates, where it sees that."""
+    if (kind := kind_of(device)).recorded:
+        allocations(call, on_host=not kind.accelerator)
+    else:
+        call()
 
 
 def peak_of(call: Callable[[], Any], device: torch.device) -> tuple[int, Any]:
     """Bytes at the worst moment of a call, above those at its start, and what it returns."""
-    before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-    result, sizes = allocations(call, device)
+    kind = kind_of(device)
+    if not kind.recorded:
+        return _peak_by_statistics(call, device)
+    counted = kind.can(Ability.STATISTICS)
+    before = kind.allocated(device) if counted else 0
+    result, sizes = allocations(call, on_host=not kind.accelerator)
     peak = max(0, *itertools.accumulate(sizes, initial=0))
-    if device.type == "cuda" and sum(sizes) != torch.cuda.memory_allocated(device) - before:
+    if counted and sum(sizes) != kind.allocated(device) - before:
         del result  # an allocator that does not tell of all it does
-        return _cuda_peak(call, device)
+        return _peak_by_statistics(call, device)
     return peak, result
 
 
-def _cuda_peak(call: Callable[[], Any], device: torch.device) -> tuple[int, Any]:
+def _peak_by_statistics(call: Callable[[], Any], device: torch.device) -> tuple[int, Any]:
     """The same from the allocator's own peak, which begins anew."""
-    torch.cuda.synchronize(device)
-    before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
+    kind = kind_of(device)
+    kind.synchronize(device)
+    before = kind.allocated(device)
+    kind.forget_most(device)
     result = call()
-    torch.cuda.synchronize(device)
-    return int(torch.cuda.max_memory_allocated(device)) - before, result
+    kind.synchronize(device)
+    return kind.most_allocated(device) - before, result
 
 
 def _output_bytes(result: Any) -> tuple[int, ...]:

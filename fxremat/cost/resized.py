@@ -36,7 +36,7 @@ _estimated: WeakKeyDictionary[Captured, Sequence[OpCost]] = WeakKeyDictionary()
 def resized(joint: Captured, known: Captured, costs: Costs) -> Costs:
     """The costs of a joint graph, from those of one with the same ops at other sizes. O(ops), of which some run."""
     device = device_of(joint)
-    rough = Device.named("cuda" if device.type == "cuda" else "cpu")
+    rough = Device.like(device)
     before, now = _estimates(known, rough), _estimates(joint, rough)
     by_op = [
         OpCost(costs.seconds[op.index] * now[op.index].seconds / before[op.index].seconds, _workspace(op, costs))

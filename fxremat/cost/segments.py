@@ -11,6 +11,7 @@ import os
 
 import torch
 
+from fxremat.device import kind_of
 from fxremat.torch_private import allocate_in_expandable_segments, allocates_in_expandable_segments
 
 log = logging.getLogger(__name__)
@@ -23,7 +24,8 @@ def expand_segments(device: torch.device) -> None:
     Nothing changes where the model is on no CUDA device, where a variable of the environment has settings of the
     allocator, where another allocator than PyTorch's own runs, or where the device's driver cannot map memory.
     """
-    if device.type != "cuda" or not torch.cuda.is_available() or any(os.environ.get(name) for name in VARIABLES):
+    kind = kind_of(device)
+    if not (kind.of_cuda and kind.is_available()) or any(os.environ.get(name) for name in VARIABLES):
         return
     if torch.cuda.get_allocator_backend() != "native" or allocates_in_expandable_segments():
         return

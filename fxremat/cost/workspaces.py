@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from fxremat.cost.estimate import CONVOLUTIONS
+from fxremat.device import kind_of
 from fxremat.graphs.captured import Captured
 from fxremat.torch_private import real_tensors
 
@@ -15,16 +16,17 @@ log = logging.getLogger(__name__)
 
 
 def make_workspaces(device: torch.device) -> None:
-    """Let the forward's thread and autograd's multiply once on the current stream; nothing where it is no CUDA device.
+    """Let the forward's thread and autograd's multiply once on the current stream; nothing where cuBLAS is not used.
 
     cuBLAS keeps a workspace for each thread and stream (32 MiB on Hopper, some 8 MiB elsewhere), and cublasLt another,
     which torch takes from its caching allocator at the first product of each. Made by the first step they would be
     memory above its plan; made before, they are what is allocated already. Another stream makes its own later.
     """
-    if device.type != "cuda" or not torch.cuda.is_available():
+    kind = kind_of(device)
+    if not (kind.of_cuda and kind.is_available()):
         return
     on_its_thread = torch.autograd.set_multithreading_enabled(True)  # AOTAutograd has it off while it traces
-    with real_tensors(), torch.enable_grad(), torch.autocast("cuda", enabled=False), on_its_thread:
+    with real_tensors(), torch.enable_grad(), torch.autocast(device.type, enabled=False), on_its_thread:
         multiply: Any = _Multiply.apply
         multiplied = multiply(torch.zeros(16, 16, device=device, requires_grad=True))
         multiplied.sum().backward()
@@ -36,7 +38,7 @@ def warn_of_trials(joint: Captured, device: torch.device) -> None:
     With `torch.backends.cudnn.benchmark` each thread tries all kernels at the first convolution of its sizes:
     autograd's does in the first backward, and may choose others than those that were measured.
     """
-    if device.type != "cuda" or not (torch.backends.cudnn.enabled and torch.backends.cudnn.benchmark):
+    if not kind_of(device).of_cuda or not (torch.backends.cudnn.enabled and torch.backends.cudnn.benchmark):
         return
     if any(getattr(joint.nodes[op.index].target, "overloadpacket", None) in CONVOLUTIONS for op in joint.ops):
         log.warning(

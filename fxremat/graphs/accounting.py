@@ -7,6 +7,7 @@ from collections.abc import Sequence, Set
 import torch
 from torch import fx
 
+from fxremat.device import kind_of
 from fxremat.graphs.captured import Captured, captured_of
 from fxremat.graphs.handed_in import laid_out_by_others
 from fxremat.graphs.names import FLOAT
@@ -19,13 +20,11 @@ from fxremat.torch_private import allocates_in_expandable_segments, holds_gradie
 
 NUMBERS_OF_LOSS = 4  # for each output: such as the loss's terms, sums of them, and the gradients of those
 SINGLE = torch.float32.itemsize
-CUDA_BLOCK = 512  # the caching allocator counts every tensor in blocks of this many bytes
-CUDA_UNSPLIT = 2**20  # bytes that it leaves in a block, rather than split them off, beyond a tensor of more than this
 
 
 def rounded(size: int, device: torch.device) -> int:
     """The bytes that the device's allocator takes for so many."""
-    block = CUDA_BLOCK if device.type == "cuda" else 1
+    block = kind_of(device).block
     return -(-size // block) * block
 
 
@@ -35,13 +34,15 @@ def held(size: int, device: torch.device) -> int:
     CUDA's caching allocator gives a tensor the smallest free block that it has. It splits off the rest, unless the
     tensor has more than 1 MiB and the rest is at most that; in expandable segments it splits off all.
     """
-    return rounded(size, device) + (unsplit(device) if size > CUDA_UNSPLIT else 0)
+    return rounded(size, device) + (unsplit(device) if size > kind_of(device).unsplit else 0)
 
 
 def unsplit(device: torch.device) -> int:
-    """Bytes that a block on a device may have beyond a tensor of more than `CUDA_UNSPLIT`."""
-    exact = device.type != "cuda" or not torch.cuda.is_available() or allocates_in_expandable_segments()
-    return 0 if exact else CUDA_UNSPLIT
+    """Bytes that a block on a device may have beyond a tensor of more than the device's kind leaves unsplit."""
+    kind = kind_of(device)
+    if not (kind.unsplit and kind.is_available()):
+        return 0
+    return 0 if kind.of_cuda and allocates_in_expandable_segments() else kind.unsplit
 
 
 def costs_from(
@@ -78,7 +79,7 @@ def costs_from(
             workspace=tuple(workspace - gone + floats for workspace, gone in zip(own, taken, strict=True)),
             seed=torch.default_generator.get_state().numel() if device.type == "cpu" else 0,
             outside=set_aside(joint, device),
-            root=_numbers(joint, device) + _beside_copies(joint, device),
+            root=_numbers(joint, device) + held_beside_copies(joint, device),
             unsplit=unsplit(device),
         ),
         fresh=fresh,
@@ -121,7 +122,7 @@ def set_aside(joint: Captured, device: torch.device) -> int:
     return outside_bytes(joint) + numbers + _floats(joint, device) if numbers else 0
 
 
-def _beside_copies(joint: Captured, device: torch.device) -> int:
+def held_beside_copies(joint: Captured, device: torch.device) -> int:
     """Bytes of gradients that a loss outside hands in and autograd holds, beside the copies that a backward may make.
 
     It copies those that lie otherwise than the outputs do, where it cannot view them as they lie.

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fxremat.device import Ability, kind_of
 from fxremat.errors import FxrematError
 from fxremat.host.pool import FilePool
 from fxremat.host.tier import HostTier, span_of
@@ -140,7 +141,7 @@ class _ThreadLane:
             self._under_way[key] = self._thread.submit(self._copy, source, target, notes, issued)
 
     def _copy(
-        self, source: torch.Tensor, target: torch.Tensor, notes: list[Copied] | None, issued: torch.cuda.Event | None
+        self, source: torch.Tensor, target: torch.Tensor, notes: list[Copied] | None, issued: torch.Event | None
     ) -> None:
         start = time.time_ns()
         with _after(issued):
@@ -161,25 +162,27 @@ class _ThreadLane:
             self._thread.shutdown()
 
 
-def _issued(*tensors: torch.Tensor) -> torch.cuda.Event | None:
-    """An event that passes when all has run that the caller's stream was given so far; None without CUDA tensors."""
+def _issued(*tensors: torch.Tensor) -> torch.Event | None:
+    """An event that passes when all has run that the caller's stream was given so far; None where there is none."""
     for tensor in tensors:
-        if tensor.is_cuda:
-            event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(tensor.device))
+        kind = kind_of(tensor.device)
+        if kind.can(Ability.STREAMS):
+            event = kind.event(tensor.device)
+            event.record(kind.current_stream(tensor.device))
             return event
+        kind.synchronize(tensor.device)
     return None
 
 
 @contextlib.contextmanager
-def _after(issued: torch.cuda.Event | None) -> Iterator[None]:
+def _after(issued: torch.Event | None) -> Iterator[None]:
     """Copy on a stream that begins when the event has passed; this thread waits for what it was given."""
     if issued is None:
         yield
         return
-    stream = torch.cuda.Stream(issued.device)
+    stream = kind_of(issued.device).stream(issued.device)
     stream.wait_event(issued)
-    with torch.cuda.stream(stream):
+    with stream:
         yield
     stream.synchronize()
 

@@ -1,4 +1,4 @@
-"""A host tier in pinned memory, for CUDA: a side stream for each direction and device."""
+"""A host tier in pinned memory, for accelerators: a side stream for each direction and device."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fxremat.device import kind_of
 from fxremat.errors import FxrematError
-from fxremat.host.tier import HostTier, current, span_bytes, span_of
+from fxremat.host.tier import HostTier, span_bytes, span_of
 from fxremat.units import format_bytes
 
 
 class PinnedTier(HostTier):
-    """Pinned host memory, copied by side streams of the CUDA device that the tensor is on, whichever is current.
+    """Pinned host memory, copied by side streams of the device that the tensor is on, whichever is current.
 
     A tensor that leaves is held until `release`, which makes the compute stream wait for the copy's event: what the
     caching allocator gives that memory to next runs on the compute stream, so after the copy. A tensor that comes back
@@ -96,19 +97,19 @@ class _Copying(NamedTuple):
     key: int
     source: torch.Tensor
     target: torch.Tensor
-    event: torch.cuda.Event  # has passed once the copy is over
+    event: torch.Event  # has passed once the copy is over
 
 
 class _StreamLane:
-    """One direction of one CUDA device: copies run one after the other on a stream of their own.
+    """One direction of one device: copies run one after the other on a stream of their own.
 
     What is copied is held until somebody waits for the copy or, after an exception, until it is seen to be over.
-    Copies are many, so calls are chosen that take Python little: `with stream`, and streams by a device's number.
+    Copies are many, so `with stream` is used, which takes Python little.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.stream = torch.cuda.Stream(device)
-        self._index = device.index
+        self._device, self._kind = device, kind_of(device)
+        self.stream = self._kind.stream(device)
         self._under_way: dict[int, _Copying] = {}  # by number, in the order in which they end
         self._latest: dict[int, int] = {}  # key -> number
         self._number = count()
@@ -116,8 +117,8 @@ class _StreamLane:
 
     def copy(self, source: torch.Tensor, target: torch.Tensor, key: int) -> None:
         self._let_go()
-        self.stream.wait_stream(torch.cuda.current_stream(self._index))
-        event = torch.cuda.Event()
+        self.stream.wait_stream(self._kind.current_stream(self._device))
+        event = self._kind.event(self._device)
         try:
             with self.stream:
                 target.data.copy_(source, non_blocking=True)  # .data: autograd may have saved it
@@ -135,7 +136,7 @@ class _StreamLane:
             number = self._latest.pop(key, None)
             copying = None if number is None else self._under_way.pop(number, None)
         if copying is not None:
-            torch.cuda.current_stream(self._index).wait_event(copying.event)
+            self._kind.current_stream(self._device).wait_event(copying.event)
 
     def synchronize(self) -> None:
         """Wait for all copies."""
@@ -155,10 +156,9 @@ class _StreamLane:
 
 def _pinned_like(tensor: torch.Tensor) -> torch.Tensor:
     try:
-        with current(tensor.device):
-            flat = torch.empty(span_of(tensor), dtype=tensor.dtype, pin_memory=True)
+        flat = kind_of(tensor.device).pinned(span_of(tensor), tensor.dtype, tensor.device)
     except RuntimeError as error:
-        if "memory" not in str(error):  # an assertion on the device, which the next call of CUDA reports
+        if "memory" not in str(error):  # an assertion on the device, which the next call reports
             raise
         raise FxrematError(
             f"the host has no {format_bytes(span_bytes(tensor))} of pinned memory left; limit what is offloaded with "

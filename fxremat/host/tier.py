@@ -9,7 +9,7 @@
 memory: autograd keeps it between forward and backward, and whatever happens there (an exception, a backward that never
 comes, two forwards in a row) the memory goes back to the pool with it.
 
-    PinnedTier   CUDA: pinned memory, one side stream a direction and device; torch's pinned allocator is the pool
+    PinnedTier   accelerators: pinned memory, one side stream a direction and device; torch's allocator is the pool
     FileTier     everywhere: memory-mapped files without a name, one thread a direction
 
 A lane runs the copies of one direction in order, and holds what a copy reads and writes until the copy is over: an
@@ -18,13 +18,11 @@ exception between `prefetch` and `wait` frees no memory that is still being writ
 
 from __future__ import annotations
 
-import contextlib
 import os
 import weakref
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager
 from itertools import count
-from typing import Any, Self
+from typing import Self
 
 import torch
 
@@ -127,12 +125,6 @@ def _forked() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forked)
-
-
-def current(device: torch.device) -> AbstractContextManager[Any]:
-    """Make a CUDA device the current one for a while; a CPU needs nothing, nor does the one that is current."""
-    elsewhere = device.type == "cuda" and device.index not in (None, torch.cuda.current_device())
-    return torch.cuda.device(device) if elsewhere else contextlib.nullcontext()
 
 
 def span_of(tensor: torch.Tensor) -> int:

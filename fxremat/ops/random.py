@@ -16,14 +16,15 @@ from typing import Any
 
 import torch
 
+from fxremat.device import Ability, accelerates, kind_of
+
+HOST = torch.device("cpu")
+
 
 def generator_of(arguments: tuple[Any, ...], options: dict[str, Any]) -> torch.Generator:
     """The default generator of the device that an op with these arguments draws from."""
     device = options.get("device") or next((t.device for t in _tensors(arguments)), torch.device("cpu"))
-    if isinstance(device, torch.device) and device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        return torch.cuda.default_generators[index]
-    return torch.default_generator
+    return kind_of(device if isinstance(device, torch.device) else HOST).generator(device)
 
 
 def _tensors(arguments: tuple[Any, ...]) -> Iterator[torch.Tensor]:
@@ -38,8 +39,9 @@ class GeneratorStates:
     """The states, now, of the generators that a step on these tensors may draw from. Takes none of torch's memory."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        devices = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
-        generators = [torch.default_generator, *(torch.cuda.default_generators[d.index] for d in devices)]
+        devices = {HOST, *(tensor.device for tensor in tensors if accelerates(tensor.device))}
+        kinds = [(kind_of(device), device) for device in devices]
+        generators = [kind.generator(device) for kind, device in kinds if kind.can(Ability.GENERATORS)]
         self._states = [(generator, generator.clone_state()) for generator in generators]
 
     @contextlib.contextmanager

@@ -21,6 +21,8 @@ from torch import Tensor, fx
 
 from fxremat.chains.chain import Block, Chain, Option
 from fxremat.errors import CaptureError
+from fxremat.graphs.accounting import device_of, held_beside_copies
+from fxremat.graphs.captured import captured_of
 from fxremat.options import options_of
 from fxremat.pipelining.stages import Ops, StageModule
 from fxremat.plans import Plan
@@ -263,9 +265,11 @@ def _spendings(plan: Plan) -> tuple[Spending, ...]:
 
 def _spending(candidate: Candidate, costs: Costs) -> Spending:
     program = candidate.program()
-    joint = program.layout.graph
-    memory = live_bytes(program, costs.sizes, kept=joint.tangent_values)
-    coming = sum(costs.sizes.values[value] for value in joint.tangent_values) + costs.sizes.root
+    joint = captured_of(program.layout.graph)
+    # The engine hands in gradients as the stage was traced, so that none is copied: autograd holds the engine's own.
+    sizes = replace(costs.sizes, root=costs.sizes.root - held_beside_copies(joint, device_of(joint)))
+    memory = live_bytes(program, sizes, kept=joint.tangent_values)
+    coming = sum(sizes.values[value] for value in joint.tangent_values) + sizes.root
     halves = [0.0, 0.0]
     for position, step in enumerate(program.steps):
         if step.op is not None:

@@ -11,6 +11,7 @@ from fxremat.cost.device_memory import memory_on
 from fxremat.cost.estimate import assumptions
 from fxremat.cost.link import measure_link, typical_size
 from fxremat.cost.updates import units_of, with_own_sizes
+from fxremat.device import device_name
 from fxremat.errors import BudgetTooSmall, FxrematError
 from fxremat.graphs.accounting import device_of
 from fxremat.graphs.captured import Captured, captured_of
@@ -26,7 +27,6 @@ from fxremat.plans import Plan
 from fxremat.search.candidate import Candidate, Frontier
 from fxremat.search.floor import floor_of
 from fxremat.step.costs import Costs, Link
-from fxremat.torch_private import device_name
 from fxremat.transfers.network import communicates, with_overlap
 from fxremat.transfers.offloading import with_offloading, with_schedules
 from fxremat.transfers.weight_updates import best_within, resident_peak

@@ -1,20 +1,19 @@
-"""Which devices a step can be planned for: one CUDA device, or the CPU."""
+"""Which devices a step can be planned for: one accelerator, or the CPU."""
 
 from __future__ import annotations
 
 import torch
 
+from fxremat.device import KINDS, Ability, accelerates, kind_of
 from fxremat.errors import FxrematError
 from fxremat.graphs.captured import Captured, inputs_of
-from fxremat.graphs.nodes import tensors_of
-
-PLANNED = ("cpu", "cuda")
+from fxremat.graphs.nodes import is_random, tensors_of
 
 
 def check_devices(joint: Captured) -> None:
     """Raise `FxrematError` unless the step runs on one device that fxremat can measure and replay.
 
-    Numbers and small masks on the CPU beside a CUDA device are no second one; a parameter there is.
+    Numbers and small masks on the CPU beside an accelerator are no second one; a parameter there is.
     """
     found: dict[torch.device, str] = {}
     for node in joint.module.graph.nodes:
@@ -28,12 +27,13 @@ def check_devices(joint: Captured) -> None:
                 'gradient there: look at a plan with fxremat.plan(..., cost="estimate"), or give the model data with '
                 "model.to_empty(...)"
             )
-        if device.type not in PLANNED:
+        if device.type not in KINDS:
+            names = ", ".join(kind.name for kind in KINDS.values())
             raise FxrematError(
-                f"the model computes on {device}, where fxremat can neither measure memory nor replay random numbers; "
-                "it plans for CPUs and CUDA devices"
+                f"the model computes on {device}, a kind of device that fxremat knows nothing of; it plans for {names}"
             )
-    accelerators = sorted({str(device) for device in found if device.type == "cuda"})
+    _check_random(joint)
+    accelerators = sorted({str(device) for device in found if accelerates(device)})
     if len(accelerators) > 1:
         raise FxrematError(
             f"the model computes on {len(accelerators)} devices ({', '.join(accelerators)}), and a budget is for one: "
@@ -45,6 +45,16 @@ def check_devices(joint: Captured) -> None:
             f"{accelerators[0]}, and a budget is for one device: move the model there, or let fxremat keep parameters "
             "on the host with offload_weights=True"
         )
+
+
+def _check_random(joint: Captured) -> None:
+    """Raise `FxrematError` where an op draws random numbers that the device could not draw again."""
+    for node in joint.module.graph.nodes:
+        if is_random(node):
+            for tensor in tensors_of(node):
+                if tensor is not None:
+                    remedy = f"fxremat cannot draw again what {node.name} draws, so train without it there"
+                    kind_of(tensor.device).require(Ability.GENERATORS, remedy)
 
 
 def _on_the_host(joint: Captured) -> list[str]:

@@ -28,6 +28,7 @@ from fxremat.cost.devices import Device
 from fxremat.cost.layouts import LayoutsDiffer, Strides
 from fxremat.cost.segments import expand_segments
 from fxremat.cost.workspaces import make_workspaces, warn_of_trials
+from fxremat.device import kind_of
 from fxremat.errors import CaptureError, FxrematError, InvalidBudget
 from fxremat.graphs.accounting import device_of, largest_tensor
 from fxremat.graphs.captured import Captured, inputs_of, read_joint, with_updates_inside
@@ -366,9 +367,9 @@ class Backend:
         """What a captured graph goes through for the kernels that are to run it."""
         if not self.options.compiles:
             return self._eager_passes()
-        cuda = any(isinstance(tensor, torch.Tensor) and tensor.is_cuda for tensor in self._inputs)
-        seeds = self.options.draws_from_seeds("cuda" if cuda else "cpu")
-        return PIPELINES["inductor from seeds" if seeds else "inductor"]
+        devices = [tensor.device for tensor in self._inputs if isinstance(tensor, torch.Tensor)]
+        in_triton = any(kind_of(device).in_triton for device in devices)
+        return PIPELINES["inductor from seeds" if self.options.draws_from_seeds(in_triton=in_triton) else "inductor"]
 
     def _eager_passes(self) -> Sequence[str]:
         """The passes for PyTorch's own kernels, of which those of a CPU tell nothing of another device's."""

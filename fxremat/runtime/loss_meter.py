@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxremat.device import Ability, kind_of
 from fxremat.graphs.accounting import assumed_for
 from fxremat.torch_private import is_compiled_backward
 
@@ -31,9 +32,8 @@ class MeasuredLoss:
 
 def levels_of(device: torch.device) -> tuple[int, int] | None:
     """Bytes that are allocated now, and that were at most since the user has reset that; None where nobody counts."""
-    if device.type != "cuda":
-        return None
-    return torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+    kind = kind_of(device)
+    return (kind.allocated(device), kind.most_allocated(device)) if kind.can(Ability.STATISTICS) else None
 
 
 class LossMeter:

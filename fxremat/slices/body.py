@@ -21,6 +21,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
+from fxremat.device import kind_of
 from fxremat.graphs.accounting import rounded
 from fxremat.graphs.nodes import storage_bytes, tensors_of
 from fxremat.graphs.overwriting import PLACE, overwritten
@@ -216,7 +217,7 @@ class Sliced:
 
 def summed_in_type(value: torch.Tensor, *, wide: bool) -> torch.dtype:
     """The type in which a sum over slices is added up: a single number as exactly as may be."""
-    if value.dtype in (*HALF, torch.float32) and value.numel() == 1 and value.device.type in ("cpu", "cuda"):
+    if value.dtype in (*HALF, torch.float32) and value.numel() == 1 and kind_of(value.device).doubles:
         return torch.float64
     return torch.float32 if wide and value.dtype in HALF else value.dtype
 

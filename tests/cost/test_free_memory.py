@@ -32,9 +32,9 @@ def plan() -> fxremat.Plan:
 
 
 def test_what_the_allocator_keeps_for_reuse_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (100, 1000))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 700)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 300)
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda _: (100, 1000))
+    monkeypatch.setattr(torch.accelerator, "memory_reserved", lambda _: 700)
+    monkeypatch.setattr(torch.accelerator, "memory_allocated", lambda _: 300)
     assert budget.free_memory(CUDA) == 500
 
 

@@ -21,7 +21,7 @@ def takes(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], Callable[[], Non
     clock = [0.0]
 
     class Event:
-        def __init__(self, **_: Any) -> None:
+        def __init__(self, *_: Any, **__: Any) -> None:
             self.at = 0.0
 
         def record(self) -> None:
@@ -39,7 +39,7 @@ def takes(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], Callable[[], Non
 
         return call
 
-    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch, "Event", Event)
     return call_of
 
 
@@ -55,7 +55,7 @@ def test_clocks_rise_before_ops_are_timed(monkeypatch: pytest.MonkeyPatch) -> No
     waited: list[torch.device] = []
     ones = torch.ones
     monkeypatch.setattr(torch, "ones", lambda *_, device: ones(2, 2))
-    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
     raise_clocks(CUDA, seconds=0.01)
     assert waited
     assert set(waited) == {CUDA}

@@ -17,7 +17,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fxremat.device import CPU as CPUS
+from fxremat.device import KINDS, Ability, kind_of
 from fxremat.errors import FxrematError
 from fxremat.host import files, pinned, pool
 from fxremat.host import tier as tier_module
@@ -41,6 +43,7 @@ from tests.dags import few
 pytestmark = pytest.mark.usefixtures("torch_ready")
 
 CPU = torch.device("cpu")
+ABLE = replace(CPUS, abilities=frozenset(Ability))  # a CPU that plays a device with streams and pinned memory
 LAYOUTS: dict[str, Callable[[], Tensor]] = {
     "rows": lambda: torch.randn(33, 17),
     "columns": lambda: torch.randn(17, 33).t(),
@@ -245,6 +248,7 @@ def test_a_refused_pinned_allocation_is_one_clear_line(monkeypatch: pytest.Monke
 
     tensor = torch.zeros(1000)
     monkeypatch.setattr(torch, "empty", refuse)
+    monkeypatch.setitem(KINDS, "cpu", ABLE)
     with pytest.raises(FxrematError, match=r"the host has no 3.9 KiB of pinned memory left; .*host_mem"):
         PinnedTier().offload(tensor)
 
@@ -476,11 +480,12 @@ def test_the_span_of_a_layout(tensor: Tensor, span: int) -> None:
 
 
 def test_a_device_is_current_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert isinstance(tier_module.current(CPU), contextlib.nullcontext)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: f"current: {device}")
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    assert isinstance(tier_module.current(torch.device("cuda", 0)), contextlib.nullcontext)
-    assert tier_module.current(torch.device("cuda", 1)) == "current: cuda:1"
+    monkeypatch.setattr(torch.accelerator, "device_index", lambda index: f"current: {index}")
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    assert isinstance(kind_of(CPU).current(CPU), contextlib.nullcontext)
+    here, there = torch.device("cuda", 0), torch.device("cuda", 1)
+    assert isinstance(kind_of(here).current(here), contextlib.nullcontext)
+    assert kind_of(there).current(there) == "current: 1"
 
 
 @dataclass
@@ -635,7 +640,7 @@ def test_a_forked_child_has_threads_and_files_of_its_own() -> None:
 
 @dataclass
 class Gpus:
-    """A stand-in for torch.cuda that writes down what waits for what; events pass when they are told to."""
+    """A stand-in for streams and events that writes down what waits for what; events pass when they are told to."""
 
     log: list[str] = field(default_factory=list)
     events: list[Any] = field(default_factory=list)
@@ -663,7 +668,7 @@ class Gpus:
             def __exit__(self, *_: object) -> None: ...
 
         class Event:
-            def __init__(self) -> None:
+            def __init__(self, *_: Any, **__: Any) -> None:
                 self.name, self.passed = f"event {len(gpus.events)}", False
                 gpus.events.append(self)
 
@@ -673,9 +678,10 @@ class Gpus:
             def query(self) -> bool:
                 return bool(self.passed)
 
-        patch.setattr(torch.cuda, "Stream", Stream)
-        patch.setattr(torch.cuda, "Event", Event)
-        patch.setattr(torch.cuda, "current_stream", lambda index: Stream(torch.device("cuda", index), "compute"))
+        patch.setattr(torch, "Stream", Stream)
+        patch.setattr(torch, "Event", Event)
+        patch.setattr(torch.accelerator, "current_stream", lambda device: Stream(device, "compute"))
+        patch.setitem(KINDS, "cpu", ABLE)
 
 
 @pytest.fixture
@@ -756,14 +762,14 @@ def test_a_pinned_tier_has_lanes_for_both_directions(gpus: Gpus, monkeypatch: py
     assert torch.equal(back, x)
     assert back.stride() == x.stride()
     assert gpus.log == [
-        "side of cpu waits for compute of cuda",
+        "side of cpu waits for compute of cpu",
         "side of cpu is current",
         "side of cpu records event 0",
-        "compute of cuda waits for event 0",
-        "side of cpu waits for compute of cuda",
+        "compute of cpu waits for event 0",
+        "side of cpu waits for compute of cpu",
         "side of cpu is current",
         "side of cpu records event 1",
-        "compute of cuda waits for event 1",
+        "compute of cpu waits for event 1",
     ]
     out, into = tier._lanes["out", CPU], tier._lanes["in", CPU]
     tier.offload(x), tier.prefetch(host, CPU)
@@ -817,6 +823,7 @@ def test_pinned_memory_has_the_layout_of_its_tensor(monkeypatch: pytest.MonkeyPa
 
     like = torch.zeros(10, 10, dtype=torch.float16)[2:4, 1:3]
     monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setitem(KINDS, "cpu", ABLE)
     found = pinned._pinned_like(like)
     assert asked == [(12, True)]
     assert (found.shape, found.stride(), found.dtype) == (like.shape, like.stride(), like.dtype)

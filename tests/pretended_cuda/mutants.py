@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from fxremat.device import Kind
 from fxremat.host import files, pinned
 from fxremat.ops.parameters import Weights
 
@@ -39,7 +40,10 @@ def _no_wait_for_copies(patch: pytest.MonkeyPatch) -> None:
 
 
 def _no_wait_for_compute(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(torch.cuda.Stream, "wait_stream", nothing)
+    class Deaf(torch.Stream):
+        wait_stream = nothing
+
+    patch.setattr(Kind, "stream", lambda _, device: Deaf(device))
 
 
 def _nothing_held(patch: pytest.MonkeyPatch) -> None:
