@@ -742,7 +742,8 @@ def test_tiers_and_solvers_that_do_not_go_together_are_refused() -> None:
 
 
 def test_the_least_budget_of_a_plan_is_that_of_a_compiled_model() -> None:
-    """An optimizer allocates otherwise while PyTorch compiles; it is measured as it runs in a step, wherever that is."""
+    """An optimizer allocates otherwise while PyTorch compiles; it is measured as it runs in a step."""
+
     def settings(model: nn.Module) -> dict[str, Any]:
         optimizer = torch.optim.AdamW(model.parameters())
         return {"offload_weights": True, "optimizer": optimizer, "effort": 0, "progress": False}
