@@ -1,4 +1,4 @@
-"""What a CUDA device has free: what mem="auto" means."""
+"""Free memory of a device, less a margin: the bytes of mem="auto"."""
 
 from __future__ import annotations
 

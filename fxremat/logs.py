@@ -1,4 +1,4 @@
-"""What the environment asks to be logged: FXREMAT_LOG, names with commas between, such as `passes`."""
+"""Topics that the environment asks to be logged: FXREMAT_LOG, names with commas between, such as `passes`."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class Captured(StepGraph):
 
     @property
     def passes(self) -> tuple[Any, ...]:
-        """What each pass did to the graph before it was read: see `passes.pipelines.Rewrite`."""
+        """Changes that each pass made before the graph was read: see `passes.pipelines.Rewrite`."""
         rewrites: tuple[Any, ...] = self.module.meta.get("rewrites", ())
         return rewrites
 

@@ -67,13 +67,7 @@ class CapturedStep(ABC):
         """Return the least budget that works, in bytes. Searches as long as a plan does."""
 
     def at(self, **sizes: object) -> Self:
-        """Return the same step for inputs of other sizes, where it was captured for several.
-
-            step.at(tokens=300)            the input `tokens` has 300 along its last symbolic dimension
-            step.at(tokens=(8, 300))       ... and 8 along the first; a shape
-            step.at(tokens={0: 8})         by dimension
-
-        Other inputs whose sizes are equal to those now follow them, unless they are named too.
+        """Return the same step for inputs of other sizes, where it was captured for several: see `Plan.at`.
 
         Raises:
             FxrematError: the step is of fixed sizes, or the input has none that are symbolic.
