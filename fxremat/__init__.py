@@ -25,7 +25,8 @@ from fxremat.errors import (
 )
 
 if TYPE_CHECKING:
-    from fxremat.api import capture, compile, plan, profile
+    from fxremat.api import capture, compare, compile, plan, profile
+    from fxremat.cost.devices import Device
     from fxremat.host.files import FileTier
     from fxremat.host.pinned import PinnedTier
     from fxremat.host.tier import HostTier
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from fxremat.plans import Plan
     from fxremat.profiles import Profile
     from fxremat.runtime.data_parallel import fully_shard
+    from fxremat.settings import Inductor, Loss, Offload, Search, Slices
     from fxremat.solvers import solve
 
 __version__ = "0.1.0"
@@ -43,15 +45,19 @@ __all__ = [
     "CaptureError",
     "CapturedStep",
     "Chain",
+    "Device",
     "FileTier",
     "FxrematError",
     "HostTier",
+    "Inductor",
     "InvalidBudget",
     "InvalidChain",
     "InvalidSchedule",
     "Join",
     "JoinSchedule",
     "JoinTimeline",
+    "Loss",
+    "Offload",
     "Option",
     "PinnedTier",
     "Pipeline",
@@ -60,8 +66,11 @@ __all__ = [
     "Platform",
     "Profile",
     "Schedule",
+    "Search",
+    "Slices",
     "Timeline",
     "capture",
+    "compare",
     "compile",
     "fully_shard",
     "pipeline",
@@ -114,7 +123,10 @@ def simulate(
 _LATER = {  # what needs torch, or numba
     "capture": "fxremat.api",
     "CapturedStep": "fxremat.planning.captured_step",
+    "compare": "fxremat.api",
     "compile": "fxremat.api",
+    "Device": "fxremat.cost.devices",
+    **dict.fromkeys(("Inductor", "Loss", "Offload", "Search", "Slices"), "fxremat.settings"),
     "fully_shard": "fxremat.runtime.data_parallel",
     "plan": "fxremat.api",
     "profile": "fxremat.api",

@@ -14,7 +14,7 @@ import sys
 import traceback
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from threading import Thread
 from typing import Any, NoReturn, TypeVar
@@ -156,16 +156,19 @@ def _plan(args: argparse.Namespace) -> str:
     _check_folder(args.report)
     _check_folder(args.save)
     factory = _read_factory(args.factory)
-    from fxremat.api import plan  # imports torch, which the other commands do without
+    from fxremat.api import compare, plan  # imports torch, which the other commands do without
     from fxremat.options import options_of
-    from fxremat.what_if import Comparison
+    from fxremat.settings import Offload
 
-    asked = ("solver", "effort", "slots", "cost", "host_mem", "optimizer")
-    options = {name: value for name in asked if (value := getattr(args, name)) is not None}
-    options |= {"mem": args.mem, "offload": args.offload}
+    options: dict[str, Any] = {"mem": args.mem, "search": _search(args)}
+    options |= {name: value for name in ("solver", "optimizer") if (value := getattr(args, name)) is not None}
+    if args.host_mem is not None and not args.offload:
+        raise FxrematError("--host-mem limits what is offloaded; it goes with --offload")
+    if args.offload:
+        options["offload"] = Offload(limit=args.host_mem)
     devices: list[str] = [] if args.device is None else [name.strip() for name in args.device.split(",")]
-    for device in devices or (None,):
-        options_of(**options, device=device)  # before the factory, which may take a while
+    for device in devices or ("estimate" if args.estimate else "measure",):
+        options_of(**options, costs=device)  # before the factory, which may take a while
     if args.largest is not None:
         if args.report is not None or args.save is not None or args.full:
             raise FxrematError("--largest prints sizes; --report, --save and --full are for the plan of one size")
@@ -174,16 +177,24 @@ def _plan(args: argparse.Namespace) -> str:
         raise FxrematError(f"--report shows one plan, and --device names {len(devices)} devices: name one")
     if devices and args.save is not None:
         raise FxrematError("--save writes a plan for the device that the model is on; --device plans for others")
-    if devices:
-        options["device"] = devices if len(devices) > 1 else devices[0]
     model, example_inputs = _made(factory, args.factory)
-    found = _guarded(f"planning {args.factory}", lambda: plan(model, example_inputs, **options))
-    if isinstance(found, Comparison):
-        return str(found)
+    planning = f"planning {args.factory}"
+    if len(devices) > 1:
+        return str(_guarded(planning, lambda: compare(model, example_inputs, devices, **options)))
+    options["costs"] = devices[0] if devices else "estimate" if args.estimate else "measure"
+    found = _guarded(planning, lambda: plan(model, example_inputs, **options))
     _write(args.report, found.to_html)
     if args.save is not None:
         _writing(args.save, lambda: found.save(args.save))
     return str(found.describe(full=args.full))
+
+
+def _search(args: argparse.Namespace) -> Any:
+    """Return the setting of how programs are searched for, by the flags that were given."""
+    from fxremat.settings import Search
+
+    given = {"seconds": args.effort, "slots": getattr(args, "slots", None)}
+    return Search(**{name: value for name, value in given.items() if value is not None})
 
 
 def _profile(args: argparse.Namespace) -> str:
@@ -192,8 +203,8 @@ def _profile(args: argparse.Namespace) -> str:
     from fxremat.api import profile
     from fxremat.options import options_of
 
-    asked = ("effort", "cost", "device")
-    options = {name: value for name in asked if (value := getattr(args, name)) is not None}
+    costs = args.device or ("estimate" if args.estimate else "measure")
+    options: dict[str, Any] = {"costs": costs, "search": _search(args)}
     options_of(mem="100%", **options)  # before the factory, which may take a while
     model, example_inputs = _made(factory, args.factory)
     found = _guarded(f"profiling {args.factory}", lambda: profile(model, example_inputs, **options))
@@ -219,14 +230,18 @@ def _largest(
     if mem.endswith("%"):
         raise FxrematError("--largest needs --mem in bytes, such as 4GiB: a share of a larger batch is more memory")
     if mem.lower() == "auto" and not devices:
-        raise FxrematError("--largest needs --mem in bytes, or --mem auto with --cost estimate --device H100")
-    options = {"effort": 0.0} | {key: value for key, value in options.items() if key != "mem"}
+        raise FxrematError("--largest needs --mem in bytes, or --mem auto with --device H100")
+    del options["mem"]
+    if args.effort is None:
+        options["search"] = replace(options["search"], seconds=0.0)
+    if args.estimate and not devices:
+        options["costs"] = "estimate"
 
     def make(size: int) -> tuple[Any, Any]:
         return _made(functools.partial(factory, **{name: size}), args.factory)
 
-    def planned(*made: Any, **further: Any) -> Any:
-        return _guarded(f"planning {args.factory}", functools.partial(plan, *made, **options, **further))
+    def planned(model: Any, inputs: Any, **further: Any) -> Any:
+        return _guarded(f"planning {args.factory}", lambda: plan(model, inputs, **(options | further)))
 
     plans, lines = PlansOfSize(make, planned), []
     targets: list[Device | None] = [Device.named(device) for device in devices] or [None]
@@ -449,9 +464,9 @@ def _parser() -> _Parser:
     plan.add_argument("--solver", metavar="NAME", help='"auto" unless told; see docs/solvers.md')
     plan.add_argument("--effort", type=float, metavar="SECONDS", help="to improve the plan op by op")
     plan.add_argument("--slots", type=int, metavar="N", help="steps of memory (default 500)")
-    plan.add_argument("--cost", metavar="HOW", help='"measure", unless told, or "estimate"')
+    plan.add_argument("--estimate", action="store_true", help="of costs: nothing is measured")
     plan.add_argument(
-        "--device", metavar="NAMES", help="with --cost estimate: H200, or several to compare: A100,H200"
+        "--device", metavar="NAMES", help="estimate for another device: H200, or several to compare: A100,H200"
     )
     plan.add_argument(
         "--optimizer", metavar="NAME", help="whose state --device holds: adamw (default), sgd, sgd-momentum, ..."
@@ -467,8 +482,8 @@ def _parser() -> _Parser:
     profile = commands.add_parser("profile", help="where the memory of a training step goes, and what would save most")
     profile.add_argument("factory", metavar="package.module:factory", help="returns (model, example_inputs)")
     profile.add_argument("--effort", type=float, metavar="SECONDS", help="to improve the plans it compares op by op")
-    profile.add_argument("--cost", metavar="HOW", help='"measure", unless told, or "estimate"')
-    profile.add_argument("--device", metavar="NAME", help="with --cost estimate, such as H200")
+    profile.add_argument("--estimate", action="store_true", help="of costs: nothing is measured")
+    profile.add_argument("--device", metavar="NAME", help="estimate for another device, such as H200")
     profile.add_argument("--report", metavar="OUT.html", help="the same as a page to explore")
 
     devices = commands.add_parser("devices", help="the devices that --device knows")

@@ -1,4 +1,4 @@
-"""`compile`, `plan` and `profile`: a model in, a model that fits out, or what it would take.
+"""`compile`, `plan`, `compare`, `capture` and `profile`: a model in; a model that fits out, or what it would take.
 
 options = options_of(mem=..., ...)              what to plan for
 module  = drop_in(model, options)               captured at its first training call, then:
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, Unpack, overload
+from typing import Any, Unpack
 
 import torch
 from torch import fx, nn
@@ -23,7 +23,7 @@ from fxremat.plans import Plan
 from fxremat.profiles import Profile, profile_of
 from fxremat.runtime.module import Rematerialized, captured, drop_in, plan_now
 from fxremat.runtime.shapes_alone import Call, refuse_without_data, with_fakes
-from fxremat.search.refine import EFFORT
+from fxremat.settings import Loss, Search
 from fxremat.what_if import Comparison, Devices, compared
 
 
@@ -45,12 +45,17 @@ def compile(  # the name users know from torch.compile
         example_inputs: plan now, for these inputs: a tuple of positional arguments, a dict of keyword arguments, or
             one tensor. None: plan at the first training call. Other sizes are planned when they come.
         solver: "auto", or one by name: docs/solvers.md lists them.
-        options: plan (one that `plan.save` wrote, or its file: nothing is planned), offload (True, or a host tier:
-            values may wait on the host) and host_mem (how much may), cost ("measure" or "estimate"), device (for an
-            estimate), loss_bytes (what a loss outside the model takes), offload_weights with optimizer (the step
-            updates the weights, which may live on the host, and `mem` covers them, their gradients and the optimizer's
-            state), dynamic and shapes (which sizes of the inputs change, see docs/shapes.md), method (what training
-            calls, where it is not `forward`), effort, slots, progress: see `fxremat.options.Options`.
+        options: `fxremat.options.Options` says what each may be.
+            plan        one that `plan.save` wrote, or its file: nothing is planned
+            dynamic     sizes of the inputs that change, as in torch.compile, or their ranges: docs/shapes.md
+            offload     values, and with Offload(weights=True) parameters, may wait on the host
+            slices      regions of the model may run in slices: docs/slices.md
+            backend     "inductor" compiles regions of the step: docs/kernels.md
+            optimizer   runs in the step, where parameters may live on the host
+            costs       "estimate" measures nothing
+            loss        what a loss outside the model takes
+            search      how long programs are searched for
+            method      what training calls, where it is not `forward`
 
     Returns:
         an instance of the model's own class that shares all its state; `.plan` says what it does (None before it is
@@ -71,50 +76,50 @@ def compile(  # the name users know from torch.compile
     return module
 
 
-@overload
 def plan(
     model: nn.Module,
     example_inputs: Any,
     *,
     mem: int | str,
     solver: str = "auto",
-    device: str | Device | None = None,
     **options: Unpack[PlanOptions],
-) -> Plan: ...
-@overload
-def plan(
-    model: nn.Module,
-    example_inputs: Any,
-    *,
-    mem: int | str,
-    solver: str = "auto",
-    device: Devices,
-    **options: Unpack[PlanOptions],
-) -> Comparison: ...
-def plan(
-    model: nn.Module,
-    example_inputs: Any,
-    *,
-    mem: int | str,
-    solver: str = "auto",
-    device: str | Device | Devices | None = None,
-    **options: Unpack[PlanOptions],
-) -> Plan | Comparison:
-    """The plan that `compile` would make for these inputs; the model is neither run nor changed.
+) -> Plan:
+    """Return the plan that `compile` would make for these inputs; the model is neither run nor changed.
 
-    Arguments and errors are those of `compile`. With cost="estimate" no op is run either, and
-
-        device="H200"               plans for a device that is not there: docs/what-if.md says what is assumed of it
-        device=["A100", "H200"]     a plan for each, as a `fxremat.what_if.Comparison`, which prints as a table
-
-    The model's parameters and buffers, and the inputs, may then be on the meta device, or fake tensors.
+    Arguments and errors are those of `compile`. With costs="estimate" no op is run either, and costs="H200" plans for
+    a device that is not there: docs/what-if.md says what is assumed of it. The model's parameters and buffers, and the
+    inputs, may then be on the meta device, or fake tensors.
     """
-    named = _checked(model)
-    call = _split(example_inputs)
-    if isinstance(device, list | tuple):
-        effort = options.pop("effort", EFFORT)
-        return compared(device, mem, partial(_plan, named, call, solver=solver, **options), effort)
-    return _plan(named, call, mem=mem, solver=solver, device=device, **options)
+    return _plan(_checked(model), _split(example_inputs), mem=mem, solver=solver, **options)
+
+
+def compare(
+    model: nn.Module,
+    example_inputs: Any,
+    devices: Devices,
+    *,
+    mem: int | str,
+    solver: str = "auto",
+    **options: Unpack[PlanOptions],
+) -> Comparison:
+    """Plan the step for several devices by estimate; the model is neither run nor changed. It prints as a table.
+
+        fxremat.compare(model, (x,), ["A100", "H200"], mem="auto")       does it fit, and how fast is it?
+
+    Args:
+        devices: names of known devices, or `fxremat.Device`s; `fxremat devices` lists those that are known.
+        mem: the budget on each of them; "auto" is what each has left.
+        model, example_inputs, solver, options: as those of `plan`, except for `costs`.
+
+    Raises:
+        BudgetTooSmall: nothing fits into a budget in bytes or percent.
+        FxrematError: there is no device, or one that is not known.
+    """
+    if "costs" in options:
+        raise FxrematError("compare estimates for its devices; leave costs out")
+    search = options.pop("search", Search())
+    plan_for = partial(_plan, _checked(model), _split(example_inputs), solver=solver, **options)
+    return compared(devices, mem, plan_for, search)
 
 
 def capture(
@@ -123,7 +128,6 @@ def capture(
     *,
     mem: int | str = "100%",
     solver: str = "auto",
-    device: str | Device | None = None,
     **options: Unpack[PlanOptions],
 ) -> CapturedStep:
     """Capture forward and backward of a model as one graph, and measure its ops; the model is neither run nor changed.
@@ -131,7 +135,7 @@ def capture(
         step = fxremat.capture(model, (x,))
         step.frontier                        what memory buys
         plan = step.plan("60%")              nothing is captured or measured again
-        step.at(tokens=300).plan("60%")      for other sizes, where it was captured with dynamic=True or shapes=...
+        step.at(tokens=300).plan("60%")      for other sizes, where it was captured with dynamic=...
 
     Args:
         model, example_inputs, options: as those of `plan`; the step's plans take them from here.
@@ -140,7 +144,7 @@ def capture(
     Raises:
         CaptureError: the model is not one graph; names the line.
     """
-    named, settings = _checked(model), options_of(mem=mem, solver=solver, device=device, **options)
+    named, settings = _checked(model), options_of(mem=mem, solver=solver, **options)
     with with_fakes(named, _split(example_inputs), settings) as call:
         return _capture(named, call, settings)
 
@@ -149,29 +153,27 @@ def profile(
     model: nn.Module,
     example_inputs: Any,
     *,
-    cost: str = "measure",
-    device: str | Device | None = None,
-    effort: float = EFFORT,
-    loss_bytes: int | str | None = None,
-    progress: bool = True,
+    costs: str | Device = "measure",
+    loss: int | str | Loss | None = None,
+    search: Search | None = None,
 ) -> Profile:
-    """Where the memory of a training step of a model goes, with no budget, and what would save most.
+    """Find where the memory of a training step goes with no budget, and what would save most.
 
     The step is captured, with these sizes, and its ops are measured as `plan` does it; the model is neither run nor
-    changed. Takes as long as about three plans, each with its `effort`: recomputation, offloading and slices are tried
-    on the captured step.
+    changed. Takes as long as about three plans, each of `search.seconds`: recomputation, offloading and slices are
+    tried on the captured step.
 
     Args:
         model: any module that torch.compile can capture as one graph, in training mode.
         example_inputs: a tuple of positional arguments, a dict of keyword arguments, or one tensor.
-        cost, device, effort, loss_bytes, progress: as those of `plan`.
+        costs, loss, search: as those of `plan`.
 
     Raises:
         CaptureError: the model is not one graph; names the line.
     """
-    options: dict[str, Any] = {"cost": cost, "effort": effort, "loss_bytes": loss_bytes, "progress": progress}
+    call = _split(example_inputs)
     plan = _plan(
-        _checked(model), _split(example_inputs), mem="100%", device=device, dynamic=False, **options
+        _checked(model), call, mem="100%", dynamic=False, costs=costs, loss=loss, search=search or Search()
     )
     return profile_of(plan)
 
@@ -183,8 +185,7 @@ def _plan(model: nn.Module, call: Call, **options: Any) -> Plan:
 
 
 def _capture(model: nn.Module, call: Call, settings: Options) -> CapturedStep:
-    target = None if settings.device is None else Device.named(settings.device)
-    return captured(drop_in(model, settings, target), *call)
+    return captured(drop_in(model, settings, settings.device), *call)
 
 
 def _checked(model: object) -> nn.Module:

@@ -25,7 +25,7 @@ def free_bytes(device: torch.device, largest: int) -> int:
         raise InvalidBudget(
             f'mem="auto" reads the free memory of a CUDA device, and this model is on {device.type}; give bytes, such '
             'as mem="4GiB", or a share, such as mem="60%"; for what another device would have left, add '
-            'cost="estimate", device="H100"'
+            'costs="H100"'
         )
     expandable = kind.of_cuda and allocates_in_expandable_segments()
     free, share = free_memory(device), AUTO_MARGIN if expandable else BLOCKS_MARGIN

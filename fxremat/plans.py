@@ -66,7 +66,7 @@ class Plan(PlannedStep):
         if not (self.step and self.step.sizes):
             raise FxrematError(
                 "this plan is of fixed sizes: with fxremat.compile(..., dynamic=True), or "
-                "shapes={'tokens': {1: (16, 512)}}, there are plans for others"
+                "dynamic={'tokens': {1: (16, 512)}}, there are plans for others"
             )
         made: Plan = self.step.at(**sizes).plan()
         return made

@@ -20,6 +20,7 @@ from fxremat.host.files import FileTier
 from fxremat.plans import Plan
 from fxremat.search.candidate import Candidate
 from fxremat.search.floor import floor_of
+from fxremat.settings import Slices
 from fxremat.show.headline import estimated, measured, slower, unbroken
 from fxremat.show.modules import Share
 from fxremat.show.notebook import framed
@@ -162,13 +163,13 @@ def _offloading(plan: Plan) -> Saving | None:
 def _slicing(plan: Plan) -> Saving | None:
     """Regions in slices, below what whole ops can be run in: in language models, a smaller loss head."""
     beside = bool(bytes_beside_loss(plan.captured))
-    options: dict[str, Any] = {"slices": True} | ({"outputs": "loss"} if beside else {})
-    other = _another(plan, int(BELOW * plan.known_minimum), **options)
+    slices = Slices(drop_outputs=True) if beside else True
+    other = _another(plan, int(BELOW * plan.known_minimum), slices=slices)
     if other is None or not other.slices:
         return None
     regions = " and ".join(dict.fromkeys(region.where for region in other.slices[:2]))
     without = ", and leave out the outputs beside the loss" if beside else ""
-    return _change(plan, other.chosen, f"run {regions} in slices{without}", other.predicted_peak, **options)
+    return _change(plan, other.chosen, f"run {regions} in slices{without}", other.predicted_peak, slices=slices)
 
 
 def _another(plan: Plan, mem: int, **options: Any) -> Plan | None:
@@ -186,7 +187,7 @@ def _change(plan: Plan, candidate: Candidate, what: str, mem: int, **options: ob
         return None
     outside = plan.costs.sizes.outside
     if outside != set_aside(plan.captured, device_of(plan.graph)):  # the user said so
-        options["loss_bytes"] = outside
+        options["loss"] = outside
     given = "".join(f", {name}={value!r}" for name, value in options.items())
     how = f'fxremat.compile(model, mem="{enough(mem)}"{given})'
     return Saving(

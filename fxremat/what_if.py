@@ -1,7 +1,7 @@
 """The same step planned for several devices, and the largest input that a budget allows.
 
-    fxremat.plan(model, inputs, mem="40GiB", cost="estimate", device=["A100", "H200"])      a `Comparison`
-    python -m fxremat plan package.module:factory --mem 40GiB --cost estimate --device A100,H200 --largest batch
+    fxremat.compare(model, inputs, ["A100", "H200"], mem="40GiB")                           a `Comparison`
+    python -m fxremat plan package.module:factory --mem 40GiB --device A100,H200 --largest batch
 
 A budget grows with a batch, so that the largest batch is found by doubling, then by bisection; one capture with
 symbolic sizes serves all batches.
@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -26,9 +26,10 @@ from fxremat.errors import BudgetTooSmall, FxrematError
 from fxremat.plans import Plan
 from fxremat.runtime.target_kernels import captured_alike
 from fxremat.runtime.varying import positional
+from fxremat.settings import Search
 from fxremat.units import Auto, format_bytes, format_seconds, parse_budget, parse_bytes
 
-Devices = list[str] | list[Device] | list[str | Device] | tuple[str | Device, ...]
+Devices = Sequence[str] | Sequence[Device] | Sequence[str | Device]
 
 SHARES = (80, 60, 40)  # percent of what keeping everything takes, for which a comparison shows times
 Make = Callable[[int], tuple[nn.Module, Any]]  # a model and its inputs at a size
@@ -123,19 +124,19 @@ def _advice(estimates: Iterable[Estimate]) -> Iterator[str]:
             yield f'{estimate.device}: a budget of up to {free} fits; "auto" is what is left.'
 
 
-def compared(devices: Devices, mem: int | str, plan_for: Callable[..., Plan], effort: float) -> Comparison:
+def compared(devices: Devices, mem: int | str, plan_for: Callable[..., Plan], search: Search) -> Comparison:
     """Return the comparison of a plan for each device. Those that run the same kernels share one capture.
 
     A budget of "auto" is what each device has left; where that is too little, the least budget is shown.
 
     Args:
-        plan_for: captures and plans for `device`; takes other options too.
+        plan_for: captures and plans with `costs` for a device; takes other options too.
 
     Raises `FxrematError` where there is no device, and what planning raises.
     """
     known = [Device.named(device) for device in devices]
     if not known:
-        raise FxrematError('device is an empty list; name devices to compare, such as ["A100", "H200"]')
+        raise FxrematError('devices is empty; name devices to compare, such as ["A100", "H200"]')
     different = tuple(dict.fromkeys(known))
     if len({device.name for device in different}) < len(different):
         raise FxrematError("two different devices have one name; each needs its own")
@@ -144,9 +145,10 @@ def compared(devices: Devices, mem: int | str, plan_for: Callable[..., Plan], ef
     for device in different:
         alike = next((e.plan for e in estimates if captured_alike(e.device, device)), None)
         if alike is None:
-            alike = plan_for(device=device, **{"mem": "100%", "effort": 0} if auto else {"mem": mem, "effort": effort})
+            first = ("100%", replace(search, seconds=0.0)) if auto else (mem, search)
+            alike = plan_for(costs=device, mem=first[0], search=first[1])
         if alike.device != device.name or auto:
-            plan = _within_or_least(alike, mem, auto=auto, device=device, effort=effort)
+            plan = _within_or_least(alike, mem, auto=auto, costs=device, search=search)
         else:
             plan = alike
         estimates.append(Estimate(device=device, plan=plan))
@@ -283,7 +285,8 @@ class PlansOfSize:
                 inputs = captured.step.resizable_inputs
                 return captured.at(**{name: dims for name, dims in self._sizes(size).items() if name in inputs})
         if (device, size) not in self._fixed:
-            self._fixed[device, size] = self._plan_for(*self._make(size), device=device, mem=EVERYTHING, dynamic=False)
+            costs = _costs(device)
+            self._fixed[device, size] = self._plan_for(*self._make(size), mem=EVERYTHING, dynamic=False, **costs)
         return self._fixed[device, size]
 
     def _of_all_sizes(self, device: Device | None) -> Plan | None:
@@ -294,7 +297,7 @@ class PlansOfSize:
     def _capture(self, device: Device | None) -> Plan | None:
         for other, known in self._captured.items():
             if device is not None and other is not None and captured_alike(device, other):
-                return known and _another(known, EVERYTHING, device=device)
+                return known and _another(known, EVERYTHING, costs=device)
         if self._sizes is None:
             return None
         expected = {
@@ -302,8 +305,13 @@ class PlansOfSize:
         }
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that sizes are fixed after all
-            plan = self._plan_for(*self._make(2), device=device, mem=EVERYTHING, shapes=expected)
+            plan = self._plan_for(*self._make(2), mem=EVERYTHING, dynamic=expected, **_costs(device))
         return plan if plan.sizes else None
+
+
+def _costs(device: Device | None) -> dict[str, Device]:
+    """Return the option that plans for a device; none for the one that the model is on."""
+    return {} if device is None else {"costs": device}
 
 
 def sizes_that_change(make: Make) -> Callable[[int], dict[str, dict[int, int]]] | None:

@@ -82,7 +82,7 @@ def measure(
     """
     device = device_of(joint)
     if not (kind := kind_of(device)).metered:
-        kind.require(Ability.STATISTICS, 'ops cannot be measured there; cost="estimate" plans without')
+        kind.require(Ability.STATISTICS, 'ops cannot be measured there; costs="estimate" plans without')
     cache = CostCache.of_device(device)
     layouts = f"layouts {_digest(joint)}"
     refused = _refused(cache, layouts)

@@ -143,7 +143,7 @@ def _floats(joint: Captured, device: torch.device) -> int:
 def outside_bytes(joint: Captured) -> int:
     """Bytes that a loss outside the model is taken to need between forward and backward, until it has been measured.
 
-    A model that returns its loss needs nothing. The user can say better (`loss_bytes`).
+    A model that returns its loss needs nothing. The user can say better (`loss`).
     """
     trained = _gradients(joint)
     others = [node.meta.get("val") for node in joint.untrained_outputs] if trained else []

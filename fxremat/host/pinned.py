@@ -162,6 +162,6 @@ def _pinned_like(tensor: torch.Tensor) -> torch.Tensor:
             raise
         raise FxrematError(
             f"the host has no {format_bytes(span_bytes(tensor))} of pinned memory left; limit what is offloaded with "
-            "host_mem=..."
+            "Offload(limit=...)"
         ) from error
     return flat.as_strided(tensor.shape, tensor.stride())

@@ -118,5 +118,5 @@ class FilePool:
             raise FxrematError(
                 f"no room for {format_bytes(size)} more beside the {format_bytes(self.bytes)} offloaded in "
                 f"{self.folder or tempfile.gettempdir()} ({error.strerror}): give a folder on a larger disk, "
-                "fxremat.FileTier(folder), or limit what is offloaded, host_mem=..."
+                "fxremat.FileTier(folder), or limit what is offloaded, Offload(limit=...)"
             ) from error

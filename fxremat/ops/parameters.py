@@ -98,7 +98,7 @@ class Weights:
         if self.updated:
             raise FxrematError(
                 "the last backward has updated the parameters, and optimizer.step() was not called since: with "
-                "offload_weights every backward is a step, so gradients of several cannot be accumulated"
+                "weights on the host every backward is a step, so gradients of several cannot be accumulated"
             )
         self._all = self.parameters()
         self._watch()
@@ -383,8 +383,8 @@ def check_unscaled(gradients: Sequence[torch.Tensor]) -> None:
         what = "gradient of the loss is" if len(found) == 1 else "gradients of the model's scalar outputs are"
         numbers = ", ".join(f"{number:g}" for number in found)
         raise FxrematError(
-            f"the {what} {numbers}, not 1: a GradScaler, or a factor for accumulation; with offload_weights the step "
-            "is taken inside the backward, for the loss as the model returns it"
+            f"the {what} {numbers}, not 1: a GradScaler, or a factor for accumulation; with weights on the host the "
+            "step is taken inside the backward, for the loss as the model returns it"
         )
 
 

@@ -18,9 +18,9 @@ class Spent(torch.Tensor):
         if op in (torch.ops.aten.zero_.default, torch.ops.aten.detach.default):
             return args[0]
         raise FxrematError(
-            f"{op} asks for a gradient, but with offload_weights each parameter is updated as soon as its gradient is "
-            "there, and the gradient is gone: clipping by the norm of all, GradScaler and what else needs all "
-            "gradients at once work with a plan without offload_weights"
+            f"{op} asks for a gradient, but with weights on the host each parameter is updated as soon as its "
+            "gradient is there, and the gradient is gone: clipping by the norm of all, GradScaler and what else needs "
+            "all gradients at once work with a plan without Offload(weights=True)"
         )
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]

@@ -28,6 +28,7 @@ from fxremat.pipelining.stages import Ops, StageModule
 from fxremat.plans import Plan
 from fxremat.runtime.module import captured, drop_in
 from fxremat.search.candidate import Candidate
+from fxremat.settings import Search
 from fxremat.solvers.pipeline.model import Layer, Layers, Way
 from fxremat.solvers.pipeline.of_chain import ways_of
 from fxremat.solvers.pipeline.stage_costs import Ways
@@ -129,7 +130,7 @@ class Profile:
     @property
     def settings(self) -> dict[str, Any]:
         """What every stage is compiled with; nothing is allocated outside of it but what is counted here."""
-        return {"loss_bytes": 1, "effort": self.effort, "progress": False}
+        return {"loss": 1, "search": Search(seconds=self.effort, progress=False)}
 
     def ways(self, first: int, last: int) -> Sequence[Way]:
         """A few of the programs for these layers, as the planner wants them, fastest first."""

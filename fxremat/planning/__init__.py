@@ -38,14 +38,14 @@ def plan(step: Step, options: Options) -> Plan:
         BudgetTooSmall: no program fits; in percent too, where the budget is in percent.
     """
     if options.compiles and communicates(step.graph):
-        raise FxrematError('kernels="inductor" compiles steps of one device; this one communicates with other ranks')
+        raise FxrematError('backend="inductor" compiles steps of one device; this one communicates with other ranks')
     if options.plan is not None and options.loss_seen is None and (saved := _saved(step, options)) is not None:
         return saved
     if isinstance(options.budget, Least):
         return _least(step, options)
     kernels.ready()  # before anything is measured, which a compiler would disturb
     limit = limit_of(step, options)
-    shown = options.progress and step.ranks.rank == step.ranks.ranks[0]
+    shown = options.search.progress and step.ranks.rank == step.ranks.ranks[0]
     with bars(shown=shown), planning(what(step, limit)) as planned:
         variants = variants_of(step, options, limit)
         try:
@@ -90,7 +90,7 @@ def _saved(step: Step, options: Options) -> Plan | None:
 
 def _with_advice(error: BudgetTooSmall, variants: Variants, options: Options) -> BudgetTooSmall:
     """Add what slices would buy; nothing where that cannot be told, which is no reason to hide the error."""
-    if options.slices or error.note or len(variants.captured.step.ranks.ranks) > 1:
+    if options.slicing or error.note or len(variants.captured.step.ranks.ranks) > 1:
         return error
     try:
         return error.explained(note=what_slices_buy(variants.captured, error, options))

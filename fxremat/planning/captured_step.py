@@ -53,8 +53,8 @@ class CapturedStep(ABC):
 
         Args:
             mem: the budget in any form that `fxremat.compile` takes; None: the one given to `capture`.
-            options: those of `fxremat.plan` that are to change, except for what decides the capture: `kernels`,
-                `random`, `method`, `dynamic`, `shapes`, `only_loss` and `offload_weights`.
+            options: those of `fxremat.plan` that are to change, except for what decides the capture: `method`,
+                `dynamic`, `backend`, whether weights may live on the host, and which outputs take gradients.
 
         Raises:
             BudgetTooSmall: nothing fits; `.minimum` is what would.
@@ -74,7 +74,7 @@ class CapturedStep(ABC):
         """
         raise FxrematError(
             f"this step is of fixed sizes ({', '.join(sizes)} cannot change): capture it with dynamic=True, or with "
-            "shapes={'tokens': {1: (16, 512)}}"
+            "dynamic={'tokens': {1: (16, 512)}}"
         )
 
     @property
@@ -122,7 +122,7 @@ class FixedStep(CapturedStep):
 
     def least(self) -> int:
         """Return the least budget that works, in bytes."""
-        if self._options.slices:
+        if self._options.slicing:
             return least_in_slices(self._step, self._options)
         try:
             return plan(self._step, changed_options(self._options, mem=1)).minimum

@@ -40,21 +40,21 @@ def chosen(survey: Survey, options: Options) -> Plan:
 
 def _chosen(survey: Survey, options: Options) -> Plan:
     """Place what moves on the links of the device, to the host and to other ranks, and choose."""
-    if communicates(survey.step.graph) and not options.offload:
+    if communicates(survey.step.graph) and not options.offloads:
         overlapping = with_overlap(survey.frontier, survey.costs, survey.limit.bytes)
         survey = replace(survey, frontier=overlapping)
     if survey.step.trained:
         return _plan_with_weights(survey, survey.step.trained, options)
-    if options.offload:
+    if options.offloads:
         return _plan_with_offloading(survey, options)
     return plan_of(_fastest(survey), survey.frontier, survey.costs, survey.limit.bytes, options)
 
 
 def _calibrated(survey: Survey, options: Options) -> Survey:
     """Multiply all times by the measured over the predicted time of a program near the budget."""
-    if not (options.offload or options.offload_weights):
+    if options.host is None:
         _fastest(survey)  # raises before anything runs
-    if options.cost == "estimate":
+    if not options.measures:
         return survey
     near = survey.frontier.nearest(survey.limit.bytes).program()
     factor = calibration(near, survey.costs, survey.step.inputs, survey.step.ranks)
@@ -75,8 +75,7 @@ def plan_of(
 ) -> Plan:
     """Put a plan together from the candidate that was chosen, and all that was chosen from."""
     graph = captured_of(candidate.layout.graph)
-    measured = options.cost == "measure"
-    target = None if measured else estimated_device(graph, options)
+    target = None if options.measures else estimated_device(graph, options)
     return Plan(
         budget=budget,
         chosen=candidate,
@@ -85,7 +84,7 @@ def plan_of(
         device=str(target) if target else device_name(device_of(graph)),
         assumed=assumptions(graph, target) if target else "",
         on_device=memory_on(target, graph, options.optimizer) if target and options.device else None,
-        timed=f"{options.cost}d",
+        timed="measured" if options.measures else "estimated",
         **further,
     )
 
@@ -97,7 +96,7 @@ def _plan_with_offloading(survey: Survey, options: Options) -> Plan:
     tier = options.tier or default_tier(device_of(graph))
     link = _link(tier, graph, options)
     if options.offloads_by_chain:
-        offloaded = with_schedules(frontier, costs, link, options.solver, options.slots, options.host_limit)
+        offloaded = with_schedules(frontier, costs, link, options.solver, options.search.slots, options.host_limit)
     else:
         offloaded = with_offloading(frontier, costs, link, options.host_limit)
     if communicates(graph):
@@ -128,7 +127,7 @@ def _plan_with_weights(survey: Survey, trained: TrainedParameters, options: Opti
             link,
             limit.bytes,
             settled=trained.settled,
-            values_too=bool(options.offload),
+            values_too=options.offloads,
             host_mem=options.host_limit,
         )
     except BudgetTooSmall as error:
@@ -144,7 +143,7 @@ def _plan_with_weights(survey: Survey, trained: TrainedParameters, options: Opti
 
 def _link(tier: HostTier, graph: Captured, options: Options) -> Link:
     """Return the speeds of copies to the tier and back, measured where costs are."""
-    if options.cost == "measure":
+    if options.measures:
         return measure_link(tier, device_of(graph), typical_size(graph))
     speed = estimated_device(graph, options).link
     return Link(to_host=speed, from_host=speed, in_powers=tier.in_powers)
@@ -160,5 +159,5 @@ def _naming_the_limit(
     if free > error.budget:
         return error
     return error.explained(
-        note=f"host_mem={options.host_mem!r} is what binds: with more of it, {free} bytes would do"
+        note=f"{options.host} is what binds: with a higher limit, {free} bytes would do"
     )

@@ -91,9 +91,8 @@ class _Search:
 
     def __init__(self, plan: Plan, step: Step, options: Options) -> None:
         self._plan, self._step, self._options = plan, step, options
-        self._kernels = Kernels(
-            settings=options.inductor or {}, decompositions=DECOMPOSITIONS, required=ALWAYS_COMPILED
-        )
+        config = (options.inductor and options.inductor.config) or {}
+        self._kernels = Kernels(settings=config, decompositions=DECOMPOSITIONS, required=ALWAYS_COMPILED)
         self._single = plan.costs  # what single ops take in a step
         self._budget = plan.budget  # less, once a program took more than was foreseen
         self._shares: Sequence[float] | None = None  # of its own seconds, that each op takes in regions, once known
@@ -176,7 +175,8 @@ class _Search:
     def _key(self) -> str:
         """What the choice depends on."""
         options, of = self._options, (self._kernels.configuration, self._plan.budget, self._plan.chosen.peak)
-        settings = ("in regions", *of, options.solver, options.effort, options.slots, options.loss_size)
+        sought = (options.search.seconds, options.search.slots)
+        settings = ("in regions", *of, options.solver, *sought, options.loss_outside.size)
         return repr(key_of(self._plan.graph, self._single, settings))
 
     def in_regions(self) -> list[Judged]:

@@ -28,7 +28,7 @@ Order = Callable[[], Sequence[int]]  # in which ops are to run while they are me
 def facts_of(step: Step, options: Options, order: Order | None = None) -> Costs:
     """Return what the ops of a step cost: measured, or by estimate where the user asks for that."""
     graph = step.graph
-    if options.cost == "estimate":
+    if not options.measures:
         costs = estimate(graph, estimated_device(graph, options), fresh_as_known(graph))
     else:
         costs = measure(graph, step.inputs, order=order, ranks=step.ranks)
@@ -46,7 +46,7 @@ def assumed_facts(graph: Captured, options: Options, rate: float = 1.0) -> Costs
 
 def facts_at_other_sizes(graph: Captured, known: Plan, options: Options) -> Costs:
     """Return the costs of a graph of the same ops as a plan's, at other sizes; few of them have to run."""
-    if options.cost == "estimate":
+    if not options.measures:
         costs = estimate(graph, estimated_device(graph, options), fresh_as_known(graph))
     else:
         costs = resized(graph, known.captured, known.costs)
@@ -55,7 +55,7 @@ def facts_at_other_sizes(graph: Captured, known: Plan, options: Options) -> Cost
 
 def with_loss(graph: Captured, costs: Costs, options: Options) -> Costs:
     """Return the costs with the bytes of a loss outside the model, as the user gave and as steps have shown them."""
-    said, seen, sizes = options.loss_size, options.loss_seen, costs.sizes
+    said, seen, sizes = options.loss_outside.size, options.loss_seen, costs.sizes
     if seen is None or not sizes.outside:
         return costs if said is None else replace(costs, sizes=replace(sizes, outside=said))
     assumed = outside_bytes(graph)
@@ -66,7 +66,7 @@ def with_loss(graph: Captured, costs: Costs, options: Options) -> Costs:
 
 def rate_of(graph: Captured, costs: Costs, options: Options) -> float:
     """Return measured over estimated seconds of the ops that run in slices; 1.0 where there are none."""
-    if options.cost == "estimate":
+    if not options.measures:
         return 1.0
     rough = Device.named(device_of(graph).type)
     cut = [op for op in graph.ops if op.kind is Kind.SLICED]
@@ -76,7 +76,7 @@ def rate_of(graph: Captured, costs: Costs, options: Options) -> float:
 
 def estimated_device(graph: StepGraph, options: Options) -> Device:
     """Return the device that estimates are for: the one named, or else a typical one of the step's own type."""
-    return Device.named(options.device or device_of(graph).type)
+    return options.device or Device.named(device_of(graph).type)
 
 
 def estimated_keep_all(graph: Captured, options: Options) -> int:

@@ -9,11 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TypedDict
 
+import torch
+
 from fxremat.cost.devices import Device
 from fxremat.cost.estimate import estimate
 from fxremat.errors import BudgetTooSmall, FxrematError
 from fxremat.graphs.accounting import device_of
-from fxremat.options import MANY_SLICES, Options
+from fxremat.options import Options
 from fxremat.planning.choosing import chosen
 from fxremat.planning.facts import rate_of, with_loss
 from fxremat.planning.limits import Limit
@@ -22,6 +24,7 @@ from fxremat.planning.surveys import Survey, kept_alone, surveyed
 from fxremat.plans import Plan
 from fxremat.search.candidate import Frontier, unbeaten
 from fxremat.search.survey import survey
+from fxremat.settings import MANY_SLICES, Slices
 from fxremat.slices.rewrite import SlicedJoint, bytes_beside_loss, largest_need
 from fxremat.slices.variants import least_of_all, variants
 from fxremat.step.step_graph import Kind
@@ -44,10 +47,10 @@ class Variants:
 
 def variants_of(step: Step, options: Options, limit: Limit) -> Variants:
     """Survey a step as captured and, where the user allows it and it does not fit so, in slices."""
-    if not options.slices:
+    if (slicing := options.slicing) is None:
         only = surveyed(step, options, limit)
         return Variants(surveys=(only,), captured=only)
-    quick = replace(options, effort=0.0)
+    quick = options.quick()
     captured = kept_alone(step, options, limit)
     within, fits = _agreed(step, captured, options)
     if fits:
@@ -59,7 +62,7 @@ def variants_of(step: Step, options: Options, limit: Limit) -> Variants:
     found: list[Survey] = []
     rate: float | None = None  # of what is estimated; the first is measured, as most of its ops are those of all others
     more = False
-    for sliced in variants(step.graph, within.bytes, **_settings(options)):
+    for sliced in variants(step.graph, within.bytes, **_settings(slicing)):
         _check_alike(step, sliced)
         found.append(surveyed(replace(step, graph=sliced.joint), quick, within, sliced, rate))
         if rate is None:
@@ -74,7 +77,7 @@ def variants_of(step: Step, options: Options, limit: Limit) -> Variants:
     if any(one.sliced for one in found):
         blocked = tuple(dict.fromkeys(reason for one in found for reason in one.blocked))
     else:
-        blocked = least_of_all(step.graph, **_settings(options)).blocked
+        blocked = least_of_all(step.graph, **_settings(slicing)).blocked
     return Variants(
         surveys=tuple(replace(one, limit=within) for one in found), captured=captured, blocked=blocked, more=more
     )
@@ -88,8 +91,13 @@ class _Settings(TypedDict):
     only_loss: bool
 
 
-def _settings(options: Options) -> _Settings:
-    return _Settings(most=options.most_slices, reduce=options.reduce, only_loss=options.outputs == "loss")
+def _settings(slicing: Slices) -> _Settings:
+    reduce = "fp32" if slicing.reduce_dtype is torch.float32 else "same" if slicing.reduce_dtype else None
+    return _Settings(most=slicing.most, reduce=reduce, only_loss=slicing.drop_outputs)
+
+
+def _drops(options: Options) -> bool:
+    return options.slicing is not None and options.slicing.drop_outputs
 
 
 def _agreed(step: Step, captured: Survey, options: Options) -> tuple[Limit, bool]:
@@ -97,7 +105,7 @@ def _agreed(step: Step, captured: Survey, options: Options) -> tuple[Limit, bool
 
     def seen() -> tuple[int, bool]:
         mem = captured.limit.bytes
-        return mem, options.outputs == "all" and captured.fits_without_more(mem)
+        return mem, not _drops(options) and captured.fits_without_more(mem)
 
     mem, fits = step.ranks.from_first("planning slices", seen)
     return replace(captured.limit, known=mem), fits
@@ -118,7 +126,7 @@ def fastest(found: Variants, options: Options) -> Plan:
     Raises:
         BudgetTooSmall: none fits; with the least budget of them all.
     """
-    if not options.slices:
+    if options.slicing is None:
         return chosen(found.surveys[0], options)
     errors: list[BudgetTooSmall] = []
     for one in sorted(found.surveys, key=lambda one: one.seconds_within(one.limit.bytes)):
@@ -133,10 +141,10 @@ def fastest(found: Variants, options: Options) -> Plan:
         return replace(plan, more_slices=found.more and len(one.step.ranks.ranks) == 1)
     least = min(errors, key=lambda error: error.minimum)
     notes = [f"not in slices: {'; '.join(found.blocked)}"] if found.blocked else []
-    if options.outputs == "all" and (beside := bytes_beside_loss(found.captured.step.graph)):
+    if not _drops(options) and (beside := bytes_beside_loss(found.captured.step.graph)):
         notes.append(
-            f'forward returns {format_bytes(beside)} beside its loss, which are there to the end: outputs="loss" '
-            "leaves them out"
+            f'forward returns {format_bytes(beside)} beside its loss, which are there to the end: '
+            "slices=Slices(drop_outputs=True) leaves them out"
         )
     raise found.captured.limit.explained(least).explained(note="; ".join(notes))
 
@@ -160,8 +168,8 @@ def _of_all(plan: Plan, one: Survey, found: Variants) -> Plan:
 
 def least_in_slices(step: Step, options: Options) -> int:
     """Return the least budget in bytes with as many slices as there may be; takes about as long as a plan."""
-    found = least_of_all(step.graph, **_settings(options))
-    quick, least = replace(options, effort=0.0), Limit(known=1)
+    found = least_of_all(step.graph, **_settings(options.slicing or Slices()))
+    quick, least = options.quick(), Limit(known=1)
     try:
         return chosen(surveyed(replace(step, graph=found.joint), quick, least, found), quick).minimum
     except BudgetTooSmall as error:
@@ -174,7 +182,7 @@ def what_slices_buy(one: Survey, error: BudgetTooSmall, options: Options) -> str
     found = least_of_all(graph, most=MANY_SLICES, reduce=None)
     if not found.regions:
         return ""
-    device = Device.named(device_of(graph).type) if options.device is None else Device.named(options.device)
+    device = options.device or Device.named(device_of(graph).type)
     costs = with_loss(found.joint, estimate(found.joint, device), options)
     least = int(survey(found.joint, costs, effort=0.0).minimum * NOTED)
     if least > WORTH_A_NOTE * error.minimum:

@@ -76,7 +76,7 @@ def surveyed(
     Args:
         rate: run nothing: ops that were never measured need so many times the estimated seconds.
     """
-    measured = rate is None or options.cost == "estimate"
+    measured = rate is None or not options.measures
     if measured:
         costs = facts_of(step, options, partial(order_within_limit, step, limit))
     else:
@@ -94,7 +94,7 @@ def kept_alone(step: Step, options: Options, limit: Limit, rate: float = 1.0) ->
     Args:
         rate: times the estimated seconds that ops need which were never measured.
     """
-    if options.cost == "estimate" or isinstance(options.budget, Percent):
+    if not options.measures or isinstance(options.budget, Percent):
         costs = facts_of(step, options, partial(order_within_limit, step, limit))
     else:
         costs = assumed_facts(step.graph, options, rate)
@@ -136,12 +136,17 @@ def _searched(graph: Captured, costs: Costs, options: Options, limit: Limit) -> 
 
     What leaves for the host is chosen from programs that need more than the budget: all are searched for it.
     """
-    settings: dict[str, Any] = {"solver": options.solver, "slots": options.slots, "effort": options.effort}
+    settings: dict[str, Any] = {
+        "solver": options.solver,
+        "slots": options.search.slots,
+        "effort": options.search.seconds,
+    }
     if options.offloads_by_chain:
         settings |= {"solver": "auto", "effort": 0.0}
-    of_costs = (options.cost, str(options.device), str(device_of(graph)), options.loss_size, options.loss_seen)
+    how = "measure" if options.measures else "estimate"
+    of_costs = (how, str(options.device), str(device_of(graph)), options.loss_outside.size, options.loss_seen)
     known = FrontierCache(graph, costs, (settings, of_costs))
-    hosted = bool(options.offload or options.offload_weights)
+    hosted = options.host is not None
     ladder = known.get()
     if ladder is None:
         ladder = None if hosted else known.of_other_sizes()
@@ -164,12 +169,12 @@ def searched_again(known: Frontier, costs: Costs, budget: int, options: Options)
     if options.solver != "auto":
         return again
     highest = _searched_up_to(budget, again.keep_all.peak, options)
-    return Ladder(given=again).to(highest, costs, effort=options.effort).frontier(highest)
+    return Ladder(given=again).to(highest, costs, effort=options.search.seconds).frontier(highest)
 
 
 def _searched_up_to(budget: int, keep_all: int, options: Options) -> int:
     """Return bytes up to which programs are improved: more than the budget where they may need less in the end."""
-    if options.offload or options.offload_weights:
+    if options.host:
         return keep_all
     return max(budget, min(keep_all, int(ABOVE * budget))) if options.compiles else budget
 

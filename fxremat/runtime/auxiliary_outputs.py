@@ -241,5 +241,5 @@ class _Tie(torch.autograd.Function):
 SURPRISE = (
     "the loss reads outputs of the model beside the loss that the model returns: this step ran as plain PyTorch, "
     "without a budget; from the next one on a gradient of every output is planned for, "
-    "which compile(..., only_loss=False) does from the start"
+    'which compile(..., loss=Loss(gradients="all")) does from the start'
 )

@@ -73,7 +73,7 @@ def refuse_without_gradients(joint: Captured) -> None:
         "the captured step has no backward: none of the model's parameters and inputs gets a gradient, although an "
         "output requires one. Some op has no gradient on this device (on the meta device many have none, such as "
         "cross_entropy), or gives none: capture on a CPU or CUDA device, or plan a model without data with "
-        'fxremat.plan(..., cost="estimate")'
+        'fxremat.plan(..., costs="estimate")'
     )
 
 

@@ -24,7 +24,7 @@ def check_devices(joint: Captured) -> None:
         if device.type == "meta":
             raise FxrematError(
                 f"{name} is on the meta device, without data, so that the step cannot run, and many ops have no "
-                'gradient there: look at a plan with fxremat.plan(..., cost="estimate"), or give the model data with '
+                'gradient there: look at a plan with fxremat.plan(..., costs="estimate"), or give the model data with '
                 "model.to_empty(...)"
             )
         if device.type not in KINDS:
@@ -43,7 +43,7 @@ def check_devices(joint: Captured) -> None:
         raise FxrematError(
             f"{len(parameters)} trained inputs of the step are on the CPU ({parameters[0]}, ...) and others on "
             f"{accelerators[0]}, and a budget is for one device: move the model there, or let fxremat keep parameters "
-            "on the host with offload_weights=True"
+            "on the host with offload=Offload(weights=True)"
         )
 
 

@@ -156,7 +156,7 @@ class Backend:
         if outputs.expected or outputs.beside:
             refuse_symbols(module.graph, "example_value")
         try:
-            if self.options.only_loss and outputs.beside:
+            if self.options.loss_outside.gradients == "loss" and outputs.beside:
                 return AuxiliaryOutputs(module, outputs, self._differentiate, inputs)
             return self._differentiate(module, inputs)
         finally:
@@ -220,10 +220,10 @@ class Backend:
         """Plan anew at the next call where a loss outside the model takes more than planned, or time is to be saved."""
         plan = self.plans[-1]
         known = self.options.loss_seen
-        planned = self.options.loss_size or math.ceil(loss.assumed * (known.peak if known else 1))
+        planned = self.options.loss_outside.size or math.ceil(loss.assumed * (known.peak if known else 1))
         held = math.ceil(loss.assumed * known.held) if known else plan.costs.sizes.root
         more = loss.peak > planned + plan.costs.sizes.root or loss.held > held
-        less = loss.exact and known is None and self.options.loss_size is None
+        less = loss.exact and known is None and self.options.loss_outside.size is None
         less = less and _would_gain(plan, planned - loss.peak)
         if not (more or less):
             return
@@ -235,7 +235,7 @@ class Backend:
         log.log(
             logging.WARNING if more else logging.INFO,
             "the loss outside the model allocated %s where %s had been set aside: the next call plans for that; "
-            'fxremat.compile(..., loss_bytes="%s") does from the start',
+            'fxremat.compile(..., loss="%s") does from the start',
             format_bytes(loss.peak),
             format_bytes(planned),
             enough(loss.peak),
@@ -365,15 +365,15 @@ class Backend:
 
     def _passes(self) -> Sequence[str]:
         """What a captured graph goes through for the kernels that are to run it."""
-        if not self.options.compiles:
+        if (inductor := self.options.inductor) is None:
             return self._eager_passes()
         devices = [tensor.device for tensor in self._inputs if isinstance(tensor, torch.Tensor)]
         in_triton = any(kind_of(device).in_triton for device in devices)
-        return PIPELINES["inductor from seeds" if self.options.draws_from_seeds(in_triton=in_triton) else "inductor"]
+        return PIPELINES["inductor from seeds" if inductor.draws_from_seeds(in_triton=in_triton) else "inductor"]
 
     def _eager_passes(self) -> Sequence[str]:
         """The passes for PyTorch's own kernels, of which those of a CPU tell nothing of another device's."""
-        elsewhere = self.options.device is not None and Device.named(self.options.device).cuda
+        elsewhere = self.options.device is not None and self.options.device.cuda
         return PIPELINES["any device" if elsewhere else "eager"]
 
     def _as_eager(self, module: fx.GraphModule, forward_outputs: int) -> Captured | None:
@@ -480,9 +480,9 @@ class Backend:
         )
         if written := sorted(numbers.keys() & joint.mutated_primals):
             raise FxrematError(
-                f"forward writes to {named(trained, written)}, which offload_weights updates inside the step (an "
-                "Embedding with max_norm does, and clamping in forward): write to it after optimizer.step(), or give "
-                "it to another optimizer than the one that fxremat.compile takes"
+                f"forward writes to {named(trained, written)}, which the step updates itself with "
+                "Offload(weights=True) (an Embedding with max_norm does, and clamping in forward): write to it after "
+                "optimizer.step(), or give it to another optimizer than the one that fxremat.compile takes"
             )
         return with_updates_inside(joint, set(numbers)), trained
 

@@ -184,7 +184,7 @@ class Inside:
         return tuple(self._module._fxremat.backend.plans)
 
     def to_device(self) -> Any:
-        """Bring home, with offload_weights, what lives on the host: parameters and optimizer state, bit for bit.
+        """Bring home, with weights on the host, what lives on the host: parameters and optimizer state, bit for bit.
 
         Then model and optimizer train without fxremat as they would have all along. The next training call of this
         module moves them to the host again. Returns the module.
@@ -264,14 +264,14 @@ def drop_in(model: nn.Module, options: Options, target: Device | None = None) ->
     own = model.__dict__.get(method)
     plain = own or types.MethodType(getattr(type(model), method), model)
     backend = Backend(options, target, positional(plain), type(model).__name__, tied_names(model))
-    if not options.resizable and (options.dynamic or options.shapes):
+    if not options.resizable and options.dynamic:
         backend.take_sizes_as_fixed()
     name = f"{method} of {type(model).__name__}"
     only_fixed = False
 
     def step_of(forward: Callable[..., Any]) -> Callable[..., Any]:
         return compiled_step(
-            forward, backend, name, options.may_change, bool(options.shapes), backend.take_sizes_as_fixed
+            forward, backend, name, options.may_change, bool(options.ranges), backend.take_sizes_as_fixed
         )
 
     def step_anew(fixed: bool) -> Callable[..., Any]:
@@ -281,8 +281,8 @@ def drop_in(model: nn.Module, options: Options, target: Device | None = None) ->
 
     if shared is not None and options.stepping is not None:
         raise FxrematError(
-            "offload_weights keeps whole parameters on the host, and these are shared among ranks already: leave it "
-            "out; offload=True moves activations, and more ranks hold smaller shards"
+            "Offload(weights=True) keeps whole parameters on the host, and these are shared among ranks already: "
+            "offload=True moves activations, and more ranks hold smaller shards"
         )
     steps = {kind: step_of(own or forward) for kind, forward in shared.forwards.items()} if shared else {}
     training = _Training(model, own, plain, backend, step_of(plain), shared, steps, step_anew)

@@ -24,7 +24,7 @@ from fxremat.torch_private import fake_mode, has_data, real_tensors, tensor_plac
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-WHAT_IF = 'look at a plan with fxremat.plan(..., cost="estimate", device="H100")'
+WHAT_IF = 'look at a plan with fxremat.plan(..., costs="H100")'
 
 
 def refuse_without_data(model: nn.Module, what: str, instead: str = WHAT_IF) -> None:
@@ -47,7 +47,7 @@ def with_fakes(model: nn.Module, call: Call, options: Options) -> Iterator[Call]
     Raises:
         FxrematError: costs are to be measured, or weights to be updated, and there is no data.
     """
-    if options.cost == "measure":
+    if options.measures:
         refuse_without_data(model, "ops are measured on real values")
         yield call
         return
@@ -56,8 +56,8 @@ def with_fakes(model: nn.Module, call: Call, options: Options) -> Iterator[Call]
         yield call
         return
     if options.stepping is not None:
-        what = "offload_weights measures how long copies and updates of the weights take, in an estimate too"
-        refuse_without_data(model, what, "leave offload_weights out")
+        what = "Offload(weights=True) measures how long copies and updates of the weights take, in an estimate too"
+        refuse_without_data(model, what, "leave weights=True out")
     fakes = Fakes(torch.device("cpu"))
     places = list(tensor_places(model))
     try:

@@ -45,15 +45,15 @@ def mark(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> None:
-    """Mark the sizes that `shapes` names on the inputs of a call to `forward`, whose positional inputs have `names`.
+    """Mark the sizes that `dynamic` names on the inputs of a call to `forward`, whose positional inputs have `names`.
 
     Raises:
         FxrematError: there is no input of that name; or one is given, and is no tensor, or has no such dimension.
     """
-    if not options.shapes:
+    if not options.ranges:
         return
     given = by_name(names, args, kwargs)
-    for name, sizes in options.shapes.items():
+    for name, sizes in options.ranges.items():
         if name not in given:
             _check_known(name, given, forward)
             continue
@@ -61,7 +61,7 @@ def mark(
         most = tensor.dim() if isinstance(tensor, torch.Tensor) else 0
         if not isinstance(tensor, torch.Tensor) or not all(0 <= dim < most for dim in sizes):
             raise FxrematError(
-                f"shapes names dimensions {', '.join(map(str, sizes))} of {name!r}, which "
+                f"dynamic names dimensions {', '.join(map(str, sizes))} of {name!r}, which "
                 + (f"has {most}" if isinstance(tensor, torch.Tensor) else f"is a {type(tensor).__name__}")
             )
         if options.resizable:
@@ -77,19 +77,19 @@ def _check_known(name: str, given: Mapping[str, Any], forward: Callable[..., Any
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             perhaps = f", did you mean {near[0]!r}?" if near else ""
-            raise FxrematError(f"shapes names {name!r}{perhaps}; the model's inputs are {', '.join(known)}")
+            raise FxrematError(f"dynamic names {name!r}{perhaps}; the model's inputs are {', '.join(known)}")
 
 
 def warn_of_fixed(options: Options, reason: BaseException | None = None) -> None:
     """Say once that sizes are taken as fixed: as a warning where the user asked for others, else in the log."""
-    text = SLICES if options.slices else HOST
+    text = SLICES if options.slicing else HOST
     if reason is not None:
         first = (str(reason).strip() or type(reason).__name__).splitlines()[0]
         text = (
             "sizes are taken as fixed from now on, and each combination is captured and planned by itself: the model "
             f"cannot be captured for sizes that change ({first})"
         )
-    if options.dynamic or options.shapes:
+    if options.dynamic:
         warnings.warn(text, stacklevel=2)
     else:
         log.info(text)

@@ -218,10 +218,10 @@ def check_slots(slots: object) -> int:
     return whole
 
 
-def check_effort(effort: object) -> None:
-    """Raise `FxrematError` unless `effort` is a number of seconds, 0 or more."""
+def check_effort(effort: object, name: str = "effort") -> None:
+    """Raise `FxrematError` unless `effort`, which the caller calls `name`, is a number of seconds, 0 or more."""
     if isinstance(effort, bool) or not isinstance(effort, Real) or not float(effort) >= 0:
-        raise FxrematError(f"effort is {shortened(effort)}; it is a number of seconds, 0 or more")
+        raise FxrematError(f"{name} is {shortened(effort)}; it is a number of seconds, 0 or more")
 
 
 def _winner_of_join(
