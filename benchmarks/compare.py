@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 import fxremat
+from fxremat.settings import Search
 
 from . import meter
 from .answers import Answer, answer, outcome
@@ -63,7 +64,8 @@ def _row(case: Case, percent: float, mem: int, plain_peak: int, steps: int, devi
     torch._dynamo.reset()
     gc.collect()
     batch = tuple(t.to(device) for t in case.batch())
-    plain, ours = case.model(device=device), fxremat.compile(case.model(device=device), mem=mem, progress=False)
+    plain = case.model(device=device)
+    ours = fxremat.compile(case.model(device=device), mem=mem, search=Search(progress=False))
     try:
         start = time.perf_counter()
         got = outcome(ours, batch)

@@ -22,10 +22,12 @@ import torch
 
 import fxremat
 from fxremat.cost import updates
+from fxremat.settings import Offload, Search
 
 from . import models
 
 EFFORT = 2.0
+HOSTED = Offload(weights=True, activations=False)
 MUCH = 1 << 40  # bytes: more than any of the models needs
 
 
@@ -38,12 +40,12 @@ def main() -> None:
             continue
         torch._dynamo.reset()
         model = models.get(case, "small").model()
-        if options.get("offload_weights"):
+        if options.get("offload") is HOSTED:
             options["optimizer"] = torch.optim.AdamW(model.parameters())
         batch = models.get(case, "small").batch()
-        everything = fxremat.plan(model, batch, mem=MUCH, progress=False, **options)
+        everything = fxremat.plan(model, batch, mem=MUCH, **options)
         budget = everything.minimum + int(share * (everything.keep_all_peak - everything.minimum))
-        plan = fxremat.plan(model, batch, mem=budget, progress=False, **options)
+        plan = fxremat.plan(model, batch, mem=budget, **options)
         found[name] = digest(plan)
         print(name, found[name], file=sys.stderr, flush=True)
     json.dump(found, sys.stdout, indent=1)
@@ -52,13 +54,13 @@ def main() -> None:
 def _wanted() -> Iterator[tuple[str, str, float, dict[str, Any]]]:
     """Names, models, shares of the way from the least budget to keeping everything, and options."""
     for case in models.ALL:
-        yield f"{case} auto", case, 0.3, {"effort": EFFORT}
+        yield f"{case} auto", case, 0.3, {"search": Search(seconds=EFFORT)}
     for case in ("gpt", "unet", "encoder_decoder"):
-        yield f"{case} estimated", case, 0.1, {"effort": 0.0, "cost": "estimate"}
+        yield f"{case} estimated", case, 0.1, {"search": Search(seconds=0.0), "costs": "estimate"}
     for case in ("gpt", "unet", "deep_chain", "siamese"):
-        yield f"{case} offload", case, 0.2, {"effort": EFFORT, "offload": True}
+        yield f"{case} offload", case, 0.2, {"search": Search(seconds=EFFORT), "offload": True}
     for case in ("gpt", "mixer", "deep_chain"):
-        yield f"{case} weights", case, 0.5, {"effort": 0.0, "offload_weights": True}
+        yield f"{case} weights", case, 0.5, {"search": Search(seconds=0.0), "offload": HOSTED}
     for solver in ("input_drop", "persistent", "keep_all", "revolve"):
         yield f"mixer {solver}", "mixer", 1.0, {"solver": solver}
     for solver in ("pofo", "autocapper"):

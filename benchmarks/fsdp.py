@@ -44,6 +44,7 @@ import fxremat
 from benchmarks import report, throttle
 from benchmarks.meter import Step, peak_bytes
 from benchmarks.models.gpt import GPT, Shape
+from fxremat.settings import Search
 
 RESULT = Path(__file__).parent / "results" / "fsdp.json"
 SHAPE = Shape(layers=6, width=192, heads=6, vocabulary=512, batch=8, tokens=64)
@@ -209,7 +210,7 @@ def planned(mem: str) -> Callable[[DeviceMesh], Trainee]:
 
     def build(mesh: DeviceMesh) -> Trainee:
         model = sharded(mesh, reshard=True)
-        compiled = fxremat.compile(model, mem=mem, example_inputs=batch(), progress=False)
+        compiled = fxremat.compile(model, mem=mem, example_inputs=batch(), search=Search(progress=False))
         return trainee(compiled, model.parameters())
 
     return build
@@ -220,7 +221,7 @@ def replicated(mem: str) -> Callable[[DeviceMesh], Trainee]:
 
     def build(mesh: DeviceMesh) -> Trainee:
         model = fxremat.fully_shard(gpt(), mesh, replicate=True)
-        compiled = fxremat.compile(model, mem=mem, example_inputs=batch(), progress=False)
+        compiled = fxremat.compile(model, mem=mem, example_inputs=batch(), search=Search(progress=False))
         return trainee(compiled, model.parameters())
 
     return build
@@ -229,7 +230,7 @@ def replicated(mem: str) -> Callable[[DeviceMesh], Trainee]:
 def around_fxremat(mesh: DeviceMesh) -> Trainee:
     """DDP around a compiled model: all gradients arrive when its backward has ended."""
     model = gpt()
-    compiled = fxremat.compile(model, mem="100%", example_inputs=batch(), progress=False)
+    compiled = fxremat.compile(model, mem="100%", example_inputs=batch(), search=Search(progress=False))
     block = throttle.bytes_of(model.blocks[0].parameters())
     parallel = DistributedDataParallel(
         compiled, process_group=mesh.get_group(), bucket_cap_mb=block / 2**20, gradient_as_bucket_view=True

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 import fxremat
 from benchmarks.meter import peak_bytes
+from fxremat.settings import Search
 from tests.dags import KINDS, WIDTH, Dag, Layer, Recipe, batch
 
 RESULTS = Path(__file__).parent / "results" / "fuzz.json"
@@ -201,7 +202,7 @@ def _step(case: Case, model: nn.Module, inputs: Sequence[Tensor]) -> object:
 
 
 def _options(case: Case) -> dict[str, Any]:
-    return {"effort": 0.0, "slots": 100, "progress": False, "offload": case.offload}
+    return {"search": Search(seconds=0.0, slots=100, progress=False), "offload": case.offload}
 
 
 def _budgets(case: Case) -> list[int]:

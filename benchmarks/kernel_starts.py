@@ -29,6 +29,7 @@ import torch
 from torch import nn
 
 import fxremat
+from fxremat.settings import Search
 
 from . import models, report
 
@@ -103,7 +104,7 @@ def _seconds(name: str, percent: str) -> float:
     began = time.perf_counter()
     compiled: Any
     if percent:
-        compiled = fxremat.compile(model, mem=f"{float(percent)}%", kernels="inductor", progress=False)
+        compiled = fxremat.compile(model, mem=f"{float(percent)}%", search=Search(progress=False), backend="inductor")
     else:
         compiled = torch.compile(model)
     compiled(*batch).backward()

@@ -39,6 +39,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import fxremat
+from fxremat.settings import Search
 
 from . import meter, models, report
 from .alternatives.by_hand import placements
@@ -148,7 +149,7 @@ def checkpointed(case: Case) -> nn.Module:
 def planned(model: nn.Module, family: str, mem: int) -> nn.Module:
     """fxremat in a number of bytes; it plans at the first call."""
     kernels = "inductor" if family == OURS else "eager"
-    return fxremat.compile(model, mem=mem, kernels=kernels, progress=False)
+    return fxremat.compile(model, mem=mem, search=Search(progress=False), backend=kernels)
 
 
 @contextlib.contextmanager

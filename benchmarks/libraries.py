@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import fxremat
+from fxremat.settings import Search
 
 from . import meter, models_page, report
 from .models import libraries
@@ -82,7 +83,7 @@ def measure(case: LibraryCase, steps: int) -> Row:
 
 def _planned(case: LibraryCase, mem: int) -> Any:
     torch._dynamo.reset()
-    return fxremat.compile(case.model(), mem=mem, example_inputs=case.batch(), progress=False)
+    return fxremat.compile(case.model(), mem=mem, example_inputs=case.batch(), search=Search(progress=False))
 
 
 def _measured(case: LibraryCase, ours: Any, steps: int) -> Measured:

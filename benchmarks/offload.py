@@ -25,6 +25,7 @@ import torch
 
 import fxremat
 from fxremat.runtime.module import Rematerialized
+from fxremat.settings import Search
 
 from . import meter, models, report
 
@@ -114,14 +115,14 @@ def measure(name: str, rounds: int) -> list[Row]:
 
 def _least(case: models.Case) -> int:
     try:
-        fxremat.compile(case.model(), mem=1, example_inputs=case.batch(), progress=False)
+        fxremat.compile(case.model(), mem=1, example_inputs=case.batch(), search=Search(progress=False))
     except fxremat.BudgetTooSmall as error:
         return error.minimum
     raise AssertionError("a training step fitted in one byte")
 
 
 def _compiled(case: models.Case, mem: int, way: str, speed: float | None) -> Rematerialized | None:
-    options: dict[str, Any] = {"mem": mem, "example_inputs": case.batch(), "progress": False}
+    options: dict[str, Any] = {"mem": mem, "example_inputs": case.batch(), "search": Search(progress=False)}
     if way != "recompute":
         options["offload"] = fxremat.FileTier(to_host=speed, from_host=speed)
     if way == "offload":

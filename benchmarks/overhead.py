@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import fxremat
+from fxremat.settings import Search
 
 RESULT = Path(__file__).parent / "results" / "overhead.json"
 ROUNDS, STEPS = 30, 50
@@ -38,7 +39,7 @@ def steps() -> dict[str, Callable[[], object]]:
     x = torch.randn(16, 8)
     plain = Toy()
     captured = torch.compile(Toy(), backend="aot_eager", fullgraph=True, dynamic=False)
-    planned = fxremat.compile(Toy(), "100%", example_inputs=x, progress=False)
+    planned = fxremat.compile(Toy(), "100%", example_inputs=x, search=Search(progress=False))
 
     def step(model: Callable[[Tensor], Tensor]) -> Callable[[], object]:
         def run() -> object:

@@ -19,6 +19,7 @@ import fxremat
 from benchmarks.models import get
 from benchmarks.models.words import LANGUAGE
 from fxremat.errors import FxrematError
+from fxremat.settings import Search
 
 FOLDER = Path(__file__).parents[1] / "docs" / "pictures"
 SIZE = {"width": 1100, "height": 900}
@@ -29,7 +30,7 @@ SCHEMES = ("light", "dark")
 def _plan(name: str, mem: str, **options: Any) -> str:
     torch.manual_seed(0)
     case = LANGUAGE[name] if name in LANGUAGE else get(name)
-    settings: dict[str, Any] = {"cost": "estimate", "device": "A100", "progress": False} | options
+    settings: dict[str, Any] = {"search": Search(progress=False), "costs": "A100"} | options
     return fxremat.plan(case.model(), case.batch(0), mem=mem, **settings).to_html()
 
 

@@ -37,6 +37,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fxremat.settings import Search
+
 from . import models, report
 from .models import convnets
 from .models.case import labelled_images
@@ -121,7 +123,7 @@ class _Clock:
         import fxremat
 
         with self.timing():
-            plan = fxremat.plan(model, batch, progress=False, **options)
+            plan = fxremat.plan(model, batch, search=Search(progress=False), **options)
         self.ops = len(plan.graph.ops)
 
 
@@ -139,7 +141,7 @@ def _plain(clock: _Clock) -> None:
 def _another_budget(clock: _Clock) -> None:
     import fxremat
 
-    plan = fxremat.plan(*_gpt(), mem="45%", progress=False)
+    plan = fxremat.plan(*_gpt(), mem="45%", search=Search(progress=False))
     with clock.timing():
         clock.ops = len(plan.within("50%").graph.ops)
 
@@ -161,7 +163,7 @@ def _of_one_capture(clock: _Clock) -> int:
     import fxremat
 
     model, (words, following) = _gpt()
-    compiled = fxremat.compile(model, mem="45%", dynamic=True, progress=False)
+    compiled = fxremat.compile(model, mem="45%", dynamic=True, search=Search(progress=False))
     lengths = (112, *LENGTHS)  # 128 would be the whole table of positions, which is another way through the model
     batches = [(words[:, :n].contiguous(), following[:, :n].contiguous()) for n in lengths]
     compiled(*batches[0]).backward()
@@ -188,7 +190,7 @@ def _llama(clock: _Clock) -> None:
     from examples.what_if import llama_8b
 
     model, batch = llama_8b()
-    clock.plan(model, batch, mem="50%", cost="estimate", device="H200")
+    clock.plan(model, batch, mem="50%", costs="H200")
 
 
 ROWS: dict[str, Callable[[_Clock], int | None]] = {

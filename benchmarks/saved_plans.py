@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 import fxremat
+from fxremat.settings import Search
 
 from . import models, report
 
@@ -66,10 +67,10 @@ def _one(way: str, name: str, plan: str) -> None:
     model, batch = case.model(), case.batch()
     start = time.perf_counter()
     if way == "make":
-        fxremat.plan(model, batch, mem="60%", progress=False).save(plan)
+        fxremat.plan(model, batch, mem="60%", search=Search(progress=False)).save(plan)
     else:
         plain: Any = torch.compile(model, backend="aot_eager")
-        step = plain if way == "aot_eager" else fxremat.compile(model, plan=plan, progress=False)
+        step = plain if way == "aot_eager" else fxremat.compile(model, plan=plan, search=Search(progress=False))
         torch.manual_seed(1)
         step(*batch).backward()
         torch.save([p.grad for p in model.parameters() if p.grad is not None], f"{plan}.{way}.pt")

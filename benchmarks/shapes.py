@@ -25,6 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fxremat.settings import Search
+
 from . import report
 from .models.resizable import KINDS, Kind, loss_of
 
@@ -85,10 +87,10 @@ def _row(kind: Kind) -> dict[str, float]:
     model = kind.model()
     fixed = copy.deepcopy(model)
     largest = dict(kind.inputs(kind.sizes[0]))
-    whole = fxremat.plan(copy.deepcopy(model), largest, mem="100%", dynamic=False, progress=False)
+    whole = fxremat.plan(copy.deepcopy(model), largest, mem="100%", dynamic=False, search=Search(progress=False))
     events.clear()
     mem = int(kind.share * whole.keep_all_peak)
-    compiled = fxremat.compile(model, mem=mem, progress=False, **kind.options)
+    compiled = fxremat.compile(model, mem=mem, search=Search(progress=False), **kind.options)
     first = _seconds(compiled, largest)
     new, captures = [], first
     for size in kind.sizes[1:]:
@@ -100,7 +102,7 @@ def _row(kind: Kind) -> dict[str, float]:
             new.append(seconds - known)
         else:
             captures += seconds
-    alone = fxremat.compile(fixed, mem=mem, dynamic=False, progress=False)
+    alone = fxremat.compile(fixed, mem=mem, dynamic=False, search=Search(progress=False))
     _seconds(alone, largest)
     turns = [(_seconds(compiled, largest), _seconds(alone, largest)) for _ in range(ROUNDS)]
     return {
@@ -127,7 +129,7 @@ def _noting(module: Any, name: str, event: str, events: list[str]) -> None:
 def _training() -> dict[str, float]:
     import fxremat
 
-    seconds = [_trained(model) for model in (_gpt2(), fxremat.compile(_gpt2(), "3MB", progress=False))]
+    seconds = [_trained(model) for model in (_gpt2(), fxremat.compile(_gpt2(), "3MB", search=Search(progress=False)))]
     return {"plain": seconds[0], "ours": seconds[1], "planning": seconds[1] - seconds[0]}
 
 

@@ -41,6 +41,7 @@ from benchmarks import heads, meter, report
 from benchmarks.models.case import Case
 from benchmarks.models.grouped import GROUPED
 from benchmarks.models.words import LANGUAGE, WIDE, LanguageModel
+from fxremat.settings import Search, Slices
 
 ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "slices.json"
@@ -66,11 +67,10 @@ class Way:
     @property
     def options(self) -> dict[str, Any]:
         """What `fxremat.compile` is called with beside the model."""
-        options: dict[str, Any] = {"mem": self.mem, "progress": False}
+        options: dict[str, Any] = {"mem": self.mem, "search": Search(progress=False)}
         if self.slices:
-            options |= {"slices": True}
-        if self.reduce is not None:
-            options |= {"reduce": self.reduce}
+            dtype = torch.float32 if self.reduce == "fp32" else self.reduce
+            options |= {"slices": Slices(reduce_dtype=dtype)}
         return options
 
 

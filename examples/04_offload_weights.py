@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxremat
+from fxremat import Offload
 
 DEPTH, WIDTH, ROWS, STEPS = 24, 384, 64, 8
 SHARE = 0.9  # of the bytes of the parameters; gradients and Adam's state are three times as much again
@@ -59,7 +60,8 @@ def main() -> None:
     print(f"parameters {size / 2**20:.1f} MiB; with gradients and Adam's state {4 * size / 2**20:.1f} MiB")
     print(f"budget for all of the step: {mem / 2**20:.1f} MiB")
     first, second = (torch.optim.AdamW(model.parameters(), lr=1e-3) for model in (plain, ours))
-    small = fxremat.compile(ours, mem=mem, offload_weights=True, optimizer=second)  # the one line
+    offload = Offload(weights=True, activations=False)
+    small = fxremat.compile(ours, mem=mem, offload=offload, optimizer=second)  # the one line
     curves = train(plain, first), train(small, second)
     for step, (theirs, mine) in enumerate(zip(*curves), 1):
         print(f"{step:>4}  {theirs:.7f}  {mine:.7f}")

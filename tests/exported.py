@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import fxremat
 from fxremat.plans import Plan
+from fxremat.settings import Offload, Search
 
 WIDTH, ROWS, WORDS = 16, 256, 512
 
@@ -49,7 +50,7 @@ def rows() -> Tensor:
 
 def planned(model: nn.Module, mem: str | int, *inputs: Tensor, **options: object) -> Plan:
     """The plan of a model for inputs, by default a few rows; nothing is measured or searched for."""
-    given = {"cost": "estimate", "effort": 0, "progress": False} | options
+    given = {"search": Search(seconds=0), "costs": "estimate"} | options
     plan: Plan = fxremat.plan(model, inputs or (rows(),), mem=mem, **given)  # type: ignore[arg-type, call-overload]
     return plan
 
@@ -84,8 +85,8 @@ def weights() -> Plan:
     torch.manual_seed(0)
     model = Deep()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    options = {"offload_weights": True, "optimizer": optimizer, "example_inputs": rows(), "progress": False}
-    compiled = fxremat.compile(model, mem="60%", effort=0, cost="estimate", **options)  # type: ignore[arg-type]
+    options = {"offload": Offload(weights=True, activations=False), "optimizer": optimizer, "example_inputs": rows()}
+    compiled = fxremat.compile(model, mem="60%", search=Search(seconds=0), costs="estimate", **options)  # type: ignore[arg-type]
     plan: Plan = compiled.plan
     return plan
 

@@ -17,6 +17,7 @@ import fxremat
 from benchmarks import meter, models
 from fxremat.host.files import FileTier
 from fxremat.host.pinned import PinnedTier
+from fxremat.settings import Inductor, Offload, Search
 from tests.slices.test_models import EXAMPLES, HALF_CLOSE, error, gradients_after
 from tests.toys import Loss
 from tests.training import Trace, differences, least_budget, train
@@ -60,7 +61,7 @@ def test_compiled_regions_on_a_gpu(name: str, random: str) -> None:
     case = models.get(name, "small")
     batch = tuple(t.cuda() for t in case.batch())
     plain = case.model().cuda()
-    compiled = fxremat.compile(case.model().cuda(), mem="80%", kernels="inductor", random=random)
+    compiled = fxremat.compile(case.model().cuda(), mem="80%", backend=Inductor(random=random))
     by_inductor = torch.compile(plain, backend="inductor", dynamic=False) if random == "inductor" else plain
     losses = []
     for model in (compiled, by_inductor):
@@ -102,7 +103,7 @@ def test_regions_run_in_slices_on_a_gpu(name: str) -> None:
         return step
 
     plain = gradients_after(model, step_of(model))
-    compiled = fxremat.compile(model, mem=example.mem, slices=True, effort=0.0, example_inputs=inputs)
+    compiled = fxremat.compile(model, mem=example.mem, slices=True, search=Search(seconds=0.0), example_inputs=inputs)
     assert compiled.plan.slices
     step = step_of(compiled)
     ours = gradients_after(model, step)
@@ -243,7 +244,7 @@ def test_a_model_whose_weights_are_on_the_host_trains_on_a_gpu() -> None:
     torch.cuda.synchronize()
     mem = 2 * sum(p.nbytes for p in ours.parameters())  # half of parameters, gradients and state
     before = torch.cuda.memory_allocated()
-    options = {"offload_weights": True, "optimizer": mine, "example_inputs": batch}
+    options = {"offload": Offload(weights=True, activations=False), "optimizer": mine, "example_inputs": batch}
     compiled = fxremat.compile(ours, mem=mem, **options)
     losses = [train_step(compiled, mine, batch) for _ in range(2)]
     torch.cuda.synchronize()
@@ -270,7 +271,7 @@ def test_weights_and_activations_leave_a_gpu_together() -> None:
     batch = torch.randn(4096, 256, device="cuda")
     theirs, mine = (torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (plain, ours))
     wanted = [train_step(plain, theirs, batch) for _ in range(3)]
-    options = {"offload_weights": True, "offload": True, "optimizer": mine, "example_inputs": batch}
+    options = {"offload": Offload(weights=True), "optimizer": mine, "example_inputs": batch}
     compiled = fxremat.compile(ours, mem="40%", **options)
     assert [train_step(compiled, mine, batch) for _ in range(3)] == wanted
 
@@ -321,7 +322,7 @@ def test_offloading_on_a_gpu_that_is_not_the_current_one() -> None:
     before = torch.cuda.memory_allocated(0)
     with torch.cuda.device(0):
         wanted = [train_step(plain, theirs, batch) for _ in range(3)]
-        options = {"offload_weights": True, "offload": True, "optimizer": mine, "example_inputs": batch}
+        options = {"offload": Offload(weights=True), "optimizer": mine, "example_inputs": batch}
         compiled = fxremat.compile(ours, mem="40%", **options)
         assert [train_step(compiled, mine, batch) for _ in range(3)] == wanted
         assert torch.cuda.memory_allocated(0) == before

@@ -20,6 +20,7 @@ from fxremat.host.default import default_tier
 from fxremat.host.files import FileTier
 from fxremat.host.pinned import PinnedTier
 from fxremat.runtime.loss_meter import levels_of
+from fxremat.settings import Search
 
 PACKAGE = Path(__file__).parents[1] / "fxremat"
 HERE = torch.device("cpu")
@@ -103,7 +104,7 @@ def lacking(monkeypatch: pytest.MonkeyPatch) -> Kind:
     return kind
 
 
-OPTIONS = {"effort": 0.0, "progress": False}
+OPTIONS = {"search": Search(seconds=0.0)}
 
 
 @pytest.mark.usefixtures("torch_ready", "lacking")
@@ -111,17 +112,17 @@ def test_a_kind_without_statistics_is_estimated_and_not_measured() -> None:
     x = torch.ones(4, 8)
     with pytest.raises(FxrematError, match=r'no statistics of allocated memory for Toy devices.*cost="estimate"'):
         fxremat.plan(Toy(), (x,), mem="100%", **OPTIONS)
-    assert fxremat.plan(Toy(), (x,), mem="100%", cost="estimate", **OPTIONS).predicted_peak > 0
+    assert fxremat.plan(Toy(), (x,), mem="100%", costs="estimate", **OPTIONS).predicted_peak > 0
     assert levels_of(HERE) is None
 
 
 @pytest.mark.usefixtures("torch_ready", "lacking")
 def test_a_kind_without_generators_trains_what_draws_nothing() -> None:
     x = torch.ones(4, 8)
-    model = fxremat.compile(Toy(), mem="100%", cost="estimate", **OPTIONS)
+    model = fxremat.compile(Toy(), mem="100%", costs="estimate", **OPTIONS)
     model(x).backward()
     with pytest.raises(FxrematError, match=r"random generators whose state can be kept for Toy devices.*draws"):
-        fxremat.plan(Toy(dropout=0.5), (x,), mem="100%", cost="estimate", **OPTIONS)
+        fxremat.plan(Toy(dropout=0.5), (x,), mem="100%", costs="estimate", **OPTIONS)
 
 
 @pytest.mark.usefixtures("lacking")
@@ -134,7 +135,7 @@ def test_a_kind_without_pinned_memory_has_files() -> None:
 @pytest.mark.usefixtures("torch_ready", "lacking")
 def test_a_kind_without_a_count_of_free_bytes_has_no_auto() -> None:
     with pytest.raises(InvalidBudget, match='mem="auto" reads the free memory'):
-        fxremat.plan(Toy(), (torch.ones(4, 8),), mem="auto", cost="estimate", **OPTIONS)
+        fxremat.plan(Toy(), (torch.ones(4, 8),), mem="auto", costs="estimate", **OPTIONS)
 
 
 def test_a_kind_that_the_profiler_does_not_record_is_metered_by_statistics(monkeypatch: pytest.MonkeyPatch) -> None:

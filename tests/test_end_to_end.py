@@ -14,6 +14,7 @@ import torch
 
 import fxremat
 from benchmarks import meter, models
+from fxremat.settings import Search
 from tests.training import Trace, differences, in_both_sizes, least_budget, state_of, train, unequal
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
@@ -71,7 +72,7 @@ def _runs(size: models.Size, name: str) -> Runs:
 
 def _run(case: models.Case, mem: int | str, size: models.Size) -> Run:
     torch._dynamo.reset()
-    compiled = fxremat.compile(case.model(), mem=mem, effort=EFFORT[size])
+    compiled = fxremat.compile(case.model(), mem=mem, search=Search(seconds=EFFORT[size]))
     trace = train(compiled, case)
     measured = meter.peak_bytes(meter.training_step(compiled, case.batch()))
     return Run(mem=mem, plan=compiled.plan, measured=measured, trace=trace)
@@ -129,7 +130,7 @@ def test_a_budget_too_small_changes_nothing(name: str) -> None:
     minimum = least_budget(model, lambda compiled: compiled(*batch), effort=0.0)
 
     with pytest.raises(fxremat.BudgetTooSmall, match=str(minimum)) as error:
-        fxremat.compile(model, mem=minimum - 1, example_inputs=batch, effort=0.0)
+        fxremat.compile(model, mem=minimum - 1, example_inputs=batch, search=Search(seconds=0.0))
 
     assert error.value.minimum == minimum
     assert unequal(state_of(model), before) == []
@@ -140,7 +141,7 @@ def test_a_budget_too_small_changes_nothing(name: str) -> None:
 def test_the_second_step_needs_no_more_than_the_first() -> None:
     """Nothing of a step outlives it but its loss and gradients."""
     case = models.get("resnet", "small")
-    model = fxremat.compile(case.model(), mem="60%", effort=0.0)
+    model = fxremat.compile(case.model(), mem="60%", search=Search(seconds=0.0))
     step = meter.training_step(model, case.batch())
     step()
     peaks = []

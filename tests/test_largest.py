@@ -14,6 +14,7 @@ import fxremat
 from fxremat.__main__ import main
 from fxremat.cost.devices import DEVICES
 from fxremat.errors import BudgetTooSmall, FxrematError
+from fxremat.settings import Search
 from fxremat.what_if import PlansOfSize, largest, largest_on, sizes_that_change
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
@@ -48,7 +49,7 @@ def wider(batch: int = 4) -> tuple[nn.Module, Any]:
 
 
 def planned(made: nn.Module, inputs: Any, **options: Any) -> Any:
-    settings = {"cost": "estimate", "effort": 0, "slots": 50, "progress": False, "optimizer": None}
+    settings = {"search": Search(seconds=0, slots=50), "costs": "estimate", "optimizer": None}
     if options.get("device") is None:
         settings.pop("optimizer")
     return fxremat.plan(made, inputs, **(settings | options))
@@ -67,7 +68,7 @@ def test_one_capture_serves_all_sizes_and_devices(captures: list[object]) -> Non
     found = {(device, size): plans.at(device, size) for device in (A100, RTX) for size in (2, 3, 64)}
     assert len(captures) == 1
     for (device, size), plan in found.items():
-        alone = planned(*model(size), device=device, mem="100%", dynamic=False)
+        alone = planned(*model(size), costs=device, mem="100%", dynamic=False)
         assert plan.keep_all_peak == alone.keep_all_peak
         assert 0.9 * least_of(alone) <= least_of(plan) <= least_of(alone)
         assert plan.on_device == alone.on_device
@@ -82,7 +83,7 @@ def test_sizes_that_take_another_way_are_captured_by_themselves(captures: list[o
     for size in (1, 7):
         plan = plans.at(A100, size)
         assert plan.sizes is None
-        assert plan.minimum == planned(*model(size), device=A100, mem="100%", dynamic=False).minimum
+        assert plan.minimum == planned(*model(size), costs=A100, mem="100%", dynamic=False).minimum
     before = len(captures)
     plans.at(A100, 7)
     assert len(captures) == before
@@ -160,7 +161,7 @@ def test_the_largest_size_fits_and_the_next_does_not(make: Callable[..., Any], m
     assert found.size > 1
 
     def needed(size: int) -> int:
-        plan = planned(*make(size), device=device, mem="100%", dynamic=False)
+        plan = planned(*make(size), costs=device, mem="100%", dynamic=False)
         memory = plan.on_device
         least = least_of(plan)
         return memory.given + memory.state + max(least, memory.stepping) if mem == "auto" else least

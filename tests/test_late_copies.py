@@ -24,6 +24,7 @@ from fxremat.host import default, pinned
 from fxremat.host.files import FileTier
 from fxremat.host.pinned import PinnedTier
 from fxremat.host.tier import HostTier
+from fxremat.settings import Offload, Search
 from tests.dags import Dag, Layer, Recipe, batch, few, recipes
 from tests.late_copies import Device, late_copies
 from tests.test_random_models import compiled_within, differences, train
@@ -79,7 +80,7 @@ def check(recipe: Recipe, share: int, solver: str, seed: int) -> Device:
     chance = random.Random(seed)
     plain, tier = Dag(recipe).train(), FailingTier()
     model = copy.deepcopy(plain)
-    options = {**QUICK, "offload": tier, "solver": solver, "cost": "estimate", "progress": False}
+    options = {**QUICK, "offload": tier, "solver": solver, "costs": "estimate"}
     with late_copies(chance.choice(CHANCES), seed) as device:
         compiled = compiled_within(model, share, list(batch()), **options)
         state = copy.deepcopy(compiled.state_dict())
@@ -141,12 +142,9 @@ def trained_on_the_host(make: Make, **options: Any) -> tuple[fxremat.api.Remater
     compiled = fxremat.compile(
         model,
         mem="45%",
-        offload_weights=True,
+        search=Search(seconds=0), offload=Offload(weights=True, activations=False), costs="estimate",
         optimizer=optimizer,
         example_inputs=rows(),
-        cost="estimate",
-        progress=False,
-        effort=0,
         **options,
     )
     return compiled, optimizer

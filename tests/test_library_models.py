@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 import fxremat
 from benchmarks.meter import peak_bytes
+from fxremat.settings import Search
 from fxremat.torch_private import capture_settings
 from tests.steps import Step, differences, step_of
 
@@ -33,7 +34,7 @@ pytestmark = [
 BATCHES = (1, 2)
 CLASSES = 10
 WORDS = 128
-QUICK: Any = {"effort": 0.0, "slots": 100, "progress": False}
+QUICK: Any = {"search": Search(seconds=0.0, slots=100)}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 import fxremat
 from fxremat import heartbeat
 from fxremat.errors import FxrematError
+from fxremat.settings import Search
 from tests.ranks import Outcome, run_ranks
 
 WIDTH = 16
@@ -60,7 +61,7 @@ def _compiled(kind: str) -> Any:
         parallelize_module(model, mesh, {"blocks.0.0": ColwiseParallel(), "blocks.1.0": RowwiseParallel()})
     else:
         fxremat.fully_shard(model, replicate=kind == "replicated")
-    return fxremat.compile(model, mem="100%", effort=0.0)
+    return fxremat.compile(model, mem="100%", search=Search(seconds=0.0))
 
 
 def _rows(count: int) -> Tensor:

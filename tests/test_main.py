@@ -19,6 +19,7 @@ import pytest
 import fxremat
 from benchmarks.solvers import uneven
 from fxremat.__main__ import main
+from fxremat.settings import Search
 
 VECTORS = json.loads((Path(__file__).parent / "data" / "remat.json").read_text())
 
@@ -232,12 +233,10 @@ def test_plan_takes_its_options(capsys, monkeypatch):
     import fxremat.api
 
     monkeypatch.setattr("fxremat.api.plan", functools.partial(record, asked, fxremat.api.plan))
-    options = ["--solver", "persistent", "--effort", "0", "--slots", "50", "--cost", "estimate", "--device", "H100"]
+    options = ["--solver", "persistent", "--effort", "0", "--slots", "50", "--device", "H100"]
     assert main(["plan", "tests.test_main:model_and_inputs", "--mem", "100%", *options, "--full"]) == 0
-    assert asked == {
-        "mem": "100%", "offload": False, "solver": "persistent", "effort": 0.0, "slots": 50, "cost": "estimate",
-        "device": "H100",
-    }  # fmt: skip
+    search = Search(seconds=0.0, slots=50)
+    assert asked == {"mem": "100%", "solver": "persistent", "search": search, "costs": "H100"}
     assert "fxremat plan for H100 (estimated times)" in capsys.readouterr().out
 
 

@@ -52,7 +52,7 @@ def test_a_plan_shows_its_page_in_a_frame_and_its_text_below() -> None:
 
 def test_names_do_not_leave_the_frame() -> None:
     device = Device(name='"></iframe><script>x</script>', flops=1e12, half_flops=1e12, bandwidth=1e11, link=1e9)
-    plan = planned(Deep(), "60%", device=device)
+    plan = planned(Deep(), "60%", costs=device)
     found = _Frames(plan._repr_html_())
     assert found.tags == ["iframe", "details", "summary", "pre"]
     assert found.frames[0]["srcdoc"] == plan.to_html()

@@ -14,12 +14,13 @@ from torch import Tensor, nn
 
 import fxremat
 from benchmarks.meter import peak_bytes
+from fxremat.settings import Search
 from fxremat.torch_private import torch_release
 from tests.steps import differences, step_of
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
 
-QUICK: Any = {"effort": 0.0, "slots": 100, "progress": False}
+QUICK: Any = {"search": Search(seconds=0.0, slots=100)}
 
 
 class Deep(nn.Module):
@@ -98,7 +99,7 @@ def test_a_number_of_the_data_changes_no_bit_and_no_budget(kind: type[Deep], cos
     def trained(mem: int | str) -> fxremat.Plan:
         model = kind()
         model.load_state_dict(state)
-        compiled = fxremat.compile(model, mem, cost=cost, **QUICK)
+        compiled = fxremat.compile(model, mem, costs=cost, **QUICK)
         for number in (2, 5):
             at = torch.tensor(number)
             ours = step_of(compiled, lambda at=at: compiled(x, at), loss_of)
@@ -137,7 +138,7 @@ def test_a_place_that_is_written_to_may_be_a_number_of_the_data() -> None:
     torch.manual_seed(0)
     plain = Queue()
     model = copy.deepcopy(plain)
-    compiled = fxremat.compile(model, mem="100%", effort=0.0, progress=False)
+    compiled = fxremat.compile(model, mem="100%", search=Search(seconds=0.0))
     for seed in range(3):
         for network in (plain, compiled):
             network.zero_grad()

@@ -18,6 +18,7 @@ from benchmarks import meter, models
 from fxremat.__main__ import main as command_line
 from fxremat.cost.link import measure_link
 from fxremat.host.files import FileTier
+from fxremat.settings import Offload, Search
 from fxremat.show.page_data import page_data
 from fxremat.step.kinds import host_bytes
 from fxremat.step.program import Role
@@ -65,7 +66,7 @@ def _runs(size: models.Size, name: str) -> Runs:
     effort = EFFORT[size]
 
     def planned(**options: Any) -> fxremat.Plan:
-        return fxremat.plan(case.model(), case.batch(), mem="100%", effort=effort, progress=False, **options)
+        return fxremat.plan(case.model(), case.batch(), mem="100%", search=Search(seconds=effort), **options)
 
     minimum, alone = planned(offload=True).minimum, planned()
     found = [_run(case, minimum, alone, effort)]
@@ -81,7 +82,7 @@ def _runs(size: models.Size, name: str) -> Runs:
 
 
 def _run(case: models.Case, mem: int | str, alone: fxremat.Plan, effort: float) -> Run:
-    options: Any = {"effort": effort, "progress": False}
+    options: Any = {"search": Search(seconds=effort)}
     model = fxremat.compile(case.model(), mem=mem, offload=True, example_inputs=case.batch(), **options)
     budget = model.plan.budget
     seconds = alone.within(budget).predicted_time if budget >= alone.minimum else None
@@ -117,7 +118,7 @@ def tier() -> FileTier:
 def compiled(tier: FileTier, mem: int | str = "55%", depth: int = 6) -> fxremat.api.Rematerialized:
     torch.manual_seed(0)
     return fxremat.compile(
-        Loss(Stack(depth)), mem=mem, offload=tier, example_inputs=rows(), solver="keep_all", progress=False
+        Loss(Stack(depth)), mem=mem, offload=tier, example_inputs=rows(), solver="keep_all"
     )
 
 
@@ -272,33 +273,33 @@ def test_threads_train_models_of_their_own(tier: FileTier, wanted: list[torch.Te
 
 
 def test_the_host_s_limit_is_respected_and_named() -> None:
-    model, options = Loss(Stack()), {"example_inputs": rows(), "solver": "keep_all", "progress": False}
+    model, options = Loss(Stack()), {"example_inputs": rows(), "solver": "keep_all"}
     whole = fxremat.compile(model, mem="55%", offload=True, **options).plan
     assert whole.chosen.transfers is not None
     little = whole.chosen.transfers.bytes // 3
-    limited = fxremat.compile(model, mem="90%", offload=True, host_mem=little, **options).plan
+    limited = fxremat.compile(model, mem="90%", offload=Offload(limit=little), **options).plan
     assert limited.chosen.transfers is not None
     assert limited.chosen.transfers.bytes <= little
     with pytest.raises(
         fxremat.BudgetTooSmall, match=r"host_mem=\d+ is what binds: with more of it, \d+ bytes"
     ):
-        fxremat.compile(model, mem="55%", offload=True, host_mem=little, **options)
+        fxremat.compile(model, mem="55%", offload=Offload(limit=little), **options)
     with pytest.raises(fxremat.BudgetTooSmall) as small:
-        fxremat.compile(model, mem=1, offload=True, host_mem=little, **options)
+        fxremat.compile(model, mem=1, offload=Offload(limit=little), **options)
     assert "host_mem" not in str(small.value)
-    fxremat.compile(model, mem=small.value.minimum, offload=True, host_mem=little, **options)
+    fxremat.compile(model, mem=small.value.minimum, offload=Offload(limit=little), **options)
 
 
 def test_options_that_make_no_sense_are_refused() -> None:
     with pytest.raises(fxremat.FxrematError, match=r"offload is 'disk'; it is True, False or a host tier"):
         fxremat.compile(Stack(), mem="50%", offload="disk")
     with pytest.raises(fxremat.FxrematError, match="host_mem limits what is offloaded"):
-        fxremat.compile(Stack(), mem="50%", host_mem="1GiB")
+        fxremat.compile(Stack(), mem="50%", offload=Offload(limit="1GiB"))
 
 
 def test_an_estimate_needs_no_copies() -> None:
     plan = fxremat.plan(
-        Loss(Stack()), rows(), mem="55%", offload=True, solver="keep_all", cost="estimate", device="A100-40GB"
+        Loss(Stack()), rows(), mem="55%", offload=True, solver="keep_all", costs="A100-40GB"
     )
     assert plan.link is not None
     assert plan.link.to_host == 24e9
@@ -319,7 +320,7 @@ def test_a_solver_of_chains_can_be_asked_by_name(solver: str) -> None:
     case = models.get("gpt", "small")
     tier = FileTier(to_host=1e9, from_host=1e9)
     model = fxremat.compile(
-        case.model(), mem="70%", offload=tier, solver=solver, example_inputs=case.batch(), progress=False
+        case.model(), mem="70%", offload=tier, solver=solver, example_inputs=case.batch()
     )
     assert meter.peak_bytes(meter.training_step(model, case.batch())) <= model.plan.budget
     assert differences(train(model, case), train(case.model(), case)) == []
@@ -350,7 +351,7 @@ def factory() -> tuple[nn.Module, torch.Tensor]:
 
 
 def test_a_page_shows_ops_and_copies() -> None:
-    plan = fxremat.plan(Loss(Stack()), rows(), mem="55%", offload=True, solver="keep_all", progress=False)
+    plan = fxremat.plan(Loss(Stack()), rows(), mem="55%", offload=True, solver="keep_all")
     assert plan.chosen.transfers
     data = page_data(plan)
     drawn = data["plans"][data["chosen"]]
@@ -358,7 +359,7 @@ def test_a_page_shows_ops_and_copies() -> None:
     assert len(drawn["copies"]) == len(plan.chosen.transfers.copies)
     assert len(drawn["host"]) == len(drawn["starts"])
     assert max(drawn["host"]) == max(host_bytes(plan.program, plan.costs.sizes)) > 0
-    kept = fxremat.plan(Loss(Stack()), rows(), mem="100%", progress=False)
+    kept = fxremat.plan(Loss(Stack()), rows(), mem="100%")
     assert not any(one["copies"] or one["host"] for one in page_data(kept)["plans"])
 
 
@@ -369,7 +370,7 @@ class InPowersOfTwo(FileTier):
 
 
 def test_a_limit_counts_what_pinned_memory_takes() -> None:
-    model, options = Loss(Stack()), {"example_inputs": rows()[:-5], "solver": "keep_all", "progress": False}
+    model, options = Loss(Stack()), {"example_inputs": rows()[:-5], "solver": "keep_all"}
     whole = fxremat.compile(model, mem="55%", offload=InPowersOfTwo(), **options).plan
     assert whole.chosen.transfers is not None
     assert whole.link is not None
@@ -377,8 +378,8 @@ def test_a_limit_counts_what_pinned_memory_takes() -> None:
     assert taken > whole.chosen.transfers.bytes
     assert f"({format_bytes(taken)} of pinned memory, taken in powers of two)" in " ".join(str(whole).split())
     for limit in (taken // 2, taken - 1):
-        limited = fxremat.compile(model, mem="90%", offload=InPowersOfTwo(), host_mem=limit, **options).plan
+        limited = fxremat.compile(model, mem="90%", offload=Offload(tier=InPowersOfTwo(), limit=limit), **options).plan
         assert limited.chosen.transfers is not None
         assert most_on_host(limited.chosen.transfers.program, limited.costs, whole.link) <= limit
     with pytest.raises(fxremat.BudgetTooSmall, match=r"host_mem=\d+ is what binds"):
-        fxremat.compile(model, mem="55%", offload=InPowersOfTwo(), host_mem=taken - 1, **options)
+        fxremat.compile(model, mem="55%", offload=Offload(tier=InPowersOfTwo(), limit=taken - 1), **options)

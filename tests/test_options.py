@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import FrozenInstanceError
 from pathlib import Path
 from typing import get_type_hints
@@ -13,11 +14,13 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.export import Dim
 
 from fxremat.cost.estimate import Device
 from fxremat.errors import FxrematError, InvalidBudget
 from fxremat.host.files import FileTier
-from fxremat.options import NAMES, CompileOptions, Options, options_of
+from fxremat.options import NAMES, RENAMED, CompileOptions, Options, options_of
+from fxremat.settings import Inductor, Loss, Offload, Search, Setting, Slices
 from fxremat.units import Bytes, Percent
 
 ROOT = Path(__file__).parents[1]
@@ -28,48 +31,99 @@ def sgd() -> torch.optim.Optimizer:
 
 
 def test_what_they_mean() -> None:
-    options = options_of(mem="60%", slots=np.int64(100), effort=np.float32(2), offload=True, host_mem="1GiB")
+    search = Search(seconds=np.float32(2), slots=np.int64(100))
+    options = options_of(mem="60%", search=search, offload=Offload(limit="1GiB"))
     assert options.budget == Percent(60.0)
-    assert (options.slots, options.effort, options.host_limit) == (100, 2.0, 2**30)
-    assert (type(options.slots), type(options.effort)) == (int, float)
-    assert options.loss_size is None
+    assert (options.search.slots, options.search.seconds, options.host_limit) == (100, 2.0, 2**30)
+    assert (type(options.search.slots), type(options.search.seconds)) == (int, float)
+    assert options.loss_outside.size is None
     assert not options.offloads_by_chain
     assert options_of(mem="1GiB", solver="pofo", offload=True).offloads_by_chain
-    assert options_of(mem=np.int64(2**30), loss_bytes="1KiB").budget == Bytes(2**30)
-    assert options_of(mem=1, loss_bytes="1KiB").loss_size == 1024
+    assert options_of(mem=np.int64(2**30), loss="1KiB").budget == Bytes(2**30)
+
+
+def test_short_forms_are_settings() -> None:
     tier = FileTier()
-    assert options_of(mem=1, offload=tier).tier is tier
-    assert options_of(mem=1, offload=True, offload_weights=tier, optimizer=sgd()).tier is tier
+    for short, setting in ((True, Offload()), (tier, Offload(tier=tier)), (False, None)):
+        assert options_of(mem=1, offload=short).host == setting
+    for short, setting in ((True, Slices()), (False, None)):
+        assert options_of(mem=1, slices=short).slicing == setting
+    for short, setting in (("inductor", Inductor()), ("eager", None)):
+        assert options_of(mem=1, backend=short).inductor == setting
+    assert options_of(mem=1, loss="1KiB").loss_outside == Loss(bytes="1KiB")
+    assert options_of(mem=1, loss="1KiB").loss_outside.size == 1024
+    sizes = {"x": {0: Dim("rows", min=2, max=8), 1: [16, 32]}}
+    assert options_of(mem=1, dynamic=sizes).ranges == {"x": {0: (2, 8), 1: (16, 32)}}
+    assert options_of(mem=1, costs="h100").device is options_of(mem=1, costs="H100").device
+
+
+def test_what_may_wait_on_the_host() -> None:
+    tier = FileTier()
+    both = options_of(mem=1, offload=Offload(tier=tier, weights=True), optimizer=sgd())
+    assert both.tier is tier
+    assert both.offloads
+    assert both.stepping is not None
+    alone = options_of(mem=1, offload=Offload(weights=True, activations=False), optimizer=sgd())
+    assert (alone.offloads, alone.hosts_weights) == (False, True)
 
 
 def test_they_are_a_value() -> None:
-    options = options_of(mem="4GiB", effort=0)
-    assert options == options_of(mem="4GiB", effort=0.0)
+    options = options_of(mem="4GiB", search=Search(seconds=0))
+    assert options == options_of(mem="4GiB", search=Search(seconds=0.0))
     with pytest.raises(FrozenInstanceError):
-        options.effort = 3.0  # type: ignore[misc]
+        options.solver = "pofo"  # type: ignore[misc]
     with pytest.raises(TypeError):
         Options("4GiB")  # type: ignore[misc]
 
 
-TWO_TIERS = {"offload": FileTier(), "offload_weights": FileTier()}
+@pytest.mark.parametrize(
+    "setting",
+    [Offload(), Offload(limit="1GiB", weights=True), Slices(max_parts=2), Slices(reduce_dtype=torch.float32),
+     Inductor(config={"max_autotune": True}), Loss(bytes=3, gradients="all"), Search(seconds=1, progress=False)],
+    ids=repr,
+)  # fmt: skip
+def test_a_setting_prints_as_the_call_that_makes_it(setting: Setting) -> None:
+    names = {kind.__name__: kind for kind in (Offload, Slices, Inductor, Loss, Search)} | {"torch": torch}
+    assert eval(repr(setting), names) == setting
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: Search(slots=0), "slots is 0; it is a whole number from 1 to 100000"),
+        (lambda: Search(slots=-1), "slots is -1"),
+        (lambda: Search(slots=True), "slots is True"),
+        (lambda: Search(slots=10**9), "slots is 1000000000"),
+        (lambda: Search(slots="500"), "slots is '500'"),
+        (lambda: Search(slots=1.5), "slots is 1.5"),
+        (lambda: Search(slots=None), "slots is None"),
+        (lambda: Search(seconds=math.nan), "seconds is nan; it is a number of seconds, 0 or more"),
+        (lambda: Search(seconds=-1), "seconds is -1"),
+        (lambda: Search(seconds="3"), "seconds is '3'"),
+        (lambda: Search(seconds=True), "seconds is True"),
+        (lambda: Search(seconds=None), "seconds is None"),
+        (lambda: Search(seconds=math.inf), "seconds is inf; it is a finite number"),
+        (lambda: Search(progress="no"), "progress is 'no'; it is True or False"),
+        (lambda: Loss(gradients="some"), "gradients is 'some'; it is one of loss, all"),
+        (lambda: Loss(bytes="much"), "Loss: bytes: 'much' is not a number of bytes"),
+        (lambda: Offload(limit="60%"), "Offload: limit: '60%' is not a number of bytes"),
+        (lambda: Offload(tier="cpu"), "Offload: tier is 'cpu'; it is a host tier such as FileTier()"),
+        (lambda: Offload(weights=1), "Offload: weights is 1; it is True or False"),
+        (lambda: Offload(activations=False), "moves nothing; it goes with weights=True"),
+        (lambda: Inductor(random="both"), "Inductor: random is 'both'; it is None or one of inductor, eager"),
+        (lambda: Inductor(config=3), "Inductor: config is 3; it is settings of torch._inductor.config by name"),
+    ],
+)  # fmt: skip
+def test_wrong_settings_are_one_line(make: Callable[[], object], says: str) -> None:
+    with pytest.raises(FxrematError) as error:
+        make()
+    assert says in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        ({"slots": 0}, "slots is 0; it is a whole number from 1 to 100000"),
-        ({"slots": -1}, "slots is -1"),
-        ({"slots": True}, "slots is True"),
-        ({"slots": 10**9}, "slots is 1000000000"),
-        ({"slots": "500"}, "slots is '500'"),
-        ({"slots": 1.5}, "slots is 1.5"),
-        ({"slots": None}, "slots is None"),
-        ({"effort": math.nan}, "effort is nan; it is a number of seconds, 0 or more"),
-        ({"effort": -1}, "effort is -1"),
-        ({"effort": "3"}, "effort is '3'"),
-        ({"effort": True}, "effort is True"),
-        ({"effort": None}, "effort is None"),
-        ({"effort": math.inf}, "effort is inf; it is a finite number"),
         ({"solver": "best"}, "unknown solver 'best'; those that plan models are auto, "),
         ({"solver": "imput_drop"}, "did you mean 'input_drop'?"),
         ({"solver": None}, "unknown solver None"),
@@ -78,28 +132,25 @@ TWO_TIERS = {"offload": FileTier(), "offload_weights": FileTier()}
         ({"solver": "checkmate"}, "solver='checkmate' is one for chains"),
         ({"solver": "canonical"}, "solver='canonical' is one for chains and joins"),
         ({"solver": "pofo"}, "solver='pofo' moves values to the host; it goes with offload=True"),
-        ({"cost": "guess"}, "cost is 'guess'"),
-        ({"cost": ["measure"]}, "cost is ['measure']"),
-        ({"device": "A100-40GB"}, 'device goes with cost="estimate"'),
-        ({"cost": "estimate", "device": "abacus"}, "unknown device 'abacus'; known are "),
-        ({"cost": "estimate", "device": 3}, "device is 3"),
-        ({"loss_bytes": "much"}, "loss_bytes: 'much' is not a number of bytes"),
-        ({"loss_bytes": 1.5e9}, "int(1.5e9)"),
-        ({"only_loss": 1}, "only_loss is 1; it is True or False"),
-        ({"progress": "no"}, "progress is 'no'"),
-        ({"offload": "cpu"}, "offload is 'cpu'"),
-        ({"offload_weights": "cpu", "optimizer": sgd()}, "offload_weights is 'cpu'"),
-        ({"host_mem": "1GiB"}, "it goes with offload=True"),
-        ({"host_mem": "60%", "offload": True}, "host_mem: '60%' is not a number of bytes"),
-        ({"offload_weights": True}, "go together"),
+        ({"costs": "guess"}, "costs: unknown device 'guess'; known are "),
+        ({"costs": "estimat"}, "costs: unknown device 'estimat'"),
+        ({"costs": ["measure"]}, 'costs is [\'measure\']; it is "measure", "estimate", or a device'),
+        ({"loss": "much"}, "loss: 'much' is not a number of bytes"),
+        ({"loss": 1.5e9}, "int(1.5e9)"),
+        ({"search": 3}, "search is 3; it is a Search, such as Search(seconds=60)"),
+        ({"offload": "cpu"}, "offload is 'cpu'; it is True, False, a host tier such as FileTier(), or an Offload"),
+        ({"slices": 4}, "slices is 4; it is True, False, or a Slices, such as Slices(max_parts=8)"),
+        ({"backend": "triton"}, "backend is 'triton'; it is one of eager, inductor, or an Inductor(...)"),
+        ({"backend": "inductor", "offload": True}, "it does not go with offload"),
+        ({"backend": "inductor", "costs": "estimate"}, 'it goes with costs="measure"'),
+        ({"offload": Offload(weights=True)}, "go together"),
         ({"optimizer": sgd()}, "go together"),
-        ({"optimizer": "adamw"}, 'optimizer goes with cost="estimate", device="H100"'),
-        ({"optimizer": "lion", "cost": "estimate", "device": "H100"}, "optimizer is 'lion'; it is one of torch.optim"),
-        ({"optimizer": 3, "cost": "estimate", "device": "H100"}, "optimizer is 3"),
-        ({"optimizer": "SGD", "offload_weights": True}, "optimizer is 'SGD'"),
-        ({**TWO_TIERS, "optimizer": sgd()}, "give both the same"),
-        ({"solver": "pofo", "offload": True, "offload_weights": True, "optimizer": sgd()}, 'use "auto"'),
-        ({"effrt": 3}, "unknown option 'effrt', did you mean 'effort'?; there are mem, plan, solver, cost, "),
+        ({"optimizer": "adamw"}, 'optimizer goes with costs="H100"'),
+        ({"optimizer": "lion", "costs": "H100"}, "optimizer is 'lion'; it is one of torch.optim"),
+        ({"optimizer": 3, "costs": "H100"}, "optimizer is 3"),
+        ({"optimizer": "SGD", "offload": Offload(weights=True)}, "optimizer is 'SGD'"),
+        ({"solver": "pofo", "offload": Offload(weights=True), "optimizer": sgd()}, 'use "auto"'),
+        ({"serach": 3}, "unknown option 'serach', did you mean 'search'?; there are mem, plan, solver, dynamic, "),
         ({"zzz": 3}, "unknown option 'zzz'; there are mem"),
         ({"budget": 3}, "unknown option 'budget'"),
         ({"x" * 100_000: 3}, "unknown option 'xxx"),
@@ -111,7 +162,16 @@ def test_wrong_options_are_one_line(wrong: dict[str, object], says: str) -> None
         options_of(mem="4GiB", **wrong)
     assert says in str(error.value)
     assert "\n" not in str(error.value)
-    assert len(str(error.value)) < 400
+    assert len(str(error.value)) < 500
+
+
+@pytest.mark.parametrize("name", RENAMED)
+def test_an_earlier_name_says_the_new_one(name: str) -> None:
+    with pytest.raises(FxrematError, match=f"the option {name} has a new form: "):
+        options_of(mem=1, **{name: 3})
+    assert name not in NAMES
+    new, *_ = RENAMED[name].partition("=")
+    assert new in NAMES
 
 
 @pytest.mark.parametrize("mem", [1.5e9, "4e9", math.nan, 0.6, True])
@@ -122,13 +182,13 @@ def test_a_wrong_budget(mem: object) -> None:
 
 def test_the_budget_is_needed() -> None:
     with pytest.raises(InvalidBudget, match='mem="4GiB"'):
-        options_of(effort=3)
+        options_of(search=Search(seconds=3))
 
 
 def test_known_devices_are_known() -> None:
     own = Device(name="own", flops=1e12, half_flops=1e12, bandwidth=1e11)
-    assert options_of(mem=1, cost="estimate", device=own).device is own
-    assert options_of(mem=1, cost="estimate", device="A100-40GB").device == "A100-40GB"
+    assert options_of(mem=1, costs=own).device is own
+    assert str(options_of(mem=1, costs="A100-40GB").device) == "A100-40GB"
 
 
 def test_type_checkers_see_the_same_options() -> None:
@@ -145,9 +205,9 @@ def test_a_misspelt_option_is_a_type_error(tmp_path: Path) -> None:
         "from typing import Unpack\n"
         "from fxremat.options import CompileOptions\n"
         "def door(**options: Unpack[CompileOptions]) -> None: ...\n"
-        "door(effort=3, slots=100)\n"
-        "door(effrt=3)\n"
-        "door(slots='many')\n"
+        "door(backend='inductor', slices=True)\n"
+        "door(bakend='inductor')\n"
+        "door(slices='many')\n"
     )
     found = subprocess.run(
         [sys.executable, "-m", "mypy", "--strict", str(script)], cwd=ROOT, capture_output=True, text=True

@@ -21,6 +21,7 @@ from torch import nn
 import fxremat
 from benchmarks.models import get
 from fxremat.plans import Plan
+from fxremat.settings import Offload, Search
 from fxremat.show.moments import Moments
 from fxremat.show.page import page_of
 from fxremat.show.page_data import KINDS, group_of, page_data
@@ -109,7 +110,7 @@ def opened(browser: Any, tmp_path: Path) -> Iterator[Any]:
 
 def planned(name: str, mem: str | int, **options: Any) -> Plan:
     case = get(name, "small")
-    return fxremat.plan(case.model(), case.batch(0), mem=mem, cost="estimate", effort=0, progress=False, **options)
+    return fxremat.plan(case.model(), case.batch(0), mem=mem, search=Search(seconds=0), costs="estimate", **options)
 
 
 @pytest.fixture(scope="module")
@@ -125,8 +126,8 @@ def offloaded() -> Plan:
 def with_weights() -> Plan:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(6)), nn.Flatten(0))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    options: dict[str, Any] = {"offload_weights": True, "optimizer": optimizer, "loss_bytes": 64}
-    return fxremat.plan(model, torch.ones(64, 32), mem=2**40, cost="estimate", effort=0, progress=False, **options)
+    options: dict[str, Any] = {"loss": 64, "offload": Offload(weights=True, activations=False), "optimizer": optimizer}
+    return fxremat.plan(model, torch.ones(64, 32), mem=2**40, search=Search(seconds=0), costs="estimate", **options)
 
 
 @cache
@@ -134,13 +135,13 @@ def html_of(kind: str) -> str:
     match kind:
         case "profile":
             case = get("gpt", "small")
-            return fxremat.profile(case.model(), case.batch(0), cost="estimate", effort=0, progress=False).to_html()
+            return fxremat.profile(case.model(), case.batch(0), search=Search(seconds=0), costs="estimate").to_html()
         case "slices":
             return planned("gpt", "50%", slices=True).to_html()
         case "weights":
             return with_weights().to_html()
         case _:
-            return fxremat.plan(nn.Linear(8, 8), torch.ones(4, 8), mem="100%", cost="estimate").to_html()
+            return fxremat.plan(nn.Linear(8, 8), torch.ones(4, 8), mem="100%", costs="estimate").to_html()
 
 
 @pytest.mark.parametrize("width", [1200, 390])

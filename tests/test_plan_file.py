@@ -20,12 +20,13 @@ from fxremat import plan_file
 from fxremat.errors import FxrematError, PlanMismatch
 from fxremat.host.files import FileTier
 from fxremat.plans import Plan
+from fxremat.settings import Offload, Search
 from fxremat.step.as_json import Unreadable, read, written
 from fxremat.step.step_graph import Op, StepGraph
 from tests.joints import joints
 from tests.toys import Loss, Stack, rows
 
-QUICK: dict[str, Any] = {"effort": 0.0, "progress": False}
+QUICK: dict[str, Any] = {"search": Search(seconds=0.0)}
 
 
 def model(depth: int = 4) -> nn.Module:
@@ -96,7 +97,7 @@ def test_a_plan_that_belongs_is_taken_as_it_is(saved: tuple[Plan, Path]) -> None
     plan, path = saved
     for given_ in (str(path), path, fxremat.Plan.load(path)):
         torch._dynamo.reset()
-        compiled = fxremat.compile(model(), plan=given_, example_inputs=(rows(),), progress=False)
+        compiled = fxremat.compile(model(), plan=given_, example_inputs=(rows(),))
         assert compiled.plan is not None
         assert compiled.plan.program.steps == plan.program.steps
         assert compiled.plan.budget == plan.budget
@@ -106,7 +107,7 @@ def test_a_plan_that_belongs_is_taken_as_it_is(saved: tuple[Plan, Path]) -> None
 def refused(module: nn.Module, x: Tensor, plan: Any, **options: Any) -> str:
     torch._dynamo.reset()
     with pytest.raises(PlanMismatch) as error:
-        fxremat.compile(module, plan=plan, progress=False, **options)(x)
+        fxremat.compile(module, plan=plan, **options)(x)
     assert "\n" not in str(error.value)
     return str(error.value)
 
@@ -181,7 +182,8 @@ def test_what_is_not_saved_says_so(tmp_path: Path) -> None:
     module = model()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     tier = FileTier(tmp_path)
-    options = {"offload_weights": tier, "optimizer": optimizer, "cost": "estimate", **QUICK}
+    hosted = Offload(tier=tier, weights=True, activations=False)
+    options: Any = {"offload": hosted, "costs": "estimate", "optimizer": optimizer, **QUICK}
     plan = fxremat.plan(module, rows(), mem="100%", **options)
     with pytest.raises(FxrematError, match="a plan with updates of weights is not saved"):
         plan.save(tmp_path / "plan.json")
@@ -191,7 +193,7 @@ def test_what_is_not_saved_says_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [({"plan": 3}, "plan is 3; it is a plan, or the file"), ({"slices": True}, "it does not go with slices"),
-     ({"dynamic": True}, "for fixed sizes"), ({"kernels": "inductor"}, "with PyTorch's kernels")],
+     ({"dynamic": True}, "for fixed sizes"), ({"backend": "inductor"}, "with PyTorch's kernels")],
 )  # fmt: skip
 def test_options_that_do_not_go_with_a_plan(saved: tuple[Plan, Path], options: dict[str, Any], message: str) -> None:
     with pytest.raises(FxrematError, match=message):

@@ -49,7 +49,7 @@ def test_the_fastest_that_fits_is_chosen() -> None:
 
 def test_less_memory_never_leads_to_a_faster_plan() -> None:
     """Whatever is asked for first; and what is known of smaller budgets does not depend on the larger one."""
-    plans = {mem: fxremat.plan(Deep(), INPUTS, mem=mem, cost="estimate") for mem in ("90%", "40%", "65%")}
+    plans = {mem: fxremat.plan(Deep(), INPUTS, mem=mem, costs="estimate") for mem in ("90%", "40%", "65%")}
     times = [plans[mem].predicted_time for mem in ("40%", "65%", "90%")]
     assert times == sorted(times, reverse=True)
     below = [[p for p in plan.frontier if p[0] <= plans["40%"].budget] for plan in plans.values()]
@@ -62,8 +62,8 @@ def test_less_memory_never_leads_to_a_faster_plan() -> None:
 
 def test_too_small_a_budget_names_the_least_that_works() -> None:
     with pytest.raises(BudgetTooSmall) as caught:
-        fxremat.plan(Deep(), INPUTS, mem=1000, cost="estimate")
-    plan = fxremat.plan(Deep(), INPUTS, mem=caught.value.minimum, cost="estimate")
+        fxremat.plan(Deep(), INPUTS, mem=1000, costs="estimate")
+    plan = fxremat.plan(Deep(), INPUTS, mem=caught.value.minimum, costs="estimate")
     assert plan.predicted_peak == caught.value.minimum == plan.minimum
 
 
@@ -75,25 +75,25 @@ def test_every_solver_makes_plans_that_train(solver: str) -> None:
     wanted = [parameter.grad for parameter in model.parameters()]
     model.zero_grad(set_to_none=True)
     mem = "100%" if solver == "keep_all" else "90%"
-    fxremat.compile(model, mem=mem, solver=solver, cost="estimate")(*INPUTS).backward()
+    fxremat.compile(model, mem=mem, solver=solver, costs="estimate")(*INPUTS).backward()
     assert all(torch.equal(p.grad, w) for p, w in zip(model.parameters(), wanted, strict=True))  # type: ignore[arg-type]
 
 
 def test_an_unknown_solver_is_refused_with_the_known_ones() -> None:
     with pytest.raises(FxrematError, match=r"keep_all, periodic, .*persistent, .*input_drop"):
-        fxremat.plan(Deep(), INPUTS, mem="60%", solver="best", cost="estimate")
+        fxremat.plan(Deep(), INPUTS, mem="60%", solver="best", costs="estimate")
 
 
 def test_very_long_chains_are_thinned_to_the_heaviest_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planner, "MOST_BLOCKS", 3)
     monkeypatch.setattr(memo, "_latest", OrderedDict())
     assert planner._thin([0, 1, 2, 3, 4, 5], [1.0, 9.0, 1.0, 8.0, 1.0, 7.0]) == [1, 3, 5]
-    plan = fxremat.plan(Deep(), INPUTS, mem="100%", cost="estimate")
+    plan = fxremat.plan(Deep(), INPUTS, mem="100%", costs="estimate")
     assert len(plan.chain.blocks) <= 4
 
 
 def test_a_plan_shows_itself() -> None:
-    plan = fxremat.plan(Deep(), INPUTS, mem="50%", cost="estimate", device="H100")
+    plan = fxremat.plan(Deep(), INPUTS, mem="50%", costs="H100")
     text = str(plan)
     for words in (
         "H100 (estimated times)",
@@ -124,7 +124,7 @@ def test_an_error_of_planning_is_one_line_and_changes_nothing() -> None:
     before = {name: value.clone() for name, value in model.state_dict().items()}
     state = torch.get_rng_state()
     with pytest.raises(BudgetTooSmall) as caught:
-        fxremat.compile(model, mem=1, example_inputs=INPUTS, cost="estimate")
+        fxremat.compile(model, mem=1, example_inputs=INPUTS, costs="estimate")
     assert "\n" not in str(caught.value)
     assert caught.value.__cause__ is None
     assert torch.equal(torch.get_rng_state(), state)
@@ -143,9 +143,9 @@ class Outside(Deep):
 
 def test_a_loss_outside_the_model_is_planned_for() -> None:
     output = 256 * 16 * 4
-    sizes = fxremat.plan(Outside(), INPUTS, mem="100%", cost="estimate").costs.sizes
+    sizes = fxremat.plan(Outside(), INPUTS, mem="100%", costs="estimate").costs.sizes
     assert 0 <= sizes.outside - 4 * output < 100, "and some numbers"
-    plan = fxremat.plan(Outside(), INPUTS, mem="100%", cost="estimate", loss_bytes="1MB")
+    plan = fxremat.plan(Outside(), INPUTS, mem="100%", loss="1MB", costs="estimate")
     assert plan.costs.sizes.outside == 10**6
     assert plan.predicted_peak > 10**6
 

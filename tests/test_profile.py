@@ -21,12 +21,13 @@ from torch import Tensor, nn
 import fxremat
 from fxremat.__main__ import main
 from fxremat.profiles import BEST, WORTH, Profile, Saving, enough, knee_of
+from fxremat.settings import Search
 from fxremat.show.page_data import page_data
 from fxremat.units import format_bytes, parse_bytes
 from tests.show.test_page import read
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
-OPTIONS: dict[str, Any] = {"cost": "estimate", "effort": 0, "progress": False}
+OPTIONS: dict[str, Any] = {"search": Search(seconds=0), "costs": "estimate"}
 
 
 class Words(nn.Module):
@@ -141,7 +142,7 @@ def test_a_large_vocabulary_is_cut_into_slices() -> None:
 def test_scores_beside_the_loss_may_be_left_out() -> None:
     best = profiled("both")[2].changes[0]
     assert best.what == "run head in slices, and leave out the outputs beside the loss"
-    assert best.how.endswith(", slices=True, outputs='loss')")
+    assert best.how.endswith(", slices=Slices(drop_outputs=True))")
 
 
 def test_a_deep_chain_is_recomputed_or_waits_on_the_host() -> None:
@@ -155,19 +156,19 @@ def test_a_deep_chain_is_recomputed_or_waits_on_the_host() -> None:
 
 
 def test_a_profile_is_of_one_device() -> None:
-    with pytest.raises(fxremat.FxrematError, match=r"device is \['A100', 'H200'\]"):
-        fxremat.profile(nn.Linear(4, 4), torch.ones(2, 4), cost="estimate", device=["A100", "H200"])  # type: ignore[arg-type]
+    with pytest.raises(fxremat.FxrematError, match=r"costs is \['A100', 'H200'\]"):
+        fxremat.profile(nn.Linear(4, 4), torch.ones(2, 4), costs=["A100", "H200"])  # type: ignore[arg-type]
 
 
 def test_what_the_user_says_of_the_loss_is_in_the_calls() -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(8)))
     x = torch.ones(256, 64)
-    options: dict[str, Any] = {"cost": "estimate", "effort": 0.0, "progress": False}
-    said, unsaid = fxremat.profile(model, x, loss_bytes=12_345, **options), fxremat.profile(model, x, **options)
+    options: dict[str, Any] = {"search": Search(seconds=0.0), "costs": "estimate"}
+    said, unsaid = fxremat.profile(model, x, loss=12_345, **options), fxremat.profile(model, x, **options)
     assert said.changes
     assert unsaid.changes
-    assert all("loss_bytes=12345" in change.how for change in said.changes)
-    assert not any("loss_bytes" in change.how for change in unsaid.changes)
+    assert all("loss=12345" in change.how for change in said.changes)
+    assert not any("loss=" in change.how for change in unsaid.changes)
 
 
 def test_where_nothing_helps_it_says_so() -> None:
@@ -281,7 +282,7 @@ def test_what_cannot_be_planned_is_refused_as_by_plan(make: Callable[[], tuple[A
 
 
 @pytest.mark.parametrize(
-    "options", [{"cost": "guess"}, {"device": "abacus"}, {"effort": -1.0}, {"loss_bytes": "many"}]
+    "options", [{"costs": "guess"}, {"costs": 3}, {"search": -1.0}, {"loss": "many"}]
 )
 def test_options_that_make_no_sense_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(fxremat.FxrematError):

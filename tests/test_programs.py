@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import fxremat
 from benchmarks.meter import peak_bytes
+from fxremat.settings import Search
 from tests.training import same
 
 pytestmark = [
@@ -26,7 +27,7 @@ pytestmark = [
     pytest.mark.long,
     pytest.mark.filterwarnings("ignore"),  # of the libraries
 ]
-FAST: Any = {"effort": 0.0, "progress": False}
+FAST: Any = {"search": Search(seconds=0.0)}
 WORDS = 60
 
 

@@ -132,7 +132,7 @@ def test_nothing_is_printed_unless_asked_for(asked: str, lines: int) -> None:
 def test_the_log_names_the_sizes_and_the_third_of_them_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     """Parameters and buffers are no inputs; plans that are only looked at are not warned of."""
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Flatten(0))
-    compiled = fxremat.compile(Total(model), mem="100%", cost="estimate", dynamic=False)
+    compiled = fxremat.compile(Total(model), mem="100%", costs="estimate", dynamic=False)
 
     def many() -> list[str]:
         return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
@@ -151,12 +151,12 @@ def test_the_log_names_the_sizes_and_the_third_of_them_is_warned_of(caplog: pyte
         assert "dynamic=True" in said
         compiled(torch.ones(8, 4)).backward()
         for rows in (5, 6, 7, 8):
-            fxremat.plan(Total(model), (torch.ones(rows, 4),), mem="100%", cost="estimate")
+            fxremat.plan(Total(model), (torch.ones(rows, 4),), mem="100%", costs="estimate")
     assert many() == [said]
 
 
 def test_the_log_has_a_line_for_every_size_of_one_capture(caplog: pytest.LogCaptureFixture) -> None:
-    compiled = fxremat.compile(Total(nn.Linear(4, 4)), mem="100%", cost="estimate", dynamic=True)
+    compiled = fxremat.compile(Total(nn.Linear(4, 4)), mem="100%", costs="estimate", dynamic=True)
     with caplog.at_level("INFO", logger="fxremat"):
         for rows in (8, 6, 8, 16):
             compiled(torch.ones(rows, 4)).backward()

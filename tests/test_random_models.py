@@ -14,10 +14,12 @@ from torch.utils._pytree import tree_leaves
 
 import fxremat
 from benchmarks.meter import peak_bytes
+from fxremat.settings import Search
 from tests.dags import Dag, Layer, Recipe, batch, few, recipes, small_recipes
 from tests.training import same
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
+QUICK, SLOW = Search(seconds=0.0, slots=100), Search(seconds=1.0)
 STEPS = 3
 
 
@@ -67,13 +69,13 @@ def inputs(trained: bool, seed: int = 0) -> list[torch.Tensor]:
 
 
 def check(
-    recipe: Recipe, share: int, trained: bool = False, twice: bool = False, effort: float = 1.0, **options: Any
+    recipe: Recipe, share: int, trained: bool = False, twice: bool = False, search: Search = SLOW, **options: Any
 ) -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
     plain = Dag(recipe).train()
     model, measured_one = copy.deepcopy(plain), copy.deepcopy(plain)
-    options = {"progress": False, "effort": effort, **options}
+    options["search"] = search
     compiled = compiled_within(model, share, inputs(trained), **options)
     ours = train(compiled, trained=trained, twice=twice)
     theirs = train(plain, trained=trained, twice=twice)
@@ -116,14 +118,14 @@ def train_once_quietly(model: nn.Module, given: list[torch.Tensor]) -> object:
 @given(small_recipes, st.integers(0, 100), st.sampled_from([False, False, False, True]))
 @example(Recipe((Layer("batch_norm", 0, 0), Layer("dropout", 0, 0), Layer("cat", 0, 2)), 2, True), 0, False)
 def test_random_models_small(recipe: Recipe, share: int, twice: bool) -> None:
-    check(recipe, share, twice=twice, effort=0.0, slots=100)
+    check(recipe, share, twice=twice, search=QUICK)
 
 
 @few(6)
 @given(small_recipes, st.integers(0, 100), st.sampled_from([False, False, False, True]))
 @example(Recipe((Layer("add", 0, 1), Layer("linear", 0, 0), Layer("add", 0, 1)), 0, False), 0, False)
 def test_random_models_with_trained_inputs_small(recipe: Recipe, share: int, twice: bool) -> None:
-    check(recipe, share, trained=True, twice=twice, effort=0.0, slots=100)
+    check(recipe, share, trained=True, twice=twice, search=QUICK)
 
 
 @few(2)

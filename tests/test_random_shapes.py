@@ -15,12 +15,13 @@ from torch import nn
 
 import fxremat
 from fxremat.search.executions import Executions
+from fxremat.settings import Search
 from tests.dags import WIDTH, Dag, Layer, Recipe, batch, few, recipes, small_recipes
 from tests.steps import Step, differences, step_of
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
 
-QUICK: dict[str, Any] = {"mem": "1GB", "effort": 0.0, "slots": 100, "progress": False}
+QUICK: dict[str, Any] = {"mem": "1GB", "search": Search(seconds=0.0, slots=100)}
 DIVIDED = {"view": 2, "images": 4}  # layers that bear some numbers of rows alone, and what divides those
 
 batch_sizes = st.lists(st.integers(2, 40), min_size=3, max_size=4, unique=True)

@@ -13,18 +13,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.export import Dim
 
 import fxremat
 from benchmarks.meter import peak_bytes
 from benchmarks.models.resizable import KINDS, RANGES, ConvNet, gpt, loss_of, pictures, text
 from fxremat.planning import sizes
 from fxremat.runtime import sized
+from fxremat.settings import Search
 from tests.toys import WIDTH, Loss, Stack, rows
 from tests.training import gradients_of, same, state_of, unequal
 
 pytestmark = [pytest.mark.usefixtures("torch_ready"), pytest.mark.filterwarnings("ignore:::transformers")]
 
-QUICK: dict[str, Any] = {"effort": 0.0, "slots": 100, "progress": False}
+QUICK: dict[str, Any] = {"search": Search(seconds=0.0, slots=100)}
 
 
 @pytest.fixture
@@ -208,20 +210,20 @@ def test_a_size_that_cannot_fit_is_named_before_anything_ran() -> None:
 
 
 def test_percent_refers_to_the_largest_size() -> None:
-    compiled = fxremat.compile(gpt(), mem="50%", shapes=RANGES, cost="estimate", device="cpu", **QUICK)
+    compiled = fxremat.compile(gpt(), mem="50%", dynamic=RANGES, costs="cpu", **QUICK)
     compiled(**text((4, 32)))
-    largest = fxremat.plan(gpt(), text((8, 128)), mem="50%", cost="estimate", device="cpu", **QUICK)
+    largest = fxremat.plan(gpt(), text((8, 128)), mem="50%", costs="cpu", **QUICK)
     assert compiled.plan is not None
     assert compiled.plan.budget == pytest.approx(largest.budget, rel=0.01)
     compiled(**text((8, 100)))
     assert compiled.plan.budget == pytest.approx(largest.budget, rel=0.01)
     compiled(**text((8, 160)))  # above the range, which grows by half
-    grown = fxremat.plan(gpt(), text((8, 240)), mem="50%", cost="estimate", device="cpu", **QUICK)
+    grown = fxremat.plan(gpt(), text((8, 240)), mem="50%", costs="cpu", **QUICK)
     assert compiled.plan.budget == pytest.approx(grown.budget, rel=0.01)
 
 
 def test_ranges_that_torch_is_told_of(captures: list[object]) -> None:
-    compiled = fxremat.compile(gpt(), mem="50%", cost="estimate", device="cpu", **QUICK)
+    compiled = fxremat.compile(gpt(), mem="50%", costs="cpu", **QUICK)
 
     def marked(size: tuple[int, int]) -> dict[str, Tensor]:
         batch = text(size)
@@ -229,7 +231,7 @@ def test_ranges_that_torch_is_told_of(captures: list[object]) -> None:
             torch._dynamo.mark_dynamic(tensor, 1, min=16, max=128)
         return batch
 
-    largest = fxremat.plan(gpt(), text((8, 128)), mem="50%", cost="estimate", device="cpu", **QUICK)
+    largest = fxremat.plan(gpt(), text((8, 128)), mem="50%", costs="cpu", **QUICK)
     captures.clear()
     for length in (32, 100):
         compiled(**marked((8, length)))
@@ -425,7 +427,7 @@ class Positions(nn.Module):
 
 def test_a_size_that_the_model_fixes_is_not_said_to_change(captures: list[object]) -> None:
     shapes = {"x": {0: (2, 8), 1: (2, 8)}}
-    compiled = fxremat.compile(Positions(), mem="100MB", shapes=shapes, **QUICK)
+    compiled = fxremat.compile(Positions(), mem="100MB", dynamic=shapes, **QUICK)
     for count in (3, 5, 8):
         compiled(torch.ones(count, 6, WIDTH))
     assert compiled.plan is not None
@@ -614,13 +616,13 @@ def test_numbers_among_the_inputs_may_change() -> None:
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "dynamic": ({"dynamic": "yes"}, "dynamic is 'yes'; it is None, True or False"),
-    "a number for dynamic": ({"dynamic": 1}, "dynamic is 1; it is None, True or False"),
-    "both": ({"dynamic": False, "shapes": {"x": {0: (2, 8)}}}, "with dynamic=False none does"),
-    "no mapping": ({"shapes": [2, 8]}, "shapes is .2, 8.; it is the least and the largest size"),
-    "no range": ({"shapes": {"x": {0: 8}}}, "the least and the largest size by input and dimension"),
-    "upside down": ({"shapes": {"x": {0: (8, 2)}}}, "2 at least"),
-    "one": ({"shapes": {"x": {0: (1, 2)}}}, "2 at least"),
+    "dynamic": ({"dynamic": "yes"}, "dynamic is 'yes'; it is None, True, False, or"),
+    "a number for dynamic": ({"dynamic": 1}, "dynamic is 1; it is None, True, False, or"),
+    "no mapping": ({"dynamic": [2, 8]}, "dynamic is .2, 8.; it is None, True, False, or the least and the largest"),
+    "no range": ({"dynamic": {"x": {0: 8}}}, "the least and the largest size by input and dimension"),
+    "no end": ({"dynamic": {"x": {0: Dim("rows", min=2)}}}, "the least and the largest size by input and dimension"),
+    "upside down": ({"dynamic": {"x": {0: (8, 2)}}}, "2 at least"),
+    "one": ({"dynamic": {"x": {0: (1, 2)}}}, "2 at least"),
 }
 
 
@@ -632,9 +634,9 @@ def test_wrong_settings_are_refused_in_one_line(case: str) -> None:
 
 
 def test_a_dimension_that_is_not_there_is_refused() -> None:
-    compiled = fxremat.compile(Stack(), mem="1GB", shapes={"x": {2: (2, 8)}}, **QUICK)
-    for wrong, says in (("y", "shapes names 'y'; the model's inputs are x"), ("xx", "did you mean 'x'")):
-        unknown = fxremat.compile(Stack(), mem="1GB", shapes={wrong: {0: (2, 8)}}, **QUICK)
+    compiled = fxremat.compile(Stack(), mem="1GB", dynamic={"x": {2: (2, 8)}}, **QUICK)
+    for wrong, says in (("y", "dynamic names 'y'; the model's inputs are x"), ("xx", "did you mean 'x'")):
+        unknown = fxremat.compile(Stack(), mem="1GB", dynamic={wrong: {0: (2, 8)}}, **QUICK)
         with pytest.raises(fxremat.FxrematError, match=says):
             unknown(torch.ones(4, 4))
     with pytest.raises(fxremat.FxrematError, match="shapes names dimensions 2 of 'x', which has 2"):

@@ -32,6 +32,7 @@ from torch.profiler import ProfilerActivity, profile
 import fxremat
 from benchmarks import throttle
 from benchmarks.meter import model_peak
+from fxremat.settings import Search
 from tests.ranks import run_ranks
 from tests.sharded_training import (
     Batches,
@@ -53,7 +54,7 @@ from tests.sharded_training import (
 )
 from tests.training import same
 
-QUICK: Mapping[str, Any] = {"effort": 0, "cost": "estimate"}
+QUICK: Mapping[str, Any] = {"search": Search(seconds=0), "costs": "estimate"}
 MORE = ("100%", "60%", "35%")
 LEAST = "least"
 
@@ -523,7 +524,8 @@ def _digest(rank: int, world: int, warm: str) -> list[str]:
     for turn in range(2):
         if turn and rank:
             os.environ["FXREMAT_CACHE"] = tempfile.mkdtemp(dir=warm)
-        compiled = fxremat.compile(in_blocks(seeded(partial(Text, words=63)), mesh), mem="50%", effort=1)
+        ours = in_blocks(seeded(partial(Text, words=63)), mesh)
+        compiled = fxremat.compile(ours, mem="50%", search=Search(seconds=1))
         compiled(*texts(rank, 63)[0]).backward()
         steps = [(step.op, step.role, step.reads, step.writes) for step in compiled.plan.program.steps]
         digest = hashlib.sha256(repr((steps, compiled.plan.program.split)).encode()).hexdigest()

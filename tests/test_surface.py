@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxremat
+from fxremat.settings import Offload
 from tests.toys import QUICK, WIDTH, Loss, Stack, assert_as_plain, mse, record, rows, scalar, under_autocast
 from tests.training import same
 
@@ -492,7 +493,8 @@ def test_the_line_that_is_named_is_the_models() -> None:
 
 def test_inputs_that_the_model_does_not_take_while_its_weights_may_be_on_the_host() -> None:
     model = Stack()
-    options: Any = {**QUICK, "offload_weights": True, "optimizer": torch.optim.SGD(model.parameters())}
+    hosted = Offload(weights=True, activations=False)
+    options: Any = {**QUICK, "offload": hosted, "optimizer": torch.optim.SGD(model.parameters())}
     with pytest.raises(fxremat.CaptureError, match=r"reduction dim.*plain model") as error:
         fxremat.compile(model, mem="100%", **options)(torch.zeros(3, WIDTH + 1))
     _assert_one_line(error.value, "toys.py")

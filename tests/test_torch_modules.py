@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 import fxremat
+from fxremat.settings import Search
 from tests.toys import scalar
 from tests.training import same
 
@@ -111,7 +112,7 @@ def differs(module: nn.Module, shape: tuple[int, ...]) -> bool:
     """Whether two steps at the least budget have other bits than eager PyTorch."""
     torch._dynamo.reset()
     plain, x = copy.deepcopy(module), torch.randn(shape)
-    fast: Any = {"effort": 0.0, "slots": 100, "progress": False}
+    fast: Any = {"search": Search(seconds=0.0, slots=100)}
     compiled = fxremat.compile(module, mem=fxremat.plan(module, (x,), mem="100%", **fast).minimum, **fast)
     for seed in range(2):
         for network in (plain, compiled):

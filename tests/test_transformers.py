@@ -18,6 +18,7 @@ import fxremat
 from benchmarks.meter import peak_bytes
 from benchmarks.models import libraries
 from benchmarks.models.libraries import LibraryCase
+from fxremat.settings import Search
 from fxremat.torch_private import torch_release
 from tests.steps import Step, differences, step_of
 from tests.training import gradients_of, state_of, unequal
@@ -27,7 +28,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:::transformers"),
 ]
 
-QUICK = {"effort": 0.0, "progress": False}
+QUICK = {"search": Search(seconds=0.0)}
 
 
 def step(model: nn.Module, batch: Mapping[str, Any], autocast: bool = False) -> Step:
@@ -114,12 +115,12 @@ def own_checkpointing(model: Any, batch: dict[str, Any]) -> None:
     ids=lambda x: x if isinstance(x, str) else x.__name__,
 )
 def test_calls_of_many_kinds(name: str, change: Callable[[Any, dict[str, Any]], object]) -> None:
-    assert_as_plain(libraries.get(name, "small"), "60%", change, cost="estimate", solver="persistent")
+    assert_as_plain(libraries.get(name, "small"), "60%", change, costs="estimate", solver="persistent")
 
 
 def test_autocast_with_dropout() -> None:
     case = libraries.get("gpt2", "small")
-    assert_as_plain(case, "60%", autocast=True, cost="estimate", solver="persistent")
+    assert_as_plain(case, "60%", autocast=True, costs="estimate", solver="persistent")
 
 
 def test_without_labels_the_loss_is_outside() -> None:
@@ -127,7 +128,7 @@ def test_without_labels_the_loss_is_outside() -> None:
     case = libraries.get("llama", "small")
     model, plain, batch = case.model(), case.model(), case.batch()
     labels = batch.pop("labels")
-    compiled = fxremat.compile(model, mem="100%", cost="estimate", solver="keep_all")
+    compiled = fxremat.compile(model, mem="100%", costs="estimate", solver="keep_all")
     gradients = []
     for each in (compiled, plain):
         torch.manual_seed(3)
@@ -140,7 +141,7 @@ def test_without_labels_the_loss_is_outside() -> None:
 def test_only_the_loss_is_given_a_gradient() -> None:
     """Not the logits, which are the largest value of all, and not the keys and values."""
     case = libraries.get("gpt2", "small")
-    plan = fxremat.plan(case.model(), case.batch(), mem="100%", cost="estimate", solver="keep_all")
+    plan = fxremat.plan(case.model(), case.batch(), mem="100%", costs="estimate", solver="keep_all")
     assert [tangent.meta["val"].shape for tangent in plan.captured.tangent_nodes] == [()]
 
 
@@ -186,7 +187,7 @@ def test_wav2vec2_as_its_note_says() -> None:
     gradients = []
     for each in (model, plain):
         each.freeze_feature_encoder()  # type: ignore[operator]
-        called = fxremat.compile(each, mem="70%", cost="estimate", **QUICK) if each is model else each
+        called = fxremat.compile(each, mem="70%", costs="estimate", **QUICK) if each is model else each
         torch.manual_seed(3)
         scores = called(**batch).logits.log_softmax(-1).transpose(0, 1)
         lengths = (torch.full((len(labels),), length) for length in (len(scores), labels.shape[1]))
@@ -201,7 +202,7 @@ def test_detr_as_its_note_says() -> None:
     model: Any = case.model()
     plain, batch = case.model(), case.batch()
     decoder = model.model.decoder
-    model.model.decoder = fxremat.compile(decoder, mem="100%", cost="estimate", **QUICK)
+    model.model.decoder = fxremat.compile(decoder, mem="100%", costs="estimate", **QUICK)
     ours = step(model, batch)
     model.model.decoder = decoder
     assert unequal(ours.gradients, step(plain, batch).gradients) == []

@@ -20,11 +20,13 @@ from benchmarks import meter, models
 from fxremat.host.files import FileTier
 from fxremat.ops.parameters import Weights
 from fxremat.ops.spent import Spent
+from fxremat.settings import Offload, Search
 from fxremat.step.program import Role
 from tests.training import same
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
 
+HOSTED = Offload(weights=True, activations=False)
 WIDTH = 96
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Make] = {
@@ -90,7 +92,7 @@ def test_ten_steps_are_those_of_plain_training_in_a_part_of_the_memory(name: str
     theirs, mine = make(plain), make(ours)
     losses = [step(plain, theirs, batch, seed) for seed in range(10)]
     model = fxremat.compile(
-        ours, mem=least(ours, make, batch), offload_weights=True, optimizer=mine, progress=False, effort=1
+        ours, mem=least(ours, make, batch), search=Search(seconds=1), offload=HOSTED, optimizer=mine
     )
     assert [step(model, mine, batch, seed) for seed in range(10)] == losses
     for key, value in plain.state_dict().items():
@@ -108,7 +110,7 @@ def test_a_budget_below_the_weights_own_size() -> None:
     ours = copy.deepcopy(plain)
     theirs, mine = (OPTIMIZERS["AdamW"](model) for model in (plain, ours))
     mem = sum(p.nbytes for p in plain.parameters()) * 2 // 3
-    model = fxremat.compile(ours, mem=mem, offload_weights=True, optimizer=mine, progress=False, effort=1)
+    model = fxremat.compile(ours, mem=mem, search=Search(seconds=1), offload=HOSTED, optimizer=mine)
     for seed in range(3):
         assert step(model, mine, (rows(),), seed) == step(plain, theirs, (rows(),), seed)
     batch = rows()
@@ -122,18 +124,17 @@ def least(model: nn.Module, make: Make, batch: tuple[Tensor, ...], **options: An
         fxremat.compile(
             other,
             mem=1,
-            offload_weights=True,
+            search=Search(seconds=1),
+            offload=HOSTED,
             optimizer=make(other),
             example_inputs=batch,
-            progress=False,
-            effort=1,
             **options,
         )
     return small.value.minimum
 
 
 def compiled(
-    share: float, tier: FileTier | None = None, make: Make = OPTIMIZERS["AdamW"], **options: Any
+    share: float, tier: FileTier | None = None, make: Make = OPTIMIZERS["AdamW"], limit: int | None = None
 ) -> Any:
     torch.manual_seed(0)
     model = MLP(tied=False)
@@ -142,12 +143,10 @@ def compiled(
     return fxremat.compile(
         model,
         mem=int(share * size),
-        offload_weights=tier or FileTier(),
+        search=Search(seconds=1),
+        offload=Offload(tier=tier or FileTier(), limit=limit, weights=True, activations=False),
         optimizer=optimizer,
         example_inputs=rows(),
-        progress=False,
-        effort=1,
-        **options,
     ), optimizer
 
 
@@ -271,8 +270,8 @@ def test_a_share_is_of_all_that_the_step_keeps() -> None:
     plans = []
     for mem in ("100%", "40%"):
         model = MLP(tied=False)
-        options = {"optimizer": OPTIMIZERS["AdamW"](model), "example_inputs": rows(), "progress": False}
-        plans.append(fxremat.compile(model, mem=mem, offload_weights=True, effort=1, **options).plan)
+        options = {"optimizer": OPTIMIZERS["AdamW"](model), "example_inputs": rows()}
+        plans.append(fxremat.compile(model, mem=mem, search=Search(seconds=1), offload=HOSTED, **options).plan)
     assert not plans[0].program.fetched
     assert plans[1].program.fetched
     assert plans[1].budget == pytest.approx(0.4 * plans[0].budget, abs=2)
@@ -295,7 +294,7 @@ def test_optimizers_that_look_at_all_parameters_are_refused() -> None:
         fxremat.compile(
             model,
             mem="50%",
-            offload_weights=True,
+            offload=HOSTED,
             optimizer=torch.optim.LBFGS(model.parameters()),
             example_inputs=rows(),
         )
@@ -304,10 +303,10 @@ def test_optimizers_that_look_at_all_parameters_are_refused() -> None:
 def test_options_that_make_no_sense_are_refused() -> None:
     model = MLP()
     with pytest.raises(fxremat.FxrematError, match="offload_weights and optimizer go together"):
-        fxremat.compile(model, mem="50%", offload_weights=True)
+        fxremat.compile(model, mem="50%", offload=HOSTED)
     with pytest.raises(fxremat.FxrematError, match="none of the optimizer's parameters"):
         other = torch.optim.SGD(MLP().parameters(), lr=0.1)
-        fxremat.compile(model, mem="50%", offload_weights=True, optimizer=other, example_inputs=rows())
+        fxremat.compile(model, mem="50%", offload=HOSTED, optimizer=other, example_inputs=rows())
 
 
 def test_evaluation_reads_the_weights_where_they_are() -> None:
@@ -426,8 +425,8 @@ def test_weights_and_activations_travel_together() -> None:
     assert together < alone
     theirs, mine = make(plain), make(ours)
     tier = FileTier()
-    options = {"offload_weights": tier, "offload": True, "optimizer": mine}
-    model = fxremat.compile(ours, mem=together, progress=False, effort=1, **options)
+    options = {"offload": Offload(tier=tier, weights=True), "optimizer": mine}
+    model = fxremat.compile(ours, mem=together, search=Search(seconds=1), **options)
     for seed in range(4):
         assert step(model, mine, batch, seed) == step(plain, theirs, batch, seed)
     origins = {
@@ -445,12 +444,12 @@ def test_host_mem_limits_what_lives_on_the_host() -> None:
     free, _ = compiled(0.3)
     most = 150_000
     with pytest.raises(fxremat.BudgetTooSmall) as small:
-        compiled(0.3, host_mem=most)
+        compiled(0.3, limit=most)
     minimum = small.value.minimum
     assert minimum > free.plan.minimum
     share = (minimum + 1) / (4 * sum(p.nbytes for p in free.parameters()))  # with more, none need live there
     tier = FileTier()
-    model, optimizer = compiled(share, tier, host_mem=most)
+    model, optimizer = compiled(share, tier, limit=most)
     for seed in range(2):
         step(model, optimizer, (rows(),), seed)
     assert 0 < tier.bytes <= most
@@ -462,12 +461,12 @@ def test_host_mem_counts_what_pinned_memory_takes_for_parameters_and_state() -> 
 
     most = 150_000
     with pytest.raises(fxremat.BudgetTooSmall) as small:
-        compiled(0.3, FileTier(), host_mem=most)
+        compiled(0.3, FileTier(), limit=most)
     with pytest.raises(fxremat.BudgetTooSmall) as smaller:
-        compiled(0.3, InPowersOfTwo(), host_mem=most)
+        compiled(0.3, InPowersOfTwo(), limit=most)
     assert smaller.value.minimum > small.value.minimum
     share = (smaller.value.minimum + 1) / (4 * sum(p.nbytes for p in MLP(tied=False).parameters()))
-    model, _ = compiled(share, InPowersOfTwo(), host_mem=most)
+    model, _ = compiled(share, InPowersOfTwo(), limit=most)
     joint, hosted = model.plan.graph, model.plan.weights.hosted
     sizes = [joint.shown[value].meta["val"].nbytes for value in hosted]
     assert 0 < sum(3 * (1 << (size - 1).bit_length()) for size in sizes) <= most  # with two moments of AdamW
@@ -511,7 +510,7 @@ WRITES: dict[str, tuple[Callable[[], Of], tuple[Tensor, ...], str]] = {
         "words.weight",
     ),
 }
-QUICK: dict[str, Any] = {"progress": False, "effort": 0}
+QUICK: dict[str, Any] = {"search": Search(seconds=0)}
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0])
@@ -523,7 +522,7 @@ def test_a_parameter_that_forward_writes_to_is_named_and_nothing_is_changed(kind
     optimizer = OPTIMIZERS["AdamW"](model)
     before = {key: (value.data_ptr(), value.clone()) for key, value in model.state_dict().items()}
     mem = int(share * (1 << 30)) or 1
-    compiled = fxremat.compile(model, mem=mem, offload_weights=True, optimizer=optimizer, **QUICK)
+    compiled = fxremat.compile(model, mem=mem, offload=HOSTED, optimizer=optimizer, **QUICK)
     with pytest.raises(fxremat.FxrematError, match=f"forward writes to the parameter {name}, which") as error:
         compiled(*batch)
     assert "another optimizer" in str(error.value)
@@ -544,7 +543,7 @@ def test_a_parameter_that_forward_writes_to_may_have_another_optimizer(kind: str
         optimizer = torch.optim.AdamW(parts.values(), lr=1e-2)
         model = plain
         if mem is not None:
-            model = fxremat.compile(plain, mem=mem, offload_weights=True, optimizer=optimizer, **QUICK)
+            model = fxremat.compile(plain, mem=mem, offload=HOSTED, optimizer=optimizer, **QUICK)
         losses = []
         for seed in range(3):
             other.zero_grad()
@@ -579,7 +578,7 @@ def test_models_that_return_more_than_their_loss_train_at_the_least_budget(kind:
         model: Any = two_layers(RETURNS[kind])
         optimizer = OPTIMIZERS["AdamW"](model)
         if mem is not None:
-            model = fxremat.compile(model, mem=mem, offload_weights=True, optimizer=optimizer, **QUICK)
+            model = fxremat.compile(model, mem=mem, offload=HOSTED, optimizer=optimizer, **QUICK)
         seen = []
         for _ in range(3):
             optimizer.zero_grad()
@@ -599,7 +598,7 @@ def test_models_that_return_more_than_their_loss_train_at_the_least_budget(kind:
 def test_a_loss_may_be_weighed_beside_another_output_and_not_scaled() -> None:
     model: Any = two_layers(RETURNS["a part of the loss"])
     optimizer = OPTIMIZERS["SGD"](model)
-    compiled = fxremat.compile(model, mem="100%", offload_weights=True, optimizer=optimizer, **QUICK)
+    compiled = fxremat.compile(model, mem="100%", offload=HOSTED, optimizer=optimizer, **QUICK)
     loss, other = compiled(rows())
     (loss + 0.5 * other).backward()
     optimizer.step()
@@ -617,7 +616,7 @@ def test_a_view_of_a_weight_that_lives_on_the_host_is_refused_by_name() -> None:
     model: Any = two_layers(function)
     optimizer = OPTIMIZERS["AdamW"](model)
     mem = least(model, OPTIMIZERS["AdamW"], (rows(),))
-    compiled = fxremat.compile(model, mem=mem, offload_weights=True, optimizer=optimizer, **QUICK)
+    compiled = fxremat.compile(model, mem=mem, offload=HOSTED, optimizer=optimizer, **QUICK)
     step(compiled, optimizer, (rows(),), 0)
     with pytest.raises(fxremat.FxrematError, match=r"a view of the parameter first.weight, which lives on the host"):
         compiled(rows()[:3])
@@ -627,9 +626,9 @@ def test_a_plan_leaves_nothing_on_the_optimizer() -> None:
     model = MLP(tied=False)
     optimizer = OPTIMIZERS["AdamW"](model)
     for _ in range(2):
-        fxremat.plan(model, rows(), mem="40%", offload_weights=True, optimizer=optimizer, **QUICK)
+        fxremat.plan(model, rows(), mem="40%", offload=HOSTED, optimizer=optimizer, **QUICK)
     assert not optimizer._optimizer_step_pre_hooks
-    compiled: Any = fxremat.compile(model, mem="40%", offload_weights=True, optimizer=optimizer, **QUICK)
+    compiled: Any = fxremat.compile(model, mem="40%", offload=HOSTED, optimizer=optimizer, **QUICK)
     for seed in range(2):
         step(compiled, optimizer, (rows(),), seed)
     assert len(optimizer._optimizer_step_pre_hooks) == 1
@@ -649,7 +648,7 @@ def test_flat_parameters_take_their_own_bytes_on_the_host() -> None:
     make, tier = OPTIMIZERS["SGD"], FileTier()
     theirs, mine = make(plain), make(ours)
     size = sum(p.nbytes for p in ours.parameters())
-    options = {"offload_weights": tier, "optimizer": mine, **QUICK}
+    options = {"offload": Offload(tier=tier, weights=True, activations=False), "optimizer": mine, **QUICK}
     mem = fxremat.plan(ours, rows(), mem=1 << 30, **options).minimum
     assert mem < size
     compiled = fxremat.compile(ours, mem=mem, **options)
@@ -731,14 +730,11 @@ def test_counts_of_steps_on_the_device_are_not_read_by_the_host() -> None:
         weights.update(parameter.data, torch.ones(3, device=META), 0)
 
 
-def test_tiers_and_solvers_that_do_not_go_together_are_refused() -> None:
+def test_solvers_of_activations_are_refused() -> None:
     model = MLP()
     optimizer = OPTIMIZERS["SGD"](model)
-    options = {"mem": "50%", "offload_weights": FileTier(), "optimizer": optimizer}
-    with pytest.raises(fxremat.FxrematError, match="go through one tier"):
-        fxremat.compile(model, offload=FileTier(), **options)
     with pytest.raises(fxremat.FxrematError, match="places transfers of activations alone"):
-        fxremat.compile(model, offload=True, solver="pofo", **options)
+        fxremat.compile(model, mem="50%", offload=Offload(weights=True), optimizer=optimizer, solver="pofo")
 
 
 def test_the_least_budget_of_a_plan_is_that_of_a_compiled_model() -> None:
@@ -746,7 +742,7 @@ def test_the_least_budget_of_a_plan_is_that_of_a_compiled_model() -> None:
 
     def settings(model: nn.Module) -> dict[str, Any]:
         optimizer = torch.optim.AdamW(model.parameters())
-        return {"offload_weights": True, "optimizer": optimizer, "effort": 0, "progress": False}
+        return {"search": Search(seconds=0), "offload": HOSTED, "optimizer": optimizer}
 
     x = torch.ones(4, 8)
     made = [nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1), nn.Flatten(0)) for _ in range(2)]

@@ -24,6 +24,7 @@ from fxremat.errors import BudgetTooSmall, CaptureError, FxrematError
 from fxremat.graphs.nodes import tensors_of
 from fxremat.plans import Plan
 from fxremat.runtime import shapes_alone
+from fxremat.settings import Offload, Search
 from fxremat.torch_private import torch_release
 from fxremat.units import format_bytes
 from fxremat.what_if import Largest, largest
@@ -85,8 +86,12 @@ def tokens() -> tuple[Tensor, Tensor]:
 
 
 def planned(model: nn.Module, inputs: Any, **options: Any) -> Any:
-    settings = {"mem": "100%", "cost": "estimate", "effort": 0, "slots": 100, "progress": False}
+    settings = {"mem": "100%", "search": Search(seconds=0, slots=100), "costs": "estimate"}
     return fxremat.plan(model, inputs, **(settings | options))
+
+
+def compared_on(devices: Any, model: nn.Module, mem: str = "100%", **options: Any) -> fxremat.what_if.Comparison:
+    return fxremat.compare(model, tokens(), devices, mem=mem, search=Search(seconds=0, slots=100), **options)
 
 
 def small(memory: int, name: str = "small") -> Device:
@@ -139,7 +144,7 @@ def test_the_model_is_as_it_was(kind: type[Llama]) -> None:
     model = on_meta(lambda: kind(2))
     before = state_of(model)
     try:
-        planned(model, tokens(), device="H200")
+        planned(model, tokens(), costs="H200")
     except FxrematError:
         assert kind is Fails
     assert state_of(model) == before
@@ -148,23 +153,23 @@ def test_the_model_is_as_it_was(kind: type[Llama]) -> None:
 
 def test_a_model_with_data_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shapes_alone, "Fakes", None)
-    assert planned(Llama(1), tokens(), device="A100").device == "A100"
+    assert planned(Llama(1), tokens(), costs="A100").device == "A100"
 
 
 def test_a_model_without_data_is_neither_measured_nor_compiled_nor_moved() -> None:
     model = on_meta(lambda: Llama(1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for attempt in (
-        lambda: planned(model, tokens(), cost="measure"),
+        lambda: planned(model, tokens(), costs="measure"),
         lambda: fxremat.compile(model, "1GiB", example_inputs=tokens()),
-        lambda: fxremat.compile(model, "1GiB", cost="estimate", effort=0)(*on_meta(tokens)),
-        lambda: planned(fake(lambda: Llama(1)), tokens(), cost="measure"),
+        lambda: fxremat.compile(model, "1GiB", search=Search(seconds=0), costs="estimate")(*on_meta(tokens)),
+        lambda: planned(fake(lambda: Llama(1)), tokens(), costs="measure"),
     ):
         with pytest.raises(FxrematError, match='cost="estimate"') as error:
             attempt()
         assert "\n" not in str(error.value)
     with pytest.raises(FxrematError, match="an estimate too: leave offload_weights out, or give") as error:
-        planned(model, tokens(), device="H100", offload_weights=True, optimizer=optimizer)
+        planned(model, tokens(), offload=Offload(weights=True, activations=False), costs="H100", optimizer=optimizer)
     assert "cost=" not in str(error.value)  # which was said already
 
 
@@ -199,7 +204,7 @@ def test_a_step_that_gives_no_gradient_at_all_is_refused() -> None:
         planned(Lost(gain=False), x)
     assert "\n" not in str(error.value)
     with pytest.raises(CaptureError, match="has no backward"):
-        fxremat.compile(Lost(gain=False), "1GiB", cost="estimate", effort=0)(x)
+        fxremat.compile(Lost(gain=False), "1GiB", search=Search(seconds=0), costs="estimate")(x)
     assert planned(Lost(gain=True), x).captured.backward_outputs.count(None) == 5
 
 
@@ -265,7 +270,7 @@ NEW = torch_release() >= (2, 14)  # PyTorch chooses otherwise
 def test_attention_is_the_kernel_that_the_device_would_take(
     device: str, inputs: list[Tensor], options: dict[str, Any], kernel: str
 ) -> None:
-    plan = planned(Attention(**options), tuple(inputs), device=device)
+    plan = planned(Attention(**options), tuple(inputs), costs=device)
     ops = [op.name for op in plan.graph.ops]
     kernels = {re.sub(r"(_backward)?(_default)?(_\d+)?$", "", name) for name in ops if "dot_product" in name}
     assert kernels == ({kernel} if kernel != MATH else set()), ops
@@ -289,7 +294,7 @@ class Heads(nn.Module):
 
 
 def test_heads_are_padded_for_flash_attention_and_come_back_as_they_were() -> None:
-    plan = planned(Heads(), tuple(heads(HALF, *[(2, 4, 48, 20)] * 3)), device="H200", loss_bytes=8)
+    plan = planned(Heads(), tuple(heads(HALF, *[(2, 4, 48, 20)] * 3)), loss=8, costs="H200")
     flash = next(node for node in plan.captured.nodes if "flash" in node.name)
     assert [tuple(node.meta["val"].shape) for node in flash.args[:3]] == [(2, 4, 48, 24)] * 3
     (output,) = plan.captured.forward_outputs
@@ -297,11 +302,11 @@ def test_heads_are_padded_for_flash_attention_and_come_back_as_they_were() -> No
 
 
 def test_a_mask_is_added_to_the_scores() -> None:
-    plan = planned(Heads(), (*heads(HALF), MASK), device="A100", loss_bytes=8)
+    plan = planned(Heads(), (*heads(HALF), MASK), loss=8, costs="A100")
     kernel = next(node for node in plan.captured.nodes if "efficient" in node.name)
     bias = kernel.args[3].meta["val"]
     assert (tuple(bias.shape), bias.dtype) == ((2, 4, 48, 48), HALF)
-    plan = planned(Heads(), (*heads(HALF), MASK), device="H200", loss_bytes=8)
+    plan = planned(Heads(), (*heads(HALF), MASK), loss=8, costs="H200")
     kernel = next(node for node in plan.captured.nodes if "cudnn" in node.name)
     assert tuple(kernel.args[3].meta["val"].shape) == (2, 1, 48, 48)
 
@@ -317,7 +322,7 @@ def test_what_is_frozen_or_wants_a_gradient_stays_so_without_data() -> None:
 
 
 def test_flash_attention_saves_what_cuda_saves() -> None:
-    plan = planned(Attention(), tuple(heads(HALF)), device="A100")
+    plan = planned(Attention(), tuple(heads(HALF)), costs="A100")
     forward, backward = (op for op in plan.graph.ops if "flash" in op.name)
     shapes = [(tuple(t.shape), t.dtype) for t in tensors_of(plan.captured.nodes[forward.index]) if t is not None]
     seeds = [((2,), torch.uint64), ((), torch.uint64)]
@@ -338,7 +343,7 @@ def test_flash_attention_saves_what_cuda_saves() -> None:
 
 
 def test_cudnns_attention_saves_as_much() -> None:
-    plans = [planned(Attention(), tuple(heads(HALF)), device=device) for device in ("A100", "H200")]
+    plans = [planned(Attention(), tuple(heads(HALF)), costs=device) for device in ("A100", "H200")]
     pairs = [[op for op in plan.graph.ops if "attention" in op.name] for plan in plans]
     read = [[plan.costs.sizes.values[v] for v in pair[1].reads] for plan, pair in zip(plans, pairs, strict=True)]
     assert sorted(read[0]) == sorted(read[1])
@@ -348,7 +353,7 @@ def test_cudnns_attention_saves_as_much() -> None:
 
 def test_flash_attention_with_shared_keys_adds_up_the_gradients_of_all_heads() -> None:
     inputs = heads(HALF, (2, 4, 130, 40), (2, 2, 48, 40), (2, 2, 48, 40))
-    plan = planned(Attention(enable_gqa=True), tuple(inputs), device="A100")
+    plan = planned(Attention(enable_gqa=True), tuple(inputs), costs="A100")
     backward = next(op for op in plan.graph.backward_ops if "flash" in op.name)
     assert (
         plan.costs.sizes.workspace[backward.index] == 2 * 4 * 256 * (64 + 1) * 4 + 2 * (2 * 4 * 48 * 40) * 2
@@ -358,7 +363,7 @@ def test_flash_attention_with_shared_keys_adds_up_the_gradients_of_all_heads() -
 def test_the_kernels_of_the_cpu_are_back_afterwards() -> None:
     inputs = tuple(heads(HALF))
     before = shown(planned(Attention(), inputs))
-    planned(Attention(), inputs, device="H200")
+    planned(Attention(), inputs, costs="H200")
     assert shown(planned(Attention(), inputs)) == before
     assert "kernels" not in str(before[0])
 
@@ -373,9 +378,9 @@ def test_a_batch_norm_is_halved_for_kernels_of_a_cpu_alone() -> None:
 
 def test_several_devices_are_compared() -> None:
     model = on_meta(lambda: Llama(2))
-    compared = planned(model, tokens(), device=["A100", DEVICES["H200"], "A100", "cpu"], mem="80%")
+    compared = compared_on(["A100", DEVICES["H200"], "A100", "cpu"], model, mem="80%")
     assert list(compared.plans) == ["A100", "H200", "cpu"]
-    assert shown(compared.plans["H200"]) == shown(planned(model, tokens(), device="H200", mem="80%"))
+    assert shown(compared.plans["H200"]) == shown(planned(model, tokens(), costs="H200", mem="80%"))
     first, _, cpu = compared.estimates
     held = sum(  # all that the step reads, in blocks
         -(-p.nbytes // 512) * 512 for p in (*model.parameters(), model.scale, model.shift, *tokens())
@@ -399,7 +404,7 @@ def test_several_devices_are_compared() -> None:
 
 
 def test_a_device_that_is_too_small_is_told_of() -> None:
-    compared = planned(Llama(1), tokens(), device=[small(1000)])
+    compared = compared_on([small(1000)], Llama(1))
     assert str(compared).count("no: ") == 2
     (found,) = compared.estimates
     assert found.left == 1000 - found.held - found.on_device.state - compared.plans["small"].predicted_peak
@@ -408,36 +413,36 @@ def test_a_device_that_is_too_small_is_told_of() -> None:
 @pytest.mark.parametrize("mem", [pytest.param("80%", marks=pytest.mark.long), "auto"])
 def test_devices_that_run_the_same_kernels_share_one_capture(captures: list[object], mem: str) -> None:
     made = on_meta(lambda: Llama(2))
-    compared = planned(made, tokens(), device=["A100", "H200", "RTX-4090", "T4", "V100"], mem=mem)
+    compared = compared_on(["A100", "H200", "RTX-4090", "T4", "V100"], made, mem=mem)
     assert len(captures) == 3  # with flash attention, with cuDNN's before it, and with neither
     for name in ("A100", "H200", "V100"):
-        alone = planned(made, tokens(), device=name, mem=mem)
+        alone = planned(made, tokens(), costs=name, mem=mem)
         assert shown(compared.plans[name]) == shown(alone)
 
 
 def test_what_fits_is_asked_of_the_least_budget_and_of_the_planned_one() -> None:
     """A budget that was meant for the whole card must not make a step that fits look as if it did not."""
     model = on_meta(lambda: Llama(2))
-    whole = planned(model, tokens(), device="A100", optimizer="sgd")
+    whole = planned(model, tokens(), costs="A100", optimizer="sgd")
     held, least, most = whole.on_device.total - whole.on_device.free, whole.minimum, whole.predicted_peak
     tight = small(held + (least + most) // 2)
-    compared = planned(model, tokens(), device=[tight], optimizer="sgd", mem="100%")
+    compared = compared_on([tight], model, optimizer="sgd", mem="100%")
     row, advice = str(compared).splitlines()[1], str(compared).splitlines()[-1]
     assert re.search(r"[\d.]+ KiB left .* no: [\d.]+ KiB over$", row)
     assert advice.startswith("small: a budget of up to ")
-    answer = str(planned(model, tokens(), device=tight, optimizer="sgd")).splitlines()[-3:]
+    answer = str(planned(model, tokens(), costs=tight, optimizer="sgd")).splitlines()[-3:]
     assert "not the planned " in " ".join(answer)
     assert f"the least is {format_bytes(least)}" in " ".join(" ".join(answer).split())
-    fitting = planned(model, tokens(), device=tight, optimizer="sgd", mem=(least + most) // 2)
+    fitting = planned(model, tokens(), costs=tight, optimizer="sgd", mem=(least + most) // 2)
     assert "fits            hardly: " in str(fitting)
 
 
 def test_a_comparison_for_what_is_left_shows_devices_that_are_too_small() -> None:
     model = on_meta(lambda: Llama(2))
-    whole = planned(model, tokens(), device="A100")
+    whole = planned(model, tokens(), costs="A100")
     held = whole.on_device.total - whole.on_device.free
     names = [small(held // 2, "none"), small(2 * (held + whole.predicted_peak), "enough")]
-    compared = planned(model, tokens(), device=names, mem="auto")
+    compared = planned(model, tokens(), costs=names, mem="auto")
     none, enough = compared.estimates
     assert none.plan.predicted_peak == none.plan.minimum == whole.minimum
     assert none.left is not None
@@ -456,7 +461,7 @@ def test_wrong_devices_to_compare_are_refused() -> None:
         ([3], "unknown device 3"),
     ):
         with pytest.raises(FxrematError, match=says):
-            planned(Llama(1), tokens(), device=devices)
+            planned(Llama(1), tokens(), costs=devices)
 
 
 @pytest.mark.parametrize("edge", [*range(1, 40), 100, 4095])
@@ -513,7 +518,7 @@ def test_the_command_line_says_whether_a_step_fits_on_one_device(capsys: pytest.
 
 
 def test_the_command_line_finds_the_largest_batch(capsys: pytest.CaptureFixture[str]) -> None:
-    options = {"device": "H200", "slots": 50}
+    options = {"search": Search(slots=50), "costs": "H200"}
     least = [planned(*llama(batch), **options).minimum for batch in (2, 3)]
     mem = sum(least) // 2
     assert main(["plan", NAME, "--mem", str(mem), "--device", "H200,T4", "--largest", "batch", *QUICK]) == 0
@@ -577,5 +582,5 @@ def test_the_example_has_the_sizes_that_it_says() -> None:
     assert [sum(p.numel() for p in model.parameters()) for model, _ in models] == [8_030_261_248, 1_235_814_400]
     assert [tuple(tokens.shape) for _, tokens in models] == [(1, 4096), (3, 5)]
     model = on_meta(lambda: what_if.Llama(layers=2, width=64, hidden=128, heads=8, tied=True).to(HALF))
-    plan = planned(model, torch.zeros(2, 16, dtype=torch.long), device="B200")
+    plan = planned(model, torch.zeros(2, 16, dtype=torch.long), costs="B200")
     assert plan.assumed == "CUDA's, assumed: cuDNN's attention, 512-byte blocks; unknown workspaces count as 0"

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 import fxremat
+from fxremat.settings import Search
 from tests.training import gradients_of, least_budget, same, state_of, unequal
 
 WIDTH, ROWS = 32, 128
-QUICK: Any = {"effort": 0.0, "slots": 100}  # bits do not depend on how good a plan is
+QUICK: Any = {"search": Search(seconds=0.0, slots=100)}  # bits do not depend on how good a plan is
 
 
 class Stack(nn.Module):

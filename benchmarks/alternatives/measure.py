@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 import fxremat
+from fxremat.settings import Search
 
 from .. import meter, report
 from ..models import Case
@@ -157,7 +158,7 @@ class Bench:
         return dict(zip(names, seconds, strict=True))
 
     def _compiled(self, mem: int) -> fxremat.Rematerialized:
-        return fxremat.compile(self.case.model(), mem=mem, example_inputs=self.batch, progress=False)
+        return fxremat.compile(self.case.model(), mem=mem, example_inputs=self.batch, search=Search(progress=False))
 
     def _trained(self, row: Ours) -> Ours:
         start = time.perf_counter()

@@ -16,6 +16,7 @@ from torch import nn
 import fxremat
 from benchmarks.models.on_gpus import GpuSize
 from fxremat.budget import LEAST_MARGIN, free_memory
+from fxremat.settings import Search
 
 from .part import Column, Measure, Results, Row, clean
 from .steps import MB, made, peaks
@@ -60,7 +61,7 @@ def _measure(optimizer: str, share: int, steps: int, size: GpuSize) -> Row:
 
 def _trained(model: nn.Module, batch: Any, optimizer: str, steps: int) -> Row:
     stepper = getattr(torch.optim, optimizer)(model.parameters(), lr=1e-4)
-    compiled: Any = fxremat.compile(model, mem="auto", progress=False)
+    compiled: Any = fxremat.compile(model, mem="auto", search=Search(progress=False))
     torch.cuda.reset_peak_memory_stats()
     retries = torch.cuda.memory_stats()["num_alloc_retries"]
     budgets: list[int] = []

@@ -14,6 +14,7 @@ import torch
 
 import fxremat
 from benchmarks.models.on_gpus import GpuSize
+from fxremat.settings import Search
 
 from .part import Column, Measure, Results, Row
 from .steps import MB, made, over, peaks, percent, seconds
@@ -55,7 +56,7 @@ def _measure(name: str, mem: str, size: GpuSize) -> Row:
     stock_peak = peaks(stock, batch).allocated
     model, _ = made(name, size)
     began = time.perf_counter()
-    ours: Any = fxremat.compile(model, mem=mem, kernels="inductor", progress=False, example_inputs=batch)
+    ours: Any = fxremat.compile(model, mem=mem, search=Search(progress=False), backend="inductor", example_inputs=batch)
     planning = time.perf_counter() - began
     found, plan = peaks(ours, batch), ours.plan
     stock_seconds, own_seconds = seconds([stock, ours], batch)

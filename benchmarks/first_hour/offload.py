@@ -14,6 +14,7 @@ import torch
 
 import fxremat
 from benchmarks.models.on_gpus import GpuSize
+from fxremat.settings import Offload, Search
 
 from .part import Column, Measure, Results, Row
 from .steps import MB, made, over, peaks, percent, seconds
@@ -57,7 +58,7 @@ def _cases(budgets: tuple[str, ...], size: GpuSize) -> Iterator[tuple[str, Measu
 def _activations(mem: str, way: str, size: GpuSize) -> Row:
     plain, batch = made("gpt", size)
     model, _ = made("gpt", size)
-    ours: Any = fxremat.compile(model, mem=mem, progress=False, example_inputs=batch, **WAYS[way])
+    ours: Any = fxremat.compile(model, mem=mem, search=Search(progress=False), example_inputs=batch, **WAYS[way])
     found = peaks(ours, batch)
     plain_seconds, own_seconds = seconds([plain, ours], batch)
     return {
@@ -77,7 +78,7 @@ def _weights(size: GpuSize) -> Row:
     stepper.state.clear()
     cpu = plain.cpu()
     optimizer = torch.optim.AdamW(cpu.parameters(), lr=1e-4)
-    options: Any = {"offload_weights": True, "offload": True, "optimizer": optimizer, "progress": False}
+    options: Any = {"search": Search(progress=False), "offload": Offload(weights=True), "optimizer": optimizer}
     ours: Any = fxremat.compile(cpu, mem="50%", example_inputs=batch, **options)
     held = torch.cuda.memory_allocated()  # with workspaces, which stay; parameters come in the first step
     torch.cuda.reset_peak_memory_stats()

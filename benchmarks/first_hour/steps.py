@@ -14,6 +14,7 @@ import fxremat
 from benchmarks import meter
 from benchmarks.models import on_gpus
 from benchmarks.models.on_gpus import GpuSize
+from fxremat.settings import Search
 
 MB, MIB = 1e6, 2**20
 LEAST = "least"  # the least budget that works
@@ -40,7 +41,7 @@ def made(name: str, size: GpuSize) -> tuple[nn.Module, Batch]:
 
 def compiled(model: nn.Module, batch: Batch, mem: str | int, **options: Any) -> Any:
     """The model within a budget, or within the least one that works where that is too small or asked for."""
-    options = {"progress": False, "example_inputs": batch, **options}
+    options = {"search": Search(progress=False), "example_inputs": batch, **options}
     try:
         return fxremat.compile(model, mem=1 if mem == LEAST else mem, **options)
     except fxremat.BudgetTooSmall as error:

@@ -94,7 +94,7 @@ TEXTS = tuple(zip((8, 8, 4, 3, 8, 2, 5, 7, 6, 2, 8, 4), _LENGTHS, strict=True))
 PICTURES = tuple(zip((6, 6, 3, 2, 5, 4, 6, 2, 3, 5, 6, 4), _SIDES, strict=True))
 RANGES = {name: {0: (2, 8), 1: (16, 128)} for name in ("tokens", "targets")}
 KINDS = {
-    "GPT": Kind(gpt, text, TEXTS, options={"shapes": RANGES}),
+    "GPT": Kind(gpt, text, TEXTS, options={"dynamic": RANGES}),
     "padded GPT": Kind(gpt, partial(text, padded=True), TEXTS),
     "conv + BatchNorm": Kind(ConvNet, pictures, PICTURES, share=0.75),
     "Llama": Kind(partial(of_transformers, "Llama"), sentences, TEXTS, 0.55, {"dynamic": None}, captures=3),

@@ -28,6 +28,7 @@ from fxremat.cost import cache as caching
 from fxremat.cost import environment as surroundings
 from fxremat.cost.cache import CostCache, cache_folder
 from fxremat.cost.environment import cuda_hardware, cuda_switches, switches
+from fxremat.settings import Search
 from fxremat.step.costs import OpCost
 from tests.toys import Loss
 
@@ -188,7 +189,7 @@ def test_places_that_cannot_be_written_keep_nothing_and_raise_nothing(
 def test_a_plan_is_made_whatever_the_cache_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FXREMAT_CACHE", str(tmp_path))
     model, x = Loss(nn.Linear(4, 4)), torch.ones(2, 4)
-    fxremat.plan(model, x, mem="100%", effort=0, progress=False)
+    fxremat.plan(model, x, mem="100%", search=Search(seconds=0))
     (file,) = tmp_path.glob("*.sqlite")
     good = dict(caching._read(file))
     for damage in ("[]", {"seconds": math.nan}, {"sizes": -1.0}):
@@ -198,7 +199,7 @@ def test_a_plan_is_made_whatever_the_cache_is(tmp_path: Path, monkeypatch: pytes
         else:
             rows = [(key, doubles(*_damaged(numbers, **damage))) for key, numbers in good.items()]
             caching._write(file, rows)
-        plan = fxremat.plan(model, x, mem="100%", effort=0, progress=False)
+        plan = fxremat.plan(model, x, mem="100%", search=Search(seconds=0))
         assert plan.predicted_time > 0
         assert str(plan)
         assert dict(caching._read(file)).keys() == good.keys()
@@ -474,10 +475,10 @@ def test_a_budget_holds_after_a_flag_has_changed(
 ) -> None:
     monkeypatch.setenv("FXREMAT_CACHE", str(tmp_path))
     x = torch.randn(4, 8, 16, 16)
-    fxremat.plan(Convs(), x, mem="100%", effort=0, progress=False)  # fills the cache
+    fxremat.plan(Convs(), x, mem="100%", search=Search(seconds=0))  # fills the cache
     torch._dynamo.reset()
     with CHANGES[change]():
-        model = fxremat.compile(Convs(), mem="100%", effort=0, progress=False, example_inputs=x)
+        model = fxremat.compile(Convs(), mem="100%", search=Search(seconds=0), example_inputs=x)
         peak = meter.peak_bytes(meter.training_step(model, (x,)))
     assert peak <= model.plan.budget
     assert len(list(tmp_path.glob("*.sqlite"))) == 2

@@ -168,7 +168,7 @@ def test_the_first_half_of_a_batch_norm_is_timed_by_itself(monkeypatch: pytest.M
 def test_an_estimated_plan_runs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measuring, "call_of", None)
     start = time.perf_counter()
-    plan = fxremat.plan(Conv(), IMAGES, mem="70%", cost="estimate", device="A100-40GB")
+    plan = fxremat.plan(Conv(), IMAGES, mem="70%", costs="A100-40GB")
     assert time.perf_counter() - start < 60
     assert plan.timed == "estimated"
     assert plan.device == "A100-40GB"
@@ -179,7 +179,7 @@ def test_unknown_devices_are_refused_with_the_known_ones() -> None:
     with pytest.raises(FxrematError, match="A100-40GB"):
         Device.named("A9000")
     with pytest.raises(FxrematError, match='cost="estimate"'):
-        fxremat.compile(Conv(), mem="1GiB", device="H100")
+        fxremat.compile(Conv(), mem="1GiB", costs="H100")
 
 
 def test_the_chain_is_as_exact_as_the_graphs(joint: Captured) -> None:

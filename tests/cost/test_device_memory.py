@@ -10,6 +10,7 @@ import fxremat
 from fxremat.cost.device_memory import OPTIMIZERS, DeviceMemory, memory_on
 from fxremat.cost.devices import DEVICES, Device
 from fxremat.errors import BudgetTooSmall, InvalidBudget
+from fxremat.settings import Search
 from tests.dags import capture
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
@@ -74,7 +75,7 @@ def test_adamw_is_assumed_unless_another_is_named() -> None:
 def test_an_input_that_wants_a_gradient_has_no_optimizer_state() -> None:
     model, x = Frozen(torch.float32), torch.ones(8, 64, requires_grad=True)
     plan = fxremat.plan(
-        model, x, mem="100%", cost="estimate", device="H100", optimizer="adamw", effort=0, progress=False
+        model, x, mem="100%", search=Search(seconds=0), costs="H100", optimizer="adamw"
     )
     assert plan.on_device.state == 2 * sum(map(blocks, model.trained.parameters()))
 
@@ -138,7 +139,7 @@ class Wide(nn.Module):
 def planned(memory: int, **options: object) -> fxremat.Plan:
     with torch.device("meta"):
         model, x = Wide(), torch.ones(4096, 32)
-    settings = {"mem": "auto", "cost": "estimate", "device": device_of(memory), "effort": 0, "progress": False}
+    settings = {"mem": "auto", "search": Search(seconds=0), "costs": device_of(memory)}
     return fxremat.plan(model, x, **(settings | options))
 
 
@@ -167,6 +168,6 @@ def test_auto_says_why_nothing_fits() -> None:
 
 def test_auto_needs_a_device_whose_memory_is_known() -> None:
     with pytest.raises(InvalidBudget, match="the memory of cpu is not stated"):
-        planned(1, device="cpu")
+        planned(1, costs="cpu")
     with pytest.raises(InvalidBudget, match=r'for what another device would have left, add cost="estimate", device='):
-        planned(1, device=None)
+        planned(1, costs=None)

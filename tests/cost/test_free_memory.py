@@ -19,6 +19,7 @@ from fxremat.cost.made_up import Call
 from fxremat.cost.measure import alone
 from fxremat.cost.walk import Walk
 from fxremat.planning import compiled
+from fxremat.settings import Search
 from tests.dags import capture
 from tests.toys import Loss, Stack, rows
 
@@ -28,7 +29,7 @@ CUDA = torch.device("cuda", 0)
 
 @pytest.fixture
 def plan() -> fxremat.Plan:
-    return fxremat.plan(Loss(Stack(2)), (rows(),), mem="100%", effort=0.0, progress=False)
+    return fxremat.plan(Loss(Stack(2)), (rows(),), mem="100%", search=Search(seconds=0.0))
 
 
 def test_what_the_allocator_keeps_for_reuse_is_free(monkeypatch: pytest.MonkeyPatch) -> None:

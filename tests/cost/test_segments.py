@@ -16,6 +16,7 @@ from fxremat.cost import segments
 from fxremat.cost.segments import expand_segments
 from fxremat.graphs import accounting
 from fxremat.graphs.accounting import costs_from, held
+from fxremat.settings import Search
 from fxremat.step.costs import OpCost
 from tests.dags import capture
 from tests.toys import Loss, Stack, rows
@@ -71,7 +72,7 @@ def test_values_and_workspaces_leave_room_for_it(request: pytest.FixtureRequest)
 
 @pytest.mark.usefixtures("torch_ready")
 def test_a_plan_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = fxremat.plan(Loss(Stack()), (rows(),), mem="100%", effort=0.0, progress=False)
+    plan = fxremat.plan(Loss(Stack()), (rows(),), mem="100%", search=Search(seconds=0.0))
     assert "expandable_segments" not in str(plan)
     object.__setattr__(plan.costs.sizes, "unsplit", MIB)
     assert "1 MiB more is counted for each tensor above 1 MiB; expandable_segments:True saves" in " ".join(

@@ -19,12 +19,13 @@ from fxremat.cost.walk import Walk, given_inputs
 from fxremat.graphs.captured import Captured
 from fxremat.graphs.op_key import op_key
 from fxremat.graphs.overwriting import PLACE
+from fxremat.settings import Search
 from tests.dags import capture
 from tests.toys import WIDTH, Loss, Stack, assert_as_plain, record, rows, scalar
 from tests.training import same
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
-FAST: Any = {"effort": 0.0, "progress": False}
+FAST: Any = {"search": Search(seconds=0.0)}
 
 
 class Layers(nn.Module):
@@ -84,10 +85,10 @@ PEAKS: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...]]] = {
 @pytest.mark.parametrize("name", PEAKS)
 def test_the_budget_holds(name: str, cost: str) -> None:
     make, given = PEAKS[name]
-    plan = fxremat.plan(make(), given, mem=2**40, cost=cost, **FAST)
+    plan = fxremat.plan(make(), given, mem=2**40, costs=cost, **FAST)
     for budget in {plan.minimum, plan.keep_all_peak}:
         torch._dynamo.reset()
-        module = fxremat.compile(make(), budget, cost=cost, **FAST)
+        module = fxremat.compile(make(), budget, costs=cost, **FAST)
         module(*given).backward()
         module.zero_grad()
         assert peak_bytes(lambda: module(*given).backward()) <= budget  # noqa: B023

@@ -31,6 +31,7 @@ from fxremat.planning import compiled, judged
 from fxremat.plans import Plan
 from fxremat.search.candidate import Frontier
 from fxremat.search.survey import survey
+from fxremat.settings import Inductor
 from fxremat.step.costs import Costs
 from fxremat.step.liveness import Sizes
 from fxremat.step.program import Program
@@ -70,7 +71,7 @@ def model_of(dtype: torch.dtype = torch.float32, **options: Any) -> nn.Module:
 
 
 def within(model: nn.Module, mem: str | int, **options: Any) -> Any:
-    return fxremat.compile(model, mem=mem, kernels="inductor", progress=False, **options)
+    return fxremat.compile(model, mem=mem, backend="inductor", **options)
 
 
 def gradients(model: nn.Module, call: Callable[..., Any], given: tuple[Tensor, ...], seed: int = 5) -> list[Tensor]:
@@ -93,7 +94,7 @@ def largest_error(ours: list[Tensor], theirs: list[Tensor], least: float = 1e-6)
 def test_the_budget_holds_and_gradients_are_those_of_inductor(mem: str) -> None:
     plain, ours, eager = (model_of(dropout=0.5, layers=2) for _ in range(3))
     given = batch()
-    as_eager = fxremat.compile(eager, mem=mem, progress=False, example_inputs=given).plan
+    as_eager = fxremat.compile(eager, mem=mem, example_inputs=given).plan
     call = within(ours, mem, random="inductor")
     theirs = gradients(plain, torch.compile(plain, backend="inductor", dynamic=False), given)
     mine = gradients(ours, call, given)
@@ -471,20 +472,18 @@ def test_regions_in_slices_run_as_they_are_between_compiled_ones() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kernels": "triton"}, "kernels is 'triton'; it is one of eager, inductor"),
-        ({"kernels": "inductor", "offload": True}, "keeps everything on the device"),
-        ({"kernels": "inductor", "cost": "estimate"}, 'goes with cost="measure"'),
-        ({"kernels": "inductor", "random": "numpy"}, "random is 'numpy'; it is None or one of inductor, eager"),
-        ({"kernels": "inductor", "inductor": ["max_autotune"]}, "it is settings of torch._inductor.config by name"),
-        ({"kernels": "inductor", "inductor": {"max_autotunes": 1}}, "torch._inductor.config has no such setting"),
-        ({"kernels": "inductor", "inductor": {"triton.cudagraphs": True}}, "keep memory that no budget bounds"),
-        ({"inductor": {}}, 'it goes with kernels="inductor"'),
-        ({"random": "eager"}, 'it goes with kernels="inductor"'),
+        (lambda: {"backend": "triton"}, "backend is 'triton'; it is one of eager, inductor"),
+        (lambda: {"backend": "inductor", "offload": True}, "keeps everything on the device"),
+        (lambda: {"backend": "inductor", "costs": "estimate"}, 'goes with costs="measure"'),
+        (lambda: {"backend": Inductor(random="numpy")}, "random is 'numpy'; it is None or one of inductor, eager"),
+        (lambda: {"backend": Inductor(config=["max_autotune"])}, "it is settings of torch._inductor.config by name"),
+        (lambda: {"backend": Inductor(config={"max_autotunes": 1})}, "torch._inductor.config has no such setting"),
+        (lambda: {"backend": Inductor(config={"triton.cudagraphs": True})}, "keep memory that no budget bounds"),
     ],
 )
-def test_what_does_not_go_together_is_said_in_a_line(options: dict[str, Any], message: str) -> None:
+def test_what_does_not_go_together_is_said_in_a_line(options: Callable[[], Any], message: str) -> None:
     with pytest.raises(FxrematError) as error:
-        fxremat.compile(nn.Linear(2, 2), mem="1MiB", **options)
+        fxremat.compile(nn.Linear(2, 2), mem="1MiB", **options())
     assert message in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -496,7 +495,7 @@ def test_through_the_backend_of_torch_compile(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(compiled, "compile_all", lambda new: compile_all([*new, *(made.extend(new) or ())]))
     model, given = model_of(dropout=0.0, layers=1), batch()
     plain = copy.deepcopy(model)
-    options: Any = {"mem": "90%", "kernels": "inductor", "progress": False}
+    options: Any = {"mem": "90%", "backend": "inductor"}
     call = torch.compile(model, backend="fxremat", fullgraph=True, options=options)
     assert largest_error(gradients(model, call, given), gradients(plain, plain, given)) < 1e-3
     assert made

@@ -19,11 +19,12 @@ from fxremat.graphs import region
 from fxremat.passes.pipelines import PIPELINES
 from fxremat.planning import compiled
 from fxremat.runtime import dynamo
+from fxremat.settings import Inductor
 from fxremat.step.liveness import Sizes
 from fxremat.step.program import Program
 from fxremat.torch_private import boxed
 from tests.dags import Recipe, few, recipes, small_recipes
-from tests.test_random_models import check
+from tests.test_random_models import QUICK, check
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
 SETTINGS = {"debug": False}  # which tells these kernels from real ones
@@ -86,20 +87,20 @@ def _spoiling_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def check_cut(cut: Callable[..., Units], recipe: Recipe, share: int, **options: Any) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compiled, "CUTS", (cut,))
-        check(recipe, share, kernels="inductor", random="eager", inductor=SETTINGS, **options)
+        check(recipe, share, backend=Inductor(random="eager", config=SETTINGS), **options)
 
 
 @few(4)
 @given(small_recipes, st.integers(0, 100), st.integers(0, 1000), st.sampled_from([False, False, True]))
 def test_random_cuts_small(recipe: Recipe, share: int, seed: int, twice: bool) -> None:
-    check_cut(at_random(seed), recipe, share, twice=twice, effort=0.0, slots=100)
+    check_cut(at_random(seed), recipe, share, twice=twice, search=QUICK)
 
 
 @few(3)
 @given(small_recipes, st.integers(0, 100), st.booleans(), st.booleans())
 def test_cuts_of_random_models_small(recipe: Recipe, share: int, blocks: bool, trained: bool) -> None:
     cut = (lambda program, *_: by_block(program)) if blocks else pointwise
-    check_cut(cut, recipe, share, trained=trained, effort=0.0, slots=100)
+    check_cut(cut, recipe, share, trained=trained, search=QUICK)
 
 
 @pytest.mark.long

@@ -119,7 +119,7 @@ def test_tracing_leaves_torch_as_it_was() -> None:
         (op_implementations_dict, torch.ops.aten._unsafe_view.default),
     )
     before = [where[what] for where, what in registered]
-    fxremat.plan(Applies(torch.relu), rows(), mem="100%", cost="estimate")
+    fxremat.plan(Applies(torch.relu), rows(), mem="100%", costs="estimate")
     with pytest.raises(fxremat.BudgetTooSmall):
-        fxremat.plan(Applies(torch.relu), rows(), mem=1, cost="estimate")
+        fxremat.plan(Applies(torch.relu), rows(), mem=1, costs="estimate")
     assert all(where[what] is kernel for (where, what), kernel in zip(registered, before, strict=True))

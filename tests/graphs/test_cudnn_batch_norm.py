@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 import fxremat
 from fxremat.graphs import cudnn_batch_norm as module
+from fxremat.settings import Search
 from tests.training import same
 
 pytestmark = pytest.mark.usefixtures("torch_ready", "cudnn")
 RESERVED = 8  # bytes
-FAST: Any = {"effort": 0.0, "progress": False}
+FAST: Any = {"search": Search(seconds=0.0)}
 
 
 def forward(

@@ -22,6 +22,7 @@ from benchmarks.models import get
 from fxremat.graphs.captured import Captured
 from fxremat.graphs.names import frame_of, module_of, tied_names
 from fxremat.plans import Plan
+from fxremat.settings import Offload, Search
 from fxremat.step.program import Role
 from fxremat.step.source import Source, common_module, ops_inside, span_of
 from fxremat.step.step_graph import Origin
@@ -186,7 +187,7 @@ class Planned:
 
 def planned(model: nn.Module, inputs: Any, **options: Any) -> Plan:
     torch.manual_seed(0)
-    given = {"mem": "100%", "cost": "estimate", "effort": 0, "progress": False, "dynamic": False} | options
+    given = {"mem": "100%", "search": Search(seconds=0), "costs": "estimate", "dynamic": False} | options
     plan = fxremat.plan(model, inputs, **given)
     assert isinstance(plan, Plan)
     return plan
@@ -373,7 +374,7 @@ def offloading() -> tuple[nn.Module, Plan]:
 
 def hosted_weights() -> tuple[nn.Module, Plan]:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(6)), nn.Flatten(0))
-    options: dict[str, Any] = {"offload": True, "offload_weights": True}
+    options: dict[str, Any] = {"offload": Offload(weights=True)}
     options["optimizer"] = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     least = planned(model, torch.ones(ROWS, WIDTH), mem=2**40, **options).minimum
     plan = planned(model, torch.ones(ROWS, WIDTH), mem=least, **options)

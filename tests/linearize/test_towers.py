@@ -19,6 +19,7 @@ from fxremat.linearize.crossings import crossings
 from fxremat.linearize.towers import Towers, find_towers, on_the_layout
 from fxremat.passes.pipelines import PIPELINES, normalize
 from fxremat.search import survey as planner
+from fxremat.settings import Search
 from tests.dags import estimated
 from tests.saved_steps import saved
 from tests.training import differences, train
@@ -106,11 +107,11 @@ def test_joins_run_with_the_numbers_of_plain_pytorch(
     torch.manual_seed(0)
     plain = Pair(shared, count).train()
     batch = inputs(count)
-    offered = fxremat.plan(copy.deepcopy(plain), batch, mem="100%", effort=0)
+    offered = fxremat.plan(copy.deepcopy(plain), batch, mem="100%", search=Search(seconds=0))
     smallest = offered.alternatives.candidates[-1]
     assert smallest.join is not None
     torch._dynamo.reset()
-    compiled = fxremat.compile(copy.deepcopy(plain), mem=offered.minimum, effort=0, progress=False)
+    compiled = fxremat.compile(copy.deepcopy(plain), mem=offered.minimum, search=Search(seconds=0))
     results = []
     for model in (plain, compiled):
         torch.manual_seed(5)
@@ -129,6 +130,6 @@ def test_shared_batch_norms_are_run_again_in_towers() -> None:
     """A second run of a BatchNorm whose new statistics another call reads must not ask for them."""
     case = models.get("siamese", "small")
     plain = train(case.model(), case)
-    least = fxremat.plan(case.model(), case.batch(), mem="100%", effort=0, progress=False).minimum
+    least = fxremat.plan(case.model(), case.batch(), mem="100%", search=Search(seconds=0)).minimum
     torch._dynamo.reset()
-    assert differences(train(fxremat.compile(case.model(), mem=least, effort=0), case), plain) == []
+    assert differences(train(fxremat.compile(case.model(), mem=least, search=Search(seconds=0)), case), plain) == []

@@ -13,6 +13,7 @@ import fxremat
 from fxremat.chains.schedule import Schedule
 from fxremat.linearize.lay_out import lay_out
 from fxremat.search.survey import survey
+from fxremat.settings import Offload, Search
 from fxremat.step.kinds import MemoryKind, bytes_by_kind, host_bytes, lives_of
 from fxremat.step.liveness import Sizes, live_bytes, lives
 from fxremat.step.program import Program, Role, rematerialize
@@ -80,9 +81,9 @@ def test_what_waits_on_the_host(weights: bool) -> None:
     model.append(torch.nn.Flatten(0))
     inputs = (torch.ones(64, 32),)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) if weights else None
-    options = {"cost": "estimate", "effort": 0, "loss_bytes": 64, "offload": True, "progress": False}
+    options = {"search": Search(seconds=0), "loss": 64, "costs": "estimate", "offload": True}
     if weights:
-        options |= {"offload_weights": True, "optimizer": optimizer}
+        options |= {"offload": Offload(weights=True, activations=False), "optimizer": optimizer}
     most = fxremat.plan(model, inputs, mem=2**40, **options)
     plan = fxremat.plan(model, inputs, mem=most.minimum, **options)
     kinds = check(plan.program, plan.costs.sizes)

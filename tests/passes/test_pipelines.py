@@ -13,6 +13,7 @@ from benchmarks.capture import joint_graph
 from fxremat.errors import FxrematError
 from fxremat.graphs.captured import read_joint
 from fxremat.passes.pipelines import PASSES, PIPELINES, SKIPPED, normalize
+from fxremat.settings import Search
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
 
@@ -39,7 +40,7 @@ def test_every_pipeline_is_of_passes_that_there_are_and_each_says_what_it_does()
 
 
 def test_a_captured_step_lists_what_passes_did() -> None:
-    step = fxremat.capture(Normed(), (X,), cost="estimate", effort=0, progress=False)
+    step = fxremat.capture(Normed(), (X,), search=Search(seconds=0), costs="estimate")
     assert tuple(each.name for each in step.graph.passes) == PIPELINES["eager"]
     assert [each.after for each in step.graph.passes[:-1]] == [each.before for each in step.graph.passes[1:]]
     (detached,) = (each for each in step.graph.passes if each.name == "drop_detach")
@@ -62,12 +63,12 @@ def test_the_log_shows_how_a_pass_changes_the_graph(
 
 def test_a_pass_can_be_left_out(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv(SKIPPED, "halve_exactly, drop_detach")
-    plan = fxremat.plan(Normed(), (X,), mem="100%", cost="estimate", effort=0, progress=False)
+    plan = fxremat.plan(Normed(), (X,), mem="100%", search=Search(seconds=0), costs="estimate")
     assert not {"halve_exactly", "drop_detach"} & {each.name for each in plan.captured.passes}
     assert any("_native_batch_norm_legit_functional" in op.target for op in plan.graph.ops)
     assert "halve_exactly is left out, as FXREMAT_SKIP_PASSES says" in caplog.messages
     monkeypatch.setenv(SKIPPED, "")
-    whole = fxremat.plan(Normed(), (X,), mem="100%", cost="estimate", effort=0, progress=False)
+    whole = fxremat.plan(Normed(), (X,), mem="100%", search=Search(seconds=0), costs="estimate")
     assert not any("_native_batch_norm_legit_functional" in op.target for op in whole.graph.ops)
 
 
@@ -75,4 +76,4 @@ def test_a_pass_can_be_left_out(monkeypatch: pytest.MonkeyPatch, caplog: pytest.
 def test_leaving_out_what_there_is_not_is_refused(names: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SKIPPED, names)
     with pytest.raises(FxrematError, match=f"there is no pass {names.rpartition(',')[2]!r}; there are share, "):
-        fxremat.plan(Normed(), (X,), mem="100%", cost="estimate", effort=0, progress=False)
+        fxremat.plan(Normed(), (X,), mem="100%", search=Search(seconds=0), costs="estimate")

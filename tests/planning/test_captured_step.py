@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 import fxremat
 from benchmarks.meter import peak_bytes
+from fxremat.settings import Search
 
-QUICK: dict[str, Any] = {"effort": 0, "progress": False}
+QUICK: dict[str, Any] = {"search": Search(seconds=0)}
 x = torch.linspace(-1, 1, 64 * 16).reshape(64, 16)
 
 
@@ -29,7 +30,7 @@ class Deep(nn.Module):
 @pytest.fixture(scope="module")
 def step() -> fxremat.CapturedStep:
     torch.manual_seed(0)
-    return fxremat.capture(Deep(), (x,), cost="estimate", **QUICK)
+    return fxremat.capture(Deep(), (x,), costs="estimate", **QUICK)
 
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
@@ -43,7 +44,7 @@ def test_plans_of_a_captured_step_are_those_of_plan(step: fxremat.CapturedStep, 
     torch.manual_seed(0)
     model = Deep()
     for mem, plan in made.items():
-        other = fxremat.plan(model, (x,), mem=mem, cost="estimate", **QUICK)
+        other = fxremat.plan(model, (x,), mem=mem, costs="estimate", **QUICK)
         assert str(plan) == str(other)
         assert [plan.program.steps, plan.graph.digest] == [other.program.steps, other.graph.digest]
 
@@ -82,20 +83,20 @@ def test_the_least_budget_trains_with_the_same_bits() -> None:
 
 @pytest.mark.parametrize("options", [{"slices": True}, {"offload": True}], ids=str)
 def test_the_least_budget_with_other_options(options: dict[str, Any]) -> None:
-    plan = fxremat.plan(Deep(), (x,), mem="min", cost="estimate", **options, **QUICK)
+    plan = fxremat.plan(Deep(), (x,), mem="min", costs="estimate", **options, **QUICK)
     assert plan.predicted_peak <= plan.budget
     with pytest.raises(fxremat.BudgetTooSmall):
-        fxremat.plan(Deep(), (x,), mem=plan.budget - 1, cost="estimate", **options, **QUICK)
+        fxremat.plan(Deep(), (x,), mem=plan.budget - 1, costs="estimate", **options, **QUICK)
 
 
 def test_a_step_of_symbolic_sizes_has_plans_for_all(captures: list[object]) -> None:
-    step = fxremat.capture(Deep(), (x,), dynamic=True, cost="estimate", mem="50%", **QUICK)
+    step = fxremat.capture(Deep(), (x,), dynamic=True, costs="estimate", mem="50%", **QUICK)
     assert len(captures) == 1
     assert step.sizes == "rows[0] = 64"
     assert step.resizable_inputs == {"rows"}
     longer = step.at(rows=100)
     assert longer.sizes == "rows[0] = 100"
-    fixed = fxremat.plan(Deep(), (x.repeat(2, 1)[:100],), mem="min", dynamic=False, cost="estimate", **QUICK)
+    fixed = fxremat.plan(Deep(), (x.repeat(2, 1)[:100],), mem="min", dynamic=False, costs="estimate", **QUICK)
     assert longer.least() == fixed.budget
     assert longer.plan("60%").predicted_peak <= longer.plan("60%").budget
     assert len(captures) == 2  # that of fixed sizes
@@ -104,7 +105,7 @@ def test_a_step_of_symbolic_sizes_has_plans_for_all(captures: list[object]) -> N
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (lambda step: step.plan("60%", kernels="inductor"), "kernels='inductor' changes what is captured"),
+        (lambda step: step.plan("60%", backend="inductor"), "kernels='inductor' changes what is captured"),
         (lambda step: step.plan("60%", method="training_step"), "method='training_step' changes what is captured"),
         (lambda step: step.plan("60%", effrot=3), "unknown option 'effrot', did you mean 'effort'?"),
         (lambda step: step.at(rows=5), "this step is of fixed sizes"),
@@ -119,9 +120,9 @@ def test_what_a_step_refuses(step: fxremat.CapturedStep, call: Any, says: str) -
 
 def test_what_needs_no_gradient_is_not_captured() -> None:
     with pytest.raises(fxremat.FxrematError, match=r"nothing to (plan|train)"):
-        fxremat.capture(Deep().requires_grad_(False), (x,), cost="estimate", **QUICK)
+        fxremat.capture(Deep().requires_grad_(False), (x,), costs="estimate", **QUICK)
     with pytest.raises(fxremat.FxrematError, match="eval mode"):
-        fxremat.capture(Deep().eval(), (x,), cost="estimate", **QUICK)
+        fxremat.capture(Deep().eval(), (x,), costs="estimate", **QUICK)
     model = Deep()
-    assert fxremat.capture(model, (x,), cost="estimate", **QUICK).graph.model == "Deep"
+    assert fxremat.capture(model, (x,), costs="estimate", **QUICK).graph.model == "Deep"
     assert all(parameter.grad is None for parameter in model.parameters())

@@ -16,6 +16,7 @@ from fxremat.planning.frontier_cache import NO_GRAPH
 from fxremat.plans import Plan
 from fxremat.search import survey
 from fxremat.search.refine import Ladder
+from fxremat.settings import Search
 from tests.linearize.test_towers import Pair, inputs
 from tests.test_planner import INPUTS, Deep
 
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("torch_ready", "surveys")
 def planned(mem: str = "50%") -> Plan:
     """The plan that a new process makes, in which nothing is known."""
     frontier_cache._latest.clear()
-    return fxremat.plan(Deep(), INPUTS, mem=mem, cost="estimate")
+    return fxremat.plan(Deep(), INPUTS, mem=mem, costs="estimate")
 
 
 def told(plan: Plan) -> list[tuple[int, float, str, tuple[int, ...]]]:
@@ -66,7 +67,7 @@ def test_towers_that_meet_are_kept_whole(surveys: list[int], monkeypatch: pytest
 
     def joined() -> list[tuple[int, float, JoinTimeline | None]]:
         frontier_cache._latest.clear()
-        plan = fxremat.plan(Pair(shared=False), inputs(), mem="100%", effort=0, cost="estimate")
+        plan = fxremat.plan(Pair(shared=False), inputs(), mem="100%", search=Search(seconds=0), costs="estimate")
         return [(c.peak, c.time, c.join) for c in plan.alternatives.candidates]
 
     first = joined()

@@ -9,6 +9,7 @@ import fxremat
 from fxremat.planning import frontier_cache as memo
 from fxremat.search import survey as planner
 from fxremat.search.refine import Ladder
+from fxremat.settings import Search
 from fxremat.step.liveness import live_bytes
 from tests.test_planner import INPUTS, Deep
 
@@ -21,7 +22,7 @@ def test_a_second_budget_needs_no_second_survey(surveys: list[int]) -> None:
     for mem in ("90%", "70%", "50%"):
         model = Deep()
         model.load_state_dict(plain.state_dict())
-        compiled = fxremat.compile(model, mem=mem, cost="estimate")
+        compiled = fxremat.compile(model, mem=mem, costs="estimate")
         compiled(*INPUTS).backward()
         grads = zip(model.parameters(), plain.parameters(), strict=True)
         assert all(torch.equal(ours.grad, theirs.grad) for ours, theirs in grads)  # type: ignore[arg-type]
@@ -30,12 +31,12 @@ def test_a_second_budget_needs_no_second_survey(surveys: list[int]) -> None:
 
 
 def test_sizes_far_away_costs_and_settings_are_surveyed_anew(surveys: list[int]) -> None:
-    fxremat.plan(Deep(), INPUTS, mem="90%", cost="estimate")
-    fxremat.plan(Deep(), (torch.ones(2000, 16),), mem="90%", cost="estimate")
-    fxremat.plan(Deep(), INPUTS, mem="90%", cost="estimate", effort=0)
-    fxremat.plan(Wide(), INPUTS, mem="90%", cost="estimate")
+    fxremat.plan(Deep(), INPUTS, mem="90%", costs="estimate")
+    fxremat.plan(Deep(), (torch.ones(2000, 16),), mem="90%", costs="estimate")
+    fxremat.plan(Deep(), INPUTS, mem="90%", search=Search(seconds=0), costs="estimate")
+    fxremat.plan(Wide(), INPUTS, mem="90%", costs="estimate")
     assert len(surveys) == 4
-    fxremat.plan(Deep(), INPUTS, mem="80%", cost="estimate", effort=0)
+    fxremat.plan(Deep(), INPUTS, mem="80%", search=Search(seconds=0), costs="estimate")
     assert len(surveys) == 4
 
 
@@ -50,16 +51,16 @@ class Wide(Deep):
 
 def test_other_sizes_are_planned_from_the_programs_that_are_known(surveys: list[int]) -> None:
     """Judged exactly: what is measured is what was predicted, and no slower than a survey's by more than a little."""
-    fxremat.plan(Deep(), INPUTS, mem="50%", cost="estimate")
+    fxremat.plan(Deep(), INPUTS, mem="50%", costs="estimate")
     for rows in (200, 300, 400):
-        near = fxremat.plan(Deep(), (torch.ones(rows, 16),), mem="50%", cost="estimate")
+        near = fxremat.plan(Deep(), (torch.ones(rows, 16),), mem="50%", costs="estimate")
         memory = live_bytes(near.program, near.costs.sizes)
         assert near.predicted_peak == memory.peak <= near.budget
         assert near.predicted_time == near.costs.time(near.program)
         alone = Ladder(given=planner.survey(near.graph, near.costs)).to(near.budget, near.costs, effort=3)
         assert near.predicted_time <= 1.01 * alone.frontier(near.budget).within(near.budget).time
     assert len(surveys) == 1
-    compiled = fxremat.compile(Deep(), mem="50%", cost="estimate")
+    compiled = fxremat.compile(Deep(), mem="50%", costs="estimate")
     plain = Deep()
     plain.load_state_dict(compiled.state_dict())
     for rows in (250, 270):
@@ -88,27 +89,27 @@ def test_a_plan_tells_of_other_budgets_and_captures_nothing_for_them(monkeypatch
 
 
 def test_other_budgets_of_a_plan_that_offloads() -> None:
-    plan = fxremat.plan(Deep(), INPUTS, mem="60%", offload=True, cost="estimate")
-    wanted = fxremat.plan(Deep(), INPUTS, mem="30%", offload=True, cost="estimate")
+    plan = fxremat.plan(Deep(), INPUTS, mem="60%", offload=True, costs="estimate")
+    wanted = fxremat.plan(Deep(), INPUTS, mem="30%", offload=True, costs="estimate")
     assert plan.within("30%").predicted_peak == wanted.predicted_peak
     assert plan.within("30%").tier is plan.tier
 
 
 def test_where_no_known_program_fits_the_model_is_surveyed_again(surveys: list[int]) -> None:
-    coarse = fxremat.plan(Deep(), INPUTS, mem="90%", cost="estimate")
+    coarse = fxremat.plan(Deep(), INPUTS, mem="90%", costs="estimate")
     with pytest.raises(fxremat.BudgetTooSmall):
-        fxremat.plan(Deep(), (torch.ones(300, 16),), mem=coarse.minimum // 2, cost="estimate")
+        fxremat.plan(Deep(), (torch.ones(300, 16),), mem=coarse.minimum // 2, costs="estimate")
     assert len(surveys) == 2
 
 
 @pytest.mark.usefixtures("surveys")
 def test_nothing_of_an_old_graph_is_kept() -> None:
-    fxremat.plan(Deep(), INPUTS, mem="90%", cost="estimate")
+    fxremat.plan(Deep(), INPUTS, mem="90%", costs="estimate")
     (kept,) = memo._latest.values()
     given, found = kept.given, [candidate for _, candidate in kept.found]
     kept_candidates = (given.keep_all, *given.candidates, *found)
     assert all(candidate.layout.graph is memo.NO_GRAPH for candidate in kept_candidates)
     assert all(candidate.order().layout.graph is memo.NO_GRAPH for candidate in found)
     for number in range(memo.AT_MOST + 1):
-        fxremat.plan(Deep(), (torch.ones(32 + number, 16),), mem="100%", cost="estimate", effort=0)
+        fxremat.plan(Deep(), (torch.ones(32 + number, 16),), mem="100%", search=Search(seconds=0), costs="estimate")
     assert len(memo._latest) == memo.AT_MOST

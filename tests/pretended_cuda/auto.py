@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 import fxremat
+from fxremat.settings import Search
 from fxremat.torch_private import allocates_in_expandable_segments
 from tests.pretended_cuda.models import DEVICE, LanguageModel
 
@@ -41,7 +42,7 @@ def trained(optimizer: str, layers: int, width: int, length: int) -> Row:
     model = LanguageModel(GPT2LMHeadModel(config), autocast=False).to(DEVICE).train()
     batch = torch.randint(0, WORDS, (ROWS, length), device=DEVICE)
     stepper = getattr(torch.optim, optimizer)(model.parameters(), lr=1e-3)
-    compiled = fxremat.compile(model, mem="auto", progress=False, effort=0.0)
+    compiled = fxremat.compile(model, mem="auto", search=Search(seconds=0.0))
     budgets: dict[int, None] = {}
     done, ended = 0, ""
     try:

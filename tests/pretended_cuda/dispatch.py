@@ -21,6 +21,7 @@ import fxremat
 from benchmarks import models
 from fxremat.cost.devices import Device
 from fxremat.runtime.target_kernels import kernels_of
+from fxremat.settings import Search
 
 KERNELS = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}  # of torch.nn.attention.SDPBackend
 WIDTHS = (32, 33, 64, 72, 80, 96, 100, 128, 192, 256, 320)  # of heads
@@ -133,9 +134,9 @@ def graphs(device: str) -> Iterator[Graph]:
 
 def _graph(name: str, dtype: torch.dtype, device: str) -> Graph:
     case = models.get(name, "small")
-    options = {"mem": "100%", "progress": False, "effort": 0.0}
+    options = {"mem": "100%", "search": Search(seconds=0.0)}
     plans = []
-    for where, how in (("cuda", {}), ("cpu", {"cost": "estimate", "device": device})):
+    for where, how in (("cuda", {}), ("cpu", {"costs": device})):
         torch._dynamo.reset()
         batch = tuple(t.to(where, dtype if t.is_floating_point() else None) for t in case.batch())
         plans.append(fxremat.plan(case.model().to(where, dtype), batch, **options, **how))

@@ -18,6 +18,7 @@ import torch
 
 import fxremat
 from benchmarks import meter
+from fxremat.settings import Search
 from fxremat.torch_private import allocates_in_expandable_segments
 from tests.pretended_cuda.models import Case
 
@@ -61,7 +62,7 @@ def rows(case: Case, budgets: tuple[str, ...], **options: Any) -> Iterator[Row]:
 
 
 def _compiled(model: Any, batch: Any, mem: str, options: dict[str, Any]) -> Any:
-    options = {"example_inputs": batch, "progress": False, "effort": 0.0, **options}
+    options = {"example_inputs": batch, "search": Search(seconds=0.0), **options}
     if mem != "least":
         return fxremat.compile(model, mem=mem, **options)
     try:

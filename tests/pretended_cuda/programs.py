@@ -25,6 +25,7 @@ from fxremat.graphs import region
 from fxremat.host.tier import HostTier
 from fxremat.ops.parameters import Weights
 from fxremat.planned_step import PlannedStep
+from fxremat.settings import Offload, Search
 from fxremat.torch_private import boxed
 from tests import dags
 from tests.pretended_cuda.detector import counted, described, races
@@ -32,7 +33,7 @@ from tests.pretended_cuda.log import Kind, log
 from tests.pretended_cuda.marking import AUTOGRAD, Failed, fuse, marked
 
 WIDTH, ROWS = 16, 64  # of activations: eight granules
-OPTIONS: dict[str, Any] = {"progress": False, "effort": 0.0, "slots": 100}
+OPTIONS: dict[str, Any] = {"search": Search(seconds=0.0, slots=100)}
 BUDGETS = 8  # programs of one model
 STEPS = 3  # of one program
 LOOP = 5  # steps of a training loop
@@ -98,7 +99,7 @@ def _planned(draw: random.Random, device: torch.device, tier: HostTier | bool) -
     inputs = tuple(
         torch.empty(ROWS, WIDTH, device=device, requires_grad=draw.random() < 0.3) for _ in range(2)
     )
-    options = {**OPTIONS, "cost": "estimate", "device": "H100", "solver": draw.choice(["auto", "keep_all"])}
+    options = {**OPTIONS, "costs": "H100", "solver": draw.choice(["auto", "keep_all"])}
     try:
         return fxremat.plan(model, inputs, mem="100%", offload=tier, **options)
     except fxremat.FxrematError:
@@ -159,7 +160,7 @@ def weights(seed: int, device: torch.device, optimizer: str | None = None) -> It
     batch = tuple(torch.empty(ROWS, WIDTH, device=device) for _ in range(2))
     kind = optimizer or list(OPTIMIZERS)[seed % len(OPTIMIZERS)]
     update = OPTIMIZERS[kind](model.parameters())
-    options = {**OPTIONS, "offload_weights": True, "offload": draw.random() < 0.5, "optimizer": update}
+    options = {**OPTIONS, "offload": Offload(tier=draw.random() < 0.5, weights=True), "optimizer": update}
     with _watched(), _stream(draw, device):
         compiled = _compiled(model, f"{draw.randrange(15, 100)}%", example_inputs=batch, **options)
         if compiled is None:

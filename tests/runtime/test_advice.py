@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import fxremat
 from fxremat.runtime.plain_errors import NOTE
+from fxremat.settings import Search
 from fxremat.torch_private import has_data
 from tests.toys import WIDTH, rows
 
@@ -80,7 +81,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], str]] = {
 def test_what_went_wrong_and_where(name: str, caplog: pytest.LogCaptureFixture) -> None:
     function, given, says = CASES[name]
     with caplog.at_level(logging.ERROR), pytest.raises(fxremat.CaptureError, match=says) as error:
-        fxremat.compile(Calls(function), "100%", effort=0.0, progress=False)(*given)
+        fxremat.compile(Calls(function), "100%", search=Search(seconds=0.0))(*given)
     assert "\n" not in str(error.value)
     assert str(Path(fxremat.__file__).parent) not in str(error.value), "lines are the model's"
     assert caplog.records == []
@@ -117,7 +118,7 @@ def test_a_call_that_is_wrong_raises_what_the_plain_model_raises_and_changes_not
     model.seen = []  # type: ignore[assignment]
     before, draws = copy.deepcopy(model.state_dict()), (torch.get_rng_state(), random.getstate())
     with caplog.at_level(logging.ERROR), pytest.raises(kind, match=says) as error:
-        fxremat.compile(model, "100%", effort=0.0, progress=False)(*given)
+        fxremat.compile(model, "100%", search=Search(seconds=0.0))(*given)
     assert type(error.value) is kind
     assert error.value.__notes__ == [NOTE]
     assert error.value.__cause__ is None
@@ -132,4 +133,5 @@ def test_a_call_that_is_wrong_raises_what_the_plain_model_raises_and_changes_not
 
 def test_wrong_names_are_a_type_error_that_a_plan_raises_too() -> None:
     with pytest.raises(TypeError, match="unexpected keyword argument 'labels'"):
-        fxremat.plan(nn.Linear(4, 4), {"input": torch.ones(2, 4), "labels": torch.ones(2)}, mem="100%", effort=0.0)
+        given = {"input": torch.ones(2, 4), "labels": torch.ones(2)}
+        fxremat.plan(nn.Linear(4, 4), given, mem="100%", search=Search(seconds=0.0))

@@ -46,7 +46,7 @@ def masked_in_graphs(model: Any) -> list[bool]:
 def compare(make: Callable[[], Any], *batches: dict[str, Tensor], autocast: bool = False, **options: Any) -> Any:
     """Take a step on each batch as plain PyTorch does; returns the compiled model."""
     plain, model = make(), make()
-    compiled = fxremat.compile(model, mem="100%", cost="estimate", solver="keep_all", progress=False, **options)
+    compiled = fxremat.compile(model, mem="100%", costs="estimate", solver="keep_all", **options)
 
     def step(called: nn.Module, batch: dict[str, Tensor]) -> Any:
         def call() -> Any:

@@ -11,11 +11,12 @@ import torch
 import fxremat
 from fxremat import budget
 from fxremat.runtime import dynamo
+from fxremat.settings import Search
 from tests.toys import Loss, Stack, rows
 from tests.training import same
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
-FAST: Any = {"effort": 0.0, "progress": False}
+FAST: Any = {"search": Search(seconds=0.0)}
 
 
 @pytest.fixture

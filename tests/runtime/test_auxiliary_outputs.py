@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import fxremat
 from benchmarks.meter import peak_bytes
+from fxremat.settings import Loss
 from tests.toys import QUICK, WIDTH, Stack, assert_as_plain, record, rows
 from tests.training import same, unequal
 
@@ -77,7 +78,7 @@ def test_the_first_time_it_says_so() -> None:
 def test_every_output_from_the_start() -> None:
     """No warning: they are errors here."""
     model = Returning()
-    compiled = fxremat.compile(copy.deepcopy(model), mem="100%", only_loss=False, **QUICK)
+    compiled = fxremat.compile(copy.deepcopy(model), mem="100%", loss=Loss(gradients="all"), **QUICK)
     expected, got = (record(m, (rows(),), {}, loss_and_logits) for m in (model, compiled))
     assert unequal(got.gradients, expected.gradients) == []
     assert len(compiled.fxremat.plans) == 1

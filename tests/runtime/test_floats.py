@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 import fxremat
 from benchmarks.meter import peak_bytes
+from fxremat.settings import Search
 from tests.training import same
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
-FAST: Any = {"effort": 0.0, "slots": 100, "progress": False}
+FAST: Any = {"search": Search(seconds=0.0, slots=100)}
 
 
 class Annealed(nn.Module):

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fxremat
+from fxremat.settings import Search
 from tests.toys import WIDTH, Stack
 from tests.training import same
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
-FAST: Any = {"effort": 0.0, "progress": False}
+FAST: Any = {"search": Search(seconds=0.0)}
 
 
 class Adapted(nn.Module):

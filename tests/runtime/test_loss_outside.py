@@ -16,11 +16,12 @@ import fxremat
 from benchmarks.meter import peak_bytes
 from fxremat.runtime import loss_meter
 from fxremat.runtime.loss_meter import LossMeter, MeasuredLoss
+from fxremat.settings import Search
 from tests.toys import Loss, Stack, rows
 from tests.training import same
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
-FAST: Any = {"effort": 0.0, "slots": 100, "progress": False}
+FAST: Any = {"search": Search(seconds=0.0, slots=100)}
 CLASSES = 40
 
 

@@ -13,11 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 import fxremat
+from fxremat.settings import Search
 from tests.toys import Stack, rows
 from tests.training import same
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
-FAST: Any = {"effort": 0.0, "slots": 100, "progress": False}
+FAST: Any = {"search": Search(seconds=0.0, slots=100)}
 NOTHING = r"parameters of the compiled Net get gradients, but none of its training calls went through `forward`"
 
 

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 
 import fxremat
+from fxremat.settings import Search
 from tests.toys import WIDTH, Loss, Stack, assert_as_plain, record, rows, scalar
 from tests.training import same
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
-FAST: Any = {"effort": 0.0, "progress": False}
+FAST: Any = {"search": Search(seconds=0.0)}
 
 
 class Scaled(Stack):
@@ -376,7 +377,7 @@ class Planner(nn.Module):
 
 def test_attributes_of_the_model_come_before_ours() -> None:
     model = Planner()
-    compiled = fxremat.compile(model, mem="100%", cost="estimate", effort=0, progress=False)
+    compiled = fxremat.compile(model, mem="100%", search=Search(seconds=0), costs="estimate")
     compiled(torch.ones(2, 4)).backward()
     assert compiled.plan is model.plan
     assert (compiled.plans, compiled.fxremat, compiled.make_plan(), compiled.to_device()) == (
@@ -391,7 +392,7 @@ def test_attributes_of_the_model_come_before_ours() -> None:
 
 
 def test_ours_can_be_set_over_and_come_back() -> None:
-    compiled = fxremat.compile(nn.Linear(4, 4), mem="100%", cost="estimate", effort=0, progress=False)
+    compiled = fxremat.compile(nn.Linear(4, 4), mem="100%", search=Search(seconds=0), costs="estimate")
     assert compiled.plan is None
     compiled.plan = 5
     assert compiled.plan == 5

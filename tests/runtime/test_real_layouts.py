@@ -16,6 +16,7 @@ from torch._subclasses import FakeTensorMode
 import fxremat
 from fxremat.runtime import real_layouts as rules
 from fxremat.runtime.real_layouts import real_layouts
+from fxremat.settings import Search
 from tests.toys import assert_as_plain
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
@@ -150,7 +151,7 @@ def test_what_the_walk_observed_is_traced_again(
     torch.manual_seed(0)
     plain, model, x = Between(F.elu), Between(F.elu), torch.randn(3, 7, 16)
     model.load_state_dict(plain.state_dict())
-    compiled = fxremat.compile(model, mem="100%", dynamic=dynamic, effort=0)
+    compiled = fxremat.compile(model, mem="100%", dynamic=dynamic, search=Search(seconds=0))
     warned = pytest.warns(UserWarning, match="sizes are taken as fixed") if dynamic else contextlib.nullcontext()
     with caplog.at_level("INFO", "fxremat"), warned:
         compiled(x).sum().backward()
@@ -164,4 +165,4 @@ def test_what_cannot_be_traced_is_refused_by_name(monkeypatch: pytest.MonkeyPatc
     without_rules(monkeypatch)
     monkeypatch.setattr(rules, "_strides_of", lambda *_: None)
     with pytest.raises(fxremat.CaptureError, match="the results of aten"):
-        fxremat.compile(Between(F.elu), mem="100%", effort=0)(torch.randn(3, 7, 16))
+        fxremat.compile(Between(F.elu), mem="100%", search=Search(seconds=0))(torch.randn(3, 7, 16))

@@ -16,11 +16,12 @@ from torch import Tensor, nn
 
 import fxremat
 from fxremat.runtime.replaced_forward import WRAPPERS
+from fxremat.settings import Search
 from tests.toys import WIDTH, Stack, rows
 from tests.training import same
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
-FAST: Any = {"effort": 0.0, "progress": False}
+FAST: Any = {"search": Search(seconds=0.0)}
 Make = Callable[[nn.Module], nn.Module]
 
 

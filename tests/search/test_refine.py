@@ -24,6 +24,7 @@ from fxremat.search.refine import Ladder
 from fxremat.search.replay import Tape, blank_pages, replay, spend
 from fxremat.search.skeleton import Skeleton, Skeletons
 from fxremat.search.survey import survey
+from fxremat.settings import Search
 from fxremat.step.costs import Costs
 from fxremat.step.liveness import live_bytes
 from fxremat.step.program import Order, rematerialize
@@ -243,8 +244,8 @@ def test_low_points_are_where_fewer_bytes_cross_than_around_them() -> None:
 
 
 def test_a_plan_says_that_it_was_refined() -> None:
-    plan = fxremat.plan(Deep(), INPUTS, mem="50%", cost="estimate")
-    coarse = fxremat.plan(Deep(), INPUTS, mem="50%", cost="estimate", effort=0)
+    plan = fxremat.plan(Deep(), INPUTS, mem="50%", costs="estimate")
+    coarse = fxremat.plan(Deep(), INPUTS, mem="50%", search=Search(seconds=0), costs="estimate")
     assert plan.predicted_time <= coarse.predicted_time
     assert not coarse.chosen.refined
 

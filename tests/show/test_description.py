@@ -12,6 +12,7 @@ from torch import nn
 import fxremat
 from fxremat.cost.estimate import Device
 from fxremat.plans import Plan
+from fxremat.settings import Search
 from fxremat.show import text as description
 from fxremat.show.tree import ranges
 from fxremat.units import format_bytes
@@ -68,7 +69,7 @@ INSTANT = Device(name="instant", flops=math.inf, half_flops=math.inf, bandwidth=
 
 
 def planned(name: str, mem: str | int, **options: object) -> Plan:
-    return fxremat.plan(MODELS[name], INPUTS, mem=mem, cost="estimate", effort=0, **options)  # type: ignore[arg-type]
+    return fxremat.plan(MODELS[name], INPUTS, mem=mem, search=Search(seconds=0), costs="estimate", **options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -98,7 +99,7 @@ class HeavierCaptured(nn.Module):
 
 def test_it_says_what_a_percentage_refers_to() -> None:
     x = torch.ones(64, 8, requires_grad=True)
-    plan = fxremat.plan(HeavierCaptured(), (x,), mem="100%", cost="estimate", effort=0)
+    plan = fxremat.plan(HeavierCaptured(), (x,), mem="100%", search=Search(seconds=0), costs="estimate")
     everything = format_bytes(plan.keep_all_peak)
     assert plan.keep_all_peak > 8 * x.nbytes
     assert f"of the {everything} of keeping everything in the captured graph" in " ".join(str(plan).split())

@@ -154,14 +154,14 @@ def test_the_table_as_html(plan: Plan) -> None:
 
 def test_everything_is_escaped() -> None:
     device = Device(name="<b>&\"x\"</b>", flops=1e12, half_flops=1e12, bandwidth=1e11, link=1e9)
-    text = planned(Deep(), "60%", device=device).frontier._repr_html_()
+    text = planned(Deep(), "60%", costs=device).frontier._repr_html_()
     assert "<b>" not in text
     assert "&lt;b&gt;&amp;" in text
 
 
 def test_a_device_with_a_long_name() -> None:
     device = Device(name="x" * 200, flops=1e12, half_flops=1e12, bandwidth=1e11, link=1e9)
-    assert max(map(len, str(planned(Deep(), "60%", device=device).frontier).splitlines())) == 100
+    assert max(map(len, str(planned(Deep(), "60%", costs=device).frontier).splitlines())) == 100
 
 
 # --- the chart --------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import fxremat
 from fxremat.plans import Plan
 from fxremat.search.candidate import Candidate
+from fxremat.settings import Offload, Search
 from fxremat.show.modules import ModuleNode, Share, added, module_tree
 from fxremat.show.text import ROWS as MOST
 from fxremat.show.text import WIDTH as COLUMNS
@@ -108,7 +109,7 @@ class Words(nn.Module):
 
 @cache
 def words(mem: str | int, **options: Any) -> Plan:
-    given = {"cost": "estimate", "effort": 0, "progress": False, "dynamic": False} | options
+    given = {"search": Search(seconds=0), "costs": "estimate", "dynamic": False} | options
     torch.manual_seed(0)
     plan = fxremat.plan(Words(), torch.arange(ROWS).view(4, -1) % 50, mem=mem, **given)
     assert isinstance(plan, Plan)
@@ -155,7 +156,7 @@ def test_modules_of_a_plan_that_offloads() -> None:
 
 def test_weights_on_the_host_are_no_activations() -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(6)), nn.Flatten(0))
-    options: dict[str, Any] = {"offload": True, "offload_weights": True, "cost": "estimate", "effort": 0}
+    options: dict[str, Any] = {"search": Search(seconds=0), "offload": Offload(weights=True), "costs": "estimate"}
     options["optimizer"] = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     inputs = torch.ones(ROWS, WIDTH)
     least = fxremat.plan(model, inputs, mem=2**40, **options).minimum

@@ -16,6 +16,7 @@ import fxremat
 from fxremat.plans import Plan
 from fxremat.search.candidate import Candidate
 from fxremat.search.survey import survey
+from fxremat.settings import Offload, Search
 from fxremat.show.moments import LOSS, Moments
 from fxremat.step.costs import Costs
 from fxremat.step.kinds import MemoryKind
@@ -116,7 +117,7 @@ class Tower(nn.Module):
 
 
 def planned(model: nn.Module, mem: int | str, rows: int = ROWS, **options: Any) -> Plan:
-    given = {"cost": "estimate", "effort": 0, "progress": False, "dynamic": False} | options
+    given = {"search": Search(seconds=0), "costs": "estimate", "dynamic": False} | options
     plan = fxremat.plan(model, torch.ones(rows, WIDTH), mem=mem, **given)
     assert isinstance(plan, Plan)
     return plan
@@ -125,8 +126,8 @@ def planned(model: nn.Module, mem: int | str, rows: int = ROWS, **options: Any) 
 @cache
 def swapping() -> Plan:
     """The least memory that offloading gets along with."""
-    plan = planned(Tower(loss=False), 2**40, offload=True, loss_bytes=64)
-    return planned(Tower(loss=False), plan.minimum, offload=True, loss_bytes=64)
+    plan = planned(Tower(loss=False), 2**40, offload=True, loss=64)
+    return planned(Tower(loss=False), plan.minimum, offload=True, loss=64)
 
 
 @cache
@@ -134,7 +135,7 @@ def updating() -> Plan:
     """Weights on the host, and the optimizer's step inside."""
     model = Tower(loss=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    options: dict[str, Any] = {"offload": True, "offload_weights": True, "optimizer": optimizer}
+    options: dict[str, Any] = {"offload": Offload(weights=True), "optimizer": optimizer}
     return planned(model, planned(model, 2**40, **options).minimum, **options)
 
 
@@ -161,7 +162,7 @@ def test_moments_of_weights_on_the_host() -> None:
 
 @pytest.mark.parametrize("loss_bytes", [1, 100, 10**6])
 def test_moments_with_a_loss_outside(loss_bytes: int) -> None:
-    plan = planned(Tower(loss=False), "100%", loss_bytes=loss_bytes)
+    plan = planned(Tower(loss=False), "100%", loss=loss_bytes)
     moments = check(plan.chosen, plan.costs)
     (loss,) = [moment for moment in moments.moments if moment.role == LOSS]
     place = moments.moments.index(loss)

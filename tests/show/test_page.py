@@ -22,6 +22,7 @@ import fxremat
 from fxremat.cost.estimate import Device
 from fxremat.plans import Plan
 from fxremat.search.candidate import Candidate, Frontier
+from fxremat.settings import Offload, Search
 from fxremat.show.axes import round_steps, size_ticks, time_ticks
 from fxremat.show.headline import headline
 from fxremat.show.labels import source_of
@@ -70,7 +71,7 @@ class Deep(nn.Module):
 
 
 def planned(model: nn.Module, mem: str | int = "60%", **options: Any) -> Plan:
-    given = {"cost": "estimate", "effort": 0, "progress": False, "dynamic": False} | options
+    given = {"search": Search(seconds=0), "costs": "estimate", "dynamic": False} | options
     plan = fxremat.plan(model, torch.ones(ROWS, WIDTH), mem=mem, **given)
     assert isinstance(plan, Plan)
     return plan
@@ -85,18 +86,18 @@ def plan_of(kind: str) -> Plan:
         case "offloading":
             return planned(Deep(), "50%", offload=True)
         case "loss outside":
-            return planned(nn.Sequential(*Deep().layers), "100%", loss_bytes="100kB")
+            return planned(nn.Sequential(*Deep().layers), "100%", loss="100kB")
         case "updates":
             model = Deep()
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-            return planned(model, "100%", optimizer=optimizer, offload=True, offload_weights=True)
+            return planned(model, "100%", optimizer=optimizer, offload=Offload(weights=True))
         case "slices":
             model = nn.Sequential(nn.Linear(WIDTH, 1000), nn.GELU(), nn.Linear(1000, WIDTH), nn.Flatten(0))
             return planned(model, "50%", slices=True)
         case _:
             speeds = dict.fromkeys(("flops", "half_flops", "bandwidth"), float("inf"))
             device = Device(name="instant", launch=0.0, **speeds)
-            return planned(nn.Linear(WIDTH, WIDTH), "100%", device=device)
+            return planned(nn.Linear(WIDTH, WIDTH), "100%", costs=device)
 
 
 KINDS_OF_PLANS = ["recomputing", "offloading", "loss outside", "updates", "slices", "instant"]
@@ -423,7 +424,7 @@ def test_names_cannot_leave_their_place() -> None:
     try:
         model = Hostile(names)
         device = Device(name="<b>&\"x\"</b>", flops=1e12, half_flops=1e12, bandwidth=1e11, link=1e9)
-        plan = planned(model, "70%", device=device)
+        plan = planned(model, "70%", costs=device)
         text, data = plan.to_html(), page_data(plan)
     finally:
         Hostile.__name__ = "Hostile"

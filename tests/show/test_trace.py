@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import fxremat
 from fxremat.plans import Plan
+from fxremat.settings import Search
 from fxremat.show import trace as module
 from fxremat.step.program import Role
 from tests.exported import PLANS, Deep, planned, rows
@@ -157,7 +158,7 @@ def _sharded(rank: int, world: int) -> tuple[list[tuple[str, float, float]], dic
     for layer in model.layers:
         fully_shard(layer)
     fully_shard(model)
-    compiled = fxremat.compile(model, mem="90%", effort=0.0, progress=False)
+    compiled = fxremat.compile(model, mem="90%", search=Search(seconds=0.0))
     compiled(rows()).backward()
     plan = compiled.plan
     spans = [(one.name, one.begins, one.ends) for one in plan.chosen.communication.collectives]

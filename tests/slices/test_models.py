@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import fxremat
 from benchmarks.meter import peak_bytes
+from fxremat.settings import Loss, Offload, Search, Slices
 from tests.slices.models import (
     EVERYDAY,
     LONG,
@@ -28,7 +29,7 @@ HALF_CLOSE = 0.03  # the same in bfloat16
 PREDICTED = 0.01  # relative error of the predicted peak
 LEAST_GRADIENT = 1e-30
 EXAMPLES = {**EVERYDAY, **LONG}
-SLICED: Any = {"slices": True, "effort": 0.0}
+SLICED: Any = {"slices": True, "search": Search(seconds=0.0)}
 
 
 def named(*long: str) -> list[Any]:
@@ -140,7 +141,7 @@ def test_a_batch_whose_targets_are_all_ignored_has_the_loss_nan_as_plain() -> No
 def test_gradients_come_through_the_loss_and_through_the_logits_beside_it() -> None:
     model, inputs = EVERYDAY["logits beside"].made()
     twin = copy.deepcopy(model)
-    compiled = fxremat.compile(twin, mem="60%", example_inputs=inputs, only_loss=False, **SLICED)
+    compiled = fxremat.compile(twin, mem="60%", example_inputs=inputs, loss=Loss(gradients="all"), **SLICED)
     assert compiled.plan.slices
     assert not any(region.inside for region in compiled.plan.slices)
     for each in (model, compiled):
@@ -151,7 +152,8 @@ def test_gradients_come_through_the_loss_and_through_the_logits_beside_it() -> N
 
 def test_a_number_is_the_most_slices_of_a_region() -> None:
     model, inputs = EVERYDAY["ignored"].made()
-    least = fxremat.compile(model, mem="70%", example_inputs=inputs, effort=0.0, slices=2)
+    options: Any = SLICED | {"slices": Slices(max_parts=2)}
+    least = fxremat.compile(model, mem="70%", example_inputs=inputs, **options)
     assert {region.parts for region in least.plan.slices} == {2}
 
 
@@ -220,9 +222,8 @@ def test_offloading_goes_with_slices() -> None:
 def test_weights_on_the_host_go_with_slices() -> None:
     (model, inputs), (twin, _) = (EVERYDAY["ignored"].made() for _ in range(2))
     plain, ours = (torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, twin))
-    compiled = fxremat.compile(
-        twin, mem="60%", offload_weights=True, optimizer=ours, example_inputs=inputs, **SLICED
-    )
+    hosted = Offload(weights=True, activations=False)
+    compiled = fxremat.compile(twin, mem="60%", offload=hosted, optimizer=ours, example_inputs=inputs, **SLICED)
     for _ in range(3):
         for each, optimizer in ((model, plain), (compiled, ours)):
             optimizer.zero_grad()
@@ -256,7 +257,7 @@ def test_every_size_is_captured_and_cut_by_itself() -> None:
     example = EXAMPLES["ignored"]
     model, (x, y) = example.made()
     with pytest.warns(UserWarning, match="slices are planned for one size"):
-        compiled = fxremat.compile(model, mem=example.mem, dynamic=True, progress=False, **SLICED)
+        compiled = fxremat.compile(model, mem=example.mem, dynamic=True, **SLICED)
     for batch in (len(x), 1 + len(x)):
         tokens, targets = x[:1].expand(batch, -1).contiguous(), y[:1].expand(batch, -1).contiguous()
         plain = gradients_after(model, step_of(model, (tokens, targets)))
@@ -271,7 +272,7 @@ def test_slices_go_through_the_door_of_torch_compile() -> None:
     model, inputs = example.made()
     plain = gradients_after(model, step_of(model, inputs))
     torch._dynamo.reset()
-    options = {"mem": example.mem, "slices": True, "effort": 0.0, "progress": False}
+    options = {"mem": example.mem, "slices": True, "search": Search(seconds=0.0)}
     compiled = torch.compile(model, backend="fxremat", dynamic=False, options=options)
     ours = gradients_after(model, step_of(compiled, inputs))
     assert {name for name in plain if error(ours[name], plain[name]) > CLOSE} == set()
@@ -283,7 +284,7 @@ def test_outputs_beside_the_loss_are_left_out_where_asked() -> None:
     model, inputs = example.made()
     plain = gradients_after(model, step_of(model, inputs))
     whole = fxremat.plan(model, inputs, mem="60%", **SLICED)
-    compiled = fxremat.compile(model, mem="60%", outputs="loss", example_inputs=inputs, **SLICED)
+    compiled = fxremat.compile(model, mem="60%", slices=Slices(drop_outputs=True), example_inputs=inputs, **SLICED)
     ours = gradients_after(model, step_of(compiled, inputs))
     assert {name for name in plain if error(ours[name], plain[name]) > CLOSE} == set()
     _, logits = compiled(*inputs)
@@ -291,5 +292,5 @@ def test_outputs_beside_the_loss_are_left_out_where_asked() -> None:
     assert (logits.shape, logits.dtype) == (right.shape, right.dtype)
     assert bool(logits.isnan().all())
     assert compiled.plan.minimum < whole.minimum
-    with pytest.raises(fxremat.BudgetTooSmall, match='outputs="loss" leaves them out'):
+    with pytest.raises(fxremat.BudgetTooSmall, match=r"slices=Slices\(drop_outputs=True\) leaves them out"):
         fxremat.plan(model, inputs, mem=compiled.plan.minimum, **SLICED)

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import fxremat
+from fxremat.settings import Search
 from tests.ranks import run_ranks
 from tests.slices.models import VOCABULARY, Words
 from tests.slices.test_models import CLOSE, error
@@ -44,7 +45,7 @@ def _in_slices(rank: int, world: int) -> list[tuple[str, float, int]]:
     for mem in BUDGETS:
         torch._dynamo.reset()
         ours.zero_grad()
-        compiled = fxremat.compile(ours, mem=mem, slices=True, effort=0.0, progress=False)
+        compiled = fxremat.compile(ours, mem=mem, slices=True, search=Search(seconds=0.0))
         compiled(tokens, tokens).backward()
         pairs = zip(ours.parameters(), plain.parameters(), strict=True)
         worst = max(error(a.grad.to_local(), b.grad.to_local()) for a, b in pairs)  # type: ignore[union-attr]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from benchmarks.meter import storage_peak
 from fxremat.errors import BudgetTooSmall, FxrematError
 from fxremat.graphs.captured import Captured
 from fxremat.graphs.nodes import storage_bytes
+from fxremat.settings import Search, Slices
 from fxremat.slices.body import Sliced
 from fxremat.slices.rewrite import SlicedJoint, largest_need, sliced
 from fxremat.slices.variants import least_of_all, variants
@@ -24,7 +26,7 @@ from tests.slices.models import EVERYDAY, BatchNormed, Block, Example, features
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
 
-QUICK: Any = {"effort": 0.0}
+QUICK: Any = {"search": Search(seconds=0.0)}
 
 
 def joint_of(example: Example) -> Captured:
@@ -235,18 +237,19 @@ def test_the_least_budget_with_slices_works() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("slices", "said"),
     [
-        ({"slices": 1}, "slices is 1; it is True, False, or how many at most, 2 or more"),
-        ({"slices": 0}, "slices is 0; it is True, False, or how many at most, 2 or more"),
-        ({"slices": "yes"}, "slices is 'yes'; it is True, False, or how many at most, 2 or more"),
-        ({"slices": True, "reduce": "x"}, "reduce is 'x'; it is None or one of fp32, same"),
-        ({"reduce": "fp32"}, "reduce says how sums over slices are added up; it goes with slices=True"),
+        (lambda: 2, "slices is 2; it is True, False, or a Slices, such as Slices(max_parts=8)"),
+        (lambda: "yes", "slices is 'yes'; it is True, False, or a Slices, such as Slices(max_parts=8)"),
+        (lambda: Slices(max_parts=1), "Slices: max_parts is 1; it is None, or 2 or more"),
+        (lambda: Slices(max_parts=True), "Slices: max_parts is True; it is None, or 2 or more"),
+        (lambda: Slices(reduce_dtype="x"), 'Slices: reduce_dtype is \'x\'; it is None, torch.float32 or "same"'),
+        (lambda: Slices(drop_outputs=1), "Slices: drop_outputs is 1; it is True or False"),
     ],
 )
-def test_options_that_make_no_sense_are_refused(options: dict[str, Any], said: str) -> None:
+def test_options_that_make_no_sense_are_refused(slices: Callable[[], Any], said: str) -> None:
     with pytest.raises(FxrematError) as caught:
-        fxremat.compile(nn.Linear(2, 2), mem="50%", **options)
+        fxremat.compile(nn.Linear(2, 2), mem="50%", slices=slices())
     assert str(caught.value) == said
 
 

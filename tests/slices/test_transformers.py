@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import fxremat
 from benchmarks.meter import peak_bytes
+from fxremat.settings import Search, Slices
 from tests.slices.test_models import CLOSE, PREDICTED, error, gradients_after, ulps
 
 pytestmark = [
@@ -90,7 +91,7 @@ def test_the_head_of_a_model_with_labels_runs_in_slices(name: str, outputs: str,
     plain = gradients_after(model, step_of(model))
     loss = step_of(model)()
     compiled = fxremat.compile(
-        model, mem=mem, slices=True, outputs=outputs, effort=0.0, progress=False, example_inputs=batch
+        model, mem=mem, search=Search(seconds=0.0), slices=Slices(drop_outputs=outputs == "loss"), example_inputs=batch
     )
     step, plan = step_of(compiled), compiled.plan
     assert HEADS[name] in {region.where for region in plan.slices}

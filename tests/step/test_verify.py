@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import fxremat
 from fxremat.errors import InvalidSchedule
 from fxremat.passes.lower import lower
+from fxremat.settings import Search
 from fxremat.step.program import Program, Role, Step
 from fxremat.step.verify import verify
 
@@ -32,7 +33,7 @@ class Deep(nn.Module):
 @pytest.fixture(scope="module")
 def program() -> Program:
     """A program that recomputes."""
-    plan = fxremat.plan(Deep(), (torch.ones(16, 8),), mem="min", cost="estimate", effort=0, progress=False)
+    plan = fxremat.plan(Deep(), (torch.ones(16, 8),), mem="min", search=Search(seconds=0), costs="estimate")
     assert plan.program.recomputed
     return plan.program
 
