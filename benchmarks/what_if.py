@@ -35,7 +35,7 @@ def gpt(batch: int = 4, layers: int = 12):
 def small():
     return gpt(2, 1)
 """
-COMMON = ("--cost", "estimate", "--effort", "0")
+COMMON = ("--estimate", "--effort", "0")
 CASES = {
     "two devices": ("model:gpt", "--mem", "90%", "--device", "H100,A100"),
     "largest batch": ("model:gpt", "--mem", "40GiB", "--device", "H100", "--largest", "batch"),

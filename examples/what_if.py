@@ -1,7 +1,7 @@
 """Models that are larger than this machine, planned for devices that are not here.
 
-    python -m fxremat plan examples.what_if:llama_8b --mem 24GiB --cost estimate --device A100,H100,H200 --effort 0
-    python -m fxremat plan examples.what_if:llama_1b --mem 60GiB --cost estimate --device H200 --largest batch
+    python -m fxremat plan examples.what_if:llama_8b --mem 24GiB --device A100,H100,H200 --effort 0
+    python -m fxremat plan examples.what_if:llama_1b --mem 60GiB --device H200 --largest batch
 
 The parameters are on the meta device: they have shapes and take no memory. docs/what-if.md shows what is printed.
 """

@@ -44,6 +44,13 @@ _T = TypeVar("_T")
 _INTERRUPTED = 130  # as shells have it: 128 + SIGINT
 _LONGEST = 1000  # characters of a message
 _QUOTES = "\"'"
+_FLAGS = (  # what messages say of settings -> the flag that sets the same
+    ('costs="H100"', "--device H100"),
+    ('costs="estimate"', "--estimate"),
+    ("costs: ", ""),
+    ("Search: seconds", "--effort"),
+    ("Offload: limit", "--host-mem"),
+)
 
 
 def entry() -> NoReturn:
@@ -89,6 +96,8 @@ def _in_flags(text: str, options: Collection[str]) -> str:
         value = match["value"]
         return f"--{match['name']}" + ("" if value == "True" else f" {value.strip(_QUOTES)}")
 
+    for option, given in _FLAGS:
+        text = text.replace(option, given)
     text = re.sub(rf"\b(?P<name>{names})=(?P<value>True|\"[^\"]*\"|'[^']*')", flag, text)
     text = re.sub(rf"^({names})(?= is | goes )|\b(?<!-)({unlike_words})\b", r"--\g<0>", text)
     text = re.sub(rf"--({unlike_words})\b", lambda match: match[0].replace("_", "-"), text)

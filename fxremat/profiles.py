@@ -20,7 +20,7 @@ from fxremat.host.files import FileTier
 from fxremat.plans import Plan
 from fxremat.search.candidate import Candidate
 from fxremat.search.floor import floor_of
-from fxremat.settings import Slices
+from fxremat.settings import Setting, Slices
 from fxremat.show.headline import estimated, measured, slower, unbroken
 from fxremat.show.modules import Share
 from fxremat.show.notebook import framed
@@ -188,7 +188,9 @@ def _change(plan: Plan, candidate: Candidate, what: str, mem: int, **options: ob
     outside = plan.costs.sizes.outside
     if outside != set_aside(plan.captured, device_of(plan.graph)):  # the user said so
         options["loss"] = outside
-    given = "".join(f", {name}={value!r}" for name, value in options.items())
+    given = "".join(
+        f", {name}={'fxremat.' if isinstance(value, Setting) else ''}{value!r}" for name, value in options.items()
+    )
     how = f'fxremat.compile(model, mem="{enough(mem)}"{given})'
     return Saving(
         what=what,

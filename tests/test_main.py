@@ -180,7 +180,7 @@ def record(into, function, *arguments, **options):
         (GOOD, ["plan", "os:getcwd", "--mem", "1GiB", "--solver", "best"], "unknown solver 'best'"),
         (GOOD, ["plan", "os:getcwd", "--mem", "1GiB", "--slots", "0"], "slots is 0"),
         (GOOD, ["plan", "os:getcwd", "--mem", "1GiB", "--effort", "nan"], "effort is nan"),
-        (GOOD, ["plan", "os:getcwd", "--mem", "1GiB", "--device", "abacus", "--cost", "estimate"], "'abacus'"),
+        (GOOD, ["plan", "os:getcwd", "--mem", "1GiB", "--device", "abacus"], "'abacus'"),
         (GOOD, ["plan", "os:getcwd", "--mem", "1GiB", "--report", "/no/such/out.html"], "no folder /no/such"),
         (GOOD, ["plan", "os:getcwd", "--mem", "1GiB", "--save", "/no/such/plan.json"], "no folder /no/such"),
         (GOOD, ["plan", "os:getcwd", "--mem", "1e9"], "int(1e9)"),

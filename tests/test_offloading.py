@@ -281,7 +281,7 @@ def test_the_host_s_limit_is_respected_and_named() -> None:
     assert limited.chosen.transfers is not None
     assert limited.chosen.transfers.bytes <= little
     with pytest.raises(
-        fxremat.BudgetTooSmall, match=r"host_mem=\d+ is what binds: with more of it, \d+ bytes"
+        fxremat.BudgetTooSmall, match=r"Offload\(limit=\d+\) is what binds: with a higher limit, \d+ bytes"
     ):
         fxremat.compile(model, mem="55%", offload=Offload(limit=little), **options)
     with pytest.raises(fxremat.BudgetTooSmall) as small:
@@ -381,5 +381,5 @@ def test_a_limit_counts_what_pinned_memory_takes() -> None:
         limited = fxremat.compile(model, mem="90%", offload=Offload(tier=InPowersOfTwo(), limit=limit), **options).plan
         assert limited.chosen.transfers is not None
         assert most_on_host(limited.chosen.transfers.program, limited.costs, whole.link) <= limit
-    with pytest.raises(fxremat.BudgetTooSmall, match=r"host_mem=\d+ is what binds"):
+    with pytest.raises(fxremat.BudgetTooSmall, match=r"Offload\(limit=\d+\) is what binds"):
         fxremat.compile(model, mem="55%", offload=Offload(tier=InPowersOfTwo(), limit=taken - 1), **options)

@@ -19,10 +19,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from fxremat.capture import accounting
 from torch import Tensor, nn
 
 import fxremat
+from fxremat.graphs import accounting
 from fxremat.heartbeat import lost_peer
 from fxremat.pipelining.engine import Action, lowered
 from fxremat.pipelining.memory import StageMemory, most_bytes

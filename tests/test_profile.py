@@ -142,7 +142,7 @@ def test_a_large_vocabulary_is_cut_into_slices() -> None:
 def test_scores_beside_the_loss_may_be_left_out() -> None:
     best = profiled("both")[2].changes[0]
     assert best.what == "run head in slices, and leave out the outputs beside the loss"
-    assert best.how.endswith(", slices=Slices(drop_outputs=True))")
+    assert best.how.endswith(", slices=fxremat.Slices(drop_outputs=True))")
 
 
 def test_a_deep_chain_is_recomputed_or_waits_on_the_host() -> None:
@@ -326,7 +326,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 def test_the_command_line(package: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = tmp_path / "out.html"
-    options = ["--cost", "estimate", "--device", "H100", "--effort", "0", "--report", str(report)]
+    options = ["--device", "H100", "--effort", "0", "--report", str(report)]
     assert main(["profile", f"{package}:factory", *options]) == 0
     printed = capsys.readouterr()
     assert printed.out.startswith("fxremat profile of Sequential on H100 (estimated times)\n")
@@ -347,10 +347,10 @@ def test_the_command_line(package: str, tmp_path: Path, capsys: pytest.CaptureFi
         (["PACKAGE:fails"], "no data"),
         (["os:getcwd"], "it must return (model, example_inputs)"),
         (["PACKAGE:factory", "--mem", "4GiB"], "unrecognized arguments"),
-        (["PACKAGE:factory", "--cost", "guess"], "'guess'"),
+        (["PACKAGE:factory", "--device", "guess"], "'guess'"),
         (["PACKAGE:factory", "--effort", "nan"], "effort is nan"),
         (["PACKAGE:factory", "--effort", "much"], "invalid float"),
-        (["PACKAGE:factory", "--device", "abacus", "--cost", "estimate"], "'abacus'"),
+        (["PACKAGE:factory", "--device", "abacus"], "'abacus'"),
         (["PACKAGE:factory", "--report", "/no/such/out.html"], "no folder /no/such"),
     ],
 )

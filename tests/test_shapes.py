@@ -306,7 +306,7 @@ def test_what_cannot_be_captured_for_all_sizes_is_captured_for_each(
         "pad inputs to a few sizes, and drop the last, smaller batch"
     ]
     assert compiled.plan is not None
-    assert compiled.plan.sizes is None
+    assert not compiled.plan.sizes
 
 
 def test_offloading_takes_sizes_as_fixed_and_says_so_where_others_were_asked_for() -> None:
@@ -316,7 +316,7 @@ def test_offloading_takes_sizes_as_fixed_and_says_so_where_others_were_asked_for
     with pytest.warns(UserWarning, match="what waits on the host is planned for one size"):
         _, compiled = compiled_stack(offload=True)
     compiled(rows(8))
-    assert compiled.plan.sizes is None
+    assert not compiled.plan.sizes
 
 
 def test_the_third_fixed_plan_is_warned_of_with_what_would_help(caplog: pytest.LogCaptureFixture) -> None:

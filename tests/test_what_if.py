@@ -373,7 +373,7 @@ def test_a_batch_norm_is_halved_for_kernels_of_a_cpu_alone() -> None:
         plan = planned(nn.Sequential(nn.BatchNorm1d(4)), torch.ones(2, 4), **options)
         return [op.target for op in plan.graph.ops].count("fxremat.batch_normalized.default")
 
-    assert [second_halves(), second_halves(device="A100")] == [1, 0]
+    assert [second_halves(), second_halves(costs="A100")] == [1, 0]
 
 
 def test_several_devices_are_compared() -> None:
@@ -442,7 +442,7 @@ def test_a_comparison_for_what_is_left_shows_devices_that_are_too_small() -> Non
     whole = planned(model, tokens(), costs="A100")
     held = whole.on_device.total - whole.on_device.free
     names = [small(held // 2, "none"), small(2 * (held + whole.predicted_peak), "enough")]
-    compared = planned(model, tokens(), costs=names, mem="auto")
+    compared = compared_on(names, model, mem="auto")
     none, enough = compared.estimates
     assert none.plan.predicted_peak == none.plan.minimum == whole.minimum
     assert none.left is not None
@@ -456,12 +456,12 @@ def test_a_comparison_for_what_is_left_shows_devices_that_are_too_small() -> Non
 
 def test_wrong_devices_to_compare_are_refused() -> None:
     for devices, says in (
-        ([], "empty list"),
+        ([], "devices is empty"),
         (["A100", "abacus"], "unknown device 'abacus'"),
         ([3], "unknown device 3"),
     ):
         with pytest.raises(FxrematError, match=says):
-            planned(Llama(1), tokens(), costs=devices)
+            compared_on(devices, Llama(1))
 
 
 @pytest.mark.parametrize("edge", [*range(1, 40), 100, 4095])
@@ -492,7 +492,7 @@ def llama(batch: int = 2) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
 
 
 NAME = "tests.test_what_if:llama"
-QUICK = ["--cost", "estimate", "--effort", "0", "--slots", "50"]
+QUICK = ["--estimate", "--effort", "0", "--slots", "50"]
 
 
 def test_the_command_line_compares_devices(capsys: pytest.CaptureFixture[str]) -> None:
@@ -545,12 +545,10 @@ def test_the_command_line_finds_the_largest_batch(capsys: pytest.CaptureFixture[
         (["--device", "A100,abacus", "--mem", "1GiB"], "unknown device 'abacus'"),
         (["--device", "rtx 4900", "--mem", "1GiB"], "did you mean 'RTX-4090'?"),
         (["--device", "4900", "--mem", "1GiB"], "`fxremat devices` says more of them"),
-        (["--device", "H100", "--mem", "1GiB", "--cost", "measure"], "--device goes with --cost estimate;"),
-        (["--optimizer", "adamw", "--mem", "1GiB"], "--optimizer goes with --cost estimate --device H100, where"),
-        (["--mem", "auto"], "for what another device would have left, add --cost estimate --device H100"),
-        (["--mem", "1GiB", "--cost", "measure"], "fxremat plan ... --cost estimate --device H100, or give the"),
+        (["--optimizer", "adamw", "--mem", "1GiB"], "--optimizer goes with --device H100, where"),
+        (["--mem", "auto"], "for what another device would have left, add --device H100"),
         (["--mem", "1GiB", "--solver", "pofo"], "--solver pofo moves values to the host; it goes with --offload"),
-        (["--mem", "1GiB", "--host-mem", "1GiB"], "--host-mem limits what is offloaded; it goes with --offload or"),
+        (["--mem", "1GiB", "--host-mem", "1GiB"], "--host-mem limits what is offloaded; it goes with --offload"),
     ],
 )
 def test_wrong_arguments_are_one_line(

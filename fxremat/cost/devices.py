@@ -13,12 +13,13 @@ from __future__ import annotations
 import difflib
 import re
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-import torch
-
-from fxremat.device import accelerates
 from fxremat.errors import FxrematError
 from fxremat.units import format_bytes
+
+if TYPE_CHECKING:
+    import torch
 
 PCIE_3, PCIE_4, PCIE_5 = 12e9, 24e9, 50e9
 """Bytes a second that a copy of pinned memory reaches one way, of the 15.8, 31.5 and 63.0 GB/s of sixteen lanes."""
@@ -50,12 +51,14 @@ class Device:
     @property
     def torch_device(self) -> torch.device:
         """A device of PyTorch whose kind this is of."""
+        import torch  # here alone: `fxremat devices` lists without it
+
         return torch.device("cuda" if self.cuda else "cpu")
 
     @classmethod
     def like(cls, device: torch.device) -> Device:
         """Return the description that stands for a device of PyTorch whose numbers are not known."""
-        return cls.named("cuda" if accelerates(device) else "cpu")
+        return cls.named("cpu" if device.type == "cpu" else "cuda")
 
     @classmethod
     def named(cls, name: str | Device) -> Device:

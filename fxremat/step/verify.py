@@ -15,7 +15,7 @@ from collections import Counter
 
 from fxremat.errors import InvalidSchedule
 from fxremat.step.program import Program, Role, Step
-from fxremat.step.step_graph import StepGraph
+from fxremat.step.step_graph import Op, StepGraph
 
 
 def is_verified() -> bool:
@@ -63,9 +63,8 @@ def _check_executions(program: Program, graph: StepGraph) -> None:
         if not isinstance(step, Step):
             continue
         op, again = graph.ops[step.op], bool(ran[step.op])
-        role = Role.BACKWARD if op.backward else Role.RECOMPUTE if again else Role.FORWARD
-        if step.role is not role:
-            raise InvalidSchedule(f"{op.name} is called {step.role.value}, and it is {role.value}")
+        if step.role not in (roles := _roles(op, again=again)):
+            raise InvalidSchedule(f"{op.name} is called {step.role.value}, and it is {roles[0].value}")
         if again and (op.backward or not op.writes):
             raise InvalidSchedule(f"{op.name} runs twice")
         if op.backward and place < program.split:
@@ -83,6 +82,13 @@ def _check_executions(program: Program, graph: StepGraph) -> None:
     if repeated != program.repeated:
         wrong = ", ".join(graph.ops[op].name for op in sorted(repeated ^ program.repeated))
         raise InvalidSchedule(f"what runs more than once is noted otherwise: {wrong}")
+
+
+def _roles(op: Op, *, again: bool) -> tuple[Role, ...]:
+    """Return what an execution of an op may be called; a unit of the backward may consist of ops that run again."""
+    if op.backward:
+        return Role.BACKWARD, Role.RECOMPUTE
+    return (Role.RECOMPUTE,) if again else (Role.FORWARD,)
 
 
 def _check_results(program: Program, graph: StepGraph) -> None:

@@ -6,7 +6,6 @@ import logging
 
 import pytest
 import torch
-from tests.capture.test_in_place import Residual
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
@@ -19,6 +18,7 @@ from fxremat.graphs.accounting import costs_from, held
 from fxremat.settings import Search
 from fxremat.step.costs import OpCost
 from tests.dags import capture
+from tests.graphs.test_in_place import Residual
 from tests.toys import Loss, Stack, rows
 
 CPU, CUDA, MIB = torch.device("cpu"), torch.device("cuda", 0), 2**20

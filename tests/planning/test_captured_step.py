@@ -105,9 +105,9 @@ def test_a_step_of_symbolic_sizes_has_plans_for_all(captures: list[object]) -> N
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (lambda step: step.plan("60%", backend="inductor"), "kernels='inductor' changes what is captured"),
+        (lambda step: step.plan("60%", backend="inductor"), "backend='inductor' changes what is captured"),
         (lambda step: step.plan("60%", method="training_step"), "method='training_step' changes what is captured"),
-        (lambda step: step.plan("60%", effrot=3), "unknown option 'effrot', did you mean 'effort'?"),
+        (lambda step: step.plan("60%", serach=3), "unknown option 'serach', did you mean 'search'?"),
         (lambda step: step.at(rows=5), "this step is of fixed sizes"),
         (lambda step: step.plan("sixty"), "mem='sixty' is not a budget"),
     ],

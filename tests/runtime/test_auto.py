@@ -10,6 +10,7 @@ import torch
 
 import fxremat
 from fxremat import budget
+from fxremat.planning import limits
 from fxremat.runtime import dynamo
 from fxremat.settings import Search
 from tests.toys import Loss, Stack, rows
@@ -23,7 +24,7 @@ FAST: Any = {"search": Search(seconds=0.0)}
 def free(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Bytes that are free, less the margin."""
     left = [10**6]
-    for module in (budget, dynamo):
+    for module in (budget, dynamo, limits):
         monkeypatch.setattr(module, "free_bytes", lambda *_: left[0])
     return left
 

@@ -68,7 +68,7 @@ def test_keeping_the_states_takes_none_of_torchs_memory() -> None:
 
 def test_the_generator_is_that_of_the_device_that_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "default_generators", ("first", "second"))
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
     with FakeTensorMode():
         here, there = torch.ones(1), torch.ones(1, device="cuda:0")
     assert generator_of((there, here), {}) == "first"
