@@ -63,7 +63,7 @@ _tests = itertools.count()
 @pytest.fixture(autouse=True)
 def _own_searches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every test searches by itself, in the way that it has set: nothing is found of earlier tests on disk."""
-    monkeypatch.setattr("fxremat.planning.found_files.FOLDER", f"found-{next(_tests)}")
+    monkeypatch.setattr("fxremat.planning.stored.TABLE", f"searches_{next(_tests)}")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -110,7 +110,7 @@ OPTIONS = {"search": Search(seconds=0.0)}
 @pytest.mark.usefixtures("torch_ready", "lacking")
 def test_a_kind_without_statistics_is_estimated_and_not_measured() -> None:
     x = torch.ones(4, 8)
-    with pytest.raises(FxrematError, match=r'no statistics of allocated memory for Toy devices.*cost="estimate"'):
+    with pytest.raises(FxrematError, match=r'no statistics of allocated memory for Toy devices.*costs="estimate"'):
         fxremat.plan(Toy(), (x,), mem="100%", **OPTIONS)
     assert fxremat.plan(Toy(), (x,), mem="100%", costs="estimate", **OPTIONS).predicted_peak > 0
     assert levels_of(HERE) is None

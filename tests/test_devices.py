@@ -49,8 +49,8 @@ def test_one_device(fine: Any) -> None:
     [
         (joint("cuda:0", "cuda:1"), r"2 devices \(cuda:0, cuda:1\)"),
         (joint("hpu:0"), "hpu:0.*plans for CPU, CUDA, XPU, MPS"),
-        (joint("meta"), r'meta device.*cost="estimate"'),
-        (joint("cuda:0", "cpu"), "offload_weights"),
+        (joint("meta"), r'meta device.*costs="estimate"'),
+        (joint("cuda:0", "cpu"), r"Offload\(weights=True\)"),
     ],
     ids=["two GPUs", "a kind that is not known", "shapes alone", "a parameter on the host"],
 )

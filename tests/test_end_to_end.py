@@ -54,7 +54,7 @@ def runs(request: pytest.FixtureRequest) -> Runs:
 def _runs(size: models.Size, name: str) -> Runs:
     torch.set_num_threads(1)
     case = models.get(name, size)
-    minimum = least_budget(case.model(), lambda compiled: compiled(*case.batch()), effort=EFFORT[size])
+    minimum = least_budget(case.model(), lambda compiled: compiled(*case.batch()), search=Search(seconds=EFFORT[size]))
     fitting, refused = [_run(case, minimum, size)], []
     for percent in PERCENT[size]:
         try:
@@ -127,7 +127,7 @@ def test_a_budget_too_small_changes_nothing(name: str) -> None:
     case = models.get(name, "small")
     model, batch = case.model(), case.batch()
     before, rng = state_of(model), torch.get_rng_state()
-    minimum = least_budget(model, lambda compiled: compiled(*batch), effort=0.0)
+    minimum = least_budget(model, lambda compiled: compiled(*batch), search=Search(seconds=0.0))
 
     with pytest.raises(fxremat.BudgetTooSmall, match=str(minimum)) as error:
         fxremat.compile(model, mem=minimum - 1, example_inputs=batch, search=Search(seconds=0.0))

@@ -29,7 +29,7 @@ class Loss(torch.nn.Module):
         self.model = model
     def forward(self, x):
         return self.model(x).tanh().sum()
-fxremat.plan(Loss(), (torch.ones(64, 8),), mem="70%", cost="estimate")
+fxremat.plan(Loss(), (torch.ones(64, 8),), mem="70%", costs="estimate")
 assert all(before)
 assert [list(kernel.signatures) for kernel in entries] == before
 """

@@ -119,6 +119,7 @@ def test_random_models(recipe: Recipe, share: int, solver: str, seed: int) -> No
 
 # --- weights ------------------------------------------------------------------------------------------------
 
+HOSTED = Offload(weights=True, activations=False)
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Make] = {
     "AdamW": lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2),
@@ -134,7 +135,9 @@ def tier(monkeypatch: pytest.MonkeyPatch) -> FailingTier:
     return made
 
 
-def trained_on_the_host(make: Make, **options: Any) -> tuple[fxremat.api.Rematerialized, torch.optim.Optimizer]:
+def trained_on_the_host(
+    make: Make, offload: Offload = HOSTED
+) -> tuple[fxremat.api.Rematerialized, torch.optim.Optimizer]:
     """A model in a budget that not all of parameters, gradients, state and activations fit."""
     torch.manual_seed(0)
     model = Loss(Stack())
@@ -142,10 +145,11 @@ def trained_on_the_host(make: Make, **options: Any) -> tuple[fxremat.api.Remater
     compiled = fxremat.compile(
         model,
         mem="45%",
-        search=Search(seconds=0), offload=Offload(weights=True, activations=False), costs="estimate",
+        search=Search(seconds=0),
+        costs="estimate",
         optimizer=optimizer,
         example_inputs=rows(),
-        **options,
+        offload=offload,
     )
     return compiled, optimizer
 
@@ -168,7 +172,7 @@ def numbers(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [t.clone() for t in (*parameters, *states)]
 
 
-def check_weights(tier: HostTier, make: Make, offload: bool) -> None:
+def check_weights(tier: HostTier, make: Make, offload: Offload) -> None:
     """Train three steps, after each of which the host reads what is home."""
     torch.manual_seed(0)
     plain = Loss(Stack())
@@ -184,9 +188,9 @@ def check_weights(tier: HostTier, make: Make, offload: bool) -> None:
     assert device.faults == []
 
 
-@pytest.mark.parametrize("offload", [False, True], ids=["weights", "weights and activations"])
+@pytest.mark.parametrize("offload", [HOSTED, Offload(weights=True)], ids=["weights", "weights and activations"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_weights_on_the_host(name: str, offload: bool, tier: FailingTier) -> None:
+def test_weights_on_the_host(name: str, offload: Offload, tier: FailingTier) -> None:
     check_weights(tier, OPTIMIZERS[name], offload)
 
 
@@ -251,4 +255,4 @@ def test_a_mistake_is_noticed(
 def test_a_host_that_reads_too_soon_is_noticed(tier: FailingTier, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FailingTier, "synchronize", lambda self: None)
     with pytest.raises(AssertionError, match="same"):
-        check_weights(tier, OPTIMIZERS["AdamW"], offload=False)
+        check_weights(tier, OPTIMIZERS["AdamW"], offload=HOSTED)

@@ -286,15 +286,13 @@ def test_the_host_s_limit_is_respected_and_named() -> None:
         fxremat.compile(model, mem="55%", offload=Offload(limit=little), **options)
     with pytest.raises(fxremat.BudgetTooSmall) as small:
         fxremat.compile(model, mem=1, offload=Offload(limit=little), **options)
-    assert "host_mem" not in str(small.value)
+    assert "limit" not in str(small.value)
     fxremat.compile(model, mem=small.value.minimum, offload=Offload(limit=little), **options)
 
 
 def test_options_that_make_no_sense_are_refused() -> None:
-    with pytest.raises(fxremat.FxrematError, match=r"offload is 'disk'; it is True, False or a host tier"):
+    with pytest.raises(fxremat.FxrematError, match=r"offload is 'disk'; it is True, False, a host tier"):
         fxremat.compile(Stack(), mem="50%", offload="disk")
-    with pytest.raises(fxremat.FxrematError, match="host_mem limits what is offloaded"):
-        fxremat.compile(Stack(), mem="50%", offload=Offload(limit="1GiB"))
 
 
 def test_an_estimate_needs_no_copies() -> None:

@@ -62,7 +62,7 @@ import sys, torch, fxremat
 from fxremat import planning
 from tests.test_plan_file import gradients, model, rows
 planning.variants_of = planning.fastest = None  # nothing is planned
-compiled = fxremat.compile(model(), plan=sys.argv[1], progress=False)
+compiled = fxremat.compile(model(), plan=sys.argv[1])
 torch.save(gradients(compiled, rows()), sys.argv[2])
 """
 

@@ -639,7 +639,7 @@ def test_a_dimension_that_is_not_there_is_refused() -> None:
         unknown = fxremat.compile(Stack(), mem="1GB", dynamic={wrong: {0: (2, 8)}}, **QUICK)
         with pytest.raises(fxremat.FxrematError, match=says):
             unknown(torch.ones(4, 4))
-    with pytest.raises(fxremat.FxrematError, match="shapes names dimensions 2 of 'x', which has 2"):
+    with pytest.raises(fxremat.FxrematError, match="dynamic names dimensions 2 of 'x', which has 2"):
         compiled(rows(8))
 
 

@@ -165,10 +165,10 @@ def test_a_model_without_data_is_neither_measured_nor_compiled_nor_moved() -> No
         lambda: fxremat.compile(model, "1GiB", search=Search(seconds=0), costs="estimate")(*on_meta(tokens)),
         lambda: planned(fake(lambda: Llama(1)), tokens(), costs="measure"),
     ):
-        with pytest.raises(FxrematError, match='cost="estimate"') as error:
+        with pytest.raises(FxrematError, match=r'costs="(H100|estimate)"') as error:
             attempt()
         assert "\n" not in str(error.value)
-    with pytest.raises(FxrematError, match="an estimate too: leave offload_weights out, or give") as error:
+    with pytest.raises(FxrematError, match="an estimate too: leave weights=True out, or give") as error:
         planned(model, tokens(), offload=Offload(weights=True, activations=False), costs="H100", optimizer=optimizer)
     assert "cost=" not in str(error.value)  # which was said already
 

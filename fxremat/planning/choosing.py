@@ -158,6 +158,5 @@ def _naming_the_limit(
     free = with_offloading(frontier, costs, link).minimum
     if free > error.budget:
         return error
-    return error.explained(
-        note=f"{options.host} is what binds: with a higher limit, {free} bytes would do"
-    )
+    limit = f"Offload(limit={options.host.limit!r})" if options.host else ""
+    return error.explained(note=f"{limit} is what binds: with a higher limit, {free} bytes would do")

@@ -41,10 +41,10 @@ from fxremat.ops.seeded import ALWAYS_COMPILED
 from fxremat.options import Options
 from fxremat.planned_step import Compiled
 from fxremat.planning.facts import with_loss
-from fxremat.planning.found_files import read, write
 from fxremat.planning.frontier_cache import NO_GRAPH, key_of
 from fxremat.planning.judged import Judged, shares_of
 from fxremat.planning.step import Step
+from fxremat.planning.stored import read, write
 from fxremat.planning.surveys import ABOVE, searched_again
 from fxremat.plans import Plan
 from fxremat.progress import progress
@@ -102,7 +102,7 @@ class _Search:
 
     def chosen_before(self) -> Plan | None:
         """The plan of the program that was chosen when this was asked for last; None where that is not known."""
-        known = read(self._key, _Chosen, Unit)
+        known = read(device_of(self._plan.graph), self._key, _Chosen, Unit)
         if known is None:
             return None
         candidate = exchanged(self._plan.graph)(known.candidate)
@@ -163,7 +163,8 @@ class _Search:
     def _keep(self, judged: Judged, seconds: float, why: str) -> None:
         """Keep what was chosen, for `chosen_before`."""
         candidate = exchanged(NO_GRAPH)(judged.candidate)
-        write(self._key, _Chosen(candidate=candidate, units=judged.units, seconds=seconds, why=why))
+        chosen = _Chosen(candidate=candidate, units=judged.units, seconds=seconds, why=why)
+        write(device_of(self._plan.graph), self._key, chosen)
 
     @cached_property
     def _calibration(self) -> float:

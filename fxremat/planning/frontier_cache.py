@@ -3,7 +3,7 @@
 A survey does not depend on the budget, and the search op by op goes on where it was left. Both refer to ops and values
 by number, so that those of an equal graph serve: only the graph itself is exchanged. Nothing of the old graph is kept.
 For a graph with the same ops and other sizes, the programs are judged anew (`search.replan`). What is found for a graph
-is kept on disk too (`planning.found_files`).
+is kept in the store too (`planning.stored`).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections import OrderedDict
 from dataclasses import fields
 from typing import NamedTuple, cast
 
-from fxremat.graphs.accounting import op_keys
-from fxremat.planning import found_files
+from fxremat.graphs.accounting import device_of, op_keys
+from fxremat.planning import stored
 from fxremat.search.refine import Ladder
 from fxremat.search.replan import replanned
 from fxremat.step.costs import Costs
@@ -39,12 +39,12 @@ class FrontierCache:
     """What is known of a graph with these costs and settings."""
 
     def __init__(self, graph: StepGraph, costs: Costs, settings: object) -> None:
-        self._graph, self._costs = graph, costs
+        self._graph, self._costs, self._device = graph, costs, device_of(graph)
         self._key = key_of(graph, costs, settings)
 
     def get(self) -> Ladder | None:
         """The ladder that was put last, here or in an earlier process; None where none was, or it was too long ago."""
-        known = _latest.get(self._key) or found_files.read(repr(self._key), Ladder)
+        known = _latest.get(self._key) or stored.read(self._device, repr(self._key), Ladder)
         if known is None:
             return None
         self._remember(known)
@@ -70,7 +70,7 @@ class FrontierCache:
         if known is not None and known.climbed == ladder.climbed:
             return
         self._remember(ladder.on(NO_GRAPH))
-        found_files.write(repr(self._key), _latest[self._key])
+        stored.write(self._device, repr(self._key), _latest[self._key])
 
     def _remember(self, ladder: Ladder) -> None:
         _latest[self._key] = ladder

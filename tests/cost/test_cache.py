@@ -24,9 +24,9 @@ from torch import nn
 
 import fxremat
 from benchmarks import meter
-from fxremat.cost import cache as caching
+from fxremat import store
 from fxremat.cost import environment as surroundings
-from fxremat.cost.cache import CostCache, cache_folder
+from fxremat.cost.cache import CostCache
 from fxremat.cost.environment import cuda_hardware, cuda_switches, switches
 from fxremat.settings import Search
 from fxremat.step.costs import OpCost
@@ -99,7 +99,7 @@ def test_a_file_that_is_no_cache_counts_as_absent_and_is_replaced(kind: str, pat
 
 
 @pytest.mark.parametrize(
-    "table", ["costs (a)", "costs (key TEXT, numbers BLOB, more TEXT)", "others (key TEXT, numbers BLOB)"]
+    "table", ["costs (a)", "costs (key TEXT, content BLOB)", "others (key TEXT, content BLOB)"]
 )
 def test_a_database_with_other_tables_counts_as_absent(table: str, path: Path) -> None:
     with closing(sqlite3.connect(path)) as file, file:
@@ -111,6 +111,10 @@ def test_a_database_with_other_tables_counts_as_absent(table: str, path: Path) -
 
 def doubles(*numbers: float) -> bytes:
     return struct.pack(f"<{len(numbers)}d", *numbers)
+
+
+def undoubled(row: bytes) -> list[float]:
+    return list(struct.unpack(f"<{len(row) // 8}d", row))
 
 
 IMPLAUSIBLE: dict[str, Any] = {
@@ -135,8 +139,8 @@ IMPLAUSIBLE: dict[str, Any] = {
 def test_an_implausible_row_counts_as_absent(kind: str, path: Path) -> None:
     kept(path, good=COST)
     with closing(sqlite3.connect(path)) as file, file:
-        file.execute("INSERT INTO costs VALUES ('bad', ?)", (IMPLAUSIBLE[kind],))
-        file.execute("INSERT INTO costs VALUES (CAST(x'ff' AS TEXT), ?)", (doubles(1, 2),))  # not UTF-8
+        file.execute("INSERT INTO costs VALUES ('bad', ?, 0)", (IMPLAUSIBLE[kind],))
+        file.execute("INSERT INTO costs VALUES (CAST(x'ff' AS TEXT), ?, 0)", (doubles(1, 2),))  # not UTF-8
     cache = CostCache(path)
     assert (cache.op("bad"), cache.op("good")) == (None, COST)
 
@@ -155,7 +159,7 @@ def test_a_file_that_is_too_large_is_not_read_and_is_replaced(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept(path)
-    monkeypatch.setattr(caching, "MOST_FILE", 100)
+    monkeypatch.setattr(store, "MOST_FILE", 100)
     assert CostCache(path).op("key") is None
     kept(path, new=COST)
     monkeypatch.undo()
@@ -165,7 +169,7 @@ def test_a_file_that_is_too_large_is_not_read_and_is_replaced(
 def test_a_large_foreign_file_takes_no_time(path: Path) -> None:
     with path.open("wb") as file:
         file.write(b'{"a": [')
-        file.truncate(caching.MOST_FILE)
+        file.truncate(store.MOST_FILE)
     start = time.perf_counter()
     assert CostCache(path).op("key") is None
     assert time.perf_counter() - start < 1
@@ -183,7 +187,7 @@ def test_places_that_cannot_be_written_keep_nothing_and_raise_nothing(
     monkeypatch.delenv("FXREMAT_CACHE")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)
-    assert kept(cache_folder() / "costs.sqlite").op("key") == COST  # there is no home
+    assert kept(store.folder() / "costs.sqlite").op("key") == COST  # there is no home
 
 
 def test_a_plan_is_made_whatever_the_cache_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,18 +195,18 @@ def test_a_plan_is_made_whatever_the_cache_is(tmp_path: Path, monkeypatch: pytes
     model, x = Loss(nn.Linear(4, 4)), torch.ones(2, 4)
     fxremat.plan(model, x, mem="100%", search=Search(seconds=0))
     (file,) = tmp_path.glob("*.sqlite")
-    good = dict(caching._read(file))
+    good = store.Store(file).all("costs")
     for damage in ("[]", {"seconds": math.nan}, {"sizes": -1.0}):
         torch._dynamo.reset()
         if isinstance(damage, str):
             file.write_text(damage)
         else:
-            rows = [(key, doubles(*_damaged(numbers, **damage))) for key, numbers in good.items()]
-            caching._write(file, rows)
+            rows = {key: doubles(*_damaged(undoubled(row), **damage)) for key, row in good.items()}
+            assert store.Store(file).put("costs", rows)
         plan = fxremat.plan(model, x, mem="100%", search=Search(seconds=0))
         assert plan.predicted_time > 0
         assert str(plan)
-        assert dict(caching._read(file)).keys() == good.keys()
+        assert store.Store(file).all("costs").keys() == good.keys()
 
 
 def _damaged(numbers: list[float], seconds: float | None = None, sizes: float | None = None) -> list[float]:
@@ -293,7 +297,7 @@ def test_a_file_that_another_process_locks_delays_a_plan_for_a_moment_only(path:
         other.execute("BEGIN EXCLUSIVE")
         begun = time.perf_counter()
         cache = kept(path, new=COST)
-        assert time.perf_counter() - begun < 3 * caching.PATIENCE
+        assert time.perf_counter() - begun < 3 * store.PATIENCE
     assert cache.op("new") == COST
     assert CostCache(path).op("key") == COST
 
@@ -409,7 +413,7 @@ def test_versions_and_the_machine_are_part_of_the_key(
 ) -> None:
     before = CostCache.of_device(CPU).path
     assert before == CostCache.of_device(CPU).path
-    assert before.parent == cache_folder()
+    assert before.parent == store.folder()
     change(monkeypatch)
     assert CostCache.of_device(CPU).path != before
 

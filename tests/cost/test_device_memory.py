@@ -169,5 +169,5 @@ def test_auto_says_why_nothing_fits() -> None:
 def test_auto_needs_a_device_whose_memory_is_known() -> None:
     with pytest.raises(InvalidBudget, match="the memory of cpu is not stated"):
         planned(1, costs="cpu")
-    with pytest.raises(InvalidBudget, match=r'for what another device would have left, add cost="estimate", device='):
-        planned(1, costs=None)
+    with pytest.raises(InvalidBudget, match=r'for what another device would have left, add costs="H100"'):
+        planned(1, costs="estimate")

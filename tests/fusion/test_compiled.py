@@ -21,7 +21,6 @@ import fxremat
 from benchmarks.capture import capture
 from benchmarks.meter import peak_bytes, training_step
 from fxremat.cost import calibrate
-from fxremat.cost.cache import _read as read_rows
 from fxremat.errors import FxrematError
 from fxremat.fusion.units import Units, alone, by_block, ops_of, unit_bytes
 from fxremat.graphs import region
@@ -35,6 +34,7 @@ from fxremat.settings import Inductor
 from fxremat.step.costs import Costs
 from fxremat.step.liveness import Sizes
 from fxremat.step.program import Program
+from fxremat.store import Store
 from tests.dags import estimated
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
@@ -289,7 +289,7 @@ def test_costs_are_found_again_whatever_is_called(monkeypatch: pytest.MonkeyPatc
     model = within(model_of(dropout=0.5), "55%", random="eager")
     model(*batch()).backward()
     (file,) = tmp_path.glob("*.sqlite")
-    names = [name for name, _ in read_rows(file)]
+    names = [*Store(file).all("costs")]
     assert any("draw_again" in name for name in names)
     assert not any(" at 0x" in name for name in names)
 

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 import fxremat
 from benchmarks.meter import peak_bytes
-from fxremat.settings import Search
+from fxremat.settings import Offload, Search
 
+HOSTED = Offload(weights=True)
 QUICK: dict[str, Any] = {"search": Search(seconds=0)}
 x = torch.linspace(-1, 1, 64 * 16).reshape(64, 16)
 
@@ -25,6 +26,10 @@ class Deep(nn.Module):
         for layer in self.layers:
             rows = torch.tanh(layer(rows))
         return rows.square().mean()
+
+
+def sgd() -> torch.optim.Optimizer:
+    return torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +110,9 @@ def test_a_step_of_symbolic_sizes_has_plans_for_all(captures: list[object]) -> N
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (lambda step: step.plan("60%", backend="inductor"), "backend='inductor' changes what is captured"),
+        (lambda step: step.plan("60%", backend="inductor", costs="measure"), "backend='inductor' changes what is"),
+        (lambda step: step.plan("60%", method="step"), "method='step' changes what is captured"),
+        (lambda step: step.plan("60%", offload=HOSTED, optimizer=sgd()), "changes what is captured"),
         (lambda step: step.plan("60%", method="training_step"), "method='training_step' changes what is captured"),
         (lambda step: step.plan("60%", serach=3), "unknown option 'serach', did you mean 'search'?"),
         (lambda step: step.at(rows=5), "this step is of fixed sizes"),

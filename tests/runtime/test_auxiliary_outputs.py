@@ -71,7 +71,7 @@ def test_a_loss_that_reads_another_output(norm: bool) -> None:
 
 def test_the_first_time_it_says_so() -> None:
     compiled = fxremat.compile(Returning(), mem="100%", **QUICK)
-    with pytest.warns(UserWarning, match="only_loss=False"):
+    with pytest.warns(UserWarning, match='gradients="all"'):
         loss_and_logits(compiled, rows())
 
 
@@ -204,6 +204,6 @@ def test_as_a_backend_of_torch_compile() -> None:
     model = Returning()
     compiled = torch.compile(copy.deepcopy(model), backend="fxremat", options={"mem": "100%"})
     expected = record(model, (rows(),), {}, loss_and_logits)
-    with pytest.warns(UserWarning, match="only_loss"):
+    with pytest.warns(UserWarning, match='gradients="all"'):
         got = record(compiled, (rows(),), {}, loss_and_logits)  # type: ignore[arg-type]
     assert all(map(same, got.gradients.values(), expected.gradients.values()))

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import pickle
+import sqlite3
 import zlib
+from contextlib import closing
 from pathlib import Path
 
 import pytest
+import torch
 
 import fxremat
 from fxremat.chains.simulate_join import JoinTimeline
-from fxremat.planning import found_files, frontier_cache
+from fxremat.planning import frontier_cache, stored
 from fxremat.planning.frontier_cache import NO_GRAPH
 from fxremat.plans import Plan
 from fxremat.search import survey
@@ -20,6 +23,7 @@ from fxremat.settings import Search
 from tests.linearize.test_towers import Pair, inputs
 from tests.test_planner import INPUTS, Deep
 
+CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("torch_ready", "surveys")
 
 
@@ -36,8 +40,19 @@ def told(plan: Plan) -> list[tuple[int, float, str, tuple[int, ...]]]:
     return [(c.peak, c.time, str(c.schedule), c.order().ops) for c in every]
 
 
-def files(tmp_path: Path) -> list[Path]:
-    return sorted((tmp_path / found_files.FOLDER).iterdir())
+class Rows:
+    """The results of searches in the only store of a folder, by key."""
+
+    def __init__(self, folder: Path) -> None:
+        (self.path,) = folder.glob("*.sqlite")
+
+    def __call__(self) -> dict[str, bytes]:
+        with closing(sqlite3.connect(self.path)) as file:
+            return dict(file.execute(f"SELECT key, content FROM {stored.TABLE}"))
+
+    def set(self, content: bytes) -> None:
+        with closing(sqlite3.connect(self.path)) as file, file:
+            file.execute(f"UPDATE {stored.TABLE} SET content = ?", (content,))
 
 
 def test_a_later_process_searches_for_nothing_and_plans_the_same(surveys: list[int], tmp_path: Path) -> None:
@@ -45,18 +60,18 @@ def test_a_later_process_searches_for_nothing_and_plans_the_same(surveys: list[i
     assert len(surveys) == 1
     assert told(planned()) == told(first)
     assert len(surveys) == 1
-    assert len(files(tmp_path)) == 1
+    assert len(Rows(tmp_path)()) == 1
 
 
 def test_it_goes_on_where_the_search_was_left(
     surveys: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     planned("40%")
-    (file,) = files(tmp_path)
-    little = file.read_bytes()
+    little = Rows(tmp_path)()
     later = planned("80%")
     assert len(surveys) == 1
-    assert file.read_bytes() != little
+    assert little.keys() == Rows(tmp_path)().keys()
+    assert little != Rows(tmp_path)()
     monkeypatch.setenv("FXREMAT_CACHE", str(tmp_path / "other"))
     assert told(later) == told(planned("80%"))
     assert len(surveys) == 2
@@ -97,46 +112,44 @@ class Evil:
 )
 def test_what_is_no_ladder_counts_as_absent(content: bytes, surveys: list[int], tmp_path: Path) -> None:
     first = planned()
-    (file,) = files(tmp_path)
-    good = file.read_bytes()
+    rows = Rows(tmp_path)
+    (good,) = rows().values()
     for bad in (content, good[: len(good) // 2]):
-        file.write_bytes(bad)
+        rows.set(bad)
         del surveys[:]
         assert told(planned()) == told(first)
         assert len(surveys) == 1
-        assert file.read_bytes() == good
+        assert list(rows().values()) == [good]
 
 
 def test_nothing_but_a_ladder_is_called(tmp_path: Path) -> None:
     planned()
-    (file,) = files(tmp_path)
-    file.write_bytes(zlib.compress(pickle.dumps(Evil(tmp_path / "evil"))))
+    Rows(tmp_path).set(zlib.compress(pickle.dumps(Evil(tmp_path / "evil"))))
     planned()
     assert not (tmp_path / "evil").exists()
 
 
 def test_other_code_finds_nothing(surveys: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     planned()
-    monkeypatch.setattr(found_files, "_code", lambda: "another version")
+    monkeypatch.setattr(stored, "_code", lambda: "another version")
     planned()
     assert len(surveys) == 2
 
 
-def test_the_latest_files_stay(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(found_files, "AT_MOST", 3)
+def test_those_that_were_used_last_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stored, "AT_MOST", 3)
     ladder = Ladder(given=planned("100%").alternatives.each(lambda candidate: candidate)).on(NO_GRAPH)
-    for file in files(tmp_path):
-        file.unlink()
-    for number, key in enumerate("abc"):
-        found_files.write(key, ladder)
-        (new,) = [file for file in files(tmp_path) if file.stat().st_mtime > 1e6]
-        os.utime(new, (number, number))
-    assert found_files.read("a", Ladder) is not None  # which makes it the latest
-    found_files.write("d", ladder)
-    assert [key for key in "abcd" if found_files.read(key, Ladder) is not None] == ["a", "c", "d"]
+    for key in "abc":
+        stored.write(CPU, key, ladder)
+    assert stored.read(CPU, "a", Ladder) is not None  # which makes it the latest
+    stored.write(CPU, "d", ladder)
+    assert [key for key in "abcd" if stored.read(CPU, key, Ladder) is not None] == ["a", "c", "d"]
 
 
-def test_where_nothing_can_be_written_nothing_is_kept(surveys: list[int], tmp_path: Path) -> None:
-    (tmp_path / found_files.FOLDER).touch()
+def test_where_nothing_can_be_written_nothing_is_kept(
+    surveys: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FXREMAT_CACHE", str(tmp_path / "file" / "folder"))
+    (tmp_path / "file").touch()
     assert told(planned()) == told(planned())
     assert len(surveys) == 2
