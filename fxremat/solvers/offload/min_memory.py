@@ -120,11 +120,11 @@ def passing(s: int, t: int) -> list[Op]:
 
 
 def saving(sizes: ChainSizes, s: int, option: int) -> Forward:
-    """The forward of s that saves it; the option is counted over the whole chain."""
+    """Return the forward of s that saves it; the option is counted over the whole chain."""
     return Forward(s, Keep.ALL, option - int(sizes.start[s]))
 
 
 def _later(chain: Chain, block: int) -> int:
-    """Bytes that the forward of a block needs, its input included."""
+    """Return the bytes that the forward of a block needs, its input included."""
     out, scratch = chain.output_sizes, chain.blocks[block - 1].forward_scratch
     return out[block - 1] + out[block] + scratch
