@@ -3,9 +3,9 @@
 The folder is $FXREMAT_CACHE, else fxremat in $XDG_CACHE_HOME or ~/.cache. A cache never makes a plan fail: what cannot
 be read counts as absent, a file that is no cache is replaced, and what cannot be written is not kept.
 
-SQLite does what a hand-made format would have to: processes that write at the same time lose no rows, a killed process
-or a full disk leaves the old rows and no litter, and a foreign file of any size is told by its first bytes. A row is a
-blob of doubles: it holds numbers of one shape, and nothing that has to be parsed.
+SQLite does what a hand-made format would have to do: processes that write at the same time lose no rows, a killed
+process or a full disk leaves the old rows and no litter, and a foreign file of any size is recognized by its first
+bytes. A row is a blob of doubles: it holds numbers of one shape, and nothing that has to be parsed.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 
 PATIENCE = 1.0  # seconds to wait for another process that is writing
 MOST_FILE = 1 << 26  # bytes of a file that is read; a larger one is replaced
-MOST_ROW = 1 << 16  # bytes of a row that is believed
+MOST_ROW = 1 << 16  # bytes of a row that is read; longer ones are ignored
 DOUBLE = 8  # bytes
 NOT_A_CACHE = (1, 11, 26)  # SQLite's ERROR (other columns), CORRUPT and NOTADB
 
 
 def cache_folder() -> Path:
-    """The folder that costs are kept in."""
+    """Return the folder in which costs are stored."""
     if folder := os.environ.get("FXREMAT_CACHE"):
         return Path(folder)
     if folder := os.environ.get("XDG_CACHE_HOME"):
@@ -58,22 +58,22 @@ class CostCache:
 
     @classmethod
     def of_device(cls, device: torch.device) -> Self:
-        """The cache of this device as it is used now: under this torch, with these settings."""
+        """Return the cache of this device under the current torch and settings."""
         return cls(cache_folder() / f"{name_of(environment(device))}.sqlite")
 
     def op(self, key: str) -> OpCost | None:
-        """The cost kept under a key; None too for numbers that no op can have."""
+        """Return the cost stored under a key; None if there is none, or if it holds numbers that no op can have."""
         if numbers := self._new.get(key):
             return _cost(numbers)
         numbers = self._known.get(key)
         return _cost(numbers) if numbers and _is_plausible(numbers) else None
 
     def keep_op(self, key: str, cost: OpCost) -> None:
-        """Keep a cost; `save` writes it."""
+        """Store a cost; `save` writes it to the file."""
         self.keep(key, [cost.seconds, cost.workspace, *cost.outputs])
 
     def numbers(self, key: str, count: int | None = None) -> list[float] | None:
-        """The numbers kept under a key, all of them finite and above 0.
+        """Return the numbers stored under a key, all of them finite and above 0; None if there are no such numbers.
 
         Args:
             count: how many there must be.
@@ -84,12 +84,12 @@ class CostCache:
         return found if count in (None, len(found)) else None
 
     def keep(self, key: str, numbers: Sequence[float]) -> None:
-        """Keep numbers; `save` writes them."""
+        """Store numbers; `save` writes them to the file."""
         self._new[key] = [float(number) for number in numbers]
         self._unsaved.add(key)
 
     def save(self) -> None:
-        """Write what is new, where that is possible within a moment; else the next `save` tries again."""
+        """Write what is new, if that is possible within a moment; else the next `save` tries again."""
         rows = [(key, _packed(self._new[key])) for key in self._unsaved]
         if rows:
             with contextlib.suppress(OSError, *_sqlite_errors()):
@@ -102,7 +102,7 @@ def _cost(numbers: Sequence[float]) -> OpCost:
 
 
 def _is_plausible(numbers: Sequence[float]) -> bool:
-    """Whether an op can have taken some seconds, and whole numbers of bytes."""
+    """Tell whether the numbers are seconds above 0 and whole numbers of bytes, as those of an op are."""
     seconds, *sizes = numbers
     whole = all(math.isfinite(size) and size >= 0 and size == int(size) for size in sizes)
     return bool(sizes) and whole and math.isfinite(seconds) and seconds > 0
@@ -113,7 +113,7 @@ def _packed(numbers: Sequence[float]) -> bytes:
 
 
 def _sqlite_errors() -> tuple[type[Exception], ...]:
-    """What SQLite raises; and what Python does where it was built without it."""
+    """Return the exceptions of SQLite, and that of a Python that was built without it."""
     try:
         import sqlite3
     except ImportError:
@@ -122,7 +122,7 @@ def _sqlite_errors() -> tuple[type[Exception], ...]:
 
 
 def _read(path: Path) -> Iterator[tuple[str, list[float]]]:
-    """The rows of a file that can be rows of ours. Raises `OSError` or what SQLite raises."""
+    """Yield the valid rows of a file. Raises `OSError` or what SQLite raises."""
     import sqlite3
 
     if not 0 < path.stat().st_size <= MOST_FILE or not path.is_file():
@@ -137,7 +137,7 @@ def _read(path: Path) -> Iterator[tuple[str, list[float]]]:
 
 
 def _write(path: Path, rows: Sequence[tuple[str, bytes]]) -> None:
-    """Add rows to a file, or put a new one in the place of one that is no cache."""
+    """Add rows to a file; replace a file that is no cache."""
     import sqlite3
 
     path.parent.mkdir(parents=True, exist_ok=True)

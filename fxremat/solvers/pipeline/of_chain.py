@@ -137,7 +137,7 @@ class _Priced:
         return last + 1
 
     def way(self, first: int, last: int, again: tuple[int, ...]) -> Way:
-        """Segments again[k] .. again[k + 1] - 1 are run again, each from its input; the blocks after them are kept."""
+        """Return the configuration that reruns segments again[k] .. again[k + 1] - 1 and keeps the blocks after it."""
         entering = self.chain.output_sizes[first]
         after = again[-1] if again else first
         kept = entering + self.saved[last + 1] - self.saved[after]
