@@ -136,7 +136,7 @@ def _few_channels(node: fx.Node) -> bool:
 
 
 def _multiplications(node: fx.Node) -> int:
-    """Multiplications of the forward: an element of the result (transposed: of the input) meets one filter."""
+    """Count the multiplications of the forward: an element of the result (transposed: the input) meets one filter."""
     transposed = node.args[6]
     shown = _activation(node) if transposed else _tensor(node)
     return shown.numel() * math.prod(_weight(node).shape[1:])
