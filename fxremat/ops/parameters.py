@@ -1,8 +1,7 @@
 """Parameters that are updated inside the step, and that may live on the host between their uses.
 
     w = wait(prefetch(d), w)      a hosted parameter as a tensor on device d, before its first reader
-    update(w, gradient)           the optimizer's own step of one parameter, in place on `w`; its copy to the host
-    begins
+    update(w, gradient)           the optimizer's own step of one parameter, in place on `w`; its copy out begins
     release(w)                    that copy has ended
     prefetch_state, wait_for_state, release_state     the same for its optimizer state, around the update
 

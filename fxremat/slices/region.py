@@ -3,8 +3,7 @@
     seed     the largest value that the op reads or writes
     axes     of the seed: as many rows as there are tokens first, then entire sequences, then other dimensions
     grow     every producer and reader of a value that is cut and large joins; the first of its ways (`rules`) that
-    agrees
-             with the known labels of its inputs and outputs says how these are cut
+             agrees with the known labels of its inputs and outputs says how these are cut
 
 Values that cross the border of a region are small, equal in all slices, or a sum over them by construction; outputs of
 its forward may be large, and are then assembled from its slices. A large value that is read by an op without a way is

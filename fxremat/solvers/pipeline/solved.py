@@ -1,8 +1,7 @@
 """Stage configurations that a chain solver finds, and plans that use them.
 
     configuration   the stage's blocks as a chain of their own, solved for several budgets; the part of a schedule
-    before
-                    its first backward is the stage's forward, and what is stored then is kept for each micro-batch
+                    before its first backward is the stage's forward; what is stored then is kept per micro-batch
     on demand       for the stages of the best contiguous plan so far and those around them (`on_demand`), a few times;
                     then once more for those of the best plan of all
 

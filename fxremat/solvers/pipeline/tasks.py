@@ -1,8 +1,7 @@
 """An allocation as a chain of tasks on resources, for planners of any allocation: from starts to period and memory.
 
     F_0, forth_0, F_1, .., F_n, B_n, .., back_0, B_0      each on a device or a link, or on no resource (copies that
-    take
-                                                          no time, and borders between stages of one device)
+                                                          take no time, and borders between stages of one device)
 
     tight     the shortest period that the order of tasks on each resource allows: every order requires
               x_v >= x_u + seconds - shift * T, so T is the largest (sum of seconds / sum of shifts) over cycles of such
