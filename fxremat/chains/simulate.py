@@ -79,11 +79,10 @@ def simulate(
 
     Args:
         platform: if it has a `memory`, ops and copies wait until they fit, and the peak does not exceed it;
-            platform: if it has a `memory`, ops and copies wait until they fit, and the peak does not exceed it;
-                otherwise nothing waits for memory. Copies need `to_host` and `from_host`.
-            accounting: "whole": a value occupies all of its memory until its copy out ends, and from the start of its
-            copy
-                back; "fluid": it does so in proportion to the bytes that are still to be copied.
+            otherwise nothing waits for memory. Copies need `to_host` and `from_host`.
+        accounting: "whole": a value occupies all of its memory until its copy out ends, and from the start of
+            its copy back; "fluid": it does so in proportion to the bytes that are still to be copied.
+
     Raises:
         InvalidSchedule: names the op and what it lacks; reports a deadlock if copies are in the way.
 

@@ -65,7 +65,11 @@ CONVOLUTIONS = (torch.ops.aten.convolution, torch.ops.aten.convolution_backward)
 
 
 def estimate(joint: Captured, device: Device, fresh: frozenset[int] = frozenset()) -> Costs:
-    """Estimate every op by a roofline. O(ops); nothing is run or allocated."""
+    """Estimate every op by a roofline. O(ops); nothing is run or allocated.
+
+    Args:
+        fresh: ops that must allocate their result instead of overwriting an operand.
+    """
     return costs_from(joint, [cost_of(op, joint, device) for op in joint.ops], device.torch_device, fresh)
 
 

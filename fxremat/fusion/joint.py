@@ -108,7 +108,7 @@ class _Uses:
     def dies(self, node: fx.Node) -> bool:
         """Tell whether nothing holds a node's tensor when the unit has run; the caller holds the step's inputs."""
         given = node.op == "placeholder" and not node.name.startswith("tangents")
-        root = node.op == "placeholder" and node.meta["val"].numel() == 1  # a loss's, which autograd holds
+        root = node.op == "placeholder" and node.meta["val"].numel() == 1  # gradient of a loss, which autograd holds
         return self.last[node] == self.group and node.op != "get_attr" and not given and not root
 
     def may_overwrite(self, node: fx.Node) -> bool:

@@ -264,7 +264,7 @@ class _Reader:
             seen[position] = self._new_value(item, origin, position)
             written.append(seen[position])
         unread = [t for k, t in enumerate(tensors_of(node)) if t is not None and k not in seen]
-        for tensor in unread:  # occupies memory while the op runs and until its outputs are taken apart
+        for tensor in unread:  # occupies memory while the op runs and until its outputs are separated
             written.append(self._add(f"{node.name}_unread", node, tensor, origin))
         return tuple(written)
 

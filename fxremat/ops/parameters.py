@@ -375,8 +375,7 @@ def check_unscaled(gradients: Sequence[torch.Tensor]) -> None:
     """Raise `FxrematError` if the loss was scaled before its backward: updates would be those of another loss.
 
     Args:
-        gradients: of the model's scalar outputs. One of them is the loss; others may be unused, or weighted
-        differently.
+        gradients: of the model's scalar outputs. One of them is the loss; others may be unused or reweighted.
     """
     found = [float(gradient) for gradient in gradients]
     if found and 1.0 not in found:

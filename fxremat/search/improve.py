@@ -25,7 +25,7 @@ from fxremat.search.replay import (
 )
 
 PATIENCE = 500  # changes without improvement after which a search ends early
-OVERHEAD = 50  # pages that could be replayed in the time that a change takes for all else
+OVERHEAD = 50  # pages that could be replayed in the time of the other work of a change
 STRETCH = 0.1  # share of the optional executions that one change may add, at most
 NOISE = 1.0  # standard deviation of the logarithm of the factor that perturbs the order, at most
 MANY = 1500  # values: with so many, replaying a page takes twice as long

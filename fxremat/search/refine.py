@@ -53,7 +53,7 @@ class Ladder:
     def to(self, budget: int, costs: Costs, *, effort: float) -> Ladder:
         """Return the ladder climbed up to a budget in bytes; rungs that were climbed before are skipped.
 
-        The whole ladder takes about `effort` seconds.
+        Climbing the entire ladder takes about `effort` seconds.
         """
         rungs = [rung for rung in self.rungs if self.climbed < rung <= budget]
         if not rungs or not effort:

@@ -168,7 +168,7 @@ class _Solved:
 
     @classmethod
     def of(cls, layout: Layout, judge: _Judge, solver: str, slots: int) -> _Solved:
-        """Fill the tables, which cover the whole range of budgets whatever the user's budget is."""
+        """Fill the tables, which cover the full range of budgets whatever the user's budget is."""
         chain = judge.chain(layout)
         build = TABLES[DEFAULT if solver == "auto" else solver]
         most = max(1, simulate(chain, keep_all.schedules(chain)[0]).peak)

@@ -166,7 +166,7 @@ def _figure(amount: float) -> str:
 
 
 def waiting_seconds(plan: PlannedStep, total: Share) -> float:
-    """Return the seconds of waiting for copies or other ranks, in addition to keep-all, which no op takes."""
+    """Return the seconds beyond keep-all that are spent waiting for copies or other ranks, not in ops."""
     return plan.op_by_op.predicted_time - plan.keep_all_time - slicing_seconds(plan) - total.extra
 
 

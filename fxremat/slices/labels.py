@@ -50,7 +50,7 @@ class Place:
 
 
 def place(shape: Sequence[int], outer: Part, count: int) -> Place | None:
-    """Where the axis is in a tensor of this shape: the fewest dimensions; None where it is not, or is not cut."""
+    """Return the fewest dimensions that form the axis in a tensor of this shape; None if none do, or it is not cut."""
     if isinstance(outer, Mark):
         return None
     before, dim = 1, 0

@@ -27,7 +27,7 @@ from fxremat.slices.rules import Way, name_of, shape_of, tensor_inputs, ways, wh
 from fxremat.slices.values import Values
 
 MOST_BETWEEN = 60  # ops between a region's forward and its backward that may join it, at most
-LARGE = (0.25, 0.125, 0.5)  # of the seed's bytes: what counts as large, in the order in which it is tried
+LARGE = (0.25, 0.125, 0.5)  # of the seed's bytes: sizes from which values count as large, in the order of trial
 
 Label = Part | tuple[Part, ...]
 
@@ -206,7 +206,7 @@ class _Growing:
         )
 
     def _join(self, op: fx.Node) -> list[fx.Node]:
-        """Take an op in, in the first of its ways that agrees with what is known; values that are large by that."""
+        """Add an op, in the first of its ways that agrees with known labels; return values that are large by that."""
         for way in ways(op, self.count):
             made = self.values.made_by(op)
             parts = {value: way.writes[_position(value, op)] for value in made}

@@ -82,7 +82,7 @@ class Writer:
 
     @cached_property
     def _read_late(self) -> set[fx.Node]:
-        """What the region reads of the backward around it, and what that is computed from there."""
+        """Nodes of the surrounding backward that the region reads, and those that they are computed from there."""
         values, late = self.values, self.values.late
         found: set[fx.Node] = set()
         stack = [a for op in self.found.ops for a in op.all_input_nodes if values.base(a) not in self._made]
@@ -95,7 +95,7 @@ class Writer:
 
     @cached_property
     def only_loss(self) -> fx.Node | None:
-        """The gradient of the loss, where all that the region reads of the backward is computed from it alone."""
+        """The gradient of the loss, if all that the region reads of the backward depends on it alone; else None."""
         values, made = self.values, self._made
         if any(t is not None and t.dtype == torch.float16 for v in made if v in values.late for t in tensors_of(v)):
             return None
@@ -181,7 +181,7 @@ class Writer:
         place: fx.Node,
         early: dict[fx.Node, fx.Node] | None = None,
     ) -> tuple[fx.Node, list[fx.Node], list[fx.Node]]:
-        """Write an op that runs these ops in slices: the new node, and what shows its outputs."""
+        """Insert an op that runs these ops in slices; return it, the outputs, and the nodes that show these."""
         if not outputs:
             raise Blocked(f"nothing reads what {place.name} makes")
         inputs, steps = self._body(run)

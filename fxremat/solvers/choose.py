@@ -99,8 +99,7 @@ def solve(
         accounting: "whole" as a runtime frees and allocates, or "fluid", the relaxation that the papers solve.
 
     Raises:
-        BudgetTooSmall: the solver has no schedule that fits; `.minimum` is the least number of bytes for which it has
-        one.
+        BudgetTooSmall: the solver has no schedule that fits; `.minimum` is the least number of bytes that works.
 
     >>> from fxremat import Block
     >>> block = Block(forward_time=1.0, backward_time=2.0, output_bytes=4, saved_bytes=9)

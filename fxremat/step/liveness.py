@@ -54,7 +54,7 @@ def live_bytes(
     """Replay the allocations of a program. O(steps).
 
     Args:
-        at_hand: version -> bytes of what is alive before the first step (None: a whole training step).
+        at_hand: version -> bytes of what is alive before the first step (None: the program is an entire step).
         kept: values that stay alive to the end, besides what the step returns.
     """
     changes = _changes(program, sizes, at_hand, kept)

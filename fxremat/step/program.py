@@ -251,7 +251,7 @@ class Replay:
                     self.current.pop(value, None)
 
     def whole_program(self) -> Program:
-        """Return the recorded program as that of a whole step, which includes inputs that nothing reads."""
+        """Return the recorded program as that of an entire step, which includes inputs that nothing reads."""
         for value in sorted(self.layout.graph.given - self.current.keys()):
             self.give(value)
         return self.program()

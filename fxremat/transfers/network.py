@@ -37,7 +37,10 @@ def communicates(graph: StepGraph) -> bool:
 
 
 def beside_ops(graph: StepGraph, costs: Costs) -> Costs:
-    """Return the costs that a search uses: of a collective, only the seconds that ops of the step do not hide."""
+    """Return the costs that a search uses: of a collective, only the seconds that ops of the step do not hide.
+
+    A repeated gather occupies the link; the step takes longer only where the link is the bottleneck.
+    """
     without, network = apart(graph, costs)
     gathers = sum(costs.seconds[op.index] for op in graph.ops if op.communicates and not op.backward)
     computing = sum(without.seconds)

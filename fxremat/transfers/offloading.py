@@ -101,6 +101,10 @@ def with_offloading(frontier: Frontier, costs: Costs, link: Link, host_mem: int 
     """Return the frontier with the candidates that transfers improve.
 
     Less memory still never leads to a faster step.
+
+    Args:
+        costs: the costs that the frontier's times are in.
+        host_mem: bytes that may wait on the host at a time. None: no limit.
     """
     least = least_size(frontier.keep_all.peak)
     sources = [Source.of(p, costs, least) for p in frontier.spread(SOURCES)]

@@ -27,7 +27,7 @@ SPARE = (1.0, 0.95, 0.9)  # shares of the budget that weights are chosen for: sm
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Trained:
-    """A plan for the whole step."""
+    """A plan for a step with its updates."""
 
     candidate: Candidate  # with the transfers of parameters in its program
     choice: Choice

@@ -125,6 +125,11 @@ def choose(
     """Choose what to host so that the program fits into `limit` bytes; return it, and whether the program then fits.
 
     The best move comes first, by lazy evaluation: a move is worth no more after others than before.
+
+    Args:
+        possible: forward values that may travel.
+        settled: the parameters on the host, if only the other moves are still to be chosen.
+        host_mem: bytes that may be on the host at a time: parameters and their state always, values at the split.
     """
     excess = need_of(program, live_bytes(program, costs.sizes)) - limit
     room = float("inf") if host_mem is None else host_mem

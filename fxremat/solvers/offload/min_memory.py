@@ -120,7 +120,7 @@ def passing(s: int, t: int) -> list[Op]:
 
 
 def saving(sizes: ChainSizes, s: int, option: int) -> Forward:
-    """Return the forward of s that saves it; the option is counted over the whole chain."""
+    """Return the forward of s that saves it; `option` is a number over all blocks of the chain."""
     return Forward(s, Keep.ALL, option - int(sizes.start[s]))
 
 

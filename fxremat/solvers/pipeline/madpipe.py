@@ -2,6 +2,7 @@
 
     state         layers 1..j to place, p normal devices left, seconds and bytes on the special device so far
     delay         least seconds from the end of the forward of j to the start of its backward for this state
+
     stage i..j    x = delay (+) U(i, j);  g = ceil(x / T)
     normal        U <= T and Mem(i, j, g) <= M                        -> i - 1, p - 1, the same
     special       its seconds + U <= T and bytes + Mem(i, j, g - 1) <= M      -> i - 1, p, both increased

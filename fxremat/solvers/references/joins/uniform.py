@@ -79,7 +79,7 @@ def trade_off(
 ) -> tuple[list[float], list[float]]:
     """Return the curve of thesis Fig. 1.8 at unit costs, for every number of slots from the least that works.
 
-    It consists of slots over those that keep everything, sum(L) + K, and makespan over the least, 2 sum(L) + 1.
+    It consists of slots over those of keep-all, sum(L) + K, and makespan over the least, 2 sum(L) + 1.
 
     >>> [round(y[0], 3) for y in trade_off((2, 2))]
     [0.833, 1.111]
