@@ -87,7 +87,7 @@ class _Seen:
 
 
 class _Lookout:
-    """Decides from heartbeats whether the ranks that `call` waits for can still come.
+    """An estimate, from heartbeats, of whether the ranks that `call` waits for can still come.
 
     Only the time during which this rank checks is counted: if it was stopped itself, others do not count as silent.
     """

@@ -76,7 +76,7 @@ def cache_marker(kernels: Iterable[Any]) -> Path | None:
 
 
 class _Compilations(event.Listener):
-    """Adds up the seconds in which kernels are compiled; nested compilations count once."""
+    """The sum of the seconds in which kernels are compiled; nested compilations count once."""
 
     def __init__(self) -> None:
         self.seconds, self._depth, self._began = 0.0, 0, 0.0

@@ -21,7 +21,7 @@ from fxremat.units import shortened
 
 
 class Keep(Enum):
-    """What a forward stores besides its output."""
+    """The values that a forward stores besides its output."""
 
     NONE = "none"
     CHECKPOINT = "ck"
@@ -41,7 +41,7 @@ class Value:
 
 @dataclass(frozen=True)
 class Forward:
-    """Run the forward of `block`; `option` selects the save set to store, with Keep.ALL only."""
+    """The forward of `block`; `option` selects the save set to store, with Keep.ALL only."""
 
     block: int
     keep: Keep = Keep.NONE
@@ -57,7 +57,7 @@ class Forward:
 
 @dataclass(frozen=True)
 class Backward:
-    """Run the backward of `block`."""
+    """The backward of `block`."""
 
     block: int
 
@@ -67,7 +67,7 @@ class Backward:
 
 @dataclass(frozen=True)
 class Drop:
-    """Free a stored value."""
+    """The release of a stored value."""
 
     value: Value
 
@@ -77,7 +77,7 @@ class Drop:
 
 @dataclass(frozen=True)
 class Offload:
-    """Copy a stored value to the host."""
+    """A copy of a stored value to the host."""
 
     value: Value
 
@@ -87,7 +87,7 @@ class Offload:
 
 @dataclass(frozen=True)
 class Prefetch:
-    """Copy a value back from the host."""
+    """A copy of a value back from the host."""
 
     value: Value
 

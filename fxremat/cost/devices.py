@@ -27,7 +27,7 @@ PCIE_3, PCIE_4, PCIE_5 = 12e9, 24e9, 50e9
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """What a device can do: the data sheet's rates, and the memory that its driver reports."""
+    """A description of a device: the data sheet's rates, and the memory that its driver reports."""
 
     name: str
     flops: float  # a second, fp32 matrix products

@@ -294,7 +294,7 @@ def _walked(visitor: _Visitor, *, alone: bool) -> bool:
 
 
 class _Visitor:
-    """Runs each op of a walk, measures wanted ops on their first execution, and compares layouts."""
+    """The visitor of a walk: it runs each op, measures wanted ops on their first execution, and compares layouts."""
 
     def __init__(
         self,

@@ -238,7 +238,7 @@ class SymbolicGraph:
 
 
 class _Concrete:
-    """Converts fake tensors to concrete sizes; those that shared a storage share one again."""
+    """A conversion of fake tensors to concrete sizes; those that shared a storage share one again."""
 
     def __init__(self, numbers: Numbers) -> None:
         self._numbers = numbers

@@ -1,4 +1,4 @@
-"""Where the forward may be cut: positions that few values, or few bytes, cross.
+"""Positions where the forward may be cut: those that few values, or few bytes, cross.
 
     crossing(p) = the values made by forward ops 0..p and read by forward ops after p, without anchors and primals
     cut         = a position with at most `width` crossing values that are not carried

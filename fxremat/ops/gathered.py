@@ -23,7 +23,7 @@ ALONE = "a shared parameter is read, and its gradient reduced, inside of a plann
 
 
 class Sharing(NamedTuple):
-    """How ranks share a parameter; the ops of this file take these fields as arguments, in order."""
+    """The way in which ranks share a parameter; the ops of this file take these fields as arguments, in order."""
 
     rows: int  # of the full parameter: the size of its first dimension
     dtype: torch.dtype  # that the model computes with

@@ -282,7 +282,7 @@ def _pieces(write: _Writer, flat: fx.Node, shapes: Sequence[torch.Size]) -> Iter
 
 
 class _Writer:
-    """Inserts nodes before another one, which they replace: with its meta, and fake values of their own."""
+    """A writer of nodes before another one, which they replace: with its meta, and fake values of their own."""
 
     class Place(NamedTuple):
         """The place where nodes are inserted."""

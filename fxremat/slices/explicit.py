@@ -50,7 +50,7 @@ def make_explicit(graph: fx.Graph) -> None:
 
 
 class _Before:
-    """Inserts nodes before another one, which they replace."""
+    """A writer of nodes before another one, which they replace."""
 
     def __init__(self, node: fx.Node, mode: Any) -> None:
         self.node, self.mode = node, mode

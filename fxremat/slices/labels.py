@@ -21,7 +21,7 @@ from enum import Enum
 
 
 class Mark(Enum):
-    """What a slice has of a tensor that is not cut."""
+    """The part that a slice has of a tensor that is not cut."""
 
     WHOLE = "whole"  # all of it, equal in all slices
     SUM = "sum"  # one summand of it

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 class Writer:
-    """Inserts the ops that replace a region into its graph."""
+    """A writer of the ops that replace a region in its graph."""
 
     def __init__(
         self, graph: fx.Graph, values: Values, found: Found, parts: int, *, wide: bool

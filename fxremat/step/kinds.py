@@ -25,7 +25,7 @@ from fxremat.step.step_graph import Origin
 
 
 class MemoryKind(Enum):
-    """What bytes are for; in the order in which pictures stack them."""
+    """The purposes of allocated bytes, in the order in which pictures stack them."""
 
     WEIGHTS = "weights"
     KEPT = "kept"

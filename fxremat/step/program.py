@@ -21,7 +21,7 @@ from fxremat.step.layout import Layout
 
 
 class Role(Enum):
-    """What a step of a program does."""
+    """The kinds of steps of a program."""
 
     FORWARD = "forward"  # the first execution of a forward op
     RECOMPUTE = "recompute"  # any later one

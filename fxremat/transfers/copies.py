@@ -138,7 +138,7 @@ def _field(copies: Sequence[HostCopy], name: str) -> Ints:
 
 
 class _Writer:
-    """Turns the events of the clock into the steps of a program."""
+    """A translation of the events of the clock into the steps of a program."""
 
     def __init__(self, timed: TimedCopies) -> None:
         self.timed, self.program = timed, timed.program

@@ -32,7 +32,7 @@ from fxremat.transfers.copies import CopyIn, CopyOut, TimedCopies, durations, ne
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What waits on the host: parameters, and forward values between their last use and their backward."""
+    """The choice of what waits on the host: parameters, and forward values between last use and backward."""
 
     hosted: frozenset[int]  # parameters that live on the host
     twice: frozenset[int] = frozenset()  # those of them that leave between forward and backward as well

@@ -72,8 +72,8 @@ def schedules(chain: Chain, mem: int, platform: Platform | None, slots: int = 50
     """Return schedules that fit in `mem` bytes whatever the speed of the link.
 
     Slots are rounded up, so a table for more than `mem` bytes may give a schedule that fits in them, and if there are
-    more blocks than slots sizes are better rounded in sums. It tries several tables if that runs some seconds; if one
-    runs a minute, it builds only one, for a budget found by tables without the link, which run a second each.
+    more blocks than slots sizes are better rounded in sums. If a table takes seconds, several are built; if it takes a
+    minute, only one, for a budget found by tables without the link, which take a second each.
 
     Raises `BudgetTooSmall`; its minimum is exact.
     """

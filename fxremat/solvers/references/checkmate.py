@@ -137,7 +137,7 @@ def _fixed(n: int) -> dict[int, int]:
 
 
 def _logic(n: int) -> list[Row]:
-    """Return the rows that a computed value has its input, a kept one exists, and B_t has what it reads."""
+    """Return the rows of validity: a computed value has its input, a kept one exists, and B_t has what it reads."""
     rows = []
     for t in range(1, n + 1):
         for block in range(1, t + 1):
