@@ -1,4 +1,4 @@
-"""What some ranks of a job do together, through the key-value store of the job; no rank waits for ever.
+"""Joint work of some ranks of a job, through the key-value store of the job; no rank waits for ever.
 
     agreement = Agreement("ranks 0, 1", (0, 1))
     agreement.gathered(digest)                          the values of all ranks
@@ -6,11 +6,11 @@
     agreement.from_first("planning", plan)              the first rank works, all get its result or its error
 
 No collective of a process group is used: a rank may be stuck in another one. Every call has one key for each rank that
-says something, and one that counts the ranks that have left the call; the last to leave deletes them all. An error that
-ends the agreement stands under a key of the agreement, which every waiting rank looks at.
+writes something, and one that counts the ranks that have left the call; the last to leave deletes them all. An error
+that ends the agreement is stored under a key of the agreement, which every waiting rank checks.
 
 A rank that waits for others polls, and watches their heartbeats. It raises FxrematError when
-    a rank says that it has failed                                            at once
+    a rank reports that it has failed                                         at once
     the store is gone, or does not answer                                     at once, or after SILENT seconds
     the heartbeat of an awaited rank stands still                             for SILENT seconds
     an awaited rank is inside of a step that this rank has to plan first      for SILENT seconds
@@ -49,7 +49,7 @@ from fxremat.torch_private import store_of_job
 
 T = TypeVar("T")
 
-PAUSES = 0.001, 0.05  # seconds between two looks at a key: the first, and the longest
+PAUSES = 0.001, 0.05  # seconds between two checks of a key: the first, and the longest
 WATCHED = 16  # awaited ranks whose heartbeats are read at a time
 PART = 1 << 20  # bytes under one key; TCPStore takes 8 MiB at most
 
@@ -57,7 +57,7 @@ PART = 1 << 20  # bytes under one key; TCPStore takes 8 MiB at most
 @dataclass
 class _Call(Call):
     what: str = ""  # completes "while ..."
-    keys: list[str] = field(default_factory=list)  # of parts, that were written or read here
+    keys: list[str] = field(default_factory=list)  # of parts that were written or read here
 
     def key(self, rank: int) -> str:
         return f"{self.name}/{rank}"
@@ -71,24 +71,25 @@ class _Call(Call):
         return f"{self.name}/left"
 
 
-# --- who can still come -----------------------------------------------------------------------------------------------
+# --- ranks that can still come
+# -----------------------------------------------------------------------------------------
 
 
 @dataclass
 class _Seen:
-    """What was seen of an awaited rank, at which seconds of the wait."""
+    """Observations of an awaited rank, with the seconds of the wait at which they were made."""
 
     beat: Heartbeat | None = None
     heard: float = 0.0  # when the heartbeat was new
-    hindrance: str = ""  # what keeps the rank from coming, if it lasts
+    hindrance: str = ""  # the reason that keeps the rank from coming, if it lasts
     since: float = 0.0  # when it began
-    idle: float = 0.0  # for how long the rank has neither come nor worked in a call
+    idle: float = 0.0  # how long the rank has neither come nor worked in a call
 
 
 class _Lookout:
-    """Judges from heartbeats whether the ranks that `call` waits for can still come.
+    """An estimate, from heartbeats, of whether the ranks that `call` waits for can still come.
 
-    Only seconds during which this rank looks are counted: one that was stopped itself has not found others silent.
+    Only the time during which this rank checks is counted: if it was stopped itself, others do not count as silent.
     """
 
     def __init__(self, call: _Call, rank: int, step: int, patience: float) -> None:
@@ -97,7 +98,7 @@ class _Lookout:
         self._seen: dict[int, _Seen] = {}
 
     def look(self, seconds: float, beats: Mapping[int, Heartbeat | None]) -> None:
-        """Take note of heartbeats, `seconds` after the last ones; raises FxrematError where no hope is left."""
+        """Record heartbeats, `seconds` after the last ones. Raises FxrematError if a rank cannot come any more."""
         self._clock += seconds
         for rank, beat in beats.items():
             self._note(self._seen.setdefault(rank, _Seen(since=self._clock)), rank, beat, seconds)
@@ -149,7 +150,7 @@ class _Lookout:
 
 
 def _named(ranks: Iterable[int]) -> str:
-    """The ranks by number.
+    """Name the ranks by number.
 
     >>> _named([1]), _named([1, 2, 5])
     ('rank 1', 'ranks 1, 2 and 5')
@@ -161,21 +162,21 @@ def _named(ranks: Iterable[int]) -> str:
 # --- agreements -------------------------------------------------------------------------------------------------------
 
 
-_agreements: Counter[str] = Counter()  # how many of each name this process has had
-_failures: Counter[str] = Counter()  # how many steps had failed here when the latest of a name began
+_agreements: Counter[str] = Counter()  # number of agreements of each name in this process
+_failures: Counter[str] = Counter()  # number of steps that had failed here when the latest agreement of a name began
 
 
 class Agreement:
-    """What some ranks of the job do together; every method is called by all of them in the same order.
+    """Joint work of some ranks of the job; every method is called by all of them in the same order.
 
-    `ranks` are global ranks, this one among them, in an order that is equal on all of them. So is `name`; agreements
-    that follow one another may have the same one; a rank that failed before it came to one begins with the next one
-    that has not ended. `patience` are the seconds that a rank has to come; by default the
-    timeout of the process group.
+    `ranks` are global ranks, this one included, in an order that is equal on all of them. So is `name`; agreements that
+    follow one another may have the same name; a rank that failed before it came to one begins with the next one that
+    has not ended. `patience` is the number of seconds that a rank has to come; by default the timeout of the process
+    group.
 
-    Every method raises FxrematError, on all ranks, where one has failed, is gone, or does not come. The agreement has
-    ended then, and later calls raise the same. Errors of the functions that `together` and `from_first` run do not
-    end it, save where ranks meet inside of them. With one rank alone no store is used.
+    Every method raises FxrematError, on all ranks, if one has failed, is gone, or does not come. The agreement has then
+    ended, and later calls raise the same. Errors of the functions that `together` and `from_first` run do not end it,
+    unless ranks meet inside of them. With only one rank no store is used.
     """
 
     def __init__(self, name: str, ranks: Sequence[int], *, patience: float | None = None) -> None:
@@ -193,9 +194,9 @@ class Agreement:
         self._name = f"{ROOM}/{name}#{_agreements[name]}"
 
     def _missed(self, name: str) -> int:
-        """How many agreements of this name, from here on, have ended without this rank, which failed before it came.
+        """Count agreements of this name, from here on, that have ended without this rank, which failed before it came.
 
-        None where no step has failed here since the last one: what others then say of this one is meant for this rank.
+        Return 0 if no step has failed here since the last one: then the errors of others are meant for this rank.
         """
         before, _failures[name] = _failures[name], status.failures
         if before == status.failures:
@@ -205,12 +206,12 @@ class Agreement:
             ended = (store.check([f"{ROOM}/{name}#{number}/failed"]) for number in itertools.count(_agreements[name]))
             return sum(1 for _ in itertools.takewhile(bool, ended))
 
-        with contextlib.suppress(StoreGone):  # the first call will tell
+        with contextlib.suppress(StoreGone):  # the first call will report it
             return self._messenger.ask(count)
         return 0
 
     def gathered(self, value: T, what: str = "planning together") -> list[T]:
-        """Every rank's value, in the order of the ranks; values are pickled. `what` completes "while ..."."""
+        """Return every rank's value, in the order of the ranks; values are pickled. `what` completes "while ..."."""
         if len(self.ranks) == 1:
             return [value]
         with self._call("gathered", what) as call:
@@ -219,11 +220,11 @@ class Agreement:
         return [value if rank == self.rank else others[rank] for rank in self.ranks]
 
     def meet(self, what: str) -> None:
-        """Wait for all ranks: before a collective, in which a rank that has failed would be waited for in vain."""
+        """Wait for all ranks, before a collective that would otherwise wait for ever for a rank that has failed."""
         self.gathered(None, what)
 
     def maximum(self, numbers: Sequence[float], what: str = "planning together") -> list[float]:
-        """The largest of all ranks' numbers at each position."""
+        """Return the largest of all ranks' numbers at each position."""
         rows = self.gathered(list(numbers), what)
         if len({len(row) for row in rows}) > 1:
             counts = ", ".join(f"{len(row)} on rank {rank}" for rank, row in zip(self.ranks, rows))
@@ -231,13 +232,13 @@ class Agreement:
         return [max(column) for column in zip(*rows)]
 
     def together(self, what: str, function: Callable[[], T], *, meeting: bool = False) -> T:
-        """The result of the function, which every rank runs, once it has succeeded on all of them.
+        """Run a function on every rank, and return its result once it has succeeded on all of them.
 
-        Where it fails, that rank raises its own error, and the others an FxrematError with the first line of it, as
-        soon as they have run the function themselves.
+        If it fails on a rank, that rank raises its own error, and the others an FxrematError with the first line of it,
+        as soon as they have run the function themselves.
 
         Args:
-            meeting: the ranks call `meet` inside of the function; an error of it ends the agreement, so that no rank
+            meeting: the ranks call `meet` inside of the function; an error in it ends the agreement, so that no rank
                 waits there for one that has failed.
         """
         if len(self.ranks) == 1:
@@ -256,10 +257,10 @@ class Agreement:
         return result[0]
 
     def from_first(self, what: str, function: Callable[[], T]) -> T:
-        """The result of the function, which the first rank runs, on every rank; it is pickled.
+        """Run a function on the first rank, and return its result on every rank; it is pickled.
 
-        Where it fails with an FxrematError, every rank raises that; of any other error the others raise an FxrematError
-        with the first line of it. They wait for as long as the first rank's heartbeat goes on.
+        If it fails with an FxrematError, every rank raises that; for any other error the others raise an FxrematError
+        with the first line of it. They wait for as long as the first rank's heartbeat continues.
         """
         if len(self.ranks) == 1:
             return function()
@@ -278,14 +279,14 @@ class Agreement:
         return result[0]
 
     def fail(self, error: BaseException, what: str = "planning together") -> None:
-        """End the agreement with this rank's error, which every waiting rank raises; the first to fail is heard.
+        """End the agreement with this rank's error, which every waiting rank raises; the first error counts.
 
         An FxrematError is raised as it is, any other error as an FxrematError with the first line of it.
         """
         if len(self.ranks) == 1:
             return
         failure = pickle.dumps(self._for_others(error, what))
-        with contextlib.suppress(StoreGone):  # then the others are alone as well
+        with contextlib.suppress(StoreGone):  # without a store, the others are alone as well
             self._messenger.ask(lambda store: _set_once(store, self._failed, failure))
 
     # --- calls
@@ -296,7 +297,7 @@ class Agreement:
 
     @contextlib.contextmanager
     def _call(self, method: str, what: str) -> Iterator[_Call]:
-        """One call on this rank; what is raised inside of it ends the agreement on all ranks."""
+        """Make one call on this rank; an error inside of it ends the agreement on all ranks."""
         call = _Call(f"{self._name}/{next(self._calls)}/{method}", what=what)
         heartbeat.calls.append(call)
         try:
@@ -314,7 +315,7 @@ class Agreement:
             heartbeat.calls.remove(call)
 
     def _leave(self, call: _Call) -> None:
-        """Count this rank as one that has read all it needs; the last one deletes the keys of the call."""
+        """Count this rank as one that has read all it needs; the last rank deletes the keys of the call."""
         keys = {*call.keys, *map(call.key, self.ranks), call.failed, call.left}
 
         def leave(store: Store) -> None:
@@ -322,11 +323,11 @@ class Agreement:
                 for key in keys:
                     store.delete_key(key)
 
-        with contextlib.suppress(StoreGone):  # the next call will tell; this one has what it needs
+        with contextlib.suppress(StoreGone):  # the next call will report it; this one has what it needs
             self._messenger.ask(leave)
 
     def _write(self, call: _Call, data: bytes) -> None:
-        """Set this rank's key; large data is cut into parts under keys of their own, written before."""
+        """Set this rank's key; large data is cut into parts, which are written before under keys of their own."""
         key = call.key(self.rank)
         if len(data) <= PART:
             self._messenger.set(key, b"whole " + data)
@@ -338,7 +339,7 @@ class Agreement:
         self._messenger.set(key, b"parts %d" % len(parts))
 
     def _read(self, call: _Call, rank: int) -> bytes:
-        """What a rank has written, after waiting for it."""
+        """Wait for a rank, and return what it has written."""
         self._await(call, rank)
         key = call.key(rank)
         kind, _, data = self._messenger.get(key).partition(b" ")
@@ -349,14 +350,14 @@ class Agreement:
         return b"".join(map(self._messenger.get, names))
 
     def _failure_of_another(self, call: _Call) -> BaseException | None:
-        """What has failed on another rank, after waiting for all; None where all have written their key."""
+        """Wait for all ranks, and return the error of one that failed; None if all have written their key."""
         if all(self._await(call, rank) for rank in self.ranks):
             return None
         failure: BaseException = pickle.loads(self._messenger.get(call.failed))
         return failure
 
     def _await(self, call: _Call, rank: int) -> bool:
-        """Whether the rank has written its key, after waiting for it, or the call has failed on some rank."""
+        """Wait until the rank has written its key, and return True; or return False if the call failed on some rank."""
         key, awaited = call.key(rank), self.ranks[self.ranks.index(rank) :]
         lookout = _Lookout(call, self.rank, status.step, self._patience)
         interval, pause = min(heartbeat.BEAT, heartbeat.SILENT / 10), PAUSES[0]
@@ -388,7 +389,7 @@ class Agreement:
     # --- errors, as other ranks get them
 
     def _for_others(self, error: BaseException, what: str) -> BaseException:
-        """An FxrematError as it is, with a note of where it comes from, where it can be pickled; else its summary."""
+        """Return an FxrematError as it is, with a note of its rank, if it can be pickled; else its summary."""
         if isinstance(error, FxrematError):
             with contextlib.suppress(Exception):
                 copy: FxrematError = pickle.loads(pickle.dumps(error))
@@ -401,7 +402,7 @@ class Agreement:
 
 
 def _tried(function: Callable[[], T]) -> tuple[list[T], BaseException | None]:
-    """A list of the function's result, and None; or an empty one, and the error."""
+    """Run a function; return a list of its result, and None, or an empty list, and the error."""
     try:
         return [function()], None
     except BaseException as error:  # an interrupted rank tells the others, too, before it ends
@@ -426,9 +427,9 @@ def _set_once(store: Store, key: str, value: bytes) -> None:
 
 
 def _missing(store: Store, call: _Call, ranks: Sequence[int]) -> dict[int, Heartbeat | None]:
-    """The heartbeats of the next ranks that have not come to the call, as far as they have any."""
+    """Return the heartbeats, or None, of the next ranks that have not come to the call."""
     missing = (rank for rank in ranks if not store.check([call.key(rank)]))
     return {rank: heartbeat_of(store, rank) for rank in itertools.islice(missing, WATCHED)}
 
 
-ALONE = Agreement("alone", (0,))  # of a process that plans by itself
+ALONE = Agreement("alone", (0,))  # the agreement of a process that plans by itself

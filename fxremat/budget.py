@@ -1,4 +1,4 @@
-"""Free memory of a device, less a margin: the bytes of mem="auto"."""
+"""Free memory of a device, minus a margin: the bytes of mem="auto"."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from fxremat.device import Ability, kind_of
 from fxremat.errors import InvalidBudget
 from fxremat.torch_private import allocates_in_expandable_segments
 
-AUTO_MARGIN = 0.05  # share of the free memory that mem="auto" leaves alone, where segments are expandable
-BLOCKS_MARGIN = 0.2  # and where they are not: the allocator then reserves a tenth to a third more than is allocated
+AUTO_MARGIN = 0.05  # share of the free memory that mem="auto" does not use, if segments are expandable
+BLOCKS_MARGIN = 0.2  # and if they are not: the allocator then reserves a tenth to a third more than is allocated
 LEAST_MARGIN = 40 * 2**20  # bytes: two segments of large blocks, as the allocator asks for them
 FRAGMENTS = 1.5  # times the largest tensor: what may be free on both sides of it, in pieces that are too small for it
-SHRUNK = 0.97  # times what was free: with less, "auto" is planned for anew
+SHRUNK = 0.97  # times what was free: with less, "auto" is planned again
 
 
 def free_bytes(device: torch.device, largest: int) -> int:
-    """Return what a device has free now, the allocator's own reserve included, less a margin.
+    """Return what a device has free now, including the allocator's own reserve, minus a margin.
 
     Args:
-        largest: bytes of the step's largest tensor: what is free in places that are smaller helps it nothing.
+        largest: bytes of the step's largest tensor, which does not fit into smaller free pieces.
     """
     if not (kind := kind_of(device)).can(Ability.FREE):
         raise InvalidBudget(
@@ -33,10 +33,10 @@ def free_bytes(device: torch.device, largest: int) -> int:
 
 
 def has_shrunk(planned: int, device: torch.device, largest: int) -> bool:
-    """Tell whether mem="auto" means fewer bytes now than were planned for: optimizer state came, or gradients stay."""
+    """Tell whether mem="auto" now means fewer bytes than planned for: optimizer state was added, or gradients stay."""
     return free_bytes(device, largest) < SHRUNK * planned
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that a device has free now, those that torch's allocator keeps for reuse among them."""
+    """Return the bytes that a device has free now, including those that torch's allocator keeps for reuse."""
     return kind_of(device).free(device)

@@ -1,13 +1,13 @@
-"""All that knows kinds of devices: what each can do, and how PyTorch is asked to do it.
+"""The kinds of devices: what each can do, and how PyTorch is called for it.
 
-    kind_of(torch.device("cuda", 0)).synchronize(device)      waits for the device; a CPU is never behind
+    kind_of(torch.device("cuda", 0)).synchronize(device)      waits for the device; a CPU needs no waiting
     kind_of(torch.device("mps")).require(Ability.PINNED)      raises: PyTorch has no pinned host memory for MPS devices
 
-A kind is an entry of `KINDS`, by the type that PyTorch gives it. What it cannot do it lacks in `abilities`: `require`
-refuses that by its name, and the rest works. The calls go through `torch.accelerator` where that has the word (torch
+A kind is an entry of `KINDS`, by the type that PyTorch gives it. `abilities` lacks what it cannot do: `require` raises
+an error that names it, and the rest works. The calls go through `torch.accelerator` if that has the function (torch
 2.11 and later), else through the device's module (`torch.cuda`, `torch.xpu`). ROCm calls itself "cuda".
 
-CPUs are tested, and CUDA on a pretended device; ROCm, XPU and MPS are entries that nobody has run.
+CPUs are tested, and CUDA on a pretended device; the entries of ROCm, XPU and MPS were never run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fxremat.torch_private import cpu_name
 
 
 class Ability(Enum):
-    """What a kind of device may lack; the value completes "PyTorch has no ... for MPS devices"."""
+    """An ability that a kind of device may lack; the value completes "PyTorch has no ... for MPS devices"."""
 
     STATISTICS = "statistics of allocated memory"
     FREE = "count of free bytes"
@@ -42,23 +42,23 @@ class Kind:
     type: str  # of torch.device
     name: str  # for messages
     abilities: frozenset[Ability] = frozenset()
-    accelerator: bool = True  # runs behind the host, which has to wait for it
-    of_cuda: bool = False  # runs what `torch.backends.cuda` and `.cudnn` switch, and has CUDA's caching allocator
+    accelerator: bool = True  # runs asynchronously to the host, which has to wait for it
+    of_cuda: bool = False  # `torch.backends.cuda` and `.cudnn` control its kernels, and it has CUDA's caching allocator
     recorded: bool = False  # autograd's profiler records each of its allocations
-    block: int = 1  # bytes in multiples of which the allocator counts a tensor
-    unsplit: int = 0  # bytes that it leaves in a block, rather than split them off, beyond a tensor of more than this
+    block: int = 1  # the allocator rounds sizes up to multiples of this many bytes
+    unsplit: int = 0  # of a block for a larger tensor, the allocator leaves a rest of so many bytes unsplit
     doubles: bool = True  # computes in float64
-    in_triton: bool = False  # Inductor writes kernels for it that draw random numbers as they go
+    in_triton: bool = False  # Inductor's kernels for it draw their own random numbers
 
     def can(self, *abilities: Ability) -> bool:
         """Tell whether the devices of this kind can do all of this."""
         return self.abilities.issuperset(abilities)
 
     def require(self, ability: Ability, remedy: str = "") -> None:
-        """Raise `FxrematError` where the devices of this kind lack an ability.
+        """Raise `FxrematError` if the devices of this kind lack an ability.
 
         Args:
-            remedy: what would work.
+            remedy: what would work, for the message.
         """
         if ability not in self.abilities:
             remedy = f": {remedy}" if remedy else ""
@@ -66,7 +66,7 @@ class Kind:
 
     @property
     def metered(self) -> bool:
-        """Whether the memory that a call takes can be measured."""
+        """True if the memory that a call needs can be measured."""
         return self.recorded or self.can(Ability.STATISTICS)
 
     def is_available(self) -> bool:
@@ -74,7 +74,7 @@ class Kind:
         return not self.accelerator or bool(self._module.is_available())
 
     def current(self, device: torch.device) -> AbstractContextManager[Any]:
-        """Make a device the current one for a while; a CPU needs nothing, nor does the one that is current."""
+        """Return a context in which a device is the current one; a CPU, or the current device, needs nothing."""
         if not self.accelerator or device.index in (None, torch.accelerator.current_device_index()):
             return contextlib.nullcontext()
         return torch.accelerator.device_index(device.index)
@@ -92,17 +92,17 @@ class Kind:
         return int(torch.accelerator.memory_allocated(device))
 
     def most_allocated(self, device: torch.device) -> int:
-        """Return the most bytes of tensors on the device at a time, since `forget_most` or the user asked to forget."""
+        """Return the most bytes of tensors on the device at a time, since `forget_most` or the user reset it."""
         self.require(Ability.STATISTICS)
         return int(torch.accelerator.max_memory_allocated(device))
 
     def forget_most(self, device: torch.device) -> None:
-        """Let `most_allocated` begin anew."""
+        """Reset `most_allocated`."""
         self.require(Ability.STATISTICS)
         torch.accelerator.reset_peak_memory_stats(device)
 
     def free(self, device: torch.device) -> int:
-        """Return the bytes that the device has free now, those that PyTorch's allocator keeps for reuse among them."""
+        """Return the bytes that the device has free now, including those that PyTorch's allocator keeps for reuse."""
         self.require(Ability.FREE)
         free, _ = torch.accelerator.get_memory_info(device)
         return int(free + torch.accelerator.memory_reserved(device) - self.allocated(device))
@@ -110,24 +110,24 @@ class Kind:
     # --- streams and events ---
 
     def stream(self, device: torch.device) -> torch.Stream:
-        """Return a stream of the device that runs beside the current one."""
+        """Return a stream of the device that runs concurrently with the current one."""
         self.require(Ability.STREAMS)
         return torch.Stream(device)
 
     def current_stream(self, device: torch.device) -> torch.Stream:
-        """Return the stream of the device that ops go to now."""
+        """Return the stream of the device on which ops run now."""
         self.require(Ability.STREAMS)
         return torch.accelerator.current_stream(device)
 
     def event(self, device: torch.device, *, timed: bool = False) -> torch.Event:
-        """Return an event of the device; one that is timed tells the time from another."""
+        """Return an event of the device; between two timed ones, the elapsed time can be read."""
         self.require(Ability.TIMING if timed else Ability.STREAMS)
         return torch.Event(device, enable_timing=timed)
 
     def pinned(self, elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return host memory for so many elements that a device copies from and to while it computes.
+        """Return host memory for so many elements that a device can copy from and to while it computes.
 
-        Of a tensor on the host, that device is the process's accelerator, if it has one.
+        For a tensor on the host, that device is the process's accelerator, if it has one.
         """
         found = None if self.accelerator else torch.accelerator.current_accelerator(check_available=True)
         copying = self if found is None else kind_of(found)
@@ -147,7 +147,7 @@ class Kind:
         return generator
 
     def kept_random_state(self, device: torch.device) -> AbstractContextManager[Any]:
-        """Let the generators of the host and of the device be afterwards as they were before."""
+        """Return a context that restores the generators of the host and of the device at its end."""
         if not (self.accelerator and self.can(Ability.GENERATORS)):
             return torch.random.fork_rng(devices=[])
         return torch.random.fork_rng(devices=[device], device_type=self.type)
@@ -170,14 +170,14 @@ CUDA = Kind(
     unsplit=2**20,
     in_triton=True,
 )
-ROCM = replace(CUDA, name="ROCm")  # hipBLAS and MIOpen answer to the names of cuBLAS and cuDNN
+ROCM = replace(CUDA, name="ROCm")  # hipBLAS and MIOpen are controlled by the settings of cuBLAS and cuDNN
 XPU = Kind(
     type="xpu",
     name="XPU",
     abilities=frozenset(Ability),
     block=512,  # as in c10/xpu/XPUCachingAllocator.cpp, which has the sizes of CUDA's
     unsplit=2**20,
-    doubles=False,  # some have it
+    doubles=False,  # some devices can
     in_triton=True,
 )
 MPS = Kind(type="mps", name="MPS", doubles=False)
@@ -187,12 +187,12 @@ KINDS = {kind.type: kind for kind in (CPU, ROCM if torch.version.hip else CUDA, 
 
 
 def kind_of(device: torch.device) -> Kind:
-    """Return the kind of a device; of one that no step is planned for, such as meta, a kind that can do nothing."""
+    """Return the kind of a device; for one that is not planned for, such as meta, a kind without abilities."""
     return KINDS.get(device.type) or Kind(type=device.type, name=device.type, accelerator=False)
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name of a device's hardware: what a cost was measured on."""
+    """Return the name of a device's hardware, under which costs are stored."""
     kind = kind_of(device)
     if not kind.accelerator:
         return cpu_name()
@@ -201,5 +201,5 @@ def device_name(device: torch.device) -> str:
 
 
 def accelerates(device: torch.device) -> bool:
-    """Tell whether a device runs behind the host: an accelerator, and no CPU."""
+    """Tell whether a device runs asynchronously to the host: an accelerator, and no CPU."""
     return kind_of(device).accelerator

@@ -8,7 +8,7 @@ class FxrematError(Exception):
 
 
 class BudgetTooSmall(FxrematError):
-    """No schedule fits in `budget` bytes (or slots); `minimum` are the least that work, and do work.
+    """No schedule fits in `budget` bytes (or slots); `minimum` is the least number that works.
 
     >>> error = BudgetTooSmall(minimum=913164, budget=191399)
     >>> print(error)
@@ -21,8 +21,8 @@ class BudgetTooSmall(FxrematError):
     budget: int
     unit: str
     note: str  # what else would help
-    share: float | None  # the budget in percent of `whole`, where the user gave it so
-    whole: int | None  # bytes of keeping everything
+    share: float | None  # the budget in percent of `whole`, if the user gave it in percent
+    whole: int | None  # bytes of the peak of keep-all
     reason: str  # what needs the minimum
 
     def __init__(
@@ -47,7 +47,7 @@ class BudgetTooSmall(FxrematError):
     def explained(
         self, *, share: float | None = None, whole: int | None = None, reason: str = "", note: str = ""
     ) -> BudgetTooSmall:
-        """The same error with the budget in percent, the reason for the minimum, or what else would help."""
+        """Return this error with the budget in percent, the reason for the minimum, or what else would help."""
         return BudgetTooSmall(
             self.minimum,
             self.budget,
@@ -60,7 +60,7 @@ class BudgetTooSmall(FxrematError):
 
     @property
     def minimum_share(self) -> float | None:
-        """Percent that work, rounded up to a tenth; None where the budget was not given in percent."""
+        """The percentage that works, rounded up to a tenth; None if the budget was not given in percent."""
         if self.share is None or not self.whole:
             return None
         tenths = -(-self.minimum * 1000 // self.whole)
@@ -95,4 +95,4 @@ class PlanMismatch(FxrematError):
 
 
 class CaptureError(FxrematError):
-    """A model that cannot be captured as one graph; the message names the line and the way out."""
+    """A model that cannot be captured as one graph; the message names the line and a remedy."""

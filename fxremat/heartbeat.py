@@ -1,8 +1,8 @@
-"""The heartbeat of this process, which tells the other ranks of the job what it is doing, and its way to the store.
+"""The heartbeat of this process, which shows the other ranks of the job what it is doing, and its access to the store.
 
 Each process has one thread, the messenger, which alone talks to the key-value store of the job: a store that does not
-answer blocks no other thread, and the heartbeat goes on while others work. It has a connection of its own where the
-store is a TCPStore: torch waits for other ranks under the lock of the first one.
+answer blocks no other thread, and the heartbeat continues while others work. It has a connection of its own if the
+store is a TCPStore: torch waits for other ranks under the lock of the first connection.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ Store: TypeAlias = Any  # torch.distributed.Store, which type checkers do not fi
 
 SILENT = 15.0  # seconds after which a rank whose heartbeat stands still counts as gone
 BEAT = 2.0  # seconds
-ROOM = "fxremat"  # what every key begins with
+ROOM = "fxremat"  # the prefix of every key
 
 
-# --- what a process is doing ------------------------------------------------------------------------------------------
+# --- the state of a process -------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Status:
-    """What the run time of this process is doing; it sets the fields, and the heartbeat tells them.
+    """The state of the run time of this process, which sets the fields; the heartbeat sends them.
 
-    `step` is the number of the forward that runs or is being planned for, so it is set before planning begins;
-    `inside` holds while the planned forward or backward of that step runs, `failed` from its error to the next step.
+    `step` is the number of the forward that runs or is being planned for, so it is set before planning begins; `inside`
+    holds while the planned forward or backward of that step runs, `failed` from its error to the next step.
     """
 
     step: int = 0
@@ -56,7 +56,7 @@ status = Status()
 
 @dataclass(frozen=True, kw_only=True)
 class Heartbeat:
-    """What a rank writes every `BEAT` seconds.
+    """The message that a rank writes every `BEAT` seconds.
 
     >>> beat = Heartbeat(number=7, step=3, inside=True, call="", waits_for=())
     >>> Heartbeat.parse(str(beat)) == beat
@@ -66,7 +66,7 @@ class Heartbeat:
     number: int
     step: int
     inside: bool
-    call: str  # of an agreement, that the rank is in; "" where it is in none
+    call: str  # of an agreement that the rank is in; "" if it is in none
     waits_for: tuple[int, ...]  # ranks that have not come to the call yet; empty while the rank works itself
     failed: str = ""  # the first line of the error that its latest step ended with, until the next one begins
 
@@ -120,9 +120,9 @@ class StoreGone(Exception):
 
 
 class Messenger(threading.Thread):
-    """The thread that writes the heartbeat of this rank, and does for other threads what they ask of the store.
+    """The thread that writes the heartbeat of this rank, and accesses the store for other threads.
 
-    It does not keep the default store alive: a FileStore deletes its file when the last process has let go of it, and
+    It does not keep the default store alive: a FileStore deletes its file when the last process has released it, and
     the next process group may use the same path.
     """
 
@@ -133,17 +133,17 @@ class Messenger(threading.Thread):
         self._rank = rank
         self._asked: queue.SimpleQueue[tuple[Callable[[Store], Any], Future[Any]] | None]
         self._asked = queue.SimpleQueue()
-        self._gone = ""  # why nothing is done any more
+        self._gone = ""  # the reason why the thread has stopped
         self._beats = itertools.count()
 
     def serves(self, store: Store) -> bool:
         return self.is_alive() and not self._gone and self._default() is store
 
     def ask(self, work: Callable[[Store], T]) -> T:
-        """The result of `work(store)`, which takes no longer than the store needs to answer; raises StoreGone."""
+        """Return the result of `work(store)`, which must only wait for the store to answer. Raises StoreGone."""
         answer: Future[T] = Future()
         self._asked.put((work, answer))
-        if self._gone:  # the messenger may not have seen this any more
+        if self._gone:  # the messenger may not see this request any more
             self._refuse_all()
         try:
             return answer.result(timeout=SILENT)
@@ -158,11 +158,11 @@ class Messenger(threading.Thread):
         self.ask(lambda store: store.set(key, value))
 
     def tell(self) -> None:
-        """Let the heartbeat say at once what this process is doing, even if it is about to end; this does not wait."""
+        """Send a heartbeat at once, even if the process is about to end; this does not wait."""
         self._asked.put((self._beat, Future()))
 
     def end(self) -> None:
-        """Finish what is under way, and end; this waits for at most two seconds."""
+        """Finish pending work, and end; this waits for at most two seconds."""
         self._asked.put(None)
         if self.is_alive():
             self.join(timeout=2)
@@ -172,7 +172,7 @@ class Messenger(threading.Thread):
             self._connection = own_connection(self._store())
             self._serve()
             self._gone = "the heartbeat was stopped"
-        except Exception as error:  # of the store, and nobody is there to be told
+        except Exception as error:  # of the store, and no one can be told
             self._gone = first_line(error)
         self._connection = None
         self._refuse_all()
@@ -218,9 +218,9 @@ _starting = threading.Lock()
 
 
 def watch() -> None:
-    """Let the other ranks know from now on that this one is there, and what it is doing.
+    """Show the other ranks from now on that this one is alive, and what it is doing.
 
-    Does nothing where there is no process group, or where that is done already.
+    Does nothing if there is no process group, or if it was called already.
     """
     store = store_of_job()
     if store is not None:
@@ -251,7 +251,7 @@ def messenger_of(store: Store) -> Messenger:
 
 
 def begin_step() -> None:
-    """Note that this process begins another training step: the next forward."""
+    """Record that this process begins another training step: the next forward."""
     status.step += 1
     status.failed = ""
 
@@ -265,7 +265,7 @@ def note_failure(error: BaseException) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error, after its type where that is none of ours.
+    """Return the first line of an error, after its type unless it is an error of fxremat.
 
     >>> first_line(FxrematError("no plan")), first_line(KeyError("x"))
     ('no plan', "KeyError: 'x'")
@@ -285,9 +285,9 @@ LOST = ("connection", "peer", "socket", "timed out", "timeout", "nccl", "gloo", 
 
 @contextlib.contextmanager
 def inside_step(what: str) -> Iterator[None]:
-    """While a planned forward or backward runs, whose collectives other ranks have to join.
+    """Mark that a planned forward or backward runs, whose collectives other ranks have to join.
 
-    Raises FxrematError, one line, where another process has ended or hangs.
+    Raises FxrematError, one line, if another process has ended or hangs.
     """
     status.inside = True
     try:
@@ -304,7 +304,7 @@ def inside_step(what: str) -> Iterator[None]:
 
 
 def lost_peer(error: BaseException) -> str | None:
-    """The first line of an error of the network, None for any other: another process has ended or hangs.
+    """Return the first line of a network error, which means that another process has ended or hangs; None for others.
 
     gloo raises a RuntimeError ("Connection closed by peer", "Timed out waiting"), NCCL a DistBackendError.
     """

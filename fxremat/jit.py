@@ -1,10 +1,10 @@
 """Compiled kernels: numba's compiler and its cache on disk, which may be missing, unwritable or damaged.
 
-The cache lies in the `__pycache__` of each source file, or in the user's cache folder where that one is not
-writable (`NUMBA_CACHE_DIR` names another), or in the folder that `FXREMAT_CACHE` names where neither is. Where none can
-be written to, kernels are compiled in every process. Entries that cannot
-be read are deleted and compiled again; entries that cannot be written are left out. An entry is valid for the sources
-it was compiled from: compiled code contains the kernels that a kernel calls, which other files define.
+The cache lies in the `__pycache__` of each source file, or in the user's cache folder if that one is not writable
+(`NUMBA_CACHE_DIR` names another), or in the folder that `FXREMAT_CACHE` names if neither is. If none can be written to,
+kernels are compiled in every process. Entries that cannot be read are deleted and compiled again; entries that cannot
+be written are left out. An entry is valid for the sources it was compiled from: compiled code contains the kernels that
+a kernel calls, which other files define.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def jit(function: _Function) -> _Function:
-    """Compile `function`, once for all processes where a cache can be written; it keeps its type."""
+    """Compile `function`, once for all processes if a cache can be written; it keeps its type."""
     options: Any = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
     compiled: Any = numba.njit(**options)(function)
-    with contextlib.suppress(RuntimeError):  # no folder that can be written to
+    with contextlib.suppress(RuntimeError):  # no folder can be written to
         compiled._cache = _cache_of(function)  # as Dispatcher.enable_caching does, in numba 0.59 to 0.68
     return cast(_Function, compiled)
 
 
 def _cache_of(function: Any) -> Any:
-    """The cache of a function's code. Raises `RuntimeError` where no folder can be written to."""
+    """Return the cache of a function's code. Raises `RuntimeError` if no folder can be written to."""
     try:
         return _Cache(function)
     except RuntimeError:
@@ -54,28 +54,29 @@ def _cache_of(function: Any) -> Any:
 
 
 def running_seconds() -> float:
-    """A monotonic clock that stands still while kernels are compiled: a first run has as much time as any other."""
+    """Return a monotonic time that stands still while kernels are compiled, so that first runs get as much time."""
     return time.monotonic() - _compilations.seconds
 
 
 def cache_marker(kernels: Iterable[Any]) -> Path | None:
-    """A file beside the cached code of these kernels that says that all of it is there; None where none can be.
+    """Return a file next to the cached code of these kernels whose existence means that all code is cached, or None.
 
-    Whoever compiled them makes it. Its name holds what the code depends on: sources, numba, Python and processor.
+    It is None if no folder can be written to. The process that compiled the kernels makes the file. Its name contains a
+    hash of what the code depends on: sources, numba, Python and processor.
     """
     processor = registry.cpu_target.target_context.codegen().magic_tuple()
     path, parts = None, [numba.__version__, sys.version, repr(processor)]
     for kernel in kernels:
         cache_: Any = getattr(kernel, "_cache", None)
         if not (isinstance(kernel, Dispatcher) and isinstance(cache_, _Cache)):
-            return None  # compilation is switched off, or there is no folder to write to
+            return None  # compilation is turned off, or no folder can be written to
         path = Path(cache_.cache_path)
         parts.append(_digest(kernel.py_func))
     return path / f"compiled-{hashlib.sha256(' '.join(parts).encode()).hexdigest()[:16]}" if path else None
 
 
 class _Compilations(event.Listener):
-    """Adds up the seconds in which kernels are compiled, those inside of others once."""
+    """The sum of the seconds in which kernels are compiled; nested compilations count once."""
 
     def __init__(self) -> None:
         self.seconds, self._depth, self._began = 0.0, 0, 0.0
@@ -96,12 +97,12 @@ event.register("numba:compile", _compilations)
 
 
 class _Cache(_FunctionCache):  # type: ignore[misc]
-    """Numba's cache of one function, none of whose failures is an error."""
+    """Numba's cache of one function, whose failures are never errors."""
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         try:
             return super().load_overload(sig, target_context)
-        except Exception:  # truncated, or not numba's: unpickling raises anything
+        except Exception:  # truncated, or not numba's: unpickling may raise anything
             with contextlib.suppress(OSError):
                 self.flush()
             return None
@@ -117,7 +118,7 @@ class _Cache(_FunctionCache):  # type: ignore[misc]
 
 @cache
 def _digest(function: Any) -> str:
-    """Digest of the files of a kernel and of those that it calls, and of the constants that all of them read."""
+    """Return a hash of the files of a kernel and of those that it calls, and of the constants that all of them read."""
     kernels, constants = [function], set()
     for kernel in kernels:  # grows
         for name, value in _globals_read(kernel):
@@ -134,7 +135,7 @@ def _digest(function: Any) -> str:
 
 
 def _globals_read(function: Any) -> Iterator[tuple[str, Any]]:
-    """Names and values of the globals that a function reads, and of those of modules, as in `rows.least`."""
+    """Yield names and values of the globals that a function reads, and of those of modules, as in `rows.least`."""
     names = _names(function.__code__)
     values = {name: function.__globals__[name] for name in names if name in function.__globals__}
     for module in [value for value in values.values() if isinstance(value, ModuleType)]:
@@ -145,6 +146,6 @@ def _globals_read(function: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _names(code: CodeType) -> set[str]:
-    """Global names in a function's code and in the functions inside it."""
+    """Return the global names in a function's code and in the functions inside it."""
     inner = (_names(constant) for constant in code.co_consts if isinstance(constant, CodeType))
     return {*code.co_names}.union(*inner)

@@ -1,10 +1,10 @@
-"""The compiled kernels that a first plan needs, compiled once, in processes of their own, while a model is captured.
+"""The compiled kernels that a first plan needs, compiled once, in separate processes, while a model is captured.
 
-    begin()     where a model is handed over: starts the compilers, unless kernels of these sources are cached already
+    begin()     when a model is passed to fxremat: starts the compilers, unless these kernels are cached already
     ready()     before kernels are called: waits for them
 
 A compiler calls the kernels on a chain of three blocks and a tape of two executions, with arguments of the types that
-planning has; numba's cache on disk hands the result over. Where no cache can be written, or no process be started,
+planning has; the result is passed on by numba's cache on disk. If no cache can be written, or no process be started,
 kernels are compiled where they are called, as all others are.
 """
 
@@ -29,7 +29,7 @@ from fxremat.search.improve import FAR
 from fxremat.search.replay import Tape, blank_pages, copy_pages, replay, replay_again, spend
 from fxremat.solvers import input_drop, rows
 
-AT_MOST = 300  # seconds that a compiler is waited for
+AT_MOST = 300  # seconds to wait for a compiler
 NOWHERE = (
     "the kernels of the %s are compiled again in every process, which takes some seconds: no folder for them can be "
     "written to; FXREMAT_CACHE names one"
@@ -40,7 +40,10 @@ _compilers: list[subprocess.Popen[bytes]] = []
 
 
 def begin() -> None:
-    """Start compiling what is not compiled yet; returns at once. Of several ranks only the first of a machine does."""
+    """Start compiling kernels that are not cached; return at once.
+
+    Of several ranks only the first of a machine does it.
+    """
     if _compilers or os.environ.get("LOCAL_RANK", "0") != "0" or not _python():
         return
     for part, (_, kernels) in PARTS.items():
@@ -53,7 +56,7 @@ def begin() -> None:
 
 
 def ready() -> None:
-    """Wait for the compilers that were started. Whatever became of them, kernels can be called after."""
+    """Wait for the compilers that were started. Whether or not they succeeded, kernels can be called afterwards."""
     while _compilers:
         compiler = _compilers.pop()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -63,7 +66,7 @@ def ready() -> None:
 
 
 def _python() -> str | None:
-    """The interpreter; None inside of a frozen application, which would start itself."""
+    """Return the interpreter; None inside of a frozen application, which would start itself."""
     return None if getattr(sys, "frozen", False) else sys.executable
 
 
@@ -71,7 +74,7 @@ def _compiler(part: str) -> subprocess.Popen[bytes]:
     where = str(Path(__file__).parents[1])
     path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH", ""), where]))
     quiet: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
-    command = [_python() or "python", "-P", "-m", "fxremat.kernels", part]  # -P: not what the current folder holds
+    command = [_python() or "python", "-P", "-m", "fxremat.kernels", part]  # -P: do not import from the current folder
     compiler = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path}, **quiet)
     atexit.register(compiler.kill)
     return compiler
@@ -111,7 +114,7 @@ PARTS: Mapping[str, tuple[Callable[[], None], tuple[Any, ...]]] = MappingProxyTy
         "search": (compile_search, (replay, replay_again, copy_pages, spend)),
     }
 )
-"""What there is to compile: how, and the kernels that Python calls."""
+"""The parts to compile: the function that compiles each, and the kernels that Python calls."""
 
 
 if __name__ == "__main__":

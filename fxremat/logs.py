@@ -1,4 +1,4 @@
-"""Topics that the environment asks to be logged: FXREMAT_LOG, names with commas between, such as `passes`."""
+"""Topics to be logged as the environment says: FXREMAT_LOG, names separated by commas, such as `passes`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ TOPICS = {"passes": "how each pass changes a captured graph"}
 
 
 def is_logged(topic: str) -> bool:
-    """Tell whether the environment asks for a topic; its logger then shows it, on stderr where no handler is set up."""
+    """Tell whether the environment asks for a topic; if so, enable its logger, on stderr if no handler is set up."""
     if topic not in os.environ.get("FXREMAT_LOG", "").split(","):
         return False
     logger = logging.getLogger(f"fxremat.{topic}")

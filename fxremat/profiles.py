@@ -1,10 +1,10 @@
-"""Where the memory of a training step goes, before anything is done about it, and what would save most.
+"""A profile of the memory of a training step as it is, and the changes that would save most.
 
     profile = fxremat.profile(model, example_inputs)
     print(profile)                  peak, what it consists of, a tree by module, three changes that would save most
     profile.to_html()               the page of a plan, with those changes
 
-A profile is the plan that keeps everything, and plans of the same captured step that do otherwise.
+A profile is the keep-all plan, and other plans of the same captured step.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from fxremat.slices.rewrite import bytes_beside_loss
 from fxremat.units import format_bytes, format_seconds
 
 BEST = 3  # changes that are shown
-WORTH = 0.01  # of the peak: what saves less is not shown
-BELOW = 0.9  # times the least budget of whole ops, which slices are asked for
+WORTH = 0.01  # of the peak: smaller savings are not shown
+BELOW = 0.9  # times the least budget without slices: the budget that is tried with slices
 HEADS = ("saved", "gradients", "forward", "backward")
 
 
@@ -45,8 +45,8 @@ class Saving:
     how: str  # the call that does it
     peak: int  # bytes
     time: float  # seconds of one forward and backward
-    whole: int  # bytes that keeping everything takes
-    fastest: float  # seconds of that
+    whole: int  # bytes: the peak of keep-all
+    fastest: float  # seconds of keep-all
 
     @property
     def saved(self) -> int:
@@ -62,10 +62,10 @@ class Saving:
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Profile:
-    """Where the memory of a training step goes. Printing it shows it."""
+    """A profile of the memory of a training step, which prints as text."""
 
-    plan: Plan  # that keeps everything
-    changes: tuple[Saving, ...]  # what would save most, that first
+    plan: Plan  # the keep-all plan
+    changes: tuple[Saving, ...]  # the changes that would save most, the best first
 
     def __repr__(self) -> str:
         return f"<fxremat profile: {self.plan.headline}>"
@@ -84,7 +84,7 @@ class Profile:
         return self.plan.predicted_time
 
     def to_html(self) -> str:
-        """A page that shows where the memory goes, value by value."""
+        """Return a page that shows the step's memory, value by value."""
         data = page_data(self.plan) | {
             "title": f"{self.plan.graph.model}: a profile by fxremat",
             "headline": self._headline,
@@ -97,7 +97,7 @@ class Profile:
 
     @property
     def _headline(self) -> str:
-        """The peak, and what the change that saves most would make of it."""
+        """The peak, and the peak after the change that saves most."""
         takes = f"{self.plan.graph.model} trains in {format_bytes(self.peak)}"
         best = next(iter(self.changes), None)
         would = f"; it could in {format_bytes(best.peak)}, {slower(best.time, best.fastest)}" if best else ""
@@ -129,7 +129,7 @@ class Profile:
 
 
 def profile_of(plan: Plan) -> Profile:
-    """The profile of a step, from the plan that keeps everything. Makes up to two more plans of it."""
+    """Return the profile of a step, from its keep-all plan. Makes up to two more plans of it."""
     found = [change for change in (_recomputing(plan), _offloading(plan), _slicing(plan)) if change]
     worth = [change for change in found if change.saved >= WORTH * plan.predicted_peak]
     worth.sort(key=lambda change: (-change.saved, change.time))
@@ -141,13 +141,13 @@ def _where_it_goes(share: Share) -> tuple[float, ...]:
 
 
 def _recomputing(plan: Plan) -> Saving | None:
-    """Recomputation up to the knee of the frontier."""
+    """Return the saving by recomputation up to the knee of the frontier."""
     knee = knee_of(plan.alternatives.candidates)
     return _change(plan, knee, "recompute what is cheap to make again", knee.peak)
 
 
 def _offloading(plan: Plan) -> Saving | None:
-    """Values that wait on the host, in no more time than recomputation takes at the knee of the frontier."""
+    """Return the saving by values that wait on the host, in no more time than the knee of the frontier needs."""
     knee = knee_of(plan.alternatives.candidates)
     other = _another(plan, knee.peak, offload=True)
     if other is None or other.tier is None:
@@ -161,7 +161,7 @@ def _offloading(plan: Plan) -> Saving | None:
 
 
 def _slicing(plan: Plan) -> Saving | None:
-    """Regions in slices, below what whole ops can be run in: in language models, a smaller loss head."""
+    """Return the saving by regions in slices below what unsliced ops need: in language models, a smaller loss head."""
     beside = bool(bytes_beside_loss(plan.captured))
     slices = Slices(drop_outputs=True) if beside else True
     other = _another(plan, int(BELOW * plan.known_minimum), slices=slices)
@@ -173,7 +173,7 @@ def _slicing(plan: Plan) -> Saving | None:
 
 
 def _another(plan: Plan, mem: int, **options: Any) -> Plan | None:
-    """The plan of the same step for other options; None where there is none."""
+    """Return the plan of the same step for other options; None if there is none."""
     assert plan.step is not None
     try:
         made: Plan = plan.step.plan(max(1, mem), **options)
@@ -186,7 +186,7 @@ def _change(plan: Plan, candidate: Candidate, what: str, mem: int, **options: ob
     if candidate.peak >= plan.predicted_peak:
         return None
     outside = plan.costs.sizes.outside
-    if outside != set_aside(plan.captured, device_of(plan.graph)):  # the user said so
+    if outside != set_aside(plan.captured, device_of(plan.graph)):  # the user gave it
         options["loss"] = outside
     given = "".join(
         f", {name}={'fxremat.' if isinstance(value, Setting) else ''}{value!r}" for name, value in options.items()
@@ -203,9 +203,9 @@ def _change(plan: Plan, candidate: Candidate, what: str, mem: int, **options: ob
 
 
 def knee_of(candidates: tuple[Candidate, ...]) -> Candidate:
-    """The candidate furthest below the line from the fastest to the one with the least peak; not the fastest.
+    """Return the candidate furthest below the line from the fastest to the one with the least peak; not the fastest.
 
-    Both axes count from 0 to 1 between those two.
+    Both axes are scaled to 0 to 1 between those two.
     """
     fast, small = candidates[0], candidates[-1]
 
@@ -218,7 +218,7 @@ def knee_of(candidates: tuple[Candidate, ...]) -> Candidate:
 
 
 def enough(size: int) -> str:
-    """A number of bytes in words that mean no fewer.
+    """Format a number of bytes, rounded up.
 
     >>> enough(66_900_000), enough(5_000_000_000), enough(1_000)
     ('63.9MiB', '4.66GiB', '1000B')

@@ -1,4 +1,4 @@
-"""What is said while planning goes on: bars on a terminal, and lines for whoever listens to the logger "fxremat".
+"""Progress of planning: bars on a terminal, and log lines of the logger "fxremat".
 
     with bars(shown=options.progress):                      one switch for every bar within
         with planning("1460 ops within 4.0 GiB") as planned:
@@ -7,10 +7,10 @@
                 ...
             planned(plan.headline)
 
-Bars appear past two seconds, on stderr where that is a terminal and in the cell of a notebook, and are gone when done.
-The log has one line of level INFO when planning begins, one every ten seconds while it or the capture before it goes
-on, and one when it ends; no handler and no level is set, so that nothing is printed unless asked for:
-`logging.basicConfig(level=logging.INFO)`. The command line shows the lines in between on stderr.
+Bars appear after two seconds, on stderr if that is a terminal and in the cell of a notebook, and vanish when done. The
+log has one line of level INFO when planning begins, one every ten seconds while it or the capture before it continues,
+and one when it ends; no handler and no level is set, so that nothing is printed unless asked for:
+`logging.basicConfig(level=logging.INFO)`. The command line prints the lines in between on stderr.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from tqdm import tqdm
 _T = TypeVar("_T")
 
 DELAY = 2.0  # seconds before a bar appears
-EVERY = 10.0  # seconds between two lines that say what goes on
+EVERY = 10.0  # seconds between two progress lines
 
 logger = logging.getLogger("fxremat")
 logger.addHandler(logging.NullHandler())
-ticks = logger.getChild("progress")  # the lines that say what goes on
-_stages: list[_Stage] = []  # what is under way, innermost last
-_tellers: list[_Stage] = []  # those that have a thread, or are within one that has
+ticks = logger.getChild("progress")  # the progress lines
+_stages: list[_Stage] = []  # running stages, innermost last
+_tellers: list[_Stage] = []  # stages that have a thread, or are within one that has
 _shown: ContextVar[bool] = ContextVar("_shown", default=True)
 
 
 @dataclass(eq=False)
 class _Stage:
-    """Something that takes a while."""
+    """A part of planning that takes some time."""
 
     what: str
     total: int | None = None  # steps
-    taken: int = 0  # steps, the one under way among them
+    taken: int = 0  # steps, including the current one
 
     def __str__(self) -> str:
         return self.what if self.total is None else f"{self.what}, {self.taken} of {self.total}"
@@ -55,15 +55,15 @@ class _Stage:
 
 @contextlib.contextmanager
 def telling(what: str) -> Iterator[None]:
-    """Log a line every `EVERY` seconds while this goes on: the innermost of what is under way, and for how long.
+    """Log a line every `EVERY` seconds while the context is open: the innermost running stage, and for how long.
 
-    The outermost of several alone has a thread that does so.
+    Only the outermost of nested contexts has a thread for that.
     """
     stage, done, began = _Stage(what), threading.Event(), time.monotonic()
 
     def tell() -> None:
         while not done.wait(EVERY):
-            under_way = (_stages[-1:] or [stage])[0]  # another thread may end the last one meanwhile
+            under_way = (_stages[-1:] or [stage])[0]  # another thread may end the last stage meanwhile
             ticks.info("%s; %.0f s so far", str(under_way), time.monotonic() - began)
 
     thread = None if _tellers else threading.Thread(target=tell, daemon=True, name="fxremat progress")
@@ -83,7 +83,7 @@ def telling(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def shown_on_stderr() -> Iterator[None]:
-    """Print the lines that say what goes on, but where a bar says so."""
+    """Print the progress lines on stderr, unless a bar is shown."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("fxremat: %(message)s"))
     handler.addFilter(lambda _: not getattr(tqdm, "_instances", ()))
@@ -99,7 +99,7 @@ def shown_on_stderr() -> Iterator[None]:
 
 @contextlib.contextmanager
 def bars(*, shown: bool) -> Iterator[None]:
-    """Show the bars of what runs within, or none of them; an outer `shown=False` holds."""
+    """Show the bars of everything in the context, or none of them; an outer `shown=False` prevails."""
     token = _shown.set(shown and _shown.get())
     try:
         yield
@@ -108,7 +108,7 @@ def bars(*, shown: bool) -> Iterator[None]:
 
 
 def progress(steps: Iterable[_T], what: str, *, total: int | None = None) -> Generator[_T]:
-    """The same steps, with a bar named `what` on stderr while they are taken.
+    """Yield the same steps, with a bar named `what` on stderr meanwhile.
 
     >>> list(progress(range(3), "nothing to see"))
     [0, 1, 2]
@@ -128,9 +128,9 @@ def progress(steps: Iterable[_T], what: str, *, total: int | None = None) -> Gen
 
 
 def in_notebook() -> bool:
-    """Whether this is a cell of a notebook, or of a console whose kernel is another process. IPython is not imported.
+    """Tell whether this is a cell of a notebook, or of a console with a kernel process. IPython is not imported.
 
-    The shell of a kernel is a `ZMQInteractiveShell`, or a class made from it; that of a terminal is another one.
+    The shell of a kernel is a `ZMQInteractiveShell`, or a class derived from it; that of a terminal is another one.
     """
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython and hasattr(ipython, "get_ipython") else None
@@ -139,9 +139,9 @@ def in_notebook() -> bool:
 
 @cache
 def notebook_bar() -> type[Any] | None:
-    """The bar that is a widget; None where ipywidgets are missing, and a text is all there can be.
+    """Return the class of bars that are widgets; None if ipywidgets are missing, and only a text is possible.
 
-    `tqdm.auto` would warn of that. A bar of a loop that is left early is done, too: tqdm would leave it there in red.
+    `tqdm.auto` would warn of that. A bar of a loop that is left early counts as done, too: tqdm would leave it in red.
     """
     from tqdm import notebook
 
@@ -160,9 +160,9 @@ def notebook_bar() -> type[Any] | None:
 
 @contextlib.contextmanager
 def planning(what: str) -> Iterator[Callable[[str], None]]:
-    """Log that `what` is being planned, and how it ended after how many seconds.
+    """Log that `what` is being planned, and how and after how many seconds it ended.
 
-    The value is to be called with what the plan achieves; an exception is logged by its first line.
+    The yielded function is to be called with what the plan achieves; an exception is logged by its first line.
     """
     began = time.perf_counter()
     achieved: list[str] = []

@@ -1,6 +1,7 @@
 """torch's private names for compiling a part of a graph with Inductor, each behind one function.
 
-What was read is named with the versions that it was read in. Nothing here is imported before a region is compiled.
+Each docstring names the versions of torch that it was checked with. Nothing here is imported before a region is
+compiled.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from fxremat.torch_private import real_tensors, storage_of, torch_release
 CUDA_GRAPHS = "triton.cudagraphs"
 ALWAYS = {
     CUDA_GRAPHS: False,
-    "bundle_triton_into_fx_graph_cache": False,  # it bundles what one graph at a time compiles
+    "bundle_triton_into_fx_graph_cache": False,  # it bundles the results of compiling one graph at a time
 }
 
 
@@ -34,21 +35,21 @@ def compile_region(
     settings: Mapping[str, Any],
     decompositions: Mapping[Any, Callable[..., Any]],
 ) -> Callable[[list[Any]], Sequence[Any]]:
-    """Kernels for a functional graph of aten ops, as a function that takes one list and empties it.
+    """Compile a functional graph of aten ops to a function that takes one list and empties it.
 
-    The same calls as `torch.compile` makes for a graph that AOTAutograd has differentiated (2.11, 2.13): ops are
-    decomposed by `select_decomp_table()`, `joint_graph_passes` folds constants and turns scatters upon constants into
-    pointwise code, `compile_fx_inner` makes kernels. `user_visible_output_idxs` pins the strides of what is returned;
-    `bw_donated_idxs` of the tracing context, which is looked at with `is_backward`, names inputs that kernels may
-    overwrite. Those passes drop what does nothing, such as adding zeros, and an output may then be an input, or another
-    output: it is copied. The cache of compiled graphs does not know of donation, nor of the number of threads that
-    kernels are made for: the names of the inputs, which it does know, say both.
+    It makes the same calls as `torch.compile` for a graph that AOTAutograd has differentiated (2.11, 2.13): ops are
+    decomposed by `select_decomp_table()`, `joint_graph_passes` folds constants and turns scatters onto constants into
+    pointwise code, `compile_fx_inner` makes kernels. `user_visible_output_idxs` fixes the strides of what is returned;
+    `bw_donated_idxs` of the tracing context, which is read with `is_backward`, names inputs that kernels may overwrite.
+    Those passes drop ops without effect, such as adding zeros, and an output may then be an input, or another output:
+    it is copied. The key of the cache of compiled graphs contains neither donation nor the number of threads that
+    kernels are made for; it contains the names of the inputs, which are chosen to include both.
 
     Args:
         given: (fake) tensors of the layouts of the inputs.
-        donated: places of inputs that may be overwritten.
+        donated: indices of inputs that may be overwritten.
         settings: patches of `torch._inductor.config`.
-        decompositions: of ops of ours.
+        decompositions: of our own ops.
     """
     import torch._inductor.config as inductor_config
     from torch._inductor.compile_fx import compile_fx_inner
@@ -75,7 +76,7 @@ def compile_region(
 
 
 def configuration(settings: Mapping[str, Any]) -> str:
-    """A text that is equal where `torch._inductor.config` is, with these settings.
+    """Return a text that is equal if `torch._inductor.config` with these settings is.
 
     `save_config_portable` (2.11, 2.13).
     """
@@ -86,13 +87,13 @@ def configuration(settings: Mapping[str, Any]) -> str:
     return hashlib.sha256(repr(sorted(known.items(), key=lambda item: item[0])).encode()).hexdigest()[:16]
 
 
-_turn = threading.Lock()  # of the thread that lowers: Inductor's own state is not made for several
-_mine = threading.local()  # whether this thread has it
+_turn = threading.Lock()  # held by the thread that lowers: Inductor's own state is not made for several
+_mine = threading.local()  # whether this thread holds it
 
 
 @contextlib.contextmanager
 def _my_turn() -> Iterator[None]:
-    """Threads that compile regions take turns, and one that waits for its compilers lets others go on."""
+    """Let threads that compile regions take turns; one that waits for its compilers lets others continue."""
     _let_others_go_on_while_waiting()
     with _turn:
         _mine.lowers = True
@@ -104,9 +105,9 @@ def _my_turn() -> Iterator[None]:
 
 @functools.cache
 def _let_others_go_on_while_waiting() -> None:
-    """Give the turn away in `torch._inductor.async_compile.AsyncCompile._wait_futures` (2.11, 2.13).
+    """Release the turn in `torch._inductor.async_compile.AsyncCompile._wait_futures` (2.11, 2.13).
 
-    That is where it waits for compilers. Threads that compile something else pass through it as ever.
+    That is where it waits for compilers. Threads that compile something else pass through it as usual.
     """
     from torch._inductor.async_compile import AsyncCompile
 
@@ -127,7 +128,7 @@ def _let_others_go_on_while_waiting() -> None:
 
 @functools.cache
 def link_in_any_folder() -> None:
-    """Let Inductor link where PyTorch lies in a folder with a space, for `torch.compile` too.
+    """Let Inductor link if PyTorch is in a folder with a space, for `torch.compile` too.
 
     `torch._inductor.cpp_builder.BuildOptionsBase.get_libraries_dirs` (2.11, 2.13) names folders that a command line
     takes unquoted; 2.14 and 2.15 quote them there.
@@ -145,7 +146,7 @@ def link_in_any_folder() -> None:
 
 
 def _copy_outputs_that_share(graph: fx.GraphModule) -> None:
-    """Copy each output whose storage is that of an input or of an output before it."""
+    """Copy each output whose storage is that of an input or of an earlier output."""
     output: Any = graph.graph.output_node()
     taken = {storage_of(node.meta["val"]) for node in graph.graph.find_nodes(op="placeholder")}
     returned: list[Any] = []
@@ -168,7 +169,7 @@ def _decomposed(
     given: Sequence[torch.Tensor],
     decompositions: Mapping[Any, Callable[..., Any]],
 ) -> tuple[fx.GraphModule, list[torch.Tensor], Any]:
-    """The graph in the ops that Inductor lowers, fake inputs, and their fake mode."""
+    """Return the graph in the ops that Inductor lowers, fake inputs, and their fake mode."""
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
     from torch._inductor.virtualized import V
@@ -204,7 +205,7 @@ def check_settings(settings: Mapping[str, Any]) -> None:
 
 
 def inductor_seeds(count: int, *, device: torch.device) -> torch.Tensor:
-    """The op of Inductor that draws the seeds of a graph, to be traced and compiled.
+    """Return the result of Inductor's op that draws the seeds of a graph, to be traced and compiled.
 
     `torch._inductor.inductor_prims.seeds` (2.11, 2.13). Compiled, it is `aten.randint.low` from the least int64 to
     below the largest one; called eagerly, it draws from another range.
@@ -216,7 +217,7 @@ def inductor_seeds(count: int, *, device: torch.device) -> torch.Tensor:
 
 
 def inductor_uniform(seed: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """The op of Inductor that draws numbers of [0, 1) in single precision from a seed, to be traced and compiled.
+    """Return the result of Inductor's op that draws float32 numbers of [0, 1) from a seed, to be traced and compiled.
 
     `torch._inductor.inductor_prims.random` (2.11; 2.13 adds an option). Called eagerly, it ignores its seed.
     """

@@ -1,4 +1,4 @@
-"""Every private name of torch that fxremat touches, each behind one function; read in torch 2.11 and 2.13."""
+"""Every private name of torch that fxremat uses, each behind one function; read in torch 2.11 and 2.13."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ T = TypeVar("T")
 
 
 def boxed(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
-    """The module's forward as a function that takes one list, empties it, and frees each input after its last use.
+    """Return the module's forward as a function of one list, which empties it and frees each input after its last use.
 
     `torch.fx.graph._BoxedCodeGen` and the `_boxed_call` mark that AOTAutograd looks for are the same in 2.11 and 2.13.
-    Without them the caller keeps every saved tensor alive through the whole backward. The function keeps the module's
+    Without them the caller keeps every saved tensor alive during the entire backward. The function keeps the module's
     attributes, and not its graph.
     """
     from torch.fx.graph import _BoxedCodeGen
 
     module.graph.set_codegen(_BoxedCodeGen())
-    getattr(module, "real_recompile", module.recompile)()  # inference graphs put their compilation off (2.11, 2.13)
+    getattr(module, "real_recompile", module.recompile)()  # inference graphs delay their compilation (2.11, 2.13)
     attributes = torch.nn.Module()
     attributes.__dict__.update({key: value for key, value in module.__dict__.items() if key != "_graph"})
     forward: Any = type(module).forward
@@ -39,7 +39,7 @@ def boxed(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
 
 
 def taking_a_list(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    """The function, marked as one that AOTAutograd hands a list to, which it empties: `_boxed_call` (2.11, 2.13)."""
+    """Mark a function as one that AOTAutograd passes a list to, which it empties: `_boxed_call` (2.11, 2.13)."""
 
     def call(arguments: list[Any]) -> Any:
         return function(arguments)
@@ -49,9 +49,9 @@ def taking_a_list(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]],
 
 
 def group_named(name: str) -> Any:
-    """The process group of a name, as functional collectives take it; None where no group has it.
+    """Return the process group of this name, as functional collectives take it; None if no group has it.
 
-    `torch._C._distributed_c10d._resolve_process_group` (2.11, 2.13) raises where there is none.
+    `torch._C._distributed_c10d._resolve_process_group` (2.11, 2.13) raises if there is none.
     """
     if not torch.distributed.is_available():
         return None
@@ -64,13 +64,13 @@ def group_named(name: str) -> Any:
 
 
 def ranks_of_group(group: Any) -> list[int]:
-    """The global ranks of a process group, in order: `torch.distributed.get_process_group_ranks` (2.11, 2.13)."""
+    """Return the ranks of a process group in order: `torch.distributed.get_process_group_ranks` (2.11, 2.13)."""
     return list(torch.distributed.get_process_group_ranks(group))
 
 
 @contextlib.contextmanager
 def real_tensors() -> Iterator[None]:
-    """Leave fake-tensor mode (a partition function runs inside it); everything made inside is real.
+    """Leave fake-tensor mode (a partition function runs inside it), so that tensors made in the context are real.
 
     `torch.utils._python_dispatch._disable_current_modes` in 2.11 and 2.13. AOTAutograd also partitions under the Python
     dispatcher, where a collective's `wait_tensor` would block for ever: `torch._C._DisablePythonDispatcher` (both).
@@ -82,7 +82,7 @@ def real_tensors() -> Iterator[None]:
 
 
 def aot_backend(**options: Any) -> Callable[..., Any]:
-    """A dynamo backend from forward and backward compilers and a partition function.
+    """Return a dynamo backend made of forward and backward compilers and a partition function.
 
     `torch._dynamo.backends.common.aot_autograd` is what torch's own documentation of custom backends uses.
     """
@@ -94,14 +94,14 @@ def aot_backend(**options: Any) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def differentiate_as_eager() -> Iterator[None]:
-    """While AOTAutograd traces: what eager PyTorch would run, op for op, and a backward that may run again.
+    """Let AOTAutograd trace what eager PyTorch would run, op for op, and a backward that may run again.
 
     Its settings of `torch._functorch.config` (2.11, 2.13):
     `donated_buffer`           off: saved tensors are not donated to the backward, so that `retain_graph=True` works
-    `backward_pass_autocast`   off: `backward()` is called outside of `torch.autocast`, as its documentation asks
+    `backward_pass_autocast`   off: `backward()` is called outside of `torch.autocast`, as its documentation requires
 
-    `tensorify_python_scalars` of `graph_compile` (2.13; left alone where it is not) makes tensors of numbers that sizes
-    determine, from simplified expressions, which round otherwise than the model's.
+    `tensorify_python_scalars` of `graph_compile` (2.13; ignored if it does not exist) makes tensors of numbers that
+    sizes determine, from simplified expressions, which round differently from the model's.
     """
     import torch._functorch._aot_autograd.graph_compile as graph_compile
     import torch._functorch.config as functorch_config
@@ -120,7 +120,7 @@ def differentiate_as_eager() -> Iterator[None]:
 
 
 def never_donate() -> None:
-    """Let the backward that is being compiled run again whatever the settings are when it does.
+    """Let the backward that is being compiled run again, whatever the settings are at that time.
 
     Without `donated_buffer`, `ViewAndMutationMeta.bw_donated_idxs` stays None, and a second backward is refused unless
     the setting still holds; an empty list says that nothing is donated (2.11, 2.13).
@@ -132,21 +132,21 @@ def never_donate() -> None:
 
 @functools.cache
 def holds_gradients() -> bool:
-    """Whether a compiled backward holds all that autograd hands in until it has returned, and not a loss's alone.
+    """Tell whether a compiled backward holds all gradients from autograd until it returns, not only a loss's.
 
-    `CompiledFunction.backward` takes its arguments as a tuple that it never lets go of (2.11), or lets go of it (2.13,
-    2.14, 2.15); what lies in between was not read.
+    `CompiledFunction.backward` takes its arguments as a tuple that it never releases (2.11), or releases (2.13, 2.14,
+    2.15); versions in between were not read.
     """
     return torch_release() < (2, 13)
 
 
 def torch_release() -> tuple[int, ...]:
-    """The release of PyTorch, as (2, 13)."""
+    """Return the release of PyTorch, as (2, 13)."""
     return tuple(map(int, re.findall(r"\d+", torch.__version__)[:2]))
 
 
 class _Whatever:
-    """Is equal to everything: the strides that a gradient is expected to have."""
+    """An object that equals everything: the strides that a gradient is expected to have."""
 
     def __eq__(self, _: object) -> bool:
         return True
@@ -155,10 +155,10 @@ class _Whatever:
 
 
 def take_gradients_as_they_lie() -> None:
-    """Let the backward that is being compiled run on gradients as they are handed in, without a copy.
+    """Let the backward that is being compiled run on gradients in their present layout, without a copy.
 
-    `ViewAndMutationMeta.subclass_tangent_meta` has a `PlainTensorMeta` for each, whose `memory_format` says which size
-    and strides it is copied to where it has others (`coerce_to_expected_memory_format`; 2.11, 2.13, 2.14, 2.15).
+    `ViewAndMutationMeta.subclass_tangent_meta` has a `PlainTensorMeta` for each, whose `memory_format` says to which
+    size and strides a gradient is copied if it has others (`coerce_to_expected_memory_format`; 2.11, 2.13, 2.14, 2.15).
     """
     from torch._functorch._aot_autograd.schemas import MemoryFormatMeta, PlainTensorMeta
 
@@ -175,12 +175,12 @@ STASHED = "saved_tensor_with_no_vc_check"
 
 
 def is_compiled_backward(node: Any) -> bool:
-    """Whether an autograd node is the backward of a graph that AOTAutograd compiled: its class's name (2.11, 2.13)."""
+    """Tell whether an autograd node is the backward of a graph compiled by AOTAutograd: by its class (2.11, 2.13)."""
     return type(node).__name__ == "CompiledFunctionBackward"
 
 
 def graph_break_after(module: fx.GraphModule) -> str | None:
-    """The line where dynamo broke the graph after this part, as `file:line in function: code`; None: nowhere.
+    """Return the line where dynamo broke the graph after this part, as `file:line in function: code`, or None.
 
     `GraphModule.compile_subgraph_reason` is a `GraphCompileReason`, with `graph_break` and `user_stack` (2.11, 2.13).
     """
@@ -200,10 +200,10 @@ DECOMPOSED = (*INTERPOLATIONS, "multi_margin_loss", "multilabel_margin_loss_forw
 
 @contextlib.contextmanager
 def _eager_kernels() -> Iterator[None]:
-    """Take away the Python versions of interpolations and of two losses: they add in another order, and cost more.
+    """Remove the Python versions of interpolations and of two losses: they add in another order, and cost more.
 
     `torch/_decomp/decompositions.py` registers them in `OpOverload.py_kernels` for the Autograd and
-    CompositeImplicitAutograd keys; `_dispatch_cache` remembers what was looked up (2.11, 2.13).
+    CompositeImplicitAutograd keys; `_dispatch_cache` caches lookups (2.11, 2.13).
     """
     from torch._subclasses.fake_impls import op_implementations_dict
 
@@ -233,7 +233,7 @@ def _eager_kernels() -> Iterator[None]:
 
 
 def _interpolated(op: Any, tensor: torch.Tensor, size: Sequence[Any] | None, *options: Any) -> Any:
-    """What the C++ kernel for `vec` does, which does not take symbolic sizes: work out the size, and call the op."""
+    """Compute the size and call the op, as the C++ kernel for `vec` does, which does not take symbolic sizes."""
     *corners, factors = options
     if size is None:
         size = [math.floor(side * factor) for side, factor in zip(tensor.shape[2:], factors, strict=True)]
@@ -241,9 +241,9 @@ def _interpolated(op: Any, tensor: torch.Tensor, size: Sequence[Any] | None, *op
 
 
 def _interpolated_back(mode: Any, op: Any, gradient: torch.Tensor, _: Any, size: Sequence[Any], *__: Any) -> Any:
-    """A fake gradient of an interpolation's input, where sizes are symbolic, which the C++ kernel does not take."""
+    """Return a fake gradient of an interpolation's input for symbolic sizes, which the C++ kernel does not take."""
     if not (is_symbolic(gradient) or any(isinstance(side, torch.SymInt) for side in size)):
-        return NotImplemented  # by the C++ kernel
+        return NotImplemented  # the C++ kernel does it
     return gradient.new_empty(size)
 
 
@@ -251,13 +251,13 @@ def _interpolated_back(mode: Any, op: Any, gradient: torch.Tensor, _: Any, size:
 def composite_kernels(
     kernels: Mapping[Any, Callable[..., Any]], key: str = "CompositeImplicitAutograd"
 ) -> Iterator[None]:
-    """While AOTAutograd traces: composite ops (`OpOverload`) as these functions compute them.
+    """Let AOTAutograd trace composite ops (`OpOverload`) as these functions compute them.
 
     What `py_impl` registers in `OpOverload.py_kernels` for the CompositeImplicitAutograd key is looked up before C++
-    kernels, also for calls from inside of them; `_dispatch_cache` remembers what was looked up (2.11, 2.13).
+    kernels, also for calls from inside of them; `_dispatch_cache` caches lookups (2.11, 2.13).
 
     Args:
-        key: another dispatch key, such as "Autograd", where PyTorch has a Python kernel for that.
+        key: another dispatch key, such as "Autograd", if PyTorch has a Python kernel for that.
     """
     of_key = getattr(torch._C.DispatchKey, key)
     registered = {op: dict(op.py_kernels) for op in kernels}
@@ -275,13 +275,13 @@ def composite_kernels(
 
 @contextlib.contextmanager
 def _eager_views() -> Iterator[None]:
-    """Let views of fake tensors have the strides of real ones, also where a size is 1.
+    """Give views of fake tensors the strides of real ones, also where a size is 1.
 
-    What autograd runs depends on strides: of a transposed operand a matrix product's gradient is computed the other way
-    round, and a convolution takes (1, C, H, W) for channels-last or not. torch has Python versions of `view` that give
+    What autograd runs depends on strides: a matrix product's gradient of a transposed operand is computed the other way
+    round, and a convolution treats (1, C, H, W) as channels-last or not. torch has Python versions of `view` that give
     sizes of 1 other strides: in `op_implementations_dict` of `torch/_subclasses/fake_impls.py`, and as kernels for Meta
-    (`torch._refs.view`). The C++ kernel is left in their place; where a size is symbolic, which it does not take,
-    `strides_of_view` stands for it. `FakeTensorMode.cache` remembers what was traced before (2.11, 2.13).
+    (`torch._refs.view`). They are replaced by the C++ kernel and, for symbolic sizes, which it does not take, by
+    `strides_of_view`. `FakeTensorMode.cache` caches earlier traces (2.11, 2.13).
     """
     from torch._subclasses.fake_impls import op_implementations_dict
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -294,7 +294,7 @@ def _eager_views() -> Iterator[None]:
     def view(mode: Any, op: Any, tensor: torch.Tensor, shape: Sequence[Any]) -> Any:
         numbers = (*tensor.shape, *tensor.stride(), *shape)
         if not (is_symbolic(tensor) or any(isinstance(number, torch.SymInt) for number in numbers)):
-            return NotImplemented  # by the C++ kernel
+            return NotImplemented  # the C++ kernel does it
         if not any(isinstance(number, torch.SymInt) and depends_on_data(number) for number in numbers):
             shape = _without_minus_one(shape, tensor.numel())
             strides = strides_of_view(tensor.shape, tensor.stride(), shape)
@@ -303,7 +303,7 @@ def _eager_views() -> Iterator[None]:
         return fakes[op](mode, op, tensor, shape) if op in fakes else NotImplemented
 
     def meta(op: Any, tensor: torch.Tensor, shape: Sequence[Any]) -> Any:
-        """A view inside of another op's Python kernel for Meta, such as a Fourier transform's."""
+        """Compute a view inside of another op's Python kernel for Meta, such as a Fourier transform's."""
         symbolic = any(isinstance(number, torch.SymInt) for number in (*tensor.shape, *tensor.stride(), *shape))
         return kernels[op](tensor, shape) if symbolic else op._op_dk(key, tensor, shape)
 
@@ -331,14 +331,14 @@ def _eager_views() -> Iterator[None]:
 def with_fake_strides(
     strides_of: Callable[[Any, Sequence[Any], Mapping[str, Any]], Any], known: dict[Any, Any]
 ) -> Iterator[None]:
-    """While AOTAutograd traces: fake results of ops have the strides that a function tells.
+    """Give fake results of ops the strides that a function returns, while AOTAutograd traces.
 
-    `FakeTensorMode._dispatch_impl(self, func, types, args, kwargs)` computes what is not in the dictionary
-    `FakeTensorMode.cache`, which is another one meanwhile (2.11, 2.13, 2.14, 2.15).
+    `FakeTensorMode._dispatch_impl(self, func, types, args, kwargs)` computes results that are not in the dictionary
+    `FakeTensorMode.cache`, which is replaced by another one meanwhile (2.11, 2.13, 2.14, 2.15).
 
     Args:
-        strides_of: of an op and its arguments; strides of each output, None for those that stay as they are.
-        known: the cache of results that have those strides, which is added to; {}, or one of the same function.
+        strides_of: called with an op and its arguments; returns strides of each output, None for unchanged ones.
+        known: the cache of results that have those strides, which is extended; {}, or one of the same function.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -371,24 +371,24 @@ def with_fake_strides(
 
 
 def elementwise_strides(*tensors: torch.Tensor) -> tuple[Any, ...]:
-    """The strides of a new result that TensorIterator computes from these operands of one shape (2.11, 2.13, 2.15)."""
+    """Return the strides of a new result that TensorIterator computes from operands of one shape (2.11, 2.13, 2.15)."""
     from torch._prims_common import compute_elementwise_output_strides
 
     return tuple(compute_elementwise_output_strides(*tensors))
 
 
 def _without_minus_one(shape: Sequence[Any], count: Any) -> list[Any]:
-    """The shape with the size that is left to the number of elements worked out."""
+    """Return the shape with a size of -1 replaced by the number that the count of elements determines."""
     known = math.prod(size for size in shape if not (isinstance(size, int) and size == -1))
     return [count // known if isinstance(size, int) and size == -1 else size for size in shape]
 
 
 def strides_of_view(shape: Sequence[Any], strides: Sequence[Any], new: Sequence[Any]) -> list[Any] | None:
-    """The strides of a tensor with elements that is viewed in a new shape; None where only a copy has that shape.
+    """Return the strides of a non-empty tensor that is viewed in a new shape; None if that needs a copy.
 
-    Dimensions that lie in memory as one are taken together, from the last on, and divided anew; a size of 1 at the
+    Dimensions that are contiguous with each other are merged, from the last on, and divided anew; a size of 1 at the
     front of such a group gets the stride of what follows it, as `at::detail::computeStride` gives it. Sizes may be
-    symbolic; where they compare is then guarded.
+    symbolic; comparing them adds guards.
     """
     if not shape:
         return [1] * len(new)
@@ -421,19 +421,19 @@ def compiled_step(
     at_once: bool = False,
     on_fixed: Callable[[BaseException], None] = lambda error: None,
 ) -> Callable[..., Any]:
-    """A function that dynamo captures whole, and hands to a backend.
+    """Return a function that dynamo captures as one graph, and passes to a backend.
 
     `torch.compile(..., fullgraph=True, dynamic=...)`, with three differences. The settings of `capture_settings` hold
     while dynamo traces, and are not touched by a call that finds its graph: `torch._dynamo.optimize` returns an
-    `OptimizeContext` whose `callback` is what a frame without a graph is handed to (2.11, 2.13); `dynamic=False` would
-    change settings at every call. The function has code of its own, and a name, since dynamo counts graphs by code
-    object, and remembers which sizes have changed by file, line and name: models of one class share neither. And where
-    tracing fails with sizes that may change, it is tried with fixed ones, from then on if that works.
+    `OptimizeContext` whose `callback` is called with a frame without a graph (2.11, 2.13); `dynamic=False` would change
+    settings at every call. The function has code of its own, and a name, since dynamo counts graphs by code object, and
+    records which sizes have changed by file, line and name: models of one class share neither. And if tracing fails
+    with sizes that may change, it is tried with fixed ones, from then on if that works.
 
     Args:
-        dynamic: what sizes are taken for, as in torch.compile.
-        at_once: whether some change already in the first call, although `dynamic` is None.
-        on_fixed: is told what failed before sizes were taken as fixed.
+        dynamic: how sizes are treated, as in torch.compile.
+        at_once: whether some sizes change already in the first call, although `dynamic` is None.
+        on_fixed: called with the error that occurred before sizes were fixed.
     """
     import torch._dynamo
 
@@ -454,7 +454,7 @@ def compiled_step(
             return result
         except Exception as error:
             if planning_error(error) is not None:
-                at_once = True  # it was captured, and the next call may be one of other sizes
+                at_once = True  # it was captured, and the next call may have other sizes
                 raise
             if dynamic is False or not (dynamic or at_once):
                 raise
@@ -471,13 +471,13 @@ def compiled_step(
 
 
 def outside_graphs(function: Callable[..., Any], reason: str) -> Callable[..., Any]:
-    """The function, which no other `torch.compile` traces into: `torch.compiler.disable(reason=...)` (2.11, 2.13)."""
+    """Return the function as one that no `torch.compile` traces: `torch.compiler.disable(reason=...)` (2.11, 2.13)."""
     disabled: Callable[..., Any] = torch.compiler.disable(function, reason=reason)
     return disabled
 
 
 def is_traced() -> str | None:
-    """What else records or transforms what is called now: torch.export, fx, jit or torch.func; None: nothing.
+    """Name the tracer or transform around the current call: torch.export, fx, jit or torch.func; None if there is none.
 
     `torch.fx._symbolic_trace.is_fx_symbolic_tracing`, `torch._C._is_tracing` and
     `torch._C._functorch.peek_interpreter_stack` (2.11, 2.13).
@@ -494,7 +494,7 @@ def is_traced() -> str | None:
 
 
 def compiled_frame() -> int | None:
-    """A number of the function that dynamo compiles now, equal when it does so again; None outside of dynamo.
+    """Return a number of the function that dynamo is compiling, equal each time it does so; None outside of dynamo.
 
     `torch._guards.CompileContext.current_compile_id().frame_id` (2.11, 2.13).
     """
@@ -504,16 +504,16 @@ def compiled_frame() -> int | None:
 
 @contextlib.contextmanager
 def capture_settings(dynamic: bool | None = False) -> Iterator[None]:
-    """While tracing: one graph however many there are already, and logging calls that do not break it.
+    """Let dynamo trace one graph however many exist already, and ignore calls to loggers.
 
-    `assume_static_by_default` and `automatic_dynamic_shapes` are what `dynamic` of torch.compile sets: False takes all
+    `assume_static_by_default` and `automatic_dynamic_shapes` are what `dynamic` of torch.compile sets: False treats all
     sizes as fixed, True none, None those that have not changed so far. `use_duck_shape` of
-    `torch.fx.experimental._config` is off: sizes that are equal in the call that is captured (a batch of as many as
-    there are channels) are not taken for equal in others.
+    `torch.fx.experimental._config` is off: sizes that are equal in the captured call (a batch as large as the number of
+    channels) are not assumed to be equal in others.
     `recompile_limit` (2.11, 2.13) counts all graphs of one forward. The setting for logging has had two names
-    (`ignore_logger_methods` before `ignore_logging_functions`): those that exist are set. What others mean:
-    `specialize_float`            off: numbers that are no integers become inputs where they have changed
-    `skip_nnmodule_hook_guards`   off: a hook that is registered later is seen
+    (`ignore_logger_methods` before `ignore_logging_functions`): those that exist are set. The other settings mean:
+    `specialize_float`            off: numbers that are no integers become inputs if they have changed
+    `skip_nnmodule_hook_guards`   off: a hook that is registered later is noticed
     `optimize_ddp`                off: DistributedDataParallel does not split the graph by its buckets
     `trace_autograd_ops`          on: `torch.autograd.grad` inside of forward
     """
@@ -525,7 +525,7 @@ def capture_settings(dynamic: bool | None = False) -> Iterator[None]:
         "accumulated_recompile_limit": 4096,
         "assume_static_by_default": dynamic is not True,
         "automatic_dynamic_shapes": dynamic is not False,
-        "specialize_float": dynamic is True,  # which would make an input of every float
+        "specialize_float": dynamic is True,  # off would make an input of every float
         "skip_nnmodule_hook_guards": False,
         "optimize_ddp": False,
         "trace_autograd_ops": True,
@@ -545,7 +545,7 @@ METRICS = "torch._dynamo.metrics_context"
 
 @contextlib.contextmanager
 def silent(*loggers: str) -> Iterator[None]:
-    """Keep loggers of torch from printing the traceback of an error that is raised, and explained, anyway."""
+    """Keep loggers of torch from printing the traceback of an error that is raised, and explained, in any case."""
     import logging
 
     def nothing(_: logging.LogRecord) -> bool:
@@ -561,9 +561,9 @@ def silent(*loggers: str) -> Iterator[None]:
 
 
 def logging_functions() -> set[Callable[..., Any]]:
-    """Calls that only write a message: `torch._dynamo.config.ignore_logging_functions` skips them.
+    """Return functions that only write a message: `torch._dynamo.config.ignore_logging_functions` skips them.
 
-    Libraries add methods such as `warning_once` to loggers, so the methods are looked up anew each time.
+    Libraries add methods such as `warning_once` to loggers, so the methods are looked up each time.
     """
     import logging
     import warnings
@@ -575,9 +575,9 @@ def logging_functions() -> set[Callable[..., Any]]:
 
 
 def mark_dynamic(tensor: torch.Tensor, dimensions: Iterable[int]) -> None:
-    """Let dynamo take sizes of a tensor as ones that may change, where the model does not fix them.
+    """Let dynamo treat sizes of a tensor as ones that may change, unless the model fixes them.
 
-    `torch._dynamo.maybe_mark_dynamic` (2.11, 2.13). Sizes of 0 and 1 are always captured by themselves.
+    `torch._dynamo.maybe_mark_dynamic` (2.11, 2.13). Sizes of 0 and 1 always get graphs of their own.
     """
     import torch._dynamo
 
@@ -587,20 +587,23 @@ def mark_dynamic(tensor: torch.Tensor, dimensions: Iterable[int]) -> None:
 
 
 def planning_error(error: BaseException) -> FxrematError | None:
-    """Our own error inside dynamo's `BackendCompilerFailed` (2.11, 2.13), or None."""
+    """Return our own error inside dynamo's `BackendCompilerFailed` (2.11, 2.13), or None."""
     inner = getattr(error, "inner_exception", None)
     return inner if isinstance(inner, FxrematError) else None
 
 
 def backend_failure(error: BaseException) -> BaseException | None:
-    """What was raised while a captured graph was differentiated or planned, inside `BackendCompilerFailed` or bare."""
+    """Return the error that differentiating or planning a captured graph raised; None for any other error.
+
+    It is the one inside of dynamo's `BackendCompilerFailed`.
+    """
     from torch._dynamo import exc
 
     return error.inner_exception if isinstance(error, exc.BackendCompilerFailed) else None
 
 
 def needs_data(error: BaseException) -> bool:
-    """Whether tracing failed because a number that it needed depends on data, and dynamo did not say where.
+    """Tell whether tracing failed because it needed a number that depends on data, without saying where.
 
     `torch.fx.experimental.symbolic_shapes.GuardOnDataDependentSymNode` (2.11, 2.13).
     """
@@ -610,10 +613,10 @@ def needs_data(error: BaseException) -> bool:
 
 
 def graph_break_place(error: BaseException) -> str | None:
-    """`file:line in function: code` that dynamo could not trace; None if the error is something else.
+    """Return `file:line in function: code` that dynamo could not trace; None if the error is something else.
 
-    `torch._dynamo.exc.Unsupported` and `UserError` carry `real_stack`, the frames up to there (2.11, 2.13). The last
-    one outside of torch is named.
+    `torch._dynamo.exc.Unsupported` and `UserError` have `real_stack`, the frames up to there (2.11, 2.13). The last
+    frame outside of torch is named.
     """
     from torch._dynamo import exc
 
@@ -623,7 +626,10 @@ def graph_break_place(error: BaseException) -> str | None:
 
 
 def _place(stack: Iterable[Any]) -> str | None:
-    """The last frame outside of torch and Python's own modules, or the last where all are inside; none of fxremat."""
+    """Return the last frame outside of torch and Python's own modules, or the last one if all are inside.
+
+    Frames of fxremat are skipped.
+    """
     torchs, ours, pythons = (os.path.dirname(path) + os.sep for path in (torch.__file__, __file__, os.__file__))
     frames = [frame for frame in stack if not frame.filename.startswith(ours)]
 
@@ -636,17 +642,17 @@ def _place(stack: Iterable[Any]) -> str | None:
 
 
 def allocations(call: Callable[[], T], *, on_host: bool) -> tuple[T, list[int]]:
-    """The result of a call, and the bytes that an allocator gave or, negative, took back, in order.
+    """Return the result of a call, and the bytes that an allocator gave or, negative, took back, in order.
 
-    It is the host's, or CUDA's: no other device's is recorded.
+    The allocator is that of the host or of CUDA; others are not recorded.
 
-    `torch.autograd._enable_profiler_legacy` with `profile_memory` (2.11, 2.13): it records this thread alone, without
-    Kineto, and a session costs some microseconds. A thread that a profiler of the user's records already has to be
-    left alone: see `unprofiled`.
+    `torch.autograd._enable_profiler_legacy` with `profile_memory` (2.11, 2.13): it records only this thread, without
+    Kineto, and a session costs some microseconds. A thread that a user's profiler records already must be left alone:
+    see `unprofiled`.
     """
     from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
 
-    settings: Any = (False, True, False, False, False, _ExperimentalConfig())  # memory alone
+    settings: Any = (False, True, False, False, False, _ExperimentalConfig())  # only memory
     autograd: Any = torch.autograd
     autograd._enable_profiler_legacy(ProfilerConfig(ProfilerState.CPU, *settings))
     try:
@@ -660,21 +666,20 @@ def allocations(call: Callable[[], T], *, on_host: bool) -> tuple[T, list[int]]:
 
 @functools.cache
 def allocates_in_expandable_segments() -> bool:
-    """Tell whether torch's allocator of CUDA has `expandable_segments:True`, as of the first time this is asked.
+    """Tell whether torch's CUDA allocator has `expandable_segments:True`, as of the first call.
 
-    `torch.cuda.memory._snapshot()["allocator_settings"]` (2.11, 2.13) knows what variables of the environment and
-    calls have set; it lists all blocks besides, which takes milliseconds.
+    `torch.cuda.memory._snapshot()["allocator_settings"]` (2.11, 2.13) contains what environment variables and calls
+    have set; it also lists all blocks, which takes milliseconds.
     """
     settings: Any = torch.cuda.memory._snapshot()["allocator_settings"]
     return bool(settings["expandable_segments"])
 
 
 def allocate_in_expandable_segments() -> bool:
-    """Switch `expandable_segments` on in this process, and tell whether the device can.
+    """Turn `expandable_segments` on in this process, and tell whether the device supports it.
 
-    `torch._C._accelerator_setAllocatorSettings` (2.11, 2.13), which may be called at any time: blocks that there are
-    already stay where they are. Memory pools of a user's own are expandable too (2.11, 2.13), so that allocating in a
-    new one asks the driver.
+    `torch._C._accelerator_setAllocatorSettings` (2.11, 2.13) may be called at any time: existing blocks stay where they
+    are. A user's own memory pools are expandable too (2.11, 2.13), so that allocating in a new one asks the driver.
     """
     set_to: Any = torch._C._accelerator_setAllocatorSettings
     set_to("expandable_segments:True")
@@ -689,9 +694,9 @@ def allocate_in_expandable_segments() -> bool:
 
 @contextlib.contextmanager
 def not_compiling() -> Iterator[None]:
-    """While something real runs inside of a compilation: `torch.compiler.is_compiling()` is False, as in a step.
+    """Make `torch.compiler.is_compiling()` False, as in a step, while real ops run inside of a compilation.
 
-    Optimizers ask for it, and allocate otherwise. `torch.compiler._is_compiling_flag` (2.11, 2.13).
+    Optimizers check it, and allocate differently. `torch.compiler._is_compiling_flag` (2.11, 2.13).
     """
     compiler: Any = torch.compiler
     before, compiler._is_compiling_flag = compiler._is_compiling_flag, False
@@ -702,9 +707,9 @@ def not_compiling() -> Iterator[None]:
 
 
 def unprofiled(work: Callable[[], T]) -> T:
-    """`work()`, on another thread where a profiler of the user's records this one: it is neither seen nor disturbed.
+    """Call `work()`, on another thread if a user's profiler records this one: it is neither recorded nor disturbed.
 
-    `torch.autograd._profiler_enabled` (2.11, 2.13); what a profiler records is a thread's own setting.
+    `torch.autograd._profiler_enabled` (2.11, 2.13); profilers record by thread.
     """
     autograd: Any = torch.autograd
     if not autograd._profiler_enabled():
@@ -720,16 +725,16 @@ def unprofiled(work: Callable[[], T]) -> T:
 
 
 def has_data(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is neither fake nor on the meta device: `torch._subclasses.FakeTensor` (2.11, 2.13)."""
+    """Tell whether a tensor is neither fake nor on the meta device: `torch._subclasses.FakeTensor` (2.11, 2.13)."""
     from torch._subclasses import FakeTensor
 
     return not (isinstance(tensor, FakeTensor) or tensor.is_meta)
 
 
 def fake_mode() -> contextlib.AbstractContextManager[Any]:
-    """A mode in which tensors are made without memory, and that computes with real ones as if they had none.
+    """Return a mode that makes tensors without memory, and computes with real ones as if they had none.
 
-    `torch._subclasses.FakeTensorMode` with `allow_non_fake_inputs` (2.11, 2.13). Dynamo takes such tensors for inputs
+    `torch._subclasses.FakeTensorMode` with `allow_non_fake_inputs` (2.11, 2.13). Dynamo accepts such tensors as inputs
     and parameters, and makes fake ones of its own of them.
     """
     from torch._subclasses import FakeTensorMode
@@ -739,10 +744,11 @@ def fake_mode() -> contextlib.AbstractContextManager[Any]:
 
 
 def as_without_fakes(error: Exception) -> Exception | None:
-    """What an error on fake tensors says of real ones; None: nothing, since it is of values or of fake tensors alone.
+    """Return the error on real tensors that an error on fake ones implies; None if it implies none.
 
-    The classes of `torch._subclasses.fake_tensor` (2.11, 2.13, 2.14, 2.15) are no user's; one of devices is a plain
-    RuntimeError in 2.11, `Unhandled FakeTensor Device Propagation for ..., found two different devices cuda:0, cpu`.
+    It implies none if it concerns values or fake tensors alone. The classes of `torch._subclasses.fake_tensor` (2.11,
+    2.13, 2.14, 2.15) are not a user's; an error of devices is a plain RuntimeError in 2.11, `Unhandled FakeTensor
+    Device Propagation for ..., found two different devices cuda:0, cpu`.
     """
     if two := re.search(r"found (?:at least )?two (?:different )?devices,? (\S+?)(?:,| and) ([\w:]+)", str(error)):
         what = f"Expected all tensors to be on the same device, but found at least two devices, {two[1]} and {two[2]}!"
@@ -751,10 +757,10 @@ def as_without_fakes(error: Exception) -> Exception | None:
 
 
 def tensor_places(model: torch.nn.Module) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
-    """Every parameter, buffer and other attribute of a model that is a tensor, with the dictionary that holds it.
+    """Yield the dictionary, name and tensor of every parameter, buffer and other tensor attribute of a model.
 
     `Module._parameters` and `Module._buffers` (2.11, 2.13), which `torch.func.functional_call` writes to as well:
-    setting an attribute would not take a fake tensor for a parameter that is none.
+    setting an attribute would not replace a parameter by a fake tensor that is none.
     """
     for module in model.modules():
         for holder in (module._parameters, module._buffers, vars(module)):
@@ -764,29 +770,29 @@ def tensor_places(model: torch.nn.Module) -> Iterator[tuple[dict[str, Any], str,
 
 
 def children_of(module: torch.nn.Module) -> dict[str, Any]:
-    """The dictionary of a module's children: `Module._modules` (2.11, 2.13, 2.14, 2.15), which may be written to."""
+    """Return the dictionary of a module's children, which may be modified: `Module._modules` (2.11, 2.13 to 2.15)."""
     return module._modules
 
 
 def forward_hooks_of(module: torch.nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
-    """Tables of hooks from before and after forward: `_forward_pre_hooks`, `_forward_hooks` (2.11, 2.13 to 2.15)."""
+    """Return the hooks before and after forward: `_forward_pre_hooks`, `_forward_hooks` (2.11, 2.13 to 2.15)."""
     return module._forward_pre_hooks, module._forward_hooks
 
 
 def backward_hooks_of(module: torch.nn.Module) -> list[Any]:
-    """A module's full backward hooks: the values of `_backward_pre_hooks` and `_backward_hooks` (2.11 to 2.15)."""
+    """Return a module's full backward hooks: values of `_backward_pre_hooks` and `_backward_hooks` (2.11 to 2.15)."""
     return [*module._backward_pre_hooks.values(), *module._backward_hooks.values()]
 
 
 def is_real(value: object) -> bool:
-    """Whether a tensor has data: it is neither fake, nor on the meta device, nor a shell without memory."""
+    """Tell whether a tensor has data: it is neither fake, nor on the meta device, nor a shell without memory."""
     if not isinstance(value, torch.Tensor) or not has_data(value):
         return False
     return value.layout is not torch.strided or value.numel() == 0 or value.untyped_storage().nbytes() > 0
 
 
 def depends_on_data(symbol: object) -> bool:
-    """Whether a symbolic number stands for what only the data tells: a count of non-zeros, or a float of Python's.
+    """Tell whether a symbolic number depends on data: it is a count of non-zeros, or a Python float.
 
     `torch.fx.experimental.symbolic_shapes.free_unbacked_symbols` (2.11, 2.13).
     """
@@ -796,9 +802,9 @@ def depends_on_data(symbol: object) -> bool:
 
 
 def depends_on_float(symbol: object) -> bool:
-    """Whether a symbolic number stands for a float of Python's, or is computed from one.
+    """Tell whether a symbolic number is a Python float, or is computed from one.
 
-    Dynamo takes a float that has changed for an input, a tensor whose `.item()` is a symbol of the kind `SymT.FLOAT`
+    Dynamo turns a float that has changed into an input, a tensor whose `.item()` is a symbol of the kind `SymT.FLOAT`
     (`torch.utils._sympy.symbol`; 2.11, 2.13, 2.14, 2.15).
     """
     from torch.utils._sympy.symbol import SymT, symbol_is_type
@@ -809,7 +815,7 @@ def depends_on_float(symbol: object) -> bool:
 
 
 def is_float(placeholder: fx.Node) -> bool:
-    """Whether an input of dynamo's graph is a float of Python's: a tensor that dynamo makes of it at each call.
+    """Tell whether an input of dynamo's graph is a Python float: a tensor that dynamo makes of it at each call.
 
     Its `meta["grapharg"].source` is a `FloatTensorSource` (2.11, 2.13, 2.14, 2.15).
     """
@@ -817,7 +823,7 @@ def is_float(placeholder: fx.Node) -> bool:
 
 
 def forget_history(graph: fx.Graph) -> None:
-    """Let go of the autograd graph behind what the nodes of dynamo's graph show, with the numbers that it saves.
+    """Release the autograd graph behind the values of the nodes of dynamo's graph, with the numbers that it saves.
 
     `meta["example_value"]` is a fake tensor with a history, whose nodes keep real tensors of the numbers in the code
     (2.13, 2.14, 2.15).
@@ -829,7 +835,7 @@ def forget_history(graph: fx.Graph) -> None:
 
 
 def input_place(primal: fx.Node) -> int | None:
-    """Which input of dynamo's graph a primal of the joint graph is; None for one that AOTAutograd made itself.
+    """Return the index of a primal among the inputs of dynamo's graph; None for one that AOTAutograd made itself.
 
     `meta["desc"]`, a `PlainAOTInput` of `torch._functorch._aot_autograd.descriptors` (2.11, 2.13), has it as `idx`.
     """
@@ -838,25 +844,25 @@ def input_place(primal: fx.Node) -> int | None:
 
 
 def is_symbolic(tensor: torch.Tensor) -> bool:
-    """Whether a fake tensor was made with symbolic sizes, be it such that each has one value alone and shows as an int.
+    """Tell whether a fake tensor was made with symbolic sizes, even if each has only one value and shows as an int.
 
-    `Tensor._has_symbolic_sizes_strides` (2.11, 2.13): such a tensor does not tell its `nbytes`.
+    `Tensor._has_symbolic_sizes_strides` (2.11, 2.13): `nbytes` of such a tensor is not available.
     """
     return bool(tensor._has_symbolic_sizes_strides)
 
 
 def expression_of(symbol: Any) -> Any:
-    """The sympy expression that a backed SymInt, SymFloat or SymBool stands for: `SymNode.expr` (2.11, 2.13)."""
+    """Return the sympy expression of a backed SymInt, SymFloat or SymBool: `SymNode.expr` (2.11, 2.13)."""
     return symbol.node.expr
 
 
 def guards_of(symbol: Any) -> list[Any]:
-    """What tracing found true of sizes, as sympy expressions: the `expr` of `ShapeEnv.guards` (2.11, 2.13)."""
+    """Return what tracing assumed of sizes, as sympy expressions: the `expr` of `ShapeEnv.guards` (2.11, 2.13)."""
     return [guard.expr for guard in symbol.node.shape_env.guards]
 
 
 def largest_of(symbol: Any) -> int | None:
-    """The largest number that a SymInt may be; None where nothing limits it.
+    """Return the largest number that a SymInt may be; None if it is unlimited.
 
     `ShapeEnv.bound_sympy` gives the range of an expression, as sympy numbers or torch's own `int_oo` (2.11, 2.13).
     """
@@ -865,22 +871,22 @@ def largest_of(symbol: Any) -> int | None:
 
 
 def size_now(symbol: Any) -> int:
-    """The number that a SymInt has in the call that is captured: `SymNode.hint` (2.11, 2.13); an int as it is."""
+    """Return the value of a SymInt in the captured call, `SymNode.hint` (2.11, 2.13); return an int unchanged."""
     return symbol if isinstance(symbol, int) else int(symbol.node.hint)
 
 
 def suggested_format(tensor: torch.Tensor) -> torch.memory_format:
-    """The memory format that kernels give a result of this operand: `Tensor::suggest_memory_format` (2.11, 2.13)."""
+    """Return the memory format of kernels' results for this operand: `Tensor::suggest_memory_format` (2.11, 2.13)."""
     from torch._prims_common import suggest_memory_format
 
     return suggest_memory_format(tensor)
 
 
 def cudnn_reserve_bytes(x: torch.Tensor) -> int:
-    """Bytes that cuDNN's BatchNorm of this input hands from its forward to its backward, at the captured sizes.
+    """Return the bytes that cuDNN's BatchNorm of this input passes from forward to backward, at the captured sizes.
 
-    `torch._C._get_cudnn_batch_norm_reserve_space_size` asks cuDNN, and takes fake tensors (2.11, 2.13); 0 where there
-    is no cuDNN, as on a CPU.
+    `torch._C._get_cudnn_batch_norm_reserve_space_size` asks cuDNN, and takes fake tensors (2.11, 2.13); 0 without
+    cuDNN, as on a CPU.
     """
     ask: Any = getattr(torch._C, "_get_cudnn_batch_norm_reserve_space_size", None)
     if ask is None or not x.is_cuda:
@@ -890,10 +896,10 @@ def cudnn_reserve_bytes(x: torch.Tensor) -> int:
 
 
 def fake_like() -> Callable[[torch.Tensor, torch.device], torch.Tensor]:
-    """What makes fake tensors of one mode from tensors on the meta device, which they share the storage with.
+    """Return a function that makes fake tensors of one mode from meta tensors, sharing their storages.
 
-    `torch._subclasses.FakeTensor(mode, meta tensor, device)` (2.11, 2.13); a tenth of the time that making them inside
-    of the mode takes.
+    `torch._subclasses.FakeTensor(mode, meta tensor, device)` (2.11, 2.13); it takes a tenth of the time of making them
+    inside of the mode.
     """
     from torch._subclasses import FakeTensor, FakeTensorMode
 
@@ -902,7 +908,7 @@ def fake_like() -> Callable[[torch.Tensor, torch.device], torch.Tensor]:
 
 
 def graph_module(root: torch.nn.Module, graph: fx.Graph) -> fx.GraphModule:
-    """A module of a graph with the attributes of another, whose code is not generated before it is asked for.
+    """Return a module of a graph with the attributes of another, whose code is generated only when it is needed.
 
     `torch.fx._lazy_graph_module._LazyGraphModule` (2.11, 2.13).
     """
@@ -912,11 +918,10 @@ def graph_module(root: torch.nn.Module, graph: fx.Graph) -> fx.GraphModule:
 
 
 def input_and_dimension(placeholder: fx.Node, names: Sequence[str] = ()) -> tuple[str, int | None]:
-    """The input of the model, and which of its dimensions, that a symbolic number of dynamo's graph is the size of.
+    """Return the model's input and its dimension whose size a symbolic number of dynamo's graph is.
 
-    The dimension is None for an input that is a number itself. Inputs that are handed over by position have one of
-    `names`. `meta["grapharg"].source` is such as `L['args'][0].size()[1]`; `name` is a method in 2.11, a property in
-    2.13.
+    The dimension is None for an input that is a number itself. Inputs that are passed by position have one of `names`.
+    `meta["grapharg"].source` is such as `L['args'][0].size()[1]`; `name` is a method in 2.11, a property in 2.13.
     """
     import re
 
@@ -934,15 +939,15 @@ def input_and_dimension(placeholder: fx.Node, names: Sequence[str] = ()) -> tupl
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """A number that is equal for tensors, fake ones too, that share a storage: `UntypedStorage._cdata` (2.11, 2.13).
+    """Return a number that is equal for tensors, even fake ones, on one storage: `UntypedStorage._cdata` (2.11, 2.13).
 
-    A sparse tensor counts as one that shares nothing: its indices and values are taken to be its own.
+    A sparse tensor counts as one that shares nothing: its indices and values are assumed to be its own.
     """
     return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else -id(tensor)
 
 
 def shell_of(kind: type[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-    """A tensor of a subclass that has the shape, type and device of another, and no memory.
+    """Return a tensor of a subclass with the shape, type and device of another, and no memory.
 
     `torch.Tensor._make_wrapper_subclass` (2.11, 2.13) is what torch's own notes on `__torch_dispatch__` use.
     """
@@ -953,7 +958,7 @@ def shell_of(kind: type[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
 
 
 def without_memory(like: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor of the same layout on a device, whose storage has no bytes.
+    """Return a tensor of the same layout on a device, whose storage has no bytes.
 
     `UntypedStorage.resize_` (2.11, 2.13) is what torch's own sharded training frees parameters with.
     """
@@ -963,12 +968,12 @@ def without_memory(like: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """How often the tensor has been written to: `Tensor._version` (2.11, 2.13), which autograd checks."""
+    """Return how often the tensor has been written to: `Tensor._version` (2.11, 2.13), which autograd checks."""
     return int(tensor._version)
 
 
 def cpu_name() -> str:
-    """The processor's name where the system tells it, else its architecture."""
+    """Return the processor's name if the system shows it, else its architecture."""
     import platform
 
     with contextlib.suppress(OSError), open("/proc/cpuinfo") as lines:
@@ -979,19 +984,19 @@ def cpu_name() -> str:
 
 
 def nnpack_enabled() -> bool:
-    """Whether convolutions may use NNPACK: `torch._C._get_nnpack_enabled` (2.11, 2.13), which has no public name."""
+    """Tell if convolutions may use NNPACK: `torch._C._get_nnpack_enabled` (2.11, 2.13), which has no public name."""
     return bool(torch._C._get_nnpack_enabled())
 
 
 def among_ranks() -> bool:
-    """Whether this process is one of a job of several."""
+    """Tell whether this process is one of several in a job."""
     import torch.distributed as dist
 
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def store_of_job() -> Any:
-    """The key-value store that `init_process_group` was given or made; None where there is no process group.
+    """Return the key-value store of the default process group; None if there is no process group.
 
     `torch.distributed.distributed_c10d._get_default_store` (2.11, 2.13).
     """
@@ -1005,9 +1010,9 @@ def store_of_job() -> Any:
 
 
 def own_connection(store: Any) -> Any:
-    """A second connection to a TCPStore, which no other thread of this process can block; None for other stores.
+    """Return a second connection to a TCPStore, which no other thread of this process can block; None for other stores.
 
-    `Store.clone` is not documented (2.13). Without it every user of the store shares one connection and its lock.
+    `Store.clone` is not documented (2.13). Without it all users of the store share one connection and its lock.
     """
     import torch.distributed
 
@@ -1019,28 +1024,28 @@ def own_connection(store: Any) -> Any:
 
 
 def is_effect_token(placeholder: fx.Node) -> bool:
-    """Whether an input of a joint graph is a token of an op with effects, which has no gradient.
+    """Tell whether an input of a joint graph is a token of an op with effects, which has no gradient.
 
-    AOTAutograd puts them before the caller's inputs, and says so in `meta["desc"]`, a `ForwardTokenAOTInput` of
+    AOTAutograd puts them before the caller's inputs, and marks them in `meta["desc"]`, a `ForwardTokenAOTInput` of
     `torch._functorch._aot_autograd.descriptors` (2.11, 2.13).
     """
     return type(placeholder.meta.get("desc")).__name__ == "ForwardTokenAOTInput"
 
 
 def parameter_name(placeholder: fx.Node) -> str | None:
-    """The name in the model of the parameter that an input of dynamo's graph stands for; None for other inputs."""
+    """Return the name in the model of the parameter that an input of dynamo's graph is; None for other inputs."""
     parts = _path_in_model(placeholder)
     return ".".join(part for _, part in parts) if parts and parts[-1][0] == "parameters" else None
 
 
 def is_state(placeholder: fx.Node) -> bool:
-    """Whether an input of dynamo's graph is a parameter or a buffer of the model."""
+    """Tell whether an input of dynamo's graph is a parameter or a buffer of the model."""
     parts = _path_in_model(placeholder)
     return bool(parts) and parts[-1][0] != "modules"
 
 
 def without_dict(path: str) -> str:
-    """What dynamo writes of a part of a model whose class defines `__getattr__`, as it does of others (2.11, 2.13).
+    """Normalize the path that dynamo writes of a part of a model whose class defines `__getattr__` (2.11, 2.13).
 
     >>> without_dict("L['self'].__dict__['_modules']['base']._parameters['weight']")
     "L['self']._modules['base']._parameters['weight']"
@@ -1049,9 +1054,10 @@ def without_dict(path: str) -> str:
 
 
 def _path_in_model(placeholder: fx.Node) -> list[tuple[str, str]]:
-    """The modules, and the parameter or buffer, that lead to what an input of dynamo's graph stands for.
+    """Return the modules, and the parameter or buffer, on the path to the object that an input of dynamo's graph is.
 
-    `meta["grapharg"].source` is where dynamo found it, such as `L['self']._modules['0']._parameters['weight']`; its
+    `meta["grapharg"].source` is the path by which dynamo found it, as `L['self']._modules['0']._parameters['weight']`;
+    its
     `name` is a method in 2.11 and a property in 2.13. Names are written as `repr` writes them.
     """
     from ast import literal_eval
@@ -1065,17 +1071,17 @@ def _path_in_model(placeholder: fx.Node) -> list[tuple[str, str]]:
 
 
 def copied(graph: fx.Graph) -> fx.Graph:
-    """A copy of a graph with the `meta` of its nodes: `graph_copy` (2.11, 2.13) leaves out that of the output."""
+    """Copy a graph with the `meta` of its nodes: `graph_copy` (2.11, 2.13) leaves out that of the output."""
     copy = fx.Graph()
     copy.output(copy.graph_copy(graph, {})).meta = dict(graph.output_node().meta)
     return copy
 
 
 def memory_order(tensor: torch.Tensor) -> list[int]:
-    """The dimensions of a tensor from the outermost to the innermost in memory, as Inductor orders them.
+    """Return the dimensions of a tensor from the outermost to the innermost in memory, as Inductor orders them.
 
-    `torch._prims_common.compute_elementwise_output_logical_to_physical_perm` (2.11, 2.13), asked of the sizes that the
-    tensor has now: symbolic ones are compared with nothing.
+    `torch._prims_common.compute_elementwise_output_logical_to_physical_perm` (2.11, 2.13), called with the present
+    sizes of the tensor, so that no symbolic size is compared.
     """
     from torch._prims_common import compute_elementwise_output_logical_to_physical_perm
 

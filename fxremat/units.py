@@ -1,4 +1,4 @@
-"""Bytes as people write them, and the forms that a budget can take.
+"""Numbers of bytes as people write them, and the forms of a budget.
 
 parse_bytes("4 GiB") == 4 * 2**30      binary units
 parse_bytes("300MB") == 300 * 10**6    decimal units
@@ -18,9 +18,9 @@ _FACTORS = {
     "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
 }  # fmt: skip
 _AMOUNT = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]+|%)?\s*", re.ASCII)
-_MOST = 2**53  # 8 PiB: up to here a size is exact as a float, too
-_MOST_DIGITS = 400  # of a number in a text; Python refuses to read integers of more than 4,300
-_FEW = 1024  # bytes: a float of less was hardly meant as a number of bytes
+_MOST = 2**53  # 8 PiB: up to this a size is exact as a float, too
+_MOST_DIGITS = 400  # of a number in a text; Python refuses to read integers of more than 4,300 digits
+_FEW = 1024  # bytes: a smaller float was hardly meant as a number of bytes
 
 
 @dataclass(frozen=True)
@@ -32,14 +32,14 @@ class Bytes:
 
 @dataclass(frozen=True)
 class Percent:
-    """A budget as a share of the peak when everything is kept; 60.0 means 60 %."""
+    """A budget as a share of the peak of keep-all; 60.0 means 60 %."""
 
     of_keep_all: float
 
 
 @dataclass(frozen=True)
 class Auto:
-    """A budget of what is free on the device when planning begins."""
+    """A budget of the memory that is free on the device when planning begins."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ Budget = Bytes | Percent | Auto | Least
 
 
 def parse_bytes(size: int | str) -> int:
-    """The number of bytes that `size` means, a whole number above 0, rounded down. Raises `InvalidBudget`."""
+    """Return the number of bytes that `size` means, an integer above 0, rounded down. Raises `InvalidBudget`."""
     if (whole := integer(size)) is not None:
         return _within_limits(whole, size)
     match = _AMOUNT.fullmatch(size) if isinstance(size, str) else None
@@ -67,7 +67,7 @@ def parse_bytes(size: int | str) -> int:
 
 
 def parse_budget(mem: object) -> Budget:
-    """The budget that `mem` means. Raises `InvalidBudget`, with the right forms, for anything else."""
+    """Return the budget that `mem` means. Raises `InvalidBudget`, with the valid forms, for anything else."""
     if isinstance(mem, str):
         if mem.strip().lower() == "auto":
             return Auto()
@@ -89,7 +89,7 @@ def parse_budget(mem: object) -> Budget:
 
 
 def format_bytes(count: int) -> str:
-    """`count` in the largest binary unit that it fills: "365 B", "112.0 MiB", "3.4 GiB"."""
+    """Format `count` in the largest binary unit that it fills: "365 B", "112.0 MiB", "3.4 GiB"."""
     for unit, factor in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if abs(count) >= factor:
             return f"{count / factor:.1f} {unit}"
@@ -97,7 +97,7 @@ def format_bytes(count: int) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """`seconds` in three digits and the unit that fits: "1.03 s", "58.2 ms", "9.11 us".
+    """Format `seconds` with three digits and the unit that fits: "1.03 s", "58.2 ms", "9.11 us".
 
     >>> [format_seconds(seconds) for seconds in (61.04, 0.9999, 0.0582, 9.113e-6, 0.0)]
     ['61 s', '1 s', '58.2 ms', '9.11 us', '0 s']
@@ -109,12 +109,12 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_ratio(part: float, whole: float, form: str) -> str:
-    """`part / whole` in a format; where both are 0 they are equal, and "inf" is more than nothing."""
+    """Format `part / whole`; if both are 0 they are equal, and it is "inf" if only `whole` is 0."""
     return format(part / whole if whole else 1.0 if part == whole else math.inf, form)
 
 
 def integer(given: object) -> int | None:
-    """`given` as an int where it is one, numpy's included; a bool is none."""
+    """Return `given` as an int if it is one, numpy's included; a bool is none."""
     if isinstance(given, bool) or not isinstance(given, Integral):
         return None
     return int(given)
@@ -142,7 +142,7 @@ def _is_share(given: object) -> bool:
 
 
 def _meant(given: object) -> str:
-    """The integer that a float, or a text such as "4e9", was to be; else nothing."""
+    """Return, as the start of a hint, the integer that a float or a text such as "4e9" was meant to be; else ""."""
     try:
         number = float(given) if isinstance(given, float | str) else math.nan
     except ValueError:
@@ -154,7 +154,7 @@ def _meant(given: object) -> str:
 
 
 def shortened(given: object, most: int = 80) -> str:
-    """`repr(given)` for a message, with its middle left out where it is long: input must not fill the screen."""
+    """Return `repr(given)` for a message, with its middle left out if it is long: input must not fill the screen."""
     try:
         text = repr(given[: 2 * most] if isinstance(given, str | bytes) else given)
     except Exception:  # an object that cannot even be shown

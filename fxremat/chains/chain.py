@@ -1,4 +1,4 @@
-"""A model as a chain of blocks: sizes in bytes, times in seconds, checked once at birth.
+"""A model as a chain of blocks: sizes in bytes, times in seconds, checked at construction.
 
     a_l   the value after block l (a_0: the chain's input)      output_bytes, input_bytes
     A_l   all that the backward of block l reads, a_l included,
@@ -26,12 +26,12 @@ _MOST_SECONDS = 1e100  # sums over a schedule stay finite
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """One way to save a block: which set its forward leaves, and what its backward then costs."""
+    """One way to save a block: what its forward saves, and what its backward then costs."""
 
     saved_bytes: int
     backward_time: float
     backward_scratch: int = 0
-    save_scratch: int | None = None  # None: as the block's
+    save_scratch: int | None = None  # None: that of the block
 
     def __post_init__(self) -> None:
         _check_numbers(self)
@@ -47,10 +47,10 @@ class Block:
     output_bytes: int
     saved_bytes: int
     grad_bytes: int = None  # type: ignore[assignment]  # None becomes output_bytes
-    forward_scratch: int = 0  # beyond inputs and outputs, while the forward runs and saves nothing
+    forward_scratch: int = 0  # beyond inputs and outputs, while the forward runs without saving
     backward_scratch: int = 0
     weight_bytes: int = 0
-    weight_grad_bytes: int = 0  # left behind by the backward until the step ends
+    weight_grad_bytes: int = 0  # stored by the backward until the step ends
     held_bytes: int = 0  # held as long as d_l is the stored gradient (and, in the last block, before)
     save_scratch: int = None  # type: ignore[assignment]  # of the forward that saves; None becomes forward_scratch
     options: tuple[Option, ...] = ()  # options 1, 2, ...; option 0 is the block's own numbers
@@ -75,7 +75,7 @@ class Block:
 
     @cached_property
     def choices(self) -> tuple[Option, ...]:
-        """Every option, with option 0, the block's own numbers, in front and no field left open."""
+        """All options, option 0 (the block's own numbers) first, with every default filled in."""
         return (self._own(), *self.options)
 
     def _own(self) -> Option:
@@ -87,7 +87,7 @@ class Block:
         )
 
     def _distinct(self, options: tuple[Option, ...]) -> tuple[Option, ...]:
-        """The options with their defaults filled in, without a leading copy of option 0."""
+        """Return the options with their defaults filled in, without a leading copy of option 0."""
         for option in options:
             if not isinstance(option, Option):
                 raise InvalidChain(f"options holds {shortened(option)}; each must be an Option")
@@ -105,7 +105,7 @@ class Block:
 
 @dataclass(frozen=True, kw_only=True)
 class Chain:
-    """Blocks 1..n and the input they start from.
+    """A chain of blocks 1..n, and the input that they start from.
 
     >>> block = Block(forward_time=1.0, backward_time=2.0, output_bytes=4, saved_bytes=9)
     >>> chain = Chain(blocks=(block, block), input_bytes=4)
@@ -145,7 +145,7 @@ class Chain:
 
     @cached_property
     def phase_sizes(self) -> tuple[int, ...]:
-        """Bytes that phases 0..n hold whatever the schedule: while d_t is the stored gradient,
+        """Bytes that phases 0..n hold whatever the schedule; phase t lasts while d_t is the stored gradient.
 
         phase[t] = d_t + held_t + the weight gradients of the blocks after t.
         """
@@ -159,12 +159,15 @@ class Chain:
 
     @cached_property
     def least_time(self) -> float:
-        """Every forward once and every backward once, at its fastest: no schedule takes less."""
+        """Seconds of every forward and every backward once, at its fastest: a lower bound for all schedules."""
         return math.fsum(b.forward_time + min(o.backward_time for o in b.choices) for b in self.blocks)
 
     @classmethod
     def from_json(cls, source: str | Mapping[str, Any]) -> "Chain":
-        """The chain that a JSON text or its object describes. `InvalidChain` names the block and field."""
+        """Return the chain that a JSON text or object describes.
+
+        Raises `InvalidChain`, which names the block and field.
+        """
         data = _object(source, "a chain")
         entries = data.get("blocks")
         if not isinstance(entries, Sequence) or isinstance(entries, str):
@@ -173,13 +176,13 @@ class Chain:
         return _build(cls, data | {"blocks": blocks})
 
     def to_json(self) -> str:
-        """JSON text whose `from_json` is this chain."""
+        """Return JSON text from which `from_json` makes this chain."""
         return json.dumps(_written(self))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Join:
-    """Chains that meet in a common trunk, or only in the loss."""
+    """Several chains that meet in a common trunk, or only in the loss."""
 
     branches: tuple[Chain, ...]
     trunk: Chain | None = None
@@ -193,7 +196,7 @@ class Join:
 
     @classmethod
     def from_json(cls, source: str | Mapping[str, Any]) -> "Join":
-        """The join that `{"branches": [chain, ...], "trunk": chain or null}` describes."""
+        """Return the join that `{"branches": [chain, ...], "trunk": chain or null}` describes."""
         data = _object(source, "a join")
         branches = data.get("branches")
         if not isinstance(branches, Sequence) or isinstance(branches, str):
@@ -209,7 +212,7 @@ class Join:
         )
 
     def to_json(self) -> str:
-        """JSON text whose `from_json` is this join."""
+        """Return JSON text from which `from_json` makes this join."""
         trunk = None if self.trunk is None else _written(self.trunk)
         return json.dumps({"branches": [_written(branch) for branch in self.branches], "trunk": trunk})
 
@@ -220,7 +223,7 @@ def _default(data: Any, field: str, value: object) -> None:
 
 
 def _check_numbers(data: Any) -> None:
-    """Check every `*_time`, `*_bytes` and `*_scratch` field and store it as float or int."""
+    """Check every `*_time`, `*_bytes` and `*_scratch` field, and store it as float or int."""
     for field in fields(data):
         value = getattr(data, field.name)
         if field.name.endswith("_time"):
@@ -278,7 +281,7 @@ def _read_block(entry: object, place: int) -> Block:
 
 
 def _build(cls: type[_T], data: dict[str, Any]) -> _T:
-    """`cls(**data)`, with an `InvalidChain` for a field that is unknown or missing."""
+    """Return `cls(**data)`. Raises `InvalidChain` for an unknown or missing field."""
     known = {field.name for field in fields(cast(Any, cls))}
     if unknown := sorted(str(key) for key in data.keys() - known):
         raise InvalidChain(f"unknown field {shortened(unknown[0])}; the fields are {', '.join(sorted(known))}")
@@ -288,7 +291,7 @@ def _build(cls: type[_T], data: dict[str, Any]) -> _T:
     return cls(**data)
 
 
-_LEFT_OPEN = {"Option": ("save_scratch",)}  # fields that may be None: whoever holds the data fills them in
+_LEFT_OPEN = {"Option": ("save_scratch",)}  # fields that may be None: the object that holds the data fills them in
 _REQUIRED = {
     "Block": ("forward_time", "backward_time", "output_bytes", "saved_bytes"),
     "Option": ("saved_bytes", "backward_time"),
@@ -297,7 +300,7 @@ _REQUIRED = {
 
 
 def _written(data: Chain | Block | Option) -> dict[str, Any]:
-    """The JSON object of `data`, without empty names and empty lists of options."""
+    """Return the JSON object of `data`, without empty names and empty lists of options."""
     entry: dict[str, Any] = {}
     for field in fields(data):
         value = getattr(data, field.name)

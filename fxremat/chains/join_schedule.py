@@ -1,8 +1,8 @@
 """A schedule of a join as text: the operations of its branches, its trunk and its loss, in order.
 
-    1:Fck3      forward of block 3 of branch 1, and so on for every token of a chain's schedule
+    1:Fck3      forward of block 3 of branch 1; each token of a chain's schedule may follow the colon
     0:Fall1     forward of block 1 of the trunk
-    Loss        where there is no trunk: the last values of all branches become their gradients
+    Loss        without a trunk: the last values of all branches become their gradients
 
 `str(schedule)` joins the tokens with blanks and `JoinSchedule.parse` is its inverse.
 """
@@ -40,7 +40,7 @@ _TOKEN = re.compile(r"(?P<branch>0|[1-9][0-9]{0,8}):(?P<op>\S+)")
 
 @dataclass(frozen=True)
 class JoinSchedule:
-    """Operations in the order they run.
+    """The operations of a join's step, in the order in which they run.
 
     >>> schedule = JoinSchedule.parse("1:Fnone1 2:Fck1 Loss 2:B1")
     >>> str(schedule.ops[1]), str(schedule)
@@ -54,7 +54,7 @@ class JoinSchedule:
 
     @classmethod
     def parse(cls, text: str) -> "JoinSchedule":
-        """The schedule that `text` spells. Raises `InvalidSchedule` that names the first unknown token."""
+        """Return the schedule that `text` spells. Raises `InvalidSchedule`, which names the first unknown token."""
         return cls(tuple(_parse_op(token, place) for place, token in enumerate(text.split(), start=1)))
 
 

@@ -1,4 +1,4 @@
-"""The machine a schedule runs on: its memory and the speed of its copies to and from the host."""
+"""The machine that a schedule runs on: its memory and the speed of its copies to and from the host."""
 
 import math
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from fxremat.units import shortened
 
 @dataclass(frozen=True, kw_only=True)
 class Platform:
-    """Speeds in bytes per second, None or 0 where the machine has no host tier."""
+    """The memory of a device, and the speeds of its link in bytes per second; None or 0 if it has no host tier."""
 
     memory: int | None = None  # bytes of the device
     to_host: float | None = None
@@ -28,5 +28,5 @@ class Platform:
 
     @property
     def linked(self) -> bool:
-        """Whether values can go to the host and come back."""
+        """True if values can go to the host and come back."""
         return bool(self.to_host and self.from_host)

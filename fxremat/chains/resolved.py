@@ -1,7 +1,7 @@
-"""A schedule read against its chain: what runs when, which copy of a value it reads, and how long each stays.
+"""A schedule resolved against its chain: what runs when, which copy of a value it reads, and how long each stays.
 
-Nothing here depends on time. Op c (c = 0, 1, ...) is the c-th forward or backward; tokens that take no time
-belong to the slot before the op that follows them. Places in the order of the schedule are numbered
+Nothing here depends on time. Op c (c = 0, 1, ...) is the c-th forward or backward; tokens that take no time belong to
+the slot before the op that follows them. Places in the order of the schedule are numbered
 
     3c       op c - 1 has ended (c = 0: the step begins)
     3c + 1   the tokens of slot c have been read, op c has not started
@@ -10,9 +10,9 @@ belong to the slot before the op that follows them. Places in the order of the s
 and `ResolvedSchedule.base` is the memory at each of them, if copies to the host took no time and copies from the host
 came as late as the order allows. Timing adds what has not left yet and what has come early.
 
-A value that is offloaded stays readable until the next Pre(v) or recomputation of v: it leaves the device
-when its copy has ended and the last op that reads it has, too. An op that finds its input both as a and as A
-reads the one that is not leaving, and a if there is a choice.
+A value that is offloaded stays readable until the next Pre(v) or recomputation of v: it leaves the device when both its
+copy and the last op that reads it have ended. An op whose input is stored both as a and as A reads the one that is not
+leaving, and a if there is a choice.
 """
 
 from dataclasses import dataclass, field
@@ -25,15 +25,15 @@ from fxremat.errors import InvalidSchedule
 
 @dataclass(eq=False)
 class Stored:
-    """A value on the device, from the place where it is `born` to the one where it is `gone`."""
+    """A value on the device, from the place `born` to the place `gone`."""
 
     size: int
-    option: int  # with which A was saved
+    option: int  # under which A was saved
     born: int
     gone: int = -1  # -1: it stays to the end
-    coming: "LinkCopy | None" = None  # the copy from the host that brings it
-    leaving: "LinkCopy | None" = None  # the copy to the host that it waits for
-    touched: bool = False  # by an op or a token
+    coming: "LinkCopy | None" = None  # the copy from the host that makes it
+    leaving: "LinkCopy | None" = None  # the copy to the host after which it may go
+    touched: bool = False  # True once an op or a token has used it
 
 
 @dataclass(eq=False)
@@ -45,7 +45,7 @@ class LinkCopy:
     stored: Stored
     outward: bool  # to the host
     after: "LinkCopy | None"  # the copy that must have ended before
-    due: int = -1  # from the host: the place at which it must be there
+    due: int = -1  # from the host: the place at which it must have ended
 
 
 @dataclass(frozen=True)
@@ -54,12 +54,12 @@ class OpRun:
 
     token: int
     seconds: float
-    needs: tuple[LinkCopy, ...]  # copies that bring what it reads
+    needs: tuple[LinkCopy, ...]  # copies of what it reads, which must have ended
 
 
 @dataclass(frozen=True)
 class Token:
-    """A drop, or a copy that joins its queue."""
+    """A drop, or a copy that enters its queue."""
 
     token: int
     copy: LinkCopy | None
@@ -68,7 +68,7 @@ class Token:
 
 @dataclass(frozen=True)
 class ResolvedSchedule:
-    """A schedule read against its chain: all that is known before the clock starts."""
+    """A schedule resolved against its chain: all that is known without the clock."""
 
     steps: list[OpRun]
     slots: list[list[Token]]  # one more than there are steps
@@ -77,7 +77,7 @@ class ResolvedSchedule:
 
 
 def read(chain: Chain, schedule: Schedule) -> ResolvedSchedule:
-    """The script of `schedule`. Raises `InvalidSchedule` that names the op and what it lacks."""
+    """Resolve `schedule` against its chain. Raises `InvalidSchedule`, which names the op and what it lacks."""
     reader = _Reader(chain)
     for token, op in enumerate(schedule.ops):
         try:
@@ -113,7 +113,7 @@ class _Reader:
         self.steps: list[OpRun] = []
         self.slots: list[list[Token]] = [[]]
         self.extra: list[int] = []  # bytes of each op beyond what it stores
-        self.turns: list[int] = []  # the steps that are backwards
+        self.turns: list[int] = []  # indices of the steps that are backwards
 
     def take(self, token: int, op: Op) -> None:
         match op:
@@ -139,7 +139,7 @@ class _Reader:
         else:
             value, size, scratch = Value("a", op.block), block.output_bytes, block.forward_scratch
         here = 3 * len(self.steps) + 2
-        needs += self._close(value, here + 1)  # a value computed anew replaces the stored one
+        needs += self._close(value, here + 1)  # a recomputed value replaces the stored one
         self._store(value, Stored(size, op.option, here))
         if op.keep is Keep.NONE:
             needs += self._close(Value("a", op.block - 1), here + 1)
@@ -209,7 +209,7 @@ class _Reader:
         return self._read(min(found, key=lambda value: self.device[value].leaving is not None))
 
     def _read(self, value: Value) -> tuple[LinkCopy, ...]:
-        """Let the next op read a stored value; the copies it has to wait for."""
+        """Let the next op read a stored value; return the copies that the op has to wait for."""
         stored = self.device[value]
         here = 3 * len(self.steps) + 2
         if stored.leaving:
@@ -217,7 +217,7 @@ class _Reader:
         return self._touch(stored, here)
 
     def _close(self, value: Value, gone: int) -> tuple[LinkCopy, ...]:
-        """Take a value off the device, if it is there, from the place `gone` on; the copies to wait for."""
+        """Remove a stored value from the place `gone` on; return the copies to wait for."""
         stored = self.device.pop(value, None)
         if stored is None:
             return ()
@@ -250,7 +250,7 @@ class _Reader:
         return self.chain.blocks[number - 1]
 
     def script(self) -> ResolvedSchedule:
-        """The script, once every op has been taken."""
+        """Return the resolved schedule, after the last op."""
         end = 3 * len(self.steps) + 1
         due = end
         for copy in reversed(self.copies):

@@ -21,7 +21,7 @@ from fxremat.units import shortened
 
 
 class Keep(Enum):
-    """What a forward leaves behind besides its output."""
+    """The values that a forward stores besides its output."""
 
     NONE = "none"
     CHECKPOINT = "ck"
@@ -30,7 +30,7 @@ class Keep(Enum):
 
 @dataclass(frozen=True)
 class Value:
-    """`a`: the value after the block of that index (a0: the chain's input); `A`: all its backward needs."""
+    """`a`: the value after the block of that index (a0: the chain's input); `A`: all that its backward needs."""
 
     kind: Literal["a", "A"]
     index: int
@@ -41,7 +41,7 @@ class Value:
 
 @dataclass(frozen=True)
 class Forward:
-    """Run the forward of `block`; `option` says which save set to keep, and goes with Keep.ALL only."""
+    """The forward of `block`; `option` selects the save set to store, with Keep.ALL only."""
 
     block: int
     keep: Keep = Keep.NONE
@@ -57,7 +57,7 @@ class Forward:
 
 @dataclass(frozen=True)
 class Backward:
-    """Run the backward of `block`."""
+    """The backward of `block`."""
 
     block: int
 
@@ -67,7 +67,7 @@ class Backward:
 
 @dataclass(frozen=True)
 class Drop:
-    """Free a stored value."""
+    """The release of a stored value."""
 
     value: Value
 
@@ -77,7 +77,7 @@ class Drop:
 
 @dataclass(frozen=True)
 class Offload:
-    """Copy a stored value to the host."""
+    """A copy of a stored value to the host."""
 
     value: Value
 
@@ -87,7 +87,7 @@ class Offload:
 
 @dataclass(frozen=True)
 class Prefetch:
-    """Copy a value back from the host."""
+    """A copy of a value back from the host."""
 
     value: Value
 
@@ -113,7 +113,7 @@ _FORMS = "Fck1 Fnone2 Fall3 Fall3[1] B3 Drop(a2) Off(A1) Pre(A1)"
 
 @dataclass(frozen=True)
 class Schedule:
-    """Operations in the order they run.
+    """The operations of a step, in the order in which they run.
 
     >>> schedule = Schedule.parse("Fck1 Fall2 B2 Fall1 B1")
     >>> schedule.ops[1], str(schedule) == "Fck1 Fall2 B2 Fall1 B1"
@@ -127,7 +127,7 @@ class Schedule:
 
     @classmethod
     def parse(cls, text: str) -> "Schedule":
-        """The schedule that `text` spells. Raises `InvalidSchedule` that names the first unknown token."""
+        """Return the schedule that `text` spells. Raises `InvalidSchedule`, which names the first unknown token."""
         return cls(tuple(_parse_op(token, place) for place, token in enumerate(text.split(), start=1)))
 
 

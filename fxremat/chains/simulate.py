@@ -3,22 +3,22 @@
     stored    values a_i and A_i on the device, at first {a_0}
     phase k   the gradient d_k is stored; k = n until B_n has run, in the end k = 0
 
-    op        needs               memory while it runs                        leaves
-    Fnone_l   input l             stored + phase + a_l + scratch              a_l, without a_{l-1}
-    Fck_l     input l             stored + phase + a_l + scratch              a_l
-    Fall_l    input l             stored + phase + A_l[o] + its scratch       A_l[o]
-    B_l       d_l, A_l, input l   stored + phase + d_{l-1} + its scratch      phase l-1, less A_l, a_{l-1}
-    Drop(v)   v                   stored + phase                              all but v
+    op        needs               memory while it runs                        afterwards
+    Fnone_l   input l             stored + phase + a_l + scratch              a_l stored, a_{l-1} freed
+    Fck_l     input l             stored + phase + a_l + scratch              a_l stored
+    Fall_l    input l             stored + phase + A_l[o] + its scratch       A_l[o] stored
+    B_l       d_l, A_l, input l   stored + phase + d_{l-1} + its scratch      phase l-1; A_l and a_{l-1} freed
+    Drop(v)   v                   stored + phase                              v freed
     Off(v)    v                   stored + phase                              v on the host too, and soon only there
     Pre(v)    v on the host       stored + phase                              v on both
 
-"input l" is a_{l-1} or A_{l-1}; what a phase holds is `Chain.phase_sizes`. The peak also counts the end of
-the step, when d_0 and all weight gradients are held. Solvers do not import this file: none grades itself.
+"input l" is a_{l-1} or A_{l-1}; what a phase holds is `Chain.phase_sizes`. The peak also counts the end of the step,
+when d_0 and all weight gradients are held. Solvers do not import this file: none evaluates itself.
 
-Off(v) and Pre(v) join the queue of their direction when the op before them has ended; copies run beneath the
-ops. `resolved.py` says which copy of a value an op reads and how long each stays, `token_clock.py` what waits for
-what. A value on the host stays there: it may be fetched again. Drop(v) frees the device's copy, once no copy
-reads or writes it; a value that is leaving anyway can be dropped, to no effect.
+Off(v) and Pre(v) enter the queue of their direction when the op before them has ended; copies run concurrently with
+ops. `resolved.py` says which copy of a value an op reads and how long each stays, `token_clock.py` what waits for what.
+A value on the host stays there: it may be fetched again. Drop(v) frees the device's copy, once no copy reads or writes
+it; dropping a value that is leaving already has no effect.
 """
 
 from dataclasses import dataclass
@@ -38,22 +38,21 @@ Accounting = Literal["whole", "fluid"]
 
 @dataclass(frozen=True)
 class Timeline:
-    """What a schedule costs; `memory[i]`, `starts[i]` and `ends[i]` belong to `schedule.ops[i]`.
+    """Memory and time of a schedule; `memory[i]`, `starts[i]` and `ends[i]` belong to `schedule.ops[i]`.
 
-    The start of an Off or Pre is that of its copy; its memory is that of the device when its place in the
-    schedule is reached.
+    The start of an Off or Pre is that of its copy; its memory is that of the device when the schedule reaches it.
     """
 
     schedule: Schedule
     peak: int  # bytes
     time: float  # seconds, until the last op and the last copy have ended
-    memory: tuple[int, ...]  # bytes, the most while the op runs, everything stored included
+    memory: tuple[int, ...]  # bytes: the most while the op runs, including all that is stored
     starts: tuple[float, ...]  # seconds from the start of the step
     ends: tuple[float, ...]
     idle: float  # seconds of `time` during which no op runs
     sent: int  # bytes copied to the host
     returned: int  # bytes copied back
-    hidden: float  # share of the copies' seconds that ops run above; 1 where nothing is copied
+    hidden: float  # share of the copies' seconds during which ops run; 1 if nothing is copied
 
     def __str__(self) -> str:
         lines = [f"peak {format_bytes(self.peak)}, time {self.time:.6g} s, {len(self.memory)} operations"]
@@ -76,15 +75,16 @@ def simulate(
     *,
     accounting: Accounting = "whole",
 ) -> Timeline:
-    """Run `schedule` on paper.
+    """Simulate `schedule`: memory at every op, and times.
 
     Args:
-        platform: where `memory` is given, ops and copies wait for room in it, and the peak is no more than
-            that; without it nothing waits. Copies need `to_host` and `from_host`.
-        accounting: whether a value that is copied counts as a whole until or from then on, or in part.
+        platform: if it has a `memory`, ops and copies wait until they fit, and the peak does not exceed it;
+            otherwise nothing waits for memory. Copies need `to_host` and `from_host`.
+        accounting: "whole": a value occupies all of its memory until its copy out ends, and from the start of
+            its copy back; "fluid": it does so in proportion to the bytes that are still to be copied.
 
     Raises:
-        InvalidSchedule: names the op and what it lacks; says deadlock where copies are in the way.
+        InvalidSchedule: names the op and what it lacks; reports a deadlock if copies are in the way.
 
     >>> from fxremat.chains.chain import Block
     >>> block = Block(forward_time=1.0, backward_time=2.0, output_bytes=4, saved_bytes=9)
@@ -93,7 +93,7 @@ def simulate(
     >>> timeline.peak, timeline.time, timeline.memory
     (25, 7.0, (12, 21, 25, 17, 21))
 
-    A copy to the host beneath Fall2, and one back for which B2 waits:
+    A copy to the host during Fall2, and one back for which B2 waits:
 
     >>> chain = Chain(blocks=(block, block, block), input_bytes=4)
     >>> machine = Platform(memory=30, to_host=9.0, from_host=9.0)
@@ -127,7 +127,7 @@ def simulate(
 
 
 def _straight(script: ResolvedSchedule) -> TimedRun:
-    """The clock where there are no copies: one op after the other."""
+    """Return the times of a schedule without copies: one op after the other."""
     memory: list[int] = []
     starts: list[float] = []
     ends: list[float] = []
@@ -165,10 +165,10 @@ def _link(script: ResolvedSchedule, schedule: Schedule, platform: Platform | Non
 
 
 def _check_room(script: ResolvedSchedule, schedule: Schedule, limit: int) -> None:
-    """Raise if memory is too small although copies to the host took no time and those from it came late."""
+    """Raise if memory is too small even with instant copies to the host and copies from it as late as possible."""
     for place, need in enumerate(script.base):
         if need > limit:
-            token = script.steps[max(place - 1, 0) // 3].token  # the last place takes no more than the one before
+            token = script.steps[max(place - 1, 0) // 3].token  # the last place needs no more than the one before
             where = f"op {token + 1}, {schedule.ops[token]}"
             why = "deadlock: even when no copy is left to wait for, " if script.copies else ""
             raise InvalidSchedule(f"{where}: {why}it needs {need} bytes, {need - limit} more than there are")

@@ -4,15 +4,15 @@
     turn       the last values of all branches become their gradients: B1 of the trunk, or Loss
     before it  a branch has no gradient; it holds what its last block holds (Block.held_bytes)
     after it   a branch in phase t holds Chain.phase_sizes[t]
-    trunk      its input is the last value of every branch, a_n or A_n, so `input_bytes` and `input_grad_bytes`
-               of its chain are not read; its weight gradients stay to the end
+    trunk      its input is the last value of every branch, a_n or A_n, so that `input_bytes` and
+               `input_grad_bytes` of its chain are not used; its weight gradients stay to the end
 
-    op         needs               memory while it runs                          leaves
-    Loss       every last value    all + the gradients of every last value       no a_n, the gradients
-    0:B1       the same, A_1       all + the same + its scratch                  the same, less A_1
-    0:Fnone1   every last value    all + a_1 + scratch                           a_1, no a_n
+    op         needs               memory while it runs                          afterwards
+    Loss       every last value    all + the gradients of every last value       the gradients; no a_n
+    0:B1       the same, A_1       all + the same + its scratch                  the same, without A_1
+    0:Fnone1   every last value    all + a_1 + scratch                           a_1; no a_n
 
-and every other op as in simulate.py, where "stored" and "phase" are those of all branches and the trunk.
+and every other op as in simulate.py, where "stored" and "phase" are those of all branches and the trunk together.
 """
 
 from collections.abc import Iterator
@@ -26,16 +26,16 @@ from fxremat.errors import InvalidSchedule
 
 @dataclass(frozen=True)
 class JoinTimeline:
-    """What a schedule costs; `memory[i]` belongs to `schedule.ops[i]`."""
+    """Memory and time of a join's schedule; `memory[i]` belongs to `schedule.ops[i]`."""
 
     schedule: JoinSchedule
     peak: int  # bytes
     time: float  # seconds
-    memory: tuple[int, ...]  # bytes, while the op runs, everything stored included
+    memory: tuple[int, ...]  # bytes while the op runs, including all that is stored
 
 
 def simulate_join(join: Join, schedule: JoinSchedule) -> JoinTimeline:
-    """Run `schedule` on paper. Raises `InvalidSchedule` that names the op and what it lacks.
+    """Simulate `schedule`. Raises `InvalidSchedule`, which names the op and what it lacks.
 
     >>> from fxremat.chains.chain import Block
     >>> block = Block(forward_time=1.0, backward_time=2.0, output_bytes=1, saved_bytes=3)
@@ -64,9 +64,9 @@ class _Branch:
     """The memory of one branch, or of the trunk."""
 
     chain: Chain
-    stored: dict[Value, int] = field(default_factory=dict)  # with the bytes of each
-    options: dict[int, int] = field(default_factory=dict)  # with which A_l was saved
-    phase: int | None = None  # None: its gradient is not there yet
+    stored: dict[Value, int] = field(default_factory=dict)  # value -> its bytes
+    options: dict[int, int] = field(default_factory=dict)  # block -> the option under which A_l was saved
+    phase: int | None = None  # None: it has no gradient yet
     constant: int = 0  # bytes held in this phase
 
     @property
@@ -95,7 +95,7 @@ class _Device:
             self.trunk.enter(len(join.trunk))
 
     def chains(self) -> Iterator[tuple[int, _Branch]]:
-        """Every branch with its number, the trunk first."""
+        """Yield every branch with its number, the trunk first."""
         if self.trunk is not None:
             yield 0, self.trunk
         yield from enumerate(self.branches, start=1)
@@ -105,7 +105,7 @@ class _Device:
         return sum(branch.used for _, branch in self.chains())
 
     def run(self, op: JoinOp) -> tuple[int, float]:
-        """Run one op; the memory while it runs, and its time."""
+        """Run one op; return the memory while it runs, and its seconds."""
         match op:
             case Loss():
                 return self._loss(), 0.0
@@ -179,7 +179,7 @@ class _Device:
         del branch.stored[saved]
         branch.enter(number - 1)
         if first_of_trunk:
-            branch.constant -= branch.chain.input_grad_bytes  # the branches have it
+            branch.constant -= branch.chain.input_grad_bytes  # which the branches hold
             self._turn()
         else:
             self._free_input(branch, number)

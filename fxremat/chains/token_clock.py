@@ -1,23 +1,23 @@
-"""The clock: when the ops of a script run and when its copies do, on a device with a memory limit.
+"""The clock of schedules with copies: when ops and copies run, on a device with a memory limit.
 
-    op                starts when the one before has ended, the copies it needs have ended, and it fits
+    op                starts when the op before and the copies that it needs have ended, and it fits
     copy to host      first in, first out; starts when the value is on the device
-    copy from host    first in, first out; starts when the value is on the host, and when from now to the
-                      op that needs it everything fits beside it, the values that are still leaving included
+    copy from host    first in, first out; starts when the value is on the host and it fits into memory together with
+                      all else, values that are still leaving included, from now to the op that needs it
 
-So a copy from the host never takes memory that an op before its reader needs, and it does no harm to place
-Pre(v) early. It follows that a schedule deadlocks only if `ResolvedSchedule.base` exceeds the limit somewhere: with
-every copy to the host ended and every copy from it as late as possible. It also follows that, with two
-independent directions, more memory or bandwidth never costs time. On one shared bus the copy that joined its
-queue first goes first, if it can start; there more memory may let a copy from the host go before others.
+So a copy from the host never takes memory that an op before its reader needs, and placing Pre(v) early does no harm. It
+follows that a schedule deadlocks only if `ResolvedSchedule.base` exceeds the limit somewhere: with every copy to the
+host ended and every copy from it as late as possible. It also follows that, with two independent directions, more
+memory or bandwidth never costs time. On one shared bus the copy that entered its queue first goes first, if it can
+start; there more memory may let a copy from the host go before others.
 
     whole   a value occupies the device until its copy to the host ends, and from the start of its copy back
-    fluid   it does so in part: memory is released and taken at the speed of the link; an op's input stays whole
+    fluid   it does so in part: memory is released and allocated at the speed of the link; an op's input stays entire
             while the op runs; copies from the host pause where they would take memory that an op needs
 
-The fluid model is the relaxation O.7'' / OR.5 of the thesis (ch. 3-4), which pauses nothing and delays
-copies from the host as long as it can instead: a copy that is early, where it fits, changes no op's start.
-Proposition 1 there: offloading as early as possible is best.
+The fluid model is the relaxation O.7'' / OR.5 of the thesis (ch. 3-4). That one pauses no copy, but delays copies from
+the host as long as it can: a copy that is early, where it fits, changes no op's start. Proposition 1 there: offloading
+as early as possible is best.
 """
 
 from collections import deque
@@ -30,12 +30,12 @@ from fxremat.chains.resolved import LinkCopy, ResolvedSchedule
 from fxremat.chains.schedule import Schedule
 from fxremat.errors import InvalidSchedule
 
-_BYTES = 1e-3  # less than this is rounding
+_BYTES = 1e-3  # smaller differences are rounding
 
 
 @dataclass(frozen=True, kw_only=True)
 class TimedRun:
-    """The times at which everything happened; lists are indexed by token."""
+    """The times of all events; lists are indexed by token."""
 
     time: float
     idle: float
@@ -48,7 +48,7 @@ class TimedRun:
 
 @dataclass(kw_only=True)
 class LinkSpeeds:
-    """The speeds of the two directions, bytes per second."""
+    """The speeds of the two directions, in bytes per second."""
 
     to_host: float
     from_host: float
@@ -57,14 +57,14 @@ class LinkSpeeds:
 
 @dataclass(eq=False)
 class _Flow:
-    """A copy on its way."""
+    """A copy that is under way."""
 
     copy: LinkCopy
     rate: float
     since: float
-    moved: float = 0.0  # at `since`
-    target: float = 0.0  # where it stops or pauses
-    until: float = inf  # when it gets there; inf where it is paused
+    moved: float = 0.0  # bytes at time `since`
+    target: float = 0.0  # bytes at which it stops or pauses
+    until: float = inf  # the time at which it reaches `target`; inf if it is paused
 
     def at(self, time: float) -> float:
         if self.until == inf:
@@ -72,7 +72,7 @@ class _Flow:
         return self.target if time >= self.until else self.moved + (time - self.since) * self.rate
 
     def head_for(self, target: float, time: float) -> None:
-        """Go on to `target` bytes, from now."""
+        """Continue up to `target` bytes, from now on."""
         if target == self.target and self.until < inf:
             return
         self.moved, self.since = self.at(time), time
@@ -84,7 +84,7 @@ class _Flow:
 
 
 def run(script: ResolvedSchedule, schedule: Schedule, limit: int | None, link: LinkSpeeds, *, fluid: bool) -> TimedRun:
-    """Let the clock run. Raises `InvalidSchedule` where nothing can proceed."""
+    """Run the clock over a script. Raises `InvalidSchedule` if nothing can proceed."""
     return _Clock(script, schedule, limit, link, fluid).run()
 
 
@@ -94,7 +94,7 @@ class _Clock:
     ) -> None:
         self.script, self.schedule, self.link, self.fluid = script, schedule, link, fluid
         self.limit: float = inf if limit is None else limit
-        # need[q]: bytes at place q, with all that is leaving still there and what has come early
+        # need[q]: bytes at place q, including what is leaving and what has come early
         self.need = np.array(script.base, dtype=np.int64)
         for copy in script.copies:
             if copy.outward:
@@ -103,7 +103,7 @@ class _Clock:
         self.flows: list[_Flow | None] = [None, None]
         self.done: set[LinkCopy] = set()
         self.time, self.place, self.step = 0.0, 0, 0
-        self.running = inf  # when the op that runs ends; inf: none runs
+        self.running = inf  # the end of the op that runs; inf: none runs
         self.peak = 0.0
         tokens = len(schedule.ops)
         self.memory, self.starts, self.ends = [0.0] * tokens, [0.0] * tokens, [0.0] * tokens
@@ -131,7 +131,7 @@ class _Clock:
         )
 
     def _reach_slot(self) -> None:
-        """An op has ended, or the step begins: read the tokens that follow."""
+        """Process the tokens of a slot, after an op has ended or the step has begun."""
         self._see()
         now = self._used()
         for token in self.script.slots[self.step]:
@@ -144,11 +144,11 @@ class _Clock:
         self._see()
 
     def _used(self) -> float:
-        """Bytes on the device now."""
+        """Return the bytes on the device now."""
         return float(self.need[self.place]) + self._partial(self.place)
 
     def _partial(self, place: int) -> float:
-        """What copies on their way change at a place, beyond `need`."""
+        """Return what unfinished copies change at a place, beyond `need`, in bytes."""
         if not self.fluid:
             return 0.0
         coming, leaving = self.flows
@@ -180,13 +180,13 @@ class _Clock:
         return True
 
     def _excess(self) -> float:
-        """By how many bytes the next op, or what it leaves, does not fit now; not above 0: it fits."""
+        """Return the bytes that the next op, or what follows it, lacks now; not above 0 if it fits."""
         places = (self.place + 1, self.place + 2)
         most = max(float(self.need[place]) + self._partial(place) for place in places) - self.limit
         return most if most > (_BYTES if self.fluid else 0) else 0.0
 
     def _start_copies(self) -> bool:
-        """Start what can start in the two queues; on a shared bus, the copy that joined first."""
+        """Start the copies that can start in the two queues; on a shared bus, the one that entered first."""
         heads = [
             flow.copy.token if flow else queue[0].token if queue else inf
             for flow, queue in zip(self.flows, self.queues, strict=True)
@@ -227,7 +227,7 @@ class _Clock:
         return True
 
     def _room(self, copy: LinkCopy, moved: float) -> float:
-        """How many bytes of a copy may have moved, as things stand."""
+        """Return how many bytes of a copy may have moved, given the memory that ops need."""
         size = copy.stored.size
         if copy.outward:
             return size
@@ -244,7 +244,7 @@ class _Clock:
         return float(event)
 
     def _fits_at(self) -> float:
-        """The time from which the next op fits as the copy to the host makes room; inf if that is not enough."""
+        """Return the time from which the next op fits, as the copy to the host frees memory; inf if it never does."""
         leaving, event = self.flows[1], 0.0
         for place in (self.place + 1, self.place + 2):
             excess = float(self.need[place]) + self._partial(place) - self.limit
@@ -274,7 +274,7 @@ class _Clock:
         self._settle(0)
 
     def _settle(self, way: int) -> None:
-        """Note that a copy has got to where it was heading."""
+        """Record that a copy has reached its target."""
         flow = self.flows[way]
         if flow is None or flow.until > self.time:
             return

@@ -1,8 +1,8 @@
-"""One factor between the sum of the ops' times and the time of a whole step, from running the planned graphs.
+"""One factor between the sum of the ops' times and the time of a whole step, measured by running the planned graphs.
 
 The graphs are functional (AOTAutograd applies updates outside of them), so they run on the user's own inputs and
-parameters without touching the model; what has no data yet is made up. The run needs the memory that the plan says; on
-CUDA it is left out where that, with what is made up, is not free. The factor is cached with the costs.
+parameters without changing the model; missing data is made up. The run needs the memory that the plan predicts; on CUDA
+it is left out if that memory, and that of made-up data, is not free. The factor is cached with the costs.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ from fxremat.units import format_bytes
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
-ROOM = 1.05  # times what a step takes must be free before it is run: the allocator's blocks leave gaps
+ROOM = 1.05  # times what a step needs must be free before it is run: the allocator's blocks leave gaps
 RUNS = 3  # of a step, of which the fastest counts
-TURNS = 6  # of programs that are compared
-CLOSE = 1.1  # times the least seconds of a step: slower programs take no more turns, where steps are long
-FEWEST = 3  # turns of programs that are compared, however long they are
-LONG = 1.0  # seconds of all runs so far, after which two are enough, or that many turns
+TURNS = 6  # runs of each program in a comparison
+CLOSE = 1.1  # times the least seconds of a step: where steps are long, slower programs are not run again
+FEWEST = 3  # runs of each program in a comparison at least, however long they are
+LONG = 1.0  # seconds of all runs so far, after which two are enough, or that many runs of each
 
 
 def calibration(
     program: Program, costs: Costs, inputs: Sequence[Any] = (), ranks: Agreement = ALONE
 ) -> float:
-    """The measured time of a step over the predicted one; 1 where it cannot be measured. Costs a few steps, once.
+    """Return the measured time of a step over the predicted one; 1 if it cannot be measured. Runs a few steps, once.
 
     Args:
-        inputs: what the captured graph was called with.
+        inputs: the arguments of the captured graph.
         ranks: those that run the program together; the factor is that of the slowest.
     """
     joint = captured_of(program.layout.graph)
@@ -72,9 +72,9 @@ def calibration(
 def seconds_of_steps(
     programs: Sequence[Program], costs: Sequence[Costs], inputs: Sequence[Any] = ()
 ) -> list[float] | None:
-    """The least seconds of a few steps of each of some programs, which take turns; None where they cannot run.
+    """Return the least seconds of a few steps of each program, run in turn; None if they cannot run.
 
-    Those of programs that have been compared before are known.
+    Those of programs that were compared before are read from the cache.
     """
     compare = partial(_compared, programs, costs, inputs)
     return remembered("seconds of steps", programs, len(programs), compare)
@@ -102,9 +102,9 @@ def _compared(programs: Sequence[Program], costs: Sequence[Costs], inputs: Seque
 
 
 def peak_of_step(program: Program, costs: Costs, inputs: Sequence[Any] = ()) -> int | None:
-    """Measured peak of one step of a program's graphs, in bytes above its start; None where it cannot be measured.
+    """Return the measured peak of one step of a program's graphs, in bytes above its start; None if it cannot run.
 
-    A loss outside the model is not part of it. That of a program that has run before is known.
+    A loss outside the model is not part of it. That of a program that was run before is read from the cache.
     """
     peak = remembered("peak of one step", [program], 1, partial(_peak, program, costs, inputs))
     return None if peak is None else int(peak[0])
@@ -118,7 +118,7 @@ def _peak(program: Program, costs: Costs, inputs: Sequence[Any]) -> list[float] 
 
 
 def _tried(run: Callable[[], T], device: torch.device) -> T | None:
-    """What running steps gives; None where that fails: the real step says what is wrong, if it is."""
+    """Return the result of running steps; None if that fails, since the real step will report what is wrong."""
     try:
         with quiet_world(device):
             return unprofiled(run)
@@ -143,7 +143,7 @@ def has_room(program: Program, costs: Costs, inputs: Sequence[Any] = ()) -> bool
 
 
 def _run(program: Program, costs: Costs, inputs: Sequence[Any], ranks: Agreement) -> float | None:
-    """Seconds of one step of a program's graphs; None where there is no room for it, or where it fails."""
+    """Return the seconds of one step of a program's graphs; None if memory is too short, or if it fails."""
     alone = len(ranks.ranks) == 1
     made = _Made.of(program, costs, inputs, alone=alone)
     if made is None:
@@ -155,7 +155,7 @@ def _run(program: Program, costs: Costs, inputs: Sequence[Any], ranks: Agreement
             while len(runs) < RUNS and (len(runs) < 2 or not alone or sum(runs) < LONG):
                 ranks.meet("timing a step")
                 runs.append(made.seconds(primals, tangents))
-    except Exception as error:  # no plan fails for want of a factor; the real step says what is wrong, if it is
+    except Exception as error:  # no plan fails for want of a factor; the real step reports what is wrong, if so
         log.debug("calibration failed: %s: %s", type(error).__name__, error)
         if not alone:
             raise
@@ -165,7 +165,7 @@ def _run(program: Program, costs: Costs, inputs: Sequence[Any], ranks: Agreement
 
 @dataclass(frozen=True)
 class _Made:
-    """The graphs of a program, to be run on the user's own inputs and on what is made up."""
+    """The graphs of a program, to be run on the user's own inputs and on made-up data."""
 
     joint: Captured
     given: Mapping[int, torch.Tensor]
@@ -174,7 +174,7 @@ class _Made:
 
     @classmethod
     def of(cls, program: Program, costs: Costs, inputs: Sequence[Any], *, alone: bool) -> _Made | None:
-        """The graphs; None where there is no room for a step."""
+        """Lower a program to its graphs; return None if a step does not fit in the memory that is free."""
         if alone and not has_room(program, costs, inputs):
             return None
         joint = captured_of(program.layout.graph)
@@ -183,11 +183,11 @@ class _Made:
 
     @property
     def device(self) -> torch.device:
-        """Where the step runs."""
+        """The device on which the step runs."""
         return device_of(self.joint)
 
     def arguments(self) -> tuple[list[Any], list[Any]]:
-        """The primals and the tangents, made up where nothing is given."""
+        """Return the primals and the tangents, made up where no data is given."""
         joint, given = self.joint, self.given
         primals = [
             given[value].detach() if (value := joint.value_of[node]) in given else weights_like(node)
@@ -212,7 +212,7 @@ class _Made:
         del gradients, held
 
     def seconds(self, primals: Sequence[Any], tangents: Sequence[Any]) -> float:
-        """Seconds of one step."""
+        """Return the seconds of one step."""
         start = time.perf_counter()
         self.step(primals, tangents)
         return time.perf_counter() - start

@@ -3,11 +3,11 @@
     given       parameters, buffers and inputs that the step reads
     state       of the optimizer
     the larger of
-        peak        of forward and backward: activations, temporaries and the new gradients, which `mem` bounds
-        stepping    gradients, and what the optimizer allocates while it steps
+      peak        of forward and backward: activations, temporaries and the new gradients, which `mem` bounds
+      stepping    gradients, and what the optimizer allocates while it steps
 
-Gradients are alive in both moments, and counted once in each. Where those of earlier micro-batches are kept meanwhile
-(gradient accumulation), they come on top.
+Gradients are alive in both phases, and counted once in each. Where those of earlier micro-batches are kept meanwhile
+(gradient accumulation), their bytes are added.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 }
 """The optimizers that can be named, with the settings that decide what they keep."""
 
-USUAL = "adamw"  # the optimizer that is taken for granted where none is named
-SAMPLE = 1 << 16  # elements of a parameter whose update is looked at
+USUAL = "adamw"  # the optimizer that is assumed if none is named
+SAMPLE = 1 << 16  # elements of a parameter whose update is measured
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,26 +53,26 @@ class DeviceMemory:
 
     @property
     def total(self) -> int:
-        """Bytes of the device; the largest number where its memory is not stated."""
+        """Bytes of the device; a very large number if its memory is not stated."""
         return 2**62 if self.device.memory is None else self.device.memory
 
     @property
     def margin(self) -> int:
-        """Bytes that driver, context and the allocator's fragments may take."""
+        """Bytes that driver, context and the allocator's fragments may occupy."""
         return int(AUTO_MARGIN * self.total)
 
     @property
     def free(self) -> int:
-        """Bytes left for the peak of a step. Less than 0: nothing is, and so much is missing."""
+        """Bytes left for the peak of a step; below 0: the bytes that are missing."""
         return self.total - self.given - self.state
 
     @property
     def auto(self) -> int:
-        """The budget that mem="auto" means on this device."""
+        """The budget of mem="auto" on this device, in bytes."""
         return self.free - self.margin
 
     def left(self, peak: int) -> int:
-        """Return the bytes that a step of this peak leaves free. Less than 0: so much is missing."""
+        """Return the bytes that a step of this peak leaves free; below 0: the bytes that are missing."""
         return self.free - max(peak, self.stepping)
 
     def fits(self, peak: int) -> str:
@@ -90,7 +90,7 @@ class DeviceMemory:
         )
 
     def shortage(self, least: int) -> str:
-        """Why a step whose least budget is this does not fit, for messages."""
+        """Explain, for an error message, why a step with this least budget does not fit."""
         return (
             f"{self.device} has {format_bytes(self.total)}: {self}, and {format_bytes(self.margin)} for driver, "
             f"context and fragments leave {format_bytes(max(0, self.auto))}, and the step takes {format_bytes(least)} "
@@ -98,7 +98,7 @@ class DeviceMemory:
         )
 
     def facts(self, *, budget: int, peak: int, least: int) -> Iterator[tuple[str, str]]:
-        """What to say of a plan on this device, with a label."""
+        """Yield what a plan prints about this device, as (label, text)."""
         yield "memory", format_bytes(self.total)
         yield "held", str(self)
         if budget > self.total:
@@ -110,7 +110,7 @@ class DeviceMemory:
         yield "fits", self._answer(peak, least)
 
     def _answer(self, peak: int, least: int) -> str:
-        """Whether the planned peak fits, and if not, whether a lower one would."""
+        """Tell whether the planned peak fits, and if not, whether a lower one would."""
         left, at_least = self.left(peak), self.left(least)
         if left >= self.margin:
             return f"yes: {format_bytes(left)} left beside the planned {format_bytes(peak)}"
@@ -126,9 +126,10 @@ class DeviceMemory:
 
 
 def memory_on(device: Device, joint: Captured, optimizer: torch.optim.Optimizer | str | None) -> DeviceMemory:
-    """Return how a device's memory is divided where it trains the parameters of a joint graph.
+    """Return how a device's memory is divided while it trains the parameters of a joint graph.
 
-    Where the step updates its weights itself, these, their gradients and their state are in its peak, and not here.
+    If the step updates its weights itself, these, their gradients and their state are part of its peak, and not counted
+    here.
 
     Args:
         optimizer: of these parameters; None: `USUAL`.
@@ -157,14 +158,14 @@ def memory_on(device: Device, joint: Captured, optimizer: torch.optim.Optimizer 
 
 
 def _trained(joint: Captured) -> list[fx.Node]:
-    """The parameters that get a gradient; where none has a name, whatever gets one."""
+    """Return the parameters that get a gradient; if none has a name, all inputs that get one."""
     pairs = zip(inputs_of(joint), joint.backward_outputs, strict=False)
     found = [node for node, gradient in pairs if isinstance(gradient, fx.Node)]
     return [node for node in found if parameter_of(node)] or found
 
 
 def _described(optimizer: torch.optim.Optimizer | str) -> tuple[Any, tuple[Any, ...]]:
-    """The class of an optimizer, and its settings in a form that can be remembered."""
+    """Return the class of an optimizer, and its settings in a hashable form."""
     if isinstance(optimizer, str):
         kind, settings = OPTIMIZERS[optimizer.lower()]
     else:
@@ -174,7 +175,7 @@ def _described(optimizer: torch.optim.Optimizer | str) -> tuple[Any, tuple[Any, 
 
 @lru_cache
 def _copies(kind: Any, settings: tuple[Any, ...], dtype: torch.dtype) -> tuple[float, float]:
-    """How many copies of a parameter its state is, and how many more are allocated while all are updated at once.
+    """Return how many copies of a parameter its state is, and how many more one update of all allocates.
 
     Both are those of a step of PyTorch's own optimizer, with `foreach` as it is the default on CUDA.
     """

@@ -22,27 +22,27 @@ if TYPE_CHECKING:
     import torch
 
 PCIE_3, PCIE_4, PCIE_5 = 12e9, 24e9, 50e9
-"""Bytes a second that a copy of pinned memory reaches one way, of the 15.8, 31.5 and 63.0 GB/s of sixteen lanes."""
+"""Bytes per second that a copy of pinned memory reaches one way, of the 15.8, 31.5 and 63.0 GB/s of sixteen lanes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """What a device can do: the data sheet's rates, and the memory that its driver reports."""
+    """A description of a device: the data sheet's rates, and the memory that its driver reports."""
 
     name: str
     flops: float  # a second, fp32 matrix products
     half_flops: float  # a second, fp16 and bf16 matrix products, dense
     bandwidth: float  # bytes a second, device memory
-    launch: float = 5e-6  # seconds that any op takes
+    launch: float = 5e-6  # seconds of overhead of any op
     link: float = PCIE_3  # bytes a second to the host, and as many back
     network: float | None = None  # bytes a second to other devices of a job, and as many back; None: as `link`
-    latency: float = 20e-6  # seconds that any collective takes
+    latency: float = 20e-6  # seconds of overhead of any collective
     tf32_flops: float | None = None  # a second, fp32 convolutions, dense; None: as many as `flops`
     bf16_flops: float | None = None  # a second, where they differ from those of fp16; None: as many as `half_flops`
     memory: int | None = None  # bytes; None: not stated
     cuda: bool = True  # runs CUDA's kernels (or ROCm's of the same names), and allocates in blocks as CUDA does
     flash: bool = True  # has the flash attention kernels, in half precision; else the memory-efficient ones
-    cudnn_attention: int | None = None  # takes cuDNN's first, for heads up to so wide before PyTorch 2.14; None: never
+    cudnn_attention: int | None = None  # prefers cuDNN's, for heads up to this width before PyTorch 2.14; None: never
     source: str = ""  # where these numbers are stated
 
     def __str__(self) -> str:
@@ -50,21 +50,21 @@ class Device:
 
     @property
     def torch_device(self) -> torch.device:
-        """A device of PyTorch whose kind this is of."""
-        import torch  # here alone: `fxremat devices` lists without it
+        """A PyTorch device of this kind."""
+        import torch  # only here: `fxremat devices` lists without torch
 
         return torch.device("cuda" if self.cuda else "cpu")
 
     @classmethod
     def like(cls, device: torch.device) -> Device:
-        """Return the description that stands for a device of PyTorch whose numbers are not known."""
+        """Return the description that is used for a PyTorch device whose numbers are not known."""
         return cls.named("cpu" if device.type == "cpu" else "cuda")
 
     @classmethod
     def named(cls, name: str | Device) -> Device:
-        """Return a known device, or the description given. Case, spaces, dashes and the maker's name do not matter.
+        """Return a known device by name, or a description unchanged.
 
-        Raises `FxrematError` with the known names.
+        Case, spaces, dashes and the maker's name do not matter. Raises `FxrematError` with the known names.
 
         >>> [Device.named(name).name for name in ("RTX 4090", "rtx-4090", "4090", "NVIDIA GeForce RTX 4090")]
         ['RTX-4090', 'RTX-4090', 'RTX-4090', 'RTX-4090']
@@ -85,7 +85,7 @@ class Device:
 
 
 def _key(name: str) -> str:
-    """The letters and digits of a device's name, without those that only name its maker and product line."""
+    """Return the letters and digits of a device's name, without those that only name its maker and product line."""
     return re.sub(r"[^a-z0-9]|nvidia|geforce|tesla|amd|instinct|rtx", "", name.lower())
 
 

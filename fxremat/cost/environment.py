@@ -1,7 +1,8 @@
-"""Everything that decides how long an op takes and what workspace it needs, beside the op itself.
+"""All that determines how long an op runs and what workspace it needs, apart from the op itself.
 
-A cost measured in one environment says nothing about another: with oneDNN off a convolution takes other workspaces,
-with cudnn.benchmark on another algorithm, with fewer threads more time. So each environment has costs of its own.
+A cost measured in one environment says nothing about another: with oneDNN off a convolution needs other workspaces,
+with cudnn.benchmark on it uses another algorithm, with fewer threads it is slower. So each environment has its own
+costs.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ import torch
 from fxremat.device import device_name, kind_of
 from fxremat.torch_private import nnpack_enabled
 
-MEASURING = 2  # of fxremat's own measuring: raise it when `measure`, `calibrate` or the key of an op changes
+MEASURING = 2  # version of fxremat's own measuring: raise it when `measure`, `calibrate` or the key of an op changes
 
-VARIABLES = (  # of the process's environment, that libraries read when they choose a kernel or its workspace
+VARIABLES = (  # environment variables that libraries read when they choose a kernel or its workspace
     *("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR"),
     *("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE", "NVIDIA_TF32_OVERRIDE", "CUDA_LAUNCH_BLOCKING"),
     *("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_NO_CUDA_MEMORY_CACHING"),
@@ -36,7 +37,7 @@ Settings = dict[str, Any]
 
 
 def environment(device: torch.device) -> Settings:
-    """The environment of a device, as JSON can write it."""
+    """Return the environment of a device, in a form that JSON can represent."""
     found = {"measuring": MEASURING, "device": device_name(device)} | software() | switches()
     if kind_of(device).of_cuda:
         found |= cuda_switches() | cuda_hardware(device)
@@ -44,14 +45,14 @@ def environment(device: torch.device) -> Settings:
 
 
 def name_of(found: Mapping[str, Any]) -> str:
-    """A file name that is equal for equal environments, and begins with what a person would look for."""
+    """Return a file name that is equal for equal environments, and begins with readable parts."""
     text = f"{found['device']}-torch{found['torch']}-{found['threads']}threads"
     digest = hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
     return f"{re.sub(r'[^A-Za-z0-9.+-]+', '_', text)}-{digest[:16]}"
 
 
 def software() -> Settings:
-    """Versions, and variables that libraries read."""
+    """Return versions, and the variables that libraries read."""
     return {
         "torch": str(torch.__version__),
         "git": torch.version.git_version,
@@ -61,7 +62,7 @@ def software() -> Settings:
 
 
 def switches() -> Settings:
-    """What a program may switch, for ops on any device."""
+    """Return the settings that a program may change, for ops on any device."""
     backends: Any = torch.backends
     mkldnn, utils = backends.mkldnn, cast(Any, torch.utils)
     return _read_all(
@@ -85,7 +86,7 @@ def switches() -> Settings:
 
 
 def cuda_switches() -> Settings:
-    """What a program may switch, for ops on CUDA devices."""
+    """Return the settings that a program may change, for ops on CUDA devices."""
     backends: Any = torch.backends
     cudnn, cuda, matmul = backends.cudnn, backends.cuda, backends.cuda.matmul
     return _read_all(
@@ -117,7 +118,7 @@ def cuda_switches() -> Settings:
 
 
 def cuda_hardware(device: torch.device) -> Settings:
-    """The device, or the slice of one that this process sees, and what drives it."""
+    """Return the properties of the device, or of the slice of one that this process sees, and of its driver."""
     properties = torch.cuda.get_device_properties(device)
     return {
         "bytes": properties.total_memory,
@@ -126,20 +127,20 @@ def cuda_hardware(device: torch.device) -> Settings:
         "driver": driver_version(),
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
-        "cudnn version": _read(torch.backends.cudnn.version),  # raises where torch was built for another one
+        "cudnn version": _read(torch.backends.cudnn.version),  # raises if torch was built for another version
         "allocator": torch.cuda.get_allocator_backend(),
     }
 
 
 def driver_version() -> str:
-    """The NVIDIA driver's version line; "" where the system does not tell it."""
+    """Return the NVIDIA driver's version line; "" if the system does not show it."""
     with contextlib.suppress(OSError):
         return DRIVER.read_text(errors="replace").partition("\n")[0]
     return ""
 
 
 def flushes_denormals() -> bool:
-    """Whether this thread's arithmetic takes denormal numbers for 0: torch can set that and not tell it."""
+    """Tell whether this thread's arithmetic treats denormal numbers as 0, which torch can set but not read."""
     least = sys.float_info.min
     return least * 0.5 == 0.0
 
@@ -149,7 +150,7 @@ def _read_all(readers: Mapping[str, Callable[[], Any]]) -> Settings:
 
 
 def _read(reader: Callable[[], Any]) -> Any:
-    """A setting; "unreadable" where this torch has none of the name, or a program mixed its old and new names."""
+    """Return a setting; "unreadable" if this torch lacks it, or a program mixed its old and new names."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with contextlib.suppress(AttributeError, RuntimeError):

@@ -2,12 +2,12 @@
 
     seconds(op) = launch + max(flops / reached flops of the dtype, bytes read and written / reached bandwidth)
 
-The roofline model. Flops are those of torch's own formulas (`torch.utils.flop_counter`); an op without a formula
-is bound by memory. Batch normalization in training reads what it normalizes twice, first for the statistics.
-Views cost nothing. A collective takes a latency, and what each rank sends over the bandwidth between them. Workspaces
-are known for few ops: what linear algebra and Fourier transforms copy, a CPU's convolutions, which bring what they read
-and write into a layout of their own, the halves of a CPU's BatchNorms, and CUDA's flash attention, whose backward adds
-up in float32. For others they count as nothing. Sizes are rounded as the device's allocator does.
+The roofline model. Flops are those of torch's own formulas (`torch.utils.flop_counter`); an op without a formula is
+bound by memory. Batch normalization in training reads its input twice, first for the statistics. Views cost nothing. A
+collective costs a latency, and the bytes that each rank sends over the bandwidth between them. Workspaces are known for
+few ops: copies made by linear algebra and Fourier transforms; a CPU's convolutions, which copy inputs and outputs into
+a layout of their own; the halves of a CPU's BatchNorms; and CUDA's flash attention, whose backward adds up in float32.
+For others they count as 0. Sizes are rounded as the device's allocator does.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ TWICE = (
     torch.ops.fxremat.cudnn_batch_norm_backward,
 )
 COPYING = ("linalg_", "_linalg_", "lu_", "cholesky", "triangular_solve", "_fft_", "ormqr", "orgqr", "geqrf")
-"""How the names of ops begin that copy what they read and write once, at most."""
-MATRIX_EXP = 12  # copies of its input that a matrix exponential works with
+"""Prefixes of the names of ops that copy what they read and write once, at most."""
+MATRIX_EXP = 12  # copies of its input that a matrix exponential allocates
 CHANNEL_BLOCK = 16
-WRAPPED = 16  # bytes that a CPU's kernels take for a number which they read as a tensor (a factor, a count)
-SMALL = 1024  # bytes of pivots, flags and scalars beside such copies
+WRAPPED = 16  # bytes that a CPU's kernels allocate for a number that they read as a tensor (a factor, a count)
+SMALL = 1024  # bytes of pivots, flags and scalars in addition to such copies
 CPU_ATTENTION = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: torch.ops.aten._scaled_dot_product_flash_attention,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
@@ -54,9 +54,9 @@ CPU_ATTENTION = {
 }
 FLASH_BACKWARD = (
     torch.ops.aten._scaled_dot_product_flash_attention_backward,
-    torch.ops.aten._scaled_dot_product_cudnn_attention_backward,  # whose workspace is not stated: as much is assumed
+    torch.ops.aten._scaled_dot_product_cudnn_attention_backward,  # its workspace is not stated, so the same is assumed
 )
-ATTENTION = {  # what CUDA's attention kernels are called
+ATTENTION = {  # names of CUDA's attention kernels
     torch.ops.aten._scaled_dot_product_cudnn_attention: "cuDNN's attention",
     torch.ops.aten._scaled_dot_product_flash_attention: "flash attention",
     torch.ops.aten._scaled_dot_product_efficient_attention: "memory-efficient attention",
@@ -65,16 +65,16 @@ CONVOLUTIONS = (torch.ops.aten.convolution, torch.ops.aten.convolution_backward)
 
 
 def estimate(joint: Captured, device: Device, fresh: frozenset[int] = frozenset()) -> Costs:
-    """Estimate every op by a roofline. O(ops); nothing is run, no memory is taken.
+    """Estimate every op by a roofline. O(ops); nothing is run or allocated.
 
     Args:
-        fresh: ops that make a new result where they might overwrite an operand.
+        fresh: ops that must allocate their result instead of overwriting an operand.
     """
     return costs_from(joint, [cost_of(op, joint, device) for op in joint.ops], device.torch_device, fresh)
 
 
 def assumptions(joint: Captured, device: Device) -> str:
-    """What an estimate takes for granted of a device that the step was not captured on; "" where it was."""
+    """Return what an estimate assumes of a device that the step was not captured on; "" if it was captured on it."""
     if not device.cuda or device_of(joint).type != "cpu":
         return ""
     found = dict.fromkeys(ATTENTION[packet] for node in joint.nodes if (packet := _packet(node)) in ATTENTION)
@@ -83,10 +83,10 @@ def assumptions(joint: Captured, device: Device) -> str:
 
 
 def cost_of(op: Op, joint: Captured, device: Device, *, safe: bool = False) -> OpCost:
-    """The estimated cost of one op.
+    """Return the estimated cost of one op.
 
     Args:
-        safe: for an op that could not be measured among others that were: let its workspace be as large as all that it
+        safe: for an op that could not be measured while others were: let its workspace be as large as all that it
             reads and writes, so that the budget holds.
     """
     node = joint.nodes[op.index]
@@ -109,7 +109,7 @@ def _seconds_of(node: fx.Node, device: Device, read: int, written: int) -> float
 
 
 def _cost_of_slices(target: Sliced, device: Device) -> OpCost:
-    """The cost of a region in slices: as many times a slice's ops, and the workspace of one slice."""
+    """Return the cost of a region in slices: those of all slices' ops, with the workspace of one slice."""
     seconds, largest = 0.0, 0
     for node in target.nodes():
         read, written = sum(_bytes(parent) for parent in node.all_input_nodes), _bytes(node)
@@ -119,9 +119,9 @@ def _cost_of_slices(target: Sliced, device: Device) -> OpCost:
 
 
 def _sent(node: fx.Node, read: int, written: int) -> float:
-    """Bytes that each rank sends in a collective, by the best algorithms: all but its own share of the whole.
+    """Return the bytes that each rank sends in a collective, by the best algorithms: all but its own share.
 
-    A reduction whose result all ranks get is one that each gets a part of, and a gather.
+    An all-reduce is a reduce-scatter and a gather.
     """
     ranks = max((group.size() for name in groups_of(node) if (group := group_named(name))), default=2)
     rounds = 2 if "all_reduce" in str(node.target) else 1
@@ -129,7 +129,7 @@ def _sent(node: fx.Node, read: int, written: int) -> float:
 
 
 def _rate(node: fx.Node, device: Device) -> float:
-    """The device's peak flops for the type that the op computes in."""
+    """Return the device's peak flops for the type that the op computes in."""
     types = {tensor.dtype for tensor in tensors_of(node) if tensor is not None}
     if torch.bfloat16 in types and device.bf16_flops is not None:
         return device.bf16_flops
@@ -144,13 +144,13 @@ def _workspace(node: fx.Node, device: Device, read: int, written: int) -> int:
         return MATRIX_EXP * read + SMALL
     if name.startswith(COPYING):
         return read + written + SMALL
-    if name.startswith("_embedding_bag") and "backward" in name:  # gathers the bags that are not empty
+    if name.startswith("_embedding_bag") and "backward" in name:  # it gathers the bags that are not empty
         return 3 * _bytes(cast(fx.Node, node.args[0])) + read + SMALL
     if device.cuda:
         return _flash_workspace(node) if _packet(node) in FLASH_BACKWARD else 0
-    if name == "batch_statistics" and node.args[5]:  # the output of the whole, running statistics, scale and shift
+    if name == "batch_statistics" and node.args[5]:  # BatchNorm's output, running statistics, scale and shift
         return _bytes(cast(fx.Node, node.args[0])) + 6 * _channel_bytes(node)
-    if name == "batch_normalized":  # the factor and a variance that it hands in, scale and shift
+    if name == "batch_normalized":  # the factor and a variance that it passes, scale and shift
         return 4 * _channel_bytes(cast(fx.Node, node.args[3]))
     if name in ("native_dropout", "native_dropout_backward"):  # the mask as numbers
         return _bytes(cast(fx.Node, node.args[0])) + WRAPPED
@@ -160,13 +160,13 @@ def _workspace(node: fx.Node, device: Device, read: int, written: int) -> int:
 
 
 def _channel_bytes(statistics: fx.Node) -> int:
-    """Bytes of a number for each channel."""
+    """Return the bytes of one number for each channel."""
     first = tensors_of(statistics)[0]
     return 0 if first is None else first.numel() * first.element_size()
 
 
 def _flash_workspace(node: fx.Node) -> int:
-    """What the backward of CUDA's flash attention takes: float32 sums for the query's gradient, and row sums.
+    """Return the workspace of CUDA's flash attention's backward: float32 sums for the query's gradient, and row sums.
 
     Sizes are rounded up to tiles of 128 rows and 32 columns. Where several heads share a key, their gradients of keys
     and values are added up afterwards. `mha_bwd` in aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp.
@@ -183,16 +183,16 @@ def _rounded(size: int, step: int) -> int:
 
 
 def _outputs(node: fx.Node) -> tuple[int, ...]:
-    """Bytes of the outputs' storages where they are more than their shapes need; else empty.
+    """Return the bytes of the outputs' storages if they are more than their shapes need; else an empty tuple.
 
-    `copy` into a view (functionalized from `y[0] = x`) clones the whole storage behind the view.
+    `copy` into a view (functionalized from `y[0] = x`) clones the entire storage behind the view.
     """
     target = node.args[0] if node.target is torch.ops.aten.copy.default else None
     return (storage_bytes(target.meta["val"]),) if isinstance(target, fx.Node) else ()
 
 
 def _blocked(tensor: torch.Tensor) -> int:
-    """Bytes of a tensor in the layout of a CPU's convolutions, whose channels come in blocks."""
+    """Return the bytes of a tensor in the layout of a CPU's convolutions, whose channels come in blocks."""
     size = tensor.numel() * tensor.element_size()
     channels = tensor.shape[1] if tensor.dim() > 1 else 0
     return size // channels * (-(-channels // CHANNEL_BLOCK) * CHANNEL_BLOCK) if channels else size
@@ -207,7 +207,7 @@ def _packet(node: fx.Node) -> Any:
 
 
 def flops_of(node: fx.Node) -> float:
-    """Floating-point operations of one op; 0 where torch has no formula for it."""
+    """Return the floating-point operations of one op; 0 if torch has no formula for it."""
     packet = _packet(node)
     formula: Callable[..., Any] | None = flop_registry.get(CPU_ATTENTION.get(packet, packet))
     if formula is None:

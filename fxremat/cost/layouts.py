@@ -1,7 +1,8 @@
-"""How the results of ops really lie in memory, as the measuring walk sees it.
+"""The real memory layouts of the results of ops, as the measuring walk observes them.
 
-Fake tensors tell strides that are not always those of the kernels. That matters where the traced step takes a view
-that the real result does not allow: the step has to be traced again, by what was observed (`runtime.real_layouts`).
+The strides of fake tensors are not always those of the kernels' results. That matters if the traced step contains a
+view that the real result does not allow: then the step has to be traced again, with the observed layouts
+(`runtime.real_layouts`).
 """
 
 from __future__ import annotations
@@ -15,14 +16,16 @@ from torch import fx
 from fxremat.errors import CaptureError
 
 Strides = tuple[tuple[Any, ...] | None, ...]
-"""Strides of each output of an op; None where an output is no tensor, or is as fake tensors show it."""
+"""Strides of each output of an op; None for an output that is no tensor, or is as fake tensors show it."""
 
 
 class LayoutsDiffer(CaptureError):
-    """A traced step takes views that real results do not allow; most are traced again, and nobody sees this error.
+    """A traced step contains views that real results do not allow.
+
+    Most such steps are traced again, so that the user does not see this error.
 
     Attributes:
-        observed: strides of the outputs of ops by `key_of`, where fake tensors show others.
+        observed: strides of the outputs of ops by `key_of`, where they differ from those of fake tensors.
         ops: the names of those ops.
     """
 
@@ -36,7 +39,7 @@ class LayoutsDiffer(CaptureError):
 
 
 def key_of(op: Any, args: Iterable[Any], kwargs: Mapping[str, Any]) -> str:
-    """Text that is equal for calls whose results lie alike: the op, and layouts and constants that it reads."""
+    """Return a key that is equal for calls with equally laid out results: op, layouts and constants that it reads."""
     return f"{op}({', '.join(map(_described, (*args, *kwargs.items())))})"
 
 
@@ -54,7 +57,7 @@ def _strides(value: Any) -> tuple[Any, ...] | None:
 
 
 def otherwise_than_shown(node: fx.Node, result: Any) -> Strides | None:
-    """Strides of an op's real outputs; None where all are as its node shows them, or too few are shown."""
+    """Return the strides of an op's real outputs; None if all are as its node shows them, or other shapes are shown."""
     shown, real = _listed(node.meta.get("val")), _listed(result)
     if len(shown) != len(real) or any(_shape(one) != _shape(other) for one, other in zip(shown, real, strict=True)):
         return None
@@ -74,6 +77,6 @@ def _shape(value: Any) -> tuple[int, ...] | None:
 
 
 def _same_order(shown: torch.Tensor, strides: tuple[int, ...]) -> bool:
-    """Whether strides agree where a dimension has more than one element."""
+    """Tell whether strides agree in all dimensions of more than one element."""
     sizes = zip(shown.shape, shown.stride(), strides, strict=True)
     return shown.numel() == 0 or all(one == other for size, one, other in sizes if size != 1)

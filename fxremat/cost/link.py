@@ -1,4 +1,4 @@
-"""How fast a host tier copies, measured with tensors of the model's own sizes, and remembered with the costs."""
+"""The speed at which a host tier copies, measured with tensors of the model's own sizes and cached with the costs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MOST_BYTES = 1 << 26  # of a tensor that is copied to find a speed
 
 
 def typical_size(joint: Captured) -> int:
-    """Bytes of the median value that the backward reads, weighted by its bytes: what travels is of about this size."""
+    """Return the byte-weighted median size of the forward values that the backward reads, a typical size of a copy."""
     read = {value for op in joint.backward_ops for value in op.reads}
     sizes = sorted(v.bytes for v in joint.values if v.index in read and v.origin is Origin.FORWARD)
     total, half = 0, sum(sizes) / 2
@@ -32,7 +32,7 @@ def typical_size(joint: Captured) -> int:
 
 
 def measure_link(tier: HostTier, device: torch.device, size: int) -> Link:
-    """Bytes per second out and back, with tensors of about `size` bytes (rounded to a power of two)."""
+    """Measure the speeds out and back, with tensors of about `size` bytes (rounded up to a power of two)."""
     size = 1 << (size - 1).bit_length()
     cache = CostCache.of_device(device)
     key = f"link {tier.description} {size}"

@@ -1,7 +1,7 @@
-"""Made-up data of the layout of a fake tensor, for what has no data when a step is planned.
+"""Made-up data in the layout of a fake tensor, for inputs without data when a step is planned.
 
-Numbers are harmless: floating-point values are neither zero nor denormal, integers are valid indices for the op that
-reads them where it is known how large they may be, and zero elsewhere.
+The numbers are harmless: floating-point values are neither zero nor denormal, integers are valid indices for the op
+that reads them if it is known how large they may be, and zero otherwise.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from fxremat.graphs.overwriting import called
 
 aten = torch.ops.aten
 
-PATTERN = 1 << 14  # numbers that are drawn; they repeat from there on
+PATTERN = 1 << 14  # numbers that are drawn; after these they repeat
 
 
 @dataclass(frozen=True)
 class Call:
-    """One op with its real arguments."""
+    """An op with its real arguments."""
 
     target: Any
     args: tuple[Any, ...]
@@ -35,10 +35,10 @@ class Call:
 
 
 def call_of(node: fx.Node, *, fresh: bool = False) -> Call:
-    """A call of a node's op on made-up tensors of the layouts that the node reads.
+    """Return a call of a node's op on made-up tensors in the layouts that the node reads.
 
     Args:
-        fresh: it makes a new result where it might overwrite an operand.
+        fresh: it allocates a new result where it might overwrite an operand.
     """
     made: dict[fx.Node, Any] = {}
 
@@ -52,7 +52,7 @@ def call_of(node: fx.Node, *, fresh: bool = False) -> Call:
 
 
 def value_like(node: fx.Node, index_limit: int = 1) -> Any:
-    """Made-up data of what a node shows: a tensor, a tuple of tensors, or the constant or graph that it names."""
+    """Return made-up data for a node's value: a tensor, a tuple of tensors, or the constant or graph that it names."""
     value = node.meta.get("val")
     if node.op == "get_attr":
         return attribute(node)
@@ -64,7 +64,7 @@ def value_like(node: fx.Node, index_limit: int = 1) -> Any:
 
 
 def tensor_like(tensor: torch.Tensor, index_limit: int = 1) -> torch.Tensor:
-    """A real tensor with the size, stride, dtype, device and storage size of a fake one."""
+    """Return a real tensor with the size, stride, dtype, device and storage size of a fake one."""
     if tensor.layout is not torch.strided:
         return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device, layout=tensor.layout)
     size = tensor.element_size()
@@ -77,7 +77,7 @@ def tensor_like(tensor: torch.Tensor, index_limit: int = 1) -> torch.Tensor:
 
 
 def _span(tensor: torch.Tensor) -> int:
-    """Elements from the first to the last that the tensor shows, those before its offset included."""
+    """Return the number of elements up to the last that the tensor shows, those before its offset included."""
     if tensor.numel() == 0:
         return 0
     steps = zip(tensor.shape, tensor.stride(), strict=True)
@@ -93,7 +93,7 @@ def _pattern(tensor: torch.Tensor, count: int, index_limit: int) -> torch.Tensor
 
 
 def weights_like(node: fx.Node) -> Any:
-    """Made-up data for a parameter or an input: of small magnitude, so that activations neither vanish nor explode."""
+    """Return made-up data for a parameter or input, so small that activations neither vanish nor explode."""
     value = value_like(node)
     if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() > 1 and value.numel():
         storage = torch.empty(0, dtype=value.dtype, device=value.device).set_(value.untyped_storage())
@@ -103,7 +103,7 @@ def weights_like(node: fx.Node) -> Any:
 
 
 def _index_limit(reader: fx.Node) -> int:
-    """How large an integer input of an op may be; 1 (all zeros) where the op is not known to take more."""
+    """Return the exclusive limit of an integer input of an op; 1 (all zeros) if more is not known to be valid."""
     if reader.target is aten.embedding.default:
         weight = reader.args[0]
         return int(weight.meta["val"].shape[0]) if isinstance(weight, fx.Node) else 1

@@ -1,17 +1,17 @@
 """Seconds and workspace of each distinct op, measured on the step's real values on the model's own device.
 
     walk      the step runs once, op by op, on the user's own inputs and parameters (`cost.walk`); each op that is not
-              known yet is timed and metered when its inputs are there
-    alone     what the walk could not reach (fake inputs; an op that fails) is run on made-up data
-    estimate  what cannot be run at all is estimated by itself, with a generous workspace and one warning
+              known yet is timed and its memory metered when its inputs exist
+    alone     ops that the walk could not reach (fake inputs; an op that fails) are run on made-up data
+    estimate  ops that cannot run at all are estimated, with a generous workspace and one warning
 
-Ops with equal keys (op, constants, shapes, strides, dtypes) are measured once, and once a machine: see `cost.cache`.
-Time is the median of a few runs after a warm-up. The workspace is the allocator's peak inside the op beyond the
-storages that it leaves, from the allocator's own events.
+Ops with equal keys (op, constants, shapes, strides, dtypes) are measured once on a machine: see `cost.cache`. Time is
+the median of a few runs after a warm-up. The workspace is the allocator's peak inside the op beyond the storages that
+it leaves, from the allocator's own events.
 
-The walk also sees the real layouts: a backward op that may overwrite its operand (`passes.in_place`) makes a new result
-where the operand's layout is not that of this (`Costs.fresh`); and where a view is impossible, the step has to be
-traced again (`LayoutsDiffer`). The joint graph is read, and never changed.
+The walk also sees the real layouts: a backward op that may overwrite its operand (`passes.in_place`) allocates a new
+result if its operand's layout differs from that of the result (`Costs.fresh`); and if a view is impossible, the step
+has to be traced again (`LayoutsDiffer`). The joint graph is read, and never changed.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ from fxremat.torch_private import allocations, is_real, not_compiling, real_tens
 aten = torch.ops.aten
 log = logging.getLogger(__name__)
 
-SAMPLE_SECONDS = 0.04  # how long one op is sampled, at least LEAST_RUNS and at most MOST_RUNS times
+SAMPLE_SECONDS = 0.04  # time for which one op is sampled, at least LEAST_RUNS and at most MOST_RUNS times
 LEAST_RUNS, MOST_RUNS = 3, 15
 RISE_SECONDS = 0.5  # after which the clocks of a GPU have risen
-UNBOUNDED = 1 << 50  # bytes that a region is taken to need which could not be measured: no program with it fits
+UNBOUNDED = 1 << 50  # bytes counted for a region that could not be measured: no program with it fits
 
 
 def measure(
@@ -69,13 +69,13 @@ def measure(
     order: Callable[[], Sequence[int]] | None = None,
     ranks: Agreement = ALONE,
 ) -> Costs:
-    """Measure every distinct op of a joint graph. A few seconds for a GPT of 12 layers, nothing from the cache.
+    """Measure every distinct op of a joint graph. A few seconds for a GPT of 12 layers, almost none from the cache.
 
     Args:
-        inputs: what the captured graph was called with, in its order.
-        order: gives the ops to run, in which the step fits into memory; None: each once, as captured.
+        inputs: the arguments of the captured graph, in order.
+        order: returns the ops to run, in an order in which the step fits into memory; None: each once, as captured.
         ranks: those that measure the same graph: each op that one of them does not know is measured by all of them,
-            and takes as long, and as much, as on the slowest.
+            and costs as many seconds and bytes as on the slowest.
 
     Raises:
         LayoutsDiffer: the step was traced with views that real layouts do not allow.
@@ -110,12 +110,12 @@ def measure(
 
 
 def known_costs(joint: Captured, rate: float = 1.0) -> Costs:
-    """The costs of ops as far as they were measured before, and estimates of the others; nothing is run.
+    """Return the costs of ops that were measured before, and estimates of the others; nothing is run.
 
-    A region that is not known is taken to need nothing beyond what it reads and writes.
+    A region that was not measured is assumed to need no more than what it reads and writes.
 
     Args:
-        rate: times the estimated seconds.
+        rate: factor on the estimated seconds.
     """
     device = device_of(joint)
     cache, rough = CostCache.of_device(device), Device.like(device)
@@ -130,23 +130,26 @@ def known_costs(joint: Captured, rate: float = 1.0) -> Costs:
 
 
 def fresh_as_known(joint: Captured) -> frozenset[int]:
-    """The ops that must make new results: all, unless an earlier walk has seen the layouts; nothing is run."""
+    """Return the ops that must allocate new results: all, unless an earlier walk has seen the layouts.
+
+    Nothing is run.
+    """
     refused = _refused(CostCache.of_device(device_of(joint)), f"layouts {_digest(joint)}")
     return _overwriting(joint, range(len(joint.ops)) if refused is None else refused)
 
 
 def _refused(cache: CostCache, layouts: str) -> list[int] | None:
-    """The ops that make a new result, as an earlier walk has found; None where there was none."""
+    """Return the ops that must allocate a new result, as found by an earlier walk; None if there was none."""
     numbers = cache.numbers(layouts)
     return None if numbers is None else [int(number) - 1 for number in numbers[1:]]
 
 
 def _keep_refused(cache: CostCache, layouts: str, refused: Iterable[int]) -> None:
-    cache.keep(layouts, [1.0, *(float(index + 1) for index in sorted(refused))])  # numbers above 0
+    cache.keep(layouts, [1.0, *(float(index + 1) for index in sorted(refused))])  # numbers must be above 0
 
 
 def _missing(joint: Captured, cache: CostCache, fresh: Set[int]) -> list[int]:
-    """The first ops of every kind whose cost is not known; links between ranks are measured by every process."""
+    """Return the first op of every kind whose cost is not known; every process measures collectives itself."""
     first: dict[str, int] = {}
     for op, key in zip(joint.ops, op_keys(joint, fresh), strict=True):
         if _is_unknown(op, key, cache):
@@ -162,17 +165,17 @@ def _is_unknown(op: Op, key: str, cache: CostCache) -> bool:
 
 
 def _of_all(ranks: Agreement, ops: Sequence[int]) -> list[int]:
-    """The numbers of ops that any rank has named."""
+    """Return the numbers of ops that any rank has named."""
     return sorted(set().union(*map(set, ranks.gathered(list(ops), "comparing what is to be measured"))))
 
 
 def _overwriting(joint: Captured, ops: Iterable[int]) -> frozenset[int]:
-    """Those of some ops that may overwrite an operand."""
+    """Return those of some ops that may overwrite an operand."""
     return frozenset(index for index in ops if joint.ops[index].overwrites is not None)
 
 
 def _agreed(ranks: Agreement, costs: Sequence[OpCost | None]) -> list[OpCost | None]:
-    """The costs of ops as they are on the slowest rank; None where a rank has none."""
+    """Return the costs of ops as they are on the slowest rank; None if a rank has none."""
     if len(ranks.ranks) == 1:
         return list(costs)
     rows = ranks.gathered(list(costs), "comparing costs")
@@ -188,7 +191,7 @@ def _slowest(mine: OpCost | None, others: Sequence[OpCost | None]) -> OpCost | N
 
 
 def _digest(joint: Captured) -> str:
-    """Equal for graphs whose real layouts are equal: the same ops on inputs of the same layouts."""
+    """Return a hash that is equal for graphs with equal real layouts: the same ops on inputs of the same layouts."""
     ops = "\n".join(f"{op.target} {op.reads} {op.key}" for op in joint.ops)
     return hashlib.sha256(ops.encode()).hexdigest()
 
@@ -203,7 +206,7 @@ def _warn_of_estimates(targets: Iterable[str]) -> None:
 
 @contextlib.contextmanager
 def quiet_world(device: torch.device) -> Iterator[None]:
-    """Real tensors, no gradients, no autocast, the device current, and the generators as they were afterwards."""
+    """Set real tensors, no gradients, no autocast and the current device; restore the random generators afterwards."""
     kind = kind_of(device)
     with contextlib.ExitStack() as stack:
         stack.enter_context(real_tensors())
@@ -227,13 +230,13 @@ def _measure(
     fresh: frozenset[int],
     ranks: Agreement,
 ) -> tuple[dict[str, tuple[str, Strides]], frozenset[int]]:
-    """Measure what is missing.
+    """Measure the missing ops.
 
     Args:
         fresh: ops that are known to make new results.
 
     Returns:
-        layouts that make a traced view impossible, with the names of their ops; and the ops that make new results.
+        layouts that make a traced view impossible, with the names of their ops; and the ops that allocate new results.
     """
     keys = op_keys(joint, fresh)
     wanted = {keys[index]: joint.ops[index] for index in missing}
@@ -269,7 +272,7 @@ def raise_clocks(device: torch.device, seconds: float = RISE_SECONDS) -> None:
 
 
 def _check_views(differing: Iterable[Mapping[str, tuple[str, Strides]]]) -> None:
-    """Raise `LayoutsDiffer` where the walk of any rank came upon a view that a real layout does not allow."""
+    """Raise `LayoutsDiffer` if the walk of any rank met a view that a real layout does not allow."""
     found = {key: seen for of_rank in differing for key, seen in of_rank.items()}
     if found:
         names = dict.fromkeys(name for name, _ in found.values())
@@ -277,12 +280,12 @@ def _check_views(differing: Iterable[Mapping[str, tuple[str, Strides]]]) -> None
 
 
 def _walked(visitor: _Visitor, *, alone: bool) -> bool:
-    """Walk the step; False where the walk did not reach its end, which other ranks would wait for."""
+    """Walk the step; return False if the walk ended early, which raises where other ranks would wait for it."""
     try:
         visitor.walk.run(visitor)
     except FxrematError:
         raise
-    except Exception as error:  # what runs next says it better: the step itself, or an op alone
+    except Exception as error:  # what runs next reports it better: the step itself, or an op alone
         log.debug("measuring walk ended early: %s: %s", type(error).__name__, error)
         if not alone:
             raise
@@ -291,7 +294,7 @@ def _walked(visitor: _Visitor, *, alone: bool) -> bool:
 
 
 class _Visitor:
-    """Runs each op of a walk, measures those that are wanted when they come first, and compares layouts."""
+    """The visitor of a walk: it runs each op, measures wanted ops on their first execution, and compares layouts."""
 
     def __init__(
         self,
@@ -306,10 +309,10 @@ class _Visitor:
     ) -> None:
         self.joint, self.walk, self.device, self.cache, self.bar = joint, walk, device, cache, bar
         self.ranks = ranks
-        self.wanted = wanted  # by key; what has been measured is not any more
-        self.fresh = set(fresh)  # ops that make a new result where they might overwrite an operand
-        self.checked: set[int] = set()  # those of the others that may overwrite
-        self.differing: dict[str, tuple[str, Strides]] = {}  # ops whose results lie otherwise than shown, by `key_of`
+        self.wanted = wanted  # by key; measured ops are removed
+        self.fresh = set(fresh)  # ops that allocate a new result where they might overwrite an operand
+        self.checked: set[int] = set()  # other ops, which are known to be able to overwrite
+        self.differing: dict[str, tuple[str, Strides]] = {}  # ops whose results have other strides, by `key_of`
 
     def __call__(self, op: Op, call: Call) -> Any:
         if op.communicates:
@@ -337,14 +340,14 @@ class _Visitor:
         return result
 
     def _check_alone(self, op: Op, region: Region, call: Call) -> None:
-        """Let a region run op by op whose inputs share a storage with something else, which it would overwrite."""
+        """Let a region run op by op if its inputs share a storage with other values, which it would overwrite."""
         inputs = [node for node in self.joint.nodes[op.index].args if isinstance(node, fx.Node)]
         for place in region.donated:
             if self.walk.shares(call.args[place], besides=self.joint.value_of[inputs[place]]):
                 region.give_up("an input that it may overwrite shares its storage")
 
     def _overwriting(self, op: Op, call: Call) -> Call:
-        """The call that overwrites its operand, or the same where a new result is needed."""
+        """Return the call that overwrites its operand, or the same call if a new result is needed."""
         if op.index not in self.checked and not self._bears_it(op, call):
             self.fresh.add(op.index)
             return call
@@ -352,7 +355,7 @@ class _Visitor:
         return Call(*overwriting(call.target, self.joint.nodes[op.index].meta[PLACE], call.args, call.kwargs))
 
     def _bears_it(self, op: Op, call: Call) -> bool:
-        """Tell whether a new result would lie as the operand does, whose storage nothing else has."""
+        """Tell whether a new result would have the layout of the operand, whose storage no other value shares."""
         operand, made = call.args[self.joint.nodes[op.index].meta[PLACE]], call()
         whole = operand.untyped_storage().nbytes() == operand.nbytes
         alike = (operand.shape, operand.stride(), operand.dtype) == (made.shape, made.stride(), made.dtype)
@@ -361,10 +364,10 @@ class _Visitor:
 
 
 def measured(node: fx.Node, call: Call, device: torch.device, *, fresh: bool = False) -> tuple[OpCost, Any]:
-    """Measure a call, and return its result too. It runs five times or more; one that overwrites its operand does once.
+    """Measure a call, and return its result too. It runs five times or more; one that overwrites its operand runs once.
 
     Args:
-        fresh: the call makes a new result where it might overwrite an operand.
+        fresh: the call allocates a new result where it might overwrite an operand.
     """
     fixed = is_collective(node)
     if isinstance(node.target, Region):
@@ -381,9 +384,9 @@ def measured(node: fx.Node, call: Call, device: torch.device, *, fresh: bool = F
 
 
 def _region_measured(region: Region, call: Call, device: torch.device) -> tuple[OpCost, Any]:
-    """What a region costs whose dying inputs it alone holds, as it does in a step; it is compiled where it is not.
+    """Measure a region that alone holds its dying inputs, as it does in a step; compile it first if need be.
 
-    One that cannot be run is run op by op from then on.
+    If it cannot run, it runs op by op from then on.
     """
     region.compile()
     held: list[Any] = []
@@ -401,40 +404,40 @@ def _region_measured(region: Region, call: Call, device: torch.device) -> tuple[
         region.give_up(f"{type(error).__name__}: {error}")
     hold()
     seconds = seconds_of(run, device, prepare=hold)
-    _note_allocations(hold, device)  # which knows the size of what is freed later only where it saw it allocated
+    _note_allocations(hold, device)  # the profiler knows the size of what is freed only if it saw it allocated
     peak, result = peak_of(run, device)
     return _cost(seconds, peak, result, device, new=False), result
 
 
 def _in_step(call: Call) -> Call:
-    """The call to time: the exact first half of a BatchNorm, alone, runs the second one too, which is an op as well."""
+    """Return the call to time. Without its second half, the exact first half of a BatchNorm would run both."""
     return Call(STATISTICS, (*call.args[:-1], False), {}) if call.target is STATISTICS else call
 
 
 def _copy_of(x: torch.Tensor) -> torch.Tensor:
-    """A copy of the same layout; of an expanded tensor, one that shows each element by itself."""
+    """Return a copy of the same layout; of an expanded tensor, one in which each element has its own memory."""
     return x.clone() if 0 in x.stride() else laid_out(x, x.stride())
 
 
 def _on_a_copy(call: Call, device: torch.device, *, fixed: bool) -> tuple[float, int]:
-    """Seconds and peak of a call that overwrites its operand, from runs that overwrite a copy."""
+    """Return the seconds and the peak of a call that overwrites its operand, from runs that overwrite a copy."""
     scratch = torch.empty_like(call.args[0]).copy_(call.args[0])
     trial = _on(scratch, call)
-    anew = None if accelerates(device) else partial(scratch.copy_, call.args[0])  # there numbers change no time
+    anew = None if accelerates(device) else partial(scratch.copy_, call.args[0])  # numbers do not change times there
     seconds = seconds_of(trial, device, prepare=anew, fixed=fixed)
     return seconds, peak_of(trial, device)[0]
 
 
 def _on(operand: torch.Tensor, call: Call) -> Call:
-    """The same call that overwrites another tensor."""
+    """Return the same call, with another tensor to overwrite."""
     options = {key: operand if value is call.args[0] else value for key, value in call.kwargs.items()}
     return Call(call.target, (operand, *call.args[1:]), options)
 
 
 def fullest(node: fx.Node, call: Call) -> Call:
-    """The call with the data for which it allocates most, where its workspace depends on data.
+    """Return the call with the data for which it allocates most, if its workspace depends on data.
 
-    `EmbeddingBag` in mode max gathers the bags that are not empty: the most that it can take is all of them.
+    `EmbeddingBag` in mode max gathers the bags that are not empty: the most that it can need is all of them.
     """
     if node.target not in (aten._embedding_bag_backward.default, aten._embedding_bag_dense_backward.default):
         return call
@@ -445,24 +448,24 @@ def fullest(node: fx.Node, call: Call) -> Call:
 
 
 def _cost(seconds: float, peak: int, result: Any, device: torch.device, *, new: bool) -> OpCost:
-    """What a call takes; `new`: its outputs are part of its peak, and no workspace."""
+    """Return the cost of a call; `new`: its outputs are part of its peak, and no workspace."""
     outputs = tuple(rounded(size, device) for size in _output_bytes(result))
     return OpCost(seconds, max(0, peak - (sum(outputs) if new else 0)), outputs)
 
 
 def _alone(key: str, node: fx.Node, device: torch.device, cache: CostCache, *, fresh: bool) -> None:
-    """Measure an op on made-up data, if it bears that."""
+    """Measure an op on made-up data, if it can run on them."""
     cost = alone(node, device, fresh=fresh)
     if cost is not None:
         cache.keep_op(key, cost)
 
 
 def alone(node: fx.Node, device: torch.device, *, timed: bool = True, fresh: bool = False) -> OpCost | None:
-    """What an op takes on made-up data; None where it does not bear that. To be called in a `quiet_world`.
+    """Return the cost of an op on made-up data; None if it cannot run on them. To be called in a `quiet_world`.
 
     Args:
-        timed: look at the clock, too, for which it runs several times; else it runs once, in 0 seconds.
-        fresh: let it make a new result where it might overwrite an operand.
+        timed: measure the time too, in several runs; otherwise the op runs once, and counts 0 seconds.
+        fresh: let it allocate a new result where it might overwrite an operand.
     """
     try:
         call = call_of(node, fresh=fresh)
@@ -488,10 +491,10 @@ def seconds_of(
     prepare: Callable[[], Any] | None = None,
     fixed: bool = False,
 ) -> float:
-    """What one call takes of the device's time.
+    """Return the seconds of one call on the device.
 
     Args:
-        prepare: what to do before each run, whose time does not count.
+        prepare: called before each run, without counting its time.
         fixed: run it a fixed number of times, as other ranks do.
     """
     if kind_of(device).can(Ability.TIMING):
@@ -500,7 +503,7 @@ def seconds_of(
 
 
 def _cpu_seconds(call: Callable[[], Any], prepare: Callable[[], Any] | None, sample: float) -> float:
-    """The median of a few runs after one to warm up."""
+    """Return the median of a few runs after a warm-up run."""
     call()
     runs: list[float] = []
     end = time.perf_counter() + sample
@@ -515,7 +518,7 @@ def _cpu_seconds(call: Callable[[], Any], prepare: Callable[[], Any] | None, sam
 
 
 def _seconds_by_events(call: Callable[[], Any], device: torch.device) -> float:
-    """The median over a few batches of what one call adds to a busy stream: launches overlap as in a real step."""
+    """Return the median over a few batches of what one call adds to a busy stream: launches overlap as in a step."""
     call()
     kind, runs = kind_of(device), list[float]()
     for _ in range(LEAST_RUNS):
@@ -530,7 +533,7 @@ def _seconds_by_events(call: Callable[[], Any], device: torch.device) -> float:
 
 
 def _seconds_beside(call: Callable[[], Any], prepare: Callable[[], Any], device: torch.device) -> float:
-    """Seconds that one call adds to a busy stream in which it takes turns with `prepare`; 0.1 us at least."""
+    """Return the seconds that one call adds to a busy stream, alternating with `prepare`; at least 0.1 us."""
 
     def both() -> None:
         prepare()
@@ -542,7 +545,7 @@ def _seconds_beside(call: Callable[[], Any], prepare: Callable[[], Any], device:
 
 
 def _note_allocations(call: Callable[[], Any], device: torch.device) -> None:
-    """Run a call, and let the profiler see what it allocates, where it sees that."""
+    """Run a call under the profiler, so that it sees the allocations, if it can."""
     if (kind := kind_of(device)).recorded:
         allocations(call, on_host=not kind.accelerator)
     else:
@@ -550,7 +553,7 @@ def _note_allocations(call: Callable[[], Any], device: torch.device) -> None:
 
 
 def peak_of(call: Callable[[], Any], device: torch.device) -> tuple[int, Any]:
-    """Bytes at the worst moment of a call, above those at its start, and what it returns."""
+    """Return the bytes at the worst moment of a call, above those at its start, and its result."""
     kind = kind_of(device)
     if not kind.recorded:
         return _peak_by_statistics(call, device)
@@ -559,13 +562,13 @@ def peak_of(call: Callable[[], Any], device: torch.device) -> tuple[int, Any]:
     result, sizes = allocations(call, on_host=not kind.accelerator)
     peak = max(0, *itertools.accumulate(sizes, initial=0))
     if counted and sum(sizes) != kind.allocated(device) - before:
-        del result  # an allocator that does not tell of all it does
+        del result  # an allocator that does not report all it does
         return _peak_by_statistics(call, device)
     return peak, result
 
 
 def _peak_by_statistics(call: Callable[[], Any], device: torch.device) -> tuple[int, Any]:
-    """The same from the allocator's own peak, which begins anew."""
+    """Do as `peak_of` with the allocator's own peak, which is reset."""
     kind = kind_of(device)
     kind.synchronize(device)
     before = kind.allocated(device)
@@ -576,7 +579,7 @@ def _peak_by_statistics(call: Callable[[], Any], device: torch.device) -> tuple[
 
 
 def _output_bytes(result: Any) -> tuple[int, ...]:
-    """Bytes of the storage of each output of an op; 0 for what is no tensor."""
+    """Return the bytes of the storage of each output of an op; 0 for an output that is no tensor."""
     items = result if isinstance(result, tuple | list) else [result]
     return tuple(storage_bytes(item) if isinstance(item, torch.Tensor) else 0 for item in items)
 

@@ -1,6 +1,6 @@
-"""What was measured of whole programs, kept with the costs of ops: the same programs are not run for it again.
+"""Measurements of entire programs, cached with the costs of ops: the same programs are not run for them again.
 
-Programs are the same where they run the same ops, on values of the same layouts, in the same order.
+Programs are the same if they run the same ops, on values of the same layouts, in the same order.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from fxremat.step.step_graph import StepGraph
 def remembered(
     what: str, programs: Sequence[Program], count: int, measure: Callable[[], Sequence[float] | None]
 ) -> list[float] | None:
-    """Numbers that were measured of some programs, here or in an earlier process; None where they cannot be.
+    """Return numbers measured of some programs, here or in an earlier process; None if they cannot be measured.
 
     Args:
         what: names the numbers.
-        count: of numbers.
-        measure: gives them, above 0, where they are not known.
+        count: the number of numbers.
+        measure: measures them, above 0, if they are not cached.
     """
     device = device_of(programs[0].layout.graph)
     key = f"{what} {' '.join(map(_digest, programs))}"
@@ -36,19 +36,19 @@ def remembered(
 
 
 def recall(device: torch.device, key: str, count: int) -> list[float] | None:
-    """So many numbers that were kept under a key; None where none were, or others."""
+    """Return `count` numbers that were stored under a key; None if there are none, or another number of them."""
     return CostCache.of_device(device).numbers(key, count)
 
 
 def keep(device: torch.device, key: str, numbers: Sequence[float]) -> None:
-    """Keep numbers above 0."""
+    """Store numbers above 0 under a key."""
     cache = CostCache.of_device(device)
     cache.keep(key, numbers)
     cache.save()
 
 
 def of_ops(graph: StepGraph) -> str:
-    """Equal for graphs whose ops cost the same, one by one."""
+    """Return a hash that is equal for graphs whose ops cost the same, one by one."""
     return hashlib.sha256("\n".join(op_keys(graph)).encode()).hexdigest()
 
 

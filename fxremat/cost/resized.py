@@ -1,11 +1,10 @@
 """Costs at other sizes of a step that was measured at one: bytes exactly, seconds in proportion.
 
-    values       as the graph says at these sizes
-    workspace    of one run of the op alone, on made-up data; where an op took none before, and now works on no more,
-                 it takes none
-    seconds      those that were measured, times what an estimate of the op grows by: they rank programs, no more
+    values       as the graph shows at these sizes
+    workspace    of one run of the op alone, on made-up data; 0 if the op needed none before, and is not larger now
+    seconds      the measured ones, scaled by the growth of an estimate of the op: they only rank programs
 
-What one run took is remembered by the process, for each environment (`cost.environment`).
+    The process remembers the results of these runs, for each environment (`cost.environment`).
 """
 
 from __future__ import annotations
@@ -34,7 +33,10 @@ _estimated: WeakKeyDictionary[Captured, Sequence[OpCost]] = WeakKeyDictionary()
 
 
 def resized(joint: Captured, known: Captured, costs: Costs) -> Costs:
-    """The costs of a joint graph, from those of one with the same ops at other sizes. O(ops), of which some run."""
+    """Compute the costs of a joint graph from those of one with the same ops at other sizes.
+
+    O(ops), some of which run.
+    """
     device = device_of(joint)
     rough = Device.like(device)
     before, now = _estimates(known, rough), _estimates(joint, rough)
@@ -61,7 +63,7 @@ def _estimates(joint: Captured, device: Device) -> Sequence[OpCost]:
 
 
 def _workspace(op: Op, costs: Costs) -> int:
-    """What an op took beyond what it reads and writes; one that overwrites is accounted with less by its result."""
+    """Return the bytes of an op beyond what it reads and writes, including its result if it overwrites an operand."""
     taken = costs.sizes.values[op.writes[0]] if _overwrites(op, costs) else 0
     return costs.sizes.workspace[op.index] + taken
 
@@ -71,13 +73,13 @@ def _overwrites(op: Op, costs: Costs) -> bool:
 
 
 def _as_shown(op: Op, joint: Captured, costs: Costs, device: torch.device) -> bool:
-    """Whether the op left what its outputs' shapes need, no more."""
+    """Tell whether the op's outputs had the bytes that their shapes need, and no more."""
     shown = [rounded(joint.values[value].bytes, device) for value in op.writes]
     return _overwrites(op, costs) or shown == [costs.sizes.values[value] for value in op.writes]
 
 
 def _run(joint: Captured, ops: list[int], device: torch.device, fresh: Set[int]) -> dict[int, OpCost | None]:
-    """What each of these ops takes, from one run of each distinct one; None for what cannot run alone."""
+    """Return the cost of each op, from one run of each distinct one; None for ops that cannot run alone."""
     where, found = name_of(environment(device)), {}
     with quiet_world(device):
         for index in ops:

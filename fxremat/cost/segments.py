@@ -1,7 +1,7 @@
-"""Expandable segments of CUDA's caching allocator: with them it counts what tensors ask for, and keeps little more.
+"""Expandable segments of CUDA's caching allocator: it then allocates what tensors ask for, and little more.
 
-    default         a block may have up to 1 MiB beyond a tensor of more than 1 MiB; a tenth to a third more is reserved
-    expandable      a block has what its tensor asks for, rounded up to 512 bytes; a few percent more are reserved
+    default         a block may exceed a tensor of more than 1 MiB by up to 1 MiB; a tenth to a third more is reserved
+    expandable      a block has the size of its tensor, rounded up to 512 bytes; a few percent more are reserved
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # of the environm
 
 
 def expand_segments(device: torch.device) -> None:
-    """Switch expandable segments on for the whole process, unless the user has set the allocator, and say so.
+    """Turn expandable segments on for the entire process, unless the user has set the allocator, and log that.
 
-    Nothing changes where the model is on no CUDA device, where a variable of the environment has settings of the
-    allocator, where another allocator than PyTorch's own runs, or where the device's driver cannot map memory.
+    It changes nothing if the model is on no CUDA device, if an environment variable has settings of the allocator, if
+    another allocator than PyTorch's own runs, or if the device's driver cannot map memory.
     """
     kind = kind_of(device)
     if not (kind.of_cuda and kind.is_available()) or any(os.environ.get(name) for name in VARIABLES):

@@ -1,4 +1,4 @@
-"""What the optimizer's step of a parameter takes: seconds, bytes of state and workspace; measured once a shape."""
+"""Costs of the optimizer's step of a parameter: seconds, bytes of state and workspace, measured once for each shape."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fxremat.torch_private import unprofiled
 
 
 def units_of(joint: Captured, optimizer: torch.optim.Optimizer, costs: Costs) -> list[ParameterUpdate]:
-    """A unit for each parameter that the step updates."""
+    """Return the update of each parameter that the step updates, with its cost."""
     known: dict[tuple[Any, ...], tuple[float, int, int]] = {}
     units = []
     for value in joint.updates_of:
@@ -41,7 +41,7 @@ def units_of(joint: Captured, optimizer: torch.optim.Optimizer, costs: Costs) ->
 
 
 def with_own_sizes(joint: Captured, costs: Costs) -> Costs:
-    """The costs, where a parameter that the step updates is as large as its layout: it may be a view of more."""
+    """Return the costs with each updated parameter as large as its layout: it may be a view of a larger storage."""
     sizes = list(costs.sizes.values)
     for value in joint.updates_of:
         shown = joint.shown[value].meta["val"]
@@ -50,7 +50,7 @@ def with_own_sizes(joint: Captured, costs: Costs) -> Costs:
 
 
 def measure_update(optimizer: torch.optim.Optimizer, like: torch.Tensor) -> tuple[float, int, int]:
-    """Seconds, bytes of state of the parameter's shape, and bytes that the second step (and later ones) allocates."""
+    """Measure an update: seconds, bytes of state of the parameter's shape, and bytes that the second step allocates."""
     with quiet_world(like.device):
         shell = nn.Parameter(torch.zeros(like.shape, dtype=like.dtype, device=like.device))
         shell.grad = torch.zeros_like(shell)

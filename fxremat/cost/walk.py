@@ -1,13 +1,13 @@
-"""A training step run op by op on real values, so that each op can be looked at when its inputs are there.
+"""A training step run op by op on real values, so that each op can be measured when its inputs exist.
 
-    order    numbers of ops, with repetitions where something is computed again (the smallest-memory program), or each
-             once (the captured order)
-    visit    is given every op with its real arguments, and returns what the op returns
+    order    numbers of ops, with repetitions if ops run again (the smallest-memory program), or each once (the captured
+             order)
+    visit    gets every op with its real arguments, and returns what the op returns
 
-Values are freed right after their last use in this order. Primals are the tensors that the step was captured with; what
-has no data there (fake tensors, gradients that autograd will hand in) is made up when it is first read, and freed too.
-The step's updates are not applied: AOTAutograd's graphs are functional, and parameters, buffers and inputs stay as
-they are.
+Values are freed right after their last use in this order. Primals are the tensors that the step was captured with;
+missing data (fake tensors, gradients that autograd will hand in) is made up when it is first read, and freed too. The
+step's updates are not applied: AOTAutograd's graphs are functional, and parameters, buffers and inputs stay as they
+are.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ Visit = Callable[[Op, Call], Any]
 
 
 def given_inputs(joint: Captured, inputs: Sequence[Any]) -> dict[int, torch.Tensor]:
-    """The tensors that a captured graph was called with, by the values of the joint graph's primals.
+    """Return the tensors that a captured graph was called with, by the values of the joint graph's primals.
 
-    A primal that AOTAutograd made itself has none.
+    A primal that AOTAutograd made itself is left out.
     """
     found = {}
     for primal in joint.primals:
@@ -52,7 +52,7 @@ class Walk:
     """The state of a walk.
 
     Args:
-        given: real tensors by the number of the primal value; what is missing is made up.
+        given: real tensors by the number of the primal value; missing ones are made up.
     """
 
     def __init__(self, joint: Captured, given: Mapping[int, torch.Tensor], order: Sequence[int]) -> None:
@@ -60,11 +60,11 @@ class Walk:
         self.given = given
         self.order = order
         self.values: dict[int, Any] = {}
-        self.impossible_views: list[fx.Node] = []  # which real layouts do not allow; copies stand for them
-        self._addresses: dict[int, int] = {}  # of the storages of the values that are alive
+        self.impossible_views: list[fx.Node] = []  # which real layouts do not allow; copies replace them
+        self._addresses: dict[int, int] = {}  # of the storages of living values
 
     def run(self, visit: Visit) -> None:
-        """Visit every op of the order. Raises what an op raises, and then holds no value any more."""
+        """Visit every op of the order. If an op raises, free all values and raise the same error."""
         try:
             self._visit_all(visit)
         except BaseException:
@@ -86,7 +86,7 @@ class Walk:
                 self._addresses.pop(value, None)
 
     def shares(self, tensor: torch.Tensor, besides: int) -> bool:
-        """Whether another value than `besides` that is alive, or a given tensor, has the tensor's storage."""
+        """Tell whether a given tensor, or a living value other than `besides`, has the tensor's storage."""
         address = _address(tensor)
         if address in self._given_addresses:
             return True
@@ -114,10 +114,10 @@ class Walk:
             self._addresses[value] = address
 
     def _show(self, node: fx.Node) -> Any:
-        """What a node of the joint graph shows: a value, or a view of one."""
+        """Return the tensor or number that a node of the joint graph stands for: a value, or a view of one."""
         value = self.joint.value_of.get(node)
         if value is None:
-            return node.meta.get("val")  # no tensor and no number: nothing, or a token
+            return node.meta.get("val")  # no tensor and no number: None, or a token
         if self.joint.shown[value] is node:
             if value not in self.values:
                 self._hold(value, self._new(value))
@@ -127,7 +127,7 @@ class Walk:
     def _view(self, node: fx.Node, *args: Any, **kwargs: Any) -> Any:
         target: Any = node.target
         if target is aten.as_strided.default and otherwise_than_shown(node.all_input_nodes[0], args[0]):
-            self.impossible_views.append(node)  # it would show other elements
+            self.impossible_views.append(node)  # it would contain other elements
         if target not in (aten.view.default, aten._unsafe_view.default, aten.reshape.default):
             return target(*args, **kwargs)
         viewed = aten.reshape.default(*args)
@@ -147,13 +147,13 @@ class Walk:
 
 
 def _address(made: Any) -> int | None:
-    """Where the storage of a strided tensor begins; None for all else."""
+    """Return the address of the storage of a strided tensor; None for all else."""
     strided = isinstance(made, torch.Tensor) and made.layout is torch.strided
     return made.untyped_storage().data_ptr() if strided else None
 
 
 def _last_uses(joint: Captured, order: Sequence[int]) -> list[list[int]]:
-    """For each place of the order, the values whose present version is not read any more after it."""
+    """Return, for each place of the order, the values whose present version is not read after it."""
     needed: set[int] = set()
     freed: list[list[int]] = []
     firsts = _firsts(order)

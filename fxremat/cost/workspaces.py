@@ -1,4 +1,4 @@
-"""Workspaces that no plan counts: cuBLAS's, made before a step so that no step has to make them, and cuDNN's trials."""
+"""Workspaces outside of all plans: cuBLAS's, allocated before the first step, and those of cuDNN's trials."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ log = logging.getLogger(__name__)
 
 
 def make_workspaces(device: torch.device) -> None:
-    """Let the forward's thread and autograd's multiply once on the current stream; nothing where cuBLAS is not used.
+    """Multiply matrices once on the current stream, in the forward's thread and in autograd's, if cuBLAS is used.
 
     cuBLAS keeps a workspace for each thread and stream (32 MiB on Hopper, some 8 MiB elsewhere), and cublasLt another,
-    which torch takes from its caching allocator at the first product of each. Made by the first step they would be
-    memory above its plan; made before, they are what is allocated already. Another stream makes its own later.
+    which torch allocates from its caching allocator at the first product of each. If the first step allocated them,
+    they would be memory above its plan; allocated before, they are part of the memory at its start. Another stream
+    allocates its own later.
     """
     kind = kind_of(device)
     if not (kind.of_cuda and kind.is_available()):
         return
-    on_its_thread = torch.autograd.set_multithreading_enabled(True)  # AOTAutograd has it off while it traces
+    on_its_thread = torch.autograd.set_multithreading_enabled(True)  # AOTAutograd turns it off while it traces
     with real_tensors(), torch.enable_grad(), torch.autocast(device.type, enabled=False), on_its_thread:
         multiply: Any = _Multiply.apply
         multiplied = multiply(torch.zeros(16, 16, device=device, requires_grad=True))
@@ -33,10 +34,10 @@ def make_workspaces(device: torch.device) -> None:
 
 
 def warn_of_trials(joint: Captured, device: torch.device) -> None:
-    """Warn where cuDNN tries its kernels for convolutions during a step, with whatever workspaces they want.
+    """Warn if cuDNN tries its kernels for convolutions during a step, with whatever workspaces they need.
 
     With `torch.backends.cudnn.benchmark` each thread tries all kernels at the first convolution of its sizes:
-    autograd's does in the first backward, and may choose others than those that were measured.
+    autograd's does so in the first backward, and may choose others than those that were measured.
     """
     if not kind_of(device).of_cuda or not (torch.backends.cudnn.enabled and torch.backends.cudnn.benchmark):
         return

@@ -1,7 +1,7 @@
 """A program in units as a joint graph, whose ops are its units: `fused_program`.
 
-Everything that is said of captured steps (liveness, measuring, lowering, pictures) holds for it as it is. Each of its
-ops runs once, in order; its values are what crosses from one unit to another.
+All code for captured steps (liveness, measuring, lowering, pictures) works on it unchanged. Each of its ops runs once,
+in order; its values are those that cross from one unit to another.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fxremat.step.source import common_module
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FusedLayout(Layout):
-    """The blocks of a program that was taken together into units: their names, and nothing of their ops."""
+    """The blocks of a program in units: their names, without ops."""
 
     block_names: tuple[str, ...]
 
@@ -39,7 +39,7 @@ class FusedLayout(Layout):
 
 
 def fused_program(program: Program, units: Units, kernels: Kernels) -> Program:
-    """The program of a joint graph whose ops are units of another program. O(steps); nothing is compiled."""
+    """Return the program of a joint graph whose ops are units of another program. O(steps); nothing is compiled."""
     joint = _joint_of(program, units, kernels)
     steps = [program.steps[unit.steps[0]] for unit in units]
     groups = [node.meta.get(GROUP) for node in joint.nodes]
@@ -60,7 +60,7 @@ def fused_program(program: Program, units: Units, kernels: Kernels) -> Program:
 
 
 def _role(program: Program, units: Units, group: int) -> Role:
-    """What a unit is there for: backward where any of its steps is."""
+    """Return the role of a unit: backward if any of its steps is."""
     roles = {program.steps[position].role for position in units[group].steps}
     return next(role for role in (Role.BACKWARD, Role.FORWARD, Role.RECOMPUTE) if role in roles)
 
@@ -88,7 +88,7 @@ FOR_EVER = 1 << 60
 
 
 def _last_readers(graph: fx.Graph) -> dict[fx.Node, int]:
-    """The last group that reads each node; `FOR_EVER` for what the step returns."""
+    """Return the last group that reads each node; `FOR_EVER` for what the step returns."""
     last: dict[fx.Node, int] = {}
     for node in graph.nodes:
         group = node.meta.get(GROUP, FOR_EVER)
@@ -99,26 +99,26 @@ def _last_readers(graph: fx.Graph) -> dict[fx.Node, int]:
 
 @dataclass(frozen=True)
 class _Uses:
-    """What a unit may do with what it reads."""
+    """The rights of a unit to free or overwrite what it reads."""
 
     group: int
     last: dict[fx.Node, int]  # the last group that reads each node
     first_late: int  # the first unit of the backward
 
     def dies(self, node: fx.Node) -> bool:
-        """Whether nothing holds a node's tensor when the unit has run; what the caller gave is his."""
+        """Tell whether nothing holds a node's tensor when the unit has run; the caller holds the step's inputs."""
         given = node.op == "placeholder" and not node.name.startswith("tangents")
-        root = node.op == "placeholder" and node.meta["val"].numel() == 1  # a loss's, which autograd holds
+        root = node.op == "placeholder" and node.meta["val"].numel() == 1  # gradient of a loss, which autograd holds
         return self.last[node] == self.group and node.op != "get_attr" and not given and not root
 
     def may_overwrite(self, node: fx.Node) -> bool:
-        """Whether the unit may overwrite it: not what the forward saves, for a backward that may run again."""
+        """Tell whether the unit may overwrite it: not if the forward saves it, for a backward that may run again."""
         made = node.meta.get(GROUP)
         return self.dies(node) and made is not None and (made < self.first_late) == (self.group < self.first_late)
 
 
 def _put_region(root: torch.nn.Module, nodes: Sequence[fx.Node], uses: _Uses, kernels: Kernels) -> None:
-    """Put a region in the place of the nodes of one unit; it is given seeds one by one, as equal regions are."""
+    """Replace the nodes of one unit by a region; seeds are passed to it one by one, so that equal regions are equal."""
     seeds = [node for node in nodes if _is_seed(node)]
     nodes = [node for node in nodes if node not in seeds]
     for node in reversed(seeds):
@@ -151,14 +151,14 @@ def _put_region(root: torch.nn.Module, nodes: Sequence[fx.Node], uses: _Uses, ke
 
 
 def _is_seed(node: fx.Node) -> bool:
-    """Whether a node shows one of the seeds that dropouts are drawn from."""
+    """Tell whether a node shows one of the seeds that dropouts are drawn from."""
     return node.target is torch.ops.aten.select.int and all(
         user.target is torch.ops.fxremat.seeded_mask.default for user in node.users
     )
 
 
 def _extracted(nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> fx.Graph:
-    """The nodes as a graph of their own; equal units have equal ones."""
+    """Return the nodes as a graph of their own; equal units have equal graphs."""
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     for place, node in enumerate(inputs):
         copies[node] = graph.placeholder(f"i{place}")
@@ -171,7 +171,7 @@ def _extracted(nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], outputs: Seq
 
 
 def _described(nodes: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> dict[str, Any]:
-    """The `meta` of a unit: what it returns, and the module around all of its ops."""
+    """Return the `meta` of a unit: its outputs, and the innermost module around all of its ops."""
     largest = max(outputs, key=lambda node: sum(t.nbytes for t in tensors_of(node) if t is not None))
     module = common_module(module_of(node) for node in nodes if node.target is not operator.getitem)
     path = "L['self']" + "".join(f"[{part!r}]" for part in module.split(".") if module)

@@ -1,4 +1,4 @@
-"""The steps of a program in groups: those that are compiled together, and single ops that run as they are.
+"""The steps of a program in groups: those that are compiled together, and ops that run as they are.
 
     by_block           each run of steps of one block: its forward, or its recomputation and its backward
     pointwise          groups of pointwise ops, reductions and normalizations; matrix products, convolutions and
@@ -6,9 +6,9 @@
     alone              every op by itself, as it is
     worth_compiling    the same units, without regions that can gain little
 
-What is born and dies inside of a unit never takes memory, and what dies there may be overwritten by what is born. So a
-program may need less in units than op by op; it may need more where ops are pulled to earlier ones: `pointwise` does
-that only as far as it fits.
+Values that are made and die inside of a unit never occupy memory, and inputs that die there may be overwritten by its
+outputs. So a program may need less in units than op by op; it may need more if ops are moved to earlier ones:
+`pointwise` does that only as far as it fits.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from fxremat.step.program import Program, Step, Transfer
 
 aten = torch.ops.aten
 LARGEST = 40  # steps of a group of pointwise ops
-WORTH = 4096  # bytes that an op has in common with a group which it joins
-TRIES = 40  # times that a group's members are told to stay where they are, at most
+WORTH = 4096  # bytes that an op must share with a group to join it
+TRIES = 40  # rounds in which ops of a group are kept where they are, at most
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Steps that run as one, by their places in the program."""
+    """Steps that run as one, by their indices in the program."""
 
     steps: tuple[int, ...]
     compiled: bool
@@ -46,7 +46,7 @@ Units = tuple[Unit, ...]
 
 
 def by_block(program: Program) -> Units:
-    """The steps of each block, as far as they follow each other. O(steps)."""
+    """Group the steps of each block, as far as they follow each other. O(steps)."""
     may = compilable(captured_of(program.layout.graph))
 
     def key(position: int) -> tuple[object, ...]:
@@ -64,15 +64,15 @@ def by_block(program: Program) -> Units:
 
 
 def alone(program: Program, positions: Iterable[int]) -> Units:
-    """Each of these steps by itself."""
+    """Make each of these steps a unit by itself."""
     return tuple(Unit((position,), compiled=_must_compile(program, position)) for position in positions)
 
 
 def pointwise(program: Program, sizes: Sizes, budget: int) -> Units:
-    """Groups of pointwise ops, each op pulled to the last group that it shares much with. O(tries * steps).
+    """Group pointwise ops, each moved to the last group with which it shares much. O(tries * steps).
 
-    Where the memory while a group runs would be above the budget, ops that were pulled over that moment stay where
-    they are.
+    If the memory while a group runs would be above the budget, ops that were moved over that moment stay where they
+    are.
     """
     stay: set[int] = set()
     best: tuple[int, Units] | None = None
@@ -93,13 +93,13 @@ def pointwise(program: Program, sizes: Sizes, budget: int) -> Units:
 def worth_compiling(
     program: Program, units: Units, names: Sequence[str], gain: Callable[[Sequence[int]], float], least: float
 ) -> Units:
-    """The units without regions that together gain less than `least` seconds: their ops run as they are. O(steps).
+    """Split regions that together gain less than `least` seconds: their ops run as they are. O(steps).
 
-    Units of equal ops, which are compiled once, stand and fall together.
+    Units of equal ops, which are compiled once, are split or kept together.
 
     Args:
         names: of each op, equal for ops of equal cost.
-        gain: seconds that ops save where they are compiled together, at most.
+        gain: returns the seconds that ops save when they are compiled together, at most.
     """
     left, lost = set[Unit](), 0.0
     found = alike(program, units, names).values()
@@ -113,7 +113,7 @@ def worth_compiling(
 
 
 def alike(program: Program, units: Units, names: Sequence[str]) -> dict[tuple[str, ...], list[Unit]]:
-    """The compiled units by the names of their ops: those of equal ops are compiled once. O(steps)."""
+    """Group the compiled units by the names of their ops: those of equal ops are compiled once. O(steps)."""
     found: dict[tuple[str, ...], list[Unit]] = {}
     for unit in units:
         if unit.compiled:
@@ -123,21 +123,21 @@ def alike(program: Program, units: Units, names: Sequence[str]) -> dict[tuple[st
 
 
 def ops_of(program: Program, unit: Unit) -> list[int]:
-    """The ops that a unit's steps execute."""
+    """Return the ops that a unit's steps execute."""
     return [op for position in unit.steps if (op := program.steps[position].op) is not None]
 
 
 def unit_bytes(program: Program, sizes: Sizes, units: Units) -> list[int]:
-    """Bytes while each unit runs, as if regions needed nothing beyond what they read and write. O(steps).
+    """Return the bytes while each unit runs, as if regions needed no more than what they read and write. O(steps).
 
-    The last number is of the moment between forward and backward.
+    The last number is that of the split between forward and backward.
     """
     memory = live_bytes(_of_units(program, units), sizes)
     return [*memory.during, memory.at_split]
 
 
 def _of_units(program: Program, units: Units) -> Program:
-    """The program with a step for each unit, for its memory alone: what no other unit reads is never born."""
+    """Return the program with a step for each unit, to compute memory: values inside of a unit do not occur in it."""
     steps, joint = program.steps, program.layout.graph
     unit_of = {position: place for place, unit in enumerate(units) for position in unit.steps}
     returned = joint.pinned | joint.updates
@@ -163,12 +163,12 @@ def _must_compile(program: Program, position: int) -> bool:
 
 
 def compilable(joint: Captured) -> frozenset[int]:
-    """The ops that may be part of a region."""
+    """Return the ops that may be part of a region."""
     return frozenset(op.index for op in joint.ops if not op.random and op.writes and may_compile(joint.nodes[op.index]))
 
 
 def may_compile(node: fx.Node) -> bool:
-    """Whether Inductor can be given an op: one of dense tensors of known sizes, which communicates with nothing."""
+    """Tell whether Inductor can compile an op: it handles dense tensors of known sizes, and does not communicate."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
     if node.target in RUN_AS_THEY_ARE or node.target.namespace not in ("aten", "prims"):
@@ -198,7 +198,7 @@ GROUPED = frozenset(getattr(aten, name) for name in FUSED if hasattr(aten, name)
 
 
 def is_pointwise(node: fx.Node) -> bool:
-    """Whether an op is one that Inductor fuses with others, rather than calls."""
+    """Tell whether Inductor fuses an op with others, rather than calling a kernel for it."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return False
@@ -214,7 +214,7 @@ class _Groups:
     shared: list[set[int]]  # large versions that members read or write
 
     def open(self, position: int, versions: Set[int], *, fused: bool) -> int:
-        """Begin a group; returns its place."""
+        """Begin a group; return its index."""
         self.steps.append([position])
         self.fused.append(fused)
         self.shared.append(set(versions))
@@ -222,7 +222,7 @@ class _Groups:
 
 
 def _grouped(program: Program, sizes: Sizes, stay: Set[int]) -> Units:
-    """Let every pointwise step join the last group behind its producers that it has much in common with."""
+    """Let every pointwise step join the last group after its producers with which it has large values in common."""
     joint = captured_of(program.layout.graph)
     fusable = {index for index in compilable(joint) if is_pointwise(joint.nodes[index])}
     units: list[Unit] = []
@@ -248,7 +248,7 @@ def _grouped(program: Program, sizes: Sizes, stay: Set[int]) -> Units:
 
 
 def _group_to_join(groups: _Groups, large: Set[int], behind: int, *, near: bool) -> int | None:
-    """The last group behind `behind`, or that group, which shares something large; only the last one if `near`."""
+    """Return the last group from `behind` on that shares something large; if `near`, consider only the last one."""
     last = len(groups.steps) - 1
     for place in range(last, max(behind, 0, last if near else 0) - 1, -1):
         if groups.fused[place] and len(groups.steps[place]) < LARGEST and not large.isdisjoint(groups.shared[place]):
@@ -257,7 +257,7 @@ def _group_to_join(groups: _Groups, large: Set[int], behind: int, *, near: bool)
 
 
 def _pulled_over(units: Units, worst: int) -> set[int]:
-    """The steps that run in a unit up to the worst one, and belong behind it."""
+    """Return the steps that run in a unit up to the worst one, although they belong after it."""
     if worst == len(units):
         return set()
     begins = units[worst].steps[0]

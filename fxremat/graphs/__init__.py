@@ -1,1 +1,1 @@
-"""From a graph of torch.fx to a `StepGraph`: `captured.py`; what graphs say of ops, and what these take."""
+"""Reading a graph of torch.fx as a `StepGraph` (`captured.py`), what its nodes say of ops, and the bytes of ops."""

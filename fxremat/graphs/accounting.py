@@ -1,4 +1,4 @@
-"""Bytes that ops, values and a loss outside of a captured step take, as the device's allocator counts them."""
+"""Bytes of ops, values and a loss outside of a captured step, as the device's allocator counts them."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ SINGLE = torch.float32.itemsize
 
 
 def rounded(size: int, device: torch.device) -> int:
-    """The bytes that the device's allocator takes for so many."""
+    """Round a size in bytes up, as the device's allocator does."""
     block = kind_of(device).block
     return -(-size // block) * block
 
 
 def held(size: int, device: torch.device) -> int:
-    """The most bytes that the device's allocator counts for so many: of those that it does not split off, too.
+    """Return the most bytes that the allocator counts for a tensor of `size` bytes, including a rest that it keeps.
 
     CUDA's caching allocator gives a tensor the smallest free block that it has. It splits off the rest, unless the
     tensor has more than 1 MiB and the rest is at most that; in expandable segments it splits off all.
@@ -38,7 +38,7 @@ def held(size: int, device: torch.device) -> int:
 
 
 def unsplit(device: torch.device) -> int:
-    """Bytes that a block on a device may have beyond a tensor of more than the device's kind leaves unsplit."""
+    """Return the bytes by which an allocated block may exceed a large tensor: the allocator does not split them off."""
     kind = kind_of(device)
     if not (kind.unsplit and kind.is_available()):
         return 0
@@ -48,12 +48,12 @@ def unsplit(device: torch.device) -> int:
 def costs_from(
     joint: Captured, by_op: Sequence[OpCost], device: torch.device, fresh: frozenset[int] = frozenset()
 ) -> Costs:
-    """Put the costs of the ops together with the sizes of the values as the device's allocator rounds them.
+    """Combine the costs of the ops with the sizes of the values, rounded as the device's allocator does.
 
-    Floats of Python's that are inputs are there all along, as tensors that dynamo makes at each call.
-    An op may leave more than its outputs' shapes need: `mse_loss` returns its sum in the storage of all its terms.
-    One that overwrites what it reads leaves that storage, and needs no other: its workspace makes up for the two.
-    A region's workspace is its whole peak, its outputs among them: it may free its inputs before it makes them.
+    Inputs that are Python floats are alive during the entire step, as tensors that dynamo makes at each call. An op may
+    leave more than its outputs' shapes need: `mse_loss` returns its sum in the storage of all its terms. An op that
+    overwrites what it reads leaves that storage, and needs no other: its workspace compensates for the two. A region's
+    workspace is its entire peak, including its outputs: it may free its inputs before it makes them.
     """
     sizes = [value.bytes for value in joint.values]
     taken = [0] * len(joint.ops)
@@ -87,10 +87,10 @@ def costs_from(
 
 
 def _copied_gradients(joint: Captured, device: torch.device) -> dict[int, int]:
-    """Bytes of copies that ops may make of gradients that a loss outside hands in: those may lie otherwise than traced.
+    """Return the bytes of copies that ops may make of gradients from a loss outside, which may have untraced layouts.
 
-    A pointwise op takes them as they lie, unless it reads what autograd reshapes; a convolution does not. A backward in
-    regions is given gradients as they were traced. Where the model returns its loss, no other is planned for.
+    A pointwise op reads any layout, unless it reads what autograd reshapes; a convolution does not. A backward in
+    regions gets gradients in the traced layout. If the model returns its loss, no other loss is planned for.
     """
     unknown = laid_out_by_others(joint.module.graph) if _gradients(joint) else set()
     found = dict[int, int]()
@@ -117,15 +117,15 @@ def _is_reshaped(joint: Captured, node: fx.Node) -> bool:
 
 
 def set_aside(joint: Captured, device: torch.device) -> int:
-    """Bytes for a loss outside the model as the device's allocator rounds them, and for the numbers beside it."""
+    """Return the bytes for a loss outside the model, rounded like the device's allocator, and for its scalars."""
     numbers = _numbers(joint, device)
     return outside_bytes(joint) + numbers + _floats(joint, device) if numbers else 0
 
 
 def held_beside_copies(joint: Captured, device: torch.device) -> int:
-    """Bytes of gradients that a loss outside hands in and autograd holds, beside the copies that a backward may make.
+    """Return the bytes of gradients from a loss outside that autograd holds in addition to copies in the backward.
 
-    It copies those that lie otherwise than the outputs do, where it cannot view them as they lie.
+    The backward copies gradients whose layout differs from that of the outputs, unless it can view them.
     """
     return sum(rounded(t.numel() * t.element_size(), device) for t in _gradients(joint)) if holds_gradients() else 0
 
@@ -135,15 +135,15 @@ def _numbers(joint: Captured, device: torch.device) -> int:
 
 
 def _floats(joint: Captured, device: torch.device) -> int:
-    """Bytes of the tensors that dynamo makes of Python's floats at each call."""
+    """Return the bytes of the tensors that dynamo makes of Python floats at each call."""
     made = [joint.values[joint.value_of[node]] for node in joint.primals if node.meta.get(FLOAT)]
     return sum(rounded(value.bytes, device) for value in made)
 
 
 def outside_bytes(joint: Captured) -> int:
-    """Bytes that a loss outside the model is taken to need between forward and backward, until it has been measured.
+    """Return the bytes that a loss outside the model is assumed to need at the split, until it has been measured.
 
-    A model that returns its loss needs nothing. The user can say better (`loss`).
+    A model that returns its loss needs nothing. The user can give a better number (`loss`).
     """
     trained = _gradients(joint)
     others = [node.meta.get("val") for node in joint.untrained_outputs] if trained else []
@@ -152,11 +152,12 @@ def outside_bytes(joint: Captured) -> int:
 
 
 def assumed_for(count: int, dtype: torch.dtype, *, trained: bool = True) -> int:
-    """Bytes that a loss of an output of `count` numbers is taken to need: four times the output's, in fp32 or wider.
+    """Return the bytes that a loss of an output of `count` numbers is assumed to need: four times the output's.
 
-    A cross entropy takes three times (log-probabilities, and two gradients at a time), `x.pow(2).mean()` four times;
-    an output in half precision is copied to fp32 besides. Of an output that needs no gradient (`trained` False) the
-    loss keeps one storage at most: `mse_loss` returns its sum in that of all its terms. Of integers it keeps nothing.
+    They count in fp32 or wider. A cross entropy needs three times the output's bytes (log-probabilities, and two
+    gradients at a time), `x.pow(2).mean()` four times; an output in half precision is copied to fp32 in addition. Of an
+    output that needs no gradient (`trained` False) the loss keeps one storage at most: `mse_loss` returns its sum in
+    that of all its terms. Of integers it keeps nothing.
     """
     if not trained:
         return int(count) * max(dtype.itemsize, SINGLE) if dtype.is_floating_point else 0
@@ -170,7 +171,7 @@ def _gradients(joint: Captured) -> list[torch.Tensor]:
 
 
 def output_position(shown: fx.Node, op: fx.Node) -> int | None:
-    """Return the number of the output of `op` that the node shows; None for one that nothing reads."""
+    """Return the number of the output of `op` that the node shows; None for an output that no op reads."""
     if shown is op:
         value = op.meta.get("val")
         return 0 if isinstance(value, torch.Tensor) or is_number(value) else None
@@ -179,15 +180,15 @@ def output_position(shown: fx.Node, op: fx.Node) -> int | None:
 
 
 def device_of(graph: StepGraph) -> torch.device:
-    """The device where a step runs."""
+    """Return the device on which a step runs."""
     return torch.device(graph.device)
 
 
 def largest_tensor(graph: StepGraph) -> int:
-    """Bytes of the largest tensor that the step makes."""
+    """Return the bytes of the largest tensor that the step makes."""
     return max((value.bytes for value in graph.values if value.origin is not Origin.PRIMAL), default=0)
 
 
 def op_keys(graph: StepGraph, fresh: Set[int] = frozenset()) -> list[str]:
-    """The keys of all ops of a graph, in their order; `fresh` has those that make new results."""
+    """Return the keys of all ops of a graph, in order; ops in `fresh` make new results."""
     return [op_key(captured_of(graph).nodes[op.index], fresh=True) if op.index in fresh else op.key for op in graph.ops]

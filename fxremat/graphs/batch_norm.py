@@ -1,16 +1,17 @@
-"""BatchNorm in training: its two halves, and what a second execution of it is.
+"""BatchNorm in training: its two halves, and a second execution of it.
 
     y, mean, rstd, running' = batch_norm(x, weight, bias, running)      as captured, reads x three times
     mean, rstd, running'    = batch_statistics(x, running)              what later ops need, a few numbers a channel
-    y                       = batch_normalized(x, weight, bias, mean, rstd)     what is worth making again
+    y                       = batch_normalized(x, weight, bias, mean, rstd)     the part that is worth recomputing
 
-Where the first half is kept, making `y` again takes one pass over `x` and touches no running statistics. On a CPU the
-second half has the bits of the whole: its kernel scales by `rstd * weight` and shifts by `bias - mean * scale`, in
-training and in evaluation alike, so that evaluation with the scale as its weight, and a variance of one, computes the
-same. That holds where `x` is contiguous, or in channels_last; the whole runs where it is neither.
+If the first half is kept, recomputing `y` is one pass over `x` and does not touch running statistics. On a CPU the
+second half has the bits of the original op: that op's kernel scales by `rstd * weight` and shifts by `bias - mean *
+scale`, in training and in evaluation alike, so that evaluation with the scale as its weight, and a variance of one,
+computes the same. That holds if `x` is contiguous, or in channels_last; otherwise the original op runs.
 
-By itself an exact first half runs the whole, too, and drops `y`: the two halves that follow each other are one op when
-graphs are emitted (`passes.lower`). Where other bits will do (compiled regions), it takes the statistics alone.
+By itself an exact first half also runs the original op, and drops `y`: two halves that follow each other become one op
+when graphs are emitted (`passes.lower`). Where other bits are allowed (compiled regions), it computes the statistics
+alone.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ def batch_statistics(
     eps: float,
     exact: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Mean and rstd of each channel of a batch, and the new running statistics (empty ones, where there are none).
+    """Return mean and rstd of each channel of a batch, and the new running statistics (empty ones, if there are none).
 
     Args:
         x: (batch, channels, ...)
-        exact: with the bits of the whole BatchNorm.
+        exact: with the bits of the original BatchNorm.
     """
     mean, var = _running(x, running_mean, running_var)
     if exact:
@@ -67,7 +68,7 @@ def _(x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, *_: An
 def batch_normalized(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, rstd: Tensor, eps: float
 ) -> Tensor:
-    """The output of a BatchNorm of known statistics, in the layout of `x`."""
+    """Return the output of a BatchNorm with known statistics, in the layout of `x`."""
     parameters = [parameter for parameter in (weight, bias) if parameter is not None]
     if not is_dense(x) or not all(parameter.is_contiguous() for parameter in parameters):
         running = _running(x, None, None)
@@ -83,14 +84,14 @@ def _(x: Tensor, *_: Any) -> Tensor:
 
 
 def _running(x: Tensor, mean: Tensor | None, var: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The running statistics, or zeros in their place, since kernels go by their type."""
+    """Return the running statistics, or zeros instead, since kernels depend on their type."""
     dtype = dtype_of_statistics(x)
     some = [x.new_zeros(x.shape[1], dtype=dtype) if old is None else old for old in (mean, var)]
     return some[0], some[1]
 
 
 def dtype_of_statistics(x: Tensor) -> torch.dtype:
-    """The type of the statistics of both halves."""
+    """Return the type of the statistics of both halves."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
@@ -100,7 +101,7 @@ def _whole(x: Tensor, weight: Tensor | None, bias: Tensor | None, *rest: Any) ->
 
 
 def is_dense(x: Tensor) -> bool:
-    """Whether kernels of a CPU go by channels; those of other layouts round in another order."""
+    """Tell whether kernels of a CPU work channel by channel; those of other layouts round in another order."""
     return x.is_contiguous() or any(
         x.dim() == dimensions and x.is_contiguous(memory_format=format_)
         for dimensions, format_ in zip((4, 5), FORMATS, strict=True)
@@ -113,7 +114,7 @@ WHOLE = aten._native_batch_norm_legit_functional.default
 RUNNING: dict[Any, int] = {WHOLE: 3, CUDNN: 4, STATISTICS: 2}  # results before the new running statistics
 
 
-# What Inductor makes of the halves.
+# Decompositions of the halves for Inductor.
 
 
 def _inductor_statistics(
@@ -148,11 +149,11 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
 }
 
 
-# What graphs say of them.
+# What the nodes of a graph say of the halves.
 
 
 def normalized_by(statistics: fx.Node) -> fx.Node | None:
-    """The second half that belongs to a first half, or None for another op."""
+    """Return the second half that belongs to a first half, or None for another op."""
     if statistics.target is not STATISTICS:
         return None
     readers = (reader for item in statistics.users for reader in item.users)
@@ -160,14 +161,14 @@ def normalized_by(statistics: fx.Node) -> fx.Node | None:
 
 
 def runs_as_one(statistics: fx.Node, normalized: fx.Node, *, again: bool) -> bool:
-    """Whether two halves that follow each other are to be the whole; `again`: in a second execution."""
-    shown = cast(fx.Node, normalized.args[0]).meta["val"]  # statistics are of its type where nothing else is given
+    """Tell whether two consecutive halves run as the original op; `again`: in a second execution."""
+    shown = cast(fx.Node, normalized.args[0]).meta["val"]  # without other arguments, statistics have its type
     typed = normalized.args[1] is not None or shown.dtype == dtype_of_statistics(shown)
     return bool(statistics.args[5]) and (typed or not again)
 
 
 def whole_call(statistics: fx.Node, normalized: fx.Node, *, again: bool) -> tuple[Any, tuple[Any, ...]]:
-    """Target and arguments of the BatchNorm that two halves are of; its output comes before its other results."""
+    """Return target and arguments of the BatchNorm of two halves; its output comes before its other results."""
     x, mean, var, momentum, eps, _ = statistics.args
     _, weight, bias, *_ = normalized.args
     if again or mean is None:
@@ -176,7 +177,7 @@ def whole_call(statistics: fx.Node, normalized: fx.Node, *, again: bool) -> tupl
 
 
 def batch_norm_arguments(node: fx.Node) -> tuple[Any, ...]:
-    """The arguments of a BatchNorm: x, weight, bias, running mean and variance, training, momentum, epsilon."""
+    """Return the arguments of a BatchNorm: x, weight, bias, running mean and variance, training, momentum, epsilon."""
     if node.target is aten._native_batch_norm_legit.no_stats:
         x, weight, bias, *rest = node.args
         return x, weight, bias, None, None, *rest
@@ -184,12 +185,12 @@ def batch_norm_arguments(node: fx.Node) -> tuple[Any, ...]:
 
 
 def is_training_batch_norm(node: fx.Node) -> bool:
-    """True for a BatchNorm, or its first half, that updates its running statistics."""
+    """Tell whether a node is a BatchNorm, or its first half, that updates its running statistics."""
     return node.target in RUNNING and (node.target is not WHOLE or bool(node.args[5]))
 
 
 def again_call(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
-    """Target and positional arguments of a second execution: a BatchNorm leaves the running statistics alone."""
+    """Return target and positional arguments of a second execution: a BatchNorm leaves the running statistics alone."""
     if not is_training_batch_norm(node):
         return node.target, node.args
     if node.target is STATISTICS:
@@ -202,14 +203,14 @@ def again_call(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
 
 
 def again_inputs(node: fx.Node) -> list[fx.Node]:
-    """The nodes that a second execution reads."""
+    """Return the nodes that a second execution reads."""
     if not is_training_batch_norm(node):
         return node.all_input_nodes
     return [argument for argument in again_call(node)[1] if isinstance(argument, fx.Node)]
 
 
 def made_again(op: fx.Node, shown: fx.Node) -> bool:
-    """Whether a second execution makes this output too: none makes new running statistics."""
+    """Tell whether a second execution makes this output too: none makes new running statistics."""
     if not is_training_batch_norm(op) or shown is op:
         return True
     return cast(int, shown.args[1]) < RUNNING[op.target]

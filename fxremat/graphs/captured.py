@@ -1,11 +1,10 @@
-"""A graph of torch.fx read as a `StepGraph`: `read_joint`, and the nodes that stand for ops and values.
+"""A graph of torch.fx read as a `StepGraph`: `read_joint`, and the nodes of its ops and values.
 
     torch.fx joint graph    placeholders, compute nodes, views of views, getitems, detaches
     Captured                a StepGraph; `nodes` has the node of each op, `shown` one that shows each value,
                             `value_of` the value that each node shows a view of
 
-Planning speaks of op and value numbers; measuring and lowering come back to the nodes. Nothing changes a graph that
-was read.
+Planning uses op and value numbers; measuring and lowering use the nodes. A graph that was read is never changed.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class Captured(StepGraph):
 
     module: fx.GraphModule
     nodes: tuple[fx.Node, ...]  # of the ops
-    shown: tuple[fx.Node, ...]  # by value: the placeholder, the op's node, or the getitem that takes it out of its op
+    shown: tuple[fx.Node, ...]  # by value: the placeholder, the op's node, or the getitem that selects it from its op
     value_of: Mapping[fx.Node, int]  # every tensor node (views included) to the storage it shows
     primals: tuple[fx.Node, ...]
     tangent_nodes: tuple[fx.Node, ...]
@@ -47,7 +46,7 @@ class Captured(StepGraph):
 
     @property
     def passes(self) -> tuple[Any, ...]:
-        """Changes that each pass made before the graph was read: see `passes.pipelines.Rewrite`."""
+        """The changes that each pass made before the graph was read: see `passes.pipelines.Rewrite`."""
         rewrites: tuple[Any, ...] = self.module.meta.get("rewrites", ())
         return rewrites
 
@@ -58,9 +57,9 @@ class Captured(StepGraph):
 
     @cached_property
     def outputs_needed(self) -> tuple[frozenset[int | None], ...]:
-        """For each output of the backward, the forward's outputs whose gradients it is computed from.
+        """For each output of the backward, the forward's outputs from whose gradients it is computed.
 
-        None stands for a gradient of something else, such as the base of several views.
+        None stands for the gradient of something else, such as the base of several views.
         """
         needed: dict[fx.Node, frozenset[int | None]] = {}
         for node in self.module.graph.nodes:
@@ -75,7 +74,7 @@ class Captured(StepGraph):
 
     @cached_property
     def untrained_outputs(self) -> tuple[fx.Node, ...]:
-        """Outputs that the caller is given and autograd hands no gradient in for: one node a storage."""
+        """Outputs that the caller gets and that have no gradient from autograd: one node for each storage."""
         trained = [getattr(node.meta.get("desc"), "output", None) for node in self.tangent_nodes]
         shown: dict[int, fx.Node] = {}
         seen: set[int] = set()
@@ -87,9 +86,9 @@ class Captured(StepGraph):
 
 
 def captured_of(graph: StepGraph) -> Captured:
-    """The graph with its nodes, of a step that is to be measured or run here.
+    """Return the graph with its nodes, of a step that is to be measured or run here.
 
-    Raises `FxrematError` for numbers alone, which were read from a file.
+    Raises `FxrematError` for a graph without nodes, which was read from a file.
     """
     if not isinstance(graph, Captured):
         raise FxrematError(
@@ -99,9 +98,9 @@ def captured_of(graph: StepGraph) -> Captured:
 
 
 def inputs_of(joint: Captured) -> tuple[fx.Node, ...]:
-    """The primals that the caller hands in, in order: `backward_outputs` begins with a gradient of each.
+    """Return the primals that the caller hands in, in order: `backward_outputs` begins with a gradient of each.
 
-    The others are tokens, which put ops with effects (such as the check in `linalg.cholesky`) in order.
+    The other primals are tokens, which order ops with effects (such as the check in `linalg.cholesky`).
     """
     return _inputs(joint.primals)
 
@@ -111,7 +110,7 @@ def _inputs(primals: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
 
 
 def with_updates_inside(joint: Captured, trained: Set[int]) -> Captured:
-    """The joint graph of a step that updates these parameters (primal values) itself, and keeps their gradients."""
+    """Return the graph of a step that updates these parameters (primal values) itself, and keeps their gradients."""
     outputs = list(joint.backward_outputs)
     gradients: dict[int, fx.Node] = {}
     for place, (primal, gradient) in enumerate(zip(inputs_of(joint), joint.backward_outputs, strict=False)):
@@ -134,7 +133,7 @@ def _is_scalar(node: fx.Node) -> bool:
 
 
 def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """The nodes, and all that they are computed from."""
+    """Return the nodes, and all that they are computed from."""
     found: set[fx.Node] = set()
     stack = list(nodes)
     while stack:
@@ -146,11 +145,11 @@ def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def read_joint(module: fx.GraphModule, forward_outputs: int) -> Captured:
-    """Read a joint graph as AOTAutograd hands it to a partition function. O(nodes).
+    """Read a joint graph as AOTAutograd passes it to a partition function. O(nodes).
 
     Args:
         module: the joint graph, functional and undecomposed, with fake tensors in `meta["val"]`.
-        forward_outputs: how many of its outputs belong to the forward.
+        forward_outputs: the number of outputs that belong to the forward.
 
     Raises:
         CaptureError: a size depends on data.
@@ -179,10 +178,10 @@ class _Reader:
         self.late = self._late()
 
     def _late(self) -> set[fx.Node]:
-        """The nodes of the backward: the first that autograd made there, and all that follow it.
+        """Return the nodes of the backward: the first that autograd made there, and all that follow it.
 
         AOTAutograd traces the forward first. A node of the backward depends on a tangent or is tagged; what a custom
-        `torch.autograd.Function` computes there from saved tensors alone is neither, but stands behind such a node.
+        `torch.autograd.Function` computes there from saved tensors alone is neither, but comes after such a node.
         """
         forward = _ancestors(node for node in self.forward_outputs if isinstance(node, fx.Node))
         late = set(self.tangents)
@@ -239,7 +238,7 @@ class _Reader:
         return value.index
 
     def _base_of_view(self, node: fx.Node) -> int | None:
-        """The value that all outputs of `node` alias, or None where the node computes something new."""
+        """Return the value that all outputs of `node` alias, or None if the node computes something new."""
         outputs = [tensor for tensor in tensors_of(node) if tensor is not None]
         parents = [parent for parent in node.all_input_nodes if parent in self.value_of]
         if not outputs or len(parents) != 1:
@@ -249,7 +248,7 @@ class _Reader:
         return self.value_of[parents[0]] if aliases else None
 
     def _outputs(self, node: fx.Node) -> tuple[int, ...]:
-        """Make the values that a compute node gives birth to; producer numbers are filled in by `_joint`."""
+        """Make the values that a compute node writes; `_joint` fills in the producers' numbers."""
         origin = Origin.BACKWARD if node in self.late else Origin.FORWARD
         if isinstance(node.meta.get("val"), (torch.Tensor, *NUMBERS)):
             return (self._new_value(node, origin),)
@@ -265,7 +264,7 @@ class _Reader:
             seen[position] = self._new_value(item, origin, position)
             written.append(seen[position])
         unread = [t for k, t in enumerate(tensors_of(node)) if t is not None and k not in seen]
-        for tensor in unread:  # occupies memory while the op runs and until its outputs are taken apart
+        for tensor in unread:  # occupies memory while the op runs and until its outputs are separated
             written.append(self._add(f"{node.name}_unread", node, tensor, origin))
         return tuple(written)
 
@@ -306,7 +305,7 @@ class _Reader:
         )
 
     def _ops(self, ordered: Sequence[tuple[fx.Node, tuple[int, ...]]]) -> tuple[Op, ...]:
-        """The ops in execution order; the values they write learn their producers."""
+        """Return the ops in execution order, and set the producers of the values that they write."""
         moving = {  # values that depend on a differentiable input
             self.value_of[primal]
             for primal, gradient in zip(_inputs(self.primals), self.backward_outputs, strict=False)
@@ -345,7 +344,7 @@ class _Reader:
         return tuple(ops)
 
     def _parameters(self) -> dict[int, str]:
-        """The names of parameters, by their values and by those of the gradients that are returned."""
+        """Return the names of parameters, by their values and by those of the gradients that are returned."""
         named = {self.value_of[node]: name for node in self.primals if (name := parameter_of(node))}
         pairs = zip(_inputs(self.primals), self.backward_outputs, strict=False)
         return named | {
@@ -358,7 +357,7 @@ class _Reader:
         return tuple(dict.fromkeys(self.value_of[node] for node in nodes if node in self.value_of))
 
     def _split_outputs(self) -> tuple[set[int], set[int]]:
-        """Split the forward's outputs into values that the caller holds on to, and values that overwrite an input."""
+        """Split the forward's outputs into values that the caller holds, and values that overwrite an input."""
         kept: set[int] = set()
         updates: set[int] = set()
         for node, desc in zip(self.forward_outputs, self.descs, strict=True):
@@ -376,7 +375,7 @@ class _Reader:
 
 
 def _kind(node: fx.Node) -> Kind:
-    """The kind of a node's op; targets that are no kernel of PyTorch's say it themselves."""
+    """Return the kind of a node's op; targets other than PyTorch's kernels define it themselves."""
     kind = getattr(node.target, "kind", Kind.KERNEL)
     if isinstance(kind, Kind) and kind is not Kind.KERNEL:
         return kind
@@ -384,18 +383,18 @@ def _kind(node: fx.Node) -> Kind:
 
 
 def _type(shown: object) -> str:
-    """The data type and shape of a tensor, as "float32[8, 64]"."""
+    """Return the data type and shape of a tensor, as "float32[8, 64]"; "" for anything else."""
     if not isinstance(shown, torch.Tensor):
         return ""
     return f"{str(shown.dtype).removeprefix('torch.')}[{', '.join(map(str, shown.shape))}]"
 
 
 def _is_whole(shown: object) -> bool:
-    """Tell whether a tensor shows all of its storage."""
+    """Tell whether a tensor covers all of its storage."""
     return isinstance(shown, torch.Tensor) and shown.layout is torch.strided and shown.nbytes == storage_bytes(shown)
 
 
 def _device_of(primals: Iterable[fx.Node]) -> str:
-    """The device of parameters and inputs: the first that is no CPU, if there is one."""
+    """Return the device of parameters and inputs: the first that is no CPU, if there is one."""
     tensors = [tensor for node in primals if isinstance(tensor := node.meta.get("val"), torch.Tensor)]
     return next((str(tensor.device) for tensor in tensors if tensor.device.type != "cpu"), "cpu")

@@ -3,9 +3,9 @@
     captured    started = all_gather_into_tensor(shard, world, group);  whole = wait_tensor(started)
     in a step   whole = Collective(all_gather_into_tensor)(shard, world, group)
 
-The result of a start may not be read, and what it reads may not be freed, before its wait. As one op nothing can be
-read too early, and memory is exact; `transfers.network` takes the two apart again where something can run in between.
-What is equal on all ranks is written without names of process groups, which differ from rank to rank.
+The result of a start must not be read, and its operands must not be freed, before its wait. As one op it cannot be read
+too early, and memory is exact; `transfers.network` separates the two again where ops can run in between. Text that must
+be equal on all ranks contains no names of process groups, which differ from rank to rank.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NAMESPACE = "_c10d_functional"
 
 
 class Collective:
-    """A functional collective that has ended when it returns: its start, and the wait for what that returned."""
+    """A functional collective that has ended when it returns: its start, and the wait for the result."""
 
     def __init__(self, start: torch._ops.OpOverload) -> None:
         self.start = start
@@ -39,12 +39,12 @@ class Collective:
         return self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run it, and wait for its end."""
+        """Run the collective, and wait for its end."""
         return wait(self.start(*args, **kwargs))
 
 
 def wait(started: Any) -> Any:
-    """Wait for the end of a collective: what its start returned, now with its data."""
+    """Wait for the end of a collective; return the results of its start, now with their data."""
     if isinstance(started, torch.Tensor):
         return torch.ops._c10d_functional.wait_tensor.default(started)
     return [wait(tensor) for tensor in started]
@@ -52,12 +52,12 @@ def wait(started: Any) -> Any:
 
 @functools.cache
 def collective(start: torch._ops.OpOverload) -> Collective:
-    """The one collective that begins with this op."""
+    """Return the collective that begins with this op, always the same object."""
     return Collective(start)
 
 
 def is_start(node: fx.Node) -> bool:
-    """True for an op that starts a functional collective, as captured."""
+    """Tell whether an op starts a functional collective, as captured."""
     target = node.target
     return (
         isinstance(target, torch._ops.OpOverload)
@@ -67,17 +67,17 @@ def is_start(node: fx.Node) -> bool:
 
 
 def is_collective(node: fx.Node) -> bool:
-    """True for an op that communicates: all ranks of its group have to run it, in the same order."""
+    """Tell whether an op communicates: all ranks of its group have to run it, in the same order."""
     return isinstance(node.target, Collective) or getattr(node.target, "namespace", "").startswith((NAMESPACE, "c10d"))
 
 
 def is_gather(node: fx.Node) -> bool:
-    """True for a collective that puts the parts of all ranks together."""
+    """Tell whether a node is a collective that puts the parts of all ranks together."""
     return isinstance(node.target, Collective) and node.target.kind is Kind.GATHER
 
 
 def groups_of(node: fx.Node) -> tuple[str, ...]:
-    """The names of the process groups that an op communicates over: it takes them as text."""
+    """Return the names of the process groups of an op, which are text arguments."""
     if not is_collective(node):
         return ()
     return tuple(argument for argument in node.args if isinstance(argument, str) and _is_group(argument))
@@ -88,7 +88,7 @@ def _is_group(name: str) -> bool:
 
 
 def without_group_names(node: fx.Node) -> tuple[Any, ...]:
-    """The arguments of a collective, with each group's size and backend in the place of its name."""
+    """Return the arguments of a collective, with each group's name replaced by its size and backend."""
     return tuple(_described(argument) if isinstance(argument, str) else argument for argument in node.args)
 
 

@@ -1,12 +1,12 @@
-"""cuDNN's BatchNorm as ops of a graph, where eager PyTorch takes cuDNN's.
+"""cuDNN's BatchNorm as ops of a graph, for BatchNorms that eager PyTorch computes by cuDNN.
 
     y, mean, rstd, reserve, running' = cudnn_batch_norm(x, weight, bias, running)       in training
     y                                = cudnn_batch_norm_evaluated(x, weight, bias, running)
 
-PyTorch takes `aten.cudnn_batch_norm` apart while a graph is traced, and native kernels round otherwise. The op cannot
-be captured as it is: it overwrites the running statistics, which its schema does not say. These ops return new ones.
+PyTorch decomposes `aten.cudnn_batch_norm` while a graph is traced, and native kernels round differently. The op cannot
+be captured as it is: it overwrites the running statistics, which its schema does not say. The ops here return new ones.
 
-`reserve` is what cuDNN hands from the forward to the backward, of a size that it alone knows.
+`reserve` is the buffer that cuDNN passes from the forward to the backward; only cuDNN knows its size.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def cudnn_batch_norm(
     momentum: float,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """A BatchNorm in training; the new running statistics come last (empty ones, where there are none).
+    """Compute a BatchNorm in training; the new running statistics come last (empty ones, if there are none).
 
     Args:
         x: (batch, channels, ...), contiguous or in channels_last.
@@ -49,7 +49,10 @@ def cudnn_batch_norm(
 def cudnn_batch_norm_backward(
     gradient: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, reserve: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x, weight and bias of a BatchNorm in training. `reserve` is left as it is: cuDNN may write there."""
+    """Return the gradients of x, weight and bias of a BatchNorm in training.
+
+    `reserve` is copied, since cuDNN may write into it.
+    """
     gradient = gradient.contiguous(memory_format=suggested_format(x))
     made: tuple[Tensor, Tensor, Tensor] = aten.cudnn_batch_norm_backward(
         x, gradient, weight, None, None, mean, rstd, eps, reserve.clone()
@@ -61,7 +64,7 @@ def cudnn_batch_norm_backward(
 def cudnn_batch_norm_evaluated(
     x: Tensor, weight: Tensor, bias: Tensor, running_mean: Tensor, running_var: Tensor, eps: float
 ) -> Tensor:
-    """A BatchNorm by its running statistics, which stay as they are."""
+    """Compute a BatchNorm with its running statistics, which do not change."""
     made: tuple[Tensor, ...] = aten.cudnn_batch_norm(x, weight, bias, running_mean, running_var, False, 0.0, eps)
     return made[0]
 
@@ -119,7 +122,7 @@ CUDNN = torch.ops.fxremat.cudnn_batch_norm.default
 
 @contextlib.contextmanager
 def batch_norms_of_cudnn() -> Iterator[None]:
-    """While AOTAutograd traces: the BatchNorms that eager PyTorch gives to cuDNN stay cuDNN's."""
+    """Capture the BatchNorms that eager PyTorch computes by cuDNN as ops that use cuDNN, while AOTAutograd traces."""
     kernels: dict[Any, Callable[..., Any]] = {aten.cudnn_batch_norm.default: _captured}
     with composite_kernels(kernels, key="Autograd"):
         yield
@@ -135,9 +138,9 @@ def _captured(
     momentum: float,
     eps: float,
 ) -> tuple[Tensor, ...]:
-    """Do what `aten.cudnn_batch_norm` does, by ops of which the graph knows what they write."""
+    """Compute what `aten.cudnn_batch_norm` does, by ops whose writes are visible in the graph."""
     if not training:
-        assert mean is not None  # else PyTorch would not have taken cuDNN's
+        assert mean is not None  # PyTorch would not have chosen cuDNN otherwise
         assert var is not None
         nothing = weight.new_empty(0)
         return cudnn_batch_norm_evaluated(x, weight, bias, mean, var, eps), nothing, nothing, nothing

@@ -1,4 +1,4 @@
-"""Gradients that a loss outside of the model hands in: how they lie in memory is known when they are there."""
+"""Gradients that a loss outside of the model hands in: their memory layout is not known before they arrive."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.
 
 
 def handed_in(graph: fx.Graph) -> set[fx.Node]:
-    """The gradients of a joint graph's outputs that are no numbers."""
+    """Return the gradients of a joint graph's outputs that have dimensions."""
     return {node for node in tangents_in(graph) if node.meta["val"].dim() > 0}
 
 
 def laid_out_by_others(graph: fx.Graph) -> set[fx.Node]:
-    """The gradients that are handed in, and all that may lie in memory as they do."""
+    """Return the gradients that are handed in, and all nodes whose memory layout may depend on theirs."""
     found = handed_in(graph)
     for node in graph.nodes:
         if node.target not in PRODUCTS and not found.isdisjoint(node.all_input_nodes):

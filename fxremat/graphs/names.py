@@ -1,11 +1,11 @@
-"""Where the ops of a captured step were written: the module that each belongs to, and the line of the model's code.
+"""The origin of the ops of a captured step: the module that each belongs to, and the line of the model's code.
 
     sources_of(nodes)    for each op Source("transformer.h.3.mlp.c_fc", Frame("net.py", 31, "forward", "x = ..."))
 
-dynamo notes in `meta` which modules were being called (`nn_module_stack`), and AOTAutograd notes for an op of the
+dynamo records in `meta` which modules were being called (`nn_module_stack`), and AOTAutograd records for an op of the
 backward those of its forward op (`fwd_nn_module_stack`); both are dicts from a module's id to its path and class (2.11,
 2.13). Ops of the model's own forward have none, and their module is "". An addition of gradients that autograd makes
-where a tensor has several users has no stack of its own: it belongs to the module around all that it stands between.
+for a tensor with several users has no stack of its own: it belongs to the innermost module around its neighbours.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from torch import fx, nn
 from fxremat.step.source import Frame, Source, common_module
 from fxremat.torch_private import without_dict
 
-# Below the model, dynamo names a part as an attribute, or by its key; both are written as `repr` writes a text.
+# Below the model, dynamo names a part as an attribute, or by its key; both are written like `repr` of a text.
 _KEY = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|\d+"""
 _PART = re.compile(rf"""\.(?!_modules\[)((?:[^.'"\[]|\[(?!(?:{_KEY})\]))+)|\[({_KEY})\]""")
 _GETATTR = re.compile(rf"""getattr\(([^()]*), ({_KEY})\)""")
 NAME, MODEL = "fxremat_name", "fxremat_model"  # in the `meta` of a joint graph's inputs
-FLOAT = "fxremat_float"  # the same, of inputs that are made of floats at each call
+FLOAT = "fxremat_float"  # the same, of inputs that dynamo makes of floats at each call
 
 
 def frame_of(node: fx.Node) -> Frame | None:
-    """File, line, function and code where the op was written, if tracing noted it."""
+    """Return file, line, function and code where the op was written, if tracing recorded it."""
     frames = re.findall(r'File "(.+)", line (\d+), in (<?\w+>?)\n *(.*)', node.meta.get("stack_trace") or "")
     if not frames:
         return None
@@ -40,16 +40,16 @@ def frame_of(node: fx.Node) -> Frame | None:
 
 
 def module_of(node: fx.Node) -> str:
-    """The submodule that the op, or the one it is the backward of, belongs to, as "layers.3.up"; "" if unknown."""
+    """Return the submodule of an op, or of the forward op of a backward op, as "layers.3.up"; "" if unknown."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     return _module_at(str([*stack.values()][-1][0]) if stack else "")
 
 
 @lru_cache(maxsize=4096)
 def _module_at(path: str) -> str:
-    """The submodule of which dynamo writes this."""
+    """Return the submodule that dynamo writes as this path."""
     path, before = without_dict(path), ""
-    while path != before:  # what is no identifier may be written getattr(..., 'name')
+    while path != before:  # a name that is no identifier may be written getattr(..., 'name')
         before, path = path, _GETATTR.sub(r"\1[\2]", path)
     # L['self'] is the model, or it is what L['forward'] is bound to
     inside = re.sub(r"^L\['\w+'\](\.__self__)?", "", path)
@@ -57,36 +57,36 @@ def _module_at(path: str) -> str:
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """The name in `named_parameters()` of each parameter that has several names, by its other names."""
+    """Map other names of parameters with several names to their name in `named_parameters()`."""
     first = {id(parameter): name for name, parameter in nn.Module.named_parameters(model)}
     names = nn.Module.named_parameters(model, remove_duplicate=False)
     return {name: first[id(parameter)] for name, parameter in names if first[id(parameter)] != name}
 
 
 def note_names(placeholders: Iterable[tuple[fx.Node, str | None]], model: str) -> None:
-    """Note on the inputs of a joint graph which parameter each stands for, and the name of the model's class."""
+    """Record on the inputs of a joint graph the parameter of each, and the name of the model's class."""
     for node, name in placeholders:
         node.meta |= {NAME: name or "", MODEL: model}
 
 
 def parameter_of(placeholder: fx.Node) -> str:
-    """The name in the model of the parameter that an input of a joint graph stands for; "" for other inputs."""
+    """Return the name in the model of the parameter that an input of a joint graph is; "" for other inputs."""
     return str(placeholder.meta.get(NAME, ""))
 
 
 def model_of(placeholders: Iterable[fx.Node]) -> str:
-    """The name of the class of the model whose joint graph has these inputs."""
+    """Return the name of the class of the model whose joint graph has these inputs."""
     return next((str(node.meta[MODEL]) for node in placeholders if node.meta.get(MODEL)), "model")
 
 
 def sources_of(nodes: Sequence[fx.Node]) -> tuple[Source, ...]:
-    """Where each op of a step was written, forward and backward, in order. O(nodes).
+    """Return the source of each op of a step, forward and backward, in order. O(nodes).
 
     Args:
         nodes: the ops' nodes, in execution order.
     """
     modules = {node: module_of(node) for node in nodes}
-    # the first op of a number: those that autograd does not differentiate have that of the op before them
+    # the first op of a number: ops that autograd does not differentiate have the number of the op before them
     by_number = {_number(node): modules[node] for node in reversed(nodes) if not _is_backward(node)}
     added = [node for node in nodes if _adds_gradients(node)]
     for node in nodes:
@@ -100,7 +100,7 @@ def sources_of(nodes: Sequence[fx.Node]) -> tuple[Source, ...]:
 
 
 def _number(node: fx.Node) -> object:
-    """The number that autograd gives to an op and to its backward."""
+    """Return the number that autograd gives to an op and to its backward."""
     return node.meta.get("seq_nr", node)
 
 
@@ -113,9 +113,10 @@ def _has_stack(node: fx.Node) -> bool:
 
 
 def _adds_gradients(node: fx.Node) -> bool:
-    """Whether autograd added gradients of a tensor with several users here.
+    """Tell whether a node is autograd's addition of gradients of a tensor with several users.
 
-    AOTAutograd notes `is_gradient_acc` (2.13); without it, such an addition has nothing of a forward op in its `meta`.
+    AOTAutograd records `is_gradient_acc` (2.13); without it, such an addition has no traces of a forward op in its
+    `meta`.
     """
     meta: dict[str, Any] = node.meta
     if "is_gradient_acc" in meta:
@@ -129,7 +130,7 @@ def _adds_gradients(node: fx.Node) -> bool:
 
 
 def _between(node: fx.Node, modules: dict[fx.Node, str], unknown: set[fx.Node]) -> str:
-    """The innermost module around the op that made the last gradient to be added, and the ops that read the sum."""
+    """Return the innermost module around the op that made the last added gradient, and the ops that read the sum."""
     around = [_ops_behind(parent, modules) for parent in node.all_input_nodes]
     makers = [maker for maker in around if maker is not None and maker not in unknown]
     users = [user for user in _readers(node, modules) if user not in unknown]
@@ -138,7 +139,7 @@ def _between(node: fx.Node, modules: dict[fx.Node, str], unknown: set[fx.Node]) 
 
 
 def _ops_behind(node: fx.Node, modules: dict[fx.Node, str]) -> fx.Node | None:
-    """The op that a view, or an item, is of."""
+    """Return the op that made the tensor of a view or an item; None if no op did."""
     while node not in modules:
         if not node.all_input_nodes:
             return None
@@ -147,7 +148,7 @@ def _ops_behind(node: fx.Node, modules: dict[fx.Node, str]) -> fx.Node | None:
 
 
 def _readers(node: fx.Node, modules: dict[fx.Node, str]) -> list[fx.Node]:
-    """The ops that read a result, through views too."""
+    """Return the ops that read a result, directly or through views."""
     found, stack = [], list(node.users)
     while stack:
         user = stack.pop()

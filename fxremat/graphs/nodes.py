@@ -1,4 +1,4 @@
-"""Facts that a node of a captured graph shows: tensors, numbers, random draws, gradients that are handed in."""
+"""Facts about a node of a captured graph: tensors, numbers, random draws, gradients that are handed in."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NUMBERS: tuple[type, ...] = (*SYMBOLS, int, float)
 
 
 def tensors_of(node: fx.Node) -> list[torch.Tensor | None]:
-    """The outputs of a node as a list; None where an output is no tensor."""
+    """Return the outputs of a node as a list; None for an output that is no tensor."""
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor):
         return [value]
@@ -22,7 +22,7 @@ def tensors_of(node: fx.Node) -> list[torch.Tensor | None]:
 
 
 def is_random(node: fx.Node) -> bool:
-    """True where the op draws random numbers (a dropout in eval mode does not)."""
+    """Tell whether an op draws random numbers (a dropout in eval mode does not)."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
         return False
@@ -32,7 +32,7 @@ def is_random(node: fx.Node) -> bool:
 
 
 def _argument(node: fx.Node, name: str) -> object:
-    """The value of the argument `name` of an op node, by position; None where there is none."""
+    """Return the value of the argument `name` of an op node, by position; None if there is none."""
     assert isinstance(node.target, torch._ops.OpOverload)
     for position, argument in enumerate(node.target._schema.arguments):
         if argument.name == name:
@@ -41,17 +41,17 @@ def _argument(node: fx.Node, name: str) -> object:
 
 
 def is_number(value: object) -> bool:
-    """True for what a node shows that is a number of Python's, known or not before the step runs."""
+    """Tell whether a node's value is a Python number, known or not before the step runs."""
     return isinstance(value, NUMBERS)
 
 
 def storage_bytes(tensor: torch.Tensor) -> int:
-    """Bytes of the storage behind a (fake) tensor; of indices and values, where it is sparse."""
+    """Return the bytes of the storage behind a (fake) tensor; of indices and values, if it is sparse."""
     if tensor.layout is torch.sparse_coo:
         return int(tensor._indices().nbytes + tensor._values().nbytes)
     return int(tensor.untyped_storage().nbytes())
 
 
 def tangents_in(graph: fx.Graph) -> list[fx.Node]:
-    """The placeholders of the gradients that autograd hands in."""
+    """Return the placeholders of the gradients that autograd hands in."""
     return [node for node in graph.nodes if node.op == "placeholder" and node.name.startswith("tangents")]

@@ -1,4 +1,4 @@
-"""Text that names what an op costs."""
+"""The key of an op: text that is equal for ops of equal cost."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from fxremat.graphs.overwriting import called
 
 
 def op_key(node: fx.Node, *, fresh: bool = False) -> str:
-    """Text that is equal for ops of equal cost: the op, its constants, and the layout of each tensor it reads.
+    """Return text that is equal for ops of equal cost: the op, its constants, and the layout of each tensor it reads.
 
-    An op that may overwrite its operand does, unless its result is to be a new one (`fresh`).
+    An op that may overwrite its operand does so, unless its result must be new (`fresh`).
 
-    A layout names the device, and the bytes of the storage where a tensor shows a part of it: some ops copy it whole.
+    A layout includes the device, and the bytes of the storage if a tensor shows a part of it: some ops copy all of it.
     A subgraph (the score function of flex attention) is named by a digest of its code.
     """
     target, args, kwargs = called(node, fresh=fresh)
@@ -30,7 +30,7 @@ def op_key(node: fx.Node, *, fresh: bool = False) -> str:
 
 
 def _named(target: object) -> str:
-    """Name what a node calls, in the same way in every process."""
+    """Name the target of a node, in the same way in every process."""
     return f"{target.__module__}.{target.__qualname__}" if isinstance(target, FunctionType) else str(target)
 
 
@@ -53,7 +53,7 @@ def _describe(argument: object) -> str:
 
 
 def attribute(node: fx.Node) -> Any:
-    """The attribute of the graph's module that a `get_attr` node names."""
+    """Return the attribute of the graph's module that a `get_attr` node names."""
     found: Any = node.graph.owning_module
     for name in str(node.target).split("."):
         found = getattr(found, name)

@@ -1,8 +1,8 @@
-"""Ops that may write their result over an operand: which there are, which operand, and how they are called then.
+"""Ops that may write their result over an operand: a list of them, the operand, and how they are then called.
 
-The captured graph is functional: `passes.in_place` notes on a node which operand it may overwrite. Whether it does is
-one of the step's costs (`Costs.fresh` has those that must not), which `called` is told: measuring, accounting and
-lowering ask it. Forms with a Scalar round otherwise in bfloat16.
+The captured graph is functional: `passes.in_place` records on a node which operand it may overwrite. Whether it does
+depends on the step's costs (`Costs.fresh` has the ops that must not), which measuring, accounting and lowering pass to
+`called`. Forms with a Scalar round differently in bfloat16.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ METHODS: dict[Any, Any] = {  # the first argument is overwritten
     aten.neg.default: aten.neg_.default,
     collective(_c10d.all_reduce.default): collective(_c10d.all_reduce_.default),
 }
-BACKWARDS: dict[Any, Any] = {  # the first argument is given as `grad_input` as well
+BACKWARDS: dict[Any, Any] = {  # the first argument is passed as `grad_input` as well
     aten.threshold_backward.default: aten.threshold_backward.grad_input,
     aten.gelu_backward.default: aten.gelu_backward.grad_input,
     aten.silu_backward.default: aten.silu_backward.grad_input,
@@ -36,12 +36,12 @@ BACKWARDS: dict[Any, Any] = {  # the first argument is given as `grad_input` as 
     aten.elu_backward.default: aten.elu_backward.grad_input,
 }
 SELF_FIRST = {aten.threshold_backward.default, aten.leaky_relu_backward.default}
-"""Ops whose new result lies as the other operand does, where the two lie otherwise; of others, as the first does."""
-PLACE = "fxremat_overwrites"  # in a node's meta: the place of the operand that it may overwrite
+"""Ops whose new result has the layout of the second operand if the two differ; for other ops, that of the first."""
+PLACE = "fxremat_overwrites"  # in a node's meta: the index of the operand that it may overwrite
 
 
 def overwritten(op: fx.Node) -> fx.Node | None:
-    """The node whose storage the op's result may take over; None for an op that makes a new one in any case."""
+    """Return the node whose storage the op's result may reuse; None for an op that always makes a new result."""
     if PLACE not in op.meta:
         return None
     taken = op.args[op.meta[PLACE]]
@@ -52,7 +52,7 @@ def overwritten(op: fx.Node) -> fx.Node | None:
 def overwriting(
     target: Any, place: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """Target and arguments of an op that overwrites its operand at a place, 0 or 1; that comes first."""
+    """Return target and arguments of an op that overwrites its operand at `place`, 0 or 1; that operand comes first."""
     if place:
         args = (args[1], args[0])
     if target in BACKWARDS:
@@ -61,7 +61,7 @@ def overwriting(
 
 
 def called(op: fx.Node, *, fresh: bool = False) -> tuple[Any, tuple[Any, ...], Mapping[str, Any]]:
-    """Target and arguments of an op as it runs: overwriting what it may, unless its result is to be a new one."""
+    """Return target and arguments of an op as it runs: it overwrites if it may, unless its result must be new."""
     if fresh or PLACE not in op.meta:
         return op.target, op.args, op.kwargs
     return overwriting(op.target, op.meta[PLACE], op.args, op.kwargs)

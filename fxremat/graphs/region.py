@@ -4,8 +4,8 @@
     region(x, y)         runs it on tensors that stay as they are
     region.run([x, y])   runs it on a list, which it empties: inputs that die there are freed, or overwritten, inside
 
-Equal regions (of equal layers, in other plans, at other budgets) have equal names and share their kernels. What does
-not compile runs op by op, as it was captured.
+Equal regions (of equal layers, in other plans, at other budgets) have equal names and share their kernels. A region
+that does not compile runs op by op, as it was captured.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fxremat.torch_private import boxed, copied
 
 log = logging.getLogger(__name__)
 AT_ONCE = 8  # regions that are compiled at a time
-KEPT = 1024  # kernels, for regions that are equal to earlier ones; the oldest go first
+KEPT = 1024  # kernels that are cached for regions equal to earlier ones; the oldest are dropped first
 
 Run = Callable[[list[Any]], Sequence[Any]]
 _kernels: OrderedDict[str, Run] = OrderedDict()  # by digest
@@ -39,11 +39,11 @@ _kernels: OrderedDict[str, Run] = OrderedDict()  # by digest
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """How regions are compiled."""
+    """Settings with which regions are compiled."""
 
     settings: Mapping[str, Any]  # patches of torch._inductor.config
     decompositions: Mapping[Any, Callable[..., Any]]  # of ops of ours
-    required: Set[Any] = frozenset()  # ops that give other results where they are not compiled
+    required: Set[Any] = frozenset()  # ops that give other results if they are not compiled
 
     @cached_property
     def configuration(self) -> str:
@@ -52,14 +52,14 @@ class Kernels:
 
 
 class Region:
-    """A region as a callable: its inputs in, its outputs as a tuple out.
+    """A region as a callable: it takes its inputs and returns its outputs as a tuple.
 
     Args:
         root: has the attributes that the graph refers to.
         graph: a functional graph of aten ops on bases of storages, which returns a tuple of them.
-        dying: places of inputs that nothing else holds when it runs, and nothing reads any more.
-        donated: those among them whose storage kernels may overwrite.
-        kernels: how it is compiled.
+        dying: indices of inputs that no one else holds when it runs, and that are not read afterwards.
+        donated: those of them whose storage kernels may overwrite.
+        kernels: the settings with which it is compiled.
     """
 
     kind = Kind.REGION
@@ -78,8 +78,8 @@ class Region:
         self._given = [node.meta["val"] for node in graph.find_nodes(op="placeholder")]
         self._shown = [(tensor.stride(), tensor.dtype) for tensor in self._given]
         self._layouts = [_layout_of(tensor) for tensor in self._given]
-        self._run: Run | None = None  # its kernels, once they were asked for
-        self.given_up = ""  # why it runs op by op, if it does
+        self._run: Run | None = None  # its kernels, once they were requested
+        self.given_up = ""  # the reason why it runs op by op, if it does
         self.count = sum(node.op == "call_function" for node in graph.nodes)
         self.digest = hashlib.sha256(self._text().encode()).hexdigest()[:24]
         self.__name__ = "region"
@@ -103,11 +103,11 @@ class Region:
 
     @property
     def is_compiled(self) -> bool:
-        """Whether there are kernels for it, or it is known that there will be none."""
+        """True if it has kernels, or if it is known that it will not have any."""
         return self._run is not None or self.digest in _kernels
 
     def compile(self) -> float:
-        """Make its kernels, if there are none, and return the seconds that this took."""
+        """Compile its kernels, if there are none, and return the seconds that this took."""
         if self.is_compiled:
             self._run = self._run or _kernels[self.digest]
             return 0.0
@@ -140,8 +140,8 @@ class Region:
         return fx.GraphModule(self._root, self.graph, class_name="Region")
 
     def run(self, inputs: list[Any]) -> Sequence[Any]:
-        """Run it on a list that is emptied; donated inputs are spoiled. Compiles it where that was not done."""
-        for place, (strides, dtype) in enumerate(self._shown):  # a kernel's real result may be other than captured
+        """Run it on a list, which is emptied; donated inputs are overwritten. Compiles it if that was not done."""
+        for place, (strides, dtype) in enumerate(self._shown):  # a kernel's result may differ from the captured one
             if inputs[place].dtype != dtype:
                 inputs[place] = inputs[place].to(dtype)
             if inputs[place].stride() != strides and _layout_of(inputs[place]) != self._layouts[place]:
@@ -152,7 +152,7 @@ class Region:
         return self._run(inputs)
 
     def _text(self) -> str:
-        """Its code with the layouts of its inputs, and all else that its kernels depend on."""
+        """Return its code with the layouts of its inputs, and all else that its kernels depend on."""
         numbers: dict[fx.Node, str] = {}
 
         def told(value: Any) -> str:
@@ -178,7 +178,7 @@ class _Name(str):
 
 
 def _layout_of(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The strides of a tensor, but for those of single elements, which say nothing."""
+    """Return the strides of a tensor, without those of dimensions of size 1, which mean nothing."""
     return tuple(stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1)
 
 
@@ -187,20 +187,20 @@ def _described(tensor: torch.Tensor) -> str:
 
 
 def laid_out(tensor: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
-    """A copy of a tensor with these strides."""
+    """Return a copy of a tensor with these strides."""
     return tensor.new_empty_strided(tensor.shape, stride).copy_(tensor)
 
 
 def forget_kernels() -> None:
-    """Forget the kernels that regions to come would share; those of regions that run stay theirs."""
+    """Clear the cache of kernels for later regions; existing regions keep theirs."""
     _kernels.clear()
 
 
 def compile_all(regions: Iterable[Region]) -> Iterator[Region]:
-    """Compile regions, several at once, and yield each when that is done."""
+    """Compile regions, several at a time, and yield each when it is compiled."""
     todo = list(regions)
     with ThreadPoolExecutor(max(1, min(AT_ONCE, len(todo)))) as pool:
-        # settings of Inductor's are those of the context
+        # Inductor's settings are those of the context
         running = {pool.submit(copy_context().run, region.compile): region for region in todo}
         for done in as_completed(running):
             done.result()
@@ -208,7 +208,7 @@ def compile_all(regions: Iterable[Region]) -> Iterator[Region]:
 
 
 def regions_of(graph: fx.Graph) -> list[Region]:
-    """The regions that a graph calls, in order."""
+    """Return the regions that a graph calls, in order."""
     return [node.target for node in graph.nodes if isinstance(node.target, Region)]
 
 
@@ -227,12 +227,12 @@ class _Owning:
 
 
 def hand_over(*inputs: Any) -> list[Any]:
-    """The inputs as a list, to be the one that holds them."""
+    """Return the inputs as a list, which is then the only reference to them."""
     return list(inputs)
 
 
 def runnable(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
-    """An emitted graph as a function of one list, in which regions own the inputs that die there."""
+    """Return an emitted graph as a function of one list, in which regions own the inputs that die there."""
     if not regions_of(module.graph):
         return boxed(module)
     graph = copied(module.graph)

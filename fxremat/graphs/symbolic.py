@@ -1,12 +1,12 @@
-"""A joint graph with symbolic sizes, and the static graph that it is at given ones.
+"""A joint graph with symbolic sizes, and the static graph that it becomes at given sizes.
 
     joint graph with SymInts     placeholders that bind symbols, arithmetic of sizes, ops on tensors of symbolic shapes
     at(dims)                     the graph that a capture of inputs of these sizes would have given: read, measured,
                                  planned like any other
     as_captured(joint)           such a joint with the nodes of the symbolic graph again, to lower plans for every size
 
-`dims` are the numbers that the symbolic inputs of a call have, in their order. Ops and values have the same numbers at
-all sizes. No symbol is compared with anything here: that would add a guard and tie the graph to one size.
+`dims` are the values of the symbolic inputs of a call, in order. Ops and values have the same numbers at all sizes. No
+symbol is compared with anything here: that would add a guard and tie the graph to one size.
 """
 
 from __future__ import annotations
@@ -42,27 +42,27 @@ Size = Any  # an expression for an integer, or the node that shows another symbo
 
 
 class NotSymbolic(Exception):
-    """The graph has something that is known for one size alone."""
+    """The graph contains something that is known for one size only."""
 
 
 def is_size(value: object) -> bool:
-    """Whether what a node shows is a number that the sizes of the inputs determine."""
+    """Tell whether a node's value is a number that the sizes of the inputs determine."""
     return isinstance(value, SYMBOLS) and not depends_on_data(value)
 
 
 def is_size_node(node: object) -> bool:
-    """Whether a node shows a number that the sizes of the inputs determine."""
+    """Tell whether a node shows a number that the sizes of the inputs determine."""
     return isinstance(node, fx.Node) and is_size(node.meta.get("val"))
 
 
 def has_symbolic_sizes(graph: fx.Graph) -> bool:
-    """Whether a number or a tensor of a joint graph is symbolic, be it with sizes that can have one value alone."""
+    """Tell whether a number or tensor of a joint graph is symbolic, even if its sizes can have only one value."""
     tensors = (tensor for node in graph.nodes for tensor in tensors_of(node) if tensor is not None)
     return any(map(is_size_node, graph.nodes)) or any(map(is_symbolic, tensors))
 
 
 def same_size(one: Any, other: Any) -> bool:
-    """Whether two numbers, symbolic or not, are equal at all sizes; adds no guard."""
+    """Tell whether two numbers, symbolic or not, are equal at all sizes, without adding a guard."""
     first, second = (expression_of(n) if isinstance(n, SYMBOLS) else n for n in (one, other))
     if isinstance(first, int) and isinstance(second, int):
         return first == second
@@ -70,10 +70,10 @@ def same_size(one: Any, other: Any) -> bool:
 
 
 class Numbers:
-    """What symbolic numbers are where the inputs have given sizes."""
+    """The values of symbolic numbers for given sizes of the inputs."""
 
     def __init__(self, symbols: Sequence[sympy.Expr], dims: Sequence[int]) -> None:
-        """`symbols` of the symbolic inputs; an input whose size follows from others' has an expression of theirs."""
+        """Take the symbolic inputs' `symbols`; an input whose size follows from others has an expression of theirs."""
         import sympy
 
         given = zip(symbols, dims, strict=True)
@@ -81,7 +81,7 @@ class Numbers:
         self._known: dict[sympy.Expr, Any] = {}
 
     def __call__(self, value: Any) -> Any:
-        """The int, float or bool for a symbolic number; anything else, and what only the data tells, as it is."""
+        """Return the int, float or bool for a symbolic number; return all else, and what depends on data, unchanged."""
         if not self.knows(value):
             return value
         for symbolic, kind in ((torch.SymInt, int), (torch.SymFloat, float), (torch.SymBool, bool)):
@@ -90,9 +90,10 @@ class Numbers:
         return value
 
     def of(self, size: Size) -> Any:
-        """The int that an expression is, or the number that a node shows.
+        """Return the int that an expression is, or the number that a node shows.
 
-        Floats are worked out along the graph, as the model does: an expression puts factors together, and rounds.
+        Floats are computed along the graph, as the model does: an expression would combine factors, and round
+        differently.
         """
         if not isinstance(size, fx.Node):
             return int(self._value(size))
@@ -104,11 +105,11 @@ class Numbers:
         return float(target(*args, **kwargs))
 
     def holds(self, guard: sympy.Basic) -> bool:
-        """Whether a comparison is true at these sizes, as far as they determine it."""
+        """Tell whether a comparison is true at these sizes, as far as they determine it."""
         return bool(guard.xreplace(self._given) != False)  # noqa: E712 - what is left open is no `False`
 
     def knows(self, symbol: Any) -> bool:
-        """Whether the sizes of the inputs determine a number."""
+        """Tell whether the sizes of the inputs determine a number."""
         return not isinstance(symbol, SYMBOLS) or bool(expression_of(symbol).free_symbols <= self._given.keys())
 
     def _value(self, expression: sympy.Expr) -> Any:
@@ -122,14 +123,17 @@ class SymbolicGraph:
 
     Attributes:
         module: the graph.
-        primals: its placeholders, tangents apart.
+        primals: its placeholders, without tangents.
         places: positions of the symbolic numbers among the primals.
-        inputs: the placeholders there.
-        symbols: the expression that each of them is.
+        inputs: the placeholders at these positions.
+        symbols: the expression of each of them.
     """
 
     def __init__(self, module: fx.GraphModule, forward_outputs: int) -> None:
-        """Raises `NotSymbolic` for a graph with effects, or where a symbolic input is no integer."""
+        """Read the placeholders.
+
+        Raises `NotSymbolic` for a graph with effects, or a symbolic input that is no integer.
+        """
         self.module = module
         self._forward_outputs = forward_outputs
         placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
@@ -145,7 +149,7 @@ class SymbolicGraph:
 
     @cached_property
     def shaping(self) -> tuple[int, ...]:
-        """Which of the symbolic inputs some tensor's size, stride or storage depends on; others are mere factors."""
+        """Indices of symbolic inputs on which a tensor's size, stride or storage depends; others are mere factors."""
         tensors = [t for node in self.module.graph.nodes for t in tensors_of(node) if t is not None]
         of_tensor = [(*t.shape, *t.stride(), t.storage_offset(), t.untyped_storage().nbytes()) for t in tensors]
         numbers = (number for several in of_tensor for number in several)
@@ -158,27 +162,27 @@ class SymbolicGraph:
         return tuple(size_now(node.meta["val"]) for node in self.inputs)
 
     def now(self) -> Captured:
-        """The joint graph at the sizes of the call that it was captured from."""
+        """Return the joint graph at the sizes of the call that it was captured from."""
         return self.at(self.dims)
 
     def numbers(self, dims: Dims) -> Numbers:
-        """What symbolic numbers of the graph are at these sizes."""
+        """Return the values of the graph's symbolic numbers at these sizes."""
         return Numbers(self.symbols, dims)
 
     def serves(self, dims: Dims) -> bool:
-        """Whether calls of these sizes take the same way through the model, as far as tracing noted comparisons."""
+        """Tell whether calls of these sizes take the same path through the model, by the recorded comparisons."""
         numbers = self.numbers(dims)
         fixed = all(symbol == dim for symbol, dim in zip(self.symbols, dims, strict=True) if symbol.is_Integer)
         noted = guards_of(self.inputs[0].meta["val"]) if self.inputs else []
         return fixed and all(map(numbers.holds, noted))
 
     def at(self, dims: Dims) -> Captured:
-        """The joint graph at these sizes. O(nodes): tens of milliseconds for a GPT of 12 layers.
+        """Return the joint graph at these sizes. O(nodes): tens of milliseconds for a GPT of 12 layers.
 
         Raises:
             NotSymbolic: a value is sparse, so that its size is not known from its shape.
         """
-        with real_tensors():  # a partition function runs among fake ones
+        with real_tensors():  # a partition function runs among fake tensors
             return read_joint(graph_module(self.module, self._graph_at(dims)), self._forward_outputs)
 
     def _graph_at(self, dims: Dims) -> fx.Graph:
@@ -203,7 +207,7 @@ class SymbolicGraph:
         return graph
 
     def as_captured(self, joint: Captured) -> Captured:
-        """A graph of `at` that refers to the nodes of this one, and has a gradient (None) of each symbolic input."""
+        """Refer a graph of `at` to the nodes of this one, with None as the gradient of each symbolic input."""
         by_name: dict[str, fx.Node] = {node.name: node for node in self.module.graph.nodes}
 
         def back(nodes: Iterable[fx.Node]) -> tuple[fx.Node, ...]:
@@ -223,7 +227,7 @@ class SymbolicGraph:
         )
 
     def _without_sizes(self, outputs: Any) -> list[Any]:
-        """The outputs of the graph, or what describes them, without the gradients of symbolic numbers."""
+        """Return the outputs of the graph, or their descriptions, without the gradients of symbolic numbers."""
         returned, places = outputs[self._forward_outputs :], set(self.places)
         gradients = [output for place, output in enumerate(returned) if place not in places]
         return [*outputs[: self._forward_outputs], *gradients]
@@ -234,7 +238,7 @@ class SymbolicGraph:
 
 
 class _Concrete:
-    """Fake tensors of concrete sizes for those of symbolic ones; what shares a storage shares one again."""
+    """A conversion of fake tensors to concrete sizes; those that shared a storage share one again."""
 
     def __init__(self, numbers: Numbers) -> None:
         self._numbers = numbers

@@ -1,1 +1,1 @@
-"""Where tensors wait that leave the device: `tier` is the contract, `files` and `pinned` keep it."""
+"""Host tiers, where tensors wait that leave the device: `tier` is the interface, `files` and `pinned` implement it."""

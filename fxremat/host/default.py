@@ -1,4 +1,4 @@
-"""The host tier of those who name none."""
+"""The host tier that is used if none is named."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _default: dict[type[HostTier], HostTier] = {}
 
 
 def default_tier(device: torch.device) -> HostTier:
-    """Pinned memory where the device has it, else files; one for the whole process, another once it is closed."""
+    """Return the process's default: pinned memory if the device has it, else files; a new one if it was closed."""
     make = PinnedTier if kind_of(device).can(Ability.PINNED, Ability.STREAMS) else FileTier
     tier = _default.get(make)
     if tier is None or tier.closed:

@@ -1,4 +1,4 @@
-"""A host tier in files: memory-mapped ones without a name, with one thread for each direction of copying."""
+"""A host tier in unnamed memory-mapped files, with one thread for each direction of copying."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from fxremat.errors import FxrematError
 from fxremat.host.pool import FilePool
 from fxremat.host.tier import HostTier, span_of
 
-MANY = 256  # copies of one direction that nobody has waited for yet
+MANY = 256  # unfinished copies of one direction, above which successful ones are forgotten
 CHUNK = 1 << 20  # bytes that a throttled copy moves between two looks at the clock
 
 
 class Copied(NamedTuple):
-    """A copy that is over."""
+    """A copy that has ended."""
 
     way: str  # "out" or "in"
     start: int  # nanoseconds since the epoch
@@ -33,11 +33,11 @@ class Copied(NamedTuple):
 
 
 class FileTier(HostTier):
-    """Host memory as memory-mapped files that have no name: no crash leaves any behind.
+    """Host memory as memory-mapped files that have no name, so that a crash leaves no files.
 
     Args:
-        folder: where their disk is. None: the system's folder for temporary files.
-        to_host, from_host: bytes per second that the copies are slowed down to. None: as fast as they go.
+        folder: a folder on the disk to use. None: the system's folder for temporary files.
+        to_host, from_host: bytes per second to which copies are slowed down. None: no limit.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class FileTier(HostTier):
                 )
         self.folder = None if folder is None else Path(folder)
         self.to_host, self.from_host = to_host, from_host
-        self.copies: list[Copied] | None = None  # set it to a list to have every copy written down there
+        self.copies: list[Copied] | None = None  # set it to a list to record every copy there
         self._begin_anew()
 
     def _begin_anew(self) -> None:
@@ -70,7 +70,7 @@ class FileTier(HostTier):
 
     @property
     def description(self) -> str:
-        """Folder and speeds."""
+        """The folder and the speeds."""
         return f"files in {self.folder or tempfile.gettempdir()} at {self.to_host}, {self.from_host} bytes/s"
 
     @property
@@ -82,7 +82,7 @@ class FileTier(HostTier):
         return _file_tier, (self.folder, self.to_host, self.from_host)
 
     def host_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor in a file."""
+        """Return a tensor of the same layout in a file."""
         self._check_open()
         return self._pool.take(tensor)
 
@@ -96,7 +96,7 @@ class FileTier(HostTier):
         self._lanes["out"].finish(host.data_ptr())
 
     def prefetch(self, host: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Begin to copy back."""
+        """Begin to copy back into new memory on the device."""
         self._check_owns(host)
         back = torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=device)
         self._lanes["in"].copy(host, back, host.data_ptr(), self.copies)
@@ -107,10 +107,10 @@ class FileTier(HostTier):
         self._lanes["in"].finish(host.data_ptr())
 
     def synchronize(self) -> None:
-        """Nothing to wait for: `release` has."""
+        """Do nothing: `release` has waited already."""
 
     def _check_owns(self, host: torch.Tensor) -> None:
-        """Refuse files of the parent of a forked process: it writes to them, and takes them for other tensors."""
+        """Raise for files of the parent of a forked process, which writes to them and reuses them for other tensors."""
         self._check_open()
         if not self._pool.owns(host):
             raise FxrematError(
@@ -135,7 +135,7 @@ class _ThreadLane:
         with self._lock:
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"fxremat-{self.way}")
-            if len(self._under_way) >= MANY:  # those of steps that failed, most of them: nobody will ask
+            if len(self._under_way) >= MANY:  # mostly those of steps that failed: no one will wait for them
                 self._under_way = {k: f for k, f in self._under_way.items() if not _succeeded(f)}
             issued = _issued(source, target)
             self._under_way[key] = self._thread.submit(self._copy, source, target, notes, issued)
@@ -150,7 +150,7 @@ class _ThreadLane:
             notes.append(Copied(self.way, start, time.time_ns(), target.nbytes))
 
     def finish(self, key: int) -> None:
-        """Wait for the latest copy of a key. Raises what went wrong with it."""
+        """Wait for the latest copy of a key. Raises the error of the copy, if it failed."""
         with self._lock:
             copying = self._under_way.pop(key, None)
         if copying is not None:
@@ -163,7 +163,7 @@ class _ThreadLane:
 
 
 def _issued(*tensors: torch.Tensor) -> torch.Event | None:
-    """An event that passes when all has run that the caller's stream was given so far; None where there is none."""
+    """Return an event that passes when all work of the caller's stream so far has run; None without streams."""
     for tensor in tensors:
         kind = kind_of(tensor.device)
         if kind.can(Ability.STREAMS):
@@ -176,7 +176,7 @@ def _issued(*tensors: torch.Tensor) -> torch.Event | None:
 
 @contextlib.contextmanager
 def _after(issued: torch.Event | None) -> Iterator[None]:
-    """Copy on a stream that begins when the event has passed; this thread waits for what it was given."""
+    """Copy on a stream that begins when the event has passed; wait for that stream at the end."""
     if issued is None:
         yield
         return
@@ -204,7 +204,7 @@ def _copy(source: torch.Tensor, target: torch.Tensor, speed: float | None) -> No
 
 
 def _chunks(source: torch.Tensor, target: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The memory of two tensors of one layout, piece by piece."""
+    """Yield the memory of two tensors of one layout, piece by piece."""
     pieces = (
         t.as_strided((span_of(t),), (1,)).split(max(1, CHUNK // source.element_size()))
         for t in (source, target)

@@ -17,11 +17,11 @@ from fxremat.units import format_bytes
 class PinnedTier(HostTier):
     """Pinned host memory, copied by side streams of the device that the tensor is on, whichever is current.
 
-    A tensor that leaves is held until `release`, which makes the compute stream wait for the copy's event: what the
+    A tensor that leaves is held until `release`, which makes the compute stream wait for the copy's event: whatever the
     caching allocator gives that memory to next runs on the compute stream, so after the copy. A tensor that comes back
-    is allocated on the compute stream, and the side stream waits for what ran there before, whatever used that memory
-    last. So no `record_stream` is needed, and no block is kept from reuse longer than the plan says. Pinned memory is
-    torch's, which takes a power of two bytes for each tensor, and keeps it for the next pinned tensor.
+    is allocated on the compute stream, and the side stream waits for what ran there before, which may have used that
+    memory last. So no `record_stream` is needed, and no block is kept from reuse longer than the plan says. Pinned
+    memory is torch's, which allocates a power of two bytes for each tensor, and keeps it for the next pinned tensor.
     """
 
     in_powers = True
@@ -44,11 +44,11 @@ class PinnedTier(HostTier):
 
     @property
     def description(self) -> str:
-        """Pinned memory has one speed a device."""
+        """A constant: pinned memory has one speed on each device."""
         return "pinned memory"
 
     def host_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor in pinned memory."""
+        """Return a tensor of the same layout in pinned memory."""
         self._check_open()
         return _pinned_like(tensor)
 
@@ -61,7 +61,7 @@ class PinnedTier(HostTier):
         self._finish("out", host)
 
     def prefetch(self, host: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Begin to copy back."""
+        """Begin to copy back into new memory on the device."""
         back = torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=device)
         self._lane("in", back.device).copy(host, back, host.data_ptr())
         return back
@@ -97,14 +97,14 @@ class _Copying(NamedTuple):
     key: int
     source: torch.Tensor
     target: torch.Tensor
-    event: torch.Event  # has passed once the copy is over
+    event: torch.Event  # passes when the copy has ended
 
 
 class _StreamLane:
     """One direction of one device: copies run one after the other on a stream of their own.
 
-    What is copied is held until somebody waits for the copy or, after an exception, until it is seen to be over.
-    Copies are many, so `with stream` is used, which takes Python little.
+    Source and target are held until the copy is waited for or, after an exception, until it is seen to have ended.
+    Copies are many, so `with stream` is used, which costs little time in Python.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -124,14 +124,14 @@ class _StreamLane:
                 target.data.copy_(source, non_blocking=True)  # .data: autograd may have saved it
                 event.record(self.stream)
         except BaseException:
-            self.stream.synchronize()  # the caller lets go of both
+            self.stream.synchronize()  # the caller drops both tensors
             raise
         with self._lock:
             self._latest[key] = number = next(self._number)
             self._under_way[number] = _Copying(key, source, target, event)
 
     def finish(self, key: int) -> None:
-        """Let the device's compute stream wait for the latest copy of a key, if it is not known to be over."""
+        """Let the device's compute stream wait for the latest copy of a key, if it may still run."""
         with self._lock:
             number = self._latest.pop(key, None)
             copying = None if number is None else self._under_way.pop(number, None)
@@ -144,7 +144,7 @@ class _StreamLane:
         self._let_go()
 
     def _let_go(self) -> None:
-        """Let go of what is copied by now, and nobody waited for."""
+        """Drop references to copies that have ended without anyone waiting for them."""
         with self._lock:
             for number, copying in list(self._under_way.items()):
                 if not copying.event.query():

@@ -1,4 +1,4 @@
-"""Memory-mapped files without a name, which serve one tensor after the other."""
+"""A pool of unnamed memory-mapped files, each of which serves one tensor after another."""
 
 from __future__ import annotations
 
@@ -18,42 +18,42 @@ from fxremat.errors import FxrematError
 from fxremat.host.tier import span_bytes
 from fxremat.units import format_bytes
 
-WINDOW = 1000  # a pool keeps the memory that the last one to two thousand tensors needed at a time
+WINDOW = 1000  # a pool keeps as much memory as was in use at a time during the last one to two thousand requests
 
 
 class FilePool:
-    """Memory-mapped files by size; each goes back when the last tensor that shows it is gone.
+    """Memory-mapped files by size; each returns to the pool when the last tensor on it is gone.
 
-    Together they take no more than the tensors of the last steps did at a time: where a new file would make it more,
-    those that have waited longest are let go.
+    Together they have no more bytes than the tensors of the last steps did at a time: if a new file would exceed that,
+    the files that have waited longest are freed.
     """
 
     def __init__(self, folder: Path | None) -> None:
         self.folder = folder
-        self.used = 0  # bytes that tensors show
-        self._lock = threading.RLock()  # the collector may run finalizers, and they this code, at any place
+        self.used = 0  # bytes of files on which tensors exist
+        self._lock = threading.RLock()  # the collector may run finalizers, which use this code, at any place
         self._returned: deque[tuple[int, int, mmap.mmap]] = deque()  # by finalizers, which take no lock
         self._waiting: OrderedDict[int, tuple[int, mmap.mmap]] = OrderedDict()  # longest first, by number
-        self._by_size: dict[int, list[int]] = {}  # numbers of those that wait
+        self._by_size: dict[int, list[int]] = {}  # numbers of the files that wait
         self._number = count()
-        self._idle = 0  # bytes of those that wait
-        self._shown: set[int] = set()  # addresses of those that tensors show
-        self._most = [0, 0]  # bytes used at a time, in the last window of takes and in this one
-        self._taken = 0  # in this window
+        self._idle = 0  # bytes of the files that wait
+        self._shown: set[int] = set()  # addresses of files on which tensors exist
+        self._most = [0, 0]  # most bytes in use at a time, in the last window of requests and in this one
+        self._taken = 0  # requests in this window
 
     @property
     def bytes(self) -> int:
-        """Number of bytes of all files."""
+        """The bytes of all files."""
         with self._lock:
             self._collect()
             return self.used + self._idle
 
     def owns(self, host: torch.Tensor) -> bool:
-        """Whether a tensor shows one of the files."""
+        """Tell whether a tensor lies in one of the files."""
         return host.numel() == 0 or host.data_ptr() in self._shown
 
     def take(self, like: torch.Tensor) -> torch.Tensor:
-        """A tensor of the same layout in a file."""
+        """Return a tensor of the same layout in a file."""
         size = span_bytes(like)
         if size == 0:
             return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
@@ -70,7 +70,7 @@ class FilePool:
         return torch.frombuffer(owner, dtype=like.dtype).as_strided(like.shape, like.stride())
 
     def shrink(self, most: int) -> None:
-        """Let go of files that wait, until all take at most so many bytes or none waits."""
+        """Free waiting files until all files have at most `most` bytes, or none waits."""
         with self._lock:
             self._collect()
             while self._waiting and self.used + self._idle > most:
@@ -79,7 +79,7 @@ class FilePool:
                 self._idle -= size
 
     def _collect(self) -> None:
-        """Let files wait that no tensor shows any more."""
+        """Move files without tensors to those that wait."""
         while self._returned:
             size, address, memory = self._returned.popleft()
             self._shown.discard(address)
@@ -106,11 +106,11 @@ class FilePool:
     def _new(self, size: int) -> mmap.mmap:
         self.shrink(max(0, max(*self._most, self.used + size) - size))
         try:
-            with tempfile.TemporaryFile(dir=self.folder) as file:  # has no name, or loses it at once
+            with tempfile.TemporaryFile(dir=self.folder) as file:  # it has no name, or loses it at once
                 if hasattr(os, "posix_fallocate"):
                     os.posix_fallocate(
                         file.fileno(), 0, size
-                    )  # a full disk is known now, not by a SIGBUS later
+                    )  # a full disk raises now, not by a SIGBUS later
                 else:
                     file.truncate(size)
                 return mmap.mmap(file.fileno(), size)

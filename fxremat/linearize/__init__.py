@@ -1,1 +1,1 @@
-"""From step graphs to chains: crossings, cuts, blocks, save sets and towers."""
+"""The way from step graphs to chains: crossings, cuts, blocks, save sets and towers."""

@@ -1,12 +1,12 @@
 """A layout and its costs as a Chain: the sizes, times and scratches that the solvers plan with.
 
-Every scratch is read off an exact replay of the block alone (`step.liveness`): what the block allocates at its
-highest, beyond what the chain model already counts while that operation runs.
+Every scratch is read off an exact replay of the block alone (`step.liveness`): the most that the block allocates,
+beyond what the chain model already counts while that operation runs.
 
     F      a_l (or A_l[o]) + scratch          B      A_l[o] + a_{l-1} + d_l, then d_{l-1} + scratch
 
-Values that cross many boundaries are counted once a phase, in `held_bytes`: carried values until their last reader,
-gradients that pass a block by, the model's outputs.
+Values that cross many boundaries are counted once for each phase, in `held_bytes`: carried values until their last
+reader, gradients that no op of a block reads but that outlive it, the model's outputs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fxremat.step.step_graph import Origin, StepGraph
 
 
 def chain_of(layout: Layout, costs: Costs) -> Chain:
-    """The chain of a layout. O(blocks * options * ops of a block)."""
+    """Return the chain of a layout. O(blocks * options * ops of a block)."""
     return _Builder(layout, costs).chain()
 
 
@@ -49,7 +49,7 @@ class _Builder:
 
     @cached_property
     def gradients(self) -> dict[int, tuple[int, int]]:
-        """Gradients that leave the block that made them, returned ones apart: (block that made it, last reader)."""
+        """Gradients that leave the block that made them, without returned ones: (block that made it, last reader)."""
         last: dict[int, int] = {}
         for op in self.graph.backward_ops:
             for value in op.reads:
@@ -67,20 +67,20 @@ class _Builder:
         return sum(self.costs.sizes.values[value] for value in values)
 
     def _entering(self, block: int) -> set[int]:
-        """d_l: gradients made by the block after this one, for this one alone."""
+        """Return d_l: the gradients made by the block after this one and read by this one alone."""
         return {v for v, (made, read) in self.gradients.items() if made == block + 1 and read == block}
 
     def _held(self, block: int) -> int:
-        """Bytes that phase l holds besides d_l and the parameters' gradients."""
+        """Return the bytes that phase l holds besides d_l and the parameters' gradients."""
         passing = {v for v, (made, read) in self.gradients.items() if read <= block < made}
         alive = {value for value in self.layout.held if self._first_reader[value] <= block}
-        last = block == len(self.layout.blocks) - 1  # whose backward counts them as scratch
+        last = block == len(self.layout.blocks) - 1  # the last block's backward counts them as scratch
         tangents = {t for t, reader in self._tangents.items() if reader <= block and not last}
         return self._size(passing - self._entering(block)) + self._size(alive) + self._size(tangents)
 
     @cached_property
     def _tangents(self) -> dict[int, int]:
-        """The lowest block that reads each gradient that the caller hands in; 0 where none does."""
+        """The lowest block that reads each gradient that the caller hands in; 0 if none does."""
         readers: dict[int, int] = {}
         for op in self.graph.backward_ops:
             for value in op.reads:
@@ -90,7 +90,7 @@ class _Builder:
 
     @cached_property
     def _first_reader(self) -> dict[int, int]:
-        """The lowest block that reads a held value: it is freed when that block's backward is done."""
+        """The lowest block that reads each held value, which is freed when that block's backward is done."""
         first = dict.fromkeys(self.layout.held, len(self.layout.blocks))
         for number, block in enumerate(self.layout.blocks):
             for index in (*block.forward, *block.backward):
@@ -141,7 +141,7 @@ class _Builder:
 
     @cached_property
     def _sizes(self) -> Sizes:
-        """The sizes of a block on its own: held values are counted by phase, not here."""
+        """The sizes for a block by itself, in which held values take 0 bytes: they are counted for each phase."""
         values = list(self.costs.sizes.values)
         for value in self.layout.held:
             values[value] = 0
@@ -156,7 +156,7 @@ class _Builder:
         return replay
 
     def _forward(self, number: int, keep: Keep, option: int, kept: frozenset[int]) -> tuple[float, int]:
-        """Seconds of a forward, and its scratch beyond what it stores."""
+        """Return the seconds of a forward, and its scratch beyond what it stores."""
         replay = self._replay(number)
         replay.forward(number, keep, option)
         program = replay.program()
@@ -164,7 +164,7 @@ class _Builder:
         return self.costs.time(program), max(0, max(memory.during, default=0) - self._size(kept))
 
     def _backward(self, number: int, option: int) -> tuple[float, int]:
-        """Seconds of a backward that starts from a save set, and its scratch."""
+        """Return the seconds of a backward that starts from a save set, and its scratch."""
         place = self.layout.blocks[number]
         replay = Replay(self.layout, ran=set(range(self.graph.forward_count)))
         stored = place.saved[option] | place.boundary | self.layout.boundary_before(number)
@@ -190,7 +190,7 @@ class _Builder:
         return self.costs.time(program), max(0, peak - counted)
 
     def _returned_before(self, number: int) -> set[int]:
-        """Gradients for the caller that a later block made, counted there, and this one reads: those of an input."""
+        """Return the gradients for the caller that a later block made and counted, and this one reads."""
         ops = [self.graph.ops[index] for index in self.layout.blocks[number].backward]
         read = {value for op in ops for value in op.reads}
         made = {value for op in ops for value in op.writes}

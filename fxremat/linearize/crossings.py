@@ -1,17 +1,17 @@
-"""Where the forward may be cut: positions that few values, or few bytes, cross.
+"""Positions where the forward may be cut: those that few values, or few bytes, cross.
 
-    crossing(p) = the values made by forward ops 0..p and read by forward ops after p, anchors and primals apart
+    crossing(p) = the values made by forward ops 0..p and read by forward ops after p, without anchors and primals
     cut         = a position with at most `width` crossing values that are not carried
     low point   = a position that fewer bytes cross than those around it
 
-Carrying a value (a UNet's skip, an encoder's output, the first tower's result) means keeping it from its forward to
-its backward: a constant of memory that opens cuts for as long as it lives. A value that is not carried travels: it
-is part of every boundary that it crosses. Which is better depends on the budget, so there are several ways to cut,
-each with its set of carried values, and the planner prices the plans:
+Carrying a value (a UNet's skip, an encoder's output, the first tower's result) means keeping it from its forward to its
+backward: this costs a constant amount of memory and allows cuts for as long as it lives. A value that is not carried
+travels: it is part of every boundary that it crosses. Which is better depends on the budget, so there are several ways
+to cut, each with its set of carried values, and the planner evaluates the plans:
 
-    one value at each cut, after none, one, two, ... carried values that open the most cuts         carry_levels
+    one value at each cut, after carrying the 0, 1, 2, ... values that allow the most cuts          carry_levels
     low points; values that cross many of them are carried, or travel                               low_cuts
-    everywhere that no more than a few values cross                                                 cuts(width=...)
+    all positions that no more than a few values cross                                              cuts(width=...)
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from itertools import groupby
 from fxremat.step.step_graph import StepGraph
 
 CARRY_AT_MOST = 8
-LEAST_SPAN = 0.12  # the cuts that a carried value opens must span at least this share of the forward's work,
-LEAST_CUTS = 5  # and be this many: otherwise it is the input of a fork-join, not a long-lived value
+LEAST_SPAN = 0.12  # the cuts that a carried value allows must span at least this share of the forward's work,
+LEAST_CUTS = 5  # and be at least this many: otherwise it is the input of a fork-join, not a long-lived value
 LONG_LIVED = (1, 4)  # values that cross more low points than this are carried
 
 
@@ -34,13 +34,13 @@ class Crossing:
     """For each forward position, the values that cross it."""
 
     at: tuple[frozenset[int], ...]
-    worth_keeping: frozenset[int]  # values that the backward reads too: no others make a good boundary
+    worth_keeping: frozenset[int]  # values that the backward reads too: only these make a good boundary
 
     def cuts(self, carried: frozenset[int] = frozenset(), width: int = 1) -> tuple[int, ...]:
-        """The positions (op numbers) after which the forward is cut; equal neighbours count once.
+        """Return the positions (op numbers) after which the forward is cut; equal neighbours count once.
 
-        A boundary that the backward does not read (a BatchNorm's output before its ReLU) would be saved in vain:
-        there is no cut there.
+        There is no cut at a boundary that the backward does not read (a BatchNorm's output before its ReLU), since the
+        plan would save it for nothing.
         """
         found: list[int] = []
         before: frozenset[int] | None = None
@@ -54,10 +54,10 @@ class Crossing:
         return tuple(found)
 
     def low_points(self, sizes: Sequence[int]) -> tuple[int, ...]:
-        """The positions that fewer bytes cross than what precedes and what follows.
+        """Return the positions that fewer bytes cross than the positions before and after.
 
-        Of neighbours that equally many cross, those are taken whose values the backward reads, one for each set of
-        values; the first where there is none.
+        Among neighbours that equally many bytes cross, it keeps those whose values the backward reads, one for each set
+        of values; the first if there are none.
         """
         cost = [sum(sizes[value] for value in values) for values in self.at[:-1]]
         levels = [list(group) for _, group in groupby(range(len(cost)), key=cost.__getitem__)]
@@ -71,7 +71,7 @@ class Crossing:
         return tuple(found)
 
     def _distinct(self, positions: Sequence[int]) -> list[int]:
-        """The first position of each set of values that the backward reads."""
+        """Return the first position of each set of values that the backward reads."""
         first: dict[frozenset[int], int] = {}
         for position in positions:
             if self.at[position] <= self.worth_keeping:
@@ -80,7 +80,7 @@ class Crossing:
 
 
 def low_cuts(crossing: Crossing, sizes: Sequence[int]) -> Iterator[tuple[tuple[int, ...], frozenset[int]]]:
-    """Low points, with the values that cross more than a few of them carried, or with none.
+    """Yield the low points with the values that cross more than a few of them carried, or with none carried.
 
     Args:
         sizes: bytes of each value, by number.
@@ -93,7 +93,7 @@ def low_cuts(crossing: Crossing, sizes: Sequence[int]) -> Iterator[tuple[tuple[i
 
 
 def crossings(graph: StepGraph) -> Crossing:
-    """The crossing sets of all forward positions. O(ops * width)."""
+    """Return the crossing sets of all forward positions. O(ops * width)."""
     last: dict[int, int] = {}
     for op in graph.forward_ops:
         for (
@@ -112,7 +112,7 @@ def crossings(graph: StepGraph) -> Crossing:
 
 
 def carry_levels(graph: StepGraph, crossing: Crossing, work: Sequence[float]) -> Iterator[frozenset[int]]:
-    """Sets of values to carry, each holding the one before: nothing, then the value that opens most, and so on.
+    """Yield sets of values to carry: none, then with each further set the value that allows the most new cuts.
 
     Args:
         work: seconds of each forward op; a value is worth carrying if it opens cuts over enough of their sum.
@@ -129,7 +129,7 @@ def carry_levels(graph: StepGraph, crossing: Crossing, work: Sequence[float]) ->
 
 
 def _gains(crossing: Crossing, carried: frozenset[int], work: Sequence[float]) -> dict[int, float]:
-    """Share of the forward's work between the first and the last cut that each value alone prevents."""
+    """Return the share of the forward's work between the first and the last cut that each value alone prevents."""
     opened: dict[int, list[int]] = {}
     for position, values in enumerate(crossing.at[:-1]):
         left = values - carried

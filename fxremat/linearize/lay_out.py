@@ -12,7 +12,7 @@ from fxremat.step.step_graph import Origin, StepGraph, Value
 def lay_out(graph: StepGraph, ends: Sequence[int], carried: frozenset[int] = frozenset()) -> Layout:
     """Cut the forward after the ops `ends` (the last op is always an end) and place every op of the backward.
 
-    Any positions make a valid layout: what crosses them is the boundary. O(reads + blocks * values).
+    Any positions make a valid layout: the values that cross them are the boundary. O(reads + blocks * values).
     """
     ends = sorted({*ends, graph.forward_count - 1})
     forward = _forward_blocks(graph, ends)
@@ -28,7 +28,7 @@ class _Reach:
     """The blocks in which each forward value is made and read."""
 
     made: dict[int, int]
-    last_forward: dict[int, int]  # the last block whose forward reads it, the one that makes it at least
+    last_forward: dict[int, int]  # the last block whose forward reads it, or the one that makes it
     backwards: dict[int, set[int]]  # the blocks whose backward reads it
 
 
@@ -45,10 +45,10 @@ def _reach(graph: StepGraph, forward: Sequence[int], backward: Mapping[int, int]
 
 
 def _held(graph: StepGraph, reach: _Reach) -> frozenset[int]:
-    """What is kept from its forward to its last use whatever the plan: no boundary carries it.
+    """Return the values kept from their forward to their last use whatever the plan: no boundary carries them.
 
-    Outputs; what only first executions read; anchors that several blocks read; and the rare value that is read by the
-    backward of a block which its forward never enters.
+    These are outputs; values that only first executions read; anchors that several blocks read; and the rare value that
+    is read by the backward of a block which its forward never enters.
     """
     held = (graph.kept_outputs | graph.returned) & reach.made.keys()
     held |= {v for op in graph.forward_ops for v in op.reads if v in reach.made and v not in op.again_reads}
@@ -100,10 +100,10 @@ def _forward_blocks(graph: StepGraph, ends: Sequence[int]) -> list[int]:
 
 
 def assign_backward(graph: StepGraph, block_of_op: Sequence[int], count: int) -> dict[int, int]:
-    """The block of every backward op: that of the forward op with its `seq_nr`, as far as dataflow allows.
+    """Assign every backward op to a block: that of the forward op with its `seq_nr`, as far as dataflow allows.
 
-    A backward op runs no earlier than the gradients it reads, and no later block than the last one at which the
-    forward values it reads are still stored (their own block, or a block that they enter).
+    A backward op runs no earlier than the gradients it reads, and no later than the backward of the last block that
+    still stores the forward values it reads (their own block, or a block that they enter).
     """
     by_sequence: dict[int, int] = {}
     last_reader: dict[int, int] = {}

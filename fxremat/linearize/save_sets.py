@@ -1,6 +1,6 @@
-"""Ways to save a block, by minimum cuts: which values to keep so that the backward can make the others again.
+"""Ways to save a block, by minimum cuts: which values to keep, so that the backward can recompute the others.
 
-For a price of `rate` bytes a second, the cheapest save set of a block minimises
+At a price of `rate` bytes a second, the cheapest save set of a block minimises
 
     bytes of the values kept + rate * seconds of the ops that run again
 
@@ -12,8 +12,8 @@ it runs again; a value is cut (kept) between an op that does not run again and a
     value  -> op          infinite               an op that runs again needs its inputs
     value  -> sink        infinite               the backward reads the value
 
-What enters the block, parameters and held values are there anyway. Sweeping the rate gives all corners of the convex
-frontier of (bytes, seconds); two neighbouring corners tell the next rate to try (Eisner and Severance's method).
+What enters the block, parameters and held values are in memory in any case. Sweeping the rate gives all corners of the
+convex frontier of (bytes, seconds); two neighbouring corners give the next rate to try (Eisner and Severance's method).
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from fxremat.step.step_graph import StepGraph
 
 AT_MOST = 12  # options a block, option 0 included
 GRAIN = 16  # capacities are in sixteenths of a byte
-LEAST_STEP = 0.02  # corners closer than this share of the block's bytes are not told apart
+LEAST_STEP = 0.02  # corners closer than this share of the block's bytes count as one
 
 
 @dataclass(frozen=True)
 class SaveSet:
     """One way to save a block."""
 
-    values: frozenset[int]  # made in the block; its output among them
+    values: frozenset[int]  # made in the block; they include its output
     bytes: int  # of these values
     seconds: float  # of the ops that then run again in the backward
 
 
 def add_options(layout: Layout, seconds: Sequence[float], sizes: Sequence[int]) -> Layout:
-    """Give every block its options; blocks of equal shape are solved once.
+    """Return the layout with save sets as options of every block; blocks of equal shape are solved once.
 
     Args:
         seconds: of each op, by number.
@@ -64,7 +64,7 @@ def add_options(layout: Layout, seconds: Sequence[float], sizes: Sequence[int]) 
 def save_sets(
     layout: Layout, block: BlockLayout, seconds: Sequence[float], sizes: Sequence[int]
 ) -> list[SaveSet]:
-    """The corners of a block's frontier, most bytes first; the first keeps everything that the backward reads."""
+    """Return the corners of a block's frontier, most bytes first; the first keeps all that the backward reads."""
     cut = _Cut(layout, block, seconds, sizes)
     everything = cut.price(block.saved[0])
     corners = [everything, *cut.sweep(everything)]
@@ -82,7 +82,7 @@ def save_sets(
 
 
 def _shape(layout: Layout, block: BlockLayout, seconds: Sequence[float], sizes: Sequence[int]) -> object:
-    """Equal for blocks whose options are equal up to renaming of ops and values."""
+    """Return a key that is equal for blocks whose options are equal up to renaming of ops and values."""
     graph = layout.graph
     local = {value: place for place, value in enumerate(sorted(block.made))}
     ops = tuple(
@@ -98,7 +98,7 @@ def _shape(layout: Layout, block: BlockLayout, seconds: Sequence[float], sizes: 
 
 
 class _Cut:
-    """The minimum cuts of one block."""
+    """The minimum-cut problem of one block."""
 
     def __init__(
         self, layout: Layout, block: BlockLayout, seconds: Sequence[float], sizes: Sequence[int]
@@ -112,7 +112,7 @@ class _Cut:
         }
 
     def sweep(self, everything: SaveSet) -> Iterator[SaveSet]:
-        """Yield all corners but the first, by halving the rate between neighbours."""
+        """Yield all corners but the first, by trying a rate between each two neighbours."""
         total = sum(self.seconds[index] for index in self.block.forward)
         if not total or not everything.bytes:
             return
@@ -133,7 +133,7 @@ class _Cut:
                 stack += [(high, between), (between, low)]
 
     def solve(self, rate: float) -> SaveSet:
-        """The cheapest save set at `rate` bytes a second."""
+        """Return the cheapest save set at `rate` bytes a second."""
         if not self.backward_reads:
             return self.price(self.output)
         runs = [max(1, round(rate * self.seconds[index] * GRAIN)) for index in self.block.forward]
@@ -149,11 +149,11 @@ class _Cut:
 
     @cached_property
     def network(self) -> _Network:
-        """The flow network of the block; the capacities that depend on the rate come later."""
+        """The flow network of the block, without the capacities that depend on the rate."""
         return _Network(self)
 
     def price(self, kept: frozenset[int]) -> SaveSet:
-        """Bytes of a save set, and seconds of what the backward then runs again."""
+        """Return a save set with its bytes, and the seconds of the ops that the backward then runs again."""
         again: set[int] = set()
         stack = [value for value in self.backward_reads if value not in kept]
         while stack:
@@ -173,7 +173,7 @@ LARGEST = 1 << 30  # SciPy's capacities have 32 bits
 
 
 class _Network:
-    """The network of a block as arrays; edges from the source to the ops come first."""
+    """The network of a block as arrays; the edges from the source to the ops come first."""
 
     def __init__(self, cut: _Cut) -> None:
         ops = cut.block.forward
@@ -197,7 +197,7 @@ class _Network:
         self.size = 2 + len(ops) + len(values)
 
     def source_side(self, runs: Sequence[int]) -> set[int]:
-        """The nodes from which the sink cannot be reached any more under a maximum flow: the largest source side.
+        """Return the nodes that cannot reach the sink in the residual of a maximum flow: the largest source side.
 
         Args:
             runs: capacities of the edges to the ops.

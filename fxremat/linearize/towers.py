@@ -1,10 +1,10 @@
 """Towers: parts of a forward that share no value and only meet near its end (a siamese network, two encoders).
 
     join op    an op that reads from two parts, each of which did at least SHARE of the forward's work
-    trunk      the join ops, and whatever reads from them
+    trunk      the join ops, and all ops that read from them
 
-Each tower is then a branch of a Join, the trunk its trunk; what leaves a tower is carried, so that the blocks of one
-tower need nothing from another and may run in any order among them.
+Each tower is then a branch of a Join, and the trunk its trunk. What leaves a tower is carried, so that the blocks of
+one tower need nothing from another tower, and blocks of different towers may run in any order.
 """
 
 from __future__ import annotations
@@ -21,35 +21,35 @@ from fxremat.linearize.lay_out import lay_out
 from fxremat.step.layout import Layout
 from fxremat.step.step_graph import StepGraph
 
-SHARE = 0.15  # of the forward's work: less is no tower, but a stem or an embedding
+SHARE = 0.15  # of the forward's work: a part with less is no tower, but a stem or an embedding
 
 
 @dataclass(frozen=True, kw_only=True)
 class Towers:
-    """Positions in the forward: tower k ends with op ends[k], and the trunk is what follows the last."""
+    """Positions in the forward: tower k ends with op ends[k], and the trunk follows the last tower."""
 
     ends: tuple[int, ...]
-    carried: frozenset[int]  # what leaves the towers
+    carried: frozenset[int]  # the values that leave the towers
 
     def lay_out(self, graph: StepGraph, crossing: Crossing) -> Layout:
-        """The blocks of all towers and of the trunk."""
+        """Cut the graph into the blocks of all towers and of the trunk."""
         return lay_out(graph, [*crossing.cuts(self.carried), *self.ends], self.carried)
 
     def parts(self, layout: Layout) -> list[range]:
-        """The blocks of each tower, then those of the trunk, in a layout of theirs."""
+        """Return the range of blocks of each tower, then that of the trunk, in a layout that `lay_out` made."""
         last = {block.forward[-1]: number + 1 for number, block in enumerate(layout.blocks)}
         bounds = [0, *(last[end] for end in self.ends), len(layout.blocks)]
         return [range(low, high) for low, high in pairwise(bounds)]
 
 
 def join_of(chain: Chain, parts: Sequence[range]) -> Join:
-    """The chain of a layout of towers as a join."""
+    """Return the chain of a layout of towers as a join."""
     pieces = [Chain(blocks=chain.blocks[part.start : part.stop], input_bytes=0) for part in parts]
     return Join(branches=tuple(pieces[:-1]), trunk=pieces[-1])
 
 
 def on_the_layout(schedule: JoinSchedule, parts: Sequence[range]) -> Schedule:
-    """The operations of a join's schedule in terms of the layout's blocks, in the order they run.
+    """Translate a join's schedule to the layout's blocks, in the order in which they run.
 
     Towers run forward one after the other, as they were captured: dropouts then draw what they drew, and towers that
     share a BatchNorm update its statistics in their order.
@@ -72,7 +72,7 @@ def _shifted(op: Op, by: int) -> Op:
 
 
 def find_towers(graph: StepGraph, crossing: Crossing, seconds: Sequence[float]) -> Towers | None:
-    """The towers of a forward, or None where there are not at least two that run one after the other. O(reads).
+    """Return the towers of a forward, or None unless at least two run one after the other. O(reads).
 
     Args:
         seconds: of each op, by number.
@@ -87,7 +87,7 @@ def find_towers(graph: StepGraph, crossing: Crossing, seconds: Sequence[float]) 
     foreign = [op for op, tower in tower_of.items() if tower != order[-1]] + sorted(trunk)
     beyond = [
         op for op in foreign if op > first[order[-1]]
-    ]  # the trunk, and what is done to one tower's outcome
+    ]  # the trunk, and ops on a finished tower's result
     if not beyond:
         return None
     ends = tuple(start - 1 for start in [*(first[tower] for tower in order[1:]), min(beyond)])
@@ -99,7 +99,7 @@ def find_towers(graph: StepGraph, crossing: Crossing, seconds: Sequence[float]) 
 
 
 def _components(graph: StepGraph, seconds: Sequence[float]) -> tuple[dict[int, int], set[int]]:
-    """The tower of each forward op that is in one, and the ops of the trunk."""
+    """Return the tower of each forward op that is in one, and the ops of the trunk."""
     enough = SHARE * sum(seconds[: graph.forward_count])
     parent: dict[int, int] = {}
     work: dict[int, float] = {}

@@ -1,1 +1,1 @@
-"""What emitted graphs call beside torch's ops: random draws with saved states, copies, updates of weights."""
+"""Functions that emitted graphs call besides torch's ops: random draws with saved states, copies, weight updates."""

@@ -1,4 +1,4 @@
-"""How emitted graphs start collectives that they wait for later."""
+"""Start of collectives that an emitted graph waits for later."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch
 from fxremat.graphs.collectives import wait
 from fxremat.torch_private import group_named
 
-ONE_AT_A_TIME = ("gloo",)  # backends whose all-gathers corrupt memory where several of one group are under way
-_under_way: dict[str, list[weakref.ref[torch.Tensor]]] = {}  # what the latest gather of a group makes
+ONE_AT_A_TIME = ("gloo",)  # backends whose all-gathers corrupt memory if several of one group overlap
+_under_way: dict[str, list[weakref.ref[torch.Tensor]]] = {}  # group -> results of its latest gather
 
 
 def start_gather(start: Any, *args: Any) -> Any:
-    """Start an all-gather; over gloo, when the one before it has ended.
+    """Start an all-gather; over gloo, after the previous one has ended.
 
-    Several all-gathers under way in one gloo group end in a corrupted heap (torch 2.13, some of a thousand runs of a
-    hundred each, with plain `torch.distributed`); one beside any number of reductions does not.
+    Several concurrent all-gathers in one gloo group end in a corrupted heap (torch 2.13, some of a thousand runs of a
+    hundred each, with plain `torch.distributed`); one together with any number of reductions does not.
     """
     name = args[-1]
     group = group_named(name)

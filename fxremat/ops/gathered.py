@@ -1,12 +1,13 @@
-"""Reading a parameter that ranks share: what a model is traced with, and `passes.sharding` makes collectives of.
+"""Reads of a parameter that ranks share: ops that a model is traced with; `passes.sharding` makes collectives of them.
 
-    fxremat::gather    shard -> the whole parameter, in the type that the model computes in
+    fxremat::gather    shard -> the full parameter, in the type that the model computes in
     fxremat::reduce    its gradient -> the gradient of the shard, reduced over the ranks
 
-Each is one op while a model is traced, so that equal gathers can be found (tied weights), and gradients be added before
-they are reduced rather than after. A parameter is cut along its first dimension into as many parts as there are ranks
-in its group, as `torch.distributed.fsdp.fully_shard` does; where they are not all equal, the last ones are padded on
-the way, on every rank alike. A parameter that every rank holds whole is not gathered, only its gradient is reduced.
+Each is one op while a model is traced, so that equal gathers can be found (tied weights), and gradients can be added
+before they are reduced rather than after. A parameter is cut along its first dimension into as many parts as there are
+ranks in its group, as `torch.distributed.fsdp.fully_shard` does; if they are not all equal, the last ones are padded
+for the transfer, on every rank alike. A parameter that every rank holds in full is not gathered; only its gradient is
+reduced.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ ALONE = "a shared parameter is read, and its gradient reduced, inside of a plann
 
 
 class Sharing(NamedTuple):
-    """How ranks share a parameter; the ops of this file take it apart, in order."""
+    """The way in which ranks share a parameter; the ops of this file take these fields as arguments, in order."""
 
-    rows: int  # of the whole parameter: the size of its first dimension
+    rows: int  # of the full parameter: the size of its first dimension
     dtype: torch.dtype  # that the model computes with
-    reduced_in: torch.dtype | None  # that gradients are added up in; None: that of the gradient
-    group: str  # the process group over which it is cut; "": each rank has it whole
-    replicas: str  # the process group over which all have the same; "": there is none
+    reduced_in: torch.dtype | None  # that gradients are added in; None: that of the gradient
+    group: str  # the process group over which it is cut; "": each rank has all of it
+    replicas: str  # the process group over which all ranks have the same; "": there is none
     op: str  # "avg" or "sum"
     before: float  # what gradients are divided by before they are reduced
     after: float  # and after it
@@ -50,7 +51,7 @@ def gather(
     after: float,
     bucket: int,
 ) -> Tensor:
-    """The whole parameter.
+    """Return the full parameter.
 
     Args:
         other: with `sync`, gradients of earlier backwards, which are added to this one's before that is reduced;
@@ -75,9 +76,9 @@ def reduce(
     mine: int,
     stored: torch.dtype,
 ) -> Tensor:
-    """The gradient of a shard of `mine` rows, in the type that it is stored in, reduced over all ranks.
+    """Return the gradient of a shard of `mine` rows, in the type that it is stored in, reduced over all ranks.
 
-    Those of `earlier` backwards, where they are given, are added to it first.
+    Gradients of `earlier` backwards, if given, are added to it first.
     """
     raise FxrematError(ALONE)
 

@@ -1,11 +1,11 @@
-"""What the nodes of a graph with transfers call: each is a plain function of tensors and the name of a host tier.
+"""Functions that the nodes of a graph with transfers call, with tensors and the name of a host tier as arguments.
 
     host  = offload(x, tier)            right after the last op that writes x
     host  = release(host, x, tier)      where the plan needs the memory of x
     back  = prefetch(host, device, tier)
     x     = wait(back, host, tier)      before the first op that reads it
 
-Each returns what the next takes, so that no pass of torch sees a node without a use.
+Each returns what the next one reads, so that no pass of torch sees a node without a user.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ def offload(tensor: torch.Tensor, tier: str) -> torch.Tensor:
 
 
 def release(host: torch.Tensor, tensor: torch.Tensor, tier: str) -> torch.Tensor:
-    """Wait for the copy out; the caller then lets go of `tensor`."""
+    """Wait for the copy out; the caller then drops its reference to `tensor`."""
     tier_named(tier).release(host)
     return host
 
 
 def prefetch(host: torch.Tensor, device: torch.device, tier: str) -> torch.Tensor:
-    """Begin to copy back into new memory on the device."""
+    """Begin to copy back into newly allocated memory on the device."""
     return tier_named(tier).prefetch(host, device)
 
 

@@ -1,7 +1,7 @@
 """An op that overwrites its operand only where a new result would have the operand's layout.
 
 A graph for one size is measured on real values before it runs, and ops whose layouts disagree make new results
-(`cost.measure`). One for every size meets layouts that nobody has seen, so that each call looks for itself.
+(`cost.measure`). A graph for every size meets layouts that were not measured, so each call checks its own.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ class _Layout(NamedTuple):
 
     @classmethod
     def of(cls, argument: Any) -> Any:
-        """The layout of a tensor; any other argument as it is."""
+        """Return the layout of a tensor, and any other argument unchanged."""
         if not isinstance(argument, torch.Tensor):
             return argument
         return cls(argument.shape, argument.stride(), argument.dtype)
 
 
 def overwrite_where_alike(target: Any, place: int, *args: Any, **kwargs: Any) -> Any:
-    """Run an op as it was captured, or so that it overwrites its operand at a place."""
+    """Run an op so that it overwrites its operand at `place` if a new result had its layout; else as captured."""
     operand: torch.Tensor = args[place]
     whole = operand.untyped_storage().nbytes() == operand.nbytes
     if whole and _alike(target, place, tuple(map(_Layout.of, args)), tuple(kwargs.items())):
@@ -38,7 +38,7 @@ def overwrite_where_alike(target: Any, place: int, *args: Any, **kwargs: Any) ->
 
 @functools.lru_cache(maxsize=4096)
 def _alike(target: Any, place: int, args: tuple[Any, ...], options: tuple[tuple[str, Any], ...]) -> bool:
-    """Whether a new result would have the layout of the operand that is overwritten; nothing is computed."""
+    """Tell whether a new result would have the layout of the overwritten operand; nothing is computed."""
     made = [
         torch.empty_strided(a.shape, a.stride, dtype=a.dtype, device="meta") if isinstance(a, _Layout) else a
         for a in args

@@ -1,18 +1,17 @@
 """Parameters that are updated inside the step, and that may live on the host between their uses.
 
-    w = wait(prefetch(d), w)      a parameter of the host as a tensor on device d, before its first reader
-    update(w, gradient)           the optimizer's own step of one parameter, in place on `w`; its copy home begins
+    w = wait(prefetch(d), w)      a hosted parameter as a tensor on device d, before its first reader
+    update(w, gradient)           the optimizer's own step of one parameter, in place on `w`; its copy out begins
     release(w)                    that copy has ended
     prefetch_state, wait_for_state, release_state     the same for its optimizer state, around the update
 
-Graphs name parameters by their place among the optimizer's. The step is that of an optimizer of the user's class that
-holds one parameter and the user's settings of the moment (learning rates may change), so its bits are those of the
-plain step. Its state is the user's optimizer's: `optimizer.state_dict()` has it, on the host where the parameter lives
-there.
+Graphs name parameters by their index among the optimizer's. The step is that of an optimizer of the user's class that
+holds one parameter and the user's current settings (learning rates may change), so its bits are those of the plain
+step. Its state is the user's optimizer's: `optimizer.state_dict()` has it, on the host if the parameter lives there.
 
-Between steps a parameter of the host is an ordinary CPU tensor in the host's memory, to be read, saved and loaded.
-While the forward is called it looks like a tensor of the device that has no memory, so that a model whose parameters
-never were on the device is captured as one that is.
+Between steps a hosted parameter is an ordinary CPU tensor in the host's memory, to be read, saved and loaded. While the
+forward is called it looks like a tensor of the device that has no memory, so that a model whose parameters never were
+on the device is captured as one whose parameters are.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from fxremat.host.tier import HostTier
 from fxremat.ops.spent import Spent
 from fxremat.torch_private import shell_of, storage_of, without_memory
 
-ELEMENTWISE = (  # what they do to one parameter depends on that one alone, element by element
+ELEMENTWISE = (  # their step of one parameter depends on that one alone, element by element
     torch.optim.SGD,
     torch.optim.Adam,
     torch.optim.AdamW,
@@ -66,7 +65,7 @@ class Weights:
         device: where the model computes.
 
     Raises:
-        FxrematError: what `check_optimizer` raises.
+        FxrematError: as `check_optimizer`.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, tier: HostTier, device: torch.device) -> None:
@@ -74,27 +73,27 @@ class Weights:
         self.name = f"weights-{next(_numbers)}"
         _known[self.name] = self
         self.optimizer, self.tier, self.device = optimizer, tier, device
-        self.hosted: dict[int, torch.Tensor] = {}  # by number: where its parameter is on the host
-        self._shells: dict[int, torch.Tensor] = {}  # by number: what the parameter shows to the forward
-        self._homes: set[int] = set()  # addresses of what is on the host; parameters and state keep it alive
+        self.hosted: dict[int, torch.Tensor] = {}  # by number: the copy on the host of its parameter
+        self._shells: dict[int, torch.Tensor] = {}  # by number: the tensor that the parameter shows to the forward
+        self._homes: set[int] = set()  # addresses of memory on the host; parameters and state keep it alive
         self._single: dict[int, tuple[torch.optim.Optimizer, nn.Parameter]] = {}
-        self._coming: dict[int, dict[str, torch.Tensor]] = {}  # state on its way to the device
-        self._leaving: dict[int, dict[str, torch.Tensor]] = {}  # state that is being copied home
-        self._going: dict[int, torch.Tensor] = {}  # new parameters that are being copied home
+        self._coming: dict[int, dict[str, torch.Tensor]] = {}  # state that is being copied to the device
+        self._leaving: dict[int, dict[str, torch.Tensor]] = {}  # state that is being copied to the host
+        self._going: dict[int, torch.Tensor] = {}  # new parameters that are being copied to the host
         self.updated: set[int] = set()  # numbers of parameters that the last backward has updated
         self._all = self.parameters()  # as of the beginning of the step
-        self._watching = False  # the user's optimizer tells when it steps
+        self._watching = False  # whether a hook on the user's optimizer's step is registered
         self._process = os.getpid()
 
     def _stepped(self) -> None:
-        """The user's `optimizer.step()`: all is done, so it finds no gradients."""
+        """Note the user's `optimizer.step()`: all updates are done, so it finds no gradients."""
         self.updated.clear()
         for parameter in self.parameters():
             if isinstance(parameter.grad, Spent):
                 parameter.grad = None
 
     def begin(self) -> None:
-        """A step begins. Raises `FxrematError` where the last one was not ended by `optimizer.step()`."""
+        """Begin a step. Raises `FxrematError` if the last one was not ended by `optimizer.step()`."""
         if self.updated:
             raise FxrematError(
                 "the last backward has updated the parameters, and optimizer.step() was not called since: with "
@@ -106,7 +105,7 @@ class Weights:
         self._send_states_home()
 
     def _watch(self) -> None:
-        """Hear of the optimizer's steps from the first one on, and as long as this lives: a plan changes nothing."""
+        """Register a hook on the optimizer's `step`, from the first step on and as long as this lives."""
         if self._watching:
             return
         self._watching, myself = True, weakref.ref(self)
@@ -119,10 +118,10 @@ class Weights:
 
     @contextlib.contextmanager
     def telling_what_is_new(self) -> Iterator[None]:
-        """Around a backward: an exception in the middle says how many parameters are new; the others are old."""
+        """Add to an exception in a backward how many parameters are updated; the others are unchanged."""
         try:
             yield
-            self.tier.synchronize()  # what reads parameters between steps reads new ones
+            self.tier.synchronize()  # so that code which reads parameters between steps reads new ones
         except BaseException as error:
             count, all_of = len(self.updated), len(self.parameters())
             error.add_note(
@@ -133,7 +132,7 @@ class Weights:
             raise
 
     def _abandon(self) -> None:
-        """After an exception: wait for the copies under way."""
+        """Wait for unfinished copies, after an exception."""
         self.updated.clear()
         for number in list(self._going):
             self.release(self._going[number], number)
@@ -145,13 +144,13 @@ class Weights:
         self.tier.synchronize()
 
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters of the optimizer, in order."""
+        """Return the parameters of the optimizer, in order."""
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def settle(self, hosted: Iterable[int]) -> None:
-        """Move the parameters of these numbers, and what state they have, to the host, all others to the device.
+        """Move the parameters of these numbers, with their optimizer state, to the host, all others to the device.
 
-        Parameters that are views of one storage get memory of their own where some of them move.
+        Parameters that are views of one storage get memory of their own if some of them move.
         """
         self._leave_parent()
         hosted, left = set(hosted), set()
@@ -169,9 +168,9 @@ class Weights:
         self._send_states_home()
 
     def _bring_state(self, parameter: nn.Parameter) -> None:
-        """Move to the device what state a parameter has: it was loaded, or made, while the parameter was on the host.
+        """Move a parameter's state to the device: it was loaded, or made, while the parameter was on the host.
 
-        Counts of steps stay, but those of fused and capturable optimizers, which read them on the device.
+        Step counts stay, except those of fused and capturable optimizers, which read them on the device.
         """
         state, group = self.optimizer.state.get(parameter, {}), self._group_of(parameter)
         counts = _counts(state) if group.get("fused") or group.get("capturable") else {}
@@ -182,7 +181,7 @@ class Weights:
         return next(g for g in self.optimizer.param_groups if any(p is parameter for p in g["params"]))
 
     def _leave_parent(self) -> None:
-        """Copy, in a forked child, what lives on the host: the files there are the parent's."""
+        """Copy hosted memory in a forked child, since the files are the parent's."""
         if self._process == os.getpid():
             return
         self._process, parameters = os.getpid(), self.parameters()
@@ -191,7 +190,7 @@ class Weights:
             self.hosted[number] = parameters[number].data = self._home(parameters[number].data)
 
     def back_to_device(self) -> None:
-        """Undo `settle`: everything is on the device, in memory of its own, and the optimizer steps as ever."""
+        """Undo `settle`: all is on the device, in memory of its own, and the optimizer steps as usual."""
         parameters = self.parameters()
         for number in self.hosted:
             parameter = parameters[number]
@@ -203,7 +202,7 @@ class Weights:
 
     @contextlib.contextmanager
     def seen_on_the_device(self) -> Iterator[None]:
-        """While the forward is called: parameters of the host, or not yet on the device, look as if they were there."""
+        """Show parameters that are not on the device as if they were, while the forward is called."""
         parameters = self.parameters()
         there = {number: parameters[number].data for number in self.hosted}
         shells = {number: self._shells[number] for number in self.hosted}
@@ -220,7 +219,7 @@ class Weights:
                 parameters[number].data = data
 
     def _take_replaced(self) -> None:
-        """A parameter of the host that was given new data takes its numbers to its home."""
+        """Copy new data that was assigned to a hosted parameter into its memory on the host."""
         parameters = self.parameters()
         for number, home in self.hosted.items():
             parameter = parameters[number]
@@ -234,7 +233,7 @@ class Weights:
                 parameter.data = home
 
     def _send_states_home(self) -> None:
-        """Move state of hosted parameters to the host; what `optimizer.load_state_dict` brought is not there yet."""
+        """Move state of hosted parameters to the host, such as state from `optimizer.load_state_dict`."""
         parameters = self.parameters()
         for number in self.hosted:
             state = self.optimizer.state.get(parameters[number], {})
@@ -242,7 +241,7 @@ class Weights:
                 state[key] = self._home(value)
 
     def _home(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor itself where it is on the host already, else a copy there."""
+        """Return the tensor itself if it is on the host already, else a copy there."""
         if tensor.data_ptr() in self._homes:
             return tensor
         host = self._place_for(tensor)
@@ -255,45 +254,45 @@ class Weights:
         return host
 
     def prefetch(self, device: torch.device, number: int) -> torch.Tensor:
-        """Memory on the device for a parameter, and its copy begins."""
+        """Allocate memory on the device for a parameter, and begin its copy."""
         return self.tier.prefetch(self._at_home(number), device)
 
     def wait(self, back: torch.Tensor, number: int) -> torch.Tensor:
-        """The parameter on the device."""
+        """Wait for the copy, and return the parameter on the device."""
         self.tier.wait(self.hosted[number])
         return back
 
     def release(self, weight: torch.Tensor, number: int) -> None:
-        """Wait for the copy home of an updated parameter; the caller then lets go of `weight`."""
+        """Wait for the copy to the host of an updated parameter; the caller then drops its reference to `weight`."""
         self._going.pop(number, None)
         self.tier.release(self.hosted[number])
 
     def prefetch_state(self, number: int) -> None:
-        """Memory on the device for a parameter's optimizer state, if it has any yet, and its copy begins."""
+        """Allocate memory on the device for a parameter's optimizer state, if it has any, and begin its copy."""
         parameter = self._all[number]
         state = _large(self.optimizer.state.get(parameter, {}), parameter)
         self._coming[number] = {key: self.tier.prefetch(home, self.device) for key, home in state.items()}
 
     def wait_for_state(self, number: int) -> None:
-        """The state is on the device."""
+        """Wait until the state is on the device."""
         parameter = self._all[number]
         for home in _large(self.optimizer.state.get(parameter, {}), parameter).values():
             self.tier.wait(home)
 
     def release_state(self, number: int) -> None:
-        """Wait for the copy home of the state, and let its memory on the device go."""
+        """Wait for the state's copy to the host, and free its memory on the device."""
         parameter = self._all[number]
         for home in _large(self.optimizer.state.get(parameter, {}), parameter).values():
             self.tier.release(home)
         self._leaving.pop(number, None)
 
     def update(self, weight: torch.Tensor, gradient: torch.Tensor, number: int) -> None:
-        """The optimizer's step of one parameter, which `weight` is or is a copy of on the device."""
+        """Run the optimizer's step of one parameter; `weight` is the parameter, or its copy on the device."""
         parameter = self._all[number]
         single, shell = self._single_for(number, weight)
         shell.data, shell.grad = weight, gradient
         state = self.optimizer.state[parameter]
-        counts = {  # as they were: reading one that is on the device would wait for all that was issued
+        counts = {  # as they were: reading one that is on the device would wait for all issued work
             key: value.item() if value.device.type == "cpu" else value.clone()
             for key, value in _counts(state).items()
         }
@@ -329,7 +328,7 @@ class Weights:
         return single, shell
 
     def _store(self, weight: torch.Tensor, after: dict[str, Any], number: int) -> None:
-        """Send the new numbers home. What can fail comes first: a parameter is all old or all new."""
+        """Copy the new numbers to the host. What can fail comes first: a parameter is all old or all new."""
         parameter = self._all[number]
         state = self.optimizer.state[parameter]
         tensors = _large(after, parameter)
@@ -353,12 +352,12 @@ class Weights:
 
 
 def _counts(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The counts of steps: tensors of one number, which the optimizer changes in place."""
+    """Return the step counts: tensors of one number, which the optimizer changes in place."""
     return {key: value for key, value in state.items() if isinstance(value, torch.Tensor) and not value.dim()}
 
 
 def _large(state: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The state that is a tensor of the parameter's shape: what is worth a trip."""
+    """Return the state tensors of the parameter's shape, which are large enough to be worth copying."""
     return {
         key: value
         for key, value in state.items()
@@ -367,16 +366,16 @@ def _large(state: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, torch
 
 
 def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy on the device, in memory of its own."""
+    """Return a copy on the device, in memory of its own."""
     copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     return copy.copy_(tensor)
 
 
 def check_unscaled(gradients: Sequence[torch.Tensor]) -> None:
-    """Raise `FxrematError` where the loss was scaled before its backward: updates would be those of another loss.
+    """Raise `FxrematError` if the loss was scaled before its backward: updates would be those of another loss.
 
     Args:
-        gradients: of the model's scalar outputs. One of them is the loss; others may be unused, or weighed beside it.
+        gradients: of the model's scalar outputs. One of them is the loss; others may be unused or reweighted.
     """
     found = [float(gradient) for gradient in gradients]
     if found and 1.0 not in found:
@@ -391,7 +390,7 @@ def check_unscaled(gradients: Sequence[torch.Tensor]) -> None:
 
 
 def weights_named(name: str) -> Weights:
-    """The living weights of a name. Raises `FxrematError`."""
+    """Return the living weights of this name. Raises `FxrematError` if there are none."""
     found = _known.get(name)
     if found is None:
         raise FxrematError(f"the parameters {name} are gone; keep the module that fxremat.compile returned")
@@ -404,17 +403,17 @@ def prefetch(device: torch.device, number: int, weights: str) -> torch.Tensor:
 
 
 def wait(back: torch.Tensor, number: int, weights: str) -> torch.Tensor:
-    """Wait for that copy."""
+    """Wait for that copy, and return the parameter on the device."""
     return weights_named(weights).wait(back, number)
 
 
 def update(weight: torch.Tensor, gradient: torch.Tensor, number: int, weights: str) -> None:
-    """The optimizer's step of one parameter; one of the host then starts for home, with its state."""
+    """Run the optimizer's step of one parameter; the copy of a hosted one to the host then begins, with its state."""
     weights_named(weights).update(weight, gradient, number)
 
 
 def release(weight: torch.Tensor, number: int, weights: str) -> None:
-    """Wait until a parameter is home."""
+    """Wait until a parameter is on the host."""
     weights_named(weights).release(weight, number)
 
 
@@ -429,7 +428,7 @@ def wait_for_state(number: int, weights: str) -> None:
 
 
 def release_state(number: int, weights: str) -> None:
-    """Wait until the state is home."""
+    """Wait until the state is on the host."""
     weights_named(weights).release_state(number)
 
 

@@ -1,10 +1,10 @@
-"""Random ops that run more than once draw the same numbers: save the generator's state first, replay it later.
+"""Replay of random ops that run more than once: save the generator's state the first time, and restore it later.
 
     state, output, mask = draw_saving(aten.native_dropout.default, x, 0.1, True)     the first execution
     output, mask        = draw_again(state, aten.native_dropout.default, x, 0.1, True)     every later one
 
 The second leaves the generator as it found it, so the stream that the rest of the program sees is the plain model's.
-Both are plain functions: fx calls them in emitted order. A state takes about 5 KB on a CPU; on CUDA it is a few bytes
+Both are plain functions: fx calls them in emitted order. A state has about 5 KB on a CPU; on CUDA it has a few bytes
 (seed and offset) in host memory.
 """
 
@@ -22,7 +22,7 @@ HOST = torch.device("cpu")
 
 
 def generator_of(arguments: tuple[Any, ...], options: dict[str, Any]) -> torch.Generator:
-    """The default generator of the device that an op with these arguments draws from."""
+    """Return the default generator of the device that an op with these arguments draws from."""
     device = options.get("device") or next((t.device for t in _tensors(arguments)), torch.device("cpu"))
     return kind_of(device if isinstance(device, torch.device) else HOST).generator(device)
 
@@ -36,7 +36,7 @@ def _tensors(arguments: tuple[Any, ...]) -> Iterator[torch.Tensor]:
 
 
 class GeneratorStates:
-    """The states, now, of the generators that a step on these tensors may draw from. Takes none of torch's memory."""
+    """The present states of the generators that a step on these tensors may draw from. Uses none of torch's memory."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         devices = {HOST, *(tensor.device for tensor in tensors if accelerates(tensor.device))}
@@ -46,7 +46,7 @@ class GeneratorStates:
 
     @contextlib.contextmanager
     def replayed(self) -> Iterator[None]:
-        """Inside, the generators go on from these states; afterwards they are as they were before."""
+        """Restore these states for the duration of the context; afterwards the generators are as before it."""
         before = [(generator, generator.get_state()) for generator, _ in self._states]
         try:
             for generator, then in self._states:
@@ -58,16 +58,16 @@ class GeneratorStates:
 
 
 def draw_saving(op: Any, *arguments: Any, **options: Any) -> tuple[Any, ...]:
-    """Run a random op; return the generator's state from before it, and all that it gave."""
+    """Run a random op; return the generator's state from before it, followed by the op's results."""
     state = generator_of(arguments, options).get_state()
     given = op(*arguments, **options)
     return (state, *given) if isinstance(given, tuple | list) else (state, given)
 
 
 def draw_again(state: torch.Tensor, op: Any, *arguments: Any, **options: Any) -> Any:
-    """Run a random op with a saved state, and put the generator back as it was."""
+    """Run a random op with a saved state, and restore the generator's own state afterwards."""
     generator = generator_of(arguments, options)
-    now = bytearray(generator.get_state().numpy())  # while the op runs, none of torch's memory
+    now = bytearray(generator.get_state().numpy())  # none of torch's memory is used while the op runs
     generator.set_state(state)
     try:
         return op(*arguments, **options)

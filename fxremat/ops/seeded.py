@@ -1,15 +1,15 @@
-"""Dropout whose masks are a function of a seed, and the seed a value of the graph.
+"""Dropout whose masks are a function of a seed, where the seed is a value of the graph.
 
     seeds = fxremat::seeds(n, device=d)                          one int64 for each dropout of the graph: the one draw
     seed  = select(seeds, 0, i)                                  of one dropout; a view
-    mask  = fxremat::seeded_mask(seed, shape, p, dtype)          true for what is kept; the same whenever it is made
-    y     = fxremat::masked(x, mask, p)                          mask * x * (1 / (1 - p)), and what is dropped is zero
+    mask  = fxremat::seeded_mask(seed, shape, p, dtype)          true for kept elements; the same whenever it is made
+    y     = fxremat::masked(x, mask, p)                          mask * x * (1 / (1 - p)): dropped elements are zero
 
-Only the first op touches a generator, so a mask that is made again is an ordinary op: no state of a generator is saved
-or replayed for it.
+Only the first op uses a generator, so a mask that is recomputed is an ordinary op: no generator state is saved or
+replayed for it.
 
-In a compiled region the ops are what Inductor makes of `aten.native_dropout` (`DECOMPOSITIONS`), and from the same
-seeds come the masks of `torch.compile(model)`. Called by themselves they compute the same function of other random
+In a compiled region these ops become what Inductor makes of `aten.native_dropout` (`DECOMPOSITIONS`), and the same
+seeds give the masks of `torch.compile(model)`. Called by themselves they compute the same function of other random
 numbers: a mask that was drawn in a compiled region has to be drawn again in one. The kernels of this file are for
 measuring ops one by one, and for graphs that run uncompiled from end to end.
 """
@@ -40,13 +40,13 @@ def _(count: int, *, device: torch.device) -> Tensor:
 
 @torch.library.custom_op("fxremat::seeded_mask", mutates_args=())
 def seeded_mask(seed: Tensor, shape: Sequence[int], p: float, dtype: torch.dtype) -> Tensor:
-    """The mask of a dropout, contiguous: a function of the seed and the other arguments alone.
+    """Return the mask of a dropout, contiguous: a function of the seed and the other arguments alone.
 
-    Reading the seed waits for the device.
+    Reading the seed synchronizes with the device.
 
     Args:
         seed: one int64, without dimensions.
-        dtype: that of what is dropped, which Inductor compares with `p` in.
+        dtype: that of the input of the dropout, in which Inductor compares with `p`.
     """
     generator = torch.Generator(seed.device).manual_seed(int(seed))
     return _kept(torch.rand(shape, generator=generator, dtype=torch.float32, device=seed.device), p, dtype)
@@ -59,7 +59,7 @@ def _(seed: Tensor, shape: Sequence[int], p: float, dtype: torch.dtype) -> Tenso
 
 @torch.library.custom_op("fxremat::masked", mutates_args=())
 def masked(x: Tensor, mask: Tensor, p: float) -> Tensor:
-    """The output of a dropout, of the layout of `x`."""
+    """Return the output of a dropout, in the layout of `x`."""
     return (mask * x).mul_(1 / (1 - p))
 
 
@@ -86,4 +86,4 @@ DECOMPOSITIONS: dict[torch._ops.OpOverload[Any, Any], Callable[..., Tensor]] = {
     torch.ops.fxremat.masked.default: _masked,
 }
 
-ALWAYS_COMPILED = frozenset([torch.ops.fxremat.seeded_mask.default])  # other numbers than those of its own kernel
+ALWAYS_COMPILED = frozenset([torch.ops.fxremat.seeded_mask.default])  # its own kernel draws other numbers

@@ -1,1 +1,1 @@
-"""Rewrites of graphs, one a file, and lowering: from a program to the two graphs that run."""
+"""Rewrites of graphs, one per file, and lowering: from a program to the two graphs that run."""

@@ -1,15 +1,15 @@
-"""BatchNorms of a captured graph in training.
+"""Rewrites of the BatchNorms of a captured graph in training.
 
     native_batch_norm_backward(g, x, w, running, ...)    ->    native_batch_norm_backward(g, x, w, None, ...)
 
-In training mode the backward uses the batch statistics alone; reading the running ones, which the forward overwrites,
-would only make autograd complain that they were "modified by an inplace operation".
+In training mode the backward uses only the batch statistics; if it read the running ones, which the forward overwrites,
+autograd would complain that they were "modified by an inplace operation".
 
     y, mean, rstd, running' = batch_norm(x, w, b, running)    ->    mean, rstd, running' = batch_statistics(x, running)
                                                                     y = batch_normalized(x, w, b, mean, rstd)
 
-The statistics are a few numbers a channel, which plans keep; what is large is made again from them without another
-look for statistics, which takes most of the time: see `step.batch_norm`.
+The statistics are a few numbers a channel, which plans keep; the large output is recomputed from them without computing
+the statistics again, which is most of the time: see `graphs.batch_norm`.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from fxremat.passes.evaluate import evaluate
 
 aten = torch.ops.aten
 
-TRAINING = 7  # the place of the flag among the arguments of the backward
+TRAINING = 7  # index of the flag among the arguments of the backward
 RUNNING_MEAN, RUNNING_VARIANCE = 3, 4
 HALVED = (aten._native_batch_norm_legit_functional.default, aten._native_batch_norm_legit.no_stats)
 
 
 def drop_running_statistics(graph: fx.Graph) -> None:
-    """Give None for the running statistics to every backward of a BatchNorm in training mode. O(nodes)."""
+    """Replace the running statistics by None in every backward of a BatchNorm in training mode. O(nodes)."""
     backward = aten.native_batch_norm_backward.default
     for node in graph.find_nodes(op="call_function", target=backward):
         if node.args[TRAINING]:
@@ -46,17 +46,17 @@ def drop_running_statistics(graph: fx.Graph) -> None:
 
 
 def halve_exactly(graph: fx.Graph) -> None:
-    """Put two ops, with its bits, in the place of every BatchNorm in training of a CPU. O(nodes).
+    """Split every CPU BatchNorm in training into statistics and normalization, bit-identical to the original. O(nodes).
 
-    Those whose statistics are of half precision, or whose input lies otherwise than by channels, stay whole.
+    Those with statistics of half precision, or with an input that is not laid out by channels, are not split.
     """
     _halve_all(graph, exact=True)
 
 
 def halve(graph: fx.Graph) -> None:
-    """Put two ops in the place of every BatchNorm in training, on every device and in every layout. O(nodes).
+    """Split every BatchNorm in training into two ops, on every device and in every layout. O(nodes).
 
-    They may round in another order than the whole; those whose statistics are of half precision stay whole.
+    The two may round in another order than the original op; those with statistics of half precision are not split.
     """
     _halve_all(graph, exact=False)
 
@@ -69,10 +69,10 @@ def _halve_all(graph: fx.Graph, *, exact: bool) -> None:
 
 
 def _may_be_halved(node: fx.Node, *, exact: bool) -> bool:
-    """Whether a BatchNorm is in training, and its kernels keep statistics in full precision.
+    """Tell whether a BatchNorm is in training, and its kernels keep statistics in full precision.
 
-    Parameters and running statistics decide that, and without any the type of the input; what is shown of statistics
-    on a CPU does not (2.13).
+    The types of parameters and running statistics decide that, and without any the type of the input; the fake
+    statistics of a CPU do not (2.13).
     """
     x, weight, _, mean, _, training, _, _ = batch_norm_arguments(node)
     if not training or not any(item.args[1] == 0 for item in node.users):

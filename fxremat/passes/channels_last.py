@@ -1,4 +1,4 @@
-"""Convolutions of a captured graph, and what lies between them, in the channels_last memory format.
+"""A rewrite of convolutions, and the ops between them, to the channels_last memory format.
 
     y = convolution(x, w, ...)         ->    a = clone(x, channels_last);  b = clone(w, channels_last)
                                              y = convolution(a, b, ...)
@@ -9,14 +9,15 @@
 Kernels that are compiled for a part of the graph keep the layouts at its borders, so that the compiler cannot choose
 the format for all of it. Here it is chosen before the graph is planned:
 
-    a copy              made where a convolution reads another layout, once for all readers of a value; of a weight,
-                        once for a convolution and its backward, so that towers of the same weights share no value
-    every later op      shows what its fake kernel makes of the new layouts
-    an op that cannot   take the new layout, or that is told strides, reads a copy in the layout as captured
-    what is returned    has the layout as captured, so that autograd and the caller see no difference
+    a copy              is made where a convolution reads another layout, once for all readers of a value; of a
+                        weight, once for a convolution and its backward, so that towers with shared weights share no
+                        value
+    every later op      shows the result of its fake kernel on the new layouts
+    an op that cannot   handle the new layout, or that is given strides, reads a copy in the captured layout
+    what is returned    has the captured layout, so that autograd and the caller see no difference
 
-The graph is to be functional: the pass belongs after `drop_detach` and before `note_overwriting`. It is for compiled
-kernels alone, since results are those of other kernels, which round in another order.
+The graph must be functional: the pass runs after `drop_detach` and before `note_overwriting`. It is for compiled
+kernels only, since results come from other kernels, which round in another order.
 """
 
 from __future__ import annotations
@@ -43,9 +44,9 @@ aten = torch.ops.aten
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 DTYPES = {torch.float32, torch.bfloat16, torch.float16}  # a CPU's kernels for doubles gain nothing
 
-NODES_A_CONVOLUTION = 300  # of a graph with so few, `torch._inductor` leaves the layouts alone
+NODES_A_CONVOLUTION = 300  # with more nodes for each convolution, `torch._inductor` leaves the layouts alone
 
-ROLES = {  # places of the gradient of the output, if any, of the activation and of the weight
+ROLES = {  # indices of the arguments: the gradient of the output, if any, the activation, and the weight
     aten.convolution.default: ((), 0, 1),
     aten.convolution_backward.default: ((0,), 1, 2),
 }
@@ -54,7 +55,7 @@ TOLD_STRIDES = {
     *(aten.as_strided.default, aten.as_strided_copy.default, aten.as_strided_scatter.default),
     *(aten.new_empty_strided.default, aten.stride.int),
 }
-SHOWN_OTHERWISE = {  # the kernels of a CPU choose other layouts than the fake ones show (2.11, 2.13)
+SHOWN_OTHERWISE = {  # the CPU's kernels choose other layouts than the fake ones show (2.11, 2.13)
     *(aten._log_softmax_backward_data.default, aten._softmax_backward_data.default, aten.glu_backward.default),
     *(aten.reflection_pad2d_backward.default, aten.replication_pad2d.default, aten.replication_pad2d_backward.default),
     *(aten.reflection_pad3d.default, aten.reflection_pad3d_backward.default),
@@ -64,7 +65,10 @@ SHOWN_OTHERWISE = {  # the kernels of a CPU choose other layouts than the fake o
 
 
 def convolve_channels_last(graph: fx.Graph) -> None:
-    """Convert a joint graph where that pays, in place; leave it as it is where anything raises. O(nodes)."""
+    """Convert the convolutions of a joint graph if that pays, in place; leave it unchanged if anything raises.
+
+    O(nodes).
+    """
     convolutions = graph.find_nodes(op="call_function", target=aten.convolution.default)
     try:
         if has_symbolic_sizes(graph) or not pays(convolutions):
@@ -79,11 +83,11 @@ def convolve_channels_last(graph: fx.Graph) -> None:
 
 
 def pays(convolutions: Iterable[fx.Node]) -> bool:
-    """Whether channels_last is faster for convolutions, as `torch._inductor` decides for GPUs, and as CPUs measure.
+    """Tell whether channels_last makes convolutions faster, as `torch._inductor` decides for GPUs, and as CPUs measure.
 
-    A GPU loses by grouped convolutions of several channels a group, by those that halve the channels and where no
-    convolution has many channels. A CPU loses by groups of many channels alone, which keep their weights as they are
-    and must not do more than half of all multiplications.
+    On a GPU it is slower for grouped convolutions of several channels a group, for those that halve the channels, and
+    if no convolution has many channels. On a CPU only groups of many channels are slower: these keep their weights as
+    they are, and must not make more than half of all multiplications.
     """
     ours = [node for node in convolutions if _convertible(node)]
     if not ours:
@@ -115,7 +119,10 @@ def _groups(node: fx.Node) -> int:
 
 
 def _slow_on_cpu(node: fx.Node) -> bool:
-    """Measured with oneDNN: time times 1.1 to 1.7 with 8 and more channels a group, times 0.3 to 0.5 with up to 4."""
+    """Tell if groups slow a convolution down: oneDNN's takes 1.1 to 1.7 times as long for 8 or more channels a group.
+
+    With up to 4 channels a group, it takes 0.3 to 0.5 times as long.
+    """
     return _groups(node) > 1 and _weight(node).shape[1] > 4
 
 
@@ -129,17 +136,17 @@ def _few_channels(node: fx.Node) -> bool:
 
 
 def _multiplications(node: fx.Node) -> int:
-    """Multiplications of the forward: an element of the result (transposed: of the input) meets one filter."""
+    """Count the multiplications of the forward: an element of the result (transposed: the input) meets one filter."""
     transposed = node.args[6]
     shown = _activation(node) if transposed else _tensor(node)
     return shown.numel() * math.prod(_weight(node).shape[1:])
 
 
 def _lies_channels_last(tensor: torch.Tensor, *, activation: bool) -> bool:
-    """Whether a convolution takes the tensor for one in channels_last.
+    """Tell whether a convolution treats the tensor as channels_last.
 
-    Where there is one channel, or one pixel, both formats lay elements out alike; an activation of one channel is to
-    have the strides of channels_last all the same, from which kernels choose the format of their result.
+    With one channel, or one pixel, both formats lay elements out alike; an activation of one channel must have the
+    strides of channels_last all the same, from which kernels choose the format of their result.
     """
     if not tensor.is_contiguous(memory_format=FORMATS[tensor.dim()]):
         return False
@@ -151,14 +158,14 @@ def _is_image(value: object) -> bool:
 
 
 def _lies_otherwise(tensor: torch.Tensor, *, broadcast: bool) -> bool:
-    """Whether a tensor is contiguous and not in channels_last, or, if so asked, one that repeats its elements."""
+    """Tell whether a tensor is contiguous and not channels_last or, if `broadcast`, has repeated elements."""
     if tensor.is_contiguous():
         return not tensor.is_contiguous(memory_format=FORMATS[tensor.dim()])
     return broadcast and any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def _element_by_element(node: fx.Node) -> bool:
-    """Whether an op combines elements at the same place, or is the backward of one op that reads its operands."""
+    """Tell whether an op combines elements at the same place, or is the backward of one op that reads its operands."""
     if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace != "aten":
         return False
     name = node.target._schema.name
@@ -166,7 +173,7 @@ def _element_by_element(node: fx.Node) -> bool:
 
 
 def strides_of(value: object) -> list[tuple[int, ...]]:
-    """The strides of each tensor of a value, without those of dimensions of size 1, where they mean nothing.
+    """Return the strides of each tensor of a value, without dimensions of size 1, where strides mean nothing.
 
     >>> strides_of(torch.empty(4, 8, 1, 1, 2))
     [(16, 2, 1)]
@@ -184,17 +191,17 @@ def _storages(value: object) -> set[int]:
 
 
 class _Conversion:
-    """One walk over a graph, which rewrites it as it goes."""
+    """One walk over a graph, which rewrites it on the way."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
         self.views = {node for node in graph.nodes if node.op == "call_function" and _is_view(node)}
-        self.captured: dict[fx.Node, Any] = {}  # what nodes showed that show something else now
-        self.source: dict[fx.Node, fx.Node] = {}  # copy in channels_last -> what it is a copy of
+        self.captured: dict[fx.Node, Any] = {}  # original values of nodes that show something else now
+        self.source: dict[fx.Node, fx.Node] = {}  # copy in channels_last -> the node that it copies
         self.copies: dict[fx.Node, fx.Node] = {}  # the inverse, but for weights
         self.weights: dict[tuple[fx.Node, fx.Node], fx.Node] = {}  # weight and activation -> copy of the weight
-        self.instead: dict[fx.Node, fx.Node] = {}  # copies that all later ops read
-        self.originals: dict[fx.Node, fx.Node] = {}  # node -> one with its elements in the layout as captured
+        self.instead: dict[fx.Node, fx.Node] = {}  # node -> the copy that all later ops read
+        self.originals: dict[fx.Node, fx.Node] = {}  # node -> one with its elements in the captured layout
 
     def run(self) -> None:
         for node in list(self.graph.nodes):
@@ -219,7 +226,7 @@ class _Conversion:
             return
         try:
             shown = evaluate(node)
-        except Exception:  # such as a view that these strides cannot show
+        except Exception:  # such as a view that is impossible with these strides
             self._as_captured(node)
         else:
             self._show(node, shown)
@@ -228,7 +235,7 @@ class _Conversion:
         return node in self.captured or node in self.source
 
     def _convolve(self, node: fx.Node) -> None:
-        """Let a convolution, or its backward, read channels_last; what else reads the activations does so too."""
+        """Let a convolution, or its backward, read channels_last; later readers of the activations do so too."""
         gradients, activation, weight = ROLES[node.target]  # type: ignore[index]
         for place in (*gradients, activation):
             read = cast(fx.Node, node.args[place])
@@ -243,10 +250,10 @@ class _Conversion:
             node.update_arg(weight, self.weights[use])
 
     def _even_out(self, node: fx.Node) -> None:
-        """Let an op that meets channels_last read all its operands so.
+        """Let an op that reads channels_last tensors read all of its operands in that format.
 
-        Kernels are slow on two layouts, their fake ones do not always know the layout of the result, and a convolution
-        further on would copy that anyway. A broadcast operand has no layout that matters to a pointwise op.
+        Kernels are slow on two layouts, their fake ones do not always know the layout of the result, and a later
+        convolution would copy it anyway. The layout of a broadcast operand does not matter to a pointwise op.
         """
         read = [n for n in node.all_input_nodes if _is_image(n.meta.get("val"))]
         leaders = [n for n in read if self._is_new(n) and _lies_channels_last(_tensor(n), activation=True)]
@@ -263,7 +270,7 @@ class _Conversion:
         return self.copies[node]
 
     def _new_copy(self, node: fx.Node, reader: fx.Node) -> fx.Node:
-        """A copy of a node in channels_last, made in front of its first reader."""
+        """Insert a copy of a node in channels_last before its first reader."""
         format_ = FORMATS[_tensor(node).dim()]
         with self.graph.inserting_before(reader):
             copy = self._new(reader, aten.clone.default, (node,), {"memory_format": format_})
@@ -271,14 +278,14 @@ class _Conversion:
         return copy
 
     def _new(self, like: fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
-        """A node that belongs to the same line, and to the same half of the step, as another."""
+        """Insert a node that belongs to the same line, and to the same half of the step, as `like`."""
         made = self.graph.call_function(target, args, kwargs)
         made.meta = {key: value for key, value in like.meta.items() if key != "tensor_meta"}
         made.meta["val"] = evaluate(made)
         return made
 
     def _show(self, node: fx.Node, shown: Any) -> None:
-        """Note what a node shows now; only what is laid out anew, or is a view of such, is read anew."""
+        """Record a node's new value, if its layout changed or if it is a view or an item of such a node."""
         old = node.meta["val"]
         if _shapes(shown) != _shapes(old):
             raise AssertionError(f"{node.name} shows other shapes in another layout")
@@ -290,16 +297,16 @@ class _Conversion:
         node.meta.pop("tensor_meta", None)
 
     def _as_captured(self, node: fx.Node) -> None:
-        """Let a node read what it read when it was captured, in copies where need be."""
+        """Let a node read what it read when it was captured, in copies where necessary."""
         read = {n: self._original(n, node, before=node) for n in node.all_input_nodes}
         node.args, node.kwargs = fx.node.map_arg((node.args, node.kwargs), read.__getitem__)
         if node in self.views:
             self._show(node, evaluate(node))
 
     def _original(self, node: fx.Node, like: fx.Node, *, before: fx.Node) -> fx.Node:
-        """A node with the same elements laid out as captured, made in front of another where there is none yet.
+        """Return a node with the same elements in the captured layout, inserted before another if there is none yet.
 
-        What was a view is a view again, of its base as captured: outputs that share memory go on sharing it.
+        A view becomes a view again, of its base as captured: outputs that share memory continue to share it.
         """
         if node in self.source:
             return self._original(self.source[node], like, before=before)
@@ -317,7 +324,7 @@ class _Conversion:
         return self.originals[node]
 
     def _laid_out(self, node: fx.Node, wanted: torch.Tensor, like: fx.Node) -> fx.Node:
-        """A copy of a node that is laid out as a tensor, which has to be dense."""
+        """Return a copy of a node in the layout of a tensor, which has to be dense."""
         for format_ in (torch.contiguous_format, FORMATS.get(wanted.dim())):
             if format_ and wanted.is_contiguous(memory_format=format_):
                 made = self._new(like, aten.clone.default, (node,), {"memory_format": format_})
@@ -332,7 +339,7 @@ class _Conversion:
         return self._new(like, aten.as_strided.default, (copy, list(wanted.shape), list(wanted.stride())), {})
 
     def _return(self, output: fx.Node) -> None:
-        """Return everything in the layout as captured, and what shared memory in memory that is shared."""
+        """Return all outputs in the captured layout, and those that shared memory in memory that is shared."""
         returned = [node for node in output.all_input_nodes if node in self.captured]
         moved = [n for n in returned if strides_of(n.meta["val"]) != strides_of(self.captured[n])]
         stale = set().union(*(_storages(self.captured[node]) for node in moved))
@@ -346,9 +353,9 @@ def _slow_here(node: fx.Node) -> bool:
 
 
 def _follows(node: fx.Node) -> bool:
-    """Whether a node may read any layout: an op of PyTorch's own whose results are tensors of known sizes.
+    """Tell whether a node may read any layout: an op of PyTorch's own whose results are tensors of known sizes.
 
-    Random numbers are drawn in the order of memory, so that those for an element depend on the layout.
+    Random numbers are drawn in the order of memory, so that those of an element depend on the layout.
     """
     if node.target is operator.getitem:
         return True
@@ -361,7 +368,7 @@ def _follows(node: fx.Node) -> bool:
 
 
 def _is_view(node: fx.Node) -> bool:
-    """Whether a node shows memory of what it reads; an item of several results does if they are views."""
+    """Tell whether a node shows memory that it reads; an item of several results does if they are views."""
     if node.target is operator.getitem:
         return _is_view(cast(fx.Node, node.args[0]))
     read = set().union(*(_storages(parent.meta.get("val")) for parent in node.all_input_nodes))
@@ -369,5 +376,5 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _writes(node: fx.Node) -> bool:
-    """Tell whether an op writes into what it is given."""
+    """Tell whether an op writes into one of its arguments."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable

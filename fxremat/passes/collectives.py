@@ -1,9 +1,9 @@
-"""Collectives of a captured graph become one op each, from their start to the end of their transfer.
+"""Merge of the start of each collective of a captured graph and the wait for it into one op.
 
     started = all_gather_into_tensor(x, ...);  ...;  y = wait_tensor(started)    ->    y = Collective(...)(x, ...)
 
-See `step.collectives`. What tensor parallelism writes (DTensor's redistributions), and what a model's own functional
-collectives do. A collective that nothing waits for is left as it is.
+See `graphs.collectives`. These are the collectives of tensor parallelism (DTensor's redistributions), and a model's own
+functional ones. A collective that nothing waits for is left as it is.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fxremat.graphs.collectives import collective, is_start
 
 
 def wait_at_once(graph: fx.Graph) -> None:
-    """Make one op of each collective and the wait for it. O(nodes)."""
+    """Merge each collective and the wait for it into one op. O(nodes)."""
     for node in [node for node in graph.nodes if is_start(node)]:
         waits = [wait for shown in _shown(node) for wait in shown.users if _is_wait(wait)]
         if not waits:

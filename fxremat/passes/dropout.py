@@ -1,10 +1,10 @@
-"""Dropout in a captured graph, put back to the bits of eager PyTorch.
+"""A rewrite of the dropouts of a captured graph to the bits of eager PyTorch.
 
     eager on a CPU     x * (mask / (1 - p)), the quotient rounded to x's type; so is its backward
     as captured        x * mask * (1 / (1 - p)), the quotient exact
 
-The two differ where rounding shows: forward and backward in single precision for some p (0.15, not 0.1), backward in
-half precision for most. On CUDA eager PyTorch runs the captured op itself.
+The two differ by rounding: forward and backward in single precision for some p (0.15, not 0.1), the backward in half
+precision for most. On CUDA eager PyTorch runs the captured op itself.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ aten = torch.ops.aten
 
 
 def drop_as_eager(graph: fx.Graph) -> None:
-    """Rewrite every dropout of a joint graph that would round otherwise than eager PyTorch. O(nodes)."""
+    """Rewrite every dropout of a joint graph that would round differently from eager PyTorch. O(nodes)."""
     drop_everything(graph)
     for node in graph.find_nodes(op="call_function", target=aten.native_dropout_backward.default):
         gradient, mask, scale = node.args
@@ -44,7 +44,7 @@ def drop_everything(graph: fx.Graph) -> None:
 
 
 def rounded(keep: float, dtype: torch.dtype) -> float:
-    """1 / keep as eager dropout rounds it.
+    """Return 1 / keep as eager dropout rounds it.
 
     >>> rounded(0.85, torch.float32), rounded(0.85, torch.bfloat16)
     (1.1764705181121826, 1.1796875)
@@ -54,7 +54,7 @@ def rounded(keep: float, dtype: torch.dtype) -> float:
 
 
 def tensor_read(node: fx.Node) -> torch.Tensor:
-    """What the first argument of a node shows."""
+    """Return the fake tensor of the first argument of a node."""
     return cast(torch.Tensor, cast(fx.Node, node.args[0]).meta["val"])
 
 
@@ -63,7 +63,7 @@ def _on_cpu(node: fx.Node) -> bool:
 
 
 def _split(node: fx.Node, keep: float) -> None:
-    """Draw the mask by itself (the same numbers), and multiply by what eager PyTorch multiplies by."""
+    """Draw the mask by a separate op (the same numbers), and multiply by the factor of eager PyTorch."""
     x = cast(fx.Node, node.args[0])
     with node.graph.inserting_before(node):
         mask = call_like(node, aten.bernoulli.p, call_like(node, aten.empty_like.default, x, dtype=torch.bool), keep)
@@ -72,7 +72,7 @@ def _split(node: fx.Node, keep: float) -> None:
 
 
 def _drop_all(node: fx.Node) -> None:
-    """A dropout of everything: eager PyTorch multiplies by a zero, forward and backward, and draws nothing."""
+    """Replace a dropout with p = 1: eager PyTorch multiplies by zero, forward and backward, and draws nothing."""
     x = cast(fx.Node, node.args[0])
     with node.graph.inserting_before(node):
         options = {"dtype": tensor_read(node).dtype, "device": tensor_read(node).device}
@@ -86,7 +86,7 @@ def _drop_all(node: fx.Node) -> None:
 
 
 def call_like(like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-    """A new node that stands for a part of what another one did."""
+    """Insert a node that replaces a part of what `like` did."""
     made = like.graph.call_function(target, args, kwargs)
     made.meta = dict(like.meta)
     values = fx.node.map_arg((args, kwargs), lambda argument: argument.meta["val"])
@@ -96,7 +96,7 @@ def call_like(like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
 
 
 def replace_dropout(node: fx.Node, output: fx.Node, mask: fx.Node) -> None:
-    """Put two nodes in the place of a dropout and its mask."""
+    """Replace a dropout and its mask by two nodes."""
     for item in list(node.users):
         assert item.target is operator.getitem
         item.replace_all_uses_with(mask if item.args[1] else output)

@@ -1,15 +1,15 @@
-"""Backward ops that may write their result over a gradient which nothing else reads: they are noted, nothing changes.
+"""Notes on backward ops that may overwrite a gradient which no other op reads; the graph itself does not change.
 
     add(g1, g2), g1 read here alone    ->    add_(g1, g2)
 
-A sum of gradients, a ReLU's backward or a dropout's needs three buffers where two do. Such an op runs once, and what
-it overwrites has one reader, so it may do so in whatever order a plan runs the backward. The numbers are the same:
+A sum of gradients, a ReLU's backward or a dropout's needs three buffers where two are enough. Such an op runs once, and
+what it overwrites has one reader, so it may do so in whatever order a plan runs the backward. The numbers are the same:
 the same kernel reads each element before it writes it, provided that the result has the layout that a new one would
-have: what reads it next may add in another order otherwise. Fake tensors do not always know the real layouts, so the
-measuring walk compares them, and says which ops must make a new result after all (`Costs.fresh`). And nobody knows
-before the step how the gradients of a loss outside of the model lie: what may lie as they do is overwritten only by ops
-whose new result would lie as it does, whatever that is. In the books the result is a value of its own, and the op's
-workspace is negative by the bytes that it takes over (`step.costs.costs_from`).
+have; otherwise its next reader might add in another order. Fake tensors do not always know the real layouts, so the
+measuring walk compares them, and finds the ops that must allocate a new result after all (`Costs.fresh`). And before
+the step nobody knows the layout of the gradients of a loss outside of the model: values that may have their layout are
+overwritten only by ops whose new result would have the same layout, whatever it is. In plans the result is a value of
+its own, and the op's workspace is negative by the bytes that it reuses (`graphs.accounting.costs_from`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ COMMUTE = {aten.add.Tensor, aten.mul.Tensor}
 
 
 def note_overwriting(graph: fx.Graph) -> None:
-    """Note which backward ops may overwrite what they alone read, where the layouts agree. O(nodes).
+    """Note which backward ops may overwrite what only they read, if the layouts agree. O(nodes).
 
     Only what depends on a tangent is overwritten, and never a tangent itself: autograd may still hold it.
     """
@@ -44,7 +44,7 @@ def note_overwriting(graph: fx.Graph) -> None:
 
 
 def note_overwriting_among(graph: fx.Graph, ours: Set[fx.Node]) -> None:
-    """Note, in the place of earlier notes, which ops may overwrite what they alone read among these nodes. O(nodes)."""
+    """Replace earlier notes: note which ops may overwrite nodes of `ours` that only they read. O(nodes)."""
     shown = Counter(storage_of(t) for node in graph.nodes if (t := _tensor(node)) is not None)
     unknown = laid_out_by_others(graph)
     forget_overwriting(graph)
@@ -60,13 +60,13 @@ def note_overwriting_among(graph: fx.Graph, ours: Set[fx.Node]) -> None:
 
 
 def forget_overwriting(graph: fx.Graph) -> None:
-    """Take the notes away, before ops are put in the place of others."""
+    """Remove the notes, before ops are replaced by others."""
     for node in graph.nodes:
         node.meta.pop(PLACE, None)
 
 
 def depending_on(graph: fx.Graph, tangents: Set[fx.Node]) -> set[fx.Node]:
-    """These nodes, and all that is computed from them."""
+    """Return these nodes, and all that is computed from them."""
     late = set(tangents)
     for node in graph.nodes:
         if not late.isdisjoint(node.all_input_nodes):
@@ -80,7 +80,7 @@ def _tensor(node: fx.Node) -> torch.Tensor | None:
 
 
 def _may_take(node: fx.Node, operand: object, ours: Set[fx.Node], shown: Counter[int]) -> bool:
-    """Whether the op is the one reader of an operand that shows a whole storage, laid out as the result is."""
+    """Tell whether the op is the only reader of an operand that covers a storage, in the layout of the result."""
     if not isinstance(operand, fx.Node) or operand not in ours:
         return False
     if sum(leaf is operand for leaf in tree_leaves((node.args, node.kwargs))) != 1:
@@ -108,7 +108,7 @@ def _equal(sizes: Sequence[Any], others: Sequence[Any]) -> bool:
 
 
 def _views_below(node: fx.Node) -> Iterator[fx.Node]:
-    """The node that a view was taken from, and so on down to the one that made the storage."""
+    """Yield the node that a view was taken from, and so on down to the one that made the storage."""
     storage = storage_of(node.meta["val"])
     while parents := [
         p for p in node.all_input_nodes if (t := _tensor(p)) is not None and storage_of(t) == storage

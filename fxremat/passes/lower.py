@@ -3,12 +3,12 @@
     forward    (*primals)          -> (*outputs, *saved)
     backward   (*saved, *tangents) -> one gradient (or None) a primal
 
-Where the joint graph has symbolic sizes, those that its ops need follow the primals, and come before what is saved;
-`sizes_of` says which they are.
+If the joint graph has symbolic sizes, those that its ops need follow the primals, and precede the saved values;
+`sizes_of` returns them.
 
-Views are emitted where they are read, from whatever version of their storage is at hand; parameters and inputs are
-saved as they are. A copy is named after its original: `addmm_3__r1` is the first recomputation of `addmm_3`. Every
-node carries `meta["fxremat"] = {"block", "name", "role"}`, and `print_readable()` shows it above the code.
+Views are emitted where they are read, from the available version of their storage; parameters and inputs are saved as
+they are. A copy is named after its original: `addmm_3__r1` is the first recomputation of `addmm_3`. Every node has
+`meta["fxremat"] = {"block", "name", "role"}`, and `print_readable()` shows it above the code.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Handles:
     """The names by which graphs find parameters that the step updates."""
 
     name: str  # of the run time's weights
-    numbers: Mapping[int, int]  # parameter's value -> its place among the optimizer's
+    numbers: Mapping[int, int]  # parameter's value -> its index among the optimizer's
 
 
 def lower(
@@ -55,15 +55,15 @@ def lower(
     """Emit the forward and the backward graph of a program. O(steps); both are linted.
 
     Args:
-        fresh: ops that make a new result where they might overwrite an operand (`Costs.fresh`).
-        tier: the name of the host tier that its transfers go through, where it has any.
-        handles: where it finds the parameters and their optimizer, where the step updates them.
+        fresh: ops that allocate a new result where they might overwrite an operand (`Costs.fresh`).
+        tier: the name of the host tier of its transfers, if it has any.
+        handles: the names of the parameters and their optimizer, if the step updates them.
     """
     return Lowering(verify(program) if is_verified() else program, tier, handles, fresh).run()
 
 
 def sizes_of(graph: fx.GraphModule) -> tuple[Size, ...]:
-    """The symbolic numbers that an emitted graph is given, in order."""
+    """Return the symbolic numbers that an emitted graph takes as inputs, in order."""
     sizes: tuple[Size, ...] = graph.meta["sizes"]
     return sizes
 
@@ -73,21 +73,21 @@ class Part:
     """One of the two graphs under construction."""
 
     graph: fx.Graph = field(default_factory=fx.Graph)
-    bases: dict[int, fx.Node] = field(default_factory=dict)  # version -> node that shows the whole storage
+    bases: dict[int, fx.Node] = field(default_factory=dict)  # version -> node that shows all of its storage
     views: dict[tuple[int, fx.Node], fx.Node] = field(default_factory=dict)
     seeds: dict[int, fx.Node] = field(default_factory=dict)  # op -> saved generator state
-    hosts: dict[int, fx.Node] = field(default_factory=dict)  # trip -> what is on the host
+    hosts: dict[int, fx.Node] = field(default_factory=dict)  # trip -> the copy on the host
     coming: dict[int, fx.Node] = field(default_factory=dict)  # trip -> memory that a copy is filling
     sizes: dict[Size, fx.Node] = field(default_factory=dict)  # symbolic number -> its placeholder
 
 
 class Lowering:
-    """The two graphs of a program under construction."""
+    """Builder of the two graphs of a program."""
 
     def __init__(self, program: Program, tier: str, handles: Handles | None, fresh: Set[int]) -> None:
         self.program, self.fresh = program, fresh
         self.tier, self.handles = tier, handles
-        self.copies_in = {  # trip -> the primal that comes from the host, where it lives
+        self.copies_in = {  # trip -> the primal that comes from the host, for parameters that live there
             step.trip: program.version_of[step.writes[0]]
             for step in program.steps
             if isinstance(step, Transfer)
@@ -95,11 +95,11 @@ class Lowering:
             and program.fetched.intersection(step.writes)
         }
         self.joint = captured_of(program.layout.graph)
-        self.under_way = {  # what those collectives write first that are waited for later
+        self.under_way = {  # first results of the collectives that are waited for later
             step.reads[0] for step in program.steps if step.role is Role.COMPLETE
         }
         self.forward, self.backward = Part(), Part()
-        self.started: set[fx.Node] = set()  # results of collectives that are under way
+        self.started: set[fx.Node] = set()  # results of collectives that have not been waited for
         self.copies: dict[int, int] = {}
         self.saved: list[
             tuple[fx.Node, fx.Node]
@@ -111,7 +111,7 @@ class Lowering:
         self.symbolic = any(map(is_size_node, self.joint.module.graph.nodes))
 
     def run(self) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Emit all steps, and what is returned."""
+        """Emit all steps, and the outputs."""
         joint, program = self.joint, self.program
         for primal in joint.primals:
             self.forward.bases[self._first(primal)] = self._placeholder(self.forward, primal)
@@ -122,7 +122,7 @@ class Lowering:
         copies = {value: self._preserve(value) for value in sorted(program.preserved)}
         for step in program.steps[: program.split]:
             self._step(self.forward, step)
-        for value, copy in copies.items():  # from here on the primal is the overwritten one
+        for value, copy in copies.items():  # from here on the primal's node is the copy of the old one
             self.forward.bases[program.first[value]] = copy
         for tangent in joint.tangent_nodes:
             self.backward.bases[self._first(tangent)] = self._placeholder(self.backward, tangent)
@@ -130,7 +130,7 @@ class Lowering:
             self._step(self.backward, step)
         gradients: list[Any] = [self._output(self.backward, node) for node in joint.backward_outputs]
         outputs: list[Any] = [self._output(self.forward, node) for node in joint.forward_outputs]
-        self.saved.sort(key=lambda pair: is_number(pair[0].meta["val"]))  # autograd keeps numbers apart, and last
+        self.saved.sort(key=lambda pair: is_number(pair[0].meta["val"]))  # autograd stores numbers separately, and last
         self.forward.graph.output((*outputs, *(node for node, _ in self.saved)))
         self.backward.graph.output(tuple(gradients))
         for item in self.items:
@@ -179,7 +179,7 @@ class Lowering:
             self._travel(part, step)
 
     def _complete(self, part: Part, step: Transfer) -> None:
-        """Wait for the end of a collective: what shows its results from here on may be read."""
+        """Wait for the end of a collective: later readers of its results read the node of the wait."""
         for version in step.reads:
             shown = self.joint.shown[self.program.version_of[version]]
             started = part.bases[version]
@@ -189,7 +189,7 @@ class Lowering:
                 part.bases[version] = self._describe(node, shown)
 
     def _travel(self, part: Part, step: Transfer) -> None:
-        """One event of a trip; what is on the host is saved for the backward as a tensor of the host's memory."""
+        """Emit one event of a round trip; the copy on the host is saved for the backward as a tensor in host memory."""
         version = (*step.reads, *step.writes)[0]
         shown = self.joint.shown[self.program.version_of[version]]
         match step.role:
@@ -215,7 +215,7 @@ class Lowering:
                 part.bases[version] = self._call(part, host_copies.wait, arguments, f"{shown.name}_wait", shown)
 
     def _travel_of_weight(self, part: Part, step: Transfer, value: int) -> None:
-        """A parameter of the host comes, or goes after its update."""
+        """Emit a copy of a hosted parameter to the device, or back after its update."""
         version = (*step.reads, *step.writes)[0]
         match step.role:
             case Role.PREFETCH:
@@ -229,7 +229,7 @@ class Lowering:
                 self._call_weights(part, parameters.release, value, "release", leaving)
 
     def _travel_of_state(self, part: Part, step: Transfer, value: int) -> None:
-        """The optimizer state of a parameter of the host comes, or goes after the update."""
+        """Emit a copy of the optimizer state of a hosted parameter to the device, or back after the update."""
         calls = {
             Role.PREFETCH: parameters.prefetch_state,
             Role.WAIT: parameters.wait_for_state,
@@ -253,7 +253,7 @@ class Lowering:
         return self._describe(node, shown)
 
     def _update(self, part: Part, step: Transfer) -> None:
-        """The optimizer's step of a parameter: of the version that is on the device, in place."""
+        """Emit the optimizer's step of a parameter: of the version that is on the device, in place."""
         weight, gradient = step.reads
         value = self.program.version_of[weight]
         read = self._read(part, self.joint.update_nodes[value], gradient)
@@ -265,7 +265,7 @@ class Lowering:
         return part.hosts[trip]
 
     def _halves(self) -> dict[Step, Step]:
-        """The second halves of BatchNorms that follow their first ones, by these: they run as one."""
+        """Map first halves of BatchNorms to the second halves that directly follow them: they run as one op."""
         steps, found = self.program.steps, {}
         for part in (steps[: self.program.split], steps[self.program.split :]):
             for first, second in itertools.pairwise(part):
@@ -290,7 +290,7 @@ class Lowering:
         self._describe(node, statistics).meta["val"] = (normalized.meta["val"], *statistics.meta["val"])
         for version in (*step.writes, *second.writes):
             shown = self.joint.shown[self.program.version_of[version]]
-            if shown is statistics:  # what nothing reads
+            if shown is statistics:  # no op reads it
                 part.bases[version] = node
                 continue
             place = 0 if shown is normalized else 1 + cast(int, shown.args[1])
@@ -300,7 +300,7 @@ class Lowering:
             self.items.append(item)
 
     def _suffix(self, op: int) -> str:
-        """The ending of the names of an op's next execution."""
+        """Return the suffix of the names of an op's next execution."""
         self.copies[op] = copy = self.copies.get(op, -1) + 1
         return f"__r{copy}" if copy else ""
 
@@ -333,14 +333,14 @@ class Lowering:
             self.started.update(part.bases[version] for version in step.writes)
 
     def _is_under_way(self, step: Step) -> bool:
-        """Whether a step is a collective that is waited for later."""
+        """Tell whether a step is a collective that is waited for later."""
         collective = isinstance(self.joint.nodes[step.op].target, Collective)
         return collective and bool(step.writes) and step.writes[0] in self.under_way
 
     def _emit(
         self, part: Part, step: Step, original: fx.Node, reads: Any, suffix: str
     ) -> tuple[fx.Node, int]:
-        """The node of one execution, and how many items it returns before those of the op."""
+        """Emit the node of one execution; return it, and the number of items that it returns before those of the op."""
         target, arguments, given = self._call_of(step, original)
         if self._is_under_way(step):
             target = target.start
@@ -353,7 +353,7 @@ class Lowering:
         return self._describe(node, original), 0
 
     def _call_of(self, step: Step, original: fx.Node) -> tuple[Any, Any, Any]:
-        """Target and arguments of one execution, in nodes of the joint graph."""
+        """Return target and arguments of one execution, in nodes of the joint graph."""
         if step.role is Role.RECOMPUTE:
             return *again_call(original), original.kwargs
         if self.symbolic and overwritten(original) is not None and step.op not in self.fresh:
@@ -370,7 +370,7 @@ class Lowering:
         options: Any,
         suffix: str,
     ) -> tuple[fx.Node, int]:
-        """A random op that runs more than once: keep the generator's state, or replay it."""
+        """Emit a random op that runs more than once: save the generator's state the first time, replay it later."""
         if step.role is Role.RECOMPUTE:
             state = self._seed(part, step.op)
             node = part.graph.create_node(
@@ -400,7 +400,7 @@ class Lowering:
         return node
 
     def _read(self, part: Part, node: fx.Node, version: int, suffix: str = "") -> fx.Node:
-        """The node of this part that shows what the joint graph's `node` shows, of one version of its storage."""
+        """Return the node of this part that shows what the joint graph's `node` shows, for a version of its storage."""
         value = self.joint.values[self.program.version_of[version]]
         if self.joint.shown[value.index] is node:
             return self._base(part, version)
@@ -418,7 +418,7 @@ class Lowering:
         return part.views[key]
 
     def _size(self, part: Part, node: fx.Node) -> fx.node.Argument:
-        """A number that the sizes of the inputs determine: an input of this part. Equal integers are one."""
+        """Return a number that the input sizes determine, as an input of this part, or as an int if it is constant."""
         size = expression_of(node.meta["val"]) if isinstance(node.meta["val"], torch.SymInt) else node
         if not isinstance(size, fx.Node) and size.is_Integer:
             return int(size)
@@ -443,7 +443,7 @@ class Lowering:
         return self._size(part, node) if is_size_node(node) else self._read(part, node, self._first(node))
 
     def _order_placeholders(self) -> None:
-        """Put the inputs in order.
+        """Sort the inputs.
 
         Those of the forward are primals and sizes; those of the backward are sizes, saved numbers, saved tensors as the
         forward returns them, and tangents.
@@ -468,7 +468,7 @@ class Lowering:
 
 
 def _fake_state(original: fx.Node) -> torch.Tensor:
-    """A fake tensor of the size of a generator's state, made in the fake mode of the graph."""
+    """Return a fake tensor of the size of a generator's state, in the fake mode of the graph."""
     value = original.meta["val"]
     shown = (
         value if isinstance(value, torch.Tensor) else next(v for v in value if isinstance(v, torch.Tensor))
@@ -479,7 +479,7 @@ def _fake_state(original: fx.Node) -> torch.Tensor:
 
 
 def _fake_host(shown: fx.Node) -> torch.Tensor:
-    """A fake tensor of the same layout in host memory."""
+    """Return a fake tensor of the same layout in host memory."""
     value = shown.meta["val"]
     with value.fake_mode:
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)

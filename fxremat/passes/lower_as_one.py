@@ -1,9 +1,8 @@
-"""Program -> one joint graph, in which every execution is a node of its own: what is computed again is just computed.
+"""Program -> one joint graph, in which every execution is a node of its own, recomputations included.
 
-The graph takes primals and tangents, and returns outputs and gradients, as the captured one does: `step.joint` reads
-it.
-It is functional: ops that may overwrite gradients make new results here. Every group of steps makes the views
-that it reads by itself, from storages, so that nothing but whole storages crosses from one group to another.
+The graph takes primals and tangents, and returns outputs and gradients, as the captured one does: `fusion.joint` reads
+it. It is functional: ops that may overwrite gradients make new results here. Every group of steps makes the views that
+it reads by itself, from storages, so that only entire storages cross from one group to another.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from fxremat.step.program import Program
 from fxremat.step.step_graph import Origin
 
 aten = torch.ops.aten
-GROUP = "fxremat_group"  # in the `meta` of a node: the place of its group
+GROUP = "fxremat_group"  # in the `meta` of a node: the index of its group
 
 
 def lower_as_one(program: Program, groups: Sequence[Sequence[int]]) -> fx.Graph:
     """Emit the steps of a program, in groups, as a graph of the captured module. O(steps).
 
     Args:
-        groups: places of steps in the order in which they run, those of the forward first; each step once.
+        groups: indices of steps in the order in which they run, those of the forward first; each step once.
     """
     return _LoweringAsOne(program).emit(groups)
 
@@ -34,10 +33,10 @@ def lower_as_one(program: Program, groups: Sequence[Sequence[int]]) -> fx.Graph:
 class _LoweringAsOne(Lowering):
     def __init__(self, program: Program) -> None:
         super().__init__(program, "", None, frozenset(range(len(program.layout.graph.ops))))
-        self.backward = self.forward  # one part, in which nothing is saved
+        self.backward = self.forward  # one part, in which no value is saved
 
     def emit(self, groups: Sequence[Sequence[int]]) -> fx.Graph:
-        """Emit all groups, and what is returned."""
+        """Emit all groups, and the outputs."""
         joint, program, part = self.joint, self.program, self.forward
         for given in (*joint.primals, *joint.tangent_nodes):
             part.bases[self._first(given)] = self._placeholder(part, given)
@@ -66,7 +65,7 @@ class _LoweringAsOne(Lowering):
 
     @staticmethod
     def _mark(part: Part, last: fx.Node | None, group: int, *, late: bool) -> None:
-        """Note the group on all nodes behind `last`, and which of them belong to the backward."""
+        """Record the group on all nodes after `last`, and whether they belong to the backward."""
         for node in reversed(part.graph.nodes):
             if node is last:
                 return

@@ -1,7 +1,7 @@
-"""Numbers of the data: views that begin at one become copies, sizes that depend on one are refused.
+"""Numbers read from data: views that begin at one become copies, sizes that depend on one are refused.
 
-A number that forward reads from its data (`.item()`) is a value of no bytes. What it may not be is a size, since a plan
-in bytes is made for fixed ones.
+A number that the forward reads from its data (`.item()`) is a value of no bytes. It must not be a size, since a plan in
+bytes is made for fixed sizes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ aten = torch.ops.aten
 
 
 def copy_views_by_number(graph: fx.Graph) -> None:
-    """Let a view that begins where a number of the data says (`x[i.item()]`) be a copy, which is a value. O(nodes)."""
+    """Replace a view that begins at a number read from data (`x[i.item()]`) by a copy, which is a value. O(nodes)."""
     for node in graph.nodes:
         shown = node.meta.get("val")
         parents = [parent.meta.get("val") for parent in node.all_input_nodes]
@@ -36,27 +36,27 @@ def copy_views_by_number(graph: fx.Graph) -> None:
 
 
 def _begins_at_number(node: fx.Node, shown: torch.Tensor) -> bool:
-    """Whether a new tensor shows the offset of a view that it was made like, as `aten.copy` does."""
+    """Tell whether a new tensor shows the offset of the view whose layout it copies, as that of `aten.copy` does."""
     offset, target = shown.storage_offset(), node.target
     made = isinstance(target, torch._ops.OpOverload) and not target.is_view
     return made and isinstance(offset, torch.SymInt) and depends_on_data(offset)
 
 
 def _plain(size: Any) -> Any:
-    """The int that a symbolic size is at all times; another size as it is."""
+    """Return a constant symbolic size as an int, and any other size unchanged."""
     return int(size) if isinstance(size, torch.SymInt) and expression_of(size).is_Integer else size
 
 
 def refuse_symbols(graph: fx.Graph, example: str = "val") -> None:
     """Raise `CaptureError` for a graph with a size that depends on data, with the line of an op that has one.
 
-    One that depends on a float raises `NotSymbolic`: the float is then taken for a constant. Numbers that depend on
-    data may be there, as long as no tensor is as large as they say.
+    A size that depends on a float raises `NotSymbolic`: the float is then treated as a constant. Numbers that depend on
+    data are allowed, as long as no tensor has them as a size.
 
     Args:
-        example: where nodes keep what they show: "val" for AOTAutograd's, "example_value" for dynamo's.
+        example: the `meta` key of what nodes show: "val" for AOTAutograd's, "example_value" for dynamo's.
     """
-    for node in sorted(graph.nodes, key=lambda node: node.op == "placeholder"):  # an op has a line to name
+    for node in sorted(graph.nodes, key=lambda node: node.op == "placeholder"):  # ops, which have a line to name, first
         _refuse_symbols(node, node.meta.get(example))
 
 
@@ -74,6 +74,6 @@ def _refuse_symbols(node: fx.Node, value: object) -> None:
 
 
 def _source(node: fx.Node) -> str:
-    """The line where the op was written, as `, model.py:12 in forward: code`, if tracing noted it."""
+    """Return the line where the op was written, as `, model.py:12 in forward: code`, if tracing recorded it."""
     frame = frame_of(node)
     return f", {frame.file}:{frame.line} in {frame.function}: {frame.code}" if frame else ""

@@ -1,14 +1,14 @@
-"""Passes by name, and the pipelines of them that a captured graph goes through before it is read as a step graph.
+"""Passes by name, and the pipelines of passes that a captured graph goes through before it is read as a step graph.
 
     eager                 for PyTorch's own kernels on this device
-    any device            the same where the step runs elsewhere: nothing is assumed of the CPU's kernels
+    any device            the same if the step runs elsewhere: nothing is assumed about the CPU's kernels
     inductor              for compiled regions: convolutions in channels_last, BatchNorms in two halves
     inductor from seeds   the same with dropouts that draw from seeds, which are values of the graph
 
-A pipeline is a list of names, each graph is checked before and after each pass, and stays functional.
+A pipeline is a list of names. Each graph is checked before and after each pass, and stays functional.
 
     FXREMAT_LOG=passes                  logs how each pass changes the graph, as a diff
-    FXREMAT_SKIP_PASSES=halve_exactly   leaves passes out, to see what they are for; bits or memory may differ then
+    FXREMAT_SKIP_PASSES=halve_exactly   leaves passes out, to see their effect; bits or memory may differ then
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ class Pass:
 
     @property
     def purpose(self) -> str:
-        """What it does, in a line."""
+        """The first line of its docstring: what it does."""
         return (self.rewrite.__doc__ or "").strip().partition("\n")[0]
 
 
 @dataclass(frozen=True)
 class Rewrite:
-    """What one pass did to one graph."""
+    """The effect of one pass on one graph."""
 
     name: str
     before: int  # nodes
     after: int
-    diff: str = ""  # of the graph as text, where FXREMAT_LOG has "passes"
+    diff: str = ""  # of the graph as text, if FXREMAT_LOG has "passes"
 
     def __str__(self) -> str:
         return f"{self.name}: {self.before} nodes, then {self.after}\n{self.diff}".rstrip()
@@ -93,14 +93,14 @@ PIPELINES: Mapping[str, tuple[str, ...]] = {
 
 
 def normalize(module: fx.GraphModule, passes: Sequence[str | Pass] = PIPELINES["eager"]) -> fx.GraphModule:
-    """Run passes on a joint graph, in place; `module.meta["rewrites"]` has what each did. O(nodes) a pass.
+    """Run passes on a joint graph, in place; `module.meta["rewrites"]` then lists their effects. O(nodes) a pass.
 
     Args:
         passes: a pipeline, or passes by name, in order.
 
     Raises:
         CaptureError: a size depends on data.
-        FxrematError: there is no pass of a name, or the environment leaves out one that there is not.
+        FxrematError: there is no pass of a name, or the environment names a pass to leave out that does not exist.
     """
     graph = module.graph
     refuse_symbols(graph)
@@ -128,7 +128,7 @@ def _named(name: str) -> Pass:
 
 
 def _run(each: Pass, graph: fx.Graph) -> Rewrite:
-    """Run one pass on a graph; what nothing reads any more goes, after the graph was checked."""
+    """Run one pass on a graph, check it, and remove nodes that are not read any more."""
     logged, before = is_logged("passes"), len(graph.nodes)
     text = str(graph).splitlines() if logged else []
     each.rewrite(graph)

@@ -1,19 +1,19 @@
-"""Dropout in a captured graph, drawn from seeds that are a value of the graph: for steps that Inductor compiles.
+"""A rewrite of dropouts to masks drawn from seeds that are a value of the graph: for steps that Inductor compiles.
 
     output, mask = native_dropout(x, p, True)      ->    seeds  = seeds(n)                       once a device
                                                          seed   = select(seeds, 0, i)            a view
                                                          mask   = seeded_mask(seed, ...)         pure
                                                          output = masked(x, mask, p)
 
-See `ops.seeded`. The seeds are drawn where the first dropout is and numbered in the order of the graph, as Inductor
-does with the graph of a whole model: under an equal seed of torch the masks are those of `torch.compile(model)`. They
-may be others where another op draws from the same generator (Inductor gives `rand` and its kin seeds among those of
-dropouts; here they stay ops that draw), and where Inductor recognizes an attention that is written out, and calls a
-kernel for it that drops by itself.
+See `ops.seeded`. The seeds are drawn at the first dropout and numbered in the order of the graph, as Inductor does with
+the graph of an entire model: under an equal seed of torch the masks are those of `torch.compile(model)`. They may
+differ if another op draws from the same generator (Inductor gives `rand` and similar ops seeds among those of dropouts;
+here they stay ops that draw), and if Inductor recognizes attention that is written out, and calls a kernel for it that
+contains the dropout.
 
-A mask is drawn in the order that `x` has in memory, and shown as a view where that is not the order of dimensions.
-Backward ops stay `native_dropout_backward`, with the exact scale: this pass takes the place of `dropout.drop_as_eager`,
-which would round it. A dropout of everything draws nothing and is rewritten as there.
+A mask is drawn in the memory order of `x`, and permuted by a view if that is not the order of dimensions. Backward ops
+stay `native_dropout_backward`, with the exact scale: this pass replaces `dropout.drop_as_eager`, which would round it.
+A dropout with p = 1 draws nothing and is rewritten as there.
 """
 
 from __future__ import annotations
@@ -62,6 +62,6 @@ def _draw_from(seeds: fx.Node, index: int, node: fx.Node) -> None:
 
 
 def _size(node: fx.Node, x: fx.Node, dimension: int) -> int | fx.Node:
-    """The size of a dimension of `x`, as an argument of a node."""
+    """Return the size of a dimension of `x`, as an argument of a node."""
     size = tensor_read(node).shape[dimension]
     return size if isinstance(size, int) else call_like(node, aten.sym_size.int, x, dimension)

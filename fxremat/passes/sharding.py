@@ -1,14 +1,14 @@
-"""Reads of shared parameters become collectives: the fewest that the model's reads allow, in buckets.
+"""A rewrite of reads of shared parameters to collectives: as few as the model's reads allow, in buckets.
 
-    merge      equal gathers are one (tied weights); gradients are added before they are reduced, not after
+    merge      equal gathers become one (tied weights); gradients are added before they are reduced, not after
     gather     shard -> [cast] -> [pad] -> all_gather -> [rows]          those of one bucket in one collective
     reduce     gradient -> [cast] -> [pack] -> reduce_scatter -> [all_reduce over replicas] -> [cast] -> [rows]
 
-A bucket of gathers starts where the first of them is read, one of gradients where the last of them is there. Gathers
-of a bucket are coalesced: each parameter has a storage of its own, which is freed by itself. Gradients of a bucket are
-packed into one buffer, which is reduced in place, and of which they are views afterwards.
+A bucket of gathers starts where the first of them is read, a bucket of gradients where the last of them is computed.
+Gathers of a bucket are coalesced: each parameter has a storage of its own, which is freed by itself. Gradients of a
+bucket are packed into one buffer, which is reduced in place, and of which they are views afterwards.
 
-Nothing is rewritten in graphs without `fxremat::gather`.
+Graphs without `fxremat::gather` are not rewritten.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ aten = torch.ops.aten
 GATHER = torch.ops.fxremat.gather.default
 REDUCE = torch.ops.fxremat.reduce.default
 SAME = (aten.detach.default, aten.view.default, aten.alias.default)
-BUCKET = 25 * 2**20  # bytes at most that travel together, as in DistributedDataParallel
-SHARES = 8  # buckets at least that all gradients together make, where there are so many of them
+BUCKET = 25 * 2**20  # bytes of a bucket at most, as in DistributedDataParallel
+SHARES = 8  # least number of buckets for all gradients, if there are as many gradients
 
 
 def share(graph: fx.Graph) -> None:
-    """Replace all gathers and reductions of shared parameters. O(nodes)."""
+    """Replace all gathers and reductions of shared parameters by collectives. O(nodes)."""
     gathers = _found(graph, GATHER)
     if not gathers:
         return
@@ -72,7 +72,7 @@ def _merge_gathers(gathers: Sequence[fx.Node]) -> None:
 
 
 def _viewed(shard: object) -> object:
-    """The node that a shard is a view or a detached alias of, of the same shape."""
+    """Return the node of which a shard is a view or a detached alias, of the same shape."""
     while isinstance(shard, fx.Node) and shard.target in SAME:
         parent = shard.args[0]
         if not isinstance(parent, fx.Node) or parent.meta["val"].shape != shard.meta["val"].shape:
@@ -82,7 +82,7 @@ def _viewed(shard: object) -> object:
 
 
 def _drop_views_of_itself(node: fx.Node) -> None:
-    """Let what reads a view of a node that shows it as it is, as DTensor makes them, read the node."""
+    """Replace views of a node that have its shape, as DTensor makes them, by the node."""
     for view in [user for user in node.users if user.target in SAME]:
         if view.meta["val"].shape == node.meta["val"].shape:
             view.replace_all_uses_with(node)
@@ -91,7 +91,7 @@ def _drop_views_of_itself(node: fx.Node) -> None:
 
 
 def _merge_reductions(graph: fx.Graph) -> bool:
-    """Turn reduce(a) + reduce(b) into reduce(a + b); whether there was one."""
+    """Turn reduce(a) + reduce(b) into reduce(a + b); return whether there was one."""
     for total in _found(graph, aten.add.Tensor):
         one, other = total.args if len(total.args) == 2 else (None, None)
         if not (isinstance(one, fx.Node) and isinstance(other, fx.Node)) or one is other:
@@ -110,7 +110,7 @@ def _merge_reductions(graph: fx.Graph) -> bool:
 
 
 def _buckets(nodes: Sequence[fx.Node], sharing: Callable[[fx.Node], Sharing]) -> Iterator[list[fx.Node]]:
-    """The nodes that travel together, in the order of the graph: of one bucket and kind, up to so many bytes."""
+    """Yield the nodes that travel together, in the order of the graph: of one kind, up to the bytes of a bucket."""
     most = BUCKET
     if nodes and not sharing(nodes[0]).group:
         most = min(most, sum(map(_bytes_of_whole, nodes)) // SHARES)
@@ -136,7 +136,7 @@ def _device(node: fx.Node) -> torch.device:
 
 
 def _gather(bucket: Sequence[fx.Node]) -> None:
-    """Put one collective in the place of the first gather of a bucket, and what its results show in theirs."""
+    """Insert one collective at the first gather of a bucket, and replace all gathers by its results."""
     sharing = _sharing_of_gather(bucket[0])
     group = group_named(sharing.group) if sharing.group else None
     write = _Writer(bucket[0])
@@ -162,7 +162,7 @@ def _without_padding(write: _Writer, gather: fx.Node, whole: fx.Node) -> fx.Node
 
 
 def _part_to_send(write: _Writer, gather: fx.Node, ranks: int) -> fx.Node:
-    """The shard in the type of the computation, padded to as many rows as the first rank's has."""
+    """Return the shard in the type of the computation, padded to as many rows as the first rank's has."""
     sharing = _sharing_of_gather(gather)
     shard = gather.args[0]
     assert isinstance(shard, fx.Node)
@@ -179,7 +179,7 @@ def _part_to_send(write: _Writer, gather: fx.Node, ranks: int) -> fx.Node:
 
 
 def _reduce(bucket: Sequence[fx.Node]) -> None:
-    """Put one collective in the place of the last reduction of a bucket."""
+    """Replace the reductions of a bucket by one collective, at the last of them."""
     sharing = _sharing_of_reduce(bucket[0])
     write = _Writer(bucket[-1])
     group, replicas = (group_named(name) if name else None for name in (sharing.group, sharing.replicas))
@@ -209,14 +209,14 @@ def _reduce(bucket: Sequence[fx.Node]) -> None:
 
 
 def _replace(node: fx.Node, new: fx.Node) -> None:
-    """Put a new node in the place of another; views of it show the storage of the new one from then on."""
+    """Replace a node by a new one; views of it show the storage of the new one from then on."""
     _show(node, node.meta["val"], new.meta["val"])
     node.replace_all_uses_with(new)
     node.graph.erase_node(node)
 
 
 def _show(node: fx.Node, old: torch.Tensor, new: torch.Tensor) -> None:
-    """Give the views of a node fake values that are views of its new one."""
+    """Give the views of a node fake values that are views of its new value."""
     for view in node.users:
         value = view.meta.get("val")
         if isinstance(value, torch.Tensor) and storage_of(value) == storage_of(old):
@@ -239,7 +239,7 @@ def _move_readers(bucket: Sequence[fx.Node]) -> None:
 
 
 def _as_reduced(write: _Writer, node: fx.Node) -> fx.Node:
-    """The gradient in the type in which it is added up, with those of earlier backwards."""
+    """Return the gradient in the type in which it is reduced, plus those of earlier backwards."""
     gradient: Any = node.args[0]
     dtype = _sharing_of_reduce(node).reduced_in
     if dtype is not None and gradient.meta["val"].dtype != dtype:
@@ -249,14 +249,14 @@ def _as_reduced(write: _Writer, node: fx.Node) -> fx.Node:
 
 
 def _padded(node: fx.Node, ranks: int) -> torch.Size:
-    """The shape of the shards of a gradient, of which all ranks have as many rows as the first."""
+    """Return the shape of the shards of a gradient, of which all ranks have as many rows as the first."""
     gradient: Any = node.args[0]
     shape = gradient.meta["val"].shape
     return torch.Size((-(-shape[0] // ranks), *shape[1:])) if shape else shape
 
 
 def _packed(write: _Writer, gradients: Sequence[fx.Node], ranks: int) -> fx.Node:
-    """One buffer, of which each rank's part is contiguous. One even gradient alone is its own."""
+    """Pack gradients into one buffer, of which each rank's part is contiguous; a single even gradient needs none."""
     if len(gradients) == 1:
         value = gradients[0].meta["val"]
         if value.is_contiguous() and value.dim() and value.shape[0] % ranks == 0:
@@ -268,7 +268,7 @@ def _packed(write: _Writer, gradients: Sequence[fx.Node], ranks: int) -> fx.Node
 
 
 def _pieces(write: _Writer, flat: fx.Node, shapes: Sequence[torch.Size]) -> Iterator[fx.Node]:
-    """Views of a reduced buffer."""
+    """Yield views of a reduced buffer, in these shapes."""
     if len(shapes) == 1 and flat.meta["val"].shape == shapes[0]:
         yield flat
         return
@@ -282,10 +282,10 @@ def _pieces(write: _Writer, flat: fx.Node, shapes: Sequence[torch.Size]) -> Iter
 
 
 class _Writer:
-    """Writes nodes before another one, which they stand for: with its meta, and fake values of their own."""
+    """A writer of nodes before another one, which they replace: with its meta, and fake values of their own."""
 
     class Place(NamedTuple):
-        """Where nodes are written."""
+        """The place where nodes are inserted."""
 
         node: fx.Node
         mode: Any
@@ -304,7 +304,7 @@ class _Writer:
         return made
 
     def items(self, several: fx.Node) -> list[fx.Node]:
-        """The outputs of a node that has several."""
+        """Return the outputs of a node that has several."""
         import operator
 
         found = []
@@ -316,7 +316,7 @@ class _Writer:
         return found
 
     def moved_up(self, view: fx.Node) -> fx.Node:
-        """The same view of a placeholder, written here."""
+        """Repeat a view of a placeholder at this place."""
         parent = view.args[0]
         assert isinstance(parent, fx.Node)
         base = parent if parent.op == "placeholder" else self.moved_up(parent)

@@ -1,13 +1,13 @@
-"""A candidate: one way to run the step, judged exactly, and where it comes from.
+"""A candidate: one way to run the step, with its exact peak and its time, and its origin.
 
-    FromSchedule    a schedule of blocks, as a solver of chains gave it
-    FromJoin        one of the towers of a join, laid on the blocks
-    Refined         one of these, improved on op by op
+    FromSchedule    a schedule of blocks, as a solver of chains returned it
+    FromJoin        one of the towers of a join, mapped to the blocks
+    Refined         one of these, improved op by op
     Transferred     any of these, with copies to the host and back
-    Communicating   any of these, with its collectives beside its ops
-    InUnits         any of these, its ops taken together into units that are compiled
+    Communicating   any of these, with collectives that run concurrently with its ops
+    InUnits         any of these, with its ops grouped into units that are compiled
 
-An origin knows its program, and the schedule that it began with.
+An origin knows its program, and the schedule that it was derived from.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ class FromSchedule:
     """A schedule of the layout's blocks."""
 
     schedule: Schedule
-    known: Order | None = None  # its order, where that was worked out
+    known: Order | None = None  # its order, if it was computed already
 
     def order(self, layout: Layout) -> Order:
-        """Which op runs when. O(steps)."""
+        """Return the order in which ops run. O(steps)."""
         return self.known or order_of(layout, self.schedule)
 
     def program(self, layout: Layout) -> Program:
-        """Every step of the schedule. O(steps)."""
+        """Return the program that the schedule executes. O(steps)."""
         return self.order(layout).program()
 
     def on(self, layout: Layout) -> FromSchedule:
-        """The same origin on the layout of an equal graph."""
+        """Return this origin on `layout`, whose graph is equal."""
         return replace(self, known=self.known and replace(self.known, layout=layout))
 
 
 @dataclass(frozen=True, eq=False)
 class FromJoin(FromSchedule):
-    """A schedule of a join of towers, which the layout's blocks run in the same order."""
+    """A schedule of a join of towers, as a schedule of the layout's blocks in the same order."""
 
     _: KW_ONLY
     timeline: JoinTimeline
@@ -57,46 +57,46 @@ class FromJoin(FromSchedule):
 
 @dataclass(frozen=True, eq=False)
 class Refined:
-    """An order of ops that the search found, beginning from the program of another origin."""
+    """An order of ops that the search found, starting from the program of another origin."""
 
     began: FromSchedule
     found: Order
 
     def order(self, _: Layout) -> Order:
-        """Which op runs when."""
+        """Return the order in which ops run."""
         return self.found
 
     def program(self, _: Layout) -> Program:
-        """Every step of the order. O(steps)."""
+        """Return the program that runs in this order. O(steps)."""
         return self.found.program()
 
     def on(self, layout: Layout) -> Refined:
-        """The same origin on the layout of an equal graph."""
+        """Return this origin on `layout`, whose graph is equal."""
         return replace(self, began=self.began.on(layout), found=replace(self.found, layout=layout))
 
 
 class _PutIntoAnother:
-    """What is put into the program of another origin: its order is that of the other."""
+    """Base of origins that add transfers or communication to another origin, whose order of ops they keep."""
 
     began: FromSchedule | Refined | Transferred
     result: ProgramWithTransfers | ProgramWithCommunication
 
     def order(self, layout: Layout) -> Order:
-        """Which op runs when, as if what was put in took no time of its own."""
+        """Return the order in which ops run, without what was added."""
         return self.began.order(layout)
 
     def program(self, _: Layout) -> Program:
-        """Every step of it, with what was put in."""
+        """Return the program with what was added."""
         return self.result.program
 
     def on(self, layout: Layout) -> FromSchedule | Refined:
-        """The origin without that on the layout of an equal graph."""
+        """Return the origin without what was added, on `layout`, whose graph is equal."""
         return self.began.on(layout)
 
 
 @dataclass(frozen=True, eq=False)
 class Transferred(_PutIntoAnother):
-    """A program with copies to the host and back, put into that of another origin."""
+    """The program of another origin, with copies to the host and back added."""
 
     began: FromSchedule | Refined
     result: ProgramWithTransfers
@@ -104,7 +104,7 @@ class Transferred(_PutIntoAnother):
 
 @dataclass(frozen=True, eq=False)
 class Communicating(_PutIntoAnother):
-    """A program whose collectives run beside its ops, made of that of another origin."""
+    """The program of another origin, with collectives that run concurrently with its ops."""
 
     began: FromSchedule | Refined | Transferred
     result: ProgramWithCommunication
@@ -112,22 +112,22 @@ class Communicating(_PutIntoAnother):
 
 @dataclass(frozen=True, eq=False)
 class InUnits:
-    """The program of another origin in units, each an op of a step graph of its own."""
+    """The program of another origin with ops grouped into units, each an op of a step graph of its own."""
 
     began: FromSchedule | Refined | Transferred | Communicating
-    ops: Layout  # of the single ops
+    ops: Layout  # of the ops before they were grouped
     fused: Program
 
     def order(self, _: Layout) -> Order:
-        """Which op of the other origin runs when, units apart."""
+        """Return the order in which the ops of the other origin run, without units."""
         return self.began.order(self.ops)
 
     def program(self, _: Layout) -> Program:
-        """Every unit of it."""
+        """Return the program of units."""
         return self.fused
 
     def on(self, layout: Layout) -> FromSchedule | Refined:
-        """The origin without units on the layout of an equal graph."""
+        """Return the origin without units, on `layout`, whose graph is equal."""
         return self.began.on(layout)
 
 
@@ -136,7 +136,7 @@ Origin = FromSchedule | Refined | Transferred | Communicating | InUnits
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Candidate:
-    """One way to run the step, judged exactly."""
+    """One way to run the step, with its exact peak and its time."""
 
     peak: int  # bytes above the start of the step
     time: float  # seconds
@@ -144,37 +144,37 @@ class Candidate:
     origin: Origin
 
     def order(self) -> Order:
-        """Which op runs when, transfers apart."""
+        """Return the order in which ops run, without transfers."""
         return self.origin.order(self.layout)
 
     def program(self) -> Program:
-        """Every step of it."""
+        """Return the program, transfers included."""
         return self.origin.program(self.layout)
 
     @property
     def schedule(self) -> Schedule:
-        """The schedule of blocks that it began with; what runs may depart from it here and there."""
+        """The schedule of blocks that it was derived from; the program may differ from it."""
         return self._base.schedule
 
     @property
     def join(self) -> JoinTimeline | None:
-        """The join of towers whose schedule it began with, simulated; None for others."""
+        """The simulated join of towers that its schedule comes from; None if it comes from a chain."""
         return self._base.timeline if isinstance(self._base, FromJoin) else None
 
     @property
     def refined(self) -> bool:
-        """Whether the search improved on its schedule op by op."""
+        """True if the search improved on its schedule op by op."""
         return isinstance(self._untransferred, Refined)
 
     @property
     def transfers(self) -> ProgramWithTransfers | None:
-        """Its copies to the host and back; None where it makes none."""
+        """Its copies to the host and back; None if it makes none."""
         origin = self.origin.began if isinstance(self.origin, Communicating) else self.origin
         return origin.result if isinstance(origin, Transferred) else None
 
     @property
     def communication(self) -> ProgramWithCommunication | None:
-        """Its collectives beside its ops; None where it has none."""
+        """Its collectives that run concurrently with ops; None if it has none."""
         return self.origin.result if isinstance(self.origin, Communicating) else None
 
     @property
@@ -192,28 +192,28 @@ class Candidate:
         return origin
 
     def refined_to(self, order: Order, peak: int, time: float) -> Candidate:
-        """The candidate that runs this order of ops instead, with the peak in bytes and the seconds of that."""
+        """Return the candidate that runs this order of ops instead, whose peak in bytes and seconds are given."""
         return replace(self, peak=peak, time=time, origin=Refined(self._base, order))
 
     def transferring(self, result: ProgramWithTransfers) -> Candidate:
-        """The candidate with these transfers in its program."""
+        """Return the candidate with these transfers in its program."""
         origin = Transferred(self._untransferred, result)
         return replace(self, peak=result.memory.peak, time=result.time, origin=origin)
 
     def communicating(self, result: ProgramWithCommunication, time: float) -> Candidate:
-        """The candidate with its collectives beside its ops, and the seconds that it takes then."""
+        """Return the candidate with collectives that run concurrently with its ops, taking `time` seconds in all."""
         assert not isinstance(self.origin, InUnits)
         origin = self.origin.began if isinstance(self.origin, Communicating) else self.origin
         return replace(self, peak=result.memory.peak, time=time, origin=Communicating(origin, result))
 
     def in_units(self, program: Program, peak: int, time: float) -> Candidate:
-        """The candidate with its ops in units: the program of these, its peak in bytes and its seconds."""
+        """Return the candidate with its ops grouped into units: their program, its peak in bytes and its seconds."""
         assert not isinstance(self.origin, InUnits)
         origin = InUnits(self.origin, self.layout, program)
         return replace(self, peak=peak, time=time, layout=program.layout, origin=origin)
 
     def on(self, layout: Layout) -> Candidate:
-        """The same candidate on the layout of an equal graph."""
+        """Return this candidate on `layout`, whose graph is equal."""
         return replace(self, layout=layout, origin=self.origin.on(layout))
 
 
@@ -230,34 +230,34 @@ class Frontier:
         return self.candidates[-1].peak
 
     def within(self, budget: int) -> Candidate:
-        """The fastest candidate that fits. Raises `BudgetTooSmall`."""
+        """Return the fastest candidate that fits. Raises `BudgetTooSmall`."""
         for candidate in self.candidates:
             if candidate.peak <= budget:
                 return candidate
         raise BudgetTooSmall(minimum=self.minimum, budget=budget)
 
     def nearest(self, budget: int) -> Candidate:
-        """The fastest candidate that fits, or else the one that needs least."""
+        """Return the fastest candidate that fits, or else the one that needs least."""
         return next((c for c in self.candidates if c.peak <= budget), self.candidates[-1])
 
     def spread(self, count: int) -> list[Candidate]:
-        """At most `count` candidates, fastest first, evenly over their peaks."""
+        """Return at most `count` candidates, fastest first, evenly spread over their peaks."""
         peaks = np.linspace(self.candidates[0].peak, self.candidates[-1].peak, count)
         places = range(len(self.candidates))
         nearest = {min(places, key=lambda k: abs(self.candidates[k].peak - peak)) for peak in peaks}
         return [self.candidates[place] for place in sorted(nearest)]
 
     def scaled(self, factor: float) -> Frontier:
-        """The frontier with every time multiplied (calibration)."""
+        """Return the frontier with every time multiplied by `factor` (calibration)."""
         return self.each(lambda candidate: replace(candidate, time=candidate.time * factor))
 
     def each(self, change: Callable[[Candidate], Candidate]) -> Frontier:
-        """The frontier with every candidate changed, in a way that keeps their order."""
+        """Return the frontier with `change` applied to every candidate, which must keep their order."""
         return Frontier(keep_all=change(self.keep_all), candidates=tuple(map(change, self.candidates)))
 
 
 def exchanged(graph: StepGraph) -> Callable[[Candidate], Candidate]:
-    """What puts candidates on an equal graph: those that shared a layout share one again."""
+    """Return a function that moves candidates to an equal graph; those that shared a layout share one again."""
     layouts: dict[int, Layout] = {}
 
     def moved(candidate: Candidate) -> Candidate:

@@ -1,13 +1,13 @@
-"""The executions of a step graph's ops as entries of a tape, each made once: the first of every op, and a later one.
+"""The executions of a step graph's ops as entries of a tape: the first execution of every op, and later ones.
 
     entry op                 the first execution of an op
     entry ops + op           a recomputation of a forward op in the forward graph
     entry 2 ops + op         one in the backward graph
-    entry 3 ops + 0, 1, 2    the end of the forward graph, what the caller brings then, and the end of the step
+    entry 3 ops + 0, 1, 2    the end of the forward graph, the arrival of gradients, and the end of the step
 
-Values are numbered as in the step graph; after them come the loss outside, a seed for each random op, and a copy of
-each input that the forward overwrites: the backward graph reads that, and nothing makes it, so that it is alive from
-the start to its last reader.
+Values are numbered as in the step graph; after them come the loss outside the model, a seed for each random op, and a
+copy of each input that the forward overwrites: the backward graph reads the copy, which no op makes, so that it is
+alive from the start to its last reader.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fxremat.step.step_graph import Origin, StepGraph
 
 
 def keep_all_peak(graph: StepGraph, costs: Costs) -> int:
-    """Exact peak in bytes of a step whose ops run once each, as captured. O(reads + writes)."""
+    """Return the exact peak in bytes of a step whose ops run once each, as captured. O(reads + writes)."""
     executions, count = Executions(graph, costs), len(graph.ops)
     return executions.judge_ops(range(count), graph.forward_count)[0]
 
@@ -38,7 +38,7 @@ class _Execution(NamedTuple):
 
 
 class Executions:
-    """Every execution there can be, and tapes of some of them in an order."""
+    """All executions that are possible, and tapes of some of them in an order."""
 
     def __init__(self, graph: StepGraph, costs: Costs) -> None:
         self._graph, self._costs, self._count = graph, costs, len(graph.ops)
@@ -67,11 +67,11 @@ class Executions:
         self._seconds = np.array([execution.seconds for execution in all_], dtype=np.float64)
 
     def judge(self, order: Order) -> tuple[int, float]:
-        """Exact peak in bytes and time in seconds of an order of ops. O(reads + writes), a tenth of a millisecond."""
+        """Return the exact peak in bytes and the time in seconds of an order of ops. O(reads + writes), some 0.1 ms."""
         return self.judge_ops(order.ops, order.split)
 
     def judge_ops(self, numbers: Sequence[int], split: int) -> tuple[int, float]:
-        """The same of ops by their numbers, of which the backward graph begins with `numbers[split]`."""
+        """Return peak and time of ops by their numbers, where the backward graph begins with `numbers[split]`."""
         ops, again = np.array(numbers, np.int64), np.ones(len(numbers), bool)
         again[np.unique(ops, return_index=True)[1]] = False
         entries = self.entries(ops, again, split)
@@ -80,13 +80,13 @@ class Executions:
         return int(peak), self._costs.time_of(numbers)
 
     def entries(self, ops: Ints, again: NDArray[np.bool_], split: int) -> Ints:
-        """The entries of ops, with the moments between forward and backward, before `ops[split]`, and at the end."""
+        """Return the entries of ops, and those of the split, before `ops[split]`, and of the end of the step."""
         moments = 3 * self._count + np.arange(3)
         late = np.arange(ops.size) >= split
         return np.insert(ops + self._count * again * (1 + late), [split, split, ops.size], moments)
 
     def tape(self, entries: Ints, optional: Bits) -> Tape:
-        """The tape of these entries, in their order. O(reads + writes)."""
+        """Return the tape of these entries, in their order. O(reads + writes)."""
         read_from, reads = self._reads.of(entries)
         write_from, writes = self._writes.of(entries)
         return Tape(
@@ -112,7 +112,7 @@ class Executions:
         )
 
     def _again(self, index: int, *, late: bool) -> _Execution:
-        """A recomputation; outputs that the caller holds already are freed at once."""
+        """Return a recomputation; outputs that the caller holds already are freed at once."""
         op, pinned = self._graph.ops[index], self._graph.pinned
         in_vain = sum(self._costs.sizes.values[value] for value in op.again_writes if value in pinned)
         seed = [self._seed_of[index]] if op.random else []
@@ -132,19 +132,19 @@ class Executions:
         return _Execution((), [*tangents, self._root], max(0, sizes.outside - brought))
 
     def _end(self) -> _Execution:
-        """What is alive when the step is over."""
+        """Return the entry that reads all that is alive when the step is over."""
         graph = self._graph
         held = [v for v in graph.tangent_values if v in graph.held_tangents or v not in self._read_late]
         return _Execution(sorted({*self._stored(graph.pinned, late=False), *held, self._root}), ())
 
     def _stored(self, values: Iterable[int], *, late: bool) -> list[int]:
-        """The values that take memory; of primals, the copies that the backward graph reads."""
+        """Return the values that occupy memory; for overwritten primals, the copies that the backward graph reads."""
         stored = [value for value in values if value not in self._primals]
         return [*stored, *(self._copy_of[value] for value in values if late and value in self._copy_of)]
 
 
 class _Lists:
-    """Lists of numbers end to end, some of which can be taken in any order."""
+    """Lists of numbers stored end to end, from which some can be selected in any order."""
 
     def __init__(self, lists: Sequence[Sequence[int]]) -> None:
         self._begins = np.zeros(len(lists) + 1, dtype=np.int64)
@@ -152,7 +152,7 @@ class _Lists:
         self._items = np.array([item for items in lists for item in items], dtype=np.int64)
 
     def of(self, chosen: Ints) -> tuple[Ints, Ints]:
-        """Where each of the chosen lists begins, and their items."""
+        """Return the offsets at which the chosen lists begin, and their items, end to end."""
         first, lengths = self._begins[chosen], np.diff(self._begins)[chosen]
         begins = np.zeros(chosen.size + 1, dtype=np.int64)
         begins[1:] = np.cumsum(lengths)

@@ -1,4 +1,4 @@
-"""Where a program needs most memory, and what for: the reason why no smaller budget works.
+"""The moment at which a program needs most memory, and what for: the reason why no smaller budget works.
 
     floor = floor_of(frontier.candidates[-1].program(), costs)
     str(floor)    "mm_4 (backward of blocks.3.up, net.py:31 in forward: x = self.up(x)) runs with 3.1 MiB of gradients
@@ -34,7 +34,7 @@ _WORTH = 0.01  # of the bytes: kinds with less are not named
 
 @dataclass(frozen=True, kw_only=True)
 class Floor:
-    """The worst moment of a program."""
+    """The moment at which a program needs most memory."""
 
     bytes: int
     moment: str  # the op that runs, and where it was written
@@ -47,7 +47,7 @@ class Floor:
 
 
 def floor_of(program: Program, costs: Costs) -> Floor:
-    """The moment at which a program needs most, the first of equals. O(steps)."""
+    """Return the moment at which a program needs most memory, the first of equals. O(steps)."""
     memory = live_bytes(program, costs.sizes)
     if memory.at_split == memory.peak:
         rest = memory.at_split - _loss(program.layout.graph, costs)
@@ -71,7 +71,7 @@ def _moment(program: Program, place: int) -> str:
 
 
 def _loss(graph: StepGraph, costs: Costs) -> int:
-    """Bytes that a loss outside the model, or the gradients that it hands in, take between forward and backward."""
+    """Return the bytes, at the split, of a loss outside the model or of the gradients that it hands in."""
     tangents = sum(costs.sizes.values[value] for value in graph.tangent_values) + costs.sizes.root
     return max(tangents, costs.sizes.outside)
 

@@ -1,7 +1,7 @@
 """Large neighbourhood search for a faster choice among the executions of a skeleton.
 
-Over and over: somewhere in the program, some recomputations that do not happen are taken in, which makes room; then
-whatever the room allows is left out again, in an order by seconds a byte and chance. What is no better is undone.
+Each change first adds some recomputations in one part of the program, which frees memory, and then removes as many as
+the budget allows, in a randomly perturbed order of seconds per byte. A change that is no improvement is undone.
 (P. Shaw, Using constraint programming and local search methods to solve vehicle routing problems, 1998.)
 """
 
@@ -24,11 +24,11 @@ from fxremat.search.replay import (
     spend,
 )
 
-PATIENCE = 500  # changes in vain after which a search ends early
-OVERHEAD = 50  # pages that could be replayed in the time that a change takes besides
-STRETCH = 0.1  # of the optional executions, the most that one change looks at
-NOISE = 1.0  # the most by which the order of leaving out is disturbed: standard deviation of the logarithm
-MANY = 1500  # values: a page takes twice as long where there are so many
+PATIENCE = 500  # changes without improvement after which a search ends early
+OVERHEAD = 50  # pages that could be replayed in the time of the other work of a change
+STRETCH = 0.1  # share of the optional executions that one change may add, at most
+NOISE = 1.0  # standard deviation of the logarithm of the factor that perturbs the order, at most
+MANY = 1500  # values: with so many, replaying a page takes twice as long
 FAR = 1 << 62  # bytes: more than anything exceeds a budget by
 
 
@@ -63,13 +63,13 @@ def improve(tape: Tape, choice: Bits, budget: int, work: int, seed: int) -> tupl
 
 
 def _better(pages: Pages, best: Pages) -> bool:
-    """Whether it exceeds the budget by less, or by the same in less time."""
+    """Tell whether `pages` exceeds the budget by less than `best`, or by the same in less time."""
     excess, least = pages.excess.sum(), best.excess.sum()
     return bool(excess < least or (excess == least and pages.times.sum() < best.times.sum() - TINY))
 
 
 def _take_in(choice: Bits, places: Ints, rng: np.random.Generator) -> int:
-    """Take in some of the recomputations of a random stretch; the page after the last of them."""
+    """Add some of the recomputations of a random stretch; return the page after the last of them."""
     width = max(3, int(places.size * STRETCH * rng.random() ** 2))
     first = int(rng.integers(max(1, places.size - width + 1)))
     stretch = places[first : first + width]
@@ -78,7 +78,7 @@ def _take_in(choice: Bits, places: Ints, rng: np.random.Generator) -> int:
 
 
 def _order(worth: Floats, happening: Ints, noise: float, rng: np.random.Generator) -> Ints:
-    """Recomputations by seconds per byte, descending, randomly perturbed."""
+    """Sort recomputations by seconds per byte, descending, randomly perturbed."""
     ordered: Ints = happening[
         np.argsort(-worth[happening] * np.exp(noise * rng.standard_normal(happening.size)))
     ]
@@ -86,7 +86,7 @@ def _order(worth: Floats, happening: Ints, noise: float, rng: np.random.Generato
 
 
 def _worth(tape: Tape) -> Floats:
-    """Seconds a byte written, of each execution."""
+    """Return the seconds of each execution per byte that it writes."""
     sizes = np.where(tape.writes < tape.seeds, tape.sizes[tape.writes], 0)
     total = np.concatenate(([0], np.cumsum(sizes)))
     worth: Floats = tape.seconds / (1 + total[tape.write_from[1:]] - total[tape.write_from[:-1]])

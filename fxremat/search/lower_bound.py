@@ -1,7 +1,7 @@
 """A lower bound on the time of any program of a step graph within a budget, by linear programming.
 
-The step is watched while a few backward ops b_1 < b_2 < ... < b_p run; a window lies between two of them, window w
-after b_w. Fractions from 0 to 1 of what a program does whole:
+The LP looks at the step while a few backward ops b_1 < b_2 < ... < b_p run; window w is the time from b_w to the next
+of them. Its variables are fractions from 0 to 1 of what a program does entirely or not at all:
 
     s[v,i]    forward value v is alive while b_i runs
     x[f,w]    forward op f runs in window w at least once
@@ -13,8 +13,9 @@ after b_w. Fractions from 0 to 1 of what a program does whole:
     memory    s[u,i] = 1 for every u that b_i reads
               sum bytes(v) s[v,i] + gradients alive at b_i + what b_i writes + its workspace <= M
 
-Whatever recomputes forward values and runs the backward in its captured order satisfies all of it, whichever ops it
-runs again and how often. Ours; the relaxation is that of Checkmate (Jain et al., MLSys 2020) on few stages.
+Every program that recomputes forward values and runs the backward in its captured order satisfies all of these,
+whichever ops it runs again and how often. Ours; the relaxation is that of Checkmate (Jain et al., MLSys 2020) on few
+stages.
 Cost: an LP of about (values + ops) p variables, HiGHS; a second or two for a GPT of 12 layers.
 """
 
@@ -34,7 +35,7 @@ _Variable = tuple[str, int, int]  # ("alive", value, instant) or ("runs", op, wi
 
 
 def lower_bound(graph: StepGraph, costs: Costs, budget: int, *, instants: int = INSTANTS) -> float:
-    """Seconds that no program within `budget` bytes beats; infinite where not even the relaxation fits."""
+    """Return seconds that no program within `budget` bytes beats; infinite if even the relaxation is infeasible."""
     once = sum(costs.seconds)
     fixed = _fixed(graph, costs)
     rows = (_Rows(graph, costs, budget, marks, fixed) for marks in _watched(graph, fixed, instants))
@@ -42,7 +43,7 @@ def lower_bound(graph: StepGraph, costs: Costs, budget: int, *, instants: int = 
 
 
 def _watched(graph: StepGraph, fixed: dict[int, int], instants: int) -> Iterator[list[int]]:
-    """The backward ops at which to look: the first and some at even distances; and those that need the most."""
+    """Yield lists of backward ops to look at: the first, some evenly spaced and two of the largest; the first alone."""
     ops = [op.index for op in graph.backward_ops]
     if not ops:
         return
@@ -53,7 +54,7 @@ def _watched(graph: StepGraph, fixed: dict[int, int], instants: int) -> Iterator
 
 
 def _fixed(graph: StepGraph, costs: Costs) -> dict[int, int]:
-    """Bytes alive while each backward op runs whatever was decided: gradients, outputs, its workspace."""
+    """Return the bytes alive while each backward op runs, whatever is recomputed: gradients, outputs, its workspace."""
     sizes = costs.sizes.values
     pinned = graph.pinned
     last: dict[int, int] = {}
@@ -74,7 +75,7 @@ def _fixed(graph: StepGraph, costs: Costs) -> dict[int, int]:
 
 @dataclass
 class _Rows:
-    """The rows of the linear program; a variable gets its column when it is first met."""
+    """The rows of the linear program; a variable gets its column when it first occurs."""
 
     graph: StepGraph
     costs: Costs
@@ -91,7 +92,7 @@ class _Rows:
         self.maker = {v.index: v.producer for v in forward if v.producer is not None}
 
     def least(self) -> float:
-        """Seconds that are recomputed at least."""
+        """Return a lower bound on the seconds of recomputation."""
         for instant in range(len(self.marks)):
             self._memory(instant)
             self._window(instant)
@@ -118,7 +119,7 @@ class _Rows:
                 self._at_most(0.0, (1.0, ("alive", value, instant)), *self._there(value, instant - 1))
 
     def _there(self, value: int, window: int) -> list[tuple[float, _Variable]]:
-        """Negated LP terms that make the value available in the window."""
+        """Return negated LP terms that make the value available in the window."""
         return [(-1.0, ("alive", value, window)), (-1.0, ("runs", self.maker[value], window))]
 
     def _window(self, window: int) -> None:
@@ -133,13 +134,13 @@ class _Rows:
         return [value for value in values if value in self.maker]
 
     def _backwards(self, window: int) -> tuple[Op, ...]:
-        """The backward ops after one watched op, up to the next and with it."""
+        """Return the backward ops after one watched op, up to and including the next."""
         end = self.marks[window + 1] + 1 if window + 1 < len(self.marks) else len(self.graph.ops)
         return self.graph.ops[self.marks[window] + 1 : end]
 
     def _solve(self) -> float:
-        """Seconds of what is run in the windows, at least."""
-        if not self.entries:  # nothing but limits on what is alive whatever was decided
+        """Return the least seconds of all that runs in the windows: the optimum of the LP."""
+        if not self.entries:  # only limits on what is alive whatever is recomputed
             return 0.0 if min(self.limits, default=0.0) >= 0 else math.inf
         from scipy.optimize import linprog  # a second to import: only when used
         from scipy.sparse import coo_array
@@ -150,7 +151,7 @@ class _Rows:
                 seconds[place] = self.costs.seconds[index]
         rows, columns, factors = zip(*self.entries, strict=True)
         matrix = coo_array((factors, (rows, columns)), shape=(len(self.limits), len(self.columns))).tocsr()
-        weight = 1 / np.maximum(1.0, abs(matrix).max(axis=1).toarray().ravel())  # bytes beside fractions
+        weight = 1 / np.maximum(1.0, abs(matrix).max(axis=1).toarray().ravel())  # rows mix bytes with fractions
         found = linprog(
             seconds / max(seconds.max(), 1e-30),
             A_ub=matrix.multiply(weight[:, None]).tocsr(),

@@ -1,12 +1,12 @@
-"""The frontier of peak and time made better op by op, up to the budget that is asked for: `Ladder`.
+"""An op-by-op search that improves the frontier of peak and time, up to the budget of the user: `Ladder`.
 
-    least             programs that need less than any schedule of blocks, found once for a step graph
-    rung 1, 2, 3 ...  a search at each budget of a ladder, from the least to the one asked for, 2 % apart
+    least             programs that need less than any schedule of blocks, searched for once for a step graph
+    rung 1, 2, 3 ...  a search at each budget of a ladder, from the least to that of the user, 2 % apart
 
-What is found on one rung fits the next, and is a start for it, beside the fastest schedule that fits. The rungs do not
-depend on the budget that is asked for; only how many are climbed does, and a plan is chosen from what the rungs up to
-its budget found. So more memory never leads to a slower plan, and no plan depends on what was asked for before; the
-work is counted and every random choice is seeded: the same model always has the same plan.
+The result of one rung fits the next, which starts from it or from the fastest schedule that fits. The rungs do not
+depend on the budget of the user; only how many are climbed does, and a plan is chosen from the results of the rungs up
+to its budget. So more memory never leads to a slower plan, and no plan depends on earlier budgets; the work is counted
+and every random choice is seeded: the same model always has the same plan.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from fxremat.step.step_graph import StepGraph
 
 EFFORT = 3.0  # seconds, about
 PAGES = 2_000_000  # that a search replays in a second, about
-RUNGS = 110  # among which an effort is divided: so many lie between a hundredth of the memory and a tenth
-STEP = 1.02  # from one rung to the next
-NEAR = 1.002  # times the time without recomputation: what is so near is left as it is
-SMALLER = 1.05  # by which the least peak is tried to be lowered at a time
-IN_VAIN = 3  # tries to lower it, after which there are no more
-LOWERED = 30  # times that it is tried to be lowered, at most
-PATIENT = 5  # times the work of a rung: that of one try to lower it
+RUNGS = 110  # rungs among which an effort is divided: so many lie between a hundredth of the memory and a tenth
+STEP = 1.02  # ratio of a rung to the one before
+NEAR = 1.002  # times the time without recomputation: a program that is as fast is not improved
+SMALLER = 1.05  # factor by which one try lowers the least peak
+IN_VAIN = 3  # tries without success, after which it is not lowered further
+LOWERED = 30  # tries to lower it, at most
+PATIENT = 5  # times the work of a rung: the work of one try to lower the least peak
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ladder:
-    """A frontier, and what the search found on each rung that was climbed, by increasing budget."""
+    """A frontier, and the result of the search on each rung that was climbed, by increasing budget."""
 
     given: Frontier
-    found: tuple[tuple[int, Candidate], ...] = ()  # with the rung that it was found on, in bytes
+    found: tuple[tuple[int, Candidate], ...] = ()  # a rung in bytes, and its result
     climbed: int = 0  # bytes: the highest rung so far
 
     @property
     def rungs(self) -> list[int]:
-        """Budgets from the least to what keeps everything, in bytes."""
+        """Budgets from the least to the peak of keep-all, in bytes."""
         least, most = self.given.minimum, self.given.keep_all.peak
         rungs = [least]
         while rungs[-1] < most:
@@ -51,9 +51,9 @@ class Ladder:
         return rungs
 
     def to(self, budget: int, costs: Costs, *, effort: float) -> Ladder:
-        """The ladder climbed up to a budget in bytes; rungs that were climbed before are not again.
+        """Return the ladder climbed up to a budget in bytes; rungs that were climbed before are skipped.
 
-        The whole ladder takes about `effort` seconds.
+        Climbing the entire ladder takes about `effort` seconds.
         """
         rungs = [rung for rung in self.rungs if self.climbed < rung <= budget]
         if not rungs or not effort:
@@ -64,19 +64,19 @@ class Ladder:
         return replace(self, found=tuple(search.found), climbed=rungs[-1])
 
     def frontier(self, budget: int) -> Frontier:
-        """What is known up to a budget: the given candidates, and those that were found up to there."""
+        """Return the frontier up to a budget: the given candidates, and the results of the rungs up to there."""
         found = [candidate for rung, candidate in self.found if rung <= budget]
         return replace(self.given, candidates=tuple(unbeaten([*self.given.candidates, *found])))
 
     def on(self, graph: StepGraph) -> Ladder:
-        """The same on an equal graph."""
+        """Return the ladder on an equal graph."""
         moved = exchanged(graph)
         found = tuple((rung, moved(candidate)) for rung, candidate in self.found)
         return replace(self, given=self.given.each(moved), found=found)
 
 
 def lowered(candidates: tuple[Candidate, ...], costs: Costs, *, effort: float) -> tuple[Candidate, ...]:
-    """The unbeaten of the candidates, and of programs with less and less memory that a search finds, however slow."""
+    """Return the unbeaten of the candidates and of programs that need less and less memory, for which it searches."""
     return tuple(
         unbeaten([*candidates, *_smaller(candidates[-1], costs, int(PATIENT * effort * PAGES / RUNGS))])
     )
@@ -98,19 +98,19 @@ def _smaller(start: Candidate, costs: Costs, work: int) -> Iterator[Candidate]:
 
 
 class _Search:
-    """A search that goes on from what it found last, or from a faster candidate that fits."""
+    """A search that continues from its last result, or from a faster candidate that fits."""
 
     def __init__(self, ladder: Ladder, costs: Costs, work: int) -> None:
         self.found = list(ladder.found)
         self._given, self._costs, self._work = ladder.given, costs, work
         self._near = NEAR * ladder.given.keep_all.time
         self._skeletons = Skeletons(ladder.given.keep_all.layout.graph, costs)
-        self._skeleton: tuple[Candidate, Skeleton] | None = None  # the last, and what it is of
+        self._skeleton: tuple[Candidate, Skeleton] | None = None  # of the last start
 
     def climb(self, rung: int) -> None:
         """Search for faster programs within one budget."""
         start = self._given.within(rung)
-        if self.found and self.found[-1][1].time < start.time:  # each that is found is faster than those before
+        if self.found and self.found[-1][1].time < start.time:  # each result is faster than those before
             start = self.found[-1][1]
         if start.time <= self._near:
             return
@@ -127,6 +127,6 @@ class _Search:
 
 
 def _candidate(start: Candidate, skeleton: Skeleton, choice: Bits, peak: int, costs: Costs) -> Candidate:
-    """The candidate that runs what is chosen, beginning from another one."""
+    """Return the candidate that runs the chosen executions, derived from another one."""
     order = skeleton.order(choice)
     return start.refined_to(order, peak, costs.time_of(order.ops))

@@ -1,8 +1,8 @@
-"""Programs that are known for one graph, judged on another that differs in sizes alone: a new batch size or length.
+"""Programs of one graph, evaluated again on another that differs in sizes alone: a new batch size or length.
 
-An order of op numbers is a valid program on every graph with the same ops, reads and writes. How much it takes there is
-judged exactly; which program is best changes little with the sizes, so that what was searched for one serves the other:
-over lengths from 48 to 200 of GPTs planned at 128, plans came within 0.2 % of planning from nothing.
+An order of op numbers is a valid program on every graph with the same ops, reads and writes. Its peak and time there
+are computed exactly. Which program is best changes little with the sizes, so that the search for one graph serves the
+other: over lengths from 48 to 200 of GPTs planned at 128, plans came within 0.2 % of planning from nothing.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from fxremat.search.refine import Ladder
 from fxremat.step.costs import Costs
 from fxremat.step.step_graph import StepGraph
 
-FURTHEST = 2.0  # times the bytes of keeping everything: programs for sizes further away are not taken over
+FURTHEST = 2.0  # times the peak of keep-all: programs are not reused at sizes further away
 
 
 def replanned(known: Ladder, graph: StepGraph, costs: Costs) -> Ladder | None:
-    """The ladder of a graph of the same topology, from one that is known; None where its sizes are too far away."""
+    """Evaluate a ladder again on a graph of the same topology; return None if its sizes are too far away."""
     others = (*known.given.candidates, *(candidate for _, candidate in known.found))
     frontier = judged_again(known.given.keep_all, others, graph, costs)
     grown = frontier.keep_all.peak / known.given.keep_all.peak
@@ -32,7 +32,7 @@ def replanned(known: Ladder, graph: StepGraph, costs: Costs) -> Ladder | None:
 def judged_again(
     keep_all: Candidate, candidates: Iterable[Candidate], graph: StepGraph, costs: Costs
 ) -> Frontier:
-    """The frontier of candidates of another graph of the same topology, judged on this one.
+    """Return the frontier of candidates of another graph of the same topology, evaluated on this one.
 
     O(candidates * steps): some tens of milliseconds for a GPT of 12 layers.
     """
@@ -49,5 +49,5 @@ def judged_again(
 
 
 def is_near(grown: float) -> bool:
-    """Whether programs serve where keeping everything takes so many times the bytes."""
+    """Tell whether programs may be reused at a size whose keep-all peak is `grown` times as large."""
     return 1 / FURTHEST <= grown <= FURTHEST

@@ -1,10 +1,10 @@
 """Compiled replay of a skeleton: exact peak and time of a choice, and of one that differs a little from it.
 
-The replay runs backwards: a value is alive from the moment a reader is met until an execution that writes it is met;
-an optional execution of which nothing alive remains does not happen. Memory is that of `step.liveness`.
+The replay runs backwards: a value is alive from the moment a reader is met until an execution that writes it is met; an
+optional execution none of whose outputs is alive does not happen. Memory is that of `step.liveness`.
 
-What is alive is noted every PAGE executions. A change of one choice is then replayed from its page on, until what is
-alive is as it was before: the pages further on stay what they are.
+What is alive is noted every PAGE executions. After a change of one choice, the replay starts at its page and ends when
+what is alive is as it was before: the remaining pages stay as they are.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ class Tape(NamedTuple):
     sizes: Ints  # bytes of each value
     extra: Ints  # bytes of each execution while it runs
     seconds: Floats
-    seeds: int  # values from this number on take no memory unless they are read
+    seeds: int  # values from this number on occupy no memory unless they are read
 
 
 class Pages(NamedTuple):
-    """What a replay leaves behind; page p holds the executions from PAGE * p on."""
+    """The results of a replay; page p holds the executions from PAGE * p on."""
 
     runs: Bits  # by execution: whether it happens
     alive: Bits  # [pages + 1, values]: before each page; the last is what is alive at the end
-    levels: Ints  # [pages + 1]: bytes alive there
+    levels: Ints  # [pages + 1]: bytes alive at the same moments
     peaks: Ints  # [pages]
     excess: Ints  # [pages]: bytes above the budget, added up over the executions
     times: Floats  # [pages]
 
 
 def blank_pages(tape: Tape) -> Pages:
-    """Room for a replay."""
+    """Allocate the arrays for a replay."""
     count = (tape.optional.size + PAGE - 1) // PAGE
     return Pages(
         np.zeros(tape.optional.size, np.uint8),
@@ -64,7 +64,7 @@ def blank_pages(tape: Tape) -> Pages:
 
 @jit
 def replay(tape: Tape, choice: Bits, pages: Pages, budget: int) -> tuple[int, float]:
-    """Peak in bytes and time in seconds of a choice. O(reads + writes)."""
+    """Return the peak in bytes and the time in seconds of a choice. O(reads + writes)."""
     count, peak, time = pages.peaks.size, 0, 0.0
     for value in range(tape.sizes.size):
         pages.alive[count, value] = 0
@@ -108,7 +108,7 @@ def _page(tape: Tape, choice: Bits, pages: Pages, page: int, budget: int) -> Non
 
 @jit
 def _wanted(tape: Tape, alive: Bits, i: int) -> bool:
-    """Whether anything that execution i writes is read before it is written again."""
+    """Tell whether anything that execution i writes is read before it is written again."""
     wanted = False
     for k in range(tape.write_from[i], tape.write_from[i + 1]):
         wanted = wanted or alive[tape.writes[k]] == 1
@@ -117,7 +117,7 @@ def _wanted(tape: Tape, alive: Bits, i: int) -> bool:
 
 @jit
 def copy_pages(source: Pages, target: Pages, low: int, high: int) -> None:
-    """Pages low..high - 1, and what is alive before and after them."""
+    """Copy pages low..high - 1, and what is alive before and after them."""
     _copy(source.runs, target.runs, low * PAGE, min(high * PAGE, source.runs.size))
     for page in range(low, high + 1):
         _copy(source.alive[page], target.alive[page], 0, source.alive.shape[1])
@@ -130,7 +130,7 @@ def copy_pages(source: Pages, target: Pages, low: int, high: int) -> None:
 
 @jit
 def _copy(source: Bits, target: Bits, low: int, high: int) -> None:
-    """An assignment of slices checks their shapes in half a second of compiled code; this does not."""
+    """Copy entries low..high - 1; a slice assignment would check shapes, in half a second of compiled code."""
     for k in range(low, high):
         target[k] = source[k]
 
@@ -139,9 +139,9 @@ def _copy(source: Bits, target: Bits, low: int, high: int) -> None:
 def replay_again(
     tape: Tape, choice: Bits, old: Pages, new: Pages, high: int, budget: int, allowed: int
 ) -> int:
-    """Replay from the page before `high` on, until all is as it was; the lowest page replayed.
+    """Replay from the page before `high` until the state is that of `old`; return the lowest page replayed.
 
-    Gives up, with -1, once the pages exceed the budget by more than what is allowed.
+    Returns -1 once the pages exceed the budget by more than `allowed` bytes.
     """
     _copy(old.alive[high], new.alive[high], 0, old.alive.shape[1])
     new.levels[high] = old.levels[high]

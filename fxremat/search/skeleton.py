@@ -7,8 +7,8 @@ First executions and backward ops always happen. A value is read from its latest
 its last reader, so every choice is a valid program: leaving a recomputation out only keeps what it would have made
 alive since the execution before. What the caller holds is read from its first execution, which nothing frees.
 
-The skeleton of a program has the program's own recomputations, and before each backward op those of the ops nearest
-behind what it reads.
+The skeleton of a program has the program's own recomputations and, before each backward op, those of the closest
+recomputable forward ops upstream of its inputs.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ NEAREST = 16  # recomputations that are offered before a backward op, at most
 
 @dataclass(frozen=True, eq=False)
 class Skeleton:
-    """The executions and the choice among them that a program is."""
+    """All executions that may happen, and the choice among them that is the program."""
 
     layout: Layout
     tape: Tape
-    choice: Bits  # of the program
+    choice: Bits  # the choice that is the program
     ops: Ints  # op numbers, -1 for the split and the end
     blocks: Ints
 
     def judge(self, choice: Bits) -> tuple[int, float]:
-        """Peak in bytes and time in seconds. O(executions), some tens of microseconds."""
+        """Return the peak in bytes and the time in seconds of a choice. O(executions), some tens of microseconds."""
         return replay(self.tape, choice, blank_pages(self.tape), 0)
 
     def order(self, choice: Bits) -> Order:
-        """What runs under a choice, recomputations that nothing reads left out."""
+        """Return the order of ops that run under a choice, without recomputations that nothing reads."""
         pages = blank_pages(self.tape)
         replay(self.tape, choice, pages, 0)
         runs = (pages.runs == 1) & (self.ops >= 0)
@@ -58,7 +58,7 @@ class Skeleton:
 
 
 class Skeletons:
-    """Makes the skeletons of a step graph's programs; what does not depend on the program is made once."""
+    """A builder of skeletons of a step graph's programs; what does not depend on the program is made once."""
 
     def __init__(self, graph: StepGraph, costs: Costs, *, nearest: int = NEAREST) -> None:
         self._executions = Executions(graph, costs)
@@ -66,7 +66,7 @@ class Skeletons:
         self._backward = [op.backward for op in graph.ops]
 
     def around(self, order: Order) -> Skeleton:
-        """The skeleton around the program that runs in this order. O(steps * nearest)."""
+        """Build the skeleton around the program that runs in this order. O(steps * nearest)."""
         ops, blocks, again, chosen, split = self._listed(order)
         moments = np.array([split, split, len(ops)])
         entries = self._executions.entries(np.array(ops, np.int64), np.array(again, bool), split)
@@ -79,7 +79,7 @@ class Skeletons:
         )
 
     def _listed(self, order: Order) -> tuple[list[int], list[int], list[bool], list[bool], int]:
-        """Every execution: its op, its block, whether it is a later one, and is one of the program's; and the split."""
+        """List the executions: op, block, whether it repeats an op, whether the program has it; and the split."""
         ops, blocks, again, chosen = list[int](), list[int](), list[bool](), list[bool]()
         ran, just_ran, split = set[int](), set[int](), len(order.ops)
         for position, (op, block) in enumerate(zip(order.ops, order.blocks, strict=True)):
@@ -100,14 +100,14 @@ class Skeletons:
 
 
 class _Neighbours:
-    """The ops that may run again nearest behind what a backward op reads."""
+    """For each backward op, the recomputable forward ops closest upstream of its inputs."""
 
     def __init__(self, graph: StepGraph, nearest: int) -> None:
         self.graph, self.nearest, self.pinned = graph, nearest, graph.pinned
         self.near = cache(self._near)
 
     def _near(self, index: int) -> list[int]:
-        """The ops nearest behind what an op reads that may run again, in the order of the forward."""
+        """List the recomputable forward ops closest upstream of an op's inputs, in the order of the forward."""
         found: dict[int, None] = {}
         front = self._makers(self.graph.ops[index].reads)
         while front and len(found) < self.nearest:
@@ -118,7 +118,7 @@ class _Neighbours:
         return sorted(found)
 
     def _makers(self, values: Iterable[int]) -> list[int]:
-        """The ops that make these values, as far as they may run again."""
+        """List the ops that make these values and may run again."""
         makers = [
             value.producer
             for value in (self.graph.values[index] for index in values)
@@ -127,5 +127,5 @@ class _Neighbours:
         return [maker for maker in dict.fromkeys(makers) if maker is not None and self._repeatable(maker)]
 
     def _repeatable(self, index: int) -> bool:
-        """False for what reads inputs that the step overwrites: they would have to be copied first."""
+        """Tell whether an op may run again: not if it reads inputs that the step overwrites, which needs copies."""
         return self.graph.mutated_primals.isdisjoint(self.graph.ops[index].again_reads)

@@ -1,9 +1,9 @@
-"""The survey of a step graph: what memory buys, as the Pareto frontier of programs judged by exact liveness.
+"""The survey of a step graph: the Pareto frontier of its programs in peak and time, by exact liveness.
 
-A survey lays the graph out as chains of blocks in several ways, solves each for many budgets, coarsely at first and
-again finely where that turned out best, and judges the schedules op by op. It does not know the budget: the same
-programs are judged whatever it is, and those that are beaten in both memory and time are dropped. So less memory can
-never lead to a plan that takes more. What is found is improved on op by op in `search.refine`, up to the budget.
+A survey cuts the graph into chains of blocks in several ways, solves each for many budgets, first coarsely and then
+finely those that turned out best, and evaluates the schedules op by op. It does not know the budget: it evaluates the
+same programs whatever the budget is, and drops those that are beaten in both memory and time. So less memory can never
+lead to a faster plan than more. `search.refine` improves the programs op by op, up to the budget.
 """
 
 from __future__ import annotations
@@ -36,28 +36,29 @@ from fxremat.step.layout import Layout
 from fxremat.step.program import order_of
 from fxremat.step.step_graph import StepGraph
 
-NEAR_LEAST = 1.15  # the last table is for this multiple of the least memory of the chain
-APART = 1.01  # budgets that a chain is solved for are this far from each other
-A_FEW = 5  # schedules of each table that are judged first: a layout whose few are all beaten is left at that
-LARGE = 2000  # ops: half as many schedules of larger graphs are judged
-COARSE = 150  # slots of the first tables of layouts of many blocks
+NEAR_LEAST = 1.15  # the last table covers budgets up to this multiple of the least memory of the chain
+APART = 1.01  # ratio of successive budgets that a chain is solved for
+A_FEW = 5  # schedules of each table that are evaluated first: if all are beaten, the layout is left at that
+LARGE = 2000  # ops: half as many schedules of larger graphs are evaluated
+COARSE = 150  # slots of the first tables of layouts with many blocks
 MANY_BLOCKS = 120
-LUMP = 500  # ops: no layout with so large a block, where another has none
+LUMP = 500  # ops: a layout with a larger block is skipped if another layout has none
 MOST_BLOCKS = 250
-MOST_VALUES = 6  # that cross a cut
+MOST_VALUES = 6  # values that may cross a cut
 JOIN_SLOTS = 150
-MEASURING_SLOTS = 100  # of the table that tells in which order ops are measured
-JOIN_STEP = 0.85  # from one budget that a join of towers is solved for to the next
+MEASURING_SLOTS = 100  # of the table that decides in which order ops are measured
+JOIN_STEP = 0.85  # ratio of a budget that a join of towers is solved for to the one before
 FAR = 1 << 50  # bytes: more than anything needs
 
 
 def survey(
     graph: StepGraph, costs: Costs, *, solver: str = "auto", slots: int = 500, effort: float = EFFORT
 ) -> Frontier:
-    """Lay the graph out as chains, solve them for many budgets, and judge every schedule by exact liveness.
+    """Cut the graph into chains, solve them for many budgets, and evaluate every schedule by exact liveness.
 
-    With "auto" and an effort, programs that need less than any schedule of blocks are searched for; a solver that is
-    asked for by name says itself what runs. Takes a second or two for a GPT of 12 layers. Raises `FxrematError` for an
+    With "auto" and an effort, it also searches for programs that need less than any schedule of blocks; a solver that
+    is
+    asked for by name decides alone what runs. Runs a second or two for a GPT of 12 layers. Raises `FxrematError` for an
     unknown solver.
     """
     if solver not in (names := ("auto", *LISTS, *TABLES)):
@@ -77,15 +78,15 @@ def survey(
 
 
 def kept(graph: StepGraph, costs: Costs) -> Frontier:
-    """The frontier of the one candidate that recomputes nothing; nothing is searched."""
+    """Return the frontier of the one candidate that recomputes nothing, without a search."""
     everything = _Judge(graph, costs).keep_everything(next(_layouts(graph, costs)))
     return Frontier(keep_all=everything, candidates=(everything,))
 
 
 def order_within(graph: StepGraph, costs: Costs, budget: int) -> Sequence[int]:
-    """The ops in an order in which the step fits into so many bytes.
+    """Return the ops in an order in which the step fits into `budget` bytes.
 
-    The captured order where that needs no more, else that of a program of nearly the least memory.
+    That is the captured order if it needs no more, else the order of a program of nearly the least memory.
     """
     layout, judge = next(_layouts(graph, costs)), _Judge(graph, costs)
     everything = judge.keep_everything(layout).peak
@@ -98,14 +99,14 @@ def order_within(graph: StepGraph, costs: Costs, budget: int) -> Sequence[int]:
 
 
 class _Judge:
-    """The exact peak and time of schedules of one step graph."""
+    """An evaluator of schedules of one step graph: exact peak and time."""
 
     def __init__(self, graph: StepGraph, costs: Costs) -> None:
         self.costs, self._executions = costs, Executions(graph, costs)
         self._chains: dict[Layout, Chain] = {}
 
     def of(self, layout: Layout, schedules: Iterable[Schedule]) -> list[Candidate]:
-        """A candidate for each distinct schedule."""
+        """Return a candidate for each distinct schedule."""
         return [self._one(layout, schedule) for schedule in dict.fromkeys(schedules)]
 
     def _one(self, layout: Layout, schedule: Schedule) -> Candidate:
@@ -114,19 +115,19 @@ class _Judge:
         return Candidate(peak=peak, time=time, layout=layout, origin=FromSchedule(schedule, order))
 
     def chain(self, layout: Layout) -> Chain:
-        """The chain of a layout, made once."""
+        """Return the chain of a layout, which is made once."""
         if layout not in self._chains:
             self._chains[layout] = chain_of(layout, self.costs)
         return self._chains[layout]
 
     def keep_everything(self, layout: Layout) -> Candidate:
-        """The candidate that recomputes nothing."""
+        """Return the candidate that recomputes nothing."""
         (found,) = self.of(layout, keep_all.schedules(self.chain(layout))[:1])
         return found
 
 
 def _layouts(graph: StepGraph, costs: Costs) -> Iterator[Layout]:
-    """One layout for each way to cut that is worth a try."""
+    """Yield one layout for each way to cut that is worth trying."""
     crossing = crossings(graph)
     forward = costs.seconds[: graph.forward_count]
     ways = [(crossing.cuts(carried), carried) for carried in carry_levels(graph, crossing, forward)]
@@ -141,12 +142,12 @@ def _layouts(graph: StepGraph, costs: Costs) -> Iterator[Layout]:
 
 
 def _largest(ends: Sequence[int], count: int) -> int:
-    """The ops of the largest block where a forward of `count` ops is cut after these."""
+    """Return the number of ops of the largest block if a forward of `count` ops is cut after `ends`."""
     return max(end - before for before, end in itertools.pairwise((-1, *ends, count - 1)))
 
 
 def _thin(ends: Sequence[int], seconds: Sequence[float]) -> list[int]:
-    """Keep at most MOST_BLOCKS ends: those after the shortest blocks are left out."""
+    """Keep at most MOST_BLOCKS ends, and leave out those after the shortest blocks."""
     ends = list(ends)
     if len(ends) <= MOST_BLOCKS:
         return ends
@@ -158,7 +159,7 @@ def _thin(ends: Sequence[int], seconds: Sequence[float]) -> list[int]:
 
 @dataclass(frozen=True, eq=False)
 class _Solved:
-    """A layout, and its tables for less and less memory: one alone would be too coarse for small budgets."""
+    """A layout, and its tables for smaller and smaller budgets: one table would be too coarse for small ones."""
 
     layout: Layout
     chain: Chain
@@ -167,7 +168,7 @@ class _Solved:
 
     @classmethod
     def of(cls, layout: Layout, judge: _Judge, solver: str, slots: int) -> _Solved:
-        """Fill the tables, which cover the whole range of budgets whatever the user's budget is."""
+        """Fill the tables, which cover the full range of budgets whatever the user's budget is."""
         chain = judge.chain(layout)
         build = TABLES[DEFAULT if solver == "auto" else solver]
         most = max(1, simulate(chain, keep_all.schedules(chain)[0]).peak)
@@ -181,18 +182,18 @@ class _Solved:
         return cls(layout, chain, judge, tuple(tables))
 
     def few(self, count: int) -> list[Candidate]:
-        """About `count` schedules of each table, judged."""
+        """Evaluate about `count` schedules of each table."""
         return self.judge.of(self.layout, (s for table in self.tables for s in table.frontier(count)))
 
     def many(self, apart: float) -> list[Candidate]:
-        """Schedules for budgets from the least to the most, so far `apart`, each of the finest table that covers it."""
+        """Evaluate schedules for budgets a factor `apart`, least to most, each of the finest table that covers it."""
         smaller = [*(table.mem for table in self.tables[1:]), 0]
         tables = zip(self.tables, smaller, strict=True)
         return self.judge.of(self.layout, (s for table, above in tables for s in table.spread(apart, above)))
 
 
 def _solved(layouts: Sequence[Layout], judge: _Judge, solver: str, slots: int) -> list[Candidate]:
-    """A few schedules of every layout, and many of those layouts that have some unbeaten one among the few."""
+    """Evaluate a few schedules of every layout, and many of those layouts that have an unbeaten one among the few."""
     large = len(layouts[0].graph.ops) > LARGE
     solved = [_Solved.of(layout, judge, solver, _first_slots(layout, slots)) for layout in layouts]
     found = [candidate for each in solved for candidate in each.few(A_FEW // 2 if large else A_FEW)]
@@ -208,12 +209,12 @@ def _solved(layouts: Sequence[Layout], judge: _Judge, solver: str, slots: int) -
 
 
 def _first_slots(layout: Layout, slots: int) -> int:
-    """How finely a layout is solved at first."""
+    """Return the number of slots with which a layout is solved at first."""
     return slots if len(layout.blocks) <= MANY_BLOCKS else min(slots, COARSE)
 
 
 def _joined(judge: _Judge, graph: StepGraph, slots: int) -> Iterator[Candidate]:
-    """Schedules of the join of the towers, where there are any, over the range of budgets."""
+    """Yield schedules of the join of the towers, if there are any, over the range of budgets."""
     costs, crossing = judge.costs, crossings(graph)
     towers = find_towers(graph, crossing, costs.seconds)
     if towers is None:
@@ -229,10 +230,10 @@ def _joined(judge: _Judge, graph: StepGraph, slots: int) -> Iterator[Candidate]:
     while budget >= table.least:
         try:
             timeline = simulate_join(join, table.schedule(budget))
-        except BudgetTooSmall:  # in slots, which are coarse for small budgets
+        except BudgetTooSmall:  # rounding to slots, which are coarse for small budgets
             return
         schedule = on_the_layout(timeline.schedule, parts)
-        with suppress(InvalidSchedule):  # a gradient that both towers add to waits until what it needs too is gone
+        with suppress(InvalidSchedule):  # a gradient that both towers add to may wait until what it needs is freed
             (judged,) = judge.of(layout, [schedule])
             yield replace(judged, origin=FromJoin(schedule, judged.order(), timeline=timeline))
         budget = int(min(budget, timeline.peak) * JOIN_STEP)

@@ -1,4 +1,4 @@
-"""Addresses for blocks of memory that come and go: best fit, and neighbours that are free are one."""
+"""An allocator of addresses for blocks of memory: best fit, and adjacent free blocks are merged."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from bisect import bisect_left, insort
 
 
 class Addresses:
-    """An address space from 0 on, without a limit. Blocks that are there at the same time do not overlap."""
+    """An address space from 0 on, without a limit. Blocks that exist at the same time do not overlap."""
 
     def __init__(self) -> None:
         self.end = 0  # bytes up to the highest address ever used
@@ -15,9 +15,11 @@ class Addresses:
         self._by_size: list[tuple[int, int]] = []  # size and start of each, in order
 
     def take(self, size: int) -> int:
-        """The address of a new block: in the smallest free extent that holds it, else at the end. O(free extents).
+        """Return the address of a new block: in the smallest free extent that holds it, else at the end.
 
-        The last extent is used where it reaches the end, so that the space grows as little as it can.
+        O(free extents).
+
+        A free extent at the end of the space is extended, so that the space grows as little as possible.
         """
         place = bisect_left(self._by_size, (size, 0))
         if place < len(self._by_size):
@@ -34,7 +36,7 @@ class Addresses:
         return start
 
     def give_back(self, start: int, size: int) -> None:
-        """Free a block; it becomes one extent with the free ones beside it. O(free extents)."""
+        """Free a block, and merge it with adjacent free blocks. O(free extents)."""
         after = bisect_left(self._starts, start)
         if after < len(self._starts) and self._starts[after] == start + size:
             neighbour = self._starts[after]

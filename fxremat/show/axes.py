@@ -11,7 +11,7 @@ _TICKS = 6  # at most, about
 
 
 def round_steps(most: float, count: int = _TICKS) -> list[float]:
-    """0 and the multiples of 1, 2 or 5 times a power of ten up to `most`: at most `count` of them beside 0.
+    """Return 0 and the multiples of 1, 2 or 5 times a power of ten up to `most`: at most `count` of them besides 0.
 
     >>> round_steps(43.0)
     [0.0, 10.0, 20.0, 30.0, 40.0]
@@ -24,12 +24,12 @@ def round_steps(most: float, count: int = _TICKS) -> list[float]:
 
 
 def size_ticks(most: float) -> list[tuple[float, str]]:
-    """Bytes and labels, such as (2097152.0, "2 MiB"), from 0 to `most`."""
+    """Return bytes and labels, such as (2097152.0, "2 MiB"), from 0 to `most`."""
     return _labelled(most, SIZES)
 
 
 def time_ticks(most: float) -> list[tuple[float, str]]:
-    """Seconds and labels, such as (0.02, "20 ms"), from 0 to `most`."""
+    """Return seconds and labels, such as (0.02, "20 ms"), from 0 to `most`."""
     return _labelled(most, SECONDS)
 
 
@@ -41,7 +41,7 @@ def _labelled(most: float, units: tuple[tuple[str, float], ...]) -> list[tuple[f
 def vertical_axis(
     ticks: list[tuple[float, str]], most: float, *, left: float, right: float, top: float, height: float
 ) -> Iterator[str]:
-    """Grid lines across the picture, with labels on their left."""
+    """Yield grid lines across the picture, with labels on their left."""
     for value, label in ticks:
         y = top + height * (1 - value / most if most else 1)
         yield f'<line x1="{left:.1f}" x2="{right:.1f}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>'
@@ -51,7 +51,7 @@ def vertical_axis(
 def horizontal_axis(
     ticks: list[tuple[float, str]], most: float, *, left: float, width: float, y: float
 ) -> Iterator[str]:
-    """A line with marks, and labels below it."""
+    """Yield a line with tick marks, and labels below it."""
     yield f'<line x1="{left:.1f}" x2="{left + width:.1f}" y1="{y:.1f}" y2="{y:.1f}" stroke="#888"/>'
     for value, label in ticks:
         x = left + width * (value / most if most else 0)

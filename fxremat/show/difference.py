@@ -1,9 +1,9 @@
-"""What changes from one plan to another: between two budgets of a model, or between two versions of it.
+"""Differences between two plans: for two budgets of a model, or for two versions of it.
 
     print(plan.within("60%").diff(plan.within("40%")))
 
-Figures are those of the second plan less those of the first. Rows are modules, whose ops belong to one row alone, so
-that the rows add up to the totals; equal siblings share a row, and those that changed most come first.
+Figures are those of the second plan minus those of the first. Each op belongs to the row of exactly one module, so that
+the rows add up to the totals; equal siblings share a row, and those that changed most come first.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _FEW = 6  # names of a longer list
 _NAME = 48  # columns
 _INDENT = " " * 18
 _SAME = "-"
-_ROUNDING = 1e-9  # of a time; less is no difference
+_ROUNDING = 1e-9  # of a time; smaller differences are ignored
 NOTHING = "no difference: the same budget, peak, time and least budget, and the same of every module"
 
 _N = TypeVar("_N", int, float)
@@ -39,22 +39,22 @@ _N = TypeVar("_N", int, float)
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """What a plan takes as a whole."""
+    """The figures of an entire plan."""
 
     model: str  # the name of its class
-    device: str  # and how times were found
+    device: str  # and how times were obtained
     budget: int  # bytes
     peak: int  # bytes
     time: float  # seconds
     keep_all_time: float  # seconds
-    waiting: float  # seconds of waiting for copies or other ranks, beyond that of keeping everything
-    slicing: float  # seconds that regions in slices take beyond whole ops
+    waiting: float  # seconds of waiting for copies or other ranks, in addition to the time of keep-all
+    slicing: float  # seconds of regions in slices, in addition to those of unsliced ops
     minimum: int  # the least budget, in bytes
     at_peak: Mapping[MemoryKind, int]  # bytes; they add up to the peak
 
     @classmethod
     def of(cls, plan: PlannedStep, total: Share) -> Figures:
-        """The figures of a plan whose modules have `total` together."""
+        """Return the figures of a plan; `total` is the sum of its modules."""
         moments = Moments.of(plan.running.chosen, plan.running.costs)
         highest = max(range(len(moments.bytes)), key=moments.bytes.__getitem__, default=0)
         lives = moments.lives_at(highest)
@@ -74,26 +74,29 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What changes in some modules."""
+    """The change of some modules between two plans."""
 
     name: str  # such as "h.0-3, 7.mlp"
     count: int  # modules
-    share: Share  # of all of them: the second plan's less the first's
+    share: Share  # of all of them: the second plan's minus the first's
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Difference:
-    """What changes from one plan to another."""
+    """All changes from one plan to another."""
 
     before: Figures
     after: Figures
-    tree: ModuleNode  # what changes in each module
-    only_before: tuple[str, ...]  # the outermost modules that the second plan has not
+    tree: ModuleNode  # the change of each module
+    only_before: tuple[str, ...]  # the outermost modules that the second plan does not have
     only_after: tuple[str, ...]
 
     @classmethod
     def of(cls, before: PlannedStep, after: object) -> Difference:
-        """What changes from the first plan to the second. O(steps). Raises `FxrematError` for what is no plan."""
+        """Compute the changes from the first plan to the second. O(steps).
+
+        Raises `FxrematError` if `after` is no plan.
+        """
         if not isinstance(after, PlannedStep):
             form = shortened(after)
             raise FxrematError(f"{form} is not a plan; for another budget: plan.diff(plan.within({form}))")
@@ -120,7 +123,7 @@ class Difference:
         return tuple(sorted(found, key=size, reverse=True))
 
     def __bool__(self) -> bool:
-        """Whether anything changes."""
+        """Tell whether anything changes."""
         figures = zip(_figures(self.before), _figures(self.after), strict=True)
         modules = self.changes or self.only_before or self.only_after
         return bool(modules) or any(abs(a - b) > _ROUNDING * abs(a) for a, b in figures)
@@ -190,7 +193,7 @@ def _line(
 
 
 def _parts(parts: Iterable[tuple[str, str]]) -> Iterator[str]:
-    """What a difference consists of."""
+    """Yield the parts of a difference as lines of text."""
     found = ", ".join(f"{label} {change}" for label, change in parts if change != _SAME)
     if found:
         yield from textwrap.wrap(found, WIDTH, initial_indent=_INDENT, subsequent_indent=_INDENT)
@@ -220,7 +223,7 @@ def _shown(share: Share) -> tuple[float, ...]:
 
 
 def _subtracted(before: ModuleNode, after: ModuleNode) -> ModuleNode:
-    """The second tree less the first, with the modules of both."""
+    """Return the second tree minus the first, with the modules of both."""
     parts = {part.path: part for part in before.parts}
     others = {part.path: part for part in after.parts}
     paths = dict.fromkeys((*others, *parts))
@@ -235,7 +238,7 @@ def _empty(path: str) -> ModuleNode:
 
 
 def _less(after: Share, before: Share) -> Share:
-    """The difference, where seconds that differ by rounding are equal."""
+    """Return the difference, with 0 for seconds that differ only by rounding."""
     found = astuple(after - before)
     pairs = zip(found, astuple(after), strict=True)
     exact = (0.0 if isinstance(x, float) and abs(x) <= _ROUNDING * abs(y) else x for x, y in pairs)
@@ -243,14 +246,14 @@ def _less(after: Share, before: Share) -> Share:
 
 
 def _outermost(tree: ModuleNode, others: set[str]) -> tuple[str, ...]:
-    """The modules of a tree whose paths are not among the others', but those that are inside of one of them."""
+    """Return the outermost modules of a tree whose paths are not among those of the other tree."""
     if tree.path not in others:
         return (tree.path,)
     return tuple(path for part in tree.parts for path in _outermost(part, others))
 
 
 def _leaves(rows: Sequence[Row]) -> Iterator[Change]:
-    """The rows of a tree that have none below them, named from the outermost module on."""
+    """Yield the rows of a tree that have no rows below them, named by their path from the outermost module."""
     outer: list[str] = []
     for place, row in enumerate(rows):
         outer[row.depth :] = [row.label]

@@ -1,6 +1,6 @@
-"""The plans on offer as a table: what each of them takes in memory and time, and what no plan could beat there.
+"""The plans on offer as a table: memory and time of each, and a lower bound on the time within that memory.
 
-    print(plan.frontier)        at most twelve rows; the first, the last and the chosen one are always there
+    print(plan.frontier)        at most twelve rows, always with the first, the last and the chosen plan
     for peak, time in plan.frontier: ...
 """
 
@@ -27,7 +27,7 @@ class OfferedPlan:
 
     peak: int  # bytes
     time: float  # seconds
-    bound: float | None  # seconds that no plan beats within this peak, as `plan.lower_bound`; None for other slices
+    bound: float | None  # seconds that no plan beats within this peak, as `plan.lower_bound`; None with other slices
     chosen: bool
 
 
@@ -38,20 +38,20 @@ class FrontierTable(tuple[Point, ...]):
 
     @classmethod
     def of(cls, plan: PlannedStep) -> FrontierTable:
-        """The frontier of a plan. Nothing is computed before it is printed."""
+        """Return the frontier of a plan. Bounds are computed only when it is printed."""
         table = cls((candidate.peak, candidate.time) for candidate in plan.alternatives.candidates)
         table.plan = plan
         return table
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Only the pairs are copied and pickled."""
+        """Copy and pickle only the pairs."""
         return tuple, (tuple(self),)
 
     @property
     def rows(self) -> tuple[OfferedPlan, ...]:
         """The rows of the table, with the chosen plan, which may have been made for its budget alone.
 
-        The first call solves a linear program for each row, which takes a second or two on large models.
+        The first access solves a linear program for each row, which takes a second or two on large models.
         """
         known: tuple[OfferedPlan, ...] | None = self.__dict__.get("_rows")
         if known is None:
@@ -73,7 +73,7 @@ class FrontierTable(tuple[Point, ...]):
         return self.plan.predicted_peak, self.plan.predicted_time
 
     def _shown(self) -> list[Point]:
-        """The points of the table, the chosen one among them, fastest first."""
+        """Return the points of the table, including the chosen one, fastest first."""
         points = set(self) if self.plan.weights else {*self, self._chosen}
         return thinned(sorted(points, key=lambda point: (point[1], -point[0])), ROWS, self._chosen)
 
@@ -118,7 +118,7 @@ class FrontierTable(tuple[Point, ...]):
 
 
 def thinned(points: Sequence[Point], most: int, always: Point) -> list[Point]:
-    """At most `most` points, evenly over their peaks: the first, the last, and one that is always there.
+    """Return at most `most` points, evenly over their peaks, including the first, the last, and `always`.
 
     Args:
         points: by decreasing peak.

@@ -15,18 +15,18 @@ from fxremat.units import format_bytes
 
 
 def headline(plan: PlannedStep, candidate: Candidate) -> str:
-    """Say what a candidate of a plan takes, in memory and time, against keeping everything."""
+    """Describe memory and time of a candidate of a plan, relative to keep-all."""
     return unbroken(f"{plan.graph.model} trains in {_figures(plan, candidate)}{estimated(plan)}")
 
 
 def unbroken(sentence: str) -> str:
-    """Keep numbers and their units on one line."""
+    """Keep numbers and their units on one line, by non-breaking spaces."""
     return re.sub(r"(?<=\d) (?=%|[KMGT]iB)|(?<=%) ", "\u00a0", sentence)
 
 
 def _figures(plan: PlannedStep, candidate: Candidate) -> str:
     memory, speed = instead(candidate.peak, plan.keep_all_peak), slower(candidate.time, plan.keep_all_time)
-    if plan.weights:  # time counts updates then, and that of keeping everything does not
+    if plan.weights:  # its time includes updates, and that of keep-all does not
         return f"{memory}, weights and optimizer state included"
     if memory == format_bytes(candidate.peak) and speed == SAME:
         return f"{memory} and keeps everything"
@@ -35,7 +35,7 @@ def _figures(plan: PlannedStep, candidate: Candidate) -> str:
 
 
 def estimated(plan: PlannedStep) -> str:
-    """Name the device of a plan whose times were not measured, in brackets."""
+    """Name the device of a plan whose times were not measured, in parentheses."""
     return f" (estimated for {plan.device})" if plan.timed == "estimated" else ""
 
 
@@ -45,7 +45,7 @@ def measured(plan: PlannedStep) -> str:
 
 
 def instead(size: int, whole: int) -> str:
-    """Compare two sizes; a unit that both have is written once, and so is a size that both are.
+    """Compare two sizes as text; a common unit is written once, and equal sizes are written once.
 
     >>> instead(75_000_000, 168_000_000), instead(75_000_000, 3_000_000_000), instead(75_000_000, 75_000_001)
     ('71.5 MiB instead of 160.2', '71.5 MiB instead of 2.8 GiB', '71.5 MiB')
@@ -59,7 +59,7 @@ SAME = "at the same speed"
 
 
 def slower(time: float, fastest: float) -> str:
-    """Compare two times.
+    """Compare two times as text.
 
     >>> [slower(time, 1.0) for time in (1.004, 1.16, 2.34, 0.9)]
     ['at the same speed', '16 % slower', '2.3 times as slow', 'in 10 % less time']

@@ -1,9 +1,9 @@
-"""Names of what takes memory and of what runs, for files that other tools open.
+"""Names of allocations and of ops, for files that other tools open.
 
     kept: layers.3.up, addmm_7               a life: its kind, the module and the value
     results: layers.3.up, gradient of layers.3.up.weight
 
-Names of modules may hold any character; `printable` leaves those that every viewer reads.
+Names of modules may contain any character; `printable` keeps those that every viewer reads.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from fxremat.step.step_graph import Origin, StepGraph
 
 
 def printable(text: str) -> str:
-    """The text on one line, with every control character, and lone surrogate, replaced."""
+    """Return the text on one line, with every control character, and lone surrogate, replaced."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def value_name(joint: StepGraph, number: int) -> str:
-    """What a value is called: a parameter as in the model, its gradient after it, the output of an op after that."""
+    """Name a value: a parameter as in the model, its gradient after it, an output of several after its op."""
     value = joint.values[number]
     if number in joint.parameters:
         name = joint.parameters[number]
@@ -32,14 +32,14 @@ def value_name(joint: StepGraph, number: int) -> str:
 
 
 def source_of(joint: StepGraph, life: Life) -> Source:
-    """Where a value, or the op that a workspace is of, was written."""
+    """Return the source of a value, or of the op to which a workspace belongs."""
     if life.value is not None:
         return joint.value_sources[life.value]
     return joint.sources[life.op] if life.op is not None else NOWHERE
 
 
 def label_of(joint: StepGraph, life: Life) -> str:
-    """What bytes are for: their kind, the module, and the value or op that they are of."""
+    """Label an allocation with its kind, its module, and the value or op that it belongs to."""
     where, what = source_of(joint, life).module, ""
     if life.value is not None:
         what = ("optimizer state of " if life.state else "") + value_name(joint, life.value)
@@ -51,6 +51,6 @@ def label_of(joint: StepGraph, life: Life) -> str:
 
 
 def microseconds(moments: Moments, moment: Moment) -> tuple[float, float]:
-    """The start and end of a moment; where no op takes time, each moment is one microsecond long."""
+    """Return the start and end of a moment; if no op takes time, each moment is one microsecond long."""
     unit = 1e6 if moments.timed else 1.0
     return moment.start * unit, moment.end * unit

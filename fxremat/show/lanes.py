@@ -1,4 +1,4 @@
-"""What ran when, as a picture (SVG, no scripts): the lanes of ops and of copies, with the memory below them."""
+"""A timeline as a picture (SVG, no scripts): lanes of ops and of copies, with the memory below them."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ WIDTH, HEIGHT = 960, 260
 
 @dataclass(frozen=True, kw_only=True)
 class Lanes:
-    """What ran when: seconds from the start of the step."""
+    """The events of a step: seconds from the start of the step."""
 
     ops: Sequence[tuple[float, float]]  # start and end
     out: Sequence[tuple[float, float]]  # copies to the host
     back: Sequence[tuple[float, float]]  # copies from the host
-    memory: Sequence[tuple[float, int]]  # bytes allocated from a moment on
+    memory: Sequence[tuple[float, int]]  # bytes allocated from this time on
 
     @property
     def end(self) -> float:
-        """Seconds after which everything is over."""
+        """Seconds from the start to the end of the last event."""
         return max([end for lane in (self.ops, self.out, self.back) for _, end in lane], default=0.0)
 
 
 def planned_lanes(plan: PlannedStep) -> Lanes:
-    """The lanes that a plan with transfers foresees. Raises `FxrematError` for one without."""
+    """Return the lanes that a plan with transfers predicts. Raises `FxrematError` for a plan without transfers."""
     swapped = plan.chosen.transfers
     if swapped is None:
         raise FxrematError("this plan offloads nothing: it has one lane, and plan.to_html() shows its memory")
@@ -52,7 +52,7 @@ NAMES = {"ops": "ops", "out": "to the host", "back": "from the host"}
 
 
 def lanes_picture(lanes: Mapping[str, Lanes], *, budget: int) -> str:
-    """Named lanes one below the other on one clock, each with its memory; the line is the budget."""
+    """Draw named lanes below each other on one time axis, each with its memory; the red line is the budget."""
     end = max(one.end for one in lanes.values()) or 1.0
     most = max([budget, *(size for one in lanes.values() for _, size in one.memory)])
     parts, top = [], 0.0

@@ -1,10 +1,10 @@
-"""What a plan does, module by module: bytes that are saved, recomputed and offloaded, and the seconds that it takes.
+"""The effect of a plan on each module: bytes that are saved, recomputed and offloaded, and seconds.
 
     tree = module_tree(plan.chosen, plan.costs)
-    tree.total            of the whole model: the plan's own figures
+    tree.total            of the entire model: the plan's own figures
     tree.at("layers.3")   of a module with all its parts
 
-Each figure belongs to one op, and so to the module that the op was written in. All of them add up to the plan's.
+Each figure belongs to one op, and so to the module in which the op was written. All of them add up to the plan's.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from fxremat.step.step_graph import Origin
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What ops have of a step."""
+    """The share of some ops in a step."""
 
     saved: int = 0  # bytes of activations that stay on the device from the forward until the backward reads them
-    recomputed: int = 0  # bytes of activations that are made again
+    recomputed: int = 0  # bytes of activations that are recomputed
     offloaded: int = 0  # bytes of activations that are copied to the host
     gradients: int = 0  # bytes of gradients of parameters and inputs, which the step returns
     forward: float = 0.0  # seconds of ops that run for the first time
@@ -46,7 +46,7 @@ class Share:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ModuleNode:
-    """A module of the model with its parts."""
+    """A module of the model with its submodules."""
 
     path: str  # "" for the model itself
     own: Share  # of ops in the module's own forward
@@ -54,41 +54,41 @@ class ModuleNode:
 
     @property
     def name(self) -> str:
-        """The last part of its path."""
+        """The last component of its path."""
         return self.path.rpartition(".")[2]
 
     @cached_property
     def total(self) -> Share:
-        """What the module and all its parts have."""
+        """The sum of the module and all its parts."""
         return added([self.own, *(part.total for part in self.parts)])
 
     def at(self, path: str) -> ModuleNode:
-        """The module with this path. Raises KeyError."""
+        """Return the module with this path. Raises KeyError."""
         found = next((node for node in self.walk() if node.path == path), None)
         if found is None:
             raise KeyError(path)
         return found
 
     def walk(self) -> Iterator[ModuleNode]:
-        """Yield the module and all inside of it, outer ones first."""
+        """Yield the module and all modules inside of it, outer ones first."""
         yield self
         for part in self.parts:
             yield from part.walk()
 
 
 def added(shares: Iterable[Share]) -> Share:
-    """All of them together."""
+    """Return the sum of these shares."""
     columns = zip(*([getattr(share, f.name) for f in fields(Share)] for share in shares), strict=True)
     return Share(*map(sum, columns))
 
 
 def module_tree(candidate: Candidate, costs: Costs) -> ModuleNode:
-    """What each module has of a candidate's program. O(steps)."""
+    """Return the share of each module in a candidate's program. O(steps)."""
     return _tree(_shares(candidate, costs))
 
 
 def _shares(candidate: Candidate, costs: Costs) -> dict[str, Share]:
-    """What the ops of each module have, in the order in which modules run."""
+    """Return the share of the ops of each module, in the order in which modules run."""
     program, joint, sizes = candidate.program(), candidate.layout.graph, costs.sizes
     columns: dict[str, dict[str, float]] = {}
 

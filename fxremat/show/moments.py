@@ -1,9 +1,9 @@
-"""A planned step as a sequence of moments: what runs, from when to when, and all that is on the device then.
+"""A planned step as a sequence of moments: what runs, from when to when, and what is allocated on the device then.
 
     moments    one for each step of the program, and one between forward and backward for a loss outside the model
-    lives      what takes memory, from one moment to another: see `step.kinds`
+    lives      allocations, from one moment to another: see `step.kinds`
 
-Whatever is drawn, listed or exported of a step's memory is made of these.
+Everything that is drawn, listed or exported of a step's memory is made of these.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ LOSS = "loss"  # the role of the moment between forward and backward
 class Moment:
     """One step of a program, or the loss outside the model."""
 
-    start: float  # seconds from the begin of the step; numbers of moments where no op takes time
+    start: float  # seconds from the start of the step; indices of moments if no op takes time
     end: float
     role: str
-    op: int | None  # that is executed
+    op: int | None  # the op that is executed
     block: int  # from 0
-    value: int | None = None  # that is copied
+    value: int | None = None  # the value that is copied
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -45,7 +45,7 @@ class Moments:
 
     @classmethod
     def of(cls, candidate: Candidate, costs: Costs) -> Moments:
-        """What a candidate foresees. O(steps)."""
+        """Return the moments that a candidate predicts. O(steps)."""
         program, sizes = candidate.program(), costs.sizes
         seconds = [step.seconds if step.op is None else costs.seconds[step.op] for step in program.steps]
         timed = any(seconds)
@@ -75,7 +75,7 @@ class Moments:
 
     @cached_property
     def bytes(self) -> tuple[int, ...]:
-        """Bytes on the device at each moment."""
+        """The bytes on the device at each moment."""
         change = [0] * (len(self.moments) + 1)
         for life in self.lives:
             change[life.first] += life.bytes
@@ -88,12 +88,12 @@ class Moments:
         return max((moment.end for moment in self.moments), default=0.0)
 
     def lives_at(self, place: int) -> list[Life]:
-        """What is on the device at a moment."""
+        """List the allocations on the device at a moment."""
         return [life for life in self.lives if life.first <= place <= life.last]
 
 
 def _starts(candidate: Candidate, count: int) -> Sequence[float] | None:
-    """The start of each step, where a clock of copies or collectives says so."""
+    """Return the start of each step, if a clock of copies or collectives has simulated them; else None."""
     clock = candidate.communication or candidate.transfers
     return clock.starts if clock and len(clock.starts) == count else None
 
@@ -111,7 +111,7 @@ def _block_before(moments: Sequence[Moment], place: int) -> int:
 
 
 def _moved(life: Life, split: int, tangents: Sequence[int]) -> Life:
-    """A life in a step that has another moment between forward and backward, by which the loss hands in gradients."""
+    """Shift an allocation in a step with a moment added between forward and backward, when gradients are handed in."""
     handed_in = life.kind is MemoryKind.OUTSIDE or life.value in tangents
     begins = life.first if handed_in or life.first < split else life.first + 1
     return replace(life, first=begins, last=life.last if life.last < split else life.last + 1)

@@ -1,4 +1,4 @@
-"""A plan in a notebook: its page in a frame of its own, and its text for where frames are not shown."""
+"""A plan in a notebook: its page in a frame, and its text where frames are not displayed."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ HEIGHT = 720  # pixels; the page scrolls within
 
 
 def framed(page: str, text: str) -> str:
-    """HTML of a page inside of another one: it may run its scripts, but reach nothing around it.
+    """Return HTML of a page inside of another one: it may run its scripts, but access nothing around it.
 
     Args:
         page: HTML, complete in itself.
-        text: what to show where frames are not.
+        text: shown where frames are not displayed.
     """
     style = f"width: 100%; height: {HEIGHT}px; border: 1px solid #ccc;"
     frame = f'<iframe srcdoc="{escape(page)}" sandbox="allow-scripts" style="{style}" title="fxremat plan"></iframe>'

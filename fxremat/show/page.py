@@ -1,13 +1,13 @@
-"""A plan as a page that is complete in itself: one file, nothing to load, with a picture that answers when pointed at.
+"""A plan as a self-contained page: one file that loads nothing, with an interactive picture.
 
     assets/page.html, page.css     the frame
-    assets/step.js                 what is on the device at each moment, in the order in which it is stacked
+    assets/step.js                 the allocations on the device at each moment, in the order in which they are stacked
     assets/picture.js              memory over the step, on a canvas
-    assets/tables.js, frontier.js  modules, largest values, what memory buys
+    assets/tables.js, frontier.js  modules, largest values, time against memory
     assets/main.js                 one state, drawn again whenever it changes
 
-The page's data (`page_data`) is JSON that no name in it can leave: whatever HTML gives a meaning to is written as an
-escape, and scripts put texts in place as text.
+The page's data (`page_data`) is JSON from which no name can break out: characters with a meaning in HTML are escaped,
+and scripts insert texts as text.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _ESCAPES = {ord(sign): f"\\u{ord(sign):04x}" for sign in "<>&\u2028\u2029"}
 
 
 def page(plan: PlannedStep) -> str:
-    """The page of a plan."""
+    """Return the page of a plan."""
     return page_of(page_data(plan), describe(plan, full=True))
 
 
 def page_of(data: Data, text: str) -> str:
-    """The page that draws some data.
+    """Return the page that draws some data.
 
     Args:
         text: the same as text, for readers without scripts.

@@ -1,16 +1,15 @@
-"""What the page of a plan draws, as plain numbers and texts.
+"""The data that the page of a plan draws, as plain numbers and texts.
 
     modules, sources, types   lists of texts that values and ops refer to by number
     values, ops               name, module, source, type: one list each, by number
     groups                    the group of each module; the color, or -1, and the shade of each group
     colors                    the modules of each color, as text
-    points                    the frontier: peak in bytes, seconds, and which of the plans is drawn of it, or -1
-    plans                     of some points, the chosen one among them: moments, lives in the order in which they are
+    points                    the frontier: peak in bytes, seconds, and the number of the drawn plan at it, or -1
+    plans                     for some points, including the chosen one: moments, lives in the order in which they are
                               stacked, copies, and the rows of the table of modules
 
-Lives are stacked by module (`group_of`; weights below all others, the model's own ops above), then by what they are
-for, then by birth. Text is text here: whoever puts it into a page
-escapes it.
+Lives are stacked by module (`group_of`; weights below all others, the model's own ops above), then by their kind, then
+by birth. Text is not escaped here: the code that puts it into a page does that.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ Data = dict[str, Any]
 
 
 def page_data(plan: PlannedStep) -> Data:
-    """Everything that the page of a plan draws. O(points x steps)."""
+    """Return everything that the page of a plan draws. O(points x steps)."""
     running, model = plan.running, plan.graph.model
     drawn = _drawn(running)
     modules = Numbers(_with_outer(s.module for s in (*running.graph.sources, *running.graph.value_sources)))
@@ -81,7 +80,7 @@ def page_data(plan: PlannedStep) -> Data:
 
 
 class Numbers(dict[str, int]):
-    """Texts by number, in the order in which they came."""
+    """Texts by number, in the order in which they were added."""
 
     def __init__(self, texts: Iterable[str] = ()) -> None:
         for text in texts:
@@ -93,7 +92,7 @@ class Numbers(dict[str, int]):
 
 
 def group_of(module: str) -> str:
-    """The module that a stack of the picture is for: a layer, or the first level.
+    """Return the module that a stack of the picture is for: a layer, or a first-level module.
 
     >>> group_of("transformer.h.3.mlp.c_fc"), group_of("lm_head"), group_of("")
     ('transformer.h.3', 'lm_head', '')
@@ -103,7 +102,7 @@ def group_of(module: str) -> str:
 
 
 def _colors(modules: Numbers, drawn: Iterable[Moments], model: str) -> Data:
-    """The color and shade of each group of modules, by the most that it is of a picture."""
+    """Return the color and shade of each group of modules, by its largest share of a picture."""
     groups = _groups(modules)
     shares = dict.fromkeys(groups, 0.0)
     for moments in drawn:
@@ -116,7 +115,7 @@ def _colors(modules: Numbers, drawn: Iterable[Moments], model: str) -> Data:
 
 
 def _shares(moments: Moments) -> dict[str, float]:
-    """How much of a picture each group of modules is: of its area, or a tenth of what one value is of its height."""
+    """Return each group's share of a picture: of its area, or a tenth of its largest value's share of the height."""
     areas: dict[str, float] = {}
     heights: dict[str, float] = {}
     for life in moments.lives:
@@ -130,12 +129,12 @@ def _shares(moments: Moments) -> dict[str, float]:
 
 
 def _groups(modules: Iterable[str]) -> Numbers:
-    """The groups of modules in the order in which they are stacked: the model's own ops lie on top."""
+    """Return the groups of modules in the order in which they are stacked: the model's own ops come last, on top."""
     return Numbers([*(group_of(module) for module in modules if module), ""])
 
 
 def _with_outer(paths: Iterable[str]) -> Iterable[str]:
-    """Each path, after those of the modules around it."""
+    """Yield each path, after those of the modules around it."""
     yield ""
     for path in dict.fromkeys(paths):
         parts = path.split(".")
@@ -143,9 +142,9 @@ def _with_outer(paths: Iterable[str]) -> Iterable[str]:
 
 
 def _drawn(plan: PlannedStep) -> list[Candidate]:
-    """The candidates that are drawn, fastest first: some of the frontier, and the chosen one.
+    """Return the candidates that are drawn, fastest first: some of the frontier, and the chosen one.
 
-    Where the budget covers weights, or transfers were found for the chosen one alone, the others do not compare.
+    If the budget includes weights, or only the chosen one has transfers, the others are not comparable.
     """
     lives = max(1, len(plan.program.steps) * 2)
     count = min(DRAWN, MOST_LIVES // lives)
@@ -219,7 +218,7 @@ def _plan(candidate: Candidate, moments: Moments, costs: Costs, modules: Numbers
 
 
 def _stacked(lives: Iterable[Life], joint: StepGraph, modules: Numbers) -> list[Life]:
-    """Lives in the order in which they are stacked, from the bottom up."""
+    """Sort lives in the order in which they are stacked, from the bottom up."""
     groups = _groups(modules)
     kinds = list(KINDS)
 
@@ -231,7 +230,7 @@ def _stacked(lives: Iterable[Life], joint: StepGraph, modules: Numbers) -> list[
 
 
 def _copies(candidate: Candidate) -> list[list[Any]]:
-    """Copies to the host and back, and collectives: lane, start and end."""
+    """Return copies to the host and back, and collectives: lane, start and end."""
     found: list[list[Any]] = []
     if candidate.transfers:
         for (role, _), (start, end) in candidate.transfers.copies.items():
@@ -243,7 +242,7 @@ def _copies(candidate: Candidate) -> list[list[Any]]:
 
 
 def _on_the_host(moments: Moments, costs: Costs) -> list[int]:
-    """Bytes of activations that wait on the host at each moment; nothing where none ever do."""
+    """Return the bytes of activations that wait on the host at each moment; an empty list if none ever do."""
     hosted = list(host_bytes(moments.program, costs.sizes))
     if not any(hosted):
         return []
@@ -252,17 +251,17 @@ def _on_the_host(moments: Moments, costs: Costs) -> list[int]:
 
 
 def _compared(share: Share) -> tuple[float, ...]:
-    """The figures in which modules that share a row are equal; their time is that of each on average."""
+    """Return the figures in which modules that share a row are equal; their time is shown as an average."""
     return share.saved, share.recomputed, share.offloaded, share.gradients, share.extra
 
 
 def _shown(share: Share) -> tuple[float, ...]:
-    """The figures of the table of modules."""
+    """Return the figures of the table of modules."""
     return share.saved, share.recomputed, share.offloaded, share.gradients, share.seconds, share.extra
 
 
 def _row(row: Row, modules: Numbers) -> list[Any]:
-    """Depth, label, number of modules, those that can be selected, and the figures of each."""
+    """Return depth, label, number of modules, the modules that can be selected, and the figures of each."""
     paths = [] if row.label == OWN else [modules[path] for path in row.paths]
     return [row.depth, row.label, row.count, paths, *map(_short, _shown(row.each))]
 
@@ -272,5 +271,5 @@ def _number(number: int | None) -> int:
 
 
 def _short(amount: float) -> float:
-    """Bytes, or seconds in nine digits, which is what a page is sent."""
+    """Return bytes, or seconds with nine digits, as they are written into the page."""
     return amount if isinstance(amount, int) else float(f"{amount:.9g}")

@@ -1,8 +1,8 @@
-"""Colors that tell modules apart: one for each layer or first-level module; of many layers, some share one.
+"""Colors that distinguish modules: one for each layer or first-level module; of many layers, some share one.
 
     embed, blocks.0, ..., blocks.31, head  ->  embed, blocks.0-5, blocks.6-11, ..., blocks.30-31, head
 
-Modules too small to be seen, and the least of those that are too many, have none: they are drawn in gray.
+Modules too small to be seen, and the smallest of those that are too many, have none: they are drawn in gray.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from itertools import groupby
 from fxremat.show.tree import is_number, ranges
 
 COLORS = 9  # of assets/page.css
-SMALL = 0.01  # of the picture: the color of less cannot be told
+SMALL = 0.01  # of the picture: the color of a smaller part cannot be recognized
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,11 +25,11 @@ class Palette:
     labels: tuple[str, ...]
 
     def color_of(self, group: str) -> int:
-        """The number of its color, or -1."""
+        """Return the number of its color, or -1."""
         return next((number for number, groups in enumerate(self.groups) if group in groups), -1)
 
     def shade_of(self, group: str) -> int:
-        """0 or 1, which neighbors of one color do not share."""
+        """Return 0 or 1; adjacent groups of one color have different shades."""
         number = self.color_of(group)
         return 0 if number < 0 else self.groups[number].index(group) % 2
 
@@ -38,7 +38,7 @@ def palette(shares: Mapping[str, float], own: str) -> Palette:
     """Choose the colors of a picture.
 
     Args:
-        shares: how much of it each group of modules is, in the order in which they are stacked.
+        shares: the share of the picture of each group of modules, in the order in which they are stacked.
         own: the label of "", the group of the model's own ops.
     """
     seen = [group for group, share in shares.items() if share > SMALL]
@@ -53,7 +53,7 @@ def palette(shares: Mapping[str, float], own: str) -> Palette:
 
 
 def _runs(groups: Sequence[str], length: int) -> list[tuple[str, ...]]:
-    """The groups in order; up to `length` layers of one list of layers together."""
+    """Return the groups in order, with up to `length` layers of one list of layers grouped together."""
     runs: list[tuple[str, ...]] = []
     for outer, together in groupby(groups, key=lambda g: g.rpartition(".")[0] if is_number(_last(g)) else (g,)):
         layers = list(together)

@@ -1,4 +1,4 @@
-"""A pipeline's plan for people: a table as text, and its pattern as a picture (SVG, no scripts)."""
+"""A pipeline's plan for display: a table as text, and its pattern as a picture (SVG, no scripts)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PERIODS = 4
 
 
 def baseline_period(plan: PipelinePlan) -> float | None:
-    """The period of PipeDream's partition by 1F1B*; None where it finds none that fits."""
+    """Return the period of PipeDream's partition by 1F1B*; None if no partition fits."""
     try:
         partition, _ = pipedream(Job(plan.layers, plan.machines))
     except FxrematError:
@@ -27,7 +27,7 @@ def baseline_period(plan: PipelinePlan) -> float | None:
 
 
 def text(plan: PipelinePlan, microbatches: int | None = None) -> str:
-    """Stages, devices, period, what is in flight, memory, the bound, and PipeDream's period beside it."""
+    """Describe stages, devices, period, micro-batches in flight, memory, the bound, and PipeDream's period."""
     over = (
         f"{100 * (plan.period / plan.bound - 1):.1f} % above the bound of {plan.bound:.6g} s"
         if plan.bound
@@ -64,7 +64,7 @@ def text(plan: PipelinePlan, microbatches: int | None = None) -> str:
 
 
 def picture(plan: PipelinePlan) -> str:
-    """A few periods of the full pipeline: works and copies with their micro-batch, and each device's memory."""
+    """Draw a few periods of the full pipeline: works and copies with their micro-batch, and each device's memory."""
     found = list(spans(plan, _deep(plan) + 3 * PERIODS + 2 * (plan.skip or 0)))
     begin = _deep(plan) * plan.tick
     end = begin + PERIODS * plan.tick
@@ -95,7 +95,7 @@ def picture(plan: PipelinePlan) -> str:
 
 
 def _legend(plan: PipelinePlan, top: float) -> Iterator[str]:
-    """What colors, numbers and lines mean."""
+    """Yield the legend of colors, numbers and lines."""
     x = LEFT
     for what, name in (("F", "forward"), ("B", "backward"), ("forth", "copy forth"), ("back", "copy back")):
         yield f'<rect x="{x}" y="{top:.0f}" width="14" height="14" fill="{COLORS[what]}"/>'
@@ -106,7 +106,7 @@ def _legend(plan: PipelinePlan, top: float) -> Iterator[str]:
 
 
 def _deep(plan: PipelinePlan) -> int:
-    """Slots after which the pipeline is full."""
+    """Return the number of slots after which the pipeline is full."""
     ends = [
         start + stage.way.backward_time
         for start, stage in zip(plan.backward_starts, plan.stages, strict=True)
@@ -143,7 +143,7 @@ def _lane(name: str, works: list[Span], begin: float, end: float, scale: float, 
 def _memory(
     plan: PipelinePlan, found: list[Span], device: int, begin: float, end: float, scale: float, top: float
 ) -> Iterator[str]:
-    """Bytes over time; the line on top is all that the device has."""
+    """Yield the bytes over time; the line at the top is all memory of the device."""
     changes = [(begin, 0.0), (end, 0.0)]
     for start, stop, at, size in stays(plan, found):
         if at == device and stop > start:

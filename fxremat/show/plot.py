@@ -1,4 +1,4 @@
-"""The trade-off between memory and time as a matplotlib chart. matplotlib is imported when a chart is asked for."""
+"""The trade-off between memory and time as a matplotlib chart. matplotlib is imported only to draw one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CURVE, BOUND, BUDGET = "#3b6ea5", "#888888", "#c0392b"
 
 
 def plot(plan: PlannedStep, frontier: FrontierTable, ax: Axes | None = None) -> Axes:
-    """Draw time over the memory that is allowed: the plans on offer, this one, its budget, and the lower bound.
+    """Draw time over the allowed memory: the plans on offer, this one, its budget, and the lower bound.
 
     Raises:
         FxrematError: matplotlib is not installed.
@@ -52,7 +52,7 @@ def plot(plan: PlannedStep, frontier: FrontierTable, ax: Axes | None = None) -> 
 
 
 def _near(plan: PlannedStep) -> bool:
-    """Whether the budget belongs into the picture; one far above everything would leave no room for the rest."""
+    """Tell whether the budget is drawn; one far above keep-all would leave no room for the rest of the picture."""
     return plan.budget <= 2 * max(plan.keep_all_peak, plan.alternatives.keep_all.peak)
 
 

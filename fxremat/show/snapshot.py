@@ -1,10 +1,10 @@
-"""The allocations that a plan foresees, in the format of `torch.cuda.memory._snapshot()`.
+"""The allocations that a plan predicts, in the format of `torch.cuda.memory._snapshot()`.
 
     plan.save_snapshot("plan.pickle")       pytorch.org/memory_viz opens it, and `python -m torch.cuda._memory_viz`
 
 The format is that of the docstring of `torch.cuda.memory._snapshot`, of `torch.cuda._memory_viz` and of the viewer's
 `MemoryViz.js` (torch 2.13). The viewer reads pickles up to protocol 4. It colors by the category of an allocation, and
-needs a category "unknown" where there are any.
+requires a category "unknown" if there are any.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fxremat.show.moments import Moments
 from fxremat.step.kinds import Life
 from fxremat.step.step_graph import StepGraph
 
-BASE = 1 << 40  # the address of the segment; exact as a float, as the viewer has it
+BASE = 1 << 40  # the address of the segment; exact as a float, which the viewer converts it to
 _PROTOCOL = 4
 _STREAM = 0
 _POOL = (0, 0)
@@ -31,7 +31,7 @@ Frames = list[dict[str, object]]
 
 
 def snapshot(plan: PlannedStep) -> dict[str, Any]:
-    """The snapshot of a planned step: every allocation with its time and its source, and what is there at the end."""
+    """Return the snapshot of a planned step: every allocation with its time and source, and the final state."""
     running = plan.running
     replay = _Replay(running.graph, Moments.of(running.chosen, running.costs))
     replay.run()
@@ -46,7 +46,7 @@ def save_snapshot(plan: PlannedStep, path: str | os.PathLike[str]) -> None:
 
 @dataclass(eq=False)
 class _Block:
-    """A life with the address that it got."""
+    """A life with the address that it was assigned."""
 
     life: Life
     address: int
@@ -55,7 +55,7 @@ class _Block:
 
 @dataclass(eq=False)
 class _Replay:
-    """The allocations of a step, one moment after the other: what has ended is freed first."""
+    """The allocations of a step, one moment after the other: lives that have ended are freed first."""
 
     joint: StepGraph
     moments: Moments
@@ -64,7 +64,7 @@ class _Replay:
     trace: list[dict[str, object]] = field(default_factory=list)
 
     def run(self) -> None:
-        """Go through the moments once. O(lives log lives + lives * free extents)."""
+        """Process the moments once. O(lives log lives + lives * free extents)."""
         count = len(self.moments.moments)
         begins: list[list[Life]] = [[] for _ in range(count + 1)]
         ends: list[list[_Block]] = [[] for _ in range(count + 1)]
@@ -82,7 +82,7 @@ class _Replay:
                     self.alive.append(block)
 
     def _time(self, place: int) -> int:
-        """Microseconds after which a moment begins, or everything is over."""
+        """Return the microseconds at which a moment begins, or at which the step ends."""
         found = self.moments.moments
         if place < len(found):
             return int(microseconds(self.moments, found[place])[0])
@@ -102,14 +102,14 @@ class _Replay:
         self.trace.append(_event(action, block.address, block.life.bytes, at, block.frames, **more))
 
     def events(self) -> list[dict[str, object]]:
-        """Everything that happens, the allocation of the segment before all else."""
+        """Return all events, the allocation of the segment first."""
         if not self.addresses.end:
             return []
         first = _event("segment_alloc", BASE, self.addresses.end, 0, [], category="unknown")
         return [first, *self.trace]
 
     def segments(self) -> list[dict[str, object]]:
-        """One segment, with the blocks that are there at the end and the gaps between them."""
+        """Return one segment, with the blocks that are allocated at the end and the gaps between them."""
         if not self.addresses.end:
             return []
         in_use = sum(block.life.bytes for block in self.alive)
@@ -131,7 +131,7 @@ class _Replay:
 
 
 def _blocks(alive: Sequence[_Block], end: int) -> list[dict[str, object]]:
-    """The blocks of the segment, by address."""
+    """Return the blocks of the segment, by address."""
     found, address = [], BASE
     for block in sorted(alive, key=lambda block: block.address):
         if block.address > address:
@@ -153,7 +153,7 @@ def _event(action: str, address: int, size: int, at: int, frames: Frames, **more
 
 
 def _frames(joint: StepGraph, life: Life) -> Frames:
-    """What bytes are for, as the innermost frame, and the line where that was written.
+    """Return the label of an allocation as the innermost frame, and the line of its source.
 
     A semicolon separates the frames of a flame graph.
     """

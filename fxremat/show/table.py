@@ -13,13 +13,13 @@ _STYLE = "text-align: right; padding: 2px 10px;"
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Cells below their heads, with lines of text above and below them."""
+    """Cells below their heads, with lines of text above and below."""
 
     title: tuple[str, ...] = ()
     heads: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     notes: tuple[str, ...] = ()
-    left: frozenset[int] = frozenset()  # columns whose cells stand on the left
+    left: frozenset[int] = frozenset()  # columns whose cells are aligned left
     strong: frozenset[int] = frozenset()  # rows that are emphasized in HTML
 
     def __str__(self) -> str:
@@ -37,7 +37,7 @@ class Table:
             yield (" " * _GAP + (" " * _GAP).join(cells)).rstrip()
 
     def html(self) -> str:
-        """The table as HTML; everything is escaped."""
+        """Return the table as HTML; everything is escaped."""
         parts = [f"<p>{'<br>'.join(map(escape, self.title))}</p>"] if self.title else []
         if self.rows:
             head = "".join(self._cell("th", place, cell) for place, cell in enumerate(self.heads))
@@ -57,5 +57,5 @@ class Table:
 
 
 def clipped(text: str, most: int) -> str:
-    """The beginning of a text that is longer than so many columns, with two dots at its end."""
+    """Return the beginning of a text of more than `most` columns, ending in two dots; shorter texts unchanged."""
     return text if len(text) <= most else f"{text[: most - 2]}.."

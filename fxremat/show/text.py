@@ -1,10 +1,10 @@
 """A plan as text, at most `WIDTH` columns wide.
 
     the five lines that people need first: budget, peak, time, least budget and why, what is done to fit
-    a tree by module: what is saved, recomputed and offloaded, and the seconds that it takes
+    a tree by module: what is saved, recomputed and offloaded, and the seconds
     the schedule
 
-The full form has all modules, a line for each block, and the whole schedule.
+The full form has all modules, a line for each block, and the entire schedule.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from fxremat.step.transferred import ProgramWithTransfers
 from fxremat.transfers.activations import most_on_host
 from fxremat.units import format_bytes, format_ratio, format_seconds
 
-_INDENT = 18  # columns of what stands before a figure of the summary
+_INDENT = 18  # columns before a figure of the summary
 _NUMBERS, _NAME = 7, 22  # columns of the numbers of blocks, and of a name
 _FEW = 4  # names of a longer list
-_FEW_BYTES = 0.01  # of a peak: less is not worth a word
+_FEW_BYTES = 0.01  # of a peak: smaller parts are not mentioned
 TIMES = {1: "once", 2: "twice"}
 _LINES = 16  # of the schedule in the short form
 ROWS = 24  # of the tree in the short form
 _MODULE, _COUNT, _FIGURE = 45, 8, 11  # columns of the tree
-_WAITING = 1e-3  # of the time of keeping everything; less is rounding
+_WAITING = 1e-3  # of the time of keep-all; less is rounding
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockRow:
-    """What a block takes and does, as it is shown."""
+    """The costs of a block and what it saves, as they are shown."""
 
     number: int  # from 1
     name: str
@@ -53,7 +53,7 @@ class BlockRow:
     output: str
     saved: str
     keeps: str
-    again: str  # how many ops run more than once
+    again: str  # number of ops that run more than once
 
 
 HEADS = BlockRow(
@@ -69,7 +69,7 @@ HEADS = BlockRow(
 
 
 def describe(plan: PlannedStep, *, full: bool = False) -> str:
-    """The summary, the modules and the schedule of a plan; `full`: with its blocks."""
+    """Return the summary, the modules and the schedule of a plan; `full`: with its blocks."""
     tree = module_tree(plan.chosen, plan.costs)
     blocks = [_blocks(block_rows(plan))] if full else []
     parts = (_summary(plan, tree), _modules(plan, tree, full), *blocks, _schedule(plan, full))
@@ -77,7 +77,7 @@ def describe(plan: PlannedStep, *, full: bool = False) -> str:
 
 
 def block_rows(plan: PlannedStep) -> list[BlockRow]:
-    """A row for each block of the plan's chain."""
+    """Return a row for each block of the plan's chain."""
     option = {op.block: op.option for op in plan.chosen.schedule.ops if _keeps(op)}
     steps = plan.op_by_op.program.steps
     again = Counter(step.block + 1 for step in steps if step.role is Role.RECOMPUTE)
@@ -122,7 +122,7 @@ def _line(number: str, row: BlockRow) -> str:
 
 
 def shortened_lines(lines: Sequence[str], note: str) -> Iterator[str]:
-    """The lines; of more than `_LINES` the first and the last, and how many are left out."""
+    """Yield the lines; of more than `_LINES` only the first and the last, and how many are left out."""
     if len(lines) <= _LINES:
         yield from lines
         return
@@ -133,7 +133,7 @@ def shortened_lines(lines: Sequence[str], note: str) -> Iterator[str]:
 
 
 def _modules(plan: PlannedStep, tree: ModuleNode, full: bool) -> Iterator[str]:
-    """The table of what each module saves, recomputes and offloads, and the seconds that it takes more."""
+    """Yield the table of what each module saves, recomputes and offloads, and its additional seconds."""
     model = plan.graph.model
     rows = all_rows(tree, model) if full else rows_of(tree, ROWS, model)
     yield from table(rows, ("saved", "recomputed", "offloaded", "extra time"), what_it_does)
@@ -144,7 +144,7 @@ def _modules(plan: PlannedStep, tree: ModuleNode, full: bool) -> Iterator[str]:
 
 
 def table(rows: Sequence[Row], heads: Sequence[str], figures: Figures) -> Iterator[str]:
-    """Rows of modules as lines, with a line of heads before them; of modules that share a row, the figures of each."""
+    """Yield rows of modules as lines, after a line of heads; for modules that share a row, the figures of each."""
     counts = "each of" if any(row.count > 1 for row in rows) else ""
     yield f"{'  module':{_MODULE}}{counts:>{_COUNT}}" + "".join(f"{head:>{_FIGURE}}" for head in heads)
     yield from (_row(row, figures) for row in rows)
@@ -159,19 +159,19 @@ def _row(row: Row, figures: Figures) -> str:
 
 
 def _figure(amount: float) -> str:
-    """Bytes, which are whole, or seconds."""
+    """Format bytes, which are integers, or seconds."""
     if not amount:
         return "-"
     return format_bytes(amount) if isinstance(amount, int) else format_seconds(amount)
 
 
 def waiting_seconds(plan: PlannedStep, total: Share) -> float:
-    """Seconds beyond keeping everything that no op takes: of waiting for copies or for other ranks."""
+    """Return the seconds beyond keep-all that are spent waiting for copies or other ranks, not in ops."""
     return plan.op_by_op.predicted_time - plan.keep_all_time - slicing_seconds(plan) - total.extra
 
 
 def slicing_seconds(plan: PlannedStep) -> float:
-    """Seconds that regions in slices take beyond whole ops, whatever is recomputed."""
+    """Return the seconds of regions in slices in addition to unsliced ops, whatever is recomputed."""
     return plan.costs.time_of(range(len(plan.graph.ops))) - plan.keep_all_time if plan.slices else 0.0
 
 
@@ -187,14 +187,14 @@ def _summary(plan: PlannedStep, tree: ModuleNode) -> Iterator[str]:
 
 
 def labelled(facts: Iterable[tuple[str, str]]) -> Iterator[str]:
-    """Facts as lines, each after its label."""
+    """Yield facts as lines, each after its label."""
     for label, fact in facts:
         before = f"  {label:{_INDENT - 2}}"
         yield from textwrap.wrap(fact, WIDTH, initial_indent=before, subsequent_indent=" " * _INDENT)
 
 
 def facts(plan: PlannedStep, tree: ModuleNode, *, exact: bool = True) -> Iterator[tuple[str, str]]:
-    """What to say of a plan, with a label; `exact`: with the bytes of the least budget, for who wants to ask for it."""
+    """Yield the facts about a plan, with labels; `exact`: with the bytes of the least budget, for use as a budget."""
     yield "budget", format_bytes(plan.budget)
     yield "predicted peak", _peak(plan)
     if plan.costs.sizes.unsplit:
@@ -239,7 +239,7 @@ def _peak(plan: PlannedStep) -> str:
 
 
 def _kernels(plan: PlannedStep, compiled: Compiled) -> str:
-    """What was compiled, and what single ops would take."""
+    """Describe what was compiled, and the time and memory of running op by op."""
     alone = len(compiled.chosen.program().steps) - compiled.regions
     ops = _counted(compiled.ops, "op")
     regions = f"{_counted(compiled.regions, 'region')}, {compiled.distinct} of them distinct"
@@ -263,7 +263,7 @@ def _time(plan: PlannedStep) -> str:
 
 
 def whatever_is(plan: PlannedStep) -> str:
-    """What a lower bound holds for."""
+    """Say under which conditions a lower bound holds."""
     return f"whatever is {'recomputed or offloaded' if plan.link else 'recomputed'}"
 
 
@@ -276,7 +276,7 @@ def _least(plan: PlannedStep, exact: bool) -> str:
 
 
 def most_in(tree: ModuleNode, column: str) -> str:
-    """The modules that have most of a column, those of equal layers together."""
+    """Name the modules with the largest figures in a column; equal layers are combined."""
     sizes: Counter[str] = Counter()
     modules: Counter[str] = Counter()
     for node in tree.walk():
@@ -293,7 +293,7 @@ def most_in(tree: ModuleNode, column: str) -> str:
 
 
 def _of_region(region: SlicedRegion) -> str:
-    """A region that runs in slices, without the number of its layer."""
+    """Describe a region that runs in slices, without the number of its layer."""
     how = "gradients made in the forward" if region.inside else "made again in the backward"
     cut = f"{_counted(len(region.ops), 'op')} in {region.parts} slices of {region.rows} rows"
     about = f"{_any_layer(region.where)}: {cut}"
@@ -305,7 +305,7 @@ def _of_region(region: SlicedRegion) -> str:
 
 
 def _any_layer(name: str) -> str:
-    """The name of a module without the number of its layer."""
+    """Return the name of a module without the number of its layer."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name, count=1)
 
 
@@ -332,7 +332,7 @@ def _transfers(swapped: ProgramWithTransfers, plan: PlannedStep) -> str:
 
 
 def _communication(found: ProgramWithCommunication) -> str:
-    """What the ranks send each other, how much of it no op waits for, and which blocks gather how often."""
+    """Describe what the ranks send each other, how much is hidden, and which blocks gather how often."""
     count = _counted(len(found.collectives), "collective")
     shares = f"{format_seconds(found.seconds)} in {count}, {found.hidden:.0%} hidden behind ops"
     often = Counter(one.op for one in found.collectives if found.program.layout.graph.ops[one.op].kind is Kind.GATHER)

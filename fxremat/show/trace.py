@@ -1,4 +1,4 @@
-"""The step that a plan foresees as a trace, in Chrome's Trace Event Format: ui.perfetto.dev opens it.
+"""The step that a plan predicts as a trace, in Chrome's Trace Event Format: ui.perfetto.dev opens it.
 
     plan.save_trace("plan.json")
 
@@ -6,8 +6,8 @@
                 and bytes
     counters    bytes of each kind of memory; their sum is the memory of the plan
 
-Times are microseconds; where no op takes time, each moment is one microsecond long. What copies and collectives run
-beside follows the plan's own clock.
+Times are microseconds; if no op takes time, each moment is one microsecond long. Copies and collectives run at the
+times of the plan's own clock.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ LANES = {
     LINK: "communication",
 }
 _PROCESS = 1
-_LEAVES = (Role.OFFLOAD, Role.RELEASE, Role.UPDATE)  # steps that say what leaves with a trip; the first there is
+_LEAVES = (Role.OFFLOAD, Role.RELEASE, Role.UPDATE)  # steps that define what leaves in a trip; the first that exists
 
 Event = dict[str, Any]
 
 
 def trace(plan: PlannedStep) -> dict[str, Any]:
-    """The trace of a planned step. O(steps log steps)."""
+    """Return the trace of a planned step. O(steps log steps)."""
     running = plan.running
     moments = Moments.of(running.chosen, running.costs)
     spans = [*_ops(running, moments), *_copies(running), *_collectives(running)]
@@ -62,7 +62,7 @@ def save_trace(plan: PlannedStep, path: str | os.PathLike[str]) -> None:
 
 
 def _names(plan: PlannedStep, spans: Sequence[Event]) -> Iterator[Event]:
-    """The names of the process and of the lanes that have events, in their order."""
+    """Yield the names of the process and of the lanes that have events, in order."""
     yield _metadata("process_name", 0, name=f"{printable(plan.graph.model)} on {plan.device} ({plan.timed} times)")
     for lane in sorted({OPS, *(event["tid"] for event in spans)}):
         yield _metadata("thread_name", lane, name=LANES[lane])
@@ -74,7 +74,7 @@ def _metadata(kind: str, lane: int, **what: object) -> Event:
 
 
 def _span(lane: int, name: str, kind: str, start: float, end: float, **about: object) -> Event:
-    """A complete event; both of its ends are whole nanoseconds, so that none overlaps the next."""
+    """Return a complete event; both ends are rounded to nanoseconds, so that none overlaps the next."""
     begin = round(start, 3)
     length = round(max(0.0, round(end, 3) - begin), 3)
     what = {"ph": "X", "name": printable(name), "cat": kind, "pid": _PROCESS, "tid": lane, "ts": begin, "dur": length}
@@ -85,7 +85,7 @@ def _span(lane: int, name: str, kind: str, start: float, end: float, **about: ob
 
 
 def _ops(plan: PlannedStep, moments: Moments) -> Iterator[Event]:
-    """What runs on the device itself: ops, updates of weights, and the loss outside the model."""
+    """Yield what runs on the device itself: ops, updates of weights, and the loss outside the model."""
     joint = plan.graph
     apart = plan.chosen.communication is not None
     for moment in moments.moments:
@@ -114,7 +114,7 @@ def _about_op(plan: PlannedStep, op: int, block: int) -> dict[str, object]:
 
 
 def _copies(plan: PlannedStep) -> Iterator[Event]:
-    """Each copy to the host and back, when the clock of copies says."""
+    """Yield each copy to the host and back, at the times of the clock of copies."""
     transfers = plan.chosen.transfers
     if transfers is None:
         return
@@ -141,7 +141,7 @@ def _about_copy(plan: PlannedStep, program: Program, step: Transfer) -> tuple[st
 
 
 def _collectives(plan: PlannedStep) -> Iterator[Event]:
-    """Each collective, while it is on the link."""
+    """Yield each collective, while it is on the link."""
     found = plan.chosen.communication
     for one in found.collectives if found else ():
         about = {"module": printable(plan.graph.sources[one.op].module), "waited for in us": one.waited * 1e6}
@@ -153,7 +153,7 @@ def _collectives(plan: PlannedStep) -> Iterator[Event]:
 
 
 def _counters(moments: Moments) -> Iterator[Event]:
-    """Bytes of each kind at each moment, and what is left when all is over."""
+    """Yield the bytes of each kind at each moment, and what is left at the end."""
     count = len(moments.moments)
     kinds = [kind for kind in MemoryKind if any(life.kind is kind for life in moments.lives)]
     change = {kind: [0] * (count + 2) for kind in kinds}
@@ -172,7 +172,7 @@ def _counters(moments: Moments) -> Iterator[Event]:
 
 
 def _split(moments: Moments) -> Iterable[Event]:
-    """Where the forward ends and the backward begins, across all lanes."""
+    """Return a mark across all lanes where the forward ends and the backward begins."""
     if not moments.split < len(moments.moments):
         return ()
     start = microseconds(moments, moments.moments[moments.split])[0]

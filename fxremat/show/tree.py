@@ -1,4 +1,4 @@
-"""The modules of a plan as rows of a table: equal siblings share a row, and what is negligible shares the last one.
+"""The modules of a plan as rows of a table: equal siblings share a row, and negligible ones share the last one.
 
     GPT                       41.2 MiB   80.1 MiB        -    145 ms
       blocks.0-5 (6 x)         6.1 MiB    8.2 MiB        -   18.2 ms      each
@@ -14,8 +14,8 @@ from itertools import pairwise, takewhile
 
 from fxremat.show.modules import ModuleNode, Share, added
 
-MANY = 4  # numbers at equal distances that are shown as a range
-NEGLIGIBLE = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)  # shares of the model's figures, the next where rows are too many
+MANY = 4  # numbers at equal distances that are shown as a range, at least
+NEGLIGIBLE = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)  # shares of the model's figures; the next if rows are too many
 OWN = "its own ops"
 DEEPEST = 12  # levels of modules that are tried
 
@@ -24,13 +24,13 @@ Figures = Callable[[Share], tuple[float, ...]]
 
 
 def what_it_does(share: Share) -> tuple[float, ...]:
-    """What a plan does: the figures that its table shows."""
+    """Return the figures that the table of a plan shows."""
     return share.saved, share.recomputed, share.offloaded, share.extra
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Modules of one table row."""
+    """Modules that share one table row."""
 
     depth: int
     label: str
@@ -40,18 +40,18 @@ class Row:
 
     @property
     def each(self) -> Share:
-        """What each of them has."""
+        """The share of each of them."""
         if self.count == 1:
             return self.share
         return Share(*(x // self.count if isinstance(x, int) else x / self.count for x in astuple(self.share)))
 
 
 def rows_of(tree: ModuleNode, most: int, name: str, figures: Figures = what_it_does) -> list[Row]:
-    """The table of a model: as many levels of modules as give at most so many rows.
+    """Return the table of a model: as many levels of modules as give at most `most` rows.
 
     Args:
         name: of the model.
-        figures: what the table shows of a share; modules with none of it are left out.
+        figures: returns what the table shows of a share; modules without any of it are left out.
     """
     tries = [(1, share) for share in reversed(NEGLIGIBLE[1:])]
     tries += [(levels, NEGLIGIBLE[0]) for levels in range(1, DEEPEST)]
@@ -65,19 +65,19 @@ def rows_of(tree: ModuleNode, most: int, name: str, figures: Figures = what_it_d
 
 
 def all_rows(tree: ModuleNode, name: str, figures: Figures = what_it_does) -> list[Row]:
-    """The table of a model with all its modules; equal siblings share a row."""
+    """Return the table of a model with all its modules; equal siblings share a row."""
     return [Row(0, name, 1, tree.total, ("",)), *_Table(figures, ()).inside(tree, 1, DEEPEST)]
 
 
 @dataclass(frozen=True)
 class _Table:
-    """The rows below that of a module; those that have less of each figure than the least are put together."""
+    """The rows below that of a module; those with less of each figure than the least are combined."""
 
     figures: Figures
     least: Sequence[float]
 
     def inside(self, node: ModuleNode, depth: int, levels: int) -> Iterator[Row]:
-        """Yield the rows of a module's parts, so many levels of them."""
+        """Yield the rows of a module's parts, at most `levels` levels of them."""
         if not levels or not node.parts:
             return
         small: list[ModuleNode] = []
@@ -104,11 +104,11 @@ class _Table:
         return any(self.least) and all(x < least for x, least in zip(figures, self.least, strict=True) if least)
 
     def _has_any(self, module: ModuleNode) -> bool:
-        """Whether a module or a part of it has any figure; those of several may cancel in a difference of two trees."""
+        """Tell whether a module or a part of it has any figure; in a difference of two trees, sums may cancel."""
         return any(any(self.figures(node.own)) for node in module.walk())
 
     def _transparent(self, node: ModuleNode) -> Iterator[ModuleNode]:
-        """The parts of a module; in the place of one that only holds others (a ModuleList), those that it holds."""
+        """Yield the parts of a module; a part that only holds others (a ModuleList) is replaced by those."""
         for part in node.parts:
             holds = len(part.parts) == 1 or all(is_number(inner.name) for inner in part.parts)
             if part.parts and not any(self.figures(part.own)) and holds and not is_number(part.name):
@@ -117,7 +117,7 @@ class _Table:
                 yield part
 
     def _groups(self, parts: Iterable[ModuleNode]) -> list[list[ModuleNode]]:
-        """Numbered siblings that look the same, together; all others alone."""
+        """Group numbered siblings that look the same; all others are groups of one."""
         found: dict[object, list[ModuleNode]] = {}
         for part in parts:
             key = (part.path.rpartition(".")[0], self._looks(part)) if is_number(part.name) else part.path
@@ -125,13 +125,13 @@ class _Table:
         return list(found.values())
 
     def _looks(self, node: ModuleNode) -> object:
-        """All that is shown of a module and its parts, but its name. Seconds count to three digits."""
+        """Return all that is shown of a module and its parts, without its name. Seconds count to three digits."""
         own = tuple(f"{x:.3g}" if isinstance(x, float) else x for x in self.figures(node.own))
         return own, tuple((part.name, self._looks(part)) for part in node.parts)
 
 
 def is_number(name: str) -> bool:
-    """Whether the name of a module is a number as Python writes it: of a part of a ModuleList."""
+    """Tell whether the name of a module is a number as Python writes it, as those of parts of a ModuleList are."""
     return re.fullmatch("0|[1-9][0-9]*", name) is not None
 
 
@@ -146,7 +146,7 @@ def _row(outer: ModuleNode, group: Sequence[ModuleNode], share: Share, depth: in
 
 
 def _of_all(row: Row, group: Sequence[ModuleNode]) -> Row:
-    """The row of a part of one module, as that of the same part of all modules of a group."""
+    """Turn the row of a part of one module into that of the same part of all modules of a group."""
     if len(group) == 1:
         return row
     before = group[0].path
@@ -158,7 +158,7 @@ def _of_all(row: Row, group: Sequence[ModuleNode]) -> Row:
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """Increasing numbers; neighbours as a range, and so are four or more at equal distances.
+    """Format increasing numbers; neighbours become a range, and so do four or more at equal distances.
 
     >>> ranges([1, 2, 3, 5, 8, 9]), ranges([2, 4, 6, 8, 10])
     ('1-3, 5, 8-9', '2,4..10')
@@ -178,7 +178,7 @@ def ranges(numbers: Iterable[int]) -> str:
 
 
 def _run(numbers: Sequence[int]) -> tuple[int, int]:
-    """How many numbers from the first on are at equal distances, and that distance."""
+    """Return how many numbers from the first on are at equal distances, and that distance."""
     distances = [after - before for before, after in pairwise(numbers)]
     equal = list(takewhile(lambda distance: distance == distances[0], distances))
     return len(equal) + 1, distances[0] if distances else 0

@@ -1,1 +1,1 @@
-"""Regions of a joint graph that run in slices, so that a plan gets below what one whole op needs."""
+"""Regions of a joint graph that run in slices, so that a plan can need less memory than one unsliced op."""

@@ -1,8 +1,8 @@
-"""A region as one op: a loop over slices, each run by emitted code, which frees what it does not need any more.
+"""A region as one op: a loop over slices, each run by emitted code that frees tensors after their last use.
 
     for each slice:    cut the inputs (views), run the body on them:
-        outputs that are cut    are written into their place in a buffer that was made before the loop
-        outputs that are sums   the first slice's is the accumulator; the others' are added to it, by `addmm_` where
+        outputs that are cut    are written into their place in a buffer that was allocated before the loop
+        outputs that are sums   the first slice's is the accumulator; the others' are added to it, by `addmm_` if
                                 they are matrix products
 
 The body is emitted once for each size of a slice, for the first slice and for later ones.
@@ -39,15 +39,15 @@ HALF = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Region:
-    """What is run in slices, in the nodes of the graph that it is taken from.
+    """A region to run in slices, as nodes of the graph that it is part of.
 
     Attributes:
-        inputs: what it reads, and how each is cut.
+        inputs: its inputs, and how each is cut.
         steps: its ops and views, in order.
-        outputs: what others read of it.
+        outputs: values that other ops read.
         count: rows of the axis.
         parts: the number of slices.
-        wide: add sums up in float32 where they are of half precision.
+        wide: accumulate sums of half precision in float32.
     """
 
     inputs: tuple[fx.Node, ...]
@@ -60,24 +60,24 @@ class Region:
 
     @property
     def rows(self) -> int:
-        """Rows of a slice; the last may have fewer."""
+        """Rows of a slice; the last slice may have fewer."""
         return -(-self.count // self.parts)
 
     def sums(self) -> list[fx.Node]:
-        """The outputs that are sums over the slices."""
+        """Return the outputs that are sums over the slices."""
         return [node for node in self.outputs if self.labels[node] is SUM]
 
 
 @dataclass(frozen=True)
 class _Cut:
-    """How a tensor is cut: along `dim`, after its group of dimensions was flattened."""
+    """The way a tensor is cut: along `dim`, after its group of dimensions was flattened."""
 
     dim: int
     dims: int
     each: int
 
     def prepared(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor with its group as one dimension after ones: a view, or a copy where there is none."""
+        """Return the tensor with its group flattened into one dimension, after ones: a view, or a copy if necessary."""
         if self.dims == 1:
             return tensor
         flat = tensor.flatten(self.dim, self.dim + self.dims - 1)
@@ -85,13 +85,13 @@ class _Cut:
         return flat.view(shape) if flat.is_contiguous() else flat.unflatten(self.dim, (*[1] * (self.dims - 1), -1))
 
     def slice(self, prepared: torch.Tensor, first: int, rows: int) -> torch.Tensor:
-        """Rows of a prepared tensor."""
+        """Return `rows` rows of a prepared tensor, from row `first` on."""
         return prepared.narrow(self.dim + self.dims - 1, first * self.each, rows * self.each)
 
 
 @dataclass(frozen=True)
 class _Output:
-    """An output as it is made: its whole size, how it is cut, and the type it is added up in."""
+    """An output: its full size, the way it is cut, and the type in which it is accumulated."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -102,14 +102,15 @@ class _Output:
     summed_in: torch.dtype
 
     def bytes_in(self, dtype: torch.dtype) -> int:
-        """Bytes of it in a type."""
+        """Return its bytes in a type."""
         return rounded(math.prod(self.size) * dtype.itemsize, self.device)
 
 
 class Sliced:
-    """A region as a callable: its inputs in, its outputs as a tuple out.
+    """A region as a callable: it takes its inputs and returns its outputs as a tuple.
 
-    Equal regions have equal names, which tell them from others: the code of a slice, the rows, and the parts.
+    Equal regions have equal names, and different regions different ones: names depend on the code of a slice, the rows,
+    and the number of slices.
     """
 
     kind = Kind.SLICED
@@ -202,7 +203,7 @@ class Sliced:
 
     @cached_property
     def workspace(self) -> int:
-        """Bytes that it takes at its worst moment, beyond the region's inputs and outputs."""
+        """Bytes that it needs at its worst moment, beyond the region's inputs and outputs."""
         wide = sum(o.bytes_in(o.summed_in) for o in self._outputs if o.dtype != o.summed_in)
         narrow = sum(o.bytes_in(o.dtype) for o in self._outputs if o.dtype != o.summed_in)
         sums = sum(o.bytes_in(o.summed_in) for o in self._outputs if o.part is SUM)
@@ -211,26 +212,26 @@ class Sliced:
         return max(0, max(first, later) + wide - narrow, wide)
 
     def nodes(self) -> list[fx.Node]:
-        """The ops of a slice, with fake values."""
+        """Return the ops of a slice, with fake values."""
         return [node for node in self._body.emit(self.rows, first=True).graph.nodes if node.op == "call_function"]
 
 
 def summed_in_type(value: torch.Tensor, *, wide: bool) -> torch.dtype:
-    """The type in which a sum over slices is added up: a single number as exactly as may be."""
+    """Return the type in which a sum over slices is accumulated; for a single number the most exact one."""
     if value.dtype in (*HALF, torch.float32) and value.numel() == 1 and kind_of(value.device).doubles:
         return torch.float64
     return torch.float32 if wide and value.dtype in HALF else value.dtype
 
 
 def _views_as_one(value: torch.Tensor, cut: _Cut) -> bool:
-    """Whether a tensor of this layout fills its storage, and its group is one dimension of it."""
+    """Tell whether a tensor of this layout fills its storage, and its group is one dimension of it."""
     dense = storage_bytes(value) == value.numel() * value.element_size() and value.storage_offset() == 0
     inside = range(cut.dim, cut.dim + cut.dims - 1)
     return dense and all(value.stride(d) == value.stride(d + 1) * value.size(d + 1) for d in inside)
 
 
 class _Body:
-    """The code of one slice. Holds copies of the region's nodes: the graph that they are from may change."""
+    """The code of one slice. It holds copies of the region's nodes, since their graph may change."""
 
     def __init__(self, region: Region) -> None:
         graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
@@ -250,7 +251,7 @@ class _Body:
         self._count, self._wide = region.count, region.wide
 
     def emit(self, rows: int, *, first: bool) -> fx.GraphModule:
-        """The code for a slice: (*inputs, *places of outputs that are cut, *accumulators) -> outputs that are new."""
+        """Return the code for a slice: (*inputs, *places of cut outputs, *accumulators) -> the other outputs."""
         graph, made = fx.Graph(), dict[fx.Node, fx.Node]()
         values = [node.meta["val"] for node in self._inputs]
         mode: Any = next(value.fake_mode for value in values if isinstance(value, torch.Tensor))  # type: ignore[attr-defined]
@@ -278,7 +279,7 @@ class _Body:
         return fx.GraphModule(torch.nn.Module(), graph, "Slice")
 
     def peak(self, rows: int, *, first: bool) -> int:
-        """Bytes alive at the worst moment, inputs and accumulators apart."""
+        """Return the bytes alive at the worst moment, without inputs and accumulators."""
         graph = self.emit(rows, first=first).graph
         return _peak(graph)
 
@@ -292,7 +293,7 @@ class _Body:
         return cut.slice(cut.prepared(value), 0, rows)
 
     def _given(self, graph: fx.Graph, node: fx.Node, number: int, rows: int, first: bool) -> fx.Node | None:
-        """The place where an output is to be written, or the accumulator that it is added to."""
+        """Return the place where an output is to be written, or the accumulator that it is added to."""
         part, value = self._labels[node], node.meta["val"]
         if isinstance(part, int):
             return self._placeholder(graph, f"out_{number}", self._cut_fake(node, rows))
@@ -306,7 +307,7 @@ class _Body:
         return node
 
     def _result(self, graph: fx.Graph, node: fx.Node, part: Any, target: fx.Node | None) -> fx.Node | None:
-        """Write an output into its place, or add it to its accumulator; else it is returned."""
+        """Write an output into its place, or add it to its accumulator; return it if it has neither."""
         value = node.meta["val"]
         if isinstance(part, int):
             assert target is not None
@@ -327,7 +328,7 @@ class _Body:
 
 
 def _call(graph: fx.Graph, target: Any, args: Any, kwargs: Any) -> fx.Node:
-    """A new node with its fake value."""
+    """Insert a node with its fake value."""
     node = graph.call_function(target, tuple(args), dict(kwargs))
     shown, options = fx.node.map_arg((tuple(args), dict(kwargs)), lambda parent: parent.meta["val"])
     node.meta["val"] = target(*shown, **options)
@@ -335,7 +336,7 @@ def _call(graph: fx.Graph, target: Any, args: Any, kwargs: Any) -> fx.Node:
 
 
 def _contiguous(graph: fx.Graph, node: fx.Node, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments of an op of a slice, copied where its kernel would take no notice of their strides."""
+    """Return the arguments of an op of a slice, copied if its kernel would ignore their strides."""
     names = CONTIGUOUS.get(name_of(node))
     if names is None:
         return args
@@ -348,7 +349,7 @@ def _contiguous(graph: fx.Graph, node: fx.Node, args: tuple[Any, ...]) -> tuple[
 
 
 def _as_shown(graph: fx.Graph, view: fx.Node) -> fx.Node:
-    """A reshape that copies in any case where it does so with fake tensors: what is overwritten is no input then."""
+    """Let a reshape that copies with fake tensors always copy, so that what is overwritten later is no input."""
     source = view.args[0]
     assert isinstance(source, fx.Node)
     if storage_of(view.meta["val"]) == storage_of(source.meta["val"]):
@@ -360,7 +361,7 @@ def _as_shown(graph: fx.Graph, view: fx.Node) -> fx.Node:
 
 
 def _looking_at_layouts(graph: fx.Graph) -> None:
-    """Let ops that overwrite an operand look first whether its real layout is that of their result."""
+    """Let ops that overwrite an operand check first that its real layout is that of their result."""
     for node in graph.nodes:
         if (operand := overwritten(node)) is not None and operand.op != "placeholder":
             node.args = (node.target, node.meta[PLACE], *node.args)
@@ -368,13 +369,13 @@ def _looking_at_layouts(graph: fx.Graph) -> None:
 
 
 def _writes(node: fx.Node) -> bool:
-    """Whether a node of a slice's code has an effect on what it is given."""
+    """Tell whether a node of a slice's code has an effect on its arguments."""
     effects = (aten.copy_.default, aten.add_.Tensor, aten.addmm_.default, overwrite_where_alike)
     return node.op in ("placeholder", "output") or node.target in effects
 
 
 def _last_uses_first(graph: fx.Graph) -> None:
-    """Move each write of an output right behind what it writes, so that this is freed early."""
+    """Move each write of an output right behind the op that computes it, so that it is freed early."""
     for node in list(graph.nodes):
         if node.target in (aten.copy_.default, aten.add_.Tensor) and node.args[0].op == "placeholder":
             source = node.args[1]
@@ -387,7 +388,7 @@ def _last_uses_first(graph: fx.Graph) -> None:
 
 
 def _taken_over(node: fx.Node) -> int:
-    """Bytes of an operand that an op's result takes over, where it overwrites one."""
+    """Return the bytes of an operand that an op's result reuses, if it overwrites one; else 0."""
     if node.target is not overwrite_where_alike:
         return 0
     _, place, *operands = node.args
@@ -397,7 +398,7 @@ def _taken_over(node: fx.Node) -> int:
 
 
 def _peak(graph: fx.Graph) -> int:
-    """Bytes of storages that nodes of a graph make, at the worst moment, by their last uses."""
+    """Return the bytes of storages that nodes of a graph make, at the worst moment, by their last uses."""
     nodes = list(graph.nodes)
     given = {storage_of(t) for n in nodes if n.op == "placeholder" for t in tensors_of(n) if t is not None}
     last: dict[Any, int] = {}
@@ -423,5 +424,5 @@ def _peak(graph: fx.Graph) -> int:
 
 
 def outputs_of_region(node: fx.Node) -> Sequence[fx.Node]:
-    """The nodes that show the outputs of a region that runs in slices."""
+    """Return the nodes that show the outputs of a region that runs in slices."""
     return [user for user in node.users if user.target is operator.getitem]

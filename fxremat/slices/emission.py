@@ -1,4 +1,4 @@
-"""An op of a region as it runs on a slice: the same op but for the sizes that stand among its arguments."""
+"""Emission of an op of a region for a slice: the same op, with the sizes among its arguments adapted."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fxremat.slices.rules import FILLS, VIEWS, name_of, shape_of
 
 aten = torch.ops.aten
 
-SIZES: dict[str, str] = {  # ops among whose arguments the size of a tensor stands that is cut, and its name
+SIZES: dict[str, str] = {  # ops with the size of a cut tensor among their arguments, and the name of that argument
     **dict.fromkeys((*FILLS, "expand"), "size"),
     **dict.fromkeys(("slice_backward", "select_backward"), "input_sizes"),
     "upsample_nearest2d_backward": "input_size",
@@ -26,7 +26,7 @@ CONTIGUOUS = {  # arguments that kernels read as if they were contiguous, whatev
     "native_layer_norm_backward": ("mean", "rstd"),
     "_fused_rms_norm_backward": ("rstd",),
 }
-COUNTS = {"native_group_norm": "N", "native_group_norm_backward": "N"}  # the same of numbers of batch elements
+COUNTS = {"native_group_norm": "N", "native_group_norm_backward": "N"}  # the same for numbers of batch elements
 
 
 def emitted(
@@ -36,12 +36,12 @@ def emitted(
     count: int,
     rows: int,
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """Target and arguments of a node for a slice of so many rows.
+    """Return target and arguments of a node for a slice of so many rows.
 
     Args:
-        made: what stands in the slice for a node.
+        made: returns the node of the slice for a node.
         labels: how every node is cut.
-        count: rows of the whole axis.
+        count: rows of the entire axis.
     """
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), made)
     name, at = name_of(node), _place(node, labels, count)
@@ -56,7 +56,7 @@ def emitted(
 
 
 def _cut_size(size: Any, at: Place, rows: int) -> list[int]:
-    """A size in a slice; -1, as in `expand`, stays."""
+    """Return a size in a slice; -1, as in `expand`, stays."""
     return slice_shape(size, at, rows)
 
 
@@ -70,7 +70,7 @@ def _place(node: fx.Node, labels: Mapping[fx.Node, Part | tuple[Part, ...]], cou
 def _with(
     node: fx.Node, args: Any, kwargs: Any, name: str, change: Callable[[Any], Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments with one changed, by its name in the schema."""
+    """Return the arguments with one changed, by its name in the schema."""
     assert isinstance(node.target, torch._ops.OpOverload)
     if name in kwargs:
         return tuple(args), {**kwargs, name: change(kwargs[name])}

@@ -1,11 +1,11 @@
-"""What a region cannot cut as it stands, written out as ops that it can: equal up to rounding.
+"""A rewrite of ops that a region cannot cut into ops that it can: equal up to rounding.
 
     nll_loss(x, y), mean     nll_loss(losses of rows as they are, 0, mean)             the same bits
-      with class weights     sum(nll_loss(x, y), none) / weight of all targets         added up in float64
-    mse_loss(x, y), mean     sum(mse_loss(x, y), none) / number of elements            and so do others, and backwards
+    with class weights       sum(nll_loss(x, y), none) / weight of all targets         accumulated in float64
+    mse_loss(x, y), mean     sum(mse_loss(x, y), none) / number of elements            other losses and backwards too
     mean(x)                  sum(x) / number of elements
     new_zeros(x, size)       zeros(size): it reads nothing of x
-    dropout(x) on a CPU      x * mask / (1 - p); the mask is drawn whole, by itself    the numbers that dropout draws
+    dropout(x) on a CPU      x * mask / (1 - p); one op draws the entire mask          the numbers that dropout draws
 
 The weight of the targets is then known before any slice has run.
 """
@@ -25,14 +25,14 @@ aten = torch.ops.aten
 FILLED: dict[Any, tuple[int, ...]] = {
     aten.new_zeros.default: (0,),
     aten.new_ones.default: (1,),
-    aten.new_full.default: (),  # with a number of its own
+    aten.new_full.default: (),  # with a number from its arguments
 }
 IGNORED = -100
 MEAN, ADDED = 1, 2  # reductions of a loss, as aten numbers them
 
 
 def make_explicit(graph: fx.Graph) -> None:
-    """Write out losses, means and dropouts of a joint graph. O(nodes)."""
+    """Rewrite losses, means and dropouts of a joint graph as ops that can be cut. O(nodes)."""
     for node in list(graph.nodes):
         if node.target in (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default):
             _loss_by_rows(node)
@@ -50,7 +50,7 @@ def make_explicit(graph: fx.Graph) -> None:
 
 
 class _Before:
-    """Writes nodes before another one, as a part of what that stands for."""
+    """A writer of nodes before another one, which they replace."""
 
     def __init__(self, node: fx.Node, mode: Any) -> None:
         self.node, self.mode = node, mode
@@ -89,7 +89,7 @@ def _loss_by_rows(node: fx.Node) -> None:
 def _added_as_whole(
     write: _Before, op: Any, losses: fx.Node, target: fx.Node, _: None, reduction: int, ignored: int
 ) -> tuple[fx.Node, fx.Node]:
-    """The loss of rows by the op itself, which finds them in the one class that there is: its very sum and division."""
+    """Reduce the losses of rows by the op itself, as losses of the only class: the same sum and division."""
     value = _shown(target)
     seen = write(aten.ne.Scalar, target, ignored)
     none = write(aten.full.default, [], IGNORED, dtype=value.dtype, device=value.device)
@@ -99,14 +99,14 @@ def _added_as_whole(
     result = write(op, only, first, None, reduction, IGNORED)
     shape = list(_shown(only).shape)
     zeros = write(aten.zeros.default, shape, dtype=_shown(losses).dtype, device=value.device)
-    weight = write(op, zeros, first, None, reduction, IGNORED)  # known before any row is
+    weight = write(op, zeros, first, None, reduction, IGNORED)  # computed before any row
     return write(operator.getitem, result, 0), write(operator.getitem, weight, 1)
 
 
 def _added_by_weight(
     write: _Before, _: Any, losses: fx.Node, target: fx.Node, weight: fx.Node, reduction: int, ignored: int
 ) -> tuple[fx.Node, fx.Node]:
-    """The sum, or the weighted mean, of the losses of rows in float64."""
+    """Return the sum, or the weighted mean, of the losses of rows, accumulated in float64."""
     dtype = _shown(losses).dtype
     total = _weight_of(write, target, weight, ignored)
     result = write(aten.sum.default, losses, dtype=torch.float64)
@@ -116,7 +116,7 @@ def _added_by_weight(
 
 
 def _weight_of(write: _Before, target: fx.Node, weight: fx.Node, ignored: int) -> fx.Node:
-    """The sum of the targets' weights, in float64."""
+    """Return the sum of the targets' weights, in float64."""
     seen = write(aten.ne.Scalar, target, ignored)
     zero = write(aten.full.default, [], 0, dtype=torch.int64, device=_shown(target).device)
     known = write(aten.where.self, seen, target, zero)
@@ -153,7 +153,7 @@ def _mean(node: fx.Node) -> None:
 
 
 def _add_up(node: fx.Node, write: _Before, x: fx.Node, divisor: int) -> None:
-    """Put the sum of all elements, over a divisor, in the place of a node."""
+    """Replace a node by the sum of all elements over a divisor."""
     result = write(aten.sum.default, x, dtype=torch.promote_types(_shown(x).dtype, torch.float32))
     if divisor != 1:
         result = write(aten.div.Tensor, result, divisor)
@@ -164,7 +164,7 @@ def _add_up(node: fx.Node, write: _Before, x: fx.Node, divisor: int) -> None:
 
 
 def _filled_alone(node: fx.Node) -> None:
-    """Let what is filled with one number take its type and device from nothing."""
+    """Replace a fill that takes type and device from a tensor by one that reads none."""
     value = _shown(node)
     write = _Before(node, value.fake_mode)  # type: ignore[attr-defined]
     number = FILLED[node.target] or (argument(node, "fill_value"),)
@@ -181,7 +181,7 @@ def _mask_by_itself(node: fx.Node) -> None:
         return
     with value.fake_mode:  # type: ignore[attr-defined]
         in_order = torch.empty_like(value).is_contiguous()
-    if not in_order:  # dropout draws in the order of memory, bernoulli in its own
+    if not in_order:  # dropout draws in memory order, bernoulli in the order of its own result
         return
     write = _Before(node, value.fake_mode)  # type: ignore[attr-defined]
     empty = write(aten.empty.memory_format, list(value.shape), dtype=torch.bool, device=value.device)

@@ -1,14 +1,14 @@
-"""Which part of a tensor a slice of a region is.
+"""Labels of tensors in a region: which part of each tensor a slice has.
 
 A region runs in slices of one axis of `count` rows. In each tensor that is cut, the axis is a group of neighbouring
-dimensions, flattened: `count` times some elements of it, after dimensions whose product is `outer`.
+dimensions, flattened: `count` times some elements each, after dimensions whose product is `outer`.
 
     [B, T, V]    B * T rows    outer 1, dims 0..1, each 1          the logits of tokens
-    [B * T, V]   B rows        outer 1, dims 0..0, each T          the same of whole sequences
+    [B * T, V]   B rows        outer 1, dims 0..0, each T          the same of entire sequences
     [B, H, T, T] T rows        outer B * H, dims 2..2, each 1      rows of attention scores
 
-`outer` alone says which axis it is: a reshape that keeps the order of elements keeps `outer` and `count`. In a slice,
-a group is its last dimension with the slice's rows, after ones: the rank stays, and so do the numbers of the other
+`outer` alone identifies the axis: a reshape that keeps the order of elements keeps `outer` and `count`. In a slice, a
+group is its last dimension with the slice's rows, after ones: the rank stays, and so do the indices of the other
 dimensions.
 """
 
@@ -21,19 +21,19 @@ from enum import Enum
 
 
 class Mark(Enum):
-    """What a tensor is where it is not cut."""
+    """The part that a slice has of a tensor that is not cut."""
 
-    WHOLE = "whole"  # equal in all slices
-    SUM = "sum"  # each slice makes a summand of it
+    WHOLE = "whole"  # all of it, equal in all slices
+    SUM = "sum"  # one summand of it
 
 
 WHOLE, SUM = Mark.WHOLE, Mark.SUM
-Part = int | Mark  # the `outer` of a tensor that is cut, or what else it is
+Part = int | Mark  # the `outer` of a tensor that is cut, or a mark
 
 
 @dataclass(frozen=True)
 class Place:
-    """The dimensions of a tensor that the axis is: `dims` of them from `dim` on, `each` elements to a row."""
+    """The dimensions of a tensor that form the axis: `dims` of them from `dim` on, `each` elements to a row."""
 
     dim: int
     dims: int
@@ -45,12 +45,12 @@ class Place:
         return self.dim + self.dims
 
     def holds(self, dimension: int) -> bool:
-        """Whether a dimension is one of the group's."""
+        """Tell whether a dimension belongs to the group."""
         return self.dim <= dimension < self.end
 
 
 def place(shape: Sequence[int], outer: Part, count: int) -> Place | None:
-    """Where the axis is in a tensor of this shape: the fewest dimensions; None where it is not, or is not cut."""
+    """Return the fewest dimensions that form the axis in a tensor of this shape; None if none do, or it is not cut."""
     if isinstance(outer, Mark):
         return None
     before, dim = 1, 0
@@ -68,7 +68,7 @@ def place(shape: Sequence[int], outer: Part, count: int) -> Place | None:
 
 
 def axes(shape: Sequence[int], count: int) -> Iterator[tuple[int, Place]]:
-    """Every `outer` at which a tensor of this shape may be cut into `count` rows, with its place."""
+    """Yield each way to cut a tensor of this shape into `count` rows: its `outer`, and the dimensions of the axis."""
     for outer in dict.fromkeys(math.prod(shape[:dim]) for dim in range(len(shape))):
         found = place(shape, outer, count)
         if found is not None:
@@ -76,5 +76,5 @@ def axes(shape: Sequence[int], count: int) -> Iterator[tuple[int, Place]]:
 
 
 def slice_shape(shape: Sequence[int], at: Place, rows: int) -> list[int]:
-    """The shape of a slice of so many rows."""
+    """Return the shape of a slice of `rows` rows."""
     return [*shape[: at.dim], *[1] * (at.dims - 1), rows * at.each, *shape[at.end :]]

@@ -1,13 +1,13 @@
 """The region around an op that needs too much: which ops run in slices together, and along which axis.
 
     seed     the largest value that the op reads or writes
-    axes     of the seed: as many rows as there are tokens first, then whole sequences, then other dimensions
-    grow     every producer and reader of a value that is cut and large joins; the first way of it (`rules`) that agrees
-             with what is known of its inputs and outputs says how these are cut
+    axes     of the seed: as many rows as there are tokens first, then entire sequences, then other dimensions
+    grow     every producer and reader of a value that is cut and large joins; the first of its ways (`rules`) that
+             agrees with the known labels of its inputs and outputs says how these are cut
 
-What crosses the border of a region is small, whole in all slices, or a sum over them by construction; what its forward
-returns may be large, and is then put together from its slices. A large value that an op without a way reads is the
-reason why there is no region, and is told.
+Values that cross the border of a region are small, equal in all slices, or a sum over them by construction; outputs of
+its forward may be large, and are then assembled from its slices. A large value that is read by an op without a way is
+the reason why there is no region, and is reported.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from fxremat.slices.labels import SUM, WHOLE, Part, axes
 from fxremat.slices.rules import Way, name_of, shape_of, tensor_inputs, ways, why_not
 from fxremat.slices.values import Values
 
-MOST_BETWEEN = 60  # ops between a region's forward and its backward that are taken in
-LARGE = (0.25, 0.125, 0.5)  # of the seed's bytes: what counts as large, in the order in which it is tried
+MOST_BETWEEN = 60  # ops between a region's forward and its backward that may join it, at most
+LARGE = (0.25, 0.125, 0.5)  # of the seed's bytes: sizes from which values count as large, in the order of trial
 
 Label = Part | tuple[Part, ...]
 
 
 class Blocked(Exception):
-    """No region along this axis; says which op is in the way.
+    """There is no region along this axis; the message says which op prevents it.
 
     Attributes:
-        reached: ops that were in the region by then: how near it came.
+        reached: number of ops that were in the region by then, a measure of how near it came.
     """
 
     reached = 0
@@ -44,23 +44,26 @@ class Blocked(Exception):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Found:
-    """Ops that run in slices together."""
+    """A region: ops that run in slices together."""
 
     count: int  # rows of the axis
     outer: int  # elements before it in the seed
     ops: tuple[fx.Node, ...]
     labels: dict[fx.Node, Label]
-    large: frozenset[fx.Node]  # values of which no more than a slice is there at a time
+    large: frozenset[fx.Node]  # values of which only one slice exists at a time
     seed: fx.Node
 
     @property
     def axis(self) -> tuple[int, int]:
-        """What tells it from regions along other axes."""
+        """The axis, which distinguishes it from regions along other axes."""
         return self.outer, self.count
 
 
 def find(values: Values, op: fx.Node) -> Iterator[Found]:
-    """Regions around an op, the finest axis first. Raises `Blocked` where there is none, for the nearest of reasons."""
+    """Yield regions around an op, the finest axis first.
+
+    Raises `Blocked`, with the nearest reason, if there is none.
+    """
     reasons: list[Blocked] = []
     found = 0
     seed = max(
@@ -85,7 +88,7 @@ def find(values: Values, op: fx.Node) -> Iterator[Found]:
 
 
 def _axes_of(values: Values, seed: fx.Node) -> Iterator[tuple[int, int]]:
-    """The axes of a value in whatever shape it is looked at: (elements before it, rows)."""
+    """Yield the axes of a value in all shapes in which views show it: (elements before the axis, rows)."""
     numel = seed.meta["val"].numel()
     found: dict[tuple[int, int], None] = {}
     for node in values.showing(seed):
@@ -101,7 +104,7 @@ def _axes_of(values: Values, seed: fx.Node) -> Iterator[tuple[int, int]]:
 
 @dataclass
 class _Growing:
-    """A region on its way."""
+    """A region under construction."""
 
     values: Values
     seed: fx.Node
@@ -113,7 +116,7 @@ class _Growing:
     large: set[fx.Node] = field(default_factory=set)
 
     def run(self) -> Found:
-        """Let the region grow from its seed. Raises `Blocked`."""
+        """Grow the region from its seed. Raises `Blocked`."""
         values = self.values
         if not any(outer == self.outer for outer, _ in axes(shape_of(self.seed), self.count)):
             raise Blocked(f"{self.seed.name} has no such axis")
@@ -140,7 +143,7 @@ class _Growing:
         )
 
     def _grow(self, values: Iterable[fx.Node]) -> None:
-        """Take in all that makes or reads these values, and others that are large and cut."""
+        """Add all ops that make or read these values, and in turn those around other large values that are cut."""
         queue = deque(values)
         while queue:
             value = queue.popleft()
@@ -150,13 +153,13 @@ class _Growing:
                     queue.extend(self._join(op))
 
     def _take(self, ops: Iterable[fx.Node]) -> None:
-        """Take these ops in, and what follows from that."""
+        """Add these ops, and all that follow from them."""
         for op in ops:
             if op not in self.ops:
                 self._grow(self._join(op))
 
     def _take_all_or_none(self) -> None:
-        """Take in what stands between the forward and the backward of the region, if it is little and can be cut."""
+        """Add the ops between the forward and the backward of the region, if they are few and can be cut."""
         before = dict(self.labels), dict(self.ops), set(self.large)
         try:
             while between := self._between(same_part=False):
@@ -168,10 +171,10 @@ class _Growing:
             self.labels, self.ops, self.large = before
 
     def _between(self, *, same_part: bool) -> list[fx.Node]:
-        """Ops that read what the region makes, directly or not, and make what it reads.
+        """List ops that read what the region makes, directly or not, and make what it reads.
 
         Args:
-            same_part: those between ops of the forward, or between ops of the backward, alone.
+            same_part: only those between ops of the forward, or between ops of the backward.
         """
         late = self.values.late
         parts = ((False, False), (True, True)) if same_part else ((False, True),)
@@ -187,7 +190,7 @@ class _Growing:
     def _reached(
         self, nodes: Iterable[fx.Node], late: bool, following: Callable[[fx.Node], Iterable[fx.Node]]
     ) -> set[fx.Node]:
-        """Nodes that are reached from the region's ops of one part of the step, in this order of the graph."""
+        """Return nodes that are reached from the region's ops of one part of the step, in this order of the graph."""
         found = {op for op in self.ops if (op in self.values.late) == late}
         for node in nodes:
             if any(other in found for other in following(node)):
@@ -203,7 +206,7 @@ class _Growing:
         )
 
     def _join(self, op: fx.Node) -> list[fx.Node]:
-        """Take an op in, in the first of its ways that agrees with what is known; values that are large by that."""
+        """Add an op, in the first of its ways that agrees with known labels; return values that are large by that."""
         for way in ways(op, self.count):
             made = self.values.made_by(op)
             parts = {value: way.writes[_position(value, op)] for value in made}
@@ -226,7 +229,7 @@ class _Growing:
         return all(_fits(old, new) for old, new in known) and any(isinstance(old, int) for old, _ in known)
 
     def _put(self, node: fx.Node, part: Part) -> None:
-        """Note how a node is cut, and what it is a view of."""
+        """Label a node, and the value that it is a view of."""
         old = self.labels.get(node)
         if old is not None:
             if not _fits(old, part):
@@ -242,7 +245,7 @@ class _Growing:
             self._put(parent, above)
 
     def _above(self, view: fx.Node, part: Part) -> tuple[fx.Node, Part | None]:
-        """What a view was taken from, and how that is cut; None where it is an input as the view shows it."""
+        """Return what a view was taken from, and how that is cut; None if that does not follow from the view."""
         parent = tensor_inputs(view)[0] if tensor_inputs(view) else view.all_input_nodes[0]
         if part is WHOLE or part is SUM:
             return parent, WHOLE if part is WHOLE else None
@@ -252,14 +255,14 @@ class _Growing:
         return parent, found[0] if found else None
 
     def _see(self, node: fx.Node) -> Label | None:
-        """How a node is cut, from what it is a view of where that is known; None where nothing is."""
+        """Return how a node is cut, inferred from the base of a view if possible; None if it is not known."""
         if node in self.labels or not self.values.is_view(node):
             return self.labels.get(node)
         self._try_view(node)
         return self.labels.get(node)
 
     def _try_view(self, node: fx.Node) -> None:
-        """Note how a view is cut, where it follows from its parent."""
+        """Label a view, if its label follows from its parent's."""
         if node in self.labels:
             return
         parent = node.all_input_nodes[0]
@@ -269,7 +272,7 @@ class _Growing:
         if isinstance(above, tuple):
             self.labels[node] = above[_position(node, parent)]
         elif above is WHOLE or above is SUM:
-            if name_of(node) != "expand":  # of what is whole, each slice may show as many rows as it has
+            if name_of(node) != "expand":  # each slice may show the rows of a slice of an uncut tensor
                 self.labels[node] = WHOLE
         else:
             found = [way.writes for way in ways(node, self.count) if way.reads.get(parent) == above]
@@ -278,7 +281,7 @@ class _Growing:
                 self.labels[node] = found[0] if several else found[0][0]
 
     def _check_sums(self, large: set[fx.Node]) -> None:
-        """Raise `Blocked` where a sum is read before all slices have run."""
+        """Raise `Blocked` if a sum is read before all slices have run."""
         for op in self.ops:
             for value in self.values.read_by(op):
                 if self.labels.get(value) is not SUM or self.values.producer(value) not in self.ops:
@@ -289,7 +292,7 @@ class _Growing:
 
 
     def _check_views(self) -> None:
-        """Raise `Blocked` where a value of the region is looked at in a way that does not follow from how it is cut."""
+        """Raise `Blocked` if a view of a value of the region does not follow from how the value is cut."""
         for op in self.ops:
             for node in op.all_input_nodes:
                 base = self.values.base(node)
@@ -308,14 +311,14 @@ class _Growing:
 
 
 def _fits(old: Label | None, new: Part) -> bool:
-    """Whether two parts of a node agree: a sum is read as a whole, once all slices have run."""
+    """Tell whether two labels of a node agree: a sum is read as an uncut tensor, once all slices have run."""
     if old is None or old == new:
         return True
     return (old is SUM and new is WHOLE) or (old is WHOLE and new is SUM)
 
 
 def _position(value: fx.Node, op: fx.Node) -> int:
-    """Which output of an op a value is."""
+    """Return the index of a value among the outputs of an op."""
     if value is op:
         return 0
     position = value.args[1]

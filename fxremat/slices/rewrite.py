@@ -1,15 +1,15 @@
 """A joint graph in which regions run in slices: `Captured -> Captured`, before anything is planned.
 
     made again    forward op (cut inputs)            -> losses, sums, small results
-                  backward op (the same, gradients)  -> gradients, cut and put together, and sums; it makes the slice's
+                  backward op (the same, gradients)  -> gradients, assembled from slices, and sums; it runs the slice's
                                                         forward again
-    inside        one forward op                      -> all of these, for a gradient of the loss of 1; the backward
+    inside        one forward op                     -> all of these, for a gradient of the loss of 1; the backward
                                                         multiplies by the real one
 
-The second does no op twice, and is possible where the only gradient that comes in is that of the loss, which is one
-number; half-precision floats of loss scaling would lose bits, so that float16 gradients are never made so.
+The second does no op twice. It is possible if the only incoming gradient is that of the loss, which is one number; the
+factors of loss scaling would cost half-precision floats bits, so that float16 gradients are never made in this way.
 
-Regions are looked for around the op that needs most, then the next, until none needs more than a target.
+A region is searched for around the op that needs most, then the next, until none needs more than a target.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from fxremat.slices.write import Writer, show, show_again, sort_again
 
 aten = torch.ops.aten
 
-LEAST_ROWS = 32  # of a slice, where a row is one of more than MANY
+LEAST_ROWS = 32  # least rows of a slice, if the axis has more than MANY rows
 MANY = 256
 MOST_REGIONS = 200
-TRIED = 6  # ops without a region, after which no more are looked for
-TOLD = 0.5  # of what the largest op needs: why an op that needs less is whole is not told
+TRIED = 6  # ops without a region, after which the search ends
+TOLD = 0.5  # of the largest op's need: no reason is reported for ops that need less
 MOST_REASONS = 3
-MANY_OUTPUTS = 16  # an output of so much less than the largest op needs is returned in any case
+MANY_OUTPUTS = 16  # an output this many times smaller than the largest op's need is returned in any case
 
 
 @dataclass(frozen=True, kw_only=True)
 class SlicedRegion:
-    """What runs in slices, for people.
+    """A description of a region that runs in slices, for messages.
 
     Attributes:
         parts: number of slices.
@@ -52,10 +52,10 @@ class SlicedRegion:
         inside: gradients are made in the forward.
         ops: names of the ops of the joint graph that run in slices.
         where: the module, or the line, whose value was too large.
-        sums: results that are sums over the slices.
+        sums: number of results that are sums over the slices.
         summed: the modules, or names, of the ops whose sums have more than one number.
-        summed_in: the types in which those are added up.
-        wide: those of half precision are added up in float32.
+        summed_in: the types in which those are accumulated.
+        wide: those of half precision are accumulated in float32.
     """
 
     parts: int
@@ -75,8 +75,8 @@ class SlicedJoint:
 
     joint: Captured
     regions: tuple[SlicedRegion, ...]
-    blocked: tuple[str, ...]  # why ops that need much are whole
-    floor: int  # bytes that the largest op which is whole needs
+    blocked: tuple[str, ...]  # the reasons why ops that need much are not cut
+    floor: int  # bytes that the largest op needs which is not cut
 
 
 def sliced(
@@ -88,33 +88,33 @@ def sliced(
     wide: bool = False,
     only_loss: bool = False,
 ) -> SlicedJoint:
-    """Cut regions until no op needs more than `target` bytes, as far as that goes. The given graph is not changed.
+    """Cut regions until no op needs more than `target` bytes, as far as possible. The given graph is not changed.
 
     Args:
-        target: bytes that an op may read and write, parameters apart.
+        target: bytes that an op may read and write, without parameters.
         most: slices of a region at most.
-        inside: make gradients in the forward where that is possible.
-        wide: add up sums of half precision in float32.
-        only_loss: return no large tensors beside the loss, but NaN in their shapes.
+        inside: make gradients in the forward if that is possible.
+        wide: accumulate sums of half precision in float32.
+        only_loss: instead of large tensors other than the loss, return NaN in their shapes.
     """
     return _Slicing(joint, target, most, inside=inside, wide=wide, only_loss=only_loss).run()
 
 
 def largest_need(joint: Captured) -> int:
-    """Bytes that the op with the most needs, parameters and inputs apart."""
+    """Return the bytes that the op with the largest need reads and writes, without parameters and inputs."""
     values = Values(joint)
     return max((values.need(joint.nodes[op.index]) for op in joint.ops), default=0)
 
 
 def bytes_beside_loss(joint: Captured) -> int:
-    """Bytes of large tensors that the forward returns beside its loss, which need not be returned."""
+    """Return the bytes of large tensors that the forward returns besides its loss, which need not be returned."""
     values, need = Values(joint), largest_need(joint)
     nodes = [node for node in _beside_loss(joint) if _is_left_out(values, node, need)]
     return sum(map(values.bytes, {values.base(node) for node in nodes}))
 
 
 def _beside_loss(joint: Captured) -> list[fx.Node]:
-    """The outputs of the forward that are given no gradient."""
+    """Return the outputs of the forward that get no gradient."""
     trained = {str(getattr(node.meta.get("desc"), "output", None)) for node in joint.tangent_nodes}
     outputs = zip(joint.forward_outputs, joint.output_descs, strict=True)
     return [node for node, desc in outputs if isinstance(node, fx.Node) and str(desc) not in trained]
@@ -126,11 +126,11 @@ class _Slicing:
     ) -> None:
         self.given, self.target, self.most = joint, target, most
         self.inside, self.wide, self.only_loss = inside, wide, only_loss
-        self.graph = _copy(joint.module.graph)  # that is rewritten
+        self.graph = _copy(joint.module.graph)  # the graph that is rewritten
         self.outputs = len(joint.forward_outputs)
         self.regions: list[SlicedRegion] = []
-        self.blocked: dict[str, str] = {}  # op -> reason, "" where it is not worth telling
-        self.need = 0  # of the op with the most, before anything is cut
+        self.blocked: dict[str, str] = {}  # op -> reason, "" if it is not worth reporting
+        self.need = 0  # of the largest op, before anything is cut
 
     def run(self) -> SlicedJoint:
         forget_overwriting(self.graph)
@@ -159,7 +159,7 @@ class _Slicing:
         return SlicedJoint(joint=joint, regions=tuple(self.regions), blocked=blocked, floor=floor)
 
     def _leave_out(self, values: Values) -> bool:
-        """Let the forward return NaN in the place of large tensors beside its loss; whether there are any."""
+        """Let the forward return NaN instead of large tensors besides its loss; return whether there are any."""
         beside = [node for node in _beside_loss(values.joint) if _is_left_out(values, node, self.need)]
         end = next(iter(reversed(self.graph.nodes)))
         outputs = list(end.args[0])
@@ -183,13 +183,13 @@ class _Slicing:
         return Values(read_joint(cast(Any, _Unfinished(self.graph)), self.outputs))
 
     def _largest(self, values: Values) -> fx.Node | None:
-        """The op that needs most among those that need more than the target, and may be in a region."""
+        """Return the op with the largest need, if that is above the target and the op may be in a region."""
         open_ = [op for op in values.ops if op.name not in self.blocked]
         op = max(open_, key=values.need, default=None)
         return op if op is not None and values.need(op) > self.target else None
 
     def _cut(self, values: Values, op: fx.Node, skipped: Set[tuple[int, int]] = frozenset()) -> None:
-        """Put the best region around an op in the place of its ops. Raises `Blocked`.
+        """Replace the ops of the best region around an op. Raises `Blocked`.
 
         Args:
             skipped: axes along which that has failed.
@@ -222,7 +222,7 @@ class _Slicing:
         return max(values.need(op) for op in found.ops)
 
     def _parts(self, values: Values, found: Found) -> int:
-        """The fewest slices, a power of two, with which no op of the region needs more than the target."""
+        """Return the fewest slices, a power of two, with which no op of the region needs more than the target."""
         least = LEAST_ROWS if found.count > MANY else 1
         most = min(self.most, found.count // least)
         need, parts = self._need(values, found), 2
@@ -256,7 +256,7 @@ class _Slicing:
 
 
 def _is_left_out(values: Values, node: fx.Node, need: int) -> bool:
-    """Whether an output is a large floating-point tensor that the forward makes, and overwrites nothing."""
+    """Tell whether an output is a large floating-point tensor that the forward makes, and overwrites nothing."""
     value = values.joint.value_of.get(node)
     shown = node.meta.get("val")
     return (
@@ -269,7 +269,7 @@ def _is_left_out(values: Values, node: fx.Node, need: int) -> bool:
 
 
 def _where(found: Found) -> str:
-    """The first module that ops of a region belong to; else the line where its largest value is made, or its name."""
+    """Return the first module of a region's ops; else the line of its largest value, or that value's name."""
     names = (module_of(op) for op in found.ops)
     frame = frame_of(found.seed)
     line = frame.place if frame else found.seed.name
@@ -277,7 +277,7 @@ def _where(found: Found) -> str:
 
 
 def _copy(graph: fx.Graph) -> fx.Graph:
-    """A graph with the same nodes, names and fake values."""
+    """Return a graph with the same nodes, names and fake values."""
     made, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in graph.nodes:
         copies[node] = made.node_copy(node, copies.__getitem__)

@@ -1,14 +1,14 @@
-"""How an op runs in slices: for each family of ops, what it reads and writes in each slice.
+"""Rules for running ops in slices: for each family of ops, what it reads and writes in each slice.
 
-    way = {inputs: part}, (part of each output)        cut alike, whole, or a sum over the slices
+    way = {inputs: part}, (part of each output)        cut alike, not cut, or a sum over the slices
 
     mm, rows       a cut, b whole        ->  cut           softmax, other dim   cut    ->  cut
     mm, inner      a, b cut              ->  sum           sum over the axis    cut    ->  sum
     pointwise      all cut, or broadcast ->  cut           convolution          batch  ->  batch, sums of weights
 
-An op has several ways where its inputs can be cut along several axes. One that is not in the tables has none, and is
-named where it keeps a region from being cut. Each rule is held against the whole op on real tensors in the tests, and
-against DTensor's strategies where those can say the same.
+An op has several ways if its inputs can be cut along several axes. An op that is not in the tables has none, and is
+named if it keeps a region from being cut. The tests compare each rule with the uncut op on real tensors, and with
+DTensor's strategies where these can express the same.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fxremat.slices.labels import SUM, WHOLE, Part, Place, axes, place
 
 @dataclass(frozen=True)
 class Way:
-    """One way to run an op in slices."""
+    """One way to run an op in slices: the parts of its inputs and of its outputs."""
 
     reads: Mapping[fx.Node, Part]
     writes: tuple[Part, ...]  # by position
@@ -36,14 +36,14 @@ class Way:
 Rule = Callable[[fx.Node, int], Iterator[Way]]
 _RULES: dict[str, Rule] = {}
 
-POINTWISE = {  # that torch does not tag as such
+POINTWISE = {  # that torch does not tag as pointwise
     *("_to_copy", "clone", "detach", "alias", "native_dropout_backward", "masked_fill", "lift_fresh_copy"),
     *("full_like", "zeros_like", "ones_like", "empty_like"),
 }
 VIEWS = {
     *("view", "_unsafe_view", "reshape", "_reshape_alias", "unsqueeze", "squeeze", "flatten", "unflatten"),
 }
-SEE_ALL = {  # ops that are known to need the whole axis, and why
+SEE_ALL = {  # ops that are known to need the entire axis, and the reason
     "native_batch_norm": "reads statistics of the whole batch (BatchNorm)",
     "_native_batch_norm_legit": "reads statistics of the whole batch (BatchNorm)",
     "_native_batch_norm_legit_functional": "reads statistics of the whole batch (BatchNorm)",
@@ -56,7 +56,7 @@ SEE_ALL = {  # ops that are known to need the whole axis, and why
 
 
 def name_of(node: fx.Node) -> str:
-    """The name of an op without its namespace and overload."""
+    """Return the name of an op without its namespace and overload."""
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
         return target._schema.name.split("::")[1]
@@ -64,7 +64,7 @@ def name_of(node: fx.Node) -> str:
 
 
 def ways(node: fx.Node, count: int) -> list[Way]:
-    """The ways to run an op in slices of an axis of `count` rows; none for an op that is not known."""
+    """Return the ways to run an op in slices of an axis of `count` rows; none for an op without a rule."""
     rule = _rule(node)
     if rule is None or is_random(node):
         return []
@@ -72,7 +72,7 @@ def ways(node: fx.Node, count: int) -> list[Way]:
 
 
 def why_not(node: fx.Node) -> str:
-    """Why an op keeps a region from being cut, for messages."""
+    """Explain, for a message, why an op keeps a region from being cut."""
     name = name_of(node)
     if name in SEE_ALL:
         return f"{node.name} {SEE_ALL[name]}"
@@ -87,14 +87,14 @@ def _rule(node: fx.Node) -> Rule | None:
     name, target = name_of(node), node.target
     if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
         return None
-    if target.namespace == "aten" and name in _RULES:  # another library's op of that name may be another op
+    if target.namespace == "aten" and name in _RULES:  # an op of that name in another library may be a different op
         return _RULES[name]
     pointwise = torch.Tag.pointwise in target.tags or (target.namespace == "aten" and name in POINTWISE)
     return _pointwise if pointwise and target.namespace in ("aten", "prims") else None
 
 
 def argument(node: fx.Node, name: str) -> Any:
-    """An argument of an op by its name in the schema; None where there is none."""
+    """Return an argument of an op by its name in the schema; None if there is none."""
     if name in node.kwargs:
         return node.kwargs[name]
     assert isinstance(node.target, torch._ops.OpOverload)
@@ -105,24 +105,24 @@ def argument(node: fx.Node, name: str) -> Any:
 
 
 def with_argument(node: fx.Node, name: str, value: Any) -> list[Any]:
-    """All arguments of an op by position, one of them another."""
+    """Return all arguments of an op by position, with one replaced."""
     assert isinstance(node.target, torch._ops.OpOverload)
     schema = node.target._schema.arguments
     return [value if each.name == name else argument(node, each.name) for each in schema]
 
 
 def shape_of(node: fx.Node) -> tuple[int, ...]:
-    """The shape of what a node shows, where it is one tensor."""
+    """Return the shape of a node's value, which is one tensor."""
     return tuple(cast(torch.Tensor, node.meta["val"]).shape)
 
 
 def outputs_of(node: fx.Node) -> list[torch.Tensor | None]:
-    """What a node shows, by position."""
+    """Return the outputs of a node, by position."""
     return tensors_of(node)
 
 
 def tensor_inputs(node: fx.Node) -> list[fx.Node]:
-    """The inputs of a node that show a tensor."""
+    """Return the inputs of a node that are tensors."""
     return [parent for parent in node.all_input_nodes if isinstance(parent.meta.get("val"), torch.Tensor)]
 
 
@@ -144,7 +144,7 @@ def _whole(node: fx.Node, **_: Any) -> dict[fx.Node, Part]:
 
 
 def _way(node: fx.Node, cut: Iterable[tuple[Any, Part]], *writes: Part) -> Way | None:
-    """A way in which these inputs are cut, and all others are whole; None where one would be cut in two ways."""
+    """Return a way in which these inputs are cut, and all others are not; None if one would be cut in two ways."""
     reads: dict[fx.Node, Part] = {}
     for parent, part in cut:
         if isinstance(parent, fx.Node) and reads.setdefault(parent, part) != part:
@@ -157,7 +157,7 @@ def _only(*found: Way | None) -> Iterator[Way]:
 
 
 def _at(shape: Sequence[int], dim: int, count: int) -> tuple[int, int] | None:
-    """`outer`, and elements to a row, of one dimension of a tensor; None where it cannot be cut into the rows."""
+    """Return `outer`, and elements to a row, of one dimension of a tensor; None if it cannot be cut into the rows."""
     outer = math.prod(shape[:dim])
     found = place(shape, outer, count)
     if found is None or found.dim != dim or found.dims != 1:
@@ -171,10 +171,10 @@ def _cut(
     outputs: Sequence[tuple[Any, int] | Part],
     count: int,
 ) -> Way | None:
-    """A way that cuts inputs and outputs along single dimensions, all with as many elements to a row.
+    """Return a way that cuts inputs and outputs along single dimensions, all with as many elements to a row.
 
     Args:
-        pairs: an input and its dimension; None where it is whole, and may be the same tensor as one that is cut.
+        pairs: an input and its dimension; None if it is not cut; it may be the same tensor as one that is cut.
         outputs: a tensor and its dimension, or another part.
     """
     each: set[int] = set()
@@ -206,7 +206,7 @@ def _cut(
 
 
 def _aligned(shape: Sequence[int], whole: Sequence[int], at: Place, count: int) -> Part | None:
-    """How an operand that is broadcast to `whole` is cut where that is cut at a place; None where it cannot be."""
+    """Return how an operand that is broadcast to `whole` is cut if that is cut at a place; None if it cannot be."""
     offset = len(whole) - len(shape)
     dims = [shape[d - offset] if d >= offset else 1 for d in range(at.dim, at.end)]
     if dims == list(whole[at.dim : at.end]):
@@ -219,7 +219,7 @@ def _aligned(shape: Sequence[int], whole: Sequence[int], at: Place, count: int) 
 
 
 def _pointwise(node: fx.Node, count: int) -> Iterator[Way]:
-    """Each element of the result depends on one element of each operand."""
+    """Yield ways for ops in which an element of the result depends on one element of each operand."""
     if not isinstance(node.meta.get("val"), torch.Tensor):
         return
     whole = shape_of(node)
@@ -231,7 +231,7 @@ def _pointwise(node: fx.Node, count: int) -> Iterator[Way]:
 
 @_rules(*VIEWS)
 def _reshape(node: fx.Node, count: int) -> Iterator[Way]:
-    """The order of elements stays."""
+    """Yield ways for views that keep the order of elements."""
     (x,) = tensor_inputs(node)
     if not isinstance(node.meta.get("val"), torch.Tensor) or node.target is torch.ops.aten.view.dtype:
         return
@@ -276,7 +276,7 @@ FILLS = ("full", "zeros", "ones", "empty")
 
 @_rules(*FILLS)
 def _fill(node: fx.Node, count: int) -> Iterator[Way]:
-    """One number everywhere (`explicit` makes those that read a tensor's type and device ones that do not)."""
+    """Yield ways for one number everywhere (`explicit` rewrites fills that read a tensor's type and device)."""
     for outer, _ in axes(shape_of(node), count):
         yield Way(_whole(node), (outer,))
 
@@ -325,7 +325,7 @@ def _baddbmm(node: fx.Node, count: int) -> Iterator[Way]:
 
 
 def _along(node: fx.Node, count: int, dims: Iterable[int], operands: Sequence[fx.Node]) -> Iterator[Way]:
-    """Ops that mix some dimensions alone, and keep all shapes."""
+    """Yield ways for ops that mix only some dimensions, and keep all shapes."""
     shape = shape_of(operands[0])
     mixed = {dim % len(shape) for dim in dims} if shape else set()
     for outer, at in axes(shape, count):
@@ -351,7 +351,7 @@ def _flip(node: fx.Node, count: int) -> Iterator[Way]:
 
 
 def _lead(node: fx.Node, x: fx.Node, count: int) -> Iterator[tuple[int, Place]]:
-    """The axes among the dimensions that a layer norm does not normalize."""
+    """Yield the axes among the dimensions that a layer norm does not normalize."""
     lead = len(shape_of(x)) - len(argument(node, "normalized_shape"))
     yield from ((outer, at) for outer, at in axes(shape_of(x), count) if at.end <= lead)
 
@@ -375,7 +375,7 @@ def _layer_norm_backward(node: fx.Node, count: int) -> Iterator[Way]:
 
 @_rules("nll_loss_forward", "nll_loss2d_forward")
 def _nll_loss(node: fx.Node, count: int) -> Iterator[Way]:
-    """Losses of each row (`explicit` makes sums and means of them)."""
+    """Yield ways for the losses of each row (`explicit` rewrites their sums and means)."""
     x, target = (cast(fx.Node, argument) for argument in node.args[:2])
     if argument(node, "reduction") == 0 and len(shape_of(x)) > 1:
         yield from _only(_cut(node, [(x, 0), (target, 0)], [(outputs_of(node)[0], 0), WHOLE], count))
@@ -395,20 +395,20 @@ LOSSES = ("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "s
 
 @_rules(*LOSSES)
 def _loss(node: fx.Node, count: int) -> Iterator[Way]:
-    """Losses element by element (`explicit` makes sums and means of them)."""
+    """Yield ways for losses of elements (`explicit` rewrites their sums and means)."""
     if argument(node, "reduction") == 0:
         yield from _pointwise(node, count)
 
 
 @_rules(*(f"{name}_backward" for name in LOSSES))
 def _loss_backward(node: fx.Node, count: int) -> Iterator[Way]:
-    """Gradients of elements from one each, or from one for all (`explicit` divides that of a mean by their number)."""
+    """Yield ways for gradients of elements, from one each or one for all (`explicit` divides that of a mean)."""
     if argument(node, "reduction") != 1:
         yield from _pointwise(node, count)
 
 
 def _reduced(node: fx.Node, shape: Sequence[int]) -> set[int]:
-    """The dimensions over which an op reduces."""
+    """Return the dimensions over which an op reduces."""
     dims = argument(node, "dim")
     dims = [dims] if isinstance(dims, int) else dims
     return {dim % len(shape) for dim in dims} if dims and shape else set(range(len(shape)))
@@ -427,7 +427,7 @@ def _sum(node: fx.Node, count: int) -> Iterator[Way]:
 
 @_rules("amax", "amin", "logsumexp", "mean", "var", "std", "var_mean", "any", "all", "argmax", "argmin", "prod")
 def _reduction(node: fx.Node, count: int) -> Iterator[Way]:
-    """A reduction over other dimensions than the axis."""
+    """Yield ways for a reduction over other dimensions than the axis."""
     x = tensor_inputs(node)[0]
     shape = shape_of(x)
     dims = _reduced(node, shape)
@@ -451,14 +451,14 @@ def _extremum(node: fx.Node, count: int) -> Iterator[Way]:
 
 
 def _kept(shape: Sequence[int], outer: int, at: Place, count: int) -> bool:
-    """Whether the axis is there as it was, maybe at another dimension."""
+    """Tell whether a shape has the same axis, maybe at another dimension."""
     found = place(shape, outer, count)
     return found is not None and (found.dims, found.each) == (at.dims, at.each)
 
 
 @_rules("gather", "scatter", "scatter_add")
 def _gather(node: fx.Node, count: int) -> Iterator[Way]:
-    """Each row is looked up in itself."""
+    """Yield ways for lookups in which each row is looked up in itself."""
     operands, dim = tensor_inputs(node), argument(node, "dim")
     shape = shape_of(operands[0])
     mixed = dim % len(shape) if shape else 0
@@ -480,7 +480,7 @@ def _index_select(node: fx.Node, count: int) -> Iterator[Way]:
 
 @_rules("select", "slice", "slice_backward", "select_backward", "split", "split_with_sizes", "unbind", "cat", "stack")
 def _take(node: fx.Node, count: int) -> Iterator[Way]:
-    """Other dimensions than the axis are cut or put together."""
+    """Yield ways for ops that cut or join other dimensions than the axis."""
     dim = argument(node, "dim")
     yield from _beside(node, count, [0 if dim is None else dim], tensor_inputs(node))
 
@@ -499,7 +499,7 @@ def _pad(node: fx.Node, count: int) -> Iterator[Way]:
 
 @_rules("index")
 def _index(node: fx.Node, count: int) -> Iterator[Way]:
-    """Indices of other dimensions than the axis, which stand side by side."""
+    """Yield ways for indices of adjacent dimensions other than the axis."""
     x, indices = cast(fx.Node, node.args[0]), cast(Sequence[Any], node.args[1])
     taken = [dim for dim, index in enumerate(indices) if index is not None]
     if not taken or taken != list(range(taken[0], taken[-1] + 1)):
@@ -512,9 +512,9 @@ def _index(node: fx.Node, count: int) -> Iterator[Way]:
 
 
 def _beside(node: fx.Node, count: int, dims: Iterable[int], operands: Sequence[fx.Node]) -> Iterator[Way]:
-    """Ops that change some dimensions, in whose operands and results the axis is the same group of dimensions.
+    """Yield ways for ops that change some dimensions, if the axis is the same group of dimensions in all tensors.
 
-    Counted from the front where the group stands before the changed dimensions, else from the end.
+    The group is counted from the front if it precedes the changed dimensions, else from the end.
     """
     outputs = [t for t in outputs_of(node) if t is not None]
     shape = list(shape_of(operands[0]))

@@ -1,4 +1,4 @@
-"""A joint graph as a search for regions sees it: ops, the values that they make, and the views in between."""
+"""A joint graph for the search for regions: ops, the values that they make, and the views in between."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fxremat.slices.body import Sliced
 
 
 class Values:
-    """The values of a joint graph by node: a value is the node that makes a storage, or takes it out of its op.
+    """The values of a joint graph by node: a value is the node that makes a storage, or selects it from its op.
 
     Attributes:
         late: the nodes of the backward.
@@ -40,38 +40,38 @@ class Values:
         return [node for node in self.joint.nodes if not isinstance(node.target, Sliced)]
 
     def base(self, node: fx.Node) -> fx.Node:
-        """The value that a node shows; the node itself where it shows none."""
+        """Return the value that a node shows; the node itself if it shows none."""
         number = self.joint.value_of.get(node)
         return node if number is None else self.joint.shown[number]
 
     def is_view(self, node: fx.Node) -> bool:
-        """Whether a node shows a value that another one makes."""
+        """Tell whether a node shows a value that another one makes."""
         return node.op == "call_function" and node not in self.op_of and self.base(node) is not node
 
     def bytes(self, value: fx.Node) -> int:
-        """Bytes of a value."""
+        """Return the bytes of a value."""
         shown = value.meta.get("val")
         return storage_bytes(shown) if isinstance(shown, torch.Tensor) else 0
 
     def producer(self, value: fx.Node) -> fx.Node:
-        """The op that makes a value."""
+        """Return the op that makes a value."""
         if value.target is operator.getitem:
             assert isinstance(value.args[0], fx.Node)
             return value.args[0]
         return value
 
     def made_by(self, op: fx.Node) -> list[fx.Node]:
-        """The values that an op makes, and something reads."""
+        """Return the values that an op makes and other nodes read."""
         if isinstance(op.meta.get("val"), torch.Tensor):
             return [op]
         return [user for user in op.users if user.target is operator.getitem]
 
     def read_by(self, op: fx.Node) -> list[fx.Node]:
-        """The values that an op reads, through views or not."""
+        """Return the values that an op reads, directly or through views."""
         return list(dict.fromkeys(self.base(parent) for parent in op.all_input_nodes))
 
     def showing(self, value: fx.Node) -> list[fx.Node]:
-        """The nodes that show a value: itself and all views of it, in order."""
+        """Return the nodes that show a value: itself and all views of it, in order."""
         found, stack = [value], [value]
         while stack:
             for user in stack.pop().users:
@@ -81,12 +81,12 @@ class Values:
         return sorted(found, key=self.place.__getitem__)
 
     def readers(self, value: fx.Node) -> list[fx.Node]:
-        """The ops that read a value, and the output where it is returned."""
+        """Return the ops that read a value, and the output node if it is returned."""
         shown = self.showing(value)
         every = (user for node in shown for user in node.users)
         return [user for user in dict.fromkeys(every) if user in self.op_of or user.op == "output"]
 
     def need(self, op: fx.Node) -> int:
-        """Bytes that an op reads and writes, parameters and inputs apart: no plan needs less."""
+        """Return the bytes that an op reads and writes, without parameters and inputs: no plan needs less."""
         values = {*self.read_by(op), *self.made_by(op)}
         return sum(self.bytes(value) for value in values if value.op == "call_function")

@@ -1,9 +1,9 @@
-"""The ways to slice a joint graph that are worth planning for a budget, the least cut first.
+"""The ways to slice a joint graph that are worth planning for a budget, those with the fewest cuts first.
 
-    parts    as many that no op needs more than a quarter of what the largest needs, or than a share of the budget;
-             then four times as many; then as many that ops need little beside the gradients that the step returns
-    kind     gradients made in the forward, which does no op twice; then forwards made again, which needs less
-    sums     of half precision in float32; then as they are
+    parts    so many that no op needs more than a quarter of the largest op's need, or than a share of the budget;
+             then four times as many; then so many that ops need little next to the gradients that the step returns
+    kind     gradients made in the forward, which does no op twice; then forwards run again, which needs less
+    sums     of half precision in float32; then in half precision
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from collections.abc import Iterator
 from fxremat.graphs.captured import Captured
 from fxremat.slices.rewrite import SlicedJoint, largest_need, sliced
 
-SHARE = 0.4  # of the budget that an op may need: beside it are gradients, and what is kept
-FEWEST = 4  # slices that are worth it
-LITTLE = 1 / 8  # of the bytes of all gradients that are returned: they are there at the end, whatever an op needs
-MORE = 4  # times as many, where those were not enough
+SHARE = 0.4  # of the budget that an op may need: the rest is for gradients, and kept values
+FEWEST = 4  # least number of slices that is worthwhile
+LITTLE = 1 / 8  # of the bytes of all gradients that are returned: they exist at the end, whatever an op needs
+MORE = 4  # factor on the number of slices, if those were not enough
 
 
 def variants(
     joint: Captured, mem: int, *, most: int, reduce: str | None, only_loss: bool = False
 ) -> Iterator[SlicedJoint]:
-    """Joint graphs with regions in slices, each different from those before it; none where nothing can be cut."""
+    """Yield joint graphs with regions in slices, each different from those before it; none if nothing can be cut."""
     need = largest_need(joint)
     first = max(1, min(int(SHARE * mem), need // FEWEST))
     wide = reduce != "same"
@@ -40,10 +40,10 @@ def variants(
 
 
 def least_of_all(joint: Captured, *, most: int, reduce: str | None, only_loss: bool = False) -> SlicedJoint:
-    """The joint graph with as many slices as there may be, for the least memory."""
+    """Return the joint graph with as many slices as possible, for the least memory."""
     return sliced(joint, _finest(joint), most=most, wide=reduce == "fp32", only_loss=only_loss)
 
 
 def _finest(joint: Captured) -> int:
-    """Bytes that ops may need where slices are to be as small as is worth it."""
+    """Return the bytes that ops may need with the smallest slices that are worthwhile."""
     return max(1, int(LITTLE * sum(joint.values[value].bytes for value in joint.returned)))

@@ -1,6 +1,6 @@
-"""The ops that stand for a region, written into its graph.
+"""The ops that replace a region in its graph.
 
-The graph is sorted again afterwards, and views of what was written show its storages (`sort_again`, `show_again`).
+The graph is sorted again afterwards, and views of the new results show their storages (`sort_again`, `show_again`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 class Writer:
-    """Writes the ops that stand for a region into its graph."""
+    """A writer of the ops that replace a region in its graph."""
 
     def __init__(
         self, graph: fx.Graph, values: Values, found: Found, parts: int, *, wide: bool
@@ -42,7 +42,7 @@ class Writer:
         self.summed_in: set[str] = set()  # and their types
 
     def made_again(self) -> list[fx.Node]:
-        """A forward op and a backward op, which makes the slice's forward again; the new nodes."""
+        """Insert a forward op, and a backward op that runs the slice's forward again; return the new nodes."""
         again = self._again
         written = []
         for mine, others in ((self.forward, set[fx.Node]()), (self.backward, again)):
@@ -54,7 +54,7 @@ class Writer:
         return [node for node, _, _ in written]
 
     def inside(self) -> fx.Node:
-        """One forward op, whose gradients are multiplied in the backward; the new node."""
+        """Insert one forward op, whose gradients are multiplied in the backward; return the new node."""
         tangent = self.only_loss
         assert tangent is not None
         run = set(self.found.ops)
@@ -82,7 +82,7 @@ class Writer:
 
     @cached_property
     def _read_late(self) -> set[fx.Node]:
-        """What the region reads of the backward around it, and what that is computed from there."""
+        """Nodes of the surrounding backward that the region reads, and those that they are computed from there."""
         values, late = self.values, self.values.late
         found: set[fx.Node] = set()
         stack = [a for op in self.found.ops for a in op.all_input_nodes if values.base(a) not in self._made]
@@ -95,7 +95,7 @@ class Writer:
 
     @cached_property
     def only_loss(self) -> fx.Node | None:
-        """The gradient of the loss, where all that the region reads of the backward is computed from it alone."""
+        """The gradient of the loss, if all that the region reads of the backward depends on it alone; else None."""
         values, made = self.values, self._made
         if any(t is not None and t.dtype == torch.float16 for v in made if v in values.late for t in tensors_of(v)):
             return None
@@ -111,7 +111,7 @@ class Writer:
         return 8 * self.values.bytes(node) >= self.values.bytes(seed)
 
     def _early(self, tangent: fx.Node, place: fx.Node) -> dict[fx.Node, fx.Node]:
-        """What the region reads of the backward, copied into the forward, for a gradient of the loss of 1."""
+        """Copy what the region reads of the backward into the forward, for a gradient of the loss of 1."""
         copies: dict[fx.Node, fx.Node] = {}
         shown: torch.Tensor = tangent.meta["val"]
         tag = place.meta.get("partitioner_tag")
@@ -131,9 +131,10 @@ class Writer:
 
     @cached_property
     def _again(self) -> set[fx.Node]:
-        """The forward ops that the backward of a slice makes again.
+        """The forward ops that the backward of a slice runs again.
 
-        Those behind large values; behind all that is cut, where what else would be saved is more than a slice needs.
+        These are the ops upstream of large values; or upstream of all that is cut, if the values that would be saved
+        otherwise are more than a slice needs.
         """
         values, large = self.values, set(self.found.large)
         needed = self._behind(large)
@@ -146,7 +147,7 @@ class Writer:
         return self._behind({v for v in made if isinstance(self.found.labels.get(v), int)})
 
     def _behind(self, made_again: Set[fx.Node]) -> set[fx.Node]:
-        """The forward ops that make these values, as far as the backward reads them, and they are not returned."""
+        """Return the forward ops that make these values, if the backward reads them and they are not returned."""
         values, forward = self.values, set(self.forward)
         kept = {values.joint.shown[value] for value in values.joint.kept_outputs}
         needed: set[fx.Node] = set()
@@ -160,11 +161,11 @@ class Writer:
         return needed
 
     def _is_wanted(self, value: fx.Node) -> bool:
-        """Whether something outside of the region reads a value."""
+        """Tell whether an op outside of the region reads a value."""
         return any(reader not in self.found.ops for reader in self.values.readers(value))
 
     def _is_read(self, value: fx.Node, run: Set[fx.Node]) -> bool:
-        """Whether a value is read by something else than these ops, or by the backward as it is."""
+        """Tell whether a value is read by other ops than these, or by the backward without being recomputed."""
         values = self.values
         for reader in values.readers(value):
             if reader in run:
@@ -180,7 +181,7 @@ class Writer:
         place: fx.Node,
         early: dict[fx.Node, fx.Node] | None = None,
     ) -> tuple[fx.Node, list[fx.Node], list[fx.Node]]:
-        """Write an op that runs these ops in slices: the new node, and what shows its outputs."""
+        """Insert an op that runs these ops in slices; return it, the outputs, and the nodes that show these."""
         if not outputs:
             raise Blocked(f"nothing reads what {place.name} makes")
         inputs, steps = self._body(run)
@@ -200,7 +201,7 @@ class Writer:
         )
         try:
             target = Sliced(region)
-        except Exception as error:  # whatever an op says of a slice: the region stays whole
+        except Exception as error:  # whatever the reason why an op cannot run on a slice, the region is not cut
             log.debug("%s cannot be cut: %s: %s", place.name, type(error).__name__, error)
             said = (str(error) or type(error).__name__).splitlines()[0]
             raise Blocked(f"{place.name} cannot be cut: {said}") from None
@@ -217,7 +218,7 @@ class Writer:
         return node, outputs, items
 
     def _note(self, sums: list[fx.Node]) -> None:
-        """Note which results are sums, while their nodes are there."""
+        """Record which results are sums, before their nodes are removed."""
         self.sums += sums
         tensors = [node for node in sums if node.meta["val"].numel() > 1]
         self.summed += [_name_of_sum(self.values, node) for node in tensors]
@@ -225,7 +226,7 @@ class Writer:
         self.summed_in |= {str(dtype).removeprefix("torch.") for dtype in types}
 
     def _body(self, run: Set[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
-        """What a region reads, and its ops and views in order."""
+        """Return what a region reads, and its ops and views in order."""
         values = self.values
         inputs: dict[fx.Node, None] = {}
         steps: dict[fx.Node, None] = {}
@@ -253,7 +254,7 @@ class Writer:
 
 
 def _fresh(value: torch.Tensor) -> torch.Tensor:
-    """A fake tensor with the layout of another, in a storage of its own."""
+    """Return a fake tensor with the layout of another, in a storage of its own."""
     whole = storage_bytes(value) == value.numel() * value.element_size() and value.storage_offset() == 0
     with value.fake_mode:  # type: ignore[attr-defined]
         if whole:
@@ -262,13 +263,13 @@ def _fresh(value: torch.Tensor) -> torch.Tensor:
 
 
 def show(node: fx.Node) -> None:
-    """Give a node the fake value that follows from those of its inputs."""
+    """Set the fake value of a node from those of its inputs."""
     shown, options = fx.node.map_arg((node.args, node.kwargs), lambda parent: parent.meta["val"])
     node.meta["val"] = node.target(*shown, **options)  # type: ignore[operator]
 
 
 def show_again(graph: fx.Graph, written: Set[fx.Node]) -> None:
-    """Let views of what was written show its storages. Raises `Blocked` where one cannot."""
+    """Let views of new results show their storages. Raises `Blocked` if one cannot."""
     new = {*written, *(user for node in written for user in node.users)}
     products = {user for node in new for user in node.users if user.target is aten.mul.Tensor}
     new |= products
@@ -291,7 +292,7 @@ def show_again(graph: fx.Graph, written: Set[fx.Node]) -> None:
 
 
 def sort_again(graph: fx.Graph) -> None:
-    """Put the nodes in a topological order, as near as may be to the one they have. Raises `Blocked` for a circle."""
+    """Sort the nodes topologically, as close to their present order as possible. Raises `Blocked` for a cycle."""
     nodes = list(graph.nodes)
     place = {node: number for number, node in enumerate(nodes)}
     waiting = {node: len(node.all_input_nodes) for node in nodes}
@@ -313,5 +314,5 @@ def sort_again(graph: fx.Graph) -> None:
 
 
 def _name_of_sum(values: Values, node: fx.Node) -> str:
-    """The module whose gradient a sum is, or its name."""
+    """Return the module whose gradient a sum is, or the sum's name."""
     return module_of(values.producer(node)) or node.name

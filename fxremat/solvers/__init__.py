@@ -2,7 +2,7 @@
 
 "auto" returns the best schedule of those solvers that the time allows:
 
-    keep_all        everything is kept                              the fastest, the largest
+    keep_all        saves everything                                the fastest, the largest
     input_drop      saved blocks may also lose their input          dynamic program; the default chain solver
     floating_drop   and stored boundaries may move                  dynamic program for short chains
     exact           optimal                                         A*, for a few blocks
@@ -13,8 +13,8 @@ and with a link to the host, over which values may leave and come back:
     autocapper      input_drop for more memory, then offloading     the heuristic of the thesis, on a better base
     local_search    the same, then small changes that help          as long as the effort lasts
 
-References can be asked by name. `references` holds those that no other solver is built on; `persistent` is part of
-`pofo`, `periodic` and `binomial` serve long joins:
+Reference solvers can be asked for by name. `references` holds those that no other solver is built on; `persistent` is
+part of `pofo`, `periodic` and `binomial` serve long joins:
 
     periodic        checkpoints at equal distances                  what checkpoint_sequential does
     binomial        optimal for uniform chains                      what Revolve does
@@ -22,14 +22,14 @@ References can be asked by name. `references` holds those that no other solver i
     persistent      optimal where a stored value stays              dynamic program, what ROTOR does
     floating        stored boundaries may move                      dynamic program for short chains
     checkmate       optimal without a_l as a value of its own       integer program for a few blocks
-    offload_greedy  the first values go until the rest fits         the thesis, Th. 8
-    vdnn            values that take long to compute go             what vDNN does
+    offload_greedy  the first values leave until the rest fits      the thesis, Th. 8
+    vdnn            values that take long to compute leave          what vDNN does
     offload_dp      the best set to offload, nothing recomputed     dynamic program, DYNPROG of the thesis
     opportunist     persistent, with offloading where it is free    the heuristic of the thesis
 
 Joins of chains have solvers of their own, `JOINS`; see fxremat/solvers/joins.
 
-`solve` is the front: it judges what solvers propose by `simulate`, which they themselves never see.
+`solve` evaluates what solvers propose by `simulate`, which the solvers themselves never import.
 """
 
 from fxremat.solvers import keep_all

@@ -1,7 +1,7 @@
-"""Checkpoints of a uniform chain: the binomial schedules, and the number of forwards they take.
+"""Checkpoints of a uniform chain: the binomial schedules, and the number of forwards that they run.
 
     adjoint chain of length l: a_0 and the last gradient are stored; B_{l+1} .. B_1 need a_l .. a_0
-    slots: how many values are stored at most, a_0, the running value and the gradient included
+    slots: the most values that are stored, including a_0, the running value and the gradient
 
     forwards(0, m >= 2) = 0        forwards(l, 3) = l (l + 1) / 2
     forwards(l, m) = min over 1 <= i <= l of  i + forwards(l - i, m - 1) + forwards(i - 1, m)
@@ -30,7 +30,7 @@ _CANDIDATES = 40
 
 
 def schedules(chain: Chain) -> list[Schedule]:
-    """The schedules for 1, 2, .. n - 1 checkpoints as if all blocks were alike, or 40 of them if n is larger."""
+    """Return the schedules for 1, 2, .. n - 1 checkpoints as if all blocks were alike, or 40 of them if n is larger."""
     most = max(1, len(chain) - 1)
     counts = {round(float(count)) for count in np.geomspace(1, most, min(most, _CANDIDATES))}
     counts |= set(range(1, most + 1)) if most <= _CANDIDATES else set()
@@ -38,7 +38,7 @@ def schedules(chain: Chain) -> list[Schedule]:
 
 
 def schedule(chain: Chain, slots: int) -> Schedule:
-    """The binomial schedule with `slots` slots, with an Fall right before each backward."""
+    """Return the binomial schedule with `slots` slots, with an Fall right before each backward."""
     ops: list[Op] = []
     for op in adjoint(0, len(chain) - 1, slots):
         if isinstance(op, Backward):
@@ -48,7 +48,7 @@ def schedule(chain: Chain, slots: int) -> Schedule:
 
 
 def adjoint(first: int, length: int, slots: int) -> Iterator[Op]:
-    """The ops of an adjoint chain of `length` that starts from a_first, without anything saved."""
+    """Yield the ops of an adjoint chain of `length` that starts from a_first, without saving any block."""
     todo = [(first, length, slots)]
     while todo:
         start, length, m = todo.pop()
@@ -64,7 +64,7 @@ def adjoint(first: int, length: int, slots: int) -> Iterator[Op]:
 
 
 def count(length: int, slots: int) -> int:
-    """How many forwards an adjoint chain of `length` takes at least. Raises `FxrematError` if it cannot be done.
+    """Return the fewest forwards for an adjoint chain of `length`. Raises `FxrematError` if it is impossible.
 
     >>> count(5, 3), count(5, 4), count(5, 7)
     (15, 8, 5)
@@ -82,7 +82,7 @@ def count(length: int, slots: int) -> int:
 
 
 def first_checkpoint(length: int, slots: int) -> int:
-    """The least i for which storing a_i first is optimal; the cost is convex in i. 1 <= i <= length."""
+    """Return the least i for which storing a_i first is optimal, 1 <= i <= length. The cost is convex in i."""
 
     def cost(i: int) -> int:
         return i + count(length - i, slots - 1) + count(i - 1, slots)

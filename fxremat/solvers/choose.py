@@ -1,6 +1,6 @@
-"""`solve`: ask one solver, or those of `CHOSEN` that the time allows, and let `simulate` judge what they propose.
+"""`solve`: ask one solver, or those of `CHOSEN` that the time allows, and evaluate their schedules by `simulate`.
 
-A `Join` has solvers of its own, `JOINS`, and `simulate_join` judges them.
+A `Join` has solvers of its own, `JOINS`, which `simulate_join` evaluates.
 """
 
 import math
@@ -27,11 +27,11 @@ MOST_SLOTS = 100_000
 
 @dataclass(frozen=True, kw_only=True)
 class Solution:
-    """The best schedule found, who found it, and how much better any other could be."""
+    """The best schedule that was found, the solver that found it, and a bound on how much better any other could be."""
 
     solver: str
     timeline: Timeline
-    fluid_time: float  # seconds, where memory came and went as fast as the link carries it
+    fluid_time: float  # seconds, if memory were freed and allocated as fast as the link carries it
     lower_bound: float  # seconds
 
     @property
@@ -42,7 +42,7 @@ class Solution:
 
 @dataclass(frozen=True, kw_only=True)
 class JoinSolution:
-    """The best schedule of a join that was found, and who found it."""
+    """The best schedule of a join that was found, and the solver that found it."""
 
     solver: str
     timeline: JoinTimeline
@@ -85,7 +85,7 @@ def solve(
     effort: float = EFFORT,
     accounting: Accounting = "whole",
 ) -> Schedule | JoinSchedule:
-    """The fastest schedule found that fits in `mem` bytes.
+    """Return the fastest schedule that is found and fits in `mem` bytes.
 
     Args:
         chain: the model, in bytes and seconds.
@@ -93,13 +93,13 @@ def solve(
         solver: one of `SOLVERS`; "auto" asks those of `CHOSEN` that its time allows and keeps the best. For a join
             one of `JOINS`, and "auto" asks them all.
         platform: the machine; with `to_host` and `from_host`, values may leave and come back.
-        slots: steps of memory in a dynamic program; where they cover every byte the answer is exact.
-        effort: seconds that "auto" may take; the default chain solver is asked whatever it takes. Long joins get a
+        slots: steps of memory in a dynamic program; if they cover every byte the answer is exact.
+        effort: seconds that "auto" may run; it asks the default chain solver however long that runs. Long joins get a
             coarser table for less effort.
         accounting: "whole" as a runtime frees and allocates, or "fluid", the relaxation that the papers solve.
 
     Raises:
-        BudgetTooSmall: the solver has no schedule that fits; `.minimum` bytes are the least for which it has.
+        BudgetTooSmall: the solver has no schedule that fits; `.minimum` is the least number of bytes that works.
 
     >>> from fxremat import Block
     >>> block = Block(forward_time=1.0, backward_time=2.0, output_bytes=4, saved_bytes=9)
@@ -158,7 +158,7 @@ def solution(
     effort: float = EFFORT,
     accounting: Accounting = "whole",
 ) -> Solution | JoinSolution:
-    """Return what `solve` does, with the solver that found it, its simulation, and a lower bound on the time of any."""
+    """Return the schedule of `solve` with its solver, its simulation, and a lower bound on the time of any other."""
     if isinstance(chain, Join):
         name, joined = _winner_of_join(chain, mem, solver, platform, slots, effort)
         return JoinSolution(solver=name, timeline=joined, lower_bound=_least_time(chain))
@@ -182,7 +182,7 @@ def _winner(
     effort: float,
     accounting: Accounting,
 ) -> tuple[str, Timeline]:
-    """The solver that won, and the simulation of its schedule."""
+    """Return the solver with the best schedule, and the simulation of that schedule."""
     mem, slots = _check_mem(mem), check_slots(slots)
     check_effort(effort)
     if solver not in NAMES:
@@ -227,7 +227,7 @@ def check_effort(effort: object, name: str = "effort") -> None:
 def _winner_of_join(
     join: Join, mem: int, solver: str, platform: Platform | None, slots: int, effort: float
 ) -> tuple[str, JoinTimeline]:
-    """The solver of joins that won, and the simulation of its schedule."""
+    """Return the solver with the best schedule of a join, and the simulation of that schedule."""
     mem, slots = _check_mem(mem), check_slots(slots)
     check_effort(effort)
     if solver not in ("auto", *JOINS):
@@ -261,7 +261,7 @@ def _least_time(join: Join) -> float:
 
 
 def ask(problem: Problem, solver: str) -> Timeline:
-    """The fastest schedule that one solver proposes. Raises `BudgetTooSmall`."""
+    """Return the fastest schedule that one solver proposes, simulated. Raises `BudgetTooSmall`."""
     if SOLVERS[solver].transfers and None in (problem.platform.to_host, problem.platform.from_host):
         raise FxrematError(f"{solver} moves values to the host: give a platform with to_host and from_host")
     proposed = SOLVERS[solver].propose(problem)
@@ -272,13 +272,13 @@ def ask(problem: Problem, solver: str) -> Timeline:
 
 
 def _least(problem: Problem, proposed: list[Schedule]) -> int:
-    """The least memory that one of the schedules takes, or keeping everything where none can run at all."""
+    """Return the least peak of the schedules in bytes, or that of keep-all if none can run at all."""
     roomy = replace(problem.platform, memory=None)
     peaks = []
     for schedule in proposed:
         try:
             peaks.append(simulate(problem.chain, schedule, roomy).peak)
-        except InvalidSchedule:  # it needs a link that carries something
+        except InvalidSchedule:  # it needs a link, and there is none
             continue
     return min(peaks) if peaks else simulate(problem.chain, keep_all.schedules(problem.chain)[0]).peak
 
@@ -292,7 +292,7 @@ def _fit(problem: Problem, schedule: Schedule) -> Timeline | None:
 
 
 def _auto(problem: Problem) -> tuple[str, Timeline]:
-    """Ask the chosen solvers that the time left allows, the quickest first; stop where nothing can be faster.
+    """Ask the chosen solvers that the time left allows, the quickest first; stop once nothing can be faster.
 
     On 8,796 random instances without a link (2 to 14 blocks) no other solver was faster than these. With a link, the
     others together led to a faster schedule on 4 of 546 instances (2 to 20 blocks), by at most 1.9 %.
@@ -328,7 +328,7 @@ def _is_optimal(problem: Problem, solver: str) -> bool:
 
 
 def _machine(platform: Platform | None, mem: int) -> Platform:
-    """The platform with `mem` bytes; where that is 0, with one byte, as every platform has some."""
+    """Return the platform with `mem` bytes; with one byte if `mem` is 0, since every platform needs some."""
     return replace(platform or Platform(), memory=max(mem, 1))
 
 

@@ -1,17 +1,17 @@
-"""The fastest schedule there is, by A* over the states of the device: the yardstick for short chains.
+"""The fastest schedule of all, by A* over the states of the device: the reference for short chains.
 
     state    what each boundary 0..k holds, nothing, a_i or A_i under an option, and the phase k
-    forward  of block i, where boundary i-1 holds something: boundary i then holds a_i or A_i
-    B_k      where boundary k holds A_k and boundary k-1 holds something
-    drop     any boundary but 0, free of charge
+    forward  of block i, if boundary i-1 holds something: boundary i then holds a_i or A_i
+    B_k      if boundary k holds A_k and boundary k-1 holds something
+    drop     any boundary but 0, at no cost
 
-A boundary never needs to hold both a_i and A_i: whichever is given up unused could have gone at once. So a
-forward also replaces what its boundary held, which is dropped first. And a drop can wait until some operation
-does not fit: states with room for every operation have no drops.
+A boundary never needs to hold both a_i and A_i: whichever is dropped unused could have been dropped at once. So a
+forward also replaces what its boundary held, which is dropped first. And a drop can wait until some operation does not
+fit: states with room for every operation have no drops.
 
-The bound on what is left: a block whose A is not stored runs forward once more. So does, a second time, every
-block on the way from the nearest stored boundary to k, and every saved block, that is not among those whose
-A fit into memory together while B_k runs: a knapsack, filled fractionally.
+The lower bound on the remaining time: a block whose A is not stored runs forward once more. So does, a second time,
+every block on the way from the nearest stored boundary to k, and every saved block, that is not among those whose A fit
+into memory together while B_k runs: a knapsack, filled fractionally.
 
 States grow like 3^n and more with options: n = 12 takes seconds. Beyond the papers, which have no such solver.
 """
@@ -30,11 +30,11 @@ from fxremat.solvers.sizes import ChainSizes, Floats, Ints, in_bytes
 STATES = 5_000_000  # about half a GiB
 _Array = TypeVar("_Array", Ints, Floats)
 _PHASE_BITS = 5
-_STEPS = 50_000  # states between two chances to interrupt
+_STEPS = 50_000  # states that are expanded between two moments at which an interrupt can be handled
 
 
 class Search(NamedTuple):
-    """The states met so far, a hash table of them by code, and a heap of the states still to be expanded."""
+    """The states found so far, a hash table of them by code, and a heap of the states still to be expanded."""
 
     code: Ints
     cost: Floats
@@ -43,11 +43,11 @@ class Search(NamedTuple):
     heap_key: Floats
     heap_cost: Floats
     heap_state: Ints
-    ends: Ints  # how many states, how many heap entries, and the goal's place plus 1
+    ends: Ints  # the number of states, the number of heap entries, and the goal's place plus 1
 
 
 class StateMoves(NamedTuple):
-    """Buffers for the moves from one state; the drops come last and are free."""
+    """Buffers for the moves from one state; the drops come last and cost no time."""
 
     code: Ints
     seconds: Floats
@@ -55,12 +55,12 @@ class StateMoves(NamedTuple):
 
 
 def schedules(chain: Chain, mem: int, *, states: int = STATES) -> list[Schedule]:
-    """The fastest schedule that fits in `mem` bytes, alone in a list.
+    """Return the fastest schedule that fits in `mem` bytes, alone in a list.
 
     Args:
         chain: up to about 12 blocks, fewer where they have many options.
         mem: bytes.
-        states: how many states to look at before giving up; a million takes a second or two.
+        states: states to expand before giving up; a million runs a second or two.
 
     Raises:
         BudgetTooSmall: nothing fits; the minimum is exact over all schedules.
@@ -73,13 +73,13 @@ def schedules(chain: Chain, mem: int, *, states: int = STATES) -> list[Schedule]
 
 
 def least(chain: Chain, *, states: int = STATES) -> int:
-    """The least peak of any schedule, in bytes. Raises `FxrematError` for a chain too long to be searched."""
+    """Return the least peak of any schedule, in bytes. Raises `FxrematError` for a chain that is too long."""
     search = _run(chain, _begin(_start_code(len(chain)), _floor(in_bytes(chain), len(chain))), -1, states)
     return int(search.cost[search.ends[2] - 1])
 
 
 def _floor(sizes: ChainSizes, n: int) -> float:
-    """A bound on the least peak: what each op needs that must run, with a_0 and its input."""
+    """Return a lower bound on the least peak: the most that any op needs which must run, with a_0 and its input."""
     start, out, floor = sizes.start, sizes.out, 0
     for i in range(1, n + 1):
         options = slice(start[i], start[i + 1])
@@ -92,7 +92,7 @@ def _floor(sizes: ChainSizes, n: int) -> float:
 
 
 def _search(chain: Chain, mem: int, states: int) -> list[Ints] | None:
-    """The states of the fastest way through, None if there is none."""
+    """Return the states on the fastest path, or None if there is none."""
     n, sizes = len(chain), in_bytes(chain)
     if sizes.phase[n] + sizes.out[0] > mem:
         return None
@@ -105,7 +105,7 @@ def _search(chain: Chain, mem: int, states: int) -> list[Ints] | None:
 
 
 def _run(chain: Chain, search: Search, mem: int, states: int) -> Search:
-    """Advance the search until it has reached its goal or met every state."""
+    """Advance the search until it has reached its goal or found every state."""
     n, sizes = len(chain), in_bytes(chain)
     if shifts(sizes, n)[-1] > 62:
         raise FxrematError(_too_long(n))
@@ -121,7 +121,7 @@ def _too_long(n: int) -> str:
 
 
 def _schedule(chain: Chain, path: list[Ints]) -> Schedule:
-    """The ops between successive states, each value dropped as soon as it is of no more use."""
+    """Return the ops between successive states, with each value dropped right after its last use."""
     ops: list[Op] = []
     for before, after in pairwise(path):
         if after[-1] < before[-1]:
@@ -154,7 +154,7 @@ def _drop(ops: list[Op], value: Value) -> None:
 
 @jit
 def shifts(sizes: ChainSizes, n: int) -> Ints:
-    """The bits at which the code of a state has boundaries 0..n, and the number of its bits."""
+    """Return the bits at which the code of a state has boundaries 0..n, and the number of its bits."""
     shift = np.zeros(n + 2, dtype=np.int64)
     shift[0] = _PHASE_BITS
     shift[1] = _PHASE_BITS + 1
@@ -168,7 +168,7 @@ def shifts(sizes: ChainSizes, n: int) -> Ints:
 
 @jit
 def decode(code: int, shift: Ints) -> Ints:
-    """What boundaries 0..n hold (0: nothing, 1: a, 2 + option: A), and the phase."""
+    """Return what boundaries 0..n hold (0: nothing, 1: a, 2 + option: A), and the phase."""
     state = np.zeros(shift.size, dtype=np.int64)
     for i in range(shift.size - 1):
         state[i] = (code >> shift[i]) & ((1 << (shift[i + 1] - shift[i])) - 1)
@@ -182,7 +182,7 @@ def _start_code(n: int) -> int:
 
 @jit
 def _begin(code: int, cost: float) -> Search:
-    """Begin a search: one state has been met."""
+    """Begin a search, with its first state."""
     search = Search(
         np.zeros(256, dtype=np.int64),
         np.zeros(256),
@@ -198,7 +198,7 @@ def _begin(code: int, cost: float) -> Search:
 
 @jit
 def advance(search: Search, sizes: ChainSizes, n: int, mem: int) -> Search:
-    """Expand some more states: for the least time within `mem` bytes, or for the least peak if mem < 0."""
+    """Expand some more states, for the least time within `mem` bytes, or for the least peak if mem < 0."""
     shift = shifts(sizes, n)
     most = (n + 1) * 2 + sizes.saved.size
     moves = StateMoves(np.zeros(most, dtype=np.int64), np.zeros(most), np.zeros(most, dtype=np.int64))
@@ -237,13 +237,13 @@ def advance(search: Search, sizes: ChainSizes, n: int, mem: int) -> Search:
 def _try(
     search: Search, sizes: ChainSizes, n: int, code: int, cost: float, shift: Ints, mem: int, parent: int
 ) -> Search:
-    """Note a state as `_meet` does, with the lower bound on what is left as part of its key."""
+    """Add a state as `_meet` does, with the lower bound on the remaining time as part of its key."""
     return _meet(search, code, cost, cost + _bound(sizes, n, decode(code, shift), mem), parent)
 
 
 @jit
 def _moves(sizes: ChainSizes, n: int, code: int, state: Ints, shift: Ints, moves: StateMoves) -> int:
-    """Write down every move but the drops, with its seconds of recomputation and the memory it needs."""
+    """Write every move but the drops to `moves`, with its seconds of recomputation and the memory it needs."""
     phase, start, saved, out = sizes.phase, sizes.start, sizes.saved, sizes.out
     k, count = state[-1], 0
     used = phase[k] + (out[0] if state[0] else 0)
@@ -267,7 +267,7 @@ def _moves(sizes: ChainSizes, n: int, code: int, state: Ints, shift: Ints, moves
                     count += 1
     if state[k] >= 2 and state[k - 1]:
         o = start[k] + state[k] - 2
-        consumed = 1 if state[k - 1] == 1 else 0  # a_{k-1} goes, A_{k-1} stays
+        consumed = 1 if state[k - 1] == 1 else 0  # a_{k-1} is freed, A_{k-1} stays
         after = used - saved[o] - consumed * out[k - 1] + phase[k - 1] - phase[k]
         moves.code[count] = code - 1 - (state[k] << shift[k]) - (consumed << shift[k - 1])
         moves.seconds[count] = sizes.extra[o]
@@ -278,7 +278,7 @@ def _moves(sizes: ChainSizes, n: int, code: int, state: Ints, shift: Ints, moves
 
 @jit
 def _held(sizes: ChainSizes, i: int, holds: int) -> int:
-    """The memory of what a boundary holds."""
+    """Return the memory of what a boundary holds."""
     if holds == 0:
         return 0
     return int(sizes.out[i] if holds == 1 else sizes.saved[sizes.start[i] + holds - 2])
@@ -286,7 +286,7 @@ def _held(sizes: ChainSizes, i: int, holds: int) -> int:
 
 @jit
 def _bound(sizes: ChainSizes, n: int, state: Ints, mem: int) -> float:
-    """Return a lower bound on the seconds of recomputation that are left."""
+    """Return a lower bound on the seconds of recomputation that remain."""
     start, k = sizes.start, state[-1]
     if k == 0:
         return 0.0
@@ -294,7 +294,7 @@ def _bound(sizes: ChainSizes, n: int, state: Ints, mem: int) -> float:
     while not state[nearest]:
         nearest -= 1
     left, excess, items = 0.0, 0, 0
-    weight, price = np.zeros(n, dtype=np.int64), np.zeros(n)  # of the A that may be there while B_k runs
+    weight, price = np.zeros(n, dtype=np.int64), np.zeros(n)  # of the A that may be stored while B_k runs
     excess = sizes.phase[k] + sizes.out[0] + sizes.back[start[k] : start[k + 1]].min() - mem
     for i in range(1, k + 1):
         seconds = sizes.forward[i] - sizes.forward[i - 1]
@@ -323,7 +323,7 @@ def _bound(sizes: ChainSizes, n: int, state: Ints, mem: int) -> float:
 
 @jit
 def _insert(weight: Ints, price: Floats, items: int, bytes_: int, seconds: float) -> int:
-    """Insert one item among those sorted by price per byte; how many there are then."""
+    """Insert one item among those sorted by price per byte; return the number of items."""
     place = items
     while place > 0 and price[place - 1] * bytes_ > seconds * weight[place - 1]:
         weight[place], price[place] = weight[place - 1], price[place - 1]
@@ -334,7 +334,7 @@ def _insert(weight: Ints, price: Floats, items: int, bytes_: int, seconds: float
 
 @jit
 def _meet(search: Search, code: int, cost: float, key: float, parent: int) -> Search:
-    """Note a state, unless it is known at no more cost."""
+    """Add a state, unless it is known at no more cost."""
     slot = _slot(search.table, search.code, code)
     place = search.table[slot] - 1
     if place < 0:
@@ -356,7 +356,7 @@ def _meet(search: Search, code: int, cost: float, key: float, parent: int) -> Se
 
 @jit
 def _slot(table: Ints, codes: Ints, code: int) -> int:
-    """The place at which the hash table has a code, or would have it."""
+    """Return the place at which the hash table has a code, or would have it."""
     slot = (code * 0x9E3779B97F4A7C1 >> 20) & (table.size - 1)
     while table[slot] and codes[table[slot] - 1] != code:
         slot = (slot + 1) & (table.size - 1)
@@ -365,7 +365,7 @@ def _slot(table: Ints, codes: Ints, code: int) -> int:
 
 @jit
 def _grow(search: Search) -> Search:
-    """Make room for twice as many states."""
+    """Reallocate the arrays for twice as many states."""
     code, table = _longer(search.code), np.zeros(2 * search.table.size, dtype=np.int64)
     for place in range(search.ends[0]):
         table[_slot(table, code, code[place])] = place + 1
@@ -376,7 +376,7 @@ def _grow(search: Search) -> Search:
 
 @jit
 def _heighten(search: Search) -> Search:
-    """Make room for twice as many heap entries."""
+    """Reallocate the arrays for twice as many heap entries."""
     heap_key, heap_cost = _longer(search.heap_key), _longer(search.heap_cost)
     heap_state = _longer(search.heap_state)
     code, cost, parent, table = search.code, search.cost, search.parent, search.table
@@ -385,7 +385,7 @@ def _heighten(search: Search) -> Search:
 
 @jit
 def _longer(array: _Array) -> _Array:
-    """The array with as many zeros after it."""
+    """Return the array with as many zeros after it."""
     return np.concatenate((array, np.zeros_like(array)))
 
 
@@ -405,7 +405,7 @@ def _push(search: Search, key: float, cost: float, state: int) -> None:
 
 @jit
 def _pop(search: Search) -> tuple[int, float]:
-    """The state with the least key, of equal ones the newest, and the cost it was pushed with."""
+    """Remove the state with the least key, of equal ones the newest; return it and the cost it was added with."""
     keys, costs, states = search.heap_key, search.heap_cost, search.heap_state
     found = states[0], costs[0]
     search.ends[1] -= 1

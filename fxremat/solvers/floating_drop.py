@@ -1,12 +1,12 @@
-"""Checkpointing of a chain where checkpoints float and saved blocks may lose their input. The tightest program.
+"""Checkpointing of a chain where checkpoints float and saved blocks may lose their input: the tightest program.
 
     cost[s, c, e, m]   least recomputation to run the backwards that bring c down to e, from block s;
                        its input a_{s-1} is stored, not counted in m, and free to go when it is not needed
 
-    c, e   what is still to run: the number of the next backward, or (next backward, option) where its
-           saved values are stored already, counted in m, but not its input;  e = 0: nothing
+    c, e   the state of the backward pass: the number of the next backward, or (next backward, option) if its
+           saved values are stored already, counted in m, but not its input;  e = 0: no backward is left
 
-Let t be the next backward of c, l the last one to run: e goes on with l - 1 >= s - 1.
+    Let t be the next backward of c, l the last one to run: e continues with l - 1 >= s - 1.
 
     keep      extra(s) + cost[s+1, c, s, m - saved(s)], then backward s              s = l
     move      forward(s) + cost[s+1, c, e, m - a(s) + a(s-1)]                        s < l
@@ -14,18 +14,17 @@ Let t be the next backward of c, l the last one to run: e goes on with l - 1 >= 
     cut       forward(s..j) + cost[j+1, c, x, m - a(j)] + cost[s, x, e, m]           x from j or l-1 to below t
     lose      forward(s..j-1) + extra(j) + cost[j+1, c, j, m - saved(j)] + cost[s, (j, option), e, m]
 
-`move` is a checkpoint that floats to the right once the backwards it would have served to the left are left
-to an earlier one; `leave` ends with a block saved for that earlier one, which then only has to rebuild the
-block's input. Cuts to x = j without moves are persistent.py, with `lose` input_drop.py, with moves and plain
-x floating.py. All together they give 8 and 12 on the counter-example of the papers (thesis Fig. 2.3), where
-each alone gives 10 and 14.
+`move` is a checkpoint that floats to the right once the backwards it would have served to the left are left to an
+earlier one; `leave` ends with a block saved for that earlier one, which then only has to rebuild the block's input.
+Cuts to x = j without moves are persistent.py, with `lose` input_drop.py, with moves and plain x floating.py. All
+together they give 8 and 12 on the counter-example of the papers (thesis Fig. 2.3), where each alone gives 10 and 14.
 
 Beyond the papers, and not quite the optimum: A* is faster on 8 of 24,000 random instances of 2 to 6 blocks
-(`benchmarks/optimality.py`; persistent and floating miss 12,300 of them, input_drop 388). In all that were
-looked at, it rebuilds a lost input before backwards that come earlier, while the gradient held is small; here
-that begins when the block's own backward is next. O(slots n^5), (n + options)^3 n^2 slots with options: for short
-chains. The table is in slots and the schedule is read off in bytes, as in persistent.py; a move is a difference
-of rounded sizes, so that coarse slots may promise a little too much. The schedule fits all the same.
+(`benchmarks/optimality.py`; persistent and floating miss 12,300 of them, input_drop 388). In all of these that were
+examined, A* rebuilds a lost input before backwards that come earlier, while the gradient held is small; here that
+begins when the block's own backward is next. O(slots n^5), (n + options)^3 n^2 slots with options: for short chains.
+The table is in slots and the schedule is read off in bytes, as in persistent.py; a move is a difference of rounded
+sizes, so that coarse slots may promise a little too much. The schedule fits all the same.
 """
 
 import numpy as np
@@ -46,7 +45,10 @@ _KEEP, _MOVE, _LEAVE, _CUT, _LOSE = range(5)
 
 
 def build(chain: Chain, mem: int, slots: int) -> Table:
-    """The table of costs for every budget up to `mem` bytes. Raises `FxrematError` for a chain too long."""
+    """Build the table of costs for every budget up to `mem` bytes.
+
+    Raises `FxrematError` for a chain that is too long.
+    """
     n = len(chain)
     if work(chain, slots) > _MOST_WORK:
         raise FxrematError(
@@ -77,29 +79,29 @@ def build(chain: Chain, mem: int, slots: int) -> Table:
 
 
 def work(chain: Chain, slots: int) -> float:
-    """Estimated number of additions that a table takes."""
+    """Estimate the number of additions that fill a table."""
     n, options = len(chain), sum(len(block.choices) for block in chain.blocks)
     return slots * n**2 * float(n + options) ** 3 / 60
 
 
 @jit
 def _row(sizes: ChainSizes, n: int, s: int, e: int) -> int:
-    """The index of the rows of (s, ., e)."""
+    """Return the index of the rows of (s, ., e)."""
     return s * (n + 1 + sizes.saved.size) + e
 
 
 @jit
 def _block(sizes: ChainSizes, n: int, c: int) -> int:
-    """The next backward of what is still to run."""
+    """Return the next backward of a column."""
     return c if c <= n else int(np.searchsorted(sizes.start, c - n - 1, side="right")) - 1
 
 
 @jit
 def _moves(sizes: ChainSizes, n: int, s: int, c: int, e: int, moves: Ints, costs: Floats) -> int:
-    """Write down every move from (s, c, e), and return their number.
+    """Write every move from (s, c, e) to `moves` and `costs`, and return their number.
 
     moves[k] = (kind, block or option, x, memory that it needs to run, row of what follows at once, memory
-    that this cannot use, row of what follows later, its column). costs[k]: seconds of recomputation.
+    that is not available to that, row of what follows later, its column). costs[k]: seconds of recomputation.
     """
     saved, start, out, forward = sizes.saved, sizes.start, sizes.out, sizes.forward
     t, rest, width = _block(sizes, n, c), _block(sizes, n, e), n + 1 + sizes.saved.size
@@ -142,14 +144,14 @@ def _moves(sizes: ChainSizes, n: int, s: int, c: int, e: int, moves: Ints, costs
 
 @jit
 def _room(sizes: ChainSizes, n: int) -> tuple[Ints, Floats]:
-    """Buffers for the moves of any state."""
+    """Allocate buffers for the moves of any state."""
     most = (n + 1) * (n + 2 + sizes.saved.size) + sizes.saved.size + 2
     return np.zeros((most, 8), dtype=np.int64), np.zeros(most)
 
 
 @jit
 def _states(sizes: ChainSizes, n: int, s: int, t: int) -> Ints:
-    """All (c, e) where t is the next backward of c and s a block to begin with."""
+    """Return all (c, e) where t is the next backward of c, and s the block to begin with."""
     start = sizes.start
     states = [(t, t)][:0]
     for c in _both(start, n, t):
@@ -162,7 +164,7 @@ def _states(sizes: ChainSizes, n: int, s: int, t: int) -> Ints:
 
 @jit
 def _both(start: Ints, n: int, block: int) -> Ints:
-    """Backward `block` with nothing saved, and with each of its options saved."""
+    """Return the columns of backward `block` with nothing saved, and with each of its options saved."""
     count = start[block + 1] - start[block] if block else 0
     columns = np.full(count + 1, block, dtype=np.int64)
     columns[1:] = n + 1 + start[block] + np.arange(count)
@@ -171,7 +173,7 @@ def _both(start: Ints, n: int, block: int) -> Ints:
 
 @jit
 def bounds(sizes: ChainSizes, n: int) -> tuple[Ints, Ints]:
-    """For each row, the least memory that works and one from which on nothing is recomputed, in any unit."""
+    """Return, for each row, the least memory that works and one from which on nothing is recomputed, in any unit."""
     width = n + 1 + sizes.saved.size
     low = np.full(((n + 2) * width, width), _NEVER, dtype=np.int64)
     high = np.full(((n + 2) * width, width), _NEVER, dtype=np.int64)
@@ -208,7 +210,7 @@ def _fill(sizes: ChainSizes, rows: Rows, n: int, s: int, t: int, slots: int) -> 
 
 @jit
 def trace(table: Filled, m: int) -> Ints:
-    """The op codes of cost[1, n, 0, m], m in bytes."""
+    """Return the op codes of cost[1, n, 0, m], m in bytes."""
     sizes, low, n = table.sizes, table.low, table.n
     codes = np.zeros(64, dtype=np.int64)
     moves, costs = _room(sizes, n)

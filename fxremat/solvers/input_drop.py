@@ -1,10 +1,10 @@
-"""Checkpointing of a chain where a saved block may lose its input, by dynamic programming. The default.
+"""Checkpointing of a chain where a saved block may lose its input, by dynamic programming: the default.
 
     cost[s, t, m]   as in persistent.py: least recomputation to run backward t..s, input of s not counted in m
     drop[s, j, m]   the same for j..s when A_j is already stored, counted in m, and its input is not:
                     the chain is rerun up to a_{j-1} before the backward of j
 
-Only its backward reads the input of a block, so a_{j-1} may go as soon as A_j is there, and come back later.
+Only its backward reads the input of a block, so a_{j-1} may be freed as soon as A_j is stored, and recomputed later.
 
     cost   keep all           extra(s) + cost[s+1, t, m - saved(s)]
            cut after j        forward(s..j) + cost[j+1, t, m - a(j)] + cost[s, j, m]                  j >= s
@@ -32,7 +32,7 @@ _NEVER = 1 << 60
 
 
 def build(chain: Chain, mem: int, slots: int) -> Table:
-    """The table of costs for every budget up to `mem` bytes."""
+    """Build the table of costs for every budget up to `mem` bytes."""
     n = len(chain)
     exact = in_bytes(chain)
     low, high = bounds(exact, n)
@@ -57,7 +57,7 @@ def build(chain: Chain, mem: int, slots: int) -> Table:
 
 @jit
 def bounds(sizes: ChainSizes, n: int) -> tuple[Ints, Ints]:
-    """For each row, the least memory that works and one from which on everything is kept, in any unit."""
+    """Return, for each row, the least memory that works and one from which on everything is kept, in any unit."""
     width = n + 1 + sizes.saved.size
     low = np.zeros((n + 2, width), dtype=np.int64)
     high = np.zeros((n + 2, width), dtype=np.int64)
@@ -92,7 +92,7 @@ def _bound_row(sizes: ChainSizes, low: Ints, high: Ints, n: int, s: int, t: int,
 
 @jit
 def fill_tiles(grid: Grid, distance: int, worker: int, workers: int) -> None:
-    """Fill every `workers`-th of the tiles that lie so far from the diagonal."""
+    """Fill every `workers`-th of the tiles at this distance from the diagonal."""
     sizes, rows, n, slots = grid
     for tile in range(worker, (n - 1) // TILE + 1 - distance, workers):
         s0, t0 = tile * TILE + 1, (tile + distance) * TILE + 1
@@ -112,7 +112,7 @@ def fill_tiles(grid: Grid, distance: int, worker: int, workers: int) -> None:
 
 @jit
 def _keep(sizes: ChainSizes, rows: Rows, n: int, s: int, t: int, slots: int) -> None:
-    """Let the rows of (s, t) keep all of s."""
+    """Extend the rows of (s, t) by the choice to save all of block s."""
     start, saved = sizes.start, sizes.saved
     for d in range(start[t] - 1, start[t + 1] if s < t else start[t]):
         c = t if d < start[t] else n + 1 + d
@@ -125,7 +125,7 @@ def _keep(sizes: ChainSizes, rows: Rows, n: int, s: int, t: int, slots: int) -> 
 
 @jit
 def _split(sizes: ChainSizes, rows: Rows, n: int, s: int, t: int, j: int, slots: int) -> None:
-    """Let the rows of (s, t) run on to j first, and either cut there or save j and drop its input."""
+    """Extend the rows of (s, t) by running up to j, and either cutting there or saving j and dropping its input."""
     start, saved, forward = sizes.start, sizes.saved, sizes.forward
     for d in range(start[t] - 1, start[t + 1]):
         c = t if d < start[t] else n + 1 + d
@@ -142,14 +142,14 @@ def _split(sizes: ChainSizes, rows: Rows, n: int, s: int, t: int, j: int, slots:
 
 @jit
 def trace(table: Filled, m: int) -> Ints:
-    """The op codes of cost[1, n, m], m in bytes."""
+    """Return the op codes of cost[1, n, m], m in bytes."""
     codes: Ints = trace_row(table, 1, table.n, table.n, m)
     return codes
 
 
 @jit
 def trace_row(table: Filled, s: int, t: int, c: int, m: int) -> Ints:
-    """The op codes of row (s, c), which is cost[s, t, m] or drop[s, t, m], m in bytes."""
+    """Return the op codes of row (s, c), which is cost[s, t, m] or drop[s, t, m], m in bytes."""
     sizes, n = table.sizes, table.n
     codes = np.zeros(64, dtype=np.int64)
     todo = [(s, t, c, m)]  # row (s, c) for the backward of t..s; c = 0: the backward of s alone
@@ -181,7 +181,7 @@ def trace_row(table: Filled, s: int, t: int, c: int, m: int) -> Ints:
 
 @jit
 def _choose(table: Filled, s: int, t: int, c: int, m: int) -> tuple[int, int, int]:
-    """What fits in m bytes and looks fastest: (option of s, cut, option of j to save); two of them are -1."""
+    """Return the choice that fits in m bytes and is fastest: (option of s, cut, option of j to save); two are -1."""
     sizes, low, n = table.sizes, table.low, table.n
     saved, start, forward = sizes.saved, sizes.start, sizes.forward
     held = sizes.phase[t] + (saved[c - n - 1] if c > n else 0)

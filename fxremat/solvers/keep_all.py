@@ -5,7 +5,7 @@ from fxremat.chains.schedule import Backward, Forward, Keep, Schedule
 
 
 def schedules(chain: Chain) -> list[Schedule]:
-    """The one schedule there is."""
+    """Return the only schedule of this solver, in a list."""
     forwards = [
         Forward(number, Keep.ALL, fastest(block)) for number, block in enumerate(chain.blocks, start=1)
     ]
@@ -13,6 +13,6 @@ def schedules(chain: Chain) -> list[Schedule]:
 
 
 def fastest(block: Block) -> int:
-    """The option with the fastest backward, the smallest of them."""
+    """Return the number of the option with the fastest backward, the smallest of equals."""
     options = enumerate(block.choices)
     return min(options, key=lambda entry: (entry[1].backward_time, entry[1].saved_bytes))[0]

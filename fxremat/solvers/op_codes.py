@@ -1,7 +1,7 @@
-"""Operations as integers, so that compiled code can write a schedule down; `decode` makes ops of them.
+"""Operations as integers, so that compiled code can write a schedule; `decode` turns them into ops.
 
-A code is 8 * number + kind, where the number is a block, or for SAVE an option counted over the whole chain.
-They stand in an array whose first entry is how many codes follow.
+A code is 8 * number + kind, where the number is a block, or for SAVE an option counted over the whole chain. They are
+stored in an array whose first entry is the number of codes that follow.
 """
 
 import numpy as np
@@ -16,7 +16,7 @@ NONE, CHECKPOINT, SAVE, BACKWARD, DROP = range(5)
 
 @jit
 def emit(codes: Ints, kind: int, number: int) -> Ints:
-    """Append one op to the codes, in place where there is room."""
+    """Append one op to the codes, in place if they have room, and return them."""
     count = codes[0] + 1
     if count == codes.size:
         longer = np.zeros(2 * codes.size, dtype=np.int64)
@@ -30,14 +30,14 @@ def emit(codes: Ints, kind: int, number: int) -> Ints:
 
 @jit
 def emit_pass(codes: Ints, s: int, j: int) -> Ints:
-    """Append the forwards of blocks s..j, which keep the input of s and store a_j."""
+    """Append the forwards of blocks s..j, which keep the input of s and store a_j; return the codes."""
     for block in range(s, j + 1):
         codes = emit(codes, CHECKPOINT if block == s else NONE, block)
     return codes
 
 
 def decode(chain: Chain, codes: Ints) -> Schedule:
-    """The schedule that the codes stand for."""
+    """Return the schedule that the codes stand for."""
     saves = [
         Forward(number, Keep.ALL, option)
         for number, block in enumerate(chain.blocks, start=1)

@@ -17,7 +17,7 @@ from fxremat.solvers.keep_all import fastest
 
 
 def schedules(chain: Chain) -> list[Schedule]:
-    """The schedules of ten numbers of segments from 2 to 2 sqrt(n), or fewer where a chain is short."""
+    """Return the schedules of ten numbers of segments from 2 to 2 sqrt(n), or fewer if the chain is short."""
     n = len(chain)
     most = max(2, round(2 * math.sqrt(n)))
     counts = {min(n, round(k)) for k in np.linspace(2, most, 10)}
@@ -25,7 +25,7 @@ def schedules(chain: Chain) -> list[Schedule]:
 
 
 def periodic(chain: Chain, k: int) -> Schedule:
-    """The schedule with k segments, 1 <= k <= n."""
+    """Return the schedule with k segments, 1 <= k <= n."""
     n = len(chain)
     length = n // k  # the last segment takes the rest, as in checkpoint_sequential
     segments = [(i * length + 1, (i + 1) * length if i < k - 1 else n) for i in range(k)]

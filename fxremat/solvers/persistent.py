@@ -6,11 +6,11 @@
     keep all     extra(s) + cost[s+1, t, m - saved(s)]                          for every option of s
     cut after j  forward(s..j) + cost[j+1, t, m - a(j)] + cost[s, j, m]         s <= j < t
 
-"Persistent": a value once stored stays until its backward. Every forward and backward runs at least once
-whatever the schedule, so only what comes on top is counted: cost is 0 where everything can be kept.
+"Persistent": a stored value stays until its backward. Every forward and backward runs at least once whatever the
+schedule, so only the additional time is counted: cost is 0 where everything can be kept.
 
-The table is in slots, the schedule is read off in bytes: each choice is one that exactly fits, by the least
-memory of its subproblems (`bounds`, which needs no table over m); the table says which of them is fastest.
+The table is in slots, the schedule is read off in bytes: each choice is one that exactly fits, by the least memory of
+its subproblems (`bounds`, which needs no table over m); the table says which of them is fastest.
 
 Beaumont et al., Optimal Re-Materialization Strategies for Heterogeneous Chains, Theorem 4.8. O(slots n^3).
 """
@@ -29,7 +29,7 @@ _NEVER = 1 << 60
 
 
 def build(chain: Chain, mem: int, slots: int) -> Table:
-    """The table of costs for every budget up to `mem` bytes."""
+    """Build the table of costs for every budget up to `mem` bytes."""
     n = len(chain)
     exact = in_bytes(chain)
     low, high = bounds(exact, n)
@@ -54,7 +54,7 @@ def build(chain: Chain, mem: int, slots: int) -> Table:
 
 @jit
 def bounds(sizes: ChainSizes, n: int) -> tuple[Ints, Ints]:
-    """For each (s, t), the least memory that works and one from which on everything is kept, in any unit."""
+    """Return, for each (s, t), the least memory that works and one from which on all is kept, in any unit."""
     phase, out, start = sizes.phase, sizes.out, sizes.start
     low = np.zeros((n + 2, n + 1), dtype=np.int64)
     high = np.zeros((n + 2, n + 1), dtype=np.int64)
@@ -74,7 +74,7 @@ def bounds(sizes: ChainSizes, n: int) -> tuple[Ints, Ints]:
 
 @jit
 def _fill_tiles(grid: Grid, distance: int, worker: int, workers: int) -> None:
-    """Fill every `workers`-th of the tiles that lie so far from the diagonal."""
+    """Fill every `workers`-th of the tiles at this distance from the diagonal."""
     sizes, rows, n = grid.sizes, grid.rows, grid.n
     for tile in range(worker, (n - 1) // TILE + 1 - distance, workers):
         s0, t0 = tile * TILE + 1, (tile + distance) * TILE + 1
@@ -97,7 +97,7 @@ def _fill_tiles(grid: Grid, distance: int, worker: int, workers: int) -> None:
 
 @jit
 def _cut(grid: Grid, s: int, t: int, j: int) -> None:
-    """Let the row of (s, t) run on to j and store a_j."""
+    """Extend the row of (s, t) by running up to j and storing a_j."""
     sizes, rows = grid.sizes, grid.rows
     if rows.low[s, t] <= grid.slots:
         again = sizes.forward[j] - sizes.forward[s - 1]
@@ -106,7 +106,7 @@ def _cut(grid: Grid, s: int, t: int, j: int) -> None:
 
 @jit
 def trace(table: Filled, m: int) -> Ints:
-    """The op codes of cost[1, n, m], m in bytes."""
+    """Return the op codes of cost[1, n, m], m in bytes."""
     sizes, low = table.sizes, table.low
     phase, out, start, forward = sizes.phase, sizes.out, sizes.start, sizes.forward
     codes = np.zeros(64, dtype=np.int64)

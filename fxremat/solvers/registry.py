@@ -1,7 +1,7 @@
-"""The solvers by name: how to ask each of them, about how long it takes, and which ones "auto" chooses from.
+"""The solvers by name: how each of them is called, an estimate of its seconds, and which ones "auto" chooses from.
 
-A solver sees a `Problem` and proposes schedules. `judge` in it is `simulate` for that machine and budget, for
-the solvers that improve a schedule step by step; a schedule that does not fit raises `InvalidSchedule` there.
+A solver gets a `Problem` and proposes schedules. Its `judge` is `simulate` for that machine and budget, for the solvers
+that improve a schedule step by step; a schedule that does not fit raises `InvalidSchedule` there.
 """
 
 import math
@@ -31,32 +31,32 @@ from fxremat.solvers import (
 from fxremat.solvers.offload import autocapper, local_search, pofo
 from fxremat.solvers.table import Build, grain
 
-DEFAULT = "input_drop"  # the chain solver of choice: what others start from
+DEFAULT = "input_drop"  # the default chain solver, from which others start
 _ROUNDS = 4  # bisections of the nominal budget
-_QUICK = 5e9  # more work than this is not done several times
+_QUICK = 5e9  # a table with more work is built only once
 _SPEED = 1e9  # additions per second, about
-_MOST_TRIES = 3000  # steps of a local search, after which little is found
+_MOST_TRIES = 3000  # steps of a local search, after which it finds little
 _STEP = 25e-6  # seconds for each op of a schedule in a step of the local search, about
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """A chain, a machine and what may be spent on it."""
+    """A chain, a machine and the limits on memory and effort."""
 
     chain: Chain
     mem: int  # bytes
     platform: Platform  # its memory is `mem`
     slots: int
     judge: Callable[[Schedule], Timeline]
-    effort: float  # seconds, for solvers that can always go on
+    effort: float  # seconds, for solvers that can continue for any time
 
     @property
     def room(self) -> int:
-        """Bytes of `mem`, but at least one: sizes can be divided by it."""
+        """The bytes of `mem`, but at least one: sizes are divided by it."""
         return max(1, self.mem)
 
     def fits(self, schedule: Schedule) -> bool:
-        """Whether `schedule` runs within the memory of the machine."""
+        """Tell whether `schedule` runs within the memory of the machine."""
         try:
             return self.judge(schedule).peak <= self.mem
         except InvalidSchedule:
@@ -65,12 +65,12 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True)
 class Solver:
-    """A solver: what it proposes, and an estimate of its seconds."""
+    """A solver: the function that proposes schedules, and an estimate of its seconds."""
 
     propose: Callable[[Problem], list[Schedule]]  # raises BudgetTooSmall
-    seconds: Callable[[Problem], float]  # about how long that takes; infinite where it does not apply
+    seconds: Callable[[Problem], float]  # about how long that runs; infinite where it does not apply
     transfers: bool = False  # needs a link to the host
-    patient: bool = False  # takes all the effort it is given
+    patient: bool = False  # uses all the effort it is given
 
 
 def _listed(schedules: Callable[[Chain], list[Schedule]]) -> Solver:
@@ -88,7 +88,7 @@ def _tabled(build: Build, work: Callable[[Chain, int], float]) -> Solver:
 
 
 def _cubic(chain: Chain, slots: int) -> float:
-    """Estimated number of additions of a dynamic program of O(slots n^3)."""
+    """Estimate the number of additions of a dynamic program of O(slots n^3)."""
     return slots * len(chain) * float(sum(len(block.choices) for block in chain.blocks)) ** 2 / 6
 
 
@@ -97,14 +97,14 @@ def _rounds(problem: Problem) -> int:
 
 
 def by_table(build: Build, problem: Problem) -> list[Schedule]:
-    """The fastest schedule that a table can hold, where that fits; else what the table says."""
+    """Return the fastest schedule that a table can hold, if it fits; else the schedules of the table."""
     chain = problem.chain
     fastest = every_checkpoint(chain) if build is TABLES["revolve"] else keep_all.schedules(chain)[0]
     return [fastest] if problem.fits(fastest) else _read_off(build, problem)
 
 
 def every_checkpoint(chain: Chain) -> Schedule:
-    """The fastest schedule of revolve: every block's input is kept, and every block but the last run again."""
+    """Return the fastest schedule of revolve: it keeps every block's input, and reruns every block but the last."""
     ops: list[Op] = [Forward(number, Keep.CHECKPOINT) for number in range(1, len(chain))]
     for number in range(len(chain), 0, -1):
         option = keep_all.fastest(chain.blocks[number - 1])
@@ -113,10 +113,10 @@ def every_checkpoint(chain: Chain) -> Schedule:
 
 
 def _read_off(build: Build, problem: Problem) -> list[Schedule]:
-    """Schedules read off a table, or off several where sizes had to be rounded: their slots may be too large."""
+    """Read schedules off a table, or off several if sizes had to be rounded: their slots may be too large."""
     chain, mem, slots = problem.chain, problem.mem, problem.slots
     unit = grain(chain)
-    if mem // unit <= slots:  # every size is a whole number of slots: nothing is rounded
+    if mem // unit <= slots:  # every size is an integer number of slots: nothing is rounded
         steps = max(1, mem // unit)
         return [build(chain, steps * unit, steps).schedule(mem)]
     found = [build(chain, mem, slots).schedule(mem)]
@@ -126,14 +126,14 @@ def _read_off(build: Build, problem: Problem) -> list[Schedule]:
         table = build(chain, int(mem * nominal), slots)
         found.append(table.schedule(mem, full=mem))
         if problem.judge(found[-1]).time <= (chain.least_time + table.curve[-1]) * (1 + 1e-9):
-            sound = nominal  # the table kept its promise although its slots are too large
+            sound = nominal  # the result is as fast as the table says although its slots are too large
         else:
             hopeful = nominal
     return found
 
 
 def _reference(module: str) -> Any:
-    """A module of published solvers, which is imported when one of them is asked for."""
+    """Import a module of published solvers, when one of them is asked for."""
     return import_module(f"fxremat.solvers.references.{module}")
 
 
@@ -154,7 +154,7 @@ POFO_SLOTS = 50  # its table has two dimensions more than the others
 
 
 def capped(build: Build, problem: Problem) -> list[Schedule]:
-    """autocapper on top of a table; what the table says by itself is among its proposals."""
+    """Run autocapper on top of a table; the schedules of the table are among its proposals."""
     chain = problem.chain
     most = max(1, simulate(chain, keep_all.schedules(chain)[0]).peak)
     table = build(chain, most, problem.slots)
@@ -165,18 +165,18 @@ def capped(build: Build, problem: Problem) -> list[Schedule]:
 
 
 def _offloaded(problem: Problem, schedules: Callable[[], list[Schedule]]) -> list[Schedule]:
-    """What a solver proposes that only offloads; over a link that carries nothing it keeps everything."""
+    """Return the proposals of a solver that only offloads; without a link, keep-all."""
     return schedules() if problem.platform.linked else keep_all.schedules(problem.chain)
 
 
 def search(problem: Problem, start: Schedule) -> Schedule:
-    """The local search from a schedule that fits; as many steps as its effort, on a machine like ours, allows."""
+    """Run the local search from a schedule that fits, for as many steps as the effort allows on a machine like ours."""
     tries = min(int(problem.effort / _STEP / max(1, len(start.ops))), _MOST_TRIES)
     return local_search.improve(problem.chain, start, problem.mem, problem.judge, tries=tries)
 
 
 def _searched(problem: Problem) -> list[Schedule]:
-    """autocapper, then the local search from the fastest that fits."""
+    """Run autocapper, then the local search from the fastest schedule that fits."""
     proposed = capped(TABLES[DEFAULT], problem)
     fitting = [schedule for schedule in proposed if problem.fits(schedule)]
     if fitting:
@@ -263,13 +263,16 @@ CHOSEN = (
 
 
 class JoinSolver(Protocol):
-    """The best schedule of a join, simulated, in about `effort` seconds where it can. Raises `BudgetTooSmall`."""
+    """A function that returns the best schedule of a join, simulated, in about `effort` seconds if it can.
+
+    Raises `BudgetTooSmall`.
+    """
 
     def __call__(self, join: Join, mem: int, slots: int, *, effort: float = math.inf) -> JoinTimeline: ...
 
 
 def all_of_join(join: Join, mem: int, slots: int, *, effort: float = math.inf) -> JoinTimeline:
-    """The schedule that keeps everything in all branches, simulated. Raises `BudgetTooSmall`."""
+    """Return the schedule that keeps everything in all branches, simulated. Raises `BudgetTooSmall`."""
     chains = {0: join.trunk, **dict(enumerate(join.branches, start=1))}
     ops = {number: keep_all.schedules(chain)[0].ops for number, chain in chains.items() if chain}
     numbers = [*range(1, len(chains)), *([0] if join.trunk else [])]
@@ -285,7 +288,7 @@ def all_of_join(join: Join, mem: int, slots: int, *, effort: float = math.inf) -
 
 
 def _canonical(join: Join, mem: int, slots: int, *, effort: float = math.inf) -> JoinTimeline:
-    """The canonical form: its table is small, or too large to be tried."""
+    """Solve by the canonical form without regard to effort: its table is small, or too large to be tried."""
     return joins.best_canonical(join, mem, slots)
 
 

@@ -6,8 +6,8 @@ A row is the least time spent recomputing, as a function of the memory m, for on
     cost[m - low]   low <= m < high, never increasing
     0               m >= high    everything is kept
 
-`relax` takes the minimum of a row and  base + left(m - shift) + right(m)  wherever m >= need. It is where all
-the time goes: one pass over contiguous memory, in vector instructions.
+`relax` takes the minimum of a row and  base + left(m - shift) + right(m)  wherever m >= need. Nearly all the time is
+spent there: one pass over contiguous memory, in vector instructions.
 """
 
 from typing import NamedTuple
@@ -32,7 +32,7 @@ class Rows(NamedTuple):
 
 
 class Grid(NamedTuple):
-    """A table that is being filled: everything in slots."""
+    """A table that is being filled, all in slots."""
 
     sizes: ChainSizes
     rows: Rows
@@ -52,7 +52,10 @@ class Filled(NamedTuple):
 
 
 def lay_out(low: Ints, high: Ints, slots: int) -> Rows:
-    """Allocate every row, cut off above `slots`, all infinite. Raises `FxrematError` where that is no table to fill."""
+    """Allocate every row, cut off above `slots`, all infinite.
+
+    Raises `FxrematError` if the table would be too large.
+    """
     at, total = _places(low, high, slots)
     if total * 8 > MOST_BYTES:
         raise FxrematError(
@@ -68,7 +71,7 @@ def _fewer(slots: int, total: int) -> int:
 
 @jit
 def _places(low: Ints, high: Ints, slots: int) -> tuple[Ints, int]:
-    """Compute where the rows begin and how many entries there are; cuts `high` off above `slots`."""
+    """Compute the offset of each row and the number of entries; cut `high` off above `slots`."""
     at = np.zeros(low.shape, dtype=np.int64)
     total = 0
     for i in range(low.shape[0]):
@@ -82,13 +85,13 @@ def _places(low: Ints, high: Ints, slots: int) -> tuple[Ints, int]:
 
 @jit
 def least(x: float, y: float) -> float:
-    """min(x, y) in the form that becomes one vector instruction."""
+    """Return min(x, y) in the form that compiles to one vector instruction."""
     return y if y < x else x  # noqa: FURB136
 
 
 @jit
 def value(rows: Rows, i: int, j: int, m: int) -> float:
-    """The cost of row (i, j) at memory m."""
+    """Return the cost of row (i, j) at memory m."""
     if m < rows.low[i, j]:
         return np.inf
     if m >= rows.high[i, j]:
@@ -98,7 +101,7 @@ def value(rows: Rows, i: int, j: int, m: int) -> float:
 
 @jit
 def guess(table: Filled, i: int, j: int, m: int) -> float:
-    """The cost of row (i, j) in m bytes; each slot that is short of what rounded sizes need costs a whole step."""
+    """Return the cost of row (i, j) in m bytes; each slot below its rounded least memory adds a whole step."""
     rows, slots, dear = table.rows, table.slots, float(table.sizes.forward[table.n]) + 1.0
     m, low = m * slots // table.full, int(rows.low[i, j])
     if m >= low:
@@ -110,9 +113,9 @@ def guess(table: Filled, i: int, j: int, m: int) -> float:
 def relax(
     rows: Rows, i: int, j: int, need: int, base: float, left: int, shift: int, right: int, column: int
 ) -> None:
-    """row(i, j)(m) = min(itself, base + row(left, j)(m - shift) + row(right, column)(m)) for every m >= need.
+    """Set row(i, j)(m) to base + row(left, j)(m - shift) + row(right, column)(m) if that is less, for every m >= need.
 
-    Rows never increase: where this one is no more than `base` it cannot improve, from there to its end.
+    Rows never increase: from the first m where this one is no more than `base`, it cannot improve.
     """
     low, cost = rows.low[i, j], rows.cost
     left_low, right_low = rows.low[left, j] + shift, rows.low[right, column]

@@ -1,17 +1,17 @@
-"""A chain as arrays of whole units, bytes or slots: all that a dynamic program asks about memory and time.
+"""A chain as arrays of integer units, bytes or slots: all that a dynamic program needs of memory and time.
 
-    phase[t]          held whatever happens while d_t is the stored gradient
+    phase[t]          held in any case while d_t is the stored gradient
     out[l]            a_l
     run[s, j]         the most of a_l + scratch for l = s and a_{l-1} + a_l + scratch for l = s+1..j:
-                      what a pass of forwards s..j needs, where its input is counted elsewhere
+                      what a pass of forwards s..j needs, if its input is counted elsewhere
     saved[o]          A_l under option o; the options of block l are start[l] <= o < start[l+1]
     save[o]           A_l + scratch of the forward that saves it
     save_next[o]      a_{l-1} + the same
     back[o]           A_l + d_{l-1} + scratch of the backward
-    extra[o]          seconds that its backward takes beyond the fastest option
+    extra[o]          seconds of its backward beyond those of the fastest option
     forward[l]        seconds of the forwards of blocks 1..l
 
-Rounding happens here, once, and up: budgets go down. What is stored over and over (`out`, `saved`) is
+Rounding happens here, once, and up: budgets are rounded down. What is stored again and again (`out`, `saved`) is
 rounded value by value; what an op needs while it runs is summed in bytes first.
 """
 
@@ -28,7 +28,7 @@ Floats = npt.NDArray[np.float64]
 
 
 class ChainSizes(NamedTuple):
-    """See the top of the file; every array is indexed by block number (0..n) or option number."""
+    """The arrays of the module's docstring; each is indexed by block number (0..n) or option number."""
 
     phase: Ints
     out: Ints
@@ -43,23 +43,23 @@ class ChainSizes(NamedTuple):
 
 
 def in_slots(chain: Chain, mem: int, slots: int) -> ChainSizes:
-    """The sizes in slots of mem / slots bytes each, rounded up; with slots == mem, exactly in bytes."""
+    """Return the sizes in slots of mem / slots bytes each, rounded up; with slots == mem, exactly in bytes."""
 
     def units(sizes: list[int]) -> Ints:
-        limit = 2 * slots + 2  # more than fits is all the same, and sums stay small
+        limit = 2 * slots + 2  # sizes that do not fit are capped, so that sums stay small
         return np.array([min(-(-size * slots // mem), limit) for size in sizes], dtype=np.int64)
 
     return _arrays(chain, units)
 
 
 def in_bytes(chain: Chain) -> ChainSizes:
-    """The sizes in bytes."""
+    """Return the sizes in bytes."""
     return _arrays(chain, lambda sizes: np.array(sizes, dtype=np.int64))
 
 
 def _arrays(chain: Chain, units: Callable[[list[int]], Ints]) -> ChainSizes:
     out, grad, phase = chain.output_sizes, chain.grad_sizes, chain.phase_sizes
-    # d_0 and every weight gradient are there when B_1 ends: as good as scratch of B_1
+    # d_0 and every weight gradient are stored when B_1 ends: they count like scratch of B_1
     end = phase[0] - phase[1] - out[0]
     blocks = list(enumerate(chain.blocks, start=1))
     options = [(number, block, option) for number, block in blocks for option in block.choices]
@@ -86,7 +86,7 @@ def _arrays(chain: Chain, units: Callable[[list[int]], Ints]) -> ChainSizes:
 
 
 def _passes(first: Ints, later: Ints) -> Ints:
-    """run[s, j], from what the first forward of a pass needs and what the later ones do."""
+    """Compute run[s, j] from the needs of the first forward of a pass and of the later ones."""
     run = np.broadcast_to(later, (first.size, first.size)).copy()
     run[np.diag_indices_from(run)] = first
     return np.maximum.accumulate(np.triu(run), axis=1)

@@ -1,4 +1,4 @@
-"""A solved table, and how budgets are read off it: the part that every dynamic program over memory shares."""
+"""A solved table, and how schedules are read off it for budgets: all dynamic programs over memory share it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,24 +22,24 @@ class Table:
     chain: Chain
     mem: int
     slots: int
-    least: int  # bytes: below this nothing fits, whatever the slots
+    least: int  # bytes: with less nothing fits, whatever the slots
     enough: int  # bytes: from here on everything is kept
     curve: Floats  # curve[k]: seconds of recomputation within k slots, infinite where nothing fits
     trace: Callable[[int, int], Ints]  # (bytes beyond the input, bytes that `slots` stand for) -> op codes
 
     def schedule(self, budget: int, *, full: int | None = None) -> Schedule:
-        """A schedule that fits in `budget` bytes, as fast as the table knows.
+        """Return a schedule that fits in `budget` bytes, the fastest of the table.
 
-        With full = mem, the default, it is at least as fast as `curve` says. With less, the table takes its
-        slots for smaller than they were when sizes were rounded up to them: that makes up for the rounding,
-        and the schedule still fits.
+        With full = mem, the default, it is at least as fast as `curve` says. With less, the table's slots count as
+        smaller than they were when sizes were rounded up to them: that makes up for the rounding, and the schedule
+        still fits.
         """
         if budget < self.least:
             raise BudgetTooSmall(minimum=self.least, budget=budget)
         return decode(self.chain, self.trace(budget - self.chain.input_bytes, full or self.mem))
 
     def frontier(self, count: int) -> list[Schedule]:
-        """At most `count` schedules, from the fastest down to the one with the least memory."""
+        """Return at most `count` schedules, from the fastest down to the one with the least memory."""
         if self.mem < self.least:
             raise BudgetTooSmall(minimum=self.least, budget=self.mem)
         steps = [k for k in range(1, self.slots + 1) if self.curve[k] < self.curve[k - 1]]
@@ -49,8 +49,9 @@ class Table:
         return list(dict.fromkeys([*schedules, self.schedule(self.least)]))[:count]
 
     def spread(self, apart: float, above: int = 0) -> list[Schedule]:
-        """Schedules for budgets from `mem` down to the least, each `apart` times the next, as far as they are larger
-        than `above`.
+        """Return schedules for budgets from `mem` down to the least, each `apart` times the next.
+
+        Budgets of `above` bytes or less are left out.
         """
         budgets, budget = list[int](), float(self.mem)
         while budget > max(self.least, above):
@@ -76,9 +77,9 @@ def table_of(
     trace: Callable[[int, int], Ints],
     always: float = 0.0,
 ) -> Table:
-    """The table of filled rows, of which `whole` is that of the chain; `low` and `high` bound rows in bytes.
+    """Return the table of filled rows, of which `whole` is that of the chain; `low` and `high` bound rows in bytes.
 
-    `always` are seconds that any schedule of the table recomputes.
+    `always` is the number of seconds that any schedule of the table recomputes.
     """
     beyond = -(-chain.input_bytes * slots // mem)  # slots of the chain's input
     return Table(
@@ -93,13 +94,13 @@ def table_of(
 
 
 class Build(Protocol):
-    """A solver's table for one chain, budget and resolution."""
+    """Builder of a solver's table for one chain, budget and resolution."""
 
     def __call__(self, chain: Chain, mem: int, slots: int) -> Table: ...
 
 
 def grain(chain: Chain) -> int:
-    """The largest unit of which every size of the chain is a whole number, in bytes."""
+    """Return the largest unit in bytes of which every size of the chain is an integer multiple."""
     sizes = [chain.input_bytes, *chain.grad_sizes, *chain.phase_sizes, *chain.output_sizes]
     for block in chain.blocks:
         sizes.append(block.forward_scratch)

@@ -1,8 +1,8 @@
 """The order in which a table over intervals (s, t) is filled: tiles by distance from the diagonal.
 
-A row of (s, t) needs the rows of the intervals within it. Rows in one tile of (s, t) read much the same others,
-which stay in the cache; a tile needs those between it and the diagonal, so the tiles of one distance are
-independent and are filled by several threads.
+A row of (s, t) needs the rows of the intervals within it. Rows in one tile of (s, t) read nearly the same others, which
+stay in the cache; a tile needs those between it and the diagonal, so the tiles of one distance are independent and are
+filled by several threads.
 """
 
 import os
@@ -18,7 +18,7 @@ _FEW = 64  # below so many blocks, threads cost more than they save
 def fill_tiles_by_diagonal(n: int, what: str, fill: Callable[[int, int, int], None]) -> None:
     """Call fill(distance, worker, workers), which fills every `workers`-th tile, for all distances in turn.
 
-    `what` names the progress bar. `fill` is compiled code that lets go of the interpreter lock.
+    `what` names the progress bar. `fill` is compiled code that releases the interpreter lock.
     """
     workers = min(len(os.sched_getaffinity(0)), 4) if hasattr(os, "sched_getaffinity") and n > _FEW else 1
     with ThreadPoolExecutor(workers) as pool:

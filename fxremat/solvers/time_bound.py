@@ -1,7 +1,8 @@
 """A lower bound on the time of any schedule, by linear programming.
 
-The step is watched at a few instants only, just before some backwards k_1 > k_2 > ... > k_p: some evenly spaced,
-some that need the most memory. Between two instants lies a window. Fractions from 0 to 1 of what a schedule does whole:
+The LP looks at a few instants of the step only, just before some backwards k_1 > k_2 > ... > k_p: some evenly spaced,
+some that need the most memory. Between two instants lies a window. The variables are fractions from 0 to 1 of what a
+schedule does entirely or not at all:
 
     A[l,o,i], a[l,i]     stored at instant i
     X[l,i], XA[l,o,i]    forward l has run in window i at least once; it has saved option o
@@ -15,12 +16,12 @@ some that need the most memory. Between two instants lies a window. Fractions fr
     read          U[l,o] <= A[l,o,i-1] + XA[l,o,i] for the backwards l of window i,     sum_o U[l,o] = 1
     memory        phase(k_i) + d_{k_i - 1} + its scratch + a_0 + stored <= M at every instant
 
-Whatever a valid schedule does satisfies all of it, so the least is a lower bound; the more instants, the
-tighter. With a link to the host there is one instant: what is neither stored nor run again after it
-has crossed the link before it and crosses back after it, which takes its bytes (1/to_host + 1/from_host)
-(thesis, Prop. 3, with recomputation as a third way).
+Every valid schedule satisfies all of these, so the least is a lower bound; the more instants, the tighter. With a link
+to the host there is one instant: what is neither stored nor run again after it has been copied to the host before it
+and is copied back after it, which takes bytes * (1/to_host + 1/from_host) seconds (thesis, Prop. 3, with
+recomputation as a third way).
 
-Ours; the relaxation is that of Checkmate (Jain et al., MLSys 2020) on few stages and with saved sets.
+Ours; the relaxation is that of Checkmate (Jain et al., MLSys 2020) on few stages and with save sets.
 Cost: an LP of about (3 + 2 options) n p variables, HiGHS.
 """
 
@@ -31,9 +32,9 @@ from fxremat.chains.platform import Platform
 
 
 def lower_bound(chain: Chain, mem: int, platform: Platform | None = None, *, instants: int = 16) -> float:
-    """Seconds that no schedule within `mem` bytes beats; at least `chain.least_time`.
+    """Return seconds that no schedule within `mem` bytes beats; at least `chain.least_time`.
 
-    Infinite where not even the relaxation fits in `mem`, so that nothing does.
+    They are infinite if even the relaxation does not fit in `mem`, so that no schedule does.
     """
     crossing = _crossing(platform)
     n = len(chain)
@@ -47,13 +48,13 @@ def lower_bound(chain: Chain, mem: int, platform: Platform | None = None, *, ins
 
 
 def _need(chain: Chain, block: int) -> int:
-    """Bytes without which the backward of `block` does not run."""
+    """Return the bytes without which the backward of `block` cannot run."""
     back = min(option.saved_bytes + option.backward_scratch for option in chain.blocks[block - 1].choices)
     return chain.phase_sizes[block] + chain.grad_sizes[block - 1] + back
 
 
 def _crossing(platform: Platform | None) -> float | None:
-    """Seconds for a byte to the host and back; None where there is no way."""
+    """Return the seconds to copy a byte to the host and back; None if there is no link."""
     if platform is None or not platform.to_host or not platform.from_host:
         return None
     return 1 / platform.to_host + 1 / platform.from_host
@@ -63,7 +64,7 @@ _Term = tuple[float, tuple[str | int, ...]]  # a factor and a variable
 
 
 class _Program:
-    """The rows of the linear program; a variable is a tuple, made when it is first met."""
+    """The rows of the linear program; a variable is a tuple, made when it first occurs."""
 
     def __init__(self, chain: Chain, mem: int, marks: list[int], crossing: float | None) -> None:
         self.chain, self.mem, self.marks, self.crossing = chain, mem, marks, crossing
@@ -72,7 +73,7 @@ class _Program:
         self.limits: list[float] = []
 
     def least(self) -> float:
-        """The bound in seconds."""
+        """Return the bound in seconds."""
         for window in range(1, len(self.marks) + 2):
             for block in range(1, self._last(window) + 1):
                 self._forward(block, window)
@@ -84,7 +85,7 @@ class _Program:
         return self._solve()
 
     def _last(self, window: int) -> int:
-        """The last block whose values window `window` may still need."""
+        """Return the last block whose values window `window` may still need."""
         return len(self.chain) if window == 1 else self.marks[window - 2]
 
     def _options(self, block: int) -> range:
@@ -98,7 +99,7 @@ class _Program:
         self.limits.append(limit)
 
     def _before(self, kind: str, block: int, window: int, option: int = 0) -> list[_Term]:
-        """Negated LP terms that make the value available when a window begins; the chain's input always may be."""
+        """Return negated LP terms that make the value available when a window begins; the chain's input always is."""
         if window == 1:
             return []
         there: list[_Term] = [(-1.0, (kind, block, window - 1, option))]
@@ -107,7 +108,7 @@ class _Program:
         return there
 
     def _forward(self, block: int, window: int) -> None:
-        """The rows of forward `block` in a window, and of what it may leave at the window's end."""
+        """Add the rows of forward `block` in a window, and of what it may leave at the window's end."""
         run: _Term = (1.0, ("run", block, window))
         saves: list[_Term] = [(1.0, ("save", block, window, o)) for o in self._options(block)]
         if block > 1:
@@ -133,7 +134,7 @@ class _Program:
         return [(-1.0, (kind, block, window - 1, option))] if window > 1 else []
 
     def _memory(self, instant: int) -> None:
-        """Bound everything stored just before a backward, and what the backward itself needs."""
+        """Bound all that is stored just before a backward, and what the backward itself needs."""
         chain, k = self.chain, self.marks[instant - 1]
         terms: list[_Term] = []
         for block in range(1, k + 1):
@@ -156,14 +157,14 @@ class _Program:
         uses: list[_Term] = [(-1.0, ("use", block, o)) for o in self._options(block)]
         self._at_most(-1.0, *uses)
         for o, (_, use) in enumerate(uses):
-            if block in self.marks:  # watched: it is stored at that very instant
+            if block in self.marks:  # watched: it is stored at that instant
                 there: list[_Term] = [(-1.0, ("A", block, self.marks.index(block) + 1, o))]
             else:
                 there = [(-1.0, ("save", block, window, o)), *self._before("A", block, window, o)]
             self._at_most(0.0, (1.0, use), *there)
 
     def _time(self) -> None:
-        """Let the step last as long as what it computes, and as long as what it carries."""
+        """Require the step to last at least as long as its computation, and as long as its copies."""
         compute: list[_Term] = [(-1.0, ("time",))]
         carry: list[_Term] = [(-1.0, ("time",))]
         for variable in list(self.columns):
@@ -181,7 +182,7 @@ class _Program:
         self._at_most(0.0, *carry)
 
     def _solve(self) -> float:
-        from scipy.optimize import Bounds, LinearConstraint, milp  # a second to import: only when used
+        from scipy.optimize import Bounds, LinearConstraint, milp  # takes a second to import: only when used
         from scipy.sparse import coo_array
 
         objective = np.zeros(len(self.columns))

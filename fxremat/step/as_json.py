@@ -6,9 +6,9 @@
     frozenset({2, 1})               {"set": [1, 2]}
     {1: "weight"}                   {"map": [[1, "weight"]]}
 
-What several others refer to is written where it comes first, with a number, and referred to by that:
-{"is": "Layout", "number": 0, ...} and {"ref": 0}. Reading makes values of the classes that it is told, and calls
-nothing else, whatever the text says.
+A value of a shared class that several others refer to is written in full where it comes first, with a number, and as
+that number afterwards: {"is": "Layout", "number": 0, ...} and {"ref": 0}. Reading makes values of the classes that it
+is given, and calls nothing else, whatever the text says.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Unreadable(Exception):
 
 
 def written(value: Any, shared: Iterable[type] = (), instead: Instead | None = None) -> Any:
-    """A value as what the module json writes. O(its size).
+    """Return `value` as an object that the module `json` can write. O(its size).
 
     Args:
         shared: classes whose values are written once each.
@@ -68,7 +68,7 @@ class _Writer:
 
 
 def read(content: Any, classes: Iterable[type], instead: Instead | None = None) -> Any:
-    """The value that was written. O(its size).
+    """Rebuild the value that `written` turned into `content`. O(its size).
 
     Args:
         classes: dataclasses and enums that it may consist of.

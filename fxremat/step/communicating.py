@@ -1,4 +1,4 @@
-"""A program whose collectives run beside its ops, with what the clock says of the link."""
+"""A program whose collectives run concurrently with its ops, and the times of the link that they use."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ProgramWithCommunication:
 
     @property
     def hidden(self) -> float:
-        """The share of them that no op waits for."""
+        """Share of these seconds that no op waits for."""
         if not self.seconds:
             return 1.0
         return 1.0 - min(1.0, sum(one.waited for one in self.collectives) / self.seconds)

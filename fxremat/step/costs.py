@@ -12,11 +12,11 @@ from fxremat.step.step_graph import StepGraph
 
 @dataclass(frozen=True)
 class OpCost:
-    """One execution of one op."""
+    """The cost of one execution of one op."""
 
     seconds: float
     workspace: int  # bytes beyond inputs and outputs, while it runs
-    outputs: tuple[int, ...] = ()  # bytes of the storage of each output, by position; (): as the graph says
+    outputs: tuple[int, ...] = ()  # bytes of the storage of each output, by position; (): as in the step graph
 
 
 @dataclass(frozen=True)
@@ -25,38 +25,38 @@ class Costs:
 
     seconds: tuple[float, ...]
     sizes: Sizes
-    fresh: frozenset[int] = frozenset()  # ops that make a new result, since real layouts do not allow to overwrite
+    fresh: frozenset[int] = frozenset()  # ops that must allocate their result: real layouts forbid overwriting
 
     def time(self, program: Program) -> float:
-        """Seconds of all executions of a program, as if copies took no time."""
+        """Return the seconds of all executions of a program, as if copies took no time."""
         return self.time_of(step.op for step in program.executions)
 
     def time_of(self, ops: Iterable[int]) -> float:
-        """Seconds of executions of these ops, by number, one after the other."""
+        """Return the seconds of executing these ops, by number, one after the other."""
         return sum([self.seconds[op] for op in ops])
 
     def scaled(self, factor: float) -> Costs:
-        """The same with every time multiplied (calibration)."""
+        """Return these costs with every time multiplied by `factor` (calibration)."""
         return replace(self, seconds=tuple(seconds * factor for seconds in self.seconds))
 
 
 def apart(graph: StepGraph, costs: Costs) -> tuple[Costs, float]:
-    """The costs without the time of collectives, and the seconds of all of these, which may pass beside the ops."""
+    """Return the costs with collectives taking no time, and the seconds of all collectives, which ops may overlap."""
     seconds = tuple(0.0 if op.communicates else s for op, s in zip(graph.ops, costs.seconds, strict=True))
     return replace(costs, seconds=seconds), sum(costs.seconds) - sum(seconds)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """Speeds of the copies, and what one costs the thread that starts it."""
+    """Speeds of the copies to and from the host, and how much copying slows ops down."""
 
     to_host: float  # bytes per second
     from_host: float
     slowdown: float = 0.05  # seconds that ops lose for each second of copying: both use the device's memory
-    in_powers: bool = False  # the host's memory is taken in powers of two bytes
+    in_powers: bool = False  # the host allocates powers of two bytes
 
     def on_host(self, size: int, tensors: int = 1) -> int:
-        """Bytes of the host's memory that tensors of `size` bytes together take there.
+        """Return the bytes of host memory that tensors of `size` bytes together occupy.
 
         >>> Link(to_host=1e9, from_host=1e9, in_powers=True).on_host(65 * 2**20) // 2**20
         128
@@ -72,6 +72,6 @@ class ParameterUpdate:
     value: int  # of the joint graph
     bytes: int
     state_bytes: int  # of its optimizer state
-    workspace: int  # bytes that the update takes besides
+    workspace: int  # bytes that the update allocates while it runs
     seconds: float  # of the update
-    stays: bool = False  # on the device: forward returns a view of it
+    stays: bool = False  # the parameter stays on the device: forward returns a view of it

@@ -1,14 +1,14 @@
-"""What the memory of a program consists of: at every step, the bytes of each kind. They add up to `live_bytes`.
+"""The memory of a program by kind: at every step, the bytes of each kind. They add up to `live_bytes`.
 
     kept         values of the forward, from when they are made, that the backward reads or the caller holds
-    temporary    values of the forward that are gone before the backward begins
+    temporary    values of the forward that are freed before the backward begins
     recomputed   values of the forward that were made again
     offloaded    values of the forward that go to the host, before they have left and after they have come back
-    gradients    gradients of values on their way, those that the caller hands in among them
+    gradients    gradients of intermediate values, those that the caller hands in included
     results      gradients of parameters and inputs, which the step returns
     weights      parameters and optimizer state, where the budget covers them; copies of inputs that are overwritten
-    outside      what a loss outside the model takes
-    workspace    what kernels take while they run, and saved states of the random generator
+    outside      memory of a loss that is computed outside the model
+    workspace    what kernels allocate while they run, and saved states of the random generator
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fxremat.step.step_graph import Origin
 
 
 class MemoryKind(Enum):
-    """What bytes are for; in the order in which pictures stack them."""
+    """The purposes of allocated bytes, in the order in which pictures stack them."""
 
     WEIGHTS = "weights"
     KEPT = "kept"
@@ -40,19 +40,19 @@ class MemoryKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """Bytes that are there from one step to another, both included."""
+    """Bytes that are allocated from one step to another, both included."""
 
     kind: MemoryKind
     first: int
-    last: int  # the number of steps for what is there when the step is over
+    last: int  # the number of steps if they are still allocated after the last step
     bytes: int
-    value: int | None = None  # of the step graph, whose storage it is
-    op: int | None = None  # whose workspace it is, or whose saved random state
-    state: bool = False  # the optimizer state of the value, which is a parameter
+    value: int | None = None  # the value of the step graph whose storage they are
+    op: int | None = None  # the op whose workspace, or saved random state, they are
+    state: bool = False  # they are the optimizer state of the value, which is a parameter
 
 
 def lives_of(program: Program, sizes: Sizes) -> list[Life]:
-    """Everything that takes memory in a program, value by value. At each step it adds up to `live_bytes`. O(steps).
+    """List all memory that a program occupies, value by value. At each step it adds up to `live_bytes`. O(steps).
 
     An op that overwrites what it reads has its result in the bytes of that operand, which count once, as the result. A
     compiled region may free several of its inputs before it makes what it returns.
@@ -84,7 +84,7 @@ def lives_of(program: Program, sizes: Sizes) -> list[Life]:
 
 
 def _optimizer_states(program: Program) -> Iterator[Life]:
-    """The optimizer state of parameters that live on the host, while it is on the device for their update."""
+    """Yield the optimizer states of parameters that live on the host, while they are on the device for their update."""
     came: dict[int | None, int] = {}
     for place, step in enumerate(program.steps):
         if isinstance(step, Transfer) and step.takes > 0:
@@ -94,7 +94,7 @@ def _optimizer_states(program: Program) -> Iterator[Life]:
 
 
 def bytes_by_kind(program: Program, sizes: Sizes) -> dict[MemoryKind, tuple[int, ...]]:
-    """Bytes of each kind while each step runs; their sum is `live_bytes(program, sizes).during`. O(steps)."""
+    """Return the bytes of each kind while each step runs. They add up to `live_bytes(...).during`. O(steps)."""
     count = len(program.steps)
     change = {kind: [0] * (count + 1) for kind in MemoryKind}
     for life in lives_of(program, sizes):
@@ -104,7 +104,7 @@ def bytes_by_kind(program: Program, sizes: Sizes) -> dict[MemoryKind, tuple[int,
 
 
 def host_bytes(program: Program, sizes: Sizes) -> tuple[int, ...]:
-    """Bytes of values of the forward that wait on the host while each step runs: from release to prefetch."""
+    """Return the bytes of forward values that wait on the host while each step runs: from release to prefetch."""
     change = [0] * len(program.steps)
     for place, step in enumerate(program.steps):
         if isinstance(step, Transfer) and step.role in (Role.RELEASE, Role.PREFETCH):
@@ -116,7 +116,7 @@ def host_bytes(program: Program, sizes: Sizes) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class _Versions:
-    """The versions of a program: which step makes each, and when it goes."""
+    """The versions of a program: the step that makes each, and the last step that uses it."""
 
     program: Program
     lives: Sequence[tuple[int, int]]  # last step and bytes
@@ -130,13 +130,13 @@ class _Versions:
         return cls(program, lives(program, sizes), writer, frozenset(leaving))
 
     def birth(self, version: int) -> int:
-        """The step that makes a version, or the one before which the caller does."""
+        """Return the index of the step that makes a version; of an input, the step before which it arrives."""
         if version in self.writer:
             return self.writer[version]
         return self.program.split if self._origin(version) is Origin.TANGENT else 0
 
     def kind(self, version: int) -> MemoryKind:
-        """What a version is for."""
+        """Return the kind of memory that a version occupies."""
         match self._origin(version):
             case Origin.PRIMAL:
                 return MemoryKind.WEIGHTS
@@ -153,9 +153,9 @@ class _Versions:
         return MemoryKind.KEPT if self.lives[version][0] >= self.program.split else MemoryKind.TEMPORARY
 
     def replaced(self, step: Step | Transfer) -> list[int]:
-        """The versions that a step may overwrite, or free before it makes its results: those that it reads last.
+        """Return the versions whose memory a step may reuse for its results: those that it reads last.
 
-        The largest comes first; after them the results themselves, which may not be there at the worst moment.
+        The largest comes first; after them the results themselves, which may not be allocated at the worst moment.
         """
         if not step.writes:
             return []

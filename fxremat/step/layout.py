@@ -1,6 +1,6 @@
 """A step graph laid out as a chain: which op belongs to which block, what crosses each boundary, what each saves.
 
-    boundary l   the values made in blocks 1..l and read by the forward of later blocks, held ones apart
+    boundary l   the values made in blocks 1..l and read by the forward of later blocks, without the held ones
     held         values that are kept from their forward to their last use: carried skips, anchors, outputs
     saved l, o   what block l keeps for its backward under option o; option 0 is everything that B_l reads
 
@@ -29,7 +29,7 @@ class BlockLayout:
 
 
 class _Needs(dict[tuple[int, int, bool], frozenset[int]]):
-    """Values that a forward leaves, by block, option (-1: a checkpoint alone) and whether it is the block's first."""
+    """Values that a forward must leave in memory, by block, option (-1: a checkpoint alone) and if it is the first."""
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
@@ -56,26 +56,26 @@ class Layout:
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """The modules that each block goes through."""
+        """One name for the modules that each block goes through."""
         return tuple(self.graph.span(block.forward) for block in self.blocks)
 
     def boundary_before(self, block: int) -> frozenset[int]:
-        """The values that enter a block (a_{l-1}); none enter the first: inputs are primals."""
+        """Return the values that enter a block (a_{l-1}); none enter the first block, whose inputs are primals."""
         return self.blocks[block - 1].boundary if block else frozenset()
 
     @cached_property
     def needs(self) -> _Needs:
-        """What each forward of a block must leave, worked out when first asked for."""
+        """The values that each forward of a block must leave in memory, computed on first use."""
         return _Needs(self)
 
     @cached_property
     def runs(self) -> dict[tuple[int, frozenset[int], frozenset[int]], list[int]]:
-        """Ops that run, by block, values wanted and values of the block at hand, as far as they were asked for."""
+        """A cache of the ops to run, by block, wanted values, and values of the block that are available already."""
         return {}
 
     @cached_property
     def uniform(self) -> frozenset[int]:
-        """The blocks in which a later execution of an op reads what the first one does."""
+        """The blocks whose ops read the same values in a later execution as in the first."""
         ops = self.graph.ops
         return frozenset(
             number
@@ -84,7 +84,7 @@ class Layout:
         )
 
     def with_options(self, options: Sequence[Sequence[frozenset[int]]]) -> Layout:
-        """The same layout with further save sets (options 1, 2, ...) for each block."""
+        """Return this layout with further save sets (options 1, 2, ...) for each block."""
         blocks = [
             replace(block, saved=(block.saved[0], *more))
             for block, more in zip(self.blocks, options, strict=True)

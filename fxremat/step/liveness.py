@@ -2,7 +2,7 @@
 
     memory during step i = versions alive + what step i writes + the workspace of its op
 
-Only storages count (views share them); primals do not; what the caller holds stays until the end. With measured
+Only storages count, which views share. Primals do not count; what the caller holds stays until the end. With measured
 workspaces this reproduces the allocator's peak.
 """
 
@@ -18,14 +18,14 @@ from fxremat.step.step_graph import Origin
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Bytes that the device's allocator takes, by value and by op number."""
+    """Bytes allocated on the device, by value and by op number."""
 
     values: Sequence[int]  # of each value
     workspace: Sequence[
         int
-    ]  # of each op while it runs, beyond what it reads and writes; < 0: one is the other
-    seed: int = 0  # of one saved generator state, on the device
-    outside: int = 0  # at the split, for a loss outside the model; the gradients it hands in are part of it
+    ]  # of each op while it runs, beyond what it reads and writes; < 0: an output takes the place of an input
+    seed: int = 0  # of one saved state of the random generator, on the device
+    outside: int = 0  # at the split, for a loss outside the model; the gradients that it hands in are part of it
     root: int = 0  # from the split to the end: such a loss, and the gradient that its backward starts from
     unsplit: int = 0  # included in each that is above so many: what its block may have beyond it
 
@@ -40,7 +40,7 @@ class Memory:
 
     @property
     def peak(self) -> int:
-        """The largest of them all."""
+        """The largest of `during`, `at_split` and `end`."""
         return max(*self.during, self.at_split, self.end)
 
 
@@ -54,7 +54,7 @@ def live_bytes(
     """Replay the allocations of a program. O(steps).
 
     Args:
-        at_hand: version -> bytes of what is alive before the first step (None: a whole training step).
+        at_hand: version -> bytes of what is alive before the first step (None: the program is an entire step).
         kept: values that stay alive to the end, besides what the step returns.
     """
     changes = _changes(program, sizes, at_hand, kept)
@@ -74,7 +74,7 @@ class _Changes:
     """Bytes that appear before and vanish after each step."""
 
     start: int
-    tangents: int  # with all that the caller brings at the split
+    tangents: int  # of the gradients that are handed in, and of all else that the caller allocates at the split
     born: list[int]
     freed: list[int]
 
@@ -111,7 +111,7 @@ def lives(
     *,
     whole: bool = True,
 ) -> list[tuple[int, int]]:
-    """For every version: the last step that uses it (-1: none, len(steps): alive to the end) and its bytes."""
+    """Return, for every version, the last step that uses it (-1: none, len(steps): alive to the end) and its bytes."""
     graph, forever = program.layout.graph, len(program.steps)
     last = [-1] * len(program.version_of)
     for position, step in enumerate(program.steps):
@@ -142,7 +142,7 @@ def lives(
 
 
 def seed_lives(program: Program) -> dict[int, tuple[int, int]]:
-    """First and last step of every random op that runs more than once: its generator state lives in between."""
+    """Return the first and last step of random ops that run more than once: their generator state lives in between."""
     ops = program.layout.graph.ops
     random = {op for op in program.repeated if ops[op].random}
     lives: dict[int, tuple[int, int]] = {}

@@ -2,8 +2,8 @@
 
 A schedule speaks of blocks; `rematerialize` replays it block by block and writes down every execution of every op:
 
-    Fck l, Fnone l, Fall l[o]   the ops of block l that what is to be stored needs, and that is not there already
-    B l                         the backward ops of block l, each right after what it needs and is missing
+    Fck l, Fnone l, Fall l[o]   the ops of block l that make what is to be stored and is not available already
+    B l                         the backward ops of block l, each right after what it needs and lacks is recomputed
 
 What a schedule stores decides what may be read; what is read decides how long it lives (see `step.liveness`):
 a version is freed right after its last use, which may be earlier than the schedule's own bookkeeping asks.
@@ -21,16 +21,16 @@ from fxremat.step.layout import Layout
 
 
 class Role(Enum):
-    """Why a step is there."""
+    """The kinds of steps of a program."""
 
     FORWARD = "forward"  # the first execution of a forward op
     RECOMPUTE = "recompute"  # any later one
     BACKWARD = "backward"
     OFFLOAD = "offload"  # a copy to the host begins
-    RELEASE = "release"  # that copy has ended: the last use of what left
-    PREFETCH = "prefetch"  # memory is taken, and the copy back begins
-    WAIT = "wait"  # that copy has ended
-    COMPLETE = "complete"  # a collective has ended: what it made may be read, and what it read may go
+    RELEASE = "release"  # that copy has ended: its source may be freed
+    PREFETCH = "prefetch"  # memory is allocated, and the copy back begins
+    WAIT = "wait"  # the copy back has ended
+    COMPLETE = "complete"  # a collective has ended: its results may be read, and its operands freed
     UPDATE = "update"  # the optimizer's step of one parameter; the copy to its home on the host begins
 
 
@@ -47,9 +47,10 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """An update, the end of a collective, or one event of a trip to the host and back.
+    """An optimizer update, the end of a collective, or one event of a round trip to the host.
 
-    What travels is a version, which comes back as another one of the same value, or the optimizer state of a parameter.
+    What travels is a version, which comes back as another version of the same value, or the optimizer state of a
+    parameter.
     """
 
     block: int
@@ -57,11 +58,11 @@ class Transfer:
     trip: int  # numbers the trips of a program
     reads: tuple[int, ...]  # versions
     writes: tuple[int, ...]
-    op: None = None  # none is executed
+    op: None = None  # no op is executed
     workspace: int = 0  # bytes while it runs, beyond what it reads and writes
-    seconds: float = 0.0  # that it takes, beside waiting for a copy
+    seconds: float = 0.0  # of its own, without waiting for a copy
     state_of: int | None = None  # the parameter whose optimizer state travels
-    takes: int = 0  # bytes of state that are on the device from here on; below 0: up to here
+    takes: int = 0  # bytes of optimizer state on the device: allocated here if above 0, freed after this if below
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +83,7 @@ class Program:
     ]  # mutated primals that the backward reads: copied before the forward overwrites them
     fetched: frozenset[int] = (
         frozenset()
-    )  # versions of primals that live on the host: they take memory as others do
+    )  # versions of primals that live on the host: they occupy memory as others do
     resident: int = (
         0  # bytes of weights and optimizer state that stay on the device, where the budget counts them
     )
@@ -94,15 +95,15 @@ class Program:
 
     @property
     def recomputed(self) -> int:
-        """How many steps execute a forward op again."""
+        """Number of steps that execute a forward op again."""
         return sum(step.role is Role.RECOMPUTE for step in self.steps)
 
 
 @dataclass(frozen=True, eq=False)
 class Order:
-    """Which op runs when, and for which block: a program in short, where each value is read from its latest version.
+    """The ops of a program in the order in which they run, and the block that each of them runs for.
 
-    What the caller holds is read from its first version.
+    An op reads the latest version of a value, and the first version of what the caller holds.
     """
 
     layout: Layout
@@ -111,7 +112,7 @@ class Order:
     split: int
 
     def program(self) -> Program:
-        """The program that runs in this order. Raises `InvalidSchedule` where an op lacks what it reads."""
+        """Build the program that runs in this order. Raises `InvalidSchedule` where an op lacks what it reads."""
         replay = Replay(self.layout)
         pinned = self.layout.graph.pinned
         for position, (op, block) in enumerate(zip(self.ops, self.blocks, strict=True)):
@@ -122,7 +123,7 @@ class Order:
 
 
 def order_of(layout: Layout, schedule: Schedule) -> Order:
-    """The order in which a schedule executes ops. O(steps * reads).
+    """Return the order in which a schedule executes ops. O(steps * reads).
 
     Raises:
         InvalidSchedule: an op of the schedule needs what is not stored when it runs.
@@ -136,13 +137,13 @@ def order_of(layout: Layout, schedule: Schedule) -> Order:
 
 
 def rematerialize(layout: Layout, schedule: Schedule) -> Program:
-    """Write down what a schedule executes. O(steps * reads). Raises what `order_of` raises."""
+    """Expand a schedule into the program that it executes. O(steps * reads). Raises what `order_of` raises."""
     return order_of(layout, schedule).program()
 
 
 @dataclass(slots=True)
 class Replay:
-    """The state of a replay: the current version of each value at hand, and what the schedule keeps stored."""
+    """The state of a replay: the current version of each available value, and what the schedule keeps stored."""
 
     layout: Layout
     steps: list[Step] = field(default_factory=list)
@@ -157,14 +158,14 @@ class Replay:
     _first: dict[int, int] = field(default_factory=dict)
 
     def give(self, value: int) -> int:
-        """Put a value at hand that no step of this program makes."""
+        """Make a new version of a value the current one, and return its number."""
         self.current[value] = version = len(self.version_of)
         self.version_of.append(value)
         self._first.setdefault(value, version)
         return version
 
     def execute(self, op: Op) -> None:
-        """Run one operation of a schedule; `transfers.activations.trips_of` reads its transfers."""
+        """Run one operation of a schedule. Transfers raise `InvalidSchedule`: see `transfers.activations.trips_of`."""
         match op:
             case Forward(block, keep, option):
                 self.forward(block - 1, keep, option)
@@ -176,7 +177,7 @@ class Replay:
                 raise InvalidSchedule(f"{op} needs a host to go to: compile with offload=True")
 
     def versions_of(self, kind: str, block: int) -> dict[int, int]:
-        """The values of a stored a or A that nothing else stored holds, and their versions; none of a0, the input.
+        """Return the values, with versions, that this stored a or A holds and no other does; none for a0, the input.
 
         Raises `InvalidSchedule` where it is not stored.
         """
@@ -188,13 +189,13 @@ class Replay:
         return {value: self.current[value] for value in sorted(values) if self._covers[value] == 1}
 
     def restore(self, kind: str, block: int, versions: Mapping[int, int]) -> None:
-        """Store an a or A again that was discarded, as it was; nothing happens where it is stored."""
+        """Store a discarded a or A again, with the same versions; do nothing if it is stored."""
         if (kind, block) not in self._stored:
             self.current |= versions
             self._store((kind, block), versions)
 
     def forward(self, block: int, keep: Keep, option: int = 0) -> None:
-        """Run the forward of a block and store what `keep` says."""
+        """Run the forward of a block, and store what `keep` says."""
         place, graph = self.layout.blocks[block], self.layout.graph
         if keep is Keep.ALL and option >= len(place.saved):
             raise InvalidSchedule(f"block {block + 1} has {len(place.saved)} options, not {option + 1}")
@@ -213,7 +214,7 @@ class Replay:
         self._forget(place.made)
 
     def backward(self, block: int) -> None:
-        """Run the backward of a block; forget its input and what it saved.
+        """Run the backward of a block, and forget its input and what it saved.
 
         An op that reads a gradient which a later backward makes (towers that share weights) waits for it.
         """
@@ -229,7 +230,7 @@ class Replay:
         self._forget(place.made)
 
     def _run_ready(self, backward: Iterable[int], block: int) -> None:
-        """Run these ops, and those that waited, as far as their gradients are there."""
+        """Run these ops and those that waited, all but those that still lack a gradient."""
         waiting, self._waiting = [*self._waiting, *backward], []
         for index in waiting:
             if self._gradients_missing(index):
@@ -241,7 +242,7 @@ class Replay:
         return any(value not in self.current for value in self.layout.graph.gradients_read[index])
 
     def discard(self, kind: str, block: int) -> None:
-        """Forget a stored a or A; nothing happens where it is not stored."""
+        """Forget a stored a or A; do nothing if it is not stored."""
         for value in self._stored.pop((kind, block), ()):
             self._covers[value] -= 1
             if not self._covers[value]:
@@ -250,13 +251,13 @@ class Replay:
                     self.current.pop(value, None)
 
     def whole_program(self) -> Program:
-        """What was written down, as that of a whole step: inputs that nothing reads are part of it too."""
+        """Return the recorded program as that of an entire step, which includes inputs that nothing reads."""
         for value in sorted(self.layout.graph.given - self.current.keys()):
             self.give(value)
         return self.program()
 
     def program(self) -> Program:
-        """What was written down so far."""
+        """Return the program recorded so far."""
         self.check_complete()
         split = len(self.steps) if self.split is None else self.split
         late_reads = {self.version_of[version] for step in self.steps[split:] for version in step.reads}
@@ -271,7 +272,7 @@ class Replay:
         )
 
     def check_complete(self) -> None:
-        """Raise `InvalidSchedule` where backward ops still wait for a gradient."""
+        """Raise `InvalidSchedule` if backward ops still wait for a gradient."""
         if self._waiting:
             name = self.layout.graph.ops[self._waiting[0]].name
             raise InvalidSchedule(f"the schedule ends before {name} has the gradients that it reads")
@@ -286,7 +287,7 @@ class Replay:
         held = frozenset(values)
         for value in held:
             self._covers[value] = self._covers.get(value, 0) + 1
-        self.discard(*item)  # where it is stored already; what both hold stays
+        self.discard(*item)  # if it is stored already; what both hold stays
         self._stored[item] = held
 
     def _forget(self, values: frozenset[int]) -> None:
@@ -300,7 +301,7 @@ class Replay:
             self._run(index, block)
 
     def _makers(self, wanted: Iterable[int], block: int) -> list[int]:
-        """The ops that make the wanted values of a block, those behind them included."""
+        """List the ops that make the wanted values of a block, and whatever they lack, in the order of the forward."""
         graph, place = self.layout.graph, self.layout.blocks[block]
         missing: set[int] = set()
         stack = self._missing(wanted)
@@ -321,7 +322,7 @@ class Replay:
         return makers
 
     def _missing(self, values: Iterable[int]) -> list[int]:
-        """The values that are not at hand; inputs are given when they are first read."""
+        """List the values that are not available; inputs become available when they are first read."""
         missing = []
         for value in values:
             if value not in self.current:
@@ -338,7 +339,7 @@ class Replay:
         self.run(index, block)
 
     def run(self, index: int, block: int, pinned: frozenset[int] = frozenset()) -> None:
-        """Run one op on the current versions; pinned values stay at their first."""
+        """Run one op on the current versions; the current version of a pinned value stays the first."""
         op = self.layout.graph.ops[index]
         again = index in self.ran
         wanted, made = (op.again_reads, op.again_writes) if again else (op.reads, op.writes)
@@ -355,7 +356,7 @@ class Replay:
 
 @dataclass(slots=True)
 class _OrderReplay(Replay):
-    """A replay that writes down which op runs when, and no versions."""
+    """A replay that records the order of ops, and no versions."""
 
     ops: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
@@ -371,7 +372,7 @@ class _OrderReplay(Replay):
         return [value for value in values if value not in current]
 
     def _makers(self, wanted: Iterable[int], block: int) -> list[int]:
-        """The makers found before, where the same values of the block were wanted and at hand."""
+        """Return the ops that make the wanted values, cached by the wanted and the available values of the block."""
         if block not in self.layout.uniform:
             return Replay._makers(self, wanted, block)
         made = self.layout.blocks[block].made
@@ -382,7 +383,7 @@ class _OrderReplay(Replay):
         return known
 
     def run(self, index: int, block: int, pinned: frozenset[int] = frozenset()) -> None:
-        """Run one op, whose operands are there."""
+        """Run one op, whose operands are available."""
         op = self.layout.graph.ops[index]
         self.current.update(dict.fromkeys(op.again_writes if index in self.ran else op.writes, 0))
         self.ops.append(index)

@@ -13,7 +13,7 @@ from fxremat.units import shortened
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A line of Python."""
+    """A line of Python code."""
 
     file: str
     line: int
@@ -31,7 +31,7 @@ class Frame:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The place where an op was written."""
+    """The module and the line of code that an op comes from."""
 
     module: str  # path of the submodule; "" for the model itself
     frame: Frame | None
@@ -41,7 +41,7 @@ NOWHERE = Source(module="", frame=None)
 
 
 def common_module(modules: Iterable[str]) -> str:
-    """The innermost module around all of these.
+    """Return the innermost module that contains all of these.
 
     >>> common_module(["h.3.mlp.up", "h.3.attn"]), common_module(["h.3", "h.31"])
     ('h.3', 'h')
@@ -51,11 +51,11 @@ def common_module(modules: Iterable[str]) -> str:
 
 
 def span_of(modules: Sequence[str], counts: Counter[str]) -> str:
-    """The modules that ops go through, as one name: a module that they are all of, or the first and last of its parts.
+    """Return one name for the modules of several ops: a module of which they are all ops, or its first and last parts.
 
     Args:
-        modules: of the ops, in order.
-        counts: how many ops there are inside each module, "" included: see `ops_inside`.
+        modules: the module of each op, in order.
+            counts: how many ops there are inside each module, "" included: see `ops_inside`.
 
     >>> counts = ops_inside(["h.0.norm", "h.0.attn", "h.0.mlp.up", "h.0.mlp.down", "h.1.norm"])
     >>> span_of(["h.0.norm", "h.0.attn"], counts), span_of(["h.0.mlp.up", "h.0.mlp.down"], counts)

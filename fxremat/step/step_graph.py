@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 class Origin(Enum):
     """The part of the step that makes a value; only FORWARD values can be recomputed."""
 
-    PRIMAL = "primal"  # a parameter, buffer, input or constant: outside the budget, always there
+    PRIMAL = "primal"  # a parameter, buffer, input or constant: outside the budget, always in memory
     TANGENT = "tangent"  # the gradient that autograd hands to the backward graph
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -58,8 +58,8 @@ class Value:
     origin: Origin
     producer: int | None  # op number; None for placeholders and constants
     position: int | None  # among the outputs of its op; None: the op has one output, or nothing reads this one
-    type: str  # data type and shape of what shows it first, as "float32[8, 512]"; "" for what is no tensor
-    whole: bool  # one tensor shows all of it
+    type: str  # data type and shape of the first tensor on it, as "float32[8, 512]"; "" if it holds no tensor
+    whole: bool  # one tensor covers all of the storage
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class Op:
 
     @property
     def communicates(self) -> bool:
-        """True for an op that all ranks of its group have to run, in the same order."""
+        """True if all ranks of a group have to run the op, in the same order."""
         return self.kind in (Kind.COLLECTIVE, Kind.GATHER)
 
 
@@ -128,7 +128,7 @@ class StepGraph:
 
     @classmethod
     def from_json(cls, text: str) -> StepGraph:
-        """Return the graph that `to_json` wrote. Raises `FxrematError` where the text is no such graph."""
+        """Return the graph that `to_json` wrote. Raises `FxrematError` if the text is no such graph."""
         try:
             graph = read(json.loads(text), (StepGraph, Op, Value, Origin, Kind, Source, Frame))
         except (ValueError, Unreadable) as error:
@@ -138,7 +138,7 @@ class StepGraph:
         return graph
 
     def to_networkx(self) -> nx.DiGraph[tuple[str, int]]:
-        """The step as a graph of networkx, to look at or to run its algorithms on. O(ops + reads + writes).
+        """Return the step as a graph of networkx, to inspect or to run algorithms on. O(ops + reads + writes).
 
         Nodes are ("op", 3) and ("value", 7), with a name, and the other fields of `Op` and `Value` as attributes; edges
         go from an op to the values that it writes, and from a value to the ops that read it.
@@ -156,7 +156,7 @@ class StepGraph:
 
     @cached_property
     def digest(self) -> str:
-        """Equal for graphs of the same ops on values of the same sizes, whatever these are called. O(ops)."""
+        """A hash that is equal for graphs of the same ops on values of the same sizes, whatever their names. O(ops)."""
         left_out = ("name", "sequence")
         rows = [[getattr(one, each.name) for each in fields(one) if each.name not in left_out] for one in self.ops]
         rows += [[getattr(one, each.name) for each in fields(one) if each.name not in left_out] for one in self.values]
@@ -172,7 +172,7 @@ class StepGraph:
 
     @cached_property
     def gradients_read(self) -> tuple[tuple[int, ...], ...]:
-        """The values made in the backward that each op reads."""
+        """For each op, the values made in the backward that it reads."""
         backward = frozenset(v.index for v in self.values if v.origin is Origin.BACKWARD)
         return tuple(tuple(value for value in op.reads if value in backward) for op in self.ops)
 
@@ -185,16 +185,16 @@ class StepGraph:
     def held_tangents(self) -> frozenset[int]:
         """Gradients that autograd hands in and holds until the backward has returned.
 
-        That of a loss on every release of PyTorch; those of outputs beside it on some. What those hold of a loss
+        Every release of PyTorch holds that of a loss; some hold those of other outputs too. What these hold of a loss
         outside the model is part of `Sizes.root`.
         """
         return frozenset(self.tangent_values) if self.root_tangents and self.holds_gradients else self.root_tangents
 
     @cached_property
     def value_sources(self) -> tuple[Source, ...]:
-        """The source of each value; of what the step is given, and of gradients of parameters, where that is read.
+        """The source of each value: of the op that makes it, or, for inputs of the step, of the first op that reads it.
 
-        The module of a parameter, and of its gradient, is the one that it belongs to.
+        The module of a parameter, and of its gradient, is the one that owns the parameter.
         """
         made: dict[int, Source] = {}
         for op in self.ops:
@@ -207,7 +207,7 @@ class StepGraph:
         return tuple(made.get(value.index, NOWHERE) for value in self.values)
 
     def span(self, forward: Sequence[int]) -> str:
-        """The modules that a block of forward ops goes through, as one name; the last op's where there are none."""
+        """Return one name for the modules of a block of forward ops; if they have none, the name of the last op."""
         modules = [self.sources[index].module for index in forward]
         return span_of(modules, self._inside) or self.ops[forward[-1]].name
 
@@ -217,5 +217,5 @@ class StepGraph:
 
     @cached_property
     def pinned(self) -> frozenset[int]:
-        """The values that the caller holds when the step is over."""
+        """The values that the caller holds after the step."""
         return self.kept_outputs | self.returned

@@ -1,4 +1,4 @@
-"""A program whose values travel to the host and back, with what the clock of its copies says."""
+"""A program whose values travel to the host and back, and the times of its copies."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from fxremat.step.program import Program, Role
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ProgramWithTransfers:
-    """A program with transfers, and what the clock says about it."""
+    """A program with transfers, and its times on the simulated clock."""
 
     program: Program
     memory: Memory
     time: float  # seconds
     copying: tuple[float, float]  # seconds of copying to the host, and back
     waiting: float  # seconds that ops wait for copies
-    waiting_back: float  # of them, for copies that come back
-    bytes: int  # that leave
+    waiting_back: float  # of these, for copies that come back
+    bytes: int  # bytes that leave for the host
     starts: tuple[float, ...]  # seconds, of each step
     copies: Mapping[tuple[Role, int], tuple[float, float]]  # start and end of OFFLOAD and PREFETCH, by trip
 

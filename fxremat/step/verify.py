@@ -1,11 +1,11 @@
-"""A program checked against the step graph that it executes: what every rewriting of a program has to keep.
+"""A check of a program against the step graph that it executes: the rules that every rewriting of a program keeps.
 
     each op runs, a backward op and a check once
-    each read is of a version that was written before, or was there from the start
+    each read is of a version that was written before, or exists from the start
     each execution reads and writes the values of its op: all of them at first, those of a second execution later
-    what the caller is given is made by the first execution
+    what the step returns is made by the first execution
 
-`lower` asks for it where FXREMAT_VERIFY is set, as the tests do. O(steps * reads).
+`lower` makes this check if FXREMAT_VERIFY is set, as the tests do. O(steps * reads).
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from fxremat.step.step_graph import Op, StepGraph
 
 
 def is_verified() -> bool:
-    """Tell whether programs are checked before they become graphs: FXREMAT_VERIFY is set."""
+    """Tell whether programs are checked before they become graphs, that is, whether FXREMAT_VERIFY is set."""
     return bool(os.environ.get("FXREMAT_VERIFY"))
 
 
 def verify(program: Program) -> Program:
-    """Return the program. Raises `InvalidSchedule`, which names the op and what is wrong, where it breaks a rule."""
+    """Return the program. Raises `InvalidSchedule`, which names the op and what is wrong, if it breaks a rule."""
     graph = program.layout.graph
     _check_reads(program, graph)
     _check_executions(program, graph)
@@ -33,7 +33,7 @@ def verify(program: Program) -> Program:
 
 
 def _check_reads(program: Program, graph: StepGraph) -> None:
-    """Check that every version that is read was written before, and that none is written twice."""
+    """Check that every version that is read was written before, and that no version is written twice."""
     written = {step_write for step in program.steps for step_write in step.writes}
     there = {version for version in range(len(program.version_of)) if version not in written}
     for version in there:
@@ -85,14 +85,14 @@ def _check_executions(program: Program, graph: StepGraph) -> None:
 
 
 def _roles(op: Op, *, again: bool) -> tuple[Role, ...]:
-    """Return what an execution of an op may be called; a unit of the backward may consist of ops that run again."""
+    """Return the roles that an execution of an op may have. A unit of the backward may be made of repeated ops."""
     if op.backward:
         return Role.BACKWARD, Role.RECOMPUTE
     return (Role.RECOMPUTE,) if again else (Role.FORWARD,)
 
 
 def _check_results(program: Program, graph: StepGraph) -> None:
-    """Check that what the caller is given is made in time, and that what the forward overwrites is kept where read."""
+    """Check that outputs are made in time, and that inputs which the forward overwrites are copied if read later."""
     early = {version for step in program.steps[: program.split] for version in step.writes}
     for value in sorted(graph.kept_outputs - graph.given):
         if program.first[value] not in early:

@@ -1,9 +1,9 @@
-"""Values that wait on the host between two uses: which may, which do, and the program that sends them.
+"""Values that wait on the host between two uses: which may, which do, and the program that copies them.
 
     round trip a forward value that some step reads last before the split, and some step reads first after it
     offload    right after the step that makes it: as early as possible (thesis, Proposition 1)
 
-When it is let go and when it comes back, the clock decides (`transfers.copies`).
+The clock decides when its memory is released and when it comes back (`transfers.copies`).
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from fxremat.step.transferred import ProgramWithTransfers
 from fxremat.transfers.clock import Ints
 from fxremat.transfers.copies import CopyIn, CopyOut, durations, need_of, time_copies
 
-SMALL = 2000  # values below this part of the keep-everything peak do not travel
+SMALL = 2000  # values smaller than the peak of keep-all divided by this do not travel
 
 
 @dataclass(frozen=True, slots=True)
 class RoundTrip:
-    """A version that can be away between two steps: `leaves` is its last reader before, `returns` its first after."""
+    """A version that may be on the host between `leaves`, its last reader before, and `returns`, its first after."""
 
     version: int
     size: int
     made: int  # position of the step that makes it
     leaves: int
     returns: int
-    back: int  # position of the first step before which it may start to come back
+    back: int  # position of the first step before which its copy back may start
 
     @property
     def away(self) -> slice:
@@ -44,23 +44,24 @@ class RoundTrip:
 
 
 def least_size(keep_all_peak: int) -> int:
-    """Bytes from which on a value is worth a trip."""
+    """Return the least bytes for which a value is worth a round trip."""
     return max(1, keep_all_peak // SMALL)
 
 
 def trips(program: Program, costs: Costs, least: int = 1) -> list[RoundTrip]:
-    """Every trip over the split that a program allows, of at least so many bytes, by where it starts. O(steps).
+    """List the round trips over the split, of `least` bytes or more, that a program allows, in order. O(steps).
 
-    Only whole storages travel: one that is larger than the tensor that shows it stays.
+    Only entire storages travel: one that is larger than the tensor on it stays.
     """
     found = _Visits.of(program).trips(dict.fromkeys(range(len(program.version_of)), program.split), costs)
     return [trip for trip in found if trip.size >= least and trip.leaves < program.split]
 
 
 def trips_of(layout: Layout, schedule: Schedule, costs: Costs) -> tuple[Program, list[RoundTrip]]:
-    """What a schedule executes, and the trips that its Off and Pre tokens ask for.
+    """Return what a schedule executes, and the round trips that its Off and Pre tokens ask for.
 
-    What comes back a second time (a solver of chains may drop it and fetch it again) has stayed since the first.
+    A value that comes back a second time (a solver of chains may drop it and fetch it again) stays on the device after
+    the first time.
 
     Raises:
         InvalidSchedule: a value that is not stored leaves, or one comes back that has not left.
@@ -100,7 +101,7 @@ class _Visits:
         return cls(program, at)
 
     def trips(self, back: Mapping[int, int], costs: Costs) -> list[RoundTrip]:
-        """The trips of those versions that can travel, each back from a position on, by where they start."""
+        """Return the round trips of versions that can travel, each back from a position on, sorted by their start."""
         found = []
         for version, position in back.items():
             visits = self.at.get(version, [])
@@ -113,7 +114,7 @@ class _Visits:
         return sorted(found, key=lambda trip: trip.made)
 
     def _travels(self, version: int, costs: Costs) -> int:
-        """The bytes of a version that may leave; 0 for what stays: what the caller holds, and odd storages."""
+        """Return the bytes of a version that may leave; 0 if the caller holds it or no tensor covers its storage."""
         graph = self.program.layout.graph
         value = graph.values[self.program.version_of[version]]
         size = costs.sizes.values[value.index]
@@ -123,10 +124,10 @@ class _Visits:
 
 
 def cap(need: Ints, possible: Sequence[RoundTrip], limit: int) -> list[RoundTrip] | None:
-    """Trips that make a program fit into `limit` bytes, or None; `need` becomes what is needed then.
+    """Choose round trips with which a program fits into `limit` bytes; `need` is updated. Return None if none do.
 
-    While something does not fit, the earliest value that need not be there at the worst step leaves (autocapper of the
-    thesis, 4.3); then those that are not needed after all stay.
+    While a step does not fit, the earliest value that is not used at the worst step leaves (autocapper of the thesis,
+    4.3); in the end, round trips that turn out unnecessary are removed.
     """
     waiting, chosen = list(possible), []
     while need.max(initial=0) > limit:
@@ -145,7 +146,7 @@ def cap(need: Ints, possible: Sequence[RoundTrip], limit: int) -> list[RoundTrip
 
 
 def swap(program: Program, chosen: Sequence[RoundTrip], costs: Costs, link: Link, limit: int) -> ProgramWithTransfers:
-    """The program with these trips; it stays below `limit` wherever it can. O(steps + trips * steps between)."""
+    """Return the program with these round trips; it stays below `limit` if it can. O(steps + trips * steps between)."""
     need = need_of(program, live_bytes(program, costs.sizes))
     copies_out, copies_in = copies_of(program, chosen, need)
     seconds = durations(program, costs)
@@ -153,7 +154,7 @@ def swap(program: Program, chosen: Sequence[RoundTrip], costs: Costs, link: Link
 
 
 def most_on_host(program: Program, costs: Costs, link: Link) -> int:
-    """Bytes that values take on the host at a time: each from where its copy out begins until it is back. O(steps)."""
+    """Return the most bytes of values on the host, each from where its copy out begins until it is back. O(steps)."""
     there: dict[int, int] = {}
     now = most = 0
     for step in program.steps:
@@ -171,7 +172,7 @@ def most_on_host(program: Program, costs: Costs, link: Link) -> int:
 def copies_of(
     program: Program, chosen: Sequence[RoundTrip], need: Ints, first: int = 0
 ) -> tuple[list[CopyOut], list[CopyIn]]:
-    """What these trips copy, numbered from `first` on; `need` becomes what is needed while they are away."""
+    """Return the copies of these trips, numbered from `first` on; subtract from `need` what is away."""
     copies_out: list[CopyOut] = []
     copies_in: list[CopyIn] = []
     for number, trip in enumerate(chosen, first):

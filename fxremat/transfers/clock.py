@@ -1,12 +1,12 @@
-"""The clock of a program with copies, compiled: what happens when, and which step waits for which copy.
+"""The compiled clock of a program with copies: when each step and copy runs, and which step waits for which copy.
 
     copy out    its copy starts after the step at `starts`; after the one at `leaves` nothing on the device reads it
     release     once that copy has ended, or where the memory is needed before: then the step there waits
-    copy in     as soon as, from `begins` on, it fits beside everything else up to its first reader, and its copy can
-                start before the step ends; the first that is read is the first to come
+    copy in     as soon as, from `begins` on, it fits into memory at all steps up to its first reader, and its copy can
+                start before the step ends; the value that is read first is copied first
     wait        before its first reader, at `first`
 
-The copies of each direction run one after the other, beside the ops (spec/offload.md, O.3 and O.4).
+The copies of each direction run one after the other, concurrently with the ops (spec/offload.md, O.3 and O.4).
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 EXECUTE, OFFLOAD, RELEASE, PREFETCH, WAIT = range(5)
-_NOW, _OUT, _BACK = range(3)  # of the clock: the time, and when each lane is free
-_EVENTS, _HEAD, _TAIL, _BYTES, _TURN, _PEAK = range(6)  # of the counts
+_NOW, _OUT, _BACK = range(3)  # entries of `clock`: the time, and when each lane is free
+_EVENTS, _HEAD, _TAIL, _BYTES, _TURN, _PEAK = range(6)  # entries of `counts`
 
 
 class CopiesOut(NamedTuple):
-    """What leaves; copies of one trip share a number."""
+    """The copies to the host; all copies of one trip share a number."""
 
     trips: Ints
     sizes: Ints
     starts: Ints  # positions
     leaves: Ints
-    by_start: Ints  # their order
+    by_start: Ints  # indices, sorted by `starts`
     by_leave: Ints
 
 
 class CopiesIn(NamedTuple):
-    """What comes, in the order of its first readers."""
+    """The copies to the device, in the order of their first readers."""
 
     trips: Ints
     sizes: Ints
@@ -47,22 +47,22 @@ class CopiesIn(NamedTuple):
 
 
 class Log(NamedTuple):
-    """Everything that happens; a row of `events` is a kind, and a position or the number of a copy."""
+    """Everything that happens; a row of `events` is a kind, and the position of a step or the number of a copy."""
 
     events: Ints
     starts: Floats  # seconds, of each event
     out: Floats  # [copies_out, 2]: start and end of each copy
     back: Floats  # [copies_in, 2]
-    ends: Floats  # by trip: when its copy out ends; 0 for what has been on the host from the start
-    queue: Ints  # copies_out that nothing reads any more, and that have not been released
-    lingers: Ints  # by trip: whether it is in there
+    ends: Floats  # by trip: when its copy out ends; 0 for values that were on the host from the start
+    queue: Ints  # copies out whose values nothing reads any more, and whose memory is not released yet
+    lingers: Ints  # by trip: whether it is in the queue
     clock: Floats
-    waited: Floats  # seconds that steps wait for copies out, and back
+    waited: Floats  # seconds that steps wait for copies out, and for copies back
     counts: Ints
 
 
 def blank_log(steps: int, out: CopiesOut, back: CopiesIn) -> Log:
-    """Room for a run."""
+    """Allocate the arrays for a run."""
     events = steps + 2 * out.trips.size + 2 * back.trips.size
     trips = 1 + max(out.trips.max(initial=-1), back.trips.max(initial=-1))
     return Log(
@@ -88,13 +88,13 @@ def run(
     speeds: tuple[float, float],
     limit: int,
 ) -> Log:
-    """Go through the steps once. O(steps + copies_in * steps between).
+    """Simulate the steps once. O(steps + copies_in * steps between).
 
     Args:
-        need: bytes at each step without what is away then; it is used up.
+        need: bytes at each step without what is away then; it is overwritten.
         split: position of the first step of the backward graph.
         speeds: bytes per second to the host, and back.
-        limit: bytes; the steps stay below wherever they can.
+        limit: bytes; the steps stay below it if they can.
     """
     log = blank_log(need.size, out, back)
     _run(need, seconds, split, out, back, speeds[0], speeds[1], limit, log)
@@ -102,22 +102,22 @@ def run(
 
 
 def events_of(log: Log) -> int:
-    """How many there are."""
+    """Return the number of events."""
     return int(log.counts[_EVENTS])
 
 
 def split_of(log: Log) -> int:
-    """The first event of the backward graph."""
+    """Return the index of the first event of the backward graph."""
     return int(log.counts[_TURN])
 
 
 def peak_of(log: Log) -> int:
-    """Bytes at the worst step."""
+    """Return the bytes at the worst step."""
     return int(log.counts[_PEAK])
 
 
 def time_of(log: Log) -> float:
-    """Seconds of the whole run."""
+    """Return the seconds of the run."""
     return float(log.clock[_NOW])
 
 
@@ -176,7 +176,7 @@ def _run(
 
 @jit
 def _make_room(need: int, out: CopiesOut, limit: int, log: Log) -> None:
-    """Release what has left by now, and wait for more where the step would not fit."""
+    """Release memory whose copies out have ended; wait for further ones while the step would not fit."""
     while log.counts[_HEAD] < log.counts[_TAIL]:
         ends = log.ends[out.trips[log.queue[log.counts[_HEAD]]]]
         if ends > log.clock[_NOW] and need + log.counts[_BYTES] <= limit:
@@ -212,7 +212,7 @@ def _may_come(
 
 @jit
 def _copy(lane: int, after: float, seconds: float, span: Floats, log: Log) -> None:
-    """Put a copy into its lane; one that comes back starts after it has left."""
+    """Append a copy to its lane; a copy back starts no earlier than `after`, the end of its copy out."""
     span[0] = max(log.clock[_NOW], log.clock[lane], after)
     span[1] = span[0] + seconds
     log.clock[lane] = span[1]

@@ -1,13 +1,13 @@
-"""Programs with copies: ops one after the other, and a lane of copies in each direction beside them.
+"""Programs with copies: ops one after the other, and concurrently a lane of copies in each direction.
 
-    offload, release   a device-to-host copy begins; it has ended, and the memory is free
-    prefetch, wait     memory is taken and a host-to-device copy begins; it has ended, and the first reader may read
+    offload, release   a device-to-host copy begins; it has ended, and its memory is freed
+    prefetch, wait     memory is allocated and a host-to-device copy begins; it has ended, and its first reader may run
     time_copies        run the clock (`transfers.clock`): what happens when
-    performed          the program in which it happens so
+    performed          the program in which it happens in this order
 
-The first four are steps of the program, so memory follows from the order of the steps alone and does not depend
-on how fast copies are; only time does. That is the accounting `whole` of the simulator (spec/offload.md, O.7), op by
-op: what leaves is on the device until its copy ends, what comes is there from the moment its copy starts.
+The first four are steps of the program, so memory follows from the order of the steps alone and does not depend on how
+fast copies are; only time does. That is the accounting `whole` of the simulator (spec/offload.md, O.7), op by op: what
+leaves is on the device until its copy ends, and what comes back is there from when its copy starts.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from fxremat.transfers.clock import Floats, Ints
 
 @dataclass(frozen=True, kw_only=True)
 class HostCopy:
-    """A version that travels, or the optimizer state of the parameter that the version shows."""
+    """A version that travels, or the optimizer state of the parameter whose version it is."""
 
-    trip: int  # what leaves and what comes back of it have the same number
+    trip: int  # the copy out and the copy in of a round trip have the same number
     block: int
     version: int  # as the steps of the program read it
     size: int
@@ -42,7 +42,7 @@ class HostCopy:
 class CopyOut(HostCopy):
     """A device-to-host copy."""
 
-    starts: int  # position of the step after which its copy starts; an update starts it itself
+    starts: int  # position of the step after which its copy starts; an update starts its copy itself
     leaves: int  # position of its last reader
 
 
@@ -50,14 +50,14 @@ class CopyOut(HostCopy):
 class CopyIn(HostCopy):
     """A host-to-device copy, which makes a new version of the value."""
 
-    begins: int  # position of the first step before which it may come
+    begins: int  # position of the first step before which its copy may start
     first: int  # position of its first reader
 
 
 
 
 def need_of(program: Program, memory: Memory) -> Ints:
-    """Bytes needed at each step; the first of the backward answers for the moment between the two graphs as well."""
+    """Return the bytes needed at each step; the first step of the backward includes the moment between the graphs."""
     need = np.array(memory.during, dtype=np.int64)
     if program.split < need.size:
         need[program.split] = max(need[program.split], memory.at_split)
@@ -66,7 +66,7 @@ def need_of(program: Program, memory: Memory) -> Ints:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TimedCopies:
-    """What the clock says about a program with these copies, before it is written down."""
+    """The times of a program with these copies, before they become steps of it."""
 
     program: Program
     copies_out: Sequence[CopyOut]
@@ -91,12 +91,12 @@ class TimedCopies:
         return clock.time_of(self.log) + self.link.slowdown * sum(self.copying)
 
     def performed(self, costs: Costs) -> ProgramWithTransfers:
-        """The program, with its transfers. O(steps)."""
+        """Return the program with its transfers as steps. O(steps)."""
         return _Writer(self).written(costs)
 
 
 def durations(program: Program, costs: Costs) -> Floats:
-    """Seconds of each step."""
+    """Return the seconds of each step."""
     steps = program.steps
     return np.array([costs.seconds[s.op] if isinstance(s, Step) else s.seconds for s in steps])
 
@@ -110,12 +110,12 @@ def time_copies(
     link: Link,
     limit: int,
 ) -> TimedCopies:
-    """Run the clock on a program with these copies; it stays below `limit` bytes wherever it can.
+    """Run the clock on a program with these copies; it stays below `limit` bytes if it can.
 
     O(steps + copies_in * steps between).
 
     Args:
-        need: bytes at each step without what is away then; it is used up.
+        need: bytes at each step without what is away then; it is overwritten.
         seconds: `durations` of its steps.
     """
     copies_in = sorted(copies_in, key=attrgetter("first"))
@@ -138,11 +138,11 @@ def _field(copies: Sequence[HostCopy], name: str) -> Ints:
 
 
 class _Writer:
-    """Writes down what was rehearsed, as steps."""
+    """A translation of the events of the clock into the steps of a program."""
 
     def __init__(self, timed: TimedCopies) -> None:
         self.timed, self.program = timed, timed.program
-        self.renamed: dict[int, int] = {}  # a version of the program -> the one that came in its place
+        self.renamed: dict[int, int] = {}  # a version of the program -> the one that came back in its place
         self.version_of = list(self.program.version_of)
         self.steps: list[Step | Transfer] = []
         self.starts: list[float] = []
@@ -177,7 +177,7 @@ class _Writer:
         )
 
     def _step(self, kind: int, number: int) -> Step | Transfer | None:
-        """What an event is in the program; None for the copy of what is updated, which its update starts itself."""
+        """Return the step that an event becomes; None for the copy out of an updated value, which its update starts."""
         match kind:
             case clock.EXECUTE:
                 step = self.program.steps[number]
@@ -201,7 +201,7 @@ class _Writer:
                 return self._transfer(Role.WAIT, coming, reads=self._now(coming))
 
     def _now(self, what: HostCopy) -> tuple[int, ...]:
-        """The version that stands for one of the program now; state has none."""
+        """Return the current version in place of one of the program; none for optimizer state."""
         return () if what.state else (self.renamed.get(what.version, what.version),)
 
     def _transfer(
@@ -219,7 +219,7 @@ class _Writer:
         return replace(transfer, state_of=self.program.version_of[what.version], takes=sign * what.size)
 
     def _copies(self) -> Iterator[tuple[tuple[Role, int], tuple[float, float]]]:
-        """Start and end of each, by direction and trip."""
+        """Yield start and end of each copy, with its direction and trip."""
         log, heard = self.timed.log, self.timed
         sides: tuple[tuple[Role, Sequence[HostCopy], Floats], ...] = (
             (Role.OFFLOAD, heard.copies_out, log.out),

@@ -1,14 +1,15 @@
-"""Communication beside computation: when each collective of a program starts, and when it is waited for.
+"""Communication that overlaps with computation: when each collective starts, and when it is waited for.
 
-    gather       starts as soon as its link is idle and its result fits beside everything else up to its first reader
-    reduction    starts when its operand is there, and is waited for when it has ended, or where its memory is needed
+    gather       starts once its link is idle and its result fits into memory at all steps up to its first reader
+    reduction    starts once its operand exists; waited for when it has ended, or earlier if its memory is needed
 
-One lane: the collectives run one after the other, in the order in which they start, beside the ops, as on a stream of
-NCCL's. What a collective reads and writes is held from its start to its wait, so that memory follows from the order of
-the steps alone; only time depends on how fast the link is. The order is part of the plan, and equal on all ranks.
+There is one lane: the collectives run one after the other, in the order in which they start, concurrently with the ops,
+as on a stream of NCCL's. What a collective reads and writes is held from its start to its wait, so that memory follows
+from the order of the steps alone; only time depends on how fast the link is. The order is part of the plan, and equal
+on all ranks.
 
 A collective whose result the very next ops need (tensor parallelism) is waited for at once. Gathers and reductions stay
-within the forward or the backward, where they are.
+within the forward or the backward, whichever they belong to.
 """
 
 from __future__ import annotations
@@ -25,20 +26,20 @@ from fxremat.step.liveness import Sizes, live_bytes
 from fxremat.step.program import Program, Role, Step, Transfer
 from fxremat.step.step_graph import Op, Origin, StepGraph
 
-TRIES = 4  # at a limit that makes up for what the greedy choice did not foresee
-TRIED = 24  # programs, fastest first, that are spread for one budget
-LEAST_SHARE = 0.1  # of a collective's seconds that a search counts: an overlap is never perfect
+TRIES = 4  # limits that are tried, each lower by what the greedy choice exceeded the budget
+TRIED = 24  # programs, fastest first, whose collectives are overlapped for one budget
+LEAST_SHARE = 0.1  # of a collective's seconds that a search counts at least: an overlap is never perfect
 
 
 def communicates(graph: StepGraph) -> bool:
-    """Whether ops of the step are collectives."""
+    """Tell whether ops of the step are collectives."""
     return any(op.communicates for op in graph.ops)
 
 
 def beside_ops(graph: StepGraph, costs: Costs) -> Costs:
-    """The costs that a search counts with: of a collective, what the ops of the step do not hide.
+    """Return the costs that a search uses: of a collective, only the seconds that ops of the step do not hide.
 
-    A gather that is repeated takes time on the link; the step takes longer only where the link is the bottleneck.
+    A repeated gather occupies the link; the step takes longer only where the link is the bottleneck.
     """
     without, network = apart(graph, costs)
     gathers = sum(costs.seconds[op.index] for op in graph.ops if op.communicates and not op.backward)
@@ -49,7 +50,7 @@ def beside_ops(graph: StepGraph, costs: Costs) -> Costs:
 
 
 def with_overlap(frontier: Frontier, costs: Costs, budget: int) -> Frontier:
-    """The frontier with its communication beside the ops, at the memory of each candidate and at the budget.
+    """Return the frontier with communication that overlaps with ops, at each candidate's memory and at the budget.
 
     Args:
         costs: the true ones; the times of the candidates may be those of `beside_ops`.
@@ -67,7 +68,7 @@ def _timed(candidate: Candidate, costs: Costs) -> Candidate:
 
 
 def _overlapping(candidate: Candidate, costs: Costs, limit: int) -> Candidate:
-    """The candidate with its communication beside its ops, within `limit` bytes."""
+    """Return the candidate with communication that overlaps with its ops, within `limit` bytes."""
     program = candidate.program()
     spread = overlapped(program, costs, limit)
     extra = candidate.transfers.time - costs.time(program) if candidate.transfers else 0.0
@@ -75,7 +76,7 @@ def _overlapping(candidate: Candidate, costs: Costs, limit: int) -> Candidate:
 
 
 def overlapped(program: Program, costs: Costs, limit: int) -> ProgramWithCommunication:
-    """The program with its collectives apart from their waits, within `limit` bytes where it fits there at all."""
+    """Return the program with waits apart from the starts of collectives, within `limit` bytes if it fits at all."""
     at_once = _result(program, _Spread(program, costs, 0, units=()).run(), costs)
     if at_once.memory.peak > limit:
         return at_once
@@ -90,19 +91,19 @@ def overlapped(program: Program, costs: Costs, limit: int) -> ProgramWithCommuni
     return at_once
 
 
-# --- what there is to move --------------------------------------------------------------------------------------------
+# --- the collectives that can move ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Unit:
-    """One collective of a program that need not be waited for at once, by positions of steps."""
+    """A collective of a program that need not be waited for at once; numbers are positions of steps."""
 
     at: int
     gather: bool
-    head: tuple[int, ...]  # steps that make what a gather sends of parameters (casts, padding), and run with it
+    head: tuple[int, ...]  # steps that compute what a gather sends of parameters (casts, padding), and run with it
     tail: tuple[int, ...]  # steps that only finish what was reduced (casts), and run after the wait
     first: int  # the first step that reads what was gathered
-    size: int  # bytes: of what a gather makes; of what a reduction reads
+    size: int  # bytes: of the result of a gather, of the operand of a reduction
 
 
 def _units(program: Program, sizes: Sizes) -> Iterator[_Unit]:
@@ -143,7 +144,7 @@ def _bytes(program: Program, sizes: Sizes, versions: Sequence[int]) -> int:
 
 
 def _head(program: Program, at: int, writer: dict[int, int], readers: dict[int, list[int]]) -> list[int] | None:
-    """The steps that make what a gather sends of parameters, for it alone; None where it gathers something else."""
+    """Return the steps that only compute what a gather sends of parameters; None if it gathers anything else."""
     found: set[int] = set()
     stack = list(program.steps[at].reads)
     while stack:
@@ -168,7 +169,7 @@ def _head(program: Program, at: int, writer: dict[int, int], readers: dict[int, 
 
 
 def _tail(program: Program, at: int, readers: dict[int, list[int]]) -> list[int] | None:
-    """The steps that only finish what a reduction makes, for the caller; None where others need it in this step."""
+    """Return the steps that only finish a reduction for the caller; None if other steps need its result."""
     found: list[int] = []
     mine = set(program.steps[at].writes)
     stack = list(mine)
@@ -192,7 +193,7 @@ def _tail(program: Program, at: int, readers: dict[int, list[int]]) -> list[int]
 
 @dataclass
 class _Run:
-    """What happens in which order: positions of steps, and waits for collectives."""
+    """The order of events: positions of steps, and waits for collectives."""
 
     events: list[tuple[bool, int]] = field(default_factory=list)  # (is a wait, position of the step or of its start)
     starts: list[float] = field(default_factory=list)
@@ -203,7 +204,7 @@ class _Run:
 
 
 class _Spread:
-    """One run of the clock over a program."""
+    """One simulation of the clock over a program."""
 
     def __init__(self, program: Program, costs: Costs, limit: int, *, units: Sequence[_Unit]) -> None:
         self.program, self.limit = program, limit
@@ -214,13 +215,13 @@ class _Spread:
         self.need = np.array(memory.during, dtype=np.int64)
         if program.split < self.need.size:
             self.need[program.split] = max(self.need[program.split], memory.at_split)
-        self.free = 0.0  # when the link is
-        self.lingering = 0  # bytes of operands of reductions that are under way
-        self.pending: list[_Unit] = []  # reductions under way
+        self.free = 0.0  # the time at which the link is free
+        self.lingering = 0  # bytes of operands of reductions that have not ended
+        self.pending: list[_Unit] = []  # reductions that have not ended
         self.found = _Run()
 
     def run(self) -> _Run:
-        """Go through the steps once."""
+        """Simulate the steps once."""
         count, split = len(self.program.steps), self.program.split
         for begin, end in ((0, split), (split, count)):
             if begin == split:
@@ -312,7 +313,7 @@ class _Spread:
 
 
 def _result(program: Program, found: _Run, costs: Costs) -> ProgramWithCommunication:
-    """The program in which it happens so. O(steps)."""
+    """Return the program with the events of the run in their order. O(steps)."""
     steps: list[Step | Transfer] = []
     for wait, position in found.events:
         step = program.steps[position]
@@ -338,13 +339,13 @@ def _result(program: Program, found: _Run, costs: Costs) -> ProgramWithCommunica
 
 
 def _completed(program: Program, step: Step | Transfer, trip: int) -> Transfer:
-    """The end of a collective, up to which its operands and results are held."""
+    """Return the end of a collective, until which its operands and results are held."""
     assert step.op is not None
     return Transfer(step.block, Role.COMPLETE, trip, (*step.writes, *_held(program, step)), ())
 
 
 def _held(program: Program, step: Step | Transfer) -> tuple[int, ...]:
-    """The operands that a collective reads until its end: an all-reduce works on its result, or on a copy."""
+    """Return the operands that a collective reads until its end: an all-reduce works on its result, or on a copy."""
     op = _op(program, step)
     if op.overwrites is not None or op.target.startswith("collective all_reduce"):
         return ()

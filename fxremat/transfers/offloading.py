@@ -1,14 +1,14 @@
-"""Candidates with transfers: what a step costs where values may wait on the host.
+"""Candidates with transfers: the time of a step whose values may wait on the host.
 
-    sources   programs of the survey, from keeping everything to recomputing much
-    budgets   from keep-all's peak down to the least that is possible with everything away that can be
+    sources   programs of the survey, from keep-all to those that recompute much
+    budgets   from keep-all's peak down to the least that is possible with all possible values away
     each      the round trips that make a source fit (`transfers.activations.cap`), timed; the fastest source counts
 
-The frontier of both kinds is then that of recomputing and offloading mixed: recomputing decides which values there
-are to send. What cannot be made faster or smaller by offloading stays as it was.
+The frontier of both kinds then mixes recomputing and offloading: recomputing decides which values there are to send. A
+candidate that offloading makes neither faster nor smaller stays as it was.
 
-A solver of chains that offloads (pofo, offload_dp, ...) can be asked by name instead: its Off and Pre tokens say what
-leaves, and the clock of the ops when. Where the chain's estimate was too low for the ops, more values leave.
+A solver of chains that offloads (pofo, offload_dp, ...) can be asked for by name instead: its Off and Pre tokens say
+what leaves, and the clock says when. If the chain's estimate was too low for the ops, more values leave.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from fxremat.transfers.clock import Floats, Ints
 from fxremat.transfers.copies import TimedCopies, durations, need_of, time_copies
 
 SOURCES = 16
-STEP = 1.03  # from one budget to the next
+STEP = 1.03  # ratio of successive budgets
 COARSE_STEP = 1.12  # the same for a solver of chains
-SPARE = (1.0, 0.93, 0.85)  # shares of the budget that trips are chosen for: more of them, and fewer waits
+SPARE = (1.0, 0.93, 0.85)  # shares of the budget that trips are chosen for: smaller ones mean more trips, fewer waits
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Source:
-    """A program that values can be sent away from."""
+    """A program whose values can be sent away."""
 
     candidate: Candidate
     program: Program
@@ -71,7 +71,7 @@ class Source:
 
     @property
     def least(self) -> int:
-        """Bytes that it needs with everything away."""
+        """Bytes that it needs with all possible values away."""
         need = self.need.copy()
         for trip in self.trips:
             need[trip.away] -= trip.size
@@ -98,11 +98,13 @@ class Source:
 
 
 def with_offloading(frontier: Frontier, costs: Costs, link: Link, host_mem: int | None = None) -> Frontier:
-    """The frontier with those candidates that transfers make better. Less memory still never takes more time.
+    """Return the frontier with the candidates that transfers improve.
+
+    Less memory still never leads to a faster step.
 
     Args:
-        costs: those that the frontier's times are in.
-        host_mem: bytes that may wait on the host at a time. None: as many as there are.
+        costs: the costs that the frontier's times are in.
+        host_mem: bytes that may wait on the host at a time. None: no limit.
     """
     least = least_size(frontier.keep_all.peak)
     sources = [Source.of(p, costs, least) for p in frontier.spread(SOURCES)]
@@ -113,9 +115,9 @@ def with_offloading(frontier: Frontier, costs: Costs, link: Link, host_mem: int 
 def with_schedules(
     frontier: Frontier, costs: Costs, link: Link, solver: str, slots: int, host_mem: int | None = None
 ) -> Frontier:
-    """Keeping everything, and what a solver of chains that offloads proposes for a range of budgets.
+    """Return keep-all, and the schedules that a solver of chains that offloads finds for a range of budgets.
 
-    It sees the layouts of the fastest and of the smallest candidate.
+    The solver sees the layouts of the fastest and of the smallest candidate.
     """
     found = [frontier.keep_all]
     for candidate in {id(p.layout): p for p in (frontier.candidates[0], frontier.candidates[-1])}.values():
@@ -143,7 +145,7 @@ def _proposed(
 def _scheduled(
     layout: Layout, schedule: Schedule, budget: int, costs: Costs, link: Link
 ) -> Iterator[ProgramWithTransfers]:
-    """A schedule as a program with its transfers, and with more where the ops need more than the chain said."""
+    """Yield a schedule as a program with its transfers, then with more if the ops need more than estimated."""
     program, chosen = trips_of(layout, schedule, costs)
     yield swap(program, chosen, costs, link, budget)
     need = need_of(program, live_bytes(program, costs.sizes))
@@ -171,7 +173,7 @@ def _swapped(
         for source in sources:
             fastest = best[1].time if best else without
             if source.candidate.peak <= budget or fastest <= source.candidate.time:
-                break  # sources get slower, and copies make none of them faster
+                break  # later sources are slower, and copies make none of them faster
             for timed in source.within(int(budget), link, host_mem, fastest):
                 if best is None or timed.time < best[1].time:
                     best = source.candidate, timed

@@ -1,10 +1,10 @@
-"""Plans for steps that hold everything inside the budget: weights, gradients, optimizer state and activations.
+"""Plans for steps that hold weights, gradients, optimizer state and activations inside the budget.
 
-    sources    activation plans of the survey, from keeping everything to recomputing much
-    each       with the updates put in, and as little sent to the host as makes it fit (`transfers.weights`)
+    sources    activation plans of the survey, from keep-all to those that recompute much
+    each       with the updates added, and as little sent to the host as makes it fit (`transfers.weights`)
     chosen     the fastest by the clock
 
-More memory for weights is less for activations: the two share the budget by trying every source.
+Weights and activations share the budget; trying every source finds how.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from fxremat.transfers.activations import least_size, trips
 from fxremat.transfers.weights import Choice, choose, hosted, update_inside
 
 SOURCES = 16
-SPARE = (1.0, 0.95, 0.9)  # shares of the budget that weights are chosen for: more of them, and fewer waits
+SPARE = (1.0, 0.95, 0.9)  # shares of the budget that weights are chosen for: smaller ones mean fewer waits
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Trained:
-    """A plan for the whole step."""
+    """A plan for a step with its updates."""
 
     candidate: Candidate  # with the transfers of parameters in its program
     choice: Choice
-    minimum: int  # bytes that the least of all plans needs
+    minimum: int  # bytes: the least peak of any plan
 
 
 def best_within(
@@ -45,18 +45,18 @@ def best_within(
     values_too: bool = False,
     host_mem: int | None = None,
 ) -> Trained:
-    """The fastest step whose peak, resident weights and state included, is within `budget` bytes.
+    """Return the fastest step whose peak, resident weights and state included, is within `budget` bytes.
 
     Args:
-        settled: the parameters that live on the host, where that is not to choose any more.
+        settled: the parameters that live on the host, if they are chosen already.
         values_too: whether forward values may wait on the host as well.
-        host_mem: bytes that may be there at a time. None: as many as there are.
+        host_mem: bytes that may be on the host at a time. None: no limit.
 
     Raises:
-        BudgetTooSmall: none is; `.minimum` is the least that some plan needs.
+        BudgetTooSmall: no step is; `.minimum` is the least that some plan needs.
     """
     best: Trained | None = None
-    tightest: Trained | None = None  # with everything away that can be, and each copy at the last moment
+    tightest: Trained | None = None  # with all possible values away, and each copy at the last moment
     least: int | None = None
     smallest = least_size(frontier.keep_all.peak)
     for source in frontier.spread(SOURCES):
@@ -86,7 +86,7 @@ def best_within(
     assert tightest is not None
     if best is None and budget < least:
         raise BudgetTooSmall(minimum=least, budget=budget)
-    best = best or tightest  # where copies that come early leave no room, those of the least budget do
+    best = best or tightest  # if early copies leave no room, the plan of the least budget is the best
     return replace(best, minimum=min(least, best.candidate.peak))
 
 
@@ -95,5 +95,5 @@ def _trained(source: Candidate, choice: Choice, swapped: ProgramWithTransfers) -
 
 
 def resident_peak(candidate: Candidate, units: Sequence[ParameterUpdate], costs: Costs) -> int:
-    """Bytes at the peak of a step that keeps all weights, their state, and what the candidate keeps."""
+    """Return the peak in bytes of a step that keeps all weights, their state, and what the candidate keeps."""
     return live_bytes(update_inside(candidate.program(), units), costs.sizes).peak

@@ -1,14 +1,14 @@
-"""Weights that come and go, and updates inside the step, put into a program.
+"""Weights on the host, and updates inside the step, as transfers in a program.
 
     update     right after the last step that reads the parameter or writes its gradient
-    resident   a parameter that stays, with its optimizer state: bytes in every step
-    hosted     one that lives on the host: it comes before its first reader (and once more after the split, where it is
-               let go in between), is updated, and goes back
+    resident   a parameter that stays on the device, with its optimizer state: bytes in every step
+    hosted     a parameter on the host: it comes before its first reader (and once more after the split, if it is
+               released in between), is updated, and goes back
     state      of a hosted parameter: a unit of its own, which comes before the update and goes back after it
 
-What is on the host is chosen as gaps are in Algorithm 1 of the paper: by the bytes of excess removed for each byte
-that is copied; forward values that may travel compete by the same measure. When each
-comes is decided by the clock (`transfers.copies`).
+What is on the host is chosen as gaps are in Algorithm 1 of the paper: by the bytes of excess removed for each byte that
+is copied; forward values that may travel compete by the same measure. The clock decides when each comes
+(`transfers.copies`).
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from fxremat.transfers.copies import CopyIn, CopyOut, TimedCopies, durations, ne
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What is on the host at times: parameters, and forward values between their last use and their backward."""
+    """The choice of what waits on the host: parameters, and forward values between last use and backward."""
 
-    hosted: frozenset[int]  # parameters that live there
-    twice: frozenset[int] = frozenset()  # of them, those that leave between forward and backward as well
+    hosted: frozenset[int]  # parameters that live on the host
+    twice: frozenset[int] = frozenset()  # those of them that leave between forward and backward as well
     trips: tuple[RoundTrip, ...] = ()  # of forward values
 
 
 
 
 def update_inside(program: Program, units: Iterable[ParameterUpdate]) -> Program:
-    """The program with the update of every unit, all of them resident. O(steps)."""
+    """Return the program with the update of every unit, all of them resident. O(steps)."""
     if any(isinstance(step, Transfer) for step in program.steps):
         raise FxrematError("updates come before transfers: this program has transfers already")
     graph = program.layout.graph
@@ -75,7 +75,7 @@ def update_inside(program: Program, units: Iterable[ParameterUpdate]) -> Program
 
 @dataclass(frozen=True)
 class _Visits:
-    """The first and last position of a parameter's uses before the split, and the same from it on."""
+    """First and last position of a parameter's uses before the split, and from the split on."""
 
     forward: tuple[int, int] | None
     backward: tuple[int, int]
@@ -90,17 +90,17 @@ def _visits(program: Program, unit: ParameterUpdate) -> _Visits:
 
 @dataclass(frozen=True, eq=False)
 class _Move:
-    """Something that may be sent to the host, on top of what is there already."""
+    """Something that may be sent to the host, in addition to what is there already."""
 
     what: ParameterUpdate | RoundTrip
-    removed: Ints  # bytes that it no longer takes, from step `start` on
+    removed: Ints  # bytes that it no longer occupies, from step `start` on
     start: int
     moved: int  # bytes copied for it in a step, both ways
-    host: int  # bytes that it takes on the host
-    then: _Move | None = None  # what may follow once it is made
+    host: int  # bytes that it occupies on the host
+    then: _Move | None = None  # the move that this one makes possible
 
     def profit(self, excess: Ints) -> float:
-        """Bytes of excess removed for each byte that is copied."""
+        """Return the bytes of excess removed for each byte that is copied."""
         stretch = excess[self.start : self.start + self.removed.size]
         return float(np.minimum(np.maximum(stretch, 0), self.removed).sum()) / (self.moved or 1)
 
@@ -122,13 +122,13 @@ def choose(
     settled: frozenset[int] | None = None,
     host_mem: int | None = None,
 ) -> tuple[Choice, bool]:
-    """What to host so that the program fits into `limit` bytes, and whether it then does.
+    """Choose what to host so that the program fits into `limit` bytes; return it, and whether the program then fits.
 
-    The best move first, lazily: a move is worth no more after others than before.
+    The best move comes first, by lazy evaluation: a move is worth no more after others than before.
 
     Args:
         possible: forward values that may travel.
-        settled: the parameters on the host, where only what else leaves is still to choose.
+        settled: the parameters on the host, if only the other moves are still to be chosen.
         host_mem: bytes that may be on the host at a time: parameters and their state always, values at the split.
     """
     excess = need_of(program, live_bytes(program, costs.sizes)) - limit
@@ -179,7 +179,7 @@ def _hosting(program: Program, unit: ParameterUpdate, link: Link, steps: int) ->
 
 
 def _still_needed(made: Sequence[_Move], excess: Ints, settled: Set[int]) -> list[_Move]:
-    """Without the moves that need not be after all, smallest first; those of one parameter stay or go together."""
+    """Remove moves that turn out unnecessary, smallest first; those of one parameter stay or go together."""
     groups: dict[ParameterUpdate | RoundTrip, list[_Move]] = {}
     for move in made:
         groups.setdefault(move.what, []).append(move)
@@ -207,7 +207,7 @@ def _choice(made: Sequence[_Move]) -> Choice:
 
 
 def _removed(unit: ParameterUpdate, visits: _Visits, count: int, *, hosted: bool) -> Ints:
-    """Bytes that a unit no longer takes at each step once it is hosted, or once it leaves after its forward too."""
+    """Return the bytes saved at each step by hosting a unit, or, if `hosted`, by releasing it between its uses too."""
     removed = np.zeros(count, dtype=np.int64)
     if hosted:
         if visits.forward is not None:
@@ -224,7 +224,7 @@ def _removed(unit: ParameterUpdate, visits: _Visits, count: int, *, hosted: bool
 def hosted(
     program: Program, units: Sequence[ParameterUpdate], choice: Choice, costs: Costs, link: Link, limit: int
 ) -> TimedCopies:
-    """The program of `update_inside` with what the choice sends to the host."""
+    """Return the program of `update_inside` with the copies to and from the host that the choice requires."""
     away = sorted((unit for unit in units if unit.value in choice.hosted), key=lambda unit: unit.value)
     base = replace(program, resident=program.resident - sum(unit.bytes + unit.state_bytes for unit in away))
     need = need_of(base, live_bytes(base, costs.sizes))
@@ -239,7 +239,7 @@ def hosted(
 
 
 class _Trips:
-    """What comes and goes, and what is needed while it is there."""
+    """The copies of hosted units, and the memory needed while these are on the device."""
 
     def __init__(self, program: Program, need: Ints) -> None:
         self.program, self.need = program, need
@@ -247,7 +247,7 @@ class _Trips:
         self.copies_out: list[CopyOut] = []
 
     def add_weight(self, unit: ParameterUpdate, *, twice: bool) -> None:
-        """Copy a parameter in before its first reader, and once more after the split where it leaves in between."""
+        """Copy a parameter in before its first reader, and once more after the split if it leaves in between."""
         visits = _visits(self.program, unit)
         spans = [span for span in (visits.forward, visits.backward) if span is not None]
         if not twice:
@@ -261,7 +261,7 @@ class _Trips:
         self._go(unit, unit.bytes, visits.backward[1])
 
     def add_state(self, unit: ParameterUpdate) -> None:
-        """Copy the optimizer state in for the update alone."""
+        """Copy the optimizer state in for the update only."""
         update = _visits(self.program, unit).backward[1]
         self.need[update] += unit.state_bytes
         self._come(unit, unit.state_bytes, begins=self.program.split, first=update, state=True)

@@ -1,7 +1,7 @@
-"""Joins of several chains: the canonical form of uniform joins, or one chain. Both are judged by `simulate_join`.
+"""Solvers of joins: the canonical form of uniform joins, or one chain. `simulate_join` evaluates both.
 
-best_canonical    branches take turns; each stretch that was set aside first is finished last
-best_linear       one branch after the other, as one chain, in several orders and for several budgets
+    best_canonical    branches alternate; each part of a branch that is left for later first is finished last
+    best_linear       one branch after the other, as one chain, in several orders and for several budgets
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,15 +19,15 @@ from fxremat.solvers.table import grain
 __all__ = ["best_canonical", "best_linear"]
 _ORDERS = 6  # orders of branches that are tried
 _ROUNDED_UP = (1.0, 1.02, 1.05)  # budgets of the table, to make up for rounding
-_FEWEST = 4  # schedules of a list that are tried, whatever the effort
-_QUICK = 1.0  # seconds that tables may take, whatever the effort
+_FEWEST = 4  # schedules of a list that are tried at least, whatever the effort
+_QUICK = 1.0  # seconds that tables may run, whatever the effort
 _LONGEST = 10  # ops for each block: longer schedules are not tried
 _OP_SECONDS = 1e-4  # to simulate an op of a join, about
-_ROOMS = (1.0, 1.1, 1.25, 1.5, 2.0)  # budgets of the one chain, as it says too much
+_ROOMS = (1.0, 1.1, 1.25, 1.5, 2.0)  # factors of the budget for the one chain, which overestimates memory
 
 
 def best_canonical(join: Join, mem: int, slots: int = 200) -> JoinTimeline:
-    """The schedule of the canonical form, simulated. Raises `BudgetTooSmall`."""
+    """Return the simulated schedule of the canonical form. Raises `BudgetTooSmall`."""
     chains = [*join.branches, *([join.trunk] if join.trunk else [])]
     full, steps, exact = _steps(chains, mem, slots)
     found = []
@@ -38,18 +38,19 @@ def best_canonical(join: Join, mem: int, slots: int = 200) -> JoinTimeline:
 
 
 def _steps(chains: Sequence[Chain], mem: int, slots: int) -> tuple[int, int, bool]:
-    """Bytes and slots of a table, and whether no size is rounded in it."""
+    """Return the bytes and the slots of a table, and whether no size is rounded in it."""
     unit = gcd(*map(grain, chains))
     steps = max(1, mem // unit)
     return (steps * unit, steps, True) if steps <= slots else (mem, slots, False)
 
 
 def best_linear(join: Join, mem: int, slots: int = 200, *, effort: float = inf) -> JoinTimeline:
-    """The fastest schedule of the join as one chain, over orders and budgets. Raises `BudgetTooSmall`.
+    """Return the fastest schedule of the join as one chain, over orders and budgets. Raises `BudgetTooSmall`.
 
-    Tables of all orders for all budgets where they take no more than `effort` seconds by an estimate, of fewer orders
-    where those do; else periodic and binomial schedules of the one chain, some hundred blocks of which are too many for
-    a table. What is tried does not depend on the clock or on `mem`, so that the minimum that is announced works.
+    It builds tables of all orders for all budgets if they need no more than `effort` seconds by an estimate, or of
+    fewer orders if those do; otherwise it tries periodic and binomial schedules of the one chain, since some hundred
+    blocks of it are too many for a table. What is tried depends neither on the clock nor on `mem`, so that the minimum
+    in the error works.
     """
     orders = list(islice(permutations(range(len(join.branches))), _ORDERS))
     affordable = int(min(_ORDERS, max(effort, _QUICK) / _table_seconds(chain_of(join, orders[0]), slots)))
@@ -71,13 +72,13 @@ def best_linear(join: Join, mem: int, slots: int = 200, *, effort: float = inf) 
 
 
 def _table_seconds(chain: Chain, slots: int) -> float:
-    """Estimated seconds that the tables of one order take."""
+    """Estimate the seconds that the tables of one order take."""
     splits = len(chain) * float(sum(len(block.choices) for block in chain.blocks)) ** 2 / 6
     return (2 + len(_ROOMS)) * splits * (1e-7 + 1e-9 * slots)
 
 
 def _listed(join: Join, order: Sequence[int], effort: float) -> Iterator[JoinTimeline]:
-    """Some periodic and binomial schedules of the one chain, on the join: from the smallest to the largest."""
+    """Yield periodic and binomial schedules of the one chain, on the join, as many as `effort` allows."""
     chain = chain_of(join, order)
     count = max(_FEWEST, int(effort / (_OP_SECONDS * 4 * len(chain))))
     for proposed in (periodic.schedules(chain), binomial.schedules(chain)):
@@ -87,7 +88,7 @@ def _listed(join: Join, order: Sequence[int], effort: float) -> Iterator[JoinTim
 
 
 def _linear(join: Join, order: Sequence[int], chain: Chain, mem: int, slots: int) -> JoinTimeline:
-    """The schedule of the one chain for `mem` bytes, simulated on the join, whether it fits there or not."""
+    """Return the schedule of the one chain for `mem` bytes, simulated on the join, whether it fits there or not."""
     full, steps, _ = _steps([chain], mem, slots)
     schedule = input_drop.build(chain, full, steps).schedule(mem, full=full)
     return simulate_join(join, translated(join, order, schedule))

@@ -1,8 +1,8 @@
-"""Checkpointing of unequal chains that meet in a trunk or a loss: the canonical form of uniform joins, priced.
+"""Checkpointing of unequal chains that meet in a trunk or a loss: the canonical form of uniform joins, at true costs.
 
     cost[p, f, m]   least recomputation to run all that is right of a_{p_k} on each branch k, forward and backward,
-                    in m bytes; a_{p_k} is stored and counted in m where f_k = 1, and part of A_{p_k}, counted
-                    outside, where f_k = 0
+                    in m bytes; a_{p_k} is stored and counted in m if f_k = 1, and part of A_{p_k}, counted
+                    outside, if f_k = 0
 
     all at their ends       the loss, or the trunk as a chain of its own
     cut branch k after i    forward(s..i) + cost[p_k <- i, f_k <- 1, m - a] + C_k(s, i, rest)            i >= s
@@ -11,9 +11,9 @@
 
     s = p_k + 1;  a = a_{p_k} where f_k = 1;  rest = m - a - the gradients and what else the other branches hold at p
 
-C_k and D_k are the rows of input_drop on branch k: what was set aside is finished last, alone, as in Theorem 3.
-No gradient is there before the forward/backward split. Each branch keeps its d_0 to the end. Costs do not count the
-first run of anything. Not proven optimal: with unequal costs, branches may gain by taking turns on the way back.
+C_k and D_k are the rows of input_drop on branch k: a part that is left for later is finished last, alone, as in Theorem
+3. No gradient exists before the forward/backward split. Each branch keeps its d_0 to the end. Costs do not count the
+first run of any op. Not proven optimal: with unequal costs, branches may gain by alternating in the backward.
 
 The table is in slots, the schedule is read off in bytes, as in persistent.py. States: prod 2 (n_k + 1).
 
@@ -38,36 +38,36 @@ from fxremat.solvers.sizes import Floats, Ints
 
 _NEVER = 1 << 60
 _ENTRIES = 1 << 27  # costs in a table: 1 GiB
-_STEP = 256  # states between two chances to interrupt
+_STEP = 256  # states that are filled between two moments at which an interrupt can be handled
 
 
 class BranchSteps(NamedTuple):
     """Every step of every branch, in any unit; those of branch k from p are first[k, p] .. first[k, p + 1] - 1."""
 
     first: Ints
-    to: Ints  # where the branch is then
-    own: Ints  # f of the branch then
+    to: Ints  # the position of the branch after the step
+    own: Ints  # f of the branch after the step
     need: Ints  # memory of its forwards, beyond all inputs
-    take: Ints  # what A_to takes
+    take: Ints  # memory of A_to
     base: Floats  # seconds of recomputation
-    low: Ints  # the least memory of its tail
+    low: Ints  # the least memory of its tail, the ops that finish it
 
 
 class HeldBytes(NamedTuple):
-    """Memory that is held besides what a step needs, in any unit."""
+    """Memory that is held in addition to what a step needs, in any unit."""
 
     lengths: Ints
     out: Ints  # [k, l]: a_l
     phase: Ints  # [k, t]: what branch k holds while its gradient is d_t
     ends: int  # before the forward/backward split, by the last blocks of all branches
-    before: int  # the same and the gradient of the trunk: while the branches run
+    before: int  # the same plus the gradient of the trunk: while the branches run
     after: int  # the weight gradients of the trunk, after the split
-    turn: int  # gradients that the loss writes; 0 where there is a trunk
+    turn: int  # gradients that the loss writes; 0 if there is a trunk
     trunk_low: int  # the least memory of the trunk
 
 
 class BranchStep(NamedTuple):
-    """What a step does: run blocks s..to, and save the last one under `option` (of the chain), unless it is -1."""
+    """A step of a branch: run blocks s..to, and save the last one under `option` (of the chain), unless it is -1."""
 
     s: int
     to: int
@@ -81,12 +81,12 @@ class CanonicalTable:
     join: Join
     mem: int
     slots: int
-    least: int  # bytes: below this the solver has nothing
-    curve: Floats  # curve[k]: seconds of recomputation within k slots, infinite where nothing fits
+    least: int  # bytes: no smaller budget has a schedule
+    curve: Floats  # curve[k]: seconds of recomputation within k slots, infinite if nothing fits
     read: Callable[[int, int], JoinSchedule]  # (bytes, bytes that `slots` stand for)
 
     def schedule(self, budget: int, *, full: int | None = None) -> JoinSchedule:
-        """A schedule that fits in `budget` bytes, as fast as the table knows; `full` as in `Table.schedule`.
+        """Return a schedule that fits in `budget` bytes, the fastest of the table; `full` as in `Table.schedule`.
 
         Raises `BudgetTooSmall`.
         """
@@ -96,7 +96,7 @@ class CanonicalTable:
 
 
 def build(join: Join, mem: int, slots: int) -> CanonicalTable:
-    """The table of costs for every budget up to `mem` bytes. Raises `FxrematError` where it would be too large."""
+    """Build the table of costs for every budget up to `mem` bytes. Raises `FxrematError` if it would be too large."""
     states = int(np.prod([2 * (len(branch) + 1) for branch in join.branches], dtype=object))
     if states * (slots + 1) > _ENTRIES:
         raise FxrematError(
@@ -129,7 +129,7 @@ def build(join: Join, mem: int, slots: int) -> CanonicalTable:
 
 
 def _trunk(join: Join, trunk: Chain) -> Chain:
-    """The trunk with what it reads and writes: the last values of the branches, and their gradients."""
+    """Return the trunk with what it reads and writes: the last values of the branches, and their gradients."""
     ends = [branch.blocks[-1] for branch in join.branches]
     return replace(
         trunk,
@@ -143,7 +143,7 @@ def _numbered(join: Join) -> list[tuple[int, BranchStep]]:
 
 
 def _kinds(chain: Chain) -> list[BranchStep]:
-    """The steps of a branch, by where they start."""
+    """Return the steps of a branch, by where they start."""
     numbers = np.cumsum([0, *(len(block.choices) for block in chain.blocks)]).tolist()
     return [
         kind
@@ -160,12 +160,12 @@ def _kinds(chain: Chain) -> list[BranchStep]:
 
 
 def _row(chain: Chain, kind: BranchStep) -> tuple[int, int]:
-    """The row of input_drop that finishes a step."""
+    """Return the row of input_drop that finishes a step."""
     return kind.s, kind.to if kind.option < 0 else len(chain) + 1 + kind.option
 
 
 def _costs(solved: Tails, kind: BranchStep) -> Floats:
-    """Seconds of recomputation that finishing a step takes, by slots without the input of s."""
+    """Return the seconds of recomputation that finish a step, by slots, without the input of s."""
     if kind.option >= 0 and kind.s == kind.to:
         need = solved.sizes.phase[kind.s] + solved.sizes.back[kind.option]
         return np.where(np.arange(solved.slots + 1) >= need, 0.0, np.inf)
@@ -173,7 +173,7 @@ def _costs(solved: Tails, kind: BranchStep) -> Floats:
 
 
 def _steps(solved: list[Tails], *, exact: bool) -> BranchSteps:
-    """The steps of all branches, in bytes or in slots."""
+    """Return the steps of all branches, in bytes or in slots."""
     longest = max(len(one.chain) for one in solved)
     first = np.zeros((len(solved), longest + 2), dtype=np.int64)
     entries = []
@@ -189,7 +189,7 @@ def _steps(solved: list[Tails], *, exact: bool) -> BranchSteps:
                 need, take = max(sizes.run[s, j - 1], sizes.save_next[o]), sizes.saved[o]
                 base = sizes.forward[j - 1] - sizes.forward[s - 1] + sizes.extra[o]
             entries.append((j, int(o < 0), need, take, base, one.low[_row(one.chain, kind)]))
-            first[k, s] = len(entries)  # for now, the end of those from s - 1
+            first[k, s] = len(entries)  # temporarily the end of those from s - 1
         first[k, n:] = len(entries)
         first[k, 0] = first[k - 1, -1] if k else 0
     to, own, needs, takes, base, low = (np.array(column) for column in zip(*entries))
@@ -197,7 +197,7 @@ def _steps(solved: list[Tails], *, exact: bool) -> BranchSteps:
 
 
 def _held(join: Join, trunk: Tails | None, slots: int, mem: int) -> HeldBytes:
-    """The held memory in slots of mem / slots bytes each, rounded up."""
+    """Return the held memory in slots of mem / slots bytes each, rounded up."""
     longest = max(map(len, join.branches))
     limit = 2 * slots + 2 if slots != mem else _NEVER
 
@@ -225,7 +225,7 @@ def _held(join: Join, trunk: Tails | None, slots: int, mem: int) -> HeldBytes:
 
 @jit
 def _code(place: Ints, own: Ints, lengths: Ints) -> int:
-    """The number of a state; larger ones are nearer to the forward/backward split."""
+    """Return the number of a state; larger ones are nearer to the forward/backward split."""
     code = 0
     for k in range(lengths.size):
         code = code * 2 * (lengths[k] + 1) + 2 * place[k] + (1 - own[k])
@@ -234,7 +234,7 @@ def _code(place: Ints, own: Ints, lengths: Ints) -> int:
 
 @jit
 def _state(code: int, lengths: Ints) -> tuple[Ints, Ints]:
-    """The position of each branch, and whether its value is stored by itself."""
+    """Return the position of each branch, and whether its value is stored by itself."""
     place, own = np.zeros_like(lengths), np.zeros_like(lengths)
     for k in range(lengths.size - 1, -1, -1):
         digit = code % (2 * (lengths[k] + 1))
@@ -245,7 +245,7 @@ def _state(code: int, lengths: Ints) -> tuple[Ints, Ints]:
 
 @jit
 def _memory(held: HeldBytes, place: Ints, own: Ints) -> tuple[int, int]:
-    """Sizes of the values stored by themselves, and of what all branches hold after the forward/backward split."""
+    """Return the bytes of values stored by themselves, and of what all branches hold after the split."""
     inputs, phases = 0, held.after
     for k in range(place.size):
         inputs += own[k] * held.out[k, place[k]]
@@ -255,7 +255,7 @@ def _memory(held: HeldBytes, place: Ints, own: Ints) -> tuple[int, int]:
 
 @jit
 def _fill_lows(lows: Ints, steps: BranchSteps, held: HeldBytes, first: int, end: int) -> None:
-    """The least memory of states first..end-1, in bytes; those after are there."""
+    """Compute the least memory of states first..end-1, in bytes; that of later states must be known."""
     for code in range(end - 1, first - 1, -1):
         place, own = _state(code, held.lengths)
         inputs, phases = _memory(held, place, own)
@@ -279,7 +279,7 @@ def _fill_lows(lows: Ints, steps: BranchSteps, held: HeldBytes, first: int, end:
 def _fill(
     costs: Floats, steps: BranchSteps, held: HeldBytes, after: Floats, trunk: Floats, first: int, end: int
 ) -> None:
-    """Fill the rows of states first..end-1 by the recursion; those after are there."""
+    """Fill the rows of states first..end-1 by the recursion; those of later states must be filled."""
     width = costs.shape[1]
     for code in range(end - 1, first - 1, -1):
         place, own = _state(code, held.lengths)
@@ -317,7 +317,7 @@ class _Reader:
     slots: int
 
     def schedule(self, m: int, full: int) -> JoinSchedule:
-        """A schedule that fits in m bytes; the slots stand for `full` bytes."""
+        """Return a schedule that fits in m bytes; the slots stand for `full` bytes."""
         ops: list[JoinOp] = []
         tails_left: list[tuple[int, tuple[Op, ...]]] = []
         place = np.zeros_like(self.held.lengths)
@@ -342,14 +342,14 @@ class _Reader:
         return JoinSchedule(tuple(ops))
 
     def _tail(self, k: int, kind: BranchStep, rest: int, full: int) -> tuple[Op, ...]:
-        """The ops that finish a step."""
+        """Return the ops that finish a step."""
         if kind.option >= 0 and kind.s == kind.to:
             return (Backward(kind.s),)
         s, c = _row(self.join.branches[k], kind)
         return self.solved[k].ops(s, kind.to, c, rest, full)
 
     def _choose(self, place: Ints, own: Ints, m: int, full: int) -> tuple[int, int]:
-        """The branch and the step that fit and look fastest."""
+        """Return the branch and the step that fit and seem fastest."""
         inputs, phases = map(int, _memory(self.held, place, own))
         found = []
         for k in range(place.size):
@@ -373,7 +373,7 @@ class _Reader:
         return k, step
 
     def _guess(self, code: int, m: int) -> float:
-        """The cost of a state, dear where its slots are too few although its bytes are not."""
+        """Return the cost of a state; high instead of infinite if only the rounding to slots makes it infeasible."""
         return _dearly(self.costs[code], m)
 
     def _guess_tail(self, k: int, step: int, m: int) -> float:
@@ -381,7 +381,7 @@ class _Reader:
 
 
 def _dearly(costs: Floats, m: int) -> float:
-    """costs[m]; where it is infinite, more than any finite one, by how many slots are missing."""
+    """Return costs[m]; if it is infinite, more than any finite cost, in proportion to the missing slots."""
     cost = float(costs[min(m, len(costs) - 1)])
     if cost < np.inf:
         return cost
@@ -390,7 +390,7 @@ def _dearly(costs: Floats, m: int) -> float:
 
 
 def _forwards(chain: Chain, kind: BranchStep) -> list[Op]:
-    """The forwards of a step; the input of s stays, that of a block saved further on goes."""
+    """Return the forwards of a step; the input of s stays, that of a block saved further on is freed."""
     s, to, option = kind
     end = to if option < 0 else to - 1
     ops: list[Op] = [

@@ -1,12 +1,14 @@
-"""A join as one chain: its branches one after another, then the trunk. What crosses from one branch into another
-is held instead: the inputs of branches that have not been read, and last values of branches that have.
+"""A join as one chain: its branches one after another, then the trunk.
+
+What crosses from one branch into another is held instead: the inputs of branches that have not been read, and the last
+values of branches that have.
 
     phases of the trunk      hold a_n of every branch, and a_0 of every branch
     phases of branch k       hold the gradients d_n of the branches before it, and their a_0
     the boundary between two branches has no size; the gradient of the input of a branch stays like one of a weight
 
-The chain says at least as much as the join takes for most schedules, not for all, and often too much: so
-schedules for several budgets are tried. Whoever judges them simulates them on the join.
+The chain needs at least as much memory as the join for most schedules, not for all, and often too much: so schedules
+for several budgets are tried, and simulated on the join.
 """
 
 from collections.abc import Sequence
@@ -18,7 +20,7 @@ from fxremat.chains.schedule import Backward, Drop, Forward, Keep, Op, Schedule,
 
 
 def chain_of(join: Join, order: Sequence[int]) -> Chain:
-    """The join as a chain, with its branches in this order (numbers from 0)."""
+    """Return the join as a chain, with its branches in this order (numbers from 0)."""
     branches = [join.branches[k] for k in order]
     ends = [branch.blocks[-1] for branch in branches]
     blocks: list[Block] = []
@@ -48,7 +50,7 @@ def chain_of(join: Join, order: Sequence[int]) -> Chain:
 
 
 def translated(join: Join, order: Sequence[int], schedule: Schedule) -> JoinSchedule:
-    """The schedule of `chain_of(join, order)` as one of the join."""
+    """Translate the schedule of `chain_of(join, order)` to one of the join."""
     places = [(k + 1, block) for k in order for block in range(1, len(join.branches[k]) + 1)]
     turn = len(places)
     places += [(0, block) for block in range(1, len(join.trunk) + 1)] if join.trunk else []
@@ -63,7 +65,7 @@ def translated(join: Join, order: Sequence[int], schedule: Schedule) -> JoinSche
 
 
 def _translate(op: Op, places: list[tuple[int, int]], turn: int, join: Join) -> list[JoinOp]:
-    """One op of the chain as ops of the join."""
+    """Translate one op of the chain to ops of the join."""
     match op:
         case Forward(number, Keep.NONE):
             branch, block = places[number - 1]

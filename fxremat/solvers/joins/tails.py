@@ -1,4 +1,4 @@
-"""What a join asks of one of its chains: what a stretch of it costs when it runs on its own, and its ops.
+"""The solved input_drop table of one branch of a join: the cost of any part that runs by itself, and its ops.
 
 Rows are those of input_drop: row (s, c) runs backward t..s from block s, c = t; or with A_t stored and its
 input lost, c = n + 1 + option.
@@ -30,12 +30,12 @@ class Tails:
     rows: Rows
 
     def costs(self, s: int, c: int) -> Floats:
-        """Seconds of recomputation of row (s, c) in 0..slots slots, without the input of s."""
+        """Return the seconds of recomputation of row (s, c) in 0..slots slots, without the input of s."""
         costs: Floats = _dense(self.rows, s, c, self.slots)
         return costs
 
     def ops(self, s: int, t: int, c: int, m: int, full: int) -> tuple[Op, ...]:
-        """The ops of row (s, c) in m bytes, without the input of s; the slots stand for `full` bytes."""
+        """Return the ops of row (s, c) in m bytes, without the input of s; the slots stand for `full` bytes."""
         table = Filled(self.exact, self.low, self.rows, len(self.chain), self.slots, full)
         return decode(self.chain, trace_row(table, s, t, c, m)).ops
 

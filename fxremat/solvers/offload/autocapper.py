@@ -1,11 +1,11 @@
-"""Autocapper: checkpoint for more memory than there is, then offload until it fits.
+"""Autocapper: checkpoint for more memory than there is, then offload until the schedule fits.
 
-For 40 budgets M' from `mem` to what keeping everything takes: the schedule that any chain solver has for M';
-then, while it does not fit in `mem`, the value of the lowest index that is idle at the peak goes to the host.
-All are proposed; whoever judges them by time keeps one.
+For 40 budgets M' from `mem` to the peak of keep-all: take the schedule that a chain solver has for M'; then, while it
+does not fit in `mem`, offload the value of the lowest index that is idle at the peak. All these are proposed; the
+caller keeps the fastest.
 
-The thesis, 4.3 (its "capper" offloads the same values; there M' below the least budget of the chain solver
-is not tried, here the range starts at that budget).
+The thesis, 4.3 (its "capper" offloads the same values; there M' below the least budget of the chain solver is not
+tried, here the range starts at that budget).
 """
 
 from collections.abc import Callable
@@ -22,16 +22,16 @@ from fxremat.solvers.sizes import Ints
 def schedules(
     chain: Chain, mem: int, *, least: int, enough: int, solve: Callable[[int], Schedule], count: int = 40
 ) -> list[Schedule]:
-    """Schedules that fit in `mem` bytes; where `solve(mem)` exists it is among them.
+    """Return schedules that fit in `mem` bytes; if `solve(mem)` exists it is among them.
 
     Args:
         least, enough: the least budget of the chain solver, and one from which on it keeps everything.
         solve: its schedule, without copies, for any budget from `least` on.
-        count: how many budgets are tried.
+        count: the number of budgets that are tried.
 
     Raises:
-        BudgetTooSmall: even with everything away that can be, no schedule fits; the minimum is the least
-            budget for which one does.
+        BudgetTooSmall: even with all possible values away, no schedule fits; the minimum is the least budget for
+            which one does.
     """
     start = max(mem, least)
     budgets = np.linspace(start, max(start, enough), count).astype(int).tolist()
@@ -47,7 +47,7 @@ def schedules(
 
 
 def cap(chain: Chain, schedule: Schedule, mem: int) -> tuple[list[ChainTrip], Ints]:
-    """The trips that make a schedule fit in `mem` bytes if any do, and what it then needs at every place."""
+    """Return the trips that make a schedule fit in `mem` bytes if any do, and what it then needs at every place."""
     need = needs(chain, schedule)
     waiting = sorted(
         trips(chain, schedule), key=lambda trip: (trip.value.index, trip.value.kind == "a", trip.end)

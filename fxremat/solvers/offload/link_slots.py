@@ -1,7 +1,7 @@
-"""The link to the host in slots: how much each op's time can carry, and how long a slot takes.
+"""The link to the host in slots: how many can be copied during each op, and how long the copy of one takes.
 
-    carried[l]   slots that cross the link while the ops of blocks 1..l run, rounded down; what blocks s..t
-                 carry is carried[t] - carried[s-1], so that roundings do not add up
+    carried[l]   slots that can be copied while the ops of blocks 1..l run, rounded down; during blocks s..t it is
+                 carried[t] - carried[s-1], so that roundings do not add up
 
 The thesis, 3.3.3.2, rounds in the same way.
 """
@@ -21,25 +21,25 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True, kw_only=True)
 class FluidSchedule:
-    """A schedule, and the seconds it takes in the fluid model where sizes are whole numbers of slots."""
+    """A schedule, and its seconds in the fluid model if sizes are whole numbers of slots."""
 
     schedule: Schedule
     time: float
 
 
 class Carried(NamedTuple):
-    """Slots that the forwards carry to the host, and that forwards and backwards carry from it."""
+    """Slots copied to the host during forwards, and from the host during forwards and backwards."""
 
     forward_out: Ints
     forward_in: Ints
     backward_in: Ints
-    slot_out: float  # seconds that a slot takes to the host; 0 where there is no link
+    slot_out: float  # seconds to copy a slot to the host; 0 if there is no link
     slot_in: float
     rate_in: float  # slots a second
 
 
 def carried(chain: Chain, mem: int, slots: int, platform: Platform | None) -> Carried:
-    """The slots that the link carries during the ops of a chain; without a link, none."""
+    """Return the slots that can be copied during the ops of a chain; none without a link."""
     out, back = speeds(platform)
     forward = np.cumsum([0.0] + [block.forward_time for block in chain.blocks])
     backward = np.cumsum([0.0] + [min(o.backward_time for o in block.choices) for block in chain.blocks])
@@ -55,12 +55,12 @@ def carried(chain: Chain, mem: int, slots: int, platform: Platform | None) -> Ca
 
 
 def speeds(platform: Platform | None) -> tuple[float, float]:
-    """Bytes per second to the host and from it; zeros where values cannot go there and back."""
+    """Return the bytes per second to the host and from it; zeros unless values can go both ways."""
     if platform is None or not platform.to_host or not platform.from_host:
         return 0.0, 0.0
     return platform.to_host, platform.from_host
 
 
 def _slots(seconds: Floats, rate: float) -> Ints:
-    # more than everything is all the same, and sums stay small
+    # rates are capped, so that sums stay small
     return np.minimum(np.floor(seconds * rate + _ROUNDING), 2.0**40).astype(np.int64)

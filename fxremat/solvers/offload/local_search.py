@@ -1,15 +1,15 @@
-"""Local search over a schedule: which values travel, and what is recomputed instead, judged by whoever asks.
+"""Local search over a schedule: which values travel, and what is recomputed instead, evaluated by the caller.
 
-A schedule is its ops without copies, and the trips to the host that some values make (trips.py). A step tries
+A schedule consists of its ops without copies, and the trips of some values to the host (trips.py). A step tries one of
 
     toggle        send one more value, or one less
     fetch         save block l when it first runs, and do not run it again to save it later
     recompute     do not save block l when it first runs; run it again before what was saved is read
-    shorten       leave out an op that recomputes, or what it feeds
+    shorten       leave out an op that recomputes, or what depends on it
 
-then sends the idle values of the lowest index as long as memory is exceeded (autocapper.py), and keeps the
-outcome if the judge finds it no slower. Beyond the papers, whose relaxed model neither sees that values occupy
-memory as a whole while they travel nor overlaps copies with the forward/backward split.
+then sends the idle values of the lowest index as long as memory is exceeded (autocapper.py), and keeps the result if
+`judge` finds it no slower. Beyond the papers, whose relaxed model neither sees that values occupy all of their memory
+while they travel nor overlaps copies with the forward/backward split.
 """
 
 import random
@@ -23,7 +23,7 @@ from fxremat.chains.schedule import Backward, Drop, Forward, Keep, Offload, Op, 
 from fxremat.errors import InvalidSchedule
 from fxremat.solvers.offload.trips import ChainTrip, needs, travel, trips
 
-_Key = tuple[Value, int]  # a trip: its value, and which of the value's trips it is
+_Key = tuple[Value, int]  # a trip: its value, and the number of the trip among the value's trips
 
 
 class Verdict(Protocol):
@@ -52,12 +52,12 @@ def improve(
     copies: bool = True,
     seed: int = 0,
 ) -> Schedule:
-    """A schedule that fits in `mem` bytes and is no slower than `schedule`, which must fit.
+    """Return a schedule that fits in `mem` bytes and is no slower than `schedule`, which must fit.
 
     Args:
-        judge: its timeline on the machine in question; raises `InvalidSchedule` where it cannot run.
-        seconds: when to stop.
-        tries: the same, as a number of steps; with it the answer depends on nothing else.
+        judge: returns the timeline of a schedule on the machine; raises `InvalidSchedule` if it cannot run.
+        seconds: time limit.
+        tries: limit on the number of steps instead; with it the result is deterministic.
         copies: whether values may travel at all.
     """
     best, rank = schedule, _rank(judge(schedule))
@@ -89,10 +89,10 @@ def _rank(verdict: Verdict) -> tuple[float, int]:
 
 
 def _read(chain: Chain, schedule: Schedule) -> _State:
-    """A schedule taken apart: what it fetches is away until it is read next."""
+    """Split a schedule into ops and trips; a value that it fetches is away until it is read next."""
     ops: list[Op] = []
-    fetched: dict[Value, int] = {}  # -> the number of ops before
-    dropped: dict[Value, int] = {}  # -> its place in ops
+    fetched: dict[Value, int] = {}  # value -> the number of ops before its fetch
+    dropped: dict[Value, int] = {}  # value -> its place in ops
     step = 0
     for op in schedule.ops:
         match op:
@@ -100,7 +100,7 @@ def _read(chain: Chain, schedule: Schedule) -> _State:
                 continue
             case Prefetch(value):
                 if value in dropped:
-                    ops[dropped.pop(value)] = Offload(value)  # no drop, as it comes back
+                    ops[dropped.pop(value)] = Offload(value)  # no drop, since it comes back
                 fetched[value] = step
                 continue
             case Drop(value):
@@ -111,7 +111,7 @@ def _read(chain: Chain, schedule: Schedule) -> _State:
             step += 1
         ops.append(op)
     plain = Schedule(tuple(op for op in ops if not isinstance(op, Offload)))
-    needs(chain, plain)  # raises where a copy on the host is all that makes it a schedule
+    needs(chain, plain)  # raises if the ops are valid only with the copies
     away = set()
     for key, trip in _keyed(chain, plain).items():
         since = fetched.get(trip.value)
@@ -140,7 +140,7 @@ def _written(chain: Chain, state: _State, mem: int) -> Schedule:
 
 def _repair(chain: Chain, state: _State, mem: int, copies: bool) -> _State:
     """Send idle values as long as memory is exceeded."""
-    need = needs(chain, state.plain)  # raises where the ops are no schedule
+    need = needs(chain, state.plain)  # raises if the ops are not a valid schedule
     keyed = _keyed(chain, state.plain) if copies else {}
     away = {key for key in state.away if key in keyed}
     for key in away:
@@ -160,7 +160,7 @@ def _repair(chain: Chain, state: _State, mem: int, copies: bool) -> _State:
 
 
 def _step(chain: Chain, state: _State, dice: random.Random, copies: bool) -> _State:
-    """A neighbour of a state, which need not be valid."""
+    """Return a neighbour of a state, which need not be valid."""
     kinds = [_shorten, _fetch, _recompute]
     if copies and dice.random() < 0.5:
         keys = sorted(_keyed(chain, state.plain), key=str)
@@ -171,7 +171,7 @@ def _step(chain: Chain, state: _State, dice: random.Random, copies: bool) -> _St
 
 
 def _tidied(plain: Schedule) -> Schedule:
-    """The schedule without drops of what is not there."""
+    """Return the schedule without drops of values that are not stored."""
     device, ops = {Value("a", 0)}, []
     for op in plain.ops:
         match op:
@@ -208,7 +208,7 @@ def _shorten(chain: Chain, state: _State, dice: random.Random) -> _State:
 
 
 def _fetch(chain: Chain, state: _State, dice: random.Random) -> _State:
-    """Save a block at an earlier run, in place of its last one."""
+    """Save a block at an earlier run, instead of its last one."""
     ops = list(state.plain.ops)
     number = dice.randint(1, len(chain))
     runs = [place for place, op in enumerate(ops) if isinstance(op, Forward) and op.block == number]
@@ -226,7 +226,7 @@ def _fetch(chain: Chain, state: _State, dice: random.Random) -> _State:
 
 
 def _recompute(chain: Chain, state: _State, dice: random.Random) -> _State:
-    """Save a block not when it runs but right before what is saved of it is read."""
+    """Save a block not when it first runs but right before its saved values are read."""
     ops = list(state.plain.ops)
     number = dice.randint(1, len(chain))
     saves = [

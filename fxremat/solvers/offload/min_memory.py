@@ -1,11 +1,11 @@
-"""The least memory with a link: everything that is kept is offloaded, the rest recomputed.
+"""The least memory with a link: every kept value is offloaded, the rest recomputed.
 
     least[s, x]   bytes to run forward from block s and back to it; its input, a[s-1] or A[s-1], is on the device
 
-    save s      max(what F_s and B_s need beside the input, least[s+1, A_s])
+    save s      max(what F_s and B_s need in addition to the input, least[s+1, A_s])
     run to t    max(what the pass s..t needs, the input during F_s only, the input and low[s, t], least[t+1, a_t])
 
-`low[s, t]` is the least memory of persistent.py. Without a link it is all there is.
+`low[s, t]` is the least memory of persistent.py. Without a link it is the result.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class MinMemorySchedule:
 
 
 def plan(chain: Chain, platform: Platform | None) -> MinMemorySchedule:
-    """The schedule of least memory in which a stored value stays, on the device or on the host."""
+    """Return the schedule of least memory in which a stored value stays, on the device or on the host."""
     table = persistent.build(chain, 1, 1)
     if speeds(platform) == (0.0, 0.0):
         return MinMemorySchedule(schedule=table.schedule(table.least), peak=table.least)
@@ -79,7 +79,7 @@ def _schedule(chain: Chain, ways: dict[tuple[int, int], tuple[int, int, int]], l
 
 
 def rerun(sizes: ChainSizes, low: Ints, s: int, t: int, mem: int) -> list[Op]:
-    """Run backward t..s within `mem` bytes beyond the input of s: save where that fits."""
+    """Return ops that run backward t..s within `mem` bytes beyond the input of s, and save blocks where that fits."""
     ops: list[Op] = []
     todo: list[tuple[int, int, int] | Backward] = [(s, t, mem)]
     while todo:
@@ -115,16 +115,16 @@ def rerun(sizes: ChainSizes, low: Ints, s: int, t: int, mem: int) -> list[Op]:
 
 
 def passing(s: int, t: int) -> list[Op]:
-    """The forwards of blocks s..t, which keep the input of s."""
+    """Return the forwards of blocks s..t, which keep the input of s."""
     return [Forward(s, Keep.CHECKPOINT), *(Forward(block, Keep.NONE) for block in range(s + 1, t + 1))]
 
 
 def saving(sizes: ChainSizes, s: int, option: int) -> Forward:
-    """The forward of s that saves it; the option is counted over the whole chain."""
+    """Return the forward of s that saves it; `option` is a number over all blocks of the chain."""
     return Forward(s, Keep.ALL, option - int(sizes.start[s]))
 
 
 def _later(chain: Chain, block: int) -> int:
-    """Bytes that the forward of a block needs, its input included."""
+    """Return the bytes that the forward of a block needs, its input included."""
     out, scratch = chain.output_sizes, chain.blocks[block - 1].forward_scratch
     return out[block - 1] + out[block] + scratch

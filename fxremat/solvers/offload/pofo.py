@@ -3,8 +3,8 @@
     forward[s, x, A, F, B]   least time lost up to block s, whose input is a[s-1] (x = 0) or A[s-1] saved with
                              option x - 1; A slots of earlier values stay on the device, F have yet to leave
                              when F_{s-1} ends, B must be back before B_{s-1} starts
-    back[s, t, A, D]         least time lost in running backward t..s from the input of s, which is in A, if
-                             D slots must have come from the host in the end
+    back[s, t, A, D]         least time lost in running backward t..s from the input of s, which is counted in A,
+                             if D slots must have come from the host in the end
 
 From a state of `forward`, with the input I of s either kept (A grows) or offloaded (F and B grow):
 
@@ -15,14 +15,14 @@ From a state of `forward`, with the input I of s either kept (A grows) or offloa
     back   keep all       extra(s) + back[s+1, t, A + saved(s), D1] + idle
            cut after j    forward(s..j) + back[j+1, t, A + a(j), D2] + back[s, j, A, D] + idle
 
-D1 = D less what B_s and the idle time carry, D2 = D less what back[s, j, A, D] does. A pass of forwards
-idles until what it needs, less what has left meanwhile, fits (`leaving`, `coming`: Lemma 8). "Lost" is what
-comes on top of one forward and one fastest backward of each block.
+D1 = D minus the slots that are copied during B_s and the idle time, D2 = D minus those during back[s, j, A, D]. A pass
+of forwards idles until what it needs, minus what has left meanwhile, fits (`leaving`, `coming`: Lemma 8). "Lost" is the
+time in addition to one forward and one fastest backward of each block.
 
 O(slots^3 n^2 + slots^2 n^3). Beaumont, Eyraud-Dubois, Shilova, Efficient Combination of Rematerialization and
-Offloading for Training DNNs (NeurIPS 2021), Theorem 1; the thesis, chapter 4. Beyond them: two speeds, options
-of a block, forwards' and backwards' slots rounded together. Nothing there bounds D by the room beside the
-input of s: B_s drops it, so D may fill its place, and does here.
+Offloading for Training DNNs (NeurIPS 2021), Theorem 1; the thesis, chapter 4. Beyond them: two speeds, options of a
+block, slots of forwards and backwards rounded together. Here nothing bounds D by the memory left next to the input of
+s: B_s drops that input, so D may fill its place.
 
 The schedule prefetches everything at the forward/backward split; that is early, and harmless: a copy waits for room.
 """
@@ -54,26 +54,26 @@ _CELLS = 60_000_000  # of `forward` for saved inputs
 
 
 class PofoTask(NamedTuple):
-    """The problem in slots, as the compiled code reads it."""
+    """The problem in slots, as arrays for the compiled code."""
 
     n: int
     slots: int
     sizes: ChainSizes
     first: Ints  # a_l + scratch of F_l
     link: Carried
-    leaving: Ints  # [s, j]: what a pass s..j needs, less what has left meanwhile
-    coming: Ints  # [s, j]: the same, less what comes later
-    beyond: Ints  # [s, j]: the most that a forward of the pass needs, but the first
+    leaving: Ints  # [s, j]: what a pass s..j needs, minus what has left meanwhile
+    coming: Ints  # [s, j]: the same, minus what comes later
+    beyond: Ints  # [s, j]: the most that a forward of the pass needs, without the first
     saves: Ints  # options that `forward` considers
     linked: bool
 
 
 def schedules(chain: Chain, mem: int, platform: Platform | None, slots: int = 50) -> list[Schedule]:
-    """Schedules that fit in `mem` bytes whatever the speed of the link.
+    """Return schedules that fit in `mem` bytes whatever the speed of the link.
 
-    Slots are rounded up, so a table for more than `mem` bytes may give a schedule that fits in them, and where
-    there are more blocks than slots sizes are better rounded in sums. Several tables are tried if that takes
-    seconds; if one takes a minute, one, for a budget that tables without the link, each of a second, have found.
+    Slots are rounded up, so a table for more than `mem` bytes may give a schedule that fits in them, and if there are
+    more blocks than slots sizes are better rounded in sums. If a table takes seconds, several are built; if it takes a
+    minute, only one, for a budget found by tables without the link, which take a second each.
 
     Raises `BudgetTooSmall`; its minimum is exact.
     """
@@ -114,7 +114,7 @@ def schedules(chain: Chain, mem: int, platform: Platform | None, slots: int = 50
 
 
 def seconds(chain: Chain, slots: int) -> float:
-    """Estimated seconds of `build` on two cores."""
+    """Estimate the seconds of `build` on two cores."""
     options = sum(len(block.choices) for block in chain.blocks) / len(chain)
     return 7e-10 * len(chain) ** 3 * slots**2 + 2e-9 * options**2 * len(chain) ** 2 * slots**2
 
@@ -122,7 +122,7 @@ def seconds(chain: Chain, slots: int) -> float:
 def build(
     chain: Chain, mem: int, platform: Platform | None, slots: int = 50, *, in_sums: bool = False
 ) -> FluidSchedule:
-    """The best schedule in `slots` steps of memory. Raises `BudgetTooSmall` where the steps are too coarse.
+    """Return the best schedule in `slots` steps of memory. Raises `BudgetTooSmall` if the steps are too coarse.
 
     With `in_sums` the sums of values along the chain are rounded up, not each value: the schedule may need
     more than `mem` bytes.
@@ -138,7 +138,7 @@ def build(
 
 
 def task_of(chain: Chain, mem: int, platform: Platform | None, slots: int) -> PofoTask:
-    """The chain, the budget and the link, rounded to slots."""
+    """Round the chain, the budget and the link to slots."""
     n = len(chain)
     sizes = in_slots(chain, mem, slots)
     link = carried(chain, mem, slots, platform)
@@ -160,7 +160,7 @@ def task_of(chain: Chain, mem: int, platform: Platform | None, slots: int) -> Po
 
 
 def _rounded_in_sums(chain: Chain, mem: int, task: PofoTask) -> PofoTask:
-    """The task where a value takes as many slots as it adds to the sum of those before it (the thesis, 3.3.3.2)."""
+    """Let a value occupy as many slots as it adds to the rounded sum of those before it (the thesis, 3.3.3.2)."""
 
     def slots(before: int, size: int) -> int:
         return -(-(before + size) * task.slots // mem) + before * task.slots // -mem
@@ -183,7 +183,7 @@ def _rounded_in_sums(chain: Chain, mem: int, task: PofoTask) -> PofoTask:
 
 
 def _considered(sizes: ChainSizes, n: int, slots: int) -> Ints:
-    """Every option, or where their states would not fit in memory, as many of each block as do."""
+    """Return every option, or, if their states would not fit in memory, as many of each block as do."""
     room = max(1, _CELLS // (slots + 1) ** 3 // n)
     picks = []
     for first, last in pairwise(sizes.start[1:].tolist()):
@@ -243,13 +243,13 @@ def _back(back: Back, s: int, t: int, kept: int, due: int) -> float:
 
 @jit
 def _whole(seconds: float, rate: float) -> int:
-    """Slots that cross the link, rounded down."""
+    """Return the slots that are copied in `seconds`, rounded down."""
     return int(min(seconds * rate, 1e12) + _ROUNDING)
 
 
 @jit
 def _carries(link: Carried, s: int, t: int) -> int:
-    """Slots that come from the host while t..s run backward, once forward and once backward."""
+    """Return the slots that come from the host while t..s run backward, once forward and once backward."""
     return int(link.backward_in[t] - link.backward_in[s - 1] + link.forward_in[t] - link.forward_in[s - 1])
 
 
@@ -258,10 +258,10 @@ def _relax_save(
     mine: Floats, begin: int, inner: Floats, extra: float, save: int, run: int, sent: int, inner_sent: int,
     rate: float, slot: float,
 ) -> None:  # fmt: skip
-    """mine[D - begin] = min(itself, the cost of keeping all).
+    """Set mine[D - begin] to the cost of keeping all, if that is lower.
 
-    `save`, `run`: slots that F_s and B_s lack where nothing comes (0 or less); `sent`: what B_s carries;
-    `inner`: the row of s+1..t, empty if s = t, and `inner_sent`: what its ops carry.
+    `save`, `run`: slots that F_s and B_s lack if nothing comes (0 or less); `sent`: slots copied during B_s;
+    `inner`: the row of s+1..t, empty if s = t, and `inner_sent`: slots copied during its ops.
     """
     for k in range(mine.size):
         after = max(run + begin + k, 0)
@@ -280,10 +280,10 @@ def _relax_cut(
     mine: Floats, begin: int, left: Floats, right: Floats, again: float, over: int, left_sent: int, right_sent: int,
     rate: float, slot: float,
 ) -> None:  # fmt: skip
-    """mine[D - begin] = min(itself, the cost of a cut).
+    """Set mine[D - begin] to the cost of a cut, if that is lower.
 
-    `again`: seconds of the pass; `over`: slots that it lacks where nothing comes (0 or less); `left`, `right`:
-    the rows of s..j and j+1..t, and what their ops carry.
+    `again`: seconds of the pass; `over`: slots that it lacks if nothing comes (0 or less); `left`, `right`:
+    the rows of s..j and j+1..t, and the slots copied during their ops.
     """
     for k in range(mine.size):
         x = left[begin + k]
@@ -298,7 +298,7 @@ def _relax_cut(
 
 @jit
 def _line(back: Back, s: int, t: int, kept: int) -> Floats:
-    """back[s, t, kept] for every D."""
+    """Return back[s, t, kept] for every D."""
     begin = back.row[s, t] + back.at[s, kept]
     return back.cost[begin : begin + back.reach[s, kept] + 1]
 
@@ -307,7 +307,7 @@ def _line(back: Back, s: int, t: int, kept: int) -> Floats:
 def _try_save(
     task: PofoTask, back: Back, s: int, t: int, kept: int, o: int, mine: Floats, begin: int
 ) -> None:
-    """Let a stretch of back[s, t, kept] save s with option o."""
+    """Extend a part of back[s, t, kept] by the choice to save s with option o."""
     sizes, link, full = task.sizes, task.link, task.slots
     save, run = sizes.phase[t] + sizes.save[o] + kept, sizes.phase[s] + sizes.back[o] + kept
     if max(save, run) <= full and (s == t or kept + sizes.saved[o] <= full):
@@ -322,7 +322,7 @@ def _try_save(
 
 @jit
 def _try_cut(task: PofoTask, back: Back, s: int, t: int, kept: int, j: int, mine: Floats, begin: int) -> None:
-    """Let a stretch of back[s, t, kept] keep a_j next."""
+    """Extend a part of back[s, t, kept] by the choice to keep a_j next."""
     sizes, link, full = task.sizes, task.link, task.slots
     if sizes.phase[t] + sizes.run[s, j] + kept <= full and kept + sizes.out[j] <= full:
         _relax_cut(
@@ -351,12 +351,12 @@ def _fill_rows(task: PofoTask, back: Back, distance: int, worker: int, workers: 
                 _try_save(task, back, s, t, kept, o, mine, 0)
             for j in range(s, t):
                 if mine[-1] <= forward[j] - forward[s - 1]:
-                    break  # costs grow with D, and passes with j
+                    break  # costs grow with D, and the time of a pass with j
                 _try_cut(task, back, s, t, kept, j, mine, 0)
 
 
 def fill_back(task: PofoTask) -> Back:
-    """The table `back`, by distance of s and t."""
+    """Fill the table `back`, by distance of s and t."""
     back: Back = _lay_out(task.n, task.slots, task.sizes.out, task.linked)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
     workers = min(cores, 4) if task.n > 16 else 1
@@ -372,7 +372,7 @@ def fill_back(task: PofoTask) -> Back:
 def _save(
     task: PofoTask, s: int, size: int, away: bool, kept: int, behind: int, ahead: int, o: int
 ) -> tuple[float, int, int, int]:
-    """The cost of saving s with option o, and the next (A, F, B); `away`: its input is offloaded."""
+    """Return the cost of saving s with option o, and the next (A, F, B); `away`: its input is offloaded."""
     sizes, link, full = task.sizes, task.link, task.slots
     save = sizes.phase[task.n] + sizes.save[o] + kept + size
     run = sizes.phase[s] + sizes.back[o] + kept + size
@@ -391,7 +391,7 @@ def _save(
 def _run(
     task: PofoTask, s: int, t: int, size: int, away: bool, kept: int, behind: int, ahead: int, later: float
 ) -> tuple[float, int, int, int]:
-    """The cost of running on to t, and the next (A, F, B); `later` is what t..s lose later."""
+    """Return the cost of running up to t, and the next (A, F, B); `later` is the time that t..s lose later."""
     sizes, link, full = task.sizes, task.link, task.slots
     held = sizes.phase[task.n] + kept
     # what is offloaded stays while the first forward reads it
@@ -407,7 +407,7 @@ def _run(
 
 
 class PofoStates(NamedTuple):
-    """The table `forward`, as [A, B, F]: `plain[s]` has a_{s-1} for input, `saved[k]` what option saves[k] saves."""
+    """The table `forward`, as [A, B, F]: `plain[s]` with input a_{s-1}, `saved[k]` with what option saves[k] saves."""
 
     plain: Floats
     saved: Floats
@@ -415,7 +415,7 @@ class PofoStates(NamedTuple):
 
 
 def fill_forward(task: PofoTask, back: Back) -> PofoStates:
-    """The table `forward`, block by block, as far as it can still beat doing without the link."""
+    """Fill the table `forward`, block by block, with states that can still beat a plan without the link."""
     side = task.slots + 1
     block = np.searchsorted(task.sizes.start, task.saves, side="right") - 1
     states = PofoStates(
@@ -434,11 +434,11 @@ def fill_forward(task: PofoTask, back: Back) -> PofoStates:
 
 @jit
 def _push(task: PofoTask, back: Back, states: PofoStates, s: int, k: int, bound: float) -> None:
-    """Expand the states of block s whose input is a (k = -1) or what saves[k] saved."""
+    """Expand the states of block s whose input is a (k = -1) or what option saves[k] saved."""
     link, slots = task.link, task.slots
     size = task.sizes.out[s - 1] if k < 0 else task.sizes.saved[task.saves[k]]
     here = states.plain[s] if k < 0 else states.saved[k]
-    most_out = link.forward_out[task.n] - link.forward_out[s - 1]  # the time to come carries this much
+    most_out = link.forward_out[task.n] - link.forward_out[s - 1]  # the slots that can be copied in the remaining time
     most_in = _carries(link, s, task.n)
     for kept in range(slots + 1 - size):
         for ahead in range(slots + 1):
@@ -450,7 +450,7 @@ def _push(task: PofoTask, back: Back, states: PofoStates, s: int, k: int, bound:
 
 @jit
 def _forget(here: Floats, most_out: int, slot_out: float, late: float, bound: float) -> bool:
-    """Drop the states, by F, that cannot end below the bound; whether any is left. `late`: seconds for B alone."""
+    """Drop states, by F, that cannot end below the bound; return if any are left. `late`: seconds for B alone."""
     live = False
     for behind in range(here.size):
         if here[behind] < np.inf:
@@ -465,7 +465,7 @@ def _forget(here: Floats, most_out: int, slot_out: float, late: float, bound: fl
 def _push_saves(
     task: PofoTask, states: PofoStates, here: Floats, s: int, size: int, kept: int, ahead: int
 ) -> None:
-    """Save s with each option; `here` are the states of (s, A, B) by F."""
+    """Save s with each option; `here` holds the states of (s, A, B) by F."""
     begin, end = np.searchsorted(states.block, s), np.searchsorted(states.block, s + 1)
     for behind in range(task.slots + 1):
         cost = here[behind]
@@ -481,7 +481,7 @@ def _push_saves(
 def _push_runs(
     task: PofoTask, back: Back, states: PofoStates, here: Floats, s: int, size: int, kept: int, ahead: int, bound: float
 ) -> None:  # fmt: skip
-    """Run on from s to each t without saving; `here` are the states of (s, A, B) by F."""
+    """Run from s to each t without saving; `here` holds the states of (s, A, B) by F."""
     forward = task.sizes.forward
     for t in range(s, task.n):
         later = _back(back, s, t, kept + size, ahead)
@@ -500,9 +500,9 @@ def _push_runs(
 def _came_from(
     task: PofoTask, back: Back, states: PofoStates, g: int, s1: int, a1: int, b1: int, f1: int
 ) -> tuple[int, int, int, int, int, int]:
-    """The state that led to one of block s1 (whose input saves[g] saved, or a if g = -1), and how.
+    """Return the state that led to one of block s1 (whose input saves[g] saved, or a if g = -1), and the move.
 
-    (block, input, away, A, B, F)
+    The result is (block, input, away, A, B, F).
     """
     target = states.plain[s1, a1, b1, f1] if g < 0 else states.saved[g, a1, b1, f1]
     sizes = task.sizes
@@ -530,7 +530,7 @@ def _came_from(
                                 )
                             if a == a1 and b == b1 and f == f1 and here[kept, ahead, behind] + lost == target:
                                 return s, k, away, kept, ahead, behind
-    return 0, 0, 0, 0, 0, 0  # never: every state has come from one
+    return 0, 0, 0, 0, 0, 0  # never: every state but the first has a predecessor
 
 
 class Move(NamedTuple):
@@ -540,13 +540,13 @@ class Move(NamedTuple):
     t: int
     option: int
     value: Value  # the input of s
-    away: bool  # it is offloaded
+    away: bool  # whether it is offloaded
     held: int  # A and the input
     due: int  # B
 
 
 def _plan(chain: Chain, task: PofoTask, back: Back, states: PofoStates) -> FluidSchedule | None:
-    """The best schedule of the tables, None where there is none."""
+    """Return the best schedule of the tables, or None if there is none."""
     ends = np.flatnonzero(states.block == task.n)
     turn = np.arange(task.slots + 1)
     wait = np.where(turn > 0, turn, 0.0)
@@ -589,12 +589,12 @@ def _schedule(task: PofoTask, back: Back, moves: list[Move]) -> Schedule:
 
 
 def lost(back: Back, s: int, t: int, held: int) -> float:
-    """back[s, t, held, 0]: seconds, infinite where t..s cannot run backward beside `held` slots."""
+    """Return back[s, t, held, 0] in seconds; infinite if t..s cannot run backward next to `held` slots."""
     return float(_line(back, s, t, held)[0])
 
 
 def rerun(task: PofoTask, back: Back, s: int, t: int, held: int, due: int) -> list[Op]:
-    """The ops of back[s, t, held, due]."""
+    """Return the ops of back[s, t, held, due]."""
     ops: list[Op] = []
     todo: list[tuple[int, int, int, int] | Backward] = [(s, t, held, due)]
     while todo:
@@ -618,7 +618,7 @@ def rerun(task: PofoTask, back: Back, s: int, t: int, held: int, due: int) -> li
 
 @jit
 def _choose(task: PofoTask, back: Back, s: int, t: int, kept: int, due: int) -> tuple[int, int, int]:
-    """The best of back[s, t, kept, due]: (option, cut, D of the rest); option or cut is -1."""
+    """Return the best choice of back[s, t, kept, due]: (option, cut, D of the rest); option or cut is -1."""
     sizes, link = task.sizes, task.link
     best, save, cut, rest = np.inf, -1, -1, 0
     trial = np.full(1, np.inf)

@@ -3,10 +3,10 @@
 A value is away between two ops that read it (or that make it and read it): that is a `ChainTrip`. With trips,
 
     Off(v)    right after the op that makes v, once however often it is away
-    Pre(v)    as soon as there is room for it until it is read, in the order in which they are read
+    Pre(v)    as soon as it fits into memory until it is read, in the order in which values are read
     Drop(v)   where v is already on the host and leaves again
 
-Where several share that room, `simulate` lets the first of them have it.
+If several values could use the same memory, `simulate` gives it to the first of them.
 """
 
 from collections.abc import Sequence
@@ -45,7 +45,7 @@ class _Item:
 
 
 def trips(chain: Chain, schedule: Schedule) -> list[ChainTrip]:
-    """Every trip that frees anything in a schedule without copies, in the order of their ends."""
+    """Return every trip that frees anything in a schedule without copies, in the order of their ends."""
     device = {Value("a", 0): _Item(Value("a", 0), chain.input_bytes, -1, -1)}
     found: list[ChainTrip] = []
     step = 0
@@ -83,7 +83,7 @@ def trips(chain: Chain, schedule: Schedule) -> list[ChainTrip]:
 
 
 def needs(chain: Chain, schedule: Schedule) -> Ints:
-    """Bytes at every place of a schedule (`chains.reading`), copies to the host done and others not begun."""
+    """Return the bytes at every place of a schedule (`chains.resolved`): copies out have ended, others not begun."""
     return np.array(read(chain, schedule).base, dtype=np.int64)
 
 
@@ -92,10 +92,10 @@ def travel(
 ) -> Schedule:
     """Add the chosen trips to a schedule without copies. `need`: bytes it then needs at every place; `mem`: the budget.
 
-    With `in_part`, values set out on their way back as soon as there is room for a byte of them, for which the
-    fluid model has a use; in the other one the copy waits for more.
+    With `in_part`, the copy of a value back starts as soon as a byte of it fits, which the fluid model can use; in the
+    other model the copy waits until all of it fits.
     """
-    before: dict[int, list[Op]] = {}  # the op before which they go -> tokens
+    before: dict[int, list[Op]] = {}  # the op before which tokens are inserted -> the tokens
     sent: set[tuple[Value, int]] = set()
     ordered = sorted(chosen, key=lambda trip: (trip.end, trip.start, trip.value.kind))
     for trip in ordered:

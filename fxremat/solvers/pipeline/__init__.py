@@ -1,1 +1,1 @@
-"""Pipelined model parallelism: which layers go to which device, in which order each works, and what it keeps."""
+"""Pipelined model parallelism: which layers run on which device, in which order, and what each device keeps."""

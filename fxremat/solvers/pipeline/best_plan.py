@@ -1,13 +1,13 @@
 """The best plan of all planners, with its lower bound.
 
-    contiguous   exact over contiguous allocations, their ways and k-periodic 1F1B*           (`contiguous`)
+    contiguous   exact over contiguous allocations, their configurations and k-periodic 1F1B*      (`contiguous`)
     madpipe      one device with many stages, patterns by modulo scheduling                   (`madpipe`, `modulo`)
-    short        all allocations, where there are few layers                                  (`improve`)
-    moves        from the best of them, as far as the effort goes                             (`improve`)
+    short        all allocations, if there are few layers                                     (`moves`)
+    moves        from the best of them, as far as the effort goes                             (`moves`)
 
-For a given number of micro-batches a step takes  slots * T + the time of one micro-batch, so that a longer period with
-fewer groups may be faster: of the plans at hand, of the contiguous ones for longer periods, and of those that moves
-lead to from the best of both, the fastest step wins.
+    With a given number of micro-batches a step lasts  slots * T + the time of one micro-batch, so that a longer period
+    with fewer groups may be faster: the fastest step wins among the plans found so far, contiguous ones for longer
+    periods, and those that moves lead to from the best of both.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ def plan_pipeline(
     microbatches: int | None = None,
     effort: float = EFFORT,
 ) -> PipelinePlan:
-    """The plan with the shortest period, or with the fastest step of so many micro-batches.
+    """Return the plan with the shortest period, or with the fastest step of so many micro-batches.
 
     Args:
-        layers: the chain; at the fastest, where `options` says how stages recompute.
+        layers: the chain; with the fastest times if `options` says how stages recompute.
         options: the configurations of a stage first..last; None: everything is kept.
-        microbatches: of a step; None: no end to them.
-        effort: seconds that searching may take beyond the exact contiguous plan, about; 0 leaves that alone.
+        microbatches: of a step; None: unlimited, so that only the period counts.
+        effort: seconds of search in addition to the exact contiguous plan, about; 0 returns that plan.
 
     Raises:
-        BudgetTooSmall: no plan fits; `.minimum` bytes are the least for which a contiguous one does.
+        BudgetTooSmall: no plan fits; `.minimum` is the least number of bytes for which a contiguous one does.
         InvalidChain: the layers take no time.
 
     >>> from fxremat.solvers.pipeline.model import Layer
@@ -88,7 +88,7 @@ def plan_pipeline(
 def _moved_for_a_short_step(
     job: Job, found: Sequence[PipelinePlan], bound: float, microbatches: int, effort: float
 ) -> Iterator[PipelinePlan]:
-    """What moves make of the plan with the shortest step, and of that with the shortest period."""
+    """Yield what moves make of the plan with the shortest step, and of that with the shortest period."""
     starts = {
         id(plan): plan
         for plan in (
@@ -105,14 +105,14 @@ def _moved_for_a_short_step(
 
 
 def _plans(job: Job, bound: float, effort: float) -> Iterator[PipelinePlan]:
-    """A plan by each planner that finds a better one than those before."""
+    """Yield a plan of each planner that finds a better one than those before."""
     best: Pattern | None = None
     try:
         partition = best_partition(job)
         plan = _scheduled(job, partition, bound)
         yield plan
         best = best_pattern(job, partition.stages, below=partition.tick * (1 + 1e-3), skip=partition.skip)
-        if best is not None and best.period < plan.period:  # copies one way that take no time let others pass
+        if best is not None and best.period < plan.period:  # copies one way that take no time need no link
             yield _planned(job, best, bound, "modulo")
     except BudgetTooSmall:
         plan = None
@@ -143,7 +143,7 @@ def _planned(job: Job, pattern: Pattern, bound: float, by: str) -> PipelinePlan:
 
 
 def _for_a_short_step(job: Job, bound: float, microbatches: int, seconds: float) -> Iterator[PipelinePlan]:
-    """Contiguous plans with longer periods, as long as one more may be faster than `seconds`."""
+    """Yield contiguous plans with longer periods, as long as another may be faster than `seconds`."""
     placer = Placer(job)
     shortest = placer.best()
     if shortest is None:

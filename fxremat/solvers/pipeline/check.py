@@ -1,15 +1,14 @@
-"""Whether a plan can run as it says: an independent simulation of its pattern, micro-batch by micro-batch.
+"""A check that a plan can run as it says: an independent simulation of its pattern, micro-batch by micro-batch.
 
     order      F of stage s, copy forth, F of stage s + 1, .., B of stage s + 1, copy back, B of stage s
-    devices    do one work at a time; links, one for each pair of devices, make one copy at a time
+    devices    run one work at a time; links, one for each pair of devices, make one copy at a time
     memory     at every start: copies of the weights; what is kept for every micro-batch between the start of its F
-               and the end of its B, and what the one that is worked on takes beyond; values that wait between two
-               stages of one device; buffers of borders between devices, on both sides, always
-    orders     done one after the other as `PipelinePlan.orders` lists them, no device waits for ever and no more is in
-               flight than the plan says
+               and the end of its B, and what the micro-batch that is worked on needs in addition; values that wait
+               between two stages of one device; buffers of borders between devices, on both sides, always
+    orders     run one after the other as `PipelinePlan.orders` lists them, no device waits for ever, and no more
+               micro-batches are in flight than the plan says
 
-Nothing here is shared with the planners: times are laid out for as many micro-batches as it takes to fill the pipeline
-several times over.
+It shares no code with the planners: times are computed for as many micro-batches as fill the pipeline several times.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from fxremat.errors import InvalidSchedule
 from fxremat.solvers.pipeline.model import PipelinePlan, Work, WorkKind
 
 _TINY = 1e-6  # of a tick, and of the memory
-_MORE = 8  # micro-batches beyond those that fill the pipeline
+_MORE = 8  # micro-batches in addition to those that fill the pipeline
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +45,7 @@ class Span:
 
 
 def check(plan: PipelinePlan) -> Measured:
-    """Run the plan on paper. Raises `InvalidSchedule`, which says what goes wrong first."""
+    """Simulate the plan. Raises `InvalidSchedule`, which says what goes wrong first."""
     _check_shape(plan)
     _check_one_microbatch(plan)
     found = list(spans(plan, enough(plan)))
@@ -66,7 +65,7 @@ def check(plan: PipelinePlan) -> Measured:
 
 
 def _check_shape(plan: PipelinePlan) -> None:
-    """The stages are the chain's layers, in order, on devices that there are."""
+    """Check that the stages are the chain's layers, in order, on existing devices."""
     after = 0
     for number, stage in enumerate(plan.stages):
         if stage.first != after or stage.last < stage.first:
@@ -87,7 +86,7 @@ def _remote(plan: PipelinePlan, border: int) -> bool:
 
 
 def _seconds(plan: PipelinePlan, border: int, what: str) -> float:
-    """Seconds of a copy over a border, forth or back."""
+    """Return the seconds of a copy over a border, forth or back."""
     layer = plan.layers.layers[plan.stages[border].last]
     if plan.machines.bandwidth is None or not _remote(plan, border):
         return 0.0
@@ -95,7 +94,7 @@ def _seconds(plan: PipelinePlan, border: int, what: str) -> float:
 
 
 def first_microbatch(plan: PipelinePlan) -> Iterator[Span]:
-    """Every work and copy of micro-batch 0, in the order of the chain."""
+    """Yield every work and copy of micro-batch 0, in the order of the chain."""
     last = len(plan.stages) - 1
     for place, stage in enumerate(plan.stages):
         start = plan.forward_starts[place]
@@ -121,7 +120,7 @@ def _check_one_microbatch(plan: PipelinePlan) -> None:
 
 
 def enough(plan: PipelinePlan) -> int:
-    """Number of micro-batches after which the pattern repeats itself."""
+    """Return the number of micro-batches after which the pattern repeats itself."""
     once = list(first_microbatch(plan))
     deep = (max(span.end for span in once) - min(span.start for span in once)) / plan.tick
     if not deep < 1000:
@@ -132,7 +131,7 @@ def enough(plan: PipelinePlan) -> int:
 
 
 def spans(plan: PipelinePlan, microbatches: int) -> Iterator[Span]:
-    """Every work and copy of so many micro-batches."""
+    """Yield every work and copy of so many micro-batches."""
     for span in first_microbatch(plan):
         for number in range(microbatches):
             slot = number if plan.skip is None else number + number // plan.skip
@@ -160,7 +159,7 @@ def _check_resources(plan: PipelinePlan, found: list[Span]) -> None:
 
 
 def stays(plan: PipelinePlan, found: list[Span]) -> Iterator[tuple[float, float, int, float]]:
-    """Every (start, end, device, bytes) of a value that a device holds for a while."""
+    """Yield every (start, end, device, bytes) of a value that a device holds for some time."""
     starts = {(s.what, s.place, s.microbatch): s for s in found}
     for span in found:
         stage = plan.stages[span.place]
@@ -179,7 +178,7 @@ def stays(plan: PipelinePlan, found: list[Span]) -> Iterator[tuple[float, float,
 
 
 def _most(held: list[tuple[float, float, float]], tiny: float) -> float:
-    """The largest sum of sizes at one time; what ends when something starts has gone."""
+    """Return the largest sum of sizes at one time; what ends when something else starts does not overlap with it."""
     events = []
     for start, end, size in held:
         if end - start > 2 * tiny:
@@ -210,7 +209,7 @@ def _memory(plan: PipelinePlan, found: list[Span]) -> list[float]:
 
 
 def always(plan: PipelinePlan, device: int) -> float:
-    """Bytes that a device always holds: weights, and buffers of borders with other devices."""
+    """Return the bytes that a device always holds: weights, and buffers of borders with other devices."""
     size = 0.0
     for number, stage in enumerate(plan.stages):
         if stage.device != device:
@@ -225,7 +224,7 @@ def always(plan: PipelinePlan, device: int) -> float:
 
 
 def _check_orders(plan: PipelinePlan, microbatches: int) -> None:
-    """The lists of works can be done one after the other on each device, and keep no more in flight."""
+    """Check that the works can run in their listed order on each device, and keep no more in flight."""
     queues = [list(reversed(works)) for works in plan.orders(microbatches)]
     done: set[Work] = set()
     alive: Counter[int] = Counter()
@@ -248,7 +247,7 @@ def _check_orders(plan: PipelinePlan, microbatches: int) -> None:
 
 
 def _needs(plan: PipelinePlan, work: Work) -> set[Work]:
-    """The works that must be done before this one."""
+    """Return the works that must be done before this one."""
     last = len(plan.stages) - 1
     if work.kind is WorkKind.FORWARD:
         return {Work(work.stage - 1, WorkKind.FORWARD, work.microbatch)} if work.stage else set()

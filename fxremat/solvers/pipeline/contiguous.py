@@ -7,9 +7,9 @@
                   of the configurations that fit with g, the fastest:  delay[p+1, i-1] <= x (+) copies of border i-1
 
 A smaller delay never makes anything worse, so that one number for each (p, j) is enough, and T can be bisected over:
-each try costs O(devices * layers^2 * configurations). Every allocation that is found is given its own shortest period
-(`fixed`), so the bisection ends on an exact one. With every (k + 1)-th slot left empty, less is in flight
-(`groups.alive`) and the period is T (k + 1) / k; every k is tried (thesis, Theorem 16).
+each try costs O(devices * layers^2 * configurations). For every allocation that is found, its own shortest period is
+computed (`fixed`), so the bisection ends on an exact one. With every (k + 1)-th slot left empty, fewer micro-batches
+are in flight (`groups.alive`) and the period is T (k + 1) / k; every k is tried (thesis, Theorem 16).
 
 The grouping rule (+) is that of 1F1B* (`groups`); the recursion is ours. Choosing the allocation is NP-hard only where
 stages of one device need not be neighbours.
@@ -41,7 +41,7 @@ class StageTable(NamedTuple):
     ways: Ints  # number of configurations
     seconds: Floats
     kept: Floats
-    most: Floats  # bytes of one micro-batch that is worked on
+    most: Floats  # bytes of the micro-batch that is worked on
     fixed: Floats
     copying: Floats
 
@@ -52,7 +52,7 @@ class Partition:
 
     stages: tuple[PlannedStage, ...]
     tick: float
-    skip: int  # 0: no slot stays empty
+    skip: int  # k: every (k + 1)-th slot stays empty; 0: none
 
     @property
     def period(self) -> float:
@@ -61,7 +61,7 @@ class Partition:
 
 
 def table_of(job: Job) -> StageTable:
-    """All stages that fit on a device with one micro-batch at a time."""
+    """Tabulate all stages that fit on a device with one micro-batch at a time."""
     found = list(_fitting(job))
     width = max((len(ways) for _, _, ways in found), default=1)
     shape = (job.count, job.count, width)
@@ -91,7 +91,7 @@ def _fitting(job: Job) -> Iterator[tuple[int, int, tuple[Way, ...]]]:
 
 
 class Choices(NamedTuple):
-    """The table of the recursion, [stages, first layer of them]."""
+    """The table of the recursion, [number of stages, their first layer]."""
 
     delay: Floats  # seconds
     last: Ints  # last layer of the first of these stages
@@ -100,7 +100,7 @@ class Choices(NamedTuple):
 
 @jit
 def _place(table: StageTable, choices: Choices, memory: float, tick: float, skip: int) -> int:
-    """Fill the choices; how many stages do, 0 where none fit."""
+    """Fill the choices; return the number of stages, or 0 if none fit."""
     delay, last, way = choices.delay, choices.last, choices.way
     count, devices = table.ways.shape[0], delay.shape[0] - 1
     limit = tick * (1 + 1e-9)
@@ -141,7 +141,7 @@ class Placer:
         self._choices = Choices(np.empty(shape), np.zeros(shape, np.int64), np.zeros(shape, np.int64))
 
     def stages(self, tick: float, skip: int = 0) -> tuple[PlannedStage, ...] | None:
-        """Stages that fit with this tick, if there are any."""
+        """Return stages that fit with this tick, or None."""
         job = self.job
         count = _place(self.table, self._choices, job.machines.memory, tick, skip)
         stages = []
@@ -155,11 +155,11 @@ class Placer:
 
     @property
     def longest(self) -> float:
-        """Seconds at which a longer period changes nothing."""
+        """Seconds from which on a longer period changes nothing."""
         return float(self.table.seconds.max() * self.job.machines.devices + self.table.copying.sum()) + 1e-300
 
     def best(self, skip: int = 0, below: float = inf) -> Partition | None:
-        """The shortest tick with its stages; none where nothing fits, or nothing below a given tick."""
+        """Return the shortest tick with its stages; None if nothing fits, or nothing below a given tick."""
         found = self._try(min(below * (1 - TOLERANCE), self.longest), skip)
         low = 0.0
         while found is not None:
@@ -181,10 +181,10 @@ class Placer:
 
 
 def best_partition(job: Job) -> Partition:
-    """The contiguous allocation with the shortest period, k-periodic ones included. Seconds for 100 layers.
+    """Return the contiguous allocation with the shortest period, k-periodic ones included. Seconds for 100 layers.
 
     Raises:
-        BudgetTooSmall: none fits; `.minimum` bytes are the least with which one does.
+        BudgetTooSmall: none fits; `.minimum` is the least number of bytes with which one does.
     """
     placer = Placer(job)
     found = placer.best()
@@ -198,7 +198,7 @@ def best_partition(job: Job) -> Partition:
 
 
 def least_memory(job: Job) -> int:
-    """The fewest bytes for which some contiguous allocation fits, however long its period."""
+    """Return the fewest bytes for which some contiguous allocation fits, however long its period."""
     least = [inf] * job.count + [-inf]  # [i]: for layers i.. on the devices used so far
     for _ in range(job.machines.devices):
         least = [

@@ -1,8 +1,8 @@
 """The shortest period of a contiguous allocation: 1F1B* at every period where its groups change.
 
-Groups at period T depend on which runs of consecutive elements take at most T, so memory is a step function of T that
-falls at sums of such runs alone. The least of those sums, from the longest element on, at which every device fits is
-the answer, found by bisection. Thesis, Algorithm 7, which bisects over numbers instead. O(n^2 log n).
+Groups at period T depend on which runs of consecutive elements last at most T, so memory is a step function of T that
+falls at sums of such runs alone. The answer is the least of those sums, from the longest element on, at which every
+device fits, found by bisection. Thesis, Algorithm 7, which bisects over numbers instead. O(n^2 log n).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fxremat.solvers.pipeline.stage_costs import Job
 
 
 def ticks(elements: Sequence[Element]) -> list[float]:
-    """Every period at which groups may change, from the shortest that is possible."""
+    """Return every period at which groups may change, from the shortest possible one on."""
     longest = max(element.seconds for element in elements)
     sums = {longest}
     for first in range(len(elements)):
@@ -28,7 +28,7 @@ def ticks(elements: Sequence[Element]) -> list[float]:
 
 
 def memory_at(job: Job, stages: Sequence[PlannedStage], tick: float, skip: int = 0) -> list[float]:
-    """Bytes of each stage's device."""
+    """Return the bytes of each stage's device."""
     groups = groups_of(elements_of(job, stages), tick)[::2]
     return [
         job.fixed(stage.first, stage.last) + stage.way.bytes(alive(group, skip))
@@ -37,10 +37,10 @@ def memory_at(job: Job, stages: Sequence[PlannedStage], tick: float, skip: int =
 
 
 def shortest_tick(job: Job, stages: Sequence[PlannedStage], *, skip: int = 0) -> float:
-    """Seconds of the shortest tick at which every device fits, with every (skip + 1)-th slot empty (0: none).
+    """Return the seconds of the shortest tick at which all devices fit, with every (skip + 1)-th slot empty (0: none).
 
     Raises:
-        BudgetTooSmall: one micro-batch at a time does not fit; `.minimum` are the bytes that it takes.
+        BudgetTooSmall: one micro-batch at a time does not fit; `.minimum` is the number of bytes that it needs.
     """
     candidates = ticks(elements_of(job, stages))
     least = max(memory_at(job, stages, candidates[-1], skip))

@@ -1,18 +1,18 @@
 """1F1B*: of all patterns with a given period, the one with the fewest micro-batches in flight everywhere.
 
     elements      stages and the copies between them, in the order of the chain, each on a resource of its own
-    groups        from the last element on: as many as take at most T together form group 1, the next ones group 2, ..
+    groups        from the last element on: as many as last at most T together form group 1, the next ones group 2, ..
     forwards      one right after the other
     backwards     within a group one right after the other, as soon as its last forward has ended; group g works on the
                   micro-batch that came g - 1 periods earlier
 
-    in flight     g for every element of group g;  g - floor(g / (k + 1)) where every (k + 1)-th slot stays empty
+    in flight     g for every element of group g;  g - floor(g / (k + 1)) if every (k + 1)-th slot stays empty
 
     x (+) y       the seconds from a forward's end to its backward's start, x, grown by an element of y seconds:
                   x + y where that stays within as many periods, else T * ceil(x / T) + y
 
-Thesis, section 5.2.1, Theorem 15: it minimises every count at once, where every element takes time forth and back. One
-that takes none one way need not wait for its resource there, which `modulo` makes use of.
+Thesis, section 5.2.1, Theorem 15: it minimises every count at once, if every element takes time forth and back. An
+element that takes no time one way need not wait for its resource there, which `modulo` makes use of.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Element:
 
 @dataclass(frozen=True, kw_only=True)
 class ElementPattern:
-    """The group of each element, and when it works on micro-batch 0."""
+    """The group of each element, and the times at which it works on micro-batch 0."""
 
     groups: tuple[int, ...]
     forward_starts: tuple[float, ...]
@@ -49,7 +49,7 @@ class ElementPattern:
 
 
 def elements_of(job: Job, stages: Sequence[PlannedStage]) -> list[Element]:
-    """Stages and copies in turn; stages must be on different devices."""
+    """Return stages and copies in turn; stages must be on different devices."""
     found = []
     for stage in stages:
         found.append(Element(stage.way.forward_time, stage.way.backward_time))
@@ -59,7 +59,7 @@ def elements_of(job: Job, stages: Sequence[PlannedStage]) -> list[Element]:
 
 
 def groups_of(elements: Sequence[Element], tick: float) -> list[int]:
-    """The group of every element; none takes longer than `tick`."""
+    """Return the group of every element; no group lasts longer than `tick`."""
     groups, group, seconds = [], 1, 0.0
     for element in reversed(elements):
         if seconds + element.seconds > tick * (1 + ROUNDING):
@@ -70,7 +70,7 @@ def groups_of(elements: Sequence[Element], tick: float) -> list[int]:
 
 
 def pattern_of(elements: Sequence[Element], tick: float) -> ElementPattern:
-    """The pattern of 1F1B* with this period."""
+    """Return the pattern of 1F1B* with this period."""
     groups = groups_of(elements, tick)
     forward, start = [], 0.0
     for element in elements:
@@ -90,19 +90,19 @@ def pattern_of(elements: Sequence[Element], tick: float) -> ElementPattern:
 
 @jit
 def alive(group: int, skip: int) -> int:
-    """Micro-batches in flight of an element of a group; skip = 0 leaves no slot empty."""
+    """Return the micro-batches in flight of an element of a group; skip = 0 leaves no slot empty."""
     return group if skip == 0 else group - group // (skip + 1)
 
 
 @jit
 def periods(delay: float, tick: float) -> int:
-    """ceil(delay / tick), where what is a whole number of periods but for rounding counts as one."""
+    """Return ceil(delay / tick), where a whole number of periods up to rounding counts as whole."""
     return ceil(delay / tick * (1 - 1e-9) - 1e-12)
 
 
 @jit
 def joined(delay: float, seconds: float, tick: float) -> float:
-    """delay (+) seconds."""
+    """Return delay (+) seconds."""
     if periods(delay, tick) == periods(delay + seconds, tick):
         return delay + seconds
     return periods(delay, tick) * tick + seconds
@@ -111,7 +111,7 @@ def joined(delay: float, seconds: float, tick: float) -> float:
 def scheduled(
     job: Job, stages: Sequence[PlannedStage], tick: float, *, skip: int | None, bound: float, by: str
 ) -> PipelinePlan:
-    """The plan that runs a contiguous allocation by 1F1B*; whether it fits is up to the caller."""
+    """Return the plan that runs a contiguous allocation by 1F1B*, without checking that it fits."""
     pattern = pattern_of(elements_of(job, stages), tick)
     counts = [alive(group, skip or 0) for group in pattern.groups[::2]]
     memory = [0.0] * job.machines.devices

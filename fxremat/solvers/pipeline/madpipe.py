@@ -1,22 +1,22 @@
 """MadPipe: allocations that are not contiguous, with one device that may have any number of stages.
 
     state         layers 1..j to place, p normal devices left, seconds and bytes on the special device so far
-    delay         least seconds from the end of the forward of j to the start of its backward that leads there
+    delay         least seconds from the end of the forward of j to the start of its backward for this state
 
     stage i..j    x = delay (+) U(i, j);  g = ceil(x / T)
     normal        U <= T and Mem(i, j, g) <= M                        -> i - 1, p - 1, the same
-    special       its seconds + U <= T and bytes + Mem(i, j, g - 1) <= M      -> i - 1, p, both grown
-                  then  delay' = x (+) copies of border i - 1, which take at most T
-    p = 0         all that is left is one stage of the special device
+    special       its seconds + U <= T and bytes + Mem(i, j, g - 1) <= M      -> i - 1, p, both increased
+                  then  delay' = x (+) copies of border i - 1, which last at most T
+    p = 0         all layers that are left form one stage of the special device
 
-The special device may really take as much as g counts say, so that g - 1 is a hope: `spare` = 0 counts with g. What
-a period T allows is asked here, and the least such T is bisected; the thesis asks for the best period with the delays
-of a guess, and bisects over guesses, which ends at the same period. States with seconds and bytes in the same cell of
-a grid are one, that with the least delay, and go on with its exact numbers.
+The special device may really hold as many micro-batches as g, so that g - 1 is a hope: `spare` = 0 counts with g. This
+program asks whether a period T is feasible, and bisects for the least such T; the thesis asks for the best period with
+the delays of a guess, and bisects over guesses, which ends at the same period. States with seconds and bytes in the
+same cell of a grid are merged into the one with the least delay, which keeps its exact numbers.
 
-Then every allocation gets a pattern of its own (`modulo`), since the delays above know nothing of the turns that stages
-of the special device take. Where that takes longer than was hoped, allocations for longer periods, with g instead of
-g - 1, and with less memory on the special device are tried as well.
+Then every allocation gets a pattern of its own (`modulo`), since the delays above ignore that stages of the special
+device run one after the other. If the pattern is slower than hoped, allocations for longer periods, with g instead
+of g - 1, and with less memory on the special device are tried as well.
 
 Thesis, sections 7.1 and 7.2.
 """
@@ -48,7 +48,7 @@ _LONGER = (0.0, 0.1, 0.25, 0.5)  # of the way from the hoped period to the best 
 
 
 class Cells(NamedTuple):
-    """The states [layers left, devices left, cell of seconds, cell of bytes]: the best in each cell, and whence."""
+    """The best state of each cell [layers left, devices left, cell of seconds, cell of bytes], and its predecessor."""
 
     delay: Floats
     load: Floats  # exact seconds of the special device
@@ -61,7 +61,7 @@ class Limits(NamedTuple):
 
     memory: float  # bytes of a device
     share: float  # of it that the special device may fill
-    spare: int  # micro-batches that the special device is hoped to do without
+    spare: int  # micro-batches that the special device is hoped not to hold
     tick: float  # seconds
 
 
@@ -70,7 +70,7 @@ def _relax(
     cells: Cells, at: tuple[int, int, int, int], x: float, seconds: float, held: float,
     choice: tuple[int, int, int, int, int, int],
 ) -> None:  # fmt: skip
-    """Note a transition to a state if its delay is the least."""
+    """Record a transition to a state if its delay is the least."""
     if x < cells.delay[at] or (x == cells.delay[at] and held < cells.size[at]):
         cells.delay[at], cells.load[at], cells.size[at] = x, seconds, held
         for place in range(6):
@@ -85,7 +85,7 @@ def _fill(table: StageTable, cells: Cells, limits: Limits) -> tuple[int, int, in
     cells.delay[:] = np.inf
     cells.delay[start], cells.load[start], cells.size[start] = 0.0, 0.0, 0.0
     for left in range(count - 1, 0, -1):
-        reach = left  # where the longest stage that ends here starts
+        reach = left  # the first layer of the longest stage that ends here
         for i in range(left):
             quick = table.seconds[i, left - 1, 0] <= limits.tick * (1 + 1e-9)
             if reach == left and table.ways[i, left - 1] > 0 and quick:
@@ -150,7 +150,7 @@ class MadPipe:
         self._cells = Cells(np.empty(shape), np.empty(shape), np.empty(shape), back)
 
     def stages(self, tick: float, *, spare: int = 1, share: float = 1.0) -> tuple[PlannedStage, ...] | None:
-        """An allocation that may do with this period."""
+        """Return an allocation that may be feasible with this period, or None."""
         self.fills += 1
         final = _fill(self.table, self._cells, Limits(self.job.machines.memory, share, spare, tick))
         if final[0] < 0:
@@ -176,7 +176,7 @@ class MadPipe:
     def least_tick(
         self, low: float, high: float, *, spare: int = 1, share: float = 1.0, tolerance: float = _TOLERANCE
     ) -> float | None:
-        """The least period for which there is an allocation, in an interval."""
+        """Return the least period in an interval for which there is an allocation, or None."""
         if self.stages(high, spare=spare, share=share) is None:
             return None
         if self.stages(low, spare=spare, share=share) is not None:
@@ -190,7 +190,7 @@ class MadPipe:
         return high
 
     def allocations(self, low: float, high: float) -> Iterator[tuple[PlannedStage, ...]]:
-        """Allocations for periods between, the most hopeful first."""
+        """Yield allocations for periods between `low` and `high`, the most promising first."""
         for spare in (1, 0):
             least = low  # less memory, or less hope, never makes it shorter
             for share in _SHARES:
@@ -205,7 +205,7 @@ class MadPipe:
 
 
 def merged(job: Job, stages: tuple[PlannedStage, ...]) -> tuple[PlannedStage, ...]:
-    """Neighbours on one device that keep everything as one stage."""
+    """Merge neighbouring stages on one device that keep everything into one stage."""
     found: list[PlannedStage] = []
     for stage in stages:
         if found and found[-1].device == stage.device:
@@ -221,7 +221,7 @@ def merged(job: Job, stages: tuple[PlannedStage, ...]) -> tuple[PlannedStage, ..
 
 
 def best_madpipe(job: Job, *, low: float, below: float = inf) -> Pattern | None:
-    """The shortest period of all that are tried, if any is below a given one."""
+    """Return the pattern of the shortest period that is tried, if any is below a given one."""
     if job.machines.devices < 2:
         return None
     program = MadPipe(job)
@@ -240,7 +240,7 @@ def best_madpipe(job: Job, *, low: float, below: float = inf) -> Pattern | None:
 
 
 def as_published(job: Job, *, low: float) -> tuple[Pattern | None, float]:
-    """The first phase's allocation alone, with a pattern, and the period that the first phase hopes for."""
+    """Return the pattern of the first phase's allocation alone, and the period that the first phase hopes for."""
     if job.machines.devices < 2:
         return None, inf
     program = MadPipe(job)

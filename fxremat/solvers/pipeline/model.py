@@ -2,7 +2,7 @@
 
     stage      consecutive layers on one device; a device may have several (a non-contiguous allocation)
     period     seconds between two micro-batches once the pipeline is full
-    pattern    micro-batch 0 does each of its works at a start; micro-batch m does it `slot(m)` ticks later
+    pattern    micro-batch 0 runs each of its works at a start; micro-batch m runs it `slot(m)` ticks later
 
     memory of a device    copies * weights + in flight * kept, of each of its stages, + buffers at its borders  <=  M
 
@@ -24,13 +24,13 @@ from fxremat.errors import InvalidChain
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """One link of the chain; times and sizes of one micro-batch."""
+    """One layer of the chain; times and sizes of one micro-batch."""
 
     name: str = ""
     forward_time: float  # seconds
     backward_time: float
     weight_bytes: float  # one copy
-    saved_bytes: float  # from its forward to its backward
+    saved_bytes: float  # kept from its forward to its backward
     output_bytes: float  # of a_l
     grad_bytes: float  # of the gradient of a_l
 
@@ -78,10 +78,10 @@ class Machines:
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """A stage configuration: what the stage keeps from forward to backward, and the times that follow."""
+    """A stage configuration: what the stage keeps from forward to backward, and the resulting times."""
 
     forward_time: float  # seconds
-    backward_time: float  # with what it recomputes
+    backward_time: float  # including what it recomputes
     kept_bytes: float  # per micro-batch between its forward and its backward
     peak_bytes: float  # of the micro-batch that is worked on
 
@@ -94,7 +94,7 @@ class Way:
         return self.forward_time + self.backward_time
 
     def bytes(self, in_flight: int) -> float:
-        """Bytes of so many micro-batches, one of which is worked on."""
+        """Return the bytes of so many micro-batches, one of which is worked on."""
         return (in_flight - 1) * self.kept_bytes + max(self.kept_bytes, self.peak_bytes)
 
 
@@ -124,10 +124,10 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelinePlan:
-    """Stages on devices and a pattern of their works.
+    """An allocation of stages to devices, and a pattern of their works.
 
-    Starts are those of micro-batch 0, in seconds; a border's copies are those of the output of its stage forth, and of
-    its gradient back. A border between two stages of one device copies nothing.
+    Starts are those of micro-batch 0, in seconds. The copies of a border are those of the output of its stage forth,
+    and of its gradient back. A border between two stages of one device copies nothing.
     """
 
     layers: Layers
@@ -142,7 +142,7 @@ class PipelinePlan:
     in_flight: tuple[int, ...]  # most micro-batches of each stage between the start of F and the end of B
     memory: tuple[float, ...]  # bytes of each device
     bound: float  # seconds; no plan has a shorter period
-    by: str  # which planner found it
+    by: str  # the planner that found it
 
     @property
     def period(self) -> float:
@@ -150,13 +150,13 @@ class PipelinePlan:
         return self.tick if self.skip is None else self.tick * (self.skip + 1) / self.skip
 
     def slot(self, microbatch: int) -> int:
-        """Number of ticks by which this micro-batch is later than micro-batch 0."""
+        """Return the number of ticks by which this micro-batch is later than micro-batch 0."""
         return slot_of(microbatch, self.skip)
 
     def orders(self, microbatches: int) -> tuple[tuple[Work, ...], ...]:
-        """What each device does with so many micro-batches, in order.
+        """Return the works of each device for so many micro-batches, in order.
 
-        Works that start together, where some take no time, are ordered as the chain asks for.
+        Works that start together, some of which take no time, are ordered as the chain requires.
         """
         timed: list[list[tuple[int, int, int, Work]]] = [[] for _ in range(self.machines.devices)]
         depth = len(self.stages)
@@ -174,7 +174,7 @@ class PipelinePlan:
 
 
 def slot_of(microbatch: int, skip: int | None) -> int:
-    """The slot of a micro-batch where every (skip + 1)-th stays empty; none does for None or 0.
+    """Return the slot of a micro-batch if every (skip + 1)-th slot stays empty; None or 0: no slot does.
 
     >>> [slot_of(number, 2) for number in range(5)]
     [0, 1, 3, 4, 6]
@@ -182,11 +182,11 @@ def slot_of(microbatch: int, skip: int | None) -> int:
     return microbatch + microbatch // skip if skip else microbatch
 
 
-_STEPS = 1e7  # of a tick: what lies closer together starts together
+_STEPS = 1e7  # of a tick: works whose starts are closer start together
 
 
 def _check(data: Any) -> None:
-    """Times, sizes and counts are finite, and not below 0."""
+    """Check that times, sizes and counts are finite, and not below 0."""
     for field in fields(data):
         value = getattr(data, field.name)
         if isinstance(value, int | float) and not 0 <= value < math.inf:

@@ -5,12 +5,12 @@
     copy back and B      as early as possible after what comes before them
     in the time that their device or link has left, modulo the period
 
-Each stage is then in flight as shortly as the ones after it allow; on devices with one stage each this is 1F1B*.
-Where stages share a device the first place is not always the best: each task may also take later places next to other
-tasks of its resource, or as far from them as tasks still to come will need. Places are tried in the order of how often
-another than the first was taken (far ones count twice), up to a number of steps (limited discrepancy search); what a
-device holds so far must fit. This is modulo scheduling, as compilers pipeline loops; the thesis solves a mixed integer
-program instead (`ilp`).
+Each stage is then in flight as shortly as the stages after it allow; on devices with one stage each this is 1F1B*. If
+stages share a device the first place is not always the best: each task may also take later places next to other tasks
+of its resource, or at a distance that tasks still to be placed will need. Places are tried in the order of how often
+another than the first was taken (far ones count twice), up to a number of steps (limited discrepancy search); at any
+time the placed tasks of a device must fit in its memory. This is modulo scheduling, as compilers pipeline loops; the
+thesis solves a mixed integer program instead (`ilp`).
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ STEPS = 3000  # placements in one search
 _DISCREPANCIES = 5
 _TRIES = 12  # periods
 _MIXTURES = 3
-_GAP = 1e-4  # relative: periods closer than this are not told apart
+_GAP = 1e-4  # relative: periods closer than this count as equal
 
 
 @jit
 def _clear(tasks: PipelineTasks, starts: Floats, placed: Ints, task: int, start: float, tick: float) -> bool:
-    """Whether a task that starts there overlaps no placed task of its resource."""
+    """Tell whether a task with this start overlaps no placed task of its resource."""
     tiny = tick * 1e-9
     for other in range(starts.size):
         if placed[other] == 0 or tasks.resource[other] != tasks.resource[task]:
             continue
-        after = (start - starts[other]) % tick  # since the other started
+        after = (start - starts[other]) % tick  # since the start of the other
         if after > tick - tiny:
             after = 0.0
         overlap = after < tasks.seconds[other] - tiny or after + tasks.seconds[task] > tick + tiny
@@ -54,7 +54,7 @@ def _clear(tasks: PipelineTasks, starts: Floats, placed: Ints, task: int, start:
 
 @jit
 def _rooms(tasks: PipelineTasks, placed: Ints, task: int, rooms: Floats) -> int:
-    """Write down 0 and the seconds that tasks yet to be placed on the resource may take side by side; their number."""
+    """Write to `rooms` 0 and the total seconds of tasks yet to be placed on the resource; return how many there are."""
     rooms[0] = 0.0
     count = 1
     total = placed.size
@@ -80,10 +80,10 @@ class SearchState(NamedTuple):
     """The state of a search: the tasks placed so far, and the places still to be tried on each level."""
 
     starts: Floats  # of each task
-    placed: Ints  # of each task, 1 where it is
+    placed: Ints  # of each task: 1 if it is placed
     places: Floats  # [level]: starts that the level's task may have
-    number: Ints  # [level]: how many of them; -1 where they are not known
-    taken: Ints  # [level]: which is tried, -1 before the first
+    number: Ints  # [level]: number of places; -1 if they are not computed
+    taken: Ints  # [level]: the place that is tried, -1 before the first
     rooms: Floats  # scratch for `_rooms`
 
 
@@ -91,10 +91,10 @@ class SearchState(NamedTuple):
 def _places(
     tasks: PipelineTasks, found: SearchState, level: int, task: int, limit: float, ahead: bool, tick: float, spare: int
 ) -> int:  # fmt: skip
-    """Write down starts of a task within a period of `limit`, the nearest first, and return how many there are.
+    """Write starts of a task within a period of `limit`, the nearest first, to `places`; return how many there are.
 
-    It ends before the limit if `ahead`, else it starts after it; it touches the limit or another task, or leaves just
-    the room between them that tasks still to be placed will take: one of the first `spare` of the rooms.
+    The task ends before the limit if `ahead`, else it starts after it. It touches the limit or another task, or leaves
+    the time between them that tasks still to be placed will need: one of the first `spare` of the rooms.
     """
     starts, seconds, places = found.starts, tasks.seconds[task], found.places[level]
     near = limit - seconds if ahead else limit
@@ -124,7 +124,7 @@ def _places(
 
 @jit
 def _insert(places: Floats, count: int, start: float, away: float, near: float, tiny: float) -> int:
-    """Put a start among the first `count`, by its distance `away` from `near`, unless it is there; how many then."""
+    """Insert a start among the first `count`, by its distance `away` from `near`, unless present; return the count."""
     place = count
     for earlier in range(count):
         distance = abs(places[earlier] - near)
@@ -143,7 +143,7 @@ def _insert(places: Floats, count: int, start: float, away: float, near: float, 
 
 @jit
 def _look(tasks: PipelineTasks, found: SearchState, level: int, task: int, tick: float, later: bool) -> int:
-    """Write down where the task of a level may start, beside the others; how many places. `later`: far ones, too."""
+    """Write where the task of a level may start; return the number of places. `later`: far ones, too."""
     if level == 0:
         found.places[0, 0] = 0.0
         return 1
@@ -157,13 +157,13 @@ def _look(tasks: PipelineTasks, found: SearchState, level: int, task: int, tick:
 
 @jit
 def _fits(tasks: PipelineTasks, starts: Floats, tick: float, skip: int, device: int, first: int) -> bool:
-    """Whether stages first.. of a device fit beside what is sure of the others."""
+    """Tell whether stages first.. of a device fit in memory together with what the other stages surely need."""
     return bytes_of(tasks, starts, tick, skip, device, first) <= tasks.memory * (1 + 1e-9)
 
 
 @jit
 def _cost(choice: int) -> int:
-    """The discrepancies of a choice: none for the first place, one for others, two for far ones."""
+    """Return the discrepancies of a choice: none for the first place, one for others, two for far ones."""
     return min(1, choice) + min(1, choice // 4)
 
 
@@ -171,7 +171,7 @@ def _cost(choice: int) -> int:
 def _search(
     tasks: PipelineTasks, order: Ints, found: SearchState, tick: float, skip: int, steps: int
 ) -> bool:
-    """Fill `found.starts` with a pattern that fits; False where none was found."""
+    """Fill `found.starts` with a pattern that fits; return False if none was found."""
     count, total = tasks.device.size, order.size
     starts, placed, number, taken = found.starts, found.placed, found.number, found.taken
     for allowed in range(_DISCREPANCIES + 1):
@@ -180,7 +180,7 @@ def _search(
         number[0] = -1
         while level >= 0:
             task = order[level]
-            if number[level] < 0:  # not looked at yet
+            if number[level] < 0:  # places not computed yet
                 number[level] = _look(tasks, found, level, task, tick, allowed > 0)
                 taken[level] = -1
             if taken[level] >= 0:
@@ -200,7 +200,7 @@ def _search(
             spent += _cost(choice)
             if (
                 task % 2 == (task >= 2 * count - 1) and placed[total - 1 - task]
-            ):  # an F or a B with its other half
+            ):  # an F or a B whose other half is placed
                 stage = min(task, total - 1 - task) // 2
                 if not _fits(tasks, starts, tick, skip, tasks.device[stage], stage):
                     continue
@@ -217,7 +217,7 @@ def _search(
 
 
 def _order(count: int, backward_first: Sequence[bool]) -> Ints:
-    """Tasks in the order in which they are placed; of each stage but the last F or B comes first."""
+    """Return the order in which tasks are placed; of each stage but the last, F or B comes first."""
     total = 4 * count - 2
     order = [2 * count - 2, 2 * count - 1]
     for stage in range(count - 2, -1, -1):
@@ -230,7 +230,7 @@ def _order(count: int, backward_first: Sequence[bool]) -> Ints:
 
 @cache
 def _orders(count: int) -> list[Ints]:
-    """F first, B first, and some mixtures of both: what comes later finds what is left of its device."""
+    """Return orders: F first, B first, and some mixtures of both, since later tasks get the time that is left."""
     draw = random.Random(count)
     mixed = [[draw.random() < 0.5 for _ in range(count)] for _ in range(_MIXTURES)]
     return [_order(count, first) for first in ([False] * count, [True] * count, *mixed)]
@@ -251,7 +251,7 @@ class Pattern:
         return self.tick * (1 + 1 / self.skip) if self.skip else self.tick
 
     def seconds(self, microbatches: int | None) -> float:
-        """Seconds of a step with so many micro-batches; for None, the period."""
+        """Return the seconds of a step with so many micro-batches; for None, the period."""
         if microbatches is None:
             return self.period
         one = float(self.starts[-1] - self.starts[0]) + self.stages[0].way.backward_time
@@ -259,7 +259,7 @@ class Pattern:
 
     @classmethod
     def of(cls, plan: PipelinePlan) -> Pattern:
-        """The pattern of a plan."""
+        """Return the pattern of a plan."""
         starts = np.zeros(4 * len(plan.stages) - 2)
         starts[: 2 * len(plan.stages) : 2] = plan.forward_starts
         starts[1 : 2 * len(plan.stages) - 1 : 2] = plan.forth_starts
@@ -271,7 +271,7 @@ class Pattern:
 def pattern_at(
     job: Job, stages: Sequence[PlannedStage], tick: float, *, skip: int = 0, steps: int = STEPS
 ) -> Pattern | None:
-    """A pattern with this tick, or less, if the search finds one."""
+    """Return a pattern with this tick, or less, if the search finds one."""
     tasks = tasks_of(job, stages)
     if least_period(tasks) > tick * (1 + 1e-9):
         return None
@@ -292,10 +292,10 @@ def pattern_at(
 def best_pattern(
     job: Job, stages: Sequence[PlannedStage], *, below: float = inf, skip: int = 0, steps: int = STEPS
 ) -> Pattern | None:
-    """The pattern with the shortest tick that the search finds, if it finds any below a given one."""
+    """Return the pattern with the shortest tick that the search finds, if it finds one below a given tick."""
     tasks = tasks_of(job, stages)
     low = least_period(tasks)
-    total = float(tasks.seconds.sum())  # with which one micro-batch at a time has the devices
+    total = float(tasks.seconds.sum())  # with this tick, one micro-batch at a time has the devices
     high = min(below * (1 - _GAP), total)
     if low > high:
         return None

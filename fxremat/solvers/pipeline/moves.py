@@ -1,12 +1,12 @@
-"""Better allocations around one that is known, and all allocations of a short chain.
+"""Moves that improve a known allocation, and a search over all allocations of a short chain.
 
     moves         a border goes one or two layers left or right; a stage goes to another device; two stages swap theirs;
-                  a stage is split, and one part goes to another device; a stage is trained in another way
+                  a stage is split, and one part goes to another device; a stage gets another configuration
 
-A move is kept where a pattern with a shorter period turns up (`modulo`), or one with the same period and devices that
-are more evenly loaded. Where a step has so many micro-batches, the seconds of a step count instead: fewer stages may be
-worth a longer period. Which moves are tried is drawn from a generator with a fixed seed, so that the same job always
-has the same answer.
+A move is kept if `modulo` finds a pattern with a shorter period, or with the same period and more evenly loaded
+devices. If the number of micro-batches of a step is given, the seconds of a step count instead: fewer stages may be
+worth a longer period. Moves are drawn from a generator with a fixed seed, so that the same job always has the same
+answer.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from fxremat.solvers.pipeline.modulo import Pattern, best_pattern, pattern_at
 from fxremat.solvers.pipeline.stage_costs import Job
 
 SHORT = 7  # layers
-_MOST_WAYS = 64  # choices of ways for one allocation
-_GAIN = 1e-4  # relative: less is not worth a move
+_MOST_WAYS = 64  # configurations tried for one allocation
+_GAIN = 1e-4  # relative: a smaller gain is not worth a move
 _STEPS = 600  # placements for each try
-_TICKS = (1.0, 1.0, 1 - 1e-3, 1.02, 1.1)  # times that of the best, where a step is to be short
+_TICKS = (1.0, 1.0, 1 - 1e-3, 1.02, 1.1)  # multiples of the best tick that are tried for a short step
 
-Piece = tuple[int, int, int, int]  # first, last, device, way
+Piece = tuple[int, int, int, int]  # first, last, device, number of the configuration
 
 
 def improved(
     job: Job, start: Pattern, *, tries: int, floor: float, microbatches: int | None = None, seed: int = 0
 ) -> Pattern:
-    """The best pattern after so many moves, or one with a period as short as the bound `floor` says."""
+    """Return the best pattern after `tries` moves, or one whose period is as short as the bound `floor`."""
     draw = random.Random(seed)
     best = start
     pieces, spread = _pieces(job, start.stages), inf
@@ -56,7 +56,10 @@ def improved(
 
 
 def _spread(job: Job, pieces: Sequence[Piece]) -> float:
-    """How uneven the devices' seconds are: of allocations with one period, the evener one is nearer to a better one."""
+    """Return how unevenly devices are loaded: the sum of squared seconds.
+
+    More even allocations are closer to better ones.
+    """
     loads = [0.0] * job.machines.devices
     for first, last, device, way in pieces:
         loads[device] += job.ways(first, last)[way].seconds
@@ -72,7 +75,7 @@ def _stages(job: Job, pieces: Sequence[Piece]) -> list[PlannedStage]:
 
 
 def _moved(job: Job, pieces: list[Piece], draw: random.Random) -> list[Piece]:
-    """The pieces after one move, or as they were where it cannot be made."""
+    """Return the pieces after one move, or unchanged if the move is impossible."""
     place = draw.randrange(len(pieces))
     first, last, device, way = pieces[place]
     other = draw.randrange(job.machines.devices)
@@ -100,7 +103,7 @@ def _moved(job: Job, pieces: list[Piece], draw: random.Random) -> list[Piece]:
 
 
 def _joined(job: Job, pieces: list[Piece]) -> list[Piece]:
-    """Merge neighbours on one device into one stage, each stage in a configuration that it has."""
+    """Merge neighbouring stages on one device into one stage, with a configuration that it has."""
     found: list[Piece] = []
     for first, last, device, way in pieces:
         if found and found[-1][2] == device:
@@ -110,7 +113,7 @@ def _joined(job: Job, pieces: list[Piece]) -> list[Piece]:
 
 
 def best_of_all(job: Job, *, below: float, floor: float) -> Pattern | None:
-    """The best pattern over all allocations of a chain of at most `SHORT` layers, if one is below a given period."""
+    """Return the best pattern of all allocations of a chain of `SHORT` layers or fewer, if one is `below` a period."""
     best: Pattern | None = None
     if job.count > SHORT:
         return None
@@ -125,7 +128,7 @@ def best_of_all(job: Job, *, below: float, floor: float) -> Pattern | None:
 
 
 def _sharings(count: int, devices: int) -> Iterator[tuple[int, ...]]:
-    """Every assignment of layers to devices, up to a renaming of the devices."""
+    """Yield every assignment of layers to devices, up to a renaming of the devices."""
 
     def grown(chosen: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
         if len(chosen) == count:
@@ -138,7 +141,7 @@ def _sharings(count: int, devices: int) -> Iterator[tuple[int, ...]]:
 
 
 def _variants(job: Job, devices: Sequence[int]) -> Iterator[list[PlannedStage]]:
-    """Merge consecutive layers of one device into a stage, in every configuration, or make each a stage of its own."""
+    """Yield stages of runs of layers on one device, in every configuration, and stages of one layer each."""
     runs: list[tuple[int, int]] = []
     for layer, device in enumerate(devices):
         if runs and devices[layer - 1] == device:

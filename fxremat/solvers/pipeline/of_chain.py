@@ -1,15 +1,15 @@
 """A chain of blocks as layers of a pipeline, and stage configurations that recompute.
 
     layer l       weights are its parameters; it keeps A_l and its input instead of its output
-    stage i..j    keep        every block under the options that a price of memory chooses, for several prices
-                  prefix      blocks i..m are run again from the stage's input, the others keep what they save
-                  segments    all is run again, in segments that start from checkpoints
+    stage i..j    keep        every block under the options that a price of memory selects, for several prices
+                  prefix      blocks i..m run again from the stage's input, the others keep what they save
+                  segments    all blocks run again, in segments that start from checkpoints
 
     kept          a_(i-1) + what is saved, a_j included: more than a stage that has sent a_j away may need
     peak          the same while its backward runs, with gradients and scratch; or a segment that was run again
 
-Which of them is best depends on how many micro-batches are in flight, so that the planner chooses. Within a stage, the
-chain solvers find more ways; these take no time to list for thousands of stages.
+    Which of them is best depends on how many micro-batches are in flight, so that the planner chooses. Chain solvers
+    find more configurations of a stage; these here can be listed at once for thousands of stages.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _PREFIXES = (0.25, 0.5, 0.75)  # of the saved bytes
 
 
 def layers_of(chain: Chain) -> Layers:
-    """Each block as a layer that keeps everything, under its fastest option."""
+    """Return each block as a layer that keeps everything, under its fastest option."""
     parameters = [block.weight_grad_bytes for block in chain.blocks]
-    if not any(parameters):  # a chain that says nothing of gradients
+    if not any(parameters):  # a chain without sizes of gradients
         parameters = [block.weight_bytes for block in chain.blocks]
     return Layers(
         input_bytes=chain.input_bytes,
@@ -56,7 +56,7 @@ def _fastest_saved(chain: Chain, place: int) -> int:
 
 
 def ways_of(chain: Chain) -> Ways:
-    """The configurations of every stage of a chain."""
+    """Return a function that lists the configurations of every stage of a chain."""
     prices = _prices(chain)
     priced = [_Priced.of(chain, price) for price in prices]
 
@@ -81,7 +81,7 @@ def ways_of(chain: Chain) -> Ways:
 
 
 def _prices(chain: Chain) -> list[float]:
-    """Seconds that a byte may cost: none, and some at which blocks change their option."""
+    """Return prices in seconds per byte: 0, and some at which blocks change their option."""
     ratios = []
     for block in chain.blocks:
         fast = min(block.choices, key=lambda o: (o.backward_time, o.saved_bytes))
@@ -99,13 +99,13 @@ def _prices(chain: Chain) -> list[float]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Priced:
-    """Sums over blocks under the options that one price chooses."""
+    """Sums over blocks under the options that one price selects."""
 
     chain: Chain
     forward: list[float]
     backward: list[float]
     saved: list[float]
-    beside: list[float]  # of each block: gradients and scratch while it works
+    beside: list[float]  # of each block: gradients and scratch while it runs
 
     @classmethod
     def of(cls, chain: Chain, price: float) -> _Priced:
@@ -130,14 +130,14 @@ class _Priced:
         )
 
     def cut(self, first: int, last: int, saved: float) -> int:
-        """The first block after which so many bytes have been saved since the chain's beginning, plus one."""
+        """Return, plus one, the first block after which `saved` bytes have been saved since the chain's beginning."""
         for place in range(first, last):
             if self.saved[place + 1] >= saved:
                 return place + 1
         return last + 1
 
     def way(self, first: int, last: int, again: tuple[int, ...]) -> Way:
-        """Segments again[k] .. again[k + 1] - 1 are run again, each from its input; the blocks after them are kept."""
+        """Return the configuration that reruns segments again[k] .. again[k + 1] - 1 and keeps the blocks after it."""
         entering = self.chain.output_sizes[first]
         after = again[-1] if again else first
         kept = entering + self.saved[last + 1] - self.saved[after]

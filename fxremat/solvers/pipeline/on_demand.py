@@ -1,10 +1,10 @@
 """Stage configurations on demand: exact ones where they matter, approximate ones elsewhere.
 
     rough     approximate configurations of any stage, at once
-    exact     configurations that take seconds for each stage: computed where a plan may want them
+    exact     configurations that run seconds of search for each stage: computed for stages that a plan may want
 
-Plan with what is known, make the stages of the plan exact and those with a border one layer away, plan again: a few
-dozen stages of hundreds become exact.
+Plan with the configurations known so far, compute exact ones of the stages in the plan and of those with a border one
+layer away, plan again: a few dozen stages of hundreds become exact.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class OnDemandCosts:
         return self.exact(first, last) if (first, last) in self.known else self.rough(first, last)
 
     def ask(self, stages: Sequence[PlannedStage], *, around: bool = True) -> bool:
-        """Compute exact configurations of these stages and those around them; False where all were exact already."""
+        """Compute exact configurations of these stages and those around them; return False if all were exact."""
         before = len(self.known)
         for stage in stages:
             self.known.add((stage.first, stage.last))
@@ -53,7 +53,7 @@ class OnDemandCosts:
     def settle(self, planned: Callable[[float], PipelinePlan], memory: float) -> None:
         """Plan for this memory and make the plan's stages exact, until all of them are.
 
-        Where nothing fits, plan for the least memory: exact configurations may take less than rough ones, or more.
+        If nothing fits, plan for the least memory: exact configurations may need less than rough ones, or more.
         """
         for _ in range(ROUNDS):
             try:

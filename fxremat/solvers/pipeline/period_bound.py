@@ -1,10 +1,10 @@
 """Lower bounds for the period of any pattern: no plan, contiguous or not, k-periodic or not, is faster.
 
-load        all seconds of the fastest configurations, over all devices
+load        the seconds of the fastest configurations, divided by the number of devices
 layer       the fastest stage that has the layer, for the slowest layer
-Little      where nothing is recomputed: a layer keeps its bytes from its forward to its backward, which takes at
-            least the seconds of all layers from it on; times the rate, that is what it holds on average, and all
-            devices together have no more than all of their memory:
+Little      if nothing is recomputed: a layer keeps its bytes from its forward to its backward, which is at least
+            the seconds of all layers from it on; multiplied by the rate, that is what it holds on average, and
+            all devices together have no more than all of their memory:
             T >= sum of saved(l) * U(l..) / (devices * M - copies * weights)
 """
 
@@ -17,14 +17,14 @@ from fxremat.solvers.pipeline.stage_costs import Job
 
 
 def lower_bound(job: Job) -> float:
-    """Seconds per micro-batch that no plan beats; infinite where surely nothing fits. O(layers^2) configurations."""
+    """Return seconds per micro-batch that no plan beats; infinite if nothing can fit. O(layers^2) configurations."""
     fastest = _fastest(job)
     bound = max(_load(job, fastest), _slowest_layer(job, fastest))
     return bound if job.options is not None else max(bound, _little(job))
 
 
 def _fastest(job: Job) -> list[list[float]]:
-    """Seconds of the fastest configuration of each stage, as [first][last]."""
+    """Return the seconds of the fastest configuration of each stage, as [first][last]."""
     return [
         [
             min((way.seconds for way in job.ways(i, j)), default=inf) if i <= j else inf
@@ -42,7 +42,7 @@ def _load(job: Job, fastest: list[list[float]]) -> float:
 
 
 def _slowest_layer(job: Job, fastest: list[list[float]]) -> float:
-    """Max over layers of the fastest stage that contains the layer."""
+    """Return the maximum over layers of the fastest stage that contains the layer."""
     around = [row[:] for row in fastest]
     for i in range(job.count):
         for j in range(job.count - 1, -1, -1):

@@ -1,11 +1,11 @@
-"""Ways of a stage that a chain solver finds, and plans that use them.
+"""Stage configurations that a chain solver finds, and plans that use them.
 
-    way        the stage's blocks as a chain of their own, solved for several budgets; before its first backward a
-               schedule is the stage's forward, and what is stored then is kept for each micro-batch in flight
-    asked      for the stages of the best contiguous plan so far and those around them (`asked`), a few times; then once
-               more for those of the best plan of all
+    configuration   the stage's blocks as a chain of their own, solved for several budgets; the part of a schedule
+                    before its first backward is the stage's forward; what is stored then is kept per micro-batch
+    on demand       for the stages of the best contiguous plan so far and those around them (`on_demand`), a few times;
+                    then once more for those of the best plan of all
 
-Listing them for all stages would take minutes; `of_chain` lists simpler ways for all of them at once.
+Computing them for all stages would take minutes; `of_chain` lists simpler configurations for all of them at once.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SLOTS = 100
 def plan_chain(
     chain: Chain, machines: Machines, *, microbatches: int | None = None, effort: float = EFFORT
 ) -> PipelinePlan:
-    """The best plan for a chain whose stages may recompute; arguments and errors are those of `plan_pipeline`."""
+    """Return the best plan for a chain whose stages may recompute; arguments and errors as of `plan_pipeline`."""
     simple = ways_of(chain)
     ways = OnDemandCosts(
         rough=simple,
@@ -55,7 +55,7 @@ def plan_chain(
 
 
 def solved_ways(chain: Chain, first: int, last: int, solver: str = "persistent") -> list[Way]:
-    """Stage configurations of blocks first..last, from 0, by schedules of a chain solver. A few solves."""
+    """Return stage configurations of blocks first..last, from 0, by schedules of a chain solver. A few solves."""
     blocks = tuple(replace(block, weight_grad_bytes=0) for block in chain.blocks[first : last + 1])
     stage = Chain(
         input_bytes=chain.output_sizes[first], input_grad_bytes=chain.grad_sizes[first], blocks=blocks
@@ -78,7 +78,7 @@ def solved_ways(chain: Chain, first: int, last: int, solver: str = "persistent")
 
 
 def way_of(stage: Chain, schedule: Schedule) -> Way:
-    """The configuration of a stage that follows a schedule; weight gradients are counted elsewhere."""
+    """Return the configuration of a stage that follows a schedule; weight gradients are counted elsewhere."""
     timeline = simulate(stage, schedule)
     turn = next(place for place, op in enumerate(schedule.ops) if isinstance(op, Backward))
     final = len(stage.blocks)

@@ -1,4 +1,4 @@
-"""What stages and borders of a chain of layers cost, looked up by every planner.
+"""Costs of stages and borders of a chain of layers, looked up by every planner.
 
     stage i..j    its configurations: seconds, bytes kept per micro-batch, bytes of the one that is worked on
                   copies * weights of i..j, and the buffers of the borders that it shares with other devices
@@ -18,7 +18,7 @@ from itertools import accumulate
 
 from fxremat.solvers.pipeline.model import Layers, Machines, PipelinePlan, Way
 
-ROUNDING = 1e-9  # relative: what is this close is equal
+ROUNDING = 1e-9  # relative: numbers this close are equal
 Ways = Callable[[int, int], Sequence[Way]]  # the options of a stage first..last
 
 
@@ -36,7 +36,7 @@ class Job:
         return len(self.layers.layers)
 
     def ways(self, first: int, last: int) -> tuple[Way, ...]:
-        """Configurations of a stage, the fastest first; each keeps less, or peaks lower, than all that are faster."""
+        """Return configurations of a stage, fastest first; each keeps less, or peaks lower, than all faster ones."""
         if (first, last) not in self._known:
             options = [self.keeping_all(first, last)] if self.options is None else self.options(first, last)
             self._known[first, last] = undominated(options)
@@ -47,7 +47,7 @@ class Job:
         return {}
 
     def keeping_all(self, first: int, last: int) -> Way:
-        """The stage configuration that recomputes nothing."""
+        """Return the stage configuration that recomputes nothing."""
         forward, backward, saved = (
             sums[last + 1] - sums[first] for sums in (self._forward, self._backward, self._saved)
         )
@@ -80,45 +80,45 @@ class Job:
         return self._forward[-1] + self._backward[-1]
 
     def weights(self, first: int, last: int) -> float:
-        """Bytes of all copies of a stage's weights."""
+        """Return the bytes of all copies of a stage's weights."""
         return self.machines.copies * (self._weights[last + 1] - self._weights[first])
 
     def buffer(self, border: int) -> float:
-        """Bytes that a border takes on each of its sides."""
+        """Return the bytes of a border's buffers on each of its sides."""
         return self.layers.layers[border].output_bytes + self.layers.layers[border].grad_bytes
 
     def fixed(self, first: int, last: int) -> float:
-        """Bytes of a stage on a device of its own, whatever is in flight."""
+        """Return the bytes of a stage on a device of its own, whatever is in flight."""
         borders = [border for border in (first - 1, last) if 0 <= border < self.count - 1]
         return self.weights(first, last) + sum(map(self.buffer, borders))
 
     def forth(self, border: int) -> float:
-        """Seconds of the copy of a border's value."""
+        """Return the seconds of the copy of a border's value."""
         speed = self.machines.bandwidth
         return 0.0 if speed is None else self.layers.layers[border].output_bytes / speed
 
     def back(self, border: int) -> float:
-        """Seconds of the copy of its gradient."""
+        """Return the seconds of the copy of its gradient."""
         speed = self.machines.bandwidth
         return 0.0 if speed is None else self.layers.layers[border].grad_bytes / speed
 
     def copying(self, border: int) -> float:
-        """Seconds that a micro-batch takes of a border's link."""
+        """Return the seconds for which a micro-batch occupies a border's link."""
         return self.forth(border) + self.back(border)
 
     def fits(self, size: float) -> bool:
-        """Whether a device can hold so many bytes."""
+        """Tell whether a device can hold so many bytes."""
         return size <= self.machines.memory * (1 + ROUNDING)
 
     def with_memory(self, memory: float) -> Job:
-        """The same job on devices of another size."""
+        """Return the same job on devices with `memory` bytes."""
         job = replace(self, machines=replace(self.machines, memory=memory))
         job.__dict__["_known"] = self._known
         return job
 
 
 def undominated(ways: Sequence[Way]) -> tuple[Way, ...]:
-    """The configurations that no other one beats in seconds, kept and peak bytes alike, the fastest first."""
+    """Return the configurations that no other beats in seconds, kept and peak bytes alike, the fastest first."""
     chosen: list[Way] = []
     for way in sorted(ways, key=lambda way: (way.seconds, way.kept_bytes, way.peak_bytes)):
         if not any(o.kept_bytes <= way.kept_bytes and o.bytes(1) <= way.bytes(1) for o in chosen):
@@ -131,7 +131,7 @@ def _sums(values: Sequence[float]) -> list[float]:
 
 
 def step_seconds(plan: PipelinePlan, microbatches: int) -> float:
-    """Seconds from the first forward of a step with so many micro-batches to its last backward."""
+    """Return the seconds from the first forward of a step with so many micro-batches to its last backward."""
     ends = [
         start + stage.way.backward_time
         for start, stage in zip(plan.backward_starts, plan.stages, strict=True)

@@ -1,13 +1,13 @@
-"""An allocation as a chain of tasks on resources, for planners of any allocation: starts in, period and memory out.
+"""An allocation as a chain of tasks on resources, for planners of any allocation: from starts to period and memory.
 
-F_0, forth_0, F_1, .., F_n, B_n, .., back_0, B_0      each on a device or a link, or on nothing (copies that take no
-                                                      time, and borders between stages of one device)
+    F_0, forth_0, F_1, .., F_n, B_n, .., back_0, B_0      each on a device or a link, or on no resource (copies that
+                                                          take no time, and borders between stages of one device)
 
-tight     of the orders in which tasks take turns on each resource, the shortest period: every order is
-          x_v >= x_u + seconds - shift * T, so T is the largest (sum of seconds / sum of shifts) over cycles of such
-          edges; found by raising T from cycle to cycle
-bytes     counted when each task of a device starts or ends; nothing changes on a device in between. As only the
-          order of its own tasks matters, `tight` never changes them.
+    tight     the shortest period that the order of tasks on each resource allows: every order requires
+              x_v >= x_u + seconds - shift * T, so T is the largest (sum of seconds / sum of shifts) over cycles of such
+              edges; found by raising T from cycle to cycle
+    bytes     counted when each task of a device starts or ends; nothing changes on a device in between. As only the
+              order of its own tasks matters, `tight` never changes them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class PipelineTasks(NamedTuple):
 
 
 def tasks_of(job: Job, stages: Sequence[PlannedStage]) -> PipelineTasks:
-    """The tasks of an allocation."""
+    """Return the tasks of an allocation."""
     count = len(stages)
     total = 4 * count - 2
     seconds, waits, resource = np.zeros(total), np.zeros(total), np.full(total, -1, np.int64)
@@ -76,7 +76,7 @@ def tasks_of(job: Job, stages: Sequence[PlannedStage]) -> PipelineTasks:
 
 
 def least_period(tasks: PipelineTasks) -> float:
-    """Seconds of the busiest resource."""
+    """Return the seconds of the busiest resource."""
     loads = np.zeros(int(tasks.resource.max()) + 1)
     for resource, seconds in zip(tasks.resource, tasks.seconds, strict=True):
         if resource >= 0:
@@ -86,7 +86,7 @@ def least_period(tasks: PipelineTasks) -> float:
 
 @jit
 def _slots(low: int, high: int, phase: int, skip: int) -> int:
-    """How many of the slots low + 1 .. high are not left empty, where slot 0 is number `phase` of its cycle."""
+    """Count the slots low + 1 .. high that are not left empty; slot 0 is number `phase` of its cycle."""
     if skip == 0:
         return high - low
     return high - low - ((high + phase + 1) // (skip + 1) - (low + phase + 1) // (skip + 1))
@@ -94,13 +94,13 @@ def _slots(low: int, high: int, phase: int, skip: int) -> int:
 
 @jit
 def _begun(moment: float, start: float, tick: float) -> int:
-    """The last slot whose task, at `start` in slot 0, has begun at a moment."""
+    """Return the last slot whose task, at `start` in slot 0, has begun at a moment."""
     return int(np.floor((moment - start) / tick + 1e-7))
 
 
 @jit
 def bytes_of(tasks: PipelineTasks, starts: Floats, tick: float, skip: int, device: int, first: int) -> float:
-    """The most that stages first.. take of a device, in a pattern of starts; the others count with what is sure."""
+    """Return the most bytes that stages first.. occupy on a device in a pattern, with the sure bytes of the others."""
     count = tasks.device.size
     total = 4 * count - 2
     most = 0.0
@@ -139,7 +139,7 @@ def bytes_of(tasks: PipelineTasks, starts: Floats, tick: float, skip: int, devic
 
 @jit
 def _raised(heads: Ints, tails: Ints, seconds: Floats, shifts: Ints, tick: float, starts: Floats) -> float:
-    """The ratio of a cycle of edges that asks for more than `tick`, or `tick`, with starts that keep all edges."""
+    """Return the ratio of a cycle that needs more than `tick`; or return `tick`, with `starts` that keep all edges."""
     nodes = starts.size
     starts[:] = 0.0
     by = np.full(nodes, -1, dtype=np.int64)
@@ -165,7 +165,7 @@ def _raised(heads: Ints, tails: Ints, seconds: Floats, shifts: Ints, tick: float
 
 
 def tight(tasks: PipelineTasks, starts: Floats, tick: float) -> tuple[Floats, float]:
-    """Starts in the same orders with the shortest period that they allow, and that period."""
+    """Return starts in the same orders with the shortest period that they allow, and that period."""
     edges = [(task, task + 1, tasks.seconds[task], 0) for task in range(starts.size - 1)]
     for resource in range(int(tasks.resource.max()) + 1):
         lane = [task for task in range(starts.size) if tasks.resource[task] == resource]
@@ -190,7 +190,7 @@ def tight(tasks: PipelineTasks, starts: Floats, tick: float) -> tuple[Floats, fl
 
 
 def _order(tasks: PipelineTasks, task: int) -> int:
-    """Sort key of tasks that start together: those that take no time come first."""
+    """Return the sort key of tasks that start together: those that take no time come first."""
     return int(tasks.seconds[task] > 0)
 
 
@@ -204,7 +204,7 @@ def planned(
     bound: float,
     by: str,
 ) -> PipelinePlan:
-    """The plan with these starts; whether it fits is up to the caller."""
+    """Return the plan with these starts, without checking that it fits."""
     tasks = tasks_of(job, stages)
     count, total = len(stages), starts.size
     flights = []

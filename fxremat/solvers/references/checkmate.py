@@ -1,9 +1,9 @@
-"""Checkmate's mixed integer program on the chain: one value per block, which is stored or computed anew.
+"""Checkmate's mixed integer program on the chain: one value per block, which is stored or recomputed.
 
     phase t = n .. 1 runs some forwards in order, then B_t
 
     S[t, l]  A_l is stored when phase t begins          S[n, l] = 0
-    R[t, l]  the forward of l runs in phase t           P = S + R <= 1: A_l is there at some time in phase t
+    R[t, l]  the forward of l runs in phase t           P = S + R <= 1: A_l is in memory at some time in phase t
     least  sum of forward(l) R[t, l]   with   R[t, l] <= P[t, l-1],  S[t-1, l] <= P[t, l],  P[t, t] = P[t, t-1] = 1
 
     memory, with phase[t] and a_0, while
@@ -11,11 +11,11 @@
     B_t               A_i, i < t-1, that S[t-1] keeps;  A_{t-1};  A_t;  d_{t-1} + scratch
     after B_t         the same without A_t and scratch, in phase t-1
 
-Its class knows no difference between a_l and A_l: every forward saves, with the fastest option of its block, and
-what is dropped is all of A_l. So keeping everything is one of its schedules, a pass that saves little is not.
+Its class of schedules does not distinguish a_l and A_l: every forward saves, with the fastest option of its block, and
+a drop frees all of A_l. So keep-all is one of its schedules, a pass that saves little is not.
 
-Jain et al., Checkmate: Breaking the Memory Wall with Optimal Tensor Rematerialization (2020), section 4; solved
-by HiGHS. Their forward stages are left out: on a chain nothing is worth running twice in the forward pass.
+Jain et al., Checkmate: Breaking the Memory Wall with Optimal Tensor Rematerialization (2020), section 4; solved by
+HiGHS. Their forward stages are left out: on a chain no op is worth running twice in the forward pass.
 """
 
 from typing import NamedTuple
@@ -33,19 +33,19 @@ _Floats = npt.NDArray[np.float64]
 
 
 class Row(NamedTuple):
-    """A linear form over the variables, at most `most`."""
+    """A linear form over the variables, whose value is at most `most`."""
 
     weights: dict[int, int]
     most: int
 
 
 def schedules(chain: Chain, mem: int, *, seconds: float = 60) -> list[Schedule]:
-    """The fastest schedule of the class above within `mem` bytes, alone in a list.
+    """Return the fastest schedule of the class above within `mem` bytes, alone in a list.
 
     Args:
-        chain: up to 12 blocks take seconds.
+        chain: up to 12 blocks are solved in seconds.
         mem: bytes.
-        seconds: after which the best schedule found so far is taken.
+        seconds: time limit, after which the best schedule found so far is returned.
 
     Raises:
         BudgetTooSmall: no schedule of the class fits; the minimum is that of the class.
@@ -61,7 +61,7 @@ def schedules(chain: Chain, mem: int, *, seconds: float = 60) -> list[Schedule]:
 
 
 def _solve(chain: Chain, mem: int, seconds: float) -> _Floats | None:
-    """The fastest solution that fits, None if there is none; HiGHS may exceed a bound by a millionth."""
+    """Return the fastest solution that fits, or None if there is none; HiGHS may exceed a bound by a millionth."""
     n, memory = len(chain), _memory(chain)
     seconds_of = np.zeros(2 * n * n)
     for t in range(1, n + 1):
@@ -81,7 +81,7 @@ def _solve(chain: Chain, mem: int, seconds: float) -> _Floats | None:
 
 
 def _least(chain: Chain, seconds: float) -> int:
-    """The least peak of any schedule of the class."""
+    """Return the least peak of any schedule of the class."""
     n, memory = len(chain), _memory(chain)
     unit = max(1, max(sum(row.weights.values()) + row.most for row in memory))
     rows = [*_logic(n), *(Row(row.weights | {2 * n * n: -unit}, -row.most) for row in memory)]
@@ -91,8 +91,8 @@ def _least(chain: Chain, seconds: float) -> int:
 
 
 def _highs(n: int, rows: list[Row], cost: _Floats, seconds: float) -> _Floats | None:
-    """The best 0/1 solution; a variable beyond them is a real number."""
-    from scipy.optimize import Bounds, LinearConstraint, milp  # a second to import: only when used
+    """Return the best 0/1 solution; a variable beyond these is a real number."""
+    from scipy.optimize import Bounds, LinearConstraint, milp  # takes a second to import: only when used
     from scipy.sparse import lil_matrix
 
     scale = [max([1, *map(abs, row.weights.values())]) for row in rows]
@@ -128,7 +128,7 @@ def _r(n: int, t: int, block: int) -> int:
 
 
 def _fixed(n: int) -> dict[int, int]:
-    """Variables that have one value: nothing is stored at first, and nothing right of t is of use."""
+    """Return variables with one possible value: nothing is stored at first, and blocks after t are not used."""
     fixed = {_s(n, n, block): 0 for block in range(1, n + 1)}
     for t in range(1, n + 1):
         for block in range(t + 1, n + 1):
@@ -137,7 +137,7 @@ def _fixed(n: int) -> dict[int, int]:
 
 
 def _logic(n: int) -> list[Row]:
-    """What is computed has its input, what is kept is there, and B_t has what it reads."""
+    """Return the rows of validity: a computed value has its input, a kept one exists, and B_t has what it reads."""
     rows = []
     for t in range(1, n + 1):
         for block in range(1, t + 1):
@@ -153,7 +153,7 @@ def _logic(n: int) -> list[Row]:
 
 
 def _memory(chain: Chain) -> list[Row]:
-    """The memory at every moment, as weights and what is there in any case (in place of a bound)."""
+    """Return the memory at every moment, as weights and a constant (in place of a bound)."""
     n, phase = len(chain), chain.phase_sizes
     options = [block.choices[fastest(block)] for block in chain.blocks]
     sizes = [0, *(option.saved_bytes for option in options)]
@@ -177,14 +177,14 @@ def _memory(chain: Chain) -> list[Row]:
 
 
 def _peak(memory: list[Row], x: _Floats) -> int:
-    """The memory that a solution takes, in bytes."""
+    """Return the memory that a solution occupies, in bytes."""
     return max(
         row.most + sum(size for variable, size in row.weights.items() if x[variable]) for row in memory
     )
 
 
 def _schedule(chain: Chain, x: _Floats) -> Schedule:
-    """The ops of a solution."""
+    """Return the ops of a solution as a schedule."""
     n = len(chain)
     ops: list[Op] = []
     for t in range(n, 0, -1):

@@ -1,15 +1,15 @@
 """Optimal checkpointing of a chain where the stored input may move right, by dynamic programming.
 
-    cost[s, t, l, m]  least recomputation to run backward t..l from block s, l in s..t; a_{s-1} is stored, may go
-                      at any time unless s = l, and is not counted in m; the gradient of a_t is held
+    cost[s, t, l, m]  least recomputation to run backward t..l from block s, l in s..t; a_{s-1} is stored, may be
+                      freed at any time unless s = l, and is not counted in m; the gradient of a_t is held
 
     keep all   extra(s) + cost[s+1, t, s+1, m - saved(s)]                                            s = l
     move       forward(s..r-1) + cut[r, t, l, m - x]      x = a(r-1) - a(s-1) >= 0                 s <= r <= l
     cut[r, t, l, m] = forward(r..j) + cost[j+1, t, q, m - a(j)] + cost[r, q-1, l, m]   r <= j < q <= t, l < q
 
-"Floating": the checkpoint from which B_t..B_q start again and again may be anywhere left of q, and what it
-leaves undone, B_{q-1}..B_l, starts from a checkpoint further left. A move replaces a_{s-1} by a_{r-1} on the
-way; stated as a step of its own it saves one loop over the chain: O(slots n^5) instead of O(slots n^6).
+"Floating": the checkpoint from which B_t..B_q start again and again may be anywhere left of q, and the backwards that
+it leaves, B_{q-1}..B_l, start from a checkpoint further left. A move replaces a_{s-1} by a_{r-1} on the way; as a
+separate step it saves one loop over the chain: O(slots n^5) instead of O(slots n^6).
 
 Memory of the moving forwards h = s..r-1, beyond phase[t]:  a(s) + scratch for h = s, a(h-1) + a(h) + scratch
 - a(s-1) for the others. The theorem as printed has one bound for all forwards up to t, without x: it refuses
@@ -40,7 +40,7 @@ _ENTRIES = 1 << 27  # costs in a table: 1 GiB
 
 
 class CheckpointMoves(NamedTuple):
-    """What it takes to replace a_{s-1} by a_{r-1}, in any unit."""
+    """The cost of replacing a_{s-1} by a_{r-1}, in any unit."""
 
     allowed: Ints  # [s, r]: 1 where a_{r-1} >= a_{s-1} in bytes
     more: Ints  # [s, r]: a_{r-1} - a_{s-1}
@@ -48,7 +48,7 @@ class CheckpointMoves(NamedTuple):
 
 
 def build(chain: Chain, mem: int, slots: int) -> Table:
-    """The table of costs for every budget up to `mem` bytes."""
+    """Build the table of costs for every budget up to `mem` bytes."""
     n = len(chain)
     exact, exact_moves = in_bytes(chain), _moves(chain, 1, 1)
     low, high = bounds(exact, exact_moves, n)
@@ -70,7 +70,7 @@ def build(chain: Chain, mem: int, slots: int) -> Table:
 
 
 def _affordable(low: Ints, high: Ints, slots: int) -> tuple[Ints, Ints]:
-    """The bounds, if the rows between them fit into memory."""
+    """Return the bounds, if the rows between them fit into memory. Raises `FxrematError` otherwise."""
     entries = int(np.where(low <= slots, np.minimum(high, slots + 1) - low, 0).sum())
     if entries > _ENTRIES:
         most = slots * _ENTRIES // entries
@@ -79,7 +79,7 @@ def _affordable(low: Ints, high: Ints, slots: int) -> tuple[Ints, Ints]:
 
 
 def _moves(chain: Chain, slots: int, mem: int) -> CheckpointMoves:
-    """The moves in slots of mem / slots bytes each, rounded up."""
+    """Return the moves in slots of mem / slots bytes each, rounded up."""
     n, out = len(chain), np.array(chain.output_sizes, dtype=np.int64)
     more, run = np.zeros((n + 2, n + 2), dtype=np.int64), np.zeros((n + 2, n + 2), dtype=np.int64)
     for s in range(1, n + 1):
@@ -99,13 +99,13 @@ def _moves(chain: Chain, slots: int, mem: int) -> CheckpointMoves:
 
 @jit
 def place(n: int, s: int, t: int, l: int) -> int:  # noqa: E741
-    """The place of the row of cost[s, t, l]; that of cut[s, t, l] is (n + 2)^3 further. Row 0 is zero."""
+    """Return the index of the row of cost[s, t, l]; that of cut[s, t, l] is (n + 2)^3 higher. Row 0 is zero."""
     return (s * (n + 2) + t) * (n + 2) + l
 
 
 @jit
 def bounds(sizes: ChainSizes, moves: CheckpointMoves, n: int) -> tuple[Ints, Ints]:
-    """For each row, the least memory that works and one from which on everything is kept, in any unit."""
+    """Return, for each row, the least memory that works and one from which on all is kept, in any unit."""
     phase, out, start, saved = sizes.phase, sizes.out, sizes.start, sizes.saved
     cuts = (n + 2) ** 3
     low = np.full((2 * cuts, 1), _NEVER)
@@ -141,7 +141,7 @@ def bounds(sizes: ChainSizes, moves: CheckpointMoves, n: int) -> tuple[Ints, Int
 
 @jit
 def fill(sizes: ChainSizes, moves: CheckpointMoves, rows: Rows, n: int, s: int, t: int) -> None:
-    """Fill the rows of (s, t) by the recursion; those of (s, t') and (s', t) with t' < t, s' > s are there."""
+    """Fill the rows of (s, t) by the recursion; those of (s, t') and (s', t) with t' < t, s' > s must be filled."""
     phase, out, start, forward = sizes.phase, sizes.out, sizes.start, sizes.forward
     cuts = (n + 2) ** 3
     for last in range(s, t):
@@ -164,7 +164,7 @@ def fill(sizes: ChainSizes, moves: CheckpointMoves, rows: Rows, n: int, s: int, 
 
 @jit
 def trace(table: Filled, moves: CheckpointMoves, m: int) -> Ints:
-    """The op codes of cost[1, n, 1, m], m and the moves in bytes."""
+    """Return the op codes of cost[1, n, 1, m], m and the moves in bytes."""
     sizes = table.sizes
     codes = np.zeros(64, dtype=np.int64)
     todo = [(1, table.n, 1, m)]  # t = 0: the backward of s
@@ -192,7 +192,7 @@ def trace(table: Filled, moves: CheckpointMoves, m: int) -> Ints:
 
 @jit
 def _choose(table: Filled, moves: CheckpointMoves, s: int, t: int, last: int, m: int) -> tuple[int, int]:
-    """What fits in m bytes and looks fastest: the option to keep s with, or else where to move to."""
+    """Return the fastest choice that fits in m bytes: the option to keep s with, or else the place to move to."""
     sizes, low, n = table.sizes, table.low, table.n
     phase, start, saved, forward = sizes.phase, sizes.start, sizes.saved, sizes.forward
     cuts = (n + 2) ** 3
@@ -216,7 +216,7 @@ def _choose(table: Filled, moves: CheckpointMoves, s: int, t: int, last: int, m:
 
 @jit
 def _choose_cut(table: Filled, s: int, t: int, last: int, m: int) -> tuple[int, int]:
-    """The end of the pass from s, and the last backward that starts from there, likewise."""
+    """Return the end of the pass from s, and the last backward that starts there, for the fastest cut that fits."""
     sizes, low, n = table.sizes, table.low, table.n
     forward, out = sizes.forward, sizes.out
     best, cut, until = np.inf, 0, 0

@@ -6,7 +6,7 @@
     one block   extra(s)                                                          the best option that fits
     cut after j  forward(s..j-1) + cost[j+1, t, m - a(j)] + cost[s, j, m]         s <= j < t
 
-Recomputation is counted beyond what no such schedule avoids: every forward but that of t runs at least twice.
+Only avoidable recomputation is counted: in every such schedule each forward but that of t runs at least twice.
 The table is in slots, the schedule is read off in bytes, as in persistent.py.
 
 A. Griewank and A. Walther, Algorithm 799: Revolve (2000), for unequal blocks as in Appendix C of Gruslys et al.,
@@ -27,7 +27,7 @@ _NEVER = 1 << 60
 
 
 def build(chain: Chain, mem: int, slots: int) -> Table:
-    """The table of costs for every budget up to `mem` bytes; `enough` keeps every checkpoint."""
+    """Build the table of costs for every budget up to `mem` bytes; `enough` keeps every checkpoint."""
     n = len(chain)
     exact = in_bytes(chain)
     low, high = bounds(exact, n)
@@ -50,7 +50,7 @@ def build(chain: Chain, mem: int, slots: int) -> Table:
 
 @jit
 def bounds(sizes: ChainSizes, n: int) -> tuple[Ints, Ints]:
-    """For each (s, t), the least memory that works and one that keeps every checkpoint, in any unit."""
+    """Return, for each (s, t), the least memory that works and one that keeps every checkpoint, in any unit."""
     phase, out, start = sizes.phase, sizes.out, sizes.start
     low = np.full((n + 2, n + 1), _NEVER)
     high = np.full((n + 2, n + 1), _NEVER)
@@ -84,7 +84,7 @@ def fill(sizes: ChainSizes, rows: Rows, n: int) -> None:
 
 @jit
 def trace(table: Filled, m: int) -> Ints:
-    """The op codes of cost[1, n, m], m in bytes."""
+    """Return the op codes of cost[1, n, m], m in bytes."""
     sizes, low = table.sizes, table.low
     phase, out, start, forward = sizes.phase, sizes.out, sizes.start, sizes.forward
     codes = np.zeros(64, dtype=np.int64)

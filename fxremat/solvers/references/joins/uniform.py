@@ -1,18 +1,18 @@
 """Optimal checkpointing of uniform chains that meet in a loss, by dynamic programming.
 
-    Opt(L, m, b)   least time for branches of which L_1 .. L_K forwards are left, in m slots; b_k = 1 where the
-                   gradient that branch k ends with must stay, else it goes
+    Opt(L, m, b)   least time for branches of which L_1 .. L_K forwards are left, in m slots; b_k = 1 if the
+                   gradient that branch k ends with must stay, else it is freed
 
     Opt(0, m, b) = loss                                                                          m >= K
     Opt(L, m, b) = min over k and 1 <= i <= L_k of
                    i forwards + Opt(L[k <- L_k - i], m - 1, b[k <- 1]) + Opt0(i - 1, m - sum of b_j, j != k)
 
-"checkpoint branch k, run i forwards of it; do all the rest; then finish these i with the memory that is left",
-which is an adjoint chain (`binomial`). Every value takes a slot; a forward puts its output in place of its
-input unless that is replicated first, the loss and the backwards put gradients in place of what they read.
+"checkpoint branch k, run i forwards of it; do all the rest; then finish these i with the memory that is left", which is
+an adjoint chain (`binomial`). Every value occupies a slot; a forward puts its output in place of its input unless that
+is replicated first, the loss and the backwards put gradients in place of what they read.
 
-Branches are interchangeable, so states are kept with their pairs (L_k, b_k) in order. One table holds every
-m up to the largest. O(m K prod(2 L_k)) states and steps, without the factor K! where branches are alike.
+Branches are interchangeable, so states are kept with their pairs (L_k, b_k) in order. One table holds every m up to the
+largest. O(m K prod(2 L_k)) states and steps, without the factor K! if branches are alike.
 
 Beaumont et al., Optimal Memory-aware Backpropagation of Deep Join Networks (RR-9273), Theorem 3; thesis of
 A. Shilova, Theorem 3. Theorem and Lemma 2, on the least number of slots, agree.
@@ -34,7 +34,7 @@ from fxremat.solvers.rows import least
 from fxremat.solvers.sizes import Floats, Ints
 
 _ENTRIES = 1 << 27  # costs in a table: 1 GiB
-_STEP = 2048  # states between two chances to interrupt
+_STEP = 2048  # states that are filled between two moments at which an interrupt can be handled
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,16 +55,16 @@ def multi_chain(
     backward_time: float = 1.0,
     loss_time: float = 1.0,
 ) -> tuple[float, JoinSchedule]:
-    """The least makespan of branches of `lengths` blocks in `slots` slots, and a schedule that takes it.
+    """Return the least makespan of branches of `lengths` blocks in `slots` slots, and a schedule that achieves it.
 
     Args:
         lengths: L_1 .. L_K.
-        slots: how many values fit.
+        slots: the number of values that fit.
         keep_gradient: for each branch, whether the gradient of its input stays to the end; by default none does.
         forward_time, backward_time, loss_time: u_F, u_B, u_L, seconds of a forward, a backward and the loss.
 
     Raises:
-        BudgetTooSmall: `.minimum` slots are the least.
+        BudgetTooSmall: `.minimum` is the least number of slots.
 
     >>> multi_chain((4, 10, 12), 9)[0]
     74.0
@@ -77,8 +77,9 @@ def multi_chain(
 def trade_off(
     lengths: Sequence[int], keep_gradient: Sequence[int] | None = None
 ) -> tuple[list[float], list[float]]:
-    """The curve of thesis Fig. 1.8 at unit costs: slots over those that keep everything, sum(L) + K, and makespan
-    over the least, 2 sum(L) + 1, for every number of slots from the least that works.
+    """Return the curve of thesis Fig. 1.8 at unit costs, for every number of slots from the least that works.
+
+    It consists of slots over those of keep-all, sum(L) + K, and makespan over the least, 2 sum(L) + 1.
 
     >>> [round(y[0], 3) for y in trade_off((2, 2))]
     [0.833, 1.111]
@@ -90,9 +91,9 @@ def trade_off(
 
 
 def equiv_chain(branches: int, length: int, slots: int, *, costs: UniformCosts | None = None) -> float:
-    """The makespan where operations at the same distance from the loss are one (EQUIV-CHAIN, RR-9273 section 6).
+    """Return the makespan if operations at the same distance from the loss are one (EQUIV-CHAIN, RR-9273 section 6).
 
-    All branches have the same length; one value of the chain takes a slot for each of them.
+    All branches have the same length; one value of the chain occupies a slot for each of them.
     """
     costs, m = costs or UniformCosts(), slots // branches
     need = 1 if length == 0 else 2 if length == 1 else 3
@@ -111,8 +112,9 @@ def branch_by_branch(
     *,
     costs: UniformCosts | None = None,
 ) -> float:
-    """The makespan where branches are one chain, the best of all orders: each but one runs to its end without
-    checkpoints, and later, on its own, once more.
+    """Return the makespan if branches run as one chain, the best of all orders.
+
+    Each branch but the last runs to its end without checkpoints, and later once more by itself.
     """
     costs = costs or UniformCosts()
     table = solve(lengths, slots, keep_gradient, costs)
@@ -123,7 +125,7 @@ def branch_by_branch(
 
 
 def _in_order(table: "UniformTable", order: Sequence[int], slots: int, costs: UniformCosts) -> float:
-    """Branches are set aside in this order, and finished in the opposite one."""
+    """Return the makespan if branches run to their ends in this order, and are finished in the opposite one."""
     left, kept, m, time = list(table.lengths), list(table.keep_gradient), slots, 0.0
     for branch in order[:-1]:
         if left[branch]:
@@ -137,7 +139,7 @@ def _in_order(table: "UniformTable", order: Sequence[int], slots: int, costs: Un
 
 
 def least_slots(lengths: Sequence[int], keep_gradient: Sequence[int] | None = None) -> int:
-    """The least number of slots (Lemma 2 of the thesis).
+    """Return the least number of slots (Lemma 2 of the thesis).
 
     >>> least_slots((4, 10, 12))
     7
@@ -150,7 +152,7 @@ def least_slots(lengths: Sequence[int], keep_gradient: Sequence[int] | None = No
 
 @dataclass(frozen=True, kw_only=True)
 class UniformTable:
-    """Opt(L, m, b) for every L, m and b that can come up."""
+    """Opt(L, m, b) for every L, m and b that can occur."""
 
     lengths: tuple[int, ...]
     keep_gradient: tuple[int, ...]
@@ -161,22 +163,22 @@ class UniformTable:
 
     @property
     def least(self) -> int:
-        """The least number of slots."""
+        """The least number of slots that works."""
         return least_slots(self.lengths, self.keep_gradient)
 
     def makespan(self, slots: int) -> float:
-        """The least makespan. Raises `BudgetTooSmall`."""
+        """Return the least makespan. Raises `BudgetTooSmall`."""
         if slots < self.least:
             raise BudgetTooSmall(minimum=self.least, budget=slots, unit="slots")
         return self.cost(self.lengths, self.keep_gradient, slots)
 
     def cost(self, left: Sequence[int], kept: Sequence[int], slots: int) -> float:
-        """Opt(left, slots, kept), infinite where it cannot be done."""
+        """Return Opt(left, slots, kept); infinite if it is infeasible."""
         codes = sorted(2 * length + b for length, b in zip(left, kept))
         return float(self.opt[int(np.dot(codes, self.strides)), min(slots, self.opt.shape[1] - 1)])
 
     def schedule(self, slots: int) -> JoinSchedule:
-        """The schedule. Raises `BudgetTooSmall`."""
+        """Return a schedule of the least makespan. Raises `BudgetTooSmall`."""
         self.makespan(slots)
         ops: list[JoinOp] = []
         tails = []
@@ -198,7 +200,7 @@ class UniformTable:
         return JoinSchedule(tuple(ops))
 
     def _cut(self, left: list[int], kept: list[int], m: int, k: int, i: int) -> float:
-        """The cost of checkpointing branch k and running i forwards of it."""
+        """Return the cost of checkpointing branch k and running i forwards of it."""
         others = sum(kept) - kept[k]
         if m - others < 0:
             return np.inf
@@ -211,13 +213,13 @@ class UniformTable:
 def solve(
     lengths: Sequence[int], slots: int, keep_gradient: Sequence[int] | None, costs: UniformCosts
 ) -> UniformTable:
-    """The table for every number of slots up to `slots`. Raises `FxrematError` where it would be too large."""
+    """Build the table for every number of slots up to `slots`. Raises `FxrematError` if it would be too large."""
     if not lengths or any(length < 0 for length in lengths):
         raise FxrematError(
             f"lengths is {lengths!r}; each branch has 0 or more blocks, and there is one at least"
         )
     kept = _kept(lengths, keep_gradient)
-    slots = max(0, min(slots, sum(lengths) + len(lengths) + 1))  # more than that is never of use
+    slots = max(0, min(slots, sum(lengths) + len(lengths) + 1))  # more are never of use
     codes = np.sort(np.array([2 * length + b for length, b in zip(lengths, kept)], dtype=np.int64))
     strides = np.concatenate(([1], np.cumprod(codes + 1)))
     entries = int(strides[-1]) * (slots + 1)
@@ -248,7 +250,7 @@ def _kept(lengths: Sequence[int], keep_gradient: Sequence[int] | None) -> tuple[
 
 
 def _tails(longest: int, slots: int, costs: UniformCosts) -> Floats:
-    """Opt0(l, m) for every l < longest and m <= slots."""
+    """Return Opt0(l, m) for every l < longest and m <= slots."""
     tails = np.full((max(1, longest), slots + 1), np.inf)
     for length in range(longest):
         for m in range(3 if length else 2, slots + 1):
@@ -260,7 +262,7 @@ def _tails(longest: int, slots: int, costs: UniformCosts) -> Floats:
 def _fill(
     opt: Floats, tails: Floats, strides: Ints, forward: float, loss: float, first: int, end: int
 ) -> None:
-    """Fill the rows of states first..end-1 by the recursion; those before are there."""
+    """Fill the rows of states first..end-1 by the recursion; those before must be filled."""
     count, width = strides.size - 1, opt.shape[1]
     code, after = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
     for state in range(first, end):
@@ -278,7 +280,7 @@ def _fill(
         row = opt[state]
         for k in range(count):
             if k + 1 < count and code[k] == code[k + 1]:
-                continue  # a branch like the next one
+                continue  # a branch equal to the next one
             others = kept - (code[k] & 1)
             for i in range(1, (code[k] >> 1) + 1):
                 after[:] = code
@@ -290,7 +292,7 @@ def _fill(
 
 @jit
 def _put(code: Ints, k: int, smaller: int) -> None:
-    """Lower entry k, and move it to where the order wants it."""
+    """Lower entry k, and move it to its place in the order."""
     while k > 0 and code[k - 1] > smaller:
         code[k] = code[k - 1]
         k -= 1

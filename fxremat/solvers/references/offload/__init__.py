@@ -1,1 +1,1 @@
-"""References for chains with a link to the host: what leaves, when, and what is recomputed besides."""
+"""References for chains with a link to the host: which values leave, when, and what is recomputed in addition."""

@@ -1,7 +1,7 @@
 """Offloading alone, eagerly: A_0, A_1, ... go to the host until as much has gone as the peak exceeds memory.
 
-Nothing is recomputed. The thesis, Theorem 8: optimal if parts of a value may travel. Here, as in its GREEDY, the
-last value goes as a whole; where that is too little, because the last values are in use at the peak, more do.
+Nothing is recomputed. The thesis, Theorem 8: optimal if parts of a value may travel. Here, as in its GREEDY, all of the
+last value leaves; if that is too little, because the last values are in use at the peak, more do.
 """
 
 from fxremat.chains.chain import Chain
@@ -12,7 +12,7 @@ from fxremat.solvers.offload.trips import needs, travel, trips
 
 
 def schedules(chain: Chain, mem: int) -> list[Schedule]:
-    """The one schedule. Raises `BudgetTooSmall`; its minimum is exact."""
+    """Return the only schedule, in a list. Raises `BudgetTooSmall`; its minimum is exact."""
     everything = keep_all.schedules(chain)[0]
     need = needs(chain, everything)
     eager = sorted(trips(chain, everything), key=lambda trip: trip.value.index)

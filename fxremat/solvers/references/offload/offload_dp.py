@@ -1,4 +1,4 @@
-"""Offloading alone, by dynamic programming over what is on its way: DYNPROG.
+"""Offloading alone, by dynamic programming over the values that are being copied: DYNPROG.
 
     lost[i, A, F, B]   least idle time of the forwards before block i and the backwards that mirror them;
                        of the values before A_{i-1}, A slots stay, F have yet to leave when F_{i-1} ends (below
@@ -8,18 +8,17 @@
     A_{i-1} goes       A,           max(max(F, 0) + A_{i-1} - sent, 0),   max(B - came, 0) + A_{i-1}
     A_{i-1} stays      A + A_{i-1}, F - sent,                             B - came
 
-`sent`, `came` are what the link carries meanwhile. At the forward/backward split (`_turn`): what has yet to leave does
-so beneath the first backwards, or what must be back comes beneath the last forwards, as far as memory allows; if both,
-one after the other. With `synchronized` neither, as in pofo.py.
+`sent` and `came` are the slots that are copied meanwhile. At the forward/backward split (`_turn`): what has yet to
+leave is copied during the first backwards, or what must be back is copied during the last forwards, as far as memory
+allows; if both are left, one after the other. With `synchronized` neither, as in pofo.py.
 
-All states that no other dominates are kept, block by block; past `_STATES` of them, those that have lost least.
-Every block is saved with its fastest option, and nothing is recomputed.
+All states that no other dominates are kept, block by block; beyond `_STATES` of them, those that have lost least. Every
+block is saved with its fastest option, and nothing is recomputed.
 
-The thesis, Algorithm 5, equations 3.4-3.17, and the rounding of 3.3.3.2: sums of values are rounded up, not each
-value, so some values round down; while the answer does not fit, the one that lost least in that is rounded up.
-Equation 3.10 lets F fall below 0 while F_i runs that reads A_{i-1}, so that A_{i-1} may be back before it has
-been read: here it does not.
-Optimal for the fluid model on one link, as long as `_STATES` suffice and nothing is rounded.
+The thesis, Algorithm 5, equations 3.4-3.17, and the rounding of 3.3.3.2: sums of values are rounded up, not each value,
+so some values round down; while the result does not fit, the value that was rounded down most is rounded up. Equation
+3.10 lets F fall below 0 while F_i runs that reads A_{i-1}, so that A_{i-1} may be back before it has been read: here it
+does not. Optimal for the fluid model on one link, as long as `_STATES` suffice and nothing is rounded.
 """
 
 from typing import NamedTuple
@@ -40,7 +39,7 @@ from fxremat.solvers.references.offload import greedy
 from fxremat.solvers.sizes import Floats, Ints, in_slots
 
 _STATES = 60_000
-_ROUNDS = 3  # answers that do not fit
+_ROUNDS = 3  # attempts whose results do not fit
 
 
 class DynprogTask(NamedTuple):
@@ -48,15 +47,15 @@ class DynprogTask(NamedTuple):
 
     slots: int
     value: Ints  # A_0 = a_0, A_1, ...
-    save: Ints  # what F_i needs besides its input
-    run: Ints  # what B_i needs besides its input
-    end: Ints  # [j]: what B_j needs besides values, less A_{j+1}..A_n that are gone by then
-    begin: Ints  # [j]: what F_j needs besides values, less A_{j+1}..A_n that are not yet there
+    save: Ints  # what F_i needs in addition to its input
+    run: Ints  # what B_i needs in addition to its input
+    end: Ints  # [j]: what B_j needs in addition to values, minus A_{j+1}..A_n that are freed by then
+    begin: Ints  # [j]: what F_j needs in addition to values, minus A_{j+1}..A_n that do not exist yet
     link: Carried
 
 
 class DynprogStates(NamedTuple):
-    """States before one block, a row each; `came` is the row before the last decision, -1 - row if it was to go."""
+    """States before one block, a row each; `came` is the row before the last decision, -1 - row if it was to send."""
 
     kept: Ints
     behind: Ints
@@ -66,7 +65,7 @@ class DynprogStates(NamedTuple):
 
 
 def schedules(chain: Chain, mem: int, platform: Platform | None, slots: int = 500) -> list[Schedule]:
-    """The schedule of the table. Raises `BudgetTooSmall`; its minimum is exact."""
+    """Return the schedule of the table, and greedy ones. Raises `BudgetTooSmall`; its minimum is exact."""
     fallback = greedy.schedules(chain, mem)
     if speeds(platform) == (0.0, 0.0):
         if any(trip in str(fallback[0]) for trip in ("Off", "Pre")):
@@ -81,7 +80,7 @@ def schedules(chain: Chain, mem: int, platform: Platform | None, slots: int = 50
 def build(
     chain: Chain, mem: int, platform: Platform | None, slots: int = 500, *, synchronized: bool = False
 ) -> FluidSchedule:
-    """The best schedule in `slots` steps of memory. Raises `BudgetTooSmall` where the steps are too coarse."""
+    """Return the best schedule in `slots` steps of memory. Raises `BudgetTooSmall` if the steps are too coarse."""
     everything = keep_all.schedules(chain)[0]
     every = {trip.value.index: trip for trip in trips(chain, everything)}
     values = [
@@ -115,7 +114,7 @@ def build(
 
 
 def _rounded(exact: Floats, raised: npt.NDArray[np.bool_]) -> Ints:
-    """Whole slots whose sums are rounded up; the raised values are rounded up themselves."""
+    """Return whole slots whose sums are rounded up; the raised values are rounded up themselves."""
     sums = np.ceil(np.cumsum(np.where(raised, 0.0, exact)) - 1e-9)
     return np.where(raised, np.ceil(exact - 1e-9), np.diff(sums, prepend=0.0)).astype(np.int64)
 
@@ -137,7 +136,7 @@ def _task(chain: Chain, mem: int, platform: Platform | None, slots: int, value: 
 
 
 def _solve(task: DynprogTask, synchronized: bool) -> tuple[list[int], float]:
-    """The values that travel, and the idle time."""
+    """Return the values that travel, and the idle time."""
     n = task.value.size - 1
     room = task.slots - np.maximum(task.save, task.run)
     # A may grow to this much before block i if the rest is to fit
@@ -162,7 +161,7 @@ def _solve(task: DynprogTask, synchronized: bool) -> tuple[list[int], float]:
 
 @jit
 def _step(task: DynprogTask, states: DynprogStates, i: int, room: int, synchronized: bool) -> DynprogStates:
-    """The states before block i + 1; `room` is the most that A may then be if the rest is to fit."""
+    """Return the states before block i + 1; `room` is the most that A may then be if the rest is to fit."""
     link, size, n = task.link, task.value[i - 1], task.value.size - 1
     kept, behind, ahead = np.zeros((3, 2 * states.kept.size), dtype=np.int64)
     came = np.zeros(2 * states.kept.size, dtype=np.int64)
@@ -194,7 +193,7 @@ def _step(task: DynprogTask, states: DynprogStates, i: int, room: int, synchroni
 
 
 def _prune(states: DynprogStates) -> DynprogStates:
-    """The states that no other dominates in A, B and in F and loss together, or that have lost least."""
+    """Keep states that no other dominates in A, B and in F and loss together, or those that have lost least."""
     states = _pick(states, np.lexsort((states.lost, states.behind, states.ahead, states.kept)))
     states = _pick(states, np.flatnonzero(_undominated(states)))
     if states.kept.size > _STATES:
@@ -209,7 +208,7 @@ def _pick(states: DynprogStates, rows: npt.NDArray[np.intp]) -> DynprogStates:
 
 @jit
 def _undominated(states: DynprogStates) -> npt.NDArray[np.bool_]:
-    """Sorted by A, B, F, loss: whether a state loses less than every one before it of the same A and B."""
+    """Tell which states, sorted by A, B, F, loss, lose less than every one before of the same A and B."""
     keep = np.zeros(states.kept.size, dtype=np.bool_)
     best = np.inf
     for k in range(states.kept.size):
@@ -222,7 +221,7 @@ def _undominated(states: DynprogStates) -> npt.NDArray[np.bool_]:
 
 @jit
 def _turn(task: DynprogTask, states: DynprogStates, k: int, synchronized: bool) -> float:
-    """The loss of a last state, with the idle time between the last forward and the first backward."""
+    """Return the loss of a last state, with the idle time between the last forward and the first backward."""
     link, n = task.link, task.value.size - 1
     a, f, b, lost = states.kept[k], states.behind[k], states.ahead[k], states.lost[k]
     if synchronized or (f > 0 and b > 0):

@@ -1,11 +1,11 @@
-"""Opportunist: keep the link busy, and recompute what it has no time for.
+"""Opportunist: keep the link busy, and recompute what it has no time to copy.
 
     save block s, send its input and what it saved;
-    run the next blocks without saving until both have gone; then the same again;
-    once the rest can be kept in memory as a whole: keep it
+    run the next blocks without saving until both have left; then the same again;
+    once the rest fits into memory: keep all of it
 
-Going back, a saved block's values come from the host, and the blocks run after it are rerun from what it saved
-by the persistent dynamic program (persistent.py), in all the memory beside it.
+In the backward, a saved block's values come from the host, and the blocks that were run after it are rerun from what it
+saved by the persistent dynamic program (persistent.py), in the memory that is left.
 
 The thesis, 4.3. It is sometimes unable to fit where memory is short, as the thesis says.
 """
@@ -22,7 +22,7 @@ from fxremat.solvers.sizes import in_bytes
 
 
 def schedules(chain: Chain, mem: int, platform: Platform | None, slots: int = 100) -> list[Schedule]:
-    """The one schedule. Raises `BudgetTooSmall`; a budget of its minimum works, a smaller one might."""
+    """Return the only schedule. Raises `BudgetTooSmall`; a budget of its minimum works, a smaller one might."""
     schedule = _schedule(chain, mem, platform, slots) if mem > 0 else None
     if schedule is not None:
         return [schedule]
@@ -34,7 +34,7 @@ def schedules(chain: Chain, mem: int, platform: Platform | None, slots: int = 10
 
 
 def _schedule(chain: Chain, mem: int, platform: Platform | None, slots: int) -> Schedule | None:
-    """The schedule for `mem` bytes, None if it does not fit."""
+    """Return the schedule for `mem` bytes, or None if it does not fit."""
     task = pofo.task_of(chain, mem, None, slots)
     back = pofo.fill_back(task)
     sizes = in_bytes(chain)
@@ -68,7 +68,7 @@ def _schedule(chain: Chain, mem: int, platform: Platform | None, slots: int) -> 
 
 
 def _groups(chain: Chain, mem: int, speed: float) -> tuple[list[tuple[int, int]], int]:
-    """Blocks s that are saved and sent with the blocks s+1..t run after them, and the first that is kept."""
+    """Return blocks s that are saved and sent, each with the blocks s+1..t run after it, and the first kept block."""
     n, s, size = len(chain), 1, chain.input_bytes
     groups: list[tuple[int, int]] = []
     unsent = size
@@ -87,7 +87,7 @@ def _groups(chain: Chain, mem: int, speed: float) -> tuple[list[tuple[int, int]]
 
 
 def _kept(chain: Chain, s: int, held: int) -> int:
-    """Bytes that blocks s..n need if all are saved, with `held` bytes for the input of s."""
+    """Return the bytes that blocks s..n need if all are saved, with `held` bytes for the input of s."""
     n, most = len(chain), 0
     for number in range(s, n + 1):
         option = chain.blocks[number - 1].choices[keep_all.fastest(chain.blocks[number - 1])]

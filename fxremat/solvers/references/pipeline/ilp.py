@@ -5,16 +5,16 @@
     w[t, s]       t and s share a device and t is first in the period: no two overlap, within a period of each other
     link[t, s]    copies t and s run between the same two devices; ordered likewise
     shift         periods that begin between t and its copy, the copy and t + 1: 0, 1 or 2 each
-    h[l]          sum of the shifts from F_l to B_l: micro-batches of l alive when the period begins
+    h[l]          sum of the shifts from F_l to B_l: micro-batches of l in flight when the period begins
 
-    memory at t   copies * weights + sum of kept * (h + 1 where F was before t, - 1 where B was) + values that wait
+    memory at t   copies * weights + sum of kept * (h + 1 if F was before t, - 1 if B was) + values that wait
                   between neighbours on the device + buffers of borders that leave it                            <=  M
 
-    least T, then, with T * (1 + 1e-4), the least sum of shifts: the first answer may keep many more than it needs
+    least T, then, with T * (1 + 1e-4), the least sum of shifts: the first solution may keep many more than it needs
 
 The times that HiGHS returns are rounded; the caller gets the shortest period that their orders allow (`tasks.tight`).
 Thesis, chapter 6; pieces instead of tasks in z, and half of w, halve the program. Where the thesis counts the values
-that a task reads and writes besides the buffers, `whole` does too. Practical up to about seven pieces.
+that a task reads and writes in addition to the buffers, `whole` does too. Practical up to about seven pieces.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from scipy.optimize import OptimizeResult
 
 SECONDS = 60.0
-_FAILED = 4  # what HiGHS says where it lost its way; other units of time help
+_FAILED = 4  # HiGHS' status for numerical trouble; another time unit helps
 _SCALES = (300.0, 600.0, 137.0)  # all seconds of a micro-batch in the program's unit
 _SLACK = 1e-4
 
@@ -46,11 +46,11 @@ Terms = dict[int, float]  # column: factor; column -1 is the number 1
 def least_pattern(
     job: Job, stages: Sequence[PlannedStage], *, free: bool, whole: bool = False, seconds: float = SECONDS
 ) -> Pattern | None:
-    """The pattern with the shortest period; None where there is none, or none was found in time.
+    """Return the pattern with the shortest period; None if there is none, or none was found in time.
 
     Args:
         stages: pieces of the chain, none of which is split.
-        free: whether pieces may go to any device; otherwise to their stages' ones.
+        free: whether pieces may go to any device; otherwise each goes to its stage's device.
         whole: count what a task reads and writes, as chapter 6 does.
     """
     for scale in _SCALES:
@@ -124,7 +124,7 @@ class _Program:
         return task if task < self.count else self.total - 1 - task
 
     def _together(self) -> None:
-        """Make z transitive, with at most as many groups as there are devices."""
+        """Add rows that make z transitive, with at most as many groups as there are devices."""
         self.z: dict[tuple[int, int], Terms] = {}
         for a, b in combinations(range(self.count), 2):
             same = self.stages[a].device == self.stages[b].device
@@ -149,7 +149,7 @@ class _Program:
     def _orders(
         self, starts: Sequence[int], seconds: Sequence[float], shared: dict[tuple[int, int], Terms]
     ) -> dict[tuple[int, int], Terms]:
-        """Add w for pairs that may share a resource, and what it asks of their starts."""
+        """Add w for pairs that may share a resource, and the rows that order their starts."""
         first: dict[tuple[int, int], Terms] = {}
         for (t, s), z in shared.items():
             w = self._binary()
@@ -171,7 +171,7 @@ class _Program:
         return first
 
     def _links(self) -> None:
-        """Let copies between the same two devices take turns."""
+        """Add rows that order copies between the same two devices."""
         shared: dict[tuple[int, int], Terms] = {}
         moving = [t for t in range(self.total - 1) if self.copying[t] > 0]
         for t, s in combinations(moving, 2):
@@ -193,7 +193,7 @@ class _Program:
                 self._at_least(length, (1.0, self.period), (-1.0, start))
 
     def _chain(self) -> None:
-        """Add a shift wherever what comes later starts earlier in the period."""
+        """Add a shift wherever a later task or copy starts earlier in the period."""
         self.steps: list[tuple[list[int], list[int]]] = []
         for t in range(self.total - 1):
             z = self.z[self._piece(t), self._piece(t + 1)]
@@ -204,7 +204,7 @@ class _Program:
             self.shifts += [*to_copy, *to_next]
 
     def _between(self, before: int, lasting: tuple[float, Terms], after: int) -> list[int]:
-        """Add  after + shifts * T >= before + seconds, where seconds are none if z."""
+        """Add  after + shifts * T >= before + seconds, where the seconds are 0 if z."""
         seconds, z = lasting
         found = []
         for periods, big in ((0.0, self.big), (1.0, 2 * self.big)):
@@ -236,7 +236,7 @@ class _Program:
             self._fits(t, sigma, borders)
 
     def _leaving(self, piece: int) -> list[tuple[float, Terms]]:
-        """Buffers of borders between the device of a piece and others."""
+        """Return the buffers of borders between the device of a piece and others."""
         found = []
         for m in range(self.count - 1):
             b = self._column(0.0, 1.0)
@@ -246,7 +246,7 @@ class _Program:
         return found
 
     def _output(self, task: int) -> float:
-        """Bytes that a task hands on to the next one."""
+        """Return the bytes that a task passes to the next one."""
         if task < 0:
             return self.job.layers.input_bytes
         if task < self.count - 1:
@@ -258,7 +258,7 @@ class _Program:
         return self.back[self._piece(task) - 1]
 
     def _beside(self, t: int) -> float:
-        """Bytes that a task takes itself."""
+        """Return the bytes that a task itself needs."""
         way = self.stages[self._piece(t)].way
         forward = t < self.count
         own = way.kept_bytes if forward else 0.0
@@ -284,7 +284,7 @@ class _Program:
         self._at_least(-room, *((-size, term) for size, term in terms if size))
 
     def _waiting(self, t: int) -> Iterable[tuple[float, Terms]]:
-        """Values that wait on the device of task t while it runs."""
+        """Yield the values that wait on the device of task t while it runs."""
         for s in range(self.total - 1):
             if t in (s, s + 1) or s == self.count - 1:
                 continue
@@ -294,7 +294,7 @@ class _Program:
             yield self._output(s), {waits: 1.0}
 
     def solve(self, objective: Terms, seconds: float) -> OptimizeResult:
-        from scipy.optimize import Bounds, LinearConstraint, milp  # a second to import: only when used
+        from scipy.optimize import Bounds, LinearConstraint, milp  # takes a second to import: only when used
         from scipy.sparse import coo_array
 
         columns = len(self.low)
@@ -315,7 +315,7 @@ class _Program:
         )
 
     def pattern(self, found: OptimizeResult) -> Pattern:
-        """The starts of micro-batch 0 that the program's ones stand for, made tight."""
+        """Return the starts of micro-batch 0 in a solution, with the shortest period that their order allows."""
         x: Floats = found.x
         stages = self._allocated(x)
         tasks = tasks_of(self.job, stages)
@@ -333,7 +333,7 @@ class _Program:
         return Pattern(stages, exact, tick, 0)
 
     def _allocated(self, x: Floats) -> list[PlannedStage]:
-        """The pieces on the devices that z says."""
+        """Return the pieces on the devices that z defines."""
         devices: list[int] = []
         for b, stage in enumerate(self.stages):
             if not self.free:

@@ -1,8 +1,8 @@
-"""PipeDream's partition, the baseline: stages balanced on seconds, with a guess of what they keep.
+"""PipeDream's partition, the baseline: stages balanced by seconds, with a guess of what they keep.
 
     slowest[p, i]   least time of the slowest of p stages and of the copies between them, for layers i..
 
-    stage i..j      is believed to keep as many micro-batches as there are stages from it to the end:
+    stage i..j      is assumed to keep as many micro-batches as there are stages from it to the end:
                     copies * weights + p * kept  <=  M, with no buffers and no copies in the count
 
 Its stages then run by 1F1B* (`fixed`), which shows what they really need: often a far longer period. Narayanan et al.,
@@ -23,11 +23,11 @@ Best = tuple[float, int]  # the slowest stage or copy, and where the first stage
 
 
 def pipedream(job: Job) -> tuple[Partition, float]:
-    """The partition with the period that it takes, and the period that PipeDream believes in.
+    """Return the partition with its real period, and the period that PipeDream assumes.
 
     Raises:
-        BudgetTooSmall: it believes that nothing fits, or nothing does; `.minimum` is what one micro-batch at a time
-            takes on its stages, or on those it would choose if memory were plenty.
+        BudgetTooSmall: PipeDream assumes that nothing fits, or nothing does; `.minimum` is what one micro-batch at a
+            time needs on its stages, or on those it would choose with plenty of memory.
     """
     stages, believed = _balanced(job, job.machines.memory)
     if not stages:
@@ -40,9 +40,9 @@ def pipedream(job: Job) -> tuple[Partition, float]:
 
 
 def best_of_targets(job: Job) -> Partition | None:
-    """The best of PipeDream's partitions for many memories that it may believe it has, each by 1F1B*; None: none fits.
+    """Return the best of PipeDream's partitions over many assumed memories, each by 1F1B*; None if none fits.
 
-    More than PipeDream does by itself: the thesis picks from many targets in chapter 6.
+    This is more than PipeDream does by itself: the thesis picks from many targets in chapter 6.
     """
     found: list[Partition] = []
     for target in (*(job.machines.memory * 2 ** (step / 4) for step in range(-12, 17)), inf):
@@ -57,7 +57,7 @@ def best_of_targets(job: Job) -> Partition | None:
 
 
 def _balanced(job: Job, memory: float) -> tuple[tuple[PlannedStage, ...], float]:
-    """The stages whose slowest is fastest, as far as PipeDream knows; none where it believes that none fit."""
+    """Return the stages whose slowest is fastest in PipeDream's model; none if the model says that none fit."""
     count = job.count
     table: list[list[Best]] = [[(inf, -1)] * count + [(0.0, -1)]]
     for p in range(1, job.machines.devices + 1):
@@ -75,7 +75,7 @@ def _balanced(job: Job, memory: float) -> tuple[tuple[PlannedStage, ...], float]
 
 
 def _first_stage(job: Job, p: int, i: int, after: list[Best], memory: float) -> Best:
-    """The best end of the first of p stages that start at layer i."""
+    """Return the best end of the first of p stages that start at layer i."""
     best: Best = (inf, -1)
     for j in range(i, job.count):
         way = job.keeping_all(i, j)
