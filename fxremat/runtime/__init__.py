@@ -1,1 +1,1 @@
-"""What runs in a training step: the drop-in module, the dynamo backend, and what they need while torch traces."""
+"""The runtime of a training step: the drop-in module, the dynamo backend, and what they need while torch traces."""

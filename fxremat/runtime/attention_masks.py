@@ -2,7 +2,7 @@
 
 transformers reads a padding mask's values, and leaves out one that masks nothing: PyTorch's attention is then causal by
 itself, groups of heads share keys and values, and CUDA has flash attention. Code that is traced cannot read values, and
-keeps the mask; with grouped heads its gradients are rounded otherwise. So a call decides ahead, as eager mode would:
+keeps the mask; with grouped heads its gradients are rounded otherwise. So it is decided before a call is traced:
 
     before the call       `left_out` looks whether all masks among the inputs are full; eager mode does, too
     while it is traced    transformers is told that there is no mask, and `fxremat::masks_nothing` marks the one it had
@@ -25,18 +25,18 @@ from torch import Tensor, fx
 from fxremat.errors import FxrematError
 from fxremat.torch_private import has_data, input_and_dimension, torch_release
 
-_nothing_masked = False  # by the masks that the call has given; what is traced reads it, and is guarded on it
+_nothing_masked = False  # True for a call whose padding masks are all full; traced code reads it, and is guarded on it
 
 SAME_TRUTH = (operator.getitem, "to", "bool", "int", "long", "contiguous", "view", "reshape", "expand", "clone")
 
 
 class ComputedMask(FxrematError):
-    """A mask that was left out is none of the inputs': the step is captured again, and nobody sees this error."""
+    """A mask that was left out is no input of the model. The step is captured again, and no user sees this error."""
 
 
 @torch.library.custom_op("fxremat::masks_nothing", mutates_args=())
 def masks_nothing(mask: Tensor) -> Tensor:
-    """Tell whether all of a mask is true. It marks, in a traced graph, a mask that was left out, and never runs."""
+    """Tell whether a mask is all true. In a traced graph the op marks a mask that was left out, and is never run."""
     return mask.all()
 
 
@@ -46,7 +46,7 @@ def _(mask: Tensor) -> Tensor:
 
 
 def padding_masks(given: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The arguments of a call, by name, that may be masks of padding: 2 dimensions, of integers or booleans."""
+    """Return the arguments of a call, by name, that may be padding masks: 2 dimensions, of integers or booleans."""
     return {name: value for name, value in given.items() if "mask" in name and _is_padding_mask(value)}
 
 
@@ -56,10 +56,10 @@ def _is_padding_mask(value: Any) -> bool:
 
 @contextlib.contextmanager
 def left_out(masks: Sequence[Tensor]) -> Iterator[None]:
-    """Let what is traced leave out masks of padding if none of the given ones masks anything, as eager mode does.
+    """Let traced code leave out padding masks if none of `masks` masks anything, as eager mode does.
 
-    Without any given, and before torch 2.13, transformers keeps a mask that is causal alone: it asks whether it is
-    exported, which dynamo takes for granted there (read in 2.11).
+    Before torch 2.13 transformers would keep a purely causal mask even where the call has no padding mask: it asks
+    whether the model is being exported, to which dynamo answers yes (read in 2.11). Here the answer is no.
     """
     global _nothing_masked
     library: Any = sys.modules.get("transformers.masking_utils")
@@ -81,10 +81,10 @@ def _is_full(mask: Tensor) -> bool:
 
 @functools.cache
 def _without_mask(ignores: Callable[..., bool], *, causal: bool) -> Callable[..., bool]:
-    """The function of transformers that says whether a mask is left out, told of none.
+    """Wrap the function of transformers that decides whether to ignore a mask, so that it sees no full padding mask.
 
     Args:
-        causal: a mask is left out for as many queries as keys alone, which follow it.
+        causal: a mask is left out only where there are as many queries as keys; these two sizes follow the mask.
     """
 
     def ignores_it(padding_mask: Tensor | None, *sizes: Any, **named: Any) -> bool:
@@ -113,13 +113,14 @@ REPLACED: Mapping[str, Callable[[Callable[..., bool]], Callable[..., bool]]] = {
 
 
 def unmark(graph: fx.Graph, names: Sequence[str]) -> None:
-    """Take the marks of masks that were left out from dynamo's graph.
+    """Remove the marks of masks that were left out from dynamo's graph.
 
     Args:
-        names: of the model's inputs that may be given by position.
+        names: names of the model's inputs that may be passed by position.
 
     Raises:
-        ComputedMask: one is not, in another type or shape, an input whose values were looked at, as it was then.
+        ComputedMask: a marked mask does not come, by changes of type or shape alone, from an input whose values were
+            checked before the call, or the model has written to that input.
     """
     marks = graph.find_nodes(op="call_function", target=torch.ops.fxremat.masks_nothing.default)
     written = {_origin(node) for node in graph.nodes if marks and _writes(node)}
@@ -133,7 +134,7 @@ def unmark(graph: fx.Graph, names: Sequence[str]) -> None:
 
 
 def _origin(node: fx.Node) -> fx.Node:
-    """Return the mask that this one was converted, reshaped or cut from, all of which leave a full one full."""
+    """Follow conversions, reshapes and slices, which keep a full mask full, back to the mask that they start from."""
     while node.target in SAME_TRUTH or _writes(node):
         node = node.args[0]  # type: ignore[assignment]
     return node

@@ -1,8 +1,9 @@
-"""Outputs beside the loss: nearly every program leaves them without a gradient, and then they cost none.
+"""Auxiliary outputs, which a model returns with its loss: they cost nothing while no gradient arrives for them.
 
 A model that returns its loss often returns what it computed the loss from as well: logits, hidden states, keys and
-values. AOTAutograd takes a gradient for each of them, of zeros where autograd has none, and adds it in: memory, time,
-and other bits than eager PyTorch where the sum has another layout. So here
+values. Nearly every training loop leaves these without a gradient. AOTAutograd's backward still expects a gradient for
+each of them, made of zeros where autograd has none, and adds it in. That costs memory and time, and gives other bits
+than eager PyTorch where the sum has another layout. So here
 
     capture     outputs that the loss is computed from are detached: the graph is what eager autograd would run
     call        an autograd function ties them to the loss and to the model's inputs again
@@ -30,18 +31,21 @@ Step = Callable[..., Sequence[Any]]
 
 
 class Differentiate(Protocol):
-    """Compiles a graph for inputs such as these. Raises `RunsOnce` where `again` asks for what cannot run again."""
+    """A function that compiles a graph for inputs such as these.
+
+    With `again` the step has to be one that can run twice on the same inputs: it raises `RunsOnce` for any other.
+    """
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any], *, again: bool = False) -> Step:
-        """The compiled step."""
+        """Return the compiled step."""
 
 
 class RunsOnce(Exception):
-    """The step computes with what it overwrites, so that a second run would not be the first."""
+    """The step reads inputs that it overwrites, so that a second run would compute something else."""
 
 
 def check_runs_again(joint: Captured) -> None:
-    """Raise `RunsOnce` if any op but BatchNorm, and the update itself, reads an input that the step overwrites."""
+    """Raise `RunsOnce` if an op other than BatchNorm, or the update itself, reads an input that the step overwrites."""
     for op in joint.ops:
         if not joint.mutated_primals.isdisjoint(op.again_reads) and not joint.updates.issuperset(op.writes):
             raise RunsOnce
@@ -51,14 +55,14 @@ def check_runs_again(joint: Captured) -> None:
 class Outputs:
     """Positions of the outputs of a graph that require grad."""
 
-    expected: tuple[int, ...]  # to be given a gradient: scalars, and what no scalar is computed from
-    beside: tuple[int, ...]  # a scalar is computed from them
+    expected: tuple[int, ...]  # those that will get a gradient: scalars, and outputs that no scalar is computed from
+    beside: tuple[int, ...]  # auxiliary outputs: a scalar output is computed from them
 
 
 def auxiliary_outputs_of(module: fx.GraphModule) -> Outputs:
-    """Tell the outputs that a scalar output, a loss, is computed from, from all others. O(nodes).
+    """Separate the outputs that a scalar output, a loss, is computed from, from all others. O(nodes).
 
-    `module` is a graph as dynamo hands it to a backend; a view counts as what it shows.
+    `module` is a graph as dynamo hands it to a backend; a view counts as the tensor that it is a view of.
     """
     trained = {position: node for position, node in enumerate(_outputs(module)) if _is_trained(node)}
     scalars = [position for position, node in trained.items() if node.meta["example_value"].numel() == 1]
@@ -107,7 +111,7 @@ def _storages(node: fx.Node) -> Iterator[int]:
 
 
 def detach_outputs(module: fx.GraphModule, positions: Iterable[int]) -> fx.GraphModule:
-    """Detach the outputs at these positions. Returns the module as it was before, sharing its attributes."""
+    """Detach the outputs at these positions. Return the module as it was before, which shares the attributes."""
     before = fx.GraphModule(module, copy.deepcopy(module.graph))
     outputs = _outputs(module)
     with module.graph.inserting_before(_end(module)):
@@ -121,13 +125,13 @@ def detach_outputs(module: fx.GraphModule, positions: Iterable[int]) -> fx.Graph
 
 
 class AuxiliaryOutputs:
-    """One captured step, planned without gradients for the outputs beside the loss until one is given.
+    """A captured step, planned without gradients of its auxiliary outputs until one of them gets a gradient.
 
     Args:
-        module: the graph that dynamo captured; its outputs are detached in place.
-        outputs: what `auxiliary_outputs_of` found in it.
-        differentiate: compiles it.
-        inputs: those to compile for now.
+        module: the graph that dynamo captured; its auxiliary outputs are detached in place.
+        outputs: what `auxiliary_outputs_of` found in the graph.
+        differentiate: the function that compiles the graph.
+        inputs: the inputs to compile for now.
     """
 
     def __init__(
@@ -137,8 +141,8 @@ class AuxiliaryOutputs:
         self.expected = len(outputs.expected)
         self.whole = detach_outputs(module, outputs.beside)
         self.differentiate = differentiate
-        self.surprised = False  # an output beside the loss was given a gradient
-        self.every_output = False  # `planned` takes a gradient for each
+        self.surprised = False  # an auxiliary output has got a gradient
+        self.every_output = False  # `planned` expects a gradient for every output
         try:
             self.planned = differentiate(module, inputs, again=True)
         except RunsOnce:
@@ -164,7 +168,7 @@ class AuxiliaryOutputs:
 
 
 class _Call:
-    """One call of a `AuxiliaryOutputs`, begun with these inputs: what running it again takes."""
+    """A call of an `AuxiliaryOutputs`, with all that it needs to run again: inputs, random states and autocast."""
 
     def __init__(self, step: AuxiliaryOutputs, inputs: tuple[Any, ...]) -> None:
         tensors = [x for x in inputs if isinstance(x, Tensor)]
@@ -178,9 +182,9 @@ class _Call:
         ]
 
     def give_to_autograd(self, ctx: Any) -> None:
-        """Let autograd keep the inputs, check that nobody changes them, and free them.
+        """Save the inputs with autograd, which checks that nobody changes them, and frees them.
 
-        What the step itself has overwritten (statistics, counters) stays here: its value makes no difference.
+        Inputs that the step itself has overwritten (statistics, counters) stay here: their values make no difference.
         """
         saved, versions = [], iter(self.versions)
         for place, value in enumerate(self.inputs):
@@ -190,7 +194,7 @@ class _Call:
         ctx.save_for_backward(*saved)
 
     def again(self, saved: Iterable[Tensor], gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """Run the step as plain PyTorch: gradients of the inputs that take one, from those of the outputs."""
+        """Run the step as plain PyTorch, and return gradients of the inputs that require one, from the outputs'."""
         saved = iter(saved)
         inputs = [_apart(next(saved) if value is _SAVED else value) for value in self.inputs]
         with torch.enable_grad(), self.random.replayed(), contextlib.ExitStack() as stack:
@@ -207,18 +211,21 @@ class _Call:
         )
 
 
-_SAVED = object()  # stands for an input that autograd keeps
+_SAVED = object()  # stands for an input that is saved with autograd
 
 
 def _apart(value: Any) -> Any:
-    """The same tensor outside of every graph; a buffer is copied, since the step may write to it."""
+    """Detach a tensor from autograd's graph; one without gradient (a buffer) is copied, as the step may write to it."""
     if not isinstance(value, Tensor):
         return value
     return value.detach().requires_grad_() if value.requires_grad else value.clone()
 
 
 class _Tie(torch.autograd.Function):
-    """Ties the outputs, the expected ones first, and the inputs that take a gradient; returns the outputs."""
+    """An autograd function that ties the outputs, expected ones first, to the inputs that require a gradient.
+
+    It returns the outputs.
+    """
 
     @staticmethod
     def forward(ctx: Any, call: _Call, *tensors: Tensor) -> tuple[Tensor, ...]:

@@ -1,4 +1,4 @@
-"""What went wrong while a model was captured, as an error that a user can act on.
+"""Errors of capture, put so that a user can act on them.
 
 CaptureError: the model is not one graph: tracing stops at net.py:12 in forward: if x.sum() > 0: (Data-dependent
 branching). Keep what depends on the values of tensors (branches, .item(), sizes) out of forward, or compile a
@@ -24,7 +24,7 @@ from fxremat.torch_private import (
     planning_error,
 )
 
-ADVICE = (  # a pattern of the place and the reason, and what to do; the first that fits is given
+ADVICE = (  # a pattern of the place and the reason, and what to do; the first pattern that matches counts
     ("layerdrop", "Set layerdrop to 0 in the model's config (encoder_layerdrop, decoder_layerdrop)"),
     (r"requires_grad_\(", "Call requires_grad_() on the input before the call"),
     (
@@ -52,7 +52,7 @@ ADVICE = (  # a pattern of the place and the reason, and what to do; the first t
 
 
 def advice(trouble: str) -> str:
-    """What to do about it, in one sentence without a full stop.
+    """Return what to do about a failed capture, in one sentence without a full stop.
 
     >>> advice("if dropout_probability < self.layerdrop: (Data-dependent branching)")[:20]
     'Set layerdrop to 0 i'
@@ -64,8 +64,8 @@ def advice(trouble: str) -> str:
 def refuse_without_gradients(joint: Captured) -> None:
     """Raise `CaptureError` where neither a parameter nor an input gets a gradient, so that there is no backward.
 
-    AOTAutograd takes None for the gradient of what autograd finds no way to. Where that is so for some, they are
-    frozen or unused; where it is so for all, a plan would be one of the forward alone.
+    AOTAutograd returns None as the gradient of an input that autograd does not reach. Some such inputs are normal:
+    they are frozen or unused. If all are such, a plan would be one of the forward alone.
     """
     if any(isinstance(gradient, fx.Node) for gradient in joint.backward_outputs):
         return
@@ -78,7 +78,10 @@ def refuse_without_gradients(joint: Captured) -> None:
 
 
 def submodule_error(model: nn.Module, error: Exception) -> CaptureError | None:
-    """The error for a submodule that no graph can have: one with a backward hook, or a BatchNorm without momentum."""
+    """Return the error for a submodule that cannot be captured; None where `error` has another cause.
+
+    It is one with a backward hook, or a BatchNorm without momentum.
+    """
     if "FloatTrueDiv(1.0" in str(error):
         for name, module in model.named_modules():
             if hasattr(module, "num_batches_tracked") and getattr(module, "momentum", 0.1) is None:
@@ -111,10 +114,10 @@ def refuse_opaque(graph: fx.Graph) -> None:
 
 
 def explained(error: Exception, plain_error: Callable[[], Exception | None]) -> Exception | None:
-    """The error that a user can act on, in place of the one that came through dynamo; None: show that one.
+    """Translate an error that came through dynamo into one that a user can act on; None: show the original.
 
     Args:
-        plain_error: tells what the plain model raises at this call; asked where tracing stopped.
+        plain_error: returns the error that the plain model raises at this call; called only where tracing stopped.
     """
     if isinstance(error, FxrematError):
         return error
@@ -147,10 +150,10 @@ def explained(error: Exception, plain_error: Callable[[], Exception | None]) -> 
 
 
 def _own_error(error: BaseException) -> str | None:
-    """The error that the model itself raises, as `ValueError: ...`; None where tracing is what fails.
+    """Return the error that the model itself raises, as `ValueError: ...`; None where tracing is what fails.
 
-    Dynamo reports an op that does not take its inputs as one on fake tensors, and an exception that nothing inside of
-    the model catches as observed.
+    Dynamo reports an op that rejects its inputs as a failure on fake tensors, and an exception that nothing inside of
+    the model catches as an observed one.
     """
     text = str(error)
     if inside := re.search(r"fake tensors: .* got (\w+)\(['\"](.*)['\"]\)", text):
@@ -162,7 +165,7 @@ def _own_error(error: BaseException) -> str | None:
 
 
 def _first_line(error: BaseException) -> str:
-    """What tracing says first; the reason that it gives further down for a call of a kind (2.15)."""
+    """Return the first line of an error; for a delayed unsupported call (2.15) the reason that is further down."""
     text = str(error).strip()
     if text.startswith("Unsupported function call (delayed)") and (reason := re.search(r"Reason: ([^.\n]+)", text)):
         return reason[1]

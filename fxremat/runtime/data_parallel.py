@@ -1,6 +1,6 @@
-"""`fxremat.fully_shard`: the parameters of a model that is not wrapped yet, shared among ranks.
+"""`fxremat.fully_shard`, which shares the parameters of a model that is not wrapped yet among ranks.
 
-sharded       `torch.distributed.fsdp.fully_shard` on every layer, and on the whole: optimizer, checkpoints and eval are
+sharded       `torch.distributed.fsdp.fully_shard` on every layer and on the model: optimizer, checkpoints and eval are
               FSDP2's, and fxremat.compile reads from the model how it is sharded
 replicated    parameters stay as they are; fxremat.compile averages their gradients inside of the backward
 """
@@ -36,7 +36,7 @@ def fully_shard(
 
     Afterwards each parameter is a DTensor, cut along its first dimension, as torch's own `fully_shard` makes it: this
     is that function called on every layer of the model (an element of an `nn.ModuleList` or `nn.Sequential`) and on the
-    model itself. Models on which it was called already need not come here.
+    model itself. A model on which torch's function was called already is compiled as it is.
 
     Args:
         mesh: the ranks; of two dimensions, the parameters are cut over the second one and replicated over the first
@@ -81,7 +81,7 @@ def _checked(model: nn.Module, mesh: DeviceMesh | None) -> DeviceMesh:
 
 
 def _layers(model: nn.Module) -> Iterator[nn.Module]:
-    """The outermost elements of lists of modules that have parameters of their own, and share none with others."""
+    """Yield the outermost elements of module lists that have parameters, and share none with modules outside."""
     owners: dict[int, int] = {}
     for module in model.modules():
         for parameter in module._parameters.values():

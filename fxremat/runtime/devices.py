@@ -1,4 +1,4 @@
-"""Which devices a step can be planned for: one accelerator, or the CPU."""
+"""A check that a step computes on one device: an accelerator, or the CPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fxremat.graphs.nodes import is_random, tensors_of
 def check_devices(joint: Captured) -> None:
     """Raise `FxrematError` unless the step runs on one device that fxremat can measure and replay.
 
-    Numbers and small masks on the CPU beside an accelerator are no second one; a parameter there is.
+    Scalars and small masks on the CPU of a step on an accelerator do not count as a second device; a parameter does.
     """
     found: dict[torch.device, str] = {}
     for node in joint.module.graph.nodes:

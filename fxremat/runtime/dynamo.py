@@ -87,39 +87,40 @@ from fxremat.transfers.network import communicates
 from fxremat.units import Auto, format_bytes
 
 log = logging.getLogger(__name__)
-KEPT_PLANS = 8  # of the latest, that can still be read
-MOST_TRACES = 4  # of one step, each with what the last one's walk saw
-GAIN = 1.01  # of the least seconds, and of the budget: what it takes to plan a step anew
-MANY_SIZES = 3  # combinations of input sizes, at which a warning tells what each costs
+KEPT_PLANS = 8  # latest plans, which can still be read
+MOST_TRACES = 4  # traces of one step, each with the strides that the measuring walk of the trace before observed
+GAIN = 1.01  # a step is planned again where it is slower than keep-all by this factor, and as large a part of the
+# budget would be freed (1 %)
+MANY_SIZES = 3  # combinations of input sizes, at which a warning says what each costs
 
 
 class Until(Enum):
-    """How far a training call goes."""
+    """The stage at which a training call ends."""
 
-    CAPTURED = "captured"  # it is left once the step is captured and measured; nothing is kept of it
-    PLANNED = "planned"  # it is left before the forward runs, which the next call does
+    CAPTURED = "captured"  # once the step is captured and measured; nothing of the call is kept
+    PLANNED = "planned"  # before the forward runs; the next call runs it
     RUN = "run"
 
 
 class Reached(FxrematError):
-    """Leaves a training call that was to go no further."""
+    """A signal, no failure, that ends a training call at the stage that was asked for."""
 
     def __init__(self, step: CapturedStep | None = None) -> None:
         super().__init__("the call was to go no further")
-        self.step = step  # where that is captured, and not planned
+        self.step = step  # set where the call ends at CAPTURED
 
 
 class Backend:
-    """Plans every joint graph that dynamo captures.
+    """A dynamo backend that plans every joint graph that dynamo captures.
 
     Attributes:
         plans: the latest plans, newest last; older ones go on running, but cannot be read any more.
-        until: how far calls go; those that go no further are left with `Reached`.
-        outdated: the model is to be captured anew.
+        until: the stage at which calls end; those that end before they run raise `Reached`.
+        outdated: True if the next call has to capture the model again.
         model: the name of the model's class, for reports.
-        target: the device whose kernels are captured in the place of a CPU's, where plans are only looked at.
-        input_names: of those of the model's inputs that may be given by position, in order.
-        tied: the name in `named_parameters()` of parameters that have several names, by their other names.
+        target: the device whose kernels are captured instead of a CPU's, where plans are only looked at.
+        input_names: the names of the model's inputs that may be passed by position, in order.
+        tied: for parameters with several names: from each other name to the one in `named_parameters()`.
     """
 
     def __init__(
@@ -130,7 +131,7 @@ class Backend:
         model: str = "model",
         tied: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        if options.plan is None:  # which needs none
+        if options.plan is None:  # a plan from a file needs no kernels to be made
             kernels.begin()
         self.model, self.tied = model, tied
         self.options = options
@@ -138,14 +139,14 @@ class Backend:
         self.input_names = tuple(names)
         self.plans: deque[Plan] = deque(maxlen=KEPT_PLANS)
         self.until = Until.RUN
-        self.outdated = False  # what was captured was planned for another loss than the one that runs
+        self.outdated = False  # the plan was made for another loss than the one that runs, or for more free memory
         self.weights: Weights | None = None
         self.hosted: frozenset[int] = frozenset()  # the optimizer's numbers of parameters that live on the host
-        self._layouts: dict[str, Strides] = {}  # how results really lie, where the walk saw that it matters
-        self._any_layout = False  # the backward that is being compiled takes gradients however they lie
-        self._fixed = False  # sizes that may change were tried, and cannot be captured
-        self._called_with: set[str] = set()  # the sizes of inputs that were planned for
-        self._names: list[str | None] = []  # of the captured graph's inputs, where they are parameters
+        self._layouts: dict[str, Strides] = {}  # real strides of results, where the measuring walk saw that they matter
+        self._any_layout = False  # the backward that is being compiled accepts gradients of any strides
+        self._fixed = False  # each combination of sizes is captured by itself
+        self._called_with: set[str] = set()  # the combinations of input sizes that were planned for
+        self._names: list[str | None] = []  # parameter names of the captured graph's inputs; None for other inputs
         self._inputs: Sequence[Any] = ()  # what the graph that is being compiled was called with
         self._placeholders: Sequence[fx.Node] = ()  # the inputs of that graph, as dynamo captured it
 
@@ -168,7 +169,7 @@ class Backend:
         self._inputs, began = inputs, time.monotonic()
         outputs = auxiliary_outputs_of(module)
         trained = sorted((*outputs.expected, *outputs.beside))
-        made: list[_FixedStep | Sized] = []  # of this graph, from its partition to the compilation of its backward
+        made: list[_FixedStep | Sized] = []  # the step of this graph, from its partition until its backward is compiled
         placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
         names = map(parameter_name, placeholders)
         self._names = [name and self.tied.get(name, name) for name in names]
@@ -184,7 +185,7 @@ class Backend:
             with telling(f"capturing {self.model}"):
                 compiled = self._traced(lambda: backend(module, _to_trace(placeholders, inputs)), inputs)
         finally:
-            self._inputs = ()  # dynamo holds on to backends, and the model is not theirs to keep
+            self._inputs = ()  # dynamo keeps backends alive, and they must not keep the model alive
             self._placeholders = ()
         if len(self._called_with) > before and self.until is Until.RUN:
             self._warn_of_many(time.monotonic() - began)
@@ -192,7 +193,7 @@ class Backend:
         return telling_unused(compiled, trained) if len(trained) > 1 else compiled
 
     def _traced(self, trace: Callable[[], Callable[..., Any]], inputs: Sequence[Any]) -> Callable[..., Any]:
-        """The compiled step, traced again where results lie in memory otherwise than fake tensors told."""
+        """Return the compiled step, traced again where real results have other strides than fake ones had."""
         for _ in range(MOST_TRACES):
             try:
                 with self._as_it_runs(inputs):
@@ -203,13 +204,13 @@ class Backend:
         raise differing
 
     def learn(self, differing: LayoutsDiffer) -> None:
-        """Keep how results really lie, for when the step is traced again."""
+        """Remember the real strides of results, for when the step is traced again."""
         log.info("tracing again: results of %s lie otherwise than fake tensors tell", ", ".join(differing.ops))
         self._layouts |= differing.observed
 
     @contextlib.contextmanager
     def _as_it_runs(self, inputs: Sequence[Any]) -> Iterator[None]:
-        """While AOTAutograd traces: what the kernels that are to run it would do, for eager PyTorch."""
+        """Let AOTAutograd trace results as the kernels that will run them make them, and gradients as eager PyTorch."""
         cpu = self.target is None or not self.target.cuda
         layouts = real_layouts(self._layouts, cpu=cpu, compiled=self.options.compiles)
         cudnn = contextlib.nullcontext() if self.options.compiles else batch_norms_of_cudnn()
@@ -217,7 +218,7 @@ class Backend:
             yield
 
     def _take_loss(self, loss: MeasuredLoss) -> None:
-        """Plan anew at the next call where a loss outside the model takes more than planned, or time is to be saved."""
+        """Plan again at the next call if a loss outside the model allocates more than planned, or less gains time."""
         plan = self.plans[-1]
         known = self.options.loss_seen
         planned = self.options.loss_outside.size or math.ceil(loss.assumed * (known.peak if known else 1))
@@ -242,7 +243,8 @@ class Backend:
         )
 
     def look_at_free_memory(self) -> None:
-        """Plan anew at this call where mem="auto" would mean less than at the last plan; ranks keep their plans."""
+        """Plan again at this call if mem="auto" would mean less than at the last plan; jobs of ranks keep their plans.
+        """
         if not (self.plans and isinstance(self.options.budget, Auto)) or among_ranks():
             return
         plan = self.plans[-1]
@@ -253,7 +255,7 @@ class Backend:
             self.outdated = True
 
     def take_sizes_as_fixed(self, reason: BaseException | None = None) -> None:
-        """Note, and tell of, that every combination of sizes is captured by itself from now on."""
+        """Capture every combination of sizes by itself from now on, and report that with its reason."""
         self._fixed = True
         warn_of_fixed(self.options, reason)
 
@@ -271,14 +273,18 @@ class Backend:
             )
 
     def _kernels(self, inputs: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
-        """The target's kernels, for a step that is captured on a CPU."""
+        """Return a context that captures the target's kernels, for a step on a CPU; for others, an empty one."""
         elsewhere = all(tensor.device.type == "cpu" for tensor in inputs if isinstance(tensor, torch.Tensor))
         if self.target is None or not (self.target.cuda and elsewhere):
             return contextlib.nullcontext()
         return kernels_of(self.target)
 
     def prepare_weights(self, tensors: Iterable[torch.Tensor]) -> Weights | None:
-        """The optimizer's parameters, where the step updates them; the model computes where these tensors are."""
+        """Return the optimizer's parameters if the step updates them, else None.
+
+        Args:
+            tensors: the inputs and parameters of a call; the model computes on the device that they are on.
+        """
         optimizer = self.options.stepping
         if optimizer is not None and self.weights is None:
             devices = [tensor.device for tensor in tensors]
@@ -348,13 +354,13 @@ class Backend:
         return plan.graphs
 
     def _check_layouts(self, step: Step, *, symbolic: bool = False) -> None:
-        """Measure a step that is captured alone: it has to be traced again where results lie otherwise than traced.
+        """Measure a step that is only captured, and check that results have the strides that they were traced with.
 
         Raises:
-            LayoutsDiffer: the step is to be traced again.
-            NotSymbolic: the same with symbolic sizes, which are then fixed.
+            LayoutsDiffer: some have others; the step is to be traced again.
+            NotSymbolic: the same for a step of symbolic sizes, which is then captured with fixed ones.
         """
-        kernels.ready()  # before anything is measured, which a compiler would disturb
+        kernels.ready()  # before anything is measured: a compiler at work would disturb that
         try:
             facts_of(step, self.options, partial(order_within_limit, step, limit_of(step, self.options)))
         except LayoutsDiffer as error:
@@ -364,7 +370,7 @@ class Backend:
             raise NotSymbolic("a result that lies otherwise than traced") from None
 
     def _passes(self) -> Sequence[str]:
-        """What a captured graph goes through for the kernels that are to run it."""
+        """Return the passes that a captured graph goes through, by the kernels that will run it."""
         if (inductor := self.options.inductor) is None:
             return self._eager_passes()
         devices = [tensor.device for tensor in self._inputs if isinstance(tensor, torch.Tensor)]
@@ -372,12 +378,15 @@ class Backend:
         return PIPELINES["inductor from seeds" if inductor.draws_from_seeds(in_triton=in_triton) else "inductor"]
 
     def _eager_passes(self) -> Sequence[str]:
-        """The passes for PyTorch's own kernels, of which those of a CPU tell nothing of another device's."""
+        """Return the passes for PyTorch's own kernels; those for a described CUDA device assume none of a CPU's."""
         elsewhere = self.options.device is not None and self.options.device.cuda
         return PIPELINES["any device" if elsewhere else "eager"]
 
     def _as_eager(self, module: fx.GraphModule, forward_outputs: int) -> Captured | None:
-        """What eager PyTorch would run, where other kernels are to run: percentages refer to that."""
+        """Return the step as eager PyTorch runs it, which percentages refer to where regions are compiled.
+
+        None where they are not, or where sizes are symbolic.
+        """
         if not self.options.compiles or has_symbolic_sizes(module.graph):
             return None
         module = fx.GraphModule(module, copied(module.graph))
@@ -395,7 +404,7 @@ class Backend:
     def _fixed_step(
         self, joint: Captured, trained: TrainedParameters | None, as_eager: Captured | None
     ) -> Step:
-        """Return a graph of fixed sizes with what is known of the call, which the ranks compare."""
+        """Return the step of a graph of fixed sizes, whose graph all ranks that run it together have compared."""
         called_with = _shapes_at(_input_places(self._placeholders), self._inputs)
         return Step(
             graph=joint,
@@ -417,7 +426,7 @@ class Backend:
         return plan
 
     def _plans_of_sizes(self, graph: SymbolicGraph, joint: Captured) -> PlansOfSizes:
-        """Return what plans a graph of symbolic sizes, at those that come."""
+        """Return the planner of a graph of symbolic sizes, which plans at the sizes of each call."""
         placeholders = self._placeholders
         places = [input_place(node) for node in graph.primals]
         dimensions = [
@@ -439,12 +448,12 @@ class Backend:
         return PlansOfSizes(graph, joint, dimensions, ends, shapes, self.options)
 
     def _sized(self, graph: SymbolicGraph, plans: PlansOfSizes) -> Sized:
-        """Return the step of a graph of symbolic sizes, whose plans are made when they come."""
+        """Return the step of a graph of symbolic sizes, whose plans are made when calls with new sizes come."""
         placeholders, count = self._placeholders, len(self._placeholders)
         places = [input_place(node) for node in graph.primals]
 
         def as_called(arguments: Sequence[Any]) -> list[Any]:
-            """The arguments in the order of what dynamo captured."""
+            """Return the arguments in the order of the inputs that dynamo captured."""
             given: list[Any] = [None] * count
             for place, argument in zip(places, arguments, strict=True):
                 if place is not None:
@@ -460,7 +469,7 @@ class Backend:
         )
 
     def _with_updates(self, joint: Captured) -> tuple[Captured, TrainedParameters | None]:
-        """The joint graph with the optimizer's updates inside, where the user wants them there."""
+        """Return the joint graph with the optimizer's updates inside, and what is trained, if the user wants that."""
         optimizer = self.options.stepping
         if optimizer is None:
             return joint, None
@@ -487,7 +496,7 @@ class Backend:
         return with_updates_inside(joint, set(numbers)), trained
 
     def _parameters(self, joint: Captured, optimizer: torch.optim.Optimizer) -> dict[int, int]:
-        """The optimizer's parameters among the graph's inputs (in the order of its primals), with their numbers."""
+        """Map the primals that are the optimizer's parameters to their numbers there, in the order of primals."""
         everyone = (p for group in optimizer.param_groups for p in group["params"])
         numbers = {id(parameter): number for number, parameter in enumerate(everyone)}
         return {
@@ -505,11 +514,11 @@ class _FixedStep:
     weights: Weights | None
 
     def forward_of(self, graph: fx.GraphModule) -> Callable[..., Any]:
-        """What runs the forward graph."""
+        """Return the function that runs the forward graph."""
         return self._beside_others(runnable(graph), "forward")
 
     def _beside_others(self, run: Callable[[list[Any]], Any], what: str) -> Callable[[list[Any]], Any]:
-        """What runs a part of the step, which may have other ranks to wait for."""
+        """Wrap the function of the forward or backward, if it waits for other ranks, so that a lost rank ends it."""
         if not communicates(self.plan.graph):
             return run
         from fxremat.heartbeat import inside_step
@@ -521,7 +530,7 @@ class _FixedStep:
         return taking_a_list(agreed)
 
     def backward_of(self, graph: fx.GraphModule) -> Callable[..., Any]:
-        """What runs the backward graph; outputs that were given no gradient give none on."""
+        """Return the function that runs the backward graph; outputs that got no gradient pass none on."""
         run, weights = self._beside_others(runnable(graph), "backward"), self.weights
         losses, needs = self.plan.loss_places, self.plan.captured.outputs_needed
         if weights is None and len(self.plan.graph.tangents) < 2:
@@ -540,24 +549,24 @@ class _FixedStep:
 
 
 def _would_gain(plan: Plan, freed: int) -> bool:
-    """Whether a plan recomputes that would have so many bytes more, and they matter."""
+    """Tell whether the plan loses time to recomputation, and `freed` bytes more are a relevant part of its budget."""
     return plan.predicted_time > GAIN * plan.keep_all_time and freed > (GAIN - 1) * plan.budget
 
 
 def _to_trace(placeholders: Sequence[fx.Node], inputs: Sequence[Any]) -> Sequence[Any]:
-    """What AOTAutograd is to trace a graph with: the inputs; outside of dynamo, fake ones with its symbolic sizes."""
+    """Return the inputs for AOTAutograd to trace with: those of the call; outside of dynamo, symbolic ones if any."""
     shown = [node.meta.get("example_value") for node in placeholders]
     symbolic = compiled_frame() is None and any(isinstance(value, torch.SymInt) for value in shown)
     return shown if symbolic else inputs
 
 
 def _input_places(placeholders: Sequence[fx.Node]) -> frozenset[int]:
-    """The places of dynamo's inputs that are not the model's state. While dynamo captures: it forgets it then."""
+    """Return the places of dynamo's inputs that are not the model's state. Only known while dynamo captures."""
     return frozenset(place for place, node in enumerate(placeholders) if not is_state(node))
 
 
 def _shapes_at(places: Set[int], given: Sequence[Any]) -> str:
-    """The shapes of the tensors at these places."""
+    """Return the shapes of the tensors at these places, as text."""
     shapes = [x.shape for place, x in enumerate(given) if isinstance(x, torch.Tensor) and place in places]
     return ", ".join("x".join(map(str, shape)) or "1" for shape in shapes)
 
@@ -569,10 +578,10 @@ def fxremat(
     options: dict[str, Any] | None = None,
     mode: str | None = None,
 ) -> Callable[..., Any]:
-    """The entry point of `torch.compile(model, backend="fxremat", options={"mem": ...})`.
+    """Compile a graph for `torch.compile(model, backend="fxremat", options={"mem": ...})`, as its entry point.
 
-    Options are those of `Options`; "mem" is required. The model has to be one graph, since each graph would take the
-    whole budget: `CaptureError` names the line where a second one that needs gradients begins.
+    Options are those of `Options`; "mem" is required. The model has to be one graph, since each graph would use the
+    full budget: `CaptureError` names the line where a second one that needs gradients begins.
     """
     given = dict(options or {})
     if mode is not None:

@@ -1,9 +1,9 @@
-"""What a loss outside the model really allocates, as the allocator's own counters tell while steps run.
+"""Measurement of the memory that a loss outside the model allocates, from the allocator's counters while steps run.
 
 A plan sets memory aside between forward and backward for a loss that it has not seen (`step.costs.outside_bytes`). On
-CUDA it is known from the first step on: the counters are read, and not reset, when the planned forward has run, and
-when the first gradient reaches its backward. Steps 1, 2, 4, 8 and so on are looked at, since losses may grow. A CPU's
-allocator keeps no counters: what is set aside stays.
+CUDA the loss is measured from the first step on: the counters are read, and not reset, when the planned forward has
+run, and when the first gradient reaches its backward. Steps 1, 2, 4, 8 and so on are measured, since losses may grow.
+A CPU's allocator keeps no counters: the memory set aside stays as assumed.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ from fxremat.torch_private import is_compiled_backward
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredLoss:
-    """Bytes above the level at the end of the forward."""
+    """The measured memory of a loss outside the model, in bytes above the level at the end of the forward."""
 
-    assumed: int  # what is set aside for outputs like these, where nothing is known
-    peak: int  # at the worst moment before the backward of the model; at least, where `exact` is False
-    held: int  # when that begins, the gradients of the outputs apart
+    assumed: int  # set aside for outputs like these while no loss was measured
+    peak: int  # the highest level before the model's backward; a lower bound where `exact` is False
+    held: int  # the level when that backward begins, without the gradients of the outputs
     exact: bool  # False: an earlier peak of the process hides that of the loss
 
 
 def levels_of(device: torch.device) -> tuple[int, int] | None:
-    """Bytes that are allocated now, and that were at most since the user has reset that; None where nobody counts."""
+    """Return the bytes allocated now, and their peak since the user reset it; None where the allocator has no counters.
+    """
     kind = kind_of(device)
     return (kind.allocated(device), kind.most_allocated(device)) if kind.can(Ability.STATISTICS) else None
 
@@ -42,7 +43,7 @@ class LossMeter:
     Args:
         step: the compiled step.
         trained: positions of its outputs that require grad.
-        tell: is given what was measured.
+        tell: called with each measurement.
     """
 
     def __init__(

@@ -1,13 +1,13 @@
-"""The drop-in module: trains inside the budget, evaluates as ever, and is the model in all other respects.
+"""The drop-in module: trains inside the budget, evaluates as before, and is the model in all other respects.
 
 `drop_in(model, options)` returns an instance of a class made for it: a subclass of the model's own, with the same name,
-whose instance shares the model's whole `__dict__`. So `isinstance`, attributes, methods, indexing, hooks and names are
+whose instance shares the model's `__dict__`. So `isinstance`, attributes, methods, indexing, hooks and names are
 the model's, and what is set on either is set on both. Only `forward` differs: a training call (train mode, gradients
-enabled) runs the planned graphs, any other call the model's own forward. What fxremat keeps stands in a slot, outside
-of the shared dictionary.
+enabled) runs the planned graphs, any other call the model's own forward. The state of fxremat is kept in a slot,
+outside of the shared dictionary.
 
     compiled(x)
-      Module.__call__            hooks of the model, run as ever
+      Module.__call__            hooks of the model, run as before
       Rematerialized.forward     plain(x), or the captured step: type(model).forward on the model, as one graph
 """
 
@@ -93,23 +93,23 @@ UNDER_TRANSFORM = (
 
 @dataclass(eq=False)
 class _Training:
-    """What fxremat keeps of one drop-in module."""
+    """The state that fxremat keeps for a drop-in module."""
 
     model: nn.Module
-    own: Any  # the method of the model's instance dictionary at the time, which its class's gives way to; or None
+    own: Any  # the method if it was set on the model's instance, and so overrides its class's, when compiled; or None
     plain: Callable[..., Any]  # the model's own method that is planned, `forward` unless another is named
     backend: Backend
     step: Callable[..., Any]  # the same, captured and planned
     shared: Shared | None  # parameters that ranks share
     shared_steps: Mapping[Reduction, Callable[..., Any]]  # for each way to reduce their gradients
-    step_anew: Callable[[bool], Callable[..., Any]]  # captures anew; True: each combination of sizes by itself
-    calls: int = 0  # of the drop-in's own forward
+    step_anew: Callable[[bool], Callable[..., Any]]  # captures again; True: each combination of sizes by itself
+    calls: int = 0  # number of calls of the drop-in's own forward
     warned: bool = False
-    keeps_masks: bool = False  # of padding, though they mask nothing: it computes some itself
-    hooks_off: bool = False  # it is captured without the hooks that only call requires_grad_
-    replaced: tuple[Any, Any] = (None, None)  # a forward that was put on the instance later, and what runs it
+    keeps_masks: bool = False  # padding masks that mask nothing are kept, since the model computes some itself
+    hooks_off: bool = False  # the model is captured without the hooks that only call requires_grad_
+    replaced: tuple[Any, Any] = (None, None)  # a forward that was set on the instance later, and its wrapper
     children: dict[nn.Module, PlannedChild] = field(default_factory=dict)  # planned for replaced forwards, by parent
-    by_child: bool = False  # the forward cannot be captured, as it was replaced
+    by_child: bool = False  # the forward was replaced and cannot be captured: a child is planned instead
     watched: list[Any] = field(default_factory=list)  # hooks of parameters, until a training call is planned
 
     def watch(self) -> None:
@@ -127,7 +127,10 @@ class _Training:
         self.watched += [parameter.register_post_accumulate_grad_hook(seen) for parameter in trained]
 
     def child_of(self, parent: nn.Module) -> PlannedChild | None:
-        """The child of a module whose forward was replaced that is most of the model, planned, if it can be."""
+        """Return the planned child of a module whose forward was replaced; None if none has most of the parameters.
+
+        None too with parameters that ranks share, and where the step runs an optimizer.
+        """
         name = largest_child(parent, sum(p.numel() for p in self.model.parameters()) / 2)
         if name is None or self.shared is not None or self.backend.options.optimizer is not None:
             return None
@@ -139,14 +142,14 @@ class _Training:
         return known
 
     def unwatch(self) -> None:
-        """Take the hooks off the parameters."""
+        """Remove the hooks of `watch` from the parameters."""
         for hook in self.watched:
             hook.remove()
         self.watched.clear()
 
 
 class _Ours:
-    """An attribute of drop-in modules that gives way to one of the model's of the same name."""
+    """A descriptor of an attribute of drop-in modules, which an attribute of the model of the same name overrides."""
 
     def __init__(self, read: Callable[[Any], Any]) -> None:
         self._read = read
@@ -167,7 +170,7 @@ class _Ours:
 
 
 class Inside:
-    """What fxremat does inside of a drop-in module: `model.fxremat`."""
+    """The plans of a drop-in module, and its weights on the host: `model.fxremat`."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
@@ -184,7 +187,7 @@ class Inside:
         return tuple(self._module._fxremat.backend.plans)
 
     def to_device(self) -> Any:
-        """Bring home, with weights on the host, what lives on the host: parameters and optimizer state, bit for bit.
+        """Move parameters and optimizer state that live on the host back to the device, bit for bit.
 
         Then model and optimizer train without fxremat as they would have all along. The next training call of this
         module moves them to the host again. Returns the module.
@@ -199,10 +202,9 @@ class Inside:
 
 
 class Rematerialized(_Base):
-    """What a drop-in module has beside its model: `.plan` says how it trains inside its budget, `.fxremat` the rest.
+    """The first base class of every drop-in module, before the model's class: it adds `.plan` and `.fxremat`.
 
-    It comes first among the bases of a class whose others are the model's class and its bases. A model that has
-    attributes of these names keeps them.
+    `.plan` is the latest plan, and `.fxremat` is an `Inside`. A model that has attributes of these names keeps them.
     """
 
     __slots__ = ()
@@ -216,11 +218,11 @@ class Rematerialized(_Base):
         fxremat = _Ours(lambda module: Inside(module))
 
     def __init_subclass__(cls, **_: Any) -> None:
-        """Do nothing: what the model's classes do when a subclass is made is not for this one."""
+        """Do nothing, so that `__init_subclass__` of the model's classes does not run for the drop-in's class."""
 
     @property
     def _compiled_call_impl(self) -> None:
-        """None: `model.compile()` changes how the model is called, not how this module is."""
+        """None: `model.compile()` changes how the model is called, and not how this module is called."""
 
     @_compiled_call_impl.setter
     def _compiled_call_impl(self, function: Any) -> None:
@@ -248,7 +250,7 @@ def plan_now(module: Rematerialized, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def drop_in(model: nn.Module, options: Options, target: Device | None = None) -> Rematerialized:
-    """A module that is the model in all respects, and trains inside a budget.
+    """Return a module that is the model in all respects, and trains inside a budget.
 
     With a `target` it only makes plans: they are of the target's kernels, which do not run where the model is.
     """
@@ -307,7 +309,7 @@ def captured(module: Rematerialized, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _leave(module: Any, until: Until, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CapturedStep | None:
-    """Make a training call that goes no further; return the captured step where that is how far it goes."""
+    """Make a training call that ends at the stage `until`; return the captured step if that is CAPTURED."""
     backend, model = module._fxremat.backend, module._fxremat.model
     if not model.training:
         raise FxrematError(
@@ -325,7 +327,7 @@ def _leave(module: Any, until: Until, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _shared(model: nn.Module) -> Shared | None:
-    """The parameters that ranks share; nothing of torch.distributed is imported for models that have none."""
+    """Return the parameters that ranks share, if any; for a model without, torch.distributed is not imported."""
     if "torch.distributed.fsdp" not in sys.modules:
         return None
     from fxremat.runtime.sharded import Shared
@@ -334,13 +336,13 @@ def _shared(model: nn.Module) -> Shared | None:
 
 
 def _call(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """`Module.__call__`, which sees to hooks."""
+    """Call the module through `Module.__call__`, which runs its hooks; in training, shared parameters are gathered."""
     with _gathering(self, _training_of(self)):
         return nn.Module.__call__(self, *args, **kwargs)
 
 
 def _gathering(module: Any, training: _Training) -> contextlib.AbstractContextManager[None]:
-    """For a training call: reading a parameter that ranks share gathers it."""
+    """Return a context for a training call, where reading a parameter that ranks share gathers it."""
     shared = training.shared
     if shared is None or shared.active or not _trains(module) or is_traced() is not None:
         return contextlib.nullcontext()
@@ -351,7 +353,7 @@ _classes: weakref.WeakValueDictionary[tuple[type[nn.Module], str, bool], type] =
 
 
 def _class_for(model: type[nn.Module], method: str, *, shared: bool) -> type:
-    """The class of drop-in modules for models of a class: of the same name, module and signature of the method."""
+    """Return the class of drop-in modules for models of a class: with the same name, module and method's signature."""
     if (known := _classes.get((model, method, shared))) is not None:
         return known
     names: dict[str, Any] = {
@@ -374,9 +376,10 @@ def _class_for(model: type[nn.Module], method: str, *, shared: bool) -> type:
 
 @contextlib.contextmanager
 def _no_sync(self: Any) -> Iterator[None]:
-    """Accumulate gradients without communication; the next backward outside of this reduces them all.
+    """Accumulate gradients without communication; the next backward outside of this context reduces them all.
 
-    As DistributedDataParallel's, it is around forward. Until then they are whole on each rank, and not in `.grad`.
+    As with DistributedDataParallel, it encloses forward. Until they are reduced, gradients have their full size on each
+    rank, and are not in `.grad`.
     """
     self.set_requires_gradient_sync(False)
     try:
@@ -393,9 +396,9 @@ def _set_requires_gradient_sync(self: Any, requires_gradient_sync: bool, *, recu
 
 
 class _Forward:
-    """The descriptor of `forward`: what a trainer sets on the instance later comes before ours, and may call it.
+    """The descriptor of `forward`: a function that a trainer sets on the instance later overrides it, and may call it.
 
-    At the class it is a function with the signature of the model's: trainers look there for the names of inputs.
+    Read from the class it is a function with the signature of the model's: trainers look there for names of inputs.
     """
 
     def __init__(self, own: Callable[..., Any], name: str) -> None:
@@ -437,7 +440,7 @@ def _trains(module: Any) -> bool:
 
 
 def _running(training: _Training, own: Callable[..., Any]) -> Callable[..., Any]:
-    """What runs a forward that was put on the instance: the same function as long as that is the same."""
+    """Return the wrapper that runs a forward set on the instance: the same one as long as that forward is the same."""
     if training.replaced[0] is not own:
         method = own if isinstance(own, types.MethodType) else None
         function: Callable[..., Any] = method.__func__ if method else own
@@ -456,7 +459,8 @@ def _running(training: _Training, own: Callable[..., Any]) -> Callable[..., Any]
 def _run_replaced(
     training: _Training, parent: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Run a replaced forward as it is; the model's own, or the largest child of `parent`, is planned as it calls it."""
+    """Run a replaced forward as it is; the model's own, or the largest child of `parent`, is planned where it calls that.
+    """
     training.unwatch()
     child, calls = training.child_of(parent), training.calls
     if child is None:
@@ -477,7 +481,7 @@ def _run_replaced(
 
 
 def _forward(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The model's forward, planned where it trains."""
+    """Run the model's forward: as planned where the module trains, else as it is."""
     training = _training_of(module)
     training.calls += 1
     if not _trains(module):
@@ -524,7 +528,7 @@ def _forward_planned(module: Any, training: _Training, args: tuple[Any, ...], kw
             if clear is None:
                 raise
             if isinstance(clear, FxrematError):
-                clear = clear.with_traceback(None)  # the way through dynamo would hide it
+                clear = clear.with_traceback(None)  # dynamo's frames would hide it
             raise clear from clear.__cause__
         training.by_child = True
     if training.by_child:
@@ -534,7 +538,7 @@ def _forward_planned(module: Any, training: _Training, args: tuple[Any, ...], kw
 
 def _plain_error(training: _Training, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exception | None:
     if training.shared is not None or training.backend.weights is not None:
-        return None  # parameters are not where forward takes them to be
+        return None  # forward would not find its parameters
     return plain_error(training.model, training.plain, (args, kwargs))
 
 
@@ -555,7 +559,7 @@ def _run(training: _Training, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def _padding_masks(training: _Training, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[torch.Tensor]:
-    """The masks among the inputs of a call that may be left out; none among ranks, which all capture the same."""
+    """Return the padding masks of a call that may be left out; none in a job of ranks, which all capture the same."""
     masks = padding_masks(by_name(training.backend.input_names, args, kwargs))
     if not (training.keeps_masks or among_ranks()):
         return [*masks.values()]
@@ -577,7 +581,7 @@ def _run_step(training: _Training, args: tuple[Any, ...], kwargs: dict[str, Any]
         step = training.shared_steps[training.shared.reduction]
     try:
         return step(*args, **kwargs)
-    except LayoutsDiffer as error:  # of symbolic sizes, at which it cannot be traced again
+    except LayoutsDiffer as error:  # in a step of symbolic sizes, which cannot be traced again
         training.backend.learn(error)
         training.backend.take_sizes_as_fixed(error)
         training.step = training.step_anew(True)
@@ -585,7 +589,7 @@ def _run_step(training: _Training, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _settle(module: Any, weights: Weights, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Plan before the first step that updates weights itself, and move to the host those that live there."""
+    """Plan, if that is not done yet, before a step that updates weights itself; move hosted ones to the host."""
     backend = module._fxremat.backend
     if not backend.plans:
         plan_now(module, args, kwargs)
@@ -610,7 +614,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def _refuse_double_backward(outputs: Any) -> Any:
-    """A gradient of a gradient would silently lack the recomputed part: say so when it is asked for."""
+    """Let the backward of these outputs raise with create_graph=True: recomputed parts would silently be missing."""
     for tensor in _tensors(outputs):
         if tensor.requires_grad and tensor.grad_fn is not None:
             tensor.register_hook(_check_single_backward)

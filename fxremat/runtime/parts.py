@@ -1,7 +1,8 @@
-"""A model that `torch.compile` broke into several graphs: each would take the whole budget, so the second is refused.
+"""Refusal of models that `torch.compile` breaks into several graphs, each of which would use the full budget.
 
-Every graph marks what it returns. A graph of another function, under the same `torch.compile` call, whose inputs were
-computed from that, would train together with it. (The same function again is another step, such as a recurrent one.)
+Every graph marks its outputs. A graph of another function, under the same `torch.compile` call, whose inputs were
+computed from marked outputs, would train together with the graph that marked them, and is refused. (A second graph of
+the same function is another step, such as a recurrent one.)
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ MARK = "fxremat part"
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """One graph that came through the dynamo backend."""
+    """A graph that came through the dynamo backend."""
 
     settings: object  # the options that `torch.compile` was given: the same object for all of its graphs
     frame: int | None  # the function that it was captured from
     broken_at: str | None  # where tracing stopped after it
 
     def marking(self, step: Callable[..., Sequence[Any]]) -> Callable[..., Sequence[Any]]:
-        """The step of this graph; autograd's nodes of what it returns remember the graph."""
+        """Wrap the step of this graph, so that autograd's nodes of its outputs are marked with the graph."""
 
         def call(*inputs: Any) -> Sequence[Any]:
             outputs = step(*inputs)
@@ -38,7 +39,7 @@ class Part:
         return call
 
     def refuse_if_second(self, inputs: Iterable[Any]) -> None:
-        """Raise `CaptureError` if inputs were computed by another part. O(autograd graph so far)."""
+        """Raise `CaptureError` if any of the inputs was computed by another part. O(autograd graph so far)."""
         stack = [x.grad_fn for x in inputs if isinstance(x, Tensor) and x.grad_fn is not None]
         seen = set(stack)
         while stack:
@@ -56,6 +57,6 @@ class Part:
 
 
 def _metadata(node: Any) -> dict[str, Any]:
-    """What Python code may keep with a node of autograd's graph."""
+    """Return the dictionary in which Python code may keep data with a node of autograd's graph."""
     found: dict[str, Any] = node.metadata
     return found

@@ -1,10 +1,11 @@
 """The plain model's own error on a call that cannot be captured: a wrong argument, shape, type or device.
 
-Dynamo stops at such a call as it does at a graph break. Which of both it is, the plain forward tells, run with nothing:
+Dynamo stops at such a call as it does at a graph break. To learn which of both it is, the plain forward is run without
+data, and without side effects:
 
     parameters, buffers, inputs        fake tensors of the same shapes, types and devices
-    attributes and containers          of modules: copies, and the originals put back
-    generators, standard output        put back, and dropped
+    attributes and containers          of modules: copies; the originals are put back
+    generators, standard output        states are put back; output is dropped
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ from fxremat.torch_private import as_without_fakes, real_tensors, silent, tensor
 
 NOTE = "fxremat ran the plain forward on tensors without data, since the call could not be captured: it fails, too"
 OF_FAKES = r"[Ff]ake ?[Tt]ensor|data pointer|data_ptr|tensor subclass|[Mm]eta ?[Tt]ensor|numpy\(\)|[Ss]torage"
-"""Errors of tensors without data, at which a real one does not fail."""
+"""Errors that only tensors without data raise."""
 
 
 def plain_error(model: nn.Module, forward: Callable[..., Any], call: Call) -> Exception | None:
-    """The exception that the model's plain forward raises at a call; None: nothing tells that it raises one.
+    """Return the exception that the model's plain forward raises at a call; None where none is known.
 
-    Takes the time of one forward without kernels, and no memory of the device. The model, its inputs and the random
-    states stay what they are. Models with tensors of other classes than PyTorch's own (shards, quantized weights) are
-    not asked.
+    This costs the time of one forward without kernels, and allocates nothing on the device. The model, its inputs and
+    the random states stay what they are. Models with tensors of other classes than PyTorch's own (shards, quantized
+    weights) are not run: the answer for them is None.
     """
     args, kwargs = call
     tensors = [x for x in (*model.parameters(), *model.buffers(), *pytree.tree_leaves(call)) if isinstance(x, Tensor)]
@@ -64,7 +65,7 @@ def _told(error: Exception) -> Exception | None:
 
 @contextlib.contextmanager
 def _put_back(model: nn.Module) -> Iterator[None]:
-    """Let modules keep their attributes, and what is in those that are containers, whatever is set inside."""
+    """Restore, at the end, the attributes of modules, and the content of those that are containers."""
     before = [(vars(module), dict(vars(module))) for module in model.modules()]
     try:
         for attributes, originals in before:

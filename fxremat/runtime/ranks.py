@@ -1,8 +1,8 @@
-"""The ranks that run a captured step together, and whether they have captured the same.
+"""The ranks that run a captured step together, and a check that all of them have captured the same graph.
 
-A step's collectives name the process groups that they run over; who plans together is everyone who can be reached
-through those groups. Graphs are compared op by op before anything else is done: ranks whose graphs differ would wait
-for each other for ever in the first collective that only one of them runs.
+A step's collectives name the process groups that they run over; all ranks that can be reached through those groups
+plan together. Graphs are compared op by op before anything else is done: ranks whose graphs differ would wait for each
+other for ever in the first collective that only one of them runs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fxremat.torch_private import group_named, ranks_of_group
 
 
 def ranks_of(joint: Captured, called_with: str) -> Agreement:
-    """An agreement of the ranks that run this step. Raises `FxrematError` where their graphs are not equal."""
+    """Return an agreement of the ranks that run this step. Raises `FxrematError` where their graphs are not equal."""
     names = list(dict.fromkeys(name for node in joint.nodes for name in groups_of(node)))
     if not names:
         return ALONE
@@ -54,7 +54,7 @@ def _difference(graphs: dict[int, tuple[str, str]]) -> str:
 
 
 def _digest(joint: Captured, groups: Sequence[str]) -> str:
-    """Equal for graphs with the same ops on values of the same sizes.
+    """Return a digest, equal for graphs with the same ops on values of the same sizes; sizes of inputs do not count.
 
     The shards of a parameter that cannot be divided evenly differ in size, and so does what pads them.
     """

@@ -1,10 +1,10 @@
-"""Strides of real results, where the fake tensors that a step is traced with have others.
+"""The strides of real results, for ops whose fake results, which a step is traced with, have other strides.
 
 What autograd runs depends on strides: whether a gradient is viewed or copied, and how a product is computed. torch
 derives the strides of fake results from decompositions and meta functions, some of which disagree with the kernels:
 
-    rules       what is known of ops whose fake result lies otherwise than any kernel's
-    observed    what the measuring walk saw, where a traced view turned out impossible (`cost.layouts`)
+    rules       strides of ops whose fake result has other strides than any kernel gives it
+    observed    strides that the measuring walk saw, where a traced view turned out impossible (`cost.layouts`)
 
 Without them tracing `F.elu(x).transpose(1, 2)` views in the backward what plain PyTorch copies, and the step fails.
 """
@@ -28,7 +28,8 @@ Rule = Callable[..., Sequence[Any]]  # arguments of an op -> strides of its firs
 
 
 def _of_operands(*places: int) -> Rule:
-    """Strides that TensorIterator gives a new result of the operands at these places, in its own order."""
+    """Return the rule of an op that runs in TensorIterator, with the places of its operands in TensorIterator's order.
+    """
     return lambda *args, **_: elementwise_strides(*(args[place] for place in places))
 
 
@@ -37,7 +38,7 @@ def _contiguous(place: int) -> Rule:
 
 
 def _suggested(place: int) -> Rule:
-    """Strides of channels-last where the operand is laid out so, else contiguous ones."""
+    """Return the rule of an op whose result is channels_last where the operand at `place` is, and else contiguous."""
 
     def rule(*args: Any, **_: Any) -> Sequence[Any]:
         shape, tensor = args[place].shape, args[place]
@@ -51,7 +52,7 @@ def _suggested(place: int) -> Rule:
 
 
 def _compact(shape: Sequence[Any], order: Iterable[int]) -> list[Any]:
-    """Strides without gaps of a tensor whose dimensions lie in this order, the outermost first."""
+    """Return strides without gaps for a tensor whose dimensions lie in this order, the outermost first."""
     strides: list[Any] = [1] * len(shape)
     step: Any = 1
     for dim in reversed(list(order)):
@@ -89,21 +90,21 @@ CPU_BATCH_NORM: Mapping[Any, Rule] = {
     aten._native_batch_norm_legit.no_stats: _suggested(0),
     aten.native_batch_norm_backward.default: _suggested(1),
 }
-"""Kernels of a CPU, but where regions are compiled, in which Inductor decides."""
+"""Kernels of a CPU, except where regions are compiled: there Inductor decides."""
 
 
-_known: dict[tuple[bool, bool], dict[Any, Any]] = {}  # fake results by the rules alone, for captures to come
+_known: dict[tuple[bool, bool], dict[Any, Any]] = {}  # fake results by the rules alone, for later captures
 
 
 def real_layouts(
     observed: Mapping[str, Strides], *, cpu: bool, compiled: bool = False
 ) -> contextlib.AbstractContextManager[None]:
-    """While a step is traced: fake results have the strides of real ones.
+    """Return a context to trace a step in, where fake results have the strides of real ones.
 
     Args:
-        observed: strides of the outputs of ops by `cost.layouts.key_of`, which come before the rules.
-        cpu: whether a CPU's kernels are to run what is traced on CPU tensors.
-        compiled: whether regions are compiled.
+        observed: strides of the outputs of ops by `cost.layouts.key_of`, which take precedence over the rules.
+        cpu: True if a CPU's kernels are to run what is traced on CPU tensors.
+        compiled: True if regions are compiled.
     """
     rules = {**EVERYWHERE, **(CPU if cpu else {}), **(CPU_BATCH_NORM if cpu and not compiled else {})}
     known = {} if observed else _known.setdefault((cpu, compiled), {})

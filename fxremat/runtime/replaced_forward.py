@@ -1,8 +1,9 @@
-"""A `forward` that somebody put on an instance: it runs as it is, and the part of the model that it calls is planned.
+"""A `forward` that somebody set on an instance: it runs as it is, and the part of the model that it calls is planned.
 
 Trainers replace the forward of a model: to compute the loss in pieces, without logits (TRL), or under autocast
-(accelerate). What they put in its place calls either the forward that was there before, which is planned as ever, or
-parts of the model: one that is most of it is planned, and what is computed from its outputs is a loss outside of it.
+(accelerate). The replacement calls either the forward that was there before, which is planned as usual, or parts of
+the model. A part that has most of the parameters is then planned, and what is computed from its outputs counts as a
+loss outside of it.
 """
 
 from __future__ import annotations
@@ -19,21 +20,25 @@ from fxremat.torch_private import children_of
 
 log = logging.getLogger(__name__)
 WRAPPERS = ("lightning.fabric.wrappers", "lightning_fabric.wrappers")
-"""Of modules whose forward is a library's, around that of the model; Fabric's cannot be captured with its precision."""
+"""Python modules whose classes wrap a model in a forward of their own; Fabric's cannot be captured, for its precision.
+"""
 
 
 def replaced_in(model: nn.Module, *, itself: bool) -> nn.Module | None:
-    """The outermost module whose forward was replaced on the instance, or a library's wrapper; None: there is none.
+    """Return the outermost module whose forward was replaced on the instance, or a library's wrapper; None if none is.
 
     Args:
-        itself: whether the model is one of them; not where its forward was replaced after it was compiled.
+        itself: True if the model itself counts, whose forward was then replaced before it was compiled.
     """
     modules = (m for m in model.modules() if "forward" in vars(m) and (itself or m is not model))
     return model if type(model).__module__ in WRAPPERS else next(modules, None)
 
 
 def largest_child(module: nn.Module, least: float) -> str | None:
-    """The name of the child with the most parameters, by elements, `least` of them or more, of which some train."""
+    """Return the name of the child with the most parameters, some of them trained; None if it has less than `least`.
+
+    Parameters are counted by their elements.
+    """
     children = [(sum(p.numel() for p in c.parameters()), name) for name, c in module.named_children() if _trains(c)]
     count, name = max(children, default=(0, None))
     return name if count >= least else None
@@ -55,13 +60,13 @@ class PlannedChild:
 
     @contextlib.contextmanager
     def standing_in(self) -> Iterator[None]:
-        """Inside, the parent calls the planned child."""
+        """Let the parent call the planned child, inside of this context."""
         with self._changed(self.plain, self.planned):
             yield
 
     @contextlib.contextmanager
     def put_aside(self) -> Iterator[None]:
-        """Inside, where the planned child stands in, the parent calls its own again."""
+        """Let the parent call its own child again, inside of this context, where the planned one stands in for it."""
         with self._changed(self.planned, self.plain):
             yield
 

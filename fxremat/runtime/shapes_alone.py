@@ -1,10 +1,10 @@
-"""Models without data: planned as tensors that have the shapes, types and layouts of a CPU's, and no memory.
+"""Models without data, planned with fake CPU tensors, which have shapes, types and layouts, and no memory.
 
     parameters and buffers on the meta device, or fake       replaced by fake CPU tensors, and put back afterwards
     inputs: meta, fake or real                               the same
 
-Many ops have no gradient on the meta device: a graph that is captured there has no backward. Fake CPU tensors go the
-way of real ones.
+Many ops have no gradient on the meta device: a graph that is captured there has no backward. Fake CPU tensors are
+traced as real ones are.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def refuse_without_data(model: nn.Module, what: str, instead: str = WHAT_IF) -> 
 
 @contextlib.contextmanager
 def with_fakes(model: nn.Module, call: Call, options: Options) -> Iterator[Call]:
-    """The arguments of a call with which a model without data can be captured, while its tensors are fake ones.
+    """Yield arguments with which a model without data can be captured; fake tensors replace its own meanwhile.
 
     A model and inputs that have data are left alone, and nothing is copied. Afterwards every tensor is where it was.
 
@@ -61,7 +61,7 @@ def with_fakes(model: nn.Module, call: Call, options: Options) -> Iterator[Call]
     fakes = Fakes(torch.device("cpu"))
     places = list(tensor_places(model))
     try:
-        with real_tensors():  # a fake mode around this call would take what planning computes with for fake, too
+        with real_tensors():  # a fake mode around this call would make planning's own tensors fake, too
             for holder, name, tensor in places:
                 holder[name] = fakes.like(tensor)
             yield pytree.tree_map_only(Tensor, fakes.like, call)
@@ -71,10 +71,10 @@ def with_fakes(model: nn.Module, call: Call, options: Options) -> Iterator[Call]
 
 
 class Fakes:
-    """Fake tensors in the place of others: one for each, so that tied parameters stay tied.
+    """Fake counterparts of tensors: one for each, so that tied parameters stay tied.
 
     Args:
-        device: where they are said to be; None: where the others are.
+        device: the device that fake tensors name as theirs; None: that of the original.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -82,7 +82,7 @@ class Fakes:
         self.made: dict[int, Tensor] = {}
 
     def like(self, tensor: Tensor) -> Tensor:
-        """The fake tensor for this one; a tensor that is not strided stays what it is."""
+        """Return the fake counterpart of a tensor; one that is not strided is returned as it is."""
         if tensor.layout is not torch.strided:
             return tensor
         if id(tensor) not in self.made:

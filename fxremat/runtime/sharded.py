@@ -1,14 +1,14 @@
-"""Training a model whose parameters ranks share: for a call, reading a parameter gathers it, as an op of the step.
+"""Training of models whose parameters ranks share: during a call, reading a parameter gathers it, as an op of the step.
 
     with sharded.for_training():        the model's own code reads self.weight, and gets the whole parameter
         step(*inputs)                   dynamo captures the gather, autograd its reduction
 
-For that time each module is of a subclass of its own class, with a property for every shared parameter, and FSDP2's
-hooks are away: they would gather and reduce by themselves. Any other call finds the model as `fully_shard` left it.
-Parameters stay the same tensors, so that optimizers, `state_dict` and checkpoints see nothing of it.
+During such a call each module is of a subclass of its own class, with a property for every shared parameter, and
+FSDP2's hooks are removed: they would gather and reduce by themselves. Any other call finds the model as `fully_shard`
+left it. Parameters stay the same tensors, so that optimizers, `state_dict` and checkpoints do not notice.
 
-A step may leave gradients unreduced (`no_sync`): they wait, whole and summed, in `.grad` of tensors without memory of
-their own, one a parameter, and the next step that reduces adds them to its own first.
+A step may leave gradients unreduced (`no_sync`): they wait, in full size and summed, in `.grad` of tensors without
+memory of their own, one for each parameter. The next step that reduces adds them to its own gradients first.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ from fxremat.runtime.torch_fsdp import (
 WAITING = "_fxremat_unreduced"  # attribute of a module: unreduced gradients by parameter name, while a call runs
 
 
-REPLICATED = "_fxremat_replicated"  # attribute of a model, which goes, and is copied, with it: its parameters
+REPLICATED = "_fxremat_replicated"  # attribute of a model: its parameters; it is freed and copied with the model
 
 
 class Reduction(Enum):
-    """What a step does with its gradients."""
+    """The use that a step makes of its gradients."""
 
     REDUCE = "reduce"
-    KEEP = "keep"  # whole, on this rank
+    KEEP = "keep"  # in full size, on this rank
     REDUCE_ALL = "reduce all"  # together with those that were kept
 
 
 @dataclass(frozen=True, eq=False)
 class _Reading:
-    """How a module's parameters are read while it trains: a class for each kind of reduction, and hooks."""
+    """The classes of a module while it trains, by the kind of reduction, and what its hooks would have cast."""
 
     module: nn.Module
     classes: Mapping[Reduction, type]
@@ -64,7 +64,7 @@ class _Reading:
 
 
 class _Step:
-    """Lives as long as the autograd graph of a step, whose hooks have it."""
+    """A token that lives as long as the autograd graph of a step, whose hooks refer to it."""
 
 
 def _nobody() -> None:
@@ -78,15 +78,15 @@ class Shared:
     model: nn.Module
     parameters: Sequence[ShardedParameter]
     readings: Sequence[_Reading]
-    unreduced: dict[int, torch.Tensor] = field(default_factory=dict)  # by place in `parameters`
-    sync: bool = True  # for models that FSDP2 knows nothing of
+    unreduced: dict[int, torch.Tensor] = field(default_factory=dict)  # their `.grad` waits; by place in `parameters`
+    sync: bool = True  # whether gradients are reduced, for replicated models, which have no flag of FSDP2's
     reduction: Reduction = Reduction.REDUCE  # what the present step does with its gradients
-    active: bool = False  # whether reading a parameter gathers it now
-    _taken: Callable[[], _Step | None] = _nobody  # the step that reduces the unreduced ones, until its backward
+    active: bool = False  # True while reading a parameter gathers it
+    _taken: Callable[[], _Step | None] = _nobody  # the step that will reduce the unreduced ones, until its backward
 
     @classmethod
     def of(cls, model: nn.Module) -> Shared | None:
-        """What is shared of a model that `fully_shard`, torch's or fxremat's, was called on; None for any other."""
+        """Return the shared parameters of a model that torch's or our `fully_shard` was called on; None for others."""
         replicated = model.__dict__.get(REPLICATED)
         if replicated is not None:
             if is_sharded(model):
@@ -103,7 +103,8 @@ class Shared:
         return Reduction.REDUCE_ALL if self._kept() else Reduction.REDUCE
 
     def _kept(self) -> bool:
-        """Whether gradients wait that no step under way has taken; one whose outputs are gone gives them back."""
+        """Tell whether gradients wait that no step in progress will reduce; a step whose outputs are freed never will.
+        """
         return self._taken() is None and any(tensor.grad is not None for tensor in self.unreduced.values())
 
     @contextlib.contextmanager
@@ -131,13 +132,14 @@ class Shared:
         }
 
     def stand_in(self, module: nn.Module) -> None:
-        """Let a drop-in module be the model to FSDP2, too."""
+        """Let FSDP2 find the model's state by the drop-in module, too."""
         if is_sharded(self.model):
             adopt(module, self.model)
 
     @contextlib.contextmanager
     def _with_unreduced(self, reduction: Reduction) -> Iterator[None]:
-        """Give modules what takes gradients that are not reduced, or those that wait."""
+        """Give modules, for each parameter, the tensor that collects unreduced gradients; to reduce all, the gradients.
+        """
         given: dict[nn.Module, dict[str, torch.Tensor]] = {}
         for place, parameter in enumerate(self.parameters):
             for module, name in parameter.places:
@@ -154,7 +156,7 @@ class Shared:
                 del module.__dict__[WAITING]
 
     def _unreduced(self, place: int, parameter: ShardedParameter, module: nn.Module, name: str) -> torch.Tensor:
-        """A leaf as large as a parameter, which takes its gradient and has no memory of its own."""
+        """Return a leaf with a parameter's full shape, which collects its gradient and has no memory of its own."""
         if place not in self.unreduced:
             shard = _local(module._parameters[name])
             sharing = parameter.sharing
@@ -164,9 +166,9 @@ class Shared:
         return self.unreduced[place]
 
     def before_backward_of(self, outputs: Sequence[torch.Tensor]) -> None:
-        """Return to shards when the backward begins, and let go of the unreduced gradients that this step reduces.
+        """Return to shards when the backward begins, and free the unreduced gradients that this step reduces.
 
-        An evaluation since forward has left the root's parameters whole, and gradients are of the shards.
+        An evaluation since forward has left the root's parameters unsharded, and gradients belong to the shards.
         """
         reduces_all = self.reduction is Reduction.REDUCE_ALL
         step = _Step()
@@ -190,18 +192,18 @@ def _local(parameter: Any) -> torch.Tensor:
 
 
 def note_replicated(model: nn.Module, parameters: Sequence[ShardedParameter]) -> None:
-    """Remember that every rank holds these parameters whole, and that their gradients are averaged."""
+    """Remember that every rank holds these parameters in full, and that their gradients are averaged."""
     model.__dict__[REPLICATED] = parameters
 
 
 def is_replicated(model: nn.Module) -> bool:
-    """Whether `fully_shard(..., replicate=True)` was called on the model."""
+    """Tell whether `fully_shard(..., replicate=True)` was called on the model."""
     return REPLICATED in model.__dict__
 
 
 @contextlib.contextmanager
 def _swapped(reading: _Reading, reduction: Reduction) -> Iterator[None]:
-    """Let a module be of the class that gathers, without FSDP2's hooks."""
+    """Make a module one of the class that gathers, and without FSDP2's hooks, inside of this context."""
     module = reading.module
     names = ("_forward_pre_hooks", "_forward_hooks")
     before = {name: module.__dict__[name] for name in names}
@@ -247,7 +249,7 @@ _classes: dict[Any, type] = {}
 def _class_of(
     module: nn.Module, named: Mapping[str, ShardedParameter], casts: Casts | None, reduction: Reduction
 ) -> type:
-    """The class of a module whose parameters are gathered when it reads them; modules that are alike share one."""
+    """Return the subclass of a module's class that gathers parameters when they are read; similar modules share one."""
     own = type(module)
     about = tuple((name, parameter.sharing, parameter.inner) for name, parameter in named.items())
     key = (own, about, casts and (casts.inputs, casts.outputs), reduction)
@@ -288,7 +290,7 @@ def _writer(name: str) -> Callable[[Any, Any], None]:
 
 
 def _casting(forward: Callable[..., Any], casts: Casts) -> Callable[..., Any]:
-    """The forward, with inputs and outputs in the types of a mixed precision policy."""
+    """Wrap a forward to cast its inputs and outputs to the types of a mixed precision policy."""
 
     def cast(value: Any, dtype: torch.dtype | None) -> Any:
         if dtype is None:

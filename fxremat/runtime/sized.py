@@ -1,13 +1,13 @@
 """One captured step that serves many sizes: a program for each is chosen before its forward runs.
 
     capture     a joint graph with symbolic sizes, and a pair of graphs that AOTAutograd reads its contract from
-    call        sizes -> number of a program -> its forward; sizes and number are saved beside what that saves
+    call        sizes -> number of a program -> its forward; sizes and number are saved with the tensors that it saves
     backward    number -> the backward of the same program, whatever was planned in between
 
 Programs do not depend on sizes: an order of ops is emitted once, and runs at all sizes for which it is chosen.
 
-AOTAutograd fixes the number of saved tensors and saved numbers when it compiles (2.11, 2.13), so that there are slots
-for as many as any program saves, which hold one empty tensor, and 0, where a program saves less:
+AOTAutograd fixes how many tensors and numbers are saved when it compiles (2.11, 2.13). So there are slots for as many
+as any program saves; where a program saves fewer, the other slots hold an empty tensor, or 0:
 
     forward    (*primals, symbolic numbers among them) -> (*outputs, *saved tensors, *saved numbers)
     backward   (*saved numbers, *saved tensors, *tangents) -> gradients
@@ -36,25 +36,25 @@ from fxremat.step.program import Order
 from fxremat.step.step_graph import Origin
 from fxremat.torch_private import boxed, real_tensors, taking_a_list
 
-AT_MOST = 8  # programs that are emitted at a time
-MOST_SIZES = 10_000  # for which the choice of a program is remembered
-REMEMBERED = 256  # sizes whose numbers are worked out
-AS_GOOD = 1.01  # times the seconds of the best: an emitted program that takes no more is not worth another one
-GOOD_ENOUGH = 1.03  # the same where there are as many as may be, but for the one that keeps everything
+AT_MOST = 8  # programs whose emitted graphs are kept at a time
+MOST_SIZES = 10_000  # combinations of sizes for which the choice of a program is remembered
+REMEMBERED = 256  # combinations of sizes for which the numbers computed from them are remembered
+AS_GOOD = 1.01  # an emitted program within this factor of the least time is run, and no other one is emitted
+GOOD_ENOUGH = 1.03  # the same factor once all places for emitted programs are taken but the one left for keep-all
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
 class _Slots:
-    """How many tensors and numbers any program saves at most, the sizes apart."""
+    """The most tensors and numbers that any program saves; sizes are not counted."""
 
     tensors: int
     numbers: int
 
     @classmethod
     def of(cls, joint: Captured) -> _Slots:
-        """The slots of a graph: one for each value that its forward has at hand, and for each state of a random op."""
+        """Count the slots of a graph: one for each input and forward value, and for each state of a random op."""
         given = (Origin.PRIMAL, Origin.FORWARD)
         shown = [joint.shown[value.index].meta.get("val") for value in joint.values if value.origin in given]
         numbers = sum(map(is_number, shown))
@@ -68,19 +68,19 @@ class _Emitted:
 
     forward: Callable[[list[Any]], Any]
     backward: Callable[[list[Any]], Any]
-    forward_sizes: tuple[Size, ...]  # that the forward is given after the primals
-    backward_sizes: tuple[Size, ...]  # that the backward is given first
-    tensors: int  # how many the forward saves
-    numbers: int  # the same, sizes apart
+    forward_sizes: tuple[Size, ...]  # passed to the forward after the primals
+    backward_sizes: tuple[Size, ...]  # passed to the backward before all else
+    tensors: int  # how many tensors the forward saves
+    numbers: int  # how many numbers it saves; sizes are not counted
 
 
 class Sized:
     """A captured step with symbolic sizes, as AOTAutograd calls it.
 
     Args:
-        as_called: the arguments of the forward as the model was called with them.
-        described: the sizes of those, for messages.
-        on_plan: is given every new plan.
+        as_called: returns the arguments of the forward in the order in which the model was called with them.
+        described: returns the sizes of these as text, for messages.
+        on_plan: called with every new plan.
     """
 
     def __init__(
@@ -97,21 +97,21 @@ class Sized:
         self._symbolic = plans.symbolic
         self._outputs = len(self._symbolic.forward_outputs)
         self._slots = _Slots.of(self._symbolic)
-        self._orders: list[Order] = []  # of the programs, by number: any backward may still ask for its own
+        self._orders: list[Order] = []  # of the programs, by number; all stay, since a backward may need any
         self._number_of: dict[object, int] = {}
-        self._chosen: dict[Dims, int] = {}  # by those of the sizes that tensors depend on
+        self._chosen: dict[Dims, int] = {}  # number of a program, by the sizes that tensors depend on
         self._emitted: OrderedDict[int, _Emitted] = OrderedDict()
-        self._fresh = frozenset[int]()  # ops that make new results at all sizes, since they must at one
+        self._fresh = frozenset[int]()  # ops that allocate their result at all sizes, since they must at one
         self._numbers: Callable[[Dims], Numbers] = lru_cache(maxsize=REMEMBERED)(graph.numbers)
         with real_tensors():
             self._empty = torch.empty(0)
 
     def forward_of(self, _: fx.GraphModule) -> Callable[..., Any]:
-        """What runs the forward, in the place of the contract's."""
+        """Return the function that runs the forward, in place of the graph of `contract`."""
         return self.forward
 
     def backward_of(self, _: fx.GraphModule) -> Callable[..., Any]:
-        """What runs the backward, in the place of the contract's."""
+        """Return the function that runs the backward, in place of the graph of `contract`."""
         return taking_a_list(self.backward)
 
     def forward(self, arguments: list[Any]) -> list[Any]:
@@ -149,7 +149,7 @@ class Sized:
         return without(program.backward(given), self._symbolic.outputs_needed, unused)
 
     def choose(self, arguments: Sequence[Any]) -> int:
-        """Plan for the sizes of these arguments: the number of a program.
+        """Plan for the sizes of these arguments, and return the number of the program.
 
         Nothing has run yet, and nothing is kept where nothing fits.
         """
@@ -169,7 +169,7 @@ class Sized:
         return number
 
     def contract(self) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Two graphs that have the inputs and outputs of `forward` and `backward`, and are never run."""
+        """Return two graphs that have the inputs and outputs of `forward` and `backward`, and are never run."""
         joint, sizes = self._symbolic, self._graph.inputs
         like = next(node.meta["val"] for node in joint.primals if isinstance(node.meta.get("val"), torch.Tensor))
         with like.fake_mode:
@@ -202,7 +202,7 @@ class Sized:
         return tuple(dims[place] for place in self._graph.shaping)
 
     def _as_emitted(self, fitting: Sequence[Candidate]) -> Candidate:
-        """The fastest candidate that fits, or one that is emitted and nearly as fast; never in place of keeping all."""
+        """Return the fastest candidate that fits, or, unless that is keep-all, an emitted one nearly as fast."""
         if len(fitting[0].order().ops) == len(self._symbolic.ops):
             return fitting[0]
         most = (AS_GOOD if len(self._emitted) < AT_MOST - 1 else GOOD_ENOUGH) * fitting[0].time
@@ -211,7 +211,7 @@ class Sized:
         return next(emitted, fitting[0])
 
     def _program(self, number: int) -> _Emitted:
-        """The graphs of a program: emitted when it is first asked for, and again where others came in between."""
+        """Return the graphs of a program: emitted at its first use, and again after `AT_MOST` others displaced them."""
         if number not in self._emitted:
             self._emitted[number] = self._emit(self._orders[number])
             if len(self._emitted) > AT_MOST:
@@ -233,7 +233,7 @@ class Sized:
 
 
 class _Contract:
-    """A graph of the form that AOTAutograd asks for, whose ops stand for others."""
+    """A graph with the inputs and outputs that AOTAutograd asks for, whose ops only stand for other results."""
 
     def __init__(self) -> None:
         self.graph = fx.Graph()
@@ -247,13 +247,13 @@ class _Contract:
             self.nodes[node] = made
 
     def new(self, value: Any, meta: dict[str, Any] | None = None) -> fx.Node:
-        """Add an op that shows a value."""
+        """Add an op whose metadata show a value."""
         made = self.graph.call_function(aten.empty.memory_format, ([0],))
         made.meta = {**(meta or {}), "val": value}
         return made
 
     def made(self, node: object) -> Any:
-        """An op in the place of what another graph returns; a constant as it is."""
+        """Return a node that stands for what another graph returns; a constant is returned as it is."""
         if not isinstance(node, fx.Node):
             return node
         return self.nodes[node] if node in self.nodes else self.new(node.meta.get("val"), node.meta)

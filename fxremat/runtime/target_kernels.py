@@ -1,4 +1,4 @@
-"""What CUDA's kernels would put into a graph that is captured on a CPU, for plans that are only looked at.
+"""The ops of CUDA's attention kernels, in graphs that are captured on a CPU, for plans that are only looked at.
 
     scaled_dot_product_attention    in half precision cuDNN's (H100, H200, B200) or flash attention, else the
                                     memory-efficient kernel, else products and a softmax, chosen as PyTorch chooses
@@ -23,22 +23,22 @@ from fxremat.torch_private import composite_kernels, torch_release
 aten = torch.ops.aten
 
 HALF = (torch.float16, torch.bfloat16)
-WIDEST_HEAD = 256  # that flash attention takes
-GROUPED = (2, 14)  # the release from which on the memory-efficient kernel takes keys that heads share
-NARROWED = (2, 14)  # the release from which on cuDNN's takes no dropout, and heads up to 128 (read in 2.11 and 2.14)
+WIDEST_HEAD = 256  # that flash attention supports
+GROUPED = (2, 14)  # the release since which the memory-efficient kernel supports keys that several heads share
+NARROWED = (2, 14)  # the release since which cuDNN's supports no dropout, and heads up to 128 (read in 2.11 and 2.14)
 NARROW_HEAD = 128
-CUDNN_STEP = 8  # of which the widths of cuDNN's heads are multiples
-FLASH_STEP = 8  # to whose multiples heads are padded for flash attention
+CUDNN_STEP = 8  # widths of heads are multiples of this for cuDNN's kernel
+FLASH_STEP = 8  # heads are padded to multiples of this for flash attention
 
 
 def captured_alike(one: Device, other: Device) -> bool:
-    """Whether a step that is captured for one device is the same for another."""
+    """Tell whether a step that is captured for one device is the same for another."""
     return all(getattr(one, of) == getattr(other, of) for of in ("cuda", "flash", "cudnn_attention"))
 
 
 @contextlib.contextmanager
 def kernels_of(device: Device) -> Iterator[None]:
-    """Capture what the device's kernels would compute and save. What is captured meanwhile cannot run on a CPU."""
+    """Let attention be captured as the device's kernels compute and save it. Such graphs cannot run on a CPU."""
 
     def attention(
         query: Tensor,
@@ -79,7 +79,7 @@ def kernels_of(device: Device) -> Iterator[None]:
 def _takes_cudnn(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float, device: Device
 ) -> bool:
-    """Tell whether PyTorch takes cuDNN's attention: `can_use_cudnn_attention` of aten's cuda/sdp_utils.cpp."""
+    """Tell whether PyTorch chooses cuDNN's attention: `can_use_cudnn_attention` of aten's cuda/sdp_utils.cpp."""
     if device.cudnn_attention is None or query.dtype not in HALF or query.dim() != 4 or key.shape[-2] == 1:
         return False
     if mask is not None and mask.requires_grad:
@@ -94,7 +94,7 @@ def _takes_cudnn(
 def _takes_flash(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, device: Device
 ) -> bool:
-    """Whether PyTorch takes flash attention: `can_use_flash_attention` of aten's cuda/sdp_utils.cpp."""
+    """Tell whether PyTorch chooses flash attention: `can_use_flash_attention` of aten's cuda/sdp_utils.cpp."""
     width = query.shape[-1]
     if not device.flash or mask is not None or query.dtype not in HALF or query.dim() != 4:
         return False
@@ -104,17 +104,17 @@ def _takes_flash(
 
 
 def _same_heads(query: Tensor, key: Tensor, value: Tensor, *, grouped: bool) -> bool:
-    """Whether batches are equal, and heads too, but where keys are shared by groups of heads."""
+    """Tell whether batch sizes are equal, and numbers of heads too, unless groups of heads share keys (`grouped`)."""
     batches, heads = ((query.shape[d] == key.shape[d] == value.shape[d]) for d in (0, 1))  # sizes may be symbolic
     return batches and (heads or grouped)
 
 
 def _takes_efficient(query: Tensor, key: Tensor, value: Tensor, device: Device, *, grouped: bool) -> bool:
-    """Whether PyTorch takes the memory-efficient kernel: `can_use_mem_efficient_attention` of the same file."""
+    """Tell whether PyTorch chooses the memory-efficient kernel: `can_use_mem_efficient_attention` of the same file."""
     groups = grouped and torch_release() >= GROUPED
     if query.dim() != 4 or not (groups or query.shape[1] == key.shape[1] == value.shape[1]):
         return False
-    if query.dtype is torch.bfloat16 and not device.flash:  # as old devices have neither
+    if query.dtype is torch.bfloat16 and not device.flash:  # old devices have neither
         return False
     step = 8 if query.dtype in HALF else 4
     return query.dtype in (*HALF, torch.float32) and query.shape[-1] % step == value.shape[-1] % step == 0
@@ -134,7 +134,7 @@ def _flash(
 
 
 def _as_bias(mask: Tensor, query: Tensor) -> Tensor:
-    """The mask as what is added to the scores: kernels take no booleans."""
+    """Convert a mask to the bias that is added to the scores: kernels support no booleans."""
     if mask.dtype is not torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, -torch.inf)

@@ -1,4 +1,4 @@
-"""What `torch.distributed.fsdp.fully_shard` keeps of a model: every private name of FSDP2, read in torch 2.13.
+"""The state that `torch.distributed.fsdp.fully_shard` keeps of a model: all private names of FSDP2, read in torch 2.13.
 
 Its states are found by `FSDPModule._get_fsdp_state()`, its parameters in `FSDPState._fsdp_param_groups[*].fsdp_params`,
 and its two hooks a module are methods of the state. In 2.11 a state has one `_fsdp_param_group` or none.
@@ -23,26 +23,26 @@ from fxremat.ops.gathered import Sharing
 class ShardedParameter:
     """A parameter of a model that `fully_shard` was called on."""
 
-    places: tuple[tuple[nn.Module, str], ...]  # the modules that have it, with its name there; several: it is tied
+    places: tuple[tuple[nn.Module, str], ...]  # the modules that have it, with its name in each; several: it is tied
     sharing: Sharing
-    inner: tuple[Any, tuple[Any, ...]] | None  # mesh and placements of the whole, where tensor parallelism cut that
+    inner: tuple[Any, tuple[Any, ...]] | None  # mesh and placements of the gathered one, if tensor parallelism cut it
 
 
 @dataclass(frozen=True, eq=False)
 class Casts:
-    """The types in which a module's inputs and outputs are, by its mixed precision policy."""
+    """The types that a module's inputs and outputs are cast to, by its mixed precision policy; None: no cast."""
 
     inputs: torch.dtype | None
     outputs: torch.dtype | None
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether `fully_shard` was called on a part of the model, or on all of it."""
+    """Tell whether `fully_shard` was called on a part of the model, or on all of it."""
     return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
 def states_of(model: nn.Module) -> Iterator[Any]:
-    """The states of a model, each once."""
+    """Yield FSDP2's states of a model's modules, each once."""
     seen: set[int] = set()
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -73,14 +73,14 @@ def adopt(module: Any, model: Any) -> None:
 
 
 def back_to_shards(model: nn.Module) -> None:
-    """Free whole parameters that an evaluation left behind, so that the model has its shards."""
+    """Free unsharded parameters that an evaluation left behind, so that the model has its shards again."""
     for module in model.modules():
         if isinstance(module, FSDPModule) and any(not group.is_sharded for group in _groups_of(_state_of(module))):
             module.reshard()
 
 
 def syncs(model: nn.Module) -> bool:
-    """Whether gradients are reduced in the next backward: `set_requires_gradient_sync`.
+    """Tell whether gradients are reduced in the next backward: `set_requires_gradient_sync`.
 
     Raises `FxrematError` where that is not the same for all parts.
     """
@@ -97,14 +97,14 @@ def syncs(model: nn.Module) -> bool:
 
 
 def is_hook(hook: Any) -> bool:
-    """Whether a forward hook, or one before it, is FSDP2's."""
+    """Tell whether a forward hook, or a forward pre-hook, is FSDP2's."""
     owner = getattr(hook, "__self__", None)
     module = getattr(hook, "__module__", None) or type(hook).__module__
     return type(owner).__name__ == "FSDPState" or str(module).startswith("torch.distributed.fsdp._fully_shard")
 
 
 def casts_of(model: nn.Module) -> Mapping[nn.Module, Casts]:
-    """What FSDP2's hooks do to inputs and outputs beside gathering, for modules where they do something."""
+    """Return the casts that FSDP2's hooks make, besides gathering, by the modules where they make any."""
     found: dict[nn.Module, Casts] = {}
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -116,7 +116,7 @@ def casts_of(model: nn.Module) -> Mapping[nn.Module, Casts]:
 
 
 def parameters_of(model: nn.Module) -> list[ShardedParameter]:
-    """The sharded parameters of a model. Raises `FxrematError` for what cannot be planned."""
+    """Return the sharded parameters of a model. Raises `FxrematError` for what cannot be planned."""
     found = []
     for number, group in enumerate(group for state in states_of(model) for group in _groups_of(state)):
         if isinstance(group.offload_policy, CPUOffloadPolicy):
@@ -171,7 +171,7 @@ def _parameter(parameter: Any, group: Any, bucket: int) -> ShardedParameter:
 
 
 def division(dtype: torch.dtype, ranks: int, group: Any = None) -> tuple[str, float, float]:
-    """The reduction, and what gradients are divided by before and after it.
+    """Return the reduction, and what gradients are divided by before and after it.
 
     As FSDP2 does: an average; for float16, whose range is small, a part of the division comes before the sum.
     """

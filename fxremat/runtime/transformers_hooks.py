@@ -1,4 +1,4 @@
-"""What a library's model does that no trace can follow: done ahead of the call or left out, where tracing met it.
+"""Hooks of libraries' models that no trace can follow: installed ahead of the call or left out, once tracing met them.
 
 transformers 5         the hooks that collect hidden states, attentions and router logits are put in place at the first
                        call under a lock, by `transformers.utils.output_capturing.maybe_install_capturing_hooks`
@@ -19,7 +19,7 @@ from fxremat.torch_private import forward_hooks_of
 
 
 def set_up(model: nn.Module, place: str) -> bool:
-    """Do what the code at `place`, where tracing stopped, would have done at a plain call. False: nothing to do."""
+    """Do what the code at `place`, where tracing stopped, does at a plain call. Returns False if nothing was to do."""
     capturing = sys.modules.get("transformers.utils.output_capturing")
     if capturing is None or "maybe_install_capturing_hooks" not in place:
         return False
@@ -50,7 +50,7 @@ def _groups_heads(config: Any) -> bool:
 
 
 def only_requires_grad(hook: Any) -> bool:
-    """Whether a hook calls `requires_grad_` on what it is given, and nothing else: it names nothing else.
+    """Tell whether a hook calls `requires_grad_` on its arguments and nothing else: its code has no other name.
 
     >>> only_requires_grad(lambda module, inputs, output: output.requires_grad_(True))
     True
@@ -62,14 +62,14 @@ def only_requires_grad(hook: Any) -> bool:
 
 
 def requires_grad_hooks(model: nn.Module) -> list[dict[int, Any]]:
-    """The dictionaries of forward hooks of modules that such a hook is in."""
+    """Return the dictionaries of the modules' forward hooks that have a hook which `only_requires_grad`."""
     tables = (table for m in model.modules() for table in forward_hooks_of(m))
     return [table for table in tables if any(map(only_requires_grad, table.values()))]
 
 
 @contextlib.contextmanager
 def without_requires_grad_hooks(model: nn.Module) -> Iterator[None]:
-    """Take such hooks off the model's modules, and put them back where they were."""
+    """Remove the hooks which `only_requires_grad` from the model's modules, and put them back where they were."""
     tables = [(table, dict(table)) for table in requires_grad_hooks(model)]
     for table, hooks in tables:
         for number in [number for number, hook in hooks.items() if only_requires_grad(hook)]:

@@ -1,4 +1,4 @@
-"""Outputs that the loss does not use: what they alone depend on gets no gradient, as in eager PyTorch.
+"""Outputs that the loss does not use: parameters that only they depend on get no gradient, as in eager PyTorch.
 
 Where the caller uses some outputs of a step and not others, autograd hands the step zeros for the others, and the
 parameters that only those depend on would get gradients of zeros, which weight decay and momentum act on. So
@@ -23,7 +23,7 @@ _seen = threading.local()  # .unused: positions of outputs, from the hook to the
 
 
 def telling_unused(step: Callable[..., Sequence[Any]], trained: Sequence[int]) -> Callable[..., Sequence[Any]]:
-    """A compiled step that tells its backward which of its trained outputs are given no gradient.
+    """Wrap a compiled step, so that its backward learns which of the trained outputs got no gradient.
 
     Args:
         trained: positions of the outputs that require grad. Those that AOTAutograd makes again as views of another
@@ -49,7 +49,7 @@ def _remember(positions: dict[int, int], gradients: Sequence[Tensor | None]) -> 
 
 
 def unused_outputs() -> frozenset[int]:
-    """Positions of the outputs without a gradient, for the backward that begins now."""
+    """Return the positions of outputs that got no gradient, for the backward that begins now, and forget them."""
     unused: frozenset[int] = getattr(_seen, "unused", _NONE)
     _seen.unused = _NONE
     return unused
@@ -58,7 +58,7 @@ def unused_outputs() -> frozenset[int]:
 def without(
     gradients: Sequence[Any], needs: Sequence[Set[int | None]], unused: Set[int | None]
 ) -> Sequence[Any]:
-    """The gradients that a backward returns; None for those that are computed from unused outputs alone."""
+    """Replace gradients that are computed from unused outputs alone by None."""
     if not unused:
         return gradients
     pairs = zip(gradients, needs, strict=True)

@@ -1,4 +1,4 @@
-"""What the user says of sizes of inputs: marks for dynamo, and a warning where they are taken as fixed after all."""
+"""The user's option `dynamic` for sizes of inputs: marks for dynamo, and a warning where sizes are fixed after all."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SLICES = f"{FIXED}slices are planned for one size"
 
 
 def positional(forward: Callable[..., Any]) -> Sequence[str]:
-    """The names of a function's inputs that may be given by position; () where it does not tell."""
+    """Return the names of a function's inputs that may be passed by position; () where it has no signature."""
     try:
         parameters = inspect.signature(forward).parameters.values()
     except (TypeError, ValueError):
@@ -34,7 +34,7 @@ def positional(forward: Callable[..., Any]) -> Sequence[str]:
 
 
 def by_name(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call by name; those given by position have `names`."""
+    """Return the arguments of a call by name; `names` are those of the positional ones."""
     return dict(zip(names, args, strict=False)) | dict(kwargs)
 
 
@@ -48,7 +48,7 @@ def mark(
     """Mark the sizes that `dynamic` names on the inputs of a call to `forward`, whose positional inputs have `names`.
 
     Raises:
-        FxrematError: there is no input of that name; or one is given, and is no tensor, or has no such dimension.
+        FxrematError: there is no input of that name; or it is passed, and is no tensor, or has no such dimension.
     """
     if not options.ranges:
         return
@@ -69,8 +69,8 @@ def mark(
 
 
 def _check_known(name: str, given: Mapping[str, Any], forward: Callable[..., Any]) -> None:
-    """Raise `FxrematError` where an input that is not given is none that `forward` names."""
-    with contextlib.suppress(TypeError, ValueError):  # a function that does not tell
+    """Raise `FxrematError` where `name`, which was not passed, is no input of `forward`."""
+    with contextlib.suppress(TypeError, ValueError):  # raised for a function that has no signature
         parameters = inspect.signature(forward).parameters.values()
         kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
         known = dict.fromkeys((*(p.name for p in parameters if p.kind not in kinds), *given))
@@ -81,7 +81,7 @@ def _check_known(name: str, given: Mapping[str, Any], forward: Callable[..., Any
 
 
 def warn_of_fixed(options: Options, reason: BaseException | None = None) -> None:
-    """Say once that sizes are taken as fixed: as a warning where the user asked for others, else in the log."""
+    """Report that sizes are taken as fixed: as a warning where the user asked for others, else in the log."""
     text = SLICES if options.slicing else HOST
     if reason is not None:
         first = (str(reason).strip() or type(reason).__name__).splitlines()[0]
