@@ -1,9 +1,9 @@
-"""From a captured step to the plan that runs it inside a budget: `plan`, the whole way in one function.
+"""Planning: `plan` leads from a captured step to the plan that runs it inside a budget, in four steps.
 
-    limit       the budget in bytes, or the share of keeping everything that it is
+    limit       the budget in bytes, or as a share of the peak of keep-all
     variants    the step as captured, or in slices; each with the costs of its ops and the frontier of its programs
     fastest     times calibrated, copies and communication placed: the fastest program that fits
-    realized    that program in compiled regions, where the user asks for them and they are faster
+    compiled    that program in compiled regions, where the user asks for them and they are faster
 
 Everything here is a value; what is captured and what runs is in `fxremat.runtime`.
 """
@@ -32,10 +32,10 @@ log = logging.getLogger(__name__)
 
 
 def plan(step: Step, options: Options) -> Plan:
-    """Plan a captured step within the user's budget; the log tells when it begins and what came out.
+    """Plan a captured step within the user's budget; the log reports the begin and the result.
 
     Raises:
-        BudgetTooSmall: no program fits; in percent too, where the budget is in percent.
+        BudgetTooSmall: no program fits; the least budget is given in percent too, where the budget is in percent.
     """
     if options.compiles and communicates(step.graph):
         raise FxrematError('backend="inductor" compiles steps of one device; this one communicates with other ranks')
@@ -43,7 +43,7 @@ def plan(step: Step, options: Options) -> Plan:
         return saved
     if isinstance(options.budget, Least):
         return _least(step, options)
-    kernels.ready()  # before anything is measured, which a compiler would disturb
+    kernels.ready()  # before anything is measured: a compiler at work would disturb that
     limit = limit_of(step, options)
     shown = options.search.progress and step.ranks.rank == step.ranks.ranks[0]
     with bars(shown=shown), planning(what(step, limit)) as planned:
@@ -60,7 +60,7 @@ def plan(step: Step, options: Options) -> Plan:
 
 
 def _least(step: Step, options: Options) -> Plan:
-    """Plan within the least budget that works: what the error names of a budget in which nothing fits."""
+    """Plan within the least budget that works, which the error for a budget of one byte names."""
     try:
         return plan(step, replace(options, mem=1))
     except BudgetTooSmall as error:
@@ -69,7 +69,7 @@ def _least(step: Step, options: Options) -> Plan:
 
 
 def _saved(step: Step, options: Options) -> Plan | None:
-    """Return the plan that was given, for this step; None where it does not belong to it, and another is to be made."""
+    """Return the plan that the user passed, for this step; None where it is of another step, and a new one is made."""
     made, reason = None, ""
     with planning(what(step, Limit(words=str(options.mem)))) as planned:
         try:
@@ -89,7 +89,7 @@ def _saved(step: Step, options: Options) -> Plan | None:
 
 
 def _with_advice(error: BudgetTooSmall, variants: Variants, options: Options) -> BudgetTooSmall:
-    """Add what slices would buy; nothing where that cannot be told, which is no reason to hide the error."""
+    """Add to the error how little memory would do with slices; where that fails, return the error as it is."""
     if options.slicing or error.note or len(variants.captured.step.ranks.ranks) > 1:
         return error
     try:
@@ -112,6 +112,6 @@ def _check_equal(made: Plan, ranks: Agreement) -> None:
 
 
 def what(step: Step, limit: Limit) -> str:
-    """Say what is being planned, for the log."""
+    """Return what is being planned in words, for the log."""
     called_with = f" for inputs of {step.called_with}" if step.called_with else ""
     return f"{len(step.graph.ops)} ops within {limit.words}{called_with}"

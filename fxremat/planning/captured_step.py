@@ -1,4 +1,4 @@
-"""A captured training step as a value of the user's: plans of it need no further capture or measurement.
+"""A captured training step as an object for users: planning it needs no further capture or measurement.
 
     step = fxremat.capture(model, (x,))
     step.frontier                          what memory buys
@@ -40,7 +40,7 @@ class CapturedStep(ABC):
     @property
     @abstractmethod
     def options(self) -> Options:
-        """What was asked for when the step was captured: the defaults of its plans."""
+        """The options that the step was captured with: the defaults of its plans."""
 
     @property
     @abstractmethod
@@ -79,13 +79,13 @@ class CapturedStep(ABC):
 
     @property
     def frontier(self) -> FrontierTable:
-        """(peak in bytes, time in seconds) of every plan on offer, fastest first; it prints as a table."""
+        """The (peak in bytes, time in seconds) of every plan on offer, fastest first; it prints as a table."""
         return self.plan("100%").frontier
 
     def profile(self) -> Profile:
         """Find where the memory of the step goes with no budget, and what would save most.
 
-        Recomputation, offloading and slices are tried, which needs as long as about three plans.
+        Recomputation, offloading and slices are tried, which takes as long as about three plans.
         """
         return profile_of(self.plan("100%"))
 
@@ -104,7 +104,7 @@ class FixedStep(CapturedStep):
 
     @property
     def options(self) -> Options:
-        """What was asked for when the step was captured."""
+        """The options that the step was captured with."""
         return self._options
 
     @property

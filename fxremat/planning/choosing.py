@@ -1,4 +1,4 @@
-"""From the frontier of a step to its plan: times calibrated, copies and communication placed, the fastest that fits."""
+"""The choice of a plan from the frontier of a step: times calibrated, copies placed, the fastest program that fits."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def chosen(survey: Survey, options: Options) -> Plan:
 
 
 def _chosen(survey: Survey, options: Options) -> Plan:
-    """Place what moves on the links of the device, to the host and to other ranks, and choose."""
+    """Place copies to the host and communication with other ranks on the device's links, and choose a program."""
     if communicates(survey.step.graph) and not options.offloads:
         overlapping = with_overlap(survey.frontier, survey.costs, survey.limit.bytes)
         survey = replace(survey, frontier=overlapping)
@@ -53,7 +53,7 @@ def _chosen(survey: Survey, options: Options) -> Plan:
 def _calibrated(survey: Survey, options: Options) -> Survey:
     """Multiply all times by the measured over the predicted time of a program near the budget."""
     if options.host is None:
-        _fastest(survey)  # raises before anything runs
+        _fastest(survey)  # raises `BudgetTooSmall` before anything runs
     if not options.measures:
         return survey
     near = survey.frontier.nearest(survey.limit.bytes).program()
@@ -62,7 +62,7 @@ def _calibrated(survey: Survey, options: Options) -> Survey:
 
 
 def _fastest(survey: Survey) -> Candidate:
-    """Return the fastest candidate that fits. Raises `BudgetTooSmall`, with the op that needs the least budget."""
+    """Return the fastest candidate that fits. Raises `BudgetTooSmall`, with the op that sets the least budget."""
     try:
         return survey.frontier.within(survey.limit.bytes)
     except BudgetTooSmall as error:
@@ -73,7 +73,7 @@ def _fastest(survey: Survey) -> Candidate:
 def plan_of(
     candidate: Candidate, frontier: Frontier, costs: Costs, budget: int, options: Options, **further: Any
 ) -> Plan:
-    """Put a plan together from the candidate that was chosen, and all that was chosen from."""
+    """Put a plan together from the chosen candidate and the frontier that it was chosen from."""
     graph = captured_of(candidate.layout.graph)
     target = None if options.measures else estimated_device(graph, options)
     return Plan(
@@ -152,7 +152,7 @@ def _link(tier: HostTier, graph: Captured, options: Options) -> Link:
 def _naming_the_limit(
     error: BudgetTooSmall, frontier: Frontier, costs: Costs, link: Link, options: Options
 ) -> BudgetTooSmall:
-    """Return the error with the host's limit named, where that is what binds."""
+    """Return the error, with a note if it is the limit of host memory that keeps programs from fitting."""
     if options.host_limit is None:
         return error
     free = with_offloading(frontier, costs, link).minimum

@@ -1,12 +1,13 @@
-"""From a plan of single ops to one whose ops run in regions that Inductor compiles: the fastest that fits.
+"""Compiled regions: from a plan that runs op by op to the fastest one in regions of Inductor that fits.
 
-    candidates    programs of single ops, fastest first: some above the budget too, since regions may need less
-    units         each cut into regions, by what can be fused, else by block where that compiles little; what can
-                  gain little is not compiled, if it fits so; a guess of its peak compiles nothing
+    candidates    op-by-op programs, fastest first: some above the budget too, since regions may need less
+    units         each program cut into regions, by what can be fused, else by block where little compiling is needed;
+                  regions that gain little stay uncompiled, if the program fits so; its peak is guessed before anything
+                  is compiled
     judged        regions compiled and measured on the step's real values, peak and time exact at the level of units
 
-What is taken fits by measured figures, and the step has run once within the budget before it is trained with. Where no
-program in regions fits, or none is faster, the plan of single ops stays.
+The chosen program fits by measured figures, and the step has run once within the budget before it is trained with.
+Where no program in regions fits, or none is faster, the op-by-op plan stays.
 """
 
 from __future__ import annotations
@@ -55,14 +56,14 @@ from fxremat.units import format_seconds
 
 log = logging.getLogger(__name__)
 TRIES = 4  # programs whose regions are compiled, of each way to cut them
-WORTH_IT = 1.02  # times what each op takes once: programs that recompute more are searched for again
-FASTER = 0.99  # times the seconds of single ops: where regions take more, the other way to cut is tried too
-SLOWER = 1.1  # times what its ops take: a region that takes more runs op by op
-WORTH_APART = 0.005  # times the seconds of all units: what such regions have to save together
-LITTLE = 0.003  # times the seconds of a step: what regions that are not compiled would save together, at most
-STEPS = 10_000  # of a training, within which compiling is to pay
-COMPILING = 0.05  # seconds for an op: 0.02 to 0.1 on two cores
-QUICK = 5.0  # seconds of compiling after which the other way to cut is tried, or half of what the first took
+WORTH_IT = 1.02  # a program slower than this times one run of each op recomputes much: it is searched for again
+FASTER = 0.99  # where regions need more than this times the op-by-op seconds, the other way to cut is tried too
+SLOWER = 1.1  # a region that needs more than this times the seconds of its ops runs op by op
+WORTH_APART = 0.005  # share of the seconds of all units that running such regions op by op has to save together
+LITTLE = 0.003  # share of a step's seconds that the regions which are not compiled would save together, at most
+STEPS = 10_000  # training steps within which the time to compile has to be regained
+COMPILING = 0.05  # seconds to compile an op: 0.02 to 0.1 on two cores
+QUICK = 5.0  # seconds of compiling that the other way to cut may need, or half of what was spent so far if that is more
 NOTHING_FITS = "no program in regions fits"
 LITTLE_GAINED = "regions that fit would gain little, or nothing"
 
@@ -72,36 +73,36 @@ CUTS: tuple[Cut, ...] = (pointwise, lambda program, _, __: by_block(program))
 
 @dataclass(frozen=True, kw_only=True)
 class _Chosen:
-    """What was chosen of all programs, as it is kept for later processes: a candidate of no graph, in units."""
+    """The chosen program as it is stored for later processes: a candidate without its graph, in units."""
 
     candidate: Candidate
     units: Units  # none: op by op
     seconds: float
-    why: str  # it is op by op, if it is
+    why: str  # the reason to run op by op, if it does
 
 
 def with_compiled_kernels(plan: Plan, step: Step, options: Options) -> Plan:
-    """The plan with its ops in regions, where that fits and is faster."""
+    """Return the plan with its ops in compiled regions, where that fits and is faster; else the plan as it is."""
     search = _Search(plan, replace(step, graph=plan.captured), options)
     return search.chosen_before() or search.chosen()
 
 
 class _Search:
-    """The programs of a step in units that were looked at for one plan."""
+    """The search for a program in units for one plan, with the programs that were tried."""
 
     def __init__(self, plan: Plan, step: Step, options: Options) -> None:
         self._plan, self._step, self._options = plan, step, options
         config = (options.inductor and options.inductor.config) or {}
         self._kernels = Kernels(settings=config, decompositions=DECOMPOSITIONS, required=ALWAYS_COMPILED)
-        self._single = plan.costs  # what single ops take in a step
-        self._budget = plan.budget  # less, once a program took more than was foreseen
-        self._shares: Sequence[float] | None = None  # of its own seconds, that each op takes in regions, once known
+        self._single = plan.costs  # of ops that run one by one in a step
+        self._budget = plan.budget  # lowered once a program allocates more than was predicted
+        self._shares: Sequence[float] | None = None  # seconds of each op in regions over its own seconds, once known
         self._tried: list[Judged] = []  # programs in units that were measured
-        self._gaining = False  # whether regions of any program looked at would be faster than single ops
-        self._compiling = 0.0  # seconds so far
+        self._gaining = False  # True once regions of some program would be faster than its ops one by one
+        self._compiling = 0.0  # seconds of compiling so far
 
     def chosen_before(self) -> Plan | None:
-        """The plan of the program that was chosen when this was asked for last; None where that is not known."""
+        """Return the plan of the program that an earlier search chose; None if none is stored, or it does not fit."""
         known = read(device_of(self._plan.graph), self._key, _Chosen, Unit)
         if known is None:
             return None
@@ -112,9 +113,10 @@ class _Search:
         return self.plan_of(judged, known.seconds, known.why)
 
     def chosen(self) -> Plan:
-        """The plan of the fastest program that fits, in regions or op by op, which is kept.
+        """Return the plan of the fastest program that fits, in regions or op by op, and store the choice.
 
-        It has run once within the budget; where it took more than was foreseen, a smaller one is looked for.
+        A program in regions has run once within the budget; one that allocates more than predicted is replaced by a
+        smaller one.
         """
         plan = self._plan
         for _ in range(TRIES):
@@ -134,11 +136,11 @@ class _Search:
         return replace(plan, not_compiled=NOTHING_FITS)
 
     def _seconds(self, in_regions: Sequence[Judged], alone: Sequence[Judged]) -> list[float]:
-        """Seconds of a step of each program in regions, and of the one of single ops, if that is given.
+        """Return the seconds of a step of each program in regions, and of the one that runs op by op, if it is passed.
 
-        Steps are run for it once for a graph of ops, whatever the budget is: how much longer they take in regions than
-        was foreseen, by what single ops do, is taken to hold for its other programs. Both what is foreseen and what
-        steps take are off by some percent, by chance: what is between them (their geometric mean) counts.
+        Steps are run once for a graph of ops, whatever the budget is: the factor by which programs in regions are
+        slower than predicted, relative to the op-by-op program, is then assumed for its other programs. Both predicted
+        and measured seconds are off by some percent, by chance: their geometric mean counts.
         """
         rivals, key, device = [*in_regions, *alone], self._key_of_ops("factor"), device_of(self._plan.graph)
         foreseen = [rival.time for rival in rivals]
@@ -157,34 +159,35 @@ class _Search:
         return [*(factor * rival.time for rival in in_regions), *(rival.time for rival in alone)]
 
     def _key_of_ops(self, what: str) -> str:
-        """Names what was learned of a graph of ops in regions, whatever the budget."""
+        """Return the key under which something learned of this graph's ops in regions is stored, for all budgets."""
         return f"{what} {self._kernels.configuration} {of_ops(self._plan.graph)}"
 
     def _keep(self, judged: Judged, seconds: float, why: str) -> None:
-        """Keep what was chosen, for `chosen_before`."""
+        """Store the choice, for `chosen_before`."""
         candidate = exchanged(NO_GRAPH)(judged.candidate)
         chosen = _Chosen(candidate=candidate, units=judged.units, seconds=seconds, why=why)
         write(device_of(self._plan.graph), self._key, chosen)
 
     @cached_property
     def _calibration(self) -> float:
-        """What ops take in a step, times what each of them takes: regions are compared with ops in a step."""
+        """The seconds of all ops in a step over the sum of each op's own: it scales regions, to compare them in a step.
+        """
         ops = range(len(self._plan.graph.ops))
         return self._single.time_of(ops) / known_costs(self._plan.captured).time_of(ops)
 
     @cached_property
     def _key(self) -> str:
-        """What the choice depends on."""
+        """The key of all that the choice depends on."""
         options, of = self._options, (self._kernels.configuration, self._plan.budget, self._plan.chosen.peak)
         sought = (options.search.seconds, options.search.slots)
         settings = ("in regions", *of, options.solver, *sought, options.loss_outside.size)
         return repr(key_of(self._plan.graph, self._single, settings))
 
     def in_regions(self) -> list[Judged]:
-        """The programs in units that are worth timing; none where none fits.
+        """Return the programs in units that are worth timing; none where none fits.
 
-        What ops take in regions is learned once for a graph of ops, whatever the budget is, and planned with from then
-        on; the first time, a program that was found without that is a rival.
+        The seconds of ops in regions are learned once for a graph of ops, whatever the budget is, and used for planning
+        from then on. The first time, the program that was found without them competes with the one found with them.
         """
         joint, known = self._plan.captured, self._plan.alternatives.candidates
         key = self._key_of_ops("shares")
@@ -204,7 +207,7 @@ class _Search:
         return [found] if corrected is None or corrected.units == found.units else [found, corrected]
 
     def _candidates_with(self, shares: Sequence[float]) -> Sequence[Candidate]:
-        """Programs that are searched for with the seconds that ops have been seen to take in regions."""
+        """Search for programs with the seconds of ops as measured in regions."""
         plan, single = self._plan, self._single
         if min(shares) >= 1:
             return plan.alternatives.candidates
@@ -213,7 +216,7 @@ class _Search:
         return searched_again(plan.alternatives, costs, plan.budget, self._options).candidates
 
     def fastest(self, candidates: Iterable[Candidate]) -> Judged | None:
-        """The fastest program in units that fits, as far as programs of single ops are ordered by their time."""
+        """Return the fastest program in units that fits, provided that the order of op-by-op times predicts it."""
         joint, largest = self._plan.graph, ABOVE * self._budget
         near = [one for one in candidates if one.peak <= largest and one.layout.graph is joint]
         found: list[Judged] = []
@@ -227,7 +230,7 @@ class _Search:
         return min(found, key=lambda judged: judged.time, default=None)
 
     def _fastest_cut(self, candidates: Sequence[Candidate], cut: Cut, most: float) -> Judged | None:
-        """The first candidate that fits, cut in one way; None where compiling it takes more than `most` seconds."""
+        """Return the first candidate that fits, cut in one way; None where compiling needs more than `most` seconds."""
         budget, sizes, tries = self._budget, self._single.sizes, 0
         for candidate, program, units, saved in self._in_units(candidates, cut):
             if max(unit_bytes(program, sizes, units)) > budget:
@@ -236,7 +239,7 @@ class _Search:
             if live_bytes(fused, known_costs(captured_of(fused.layout.graph)).sizes).peak > budget:
                 continue
             seconds = _seconds_of_compiling(fused)
-            if seconds > most:  # as others are that are cut in this way
+            if seconds > most:  # as with all others that are cut in this way
                 return None
             if seconds > STEPS * saved:
                 continue
@@ -251,10 +254,10 @@ class _Search:
     def _in_units(
         self, candidates: Iterable[Candidate], cut: Cut
     ) -> Iterator[tuple[Candidate, Program, Units, float]]:
-        """The candidates and programs, cut in one way: first without the regions that gain little, then with all.
+        """Yield candidates and programs, cut in one way: first without the regions that gain little, then with all.
 
-        Beside them are the seconds of a step that they save at most; what cannot be faster than single ops, which fit,
-        is left out.
+        Each comes with the most seconds of a step that it can save. If the op-by-op program fits, those that cannot be
+        faster are left out.
         """
         least = LITTLE * self._single.time_of(range(len(self._plan.graph.ops)))
         single = self._single.time(self._plan.chosen.program()) if self._fits_op_by_op else inf
@@ -273,9 +276,9 @@ class _Search:
                     yield candidate, program, some, saved
 
     def _gain(self, ops: Sequence[int]) -> float:
-        """Seconds that ops save at most where they are compiled together: fused, they take as long as one of them.
+        """Return the most seconds that compiling ops together saves: fused, they run as long as the slowest of them.
 
-        Once it is known what they take in regions, that counts: they may take longer.
+        Once their seconds in regions are known, these count instead: ops may be slower there.
         """
         joint, single = self._plan.captured, self._single
         if self._shares is not None:
@@ -285,17 +288,17 @@ class _Search:
 
     @cached_property
     def _names(self) -> Sequence[str]:
-        """Text for each op that is equal for ops of equal cost."""
+        """A text for each op that is equal for ops of equal cost."""
         return op_keys(self._plan.graph)
 
     @property
     def _fits_op_by_op(self) -> bool:
-        """Whether single ops fit, which may make new results here where the plan overwrites gradients."""
+        """True if the op-by-op program fits, which may allocate results here where the plan overwrites gradients."""
         return self.op_by_op.peak <= self._plan.budget
 
     @cached_property
     def op_by_op(self) -> Judged:
-        """The program of single ops that the plan has chosen; what has to be compiled is, by itself."""
+        """The op-by-op program that the plan has chosen; ops that have to be compiled are, each by itself."""
         plan, program = self._plan, self._plan.chosen.program()
         if any(node.target in ALWAYS_COMPILED for node in plan.captured.nodes):
             return self._judged(plan.chosen, alone(program, range(len(program.steps))))
@@ -309,7 +312,7 @@ class _Search:
         )
 
     def plan_of(self, judged: Judged, time: float, why: str) -> Plan:
-        """The plan that runs a program in units, which takes so many seconds; `why` it runs op by op, if it does."""
+        """Return the plan that runs a program in units in `time` seconds; `why` is a reason to run op by op, if any."""
         regions = regions_of(judged.joint.module.graph)
         if not regions:
             return replace(self._plan, not_compiled=why)
@@ -325,7 +328,7 @@ class _Search:
         return replace(self._plan, chosen=candidate, compiled=compiled)
 
     def _judged(self, candidate: Candidate, units: Units, fused: Program | None = None) -> Judged:
-        """Compile and measure what is new of a program in units."""
+        """Compile and measure the regions of a program in units that are new, and evaluate the program."""
         fused = fused or fused_program(candidate.program(), units, self._kernels)
         joint = captured_of(fused.layout.graph)
         new = _new_regions(joint)
@@ -348,7 +351,7 @@ class _Search:
     def _runs_within(self, judged: Judged) -> bool:
         """Tell whether the step, run once on its real inputs, stays within the budget; log where it does not.
 
-        A step that the device has no room for now is taken at its word.
+        A step that the device has no room for now is assumed to stay within its predicted peak.
         """
         step = judged.program, judged.costs, self._step.inputs
         peak = peak_of_step(*step)
@@ -359,7 +362,7 @@ class _Search:
         return False
 
     def _with_slow_regions_apart(self, judged: Judged) -> Judged:
-        """The program with those regions op by op that take longer than their ops, if it still fits, and is faster."""
+        """Return the program with regions that are slower than their ops op by op, if it still fits and is faster."""
         program = judged.candidate.program()
         taken = judged.seconds_of_units
         units, saved = list[Unit](), 0.0
@@ -376,12 +379,12 @@ class _Search:
 
 
 def _seconds_of_compiling(program: Program) -> float:
-    """Estimated seconds of compiling the regions of a program that are not compiled yet."""
+    """Estimate the seconds to compile the regions of a program that are not compiled yet."""
     ops: int = sum(region.count for region in _new_regions(captured_of(program.layout.graph)))
     return COMPILING * ops
 
 
 def _new_regions(joint: Captured) -> list[Region]:
-    """The regions of a joint graph that are not compiled yet, each distinct one once."""
+    """Return the regions of a joint graph that are not compiled yet, each distinct one once."""
     distinct = {region.digest: region for region in regions_of(joint.module.graph)}
     return [region for region in distinct.values() if not region.is_compiled]

@@ -1,6 +1,6 @@
-"""What the ops of a captured step cost: measured on its real values, estimated, or taken from earlier runs.
+"""The costs of a captured step's ops: measured on its real values, estimated, or known from earlier runs.
 
-A loss outside of the model is part of the costs: what the user says that it allocates, and what steps have shown.
+A loss outside of the model is part of the costs: the bytes that the user states for it, and those that were measured.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from fxremat.search.executions import keep_all_peak
 from fxremat.step.costs import Costs
 from fxremat.step.step_graph import Kind, StepGraph
 
-Order = Callable[[], Sequence[int]]  # in which ops are to run while they are measured
+Order = Callable[[], Sequence[int]]  # returns the order in which ops run while they are measured
 
 
 def facts_of(step: Step, options: Options, order: Order | None = None) -> Costs:
-    """Return what the ops of a step cost: measured, or by estimate where the user asks for that."""
+    """Return the costs of a step's ops: measured, or estimated where the user asks for that."""
     graph = step.graph
     if not options.measures:
         costs = estimate(graph, estimated_device(graph, options), fresh_as_known(graph))
@@ -36,16 +36,16 @@ def facts_of(step: Step, options: Options, order: Order | None = None) -> Costs:
 
 
 def assumed_facts(graph: Captured, options: Options, rate: float = 1.0) -> Costs:
-    """Return what is known of the costs without running anything.
+    """Return the costs as far as they were measured before, and estimates of others: nothing runs.
 
     Args:
-        rate: times the estimated seconds that ops need which were never measured.
+        rate: measured over estimated seconds, by which estimates are multiplied.
     """
     return with_loss(graph, known_costs(graph, rate), options)
 
 
 def facts_at_other_sizes(graph: Captured, known: Plan, options: Options) -> Costs:
-    """Return the costs of a graph of the same ops as a plan's, at other sizes; few of them have to run."""
+    """Return the costs of a graph of the same ops as a plan's at other sizes; only few of the ops have to run."""
     if not options.measures:
         costs = estimate(graph, estimated_device(graph, options), fresh_as_known(graph))
     else:
@@ -54,7 +54,7 @@ def facts_at_other_sizes(graph: Captured, known: Plan, options: Options) -> Cost
 
 
 def with_loss(graph: Captured, costs: Costs, options: Options) -> Costs:
-    """Return the costs with the bytes of a loss outside the model, as the user gave and as steps have shown them."""
+    """Return the costs with the bytes of a loss outside the model: the larger of the stated and the measured ones."""
     said, seen, sizes = options.loss_outside.size, options.loss_seen, costs.sizes
     if seen is None or not sizes.outside:
         return costs if said is None else replace(costs, sizes=replace(sizes, outside=said))
@@ -75,10 +75,10 @@ def rate_of(graph: Captured, costs: Costs, options: Options) -> float:
 
 
 def estimated_device(graph: StepGraph, options: Options) -> Device:
-    """Return the device that estimates are for: the one named, or else a typical one of the step's own type."""
+    """Return the device that estimates are for: the one that the user names, or a typical one of the step's type."""
     return options.device or Device.named(device_of(graph).type)
 
 
 def estimated_keep_all(graph: Captured, options: Options) -> int:
-    """Return the peak of keeping everything in bytes, by estimate: nothing runs, however large the sizes are."""
+    """Return the peak of keep-all in bytes, by estimate: nothing runs, however large the sizes are."""
     return keep_all_peak(graph, with_loss(graph, estimate(graph, estimated_device(graph, options)), options))

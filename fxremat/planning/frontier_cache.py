@@ -1,9 +1,9 @@
-"""The latest surveys, so that the same model under another budget is not planned from nothing.
+"""A cache of the latest surveys, so that the same model under another budget is not planned from nothing.
 
-A survey does not depend on the budget, and the search op by op goes on where it was left. Both refer to ops and values
-by number, so that those of an equal graph serve: only the graph itself is exchanged. Nothing of the old graph is kept.
-For a graph with the same ops and other sizes, the programs are judged anew (`search.replan`). What is found for a graph
-is kept in the store too (`planning.stored`).
+A survey does not depend on the budget, and the op-by-op search resumes where it ended. Both refer to ops and values by
+number, so that those of an equal graph can be used: only the graph itself is exchanged. Nothing of the old graph is
+kept. For a graph with the same ops and other sizes, the programs are evaluated again (`search.replan`). Results are
+kept in the store too (`planning.stored`).
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from fxremat.step.step_graph import StepGraph
 
 
 class Key(NamedTuple):
-    """What a search starts from."""
+    """A key for all that a search depends on, apart from the budget."""
 
-    topology: str  # equal for graphs that number equal ops and values in the same way, whatever their sizes
+    topology: str  # digest, equal for graphs that number equal ops and values in the same way, whatever their sizes
     sizes: tuple[int, ...]  # bytes of the values
-    costs: str  # those of the ops
+    costs: str  # digest of the costs of the ops
 
 
 AT_MOST = 8
-NEAREST = 3  # of the latest with the same ops: tried for other sizes
+NEAREST = 3  # so many of the latest ladders of a graph with the same ops are tried for other sizes
 NO_GRAPH = cast(StepGraph, None)
 _latest: OrderedDict[Key, Ladder] = OrderedDict()
 
 
 class FrontierCache:
-    """What is known of a graph with these costs and settings."""
+    """Access to the cached search of a graph with these costs and settings."""
 
     def __init__(self, graph: StepGraph, costs: Costs, settings: object) -> None:
         self._graph, self._costs, self._device = graph, costs, device_of(graph)
         self._key = key_of(graph, costs, settings)
 
     def get(self) -> Ladder | None:
-        """The ladder that was put last, here or in an earlier process; None where none was, or it was too long ago."""
+        """Return the ladder that was put last, in this process or an earlier one; None where none is kept any more."""
         known = _latest.get(self._key) or stored.read(self._device, repr(self._key), Ladder)
         if known is None:
             return None
@@ -51,9 +51,9 @@ class FrontierCache:
         return known.on(self._graph)
 
     def of_other_sizes(self) -> Ladder | None:
-        """The latest ladder of a graph with the same ops and sizes that are near, judged here; None where none is.
+        """Return the latest ladder of a graph with the same ops and near sizes, re-evaluated here; None if none is.
 
-        Not one of the same sizes at other costs: there another search is wanted.
+        One of the same sizes at other costs does not count: there a new search is wanted.
         """
         mine = self._key
         known = [
@@ -80,12 +80,12 @@ class FrontierCache:
 
 
 def key_of(graph: StepGraph, costs: Costs, settings: object) -> Key:
-    """The key of a search on a graph with these costs and settings."""
+    """Return the key of a search on a graph with these costs and settings."""
     return Key(_topology(graph, settings), tuple(v.bytes for v in graph.values), _costs(graph, costs))
 
 
 def _topology(graph: StepGraph, settings: object) -> str:
-    """Which ops there are, and what each reads and writes."""
+    """Digest the ops of a graph, with what each reads and writes, and the settings; sizes do not count."""
     numbers = [
         [getattr(op, each.name) for each in fields(op) if each.name not in ("name", "key", "sequence")]
         for op in graph.ops

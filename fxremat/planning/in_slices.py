@@ -1,7 +1,7 @@
-"""The surveys of a step regions of which may run in slices: ways to slice it are tried until one fits well.
+"""The surveys of a step with regions in slices: ways to slice it are tried until one fits well.
 
-The surveys are lazy: a step that fits as it is ends the search, and so does the first way to slice it with which hardly
-anything is recomputed. Costs of the first are measured; of the others, what is not known yet is estimated.
+The search ends early: with a step that fits as captured, or with the first way to slice it that recomputes hardly
+anything. The costs of the first way are measured; for the others, costs that are not known yet are estimated.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from fxremat.slices.variants import least_of_all, variants
 from fxremat.step.step_graph import Kind
 from fxremat.units import format_bytes
 
-NOTED = 1.02  # times the least budget by estimate, which a note tells
-ENOUGH = 1.05  # times the seconds of keeping everything: more slices could gain no more than that
-WORTH_A_NOTE = 0.9  # of the least budget without slices
+NOTED = 1.02  # a note states the estimated least budget times this
+ENOUGH = 1.05  # within this factor of keep-all's seconds no further ways to slice are tried
+WORTH_A_NOTE = 0.9  # a note is added where the least budget is at most this share of the one without slices
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -40,13 +40,13 @@ class Variants:
     """The surveys of a step as captured and in slices."""
 
     surveys: tuple[Survey, ...]  # one at least, each within the same bytes
-    captured: Survey  # as captured: what percentages refer to
-    blocked: tuple[str, ...] = ()  # why ops that need much memory do not run in slices
+    captured: Survey  # of the step as captured, which percentages refer to
+    blocked: tuple[str, ...] = ()  # reasons why ops that need much memory do not run in slices
     more: bool = False  # further ways to slice were not tried
 
 
 def variants_of(step: Step, options: Options, limit: Limit) -> Variants:
-    """Survey a step as captured and, where the user allows it and it does not fit so, in slices."""
+    """Survey a step as captured and, if it does not fit so and the user allows that, in slices."""
     if (slicing := options.slicing) is None:
         only = surveyed(step, options, limit)
         return Variants(surveys=(only,), captured=only)
@@ -60,7 +60,7 @@ def variants_of(step: Step, options: Options, limit: Limit) -> Variants:
         captured = replace(captured, limit=within)
         return Variants(surveys=(captured,), captured=captured, more=True)
     found: list[Survey] = []
-    rate: float | None = None  # of what is estimated; the first is measured, as most of its ops are those of all others
+    rate: float | None = None  # scales estimates; the first way is measured, since the others have most of its ops
     more = False
     for sliced in variants(step.graph, within.bytes, **_settings(slicing)):
         _check_alike(step, sliced)
@@ -84,7 +84,7 @@ def variants_of(step: Step, options: Options, limit: Limit) -> Variants:
 
 
 class _Settings(TypedDict):
-    """What the user says of slices."""
+    """The user's settings of slices, as arguments of `slices.variants`."""
 
     most: int
     reduce: str | None
@@ -112,7 +112,7 @@ def _agreed(step: Step, captured: Survey, options: Options) -> tuple[Limit, bool
 
 
 def _check_alike(step: Step, found: SlicedJoint) -> None:
-    """Raise `FxrematError` where ranks would run other regions in slices than each other."""
+    """Raise `FxrematError` where ranks would run different regions in slices."""
     if len(step.ranks.ranks) == 1:
         return
     mine = [op.target for op in found.joint.ops if op.kind is Kind.SLICED]
@@ -124,7 +124,7 @@ def fastest(found: Variants, options: Options) -> Plan:
     """Plan with the fastest program of all variants that fits.
 
     Raises:
-        BudgetTooSmall: none fits; with the least budget of them all.
+        BudgetTooSmall: none fits; it has the least budget of all variants.
     """
     if options.slicing is None:
         return chosen(found.surveys[0], options)
@@ -151,7 +151,7 @@ def fastest(found: Variants, options: Options) -> Plan:
 
 def _of_all(plan: Plan, one: Survey, found: Variants) -> Plan:
     """Return the plan with the alternatives of all variants; the keep-all program is that of the step as captured."""
-    factor = plan.keep_all_time / max(1e-12, one.frontier.keep_all.time)  # of calibration
+    factor = plan.keep_all_time / max(1e-12, one.frontier.keep_all.time)  # by which times were calibrated
     scaled = [other.frontier.scaled(factor) for other in found.surveys]
     every = (*plan.alternatives.candidates, *(c for frontier in scaled for c in frontier.candidates))
     weights = plan.weights
@@ -167,7 +167,7 @@ def _of_all(plan: Plan, one: Survey, found: Variants) -> Plan:
 
 
 def least_in_slices(step: Step, options: Options) -> int:
-    """Return the least budget in bytes with as many slices as there may be; takes about as long as a plan."""
+    """Search for the least budget in bytes, with as many slices as are allowed: this is about as slow as a plan."""
     found = least_of_all(step.graph, **_settings(options.slicing or Slices()))
     quick, least = options.quick(), Limit(known=1)
     try:

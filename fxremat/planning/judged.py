@@ -1,4 +1,4 @@
-"""A program in units with what it takes, and what that shows of its ops: how long they take in regions."""
+"""Evaluated programs in units, with costs and peak, and the seconds of ops in regions that follow from them."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from fxremat.search.candidate import Candidate
 from fxremat.step.costs import Costs
 from fxremat.step.program import Program
 
-LEAST_SHARE = 0.05  # of its own seconds that an op is taken to need where it is fused with others
+LEAST_SHARE = 0.05  # of its own seconds: no less is assumed for an op that is fused with others
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Judged:
-    """A program in units with what it takes."""
+    """A program in units with its measured costs and its peak in bytes."""
 
-    candidate: Candidate  # of single ops
+    candidate: Candidate  # the op-by-op program that it was made of
     units: Units
     program: Program
     costs: Costs
     peak: int
-    single: Costs  # of the ops, one by one
+    single: Costs  # of the ops, run one by one
 
     @property
     def joint(self) -> Captured:
@@ -34,33 +34,33 @@ class Judged:
 
     @property
     def slower(self) -> float:
-        """How many times as long its ops take, one by one, as each of them once."""
+        """The seconds of its ops, one by one, with recomputation, over those of running each op once."""
         program, costs = self.candidate.program(), self.single
         return costs.time(program) / costs.time_of(range(len(program.layout.graph.ops)))
 
     @property
     def seconds_of_units(self) -> dict[int, float]:
-        """What each unit takes."""
+        """The seconds of each unit, by number."""
         timed = zip(self.joint.nodes, self.costs.seconds, strict=True)
         return {node.meta[GROUP]: seconds for node, seconds in timed if GROUP in node.meta}
 
     @property
     def time(self) -> float:
-        """Seconds of all units."""
+        """The seconds of all units."""
         return self.costs.time(self.program)
 
 
 def shares_of(tried: Sequence[Judged], single: Costs, joint: Captured) -> list[float]:
-    """How much of its own seconds each op takes in regions: in the program, of those tried, where that is least."""
+    """Return each op's seconds in regions over its own seconds, in the program tried where that is least."""
     found = [_shares_in(judged, single) for judged in tried]
     return [min((shares[key] for shares in found if key in shares), default=1.0) for key in op_keys(joint)]
 
 
 def _shares_in(judged: Judged, single: Costs) -> dict[str, float]:
-    """How much of its own seconds each op takes in the regions of a program, by its key: on average.
+    """Return each op's seconds in the regions of a program over its own seconds, by the op's key: on average.
 
-    Products, convolutions and attention take what they take alone; what is left of a region's seconds is divided among
-    its other ops. In a region that takes longer than its ops, all of them take longer.
+    Products, convolutions and attention count as long as when they run alone; the rest of a region's seconds is divided
+    among its other ops. In a region that is slower than its ops, all of them count as slower.
     """
     program, joint = judged.candidate.program(), captured_of(judged.candidate.layout.graph)
     shares: dict[str, list[float]] = {}

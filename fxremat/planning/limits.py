@@ -1,9 +1,9 @@
-"""What a budget means in bytes for one step: here alone do percent, "auto" and "min" become bytes.
+"""Budgets in bytes: the only place where percent, "auto" and "min" become bytes for a step.
 
     4 GiB                      4294967296
-    60 %                       of the peak of keeping everything: of the step as captured; with hosted weights, of all
-                               that is then on the device; of eager PyTorch's kernels, where others are to run; of the
-                               largest sizes, where they change
+    60 %                       of the peak of keep-all: of the step as captured; with hosted weights, of all that is
+                               then on the device; of eager PyTorch's kernels, where others are to run; of the largest
+                               sizes, where they change
     auto                       what the device has free, or would have left
 """
 
@@ -27,16 +27,16 @@ from fxremat.units import Auto, Bytes, Least, Percent
 
 @dataclass(frozen=True, kw_only=True)
 class Limit:
-    """A budget of one step, and how to explain that nothing fits into it."""
+    """A budget of one step, and the terms in which errors name it."""
 
-    known: int | None = None  # bytes; None: a share of keeping everything in the step, which is not known yet
-    share: float | None = None  # percent, where the user gave that
+    known: int | None = None  # bytes; None: a share of the peak of keep-all, which is not known yet
+    share: float | None = None  # percent, where the budget is in percent
     keep_all: int | None = None  # bytes that the share refers to
-    device: DeviceMemory | None = None  # whose memory is left, where the device was named
+    device: DeviceMemory | None = None  # the memory of the device, where the user named one and the budget is "auto"
     words: str = ""  # the budget, for the log
 
     def of(self, keep_all: Callable[[], int]) -> Limit:
-        """Return the same limit with its bytes, where keeping everything allocates so many at the peak."""
+        """Return the same limit with its bytes known; `keep_all` returns the peak of keep-all in bytes."""
         if self.known is not None:
             return self
         assert self.share is not None, "a limit is known, or a share"
@@ -56,17 +56,17 @@ class Limit:
 
 
 def limit_of(step: Step, options: Options) -> Limit:
-    """Return what the user's budget means for a step. Among ranks, all have to ask; the fullest one counts.
+    """Return the user's budget as a limit of a step. Every rank of the step has to call it; the fullest one counts.
 
     Raises:
-        InvalidBudget: "auto", where nothing tells what is free.
+        InvalidBudget: the budget is "auto", and nobody knows what is free.
     """
     words = str(options.mem)
     match options.budget:
         case Bytes(count):
             return Limit(known=count, words=words)
         case Least():
-            return Limit(known=1, words=words)  # nothing fits, and the error has the least that does
+            return Limit(known=1, words=words)  # nothing fits, and the error names the least budget
         case Auto() if options.device is not None:
             memory = left_on_device(step.graph, options)
             return Limit(known=max(1, memory.auto), device=memory, words=f"what {memory.device} has left")
@@ -83,7 +83,7 @@ def limit_of(step: Step, options: Options) -> Limit:
 
 
 def _share_of(reference: Reference, share: float) -> Limit:
-    """Return the limit for a share of what other sizes allocate; errors give it in bytes, and name those sizes."""
+    """Return the limit for a share of the peak at other sizes; errors give it in bytes, and name those sizes."""
     allowed = max(1, int(reference.bytes * share / 100))
     return Limit(known=allowed, words=f"{share:g}% of what {reference.of} takes")
 
@@ -96,7 +96,8 @@ def _free_on_all(step: Step) -> int:
 
 
 def left_on_device(graph: Captured, options: Options) -> DeviceMemory:
-    """Return what a device that is planned for by name holds beside the step. Raises `InvalidBudget`."""
+    """Return what a device that the user named holds besides the step. Raises `InvalidBudget` if its memory is unknown.
+    """
     memory = memory_on(estimated_device(graph, options), graph, options.optimizer)
     if memory.device.memory is None:
         raise InvalidBudget(

@@ -1,4 +1,4 @@
-"""The plan of a step from plans of the same ops at other sizes: their programs are re-evaluated there."""
+"""Plans made from plans of the same ops at other sizes, whose programs are re-evaluated at the new sizes."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from fxremat.units import Least
 
 NEAREST = 3  # plans whose candidates are evaluated at other sizes
 
-Choice = Callable[[Sequence[Candidate]], Candidate]  # of candidates that fit, fastest first
+Choice = Callable[[Sequence[Candidate]], Candidate]  # chooses from the candidates that fit, fastest first
 
 
 def replan(step: Step, known: Sequence[Plan], options: Options, choose: Choice) -> Plan | None:
     """Plan a step with the programs of plans for other sizes. Not for plans with transfers.
 
-    Needs milliseconds where none of the ops has to run.
+    It takes milliseconds where none of the ops has to run.
 
     Args:
         known: plans of other sizes, one at least.
-        choose: which of the candidates that fit, fastest first, to run.
+        choose: chooses which of the candidates that fit, fastest first, to run.
 
     Returns:
-        the plan; None where the step is to be planned from nothing: no known candidate fits, or all are known from
-        sizes far away, and recompute here.
+        the plan; None where the step has to be planned from nothing: no known candidate fits, or all are from sizes far
+        away, and those that fit recompute at these.
     """
     if isinstance(options.budget, Least):
         return None
@@ -57,6 +57,6 @@ def replan(step: Step, known: Sequence[Plan], options: Options, choose: Choice) 
 
 
 def _distance(one: StepGraph, other: StepGraph) -> float:
-    """Return how far apart the sizes of two graphs of the same ops are."""
+    """Return the distance between the sizes of two graphs of the same ops: the logarithm of the ratio of all bytes."""
     bytes_ = [1 + sum(value.bytes for value in graph.values) for graph in (one, other)]
     return abs(math.log(bytes_[0] / bytes_[1]))

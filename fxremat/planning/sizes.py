@@ -1,9 +1,9 @@
-"""Plans of one symbolic graph at the sizes that come: from what is known of other sizes, or from nothing.
+"""Plans of one symbolic graph at the sizes of calls: made from plans of other sizes, or from nothing.
 
-    sizes that were planned from nothing     at most `KNOWN`, the latest: their candidates are judged at every other
-                                             size
-    a budget in percent                      refers to keeping everything at the largest size: the end of the range
-                                             that the user gave, else the largest that has come
+    sizes that were planned from nothing     at most `KNOWN`, the latest: their candidates are re-evaluated at every
+                                             other size
+    a budget in percent                      refers to the peak of keep-all at the largest size: the end of the range
+                                             that the user gave, else the largest size of a call so far
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from fxremat.progress import planning
 from fxremat.units import Percent, format_bytes
 
 KNOWN = 8
-GROWTH = 1.5  # times a size that comes above the range that was given, which ends there from then on
+GROWTH = 1.5  # a size above the range that the user gave moves the range's end to this times the size
 
 Dimension = tuple[str, int | None]  # an input of the model and its dimension; None: the input is the number
 
 
 @dataclass(frozen=True)
 class Range:
-    """The largest sizes that are expected, and what keeping everything takes there."""
+    """The largest sizes that are expected, and the peak of keep-all at them."""
 
     dims: Dims
     keep_all: int  # bytes
@@ -50,8 +50,8 @@ class PlansOfSizes:
 
     Args:
         joint: the graph at the sizes of the call that it was captured from.
-        dimensions: what its symbolic numbers are the sizes of.
-        limits: the largest sizes that are expected, as far as something says so.
+        dimensions: the input and dimension that each symbolic number is the size of.
+        limits: the largest sizes that are expected; None where no range is known.
         shapes: the inputs' symbolic shapes, by name.
     """
 
@@ -80,12 +80,12 @@ class PlansOfSizes:
         choose: Choice = lambda fitting: fitting[0],
         keep: bool = True,
     ) -> Plan:
-        """The plan at these sizes.
+        """Return the plan at these sizes.
 
         Args:
-            inputs: the arguments of the call; (): what has to run runs on made-up data.
+            inputs: the arguments of the call; (): ops that have to be measured run on made-up data.
             called_with: the sizes of the inputs, for messages.
-            choose: which of the known candidates that fit, fastest first, to take.
+            choose: chooses from the known candidates that fit, fastest first.
             keep: plan other sizes from this plan, and let percentages refer to these sizes where they are the largest.
 
         Raises:
@@ -110,7 +110,7 @@ class PlansOfSizes:
         return replace(plan, step=SizedStep(self, dims))
 
     def least(self, dims: Dims) -> int:
-        """The least budget at these sizes, in bytes, of programs that are searched for at them."""
+        """Return the least budget at these sizes, in bytes, of programs that are searched for at them."""
         joint = self._graph.at(dims)
         with planning(f"the least budget for inputs of {self.described(dims)}") as planned:
             step = Step(graph=joint, called_with=self.described(dims))
@@ -119,27 +119,27 @@ class PlansOfSizes:
         return least
 
     def within(self, dims: Dims, mem: int | str | None, **changed: Any) -> Plan:
-        """Plan for these sizes within another budget, with other options; the plan tells of other sizes within that."""
+        """Plan for these sizes within another budget, or with other options; `at` of the plan then uses the same."""
         others = copy.copy(self)
         others._options, others._known = changed_options(self._options, mem=mem, **changed), ()
         return others.plan(dims, keep=bool(changed))
 
     def described(self, dims: Dims) -> str:
-        """The sizes as text: `tokens[1] = 300`."""
+        """Return the sizes as text: `tokens[1] = 300`."""
         return ", ".join(
             f"{name} = {dim}" if place is None else f"{name}[{place}] = {dim}"
             for (name, place), dim in zip(self._dimensions, dims, strict=True)
         )
 
     def resized(self, dims: Dims, sizes: Mapping[str, object]) -> Dims:
-        """The sizes with those of some inputs changed, and with them those of others that were equal to them.
+        """Change the sizes of some inputs, and with them those of other inputs that were equal; return all sizes.
 
         Args:
-            sizes: by input: a shape or its begin, sizes by dimension, or a number: the input itself, or its last
+            sizes: by input: a shape or its first sizes, sizes by dimension, or a number: the input itself, or its last
                 symbolic dimension.
 
         Raises:
-            FxrematError: no such input has symbolic sizes, or one is none, or the capture is for one size after all.
+            FxrematError: no such input has symbolic sizes, or a size is none, or the capture is for one size after all.
         """
         changed: dict[int, int] = {}
         for name, given in sizes.items():
@@ -166,13 +166,13 @@ class PlansOfSizes:
         return tuple(found)
 
     def _go_together(self, place: int, other: int, dims: Dims) -> bool:
-        """Whether two sizes are equal here, and are the same symbol or sizes of the same dimension."""
+        """Tell whether two sizes are equal at `dims`, and are the same symbol or sizes of the same dimension."""
         symbols, dimensions = self._graph.symbols, self._dimensions
         alike = symbols[place] == symbols[other] or dimensions[place][1] == dimensions[other][1]
         return alike and dims[place] == dims[other]
 
     def _range_with(self, dims: Dims, joint: Captured) -> Range | None:
-        """The largest sizes, grown where one of these is above them; None where no budget refers to them."""
+        """Return the range of sizes, extended to these; None where the budget is not in percent."""
         if not isinstance(self._options.budget, Percent):
             return None
         if self._range and all(dim <= most for dim, most in zip(dims, self._range.dims, strict=True)):
@@ -182,9 +182,9 @@ class PlansOfSizes:
         return Range(largest, estimated_keep_all(at_largest, self._options))
 
     def _largest(self, place: int, dims: Dims) -> int:
-        """The largest size that is known or expected; where a range was given and is exceeded, half as much again.
+        """Return the largest size known or expected; where it exceeds the range that the user gave, half as much again.
 
-        What is expected of an input goes for others that have the same size now, such as the targets of tokens.
+        The range of an input also holds for others that have the same size now, such as the targets of tokens.
         """
         together = [other for other in range(len(dims)) if self._go_together(place, other, dims)]
         expected = max(self._limits[other] or 0 for other in together)
@@ -202,7 +202,7 @@ class SizedStep(CapturedStep):
 
     @property
     def options(self) -> Options:
-        """What was asked for when the step was captured."""
+        """The options that the step was captured with."""
         return self._plans._options
 
     @property
@@ -240,7 +240,7 @@ def _shown(sizes: Mapping[str, object]) -> str:
 
 
 def _by_dimension(name: str, given: object, dimensions: Sequence[int | None]) -> dict[int | None, int]:
-    """The sizes of an input by its symbolic dimensions."""
+    """Return the sizes of an input by its symbolic dimensions. Raises `FxrematError` for other dimensions or sizes."""
     match given:
         case bool():
             found: dict[Any, Any] = {}

@@ -1,4 +1,4 @@
-"""A captured step, and what is known of the call that it was captured from."""
+"""A captured step, with the inputs and sizes of the call that it was captured from."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ class TrainedParameters:
 
     weights: Weights
     optimizer: torch.optim.Optimizer
-    numbers: Mapping[int, int]  # parameter's value -> its place among the optimizer's
-    names: Mapping[int, str]  # parameter's value -> its name in the model
+    numbers: Mapping[int, int]  # value of a parameter in the graph -> its index among the optimizer's
+    names: Mapping[int, str]  # value of a parameter in the graph -> its name in the model
     settled: frozenset[int] | None  # values that live on the host since an earlier plan; None: nothing is settled
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
-    """What a budget in percent refers to, where that is not keeping everything in the step itself."""
+    """The peak that a budget in percent refers to, where that is not the peak of keep-all of the step itself."""
 
     bytes: int
-    of: str  # the sizes whose step takes that, in words
+    of: str  # the sizes whose step has this peak, in words
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """What is planned: a captured graph, and what is known of the call that it was captured from."""
+    """A captured graph to plan, with the inputs and sizes of the call that it was captured from."""
 
     graph: Captured
-    inputs: Sequence[Any] = ()  # what the captured graph was called with; (): what has to run runs on made-up data
+    inputs: Sequence[Any] = ()  # of the captured graph; (): ops that have to be measured run on made-up data
     trained: TrainedParameters | None = None  # where the step updates its weights
     called_with: str = ""  # the sizes of the inputs, for messages
-    as_eager: Captured | None = None  # what eager PyTorch would run, where `graph` was prepared for other kernels
+    as_eager: Captured | None = None  # the step as eager PyTorch runs it, where `graph` was prepared for other kernels
     reference: Reference | None = None
-    ranks: Agreement = ALONE  # those that run the step together, each its part
+    ranks: Agreement = ALONE  # the ranks that run the step together, each its part
 
 
 def named(trained: TrainedParameters, values: Iterable[int]) -> str:
-    """Name parameters as the model does, for messages."""
+    """Return the model's names of parameters, for messages."""
     names = [trained.names[value] for value in values]
     return f"the parameter {names[0]}" if len(names) == 1 else f"the parameters {', '.join(names)}"

@@ -1,8 +1,9 @@
 """Results of searches in the store, so that a later process does not search again for what is known.
 
-They lie beside the measured costs; the `AT_MOST` that were used last stay. Like costs they never make a plan fail: what
-cannot be read counts as absent, what cannot be written is not kept. A result is found again by the code of this version
-alone, and is read into programs and what its reader names alone, whatever it says.
+They are stored with the measured costs; the `AT_MOST` that were used last are kept. Like costs they never make a plan
+fail: a result that cannot be read counts as absent, one that cannot be written is not kept. Only the same version of
+this package's code finds a result again. Reading makes instances of the classes in `PARTS`, and of those that the
+reader names, and of no others, whatever the file says.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ from fxremat.step.program import Order
 
 TABLE = "searches"
 AT_MOST = 64  # results
-FAST = 1  # of zlib's levels
+FAST = 1  # zlib's level
 PACKAGE = Path(__file__).parents[1]
 
-PARTS = (  # of a frontier
+PARTS = (  # classes that a frontier consists of
     *(Frontier, Candidate, FromSchedule, FromJoin, Refined, Order, Layout, BlockLayout, JoinTimeline),
     *(Schedule, Forward, Keep, Backward, Drop, Offload, Prefetch, Value, JoinSchedule, On, Loss, frozenset),
 )
@@ -42,8 +43,8 @@ def read(device: torch.device, key: str, kind: type[T], *parts: type) -> T | Non
     """Return what was written under a key for a device; None where nothing was, or it cannot be read.
 
     Args:
-        kind: its class.
-        parts: further classes that it consists of, beside those of programs.
+        kind: the class of the result.
+        parts: further classes that it consists of, besides those of programs.
     """
     content = store_of(device).get(TABLE, _digest(key))
     if content is None:
@@ -56,7 +57,7 @@ def read(device: torch.device, key: str, kind: type[T], *parts: type) -> T | Non
 
 
 def write(device: torch.device, key: str, result: object) -> None:
-    """Keep the result of a search, which refers to no graph."""
+    """Store the result of a search, which must not refer to a graph."""
     content = zlib.compress(pickle.dumps(result, protocol=5), FAST)
     store_of(device).put(TABLE, {_digest(key): content}, most=AT_MOST)
 
@@ -75,14 +76,14 @@ def _code() -> str:
 
 
 class _Reader(pickle.Unpickler):
-    """Reads values of a few classes, and calls nothing else."""
+    """An unpickler for values of a few classes, which calls nothing else."""
 
     def __init__(self, content: bytes, allowed: Iterable[type]) -> None:
         super().__init__(io.BytesIO(content))
         self._allowed = {(part.__module__, part.__qualname__): part for part in allowed}
 
     def find_class(self, module: str, name: str) -> Any:
-        """The class of a name. Raises `UnpicklingError` for any other."""
+        """Return the class of a name, if it is allowed. Raises `UnpicklingError` for any other."""
         try:
             return self._allowed[module, name]
         except KeyError:

@@ -1,4 +1,4 @@
-"""A step with its costs and the frontier of its programs: what is chosen from, whatever the budget.
+"""Surveys: a step with its costs and the frontier of its programs, from which a plan is chosen.
 
     facts       seconds and bytes of every op
     frontier    candidate programs with exact peaks, searched op by op up to the budget
@@ -33,8 +33,8 @@ from fxremat.transfers.network import beside_ops, communicates
 from fxremat.transfers.weight_updates import resident_peak
 from fxremat.units import Percent
 
-ABOVE = 1.4  # times the budget: programs of single ops that need more are not looked at for compiled regions
-NO_TIME = 1.01  # times the seconds of keeping everything: no search gains as much
+ABOVE = 1.4  # op-by-op programs that need more than this times the budget are not tried in compiled regions
+NO_TIME = 1.01  # within this factor of keep-all's seconds a program counts as recomputing nothing
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -44,22 +44,22 @@ class Survey:
     step: Step
     costs: Costs
     frontier: Frontier
-    limit: Limit  # whose bytes are known
+    limit: Limit  # its bytes are known
     sliced: SlicedJoint | None = None  # where regions of it run in slices
-    measured: bool = True  # False: costs that were not known are estimates
+    measured: bool = True  # False: costs that were not known before are estimates
 
     @property
     def blocked(self) -> tuple[str, ...]:
-        """Why ops that need much memory do not run in slices."""
+        """The reasons why ops that need much memory do not run in slices."""
         return self.sliced.blocked if self.sliced else ()
 
     @property
     def keep_all(self) -> int:
-        """Bytes at the peak when everything is kept: what percentages refer to."""
+        """The peak of keep-all in bytes, which percentages refer to."""
         return keep_all_of(self.step, self.costs, self.frontier)
 
     def seconds_within(self, mem: int) -> float:
-        """Return seconds of the fastest candidate that fits; where none does, more for a larger least budget."""
+        """Return the seconds of the fastest candidate that fits; if none does, a million, plus the least budget."""
         fitting = [c.time for c in self.frontier.candidates if c.peak <= mem]
         return min(fitting) if fitting else 1e6 + self.frontier.minimum
 
@@ -74,7 +74,7 @@ def surveyed(
     """Find the costs of a step, and its frontier up to the budget.
 
     Args:
-        rate: run nothing: ops that were never measured need so many times the estimated seconds.
+        rate: None: measure. A number: run nothing, and multiply the estimated seconds of ops never measured by it.
     """
     measured = rate is None or not options.measures
     if measured:
@@ -87,12 +87,12 @@ def surveyed(
 
 
 def kept_alone(step: Step, options: Options, limit: Limit, rate: float = 1.0) -> Survey:
-    """Return the survey of keeping everything alone: nothing is searched.
+    """Return a survey with keep-all as its only program: nothing is searched.
 
     Nothing is run either, unless the budget is in percent: that refers to the measured peak.
 
     Args:
-        rate: times the estimated seconds that ops need which were never measured.
+        rate: multiplies the estimated seconds of ops that were never measured.
     """
     if not options.measures or isinstance(options.budget, Percent):
         costs = facts_of(step, options, partial(order_within_limit, step, limit))
@@ -104,7 +104,7 @@ def kept_alone(step: Step, options: Options, limit: Limit, rate: float = 1.0) ->
 
 
 def keep_all_of(step: Step, costs: Costs, frontier: Frontier) -> int:
-    """Return the bytes of keeping everything; where the step updates its weights, these and all that they bring too."""
+    """Return the peak of keep-all in bytes; where the step updates its weights, with weights and optimizer state."""
     if step.trained is None:
         return frontier.keep_all.peak
     costs = with_own_sizes(step.graph, costs)
@@ -112,14 +112,14 @@ def keep_all_of(step: Step, costs: Costs, frontier: Frontier) -> int:
 
 
 def order_within_limit(step: Step, limit: Limit) -> Sequence[int]:
-    """Return the ops in an order in which the step fits into the budget, as far as estimates tell."""
+    """Return the ops in an order in which the step fits into the budget, by estimate."""
     graph = step.graph
     costs = estimate(graph, Device.named(device_of(graph).type))
     return order_within(graph, costs, limit.of(partial(keep_all_peak, graph, costs)).bytes)
 
 
 def _frontier(step: Step, costs: Costs, options: Options, limit: Limit) -> Frontier:
-    """Return the frontier, searched op by op up to the budget: by the first rank, for all."""
+    """Return the frontier, searched op by op up to the budget: the first rank searches for all."""
     graph, alone = step.graph, len(step.ranks.ranks) == 1
 
     def search() -> tuple[int, Ladder]:
@@ -132,9 +132,9 @@ def _frontier(step: Step, costs: Costs, options: Options, limit: Limit) -> Front
 
 
 def _searched(graph: Captured, costs: Costs, options: Options, limit: Limit) -> tuple[int, Ladder]:
-    """Return the budget up to which programs were searched for, and what was found on the way.
+    """Return the budget up to which programs were searched for, and the ladder of that search.
 
-    What leaves for the host is chosen from programs that need more than the budget: all are searched for it.
+    With offloading, programs that need more than the budget count too: the search then goes up to keep-all.
     """
     settings: dict[str, Any] = {
         "solver": options.solver,
@@ -173,14 +173,14 @@ def searched_again(known: Frontier, costs: Costs, budget: int, options: Options)
 
 
 def _searched_up_to(budget: int, keep_all: int, options: Options) -> int:
-    """Return bytes up to which programs are improved: more than the budget where they may need less in the end."""
+    """Return the bytes up to which programs are improved: more than the budget if offloading or regions lower peaks."""
     if options.host:
         return keep_all
     return max(budget, min(keep_all, int(ABOVE * budget))) if options.compiles else budget
 
 
 def _surveyed(graph: Captured, costs: Costs, settings: Mapping[str, Any], of_costs: object) -> Frontier:
-    """Survey a graph; what a quick survey has found is not searched for again."""
+    """Survey a graph; if a quick survey of it is cached, start from that."""
     effort = settings["effort"]
     quick = FrontierCache(graph, costs, ({**settings, "effort": 0.0}, of_costs)).get() if effort else None
     if quick is None or settings["solver"] != "auto":

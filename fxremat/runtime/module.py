@@ -459,8 +459,7 @@ def _running(training: _Training, own: Callable[..., Any]) -> Callable[..., Any]
 def _run_replaced(
     training: _Training, parent: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Run a replaced forward as it is; the model's own, or the largest child of `parent`, is planned where it calls that.
-    """
+    """Run a replaced forward as it is; where it calls the model's own, or `parent`'s largest child, that is planned."""
     training.unwatch()
     child, calls = training.child_of(parent), training.calls
     if child is None:
