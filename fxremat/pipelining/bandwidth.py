@@ -1,4 +1,4 @@
-"""How fast the processes of a pipeline copy to each other."""
+"""The speed of copies between the processes of a pipeline."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ROUNDS = 5
 
 
 def measured_bandwidth(size: int, device: torch.device) -> float | None:
-    """Bytes per second of a copy of so many bytes, its latency included: half the fastest of a few round trips.
+    """Measure bytes per second of a copy of `size` bytes, its latency included: half the fastest of a few round trips.
 
     Every rank calls it. Ranks 0 and 1 measure, and stand for all pairs; rank 0 gets the answer, others None.
     """
@@ -25,7 +25,7 @@ def measured_bandwidth(size: int, device: torch.device) -> float | None:
 
 
 def _trip(value: torch.Tensor, rank: int) -> float:
-    """Seconds one way; there and back is twice that."""
+    """Return the seconds of a copy in one direction: half of those of a round trip."""
     start = time.perf_counter()
     if rank == 0:
         dist.send(value, 1)
@@ -38,5 +38,5 @@ def _trip(value: torch.Tensor, rank: int) -> float:
 
 
 def _wait(value: torch.Tensor) -> None:
-    """Until a GPU has the value: its receive returns before."""
+    """Wait until a GPU has received the value: the receive itself returns earlier."""
     value[:1].cpu()

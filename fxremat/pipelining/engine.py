@@ -1,12 +1,12 @@
-"""PyTorch's own pipeline engine, told what each rank does: every private name of torch.distributed.pipelining.
+"""PyTorch's own pipeline engine, run on our plans: all private names of torch.distributed.pipelining that we use.
 
     plan.orders(n)     F and B of every rank, any stage on any rank
     lowered            the same with the sends and receives that the engine adds
     engine             runs them: _PipelineScheduleRuntime on LeanStages
 
-The engine allocates every receive buffer for all micro-batches of a step, keeps them for good, and holds on to what it
-sent until the step ends (2.13; pytorch#136380). A `LeanStage` has buffers from the receive to the backward, and lets go
-of what has arrived.
+The engine allocates every receive buffer for all micro-batches of a step, keeps them for good, and keeps the tensors
+that it sent until the step ends (2.13; pytorch#136380). A `LeanStage` has buffers from the receive to the backward, and
+frees sent tensors that have arrived.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fxremat.solvers.pipeline.model import PipelinePlan
 
 @dataclass(frozen=True)
 class Action:
-    """What a rank does: F, B, SEND_F, RECV_F, SEND_B or RECV_B of one micro-batch of one stage."""
+    """An action of a rank: F, B, SEND_F, RECV_F, SEND_B or RECV_B of one micro-batch of one stage."""
 
     stage: int
     kind: str
@@ -38,9 +38,9 @@ class Action:
 
 
 def lowered(plan: PipelinePlan, microbatches: int) -> tuple[tuple[Action, ...], ...]:
-    """What each rank does, copies included, in the order of the engine.
+    """Return the actions of each rank, sends and receives included, in the order of the engine.
 
-    `_add_send_recv` and `_Action` of `torch.distributed.pipelining.schedules` (2.13).
+    They are made by `_add_send_recv` and `_Action` of `torch.distributed.pipelining.schedules` (2.13).
     """
     from torch.distributed.pipelining.schedules import _Action, _add_send_recv
 
@@ -61,7 +61,7 @@ def lowered(plan: PipelinePlan, microbatches: int) -> tuple[tuple[Action, ...], 
 
 
 def rows(plan: PipelinePlan, microbatches: int) -> list[list[str]]:
-    """The works of each rank as the engine spells them: stage, kind, micro-batch."""
+    """Return the actions of each rank as the engine spells them: stage, kind, micro-batch."""
     return [
         [f"{work.stage}{work.kind.value}{work.microbatch}" for work in works]
         for works in plan.orders(microbatches)
@@ -69,13 +69,13 @@ def rows(plan: PipelinePlan, microbatches: int) -> list[list[str]]:
 
 
 class LeanStage(PipelineStage):
-    """A stage that holds what is in flight and no more.
+    """A pipeline stage that only holds buffers of micro-batches that are in flight.
 
-    Shapes are given, so that the engine runs nothing to infer them. Overrides, read in 2.13, 2.14 and 2.15:
+    Shapes are passed in, so that the engine runs nothing to infer them. Overrides, read in 2.13, 2.14 and 2.15:
     `_prepare_forward_infra`, `_create_grad_recv_info`   make the buffers of all micro-batches: here without memory
     `get_fwd_recv_ops`, `get_bwd_recv_ops`               called when a receive starts: here it gets its buffer
     `get_fwd_send_ops`, `get_bwd_send_ops`               the engine keeps what it sends: here the stage sends by itself
-    `forward_one_chunk`, `backward_one_chunk`            the target goes in, used buffers go
+    `forward_one_chunk`, `backward_one_chunk`            pass the target in, free the buffers that were used
     """
 
     def __init__(
@@ -108,29 +108,29 @@ class LeanStage(PipelineStage):
             self.device = device
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Receive what enters, into a new buffer."""
+        """Receive the stage's input into a new buffer."""
         self._allocate(self.args_recv_info[fwd_chunk_id], trained=True)
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Receive the gradient of what left, into a new buffer."""
+        """Receive the gradient of the stage's output into a new buffer."""
         self._allocate(self.grad_recv_info[bwd_chunk_id], trained=False)
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def _allocate(self, infos: Sequence[Any], *, trained: bool) -> None:
         for info in infos:
-            if info.buffer is not None:  # torch 2.15 makes it itself when the receive starts
+            if info.buffer is not None:  # torch 2.15 makes the buffer itself when the receive starts
                 info.buffer = torch.empty_like(info.buffer, device=self.device).requires_grad_(trained)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Send what leaves; it is kept for the backward anyway. Nothing is left to do for the engine."""
+        """Send the stage's output, which is kept for the backward anyway. Returns nothing for the engine to do."""
         self._sent[fwd_chunk_id] = [_send(op) for op in super().get_fwd_send_ops(fwd_chunk_id)]
         return []
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Send the gradient of what entered, once the one before has arrived: one at a time waits for its receiver.
+        """Send the gradient of the stage's input, once the previous one has arrived: only one is on its way at a time.
 
-        Waiting blocks nothing for good: sends and receives are in the order of a run with one action at a time.
+        Waiting cannot deadlock: sends and receives are in the order of a run with one action at a time.
         """
         for op in super().get_bwd_send_ops(bwd_chunk_id):
             if self._gradient_sent is not None:
@@ -145,7 +145,7 @@ class LeanStage(PipelineStage):
         kwargs: dict[str, Any] | None = None,
         save_forward_output: bool = True,
     ) -> Any:
-        """The forward of one micro-batch; the last stage's is told what to compare with."""
+        """Run the forward of one micro-batch; the last stage gets its target."""
         self.in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
         if self.is_last:
@@ -153,9 +153,9 @@ class LeanStage(PipelineStage):
         return super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **options: Any) -> Any:
-        """The backward of one micro-batch; what entered, and the gradient that came, are let go."""
+        """Run the backward of one micro-batch, and free its input and the gradient of its output."""
         for sent in self._sent.pop(bwd_chunk_id, ()):
-            sent.wait()  # its gradient has come back, so it has arrived
+            sent.wait()  # returns at once: the gradient of what was sent has come back
         super().backward_one_chunk(bwd_chunk_id, *args, **options)
         self.in_flight -= 1
         for info in (*self.args_recv_info[bwd_chunk_id], *self.grad_recv_info[bwd_chunk_id]):
@@ -163,11 +163,11 @@ class LeanStage(PipelineStage):
                 info.buffer = torch.empty_like(info.buffer, device="meta")
 
     def begin(self, targets: Sequence[Tensor]) -> None:
-        """Before a step."""
+        """Prepare for a step with these targets, one for each micro-batch."""
         self.targets, self.in_flight, self.most_in_flight = targets, 0, 0
 
     def finish(self) -> None:
-        """After a step: wait until the last gradient has arrived."""
+        """Wait, after a step, until the last gradient that was sent has arrived."""
         if self._gradient_sent is not None:
             self._gradient_sent.wait()
         self._gradient_sent = None
@@ -175,13 +175,13 @@ class LeanStage(PipelineStage):
 
 @dataclass(frozen=True)
 class Sent:
-    """A send on its way, with its tensor: some backends need somebody to hold it."""
+    """A send on its way, with its tensor, which some backends need to be kept alive."""
 
     work: dist.Work
     tensor: Tensor
 
     def wait(self) -> None:
-        """Until it has arrived."""
+        """Wait until the tensor has arrived."""
         self.work.wait()
 
 
@@ -195,16 +195,19 @@ Step = Callable[..., list[Tensor]]
 
 
 def group_of(plan: PipelinePlan) -> dist.ProcessGroup | None:
-    """The ranks that have stages, None where all have: the engine wants work for each. Every rank calls it."""
+    """Return the group of the ranks that have stages: the engine wants work for each of a group. None: all ranks.
+
+    Every rank has to call it.
+    """
     used = sorted({stage.device for stage in plan.stages})
     return None if len(used) == dist.get_world_size() else dist.new_group(used)
 
 
 def engine(stages: list[LeanStage], plan: PipelinePlan, microbatches: int, *, scale_grads: bool) -> Step:
-    """A function that runs one step on this rank: (*inputs of the model, target=) -> losses on the last rank.
+    """Return a function that runs a step on this rank: (*inputs of the model, target=) -> losses on the last rank.
 
-    `_PipelineScheduleRuntime(stages, n, loss_fn)._load_csv(path)` (2.13) reads a row of works for each rank, sees from
-    them which stage is where, and adds sends and receives. A rank without stages does nothing.
+    `_PipelineScheduleRuntime(stages, n, loss_fn)._load_csv(path)` (2.13) reads a row of actions for each rank, derives
+    from them which stage is where, and adds sends and receives. A rank without stages does nothing.
     """
     if not stages:
         return lambda **_: []
@@ -234,13 +237,13 @@ def engine(stages: list[LeanStage], plan: PipelinePlan, microbatches: int, *, sc
 
 
 def _computed_already(loss: Tensor, _: Tensor) -> Tensor:
-    """The last stage returns its loss."""
+    """Stand in for the engine's loss function: the last stage itself returns its loss."""
     return loss
 
 
 @contextlib.contextmanager
 def _own_words() -> Iterator[None]:
-    """The engine writes its whole schedule to the log when it fails; the error says it in one line."""
+    """Silence the engine's logger, which writes the full schedule when a step fails; the error says it in a line."""
     logger = logging.getLogger("torch.distributed.pipelining.schedules")
     level = logger.level
     logger.setLevel(logging.CRITICAL)

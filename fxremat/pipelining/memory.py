@@ -1,13 +1,14 @@
-"""What each device holds while it does its works, copies included: the most bytes at any time.
+"""The peak of memory of each device of a pipeline during a step, copies between devices included.
 
     always     copies of its weights and their gradients
-    F          what others in flight keep + the peak of this forward      then + what it keeps
-    B          what others in flight keep + the peak of this backward     then - what it kept but a loss, and its input
+    F          kept by others in flight + the peak of this forward       then + what this one keeps
+    B          kept by others in flight + the peak of this backward      then - what this one kept (a loss stays), and
+                                                                         its input
     RECV       + a buffer, until the backward is done
     gradient   + one on its way to the stage before, until the next one leaves
 
-Exact but for the order in which copies arrive. A border inside a device copies nothing: what leaves one stage is what
-enters the next.
+Exact but for the order in which copies arrive. Between two stages on the same device nothing is copied: the output of
+one is the input of the next.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ from fxremat.solvers.pipeline.model import PipelinePlan
 
 @dataclass(frozen=True, kw_only=True)
 class StageMemory:
-    """What a stage holds."""
+    """The memory of a stage."""
 
     weights: int  # bytes, one copy
-    entering: int  # bytes of what enters, one micro-batch; 0 for the first stage
-    leaving: int  # bytes of what leaves; 0 for the last
+    entering: int  # bytes of the input of one micro-batch; 0 for the first stage
+    leaving: int  # bytes of the output of one micro-batch; 0 for the last stage
     spending: Spending
 
 
 def most_bytes(
     plan: PipelinePlan, stages: Sequence[StageMemory], actions: Sequence[Sequence[Action]]
 ) -> tuple[int, ...]:
-    """The most bytes that each device holds at any time of a step."""
+    """Return the most bytes that each device holds at any time of a step, by the actions of each."""
     return tuple(_Device(plan, stages, number).most(works) for number, works in enumerate(actions))
 
 
@@ -59,7 +60,7 @@ class _Device:
                 case "F":
                     peak = max(peak, live + spending.forward_peak)
                     live += spending.kept
-                case "B":  # the gradient that came is part of the backward's own peak
+                case "B":  # the received gradient is part of the backward's own peak
                     live -= spending.kept + held.leaving
                     peak = max(peak, live + spending.backward_peak)
                     if action.stage == len(self.stages) - 1:

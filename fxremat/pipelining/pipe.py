@@ -1,7 +1,7 @@
-"""`fxremat.pipeline`: a model that fits on several devices and on none of them alone.
+"""`fxremat.pipeline`: training of a model that fits on several devices together and on none of them alone.
 
-ops     = capture(model and loss)             where it can be cut
-profile = layers, and what each run costs     measured on rank 0
+ops     = capture(model and loss)             with the places where it can be cut
+profile = layers, and costs of runs of them   measured on rank 0
 plan    = planner(layers, machines, ways)     the same on every rank
 rank    = its stages, compiled and run
 """
@@ -30,15 +30,15 @@ from fxremat.solvers.pipeline.on_demand import OnDemandCosts
 from fxremat.solvers.pipeline.stage_costs import step_seconds
 from fxremat.units import format_bytes, parse_bytes
 
-ATTEMPTS = 6  # plans for less or more than the budget, until one spends it with all that PyTorch holds
-CLOSE = 0.01  # of the budget: so little more or less is not tried
+ATTEMPTS = 6  # plans for less or more than the budget, until one uses it up with all the memory that PyTorch holds
+CLOSE = 0.01  # share of the budget: a smaller change of it is not tried
 UNIT = "bytes per device"
 
 Options = Callable[[int, int], Sequence[Way]]
 
 
 class Planner(Protocol):
-    """What finds a plan: `fxremat.solvers.pipeline.best_plan.plan_pipeline`."""
+    """A function that finds a plan, such as `fxremat.solvers.pipeline.best_plan.plan_pipeline`."""
 
     def __call__(
         self, layers: Layers, machines: Machines, *, options: Options, microbatches: int, effort: float
@@ -47,21 +47,21 @@ class Planner(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Pipelined:
-    """A plan and what belongs to it, equal on every rank."""
+    """A plan with its cuts, memory and time, equal on every rank."""
 
     plan: PipelinePlan
     cuts: tuple[int, ...]
-    memory: tuple[int, ...]  # bytes of each device at its worst moment
+    memory: tuple[int, ...]  # peak of each device in bytes
     seconds: float  # of a step
 
     @property
     def most(self) -> int:
-        """The largest of all devices."""
+        """The largest peak of all devices, in bytes."""
         return max(self.memory)
 
 
 class Pipeline:
-    """A training step over several devices; `.plan` says who does what. Printing it shows it."""
+    """A training step over several devices; `.plan` says which device runs what, and `print` shows it."""
 
     def __init__(self, ops: Ops, found: Pipelined, batch: int, rank: Rank | None, model: nn.Module) -> None:
         self.plan = found.plan
@@ -72,10 +72,10 @@ class Pipeline:
         self._named = _named(ops, rank, model)
 
     def step(self, inputs: Tensor | Sequence[Tensor], target: Tensor) -> tuple[Tensor, ...]:
-        """Forward and backward of one batch; every rank calls it with the same batch, or what it has of it.
+        """Run forward and backward of one batch; every rank calls it, with the same batch.
 
-        Gradients are added to the `.grad` of this rank's parameters, whose mean over the micro-batches they are: call
-        `zero_grad` before each step.
+        The first rank reads the inputs and the last one the target. Gradients, which are means over the micro-batches,
+        are added to the `.grad` of this rank's parameters: call `zero_grad` before each step.
 
         Returns:
             the loss of each micro-batch on the rank of the last stage, () on others.
@@ -100,11 +100,11 @@ class Pipeline:
         return {stage.stage_index: stage.most_in_flight for stage in stages}
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters of this rank, for its optimizer."""
+        """Return the parameters of this rank, for its optimizer."""
         return (parameter for _, parameter in self.named_parameters())
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters of this rank with the model's names; a tied weight once."""
+        """Yield the parameters of this rank with the model's names; a tied weight once."""
         seen: set[int] = set()
         for name, tensor in self._named.items():
             if isinstance(tensor, nn.Parameter) and id(tensor) not in seen:
@@ -112,11 +112,11 @@ class Pipeline:
                 yield name, tensor
 
     def state_dict(self) -> dict[str, Tensor]:
-        """This rank's part of the model's; those of all ranks together are the whole."""
+        """Return this rank's part of the model's state dict; the parts of all ranks together make the full one."""
         return {name: tensor.detach() for name, tensor in self._named.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take this rank's part out of a state dict of the model."""
+        """Load this rank's part from a state dict of the model."""
         if missing := sorted(set(self._named) - set(state)):
             raise FxrematError(f"the state dict lacks {', '.join(missing)}")
         with torch.no_grad():
@@ -144,9 +144,9 @@ def pipeline(
     out of the model and runs them. In a single process it plans only.
 
     Args:
-        model: takes tensors, returns what loss_fn wants. Where it may be cut, one tensor crosses. It is not changed;
-            let go of it after this call, and what other ranks own is freed.
-        example_inputs: a whole batch: one tensor or a tuple, split along their first dimension.
+        model: takes tensors, returns what loss_fn expects. Where it may be cut, one tensor crosses. It is not changed;
+            delete it after this call, and the memory of what other ranks own is freed.
+        example_inputs: a full batch: one tensor or a tuple, split along their first dimension.
         mem: what each device may hold at any time of a step: its parameters, their gradients, activations, buffers.
         devices: how many.
         microbatches: how many parts a batch is split into; divides it.
@@ -161,7 +161,7 @@ def pipeline(
 
     Raises:
         BudgetTooSmall: no plan fits. The same on every rank, as all errors of planning.
-        CaptureError: the model cannot be written down, or not be cut.
+        CaptureError: the model cannot be exported as one graph, or cannot be cut.
     """
     _check_options(options)
     settings = Settings(mem=parse_bytes(mem), devices=devices, microbatches=microbatches, **options)
@@ -187,7 +187,7 @@ def pipeline(
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What to plan for."""
+    """The settings of a plan."""
 
     mem: int
     devices: int
@@ -201,7 +201,7 @@ class Settings:
 
     @property
     def machines(self) -> Machines:
-        """The devices."""
+        """The devices, for the planner."""
         return Machines(devices=self.devices, memory=self.mem, bandwidth=self.bandwidth, copies=self.copies)
 
 
@@ -215,8 +215,8 @@ def _check_options(options: Mapping[str, Any]) -> None:
 def make_plan(ops: Ops, inputs: tuple[Tensor, ...], target: Tensor, settings: Settings) -> Pipelined:
     """Measure the layers and find a plan whose devices stay inside the budget, with all that PyTorch holds.
 
-    The planner counts stages by themselves; what they hold together while they run in the engine's order is replayed
-    here, and the planner gets less or more, until the budget is held and nearly spent.
+    The planner counts the memory of each stage separately; here the engine's order is replayed to find what stages hold
+    together. The planner then gets less or more memory, until a plan fits in the budget and nearly uses it up.
     """
     search = _Search(profile(ops, inputs, target, devices=settings.devices, effort=settings.refine), settings)
     room, too_much, best = float(settings.mem), float("inf"), None
@@ -258,7 +258,7 @@ class _Search:
         return plan
 
     def within(self, room: int) -> Pipelined:
-        """The plan for devices of so many bytes, all of whose ways are exact, and what it takes in truth."""
+        """Return the plan for devices of `room` bytes, with exact ways only, and its real memory and time."""
         self.ways.settle(self._planned, room)
         plan = self._planned(room, self.settings.effort / ATTEMPTS)
         while self.ways.ask(plan.stages, around=False):
@@ -270,11 +270,11 @@ class _Search:
         return Pipelined(plan=plan, cuts=self.measured.cuts, memory=memory, seconds=seconds)
 
     def least(self, room: int) -> Pipelined:
-        """The plan that takes least. Raises `BudgetTooSmall` where that is too much; its minimum is what works."""
+        """Return the plan with the least memory. Raises `BudgetTooSmall`, with that memory, where it is too much."""
         while True:
             try:
                 found = self.within(room)
-            except BudgetTooSmall as error:  # of rough ways, perhaps; exact ones may need more
+            except BudgetTooSmall as error:  # its minimum may be one of rough ways; exact ones may need more
                 room = max(room + 1, error.minimum)
                 continue
             if found.most <= self.settings.mem:
@@ -283,13 +283,13 @@ class _Search:
 
 
 def _crossing_bytes(ops: Ops) -> int:
-    """Bytes of the median value that crosses a cut."""
+    """Return the bytes of the median value that crosses a cut."""
     sizes = sorted(value.meta["val"].nbytes for value in ops.cuts.values())
     return sizes[len(sizes) // 2] if sizes else 0
 
 
 def _same_everywhere(make: Callable[[], Pipelined]) -> Pipelined:
-    """What rank 0 makes, on all ranks; an error of rank 0 is raised on all of them."""
+    """Return on all ranks what `make` returns on rank 0; an error of rank 0 is raised on all of them."""
     message: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
@@ -304,7 +304,10 @@ def _same_everywhere(make: Callable[[], Pipelined]) -> Pipelined:
 
 
 def _checked_everywhere(rank: Rank, plan: PipelinePlan, settings: Settings) -> tuple[int, ...]:
-    """The most bytes of each device under the programs that the ranks chose by their own measurements."""
+    """Return the peak of each device in bytes, under the programs that the ranks chose by their own measurements.
+
+    Raises `BudgetTooSmall` where one of them does not fit.
+    """
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, dict(rank.held))
     known: dict[int, StageMemory] = {number: held for part in everyone for number, held in part.items()}
@@ -317,7 +320,10 @@ def _checked_everywhere(rank: Rank, plan: PipelinePlan, settings: Settings) -> t
 
 
 def _joined_group(settings: Settings) -> bool:
-    """Whether this process is one of several, which torchrun started or which have met already."""
+    """Tell whether this process is one of several, and let them meet where torchrun started them; one only plans.
+
+    Raises `FxrematError` where there are not as many as devices.
+    """
     if not dist.is_initialized():
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
             return False
@@ -331,7 +337,7 @@ def _joined_group(settings: Settings) -> bool:
 
 
 def _checked(inputs: tuple[Tensor, ...], target: Tensor, settings: Settings) -> int:
-    """The rows of a batch. Raises `FxrematError` for numbers that do not go together."""
+    """Return the number of rows of a batch. Raises `FxrematError` for numbers that do not go together."""
     if settings.devices < 2:
         raise FxrematError(
             f"devices={settings.devices}: a pipeline has 2 or more; for one use fxremat.compile"
@@ -360,7 +366,7 @@ def _tensors(inputs: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 def _named(ops: Ops, rank: Rank | None, model: nn.Module) -> dict[str, Tensor]:
-    """The entries of the model's state dict that live on this rank; what no op reads lives with the first stage."""
+    """Return the entries of the model's state dict on this rank; those that no op reads are with the first stage."""
     tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(
         model.named_buffers(remove_duplicate=False)
     )

@@ -1,10 +1,11 @@
-"""What each run of layers costs on its own: a chain for the planner, and the ways to train a stage.
+"""Costs of each run of consecutive layers on its own: a chain for the planner, and the ways to train a stage.
 
     layers     ops between two cuts; short neighbours are joined until few enough are left
     exact      ways of a run of layers: a few of the programs that fxremat's planner finds for its module
-    rough      the same put together from the programs of its layers, at no cost: where to look for exact ones
+    rough      the same put together from the programs of its layers, with nothing planned: hints where to look for
+               exact ones
 
-For exact ways a run is planned as a model of its own (`fxremat.plan`): its ops are measured, its programs judged by
+For exact ways a run is planned as a model of its own (`fxremat.plan`): its ops are measured, its programs evaluated by
 exact liveness. Equal runs (the blocks of a GPT) are planned once.
 """
 
@@ -35,48 +36,48 @@ from fxremat.solvers.pipeline.stage_costs import Ways
 from fxremat.step.costs import Costs
 from fxremat.step.liveness import live_bytes
 
-WAYS = 12  # for each run of layers
+WAYS = 12  # at most, for each run of layers
 MOST_LAYERS = 32  # or three for each device, where that is more
 ALIKE = 1.05  # pairs of layers whose times are within this factor are joined at once, so that equal ones stay equal
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spending:
-    """What one program of a stage takes; bytes of one micro-batch, without its input."""
+    """The time and memory of a program of a stage, in bytes of one micro-batch, without its input."""
 
     forward_time: float  # seconds
     backward_time: float
-    budget: int  # for `fxremat.compile`, which then chooses this program
+    budget: int  # with which `fxremat.compile` chooses this program
     kept: int  # from forward to backward, with the output
     returned: int  # the output; a loss stays until the step is over
     forward_peak: int  # beyond what other micro-batches keep
     backward_peak: (
-        int  # with what this one kept, and the gradient that comes in, which the engine holds on to
+        int  # with what this micro-batch kept, and the gradient of its output, which the engine keeps alive
     )
 
     @property
     def peak(self) -> int:
-        """The most at any time."""
+        """The most bytes at any time."""
         return max(self.forward_peak, self.backward_peak)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Profile:
-    """A model in layers, with what every run of them costs. Planned when asked for, and remembered."""
+    """A model in layers, with the costs of every run of them, which are planned on demand, and remembered."""
 
     ops: Ops
     inputs: tuple[Tensor, ...]  # of one micro-batch
     target: Tensor
     effort: float
-    cuts: tuple[int, ...]  # where the layers begin, and the end of the last
+    cuts: tuple[int, ...]  # the first op of each layer, and the end of the last
     _known: dict[str, tuple[Spending, ...]] = field(default_factory=dict)
 
     def module(self, first: int, last: int) -> StageModule:
-        """Layers first..last, both included, as a module."""
+        """Return layers first..last, both included, as a module."""
         return self.ops.module(self.cuts[first], self.cuts[last + 1])
 
     def examples(self, first: int, last: int) -> tuple[Tensor, ...]:
-        """Made-up arguments of that module."""
+        """Return made-up arguments of the module of these layers."""
         target = (self.target,) if last == self.count - 1 else ()
         if first == 0:
             return (*self.inputs, *target)
@@ -84,33 +85,33 @@ class Profile:
         return (made.to(self.crossing(first).dtype).requires_grad_(), *target)
 
     def crossing(self, layer: int) -> Tensor:
-        """What enters a layer, with its shape and type and no contents."""
+        """Return the tensor that enters a layer from the one before, on the meta device."""
         value: Tensor = self.ops.cuts[self.cuts[layer]].meta["val"]
         return torch.empty(value.shape, dtype=value.dtype, device="meta")
 
     def entering(self, layer: int) -> tuple[Tensor, ...]:
-        """What enters a layer, without contents; the model's inputs for the first."""
+        """Return the inputs of a layer on the meta device; for the first, the model's inputs."""
         if layer:
             return (self.crossing(layer).requires_grad_(),)
         return tuple(torch.empty_like(value, device="meta") for value in self.inputs)
 
     def leaving(self, layer: int) -> Tensor:
-        """What leaves a layer, without contents; the loss for the last."""
+        """Return the output of a layer on the meta device; for the last, the loss."""
         if layer + 1 < self.count:
             return self.crossing(layer + 1).requires_grad_()
         return torch.empty((), device="meta", requires_grad=True)
 
     def input_bytes(self, layer: int) -> int:
-        """Bytes of what enters a layer from the one before."""
+        """Return the bytes of the tensor that enters a layer from the one before; 0 for the first."""
         return self.crossing(layer).nbytes if layer else 0
 
     @property
     def count(self) -> int:
-        """How many layers."""
+        """The number of layers."""
         return len(self.cuts) - 1
 
     def weight_bytes(self, first: int, last: int) -> int:
-        """Bytes of the parameters of these layers."""
+        """Return the bytes of the parameters of these layers."""
         return sum(parameter.nbytes for parameter in self.module(first, last).parameters())
 
     @property
@@ -119,7 +120,7 @@ class Profile:
         return self.ops.device
 
     def spendings(self, first: int, last: int) -> tuple[Spending, ...]:
-        """Every program on offer for these layers, fastest first."""
+        """Return all programs on offer for these layers, fastest first."""
         module, examples = self.module(first, last), self.examples(first, last)
         key = _text(module, examples)
         if key not in self._known:
@@ -129,11 +130,11 @@ class Profile:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What every stage is compiled with; nothing is allocated outside of it but what is counted here."""
+        """The options that every stage is compiled with; `loss` is 1 byte, as memory outside of it is counted here."""
         return {"loss": 1, "search": Search(seconds=self.effort, progress=False)}
 
     def ways(self, first: int, last: int) -> Sequence[Way]:
-        """A few of the programs for these layers, as the planner wants them, fastest first."""
+        """Return a few of the programs for these layers, in the planner's form, fastest first."""
         return [self._way(first, last, spending) for spending in _spread(self.spendings(first, last), WAYS)]
 
     def _way(self, first: int, last: int, spending: Spending) -> Way:
@@ -146,12 +147,12 @@ class Profile:
         )
 
     def _counted_twice(self, last: int) -> int:
-        """What leaves a stage, and its gradient: in the peak of its backward, and in the planner's buffers besides."""
+        """Return the bytes of a stage's output and its gradient: its peak and the planner's buffers both have them."""
         return 2 * self.input_bytes(last + 1) if last + 1 < self.count else 0
 
     @cached_property
     def rough(self) -> Ways:
-        """Ways of any run of layers: every layer under one of its own programs, or run again with others."""
+        """The rough ways of any run of layers: each layer under one of its own programs, or recomputed with others."""
         ways = ways_of(self._chain)
 
         def rough(first: int, last: int) -> Sequence[Way]:
@@ -169,11 +170,11 @@ class Profile:
         )
 
     def _block(self, layer: int, size: int) -> Block:
-        """A layer, whose result has this size, with its programs as options."""
-        around = self.input_bytes(layer) + size  # the gradients that come and go
+        """Return a layer, whose output has `size` bytes, as a block with its programs as options."""
+        around = self.input_bytes(layer) + size  # the gradients of input and output
         first, *others = (
             Option(
-                saved_bytes=max(spending.kept, size),  # nothing is kept of a view
+                saved_bytes=max(spending.kept, size),  # `kept` is less where the output is a view
                 backward_time=spending.backward_time,
                 backward_scratch=max(0, spending.backward_peak - spending.kept - around),
                 save_scratch=max(0, spending.forward_peak - spending.kept),
@@ -191,7 +192,7 @@ class Profile:
         )
 
     def spending_of(self, first: int, last: int, way: Way) -> Spending:
-        """The program behind a way: the fastest that takes no more memory, here and now."""
+        """Return the program for a way: the fastest that needs no more memory, by the costs measured on this rank."""
         for spending in self.spendings(first, last):
             takes = self._way(first, last, spending)
             if takes.peak_bytes <= way.peak_bytes and takes.kept_bytes <= way.kept_bytes:
@@ -199,7 +200,7 @@ class Profile:
         return self.spendings(first, last)[-1]
 
     def layers(self) -> Layers:
-        """The chain for the planner: each layer when it keeps everything."""
+        """Return the chain for the planner, with each layer under its fastest program, keep-all."""
         chain = []
         for number in range(self.count):
             fastest = self.spendings(number, number)[0]
@@ -220,7 +221,7 @@ class Profile:
 
 
 def profile(ops: Ops, inputs: tuple[Tensor, ...], target: Tensor, *, devices: int, effort: float) -> Profile:
-    """Cut a model into layers and measure them. Raises `CaptureError` where there are fewer cuts than it takes."""
+    """Cut a model into layers and measure them. Raises `CaptureError` where it has fewer layers than devices."""
     finest = (0, *ops.cuts, ops.end)
     if len(finest) - 1 < devices:
         raise CaptureError(
@@ -238,7 +239,7 @@ def profile(ops: Ops, inputs: tuple[Tensor, ...], target: Tensor, *, devices: in
 
 
 def joined(cuts: Sequence[int], times: Sequence[float], most: int) -> tuple[int, ...]:
-    """The cuts that are left when the shortest pairs of neighbours are joined until at most so many layers are.
+    """Return the cuts that are left when the shortest pairs of neighbours are joined, until at most `most` layers are.
 
     >>> joined((0, 1, 2, 3, 4), (5.0, 1.0, 1.0, 5.0), 3)
     (0, 1, 3, 4)
@@ -267,7 +268,8 @@ def _spendings(plan: Plan) -> tuple[Spending, ...]:
 def _spending(candidate: Candidate, costs: Costs) -> Spending:
     program = candidate.program()
     joint = captured_of(program.layout.graph)
-    # The engine hands in gradients as the stage was traced, so that none is copied: autograd holds the engine's own.
+    # The engine passes gradients in with the strides that the stage was traced with, so that none is copied: autograd
+    # holds the engine's own.
     sizes = replace(costs.sizes, root=costs.sizes.root - held_beside_copies(joint, device_of(joint)))
     memory = live_bytes(program, sizes, kept=joint.tangent_values)
     coming = sum(sizes.values[value] for value in joint.tangent_values) + sizes.root
@@ -287,7 +289,7 @@ def _spending(candidate: Candidate, costs: Costs) -> Spending:
 
 
 def _spread(spendings: Sequence[Spending], count: int) -> list[Spending]:
-    """At most `count` spendings, from the fastest to the smallest, evenly over what they keep."""
+    """Return at most `count` spendings, from the fastest to the smallest, evenly spread over the bytes they keep."""
     most, least = spendings[0].kept, min(spending.kept for spending in spendings)
     marks = [most - (most - least) * number / max(1, count - 1) for number in range(count)]
     places = range(len(spendings))
@@ -296,7 +298,8 @@ def _spread(spendings: Sequence[Spending], count: int) -> list[Spending]:
 
 
 def _text(module: StageModule, examples: tuple[Tensor, ...]) -> str:
-    """Equal for modules that run the same ops on tensors of the same shapes, and give gradients to the same ones."""
+    """Return a text, equal for modules with the same ops on tensors of equal shapes, the same of which need gradients.
+    """
     number = {node: place for place, node in enumerate(module.graph.nodes)}
     lines = [_line(node, number) for node in module.graph.nodes]
     return "\n".join([*lines, str(list(_shapes(examples)))])

@@ -1,7 +1,7 @@
-"""What one rank does: its stages, each compiled under its own budget, run by PyTorch's pipeline engine.
+"""A rank of a pipeline: its stages, each compiled under its own budget, run by PyTorch's pipeline engine.
 
-stage       a run of layers -> fxremat.compile(module, mem=its program's peak)
-step        split the batch, run the works of this rank in the plan's order, losses on the last rank
+stage       consecutive layers -> fxremat.compile(module, mem=its program's peak)
+step        split the batch, run the actions of this rank in the plan's order, losses on the last rank
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fxremat.solvers.pipeline.model import PipelinePlan
 
 
 def held_by(profile: Profile, plan: PipelinePlan, number: int) -> StageMemory:
-    """What a stage of a plan holds, under the program that its way stands for."""
+    """Return the memory of a stage of a plan, under the program that its way stands for."""
     stage, last = plan.stages[number], len(plan.stages) - 1
     return StageMemory(
         weights=profile.weight_bytes(stage.first, stage.last),
@@ -54,7 +54,7 @@ def _compiled(
 
 
 class _OnTarget(nn.Module):
-    """A stage that takes the target by name, as the engine hands it over."""
+    """A stage that takes the target by name, as the engine passes it."""
 
     def __init__(self, stage: nn.Module) -> None:
         super().__init__()
@@ -66,20 +66,20 @@ class _OnTarget(nn.Module):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Rank:
-    """The stages of one rank of a process group. Nothing of the others' is held."""
+    """The stages of one rank of a process group. Nothing of other ranks is held."""
 
     number: int
     modules: Mapping[int, nn.Module]  # of its stages, by their numbers in the plan
     stages: Sequence[LeanStage]
     held: Mapping[int, StageMemory]
-    last: int  # the number of the last stage of all
+    last: int  # number of the last stage of the plan
     run: Step
 
     @classmethod
     def of(
         cls, profile: Profile, plan: PipelinePlan, number: int, *, microbatches: int, scale_grads: bool
     ) -> Rank:
-        """Compile the stages of this rank and tell the engine what to do."""
+        """Compile the stages of this rank and set up the engine."""
         mine = {k: stage for k, stage in enumerate(plan.stages) if stage.device == number}
         modules = {k: profile.module(stage.first, stage.last) for k, stage in mine.items()}
         group = group_of(plan)
@@ -95,16 +95,16 @@ class Rank:
 
     @property
     def is_first(self) -> bool:
-        """Whether the model's inputs go in here."""
+        """True if this rank has the first stage, which reads the model's inputs."""
         return 0 in self.modules
 
     @property
     def is_last(self) -> bool:
-        """Whether the losses come out here."""
+        """True if this rank has the last stage, which computes the losses."""
         return self.last in self.modules
 
     def step(self, inputs: Sequence[Tensor], target: Tensor) -> tuple[Tensor, ...]:
-        """Forward and backward of all micro-batches; their losses on the last rank. Gradients add up in `.grad`."""
+        """Run forward and backward of all micro-batches; return their losses on the last rank. `.grad` accumulates."""
         given = tuple(inputs) if self.is_first else ()
         try:
             losses = self.run(*given, target=target if self.is_last else None)
@@ -123,7 +123,7 @@ class Rank:
         )
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The parameters and buffers of these stages, by the model's names."""
+        """Yield the parameters and buffers of these stages, by the model's names."""
         for module in self.modules.values():
             yield from module.named_parameters()
             yield from module.named_buffers()

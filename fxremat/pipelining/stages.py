@@ -1,15 +1,15 @@
-"""A model and its loss as a chain of layers, and a module for any run of them.
+"""A model and its loss as a chain of layers, and modules made of consecutive layers.
 
-torch.export writes the forward down as one list of ops, in train mode, with dropout and batch norm as they are. The
-list can be cut before an op where one tensor alone crosses:
+torch.export captures the forward as one list of ops, in train mode, with dropout and batch norm as they are. The list
+can be cut before an op where only one tensor crosses:
 
-    crosses     made before, read at or after it             a cut needs exactly one, which has a gradient
-    made again  what depends on no input, parameter or       every stage has its own: positions, masks, constants
-                random number
+    crosses     values made before, read at or after it      a cut needs exactly one, which has a gradient
+    made again  values that depend on no input, parameter    every stage has its own: positions, masks, constants
+                or random number
     owned       parameters, buffers that ops write           all readers on one side, tied weights included
-    target      what the loss compares with                  handed to the last stage
+    target      the loss's second argument                   passed to the last stage
 
-What crosses must not be written in place afterwards: it arrives in a buffer of its own.
+A value that crosses must not be written in place afterwards: it arrives in a buffer of its own.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ class WithLoss(nn.Module):
         self.loss = loss_fn
 
     def forward(self, inputs: tuple[Tensor, ...], target: Tensor) -> Tensor:
-        """The loss of one micro-batch."""
+        """Return the loss of one micro-batch."""
         return self.loss(self.model(*inputs), target)
 
 
 class StageModule(nn.Module):
-    """A run of ops with the parameters and buffers they read, under the model's own names.
+    """A module of consecutive ops with the parameters and buffers they read, under the model's own names.
 
-    A GraphModule wraps what is raised inside of it, which dynamo cannot trace; this one only has its forward.
+    A GraphModule wraps errors that are raised inside of it, which dynamo cannot trace; this class only has its forward.
     """
 
     graph: fx.Graph
 
     @classmethod
     def of(cls, module: fx.GraphModule) -> StageModule:
-        """The same as a plain module."""
+        """Return a module with the forward, parameters and buffers of a GraphModule."""
         stage: StageModule = type("StageModule", (cls,), {"forward": type(module).forward, "__module__": __name__})()
         for name in ("_parameters", "_buffers", "_modules"):
             stage.__dict__[name] = module.__dict__[name]
@@ -71,16 +71,19 @@ class Ops:
     loss: fx.Node
     held: Mapping[fx.Node, str]  # parameters, buffers and constants: their names
     values: Mapping[str, Any]  # by those names
-    again: frozenset[fx.Node]  # made anew in each stage that reads them
-    cuts: Mapping[int, fx.Node]  # before this op: what crosses there
+    again: frozenset[fx.Node]  # computed again in each stage that reads them
+    cuts: Mapping[int, fx.Node]  # number of an op that can be cut before -> the value that crosses there
 
     def module(self, first: int, last: int) -> StageModule:
-        """Ops first..last - 1 as a module of (*inputs or what crosses before, target for the last) -> what crosses."""
+        """Return ops first..last - 1 as a module, whose output is the value that crosses after them, or the loss.
+
+        It takes the model's inputs or the value that crosses before, and the target if the last op is one of them.
+        """
         return _Builder(self, first, last).module()
 
     @property
     def end(self) -> int:
-        """The number after that of the last op."""
+        """The number of ops, as the end of the last range."""
         return len(self.nodes)
 
     @cached_property
@@ -96,14 +99,14 @@ class Ops:
 
 
 def capture(model: nn.Module, inputs: tuple[Tensor, ...], target: Tensor, loss_fn: Loss) -> Ops:
-    """Write down the forward of one micro-batch. The model is not run, nor changed.
+    """Export the forward of one micro-batch with its loss. The model is neither run nor changed.
 
     Raises `CaptureError` where torch.export cannot, or where the loss is not one number.
     """
     if not model.training:
         raise CaptureError("the model is in eval mode, and a pipeline trains; call model.train() first")
     try:
-        examples = (tuple(value.clone() for value in inputs), target.clone())  # one tensor given twice is two
+        examples = (tuple(value.clone() for value in inputs), target.clone())  # a tensor passed twice becomes two
         program = torch.export.export(WithLoss(model, loss_fn), examples, strict=False)
     except Exception as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]
@@ -145,14 +148,14 @@ def _read(program: torch.export.ExportedProgram, count: int) -> Ops:
 
 
 class _Sharing:
-    """Which nodes show the same memory, and where it is written."""
+    """The nodes that are views of the same memory, and the places where it is written."""
 
     def __init__(self, nodes: Sequence[fx.Node], held: Mapping[fx.Node, str], values: Mapping[str, Any]):
         self._shown: dict[fx.Node, fx.Node] = {}
         first: dict[int, fx.Node] = {}
         for node, name in held.items():  # tied weights are one
             self._shown[node] = first.setdefault(_memory(values[name]), node)
-        self.written: dict[fx.Node, int] = {}  # the last op that writes it
+        self.written: dict[fx.Node, int] = {}  # memory, as `of` names it -> number of the last op that writes it
         for place, node in enumerate(nodes):
             for argument, writes, shows in _aliases(node):
                 if writes:
@@ -161,17 +164,17 @@ class _Sharing:
                     self._shown.setdefault(node, self.of(argument))
 
     def of(self, node: fx.Node) -> fx.Node:
-        """The node whose memory this one shows."""
+        """Return the node whose memory this one is a view of; the node itself if it is none."""
         return self._shown.get(node, node)
 
 
 def _memory(value: Any) -> int:
-    """Equal for tensors in the same memory: a weight may have two names, or two parameters may show one tensor."""
+    """Return a number, equal for tensors in the same memory: two names of a weight, two parameters of one storage."""
     return (value.untyped_storage().data_ptr() if isinstance(value, Tensor) else 0) or id(value)
 
 
 def _aliases(node: fx.Node) -> Iterator[tuple[fx.Node, bool, bool]]:
-    """Every tensor argument that an op writes in place or returns a view of: (argument, writes, shows)."""
+    """Yield the tensor arguments that an op writes in place or returns a view of: (argument, writes, shows)."""
     if node.target is operator.getitem:
         yield node.all_input_nodes[0], False, True
     schema = getattr(node.target, "_schema", None)
@@ -194,7 +197,7 @@ def _aliases(node: fx.Node) -> Iterator[tuple[fx.Node, bool, bool]]:
 def _made_again(
     nodes: Sequence[fx.Node], held: Mapping[fx.Node, str], values: Mapping[str, Any], sharing: _Sharing
 ) -> frozenset[fx.Node]:
-    """What every stage can make for itself, for next to nothing: no input, parameter or random number is in it."""
+    """Return the values that every stage can compute for itself: no input, parameter or random number is in them."""
     free = {node for node, name in held.items() if not _is_owned(node, values[name], sharing)}
     for node in nodes:
         written = sharing.of(node) in sharing.written
@@ -225,7 +228,7 @@ class _Cuts:
     sharing: _Sharing
 
     def all(self) -> Iterator[tuple[int, fx.Node]]:
-        """(before which op, what crosses there); one cut for all views of a tensor, the first."""
+        """Yield (number of the op to cut before, the value that crosses there): the first of all views of a tensor."""
         place_of = {node: place for place, node in enumerate(self.nodes)}
         last = {node: self._last_reader(node, place_of) for node in (*self.inputs, *self.nodes)}
         first_use, last_use = self._uses(place_of)
@@ -250,7 +253,7 @@ class _Cuts:
         return max((place_of[user] for user in node.users if user in place_of), default=-1)
 
     def _uses(self, place_of: Mapping[fx.Node, int]) -> tuple[dict[fx.Node, int], dict[fx.Node, int]]:
-        """The first and last op that reads each owned tensor, or the target."""
+        """Return the first and the last op that reads each owned tensor, and the target."""
         first: dict[fx.Node, int] = {}
         last: dict[fx.Node, int] = {}
         for node in (*self.held, self.target):
@@ -266,7 +269,7 @@ class _Cuts:
         return first, last
 
     def _trained(self) -> set[fx.Node]:
-        """Every value that a gradient flows through."""
+        """Return all values that a gradient flows through."""
         found = {
             node for node, name in self.held.items() if getattr(self.values[name], "requires_grad", False)
         }
@@ -301,7 +304,7 @@ class _Builder:
         # A loss stays until the step ends, and mse_loss returns it in the storage of all its terms.
         if result is self.ops.loss:
             value = graph.call_function(torch.ops.aten.clone.default, (value,))
-        elif not result.meta["val"].is_contiguous():  # what is sent has to be
+        elif not result.meta["val"].is_contiguous():  # a tensor that is sent has to be contiguous
             value = graph.call_function(torch.ops.aten.contiguous.default, (value,))
         graph.output(value)
         values = {
@@ -315,7 +318,7 @@ class _Builder:
         return self.ops.held[self.shown(node)]
 
     def shown(self, node: fx.Node) -> fx.Node:
-        """The first name of a tied weight."""
+        """Return the first node that stands for a tied weight."""
         value = self.ops.values[self.ops.held[node]]
         return next(other for other, name in self.ops.held.items() if self.ops.values[name] is value)
 
@@ -328,7 +331,7 @@ class _Builder:
             yield self.ops.target
 
     def _in_order(self, wanted: set[fx.Node]) -> Iterator[fx.Node]:
-        """The ops of this stage with what they need, made-again values of other stages included."""
+        """Yield the ops of this stage and all that they read, values that every stage computes again included."""
         given = set(self._arguments())
         kept = {node for node in wanted if node not in self.ops.again}
         if self.last == self.ops.end:
