@@ -98,7 +98,7 @@ def simulate(
     *,
     accounting: Accounting = "whole",
 ) -> Timeline | JoinTimeline:
-    """Run `schedule` on paper: `chains.simulate` says how for chains, `chains.simulate_join` for joins.
+    """Simulate a schedule: `chains.simulate` defines how for chains, `chains.simulate_join` for joins.
 
     Raises `InvalidSchedule`, which names the op and what it lacks.
 
@@ -120,7 +120,7 @@ def simulate(
     )
 
 
-_LATER = {  # what needs torch, or numba
+_LATER = {  # names that need torch or numba, and the module that each is imported from on first use
     "capture": "fxremat.api",
     "CapturedStep": "fxremat.planning.captured_step",
     "compare": "fxremat.api",
@@ -142,7 +142,7 @@ _LATER = {  # what needs torch, or numba
 
 
 def __getattr__(name: str) -> Any:
-    """Import what takes a while when it is first asked for: reading and simulating a chain does without."""
+    """Import a name that needs torch or numba on first use: reading and simulating a chain does without."""
     if name in _LATER:
         return getattr(import_module(_LATER[name]), name)
     raise AttributeError(f"module 'fxremat' has no attribute {name!r}")

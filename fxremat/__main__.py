@@ -44,7 +44,7 @@ _T = TypeVar("_T")
 _INTERRUPTED = 130  # as shells have it: 128 + SIGINT
 _LONGEST = 1000  # characters of a message
 _QUOTES = "\"'"
-_FLAGS = (  # what messages say of settings -> the flag that sets the same
+_FLAGS = (  # a setting as messages name it -> the flag that sets the same
     ('costs="H100"', "--device H100"),
     ('costs="estimate"', "--estimate"),
     ("costs: ", ""),
@@ -54,15 +54,15 @@ _FLAGS = (  # what messages say of settings -> the flag that sets the same
 
 
 def entry() -> NoReturn:
-    """The console script `fxremat`."""
+    """Run the console script `fxremat`."""
     status = main()
     if status == _INTERRUPTED:
-        os._exit(status)  # whatever was under way stays undone
+        os._exit(status)  # without waiting for work that other threads have begun
     sys.exit(status)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; the exit status."""
+    """Run a command, and return the exit status."""
     options: Collection[str] = ()
     try:
         args = _parser().parse_args(arguments)
@@ -89,7 +89,7 @@ def _is_of_the_model(error: Exception) -> bool:
 
 
 def _in_flags(text: str, options: Collection[str]) -> str:
-    """A message of the library's in the words of a shell: `--device H100` for `device="H100"`."""
+    """Rewrite a message of the library with the flags of the command: `--device H100` for `device="H100"`."""
     names, unlike_words = "|".join(options), "|".join(name for name in options if "_" in name) or "(?!)"
 
     def flag(match: re.Match[str]) -> str:
@@ -134,7 +134,7 @@ def _solve(args: argparse.Namespace) -> str:
 
 
 def _beside(work: Callable[[], _T]) -> _T:
-    """`work()` on a thread of its own, so that an interrupt need not wait until compiled code returns."""
+    """Return `work()`, run on a thread of its own, so that an interrupt need not wait until compiled code returns."""
     done: Future[_T] = Future()
 
     def run() -> None:
@@ -224,7 +224,7 @@ def _profile(args: argparse.Namespace) -> str:
 def _largest(
     args: argparse.Namespace, factory: Callable[..., Any], options: dict[str, Any], devices: list[str]
 ) -> str:
-    """The largest value of the factory's parameter with which the step fits, a line for each device."""
+    """Return the largest value of the factory's parameter with which the step fits, a line for each device."""
     from fxremat.api import plan
     from fxremat.cost.devices import Device
     from fxremat.what_if import PlansOfSize, largest_on
@@ -263,7 +263,7 @@ def _largest(
 
 
 def _takes(factory: Callable[..., Any], name: str) -> bool:
-    """Whether a factory has a parameter of this name."""
+    """Tell whether a factory has a parameter of this name."""
     try:
         return name in inspect.signature(factory).parameters
     except (TypeError, ValueError):  # no function, or one that is not written in Python
@@ -271,7 +271,7 @@ def _takes(factory: Callable[..., Any], name: str) -> bool:
 
 
 def _made(factory: Callable[[], Any], name: str) -> tuple[Any, Any]:
-    """What the user's factory returns. Raises `FxrematError` where that is no model with its inputs."""
+    """Call the user's factory. Raises `FxrematError` where it returns no model with its inputs."""
     from torch import nn
 
     if not callable(factory):
@@ -284,7 +284,7 @@ def _made(factory: Callable[[], Any], name: str) -> tuple[Any, Any]:
 
 
 def _guarded(what: str, work: Callable[[], _T]) -> _T:
-    """`work()`, which runs the user's code: whatever that raises, with its place."""
+    """Return `work()`, which runs the user's code. Raises `FxrematError` with the place of any error in it."""
     try:
         return work()
     except FxrematError:
@@ -298,7 +298,7 @@ def _guarded(what: str, work: Callable[[], _T]) -> _T:
 
 
 def _check_folder(path: str | None) -> None:
-    """Raise `FxrematError` where a file could not be written, before much is computed for it."""
+    """Raise `FxrematError` where a file could not be written, before its content is computed."""
     if path is not None and not Path(path).absolute().parent.is_dir():
         raise FxrematError(f"cannot write {path}: there is no folder {Path(path).absolute().parent}")
 
@@ -361,7 +361,7 @@ def _summary(timeline: Timeline | JoinTimeline) -> str:
 
 
 def _listed(timeline: JoinTimeline) -> str:
-    """The ops of a join with their memory, as `str` of a chain's timeline has them."""
+    """List the ops of a join with their memory, as `str` of a chain's timeline does."""
     ops = [str(op) for op in timeline.schedule.ops]
     lines = [f"peak {format_bytes(timeline.peak)}, time {timeline.time:.6g} s, {len(ops)} operations"]
     for op, memory in zip(ops, timeline.memory, strict=True):
@@ -371,7 +371,7 @@ def _listed(timeline: JoinTimeline) -> str:
 
 
 def _read_model(path: str) -> Chain | Join:
-    """A join where there are "branches", else a chain."""
+    """Read a join, where the file has "branches", or else a chain."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -385,7 +385,7 @@ def _read_model(path: str) -> Chain | Join:
 def _has_branches(text: str) -> bool:
     try:
         data = json.loads(text)
-    except (ValueError, RecursionError):  # said better by whoever reads it next
+    except (ValueError, RecursionError):  # `Chain.from_json` has a better message
         return False
     return isinstance(data, dict) and "branches" in data
 
@@ -410,7 +410,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _called() -> str:
-    """How a user calls this program."""
+    """Return the command by which the user runs this program."""
     name = Path(sys.argv[0]).name if sys.argv else ""
     return "fxremat" if name in ("fxremat", "fxremat.exe") else "python -m fxremat"
 

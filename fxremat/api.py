@@ -1,9 +1,9 @@
-"""`compile`, `plan`, `compare`, `capture` and `profile`: a model in; a model that fits out, or what it would take.
+"""The functions `compile`, `plan`, `compare`, `capture` and `profile`, which take a model.
 
-options = options_of(mem=..., ...)              what to plan for
+options = options_of(mem=..., ...)              the settings of a plan
 module  = drop_in(model, options)               captured at its first training call, then:
           read_joint -> measure -> survey -> choose -> lower -> run        (fxremat.runtime.dynamo)
-          at other sizes: known programs judged -> choose -> run           (fxremat.runtime.sized)
+          at other sizes: evaluate known programs -> choose -> run         (fxremat.runtime.sized)
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def compile(  # the name users know from torch.compile
     Args:
         model: any module that torch.compile can capture as one graph. It is not changed.
         mem: the peak of bytes allocated on the model's device during forward and backward, above what was allocated
-            when forward began, with every `.grad` None then: an int (bytes), "4GiB", "300MB", "60%" of what keeping
-            everything takes, or "auto" (CUDA: what is free). It may be left out where `plan` is given.
+            when forward began, with every `.grad` None then: an int (bytes), "4GiB", "300MB", "60%" of the peak
+            without any recomputation, or "auto" (CUDA: what is free). It may be left out where `plan` is passed.
         example_inputs: plan now, for these inputs: a tuple of positional arguments, a dict of keyword arguments, or
             one tensor. None: plan at the first training call. Other sizes are planned when they come.
         solver: "auto", or one by name: docs/solvers.md lists them.
@@ -53,9 +53,9 @@ def compile(  # the name users know from torch.compile
             backend     "inductor" compiles regions of the step: docs/kernels.md
             optimizer   runs in the step, where parameters may live on the host
             costs       "estimate" measures nothing
-            loss        what a loss outside the model takes
+            loss        what a loss outside the model allocates
             search      how long programs are searched for
-            method      what training calls, where it is not `forward`
+            method      the method that training calls, where it is not `forward`
 
     Returns:
         an instance of the model's own class that shares all its state; `.plan` says what it does (None before it is
@@ -64,8 +64,8 @@ def compile(  # the name users know from torch.compile
     Raises:
         BudgetTooSmall: nothing fits; `.minimum` is what would. At the call whose sizes are planned, before it runs.
         CaptureError: the model is not one graph; names the line.
-        InvalidBudget: `mem` has another form, or neither it nor `plan` is given.
-        PlanMismatch: `plan` belongs to another step, device or PyTorch, and no `mem` is given to make another.
+        InvalidBudget: `mem` has another form, or neither it nor `plan` is passed.
+        PlanMismatch: `plan` belongs to another step, device or PyTorch, and no `mem` is passed to make another.
     """
     module = drop_in(_checked(model), options_of(mem=mem, solver=solver, **options))
     if example_inputs is not None:
@@ -87,8 +87,8 @@ def plan(
     """Return the plan that `compile` would make for these inputs; the model is neither run nor changed.
 
     Arguments and errors are those of `compile`. With costs="estimate" no op is run either, and costs="H200" plans for
-    a device that is not there: docs/what-if.md says what is assumed of it. The model's parameters and buffers, and the
-    inputs, may then be on the meta device, or fake tensors.
+    a device that this machine lacks: docs/what-if.md says what is assumed of it. The model's parameters and buffers,
+    and the inputs, may then be on the meta device, or fake tensors.
     """
     return _plan(_checked(model), _split(example_inputs), mem=mem, solver=solver, **options)
 
@@ -113,7 +113,7 @@ def compare(
 
     Raises:
         BudgetTooSmall: nothing fits into a budget in bytes or percent.
-        FxrematError: there is no device, or one that is not known.
+        FxrematError: `devices` is empty, or has one that is not known.
     """
     if "costs" in options:
         raise FxrematError("compare estimates for its devices; leave costs out")
@@ -160,7 +160,7 @@ def profile(
     """Find where the memory of a training step goes with no budget, and what would save most.
 
     The step is captured, with these sizes, and its ops are measured as `plan` does it; the model is neither run nor
-    changed. Takes as long as about three plans, each of `search.seconds`: recomputation, offloading and slices are
+    changed. It is about as slow as three plans, each of `search.seconds`: recomputation, offloading and slices are
     tried on the captured step.
 
     Args:
@@ -218,7 +218,7 @@ def _checked(model: object) -> nn.Module:
 
 
 def _backward_in(graph: fx.Graph) -> fx.Node | None:
-    """The first node of a graph that takes a gradient, or is one's input; None for the graph of a forward."""
+    """Return the first node of a graph that is a backward op or a tangent; None for the graph of a forward."""
     return next((node for node in graph.nodes if _is_of_backward(node)), None)
 
 

@@ -1,11 +1,11 @@
-"""All that a user can set: typed, checked once, the same through every door.
+"""All that a user can set: typed, checked once, and the same for all functions that take options.
 
     options = options_of(mem="4GiB", offload=True, search=Search(seconds=3))
     def compile(model, mem, *, solver="auto", **options: Unpack[CompileOptions])
 
 `Options` is a value: nothing in it changes while a model is planned and trained. What belongs to one feature is one
 option, whose type is in `fxremat.settings`. `CompileOptions` names the same options for type checkers, but for `mem`
-and `solver`, which the doors have as parameters of their own.
+and `solver`, which these functions have as parameters of their own.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fxremat.solvers.registry import NAMES as CHAINS
 from fxremat.units import Budget, parse_budget, shortened
 
 PLANNERS = ("auto", *LISTS, *TABLES)  # solvers that plan models
-TRANSFERRING = tuple(name for name, solver in SOLVERS.items() if solver.transfers)  # where values may wait, too
+TRANSFERRING = tuple(name for name, solver in SOLVERS.items() if solver.transfers)  # solvers for offloading, too
 BACKENDS = ("eager", "inductor")
 
 Sizes = Mapping[str, Mapping[int, Dim | tuple[int, int]]]  # input -> dimension -> least and largest size
@@ -40,7 +40,7 @@ Ranges = Mapping[str, Mapping[int, tuple[int, int]]]
 
 
 class PlanOptions(TypedDict, total=False):
-    """The settings of `Options` beside `mem`, `solver` and `plan`, for signatures: `**options: Unpack[PlanOptions]`."""
+    """The settings of `Options` except `mem`, `solver` and `plan`, for signatures: `**options: Unpack[PlanOptions]`."""
 
     dynamic: bool | Sizes | None
     offload: bool | HostTier | Offload
@@ -60,38 +60,38 @@ class StepOptions(PlanOptions, total=False):
 
 
 class CompileOptions(PlanOptions, total=False):
-    """The settings of `Options` beside `mem` and `solver`."""
+    """The settings of `Options` except `mem` and `solver`."""
 
     plan: Plan | str | os.PathLike[str] | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class SeenLoss:
-    """What a loss outside the model was seen to allocate, as shares of what is assumed where nothing is known."""
+    """The measured memory of a loss outside the model, as shares of the bytes assumed where nothing was measured."""
 
     peak: Fraction  # between forward and backward
-    held: Fraction  # from the beginning of the backward on, gradients of outputs apart
+    held: Fraction  # from the beginning of the backward on, without the gradients of the outputs
 
 
 @dataclass(frozen=True)
 class Options:
-    """What to plan for.
+    """The settings of a plan.
 
     Args:
         mem: the budget, in any of the forms of `fxremat.compile`. None: that of `plan`.
-        plan: one that was saved, or its file: it runs without planning where it belongs to the step that is captured.
-            Where it does not, that is an error; with `mem` a warning, and a plan within that is made. Sizes are fixed.
+        plan: a saved plan, or its file: it runs without planning where it belongs to the step that is captured. Where
+            it does not, that is an error; with `mem` it is a warning, and a plan within `mem` is made. Sizes are fixed.
         solver: one of `PLANNERS`; where values may wait on the host also one of `TRANSFERRING`.
-        dynamic: what the sizes of inputs are taken for, as in torch.compile. None: fixed at first, and where another
-            comes, from then on as one that changes. True: all may change, and the model is captured once. False: fixed;
-            every combination is captured and planned by itself, as it is with slices, and where something is offloaded.
-            Or sizes that change from the start, with their range: {"tokens": {0: (2, 8), 1: Dim("n", min=16,
+        dynamic: whether the sizes of inputs may change, as in torch.compile. None: a size is fixed at first, and may
+            change once another one comes. True: all may change, and the model is captured once. False: fixed; every
+            combination is captured and planned by itself, as it is with slices, and where something is offloaded. Or
+            sizes that change from the start, with their range: {"tokens": {0: (2, 8), 1: Dim("n", min=16,
             max=4096)}}, where `Dim` is torch.export's. Other sizes are allowed; a budget in percent refers to the
             largest.
         offload: let values wait on the host: True, a tier of `fxremat.host.tier`, or an `Offload` that says more.
         slices: let regions of the model run in slices: True, or a `Slices` that says more.
-        backend: whose kernels run the ops: "eager", PyTorch's, with their bits; or "inductor", which compiles regions
-            of the planned step, or an `Inductor` that says more.
+        backend: the kernels that run the ops: "eager", PyTorch's own, with the same bits; or "inductor", which compiles
+            regions of the planned step, or an `Inductor` that says more.
         optimizer: of the model's parameters: SGD, Adam, AdamW, or another that treats each element by itself. With
             offload=Offload(weights=True), the one that the step runs. With `costs` for a device, the one whose state
             is counted on that device, which may also be a name: "adamw", "sgd-momentum" and others; None: AdamW's is
@@ -120,16 +120,16 @@ class Options:
     loss: int | str | Loss | None = None
     search: Search = field(default_factory=Search)
     method: str = "forward"
-    strict: bool | None = field(default=None, repr=False)  # a plan that does not belong is an error; no user sets this
-    loss_seen: SeenLoss | None = field(default=None, repr=False)  # what steps have shown of it; no user sets this
-    budget: Budget = field(init=False, repr=False)  # what `mem` means
+    strict: bool | None = field(default=None, repr=False)  # a plan of another step is an error; no user sets this
+    loss_seen: SeenLoss | None = field(default=None, repr=False)  # the loss as steps measured it; no user sets this
+    budget: Budget = field(init=False, repr=False)  # `mem`, parsed
 
-    # What the options mean, where a short form stands for a setting.
+    # The options in their full form, where the user may have passed a short one.
     host: Offload | None = field(init=False, repr=False)
     slicing: Slices | None = field(init=False, repr=False)
     inductor: Inductor | None = field(init=False, repr=False)
     loss_outside: Loss = field(init=False, repr=False)
-    device: Device | None = field(init=False, repr=False)  # that estimates are for, where the user named it
+    device: Device | None = field(init=False, repr=False)  # the device to estimate for, where the user named one
     ranges: Ranges = field(init=False, repr=False)  # of sizes that change from the start
 
     def __post_init__(self) -> None:
@@ -196,7 +196,7 @@ class Options:
 
     @property
     def may_change(self) -> bool | None:
-        """What sizes are taken for while a model is captured, as `dynamic` of torch.compile says it."""
+        """The value of torch.compile's `dynamic` that the model is captured with."""
         if not self.resizable:
             return False
         return None if self.ranges else bool(self.dynamic) if self.dynamic is not None else None
@@ -213,13 +213,13 @@ class Options:
 
     @property
     def saved(self) -> Plan:
-        """The plan that was given."""
+        """The plan that the user passed."""
         assert isinstance(self.plan, Plan)
         return self.plan
 
     @property
     def of_capture(self) -> dict[str, object]:
-        """What decides the capture, by how the user writes it: a plan of a captured step cannot change it."""
+        """The settings that decide the capture, by option name: a plan of a captured step cannot change them."""
         return {
             "method": self.method,
             "dynamic": self.dynamic,
@@ -309,9 +309,9 @@ class Options:
         )
 
 
-HIDDEN = ("loss_seen", "strict")  # that no user sets
+HIDDEN = ("loss_seen", "strict")  # fields that no user sets
 NAMES = tuple(field.name for field in fields(Options) if field.init and field.name not in HIDDEN)
-RENAMED = {  # names of earlier versions -> what says the same
+RENAMED = {  # names of earlier versions -> the present form
     "cost": 'costs="estimate"',
     "device": 'costs="H100"; for several devices, fxremat.compare(model, inputs, ["A100", "H100"], mem=...)',
     "effort": "search=Search(seconds=...)",
@@ -333,8 +333,8 @@ RENAMED = {  # names of earlier versions -> what says the same
 def options_of(**options: Any) -> Options:
     """Return the options that a user gave by name.
 
-    Raises `InvalidBudget` where there is neither `mem` nor `plan`, `FxrematError` for an option that there is not, and
-    what `Options` raises.
+    Raises `InvalidBudget` where there is neither `mem` nor `plan`, `FxrematError` for an unknown option, and what
+    `Options` raises.
     """
     for name in options:
         check_name(name)
@@ -344,7 +344,7 @@ def options_of(**options: Any) -> Options:
 def changed_options(options: Options, mem: int | str | None, **changed: Any) -> Options:
     """Return the options for another plan of a step that was captured with these; mem=None is the same budget.
 
-    Raises `FxrematError` for an option that there is not, or that decides what is captured, and what `Options` raises.
+    Raises `FxrematError` for an option that is unknown, or decides what is captured, and what `Options` raises.
     """
     for name in changed:
         check_name(name)
@@ -360,7 +360,7 @@ def changed_options(options: Options, mem: int | str | None, **changed: Any) -> 
 
 
 def check_name(name: str) -> None:
-    """Raise `FxrematError` for an option that there is not; for one of earlier versions with what says the same."""
+    """Raise `FxrematError` for an unknown option; for one of earlier versions it names the present form."""
     if name in RENAMED:
         raise FxrematError(f"the option {name} has a new form: {RENAMED[name]}")
     if name not in NAMES:
@@ -437,14 +437,14 @@ def _is_by_dimension(item: tuple[object, object]) -> bool:
 
 
 def _ends(given: Any) -> tuple[Any, ...]:
-    """Return the least and the largest size of a range, or what else was given in its place."""
+    """Return the least and the largest size of a range; a wrong value is returned as a tuple of another form."""
     if isinstance(given, Dim):
         return given.min, given.max
     return tuple(given) if isinstance(given, tuple | list) else ()
 
 
 def _is_range(ends: tuple[object, ...]) -> bool:
-    """Return whether these are a least and a largest size."""
+    """Tell whether these are a least and a largest size."""
     match ends:
         case (int() as low, int() as high) if not (isinstance(low, bool) or isinstance(high, bool)):
             return 2 <= low <= high

@@ -1,4 +1,4 @@
-"""Plans in files: what a plan is as data, read again in another process, and whether it belongs to a step there.
+"""Plans in files: a plan as data, which another process reads, with a check that it belongs to a step there.
 
     {"format": 1, "sha256": "...", "plan": {"is": "PlanData", ...}}
 
@@ -48,7 +48,7 @@ FORMAT = 1
 
 @dataclass(frozen=True, kw_only=True)
 class PlanData:
-    """A plan without what refers to its process: the fields of the same names of `PlannedStep`."""
+    """The part of a plan that does not refer to its process: fields of the same names as those of `PlannedStep`."""
 
     budget: int
     chosen: Candidate
@@ -61,17 +61,17 @@ class PlanData:
 
     @property
     def graph(self) -> StepGraph:
-        """The step that it was made for."""
+        """The step that the plan was made for."""
         return self.chosen.layout.graph
 
     def on(self, captured: Captured, name: str) -> PlanData:
-        """The same for an equal step, which was captured in this process.
+        """Return the same plan for an equal step that was captured in this process.
 
         Args:
-            name: of the plan, for messages.
+            name: the name of the plan, for messages.
 
         Raises:
-            PlanMismatch: it is another step, or runs in another environment.
+            PlanMismatch: the captured step is another one, or runs in another environment.
         """
         here = as_plain(environment(device_of(captured)))
         for what, before in self.environment.items():
@@ -98,7 +98,7 @@ def _shown(what: str, value: object) -> str:
 
 
 def _difference(one: StepGraph, other: StepGraph) -> str:
-    """Tell what is different between two steps."""
+    """Return the first difference between two steps in words."""
     if one.model != other.model:
         return f"it was made for {one.model}, and this is {other.model}"
     if len(one.ops) != len(other.ops):
@@ -112,15 +112,16 @@ def _difference(one: StepGraph, other: StepGraph) -> str:
 
 
 def as_plain(found: Mapping[str, Any]) -> dict[str, Any]:
-    """An environment as it is read from JSON: text, numbers, and lists as tuples."""
+    """Return an environment as it is read from JSON: text, numbers, and lists as tuples."""
     plain: dict[str, Any] = read(written(found), ())
     return plain
 
 
 def without_the_rest(frontier: Frontier, chosen: Candidate) -> Frontier:
-    """The frontier as it is written: schedules without the order that follows from them.
+    """Return the frontier as it is written: schedules without the order of ops, which follows from them.
 
-    Of programs with copies or communication, which are long, only the chosen one and that of the least memory.
+    If its programs have copies or communication, and are long therefore, only the chosen one and the one with the least
+    memory are written.
     """
     if chosen.transfers or chosen.communication:
         least = frontier.candidates[-1]
@@ -136,14 +137,14 @@ def without_the_rest(frontier: Frontier, chosen: Candidate) -> Frontier:
 
 
 def save(plan: PlanData, path: str | os.PathLike[str]) -> None:
-    """Write a plan to a file, as a whole or not at all. Raises `OSError`."""
+    """Write a plan to a file atomically. Raises `OSError`."""
     content = json.dumps(written(plan, SHARED, NUMBERS), separators=(",", ":"))
     file = {"format": FORMAT, "sha256": _digest(content)}
     write_whole(Path(path), f"{json.dumps(file)[:-1]}, \"plan\": {content}}}\n".encode())
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file as a whole or not at all, whoever else writes it. Raises `OSError`."""
+    """Write a file atomically, even if other threads or processes write it, too. Raises `OSError`."""
     new = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}")
     try:
         new.write_bytes(content)
@@ -153,7 +154,7 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def load(path: str | os.PathLike[str]) -> PlanData:
-    """The plan in a file. Raises `OSError`; `PlanMismatch` where it holds no plan, or not as it was written."""
+    """Read a plan from a file. Raises `OSError`; `PlanMismatch` where it holds no plan, or was changed."""
     name = os.fspath(path)
     try:
         file = json.loads(Path(path).read_text())

@@ -1,4 +1,4 @@
-"""What is planned for one training step, and everything one may want to know about it, without the printing."""
+"""The plan of one training step as data, with all figures about it, and without the printing."""
 
 from __future__ import annotations
 
@@ -31,28 +31,29 @@ from fxremat.units import format_bytes, format_ratio, format_seconds
 
 @dataclass(frozen=True, kw_only=True)
 class WeightBudget:
-    """What the budget of a step refers to that updates its weights."""
+    """The figures that replace those of activations alone, where a step updates its weights and the budget covers them.
+    """
 
     handles: Handles  # of the parameters, in the graphs
-    keep_all_peak: int  # bytes with everything on the device
+    keep_all_peak: int  # bytes of keep-all, with all parameters on the device
     minimum: int  # the least budget
     hosted: frozenset[int] = frozenset()  # values of the parameters that live on the host
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Compiled:
-    """A step whose ops are taken together into regions, which Inductor compiles, and what these take."""
+    """The regions of a step that Inductor compiles, with the program that they make and its costs."""
 
     chosen: Candidate  # in units: regions, and ops that run as they are
     costs: Costs  # of the units
     regions: int
-    distinct: int  # that were compiled; equal ones share their kernels
+    distinct: int  # regions that were compiled; equal ones share their kernels
     ops: int  # executions of ops that are in regions
-    seconds: float  # that compiling took, for this plan
+    seconds: float  # spent on compiling for this plan
 
 
 class PlannableStep(Protocol):
-    """The captured step that a plan is of, which can be planned again: `fxremat.CapturedStep`."""
+    """The captured step of a plan, which can be planned again: `fxremat.CapturedStep`."""
 
     @property
     def sizes(self) -> str:
@@ -64,14 +65,14 @@ class PlannableStep(Protocol):
 
     @property
     def plan(self) -> Callable[..., Any]:
-        """Plan within another budget, or with other options: `plan(mem, **options)`."""
+        """The method that plans within another budget, or with other options: `plan(mem, **options)`."""
 
     def least(self) -> int:
         """Return the least budget that works, in bytes."""
 
     @property
     def at(self) -> Callable[..., Any]:
-        """Return the step for inputs of other sizes: `at(tokens=300)`."""
+        """The method that returns the step for inputs of other sizes: `at(tokens=300)`."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -83,30 +84,30 @@ class PlannedStep:
 
     budget: int  # bytes that the user allows
     chosen: Candidate
-    alternatives: Frontier  # what else there was to choose from
+    alternatives: Frontier  # the frontier that it was chosen from
     costs: Costs
     device: str
-    timed: str  # how times were found: "measured" or "estimated"
+    timed: str  # the source of times: "measured" or "estimated"
     tier: HostTier | None = None  # where values may wait, with offloading
-    link: Link | None = None  # how fast they get there and back
+    link: Link | None = None  # the speeds of copies to the tier and back
     weights: WeightBudget | None = None  # where the step updates its weights, and the budget covers them
-    step: PlannableStep | None = None  # that was planned; None: it was read from a file
+    step: PlannableStep | None = None  # the step that was planned; None: the plan was read from a file
     slices: tuple[SlicedRegion, ...] = ()  # regions that run in slices
-    not_sliced: tuple[str, ...] = ()  # why ops that need much are whole, where slices were asked for
-    more_slices: bool = False  # further ways to slice were not needed, and may need less
+    not_sliced: tuple[str, ...] = ()  # where slices were asked for: reasons why ops that need much memory have none
+    more_slices: bool = False  # further ways to slice were not tried, and may need less memory
     compiled: Compiled | None = None  # where ops run in compiled regions
-    not_compiled: str = ""  # why they do not, where that was asked for
-    on_device: DeviceMemory | None = None  # what else the device holds that it was planned for by name
-    environment: Mapping[str, Any] | None = None  # that it was made in, where it was read from a file
-    saved_as: str = ""  # the file that it was read from
-    assumed: str = ""  # what was taken for granted of a device that the step was not captured on
+    not_compiled: str = ""  # where compiled regions were asked for: the reason why there are none
+    on_device: DeviceMemory | None = None  # memory of the device that the user named, with all else that it holds
+    environment: Mapping[str, Any] | None = None  # where the plan was read from a file: that it was made in
+    saved_as: str = ""  # the file that the plan was read from
+    assumed: str = ""  # the assumptions on a device that costs were estimated for
 
     def __repr__(self) -> str:
         return f"<fxremat plan: {self.headline}>"
 
     @property
     def running(self) -> Self:
-        """The plan of what runs: of units, where these are compiled, with joint graph and costs of their own."""
+        """The plan of the program that runs: in units, where regions are compiled, with their joint graph and costs."""
         if self.compiled is None:
             return self
         chosen = self.compiled.chosen
@@ -115,34 +116,34 @@ class PlannedStep:
 
     @property
     def op_by_op(self) -> Self:
-        """The plan of single ops that one of compiled units was made of."""
+        """The op-by-op plan that a plan in compiled units was made of."""
         return replace(self, compiled=None) if self.compiled else self
 
     @property
     def predicted_peak(self) -> int:
-        """Bytes, exact up to the allocator's rounding."""
+        """The peak in bytes, exact up to the allocator's rounding."""
         return self.running.chosen.peak
 
     @property
     def predicted_time(self) -> float:
-        """Seconds of one forward and backward."""
+        """The seconds of one forward and backward."""
         return self.running.chosen.time
 
     @property
     def keep_all_peak(self) -> int:
-        """Bytes at the peak when everything is kept: what percentages refer to."""
+        """The peak of keep-all in bytes, which percentages refer to."""
         return self.weights.keep_all_peak if self.weights else self.alternatives.keep_all.peak
 
     @property
     def keep_all_time(self) -> float:
-        """Seconds of one forward and backward when everything is kept."""
+        """The seconds of one forward and backward of keep-all."""
         return self.alternatives.keep_all.time
 
     @cached_property
     def minimum(self) -> int:
         """The least budget, in bytes, that this model can be compiled with.
 
-        With slices, it may have to be searched for when it is first asked for, which takes about as long as a plan.
+        With slices, reading it for the first time may start a search, which is about as slow as a plan.
         """
         if not (self.more_slices and self.step):
             return self.known_minimum
@@ -150,7 +151,7 @@ class PlannedStep:
 
     @property
     def known_minimum(self) -> int:
-        """The least budget, in bytes, of what was looked at for this plan."""
+        """The least budget, in bytes, of the programs that were tried for this plan."""
         return self.weights.minimum if self.weights else self.alternatives.minimum
 
     @property
@@ -160,17 +161,17 @@ class PlannedStep:
 
     @property
     def frontier(self) -> tuple[tuple[int, float], ...]:
-        """(peak in bytes, time in seconds) of every plan on offer, fastest first."""
+        """The (peak in bytes, time in seconds) of every plan on offer, fastest first."""
         return tuple((candidate.peak, candidate.time) for candidate in self.alternatives.candidates)
 
     @property
     def graph(self) -> StepGraph:
-        """Forward and backward op by op, which it was made for."""
+        """The step that the plan was made for: forward and backward op by op."""
         return self.chosen.layout.graph
 
     @property
     def captured(self) -> Captured:
-        """The same with the graph of torch.fx that it was read from."""
+        """The step with the graph of torch.fx that it was read from."""
         return captured_of(self.graph)
 
     @cached_property
@@ -180,7 +181,7 @@ class PlannedStep:
 
     @property
     def schedule(self) -> Schedule | JoinSchedule:
-        """What runs, in order, block by block; a refined plan departs from it here and there (see `program`)."""
+        """The operations in order, block by block; a refined plan departs from them here and there (see `program`)."""
         return self.chosen.join.schedule if self.chosen.join else self.chosen.schedule
 
     @cached_property
@@ -190,10 +191,10 @@ class PlannedStep:
 
     @cached_property
     def lower_bound(self) -> float:
-        """Seconds that no choice of what to recompute, op by op, beats within the budget.
+        """The seconds that no choice of what to recompute, op by op, beats within the budget.
 
-        Of programs that run the backward in its captured order; of others (towers that take turns), and where values
-        may wait on the host, it is only known that they take no less than keeping everything.
+        It holds for programs that run the backward in its captured order. For others (towers that take turns), and
+        where values may wait on the host, the bound is the time of keep-all.
         """
         if self.chosen.join or self.link:
             return self.costs.time_of(range(len(self.graph.ops))) if self.slices else self.keep_all_time
@@ -202,12 +203,12 @@ class PlannedStep:
 
     @cached_property
     def program(self) -> Program:
-        """What runs, op by op, or unit by unit where these are compiled."""
+        """The program that runs, op by op, or unit by unit where regions are compiled."""
         return self.running.chosen.program()
 
     @cached_property
     def memory(self) -> Memory:
-        """Bytes alive during each step of the program."""
+        """The bytes alive during each step of the program."""
         return live_bytes(self.program, self.running.costs.sizes)
 
     @cached_property
@@ -222,24 +223,24 @@ class PlannedStep:
 
     @property
     def loss_places(self) -> tuple[int, ...]:
-        """The places of the losses' gradients among the backward graph's inputs, counted from their end."""
+        """The negative indices of the losses' gradients in the backward graph's inputs."""
         graph = self.graph
         count = len(graph.tangents)
         return tuple(place - count for place, value in enumerate(graph.tangents) if value in graph.root_tangents)
 
     @property
     def forward_graph(self) -> fx.GraphModule:
-        """(*inputs) -> (*outputs, *saved); `print_readable()` shows it with its blocks."""
+        """The graph (*inputs) -> (*outputs, *saved); `print_readable()` shows it with its blocks."""
         return self.graphs[0]
 
     @property
     def backward_graph(self) -> fx.GraphModule:
-        """(*saved, *gradients of the outputs) -> gradients of the inputs."""
+        """The graph (*saved, *gradients of the outputs) -> gradients of the inputs."""
         return self.graphs[1]
 
     @cached_property
     def gradient_bytes(self) -> int:
-        """Bytes of parameter and input gradients that are there at the peak; `modules` has all that are returned."""
+        """The bytes of parameter and input gradients alive at the peak; `modules` has all that are returned."""
         at = max(range(len(self.memory.during)), key=self.memory.during.__getitem__, default=-1)
         program = self.program
         written = (version for step in program.steps[: at + 1] for version in step.writes)

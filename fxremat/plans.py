@@ -1,4 +1,4 @@
-"""A plan: what a model will do inside its budget. Printing it shows it."""
+"""Plans of training steps inside a budget, which print as text."""
 
 from __future__ import annotations
 
@@ -37,21 +37,21 @@ class Plan(PlannedStep):
 
     @cached_property
     def modules(self) -> ModuleNode:
-        """What each module of the model saves, recomputes and offloads, and the seconds that it takes; a tree."""
+        """A tree of modules: the bytes that each saves, recomputes and offloads, and the seconds that it runs."""
         return module_tree(self.chosen, self.costs)
 
     @cached_property
     def moments(self) -> Moments:
-        """What runs from when to when, and all that is on the device then."""
+        """The step on a clock: the ops with begin and end, and all that is on the device meanwhile."""
         return Moments.of(self.running.chosen, self.running.costs)
 
     @cached_property
     def frontier(self) -> FrontierTable:
-        """(peak in bytes, time in seconds) of every plan on offer, fastest first; `print(plan.frontier)` is a table."""
+        """The (peak in bytes, time in seconds) of every plan on offer, fastest first; it prints as a table."""
         return FrontierTable.of(self)
 
     def at(self, **sizes: object) -> Plan:
-        """The plan of the same step for inputs of other sizes, in milliseconds where known programs serve.
+        """Plan the same step for inputs of other sizes: within milliseconds where known programs can be used.
 
             plan.at(tokens=300)            the input `tokens` has 300 along its last symbolic dimension
             plan.at(tokens=(8, 300))       ... and 8 along the first; a shape
@@ -72,7 +72,7 @@ class Plan(PlannedStep):
         return made
 
     def within(self, mem: int | str) -> Plan:
-        """The plan of the same step within another budget, in any form of `mem`; nothing is captured or measured again.
+        """Plan the same step within another budget, in any form of `mem`; nothing is captured or measured again.
 
         Raises:
             BudgetTooSmall: nothing fits.
@@ -84,11 +84,11 @@ class Plan(PlannedStep):
         return made
 
     def to_html(self) -> str:
-        """A page that shows the plan, with its memory over the step as a picture."""
+        """Return an HTML page that shows the plan, with its memory over the step as a picture."""
         return page(self)
 
     def snapshot(self) -> dict[str, Any]:
-        """The planned allocations as a memory snapshot of PyTorch."""
+        """Return the planned allocations as a memory snapshot of PyTorch."""
         return snapshot(self)
 
     def save_snapshot(self, path: str | os.PathLike[str]) -> None:
@@ -96,7 +96,7 @@ class Plan(PlannedStep):
         save_snapshot(self, path)
 
     def trace(self) -> dict[str, Any]:
-        """The planned step in Chrome's Trace Event Format."""
+        """Return the planned step in Chrome's Trace Event Format."""
         return trace(self)
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:
@@ -104,18 +104,18 @@ class Plan(PlannedStep):
         save_trace(self, path)
 
     def plot(self, ax: Axes | None = None) -> Axes:
-        """Draw time over memory for all plans on offer, on new matplotlib axes or those given; returns the axes.
+        """Draw time over memory for all plans on offer, on `ax` or new matplotlib axes, and return the axes.
 
         Raises FxrematError where matplotlib is not installed (the extra `plot`).
         """
         return plot(self, self.frontier, ax)
 
     def diff(self, other: PlannedStep) -> Difference:
-        """What changes from this plan to another one: figures, and what each module saves, recomputes and offloads."""
+        """Compare this plan with another one: figures, and what each module saves, recomputes and offloads."""
         return Difference.of(self, other)
 
     def __deepcopy__(self, _: dict[int, Any]) -> Plan:
-        """The plan itself: nothing of it changes."""
+        """Return the plan itself, which is immutable."""
         return self
 
     def __reduce_ex__(self, _: Any) -> Any:
@@ -149,7 +149,7 @@ class Plan(PlannedStep):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
-        """The plan in a file that `save` wrote: to be looked at, and given to `fxremat.compile(model, plan=...)`.
+        """Read a plan from a file that `save` wrote, to be looked at or passed to `fxremat.compile(model, plan=...)`.
 
         Raises:
             PlanMismatch: the file holds no plan, or was changed.
@@ -159,18 +159,18 @@ class Plan(PlannedStep):
 
     @classmethod
     def of(cls, data: PlanData, *, name: str = "") -> Plan:
-        """The plan of what a file holds; `name` is the file's, for messages."""
+        """Return the plan with the data of a file; `name` is the file's, for messages."""
         return cls(**{each: getattr(data, each) for each in NAMES}, environment=data.environment, saved_as=name)
 
     def on(self, captured: Captured) -> Plan:
-        """The same plan for an equal step that was captured here. Raises `PlanMismatch` where it is another."""
+        """Return the same plan for an equal step that was captured here. Raises `PlanMismatch` for another step."""
         data = PlanData(**{name: getattr(self, name) for name in NAMES}, environment=self.environment or {})
         return Plan.of(data.on(captured, self.saved_as or "the plan"), name=self.saved_as)
 
     def describe(self, *, full: bool = False) -> str:
-        """The plan as text of at most 100 columns; `full` has a line for each block and the whole schedule.
+        """Return the plan as text of at most 100 columns; `full` has a line for each block and the complete schedule.
 
-        Where the memory of the device is known that it was planned for by name, it ends with whether that fits there.
+        Where the user named the device, and its memory is known, the text ends with whether the step fits there.
         """
         text, found = describe(self, full=full), self.on_device
         if found is None or found.device.memory is None:

@@ -1,10 +1,10 @@
-"""The same step planned for several devices, and the largest input that a budget allows.
+"""Comparison of plans of one step for several devices, and the largest input that a budget allows.
 
     fxremat.compare(model, inputs, ["A100", "H200"], mem="40GiB")                           a `Comparison`
     python -m fxremat plan package.module:factory --mem 40GiB --device A100,H200 --largest batch
 
-A budget grows with a batch, so that the largest batch is found by doubling, then by bisection; one capture with
-symbolic sizes serves all batches.
+The least budget grows with the batch, so that the largest batch is found by doubling, then by bisection; one capture
+with symbolic sizes serves all batches.
 """
 
 from __future__ import annotations
@@ -31,56 +31,56 @@ from fxremat.units import Auto, format_bytes, format_seconds, parse_budget, pars
 
 Devices = Sequence[str] | Sequence[Device] | Sequence[str | Device]
 
-SHARES = (80, 60, 40)  # percent of what keeping everything takes, for which a comparison shows times
-Make = Callable[[int], tuple[nn.Module, Any]]  # a model and its inputs at a size
+SHARES = (80, 60, 40)  # percent of the peak of keep-all, for which a comparison shows times
+Make = Callable[[int], tuple[nn.Module, Any]]  # returns a model and its inputs at a size
 
-PROBES = (2, 3, 5)  # sizes at which a model is made to see what depends on them
-EVERYTHING = 2**52  # bytes: more than any step takes
-GUESSES = 6  # at most; one is exact where memory grows in proportion, more are where it does not
+PROBES = (2, 3, 5)  # sizes at which a model is made, to see which sizes of its inputs depend on them
+EVERYTHING = 2**52  # a budget in bytes that is more than any step allocates
+GUESSES = 6  # at most; one is exact where memory is linear in the size, and more are needed where it is not
 SHARED = tuple(f"{share}%" for share in SHARES)
 HEADS = ("device", "memory", "keep all", "", *SHARED, "least", "", "fits", "planned", "", "fits")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """What a step takes on one device."""
+    """The plan of a step on one device."""
 
     device: Device
     plan: Plan
 
     @property
     def on_device(self) -> DeviceMemory:
-        """What else the device holds: parameters, buffers, inputs, and the optimizer's state."""
+        """The memory of all else that the device holds: parameters, buffers, inputs, and the optimizer's state."""
         assert self.plan.on_device is not None, "the plan is for a device by name"
         return self.plan.on_device
 
     @property
     def held(self) -> int:
-        """Bytes of the parameters, buffers and inputs that the step reads, which no plan counts."""
+        """The bytes of the parameters, buffers and inputs that the step reads, which no plan counts."""
         return self.on_device.given
 
     @property
     def left(self) -> int | None:
-        """Bytes of the device's memory that are free at the worst moment of the planned step and its update.
+        """The bytes of the device's memory that are free at the peak of the planned step and its update.
 
-        Less than 0: it does not fit. None: the device's memory is not stated.
+        Less than 0: the step does not fit. None: the device's memory is not stated.
         """
         return None if self.device.memory is None else self.on_device.left(self.plan.predicted_peak)
 
     @property
     def left_at_least(self) -> int | None:
-        """The same for the program that needs the least memory."""
+        """The bytes that are free, as in `left`, with the program that needs the least memory."""
         return None if self.device.memory is None else self.on_device.left(self.plan.minimum)
 
     def seconds_at(self, share: float) -> float | None:
-        """Seconds of the fastest program within a share (in percent) of the peak of keeping everything; None: none."""
+        """Return the seconds of the fastest program within a percentage of keep-all's peak; None if none fits."""
         budget = int(self.plan.keep_all_peak * share / 100)
         return next((time for peak, time in self.plan.frontier if peak <= budget), None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """One step on several devices. Printing it shows a table."""
+    """The estimates of one step on several devices, which print as a table."""
 
     estimates: tuple[Estimate, ...]
 
@@ -117,7 +117,7 @@ def _row(estimate: Estimate) -> tuple[str, ...]:
 
 
 def _advice(estimates: Iterable[Estimate]) -> Iterator[str]:
-    """A line for each device on which a step fits, but not as it is planned."""
+    """Yield a line for each device on which the step fits within some budget, but not as it is planned."""
     for estimate in estimates:
         if (estimate.left or 0) < 0 <= (estimate.left_at_least or 0):
             free = format_bytes(estimate.on_device.free)
@@ -165,7 +165,7 @@ def _within_or_least(known: Plan, mem: int | str, *, auto: bool, **options: Any)
 
 
 def _another(known: Plan, mem: int | str, **options: Any) -> Plan:
-    """The plan of a captured step for other options."""
+    """Plan the captured step of a plan with other options."""
     assert known.step is not None
     made: Plan = known.step.plan(mem, **options)
     return made
@@ -190,8 +190,8 @@ def largest(least_budget: Callable[[int], int], budget: int, limit: int, start: 
     """Return the largest size from 1 to `limit` whose least budget, which grows with it, is within the budget.
 
     Args:
-        least_budget: bytes that the step needs at a size. It is called about 2 log2(d) times, where d is how far the
-            answer is from `start`.
+        least_budget: returns the bytes that the step needs at a size. It is called about 2 log2(d) times, where d is
+            the distance between the answer and `start`.
         start: the size that is tried first.
 
     Raises:
@@ -201,7 +201,7 @@ def largest(least_budget: Callable[[int], int], budget: int, limit: int, start: 
     10 (the least budget is 1000 B; of 11 it is 1.07 KiB)
     """
     least: dict[int, int] = {}
-    low, high, step, size = 0, limit + 1, 1, min(start, limit)  # low fits, high does not, or is not looked at
+    low, high, step, size = 0, limit + 1, 1, min(start, limit)  # low fits, high does not, or is not tried
     while high - low > 1:
         least[size] = least_budget(size)
         low, high = (size, high) if least[size] <= budget else (low, size)
@@ -218,10 +218,11 @@ def largest(least_budget: Callable[[int], int], budget: int, limit: int, start: 
 
 
 def largest_on(device: Device | None, plans: PlansOfSize, mem: int | str, limit: int) -> tuple[int, Largest]:
-    """Return the bytes that a step may take on a device, and the largest size whose step takes no more.
+    """Return the bytes that a step may allocate on a device, and the largest size whose step needs no more.
 
-    With mem="auto" these are all of the device's, less a margin: what else it holds grows with the inputs. The answer
-    is guessed from programs that are known of other sizes; programs are searched for at sizes near it.
+    With mem="auto" these are all of the device's bytes, less a margin, and parameters, inputs and optimizer state count
+    as part of the step: some of them grow with the inputs. The answer is guessed from known programs of other sizes;
+    programs are searched for only at sizes near it.
     """
     auto = isinstance(parse_budget(mem), Auto)
 
@@ -230,13 +231,13 @@ def largest_on(device: Device | None, plans: PlansOfSize, mem: int | str, limit:
         return memory.total - memory.left(least) if auto and memory else least
 
     def roughly(size: int) -> int:
-        """By programs that are known of other sizes."""
+        """Return the bytes needed at a size, by known programs of other sizes."""
         plan = plans.at(device, size)
         return needed(plan, plan.minimum)
 
     @cache
     def exactly(size: int) -> int:
-        """By programs that are searched for at this size."""
+        """Return the bytes needed at a size, by programs that are searched for at this size."""
         plan = plans.at(device, size)
         return needed(plan, plan.step.least() if plan.sizes and plan.step else plan.minimum)
 
@@ -247,7 +248,7 @@ def largest_on(device: Device | None, plans: PlansOfSize, mem: int | str, limit:
 
 
 def _guess(least_budget: Callable[[int], int], budget: int, limit: int) -> int:
-    """About the largest size within a budget: where the line through the last two sizes meets it."""
+    """Guess the largest size within a budget: the size where the line through the last two sizes reaches it."""
     if limit < PROBES[-1]:
         return min(PROBES[0], limit)
     (one, at_one), (other, at_other) = ((size, least_budget(size)) for size in PROBES[:2])
@@ -261,14 +262,14 @@ def _guess(least_budget: Callable[[int], int], budget: int, limit: int) -> int:
 
 
 class PlansOfSize:
-    """Plans of one model that keep everything, at each size of something, such as its batch.
+    """Keep-all plans of one model at different sizes of something, such as its batch.
 
-    Where the size is one of the inputs' alone, and can be symbolic, the model is captured once for all sizes, and once
-    for all devices that run the same kernels.
+    If only inputs depend on the size, and it can be symbolic, the model is captured once for all sizes, and once for
+    all devices that run the same kernels.
 
     Args:
-        make: the model and its inputs at a size.
-        plan_for: the plan of these, on a device, within a budget.
+        make: returns the model and its inputs at a size.
+        plan_for: plans these for a device, within a budget.
     """
 
     def __init__(self, make: Make, plan_for: Callable[..., Plan]) -> None:
@@ -278,10 +279,10 @@ class PlansOfSize:
         self._fixed: dict[tuple[Device | None, int], Plan] = {}
 
     def at(self, device: Device | None, size: int) -> Plan:
-        """The plan at a size, on a device."""
+        """Return the plan at a size, on a device."""
         captured = self._of_all_sizes(device) if size > 1 else None
         if captured is not None and captured.step is not None and self._sizes is not None:
-            with contextlib.suppress(FxrematError):  # this size takes another way through the model
+            with contextlib.suppress(FxrematError):  # raised where another graph of the model is captured at this size
                 inputs = captured.step.resizable_inputs
                 return captured.at(**{name: dims for name, dims in self._sizes(size).items() if name in inputs})
         if (device, size) not in self._fixed:
@@ -315,9 +316,9 @@ def _costs(device: Device | None) -> dict[str, Device]:
 
 
 def sizes_that_change(make: Make) -> Callable[[int], dict[str, dict[int, int]]] | None:
-    """Return which sizes of the inputs a number decides, as a function of it: by input and dimension.
+    """Return a function from the number that `make` takes to the input sizes that it sets, by input and dimension.
 
-    None where it decides anything else, such as the model itself, or where sizes do not grow in proportion.
+    None where the number changes anything else, such as the model itself, or where sizes are not linear in it.
     """
     (model, first), (_, second), (_, third) = made = [make(size) for size in PROBES]
     if any(_outline(other) != _outline(model) for other, _ in made[1:]):
@@ -347,7 +348,7 @@ def sizes_that_change(make: Make) -> Callable[[int], dict[str, dict[int, int]]] 
 
 
 def _by_name(model: nn.Module, inputs: Any) -> dict[str, Any] | None:
-    """The inputs of a call by the names that the model's forward has for them."""
+    """Return the inputs of a call by the names of the forward's parameters; None where these are not known."""
     if isinstance(inputs, Mapping):
         return dict(inputs)
     given = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
@@ -356,7 +357,8 @@ def _by_name(model: nn.Module, inputs: Any) -> dict[str, Any] | None:
 
 
 def _outline(model: nn.Module) -> list[object]:
-    """What decides the graph of a model: its modules, their settings, and the types and shapes of their tensors."""
+    """Return what decides the graph of a model: its modules, their settings, and the types and shapes of their tensors.
+    """
     found: list[object] = []
     for name, module in model.named_modules():
         settings = {key: _shown(value) for key, value in vars(module).items() if key != "_modules"}
