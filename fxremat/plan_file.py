@@ -33,6 +33,7 @@ from fxremat.search.candidate import (
     Refined,
     Transferred,
 )
+from fxremat.slices.rewrite import SlicedRegion, Slicing
 from fxremat.step.as_json import Instead, Unreadable, read, written
 from fxremat.step.communicating import Communication, ProgramWithCommunication
 from fxremat.step.costs import Costs, Link
@@ -43,7 +44,7 @@ from fxremat.step.source import Frame, Source
 from fxremat.step.step_graph import Kind, Op, Origin, StepGraph, Value
 from fxremat.step.transferred import ProgramWithTransfers
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +58,8 @@ class PlanData:
     device: str
     timed: str
     link: Link | None
+    slices: tuple[SlicedRegion, ...]
+    slicing: Slicing | None
     environment: Mapping[str, Any]
 
     @property
@@ -78,9 +81,16 @@ class PlanData:
             if here.get(what) != before:
                 known, found = _shown(what, before), _shown(what, here.get(what))
                 raise PlanMismatch(f"{name} was made for {known}, and here is {found}")
-        if captured.digest != self.graph.digest:
-            raise PlanMismatch(f"{name} is of another step: {_difference(self.graph, captured)}")
-        moved: PlanData = read(written(self, SHARED, NUMBERS), CLASSES, {StepGraph: lambda _: captured})
+        kept = self.alternatives.keep_all.layout.graph  # as the step was captured
+        if captured.digest != kept.digest:
+            raise PlanMismatch(f"{name} is of another step: {_difference(kept, captured)}")
+        here = {captured.digest: captured}
+        if self.slicing:
+            joint = self.slicing.of(captured).joint
+            here[joint.digest] = joint
+        if self.graph.digest not in here:
+            raise PlanMismatch(f"{name} runs other regions in slices than this fxremat would: make it again")
+        moved: PlanData = read(written(self, SHARED, NUMBERS), CLASSES, {StepGraph: lambda known: here[known.digest]})
         return moved
 
 
@@ -88,6 +98,7 @@ SHARED = (StepGraph, Layout, Program, Order)
 NUMBERS: Instead = {Captured: lambda captured: captured.step}  # without nodes
 CLASSES = (
     *(PlanData, Candidate, Frontier, FromSchedule, FromJoin, Refined, Transferred, Communicating, Costs, Sizes, Link),
+    *(SlicedRegion, Slicing),
     *(StepGraph, Op, Value, Origin, Kind, Source, Frame, Layout, BlockLayout, Order, Program, Step, Transfer, Role),
     *(ProgramWithTransfers, ProgramWithCommunication, Communication, Memory, Schedule, JoinSchedule, JoinTimeline),
 )
@@ -120,8 +131,12 @@ def as_plain(found: Mapping[str, Any]) -> dict[str, Any]:
 def without_the_rest(frontier: Frontier, chosen: Candidate) -> Frontier:
     """The frontier as it is written: schedules without the order that follows from them.
 
-    Of programs with copies or communication, which are long, only the chosen one and that of the least memory.
+    Of programs with copies or communication, which are long, only the chosen one and that of the least memory; of those
+    with regions in other slices than the chosen one has, none.
     """
+    graphs = (chosen.layout.graph, frontier.keep_all.layout.graph)
+    candidates = tuple(each for each in frontier.candidates if each.layout.graph in graphs)
+    frontier = replace(frontier, candidates=candidates)
     if chosen.transfers or chosen.communication:
         least = frontier.candidates[-1]
         return replace(frontier, candidates=tuple(dict.fromkeys([chosen, least])))

@@ -21,7 +21,7 @@ from fxremat.linearize.chain_of import chain_of
 from fxremat.passes.lower import Handles, lower
 from fxremat.search.candidate import Candidate, Frontier
 from fxremat.search.lower_bound import lower_bound
-from fxremat.slices.rewrite import SlicedRegion
+from fxremat.slices.rewrite import SlicedRegion, Slicing
 from fxremat.step.costs import Costs, Link, apart
 from fxremat.step.liveness import Memory, live_bytes
 from fxremat.step.program import Program
@@ -92,6 +92,7 @@ class PlannedStep:
     weights: WeightBudget | None = None  # where the step updates its weights, and the budget covers them
     step: PlannableStep | None = None  # that was planned; None: it was read from a file
     slices: tuple[SlicedRegion, ...] = ()  # regions that run in slices
+    slicing: Slicing | None = None  # with which they were chosen
     not_sliced: tuple[str, ...] = ()  # why ops that need much are whole, where slices were asked for
     more_slices: bool = False  # further ways to slice were not needed, and may need less
     compiled: Compiled | None = None  # where ops run in compiled regions

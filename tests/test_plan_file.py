@@ -16,7 +16,8 @@ from hypothesis import given
 from torch import Tensor, nn
 
 import fxremat
-from fxremat import plan_file
+from benchmarks.meter import peak_bytes
+from fxremat import plan_file, planning
 from fxremat.errors import FxrematError, PlanMismatch
 from fxremat.host.files import FileTier
 from fxremat.plans import Plan
@@ -79,6 +80,42 @@ def test_it_runs_in_another_process_with_the_same_bits(saved: tuple[Plan, Path],
     found, expected = torch.load(tmp_path / "gradients.pt"), gradients(model(), rows())
     assert len(found) == len(expected)
     assert all(map(torch.equal, found, expected))
+
+
+class Head(nn.Module):
+    """A vocabulary head, whose logits are far larger than all else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.head = nn.Linear(16, 16), nn.Linear(16, 512)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.head(self.first(x).tanh()), x.argmax(1))
+
+
+def test_a_plan_with_slices_runs_as_it_did(tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    x = torch.randn(256, 16, generator=torch.Generator().manual_seed(0))
+    compiled = fxremat.compile(Head(), "40%", example_inputs=x, slices=True, **QUICK)
+    plan = compiled.plan
+    assert plan is not None
+    assert plan.slices
+    plan.save(tmp_path / "plan.json")
+    found = fxremat.Plan.load(tmp_path / "plan.json")
+    assert (found.slices, found.slicing, found.schedule) == (plan.slices, plan.slicing, plan.schedule)
+    torch._dynamo.reset()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("variants_of", "fastest"):
+            patch.setattr(planning, name, None)  # nothing is planned
+        again = fxremat.compile(Head(), plan=tmp_path / "plan.json", example_inputs=x)
+    assert again.plan is not None
+    assert again.plan.program.steps == plan.program.steps
+    assert all(map(torch.equal, gradients(again, x), gradients(compiled, x)))
+    peak = peak_bytes(lambda: again(x).backward())
+    assert peak <= plan.budget
+    other = refused(Head(), x[:128], tmp_path / "plan.json")
+    assert "is of another step: " in other
 
 
 def test_it_says_what_the_plan_says(saved: tuple[Plan, Path]) -> None:
