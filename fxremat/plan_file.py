@@ -24,6 +24,8 @@ from fxremat.cost.environment import environment
 from fxremat.errors import PlanMismatch
 from fxremat.graphs.accounting import device_of
 from fxremat.graphs.captured import Captured
+from fxremat.passes.lower import Handles
+from fxremat.planned_step import WeightBudget
 from fxremat.search.candidate import (
     Candidate,
     Communicating,
@@ -60,6 +62,7 @@ class PlanData:
     link: Link | None
     slices: tuple[SlicedRegion, ...]
     slicing: Slicing | None
+    weights: WeightBudget | None
     environment: Mapping[str, Any]
 
     @property
@@ -98,7 +101,7 @@ SHARED = (StepGraph, Layout, Program, Order)
 NUMBERS: Instead = {Captured: lambda captured: captured.step}  # without nodes
 CLASSES = (
     *(PlanData, Candidate, Frontier, FromSchedule, FromJoin, Refined, Transferred, Communicating, Costs, Sizes, Link),
-    *(SlicedRegion, Slicing),
+    *(SlicedRegion, Slicing, WeightBudget, Handles),
     *(StepGraph, Op, Value, Origin, Kind, Source, Frame, Layout, BlockLayout, Order, Program, Step, Transfer, Role),
     *(ProgramWithTransfers, ProgramWithCommunication, Communication, Memory, Schedule, JoinSchedule, JoinTimeline),
 )

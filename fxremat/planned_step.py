@@ -37,6 +37,7 @@ class WeightBudget:
     keep_all_peak: int  # bytes with everything on the device
     minimum: int  # the least budget
     hosted: frozenset[int] = frozenset()  # values of the parameters that live on the host
+    optimizer: str = ""  # that updates them, as `ops.parameters.kind_of_optimizer` names it
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -214,17 +214,40 @@ def test_another_environment_is_refused(
     assert message in refused(model(), rows(), changed(path, tmp_path / "other.json", change))
 
 
-def test_what_is_not_saved_says_so(tmp_path: Path) -> None:
+def trained(tier: FileTier, mem: str | None, make: Any = torch.optim.AdamW, **options: Any) -> tuple[Any, list[Tensor]]:
+    """A model whose step updates its weights, and these after two steps."""
     torch._dynamo.reset()
     module = model()
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    tier = FileTier(tmp_path)
+    optimizer = make(module.parameters(), lr=0.01)
     hosted = Offload(tier=tier, weights=True, activations=False)
-    options: Any = {"offload": hosted, "costs": "estimate", "optimizer": optimizer, **QUICK}
-    plan = fxremat.plan(module, rows(), mem="100%", **options)
-    with pytest.raises(FxrematError, match="a plan with updates of weights is not saved"):
-        plan.save(tmp_path / "plan.json")
-    assert not (tmp_path / "plan.json").exists()
+    compiled = fxremat.compile(module, mem, offload=hosted, optimizer=optimizer, **options, **QUICK)
+    for seed in range(2):
+        torch.manual_seed(seed)
+        compiled(rows()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return compiled, [parameter.detach().cpu().clone() for parameter in compiled.parameters()]
+
+
+def test_a_plan_that_updates_weights_runs_with_an_optimizer_of_its_kind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "plan.json"
+    compiled, weights = trained(FileTier(tmp_path), "60%")
+    assert compiled.plan.weights.hosted
+    compiled.plan.save(path)
+    assert str(fxremat.Plan.load(path)) == str(compiled.plan)
+    with monkeypatch.context() as patch:
+        for name in ("variants_of", "fastest"):
+            patch.setattr(planning, name, None)  # nothing is planned
+        again, others = trained(FileTier(tmp_path), None, plan=path)
+    assert again.plan.program.steps == compiled.plan.program.steps
+    assert again.plan.weights.hosted == compiled.plan.weights.hosted
+    assert all(map(torch.equal, others, weights))
+    with pytest.raises(PlanMismatch, match=r"updates weights by AdamW\(.*\), and here is SGD\(\)"):
+        trained(FileTier(tmp_path), None, torch.optim.SGD, plan=path)
+    with pytest.raises(FxrematError, match=r"it goes with offload=Offload\(weights=True\) and the optimizer: AdamW"):
+        fxremat.compile(model(), plan=path)
 
 
 @pytest.mark.parametrize(
