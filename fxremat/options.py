@@ -248,14 +248,17 @@ class Options:
             return
         if not isinstance(self.plan, Plan | str | os.PathLike):
             raise FxrematError(f"plan is {shortened(self.plan)}; it is a plan, or the file that plan.save(path) wrote")
-        if self.slicing or self.hosts_weights or self.device:
-            raise FxrematError(
-                "plan runs as it was saved; it does not go with slices, weights on the host, or another device's costs"
-            )
+        if self.slicing or self.device:
+            raise FxrematError("plan runs as it was saved; it does not go with slices, or another device's costs")
         if self.compiles or self.dynamic:
             raise FxrematError("plan runs as it was saved: with PyTorch's kernels, for fixed sizes")
         if not isinstance(self.plan, Plan):
             self._set("plan", Plan.load(self.plan))
+        if self.saved.weights and not self.hosts_weights:
+            raise FxrematError(
+                "the plan updates weights; it goes with offload=Offload(weights=True) and the optimizer: "
+                f"{self.saved.weights.optimizer}"
+            )
         if self.strict is None:
             self._set("strict", self.mem is None)
         if self.mem is None:

@@ -24,6 +24,8 @@ from fxremat.cost.environment import environment
 from fxremat.errors import PlanMismatch
 from fxremat.graphs.accounting import device_of
 from fxremat.graphs.captured import Captured
+from fxremat.passes.lower import Handles
+from fxremat.planned_step import WeightBudget
 from fxremat.search.candidate import (
     Candidate,
     Communicating,
@@ -33,6 +35,7 @@ from fxremat.search.candidate import (
     Refined,
     Transferred,
 )
+from fxremat.slices.rewrite import SlicedRegion, Slicing
 from fxremat.step.as_json import Instead, Unreadable, read, written
 from fxremat.step.communicating import Communication, ProgramWithCommunication
 from fxremat.step.costs import Costs, Link
@@ -43,7 +46,7 @@ from fxremat.step.source import Frame, Source
 from fxremat.step.step_graph import Kind, Op, Origin, StepGraph, Value
 from fxremat.step.transferred import ProgramWithTransfers
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +60,9 @@ class PlanData:
     device: str
     timed: str
     link: Link | None
+    slices: tuple[SlicedRegion, ...]
+    slicing: Slicing | None
+    weights: WeightBudget | None
     environment: Mapping[str, Any]
 
     @property
@@ -78,9 +84,16 @@ class PlanData:
             if here.get(what) != before:
                 known, found = _shown(what, before), _shown(what, here.get(what))
                 raise PlanMismatch(f"{name} was made for {known}, and here is {found}")
-        if captured.digest != self.graph.digest:
-            raise PlanMismatch(f"{name} is of another step: {_difference(self.graph, captured)}")
-        moved: PlanData = read(written(self, SHARED, NUMBERS), CLASSES, {StepGraph: lambda _: captured})
+        kept = self.alternatives.keep_all.layout.graph  # as the step was captured
+        if captured.digest != kept.digest:
+            raise PlanMismatch(f"{name} is of another step: {_difference(kept, captured)}")
+        here = {captured.digest: captured}
+        if self.slicing:
+            joint = self.slicing.of(captured).joint
+            here[joint.digest] = joint
+        if self.graph.digest not in here:
+            raise PlanMismatch(f"{name} runs other regions in slices than this fxremat would: make it again")
+        moved: PlanData = read(written(self, SHARED, NUMBERS), CLASSES, {StepGraph: lambda known: here[known.digest]})
         return moved
 
 
@@ -88,6 +101,7 @@ SHARED = (StepGraph, Layout, Program, Order)
 NUMBERS: Instead = {Captured: lambda captured: captured.step}  # without nodes
 CLASSES = (
     *(PlanData, Candidate, Frontier, FromSchedule, FromJoin, Refined, Transferred, Communicating, Costs, Sizes, Link),
+    *(SlicedRegion, Slicing, WeightBudget, Handles),
     *(StepGraph, Op, Value, Origin, Kind, Source, Frame, Layout, BlockLayout, Order, Program, Step, Transfer, Role),
     *(ProgramWithTransfers, ProgramWithCommunication, Communication, Memory, Schedule, JoinSchedule, JoinTimeline),
 )
@@ -121,8 +135,11 @@ def without_the_rest(frontier: Frontier, chosen: Candidate) -> Frontier:
     """Return the frontier as it is written: schedules without the order of ops, which follows from them.
 
     If its programs have copies or communication, and are long therefore, only the chosen one and the one with the least
-    memory are written.
+    memory are written; those whose regions run in other slices than in the chosen one are not.
     """
+    graphs = (chosen.layout.graph, frontier.keep_all.layout.graph)
+    candidates = tuple(each for each in frontier.candidates if each.layout.graph in graphs)
+    frontier = replace(frontier, candidates=candidates)
     if chosen.transfers or chosen.communication:
         least = frontier.candidates[-1]
         return replace(frontier, candidates=tuple(dict.fromkeys([chosen, least])))

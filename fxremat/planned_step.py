@@ -21,7 +21,7 @@ from fxremat.linearize.chain_of import chain_of
 from fxremat.passes.lower import Handles, lower
 from fxremat.search.candidate import Candidate, Frontier
 from fxremat.search.lower_bound import lower_bound
-from fxremat.slices.rewrite import SlicedRegion
+from fxremat.slices.rewrite import SlicedRegion, Slicing
 from fxremat.step.costs import Costs, Link, apart
 from fxremat.step.liveness import Memory, live_bytes
 from fxremat.step.program import Program
@@ -38,6 +38,7 @@ class WeightBudget:
     keep_all_peak: int  # bytes of keep-all, with all parameters on the device
     minimum: int  # the least budget
     hosted: frozenset[int] = frozenset()  # values of the parameters that live on the host
+    optimizer: str = ""  # that updates the parameters, as `ops.parameters.kind_of_optimizer` names it
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -93,6 +94,7 @@ class PlannedStep:
     weights: WeightBudget | None = None  # where the step updates its weights, and the budget covers them
     step: PlannableStep | None = None  # the step that was planned; None: the plan was read from a file
     slices: tuple[SlicedRegion, ...] = ()  # regions that run in slices
+    slicing: Slicing | None = None  # the settings with which these regions were chosen
     not_sliced: tuple[str, ...] = ()  # where slices were asked for: reasons why ops that need much memory have none
     more_slices: bool = False  # further ways to slice were not tried, and may need less memory
     compiled: Compiled | None = None  # where ops run in compiled regions

@@ -131,13 +131,11 @@ class Plan(PlannedStep):
         machine of this kind.
 
         Raises:
-            FxrematError: regions of it are compiled or run in slices, or it updates weights: such plans are not saved.
+            FxrematError: regions of it are compiled: such plans are not saved.
             OSError: the file cannot be written.
         """
-        kinds = {"slices": self.slices, "compiled regions": self.compiled, "updates of weights": self.weights}
-        for what, there in kinds.items():
-            if there:
-                raise FxrematError(f"a plan with {what} is not saved: compile again in the other process")
+        if self.compiled:
+            raise FxrematError("a plan with compiled regions is not saved: compile again in the other process")
         save(
             PlanData(
                 **{name: getattr(self, name) for name in NAMES if name != "alternatives"},

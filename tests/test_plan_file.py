@@ -16,7 +16,8 @@ from hypothesis import given
 from torch import Tensor, nn
 
 import fxremat
-from fxremat import plan_file
+from benchmarks.meter import peak_bytes
+from fxremat import plan_file, planning
 from fxremat.errors import FxrematError, PlanMismatch
 from fxremat.host.files import FileTier
 from fxremat.plans import Plan
@@ -79,6 +80,42 @@ def test_it_runs_in_another_process_with_the_same_bits(saved: tuple[Plan, Path],
     found, expected = torch.load(tmp_path / "gradients.pt"), gradients(model(), rows())
     assert len(found) == len(expected)
     assert all(map(torch.equal, found, expected))
+
+
+class Head(nn.Module):
+    """A vocabulary head, whose logits are far larger than all else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.head = nn.Linear(16, 16), nn.Linear(16, 512)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.head(self.first(x).tanh()), x.argmax(1))
+
+
+def test_a_plan_with_slices_runs_as_it_did(tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    x = torch.randn(256, 16, generator=torch.Generator().manual_seed(0))
+    compiled = fxremat.compile(Head(), "40%", example_inputs=x, slices=True, **QUICK)
+    plan = compiled.plan
+    assert plan is not None
+    assert plan.slices
+    plan.save(tmp_path / "plan.json")
+    found = fxremat.Plan.load(tmp_path / "plan.json")
+    assert (found.slices, found.slicing, found.schedule) == (plan.slices, plan.slicing, plan.schedule)
+    torch._dynamo.reset()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("variants_of", "fastest"):
+            patch.setattr(planning, name, None)  # nothing is planned
+        again = fxremat.compile(Head(), plan=tmp_path / "plan.json", example_inputs=x)
+    assert again.plan is not None
+    assert again.plan.program.steps == plan.program.steps
+    assert all(map(torch.equal, gradients(again, x), gradients(compiled, x)))
+    peak = peak_bytes(lambda: again(x).backward())
+    assert peak <= plan.budget
+    other = refused(Head(), x[:128], tmp_path / "plan.json")
+    assert "is of another step: " in other
 
 
 def test_it_says_what_the_plan_says(saved: tuple[Plan, Path]) -> None:
@@ -177,17 +214,40 @@ def test_another_environment_is_refused(
     assert message in refused(model(), rows(), changed(path, tmp_path / "other.json", change))
 
 
-def test_what_is_not_saved_says_so(tmp_path: Path) -> None:
+def trained(tier: FileTier, mem: str | None, make: Any = torch.optim.AdamW, **options: Any) -> tuple[Any, list[Tensor]]:
+    """A model whose step updates its weights, and these after two steps."""
     torch._dynamo.reset()
     module = model()
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    tier = FileTier(tmp_path)
+    optimizer = make(module.parameters(), lr=0.01)
     hosted = Offload(tier=tier, weights=True, activations=False)
-    options: Any = {"offload": hosted, "costs": "estimate", "optimizer": optimizer, **QUICK}
-    plan = fxremat.plan(module, rows(), mem="100%", **options)
-    with pytest.raises(FxrematError, match="a plan with updates of weights is not saved"):
-        plan.save(tmp_path / "plan.json")
-    assert not (tmp_path / "plan.json").exists()
+    compiled = fxremat.compile(module, mem, offload=hosted, optimizer=optimizer, **options, **QUICK)
+    for seed in range(2):
+        torch.manual_seed(seed)
+        compiled(rows()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return compiled, [parameter.detach().cpu().clone() for parameter in compiled.parameters()]
+
+
+def test_a_plan_that_updates_weights_runs_with_an_optimizer_of_its_kind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "plan.json"
+    compiled, weights = trained(FileTier(tmp_path), "60%")
+    assert compiled.plan.weights.hosted
+    compiled.plan.save(path)
+    assert str(fxremat.Plan.load(path)) == str(compiled.plan)
+    with monkeypatch.context() as patch:
+        for name in ("variants_of", "fastest"):
+            patch.setattr(planning, name, None)  # nothing is planned
+        again, others = trained(FileTier(tmp_path), None, plan=path)
+    assert again.plan.program.steps == compiled.plan.program.steps
+    assert again.plan.weights.hosted == compiled.plan.weights.hosted
+    assert all(map(torch.equal, others, weights))
+    with pytest.raises(PlanMismatch, match=r"updates weights by AdamW\(.*\), and here is SGD\(\)"):
+        trained(FileTier(tmp_path), None, torch.optim.SGD, plan=path)
+    with pytest.raises(FxrematError, match=r"it goes with offload=Offload\(weights=True\) and the optimizer: AdamW"):
+        fxremat.compile(model(), plan=path)
 
 
 @pytest.mark.parametrize(

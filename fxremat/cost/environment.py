@@ -75,14 +75,22 @@ def switches() -> Settings:
             "mkldnn": lambda: mkldnn.enabled,
             "mkldnn deterministic": lambda: mkldnn.deterministic,
             "mkldnn tf32": lambda: mkldnn.allow_tf32,
-            "mkldnn fp32": lambda: mkldnn.fp32_precision,
-            "mkldnn matmul fp32": lambda: mkldnn.matmul.fp32_precision,
-            "mkldnn conv fp32": lambda: mkldnn.conv.fp32_precision,
-            "mkldnn rnn fp32": lambda: mkldnn.rnn.fp32_precision,
+            "mkldnn fp32": lambda: _first_set(mkldnn, backends),
+            "mkldnn matmul fp32": lambda: _first_set(mkldnn.matmul, mkldnn, backends),
+            "mkldnn conv fp32": lambda: _first_set(mkldnn.conv, mkldnn, backends),
+            "mkldnn rnn fp32": lambda: _first_set(mkldnn.rnn, mkldnn, backends),
             "nnpack": nnpack_enabled,
             "fp32": lambda: backends.fp32_precision,
         }
     )
+
+
+def _first_set(*levels: Any) -> str:
+    """Return the precision of float32 that holds: a level that says "none" leaves it to the next, the last is "ieee".
+
+    `torch.set_float32_matmul_precision("highest")`, which is the default, writes "ieee" where "none" was.
+    """
+    return next((level.fp32_precision for level in levels if level.fp32_precision != "none"), "ieee")
 
 
 def cuda_switches() -> Settings:

@@ -31,6 +31,9 @@ from fxremat.host.tier import HostTier
 from fxremat.ops.spent import Spent
 from fxremat.torch_private import shell_of, storage_of, without_memory
 
+USUAL = frozenset(  # settings of optimizers that change numbers, and no bytes
+    ("lr", "betas", "eps", "weight_decay", "momentum_decay", "alpha", "lr_decay", "etas", "step_sizes", "dampening")
+)
 ELEMENTWISE = (  # their step of one parameter depends on that one alone, element by element
     torch.optim.SGD,
     torch.optim.Adam,
@@ -46,6 +49,16 @@ ELEMENTWISE = (  # their step of one parameter depends on that one alone, elemen
 
 _numbers = count()
 _known: weakref.WeakValueDictionary[str, Weights] = weakref.WeakValueDictionary()
+
+
+def kind_of_optimizer(optimizer: torch.optim.Optimizer) -> str:
+    """Return an optimizer's class, with those of its settings that are switched on: what decides its state's bytes.
+
+    >>> kind_of_optimizer(torch.optim.SGD([torch.zeros(1)], lr=0.1, momentum=0.9))
+    'SGD(momentum)'
+    """
+    switched = sorted(name for name, value in optimizer.defaults.items() if value and name not in USUAL)
+    return f"{type(optimizer).__name__}({', '.join(switched)})"
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:

@@ -18,7 +18,9 @@ from fxremat.agreement import Agreement
 from fxremat.errors import BudgetTooSmall, FxrematError, PlanMismatch
 from fxremat.graphs.accounting import device_of
 from fxremat.host.default import default_tier
+from fxremat.ops.parameters import kind_of_optimizer
 from fxremat.options import Options
+from fxremat.passes.lower import Handles
 from fxremat.planning.compiled import with_compiled_kernels
 from fxremat.planning.in_slices import Variants, fastest, variants_of, what_slices_buy
 from fxremat.planning.limits import Limit, limit_of
@@ -73,7 +75,7 @@ def _saved(step: Step, options: Options) -> Plan | None:
     made, reason = None, ""
     with planning(what(step, Limit(words=str(options.mem)))) as planned:
         try:
-            made = options.saved.on(step.graph)
+            made = _with_weights(options.saved.on(step.graph), step)
         except PlanMismatch as error:
             reason = str(error)
         reason = next(filter(None, step.ranks.gathered(reason, "reading plans")), "")
@@ -84,8 +86,27 @@ def _saved(step: Step, options: Options) -> Plan | None:
         log.warning("%s: another plan is made", reason)
         return None
     _check_equal(made, step.ranks)
+    if step.trained:
+        return replace(made, tier=step.trained.weights.tier)
     tier = (options.tier or default_tier(device_of(made.graph))) if made.chosen.transfers else None
     return replace(made, tier=tier)
+
+
+def _with_weights(made: Plan, step: Step) -> Plan:
+    """Return a saved plan with the handles of this process's parameters, where it updates them.
+
+    Raises:
+        PlanMismatch: another optimizer updates them, or other parameters live on the host since an earlier plan.
+    """
+    if step.trained is None or made.weights is None:
+        return made
+    here = kind_of_optimizer(step.trained.optimizer)
+    if here != made.weights.optimizer:
+        raise PlanMismatch(f"the plan updates weights by {made.weights.optimizer}, and here is {here}")
+    if step.trained.settled not in (None, made.weights.hosted):
+        raise PlanMismatch("other parameters live on the host since an earlier plan")
+    handles = Handles(name=step.trained.weights.name, numbers=step.trained.numbers)
+    return replace(made, weights=replace(made.weights, handles=handles))
 
 
 def _with_advice(error: BudgetTooSmall, variants: Variants, options: Options) -> BudgetTooSmall:

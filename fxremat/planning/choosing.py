@@ -17,6 +17,7 @@ from fxremat.graphs.accounting import device_of
 from fxremat.graphs.captured import Captured, captured_of
 from fxremat.host.default import default_tier
 from fxremat.host.tier import HostTier
+from fxremat.ops.parameters import kind_of_optimizer
 from fxremat.options import Options
 from fxremat.passes.lower import Handles
 from fxremat.planned_step import WeightBudget
@@ -137,6 +138,7 @@ def _plan_with_weights(survey: Survey, trained: TrainedParameters, options: Opti
         keep_all_peak=resident_peak(frontier.keep_all, units, costs),
         minimum=best.minimum,
         hosted=frozenset(best.choice.hosted),
+        optimizer=kind_of_optimizer(trained.optimizer),
     )
     return plan_of(best.candidate, frontier, costs, limit.bytes, options, tier=tier, link=link, weights=weights)
 

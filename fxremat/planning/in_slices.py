@@ -161,6 +161,7 @@ def _of_all(plan: Plan, one: Survey, found: Variants) -> Plan:
             keep_all=found.captured.frontier.scaled(factor).keep_all, candidates=tuple(unbeaten(every))
         ),
         slices=one.sliced.regions if one.sliced else (),
+        slicing=one.sliced.slicing if one.sliced else None,
         not_sliced=found.surveys[-1].blocked,
         weights=weights and replace(weights, keep_all_peak=found.captured.keep_all),
     )

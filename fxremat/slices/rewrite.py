@@ -69,35 +69,38 @@ class SlicedRegion:
     wide: bool
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class SlicedJoint:
-    """A joint graph some of whose regions run in slices."""
+@dataclass(frozen=True, kw_only=True)
+class Slicing:
+    """The settings with which regions were chosen and cut: an equal joint graph is cut in the same way by them.
 
-    joint: Captured
-    regions: tuple[SlicedRegion, ...]
-    blocked: tuple[str, ...]  # the reasons why ops that need much are not cut
-    floor: int  # bytes that the largest op needs which is not cut
-
-
-def sliced(
-    joint: Captured,
-    target: int,
-    *,
-    most: int = 1 << 30,
-    inside: bool = False,
-    wide: bool = False,
-    only_loss: bool = False,
-) -> SlicedJoint:
-    """Cut regions until no op needs more than `target` bytes, as far as possible. The given graph is not changed.
-
-    Args:
+    Attributes:
         target: bytes that an op may read and write, without parameters.
         most: slices of a region at most.
         inside: make gradients in the forward if that is possible.
         wide: accumulate sums of half precision in float32.
         only_loss: instead of large tensors other than the loss, return NaN in their shapes.
     """
-    return _Slicing(joint, target, most, inside=inside, wide=wide, only_loss=only_loss).run()
+
+    target: int
+    most: int = 1 << 30
+    inside: bool = False
+    wide: bool = False
+    only_loss: bool = False
+
+    def of(self, joint: Captured) -> SlicedJoint:
+        """Return the graph with regions cut until no op needs more than `target` bytes, as far as that is possible."""
+        return _Slicer(joint, self).run()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SlicedJoint:
+    """A joint graph some of whose regions run in slices."""
+
+    joint: Captured
+    slicing: Slicing
+    regions: tuple[SlicedRegion, ...]
+    blocked: tuple[str, ...]  # the reasons why ops that need much are not cut
+    floor: int  # bytes that the largest op needs which is not cut
 
 
 def largest_need(joint: Captured) -> int:
@@ -120,12 +123,9 @@ def _beside_loss(joint: Captured) -> list[fx.Node]:
     return [node for node, desc in outputs if isinstance(node, fx.Node) and str(desc) not in trained]
 
 
-class _Slicing:
-    def __init__(
-        self, joint: Captured, target: int, most: int, *, inside: bool, wide: bool, only_loss: bool
-    ) -> None:
-        self.given, self.target, self.most = joint, target, most
-        self.inside, self.wide, self.only_loss = inside, wide, only_loss
+class _Slicer:
+    def __init__(self, joint: Captured, slicing: Slicing) -> None:
+        self.given, self.slicing = joint, slicing
         self.graph = _copy(joint.module.graph)  # the graph that is rewritten
         self.outputs = len(joint.forward_outputs)
         self.regions: list[SlicedRegion] = []
@@ -137,7 +137,7 @@ class _Slicing:
         make_explicit(self.graph)
         values = self._values()
         self.need = max(map(values.need, values.ops), default=0)
-        if self.only_loss and self._leave_out(values):
+        if self.slicing.only_loss and self._leave_out(values):
             values = self._values()
         while len(self.regions) < MOST_REGIONS and len(self.blocked) < TRIED:
             op = self._largest(values)
@@ -156,7 +156,7 @@ class _Slicing:
         if self.given.updates_of:
             joint = with_updates_inside(joint, set(self.given.updates_of))
         blocked = tuple(filter(None, dict.fromkeys(self.blocked.values())))[:MOST_REASONS]
-        return SlicedJoint(joint=joint, regions=tuple(self.regions), blocked=blocked, floor=floor)
+        return SlicedJoint(joint=joint, slicing=self.slicing, regions=tuple(self.regions), blocked=blocked, floor=floor)
 
     def _leave_out(self, values: Values) -> bool:
         """Let the forward return NaN instead of large tensors besides its loss; return whether there are any."""
@@ -186,7 +186,7 @@ class _Slicing:
         """Return the op with the largest need, if that is above the target and the op may be in a region."""
         open_ = [op for op in values.ops if op.name not in self.blocked]
         op = max(open_, key=values.need, default=None)
-        return op if op is not None and values.need(op) > self.target else None
+        return op if op is not None and values.need(op) > self.slicing.target else None
 
     def _cut(self, values: Values, op: fx.Node, skipped: Set[tuple[int, int]] = frozenset()) -> None:
         """Replace the ops of the best region around an op. Raises `Blocked`.
@@ -202,7 +202,7 @@ class _Slicing:
             need = self._need(values, found) // parts
             if finest is None or need < finest[0]:
                 finest = need, found, parts
-            if need <= self.target:
+            if need <= self.slicing.target:
                 break
         if finest is None:
             raise Blocked(f"{op.name} has too few rows to cut")
@@ -224,15 +224,15 @@ class _Slicing:
     def _parts(self, values: Values, found: Found) -> int:
         """Return the fewest slices, a power of two, with which no op of the region needs more than the target."""
         least = LEAST_ROWS if found.count > MANY else 1
-        most = min(self.most, found.count // least)
+        most = min(self.slicing.most, found.count // least)
         need, parts = self._need(values, found), 2
-        while parts * 2 <= most and need > parts * self.target:
+        while parts * 2 <= most and need > parts * self.slicing.target:
             parts *= 2
         return min(parts, most)
 
     def _replace(self, values: Values, found: Found, parts: int) -> None:
-        writer = Writer(self.graph, values, found, parts, wide=self.wide)
-        inside = self.inside and writer.only_loss is not None
+        writer = Writer(self.graph, values, found, parts, wide=self.slicing.wide)
+        inside = self.slicing.inside and writer.only_loss is not None
         nodes = [writer.inside()] if inside else writer.made_again()
         targets = [node.target for node in nodes if isinstance(node.target, Sliced)]
         rows = targets[0].rows
@@ -250,7 +250,7 @@ class _Slicing:
                 sums=len(writer.sums),
                 summed=tuple(dict.fromkeys(writer.summed)),
                 summed_in=tuple(sorted(writer.summed_in)),
-                wide=self.wide and any(value.meta["val"].dtype in HALF for value in writer.sums),
+                wide=self.slicing.wide and any(value.meta["val"].dtype in HALF for value in writer.sums),
             )
         )
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fxremat.graphs.captured import Captured
-from fxremat.slices.rewrite import SlicedJoint, largest_need, sliced
+from fxremat.slices.rewrite import SlicedJoint, Slicing, largest_need
 
 SHARE = 0.4  # of the budget that an op may need: the rest is for gradients, and kept values
 FEWEST = 4  # least number of slices that is worthwhile
@@ -32,7 +32,8 @@ def variants(
         ways.append((finest, False, False))
     seen: set[tuple[str, ...]] = set()
     for target, inside, in_float32 in ways:
-        found = sliced(joint, max(finest, target), most=most, inside=inside, wide=in_float32, only_loss=only_loss)
+        slicing = Slicing(target=max(finest, target), most=most, inside=inside, wide=in_float32, only_loss=only_loss)
+        found = slicing.of(joint)
         known = tuple(op.target for op in found.joint.ops)
         if found.regions and known not in seen:
             seen.add(known)
@@ -41,7 +42,7 @@ def variants(
 
 def least_of_all(joint: Captured, *, most: int, reduce: str | None, only_loss: bool = False) -> SlicedJoint:
     """Return the joint graph with as many slices as possible, for the least memory."""
-    return sliced(joint, _finest(joint), most=most, wide=reduce == "fp32", only_loss=only_loss)
+    return Slicing(target=_finest(joint), most=most, wide=reduce == "fp32", only_loss=only_loss).of(joint)
 
 
 def _finest(joint: Captured) -> int:

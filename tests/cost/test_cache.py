@@ -473,6 +473,12 @@ CHANGES: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
 }
 
 
+def test_saying_what_is_the_default_changes_nothing() -> None:
+    before, precision = switches(), torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    assert switches() == before
+
+
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_budget_holds_after_a_flag_has_changed(
     change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

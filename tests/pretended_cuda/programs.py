@@ -160,7 +160,7 @@ def weights(seed: int, device: torch.device, optimizer: str | None = None) -> It
     batch = tuple(torch.empty(ROWS, WIDTH, device=device) for _ in range(2))
     kind = optimizer or list(OPTIMIZERS)[seed % len(OPTIMIZERS)]
     update = OPTIMIZERS[kind](model.parameters())
-    options = {**OPTIONS, "offload": Offload(tier=draw.random() < 0.5, weights=True), "optimizer": update}
+    options = {**OPTIONS, "offload": Offload(weights=True, activations=draw.random() < 0.5), "optimizer": update}
     with _watched(), _stream(draw, device):
         compiled = _compiled(model, f"{draw.randrange(15, 100)}%", example_inputs=batch, **options)
         if compiled is None:

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from fxremat.cost.made_up import value_like, weights_like
 from fxremat.graphs.captured import Captured
-from fxremat.slices.rewrite import largest_need, sliced
+from fxremat.slices.rewrite import Slicing, largest_need
 from tests.dags import Dag, Layer, Recipe, batch, capture, few, recipes, small_recipes
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
@@ -51,7 +51,8 @@ def check(recipe: Recipe, share: int, most: int, *, inside: bool, trained: bool)
 
 def check_joint(joint: Captured, share: int, most: int, *, inside: bool) -> int:
     """The number of regions of a joint graph, whose rewritten form computes the same."""
-    found = sliced(joint, max(1, largest_need(joint) * share // 100), most=most, inside=inside)
+    target = max(1, largest_need(joint) * share // 100)
+    found = Slicing(target=target, most=most, inside=inside).of(joint)
     given = data_for(joint)
     right, ours = results(joint, given), results(found.joint, given)
     assert len(right) == len(ours)

@@ -19,7 +19,7 @@ from fxremat.graphs.captured import Captured
 from fxremat.graphs.nodes import storage_bytes
 from fxremat.settings import Search, Slices
 from fxremat.slices.body import Sliced
-from fxremat.slices.rewrite import SlicedJoint, largest_need, sliced
+from fxremat.slices.rewrite import SlicedJoint, Slicing, largest_need
 from fxremat.slices.variants import least_of_all, variants
 from fxremat.step.step_graph import Kind
 from tests.slices.models import EVERYDAY, BatchNormed, Block, Example, features
@@ -37,7 +37,7 @@ def joint_of(example: Example) -> Captured:
 def in_slices(name: str, **options: Any) -> SlicedJoint:
     """An example of everyday, cut until no op needs more than an eighth of what the largest did."""
     joint = joint_of(EVERYDAY[name])
-    return sliced(joint, largest_need(joint) // 8, **options)
+    return Slicing(target=largest_need(joint) // 8, **options).of(joint)
 
 
 def loops(found: SlicedJoint) -> list[Sliced]:
@@ -65,7 +65,7 @@ def test_the_given_joint_graph_is_not_changed(name: str, inside: bool) -> None:
     joint = joint_of(EVERYDAY[name])
     before, nodes = text_of(joint), [id(node) for node in joint.module.graph.nodes]
     metas = [dict(node.meta) for node in joint.module.graph.nodes]
-    found = sliced(joint, largest_need(joint) // 8, inside=inside)
+    found = Slicing(target=largest_need(joint) // 8, inside=inside).of(joint)
     assert found.regions
     assert text_of(joint) == before
     assert [id(node) for node in joint.module.graph.nodes] == nodes
@@ -80,8 +80,8 @@ def test_the_given_joint_graph_is_not_changed(name: str, inside: bool) -> None:
 def test_no_op_needs_more_than_the_target_where_all_can_be_cut() -> None:
     joint = joint_of(EVERYDAY["ignored"])
     target = largest_need(joint) // 8
-    assert sliced(joint, target).floor <= target
-    assert sliced(joint, largest_need(joint)).regions == ()
+    assert Slicing(target=target).of(joint).floor <= target
+    assert Slicing(target=largest_need(joint)).of(joint).regions == ()
 
 
 def test_no_region_has_more_slices_than_asked_for() -> None:
@@ -112,7 +112,7 @@ class Apart(nn.Module):
 
 def test_equal_layers_have_equal_loops() -> None:
     joint = joint_of(Example(make=Apart, inputs=features(1, 256, 32)))
-    found = sliced(joint, largest_need(joint) // 3)
+    found = Slicing(target=largest_need(joint) // 3).of(joint)
     made = loops(found)
     equal = [(one, other) for one in made for other in made if one is not other and one == other]
     assert equal
@@ -146,7 +146,7 @@ def test_gradients_of_float16_are_never_made_in_the_forward() -> None:
     narrow = Example(make=example.make, inputs=example.inputs, dtype=torch.float16)
     for model, inside in ((example, True), (narrow, False)):
         joint = joint_of(model)
-        found = sliced(joint, largest_need(joint) // 8, inside=True)
+        found = Slicing(target=largest_need(joint) // 8, inside=True).of(joint)
         assert [region.inside for region in found.regions] == [inside]
 
 
