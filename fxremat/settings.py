@@ -31,7 +31,7 @@ MANY_SLICES = 1 << 20
 
 
 class Setting:
-    """What the settings of a feature have in common: they print as a call that makes them."""
+    """Base of the settings of a feature, which print as a call that makes them."""
 
     def __repr__(self) -> str:
         """Show the fields that differ from their defaults."""
@@ -43,7 +43,7 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Offload(Setting):
-    """What may wait on the host while the step does not need it.
+    """A description of what may wait on the host while the step does not need it.
 
     Args:
         tier: where on the host: a tier of `fxremat.host.tier`, such as fxremat.FileTier("/fast/disk"). None: pinned
@@ -76,7 +76,7 @@ class Offload(Setting):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Slices(Setting):
-    """How regions of the model (the vocabulary head, a wide MLP, a convolutional trunk) run in slices of their rows.
+    """A request to run regions of the model (a vocabulary head, a wide MLP, a convolutional trunk) in slices of rows.
 
     They do where that makes room or costs no time. Gradients that are sums over slices are equal up to rounding, no
     longer bit for bit: docs/slices.md. Sizes of inputs are fixed then.
@@ -149,7 +149,7 @@ class Inductor(Setting):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Loss(Setting):
-    """What is expected of the loss.
+    """A description of the loss, where the model's graph does not tell.
 
     Args:
         bytes: what a loss outside the model allocates between forward and backward, in the forms of a size. None:
@@ -177,7 +177,7 @@ class Loss(Setting):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Search(Setting):
-    """How programs are searched for.
+    """The limits of the search for programs.
 
     Args:
         seconds: how long, about, solver="auto" would improve on schedules of blocks op by op for every budget; it does
