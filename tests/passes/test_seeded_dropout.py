@@ -246,7 +246,10 @@ def trained(backend: Any, dtype: torch.dtype, memory_format: torch.memory_format
 
 @pytest.mark.parametrize(
     ("dtype", "memory_format"),
-    [(torch.float32, torch.channels_last), (torch.bfloat16, torch.contiguous_format)],
+    [
+        (torch.float32, torch.channels_last),
+        pytest.param(torch.bfloat16, torch.contiguous_format, marks=pytest.mark.long),
+    ],
     ids=str,
 )
 def test_steps_that_draw_masks_again_have_the_bits_of_torch_compile(
