@@ -109,12 +109,12 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_ratio(part: float, whole: float, form: str) -> str:
-    """Format `part / whole`; if both are 0 they are equal, and it is "inf" if only `whole` is 0."""
+    """Format `part / whole` by `form`, such as ".2f"; the ratio is 1 if both are 0, "inf" if only `whole` is."""
     return format(part / whole if whole else 1.0 if part == whole else math.inf, form)
 
 
 def integer(given: object) -> int | None:
-    """Return `given` as an int if it is one, numpy's included; a bool is none."""
+    """Return `given` as an int if it is an integer, numpy's included; None for anything else, and for a bool."""
     if isinstance(given, bool) or not isinstance(given, Integral):
         return None
     return int(given)
@@ -142,7 +142,7 @@ def _is_share(given: object) -> bool:
 
 
 def _meant(given: object) -> str:
-    """Return, as the start of a hint, the integer that a float or a text such as "4e9" was meant to be; else ""."""
+    """Return the start of a hint, "int(4e9), ", for a float or text that was meant as bytes; "" for anything else."""
     try:
         number = float(given) if isinstance(given, float | str) else math.nan
     except ValueError:
