@@ -218,7 +218,7 @@ def _check_bools(setting: object, *names: str) -> None:
 
 
 def _size(name: str, given: int | str | None) -> int | None:
-    """Return the bytes that a size such as "16GiB" means; None for None. Raises `InvalidBudget`, with the field's `name`."""
+    """Return the bytes that a size such as "16GiB" means; None for None. Raises `InvalidBudget`."""
     try:
         return None if given is None else parse_bytes(given)
     except InvalidBudget as error:

@@ -10,8 +10,9 @@ from fxremat.step.step_graph import Origin, StepGraph, Value
 
 
 def lay_out(graph: StepGraph, ends: Sequence[int], carried: frozenset[int] = frozenset()) -> Layout:
-    """Cut the forward after the ops `ends` (the last op is always an end) and place every op of the backward.
+    """Cut the forward after the ops `ends` and after its last op, and place every op of the backward in a block.
 
+    `carried` values are kept from their forward to their backward, so that no boundary has them.
     Any positions make a valid layout: the values that cross them are the boundary. O(reads + blocks * values).
     """
     ends = sorted({*ends, graph.forward_count - 1})
@@ -130,7 +131,7 @@ def assign_backward(graph: StepGraph, block_of_op: Sequence[int], count: int) ->
 
 
 def _pull_to_users(graph: StepGraph, placed: dict[int, int]) -> None:
-    """Move ops that read no gradient (masks made in the backward) next to their first user."""
+    """Move backward ops that read no gradient, such as those that make masks, to the block of their first reader."""
     users: dict[int, list[int]] = {}
     for op in graph.backward_ops:
         for value in op.reads:

@@ -17,7 +17,7 @@ class Values:
     """The values of a joint graph by node: a value is the node that makes a storage, or selects it from its op.
 
     Attributes:
-        late: the nodes of the backward.
+        late: the nodes of the backward, gradients that are handed in included.
     """
 
     def __init__(self, joint: Captured) -> None:
@@ -40,7 +40,7 @@ class Values:
         return [node for node in self.joint.nodes if not isinstance(node.target, Sliced)]
 
     def base(self, node: fx.Node) -> fx.Node:
-        """Return the value that a node shows; the node itself if it shows none."""
+        """Return the value that a node is a view of: the node that makes its storage; the node itself if it is none."""
         number = self.joint.value_of.get(node)
         return node if number is None else self.joint.shown[number]
 

@@ -13,7 +13,7 @@ class Communication:
     """One execution of a collective."""
 
     name: str  # of the op
-    op: int
+    op: int  # the op's number in the step graph
     begins: float  # seconds, on the link
     ends: float
     waited: float  # seconds that ops wait for it
@@ -36,7 +36,7 @@ class ProgramWithCommunication:
 
     @property
     def hidden(self) -> float:
-        """Share of these seconds that no op waits for."""
+        """Share of the seconds that the link is busy for which no op waits; 1.0 if it never is busy."""
         if not self.seconds:
             return 1.0
         return 1.0 - min(1.0, sum(one.waited for one in self.collectives) / self.seconds)
