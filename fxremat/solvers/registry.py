@@ -97,7 +97,7 @@ def _rounds(problem: Problem) -> int:
 
 
 def by_table(build: Build, problem: Problem) -> list[Schedule]:
-    """Return the fastest schedule that a table can hold, if it fits; else the schedules of the table."""
+    """Return the fastest schedule that a table of this kind can have, if it fits; else schedules read off the table."""
     chain = problem.chain
     fastest = every_checkpoint(chain) if build is TABLES["revolve"] else keep_all.schedules(chain)[0]
     return [fastest] if problem.fits(fastest) else _read_off(build, problem)
@@ -154,7 +154,7 @@ POFO_SLOTS = 50  # its table has two dimensions more than the others
 
 
 def capped(build: Build, problem: Problem) -> list[Schedule]:
-    """Run autocapper on top of a table; the schedules of the table are among its proposals."""
+    """Return the proposals of autocapper, which offloads from schedules of a table, and the table's own schedules."""
     chain = problem.chain
     most = max(1, simulate(chain, keep_all.schedules(chain)[0]).peak)
     table = build(chain, most, problem.slots)
@@ -165,7 +165,7 @@ def capped(build: Build, problem: Problem) -> list[Schedule]:
 
 
 def _offloaded(problem: Problem, schedules: Callable[[], list[Schedule]]) -> list[Schedule]:
-    """Return the proposals of a solver that only offloads; without a link, keep-all."""
+    """Return the proposals of a solver that only offloads; without a link to the host, the schedule of keep-all."""
     return schedules() if problem.platform.linked else keep_all.schedules(problem.chain)
 
 

@@ -19,7 +19,7 @@ from fxremat.jit import jit
 from fxremat.solvers.sizes import ChainSizes, Floats, Ints
 from fxremat.units import format_bytes
 
-MOST_BYTES = 16 << 30  # of a table
+MOST_BYTES = 16 << 30  # that a table may take
 
 
 class Rows(NamedTuple):
@@ -101,7 +101,7 @@ def value(rows: Rows, i: int, j: int, m: int) -> float:
 
 @jit
 def guess(table: Filled, i: int, j: int, m: int) -> float:
-    """Return the cost of row (i, j) in m bytes; each slot below its rounded least memory adds a whole step."""
+    """Return the seconds of row (i, j) in m bytes; each slot that is missing because of rounding adds a high cost."""
     rows, slots, dear = table.rows, table.slots, float(table.sizes.forward[table.n]) + 1.0
     m, low = m * slots // table.full, int(rows.low[i, j])
     if m >= low:

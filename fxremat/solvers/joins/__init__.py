@@ -38,7 +38,7 @@ def best_canonical(join: Join, mem: int, slots: int = 200) -> JoinTimeline:
 
 
 def _steps(chains: Sequence[Chain], mem: int, slots: int) -> tuple[int, int, bool]:
-    """Return the bytes and the slots of a table, and whether no size is rounded in it."""
+    """Return (bytes, slots, exact) for a table of `mem` bytes; exact: each size is a whole number of slots."""
     unit = gcd(*map(grain, chains))
     steps = max(1, mem // unit)
     return (steps * unit, steps, True) if steps <= slots else (mem, slots, False)
@@ -88,7 +88,7 @@ def _listed(join: Join, order: Sequence[int], effort: float) -> Iterator[JoinTim
 
 
 def _linear(join: Join, order: Sequence[int], chain: Chain, mem: int, slots: int) -> JoinTimeline:
-    """Return the schedule of the one chain for `mem` bytes, simulated on the join, whether it fits there or not."""
+    """Return the schedule of the join as one chain for `mem` bytes, simulated on the join; it may not fit there."""
     full, steps, _ = _steps([chain], mem, slots)
     schedule = input_drop.build(chain, full, steps).schedule(mem, full=full)
     return simulate_join(join, translated(join, order, schedule))

@@ -20,22 +20,25 @@ from fxremat.solvers.tiles import fill_tiles_by_diagonal
 
 @dataclass(frozen=True, kw_only=True)
 class Tails:
-    """The solved table of one chain."""
+    """The filled input_drop table of one chain."""
 
     chain: Chain
     slots: int
     exact: ChainSizes  # in bytes
     sizes: ChainSizes  # in slots
     low: Ints  # [s, c]: the least memory of a row, in bytes
-    rows: Rows
+    rows: Rows  # costs, in slots
 
     def costs(self, s: int, c: int) -> Floats:
-        """Return the seconds of recomputation of row (s, c) in 0..slots slots, without the input of s."""
+        """Return the seconds of recomputation of row (s, c) in 0, 1, .. slots beside the input of block s."""
         costs: Floats = _dense(self.rows, s, c, self.slots)
         return costs
 
     def ops(self, s: int, t: int, c: int, m: int, full: int) -> tuple[Op, ...]:
-        """Return the ops of row (s, c) in m bytes, without the input of s; the slots stand for `full` bytes."""
+        """Return the ops of row (s, c), which run backward t..s in m bytes beside the input of s.
+
+        The slots of the table stand for `full` bytes.
+        """
         table = Filled(self.exact, self.low, self.rows, len(self.chain), self.slots, full)
         return decode(self.chain, trace_row(table, s, t, c, m)).ops
 

@@ -55,6 +55,7 @@ def improve(
     """Return a schedule that fits in `mem` bytes and is no slower than `schedule`, which must fit.
 
     Args:
+        schedule: may have copies; it is returned if it cannot be changed.
         judge: returns the timeline of a schedule on the machine; raises `InvalidSchedule` if it cannot run.
         seconds: time limit.
         tries: limit on the number of steps instead; with it the result is deterministic.
@@ -89,7 +90,7 @@ def _rank(verdict: Verdict) -> tuple[float, int]:
 
 
 def _read(chain: Chain, schedule: Schedule) -> _State:
-    """Split a schedule into ops and trips; a value that it fetches is away until it is read next."""
+    """Split a schedule into ops without copies, and the trips to the host that its copies make."""
     ops: list[Op] = []
     fetched: dict[Value, int] = {}  # value -> the number of ops before its fetch
     dropped: dict[Value, int] = {}  # value -> its place in ops
@@ -139,7 +140,7 @@ def _written(chain: Chain, state: _State, mem: int) -> Schedule:
 
 
 def _repair(chain: Chain, state: _State, mem: int, copies: bool) -> _State:
-    """Send idle values as long as memory is exceeded."""
+    """Return the state with as many more trips of idle values as it takes to fit. Raises `InvalidSchedule`."""
     need = needs(chain, state.plain)  # raises if the ops are not a valid schedule
     keyed = _keyed(chain, state.plain) if copies else {}
     away = {key for key in state.away if key in keyed}
