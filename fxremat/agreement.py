@@ -77,7 +77,7 @@ class _Call(Call):
 
 @dataclass
 class _Seen:
-    """Observations of an awaited rank, with the seconds of the wait at which they were made."""
+    """What was observed of an awaited rank, and when: times are seconds since the wait began."""
 
     beat: Heartbeat | None = None
     heard: float = 0.0  # when the heartbeat was new

@@ -196,7 +196,10 @@ class Options:
 
     @property
     def may_change(self) -> bool | None:
-        """The value of torch.compile's `dynamic` that the model is captured with."""
+        """The `dynamic` of torch.compile that the model is captured with: False: all sizes are fixed; True: none is.
+
+        None: a size is fixed until another one comes; the sizes in `ranges` may change from the start.
+        """
         if not self.resizable:
             return False
         return None if self.ranges else bool(self.dynamic) if self.dynamic is not None else None

@@ -127,7 +127,7 @@ class PlannedStep:
 
     @property
     def predicted_time(self) -> float:
-        """The seconds of one forward and backward."""
+        """The seconds that one forward and backward take by this plan."""
         return self.running.chosen.time
 
     @property

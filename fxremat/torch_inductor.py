@@ -131,7 +131,7 @@ def link_in_any_folder() -> None:
     """Let Inductor link if PyTorch is in a folder with a space, for `torch.compile` too.
 
     `torch._inductor.cpp_builder.BuildOptionsBase.get_libraries_dirs` (torch 2.11, 2.13) names folders that a command
-    line takes unquoted; 2.14 and 2.15 quote them there.
+    line takes unquoted; torch 2.14 and 2.15 quote them there.
     """
     if torch_release() >= (2, 14):
         return

@@ -629,9 +629,9 @@ def graph_break_place(error: BaseException) -> str | None:
 
 
 def _place(stack: Iterable[Any]) -> str | None:
-    """Return the last frame outside of torch and Python's own modules, or the last one if all are inside.
+    """Return the last frame of a stack outside of torch and Python's modules, as `file:line in function: code`.
 
-    Frames of fxremat are skipped.
+    It is the last frame of all if all are inside of them. Frames of fxremat are skipped; None if no others are left.
     """
     torchs, ours, pythons = (os.path.dirname(path) + os.sep for path in (torch.__file__, __file__, os.__file__))
     frames = [frame for frame in stack if not frame.filename.startswith(ours)]

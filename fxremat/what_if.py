@@ -43,7 +43,7 @@ HEADS = ("device", "memory", "keep all", "", *SHARED, "least", "", "fits", "plan
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """The plan of a step on one device."""
+    """The plan of a step for one device, and whether the step fits beside all else that the device holds."""
 
     device: Device
     plan: Plan
@@ -120,7 +120,7 @@ def _row(estimate: Estimate) -> tuple[str, ...]:
 
 
 def _advice(estimates: Iterable[Estimate]) -> Iterator[str]:
-    """Yield a line for each device on which the step fits within some budget, but not as it is planned."""
+    """Yield a hint, with a budget that fits, for each device on which the step fits, but not as it is planned."""
     for estimate in estimates:
         if (estimate.left or 0) < 0 <= (estimate.left_at_least or 0):
             free = format_bytes(estimate.on_device.free)

@@ -77,7 +77,10 @@ class ResolvedSchedule:
 
 
 def read(chain: Chain, schedule: Schedule) -> ResolvedSchedule:
-    """Resolve `schedule` against its chain. Raises `InvalidSchedule`, which names the op and what it lacks."""
+    """Return what each op of a schedule reads, waits for and frees, and the memory at every place, without times.
+
+    Raises `InvalidSchedule`, which names the op and what it lacks.
+    """
     reader = _Reader(chain)
     for token, op in enumerate(schedule.ops):
         try:

@@ -35,7 +35,9 @@ class JoinTimeline:
 
 
 def simulate_join(join: Join, schedule: JoinSchedule) -> JoinTimeline:
-    """Simulate `schedule`. Raises `InvalidSchedule`, which names the op and what it lacks.
+    """Simulate a schedule of a join: memory at every op, and the time.
+
+    Raises `InvalidSchedule`, which names the op and what it lacks.
 
     >>> from fxremat.chains.chain import Block
     >>> block = Block(forward_time=1.0, backward_time=2.0, output_bytes=1, saved_bytes=3)

@@ -69,7 +69,7 @@ def alone(program: Program, positions: Iterable[int]) -> Units:
 
 
 def pointwise(program: Program, sizes: Sizes, budget: int) -> Units:
-    """Group pointwise ops, each moved to the last group with which it shares much. O(tries * steps).
+    """Group pointwise ops: each moves to the last group with which it shares a large value. O(tries * steps).
 
     If the memory while a group runs would be above the budget, ops that were moved over that moment stay where they
     are.

@@ -144,7 +144,7 @@ class _Builder:
 
     @cached_property
     def _sizes(self) -> Sizes:
-        """The sizes for a block by itself, in which held values take 0 bytes: they are counted for each phase."""
+        """The sizes to replay a block by itself: held values take 0 bytes, since `held_bytes` counts them already."""
         values = list(self.costs.sizes.values)
         for value in self.layout.held:
             values[value] = 0

@@ -31,7 +31,7 @@ LONG_LIVED = (1, 4)  # values that cross more low points than this are carried
 
 @dataclass(frozen=True)
 class Crossing:
-    """For each forward position, the values that cross it."""
+    """The values that cross each position of the forward: made up to it, and read by forward ops after it."""
 
     at: tuple[frozenset[int], ...]
     worth_keeping: frozenset[int]  # values that the backward reads too: only these make a good boundary

@@ -46,7 +46,7 @@ def _reach(graph: StepGraph, forward: Sequence[int], backward: Mapping[int, int]
 
 
 def _held(graph: StepGraph, reach: _Reach) -> frozenset[int]:
-    """Return the values kept from their forward to their last use whatever the plan: no boundary carries them.
+    """Return the values that are kept from their forward to their last use whatever the plan, and are in no boundary.
 
     These are outputs; values that only first executions read; anchors that several blocks read; and the rare value that
     is read by the backward of a block which its forward never enters.

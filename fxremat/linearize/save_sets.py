@@ -101,7 +101,7 @@ def _shape(layout: Layout, block: BlockLayout, seconds: Sequence[float], sizes: 
 
 
 class _Cut:
-    """The minimum-cut problem of one block."""
+    """The minimum-cut problem of one block: which values to save, and which ops to run again."""
 
     def __init__(
         self, layout: Layout, block: BlockLayout, seconds: Sequence[float], sizes: Sequence[int]

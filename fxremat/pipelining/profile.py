@@ -3,8 +3,7 @@
     layers     ops between two cuts; short neighbours are joined until few enough are left
     way        one way to train a run of layers: a program, with its seconds and bytes
     exact      ways that are a few of the programs that fxremat's planner finds for the run as a module
-    rough      ways put together from the programs of single layers, without planning: hints where to look for exact
-    ones
+    rough      ways put together from the programs of single layers, without planning: hints where exact ones matter
 
 For exact ways a run is planned as a model of its own (`fxremat.plan`): its ops are measured, its programs evaluated by
 exact liveness. Equal runs (the blocks of a GPT) are planned once.
@@ -153,7 +152,7 @@ class Profile:
 
     @cached_property
     def rough(self) -> Ways:
-        """The rough ways of any run of layers: each layer under one of its own programs, or recomputed with others."""
+        """A function that estimates the ways to train a run of layers from the programs of its single layers."""
         ways = ways_of(self._chain)
 
         def rough(first: int, last: int) -> Sequence[Way]:
@@ -204,7 +203,7 @@ class Profile:
         return self.spendings(first, last)[-1]
 
     def layers(self) -> Layers:
-        """Return the chain for the planner, with each layer under its fastest program, keep-all."""
+        """Return the layers for the planner, each with the costs of its fastest program, which keeps everything."""
         chain = []
         for number in range(self.count):
             fastest = self.spendings(number, number)[0]

@@ -66,7 +66,7 @@ class _OnTarget(nn.Module):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Rank:
-    """The stages of one rank of a process group. Nothing of other ranks is held."""
+    """The stages of one rank of a process group, without tensors of other ranks."""
 
     number: int
     modules: Mapping[int, nn.Module]  # stage -> its module, by the stage's number in the plan

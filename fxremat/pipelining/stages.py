@@ -217,7 +217,7 @@ def _is_random(node: fx.Node) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class _Cuts:
-    """The search for places where one tensor crosses."""
+    """The search for places where the forward can be cut into stages: exactly one tensor crosses them."""
 
     nodes: tuple[fx.Node, ...]
     inputs: tuple[fx.Node, ...]

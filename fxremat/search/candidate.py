@@ -49,7 +49,7 @@ class FromSchedule:
 
 @dataclass(frozen=True, eq=False)
 class FromJoin(FromSchedule):
-    """A schedule of a join of towers, as a schedule of the layout's blocks in the same order."""
+    """A schedule of a join of towers (parts of the model that share no value), as a schedule of the layout's blocks."""
 
     _: KW_ONLY
     timeline: JoinTimeline
@@ -153,7 +153,7 @@ class Candidate:
 
     @property
     def schedule(self) -> Schedule:
-        """The schedule of blocks that it was derived from; the program may differ from it."""
+        """The schedule of blocks that this candidate was derived from; its program may differ from the schedule."""
         return self._base.schedule
 
     @property
@@ -163,18 +163,18 @@ class Candidate:
 
     @property
     def refined(self) -> bool:
-        """True if the search improved on its schedule op by op."""
+        """True if the op-by-op search improved on the schedule that this candidate was derived from."""
         return isinstance(self._untransferred, Refined)
 
     @property
     def transfers(self) -> ProgramWithTransfers | None:
-        """Its copies to the host and back; None if it makes none."""
+        """The program with copies to the host and back, and their times; None if the candidate makes no copies."""
         origin = self.origin.began if isinstance(self.origin, Communicating) else self.origin
         return origin.result if isinstance(origin, Transferred) else None
 
     @property
     def communication(self) -> ProgramWithCommunication | None:
-        """Its collectives that run concurrently with ops; None if it has none."""
+        """The program with collectives that run concurrently with ops, and their times; None if there are none."""
         return self.origin.result if isinstance(self.origin, Communicating) else None
 
     @property

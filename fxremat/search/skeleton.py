@@ -100,7 +100,7 @@ class Skeletons:
 
 
 class _Neighbours:
-    """For each backward op, the recomputable forward ops closest upstream of its inputs."""
+    """A finder of the recomputable forward ops that are closest upstream of a backward op's inputs: `near(op)`."""
 
     def __init__(self, graph: StepGraph, nearest: int) -> None:
         self.graph, self.nearest, self.pinned = graph, nearest, graph.pinned

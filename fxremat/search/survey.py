@@ -126,7 +126,7 @@ class _Judge:
 
 
 def _layouts(graph: StepGraph, costs: Costs) -> Iterator[Layout]:
-    """Yield one layout for each way to cut that is worth trying."""
+    """Yield a layout, the step graph as a chain of blocks, for each way to cut the forward that is worth trying."""
     crossing = crossings(graph)
     forward = costs.seconds[: graph.forward_count]
     ways = [(crossing.cuts(carried), carried) for carried in carry_levels(graph, crossing, forward)]

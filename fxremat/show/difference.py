@@ -83,7 +83,7 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Difference:
-    """All changes from one plan to another."""
+    """All that changes from one plan to another: figures of the whole, and what each module saves and recomputes."""
 
     before: Figures
     after: Figures

@@ -19,7 +19,7 @@ SMALL = 0.01  # share of the picture: the color of a smaller part cannot be reco
 
 @dataclass(frozen=True, kw_only=True)
 class Palette:
-    """The modules of each color, and their name in the legend."""
+    """The groups of modules that are drawn in each color, and the name of each color in the legend."""
 
     groups: tuple[tuple[str, ...], ...]
     labels: tuple[str, ...]

@@ -332,7 +332,7 @@ def _transfers(swapped: ProgramWithTransfers, plan: PlannedStep) -> str:
 
 
 def _communication(found: ProgramWithCommunication) -> str:
-    """Describe what the ranks send each other, how much is hidden, and which blocks gather how often."""
+    """Describe the collectives of a plan: their seconds, the share that ops hide, and how often blocks gather."""
     count = _counted(len(found.collectives), "collective")
     shares = f"{format_seconds(found.seconds)} in {count}, {found.hidden:.0%} hidden behind ops"
     often = Counter(one.op for one in found.collectives if found.program.layout.graph.ops[one.op].kind is Kind.GATHER)

@@ -146,7 +146,7 @@ def _row(outer: ModuleNode, group: Sequence[ModuleNode], share: Share, depth: in
 
 
 def _of_all(row: Row, group: Sequence[ModuleNode]) -> Row:
-    """Turn the row of a part of one module into that of the same part of all modules of a group."""
+    """Return a row for a part of all modules of a group, from the row of that part of the group's first module."""
     if len(group) == 1:
         return row
     before = group[0].path

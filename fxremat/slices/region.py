@@ -145,7 +145,7 @@ class _Growing:
         )
 
     def _grow(self, values: Iterable[fx.Node]) -> None:
-        """Add all ops that make or read these values, and in turn those around other large values that are cut."""
+        """Add all ops that make or read these values, and ops around the large values that become cut thereby."""
         queue = deque(values)
         while queue:
             value = queue.popleft()
@@ -239,7 +239,7 @@ class _Growing:
         return all(_fits(old, new) for old, new in known) and any(isinstance(old, int) for old, _ in known)
 
     def _put(self, node: fx.Node, part: Part) -> None:
-        """Label a node, and the value that it is a view of."""
+        """Label a node, and what it is a view of, with how they are cut. Raises `Blocked` if a label contradicts."""
         old = self.labels.get(node)
         if old is not None:
             if not _fits(old, part):
@@ -272,7 +272,7 @@ class _Growing:
         return self.labels.get(node)
 
     def _try_view(self, node: fx.Node) -> None:
-        """Label a view, if its label follows from its parent's."""
+        """Label a view, if how it is cut follows from how the tensor that it was taken from is cut."""
         if node in self.labels:
             return
         parent = node.all_input_nodes[0]

@@ -71,7 +71,7 @@ class SlicedRegion:
 
 @dataclass(frozen=True, kw_only=True)
 class Slicing:
-    """The settings with which regions were chosen and cut: an equal joint graph is cut in the same way by them.
+    """The settings with which regions are chosen and cut; they always cut equal joint graphs in the same way.
 
     Attributes:
         target: bytes that an op may read and write, without parameters.

@@ -117,7 +117,7 @@ def shape_of(node: fx.Node) -> tuple[int, ...]:
 
 
 def outputs_of(node: fx.Node) -> list[torch.Tensor | None]:
-    """Return the outputs of a node, by position."""
+    """Return the outputs of a node, by position; None for an output that is no tensor, or is not made."""
     return tensors_of(node)
 
 
@@ -458,7 +458,7 @@ def _kept(shape: Sequence[int], outer: int, at: Place, count: int) -> bool:
 
 @_rules("gather", "scatter", "scatter_add")
 def _gather(node: fx.Node, count: int) -> Iterator[Way]:
-    """Yield ways for lookups in which each row is looked up in itself."""
+    """Yield ways for `gather` and the like that cut a dimension along which nothing is looked up."""
     operands, dim = tensor_inputs(node), argument(node, "dim")
     shape = shape_of(operands[0])
     mixed = dim % len(shape) if shape else 0

@@ -45,7 +45,7 @@ class Values:
         return node if number is None else self.joint.shown[number]
 
     def is_view(self, node: fx.Node) -> bool:
-        """Tell whether a node shows a value that another one makes."""
+        """Tell whether a node is a view: its storage is a value that another node makes."""
         return node.op == "call_function" and node not in self.op_of and self.base(node) is not node
 
     def bytes(self, value: fx.Node) -> int:
@@ -71,7 +71,7 @@ class Values:
         return list(dict.fromkeys(self.base(parent) for parent in op.all_input_nodes))
 
     def showing(self, value: fx.Node) -> list[fx.Node]:
-        """Return the nodes that show a value: itself and all views of it, in order."""
+        """Return the value's node and all views of it, in the order of the graph."""
         found, stack = [value], [value]
         while stack:
             for user in stack.pop().users:

@@ -98,7 +98,7 @@ class Writer:
 
     @cached_property
     def only_loss(self) -> fx.Node | None:
-        """The gradient of the loss, if all that the region reads of the backward depends on it alone; else None."""
+        """The gradient of the loss, if all that the region reads of the backward depends on that alone; else None."""
         values, made = self.values, self._made
         if any(t is not None and t.dtype == torch.float16 for v in made if v in values.late for t in tensors_of(v)):
             return None

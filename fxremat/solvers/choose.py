@@ -331,7 +331,7 @@ def _is_optimal(problem: Problem, solver: str) -> bool:
 
 
 def _machine(platform: Platform | None, mem: int) -> Platform:
-    """Return the platform with `mem` bytes; with one byte if `mem` is 0, since every platform needs some."""
+    """Return the platform with a memory of `mem` bytes, or of one byte if `mem` is 0."""
     return replace(platform or Platform(), memory=max(mem, 1))
 
 

@@ -328,7 +328,7 @@ def _bound(sizes: ChainSizes, n: int, state: Ints, mem: int) -> float:
 
 @jit
 def _insert(weight: Ints, price: Floats, items: int, bytes_: int, seconds: float) -> int:
-    """Insert one item among those sorted by price per byte; return the number of items."""
+    """Insert an item into a knapsack's items, sorted by seconds (price) per byte; return the number of items."""
     place = items
     while place > 0 and price[place - 1] * bytes_ > seconds * weight[place - 1]:
         weight[place], price[place] = weight[place - 1], price[place - 1]
@@ -390,7 +390,7 @@ def _heighten(search: Search) -> Search:
 
 @jit
 def _longer(array: _Array) -> _Array:
-    """Return the array with as many zeros after it."""
+    """Return the array made twice as long, with zeros at the end."""
     return np.concatenate((array, np.zeros_like(array)))
 
 

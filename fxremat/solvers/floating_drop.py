@@ -167,7 +167,7 @@ def _states(sizes: ChainSizes, n: int, s: int, t: int) -> Ints:
 
 @jit
 def _both(start: Ints, n: int, block: int) -> Ints:
-    """Return the columns of backward `block` with nothing saved, and with each of its options saved."""
+    """Return the states of the backward pass whose next backward is `block`: nothing saved, or one of its options."""
     count = start[block + 1] - start[block] if block else 0
     columns = np.full(count + 1, block, dtype=np.int64)
     columns[1:] = n + 1 + start[block] + np.arange(count)

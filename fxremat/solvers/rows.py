@@ -71,7 +71,7 @@ def _fewer(slots: int, total: int) -> int:
 
 @jit
 def _places(low: Ints, high: Ints, slots: int) -> tuple[Ints, int]:
-    """Compute the offset of each row and the number of entries; cut `high` off above `slots`."""
+    """Return the offset of each row in one array, and the array's length; cut `high` off above `slots`, in place."""
     at = np.zeros(low.shape, dtype=np.int64)
     total = 0
     for i in range(low.shape[0]):

@@ -152,7 +152,7 @@ class _Program:
             self._at_most(-1.0, (-1.0, ("a", k - 1, instant, 0)), *inputs)
 
     def _backward(self, block: int) -> None:
-        """Let the backward read one of the save sets, stored when its window began or saved within it."""
+        """Add the rows by which a backward reads one option, stored when its window began, or saved within it."""
         window = 1 + sum(k >= block for k in self.marks)
         uses: list[_Term] = [(-1.0, ("use", block, o)) for o in self._options(block)]
         self._at_most(-1.0, *uses)

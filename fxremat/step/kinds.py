@@ -130,7 +130,7 @@ class _Versions:
         return cls(program, lives(program, sizes), writer, frozenset(leaving))
 
     def birth(self, version: int) -> int:
-        """Return the index of the step that makes a version; of an input, the step before which it arrives."""
+        """Return the index of the step that makes a version; for an input, of the step before which it arrives."""
         if version in self.writer:
             return self.writer[version]
         return self.program.split if self._origin(version) is Origin.TANGENT else 0

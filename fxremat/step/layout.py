@@ -59,7 +59,7 @@ class Layout:
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """One name for the modules that each block goes through."""
+        """A name for each block: that of the modules that its ops belong to."""
         return tuple(self.graph.span(block.forward) for block in self.blocks)
 
     def boundary_before(self, block: int) -> frozenset[int]:

@@ -392,7 +392,7 @@ class _OrderReplay(Replay):
         return known
 
     def run(self, index: int, block: int, pinned: frozenset[int] = frozenset()) -> None:
-        """Run one op, whose operands are available."""
+        """Record that an op runs, whose operands are available; what it writes becomes available."""
         op = self.layout.graph.ops[index]
         self.current.update(dict.fromkeys(op.again_writes if index in self.ran else op.writes, 0))
         self.ops.append(index)

@@ -2,8 +2,8 @@
 
     each op runs; backward ops, and ops that return nothing (checks), run once
     each version that a step reads was written before, or exists from the start
-    the first execution of an op reads and writes `Op.reads` and `Op.writes`, later ones `again_reads` and
-    `again_writes` what the step returns is made by the first execution of an op
+    the first execution of an op has its `reads` and `writes`, later ones its `again_reads` and `again_writes`
+    what the step returns is made by the first execution of an op
 
 `lower` makes this check if FXREMAT_VERIFY is set, as the tests do. O(steps * reads).
 """

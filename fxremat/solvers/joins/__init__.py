@@ -72,13 +72,13 @@ def best_linear(join: Join, mem: int, slots: int = 200, *, effort: float = inf) 
 
 
 def _table_seconds(chain: Chain, slots: int) -> float:
-    """Estimate the seconds that the tables of one order take."""
+    """Estimate the seconds that `best_linear` takes to build all tables for one order of branches."""
     splits = len(chain) * float(sum(len(block.choices) for block in chain.blocks)) ** 2 / 6
     return (2 + len(_ROOMS)) * splits * (1e-7 + 1e-9 * slots)
 
 
 def _listed(join: Join, order: Sequence[int], effort: float) -> Iterator[JoinTimeline]:
-    """Yield periodic and binomial schedules of the one chain, on the join, as many as `effort` allows."""
+    """Yield periodic and binomial schedules of the join as one chain, simulated on the join, as `effort` allows."""
     chain = chain_of(join, order)
     count = max(_FEWEST, int(effort / (_OP_SECONDS * 4 * len(chain))))
     for proposed in (periodic.schedules(chain), binomial.schedules(chain)):

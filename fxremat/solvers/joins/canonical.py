@@ -228,7 +228,7 @@ def _held(join: Join, trunk: Tails | None, slots: int, mem: int) -> HeldBytes:
 
 @jit
 def _code(place: Ints, own: Ints, lengths: Ints) -> int:
-    """Return the number of a state; larger ones are nearer to the forward/backward split."""
+    """Return the number of a state (position and f of each branch); it grows towards the forward/backward split."""
     code = 0
     for k in range(lengths.size):
         code = code * 2 * (lengths[k] + 1) + 2 * place[k] + (1 - own[k])
@@ -384,7 +384,7 @@ class _Reader:
 
 
 def _dearly(costs: Floats, m: int) -> float:
-    """Return costs[m]; if it is infinite, more than any finite cost, in proportion to the missing slots."""
+    """Return costs[m]; if that is infinite, a number above all finite costs that grows with the slots that m lacks."""
     cost = float(costs[min(m, len(costs) - 1)])
     if cost < np.inf:
         return cost

@@ -44,7 +44,7 @@ class Tails:
 
 
 def tails(chain: Chain, mem: int, slots: int) -> Tails:
-    """Solve one chain for every budget up to `mem` bytes."""
+    """Fill the input_drop table of one chain for every budget up to `mem` bytes, in `slots` steps."""
     n, exact, sizes = len(chain), in_bytes(chain), in_slots(chain, mem, slots)
     grid = Grid(sizes, lay_out(*bounds(sizes, n), slots), n, slots)
     fill_tiles_by_diagonal(

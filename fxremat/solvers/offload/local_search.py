@@ -191,7 +191,7 @@ def _tidied(plain: Schedule) -> Schedule:
 
 
 def _shorten(chain: Chain, state: _State, dice: random.Random) -> _State:
-    """Leave out a forward that is not the first of its block, and a few after it of later blocks."""
+    """Return the state without a random forward that is not the first of its block, and without a few ops after it."""
     ops = list(state.plain.ops)
     seen: set[int] = set()
     again = []
@@ -209,7 +209,7 @@ def _shorten(chain: Chain, state: _State, dice: random.Random) -> _State:
 
 
 def _fetch(chain: Chain, state: _State, dice: random.Random) -> _State:
-    """Save a block at an earlier run, instead of its last one."""
+    """Return the state with a random block saved when it runs earlier, and sent to the host, not run again later."""
     ops = list(state.plain.ops)
     number = dice.randint(1, len(chain))
     runs = [place for place, op in enumerate(ops) if isinstance(op, Forward) and op.block == number]
@@ -227,7 +227,7 @@ def _fetch(chain: Chain, state: _State, dice: random.Random) -> _State:
 
 
 def _recompute(chain: Chain, state: _State, dice: random.Random) -> _State:
-    """Save a block not when it first runs but right before its saved values are read."""
+    """Return the state with a random block saved right before its saved values are read, by running it again."""
     ops = list(state.plain.ops)
     number = dice.randint(1, len(chain))
     saves = [

@@ -162,7 +162,10 @@ def task_of(chain: Chain, mem: int, platform: Platform | None, slots: int) -> Po
 
 
 def _rounded_in_sums(chain: Chain, mem: int, task: PofoTask) -> PofoTask:
-    """Let a value occupy as many slots as it adds to the rounded sum of those before it (the thesis, 3.3.3.2)."""
+    """Round sums of values, not each: a value has as many slots as it adds to the rounded sum of all up to it.
+
+    A. Shilova's thesis (2021), 3.3.3.2.
+    """
 
     def slots(before: int, size: int) -> int:
         return -(-(before + size) * task.slots // mem) + before * task.slots // -mem
@@ -512,7 +515,9 @@ def _push_runs(
 def _came_from(
     task: PofoTask, back: Back, states: PofoStates, g: int, s1: int, a1: int, b1: int, f1: int
 ) -> tuple[int, int, int, int, int, int]:
-    """Return the state that led to one of block s1 (whose input saves[g] saved, or a if g = -1), and the move.
+    """Return the state of `forward` that led to a given state of block s1, and how.
+
+    The given state is (A, B, F) = (a1, b1, f1), with the input that option saves[g] saved, or a_{s1-1} if g = -1.
 
     The result is (block, input, away, A, B, F).
     """

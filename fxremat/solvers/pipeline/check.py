@@ -178,7 +178,10 @@ def stays(plan: PipelinePlan, found: list[Span]) -> Iterator[tuple[float, float,
 
 
 def _most(held: list[tuple[float, float, float]], tiny: float) -> float:
-    """Return the largest sum of sizes at one time; what ends when something else starts does not overlap with it."""
+    """Return the largest sum of sizes that are held at one time; `held` has (start, end, size).
+
+    A stay that ends when another starts does not overlap with it; `tiny` seconds are rounding.
+    """
     events = []
     for start, end, size in held:
         if end - start > 2 * tiny:
@@ -224,7 +227,7 @@ def always(plan: PipelinePlan, device: int) -> float:
 
 
 def _check_orders(plan: PipelinePlan, microbatches: int) -> None:
-    """Check that the works can run in their listed order on each device, and keep no more in flight."""
+    """Check that each device can run its works in the order that the plan lists, with no more in flight than said."""
     queues = [list(reversed(works)) for works in plan.orders(microbatches)]
     done: set[Work] = set()
     alive: Counter[int] = Counter()

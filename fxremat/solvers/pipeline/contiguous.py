@@ -133,7 +133,7 @@ def _place(table: StageTable, choices: Choices, memory: float, tick: float, skip
 
 
 class Placer:
-    """A search for stages at any period, on one table."""
+    """A search for contiguous stages, one on each device, at any tick; it tabulates the costs of stages once."""
 
     def __init__(self, job: Job) -> None:
         self.job = job

@@ -29,7 +29,7 @@ def ticks(elements: Sequence[Element]) -> list[float]:
 
 
 def memory_at(job: Job, stages: Sequence[PlannedStage], tick: float, skip: int = 0) -> list[float]:
-    """Return the bytes of each stage's device by 1F1B* with this tick; each (skip + 1)-th slot stays empty (0: none)."""
+    """Return the bytes of each stage's device by 1F1B* with this tick, every (skip + 1)-th slot empty (0: none)."""
     groups = groups_of(elements_of(job, stages), tick)[::2]
     return [
         job.fixed(stage.first, stage.last) + stage.way.bytes(alive(group, skip))

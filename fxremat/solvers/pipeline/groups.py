@@ -117,7 +117,10 @@ def joined(delay: float, seconds: float, tick: float) -> float:
 def scheduled(
     job: Job, stages: Sequence[PlannedStage], tick: float, *, skip: int | None, bound: float, by: str
 ) -> PipelinePlan:
-    """Return the plan that runs a contiguous allocation by 1F1B*, without checking that it fits."""
+    """Return the plan that runs a contiguous allocation by 1F1B* with this tick, without checking that it fits.
+
+    `bound` and `by` are fields of the plan.
+    """
     pattern = pattern_of(elements_of(job, stages), tick)
     counts = [alive(group, skip or 0) for group in pattern.groups[::2]]
     memory = [0.0] * job.machines.devices

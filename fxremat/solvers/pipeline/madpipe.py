@@ -60,7 +60,7 @@ class Cells(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """The limits of one fill of the table."""
+    """The limits under which the table is filled once."""
 
     memory: float  # bytes of a device
     share: float  # of it that the special device may fill
@@ -110,7 +110,7 @@ def _fill(table: StageTable, cells: Cells, limits: Limits) -> tuple[int, int, in
 def _leave(
     table: StageTable, cells: Cells, limits: Limits, at: tuple[int, int, int, int], reach: int
 ) -> None:
-    """Place each stage that ends with the last layer left and starts at `reach` or later."""
+    """Expand a state: place each stage that ends with its last unplaced layer and starts at layer `reach` or later."""
     left, p, c, m = at
     j, tick = left - 1, limits.tick
     limit, room = tick * (1 + 1e-9), limits.memory * (1 + 1e-9)

@@ -56,7 +56,10 @@ def _clear(tasks: PipelineTasks, starts: Floats, placed: Ints, task: int, start:
 
 @jit
 def _rooms(tasks: PipelineTasks, placed: Ints, task: int, rooms: Floats) -> int:
-    """Write to `rooms` 0 and the total seconds of tasks yet to be placed on the resource; return how many there are."""
+    """Write to `rooms` gaps that tasks still to be placed on a task's resource will need; return their number.
+
+    They are 0, the seconds of each such task, and sums of the seconds of forwards, and of backwards.
+    """
     rooms[0] = 0.0
     count = 1
     total = placed.size
@@ -145,7 +148,10 @@ def _insert(places: Floats, count: int, start: float, away: float, near: float, 
 
 @jit
 def _look(tasks: PipelineTasks, found: SearchState, level: int, task: int, tick: float, later: bool) -> int:
-    """Write where the task of a level may start; return the number of places. `later`: far ones, too."""
+    """Write where the task of a level may start to `found.places`; return the number of places.
+
+    `later`: also places at a distance from other tasks, where tasks still to be placed would fit in between.
+    """
     if level == 0:
         found.places[0, 0] = 0.0
         return 1

@@ -79,7 +79,7 @@ def _stages(job: Job, pieces: Sequence[Piece]) -> list[PlannedStage]:
 
 
 def _moved(job: Job, pieces: list[Piece], draw: random.Random) -> list[Piece]:
-    """Return the pieces after one move, or unchanged if the move is impossible."""
+    """Return the pieces, an allocation of stages, after one random move; unchanged if that move is impossible."""
     place = draw.randrange(len(pieces))
     first, last, device, way = pieces[place]
     other = draw.randrange(job.machines.devices)
@@ -148,7 +148,10 @@ def _sharings(count: int, devices: int) -> Iterator[tuple[int, ...]]:
 
 
 def _variants(job: Job, devices: Sequence[int]) -> Iterator[list[PlannedStage]]:
-    """Yield stages of runs of layers on one device, in every configuration, and stages of one layer each."""
+    """Yield ways to make stages of layers on given devices: runs of neighbours on one device, or one layer each.
+
+    Both come in all configurations, up to a number of them.
+    """
     runs: list[tuple[int, int]] = []
     for layer, device in enumerate(devices):
         if runs and devices[layer - 1] == device:

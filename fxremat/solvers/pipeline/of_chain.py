@@ -130,7 +130,7 @@ class _Priced:
         )
 
     def cut(self, first: int, last: int, saved: float) -> int:
-        """Return, plus one, the first block after which `saved` bytes have been saved since the chain's beginning."""
+        """Return 1 + the first block of first..last after which the chain has saved `saved` bytes from its start on."""
         for place in range(first, last):
             if self.saved[place + 1] >= saved:
                 return place + 1

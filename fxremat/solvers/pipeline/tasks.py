@@ -213,7 +213,10 @@ def planned(
     bound: float,
     by: str,
 ) -> PipelinePlan:
-    """Return the plan with these starts, without checking that it fits."""
+    """Return the plan whose tasks of micro-batch 0 have these starts, without checking that it fits.
+
+    `bound` and `by` are fields of the plan.
+    """
     tasks = tasks_of(job, stages)
     count, total = len(stages), starts.size
     flights = []

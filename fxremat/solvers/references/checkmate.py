@@ -136,7 +136,7 @@ def _r(n: int, t: int, block: int) -> int:
 
 
 def _fixed(n: int) -> dict[int, int]:
-    """Return variables with one possible value: nothing is stored at first, and blocks after t are not used."""
+    """Return variable -> its only possible value, 0: nothing is stored at first, and phase t uses no block after t."""
     fixed = {_s(n, n, block): 0 for block in range(1, n + 1)}
     for t in range(1, n + 1):
         for block in range(t + 1, n + 1):

@@ -218,7 +218,7 @@ def _choose(table: Filled, moves: CheckpointMoves, s: int, t: int, last: int, m:
 
 @jit
 def _choose_cut(table: Filled, s: int, t: int, last: int, m: int) -> tuple[int, int]:
-    """Return the end of the pass from s, and the last backward that starts there, for the fastest cut that fits."""
+    """Return (j, q) of the fastest cut that fits: forwards run up to j, and B_t .. B_q start again from a_j."""
     sizes, low, n = table.sizes, table.low, table.n
     forward, out = sizes.forward, sizes.out
     best, cut, until = np.inf, 0, 0

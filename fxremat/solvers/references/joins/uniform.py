@@ -174,7 +174,7 @@ class UniformTable:
         return self.cost(self.lengths, self.keep_gradient, slots)
 
     def cost(self, left: Sequence[int], kept: Sequence[int], slots: int) -> float:
-        """Return Opt(left, slots, kept); infinite if it is infeasible."""
+        """Return the least makespan Opt(left, slots, kept), in seconds; infinite if nothing fits."""
         codes = sorted(2 * length + b for length, b in zip(left, kept))
         return float(self.opt[int(np.dot(codes, self.strides)), min(slots, self.opt.shape[1] - 1)])
 
@@ -293,7 +293,7 @@ def _fill(
 
 @jit
 def _put(code: Ints, k: int, smaller: int) -> None:
-    """Lower entry k, and move it to its place in the order."""
+    """Lower entry k of a sorted code to `smaller`, and move it so that the code stays sorted."""
     while k > 0 and code[k - 1] > smaller:
         code[k] = code[k - 1]
         k -= 1

@@ -209,7 +209,7 @@ def _pick(states: DynprogStates, rows: npt.NDArray[np.intp]) -> DynprogStates:
 
 @jit
 def _undominated(states: DynprogStates) -> npt.NDArray[np.bool_]:
-    """Tell which states, sorted by A, B, F, loss, lose less than every one before of the same A and B."""
+    """Tell which states, sorted by A, B, F, loss, lose less than all earlier ones with the same A and B."""
     keep = np.zeros(states.kept.size, dtype=np.bool_)
     best = np.inf
     for k in range(states.kept.size):

@@ -238,7 +238,7 @@ class _Program:
             self._fits(t, sigma, borders)
 
     def _leaving(self, piece: int) -> list[tuple[float, Terms]]:
-        """Return the buffers of borders between the device of a piece and others."""
+        """Return (bytes, condition) of the buffers of each border between the device of a piece and another device."""
         found = []
         for m in range(self.count - 1):
             b = self._column(0.0, 1.0)
