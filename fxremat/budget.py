@@ -9,7 +9,7 @@ from fxremat.errors import InvalidBudget
 from fxremat.torch_private import allocates_in_expandable_segments
 
 AUTO_MARGIN = 0.05  # share of the free memory that mem="auto" does not use, if segments are expandable
-BLOCKS_MARGIN = 0.2  # the same share if segments are not expandable: the allocator reserves up to a third too much
+BLOCKS_MARGIN = 0.2  # that share if segments are not expandable: the allocator then reserves up to a third too much
 LEAST_MARGIN = 40 * 2**20  # bytes that "auto" leaves at least: two segments of large blocks of CUDA's allocator
 FRAGMENTS = 1.5  # times the bytes of the largest tensor: what may be free in pieces that are too small for it
 SHRUNK = 0.97  # times the bytes that were free at planning: if fewer are free now, "auto" is planned again

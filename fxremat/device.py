@@ -39,14 +39,14 @@ class Ability(Enum):
 class Kind:
     """A kind of device, such as CUDA: what its devices can do, and the calls of PyTorch that do it."""
 
-    type: str  # as `torch.device.type` has it
+    type: str  # `torch.device.type`, such as "cuda"
     name: str  # the name in messages
     abilities: frozenset[Ability] = frozenset()
     accelerator: bool = True  # runs asynchronously to the host, which has to wait for it
     of_cuda: bool = False  # `torch.backends.cuda` and `.cudnn` control its kernels, and it has CUDA's caching allocator
     recorded: bool = False  # autograd's profiler records each of its allocations
     block: int = 1  # the allocator rounds sizes up to multiples of this many bytes
-    unsplit: int = 0  # of a block for a larger tensor, the allocator leaves a rest of so many bytes unsplit
+    unsplit: int = 0  # bytes that the allocator may leave unused at the end of a block for a tensor larger than that
     doubles: bool = True  # computes in float64
     in_triton: bool = False  # Inductor's kernels for it draw their own random numbers
 

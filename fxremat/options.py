@@ -32,7 +32,7 @@ from fxremat.solvers.registry import NAMES as CHAINS
 from fxremat.units import Budget, parse_budget, shortened
 
 PLANNERS = ("auto", *LISTS, *TABLES)  # names of the solvers that plan models
-TRANSFERRING = tuple(name for name, solver in SOLVERS.items() if solver.transfers)  # and of those that offload, too
+TRANSFERRING = tuple(name for name, solver in SOLVERS.items() if solver.transfers)  # of solvers that also offload
 BACKENDS = ("eager", "inductor")
 
 Sizes = Mapping[str, Mapping[int, Dim | tuple[int, int]]]  # input -> dimension -> least and largest size

@@ -41,8 +41,8 @@ HEADS = ("saved", "gradients", "forward", "backward")
 class Saving:
     """A way to run the step in less memory, with its peak and time beside those of keep-all."""
 
-    what: str  # in plain words
-    how: str  # the call that does it
+    what: str  # what is done, in plain words
+    how: str  # the call of fxremat.compile that does it
     peak: int  # bytes
     time: float  # seconds of one forward and backward
     whole: int  # bytes: the peak of keep-all

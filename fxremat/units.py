@@ -19,7 +19,7 @@ _FACTORS = {
 }  # fmt: skip
 _AMOUNT = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]+|%)?\s*", re.ASCII)
 _MOST = 2**53  # 8 PiB: up to this a size is exact as a float, too
-_MOST_DIGITS = 400  # of a number in a text; Python refuses to read integers of more than 4,300 digits
+_MOST_DIGITS = 400  # digits of a number in a text that are read; Python refuses integers of more than 4,300 digits
 _FEW = 1024  # bytes: a smaller float was hardly meant as a number of bytes
 
 

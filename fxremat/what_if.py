@@ -36,7 +36,7 @@ Make = Callable[[int], tuple[nn.Module, Any]]  # returns a model and its inputs 
 
 PROBES = (2, 3, 5)  # sizes at which a model is made, to see which sizes of its inputs depend on them
 EVERYTHING = 2**52  # a budget in bytes that is more than any step allocates
-GUESSES = 6  # at most; one is exact where memory is linear in the size, and more are needed where it is not
+GUESSES = 6  # guesses of the largest size, at most; the first one is exact where memory is linear in the size
 SHARED = tuple(f"{share}%" for share in SHARES)
 HEADS = ("device", "memory", "keep all", "", *SHARED, "least", "", "fits", "planned", "", "fits")
 

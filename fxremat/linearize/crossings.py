@@ -24,8 +24,8 @@ from itertools import groupby
 from fxremat.step.step_graph import StepGraph
 
 CARRY_AT_MOST = 8  # values
-LEAST_SPAN = 0.12  # the cuts that a carried value allows must span at least this share of the forward's work,
-LEAST_CUTS = 5  # and be at least this many: otherwise it is the input of a fork-join, not a long-lived value
+LEAST_SPAN = 0.12  # the cuts that a carried value allows must span at least this share of the forward's seconds
+LEAST_CUTS = 5  # cuts that a carried value must allow: with fewer it is the input of a fork-join, not long-lived
 LONG_LIVED = (1, 4)  # values that cross more low points than this are carried
 
 

@@ -52,7 +52,7 @@ class Pipelined:
     plan: PipelinePlan
     cuts: tuple[int, ...]  # the first op of each layer, and the end of the last layer
     memory: tuple[int, ...]  # peak of each device in bytes
-    seconds: float  # of a step
+    seconds: float  # seconds of a step
 
     @property
     def most(self) -> int:

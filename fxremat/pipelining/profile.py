@@ -52,7 +52,7 @@ class Spending:
     returned: int  # bytes of the output; a loss stays until the step is over
     forward_peak: int  # bytes beyond what other micro-batches keep
     backward_peak: (
-        int  # with what this micro-batch kept, and the gradient of its output, which the engine keeps alive
+        int  # bytes, with what this micro-batch kept and the gradient of its output, which the engine keeps alive
     )
 
     @property

@@ -65,13 +65,13 @@ class StageModule(nn.Module):
 class Ops:
     """The forward of a model and its loss, op by op, and where it can be cut."""
 
-    nodes: tuple[fx.Node, ...]  # in order
-    inputs: tuple[fx.Node, ...]  # of the model
+    nodes: tuple[fx.Node, ...]  # the ops, in order
+    inputs: tuple[fx.Node, ...]  # the inputs of the model
     target: fx.Node
     loss: fx.Node
-    held: Mapping[fx.Node, str]  # parameters, buffers and constants: their names
-    values: Mapping[str, Any]  # by those names
-    again: frozenset[fx.Node]  # computed again in each stage that reads them
+    held: Mapping[fx.Node, str]  # node of a parameter, buffer or constant -> its name
+    values: Mapping[str, Any]  # name of a parameter, buffer or constant -> its value
+    again: frozenset[fx.Node]  # values that each stage which reads them computes again
     cuts: Mapping[int, fx.Node]  # number of an op that can be cut before -> the value that crosses there
 
     def module(self, first: int, last: int) -> StageModule:

@@ -46,7 +46,7 @@ LUMP = 500  # ops: a layout with a larger block is skipped if another layout has
 MOST_BLOCKS = 250
 MOST_VALUES = 6  # values that may cross a cut
 JOIN_SLOTS = 150  # steps of memory in the table of a join
-MEASURING_SLOTS = 100  # of the table that decides in which order ops are measured
+MEASURING_SLOTS = 100  # steps of memory in the table that decides in which order ops are measured
 JOIN_STEP = 0.85  # ratio of a budget that a join of towers is solved for to the one before
 FAR = 1 << 50  # bytes: more than anything needs
 

@@ -36,7 +36,7 @@ class Row:
     label: str  # such as "blocks.0-5"
     count: int  # the number of modules
     share: Share  # the share of all of them together
-    paths: tuple[str, ...]  # of the modules
+    paths: tuple[str, ...]  # paths of the modules in the model
 
     @property
     def each(self) -> Share:

@@ -25,7 +25,7 @@ aten = torch.ops.aten
 FILLED: dict[Any, tuple[int, ...]] = {
     aten.new_zeros.default: (0,),
     aten.new_ones.default: (1,),
-    aten.new_full.default: (),  # with a number from its arguments
+    aten.new_full.default: (),  # the number is an argument of the op
 }
 IGNORED = -100
 MEAN, ADDED = 1, 2  # reductions of a loss, as aten numbers them

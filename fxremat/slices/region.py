@@ -112,7 +112,7 @@ class _Growing:
     seed: fx.Node
     outer: int
     count: int
-    large_from: float  # bytes
+    large_from: float  # bytes from which a value counts as large
     labels: dict[fx.Node, Label] = field(default_factory=dict)
     ops: dict[fx.Node, Way] = field(default_factory=dict)
     large: set[fx.Node] = field(default_factory=set)

@@ -30,7 +30,7 @@ class Way:
     """One way to run an op in slices: the parts of its inputs and of its outputs."""
 
     reads: Mapping[fx.Node, Part]
-    writes: tuple[Part, ...]  # by position
+    writes: tuple[Part, ...]  # the part of each output
 
 
 Rule = Callable[[fx.Node, int], Iterator[Way]]
@@ -297,7 +297,7 @@ def _addmm(node: fx.Node, count: int) -> Iterator[Way]:
     bias, a, b = (cast(fx.Node, argument) for argument in node.args[:3])
     out, shape = node.meta["val"], shape_of(bias)
     for dim, operand, other in ((0, a, b), (1, b, a)):
-        at = len(shape) - 2 + dim  # of the bias, which is broadcast
+        at = len(shape) - 2 + dim  # the dimension of the bias, which may be broadcast
         cut = (bias, at if at >= 0 and shape[at] != 1 else None)
         yield from _only(_cut(node, [cut, (operand, dim), (other, None)], [(out, dim)], count))
 

@@ -299,7 +299,7 @@ def _bound(sizes: ChainSizes, n: int, state: Ints, mem: int) -> float:
     while not state[nearest]:
         nearest -= 1
     left, excess, items = 0.0, 0, 0
-    weight, price = np.zeros(n, dtype=np.int64), np.zeros(n)  # of the A that may be stored while B_k runs
+    weight, price = np.zeros(n, dtype=np.int64), np.zeros(n)  # bytes, seconds of each A that may be stored with B_k
     excess = sizes.phase[k] + sizes.out[0] + sizes.back[start[k] : start[k + 1]].min() - mem
     for i in range(1, k + 1):
         seconds = sizes.forward[i] - sizes.forward[i - 1]

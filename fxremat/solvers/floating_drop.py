@@ -20,7 +20,8 @@ all that the backward of block i reads.
 `move` is a checkpoint that floats to the right once the backwards it would have served to the left are left to an
 earlier one; `leave` ends with a block saved for that earlier one, which then only has to rebuild the block's input.
 Cuts to x = j without moves are persistent.py, with `lose` input_drop.py, with moves and plain x floating.py. All
-together they give 8 and 12 on the counter-example of the papers (thesis Fig. 2.3), where each alone gives 10 and 14.
+together they give 8 and 12 on the counter-example of the papers (A. Shilova's thesis, 2021, Fig. 2.3), where each alone
+gives 10 and 14.
 
 Beyond the papers, and not quite the optimum: A* is faster on 8 of 24,000 random instances of 2 to 6 blocks
 (`benchmarks/optimality.py`; persistent and floating miss 12,300 of them, input_drop 388). In all of these that were

@@ -45,9 +45,9 @@ class Problem:
 
     chain: Chain
     mem: int  # bytes
-    platform: Platform  # its memory is `mem`
-    slots: int
-    judge: Callable[[Schedule], Timeline]
+    platform: Platform  # with a memory of `mem` bytes
+    slots: int  # steps of memory in a table
+    judge: Callable[[Schedule], Timeline]  # simulates a schedule; raises `InvalidSchedule` if it does not fit
     effort: float  # seconds, for solvers that can continue for any time
 
     @property
@@ -149,8 +149,8 @@ TABLES: Mapping[str, Build] = MappingProxyType(
         "floating_drop": floating_drop.build,
     }
 )
-_WORK = {"floating": floating_drop.work, "floating_drop": floating_drop.work}  # the others are cubic
-POFO_SLOTS = 50  # its table has two dimensions more than the others
+_WORK = {"floating": floating_drop.work, "floating_drop": floating_drop.work}  # all other tables take `_cubic` work
+POFO_SLOTS = 50  # slots of pofo at most: its table has two dimensions more than the others
 
 
 def capped(build: Build, problem: Problem) -> list[Schedule]:
@@ -259,7 +259,7 @@ CHOSEN = (
     "pofo",
     "autocapper",
     "local_search",
-)  # by "auto"
+)  # the solvers that "auto" chooses from
 
 
 class JoinSolver(Protocol):

@@ -23,7 +23,7 @@ MOST_BYTES = 16 << 30  # that a table may take
 
 
 class Rows(NamedTuple):
-    """Row (i, j) is cost[at[i, j] : at[i, j] + high[i, j] - low[i, j]]."""
+    """All rows of a cost table in one array: row (i, j) is cost[at[i, j] : at[i, j] + high[i, j] - low[i, j]]."""
 
     low: Ints
     high: Ints

@@ -12,7 +12,7 @@ from fxremat.step.program import Program
 class Communication:
     """One execution of a collective."""
 
-    name: str  # of the op
+    name: str  # the op's name
     op: int  # the op's number in the step graph
     begins: float  # seconds, on the link
     ends: float
@@ -27,7 +27,7 @@ class ProgramWithCommunication:
     memory: Memory
     time: float  # seconds
     starts: tuple[float, ...]  # seconds, of each step
-    collectives: tuple[Communication, ...]  # in the order of the link
+    collectives: tuple[Communication, ...]  # in the order in which the link runs them
 
     @property
     def seconds(self) -> float:

@@ -70,8 +70,8 @@ class ParameterUpdate:
     """A parameter that the step updates."""
 
     value: int  # the number of the parameter's value in the step graph
-    bytes: int  # of the parameter
-    state_bytes: int  # of its optimizer state
+    bytes: int  # bytes of the parameter
+    state_bytes: int  # bytes of its optimizer state
     workspace: int  # bytes that the update allocates while it runs
-    seconds: float  # of the update
+    seconds: float  # seconds of the update
     stays: bool = False  # the parameter stays on the device: forward returns a view of it

@@ -20,11 +20,11 @@ from fxremat.step.step_graph import Origin
 class Sizes:
     """Bytes allocated on the device, by value and by op number."""
 
-    values: Sequence[int]  # of each value
+    values: Sequence[int]  # bytes of each value
     workspace: Sequence[
         int
-    ]  # of each op while it runs, beyond what it reads and writes; < 0: an output takes the place of an input
-    seed: int = 0  # of one saved state of the random generator, on the device
+    ]  # bytes that each op needs beyond what it reads and writes; < 0: an output takes the place of an input
+    seed: int = 0  # bytes of one saved state of the random generator, on the device
     outside: int = 0  # between forward and backward, for a loss outside the model, with the gradients it hands in
     root: int = 0  # from there to the end: the loss outside the model, and the gradient that its backward starts from
     unsplit: int = 0  # bytes added to each size above this number: the allocator may leave so many of a block unused

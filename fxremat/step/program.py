@@ -40,7 +40,7 @@ class Role(Enum):
 class Step:
     """One execution of one op."""
 
-    op: int  # its number in the step graph
+    op: int  # the op's number in the step graph
     block: int  # the block that it runs for, from 0
     role: Role
     reads: tuple[int, ...]  # versions
@@ -62,7 +62,7 @@ class Transfer:
     writes: tuple[int, ...]
     op: None = None  # no op is executed
     workspace: int = 0  # bytes while it runs, beyond what it reads and writes
-    seconds: float = 0.0  # of its own, without waiting for a copy
+    seconds: float = 0.0  # seconds that the step itself takes, without waiting for a copy
     state_of: int | None = None  # the parameter whose optimizer state travels
     takes: int = 0  # bytes of optimizer state that this step allocates on the device; below 0: that it frees
 

@@ -54,7 +54,7 @@ class Value:
 
     index: int
     name: str
-    bytes: int  # of the storage; a primal's is outside the budget
+    bytes: int  # bytes of the storage; those of primals are outside the budget
     origin: Origin
     producer: int | None  # op number; None for placeholders and constants
     position: int | None  # among the outputs of its op; None: the op has one output, or nothing reads this one
@@ -106,7 +106,7 @@ class StepGraph:
     sources: tuple[Source, ...]  # the module that each op belongs to, and the line where it was written
     parameters: Mapping[int, str]  # names in the model, by values of parameters and of gradients that are returned
     model: str  # the name of the model's class
-    device: str  # of the largest parameter or input: where the step runs, as "cuda:0"
+    device: str  # where the step runs, as "cuda:0": the device of the largest parameter or input
 
     @property
     def forward_ops(self) -> tuple[Op, ...]:

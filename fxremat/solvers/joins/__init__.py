@@ -18,7 +18,7 @@ from fxremat.solvers.table import grain
 
 __all__ = ["best_canonical", "best_linear"]
 _ORDERS = 6  # orders of branches that are tried
-_ROUNDED_UP = (1.0, 1.02, 1.05)  # budgets of the table, to make up for rounding
+_ROUNDED_UP = (1.0, 1.02, 1.05)  # factors of the budget that a table is built for, to make up for rounding sizes up
 _FEWEST = 4  # schedules of a list that are tried at least, whatever the effort
 _QUICK = 1.0  # seconds that tables may run, whatever the effort
 _LONGEST = 10  # ops for each block: longer schedules are not tried
@@ -59,7 +59,7 @@ def best_linear(join: Join, mem: int, slots: int = 200, *, effort: float = inf) 
     for order in orders[:affordable]:
         chain = chain_of(join, order)
         least = max(1, input_drop.build(chain, 1, 1).least)
-        smallest.append(_linear(join, order, chain, least, slots))  # the same whatever `mem` is
+        smallest.append(_linear(join, order, chain, least, slots))  # these do not depend on `mem`
         for room in _ROOMS:
             if mem * room >= least:
                 others.append(_linear(join, order, chain, int(mem * room), slots))

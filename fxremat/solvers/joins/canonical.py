@@ -45,7 +45,10 @@ _STEP = 256  # states that are filled between two moments at which an interrupt 
 
 
 class BranchSteps(NamedTuple):
-    """Every step of every branch, in any unit; those of branch k from p are first[k, p] .. first[k, p + 1] - 1."""
+    """Every step that a branch may take: those of branch k from position p are first[k, p] .. first[k, p + 1] - 1.
+
+    Memory is in bytes or in slots.
+    """
 
     first: Ints
     to: Ints  # the position of the branch after the step
@@ -57,7 +60,7 @@ class BranchSteps(NamedTuple):
 
 
 class HeldBytes(NamedTuple):
-    """Memory that is held in addition to what a step needs, in any unit."""
+    """Memory that is held in addition to what a step needs, in bytes or in slots."""
 
     lengths: Ints  # blocks of each branch
     out: Ints  # [k, l]: a_l of branch k

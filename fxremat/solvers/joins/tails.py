@@ -24,8 +24,8 @@ class Tails:
 
     chain: Chain
     slots: int
-    exact: ChainSizes  # in bytes
-    sizes: ChainSizes  # in slots
+    exact: ChainSizes  # the chain's sizes in bytes
+    sizes: ChainSizes  # the chain's sizes in slots
     low: Ints  # [s, c]: the least memory of a row, in bytes
     rows: Rows  # costs, in slots
 

@@ -199,7 +199,7 @@ def _in_flight(plan: PipelinePlan, found: list[Span]) -> list[int]:
     for span in found:
         if span.what == "F":
             alive[span.place].append((span.start, ends[span.place, span.microbatch], 1.0))
-    return [max(1, round(_most(held, _TINY * plan.tick))) for held in alive]  # even if it takes no time
+    return [max(1, round(_most(held, _TINY * plan.tick))) for held in alive]  # 1 even if the stage takes no time
 
 
 def _memory(plan: PipelinePlan, found: list[Span]) -> list[float]:

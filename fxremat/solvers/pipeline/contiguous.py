@@ -96,7 +96,7 @@ class Choices(NamedTuple):
 
     delay: Floats  # seconds
     last: Ints  # last layer of the first of these stages
-    way: Ints  # its configuration
+    way: Ints  # the configuration of the first of these stages
 
 
 @jit

@@ -63,7 +63,7 @@ class Limits(NamedTuple):
     """The limits under which the table is filled once."""
 
     memory: float  # bytes of a device
-    share: float  # of it that the special device may fill
+    share: float  # share of the memory that the special device may fill
     spare: int  # micro-batches that the special device is hoped not to hold
     tick: float  # seconds
 

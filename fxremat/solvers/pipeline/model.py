@@ -32,7 +32,7 @@ class Layer:
     name: str = ""
     forward_time: float  # seconds
     backward_time: float  # seconds
-    weight_bytes: float  # one copy
+    weight_bytes: float  # bytes of one copy of the weights
     saved_bytes: float  # kept from its forward to its backward
     output_bytes: float  # of the layer's output, a_l
     grad_bytes: float  # of the gradient of a_l
@@ -67,9 +67,9 @@ class Machines:
     """Identical devices; each pair of them has a link of its own, which makes one copy at a time."""
 
     devices: int
-    memory: float  # bytes of each
+    memory: float  # bytes of each device
     bandwidth: float | None  # bytes per second of a link; None: copies take no time
-    copies: float  # of the weights that a device keeps (two versions and a gradient: 3)
+    copies: float  # how many copies of its weights' bytes a device keeps (two versions and a gradient: 3)
 
     def __post_init__(self) -> None:
         if not 1 <= self.devices <= MOST_DEVICES:
@@ -86,7 +86,7 @@ class Way:
     forward_time: float  # seconds
     backward_time: float  # including what it recomputes
     kept_bytes: float  # per micro-batch between its forward and its backward
-    peak_bytes: float  # of the micro-batch that is worked on
+    peak_bytes: float  # most bytes of a micro-batch while the stage works on it
 
     def __post_init__(self) -> None:
         _check(self)

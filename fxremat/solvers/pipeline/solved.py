@@ -24,7 +24,7 @@ from fxremat.solvers.pipeline.of_chain import layers_of, ways_of
 from fxremat.solvers.pipeline.on_demand import OnDemandCosts
 from fxremat.solvers.pipeline.stage_costs import step_seconds
 
-BUDGETS = 6  # for each stage, evenly between all that it may keep and the least
+BUDGETS = 6  # budgets that each stage is solved for, evenly from the peak of keep-all to the least that works
 SLOTS = 100  # steps of memory of the chain solver
 
 

@@ -15,8 +15,8 @@ O(slots n^5) instead of O(slots n^6).
 Memory of the moving forwards h = s..r-1, beyond phase[t]:  a(s) + scratch for h = s, a(h-1) + a(h) + scratch
 - a(s-1) for the others. The theorem as printed has one bound for all forwards up to t, without x: it refuses
 moves that fit and admits some that do not. Nor does the theorem give what its paper announces for the
-counter-example of the thesis, Fig. 2.3 (2n; here 10, 14, 18 for n = 4, 6, 8): that schedule keeps A_2 and drops
-its input a_1, which no step here can do. `exact` finds it.
+counter-example of A. Shilova's thesis (2021), Fig. 2.3 (2n; here 10, 14, 18 for n = 4, 6, 8): that schedule keeps A_2
+and drops its input a_1, which no step here can do. `exact` finds it.
 
 Sizes that are differences are rounded up as such. Read off in bytes, as in persistent.py.
 
@@ -41,7 +41,7 @@ _ENTRIES = 1 << 27  # most costs that a table may hold: 8 bytes each, 1 GiB
 
 
 class CheckpointMoves(NamedTuple):
-    """The cost of replacing a_{s-1} by a_{r-1}, in any unit."""
+    """The memory for replacing the stored a_{s-1} by a_{r-1}, in bytes or in slots."""
 
     allowed: Ints  # [s, r]: 1 where a_{r-1} >= a_{s-1} in bytes
     more: Ints  # [s, r]: a_{r-1} - a_{s-1}

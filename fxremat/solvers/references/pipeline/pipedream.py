@@ -42,7 +42,7 @@ def pipedream(job: Job) -> tuple[Partition, float]:
 def best_of_targets(job: Job) -> Partition | None:
     """Return the best of PipeDream's partitions over many assumed memories, each by 1F1B*; None if none fits.
 
-    This is more than PipeDream does by itself: the thesis picks from many targets in chapter 6.
+    This is more than PipeDream does by itself: A. Shilova's thesis (2021) picks from many targets in chapter 6.
     """
     found: list[Partition] = []
     for target in (*(job.machines.memory * 2 ** (step / 4) for step in range(-12, 17)), inf):
