@@ -165,7 +165,7 @@ class Messenger(threading.Thread):
         self._asked.put((self._beat, Future()))
 
     def end(self) -> None:
-        """Finish pending work, and end; this waits for at most two seconds."""
+        """End the thread once it has done its pending work, for which this waits at most two seconds."""
         self._asked.put(None)
         if self.is_alive():
             self.join(timeout=2)

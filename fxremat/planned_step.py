@@ -132,7 +132,7 @@ class PlannedStep:
 
     @property
     def keep_all_peak(self) -> int:
-        """The peak of keep-all in bytes, which percentages refer to."""
+        """The peak in bytes of the step without recomputation (keep-all), which budgets in percent refer to."""
         return self.weights.keep_all_peak if self.weights else self.alternatives.keep_all.peak
 
     @property
@@ -214,7 +214,7 @@ class PlannedStep:
 
     @cached_property
     def graphs(self) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """The forward and the backward graph."""
+        """The forward and the backward graph that run the plan's program."""
         return lower(
             self.program,
             self.tier.name if self.tier else "",

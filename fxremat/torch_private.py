@@ -548,7 +548,7 @@ METRICS = "torch._dynamo.metrics_context"
 
 @contextlib.contextmanager
 def silent(*loggers: str) -> Iterator[None]:
-    """Keep loggers of torch from printing the traceback of an error that is raised, and explained, in any case."""
+    """Silence loggers of torch, which would print the traceback of an error that is raised and explained anyway."""
     import logging
 
     def nothing(_: logging.LogRecord) -> bool:
@@ -1052,7 +1052,7 @@ def is_state(placeholder: fx.Node) -> bool:
 
 
 def without_dict(path: str) -> str:
-    """Normalize the path that dynamo writes of a part of a model whose class defines `__getattr__` (torch 2.11, 2.13).
+    """Return dynamo's path to a part of a model in its short form, without `__dict__` (torch 2.11, 2.13).
 
     >>> without_dict("L['self'].__dict__['_modules']['base']._parameters['weight']")
     "L['self']._modules['base']._parameters['weight']"

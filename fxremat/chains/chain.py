@@ -39,7 +39,7 @@ class Option:
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """One link of the chain."""
+    """One block of a chain: the seconds of its forward and backward, and the bytes of what it makes and saves."""
 
     name: str = ""
     forward_time: float

@@ -25,7 +25,7 @@ from fxremat.errors import InvalidSchedule
 
 @dataclass(eq=False)
 class Stored:
-    """A value on the device, from the place `born` to the place `gone`."""
+    """A value on the device, from the place `born` to the place `gone`: places are moments, numbered as said above."""
 
     size: int
     option: int  # the option under which A was saved

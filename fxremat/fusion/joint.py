@@ -88,7 +88,7 @@ FOR_EVER = 1 << 60  # a number above every group
 
 
 def _last_readers(graph: fx.Graph) -> dict[fx.Node, int]:
-    """Return the last group that reads each node; `FOR_EVER` for what the step returns."""
+    """Return node -> number of the last unit (group) that reads it; `FOR_EVER` for what the step returns."""
     last: dict[fx.Node, int] = {}
     for node in graph.nodes:
         group = node.meta.get(GROUP, FOR_EVER)
@@ -106,7 +106,7 @@ class _Uses:
     first_late: int  # the first unit of the backward
 
     def dies(self, node: fx.Node) -> bool:
-        """Tell whether nothing holds a node's tensor when the unit has run; the caller holds the step's inputs."""
+        """Tell whether a node's tensor may be freed once the unit has run: no later unit and no caller needs it."""
         given = node.op == "placeholder" and not node.name.startswith("tangents")
         root = node.op == "placeholder" and node.meta["val"].numel() == 1  # gradient of a loss, which autograd holds
         return self.last[node] == self.group and node.op != "get_attr" and not given and not root

@@ -83,7 +83,7 @@ class _Builder:
 
     @cached_property
     def _tangents(self) -> dict[int, int]:
-        """The lowest block that reads each gradient that the caller hands in; 0 if none does."""
+        """Gradient that the caller hands in (tangent) -> lowest block whose backward reads it; 0: it stays anyway."""
         readers: dict[int, int] = {}
         for op in self.graph.backward_ops:
             for value in op.reads:

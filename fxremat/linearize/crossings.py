@@ -82,7 +82,9 @@ class Crossing:
 
 
 def low_cuts(crossing: Crossing, sizes: Sequence[int]) -> Iterator[tuple[tuple[int, ...], frozenset[int]]]:
-    """Yield (low points, carried values): values that cross more than a few low points are carried, or none are.
+    """Yield ways to cut the forward at its low points, as (positions, carried values).
+
+    Values that cross more than a few low points are carried, kept from their forward to their backward; or none are.
 
     Args:
         sizes: bytes of each value, by number.

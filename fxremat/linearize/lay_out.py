@@ -48,8 +48,9 @@ def _reach(graph: StepGraph, forward: Sequence[int], backward: Mapping[int, int]
 def _held(graph: StepGraph, reach: _Reach) -> frozenset[int]:
     """Return the values that are kept from their forward to their last use whatever the plan, and are in no boundary.
 
-    These are outputs; values that only first executions read; anchors that several blocks read; and the rare value that
-    is read by the backward of a block which its forward never enters.
+    These are outputs; values that ops read only when they run for the first time; values that several blocks read and
+    that depend on no trained input (anchors, such as masks); and the rare value that is read by the backward of a block
+    which its forward never enters.
     """
     held = (graph.kept_outputs | graph.returned) & reach.made.keys()
     held |= {v for op in graph.forward_ops for v in op.reads if v in reach.made and v not in op.again_reads}

@@ -23,7 +23,7 @@ from fxremat.solvers.pipeline.model import PipelinePlan
 
 @dataclass(frozen=True, kw_only=True)
 class StageMemory:
-    """The memory of a stage."""
+    """The bytes of a stage: its weights, its input and output, and what its program needs."""
 
     weights: int  # bytes, one copy
     entering: int  # bytes of the input of one micro-batch; 0 for the first stage

@@ -61,7 +61,7 @@ class Pipelined:
 
 
 class Pipeline:
-    """A training step over several devices; `.plan` says which device runs what, and `print` shows it."""
+    """A training step over several devices; `.plan` says which device runs what, and `print` shows the plan."""
 
     def __init__(self, ops: Ops, found: Pipelined, batch: int, rank: Rank | None, model: nn.Module) -> None:
         self.plan = found.plan
@@ -287,7 +287,7 @@ class _Search:
 
 
 def _crossing_bytes(ops: Ops) -> int:
-    """Return the bytes of the median value that crosses a cut."""
+    """Return the median of the bytes that cross the cuts between layers; 0 without cuts."""
     sizes = sorted(value.meta["val"].nbytes for value in ops.cuts.values())
     return sizes[len(sizes) // 2] if sizes else 0
 

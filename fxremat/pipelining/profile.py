@@ -245,7 +245,7 @@ def profile(ops: Ops, inputs: tuple[Tensor, ...], target: Tensor, *, devices: in
 
 
 def joined(cuts: Sequence[int], times: Sequence[float], most: int) -> tuple[int, ...]:
-    """Return the cuts that are left when the shortest pairs of neighbours are joined, until at most `most` layers are.
+    """Join the shortest pairs of neighbouring layers until at most `most` are left; return the cuts between these.
 
     >>> joined((0, 1, 2, 3, 4), (5.0, 1.0, 1.0, 5.0), 3)
     (0, 1, 3, 4)

@@ -196,7 +196,7 @@ class Candidate:
         return replace(self, peak=peak, time=time, origin=Refined(self._base, order))
 
     def transferring(self, result: ProgramWithTransfers) -> Candidate:
-        """Return the candidate with these transfers in its program."""
+        """Return this candidate with the program of `result`: its own, with copies to the host and back added."""
         origin = Transferred(self._untransferred, result)
         return replace(self, peak=result.memory.peak, time=result.time, origin=origin)
 
@@ -248,7 +248,7 @@ class Frontier:
         return [self.candidates[place] for place in sorted(nearest)]
 
     def scaled(self, factor: float) -> Frontier:
-        """Return the frontier with every time multiplied by `factor` (calibration)."""
+        """Return the frontier with every time multiplied by `factor`, as calibration to a measured time does."""
         return self.each(lambda candidate: replace(candidate, time=candidate.time * factor))
 
     def each(self, change: Callable[[Candidate], Candidate]) -> Frontier:

@@ -162,7 +162,7 @@ class Executions:
 
 
 class _Lists:
-    """Lists of numbers stored end to end, from which some can be selected in any order."""
+    """Lists of numbers in one array, end to end; any of the lists can be selected, in any order."""
 
     def __init__(self, lists: Sequence[Sequence[int]]) -> None:
         self._begins = np.zeros(len(lists) + 1, dtype=np.int64)

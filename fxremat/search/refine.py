@@ -69,7 +69,7 @@ class Ladder:
         return replace(self.given, candidates=tuple(unbeaten([*self.given.candidates, *found])))
 
     def on(self, graph: StepGraph) -> Ladder:
-        """Return the ladder with its candidates moved to `graph`, which is equal to theirs."""
+        """Return the ladder with its candidates as candidates of `graph`, which is equal to the graph they were for."""
         moved = exchanged(graph)
         found = tuple((rung, moved(candidate)) for rung, candidate in self.found)
         return replace(self, given=self.given.each(moved), found=found)

@@ -32,7 +32,7 @@ class OfferedPlan:
 
 
 class FrontierTable(tuple[Point, ...]):
-    """(peak in bytes, time in seconds) of every plan on offer, fastest first; it prints as a table."""
+    """A tuple of (peak in bytes, time in seconds) of every plan on offer, fastest first; it prints as a table."""
 
     plan: PlannedStep
 

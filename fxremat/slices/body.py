@@ -42,7 +42,7 @@ class Region:
     """A region to run in slices, as nodes of the graph that it is part of.
 
     Attributes:
-        inputs: its inputs.
+        inputs: the nodes that it reads.
         steps: its ops and views, in order.
         outputs: the values that it makes and other ops read.
         labels: how its inputs and values are cut: see `slices.labels`.
@@ -343,7 +343,7 @@ def _call(graph: fx.Graph, target: Any, args: Any, kwargs: Any) -> fx.Node:
 
 
 def _contiguous(graph: fx.Graph, node: fx.Node, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the arguments of an op of a slice, copied if its kernel would ignore their strides."""
+    """Return an op's arguments for a slice; those whose strides its kernel would ignore are copied to be contiguous."""
     names = CONTIGUOUS.get(name_of(node))
     if names is None:
         return args

@@ -35,7 +35,7 @@ Label = Part | tuple[Part, ...]
 
 
 class Blocked(Exception):
-    """There is no region along this axis; the message says which op prevents it.
+    """An error: no region can be cut along an axis; the message says which op prevents it.
 
     Attributes:
         reached: number of ops that were in the region by then, a measure of how near it came.

@@ -87,6 +87,6 @@ class Values:
         return [user for user in dict.fromkeys(every) if user in self.op_of or user.op == "output"]
 
     def need(self, op: fx.Node) -> int:
-        """Return the bytes that an op reads and writes, without parameters and inputs: no plan needs less."""
+        """Return the bytes that an op reads and writes, without parameters and inputs; no plan needs fewer bytes."""
         values = {*self.read_by(op), *self.made_by(op)}
         return sum(self.bytes(value) for value in values if value.op == "call_function")

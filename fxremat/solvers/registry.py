@@ -272,7 +272,10 @@ class JoinSolver(Protocol):
 
 
 def all_of_join(join: Join, mem: int, slots: int, *, effort: float = math.inf) -> JoinTimeline:
-    """Return the schedule that keeps everything in all branches, simulated. Raises `BudgetTooSmall`."""
+    """Return the simulated schedule that keeps everything in all branches and recomputes nothing.
+
+    Raises `BudgetTooSmall` if it needs more than `mem` bytes.
+    """
     chains = {0: join.trunk, **dict(enumerate(join.branches, start=1))}
     ops = {number: keep_all.schedules(chain)[0].ops for number, chain in chains.items() if chain}
     numbers = [*range(1, len(chains)), *([0] if join.trunk else [])]

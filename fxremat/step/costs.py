@@ -67,7 +67,7 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterUpdate:
-    """A parameter that the step updates."""
+    """A parameter that the step itself updates by the optimizer, and what the update costs."""
 
     value: int  # the number of the parameter's value in the step graph
     bytes: int  # bytes of the parameter

@@ -51,7 +51,7 @@ class _Needs(dict[tuple[int, int, bool], frozenset[int]]):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Layout:
-    """The chain of blocks of one step graph."""
+    """A step graph as a chain of blocks: the ops and values of each block."""
 
     graph: StepGraph
     blocks: tuple[BlockLayout, ...]
@@ -63,7 +63,7 @@ class Layout:
         return tuple(self.graph.span(block.forward) for block in self.blocks)
 
     def boundary_before(self, block: int) -> frozenset[int]:
-        """Return the values that enter a block (a_{l-1}); none enter the first block, whose inputs are primals."""
+        """Return the values that enter a block, the output of the one before (a_{l-1}); none for the first block."""
         return self.blocks[block - 1].boundary if block else frozenset()
 
     @cached_property

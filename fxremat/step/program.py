@@ -220,9 +220,9 @@ class Replay:
         self._forget(place.made)
 
     def backward(self, block: int) -> None:
-        """Run the backward of a block, and forget its input and what it saved.
+        """Run the backward of a block, and forget the block's input and what was saved for it.
 
-        An op that reads a gradient which a later backward makes (towers that share weights) waits for it.
+        An op that reads a gradient which a later backward makes (towers that share weights) waits for that.
         """
         if self.split is None:
             self.split = self._count()

@@ -73,7 +73,8 @@ class HeldBytes(NamedTuple):
 
 
 class BranchStep(NamedTuple):
-    """A step of a branch: run blocks s..to, and save the last one under `option` (of the chain), unless it is -1."""
+    """A step of a branch: run blocks s..to, and save the last one under `option`, counted over all blocks; -1: do not.
+    """
 
     s: int
     to: int
@@ -135,7 +136,7 @@ def build(join: Join, mem: int, slots: int) -> CanonicalTable:
 
 
 def _trunk(join: Join, trunk: Chain) -> Chain:
-    """Return the trunk with what it reads and writes: the last values of the branches, and their gradients."""
+    """Return the trunk as a chain whose input is the last values of all branches, with their sizes and gradients."""
     ends = [branch.blocks[-1] for branch in join.branches]
     return replace(
         trunk,

@@ -312,7 +312,7 @@ def _line(back: Back, s: int, t: int, kept: int) -> Floats:
 def _try_save(
     task: PofoTask, back: Back, s: int, t: int, kept: int, o: int, mine: Floats, begin: int
 ) -> None:
-    """Extend a part of back[s, t, kept] by the choice to save s with option o."""
+    """Lower the costs `mine`, a part of back[s, t, kept] from D = `begin` on, by the choice to save s with option o."""
     sizes, link, full = task.sizes, task.link, task.slots
     save, run = sizes.phase[t] + sizes.save[o] + kept, sizes.phase[s] + sizes.back[o] + kept
     if max(save, run) <= full and (s == t or kept + sizes.saved[o] <= full):
@@ -327,7 +327,7 @@ def _try_save(
 
 @jit
 def _try_cut(task: PofoTask, back: Back, s: int, t: int, kept: int, j: int, mine: Floats, begin: int) -> None:
-    """Extend a part of back[s, t, kept] by the choice to run to block j and keep a_j."""
+    """Lower the costs `mine`, a part of back[s, t, kept] from D = `begin` on, by the choice to run on and keep a_j."""
     sizes, link, full = task.sizes, task.link, task.slots
     if sizes.phase[t] + sizes.run[s, j] + kept <= full and kept + sizes.out[j] <= full:
         _relax_cut(

@@ -32,7 +32,7 @@ class ChainTrip:
 
     @property
     def away(self) -> slice:
-        """The places of `needs` at which the trip frees memory."""
+        """The places of a schedule (indices of what `needs` returns) at which the trip frees memory."""
         return slice(3 * self.start + 3, 3 * self.end + 2)
 
 

@@ -35,7 +35,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Span:
-    """A forward, backward or copy of one micro-batch, with its start and end in seconds."""
+    """A forward, backward or copy of one micro-batch in the simulation, with its start and end in seconds."""
 
     start: float
     end: float

@@ -17,7 +17,7 @@ from fxremat.solvers.pipeline.stage_costs import Job
 
 
 def ticks(elements: Sequence[Element]) -> list[float]:
-    """Return every period at which groups may change, from the shortest possible one on."""
+    """Return every period in seconds at which the groups of 1F1B* may change, from the shortest possible one on."""
     longest = max(element.seconds for element in elements)
     sums = {longest}
     for first in range(len(elements)):

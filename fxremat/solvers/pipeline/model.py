@@ -153,7 +153,7 @@ class PipelinePlan:
         return self.tick if self.skip is None else self.tick * (self.skip + 1) / self.skip
 
     def slot(self, microbatch: int) -> int:
-        """Return the number of ticks by which this micro-batch is later than micro-batch 0."""
+        """Return the slot of a micro-batch: the number of ticks by which it is later than micro-batch 0."""
         return slot_of(microbatch, self.skip)
 
     def orders(self, microbatches: int) -> tuple[tuple[Work, ...], ...]:

@@ -71,7 +71,7 @@ def build(chain: Chain, mem: int, slots: int) -> Table:
 
 
 def _affordable(low: Ints, high: Ints, slots: int) -> tuple[Ints, Ints]:
-    """Return the bounds, if the rows between them fit into memory. Raises `FxrematError` otherwise."""
+    """Return the bounds of all rows unchanged. Raises `FxrematError` if the rows have more than `_ENTRIES` costs."""
     entries = int(np.where(low <= slots, np.minimum(high, slots + 1) - low, 0).sum())
     if entries > _ENTRIES:
         most = slots * _ENTRIES // entries

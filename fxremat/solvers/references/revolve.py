@@ -50,7 +50,7 @@ def build(chain: Chain, mem: int, slots: int) -> Table:
 
 @jit
 def bounds(sizes: ChainSizes, n: int) -> tuple[Ints, Ints]:
-    """Return, for each (s, t), the least memory that works, and one that keeps every checkpoint; unit of `sizes`."""
+    """Return, for each (s, t), the least memory that works, and one for which every checkpoint is kept."""
     phase, out, start = sizes.phase, sizes.out, sizes.start
     low = np.full((n + 2, n + 1), _NEVER)
     high = np.full((n + 2, n + 1), _NEVER)
