@@ -98,7 +98,10 @@ def simulate(
     *,
     accounting: Accounting = "whole",
 ) -> Timeline | JoinTimeline:
-    """Simulate a schedule: `chains.simulate` defines how for chains, `chains.simulate_join` for joins.
+    """Simulate a schedule on a chain or a join of chains, and return its seconds, and its bytes during each op.
+
+    `chains.simulate` defines the ops and the accounting for chains, `chains.simulate_join` for joins. `platform` gives
+    the speeds of copies to and from the host; None: there are none.
 
     Raises `InvalidSchedule`, which names the op and what it lacks.
 
@@ -142,7 +145,7 @@ _LATER = {  # names that need torch or numba, and the module that each is import
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name that needs torch or numba on first use: reading and simulating a chain does without."""
+    """Import a name that needs torch or numba on its first use: a chain is read and simulated without either."""
     if name in _LATER:
         return getattr(import_module(_LATER[name]), name)
     raise AttributeError(f"module 'fxremat' has no attribute {name!r}")

@@ -42,9 +42,9 @@ from fxremat.units import format_bytes, parse_bytes, shortened
 
 _T = TypeVar("_T")
 _INTERRUPTED = 130  # as shells have it: 128 + SIGINT
-_LONGEST = 1000  # characters of a message
+_LONGEST = 1000  # characters of a message at most
 _QUOTES = "\"'"
-_FLAGS = (  # a setting as messages name it -> the flag that sets the same
+_FLAGS = (  # a setting, as messages of the library name it, and the command's flag that sets it
     ('costs="H100"', "--device H100"),
     ('costs="estimate"', "--estimate"),
     ("costs: ", ""),
@@ -54,7 +54,7 @@ _FLAGS = (  # a setting as messages name it -> the flag that sets the same
 
 
 def entry() -> NoReturn:
-    """Run the console script `fxremat`."""
+    """Run the console script `fxremat`: `main`, whose exit status the process ends with."""
     status = main()
     if status == _INTERRUPTED:
         os._exit(status)  # without waiting for work that other threads have begun
@@ -62,7 +62,7 @@ def entry() -> NoReturn:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command, and return the exit status."""
+    """Run the command that these arguments give (None: those of the process), and return its exit status."""
     options: Collection[str] = ()
     try:
         args = _parser().parse_args(arguments)
@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _is_of_the_model(error: Exception) -> bool:
-    """Tell whether an error is the plain model's own, which fxremat raises as it is."""
+    """Tell whether an error is one that the model raises without fxremat, too; fxremat marks it with a note."""
     if not getattr(error, "__notes__", ()):
         return False
     from fxremat.runtime.plain_errors import NOTE
@@ -199,7 +199,7 @@ def _plan(args: argparse.Namespace) -> str:
 
 
 def _search(args: argparse.Namespace) -> Any:
-    """Return the setting of how programs are searched for, by the flags that were given."""
+    """Return the setting `Search` with the values of --effort and --slots, as far as they were given."""
     from fxremat.settings import Search
 
     given = {"seconds": args.effort, "slots": getattr(args, "slots", None)}
@@ -224,7 +224,7 @@ def _profile(args: argparse.Namespace) -> str:
 def _largest(
     args: argparse.Namespace, factory: Callable[..., Any], options: dict[str, Any], devices: list[str]
 ) -> str:
-    """Return the largest value of the factory's parameter with which the step fits, a line for each device."""
+    """Return a line for each device: the largest value of the factory's parameter with which the step fits there."""
     from fxremat.api import plan
     from fxremat.cost.devices import Device
     from fxremat.what_if import PlansOfSize, largest_on
@@ -271,7 +271,10 @@ def _takes(factory: Callable[..., Any], name: str) -> bool:
 
 
 def _made(factory: Callable[[], Any], name: str) -> tuple[Any, Any]:
-    """Call the user's factory. Raises `FxrematError` where it returns no model with its inputs."""
+    """Return the (model, example inputs) that the user's factory returns; `name` is its name, for messages.
+
+    Raises `FxrematError` where it fails, or returns anything else.
+    """
     from torch import nn
 
     if not callable(factory):
@@ -284,7 +287,10 @@ def _made(factory: Callable[[], Any], name: str) -> tuple[Any, Any]:
 
 
 def _guarded(what: str, work: Callable[[], _T]) -> _T:
-    """Return `work()`, which runs the user's code. Raises `FxrematError` with the place of any error in it."""
+    """Return `work()`, which runs the user's code; `what` begins the message of an error.
+
+    Raises `FxrematError` for any error, with the file and line where it was raised.
+    """
     try:
         return work()
     except FxrematError:
@@ -298,7 +304,7 @@ def _guarded(what: str, work: Callable[[], _T]) -> _T:
 
 
 def _check_folder(path: str | None) -> None:
-    """Raise `FxrematError` where a file could not be written, before its content is computed."""
+    """Raise `FxrematError` if the folder of a file to be written does not exist; None: no file is asked for."""
     if path is not None and not Path(path).absolute().parent.is_dir():
         raise FxrematError(f"cannot write {path}: there is no folder {Path(path).absolute().parent}")
 
@@ -371,7 +377,7 @@ def _listed(timeline: JoinTimeline) -> str:
 
 
 def _read_model(path: str) -> Chain | Join:
-    """Read a join, where the file has "branches", or else a chain."""
+    """Read a JSON file as a join if it has "branches", else as a chain. Raises `FxrematError` that names the file."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -410,7 +416,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _called() -> str:
-    """Return the command by which the user runs this program."""
+    """Return the command by which the user runs this program: "fxremat" or "python -m fxremat"."""
     name = Path(sys.argv[0]).name if sys.argv else ""
     return "fxremat" if name in ("fxremat", "fxremat.exe") else "python -m fxremat"
 

@@ -5,9 +5,9 @@
     agreement.together("measuring", measure)            all succeed, or all raise
     agreement.from_first("planning", plan)              the first rank works, all get its result or its error
 
-No collective of a process group is used: a rank may be stuck in another one. Every call has one key for each rank that
-writes something, and one that counts the ranks that have left the call; the last to leave deletes them all. An error
-that ends the agreement is stored under a key of the agreement, which every waiting rank checks.
+No collective of a process group is used: a rank may be stuck in an earlier collective. Every call has one key per rank
+that writes something, and one that counts the ranks that have left the call; the last to leave deletes them all. An
+error that ends the agreement is stored under a key of the agreement, which every waiting rank checks.
 
 A rank that waits for others polls, and watches their heartbeats. It raises FxrematError when
     a rank reports that it has failed                                         at once
@@ -56,8 +56,8 @@ PART = 1 << 20  # bytes under one key; TCPStore takes 8 MiB at most
 
 @dataclass
 class _Call(Call):
-    what: str = ""  # completes "while ..."
-    keys: list[str] = field(default_factory=list)  # of parts that were written or read here
+    what: str = ""  # what the ranks do together; completes "while ..." in messages
+    keys: list[str] = field(default_factory=list)  # keys of the parts of large data that this rank wrote or read
 
     def key(self, rank: int) -> str:
         return f"{self.name}/{rank}"
@@ -77,13 +77,13 @@ class _Call(Call):
 
 @dataclass
 class _Seen:
-    """Observations of an awaited rank, with the seconds of the wait at which they were made."""
+    """What was observed of an awaited rank, and when: times are seconds since the wait began."""
 
     beat: Heartbeat | None = None
     heard: float = 0.0  # when the heartbeat was new
     hindrance: str = ""  # the reason that keeps the rank from coming, if it lasts
-    since: float = 0.0  # when it began
-    idle: float = 0.0  # how long the rank has neither come nor worked in a call
+    since: float = 0.0  # when the hindrance began
+    idle: float = 0.0  # seconds during which the rank has neither come nor worked in a call
 
 
 class _Lookout:
@@ -194,9 +194,10 @@ class Agreement:
         self._name = f"{ROOM}/{name}#{_agreements[name]}"
 
     def _missed(self, name: str) -> int:
-        """Count agreements of this name, from here on, that have ended without this rank, which failed before it came.
+        """Count the next agreements of this name that have ended with an error and without this rank.
 
-        Return 0 if no step has failed here since the last one: then the errors of others are meant for this rank.
+        Return 0 if no step has failed on this rank since its last agreement of this name: then it has missed none, and
+        the errors of other ranks are meant for it.
         """
         before, _failures[name] = _failures[name], status.failures
         if before == status.failures:
@@ -211,7 +212,10 @@ class Agreement:
         return 0
 
     def gathered(self, value: T, what: str = "planning together") -> list[T]:
-        """Return every rank's value, in the order of the ranks; values are pickled. `what` completes "while ..."."""
+        """Return every rank's value, in the order of the ranks; values are pickled.
+
+        `what` completes "while ..." in the messages of errors.
+        """
         if len(self.ranks) == 1:
             return [value]
         with self._call("gathered", what) as call:
@@ -224,7 +228,10 @@ class Agreement:
         self.gathered(None, what)
 
     def maximum(self, numbers: Sequence[float], what: str = "planning together") -> list[float]:
-        """Return the largest of all ranks' numbers at each position."""
+        """Return, for each position, the largest of the numbers that the ranks have there.
+
+        `what` completes "while ..." in messages. Raises `FxrematError` if ranks have different counts of numbers.
+        """
         rows = self.gathered(list(numbers), what)
         if len({len(row) for row in rows}) > 1:
             counts = ", ".join(f"{len(row)} on rank {rank}" for rank, row in zip(self.ranks, rows))
@@ -315,7 +322,7 @@ class Agreement:
             heartbeat.calls.remove(call)
 
     def _leave(self, call: _Call) -> None:
-        """Count this rank as one that has read all it needs; the last rank deletes the keys of the call."""
+        """Count this rank among those that have read all they need of a call; the last one deletes the call's keys."""
         keys = {*call.keys, *map(call.key, self.ranks), call.failed, call.left}
 
         def leave(store: Store) -> None:
@@ -327,7 +334,7 @@ class Agreement:
             self._messenger.ask(leave)
 
     def _write(self, call: _Call, data: bytes) -> None:
-        """Set this rank's key; large data is cut into parts, which are written before under keys of their own."""
+        """Write data under this rank's key of a call; more than `PART` bytes go, in parts, to keys of their own."""
         key = call.key(self.rank)
         if len(data) <= PART:
             self._messenger.set(key, b"whole " + data)
@@ -339,7 +346,7 @@ class Agreement:
         self._messenger.set(key, b"parts %d" % len(parts))
 
     def _read(self, call: _Call, rank: int) -> bytes:
-        """Wait for a rank, and return what it has written."""
+        """Wait until a rank has come to a call, and return the data that it has written."""
         self._await(call, rank)
         key = call.key(rank)
         kind, _, data = self._messenger.get(key).partition(b" ")
@@ -350,7 +357,7 @@ class Agreement:
         return b"".join(map(self._messenger.get, names))
 
     def _failure_of_another(self, call: _Call) -> BaseException | None:
-        """Wait for all ranks, and return the error of one that failed; None if all have written their key."""
+        """Wait for all ranks, and return the error of one that failed in this call; None if all have succeeded."""
         if all(self._await(call, rank) for rank in self.ranks):
             return None
         failure: BaseException = pickle.loads(self._messenger.get(call.failed))
@@ -389,7 +396,10 @@ class Agreement:
     # --- errors, as other ranks get them
 
     def _for_others(self, error: BaseException, what: str) -> BaseException:
-        """Return an FxrematError as it is, with a note of its rank, if it can be pickled; else its summary."""
+        """Return this rank's error as other ranks raise it: an FxrematError that names the rank.
+
+        An FxrematError that can be pickled is copied, with a note of the rank; any other error becomes one line.
+        """
         if isinstance(error, FxrematError):
             with contextlib.suppress(Exception):
                 copy: FxrematError = pickle.loads(pickle.dumps(error))
@@ -402,7 +412,7 @@ class Agreement:
 
 
 def _tried(function: Callable[[], T]) -> tuple[list[T], BaseException | None]:
-    """Run a function; return a list of its result, and None, or an empty list, and the error."""
+    """Run a function; return ([its result], None) if it succeeds, ([], the error) if it fails."""
     try:
         return [function()], None
     except BaseException as error:  # an interrupted rank tells the others, too, before it ends
@@ -427,7 +437,7 @@ def _set_once(store: Store, key: str, value: bytes) -> None:
 
 
 def _missing(store: Store, call: _Call, ranks: Sequence[int]) -> dict[int, Heartbeat | None]:
-    """Return the heartbeats, or None, of the next ranks that have not come to the call."""
+    """Return the heartbeats of the next `WATCHED` ranks that have not come to the call; None for a rank without one."""
     missing = (rank for rank in ranks if not store.check([call.key(rank)]))
     return {rank: heartbeat_of(store, rank) for rank in itertools.islice(missing, WATCHED)}
 

@@ -1,7 +1,7 @@
 """The functions `compile`, `plan`, `compare`, `capture` and `profile`, which take a model.
 
 options = options_of(mem=..., ...)              the settings of a plan
-module  = drop_in(model, options)               captured at its first training call, then:
+module  = drop_in(model, options)               the model that users train; it is captured at its first training call:
           read_joint -> measure -> survey -> choose -> lower -> run        (fxremat.runtime.dynamo)
           at other sizes: evaluate known programs -> choose -> run         (fxremat.runtime.sized)
 """

@@ -9,17 +9,20 @@ from fxremat.errors import InvalidBudget
 from fxremat.torch_private import allocates_in_expandable_segments
 
 AUTO_MARGIN = 0.05  # share of the free memory that mem="auto" does not use, if segments are expandable
-BLOCKS_MARGIN = 0.2  # and if they are not: the allocator then reserves a tenth to a third more than is allocated
-LEAST_MARGIN = 40 * 2**20  # bytes: two segments of large blocks, as the allocator asks for them
-FRAGMENTS = 1.5  # times the largest tensor: what may be free on both sides of it, in pieces that are too small for it
-SHRUNK = 0.97  # times what was free: with less, "auto" is planned again
+BLOCKS_MARGIN = 0.2  # that share if segments are not expandable: the allocator then reserves up to a third too much
+LEAST_MARGIN = 40 * 2**20  # bytes that "auto" leaves at least: two segments of large blocks of CUDA's allocator
+FRAGMENTS = 1.5  # times the bytes of the largest tensor: what may be free in pieces that are too small for it
+SHRUNK = 0.97  # times the bytes that were free at planning: if fewer are free now, "auto" is planned again
 
 
 def free_bytes(device: torch.device, largest: int) -> int:
-    """Return what a device has free now, including the allocator's own reserve, minus a margin.
+    """Return the bytes that a device has free now, including what torch's allocator has reserved, minus a margin.
 
     Args:
         largest: bytes of the step's largest tensor, which does not fit into smaller free pieces.
+
+    Raises:
+        InvalidBudget: the device does not tell how much is free.
     """
     if not (kind := kind_of(device)).can(Ability.FREE):
         raise InvalidBudget(
@@ -33,7 +36,10 @@ def free_bytes(device: torch.device, largest: int) -> int:
 
 
 def has_shrunk(planned: int, device: torch.device, largest: int) -> bool:
-    """Tell whether mem="auto" now means fewer bytes than planned for: optimizer state was added, or gradients stay."""
+    """Tell whether mem="auto" now means fewer bytes than `planned`, since optimizer state or gradients were added.
+
+    `largest` is the number of bytes of the step's largest tensor.
+    """
     return free_bytes(device, largest) < SHRUNK * planned
 
 

@@ -3,9 +3,9 @@
     kind_of(torch.device("cuda", 0)).synchronize(device)      waits for the device; a CPU needs no waiting
     kind_of(torch.device("mps")).require(Ability.PINNED)      raises: PyTorch has no pinned host memory for MPS devices
 
-A kind is an entry of `KINDS`, by the type that PyTorch gives it. `abilities` lacks what it cannot do: `require` raises
-an error that names it, and the rest works. The calls go through `torch.accelerator` if that has the function (torch
-2.11 and later), else through the device's module (`torch.cuda`, `torch.xpu`). ROCm calls itself "cuda".
+A kind is an entry of `KINDS`, under the type that PyTorch gives its devices. `require` raises an error that names an
+ability which `abilities` lacks; all else works. The calls go through `torch.accelerator` if that has the function
+(torch 2.11 and later), else through the device's module (`torch.cuda`, `torch.xpu`). ROCm calls itself "cuda".
 
 CPUs are tested, and CUDA on a pretended device; the entries of ROCm, XPU and MPS were never run.
 """
@@ -37,28 +37,28 @@ class Ability(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """A kind of device."""
+    """A kind of device, such as CUDA: what its devices can do, and the calls of PyTorch that do it."""
 
-    type: str  # of torch.device
-    name: str  # for messages
+    type: str  # `torch.device.type`, such as "cuda"
+    name: str  # the name in messages
     abilities: frozenset[Ability] = frozenset()
     accelerator: bool = True  # runs asynchronously to the host, which has to wait for it
     of_cuda: bool = False  # `torch.backends.cuda` and `.cudnn` control its kernels, and it has CUDA's caching allocator
     recorded: bool = False  # autograd's profiler records each of its allocations
     block: int = 1  # the allocator rounds sizes up to multiples of this many bytes
-    unsplit: int = 0  # of a block for a larger tensor, the allocator leaves a rest of so many bytes unsplit
+    unsplit: int = 0  # bytes that the allocator may leave unused at the end of a block for a tensor larger than that
     doubles: bool = True  # computes in float64
     in_triton: bool = False  # Inductor's kernels for it draw their own random numbers
 
     def can(self, *abilities: Ability) -> bool:
-        """Tell whether the devices of this kind can do all of this."""
+        """Tell whether the devices of this kind have all of these abilities."""
         return self.abilities.issuperset(abilities)
 
     def require(self, ability: Ability, remedy: str = "") -> None:
         """Raise `FxrematError` if the devices of this kind lack an ability.
 
         Args:
-            remedy: what would work, for the message.
+            remedy: what would work instead, which ends the message.
         """
         if ability not in self.abilities:
             remedy = f": {remedy}" if remedy else ""
@@ -74,7 +74,7 @@ class Kind:
         return not self.accelerator or bool(self._module.is_available())
 
     def current(self, device: torch.device) -> AbstractContextManager[Any]:
-        """Return a context in which a device is the current one; a CPU, or the current device, needs nothing."""
+        """Return a context in which `device` is PyTorch's current device; it does nothing for a CPU or no index."""
         if not self.accelerator or device.index in (None, torch.accelerator.current_device_index()):
             return contextlib.nullcontext()
         return torch.accelerator.device_index(device.index)
@@ -92,12 +92,12 @@ class Kind:
         return int(torch.accelerator.memory_allocated(device))
 
     def most_allocated(self, device: torch.device) -> int:
-        """Return the most bytes of tensors on the device at a time, since `forget_most` or the user reset it."""
+        """Return the most bytes of tensors on the device at a time since `forget_most`, or the user, reset the peak."""
         self.require(Ability.STATISTICS)
         return int(torch.accelerator.max_memory_allocated(device))
 
     def forget_most(self, device: torch.device) -> None:
-        """Reset `most_allocated`."""
+        """Reset the peak that `most_allocated` returns."""
         self.require(Ability.STATISTICS)
         torch.accelerator.reset_peak_memory_stats(device)
 
@@ -120,14 +120,14 @@ class Kind:
         return torch.accelerator.current_stream(device)
 
     def event(self, device: torch.device, *, timed: bool = False) -> torch.Event:
-        """Return an event of the device; between two timed ones, the elapsed time can be read."""
+        """Return an event of the device; the elapsed time can be read between two events made with `timed`."""
         self.require(Ability.TIMING if timed else Ability.STREAMS)
         return torch.Event(device, enable_timing=timed)
 
     def pinned(self, elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return host memory for so many elements that a device can copy from and to while it computes.
+        """Return a pinned tensor of `elements` on the host, which a device copies from and to while it computes.
 
-        For a tensor on the host, that device is the process's accelerator, if it has one.
+        If `device` is the CPU, the memory is pinned for the process's accelerator, if it has one.
         """
         found = None if self.accelerator else torch.accelerator.current_accelerator(check_available=True)
         copying = self if found is None else kind_of(found)
@@ -147,7 +147,7 @@ class Kind:
         return generator
 
     def kept_random_state(self, device: torch.device) -> AbstractContextManager[Any]:
-        """Return a context that restores the generators of the host and of the device at its end."""
+        """Return a context at whose end the random generators of the host and of the device are as they were before."""
         if not (self.accelerator and self.can(Ability.GENERATORS)):
             return torch.random.fork_rng(devices=[])
         return torch.random.fork_rng(devices=[device], device_type=self.type)
@@ -187,12 +187,12 @@ KINDS = {kind.type: kind for kind in (CPU, ROCM if torch.version.hip else CUDA, 
 
 
 def kind_of(device: torch.device) -> Kind:
-    """Return the kind of a device; for one that is not planned for, such as meta, a kind without abilities."""
+    """Return the kind of a device; a kind without abilities for a device that is not planned for, such as meta."""
     return KINDS.get(device.type) or Kind(type=device.type, name=device.type, accelerator=False)
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name of a device's hardware, under which costs are stored."""
+    """Return the name of a device's hardware, such as the model of the GPU; measured costs are stored under it."""
     kind = kind_of(device)
     if not kind.accelerator:
         return cpu_name()

@@ -20,10 +20,10 @@ class BudgetTooSmall(FxrematError):
     minimum: int
     budget: int
     unit: str
-    note: str  # what else would help
-    share: float | None  # the budget in percent of `whole`, if the user gave it in percent
-    whole: int | None  # bytes of the peak of keep-all
-    reason: str  # what needs the minimum
+    note: str  # what else would help; "": nothing is known
+    share: float | None  # the budget in percent of `whole`; None: the user gave it in bytes
+    whole: int | None  # bytes at the peak of a step that recomputes nothing (keep-all), which percentages refer to
+    reason: str  # what needs the minimum, to follow "there, "; "": nothing is known
 
     def __init__(
         self,
@@ -47,7 +47,10 @@ class BudgetTooSmall(FxrematError):
     def explained(
         self, *, share: float | None = None, whole: int | None = None, reason: str = "", note: str = ""
     ) -> BudgetTooSmall:
-        """Return this error with the budget in percent, the reason for the minimum, or what else would help."""
+        """Return a copy of this error with the fields that are given: see the comments at the fields.
+
+        Those that are None or "" stay as they are.
+        """
         return BudgetTooSmall(
             self.minimum,
             self.budget,
@@ -60,11 +63,11 @@ class BudgetTooSmall(FxrematError):
 
     @property
     def minimum_share(self) -> float | None:
-        """The percentage that works, rounded up to a tenth; None if the budget was not given in percent."""
+        """The least budget that works, in percent and rounded up to a tenth; None if the budget was not in percent."""
         if self.share is None or not self.whole:
             return None
         tenths = -(-self.minimum * 1000 // self.whole)
-        while int(self.whole * (tenths / 10) / 100) < self.minimum:  # as a budget in percent is read
+        while int(self.whole * (tenths / 10) / 100) < self.minimum:  # in floats, as a budget in percent is computed
             tenths += 1
         return tenths / 10
 

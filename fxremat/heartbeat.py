@@ -30,7 +30,7 @@ T = TypeVar("T")
 Store: TypeAlias = Any  # torch.distributed.Store, which type checkers do not find
 
 SILENT = 15.0  # seconds after which a rank whose heartbeat stands still counts as gone
-BEAT = 2.0  # seconds
+BEAT = 2.0  # seconds between two heartbeats
 ROOM = "fxremat"  # the prefix of every key
 
 
@@ -39,7 +39,7 @@ ROOM = "fxremat"  # the prefix of every key
 
 @dataclass
 class Status:
-    """The state of the run time of this process, which sets the fields; the heartbeat sends them.
+    """The state of training in this process: the code that runs steps sets it, and the heartbeat sends it.
 
     `step` is the number of the forward that runs or is being planned for, so it is set before planning begins; `inside`
     holds while the planned forward or backward of that step runs, `failed` from its error to the next step.
@@ -48,7 +48,7 @@ class Status:
     step: int = 0
     inside: bool = False
     failed: str = ""  # the first line of the error that the latest step ended with
-    failures: int = 0  # of steps, so far
+    failures: int = 0  # the number of steps that have failed so far
 
 
 status = Status()
@@ -66,7 +66,7 @@ class Heartbeat:
     number: int
     step: int
     inside: bool
-    call: str  # of an agreement that the rank is in; "" if it is in none
+    call: str  # the name of the call of an `Agreement` that the rank is in; "": none
     waits_for: tuple[int, ...]  # ranks that have not come to the call yet; empty while the rank works itself
     failed: str = ""  # the first line of the error that its latest step ended with, until the next one begins
 
@@ -81,10 +81,10 @@ class Heartbeat:
 
 @dataclass
 class Call:
-    """A call of an agreement that this process is in."""
+    """A call of a method of an `Agreement` that this process is in."""
 
     name: str  # equal on all ranks
-    waits_for: tuple[int, ...] = ()
+    waits_for: tuple[int, ...] = ()  # ranks that have not come to the call yet
 
 
 calls: list[Call] = []  # the innermost last
@@ -140,7 +140,10 @@ class Messenger(threading.Thread):
         return self.is_alive() and not self._gone and self._default() is store
 
     def ask(self, work: Callable[[Store], T]) -> T:
-        """Return the result of `work(store)`, which must only wait for the store to answer. Raises StoreGone."""
+        """Return `work(store)`, run on this thread; it must wait for nothing but the store.
+
+        Raises `StoreGone` if the store fails, or does not answer within `SILENT` seconds.
+        """
         answer: Future[T] = Future()
         self._asked.put((work, answer))
         if self._gone:  # the messenger may not see this request any more
@@ -162,7 +165,7 @@ class Messenger(threading.Thread):
         self._asked.put((self._beat, Future()))
 
     def end(self) -> None:
-        """Finish pending work, and end; this waits for at most two seconds."""
+        """End the thread once it has done its pending work, for which this waits at most two seconds."""
         self._asked.put(None)
         if self.is_alive():
             self.join(timeout=2)
@@ -172,7 +175,7 @@ class Messenger(threading.Thread):
             self._connection = own_connection(self._store())
             self._serve()
             self._gone = "the heartbeat was stopped"
-        except Exception as error:  # of the store, and no one can be told
+        except Exception as error:  # raised by the store: no other rank can be told through it
             self._gone = first_line(error)
         self._connection = None
         self._refuse_all()
@@ -218,9 +221,9 @@ _starting = threading.Lock()
 
 
 def watch() -> None:
-    """Show the other ranks from now on that this one is alive, and what it is doing.
+    """Start the heartbeat, which shows the other ranks that this one is alive, and what it is doing.
 
-    Does nothing if there is no process group, or if it was called already.
+    Nothing happens without a process group, or if the heartbeat was started already.
     """
     store = store_of_job()
     if store is not None:
@@ -228,7 +231,7 @@ def watch() -> None:
 
 
 def stop() -> None:
-    """End what `watch` began; the exit of the process does it too.
+    """End the heartbeat that `watch` started; this is also registered to run when the process exits.
 
     A thread that is inside of the store's code while the interpreter is finalized would abort the process.
     """
@@ -304,7 +307,7 @@ def inside_step(what: str) -> Iterator[None]:
 
 
 def lost_peer(error: BaseException) -> str | None:
-    """Return the first line of a network error, which means that another process has ended or hangs; None for others.
+    """Return the first line of an error of the network, as after another process has ended; None for other errors.
 
     gloo raises a RuntimeError ("Connection closed by peer", "Timed out waiting"), NCCL a DistBackendError.
     """

@@ -54,15 +54,18 @@ def _cache_of(function: Any) -> Any:
 
 
 def running_seconds() -> float:
-    """Return a monotonic time that stands still while kernels are compiled, so that first runs get as much time."""
+    """Return monotonic seconds that stand still while kernels are compiled.
+
+    A search with a limit in these seconds gets as much time in its first run as in later ones.
+    """
     return time.monotonic() - _compilations.seconds
 
 
 def cache_marker(kernels: Iterable[Any]) -> Path | None:
-    """Return a file next to the cached code of these kernels whose existence means that all code is cached, or None.
+    """Return the path of a file that exists if the code of all these kernels is cached; the file lies next to the code.
 
-    It is None if no folder can be written to. The process that compiled the kernels makes the file. Its name contains a
-    hash of what the code depends on: sources, numba, Python and processor.
+    None if numba does not compile, or no folder can be written to. The process that compiled the kernels makes the
+    file. Its name contains a hash of what the code depends on: sources, numba, Python and processor.
     """
     processor = registry.cpu_target.target_context.codegen().magic_tuple()
     path, parts = None, [numba.__version__, sys.version, repr(processor)]
@@ -118,9 +121,9 @@ class _Cache(_FunctionCache):  # type: ignore[misc]
 
 @cache
 def _digest(function: Any) -> str:
-    """Return a hash of the files of a kernel and of those that it calls, and of the constants that all of them read."""
+    """Return a hash of the source files of a kernel and of the kernels that it calls, and of the globals they read."""
     kernels, constants = [function], set()
-    for kernel in kernels:  # grows
+    for kernel in kernels:  # the list grows meanwhile
         for name, value in _globals_read(kernel):
             if isinstance(value, Dispatcher):
                 kernels += [value.py_func] if value.py_func not in kernels else []
@@ -135,7 +138,10 @@ def _digest(function: Any) -> str:
 
 
 def _globals_read(function: Any) -> Iterator[tuple[str, Any]]:
-    """Yield names and values of the globals that a function reads, and of those of modules, as in `rows.least`."""
+    """Yield name and value of each global that a function reads, also of attributes of modules, as in `rows.least`.
+
+    The values that it closes over come with the name "".
+    """
     names = _names(function.__code__)
     values = {name: function.__globals__[name] for name in names if name in function.__globals__}
     for module in [value for value in values.values() if isinstance(value, ModuleType)]:

@@ -40,9 +40,9 @@ _compilers: list[subprocess.Popen[bytes]] = []
 
 
 def begin() -> None:
-    """Start compiling kernels that are not cached; return at once.
+    """Start processes that compile the kernels which are not cached yet; return at once.
 
-    Of several ranks only the first of a machine does it.
+    Of several ranks on a machine only the first one (LOCAL_RANK 0) does this.
     """
     if _compilers or os.environ.get("LOCAL_RANK", "0") != "0" or not _python():
         return
@@ -66,7 +66,7 @@ def ready() -> None:
 
 
 def _python() -> str | None:
-    """Return the interpreter; None inside of a frozen application, which would start itself."""
+    """Return the path of the Python interpreter; None in a frozen application, whose `sys.executable` is itself."""
     return None if getattr(sys, "frozen", False) else sys.executable
 
 

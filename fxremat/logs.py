@@ -9,7 +9,7 @@ TOPICS = {"passes": "how each pass changes a captured graph"}
 
 
 def is_logged(topic: str) -> bool:
-    """Tell whether the environment asks for a topic; if so, enable its logger, on stderr if no handler is set up."""
+    """Tell whether FXREMAT_LOG names a topic; if so, enable its logger, on stderr if no handler is set up."""
     if topic not in os.environ.get("FXREMAT_LOG", "").split(","):
         return False
     logger = logging.getLogger(f"fxremat.{topic}")

@@ -3,9 +3,9 @@
     options = options_of(mem="4GiB", offload=True, search=Search(seconds=3))
     def compile(model, mem, *, solver="auto", **options: Unpack[CompileOptions])
 
-`Options` is a value: nothing in it changes while a model is planned and trained. What belongs to one feature is one
-option, whose type is in `fxremat.settings`. `CompileOptions` names the same options for type checkers, but for `mem`
-and `solver`, which these functions have as parameters of their own.
+`Options` is immutable. The settings of one feature, such as offloading, are one option, whose type is in
+`fxremat.settings`. `CompileOptions` names the fields of `Options` for type checkers, except `mem` and `solver`, which
+`compile` and the like have as parameters of their own.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from fxremat.solvers.registry import JOINS, LISTS, SOLVERS, TABLES
 from fxremat.solvers.registry import NAMES as CHAINS
 from fxremat.units import Budget, parse_budget, shortened
 
-PLANNERS = ("auto", *LISTS, *TABLES)  # solvers that plan models
-TRANSFERRING = tuple(name for name, solver in SOLVERS.items() if solver.transfers)  # solvers for offloading, too
+PLANNERS = ("auto", *LISTS, *TABLES)  # names of the solvers that plan models
+TRANSFERRING = tuple(name for name, solver in SOLVERS.items() if solver.transfers)  # of solvers that also offload
 BACKENDS = ("eager", "inductor")
 
 Sizes = Mapping[str, Mapping[int, Dim | tuple[int, int]]]  # input -> dimension -> least and largest size
@@ -54,7 +54,7 @@ class PlanOptions(TypedDict, total=False):
 
 
 class StepOptions(PlanOptions, total=False):
-    """The settings that a plan of a captured step may change."""
+    """The options of `CapturedStep.plan`: those of `PlanOptions`, and the solver."""
 
     solver: str
 
@@ -67,7 +67,7 @@ class CompileOptions(PlanOptions, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class SeenLoss:
-    """The measured memory of a loss outside the model, as shares of the bytes assumed where nothing was measured."""
+    """The measured memory of a loss outside the model, as multiples of the bytes assumed before it was measured."""
 
     peak: Fraction  # between forward and backward
     held: Fraction  # from the beginning of the backward on, without the gradients of the outputs
@@ -124,13 +124,13 @@ class Options:
     loss_seen: SeenLoss | None = field(default=None, repr=False)  # the loss as steps measured it; no user sets this
     budget: Budget = field(init=False, repr=False)  # `mem`, parsed
 
-    # The options in their full form, where the user may have passed a short one.
+    # Options in their full form, such as `Offload()` for offload=True; None: the feature is off.
     host: Offload | None = field(init=False, repr=False)
     slicing: Slices | None = field(init=False, repr=False)
     inductor: Inductor | None = field(init=False, repr=False)
     loss_outside: Loss = field(init=False, repr=False)
     device: Device | None = field(init=False, repr=False)  # the device to estimate for, where the user named one
-    ranges: Ranges = field(init=False, repr=False)  # of sizes that change from the start
+    ranges: Ranges = field(init=False, repr=False)  # the least and largest size that `dynamic` gives; {}: none
 
     def __post_init__(self) -> None:
         self._set("host", _host(self.offload))
@@ -164,12 +164,12 @@ class Options:
 
     @property
     def tier(self) -> HostTier | None:
-        """The host tier that the user chose, if any."""
+        """The host tier that the user chose for offloaded values; None: none was chosen, or nothing is offloaded."""
         return self.host.tier if self.host else None
 
     @property
     def host_limit(self) -> int | None:
-        """Bytes that may wait on the host at a time; None: any number."""
+        """Bytes that may wait on the host at a time; None: any number, or nothing is offloaded."""
         return self.host.bytes if self.host else None
 
     @property
@@ -179,12 +179,12 @@ class Options:
 
     @property
     def dynamic_from_start(self) -> bool:
-        """True if the user expects sizes that change."""
+        """True if the user expects sizes of inputs to change: dynamic=True, or ranges of sizes."""
         return bool(self.dynamic)
 
     @property
     def resizable(self) -> bool:
-        """True if one capture serves several sizes: not with slices, or where something waits on the host."""
+        """True if one capture may serve several sizes: no saved plan, no offloading, slices or compiled regions."""
         return not (self.plan or self.host or self.slicing or self.compiles)
 
     @property
@@ -196,19 +196,22 @@ class Options:
 
     @property
     def may_change(self) -> bool | None:
-        """The value of torch.compile's `dynamic` that the model is captured with."""
+        """The `dynamic` of torch.compile that the model is captured with: False: all sizes are fixed; True: none is.
+
+        None: a size is fixed until another one comes; the sizes in `ranges` may change from the start.
+        """
         if not self.resizable:
             return False
         return None if self.ranges else bool(self.dynamic) if self.dynamic is not None else None
 
     @property
     def stepping(self) -> torch.optim.Optimizer | None:
-        """The optimizer that the step runs, where weights may live on the host."""
+        """The optimizer that the step runs, where weights may live on the host; None: the user runs it."""
         return self.optimizer if self.hosts_weights and not isinstance(self.optimizer, str) else None
 
     @property
     def offloads_by_chain(self) -> bool:
-        """True if the solver is one of chains that places transfers itself."""
+        """True if values are offloaded, and the solver is one for chains that decides itself when they are copied."""
         return self.offloads and self.solver in TRANSFERRING
 
     @property
@@ -219,7 +222,7 @@ class Options:
 
     @property
     def of_capture(self) -> dict[str, object]:
-        """The settings that decide the capture, by option name: a plan of a captured step cannot change them."""
+        """What decides the captured graph, by the option's name: plans of one captured step cannot differ in it."""
         return {
             "method": self.method,
             "dynamic": self.dynamic,
@@ -235,7 +238,7 @@ class Options:
         return expected[dimension][1]
 
     def quick(self) -> Options:
-        """Return the same options, with which programs are not improved op by op."""
+        """Return these options with a search of 0 seconds: programs are not improved op by op."""
         return replace(self, search=replace(self.search, seconds=0.0))
 
     def _set(self, name: str, value: object) -> None:
@@ -345,7 +348,7 @@ def options_of(**options: Any) -> Options:
 
 
 def changed_options(options: Options, mem: int | str | None, **changed: Any) -> Options:
-    """Return the options for another plan of a step that was captured with these; mem=None is the same budget.
+    """Return `options`, with which a step was captured, with some `changed` for another plan; mem=None: same budget.
 
     Raises `FxrematError` for an option that is unknown, or decides what is captured, and what `Options` raises.
     """
@@ -363,7 +366,7 @@ def changed_options(options: Options, mem: int | str | None, **changed: Any) -> 
 
 
 def check_name(name: str) -> None:
-    """Raise `FxrematError` for an unknown option; for one of earlier versions it names the present form."""
+    """Raise `FxrematError` if no option has this name; it tells the present form of an option of earlier versions."""
     if name in RENAMED:
         raise FxrematError(f"the option {name} has a new form: {RENAMED[name]}")
     if name not in NAMES:
@@ -421,7 +424,7 @@ def _device(costs: object) -> Device | None:
 
 
 def _ranges(dynamic: object) -> Ranges:
-    """Return the range of every size that `dynamic` names."""
+    """Return the least and largest size by input and dimension that `dynamic` gives; {} if it is None or a bool."""
     if dynamic is None or isinstance(dynamic, bool):
         return {}
     if isinstance(dynamic, Mapping) and all(map(_is_by_dimension, dynamic.items())):
@@ -440,14 +443,14 @@ def _is_by_dimension(item: tuple[object, object]) -> bool:
 
 
 def _ends(given: Any) -> tuple[Any, ...]:
-    """Return the least and the largest size of a range; a wrong value is returned as a tuple of another form."""
+    """Return the (least, largest) size of a range; of an invalid one, a tuple that `_is_range` rejects."""
     if isinstance(given, Dim):
         return given.min, given.max
     return tuple(given) if isinstance(given, tuple | list) else ()
 
 
 def _is_range(ends: tuple[object, ...]) -> bool:
-    """Tell whether these are a least and a largest size."""
+    """Tell whether a tuple is a least and a largest size: two ints, 2 or more, in this order."""
     match ends:
         case (int() as low, int() as high) if not (isinstance(low, bool) or isinstance(high, bool)):
             return 2 <= low <= high

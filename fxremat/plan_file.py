@@ -51,7 +51,7 @@ FORMAT = 2
 
 @dataclass(frozen=True, kw_only=True)
 class PlanData:
-    """The part of a plan that does not refer to its process: fields of the same names as those of `PlannedStep`."""
+    """The part of a plan that can be written to a file; its fields are those of `PlannedStep` with the same names."""
 
     budget: int
     chosen: Candidate
@@ -71,7 +71,7 @@ class PlanData:
         return self.chosen.layout.graph
 
     def on(self, captured: Captured, name: str) -> PlanData:
-        """Return the same plan for an equal step that was captured in this process.
+        """Return this plan, read from a file, with its ops and values replaced by those of an equal step captured here.
 
         Args:
             name: the name of the plan, for messages.
@@ -84,7 +84,7 @@ class PlanData:
             if here.get(what) != before:
                 known, found = _shown(what, before), _shown(what, here.get(what))
                 raise PlanMismatch(f"{name} was made for {known}, and here is {found}")
-        kept = self.alternatives.keep_all.layout.graph  # as the step was captured
+        kept = self.alternatives.keep_all.layout.graph  # the step as it was captured, without slices
         if captured.digest != kept.digest:
             raise PlanMismatch(f"{name} is of another step: {_difference(kept, captured)}")
         here = {captured.digest: captured}
@@ -97,8 +97,8 @@ class PlanData:
         return moved
 
 
-SHARED = (StepGraph, Layout, Program, Order)
-NUMBERS: Instead = {Captured: lambda captured: captured.step}  # without nodes
+SHARED = (StepGraph, Layout, Program, Order)  # classes whose objects are written once, however often they occur
+NUMBERS: Instead = {Captured: lambda captured: captured.step}  # the captured step without its nodes of torch.fx
 CLASSES = (
     *(PlanData, Candidate, Frontier, FromSchedule, FromJoin, Refined, Transferred, Communicating, Costs, Sizes, Link),
     *(SlicedRegion, Slicing, WeightBudget, Handles),
@@ -112,7 +112,7 @@ def _shown(what: str, value: object) -> str:
 
 
 def _difference(one: StepGraph, other: StepGraph) -> str:
-    """Return the first difference between two steps in words."""
+    """Return a sentence on the first difference between the step of a plan and the captured step."""
     if one.model != other.model:
         return f"it was made for {one.model}, and this is {other.model}"
     if len(one.ops) != len(other.ops):
@@ -126,16 +126,17 @@ def _difference(one: StepGraph, other: StepGraph) -> str:
 
 
 def as_plain(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an environment as it is read from JSON: text, numbers, and lists as tuples."""
+    """Return an environment (device, versions, settings) as it is after being written to JSON and read again."""
     plain: dict[str, Any] = read(written(found), ())
     return plain
 
 
 def without_the_rest(frontier: Frontier, chosen: Candidate) -> Frontier:
-    """Return the frontier as it is written: schedules without the order of ops, which follows from them.
+    """Return a frontier without what need not be written to a file beside the chosen candidate.
 
-    If its programs have copies or communication, and are long therefore, only the chosen one and the one with the least
-    memory are written; those whose regions run in other slices than in the chosen one are not.
+    Schedules lose their order of ops, which follows from them. Candidates whose regions run in other slices than the
+    chosen one's are left out; where programs have copies or communication, and are long therefore, all are but the
+    chosen one and the one with the least memory.
     """
     graphs = (chosen.layout.graph, frontier.keep_all.layout.graph)
     candidates = tuple(each for each in frontier.candidates if each.layout.graph in graphs)

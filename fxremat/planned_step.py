@@ -31,30 +31,29 @@ from fxremat.units import format_bytes, format_ratio, format_seconds
 
 @dataclass(frozen=True, kw_only=True)
 class WeightBudget:
-    """The figures that replace those of activations alone, where a step updates its weights and the budget covers them.
-    """
+    """The figures of a step that updates its weights, whose budget covers weights, gradients and optimizer state."""
 
-    handles: Handles  # of the parameters, in the graphs
+    handles: Handles  # the inputs of the graphs through which they reach the parameters
     keep_all_peak: int  # bytes of keep-all, with all parameters on the device
     minimum: int  # the least budget
     hosted: frozenset[int] = frozenset()  # values of the parameters that live on the host
-    optimizer: str = ""  # that updates the parameters, as `ops.parameters.kind_of_optimizer` names it
+    optimizer: str = ""  # the optimizer that updates the parameters, as `ops.parameters.kind_of_optimizer` names it
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Compiled:
     """The regions of a step that Inductor compiles, with the program that they make and its costs."""
 
-    chosen: Candidate  # in units: regions, and ops that run as they are
-    costs: Costs  # of the units
-    regions: int
+    chosen: Candidate  # the program in units: compiled regions, and ops that run as they are
+    costs: Costs  # seconds and bytes of the units
+    regions: int  # the number of compiled regions
     distinct: int  # regions that were compiled; equal ones share their kernels
     ops: int  # executions of ops that are in regions
     seconds: float  # spent on compiling for this plan
 
 
 class PlannableStep(Protocol):
-    """The captured step of a plan, which can be planned again: `fxremat.CapturedStep`."""
+    """What a plan uses of the captured step that it was made for, to plan it again: `fxremat.CapturedStep` has it."""
 
     @property
     def sizes(self) -> str:
@@ -62,7 +61,7 @@ class PlannableStep(Protocol):
 
     @property
     def resizable_inputs(self) -> frozenset[str]:
-        """The names of the inputs that have such sizes; those of others may follow from them."""
+        """The names of the inputs whose sizes `at` may set; sizes of other inputs may follow from these."""
 
     @property
     def plan(self) -> Callable[..., Any]:
@@ -78,7 +77,7 @@ class PlannableStep(Protocol):
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class PlannedStep:
-    """One training step inside a budget.
+    """The plan of one training step inside a budget: the chosen program, its alternatives, and figures about both.
 
     Bytes are above what was allocated when forward began; seconds are those of the device it was planned for.
     """
@@ -100,8 +99,8 @@ class PlannedStep:
     compiled: Compiled | None = None  # where ops run in compiled regions
     not_compiled: str = ""  # where compiled regions were asked for: the reason why there are none
     on_device: DeviceMemory | None = None  # memory of the device that the user named, with all else that it holds
-    environment: Mapping[str, Any] | None = None  # where the plan was read from a file: that it was made in
-    saved_as: str = ""  # the file that the plan was read from
+    environment: Mapping[str, Any] | None = None  # device, versions and settings of a plan read from a file; else None
+    saved_as: str = ""  # the file that the plan was read from; "": none
     assumed: str = ""  # the assumptions on a device that costs were estimated for
 
     def __repr__(self) -> str:
@@ -109,7 +108,7 @@ class PlannedStep:
 
     @property
     def running(self) -> Self:
-        """The plan of the program that runs: in units, where regions are compiled, with their joint graph and costs."""
+        """This plan with the program that runs: if regions are compiled, each of them is one op of it."""
         if self.compiled is None:
             return self
         chosen = self.compiled.chosen
@@ -118,7 +117,7 @@ class PlannedStep:
 
     @property
     def op_by_op(self) -> Self:
-        """The op-by-op plan that a plan in compiled units was made of."""
+        """This plan without compiled regions: the program op by op that they were formed in."""
         return replace(self, compiled=None) if self.compiled else self
 
     @property
@@ -128,17 +127,17 @@ class PlannedStep:
 
     @property
     def predicted_time(self) -> float:
-        """The seconds of one forward and backward."""
+        """The seconds that one forward and backward take by this plan."""
         return self.running.chosen.time
 
     @property
     def keep_all_peak(self) -> int:
-        """The peak of keep-all in bytes, which percentages refer to."""
+        """The peak in bytes of the step without recomputation (keep-all), which budgets in percent refer to."""
         return self.weights.keep_all_peak if self.weights else self.alternatives.keep_all.peak
 
     @property
     def keep_all_time(self) -> float:
-        """The seconds of one forward and backward of keep-all."""
+        """The seconds of one forward and backward where all is kept and nothing recomputed (keep-all)."""
         return self.alternatives.keep_all.time
 
     @cached_property
@@ -178,7 +177,7 @@ class PlannedStep:
 
     @cached_property
     def chain(self) -> Chain:
-        """The model as a chain of blocks."""
+        """The model as a chain of blocks, with the seconds and bytes of each, as the solvers see it."""
         return chain_of(self.chosen.layout, self.costs)
 
     @property
@@ -215,7 +214,7 @@ class PlannedStep:
 
     @cached_property
     def graphs(self) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """The forward and the backward graph."""
+        """The forward and the backward graph that run the plan's program."""
         return lower(
             self.program,
             self.tier.name if self.tier else "",
@@ -225,7 +224,7 @@ class PlannedStep:
 
     @property
     def loss_places(self) -> tuple[int, ...]:
-        """The negative indices of the losses' gradients in the backward graph's inputs."""
+        """Indices of the losses' gradients among the backward graph's inputs, counted from the end: -1 is the last."""
         graph = self.graph
         count = len(graph.tangents)
         return tuple(place - count for place, value in enumerate(graph.tangents) if value in graph.root_tangents)
@@ -242,7 +241,7 @@ class PlannedStep:
 
     @cached_property
     def gradient_bytes(self) -> int:
-        """The bytes of parameter and input gradients alive at the peak; `modules` has all that are returned."""
+        """The bytes of parameter and input gradients that are alive at the peak; fewer than all that are returned."""
         at = max(range(len(self.memory.during)), key=self.memory.during.__getitem__, default=-1)
         program = self.program
         written = (version for step in program.steps[: at + 1] for version in step.writes)

@@ -111,7 +111,7 @@ class Plan(PlannedStep):
         return plot(self, self.frontier, ax)
 
     def diff(self, other: PlannedStep) -> Difference:
-        """Compare this plan with another one: figures, and what each module saves, recomputes and offloads."""
+        """Return how another plan differs from this one: figures, and what modules save, recompute and offload."""
         return Difference.of(self, other)
 
     def __deepcopy__(self, _: dict[int, Any]) -> Plan:
@@ -157,11 +157,11 @@ class Plan(PlannedStep):
 
     @classmethod
     def of(cls, data: PlanData, *, name: str = "") -> Plan:
-        """Return the plan with the data of a file; `name` is the file's, for messages."""
+        """Return the plan that consists of data read from a file; `name` is the file's name, for messages."""
         return cls(**{each: getattr(data, each) for each in NAMES}, environment=data.environment, saved_as=name)
 
     def on(self, captured: Captured) -> Plan:
-        """Return the same plan for an equal step that was captured here. Raises `PlanMismatch` for another step."""
+        """Return this plan for an equal step that was captured in this process. Raises `PlanMismatch` for others."""
         data = PlanData(**{name: getattr(self, name) for name in NAMES}, environment=self.environment or {})
         return Plan.of(data.on(captured, self.saved_as or "the plan"), name=self.saved_as)
 

@@ -32,17 +32,17 @@ from fxremat.slices.rewrite import bytes_beside_loss
 from fxremat.units import format_bytes, format_seconds
 
 BEST = 3  # changes that are shown
-WORTH = 0.01  # of the peak: smaller savings are not shown
+WORTH = 0.01  # share of the peak: smaller savings are not shown
 BELOW = 0.9  # times the least budget without slices: the budget that is tried with slices
 HEADS = ("saved", "gradients", "forward", "backward")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Saving:
-    """A way to run the step in less memory."""
+    """A way to run the step in less memory, with its peak and time beside those of keep-all."""
 
-    what: str  # in plain words
-    how: str  # the call that does it
+    what: str  # what is done, in plain words
+    how: str  # the call of fxremat.compile that does it
     peak: int  # bytes
     time: float  # seconds of one forward and backward
     whole: int  # bytes: the peak of keep-all
@@ -50,7 +50,7 @@ class Saving:
 
     @property
     def saved(self) -> int:
-        """Bytes that it saves."""
+        """Bytes by which the peak is lower than that of keep-all."""
         return self.whole - self.peak
 
     def __str__(self) -> str:
@@ -129,7 +129,7 @@ class Profile:
 
 
 def profile_of(plan: Plan) -> Profile:
-    """Return the profile of a step, from its keep-all plan. Makes up to two more plans of it."""
+    """Return the profile of a step from its keep-all plan; this plans the step twice more: offloaded, and in slices."""
     found = [change for change in (_recomputing(plan), _offloading(plan), _slicing(plan)) if change]
     worth = [change for change in found if change.saved >= WORTH * plan.predicted_peak]
     worth.sort(key=lambda change: (-change.saved, change.time))
@@ -141,13 +141,19 @@ def _where_it_goes(share: Share) -> tuple[float, ...]:
 
 
 def _recomputing(plan: Plan) -> Saving | None:
-    """Return the saving by recomputation up to the knee of the frontier."""
+    """Return what recomputation saves at the knee of the frontier of peak memory and time.
+
+    None if the peak there is no lower than the plan's.
+    """
     knee = knee_of(plan.alternatives.candidates)
     return _change(plan, knee, "recompute what is cheap to make again", knee.peak)
 
 
 def _offloading(plan: Plan) -> Saving | None:
-    """Return the saving by values that wait on the host, in no more time than the knee of the frontier needs."""
+    """Return what offloading to the host saves in no more time than the knee of the plan's own frontier takes.
+
+    None if there is no such plan, or none with a lower peak.
+    """
     knee = knee_of(plan.alternatives.candidates)
     other = _another(plan, knee.peak, offload=True)
     if other is None or other.tier is None:
@@ -161,7 +167,10 @@ def _offloading(plan: Plan) -> Saving | None:
 
 
 def _slicing(plan: Plan) -> Saving | None:
-    """Return the saving by regions in slices below what unsliced ops need: in language models, a smaller loss head."""
+    """Return what running regions in slices saves, in a budget that unsliced ops do not fit into; None if nothing.
+
+    In language models the region is mostly the head with its loss.
+    """
     beside = bool(bytes_beside_loss(plan.captured))
     slices = Slices(drop_outputs=True) if beside else True
     other = _another(plan, int(BELOW * plan.known_minimum), slices=slices)
@@ -173,7 +182,7 @@ def _slicing(plan: Plan) -> Saving | None:
 
 
 def _another(plan: Plan, mem: int, **options: Any) -> Plan | None:
-    """Return the plan of the same step for other options; None if there is none."""
+    """Return a plan of the same step within `mem` bytes and with other options; None if planning fails."""
     assert plan.step is not None
     try:
         made: Plan = plan.step.plan(max(1, mem), **options)
@@ -186,7 +195,7 @@ def _change(plan: Plan, candidate: Candidate, what: str, mem: int, **options: ob
     if candidate.peak >= plan.predicted_peak:
         return None
     outside = plan.costs.sizes.outside
-    if outside != set_aside(plan.captured, device_of(plan.graph)):  # the user gave it
+    if outside != set_aside(plan.captured, device_of(plan.graph)):  # the user gave the bytes of the loss
         options["loss"] = outside
     given = "".join(
         f", {name}={'fxremat.' if isinstance(value, Setting) else ''}{value!r}" for name, value in options.items()
@@ -203,9 +212,9 @@ def _change(plan: Plan, candidate: Candidate, what: str, mem: int, **options: ob
 
 
 def knee_of(candidates: tuple[Candidate, ...]) -> Candidate:
-    """Return the candidate furthest below the line from the fastest to the one with the least peak; not the fastest.
+    """Return the knee of a frontier: the candidate furthest below the line between its two ends, but not the fastest.
 
-    Both axes are scaled to 0 to 1 between those two.
+    The ends are the fastest candidate and that with the least peak; memory and time are scaled to 0 to 1 between them.
     """
     fast, small = candidates[0], candidates[-1]
 

@@ -37,7 +37,7 @@ logger = logging.getLogger("fxremat")
 logger.addHandler(logging.NullHandler())
 ticks = logger.getChild("progress")  # the progress lines
 _stages: list[_Stage] = []  # running stages, innermost last
-_tellers: list[_Stage] = []  # stages that have a thread, or are within one that has
+_tellers: list[_Stage] = []  # stages of open `telling` contexts; the outermost has the thread that logs
 _shown: ContextVar[bool] = ContextVar("_shown", default=True)
 
 
@@ -108,7 +108,7 @@ def bars(*, shown: bool) -> Iterator[None]:
 
 
 def progress(steps: Iterable[_T], what: str, *, total: int | None = None) -> Generator[_T]:
-    """Yield the same steps, with a bar named `what` on stderr meanwhile.
+    """Yield the given steps one by one, with a bar named `what` on stderr; total=None: the number of steps is unknown.
 
     >>> list(progress(range(3), "nothing to see"))
     [0, 1, 2]

@@ -25,9 +25,9 @@ from fxremat.solvers.choose import check_effort, check_slots
 from fxremat.torch_inductor import check_settings
 from fxremat.units import parse_bytes, shortened
 
-RANDOM = ("inductor", "eager")
-GRADIENTS = ("loss", "all")
-MANY_SLICES = 1 << 20
+RANDOM = ("inductor", "eager")  # values of Inductor(random=...)
+GRADIENTS = ("loss", "all")  # values of Loss(gradients=...)
+MANY_SLICES = 1 << 20  # slices of a region at most where the user sets no limit
 
 
 class Setting:
@@ -143,7 +143,10 @@ class Inductor(Setting):
         check_settings(self.config or {})
 
     def draws_from_seeds(self, *, in_triton: bool) -> bool:
-        """Return whether dropouts draw from seeds that are values of the step: where Triton compiles regions, say."""
+        """Tell whether dropout masks are drawn from seeds that are values of the step, as torch.compile does.
+
+        `in_triton`: Inductor compiles for this device with Triton, which makes that the default.
+        """
         return (self.random or ("inductor" if in_triton else "eager")) == "inductor"
 
 
@@ -215,7 +218,7 @@ def _check_bools(setting: object, *names: str) -> None:
 
 
 def _size(name: str, given: int | str | None) -> int | None:
-    """Return the bytes of a size. Raises `InvalidBudget` that begins with `name`."""
+    """Return the bytes that a size such as "16GiB" means; None for None. Raises `InvalidBudget`."""
     try:
         return None if given is None else parse_bytes(given)
     except InvalidBudget as error:

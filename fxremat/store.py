@@ -49,14 +49,14 @@ class Store:
     path: Path
 
     def all(self, table: str) -> dict[str, bytes]:
-        """Return the rows of a table, but for those of more than `MOST_ROW` bytes."""
+        """Return the rows of a table, content by key, but none of more than `MOST_ROW` bytes; {} without a table."""
         with contextlib.suppress(OSError, *_sqlite_errors()), self._reading() as file:
             select = f"SELECT key, content FROM {table} WHERE typeof(key) = 'text' AND typeof(content) = 'blob'"
             return dict(file.execute(f"{select} AND length(content) <= {MOST_ROW}"))
         return {}
 
     def get(self, table: str, key: str) -> bytes | None:
-        """Return the content of one row, which counts as used then; None where there is none."""
+        """Return the content of the row with this key, and mark it as used now; None if there is no such row."""
         content: object = None
         with contextlib.suppress(OSError, *_sqlite_errors()), self._reading() as file:
             content, *_ = file.execute(f"SELECT content FROM {table} WHERE key = ?", (key,)).fetchone() or (None,)
@@ -67,10 +67,10 @@ class Store:
         return content
 
     def put(self, table: str, rows: Mapping[str, bytes], most: int | None = None) -> bool:
-        """Write rows, and return whether that was possible within a moment.
+        """Write rows, and return whether that succeeded within `PATIENCE` seconds.
 
         Args:
-            most: rows that stay, those that were used last; None: all of them.
+            most: the number of rows that the table keeps, those that were used last; None: all of them.
         """
         with contextlib.suppress(OSError, *_sqlite_errors()):
             self._write(table, rows, most)
@@ -79,7 +79,7 @@ class Store:
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[sqlite3.Connection]:
-        """Open the file to read. Raises `OSError` or what SQLite raises where it is no file, or too large."""
+        """Open the file to read. Raises `OSError` if there is no file, or a too large one, and SQLite's errors."""
         import sqlite3
 
         if not 0 < self.path.stat().st_size <= MOST_FILE or not self.path.is_file():
@@ -113,7 +113,7 @@ class Store:
 
 
 def _sqlite_errors() -> tuple[type[Exception], ...]:
-    """Return what SQLite raises; and what Python does where it was built without it."""
+    """Return the exception types that using SQLite may raise: `ImportError` if Python was built without it."""
     try:
         import sqlite3
     except ImportError:

@@ -37,19 +37,19 @@ def compile_region(
 ) -> Callable[[list[Any]], Sequence[Any]]:
     """Compile a functional graph of aten ops to a function that takes one list and empties it.
 
-    It makes the same calls as `torch.compile` for a graph that AOTAutograd has differentiated (2.11, 2.13): ops are
-    decomposed by `select_decomp_table()`, `joint_graph_passes` folds constants and turns scatters onto constants into
-    pointwise code, `compile_fx_inner` makes kernels. `user_visible_output_idxs` fixes the strides of what is returned;
-    `bw_donated_idxs` of the tracing context, which is read with `is_backward`, names inputs that kernels may overwrite.
-    Those passes drop ops without effect, such as adding zeros, and an output may then be an input, or another output:
-    it is copied. The key of the cache of compiled graphs contains neither donation nor the number of threads that
-    kernels are made for; it contains the names of the inputs, which are chosen to include both.
+    It makes the same calls as `torch.compile` for a graph that AOTAutograd has differentiated (torch 2.11, 2.13): ops
+    are decomposed by `select_decomp_table()`, `joint_graph_passes` folds constants and turns scatters onto constants
+    into pointwise code, `compile_fx_inner` makes kernels. `user_visible_output_idxs` fixes the strides of what is
+    returned; `bw_donated_idxs` of the tracing context, which is read with `is_backward`, names inputs that kernels may
+    overwrite. Those passes drop ops without effect, such as adding zeros, and an output may then be an input, or
+    another output: it is copied. The key of the cache of compiled graphs contains neither donation nor the number of
+    threads that kernels are made for; it contains the names of the inputs, which are chosen to include both.
 
     Args:
-        given: (fake) tensors of the layouts of the inputs.
+        given: tensors, which may be fake, with the shapes and strides of the inputs.
         donated: indices of inputs that may be overwritten.
         settings: patches of `torch._inductor.config`.
-        decompositions: of our own ops.
+        decompositions: functions that compute fxremat's own ops from ops of aten.
     """
     import torch._inductor.config as inductor_config
     from torch._inductor.compile_fx import compile_fx_inner
@@ -76,9 +76,9 @@ def compile_region(
 
 
 def configuration(settings: Mapping[str, Any]) -> str:
-    """Return a text that is equal if `torch._inductor.config` with these settings is.
+    """Return a hash of `torch._inductor.config` with these settings: equal configurations have equal hashes.
 
-    `save_config_portable` (2.11, 2.13).
+    `save_config_portable` (torch 2.11, 2.13).
     """
     import torch._inductor.config as inductor_config
 
@@ -88,7 +88,7 @@ def configuration(settings: Mapping[str, Any]) -> str:
 
 
 _turn = threading.Lock()  # held by the thread that lowers: Inductor's own state is not made for several
-_mine = threading.local()  # whether this thread holds it
+_mine = threading.local()  # `_mine.lowers`: this thread holds `_turn`
 
 
 @contextlib.contextmanager
@@ -105,7 +105,7 @@ def _my_turn() -> Iterator[None]:
 
 @functools.cache
 def _let_others_go_on_while_waiting() -> None:
-    """Release the turn in `torch._inductor.async_compile.AsyncCompile._wait_futures` (2.11, 2.13).
+    """Release the turn in `torch._inductor.async_compile.AsyncCompile._wait_futures` (torch 2.11, 2.13).
 
     That is where it waits for compilers. Threads that compile something else pass through it as usual.
     """
@@ -130,8 +130,8 @@ def _let_others_go_on_while_waiting() -> None:
 def link_in_any_folder() -> None:
     """Let Inductor link if PyTorch is in a folder with a space, for `torch.compile` too.
 
-    `torch._inductor.cpp_builder.BuildOptionsBase.get_libraries_dirs` (2.11, 2.13) names folders that a command line
-    takes unquoted; 2.14 and 2.15 quote them there.
+    `torch._inductor.cpp_builder.BuildOptionsBase.get_libraries_dirs` (torch 2.11, 2.13) names folders that a command
+    line takes unquoted; torch 2.14 and 2.15 quote them there.
     """
     if torch_release() >= (2, 14):
         return
@@ -169,7 +169,7 @@ def _decomposed(
     given: Sequence[torch.Tensor],
     decompositions: Mapping[Any, Callable[..., Any]],
 ) -> tuple[fx.GraphModule, list[torch.Tensor], Any]:
-    """Return the graph in the ops that Inductor lowers, fake inputs, and their fake mode."""
+    """Return the graph in the ops that Inductor lowers, fake inputs laid out as `given`, and their fake mode."""
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
     from torch._inductor.virtualized import V
@@ -193,7 +193,7 @@ def _decomposed(
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:
-    """Raise `FxrematError` for a setting that `torch._inductor.config` does not have (2.11, 2.13)."""
+    """Raise `FxrematError` for a setting that `torch._inductor.config` does not have (torch 2.11, 2.13)."""
     import torch._inductor.config as inductor_config
 
     known = inductor_config.get_config_copy() if settings else {}
@@ -207,8 +207,8 @@ def check_settings(settings: Mapping[str, Any]) -> None:
 def inductor_seeds(count: int, *, device: torch.device) -> torch.Tensor:
     """Return the result of Inductor's op that draws the seeds of a graph, to be traced and compiled.
 
-    `torch._inductor.inductor_prims.seeds` (2.11, 2.13). Compiled, it is `aten.randint.low` from the least int64 to
-    below the largest one; called eagerly, it draws from another range.
+    `torch._inductor.inductor_prims.seeds` (torch 2.11, 2.13). Compiled, it is `aten.randint.low` from the least int64
+    to below the largest one; called eagerly, it draws from another range.
     """
     from torch._inductor import inductor_prims
 
@@ -219,7 +219,7 @@ def inductor_seeds(count: int, *, device: torch.device) -> torch.Tensor:
 def inductor_uniform(seed: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """Return the result of Inductor's op that draws float32 numbers of [0, 1) from a seed, to be traced and compiled.
 
-    `torch._inductor.inductor_prims.random` (2.11; 2.13 adds an option). Called eagerly, it ignores its seed.
+    `torch._inductor.inductor_prims.random` (torch 2.11; 2.13 adds an option). Called eagerly, it ignores its seed.
     """
     from torch._inductor import inductor_prims
 

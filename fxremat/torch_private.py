@@ -23,14 +23,14 @@ T = TypeVar("T")
 def boxed(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
     """Return the module's forward as a function of one list, which empties it and frees each input after its last use.
 
-    `torch.fx.graph._BoxedCodeGen` and the `_boxed_call` mark that AOTAutograd looks for are the same in 2.11 and 2.13.
-    Without them the caller keeps every saved tensor alive during the entire backward. The function keeps the module's
-    attributes, and not its graph.
+    `torch.fx.graph._BoxedCodeGen` and the `_boxed_call` mark that AOTAutograd looks for are the same in torch 2.11 and
+    2.13. Without them the caller keeps every saved tensor alive during the entire backward. The function keeps the
+    module's attributes, and not its graph.
     """
     from torch.fx.graph import _BoxedCodeGen
 
     module.graph.set_codegen(_BoxedCodeGen())
-    getattr(module, "real_recompile", module.recompile)()  # inference graphs delay their compilation (2.11, 2.13)
+    getattr(module, "real_recompile", module.recompile)()  # inference graphs delay their compilation (torch 2.11, 2.13)
     attributes = torch.nn.Module()
     attributes.__dict__.update({key: value for key, value in module.__dict__.items() if key != "_graph"})
     forward: Any = type(module).forward
@@ -39,7 +39,7 @@ def boxed(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
 
 
 def taking_a_list(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    """Mark a function as one that AOTAutograd passes a list to, which it empties: `_boxed_call` (2.11, 2.13)."""
+    """Mark a function as one that AOTAutograd passes a list to, which it empties: `_boxed_call` (torch 2.11, 2.13)."""
 
     def call(arguments: list[Any]) -> Any:
         return function(arguments)
@@ -51,7 +51,7 @@ def taking_a_list(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]],
 def group_named(name: str) -> Any:
     """Return the process group of this name, as functional collectives take it; None if no group has it.
 
-    `torch._C._distributed_c10d._resolve_process_group` (2.11, 2.13) raises if there is none.
+    `torch._C._distributed_c10d._resolve_process_group` (torch 2.11, 2.13) raises if there is none.
     """
     if not torch.distributed.is_available():
         return None
@@ -64,7 +64,7 @@ def group_named(name: str) -> Any:
 
 
 def ranks_of_group(group: Any) -> list[int]:
-    """Return the ranks of a process group in order: `torch.distributed.get_process_group_ranks` (2.11, 2.13)."""
+    """Return the ranks of a process group in order: `torch.distributed.get_process_group_ranks` (torch 2.11, 2.13)."""
     return list(torch.distributed.get_process_group_ranks(group))
 
 
@@ -72,8 +72,9 @@ def ranks_of_group(group: Any) -> list[int]:
 def real_tensors() -> Iterator[None]:
     """Leave fake-tensor mode (a partition function runs inside it), so that tensors made in the context are real.
 
-    `torch.utils._python_dispatch._disable_current_modes` in 2.11 and 2.13. AOTAutograd also partitions under the Python
-    dispatcher, where a collective's `wait_tensor` would block for ever: `torch._C._DisablePythonDispatcher` (both).
+    `torch.utils._python_dispatch._disable_current_modes` in torch 2.11 and 2.13. AOTAutograd also partitions under the
+    Python dispatcher, where a collective's `wait_tensor` would block for ever: `torch._C._DisablePythonDispatcher`
+    (both).
     """
     from torch.utils._python_dispatch import _disable_current_modes
 
@@ -96,12 +97,12 @@ def aot_backend(**options: Any) -> Callable[..., Any]:
 def differentiate_as_eager() -> Iterator[None]:
     """Let AOTAutograd trace what eager PyTorch would run, op for op, and a backward that may run again.
 
-    Its settings of `torch._functorch.config` (2.11, 2.13):
+    Its settings of `torch._functorch.config` (torch 2.11, 2.13):
     `donated_buffer`           off: saved tensors are not donated to the backward, so that `retain_graph=True` works
     `backward_pass_autocast`   off: `backward()` is called outside of `torch.autocast`, as its documentation requires
 
-    `tensorify_python_scalars` of `graph_compile` (2.13; ignored if it does not exist) makes tensors of numbers that
-    sizes determine, from simplified expressions, which round differently from the model's.
+    `tensorify_python_scalars` of `graph_compile` (torch 2.13; ignored if it does not exist) makes tensors of numbers
+    that sizes determine, from simplified expressions, which round differently from the model's.
     """
     import torch._functorch._aot_autograd.graph_compile as graph_compile
     import torch._functorch.config as functorch_config
@@ -123,7 +124,7 @@ def never_donate() -> None:
     """Let the backward that is being compiled run again, whatever the settings are at that time.
 
     Without `donated_buffer`, `ViewAndMutationMeta.bw_donated_idxs` stays None, and a second backward is refused unless
-    the setting still holds; an empty list says that nothing is donated (2.11, 2.13).
+    the setting still holds; an empty list says that nothing is donated (torch 2.11, 2.13).
     """
     context = torch._guards.TracingContext.try_get()
     if context is not None and context.fw_metadata is not None:
@@ -134,8 +135,8 @@ def never_donate() -> None:
 def holds_gradients() -> bool:
     """Tell whether a compiled backward holds all gradients from autograd until it returns, not only a loss's.
 
-    `CompiledFunction.backward` takes its arguments as a tuple that it never releases (2.11), or releases (2.13, 2.14,
-    2.15); versions in between were not read.
+    `CompiledFunction.backward` takes its arguments as a tuple that it never releases (torch 2.11), or releases (torch
+    2.13, 2.14, 2.15); versions in between were not read.
     """
     return torch_release() < (2, 13)
 
@@ -146,7 +147,7 @@ def torch_release() -> tuple[int, ...]:
 
 
 class _Whatever:
-    """An object that equals everything: the strides that a gradient is expected to have."""
+    """An object that equals everything; as the strides that a gradient should have, it accepts any."""
 
     def __eq__(self, _: object) -> bool:
         return True
@@ -158,7 +159,8 @@ def take_gradients_as_they_lie() -> None:
     """Let the backward that is being compiled run on gradients in their present layout, without a copy.
 
     `ViewAndMutationMeta.subclass_tangent_meta` has a `PlainTensorMeta` for each, whose `memory_format` says to which
-    size and strides a gradient is copied if it has others (`coerce_to_expected_memory_format`; 2.11, 2.13, 2.14, 2.15).
+    size and strides a gradient is copied if it has others (`coerce_to_expected_memory_format`; torch 2.11, 2.13, 2.14,
+    2.15).
     """
     from torch._functorch._aot_autograd.schemas import MemoryFormatMeta, PlainTensorMeta
 
@@ -171,18 +173,19 @@ def take_gradients_as_they_lie() -> None:
 
 
 STASHED = "saved_tensor_with_no_vc_check"
-"""Key of `Node.meta` of tensors that AOTAutograd keeps in `ctx._tensors_no_vc_check` (2.11, 2.13, 2.14, 2.15)."""
+"""Key of `Node.meta` of tensors that AOTAutograd keeps in `ctx._tensors_no_vc_check` (torch 2.11, 2.13, 2.14, 2.15)."""
 
 
 def is_compiled_backward(node: Any) -> bool:
-    """Tell whether an autograd node is the backward of a graph compiled by AOTAutograd: by its class (2.11, 2.13)."""
+    """Tell, by its class, whether an autograd node is the backward of a graph of AOTAutograd (torch 2.11, 2.13)."""
     return type(node).__name__ == "CompiledFunctionBackward"
 
 
 def graph_break_after(module: fx.GraphModule) -> str | None:
     """Return the line where dynamo broke the graph after this part, as `file:line in function: code`, or None.
 
-    `GraphModule.compile_subgraph_reason` is a `GraphCompileReason`, with `graph_break` and `user_stack` (2.11, 2.13).
+    `GraphModule.compile_subgraph_reason` is a `GraphCompileReason`, with `graph_break` and `user_stack` (torch 2.11,
+    2.13).
     """
     reason = getattr(module, "compile_subgraph_reason", None)
     if reason is None or not reason.graph_break:
@@ -203,7 +206,7 @@ def _eager_kernels() -> Iterator[None]:
     """Remove the Python versions of interpolations and of two losses: they add in another order, and cost more.
 
     `torch/_decomp/decompositions.py` registers them in `OpOverload.py_kernels` for the Autograd and
-    CompositeImplicitAutograd keys; `_dispatch_cache` caches lookups (2.11, 2.13).
+    CompositeImplicitAutograd keys; `_dispatch_cache` caches lookups (torch 2.11, 2.13).
     """
     from torch._subclasses.fake_impls import op_implementations_dict
 
@@ -254,7 +257,7 @@ def composite_kernels(
     """Let AOTAutograd trace composite ops (`OpOverload`) as these functions compute them.
 
     What `py_impl` registers in `OpOverload.py_kernels` for the CompositeImplicitAutograd key is looked up before C++
-    kernels, also for calls from inside of them; `_dispatch_cache` caches lookups (2.11, 2.13).
+    kernels, also for calls from inside of them; `_dispatch_cache` caches lookups (torch 2.11, 2.13).
 
     Args:
         key: another dispatch key, such as "Autograd", if PyTorch has a Python kernel for that.
@@ -281,7 +284,7 @@ def _eager_views() -> Iterator[None]:
     round, and a convolution treats (1, C, H, W) as channels-last or not. torch has Python versions of `view` that give
     sizes of 1 other strides: in `op_implementations_dict` of `torch/_subclasses/fake_impls.py`, and as kernels for Meta
     (`torch._refs.view`). They are replaced by the C++ kernel and, for symbolic sizes, which it does not take, by
-    `strides_of_view`. `FakeTensorMode.cache` caches earlier traces (2.11, 2.13).
+    `strides_of_view`. `FakeTensorMode.cache` caches earlier traces (torch 2.11, 2.13).
     """
     from torch._subclasses.fake_impls import op_implementations_dict
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -334,7 +337,7 @@ def with_fake_strides(
     """Give fake results of ops the strides that a function returns, while AOTAutograd traces.
 
     `FakeTensorMode._dispatch_impl(self, func, types, args, kwargs)` computes results that are not in the dictionary
-    `FakeTensorMode.cache`, which is replaced by another one meanwhile (2.11, 2.13, 2.14, 2.15).
+    `FakeTensorMode.cache`, which is replaced by another one meanwhile (torch 2.11, 2.13, 2.14, 2.15).
 
     Args:
         strides_of: called with an op and its arguments; returns strides of each output, None for unchanged ones.
@@ -371,7 +374,7 @@ def with_fake_strides(
 
 
 def elementwise_strides(*tensors: torch.Tensor) -> tuple[Any, ...]:
-    """Return the strides of a new result that TensorIterator computes from operands of one shape (2.11, 2.13, 2.15)."""
+    """Return the strides that TensorIterator gives a new result of operands of one shape (torch 2.11, 2.13, 2.15)."""
     from torch._prims_common import compute_elementwise_output_strides
 
     return tuple(compute_elementwise_output_strides(*tensors))
@@ -425,10 +428,10 @@ def compiled_step(
 
     `torch.compile(..., fullgraph=True, dynamic=...)`, with three differences. The settings of `capture_settings` hold
     while dynamo traces, and are not touched by a call that finds its graph: `torch._dynamo.optimize` returns an
-    `OptimizeContext` whose `callback` is called with a frame without a graph (2.11, 2.13); `dynamic=False` would change
-    settings at every call. The function has code of its own, and a name, since dynamo counts graphs by code object, and
-    records which sizes have changed by file, line and name: models of one class share neither. And if tracing fails
-    with sizes that may change, it is tried with fixed ones, from then on if that works.
+    `OptimizeContext` whose `callback` is called with a frame without a graph (torch 2.11, 2.13); `dynamic=False` would
+    change settings at every call. The function has code of its own, and a name, since dynamo counts graphs by code
+    object, and records which sizes have changed by file, line and name: models of one class share neither. And if
+    tracing fails with sizes that may change, it is tried with fixed ones, from then on if that works.
 
     Args:
         dynamic: how sizes are treated, as in torch.compile.
@@ -471,7 +474,7 @@ def compiled_step(
 
 
 def outside_graphs(function: Callable[..., Any], reason: str) -> Callable[..., Any]:
-    """Return the function as one that no `torch.compile` traces: `torch.compiler.disable(reason=...)` (2.11, 2.13)."""
+    """Return a function that no `torch.compile` traces: `torch.compiler.disable(reason=...)` (torch 2.11, 2.13)."""
     disabled: Callable[..., Any] = torch.compiler.disable(function, reason=reason)
     return disabled
 
@@ -480,7 +483,7 @@ def is_traced() -> str | None:
     """Name the tracer or transform around the current call: torch.export, fx, jit or torch.func; None if there is none.
 
     `torch.fx._symbolic_trace.is_fx_symbolic_tracing`, `torch._C._is_tracing` and
-    `torch._C._functorch.peek_interpreter_stack` (2.11, 2.13).
+    `torch._C._functorch.peek_interpreter_stack` (torch 2.11, 2.13).
     """
     from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 
@@ -494,9 +497,9 @@ def is_traced() -> str | None:
 
 
 def compiled_frame() -> int | None:
-    """Return a number of the function that dynamo is compiling, equal each time it does so; None outside of dynamo.
+    """Return a number of the function that dynamo is compiling, equal at each recompilation; None outside of dynamo.
 
-    `torch._guards.CompileContext.current_compile_id().frame_id` (2.11, 2.13).
+    `torch._guards.CompileContext.current_compile_id().frame_id` (torch 2.11, 2.13).
     """
     compiled = torch._guards.CompileContext.current_compile_id()
     return None if compiled is None else compiled.frame_id
@@ -510,7 +513,7 @@ def capture_settings(dynamic: bool | None = False) -> Iterator[None]:
     sizes as fixed, True none, None those that have not changed so far. `use_duck_shape` of
     `torch.fx.experimental._config` is off: sizes that are equal in the captured call (a batch as large as the number of
     channels) are not assumed to be equal in others.
-    `recompile_limit` (2.11, 2.13) counts all graphs of one forward. The setting for logging has had two names
+    `recompile_limit` (torch 2.11, 2.13) counts all graphs of one forward. The setting for logging has had two names
     (`ignore_logger_methods` before `ignore_logging_functions`): those that exist are set. The other settings mean:
     `specialize_float`            off: numbers that are no integers become inputs if they have changed
     `skip_nnmodule_hook_guards`   off: a hook that is registered later is noticed
@@ -540,12 +543,12 @@ def capture_settings(dynamic: bool | None = False) -> Iterator[None]:
 
 
 METRICS = "torch._dynamo.metrics_context"
-"""The logger of dynamo's statistics, which cannot sort the functions of `ignore_logging_functions` (2.11)."""
+"""The logger of dynamo's statistics, which cannot sort the functions of `ignore_logging_functions` (torch 2.11)."""
 
 
 @contextlib.contextmanager
 def silent(*loggers: str) -> Iterator[None]:
-    """Keep loggers of torch from printing the traceback of an error that is raised, and explained, in any case."""
+    """Silence loggers of torch, which would print the traceback of an error that is raised and explained anyway."""
     import logging
 
     def nothing(_: logging.LogRecord) -> bool:
@@ -577,7 +580,7 @@ def logging_functions() -> set[Callable[..., Any]]:
 def mark_dynamic(tensor: torch.Tensor, dimensions: Iterable[int]) -> None:
     """Let dynamo treat sizes of a tensor as ones that may change, unless the model fixes them.
 
-    `torch._dynamo.maybe_mark_dynamic` (2.11, 2.13). Sizes of 0 and 1 always get graphs of their own.
+    `torch._dynamo.maybe_mark_dynamic` (torch 2.11, 2.13). Sizes of 0 and 1 always get graphs of their own.
     """
     import torch._dynamo
 
@@ -587,7 +590,7 @@ def mark_dynamic(tensor: torch.Tensor, dimensions: Iterable[int]) -> None:
 
 
 def planning_error(error: BaseException) -> FxrematError | None:
-    """Return our own error inside dynamo's `BackendCompilerFailed` (2.11, 2.13), or None."""
+    """Return our own error inside dynamo's `BackendCompilerFailed` (torch 2.11, 2.13), or None."""
     inner = getattr(error, "inner_exception", None)
     return inner if isinstance(inner, FxrematError) else None
 
@@ -605,7 +608,7 @@ def backend_failure(error: BaseException) -> BaseException | None:
 def needs_data(error: BaseException) -> bool:
     """Tell whether tracing failed because it needed a number that depends on data, without saying where.
 
-    `torch.fx.experimental.symbolic_shapes.GuardOnDataDependentSymNode` (2.11, 2.13).
+    `torch.fx.experimental.symbolic_shapes.GuardOnDataDependentSymNode` (torch 2.11, 2.13).
     """
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
@@ -615,8 +618,8 @@ def needs_data(error: BaseException) -> bool:
 def graph_break_place(error: BaseException) -> str | None:
     """Return `file:line in function: code` that dynamo could not trace; None if the error is something else.
 
-    `torch._dynamo.exc.Unsupported` and `UserError` have `real_stack`, the frames up to there (2.11, 2.13). The last
-    frame outside of torch is named.
+    `torch._dynamo.exc.Unsupported` and `UserError` have `real_stack`, the frames up to there (torch 2.11, 2.13). The
+    last frame outside of torch is named.
     """
     from torch._dynamo import exc
 
@@ -626,9 +629,9 @@ def graph_break_place(error: BaseException) -> str | None:
 
 
 def _place(stack: Iterable[Any]) -> str | None:
-    """Return the last frame outside of torch and Python's own modules, or the last one if all are inside.
+    """Return the last frame of a stack outside of torch and Python's modules, as `file:line in function: code`.
 
-    Frames of fxremat are skipped.
+    It is the last frame of all if all are inside of them. Frames of fxremat are skipped; None if no others are left.
     """
     torchs, ours, pythons = (os.path.dirname(path) + os.sep for path in (torch.__file__, __file__, os.__file__))
     frames = [frame for frame in stack if not frame.filename.startswith(ours)]
@@ -646,9 +649,9 @@ def allocations(call: Callable[[], T], *, on_host: bool) -> tuple[T, list[int]]:
 
     The allocator is that of the host or of CUDA; others are not recorded.
 
-    `torch.autograd._enable_profiler_legacy` with `profile_memory` (2.11, 2.13): it records only this thread, without
-    Kineto, and a session costs some microseconds. A thread that a user's profiler records already must be left alone:
-    see `unprofiled`.
+    `torch.autograd._enable_profiler_legacy` with `profile_memory` (torch 2.11, 2.13): it records only this thread,
+    without Kineto, and a session costs some microseconds. A thread that a user's profiler records already must be left
+    alone: see `unprofiled`.
     """
     from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
 
@@ -668,8 +671,8 @@ def allocations(call: Callable[[], T], *, on_host: bool) -> tuple[T, list[int]]:
 def allocates_in_expandable_segments() -> bool:
     """Tell whether torch's CUDA allocator has `expandable_segments:True`, as of the first call.
 
-    `torch.cuda.memory._snapshot()["allocator_settings"]` (2.11, 2.13) contains what environment variables and calls
-    have set; it also lists all blocks, which takes milliseconds.
+    `torch.cuda.memory._snapshot()["allocator_settings"]` (torch 2.11, 2.13) contains what environment variables and
+    calls have set; it also lists all blocks, which takes milliseconds.
     """
     settings: Any = torch.cuda.memory._snapshot()["allocator_settings"]
     return bool(settings["expandable_segments"])
@@ -678,8 +681,9 @@ def allocates_in_expandable_segments() -> bool:
 def allocate_in_expandable_segments() -> bool:
     """Turn `expandable_segments` on in this process, and tell whether the device supports it.
 
-    `torch._C._accelerator_setAllocatorSettings` (2.11, 2.13) may be called at any time: existing blocks stay where they
-    are. A user's own memory pools are expandable too (2.11, 2.13), so that allocating in a new one asks the driver.
+    `torch._C._accelerator_setAllocatorSettings` (torch 2.11, 2.13) may be called at any time: existing blocks stay
+    where they are. A user's own memory pools are expandable too (torch 2.11, 2.13), so that allocating in a new one
+    asks the driver.
     """
     set_to: Any = torch._C._accelerator_setAllocatorSettings
     set_to("expandable_segments:True")
@@ -696,7 +700,7 @@ def allocate_in_expandable_segments() -> bool:
 def not_compiling() -> Iterator[None]:
     """Make `torch.compiler.is_compiling()` False, as in a step, while real ops run inside of a compilation.
 
-    Optimizers check it, and allocate differently. `torch.compiler._is_compiling_flag` (2.11, 2.13).
+    Optimizers check it, and allocate differently. `torch.compiler._is_compiling_flag` (torch 2.11, 2.13).
     """
     compiler: Any = torch.compiler
     before, compiler._is_compiling_flag = compiler._is_compiling_flag, False
@@ -709,7 +713,7 @@ def not_compiling() -> Iterator[None]:
 def unprofiled(work: Callable[[], T]) -> T:
     """Call `work()`, on another thread if a user's profiler records this one: it is neither recorded nor disturbed.
 
-    `torch.autograd._profiler_enabled` (2.11, 2.13); profilers record by thread.
+    `torch.autograd._profiler_enabled` (torch 2.11, 2.13); profilers record by thread.
     """
     autograd: Any = torch.autograd
     if not autograd._profiler_enabled():
@@ -725,7 +729,7 @@ def unprofiled(work: Callable[[], T]) -> T:
 
 
 def has_data(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor is neither fake nor on the meta device: `torch._subclasses.FakeTensor` (2.11, 2.13)."""
+    """Tell whether a tensor is no `torch._subclasses.FakeTensor` (torch 2.11, 2.13), and not on the meta device."""
     from torch._subclasses import FakeTensor
 
     return not (isinstance(tensor, FakeTensor) or tensor.is_meta)
@@ -734,8 +738,8 @@ def has_data(tensor: torch.Tensor) -> bool:
 def fake_mode() -> contextlib.AbstractContextManager[Any]:
     """Return a mode that makes tensors without memory, and computes with real ones as if they had none.
 
-    `torch._subclasses.FakeTensorMode` with `allow_non_fake_inputs` (2.11, 2.13). Dynamo accepts such tensors as inputs
-    and parameters, and makes fake ones of its own of them.
+    `torch._subclasses.FakeTensorMode` with `allow_non_fake_inputs` (torch 2.11, 2.13). Dynamo accepts such tensors as
+    inputs and parameters, and makes fake ones of its own of them.
     """
     from torch._subclasses import FakeTensorMode
 
@@ -744,11 +748,11 @@ def fake_mode() -> contextlib.AbstractContextManager[Any]:
 
 
 def as_without_fakes(error: Exception) -> Exception | None:
-    """Return the error on real tensors that an error on fake ones implies; None if it implies none.
+    """Return the error that real tensors would raise where fake ones raised `error`; None if real ones may raise none.
 
-    It implies none if it concerns values or fake tensors alone. The classes of `torch._subclasses.fake_tensor` (2.11,
-    2.13, 2.14, 2.15) are not a user's; an error of devices is a plain RuntimeError in 2.11, `Unhandled FakeTensor
-    Device Propagation for ..., found two different devices cuda:0, cpu`.
+    None is returned if the error concerns values or fake tensors alone. The classes of `torch._subclasses.fake_tensor`
+    (torch 2.11, 2.13, 2.14, 2.15) are not a user's; an error of devices is a plain RuntimeError in torch 2.11,
+    `Unhandled FakeTensor Device Propagation for ..., found two different devices cuda:0, cpu`.
     """
     if two := re.search(r"found (?:at least )?two (?:different )?devices,? (\S+?)(?:,| and) ([\w:]+)", str(error)):
         what = f"Expected all tensors to be on the same device, but found at least two devices, {two[1]} and {two[2]}!"
@@ -759,7 +763,7 @@ def as_without_fakes(error: Exception) -> Exception | None:
 def tensor_places(model: torch.nn.Module) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
     """Yield the dictionary, name and tensor of every parameter, buffer and other tensor attribute of a model.
 
-    `Module._parameters` and `Module._buffers` (2.11, 2.13), which `torch.func.functional_call` writes to as well:
+    `Module._parameters` and `Module._buffers` (torch 2.11, 2.13), which `torch.func.functional_call` writes to as well:
     setting an attribute would not replace a parameter by a fake tensor that is none.
     """
     for module in model.modules():
@@ -770,17 +774,17 @@ def tensor_places(model: torch.nn.Module) -> Iterator[tuple[dict[str, Any], str,
 
 
 def children_of(module: torch.nn.Module) -> dict[str, Any]:
-    """Return the dictionary of a module's children, which may be modified: `Module._modules` (2.11, 2.13 to 2.15)."""
+    """Return the dictionary of a module's children, to be read or modified: `Module._modules` (torch 2.11 to 2.15)."""
     return module._modules
 
 
 def forward_hooks_of(module: torch.nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
-    """Return the hooks before and after forward: `_forward_pre_hooks`, `_forward_hooks` (2.11, 2.13 to 2.15)."""
+    """Return the hooks before and after forward: `_forward_pre_hooks`, `_forward_hooks` (torch 2.11, 2.13 to 2.15)."""
     return module._forward_pre_hooks, module._forward_hooks
 
 
 def backward_hooks_of(module: torch.nn.Module) -> list[Any]:
-    """Return a module's full backward hooks: values of `_backward_pre_hooks` and `_backward_hooks` (2.11 to 2.15)."""
+    """Return a module's full backward hooks, of `_backward_pre_hooks` and `_backward_hooks` (torch 2.11 to 2.15)."""
     return [*module._backward_pre_hooks.values(), *module._backward_hooks.values()]
 
 
@@ -794,7 +798,7 @@ def is_real(value: object) -> bool:
 def depends_on_data(symbol: object) -> bool:
     """Tell whether a symbolic number depends on data: it is a count of non-zeros, or a Python float.
 
-    `torch.fx.experimental.symbolic_shapes.free_unbacked_symbols` (2.11, 2.13).
+    `torch.fx.experimental.symbolic_shapes.free_unbacked_symbols` (torch 2.11, 2.13).
     """
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
@@ -805,7 +809,7 @@ def depends_on_float(symbol: object) -> bool:
     """Tell whether a symbolic number is a Python float, or is computed from one.
 
     Dynamo turns a float that has changed into an input, a tensor whose `.item()` is a symbol of the kind `SymT.FLOAT`
-    (`torch.utils._sympy.symbol`; 2.11, 2.13, 2.14, 2.15).
+    (`torch.utils._sympy.symbol`; torch 2.11, 2.13, 2.14, 2.15).
     """
     from torch.utils._sympy.symbol import SymT, symbol_is_type
 
@@ -817,7 +821,7 @@ def depends_on_float(symbol: object) -> bool:
 def is_float(placeholder: fx.Node) -> bool:
     """Tell whether an input of dynamo's graph is a Python float: a tensor that dynamo makes of it at each call.
 
-    Its `meta["grapharg"].source` is a `FloatTensorSource` (2.11, 2.13, 2.14, 2.15).
+    Its `meta["grapharg"].source` is a `FloatTensorSource` (torch 2.11, 2.13, 2.14, 2.15).
     """
     return type(getattr(placeholder.meta.get("grapharg"), "source", None)).__name__ == "FloatTensorSource"
 
@@ -826,7 +830,7 @@ def forget_history(graph: fx.Graph) -> None:
     """Release the autograd graph behind the values of the nodes of dynamo's graph, with the numbers that it saves.
 
     `meta["example_value"]` is a fake tensor with a history, whose nodes keep real tensors of the numbers in the code
-    (2.13, 2.14, 2.15).
+    (torch 2.13, 2.14, 2.15).
     """
     for node in graph.nodes:
         value = node.meta.get("example_value")
@@ -837,7 +841,8 @@ def forget_history(graph: fx.Graph) -> None:
 def input_place(primal: fx.Node) -> int | None:
     """Return the index of a primal among the inputs of dynamo's graph; None for one that AOTAutograd made itself.
 
-    `meta["desc"]`, a `PlainAOTInput` of `torch._functorch._aot_autograd.descriptors` (2.11, 2.13), has it as `idx`.
+    `meta["desc"]`, a `PlainAOTInput` of `torch._functorch._aot_autograd.descriptors` (torch 2.11, 2.13), has it as
+    `idx`.
     """
     place = getattr(primal.meta.get("desc"), "idx", None)
     return place if isinstance(place, int) else None
@@ -846,37 +851,38 @@ def input_place(primal: fx.Node) -> int | None:
 def is_symbolic(tensor: torch.Tensor) -> bool:
     """Tell whether a fake tensor was made with symbolic sizes, even if each has only one value and shows as an int.
 
-    `Tensor._has_symbolic_sizes_strides` (2.11, 2.13): `nbytes` of such a tensor is not available.
+    `Tensor._has_symbolic_sizes_strides` (torch 2.11, 2.13): `nbytes` of such a tensor is not available.
     """
     return bool(tensor._has_symbolic_sizes_strides)
 
 
 def expression_of(symbol: Any) -> Any:
-    """Return the sympy expression of a backed SymInt, SymFloat or SymBool: `SymNode.expr` (2.11, 2.13)."""
+    """Return the sympy expression of a backed SymInt, SymFloat or SymBool: `SymNode.expr` (torch 2.11, 2.13)."""
     return symbol.node.expr
 
 
 def guards_of(symbol: Any) -> list[Any]:
-    """Return what tracing assumed of sizes, as sympy expressions: the `expr` of `ShapeEnv.guards` (2.11, 2.13)."""
+    """Return what tracing assumed of sizes, as sympy expressions: `ShapeEnv.guards` (torch 2.11, 2.13)."""
     return [guard.expr for guard in symbol.node.shape_env.guards]
 
 
 def largest_of(symbol: Any) -> int | None:
     """Return the largest number that a SymInt may be; None if it is unlimited.
 
-    `ShapeEnv.bound_sympy` gives the range of an expression, as sympy numbers or torch's own `int_oo` (2.11, 2.13).
+    `ShapeEnv.bound_sympy` gives the range of an expression, as sympy numbers or torch's own `int_oo` (torch 2.11,
+    2.13).
     """
     upper = symbol.node.shape_env.bound_sympy(symbol.node.expr).upper
     return int(upper) if upper.is_Integer else None
 
 
 def size_now(symbol: Any) -> int:
-    """Return the value of a SymInt in the captured call, `SymNode.hint` (2.11, 2.13); return an int unchanged."""
+    """Return the value of a SymInt in the captured call, `SymNode.hint` (torch 2.11, 2.13); return an int unchanged."""
     return symbol if isinstance(symbol, int) else int(symbol.node.hint)
 
 
 def suggested_format(tensor: torch.Tensor) -> torch.memory_format:
-    """Return the memory format of kernels' results for this operand: `Tensor::suggest_memory_format` (2.11, 2.13)."""
+    """Return the memory format of results for this operand: `Tensor::suggest_memory_format` (torch 2.11, 2.13)."""
     from torch._prims_common import suggest_memory_format
 
     return suggest_memory_format(tensor)
@@ -885,7 +891,7 @@ def suggested_format(tensor: torch.Tensor) -> torch.memory_format:
 def cudnn_reserve_bytes(x: torch.Tensor) -> int:
     """Return the bytes that cuDNN's BatchNorm of this input passes from forward to backward, at the captured sizes.
 
-    `torch._C._get_cudnn_batch_norm_reserve_space_size` asks cuDNN, and takes fake tensors (2.11, 2.13); 0 without
+    `torch._C._get_cudnn_batch_norm_reserve_space_size` asks cuDNN, and takes fake tensors (torch 2.11, 2.13); 0 without
     cuDNN, as on a CPU.
     """
     ask: Any = getattr(torch._C, "_get_cudnn_batch_norm_reserve_space_size", None)
@@ -898,8 +904,8 @@ def cudnn_reserve_bytes(x: torch.Tensor) -> int:
 def fake_like() -> Callable[[torch.Tensor, torch.device], torch.Tensor]:
     """Return a function that makes fake tensors of one mode from meta tensors, sharing their storages.
 
-    `torch._subclasses.FakeTensor(mode, meta tensor, device)` (2.11, 2.13); it takes a tenth of the time of making them
-    inside of the mode.
+    `torch._subclasses.FakeTensor(mode, meta tensor, device)` (torch 2.11, 2.13); it takes a tenth of the time of making
+    them inside of the mode.
     """
     from torch._subclasses import FakeTensor, FakeTensorMode
 
@@ -910,7 +916,7 @@ def fake_like() -> Callable[[torch.Tensor, torch.device], torch.Tensor]:
 def graph_module(root: torch.nn.Module, graph: fx.Graph) -> fx.GraphModule:
     """Return a module of a graph with the attributes of another, whose code is generated only when it is needed.
 
-    `torch.fx._lazy_graph_module._LazyGraphModule` (2.11, 2.13).
+    `torch.fx._lazy_graph_module._LazyGraphModule` (torch 2.11, 2.13).
     """
     from torch.fx._lazy_graph_module import _LazyGraphModule
 
@@ -918,10 +924,11 @@ def graph_module(root: torch.nn.Module, graph: fx.Graph) -> fx.GraphModule:
 
 
 def input_and_dimension(placeholder: fx.Node, names: Sequence[str] = ()) -> tuple[str, int | None]:
-    """Return the model's input and its dimension whose size a symbolic number of dynamo's graph is.
+    """Return the name of the model's input and the dimension whose size a symbolic input of dynamo's graph is.
 
     The dimension is None for an input that is a number itself. Inputs that are passed by position have one of `names`.
-    `meta["grapharg"].source` is such as `L['args'][0].size()[1]`; `name` is a method in 2.11, a property in 2.13.
+    `meta["grapharg"].source` is such as `L['args'][0].size()[1]`; `name` is a method in torch 2.11, a property in torch
+    2.13.
     """
     import re
 
@@ -939,7 +946,7 @@ def input_and_dimension(placeholder: fx.Node, names: Sequence[str] = ()) -> tupl
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """Return a number that is equal for tensors, even fake ones, on one storage: `UntypedStorage._cdata` (2.11, 2.13).
+    """Return a number of a tensor's storage, also of a fake one's: `UntypedStorage._cdata` (torch 2.11, 2.13).
 
     A sparse tensor counts as one that shares nothing: its indices and values are assumed to be its own.
     """
@@ -949,7 +956,7 @@ def storage_of(tensor: torch.Tensor) -> int:
 def shell_of(kind: type[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
     """Return a tensor of a subclass with the shape, type and device of another, and no memory.
 
-    `torch.Tensor._make_wrapper_subclass` (2.11, 2.13) is what torch's own notes on `__torch_dispatch__` use.
+    `torch.Tensor._make_wrapper_subclass` (torch 2.11, 2.13) is what torch's own notes on `__torch_dispatch__` use.
     """
     shell: torch.Tensor = torch.Tensor._make_wrapper_subclass(
         kind, like.shape, dtype=like.dtype, device=like.device
@@ -958,9 +965,9 @@ def shell_of(kind: type[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
 
 
 def without_memory(like: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a tensor of the same layout on a device, whose storage has no bytes.
+    """Return a tensor on a device with the shape, strides and type of `like`, whose storage has no bytes.
 
-    `UntypedStorage.resize_` (2.11, 2.13) is what torch's own sharded training frees parameters with.
+    `UntypedStorage.resize_` (torch 2.11, 2.13) is what torch's own sharded training frees parameters with.
     """
     empty = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
     empty.untyped_storage().resize_(0)
@@ -968,7 +975,7 @@ def without_memory(like: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Return how often the tensor has been written to: `Tensor._version` (2.11, 2.13), which autograd checks."""
+    """Return how often the tensor has been written to: `Tensor._version` (torch 2.11, 2.13), which autograd checks."""
     return int(tensor._version)
 
 
@@ -984,7 +991,7 @@ def cpu_name() -> str:
 
 
 def nnpack_enabled() -> bool:
-    """Tell if convolutions may use NNPACK: `torch._C._get_nnpack_enabled` (2.11, 2.13), which has no public name."""
+    """Tell if convolutions may use NNPACK: `torch._C._get_nnpack_enabled` (torch 2.11, 2.13); no name is public."""
     return bool(torch._C._get_nnpack_enabled())
 
 
@@ -998,7 +1005,7 @@ def among_ranks() -> bool:
 def store_of_job() -> Any:
     """Return the key-value store of the default process group; None if there is no process group.
 
-    `torch.distributed.distributed_c10d._get_default_store` (2.11, 2.13).
+    `torch.distributed.distributed_c10d._get_default_store` (torch 2.11, 2.13).
     """
     import torch.distributed as dist
 
@@ -1012,7 +1019,7 @@ def store_of_job() -> Any:
 def own_connection(store: Any) -> Any:
     """Return a second connection to a TCPStore, which no other thread of this process can block; None for other stores.
 
-    `Store.clone` is not documented (2.13). Without it all users of the store share one connection and its lock.
+    `Store.clone` is not documented (torch 2.13). Without it all users of the store share one connection and its lock.
     """
     import torch.distributed
 
@@ -1027,7 +1034,7 @@ def is_effect_token(placeholder: fx.Node) -> bool:
     """Tell whether an input of a joint graph is a token of an op with effects, which has no gradient.
 
     AOTAutograd puts them before the caller's inputs, and marks them in `meta["desc"]`, a `ForwardTokenAOTInput` of
-    `torch._functorch._aot_autograd.descriptors` (2.11, 2.13).
+    `torch._functorch._aot_autograd.descriptors` (torch 2.11, 2.13).
     """
     return type(placeholder.meta.get("desc")).__name__ == "ForwardTokenAOTInput"
 
@@ -1045,7 +1052,7 @@ def is_state(placeholder: fx.Node) -> bool:
 
 
 def without_dict(path: str) -> str:
-    """Normalize the path that dynamo writes of a part of a model whose class defines `__getattr__` (2.11, 2.13).
+    """Return dynamo's path to a part of a model in its short form, without `__dict__` (torch 2.11, 2.13).
 
     >>> without_dict("L['self'].__dict__['_modules']['base']._parameters['weight']")
     "L['self']._modules['base']._parameters['weight']"
@@ -1057,8 +1064,7 @@ def _path_in_model(placeholder: fx.Node) -> list[tuple[str, str]]:
     """Return the modules, and the parameter or buffer, on the path to the object that an input of dynamo's graph is.
 
     `meta["grapharg"].source` is the path by which dynamo found it, as `L['self']._modules['0']._parameters['weight']`;
-    its
-    `name` is a method in 2.11 and a property in 2.13. Names are written as `repr` writes them.
+    its `name` is a method in torch 2.11 and a property in torch 2.13. Names are written as `repr` writes them.
     """
     from ast import literal_eval
 
@@ -1071,7 +1077,7 @@ def _path_in_model(placeholder: fx.Node) -> list[tuple[str, str]]:
 
 
 def copied(graph: fx.Graph) -> fx.Graph:
-    """Copy a graph with the `meta` of its nodes: `graph_copy` (2.11, 2.13) leaves out that of the output."""
+    """Copy a graph with the `meta` of its nodes: `graph_copy` (torch 2.11, 2.13) leaves out that of the output."""
     copy = fx.Graph()
     copy.output(copy.graph_copy(graph, {})).meta = dict(graph.output_node().meta)
     return copy
@@ -1080,8 +1086,8 @@ def copied(graph: fx.Graph) -> fx.Graph:
 def memory_order(tensor: torch.Tensor) -> list[int]:
     """Return the dimensions of a tensor from the outermost to the innermost in memory, as Inductor orders them.
 
-    `torch._prims_common.compute_elementwise_output_logical_to_physical_perm` (2.11, 2.13), called with the present
-    sizes of the tensor, so that no symbolic size is compared.
+    `torch._prims_common.compute_elementwise_output_logical_to_physical_perm` (torch 2.11, 2.13), called with the
+    present sizes of the tensor, so that no symbolic size is compared.
     """
     from torch._prims_common import compute_elementwise_output_logical_to_physical_perm
 

@@ -19,7 +19,7 @@ _FACTORS = {
 }  # fmt: skip
 _AMOUNT = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]+|%)?\s*", re.ASCII)
 _MOST = 2**53  # 8 PiB: up to this a size is exact as a float, too
-_MOST_DIGITS = 400  # of a number in a text; Python refuses to read integers of more than 4,300 digits
+_MOST_DIGITS = 400  # digits of a number in a text that are read; Python refuses integers of more than 4,300 digits
 _FEW = 1024  # bytes: a smaller float was hardly meant as a number of bytes
 
 
@@ -109,12 +109,12 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_ratio(part: float, whole: float, form: str) -> str:
-    """Format `part / whole`; if both are 0 they are equal, and it is "inf" if only `whole` is 0."""
+    """Format `part / whole` by `form`, such as ".2f"; the ratio is 1 if both are 0, "inf" if only `whole` is."""
     return format(part / whole if whole else 1.0 if part == whole else math.inf, form)
 
 
 def integer(given: object) -> int | None:
-    """Return `given` as an int if it is one, numpy's included; a bool is none."""
+    """Return `given` as an int if it is an integer, numpy's included; None for anything else, and for a bool."""
     if isinstance(given, bool) or not isinstance(given, Integral):
         return None
     return int(given)
@@ -142,7 +142,7 @@ def _is_share(given: object) -> bool:
 
 
 def _meant(given: object) -> str:
-    """Return, as the start of a hint, the integer that a float or a text such as "4e9" was meant to be; else ""."""
+    """Return the start of a hint, "int(4e9), ", for a float or text that was meant as bytes; "" for anything else."""
     try:
         number = float(given) if isinstance(given, float | str) else math.nan
     except ValueError:

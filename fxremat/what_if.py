@@ -36,14 +36,14 @@ Make = Callable[[int], tuple[nn.Module, Any]]  # returns a model and its inputs 
 
 PROBES = (2, 3, 5)  # sizes at which a model is made, to see which sizes of its inputs depend on them
 EVERYTHING = 2**52  # a budget in bytes that is more than any step allocates
-GUESSES = 6  # at most; one is exact where memory is linear in the size, and more are needed where it is not
+GUESSES = 6  # guesses of the largest size, at most; the first one is exact where memory is linear in the size
 SHARED = tuple(f"{share}%" for share in SHARES)
 HEADS = ("device", "memory", "keep all", "", *SHARED, "least", "", "fits", "planned", "", "fits")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """The plan of a step on one device."""
+    """The plan of a step for one device, and whether the step fits beside all else that the device holds."""
 
     device: Device
     plan: Plan
@@ -69,7 +69,10 @@ class Estimate:
 
     @property
     def left_at_least(self) -> int | None:
-        """The bytes that are free, as in `left`, with the program that needs the least memory."""
+        """The bytes of the device's memory that are free at the peak of the program that needs the least memory.
+
+        Less than 0: no program fits. None: the device's memory is not stated.
+        """
         return None if self.device.memory is None else self.on_device.left(self.plan.minimum)
 
     def seconds_at(self, share: float) -> float | None:
@@ -117,7 +120,7 @@ def _row(estimate: Estimate) -> tuple[str, ...]:
 
 
 def _advice(estimates: Iterable[Estimate]) -> Iterator[str]:
-    """Yield a line for each device on which the step fits within some budget, but not as it is planned."""
+    """Yield a hint, with a budget that fits, for each device on which the step fits, but not as it is planned."""
     for estimate in estimates:
         if (estimate.left or 0) < 0 <= (estimate.left_at_least or 0):
             free = format_bytes(estimate.on_device.free)
@@ -125,7 +128,7 @@ def _advice(estimates: Iterable[Estimate]) -> Iterator[str]:
 
 
 def compared(devices: Devices, mem: int | str, plan_for: Callable[..., Plan], search: Search) -> Comparison:
-    """Return the comparison of a plan for each device. Those that run the same kernels share one capture.
+    """Plan a step for each device, and return the plans as a comparison; devices with the same kernels share a capture.
 
     A budget of "auto" is what each device has left; where that is too little, the least budget is shown.
 
@@ -165,7 +168,7 @@ def _within_or_least(known: Plan, mem: int | str, *, auto: bool, **options: Any)
 
 
 def _another(known: Plan, mem: int | str, **options: Any) -> Plan:
-    """Plan the captured step of a plan with other options."""
+    """Return another plan of the captured step of a plan, within `mem` and with other options."""
     assert known.step is not None
     made: Plan = known.step.plan(mem, **options)
     return made
@@ -218,11 +221,11 @@ def largest(least_budget: Callable[[int], int], budget: int, limit: int, start: 
 
 
 def largest_on(device: Device | None, plans: PlansOfSize, mem: int | str, limit: int) -> tuple[int, Largest]:
-    """Return the bytes that a step may allocate on a device, and the largest size whose step needs no more.
+    """Return the budget in bytes that `mem` means on a device, and the largest size whose step fits into it.
 
-    With mem="auto" these are all of the device's bytes, less a margin, and parameters, inputs and optimizer state count
-    as part of the step: some of them grow with the inputs. The answer is guessed from known programs of other sizes;
-    programs are searched for only at sizes near it.
+    With mem="auto" the budget is the device's memory less a margin, and parameters, inputs and optimizer state count as
+    part of the step: some of them grow with the inputs. The size is guessed from known programs of other sizes;
+    programs are searched for only at sizes near it. device=None: the device that the model is on.
     """
     auto = isinstance(parse_budget(mem), Auto)
 
@@ -248,7 +251,7 @@ def largest_on(device: Device | None, plans: PlansOfSize, mem: int | str, limit:
 
 
 def _guess(least_budget: Callable[[int], int], budget: int, limit: int) -> int:
-    """Guess the largest size within a budget: the size where the line through the last two sizes reaches it."""
+    """Guess the largest size whose least budget is within `budget`, by the secant method, in up to `GUESSES` steps."""
     if limit < PROBES[-1]:
         return min(PROBES[0], limit)
     (one, at_one), (other, at_other) = ((size, least_budget(size)) for size in PROBES[:2])
@@ -275,11 +278,11 @@ class PlansOfSize:
     def __init__(self, make: Make, plan_for: Callable[..., Plan]) -> None:
         self._make, self._plan_for = make, plan_for
         self._sizes = sizes_that_change(make)
-        self._captured: dict[Device | None, Plan | None] = {}  # None: sizes cannot be symbolic
+        self._captured: dict[Device | None, Plan | None] = {}  # no plan: sizes cannot be symbolic
         self._fixed: dict[tuple[Device | None, int], Plan] = {}
 
     def at(self, device: Device | None, size: int) -> Plan:
-        """Return the plan at a size, on a device."""
+        """Return the keep-all plan at a size for a device; None: the device that the model is on."""
         captured = self._of_all_sizes(device) if size > 1 else None
         if captured is not None and captured.step is not None and self._sizes is not None:
             with contextlib.suppress(FxrematError):  # raised where another graph of the model is captured at this size
@@ -311,7 +314,7 @@ class PlansOfSize:
 
 
 def _costs(device: Device | None) -> dict[str, Device]:
-    """Return the option that plans for a device; none for the one that the model is on."""
+    """Return the option `costs` that plans for a device; {} for None, the device that the model is on."""
     return {} if device is None else {"costs": device}
 
 

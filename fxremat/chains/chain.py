@@ -31,7 +31,7 @@ class Option:
     saved_bytes: int
     backward_time: float
     backward_scratch: int = 0
-    save_scratch: int | None = None  # None: that of the block
+    save_scratch: int | None = None  # bytes while the forward saves, beyond what it stores; None: as for the block
 
     def __post_init__(self) -> None:
         _check_numbers(self)
@@ -39,7 +39,7 @@ class Option:
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """One link of the chain."""
+    """One block of a chain: the seconds of its forward and backward, and the bytes of what it makes and saves."""
 
     name: str = ""
     forward_time: float
@@ -47,12 +47,12 @@ class Block:
     output_bytes: int
     saved_bytes: int
     grad_bytes: int = None  # type: ignore[assignment]  # None becomes output_bytes
-    forward_scratch: int = 0  # beyond inputs and outputs, while the forward runs without saving
-    backward_scratch: int = 0
+    forward_scratch: int = 0  # bytes beyond inputs and outputs, while the forward runs without saving
+    backward_scratch: int = 0  # bytes beyond what is stored and written, while the backward runs
     weight_bytes: int = 0
     weight_grad_bytes: int = 0  # stored by the backward until the step ends
     held_bytes: int = 0  # held as long as d_l is the stored gradient (and, in the last block, before)
-    save_scratch: int = None  # type: ignore[assignment]  # of the forward that saves; None becomes forward_scratch
+    save_scratch: int = None  # type: ignore[assignment]  # scratch of the forward that saves; None: forward_scratch
     options: tuple[Option, ...] = ()  # options 1, 2, ...; option 0 is the block's own numbers
 
     def __post_init__(self) -> None:
@@ -145,7 +145,7 @@ class Chain:
 
     @cached_property
     def phase_sizes(self) -> tuple[int, ...]:
-        """Bytes that phases 0..n hold whatever the schedule; phase t lasts while d_t is the stored gradient.
+        """Bytes that phases 0..n hold whatever the schedule; phase t lasts while d_t, the gradient of a_t, is stored.
 
         phase[t] = d_t + held_t + the weight gradients of the blocks after t.
         """
@@ -159,7 +159,7 @@ class Chain:
 
     @cached_property
     def least_time(self) -> float:
-        """Seconds of every forward and every backward once, at its fastest: a lower bound for all schedules."""
+        """Seconds of each forward and each backward once, with its fastest option: no schedule takes less."""
         return math.fsum(b.forward_time + min(o.backward_time for o in b.choices) for b in self.blocks)
 
     @classmethod
@@ -291,7 +291,7 @@ def _build(cls: type[_T], data: dict[str, Any]) -> _T:
     return cls(**data)
 
 
-_LEFT_OPEN = {"Option": ("save_scratch",)}  # fields that may be None: the object that holds the data fills them in
+_LEFT_OPEN = {"Option": ("save_scratch",)}  # class -> fields that may be None: a Block fills in those of its options
 _REQUIRED = {
     "Block": ("forward_time", "backward_time", "output_bytes", "saved_bytes"),
     "Option": ("saved_bytes", "backward_time"),
@@ -300,7 +300,7 @@ _REQUIRED = {
 
 
 def _written(data: Chain | Block | Option) -> dict[str, Any]:
-    """Return the JSON object of `data`, without empty names and empty lists of options."""
+    """Return `data` as an object for JSON, without empty names, empty lists of options, and None."""
     entry: dict[str, Any] = {}
     for field in fields(data):
         value = getattr(data, field.name)

@@ -17,9 +17,9 @@ from fxremat.units import shortened
 
 @dataclass(frozen=True)
 class On:
-    """An operation of one branch: 1, 2, ..., or 0 for the trunk."""
+    """An operation on one branch, or on the trunk, of a join."""
 
-    branch: int
+    branch: int  # 1, 2, ...; 0: the trunk
     op: Op
 
     def __str__(self) -> str:
@@ -28,7 +28,7 @@ class On:
 
 @dataclass(frozen=True)
 class Loss:
-    """The operation in which all branches meet."""
+    """The loss of a join without a trunk, in which all branches meet: their last values become their gradients."""
 
     def __str__(self) -> str:
         return "Loss"

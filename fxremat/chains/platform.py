@@ -13,8 +13,8 @@ class Platform:
     """The memory of a device, and the speeds of its link in bytes per second; None or 0 if it has no host tier."""
 
     memory: int | None = None  # bytes of the device
-    to_host: float | None = None
-    from_host: float | None = None
+    to_host: float | None = None  # bytes per second
+    from_host: float | None = None  # bytes per second
     duplex: Literal["full", "half"] = "full"  # half: the two directions share one bus
 
     def __post_init__(self) -> None:

@@ -25,14 +25,14 @@ from fxremat.errors import InvalidSchedule
 
 @dataclass(eq=False)
 class Stored:
-    """A value on the device, from the place `born` to the place `gone`."""
+    """A value on the device, from the place `born` to the place `gone`: places are moments, numbered as said above."""
 
     size: int
-    option: int  # under which A was saved
+    option: int  # the option under which A was saved
     born: int
     gone: int = -1  # -1: it stays to the end
-    coming: "LinkCopy | None" = None  # the copy from the host that makes it
-    leaving: "LinkCopy | None" = None  # the copy to the host after which it may go
+    coming: "LinkCopy | None" = None  # the copy from the host that makes it; None: an op makes it
+    leaving: "LinkCopy | None" = None  # the copy to the host after which it may be freed; None: it does not leave
     touched: bool = False  # True once an op or a token has used it
 
 
@@ -44,40 +44,43 @@ class LinkCopy:
     value: Value
     stored: Stored
     outward: bool  # to the host
-    after: "LinkCopy | None"  # the copy that must have ended before
-    due: int = -1  # from the host: the place at which it must have ended
+    after: "LinkCopy | None"  # the copy that must have ended before this one starts; None: there is none
+    due: int = -1  # of a copy from the host: the place at which it must have ended
 
 
 @dataclass(frozen=True)
 class OpRun:
-    """A forward or backward."""
+    """A forward or backward of the schedule."""
 
-    token: int
+    token: int  # its place in the schedule, from 0
     seconds: float
     needs: tuple[LinkCopy, ...]  # copies of what it reads, which must have ended
 
 
 @dataclass(frozen=True)
 class Token:
-    """A drop, or a copy that enters its queue."""
+    """An operation of the schedule that takes no time itself: a drop, or a copy that enters its queue."""
 
-    token: int
-    copy: LinkCopy | None
-    freed: int  # bytes
+    token: int  # its place in the schedule, from 0
+    copy: LinkCopy | None  # None: it is a drop
+    freed: int  # bytes that a drop frees
 
 
 @dataclass(frozen=True)
 class ResolvedSchedule:
     """A schedule resolved against its chain: all that is known without the clock."""
 
-    steps: list[OpRun]
-    slots: list[list[Token]]  # one more than there are steps
-    copies: list[LinkCopy]
-    base: list[int]  # bytes, at every place
+    steps: list[OpRun]  # op c is steps[c]
+    slots: list[list[Token]]  # slots[c]: the tokens before op c; the last list has those after all ops
+    copies: list[LinkCopy]  # in the order of the schedule
+    base: list[int]  # bytes at every place, with instant copies to the host and latest copies from it
 
 
 def read(chain: Chain, schedule: Schedule) -> ResolvedSchedule:
-    """Resolve `schedule` against its chain. Raises `InvalidSchedule`, which names the op and what it lacks."""
+    """Return what each op of a schedule reads, waits for and frees, and the memory at every place, without times.
+
+    Raises `InvalidSchedule`, which names the op and what it lacks.
+    """
     reader = _Reader(chain)
     for token, op in enumerate(schedule.ops):
         try:
@@ -97,7 +100,7 @@ def read(chain: Chain, schedule: Schedule) -> ResolvedSchedule:
 
 @dataclass
 class _Reader:
-    """The device and the host between two ops, in the order of the schedule."""
+    """A reader of schedules: what is on the device and on the host after the ops that were read so far."""
 
     chain: Chain
     device: dict[Value, Stored] = field(init=False)
@@ -217,7 +220,7 @@ class _Reader:
         return self._touch(stored, here)
 
     def _close(self, value: Value, gone: int) -> tuple[LinkCopy, ...]:
-        """Remove a stored value from the place `gone` on; return the copies to wait for."""
+        """Remove a stored value from the place `gone` on; return the copies that have to end before."""
         stored = self.device.pop(value, None)
         if stored is None:
             return ()

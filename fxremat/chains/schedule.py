@@ -3,7 +3,7 @@
     Fck1        forward of block 1, keeping its input
     Fnone2      forward of block 2, discarding its input
     Fall3       forward of block 3, saving all that its backward needs
-    Fall3[1]    the same, saving the smaller set of option 1
+    Fall3[1]    forward of block 3, saving the smaller set of values of its option 1
     B3          backward of block 3
     Drop(a2)    free a value: a2 crosses the boundary after block 2, A2 is what Fall2 saved
     Off(A1)     copy to the host;  Pre(A1)  copy back

@@ -40,7 +40,8 @@ Accounting = Literal["whole", "fluid"]
 class Timeline:
     """Memory and time of a schedule; `memory[i]`, `starts[i]` and `ends[i]` belong to `schedule.ops[i]`.
 
-    The start of an Off or Pre is that of its copy; its memory is that of the device when the schedule reaches it.
+    An Off or Pre, a copy to or from the host, starts when its copy does; its memory is that of the device when the
+    schedule reaches it.
     """
 
     schedule: Schedule
@@ -48,7 +49,7 @@ class Timeline:
     time: float  # seconds, until the last op and the last copy have ended
     memory: tuple[int, ...]  # bytes: the most while the op runs, including all that is stored
     starts: tuple[float, ...]  # seconds from the start of the step
-    ends: tuple[float, ...]
+    ends: tuple[float, ...]  # seconds from the start of the step
     idle: float  # seconds of `time` during which no op runs
     sent: int  # bytes copied to the host
     returned: int  # bytes copied back
@@ -165,7 +166,7 @@ def _link(script: ResolvedSchedule, schedule: Schedule, platform: Platform | Non
 
 
 def _check_room(script: ResolvedSchedule, schedule: Schedule, limit: int) -> None:
-    """Raise if memory is too small even with instant copies to the host and copies from it as late as possible."""
+    """Raise `InvalidSchedule` if `limit` bytes are too few even with instant copies out and latest copies back."""
     for place, need in enumerate(script.base):
         if need > limit:
             token = script.steps[max(place - 1, 0) // 3].token  # the last place needs no more than the one before

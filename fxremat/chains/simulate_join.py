@@ -9,7 +9,7 @@
 
     op         needs               memory while it runs                          afterwards
     Loss       every last value    all + the gradients of every last value       the gradients; no a_n
-    0:B1       the same, A_1       all + the same + its scratch                  the same, without A_1
+    0:B1       last values, A_1    all + those gradients + its scratch           the gradients; no a_n, no A_1
     0:Fnone1   every last value    all + a_1 + scratch                           a_1; no a_n
 
 and every other op as in simulate.py, where "stored" and "phase" are those of all branches and the trunk together.
@@ -35,7 +35,9 @@ class JoinTimeline:
 
 
 def simulate_join(join: Join, schedule: JoinSchedule) -> JoinTimeline:
-    """Simulate `schedule`. Raises `InvalidSchedule`, which names the op and what it lacks.
+    """Simulate a schedule of a join: memory at every op, and the time.
+
+    Raises `InvalidSchedule`, which names the op and what it lacks.
 
     >>> from fxremat.chains.chain import Block
     >>> block = Block(forward_time=1.0, backward_time=2.0, output_bytes=1, saved_bytes=3)
@@ -66,8 +68,8 @@ class _Branch:
     chain: Chain
     stored: dict[Value, int] = field(default_factory=dict)  # value -> its bytes
     options: dict[int, int] = field(default_factory=dict)  # block -> the option under which A_l was saved
-    phase: int | None = None  # None: it has no gradient yet
-    constant: int = 0  # bytes held in this phase
+    phase: int | None = None  # the block whose backward is next; None: the branch has no gradient yet
+    constant: int = 0  # bytes held in this phase, besides what is stored
 
     @property
     def used(self) -> int:
@@ -105,7 +107,7 @@ class _Device:
         return sum(branch.used for _, branch in self.chains())
 
     def run(self, op: JoinOp) -> tuple[int, float]:
-        """Run one op; return the memory while it runs, and its seconds."""
+        """Run one op; return the bytes of all branches and the trunk while it runs, and its seconds."""
         match op:
             case Loss():
                 return self._loss(), 0.0
@@ -179,7 +181,7 @@ class _Device:
         del branch.stored[saved]
         branch.enter(number - 1)
         if first_of_trunk:
-            branch.constant -= branch.chain.input_grad_bytes  # which the branches hold
+            branch.constant -= branch.chain.input_grad_bytes  # the branches hold this gradient, as those of their ends
             self._turn()
         else:
             self._free_input(branch, number)

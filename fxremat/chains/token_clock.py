@@ -15,9 +15,9 @@ start; there more memory may let a copy from the host go before others.
     fluid   it does so in part: memory is released and allocated at the speed of the link; an op's input stays entire
             while the op runs; copies from the host pause where they would take memory that an op needs
 
-The fluid model is the relaxation O.7'' / OR.5 of the thesis (ch. 3-4). That one pauses no copy, but delays copies from
-the host as long as it can: a copy that is early, where it fits, changes no op's start. Proposition 1 there: offloading
-as early as possible is best.
+The fluid model is the relaxation O.7'' / OR.5 of the thesis of A. Shilova (2021, ch. 3-4). The thesis pauses no copy,
+but delays copies from the host as long as it can: a copy that is early, where it fits, changes no op's start. By its
+Proposition 1, offloading as early as possible is best.
 """
 
 from collections import deque
@@ -35,14 +35,14 @@ _BYTES = 1e-3  # smaller differences are rounding
 
 @dataclass(frozen=True, kw_only=True)
 class TimedRun:
-    """The times of all events; lists are indexed by token."""
+    """The times and memory of a run of a schedule; lists have an entry for each of its operations (tokens)."""
 
-    time: float
-    idle: float
-    peak: int
-    memory: list[int]
-    starts: list[float]
-    ends: list[float]
+    time: float  # seconds, until the last op and the last copy have ended
+    idle: float  # seconds during which no op runs
+    peak: int  # bytes
+    memory: list[int]  # bytes
+    starts: list[float]  # seconds
+    ends: list[float]  # seconds
     hidden: float  # share of the copies' seconds during which an op ran
 
 
@@ -60,8 +60,8 @@ class _Flow:
     """A copy that is under way."""
 
     copy: LinkCopy
-    rate: float
-    since: float
+    rate: float  # bytes per second
+    since: float  # seconds: when it last started, resumed or paused
     moved: float = 0.0  # bytes at time `since`
     target: float = 0.0  # bytes at which it stops or pauses
     until: float = inf  # the time at which it reaches `target`; inf if it is paused
@@ -84,7 +84,10 @@ class _Flow:
 
 
 def run(script: ResolvedSchedule, schedule: Schedule, limit: int | None, link: LinkSpeeds, *, fluid: bool) -> TimedRun:
-    """Run the clock over a script. Raises `InvalidSchedule` if nothing can proceed."""
+    """Compute when each op and copy of a resolved schedule runs, within `limit` bytes. Raises `InvalidSchedule`.
+
+    It raises if neither an op nor a copy can proceed. `fluid`: memory is freed and allocated as fast as copies go.
+    """
     return _Clock(script, schedule, limit, link, fluid).run()
 
 
@@ -148,7 +151,7 @@ class _Clock:
         return float(self.need[self.place]) + self._partial(self.place)
 
     def _partial(self, place: int) -> float:
-        """Return what unfinished copies change at a place, beyond `need`, in bytes."""
+        """Return the bytes that unfinished copies add to `need` at a place (0 unless `fluid`)."""
         if not self.fluid:
             return 0.0
         coming, leaving = self.flows
@@ -180,13 +183,16 @@ class _Clock:
         return True
 
     def _excess(self) -> float:
-        """Return the bytes that the next op, or what follows it, lacks now; not above 0 if it fits."""
+        """Return the bytes that are missing for the next op to start, or for the time after it; 0.0 if it fits."""
         places = (self.place + 1, self.place + 2)
         most = max(float(self.need[place]) + self._partial(place) for place in places) - self.limit
         return most if most > (_BYTES if self.fluid else 0) else 0.0
 
     def _start_copies(self) -> bool:
-        """Start the copies that can start in the two queues; on a shared bus, the one that entered first."""
+        """Start, or resume, the copies of both queues that can run, and return whether any did.
+
+        On a shared bus only one runs: the one that entered its queue first, if it can.
+        """
         heads = [
             flow.copy.token if flow else queue[0].token if queue else inf
             for flow, queue in zip(self.flows, self.queues, strict=True)
@@ -274,7 +280,7 @@ class _Clock:
         self._settle(0)
 
     def _settle(self, way: int) -> None:
-        """Record that a copy has reached its target."""
+        """Record that the copy of a queue (0: from the host, 1: to it) has reached its target, if it has by now."""
         flow = self.flows[way]
         if flow is None or flow.until > self.time:
             return

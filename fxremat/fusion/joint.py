@@ -39,7 +39,7 @@ class FusedLayout(Layout):
 
 
 def fused_program(program: Program, units: Units, kernels: Kernels) -> Program:
-    """Return the program of a joint graph whose ops are units of another program. O(steps); nothing is compiled."""
+    """Return a program whose ops are the units of `program`, each executed once. O(steps); nothing is compiled yet."""
     joint = _joint_of(program, units, kernels)
     steps = [program.steps[unit.steps[0]] for unit in units]
     groups = [node.meta.get(GROUP) for node in joint.nodes]
@@ -84,11 +84,11 @@ def _joint_of(program: Program, units: Units, kernels: Kernels) -> Captured:
     return read_joint(module, len(captured.forward_outputs))
 
 
-FOR_EVER = 1 << 60
+FOR_EVER = 1 << 60  # a number above every group
 
 
 def _last_readers(graph: fx.Graph) -> dict[fx.Node, int]:
-    """Return the last group that reads each node; `FOR_EVER` for what the step returns."""
+    """Return node -> number of the last unit (group) that reads it; `FOR_EVER` for what the step returns."""
     last: dict[fx.Node, int] = {}
     for node in graph.nodes:
         group = node.meta.get(GROUP, FOR_EVER)
@@ -101,24 +101,30 @@ def _last_readers(graph: fx.Graph) -> dict[fx.Node, int]:
 class _Uses:
     """The rights of a unit to free or overwrite what it reads."""
 
-    group: int
+    group: int  # the number of the unit
     last: dict[fx.Node, int]  # the last group that reads each node
     first_late: int  # the first unit of the backward
 
     def dies(self, node: fx.Node) -> bool:
-        """Tell whether nothing holds a node's tensor when the unit has run; the caller holds the step's inputs."""
+        """Tell whether a node's tensor may be freed once the unit has run: no later unit and no caller needs it."""
         given = node.op == "placeholder" and not node.name.startswith("tangents")
         root = node.op == "placeholder" and node.meta["val"].numel() == 1  # gradient of a loss, which autograd holds
         return self.last[node] == self.group and node.op != "get_attr" and not given and not root
 
     def may_overwrite(self, node: fx.Node) -> bool:
-        """Tell whether the unit may overwrite it: not if the forward saves it, for a backward that may run again."""
+        """Tell whether the unit may overwrite a node's tensor: one that dies here, and was made in the same graph.
+
+        What the forward saves stays, since the backward may run again.
+        """
         made = node.meta.get(GROUP)
         return self.dies(node) and made is not None and (made < self.first_late) == (self.group < self.first_late)
 
 
 def _put_region(root: torch.nn.Module, nodes: Sequence[fx.Node], uses: _Uses, kernels: Kernels) -> None:
-    """Replace the nodes of one unit by a region; seeds are passed to it one by one, so that equal regions are equal."""
+    """Replace the nodes of one unit by a call of a `Region`.
+
+    Seeds are inputs of the region: regions that differ only in which seeds they use are then equal.
+    """
     seeds = [node for node in nodes if _is_seed(node)]
     nodes = [node for node in nodes if node not in seeds]
     for node in reversed(seeds):
@@ -171,7 +177,7 @@ def _extracted(nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], outputs: Seq
 
 
 def _described(nodes: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> dict[str, Any]:
-    """Return the `meta` of a unit: its outputs, and the innermost module around all of its ops."""
+    """Return the `meta` of a unit's node: of its largest output, with all outputs and the module around its ops."""
     largest = max(outputs, key=lambda node: sum(t.nbytes for t in tensors_of(node) if t is not None))
     module = common_module(module_of(node) for node in nodes if node.target is not operator.getitem)
     path = "L['self']" + "".join(f"[{part!r}]" for part in module.split(".") if module)

@@ -29,17 +29,17 @@ from fxremat.step.liveness import Sizes, live_bytes
 from fxremat.step.program import Program, Step, Transfer
 
 aten = torch.ops.aten
-LARGEST = 40  # steps of a group of pointwise ops
+LARGEST = 40  # steps of a group of pointwise ops, at most
 WORTH = 4096  # bytes that an op must share with a group to join it
 TRIES = 40  # rounds in which ops of a group are kept where they are, at most
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Steps that run as one, by their indices in the program."""
+    """Steps of a program that run as one."""
 
-    steps: tuple[int, ...]
-    compiled: bool
+    steps: tuple[int, ...]  # indices in the program
+    compiled: bool  # False: one op that runs as it is
 
 
 Units = tuple[Unit, ...]
@@ -64,12 +64,12 @@ def by_block(program: Program) -> Units:
 
 
 def alone(program: Program, positions: Iterable[int]) -> Units:
-    """Make each of these steps a unit by itself."""
+    """Make each of the steps at these positions a unit by itself; ops that only exist compiled are compiled."""
     return tuple(Unit((position,), compiled=_must_compile(program, position)) for position in positions)
 
 
 def pointwise(program: Program, sizes: Sizes, budget: int) -> Units:
-    """Group pointwise ops, each moved to the last group with which it shares much. O(tries * steps).
+    """Group pointwise ops: each moves to the last group with which it shares a large value. O(tries * steps).
 
     If the memory while a group runs would be above the budget, ops that were moved over that moment stay where they
     are.
@@ -98,8 +98,8 @@ def worth_compiling(
     Units of equal ops, which are compiled once, are split or kept together.
 
     Args:
-        names: of each op, equal for ops of equal cost.
-        gain: returns the seconds that ops save when they are compiled together, at most.
+        names: a name for each op, equal for ops of equal cost.
+        gain: returns the most seconds that compiling these ops together can save.
     """
     left, lost = set[Unit](), 0.0
     found = alike(program, units, names).values()
@@ -128,9 +128,9 @@ def ops_of(program: Program, unit: Unit) -> list[int]:
 
 
 def unit_bytes(program: Program, sizes: Sizes, units: Units) -> list[int]:
-    """Return the bytes while each unit runs, as if regions needed no more than what they read and write. O(steps).
+    """Return the bytes alive while each unit runs, if regions need no more than what they read and write. O(steps).
 
-    The last number is that of the split between forward and backward.
+    The last number is the bytes between forward and backward.
     """
     memory = live_bytes(_of_units(program, units), sizes)
     return [*memory.during, memory.at_split]
@@ -207,11 +207,11 @@ def is_pointwise(node: fx.Node) -> bool:
 
 @dataclass
 class _Groups:
-    """Groups under construction, in run order."""
+    """Groups of steps under construction, in the order in which they run; the lists have an entry for each group."""
 
-    steps: list[list[int]]
-    fused: list[bool]
-    shared: list[set[int]]  # large versions that members read or write
+    steps: list[list[int]]  # indices in the program
+    fused: list[bool]  # whether other steps may join
+    shared: list[set[int]]  # large versions of values that its steps read or write
 
     def open(self, position: int, versions: Set[int], *, fused: bool) -> int:
         """Begin a group; return its index."""
@@ -222,7 +222,10 @@ class _Groups:
 
 
 def _grouped(program: Program, sizes: Sizes, stay: Set[int]) -> Units:
-    """Let every pointwise step join the last group after its producers with which it has large values in common."""
+    """Group a program: a pointwise step joins the last group, not before its producers, that shares a large value.
+
+    Steps in `stay` may only join the group just before them.
+    """
     joint = captured_of(program.layout.graph)
     fusable = {index for index in compilable(joint) if is_pointwise(joint.nodes[index])}
     units: list[Unit] = []
@@ -248,7 +251,10 @@ def _grouped(program: Program, sizes: Sizes, stay: Set[int]) -> Units:
 
 
 def _group_to_join(groups: _Groups, large: Set[int], behind: int, *, near: bool) -> int | None:
-    """Return the last group from `behind` on that shares something large; if `near`, consider only the last one."""
+    """Return the last group from `behind` on with which a step shares one of its `large` values; None if there is none.
+
+    `near`: consider only the very last group.
+    """
     last = len(groups.steps) - 1
     for place in range(last, max(behind, 0, last if near else 0) - 1, -1):
         if groups.fused[place] and len(groups.steps[place]) < LARGEST and not large.isdisjoint(groups.shared[place]):
@@ -257,7 +263,7 @@ def _group_to_join(groups: _Groups, large: Set[int], behind: int, *, near: bool)
 
 
 def _pulled_over(units: Units, worst: int) -> set[int]:
-    """Return the steps that run in a unit up to the worst one, although they belong after it."""
+    """Return the steps that were moved to a unit up to the `worst` one, from after the place where that unit begins."""
     if worst == len(units):
         return set()
     begins = units[worst].steps[0]

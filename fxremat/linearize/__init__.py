@@ -1,1 +1,1 @@
-"""The way from step graphs to chains: crossings, cuts, blocks, save sets and towers."""
+"""From a step graph to a chain of blocks, in steps: crossings, cuts, blocks, save sets and towers."""

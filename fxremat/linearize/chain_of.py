@@ -5,6 +5,8 @@ beyond what the chain model already counts while that operation runs.
 
     F      a_l (or A_l[o]) + scratch          B      A_l[o] + a_{l-1} + d_l, then d_{l-1} + scratch
 
+a_l is the output of block l, A_l[o] what its option o saves for its backward, d_l the gradient of a_l.
+
 Values that cross many boundaries are counted once for each phase, in `held_bytes`: carried values until their last
 reader, gradients that no op of a block reads but that outlive it, the model's outputs.
 """
@@ -49,7 +51,7 @@ class _Builder:
 
     @cached_property
     def gradients(self) -> dict[int, tuple[int, int]]:
-        """Gradients that leave the block that made them, without returned ones: (block that made it, last reader)."""
+        """Gradient -> (block that makes it, last block that reads it), if another block reads it; not returned ones."""
         last: dict[int, int] = {}
         for op in self.graph.backward_ops:
             for value in op.reads:
@@ -67,11 +69,12 @@ class _Builder:
         return sum(self.costs.sizes.values[value] for value in values)
 
     def _entering(self, block: int) -> set[int]:
-        """Return d_l: the gradients made by the block after this one and read by this one alone."""
+        """Return d_l, the gradient of a block's output: values that the next block's backward makes for this one alone.
+        """
         return {v for v, (made, read) in self.gradients.items() if made == block + 1 and read == block}
 
     def _held(self, block: int) -> int:
-        """Return the bytes that phase l holds besides d_l and the parameters' gradients."""
+        """Return the bytes alive during a block's backward that no other size counts: held values, other gradients."""
         passing = {v for v, (made, read) in self.gradients.items() if read <= block < made}
         alive = {value for value in self.layout.held if self._first_reader[value] <= block}
         last = block == len(self.layout.blocks) - 1  # the last block's backward counts them as scratch
@@ -80,7 +83,7 @@ class _Builder:
 
     @cached_property
     def _tangents(self) -> dict[int, int]:
-        """The lowest block that reads each gradient that the caller hands in; 0 if none does."""
+        """Gradient that the caller hands in (tangent) -> lowest block whose backward reads it; 0: it stays anyway."""
         readers: dict[int, int] = {}
         for op in self.graph.backward_ops:
             for value in op.reads:
@@ -124,7 +127,7 @@ class _Builder:
 
     @cached_property
     def _primals(self) -> dict[int, int]:
-        """Bytes of each primal."""
+        """Bytes of each primal: parameters, buffers and inputs of the step."""
         return {v.index: v.bytes for v in self.graph.values if v.origin is Origin.PRIMAL}
 
     def _option(self, number: int, option: int) -> Option:
@@ -141,7 +144,7 @@ class _Builder:
 
     @cached_property
     def _sizes(self) -> Sizes:
-        """The sizes for a block by itself, in which held values take 0 bytes: they are counted for each phase."""
+        """The sizes to replay a block by itself: held values take 0 bytes, since `held_bytes` counts them already."""
         values = list(self.costs.sizes.values)
         for value in self.layout.held:
             values[value] = 0
@@ -156,7 +159,7 @@ class _Builder:
         return replay
 
     def _forward(self, number: int, keep: Keep, option: int, kept: frozenset[int]) -> tuple[float, int]:
-        """Return the seconds of a forward, and its scratch beyond what it stores."""
+        """Return the seconds of a block's forward, and the bytes at its worst moment beyond those of `kept`."""
         replay = self._replay(number)
         replay.forward(number, keep, option)
         program = replay.program()
@@ -164,7 +167,7 @@ class _Builder:
         return self.costs.time(program), max(0, max(memory.during, default=0) - self._size(kept))
 
     def _backward(self, number: int, option: int) -> tuple[float, int]:
-        """Return the seconds of a backward that starts from a save set, and its scratch."""
+        """Return the seconds of a block's backward that starts from what an option saved, and its scratch in bytes."""
         place = self.layout.blocks[number]
         replay = Replay(self.layout, ran=set(range(self.graph.forward_count)))
         stored = place.saved[option] | place.boundary | self.layout.boundary_before(number)
@@ -190,7 +193,7 @@ class _Builder:
         return self.costs.time(program), max(0, peak - counted)
 
     def _returned_before(self, number: int) -> set[int]:
-        """Return the gradients for the caller that a later block made and counted, and this one reads."""
+        """Return the gradients that the step returns, that a later block's backward makes and this block's reads."""
         ops = [self.graph.ops[index] for index in self.layout.blocks[number].backward]
         read = {value for op in ops for value in op.reads}
         made = {value for op in ops for value in op.writes}

@@ -23,21 +23,23 @@ from itertools import groupby
 
 from fxremat.step.step_graph import StepGraph
 
-CARRY_AT_MOST = 8
-LEAST_SPAN = 0.12  # the cuts that a carried value allows must span at least this share of the forward's work,
-LEAST_CUTS = 5  # and be at least this many: otherwise it is the input of a fork-join, not a long-lived value
+CARRY_AT_MOST = 8  # values
+LEAST_SPAN = 0.12  # the cuts that a carried value allows must span at least this share of the forward's seconds
+LEAST_CUTS = 5  # cuts that a carried value must allow: with fewer it is the input of a fork-join, not long-lived
 LONG_LIVED = (1, 4)  # values that cross more low points than this are carried
 
 
 @dataclass(frozen=True)
 class Crossing:
-    """For each forward position, the values that cross it."""
+    """The values that cross each position of the forward: made up to it, and read by forward ops after it."""
 
     at: tuple[frozenset[int], ...]
     worth_keeping: frozenset[int]  # values that the backward reads too: only these make a good boundary
 
     def cuts(self, carried: frozenset[int] = frozenset(), width: int = 1) -> tuple[int, ...]:
-        """Return the positions (op numbers) after which the forward is cut; equal neighbours count once.
+        """Return the positions (op numbers) that at most `width` values cross, besides carried ones: the cuts.
+
+        Of successive positions that the same values cross, only the first is one.
 
         There is no cut at a boundary that the backward does not read (a BatchNorm's output before its ReLU), since the
         plan would save it for nothing.
@@ -71,7 +73,7 @@ class Crossing:
         return tuple(found)
 
     def _distinct(self, positions: Sequence[int]) -> list[int]:
-        """Return the first position of each set of values that the backward reads."""
+        """Return the first position for each set of crossing values that the backward reads; else the first of all."""
         first: dict[frozenset[int], int] = {}
         for position in positions:
             if self.at[position] <= self.worth_keeping:
@@ -80,7 +82,9 @@ class Crossing:
 
 
 def low_cuts(crossing: Crossing, sizes: Sequence[int]) -> Iterator[tuple[tuple[int, ...], frozenset[int]]]:
-    """Yield the low points with the values that cross more than a few of them carried, or with none carried.
+    """Yield ways to cut the forward at its low points, as (positions, carried values).
+
+    Values that cross more than a few low points are carried, kept from their forward to their backward; or none are.
 
     Args:
         sizes: bytes of each value, by number.
@@ -129,7 +133,7 @@ def carry_levels(graph: StepGraph, crossing: Crossing, work: Sequence[float]) ->
 
 
 def _gains(crossing: Crossing, carried: frozenset[int], work: Sequence[float]) -> dict[int, float]:
-    """Return the share of the forward's work between the first and the last cut that each value alone prevents."""
+    """Return, for each value worth carrying, the share of the forward's seconds over which carrying it allows cuts."""
     opened: dict[int, list[int]] = {}
     for position, values in enumerate(crossing.at[:-1]):
         left = values - carried

@@ -10,8 +10,9 @@ from fxremat.step.step_graph import Origin, StepGraph, Value
 
 
 def lay_out(graph: StepGraph, ends: Sequence[int], carried: frozenset[int] = frozenset()) -> Layout:
-    """Cut the forward after the ops `ends` (the last op is always an end) and place every op of the backward.
+    """Cut the forward after the ops `ends` and after its last op, and place every op of the backward in a block.
 
+    `carried` values are kept from their forward to their backward, so that no boundary has them.
     Any positions make a valid layout: the values that cross them are the boundary. O(reads + blocks * values).
     """
     ends = sorted({*ends, graph.forward_count - 1})
@@ -45,10 +46,11 @@ def _reach(graph: StepGraph, forward: Sequence[int], backward: Mapping[int, int]
 
 
 def _held(graph: StepGraph, reach: _Reach) -> frozenset[int]:
-    """Return the values kept from their forward to their last use whatever the plan: no boundary carries them.
+    """Return the values that are kept from their forward to their last use whatever the plan, and are in no boundary.
 
-    These are outputs; values that only first executions read; anchors that several blocks read; and the rare value that
-    is read by the backward of a block which its forward never enters.
+    These are outputs; values that ops read only when they run for the first time; values that several blocks read and
+    that depend on no trained input (anchors, such as masks); and the rare value that is read by the backward of a block
+    which its forward never enters.
     """
     held = (graph.kept_outputs | graph.returned) & reach.made.keys()
     held |= {v for op in graph.forward_ops for v in op.reads if v in reach.made and v not in op.again_reads}
@@ -130,7 +132,7 @@ def assign_backward(graph: StepGraph, block_of_op: Sequence[int], count: int) ->
 
 
 def _pull_to_users(graph: StepGraph, placed: dict[int, int]) -> None:
-    """Move ops that read no gradient (masks made in the backward) next to their first user."""
+    """Move backward ops that read no gradient, such as those that make masks, to the block of their first reader."""
     users: dict[int, list[int]] = {}
     for op in graph.backward_ops:
         for value in op.reads:

@@ -37,16 +37,16 @@ LEAST_STEP = 0.02  # corners closer than this share of the block's bytes count a
 class SaveSet:
     """One way to save a block."""
 
-    values: frozenset[int]  # made in the block; they include its output
+    values: frozenset[int]  # the values that are saved: made in the block, its output among them
     bytes: int  # of these values
-    seconds: float  # of the ops that then run again in the backward
+    seconds: float  # of the ops that run again before the backward
 
 
 def add_options(layout: Layout, seconds: Sequence[float], sizes: Sequence[int]) -> Layout:
     """Return the layout with save sets as options of every block; blocks of equal shape are solved once.
 
     Args:
-        seconds: of each op, by number.
+        seconds: seconds of each op, by number.
         sizes: bytes of each value, by number.
     """
     solved: dict[object, list[tuple[int, ...]]] = {}
@@ -64,7 +64,10 @@ def add_options(layout: Layout, seconds: Sequence[float], sizes: Sequence[int]) 
 def save_sets(
     layout: Layout, block: BlockLayout, seconds: Sequence[float], sizes: Sequence[int]
 ) -> list[SaveSet]:
-    """Return the corners of a block's frontier, most bytes first; the first keeps all that the backward reads."""
+    """Return ways to save a block, the corners of its frontier of bytes and seconds, the most bytes first.
+
+    The first saves all that the backward reads; there are `AT_MOST` at most.
+    """
     cut = _Cut(layout, block, seconds, sizes)
     everything = cut.price(block.saved[0])
     corners = [everything, *cut.sweep(everything)]
@@ -98,7 +101,7 @@ def _shape(layout: Layout, block: BlockLayout, seconds: Sequence[float], sizes: 
 
 
 class _Cut:
-    """The minimum-cut problem of one block."""
+    """The minimum-cut problem of one block: which values to save, and which ops to run again."""
 
     def __init__(
         self, layout: Layout, block: BlockLayout, seconds: Sequence[float], sizes: Sequence[int]
@@ -112,7 +115,7 @@ class _Cut:
         }
 
     def sweep(self, everything: SaveSet) -> Iterator[SaveSet]:
-        """Yield all corners but the first, by trying a rate between each two neighbours."""
+        """Yield all corners of the frontier but `everything`, by trying a rate between each two neighbours."""
         total = sum(self.seconds[index] for index in self.block.forward)
         if not total or not everything.bytes:
             return
@@ -153,7 +156,7 @@ class _Cut:
         return _Network(self)
 
     def price(self, kept: frozenset[int]) -> SaveSet:
-        """Return a save set with its bytes, and the seconds of the ops that the backward then runs again."""
+        """Return the save set of these values: its bytes, and the seconds of the ops that then run again."""
         again: set[int] = set()
         stack = [value for value in self.backward_reads if value not in kept]
         while stack:
@@ -200,7 +203,7 @@ class _Network:
         """Return the nodes that cannot reach the sink in the residual of a maximum flow: the largest source side.
 
         Args:
-            runs: capacities of the edges to the ops.
+            runs: the capacity of the edge from the source to each op.
         """
         from scipy.sparse import csr_array
         from scipy.sparse.csgraph import breadth_first_order, maximum_flow

@@ -21,7 +21,7 @@ from fxremat.linearize.lay_out import lay_out
 from fxremat.step.layout import Layout
 from fxremat.step.step_graph import StepGraph
 
-SHARE = 0.15  # of the forward's work: a part with less is no tower, but a stem or an embedding
+SHARE = 0.15  # share of the forward's seconds: a part with less is no tower, but a stem or an embedding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,10 +72,10 @@ def _shifted(op: Op, by: int) -> Op:
 
 
 def find_towers(graph: StepGraph, crossing: Crossing, seconds: Sequence[float]) -> Towers | None:
-    """Return the towers of a forward, or None unless at least two run one after the other. O(reads).
+    """Return the towers of a forward; None if there are not at least two that run one after the other. O(reads).
 
     Args:
-        seconds: of each op, by number.
+        seconds: seconds of each op, by number.
     """
     tower_of, trunk = _components(graph, seconds)
     first: dict[int, int] = {}
@@ -99,7 +99,7 @@ def find_towers(graph: StepGraph, crossing: Crossing, seconds: Sequence[float]) 
 
 
 def _components(graph: StepGraph, seconds: Sequence[float]) -> tuple[dict[int, int], set[int]]:
-    """Return the tower of each forward op that is in one, and the ops of the trunk."""
+    """Return the tower, named by one of its ops, of each forward op that is in one, and the ops of the trunk."""
     enough = SHARE * sum(seconds[: graph.forward_count])
     parent: dict[int, int] = {}
     work: dict[int, float] = {}

@@ -7,13 +7,14 @@ import time
 import torch
 import torch.distributed as dist
 
-ROUNDS = 5
+ROUNDS = 5  # copies there and back, of which the fastest counts
 
 
 def measured_bandwidth(size: int, device: torch.device) -> float | None:
-    """Measure bytes per second of a copy of `size` bytes, its latency included: half the fastest of a few round trips.
+    """Measure the bytes per second of a copy of `size` bytes between two ranks, latency included.
 
-    Every rank calls it. Ranks 0 and 1 measure, and stand for all pairs; rank 0 gets the answer, others None.
+    Ranks 0 and 1, which stand for all pairs, send a tensor there and back a few times; the fastest time counts. Every
+    rank calls this. Returns None on all ranks but rank 0.
     """
     rank = dist.get_rank()
     value = torch.zeros(max(1, size), dtype=torch.uint8, device=device)
@@ -25,7 +26,8 @@ def measured_bandwidth(size: int, device: torch.device) -> float | None:
 
 
 def _trip(value: torch.Tensor, rank: int) -> float:
-    """Return the seconds of a copy in one direction: half of those of a round trip."""
+    """Return the seconds of a copy in one direction: half of the time that a tensor takes to the other rank and back.
+    """
     start = time.perf_counter()
     if rank == 0:
         dist.send(value, 1)

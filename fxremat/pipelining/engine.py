@@ -1,12 +1,12 @@
 """PyTorch's own pipeline engine, run on our plans: all private names of torch.distributed.pipelining that we use.
 
     plan.orders(n)     F and B of every rank, any stage on any rank
-    lowered            the same with the sends and receives that the engine adds
-    engine             runs them: _PipelineScheduleRuntime on LeanStages
+    lowered            these actions, with the sends and receives that the engine adds
+    engine             runs the actions: _PipelineScheduleRuntime on LeanStages
 
 The engine allocates every receive buffer for all micro-batches of a step, keeps them for good, and keeps the tensors
-that it sent until the step ends (2.13; pytorch#136380). A `LeanStage` has buffers from the receive to the backward, and
-frees sent tensors that have arrived.
+that it sent until the step ends (torch 2.13; pytorch#136380). A `LeanStage` has buffers from the receive to the
+backward, and frees sent tensors that have arrived.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Action:
 
 
 def lowered(plan: PipelinePlan, microbatches: int) -> tuple[tuple[Action, ...], ...]:
-    """Return the actions of each rank, sends and receives included, in the order of the engine.
+    """Return the actions of each rank, sends and receives included, in the order in which the engine runs them.
 
-    They are made by `_add_send_recv` and `_Action` of `torch.distributed.pipelining.schedules` (2.13).
+    They are made by `_add_send_recv` and `_Action` of `torch.distributed.pipelining.schedules` (torch 2.13).
     """
     from torch.distributed.pipelining.schedules import _Action, _add_send_recv
 
@@ -61,7 +61,7 @@ def lowered(plan: PipelinePlan, microbatches: int) -> tuple[tuple[Action, ...], 
 
 
 def rows(plan: PipelinePlan, microbatches: int) -> list[list[str]]:
-    """Return the actions of each rank as the engine spells them: stage, kind, micro-batch."""
+    """Return each rank's forwards and backwards as the engine spells them: "2F0" is stage 2, forward, micro-batch 0."""
     return [
         [f"{work.stage}{work.kind.value}{work.microbatch}" for work in works]
         for works in plan.orders(microbatches)
@@ -71,7 +71,7 @@ def rows(plan: PipelinePlan, microbatches: int) -> list[list[str]]:
 class LeanStage(PipelineStage):
     """A pipeline stage that only holds buffers of micro-batches that are in flight.
 
-    Shapes are passed in, so that the engine runs nothing to infer them. Overrides, read in 2.13, 2.14 and 2.15:
+    Shapes are passed in, so that the engine runs nothing to infer them. Overrides (torch 2.13 to 2.15):
     `_prepare_forward_infra`, `_create_grad_recv_info`   make the buffers of all micro-batches: here without memory
     `get_fwd_recv_ops`, `get_bwd_recv_ops`               called when a receive starts: here it gets its buffer
     `get_fwd_send_ops`, `get_bwd_send_ops`               the engine keeps what it sends: here the stage sends by itself
@@ -195,9 +195,9 @@ Step = Callable[..., list[Tensor]]
 
 
 def group_of(plan: PipelinePlan) -> dist.ProcessGroup | None:
-    """Return the group of the ranks that have stages: the engine wants work for each of a group. None: all ranks.
+    """Return the process group of the ranks that have stages; None if all ranks have: the default group serves then.
 
-    Every rank has to call it.
+    The engine wants every rank of its group to have a stage. Every rank has to call this.
     """
     used = sorted({stage.device for stage in plan.stages})
     return None if len(used) == dist.get_world_size() else dist.new_group(used)
@@ -206,8 +206,8 @@ def group_of(plan: PipelinePlan) -> dist.ProcessGroup | None:
 def engine(stages: list[LeanStage], plan: PipelinePlan, microbatches: int, *, scale_grads: bool) -> Step:
     """Return a function that runs a step on this rank: (*inputs of the model, target=) -> losses on the last rank.
 
-    `_PipelineScheduleRuntime(stages, n, loss_fn)._load_csv(path)` (2.13) reads a row of actions for each rank, derives
-    from them which stage is where, and adds sends and receives. A rank without stages does nothing.
+    `_PipelineScheduleRuntime(stages, n, loss_fn)._load_csv(path)` (torch 2.13) reads a row of actions for each rank,
+    derives from them which stage is where, and adds sends and receives. A rank without stages does nothing.
     """
     if not stages:
         return lambda **_: []
@@ -237,7 +237,7 @@ def engine(stages: list[LeanStage], plan: PipelinePlan, microbatches: int, *, sc
 
 
 def _computed_already(loss: Tensor, _: Tensor) -> Tensor:
-    """Stand in for the engine's loss function: the last stage itself returns its loss."""
+    """Return the output of the last stage as it is, as the engine's loss function: that stage computes the loss."""
     return loss
 
 

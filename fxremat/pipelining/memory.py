@@ -1,11 +1,11 @@
 """The peak of memory of each device of a pipeline during a step, copies between devices included.
 
-    always     copies of its weights and their gradients
-    F          kept by others in flight + the peak of this forward       then + what this one keeps
-    B          kept by others in flight + the peak of this backward      then - what this one kept (a loss stays), and
-                                                                         its input
-    RECV       + a buffer, until the backward is done
-    gradient   + one on its way to the stage before, until the next one leaves
+    always     weights of its stages, and their gradients
+    F          kept by other micro-batches in flight + the peak of this forward      then + what this one keeps
+    B          kept by other micro-batches in flight + the peak of this backward     then - what this one kept (a loss
+                                                                                     stays), and - its input
+    RECV       + a buffer for a stage's input or gradient, until the backward is done
+    gradient   + the one on its way to the stage before, until the next one leaves
 
 Exact but for the order in which copies arrive. Between two stages on the same device nothing is copied: the output of
 one is the input of the next.
@@ -23,7 +23,7 @@ from fxremat.solvers.pipeline.model import PipelinePlan
 
 @dataclass(frozen=True, kw_only=True)
 class StageMemory:
-    """The memory of a stage."""
+    """The bytes of a stage: its weights, its input and output, and what its program needs."""
 
     weights: int  # bytes, one copy
     entering: int  # bytes of the input of one micro-batch; 0 for the first stage
@@ -34,7 +34,7 @@ class StageMemory:
 def most_bytes(
     plan: PipelinePlan, stages: Sequence[StageMemory], actions: Sequence[Sequence[Action]]
 ) -> tuple[int, ...]:
-    """Return the most bytes that each device holds at any time of a step, by the actions of each."""
+    """Return the most bytes that each device holds at any time of a step, in which it runs these `actions` in order."""
     return tuple(_Device(plan, stages, number).most(works) for number, works in enumerate(actions))
 
 

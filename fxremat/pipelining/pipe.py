@@ -2,7 +2,7 @@
 
 ops     = capture(model and loss)             with the places where it can be cut
 profile = layers, and costs of runs of them   measured on rank 0
-plan    = planner(layers, machines, ways)     the same on every rank
+plan    = planner(layers, machines, ways)     equal on every rank
 rank    = its stages, compiled and run
 """
 
@@ -30,7 +30,7 @@ from fxremat.solvers.pipeline.on_demand import OnDemandCosts
 from fxremat.solvers.pipeline.stage_costs import step_seconds
 from fxremat.units import format_bytes, parse_bytes
 
-ATTEMPTS = 6  # plans for less or more than the budget, until one uses it up with all the memory that PyTorch holds
+ATTEMPTS = 6  # plans that are tried for less or more than the budget, until the real memory of one nearly uses it up
 CLOSE = 0.01  # share of the budget: a smaller change of it is not tried
 UNIT = "bytes per device"
 
@@ -50,9 +50,9 @@ class Pipelined:
     """A plan with its cuts, memory and time, equal on every rank."""
 
     plan: PipelinePlan
-    cuts: tuple[int, ...]
+    cuts: tuple[int, ...]  # the first op of each layer, and the end of the last layer
     memory: tuple[int, ...]  # peak of each device in bytes
-    seconds: float  # of a step
+    seconds: float  # seconds of a step
 
     @property
     def most(self) -> int:
@@ -61,7 +61,7 @@ class Pipelined:
 
 
 class Pipeline:
-    """A training step over several devices; `.plan` says which device runs what, and `print` shows it."""
+    """A training step over several devices; `.plan` says which device runs what, and `print` shows the plan."""
 
     def __init__(self, ops: Ops, found: Pipelined, batch: int, rank: Rank | None, model: nn.Module) -> None:
         self.plan = found.plan
@@ -187,15 +187,15 @@ def pipeline(
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The settings of a plan."""
+    """The settings of a pipeline; `pipeline` says what each means."""
 
-    mem: int
+    mem: int  # bytes of each device
     devices: int
     microbatches: int
     copies: float = 2.0
-    bandwidth: float | None = None
-    effort: float = 10.0
-    refine: float = 0.0
+    bandwidth: float | None = None  # bytes per second; None: copies take no time
+    effort: float = 10.0  # seconds
+    refine: float = 0.0  # seconds
     scale_grads: bool = True
     planner: Planner | None = None
 
@@ -258,7 +258,11 @@ class _Search:
         return plan
 
     def within(self, room: int) -> Pipelined:
-        """Return the plan for devices of `room` bytes, with exact ways only, and its real memory and time."""
+        """Return the plan for devices of `room` bytes, with its real memory and time.
+
+        Its stages run in ways (programs with time and memory) that were planned, not estimated. Raises
+        `BudgetTooSmall`.
+        """
         self.ways.settle(self._planned, room)
         plan = self._planned(room, self.settings.effort / ATTEMPTS)
         while self.ways.ask(plan.stages, around=False):
@@ -270,11 +274,11 @@ class _Search:
         return Pipelined(plan=plan, cuts=self.measured.cuts, memory=memory, seconds=seconds)
 
     def least(self, room: int) -> Pipelined:
-        """Return the plan with the least memory. Raises `BudgetTooSmall`, with that memory, where it is too much."""
+        """Return the plan with the least memory, from `room` bytes on. Raises `BudgetTooSmall` if it does not fit."""
         while True:
             try:
                 found = self.within(room)
-            except BudgetTooSmall as error:  # its minimum may be one of rough ways; exact ones may need more
+            except BudgetTooSmall as error:  # its minimum may come from rough costs; exact ones may need more
                 room = max(room + 1, error.minimum)
                 continue
             if found.most <= self.settings.mem:
@@ -283,7 +287,7 @@ class _Search:
 
 
 def _crossing_bytes(ops: Ops) -> int:
-    """Return the bytes of the median value that crosses a cut."""
+    """Return the median of the bytes that cross the cuts between layers; 0 without cuts."""
     sizes = sorted(value.meta["val"].nbytes for value in ops.cuts.values())
     return sizes[len(sizes) // 2] if sizes else 0
 
@@ -320,9 +324,9 @@ def _checked_everywhere(rank: Rank, plan: PipelinePlan, settings: Settings) -> t
 
 
 def _joined_group(settings: Settings) -> bool:
-    """Tell whether this process is one of several, and let them meet where torchrun started them; one only plans.
+    """Tell whether this process is one of several; if torchrun started them, initialize their process group.
 
-    Raises `FxrematError` where there are not as many as devices.
+    Raises `FxrematError` unless there are as many processes as devices. A single process only plans.
     """
     if not dist.is_initialized():
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
@@ -337,7 +341,7 @@ def _joined_group(settings: Settings) -> bool:
 
 
 def _checked(inputs: tuple[Tensor, ...], target: Tensor, settings: Settings) -> int:
-    """Return the number of rows of a batch. Raises `FxrematError` for numbers that do not go together."""
+    """Return the number of rows of a batch. Raises `FxrematError` if batch, micro-batches and devices do not fit."""
     if settings.devices < 2:
         raise FxrematError(
             f"devices={settings.devices}: a pipeline has 2 or more; for one use fxremat.compile"
@@ -366,7 +370,10 @@ def _tensors(inputs: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 def _named(ops: Ops, rank: Rank | None, model: nn.Module) -> dict[str, Tensor]:
-    """Return the entries of the model's state dict on this rank; those that no op reads are with the first stage."""
+    """Return the entries of the model's state dict that are on this rank; all of them if `rank` is None.
+
+    Entries that no op reads belong to the rank of the first stage.
+    """
     tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(
         model.named_buffers(remove_duplicate=False)
     )

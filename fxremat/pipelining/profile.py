@@ -1,9 +1,9 @@
 """Costs of each run of consecutive layers on its own: a chain for the planner, and the ways to train a stage.
 
     layers     ops between two cuts; short neighbours are joined until few enough are left
-    exact      ways of a run of layers: a few of the programs that fxremat's planner finds for its module
-    rough      the same put together from the programs of its layers, with nothing planned: hints where to look for
-               exact ones
+    way        one way to train a run of layers: a program, with its seconds and bytes
+    exact      ways that are a few of the programs that fxremat's planner finds for the run as a module
+    rough      ways put together from the programs of single layers, without planning: hints where exact ones matter
 
 For exact ways a run is planned as a model of its own (`fxremat.plan`): its ops are measured, its programs evaluated by
 exact liveness. Equal runs (the blocks of a GPT) are planned once.
@@ -36,23 +36,23 @@ from fxremat.solvers.pipeline.stage_costs import Ways
 from fxremat.step.costs import Costs
 from fxremat.step.liveness import live_bytes
 
-WAYS = 12  # at most, for each run of layers
-MOST_LAYERS = 32  # or three for each device, where that is more
+WAYS = 12  # exact ways for each run of layers, at most
+MOST_LAYERS = 32  # layers of a model, at most, or three for each device if that is more
 ALIKE = 1.05  # pairs of layers whose times are within this factor are joined at once, so that equal ones stay equal
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spending:
-    """The time and memory of a program of a stage, in bytes of one micro-batch, without its input."""
+    """The seconds of a stage's program, and its bytes for one micro-batch, without the stage's input."""
 
     forward_time: float  # seconds
-    backward_time: float
-    budget: int  # with which `fxremat.compile` chooses this program
-    kept: int  # from forward to backward, with the output
-    returned: int  # the output; a loss stays until the step is over
-    forward_peak: int  # beyond what other micro-batches keep
+    backward_time: float  # seconds
+    budget: int  # bytes: the `mem` with which `fxremat.compile` chooses this program
+    kept: int  # bytes from forward to backward, the output included
+    returned: int  # bytes of the output; a loss stays until the step is over
+    forward_peak: int  # bytes beyond what other micro-batches keep
     backward_peak: (
-        int  # with what this micro-batch kept, and the gradient of its output, which the engine keeps alive
+        int  # bytes, with what this micro-batch kept and the gradient of its output, which the engine keeps alive
     )
 
     @property
@@ -67,8 +67,8 @@ class Profile:
 
     ops: Ops
     inputs: tuple[Tensor, ...]  # of one micro-batch
-    target: Tensor
-    effort: float
+    target: Tensor  # of one micro-batch
+    effort: float  # seconds for which the programs of each run of layers are improved op by op
     cuts: tuple[int, ...]  # the first op of each layer, and the end of the last
     _known: dict[str, tuple[Spending, ...]] = field(default_factory=dict)
 
@@ -77,7 +77,7 @@ class Profile:
         return self.ops.module(self.cuts[first], self.cuts[last + 1])
 
     def examples(self, first: int, last: int) -> tuple[Tensor, ...]:
-        """Return made-up arguments of the module of these layers."""
+        """Return example arguments of the module of layers first..last; a tensor from the layer before is random."""
         target = (self.target,) if last == self.count - 1 else ()
         if first == 0:
             return (*self.inputs, *target)
@@ -111,7 +111,7 @@ class Profile:
         return len(self.cuts) - 1
 
     def weight_bytes(self, first: int, last: int) -> int:
-        """Return the bytes of the parameters of these layers."""
+        """Return the bytes of the parameters of layers first..last."""
         return sum(parameter.nbytes for parameter in self.module(first, last).parameters())
 
     @property
@@ -120,7 +120,7 @@ class Profile:
         return self.ops.device
 
     def spendings(self, first: int, last: int) -> tuple[Spending, ...]:
-        """Return all programs on offer for these layers, fastest first."""
+        """Return the costs of all programs on offer for layers first..last, fastest first; equal runs share them."""
         module, examples = self.module(first, last), self.examples(first, last)
         key = _text(module, examples)
         if key not in self._known:
@@ -134,7 +134,7 @@ class Profile:
         return {"loss": 1, "search": Search(seconds=self.effort, progress=False)}
 
     def ways(self, first: int, last: int) -> Sequence[Way]:
-        """Return a few of the programs for these layers, in the planner's form, fastest first."""
+        """Return a few of the programs for layers first..last, in the planner's form, fastest first."""
         return [self._way(first, last, spending) for spending in _spread(self.spendings(first, last), WAYS)]
 
     def _way(self, first: int, last: int, spending: Spending) -> Way:
@@ -152,7 +152,7 @@ class Profile:
 
     @cached_property
     def rough(self) -> Ways:
-        """The rough ways of any run of layers: each layer under one of its own programs, or recomputed with others."""
+        """A function that estimates the ways to train a run of layers from the programs of its single layers."""
         ways = ways_of(self._chain)
 
         def rough(first: int, last: int) -> Sequence[Way]:
@@ -192,7 +192,10 @@ class Profile:
         )
 
     def spending_of(self, first: int, last: int, way: Way) -> Spending:
-        """Return the program for a way: the fastest that needs no more memory, by the costs measured on this rank."""
+        """Return the costs of the fastest program for layers first..last that needs no more memory than `way`.
+
+        They are those measured on this rank; the smallest program is returned if none fits.
+        """
         for spending in self.spendings(first, last):
             takes = self._way(first, last, spending)
             if takes.peak_bytes <= way.peak_bytes and takes.kept_bytes <= way.kept_bytes:
@@ -200,7 +203,7 @@ class Profile:
         return self.spendings(first, last)[-1]
 
     def layers(self) -> Layers:
-        """Return the chain for the planner, with each layer under its fastest program, keep-all."""
+        """Return the layers for the planner, each with the costs of its fastest program, which keeps everything."""
         chain = []
         for number in range(self.count):
             fastest = self.spendings(number, number)[0]
@@ -221,7 +224,10 @@ class Profile:
 
 
 def profile(ops: Ops, inputs: tuple[Tensor, ...], target: Tensor, *, devices: int, effort: float) -> Profile:
-    """Cut a model into layers and measure them. Raises `CaptureError` where it has fewer layers than devices."""
+    """Cut a model into layers and measure them. Raises `CaptureError` if it has fewer layers than devices.
+
+    `effort` is the number of seconds for which the programs of each run of layers are improved.
+    """
     finest = (0, *ops.cuts, ops.end)
     if len(finest) - 1 < devices:
         raise CaptureError(
@@ -239,7 +245,7 @@ def profile(ops: Ops, inputs: tuple[Tensor, ...], target: Tensor, *, devices: in
 
 
 def joined(cuts: Sequence[int], times: Sequence[float], most: int) -> tuple[int, ...]:
-    """Return the cuts that are left when the shortest pairs of neighbours are joined, until at most `most` layers are.
+    """Join the shortest pairs of neighbouring layers until at most `most` are left; return the cuts between these.
 
     >>> joined((0, 1, 2, 3, 4), (5.0, 1.0, 1.0, 5.0), 3)
     (0, 1, 3, 4)
@@ -298,8 +304,7 @@ def _spread(spendings: Sequence[Spending], count: int) -> list[Spending]:
 
 
 def _text(module: StageModule, examples: tuple[Tensor, ...]) -> str:
-    """Return a text, equal for modules with the same ops on tensors of equal shapes, the same of which need gradients.
-    """
+    """Return a text that is equal for modules with equal ops, whose example tensors have equal shapes and types."""
     number = {node: place for place, node in enumerate(module.graph.nodes)}
     lines = [_line(node, number) for node in module.graph.nodes]
     return "\n".join([*lines, str(list(_shapes(examples)))])

@@ -1,6 +1,6 @@
 """A rank of a pipeline: its stages, each compiled under its own budget, run by PyTorch's pipeline engine.
 
-stage       consecutive layers -> fxremat.compile(module, mem=its program's peak)
+stage       consecutive layers -> fxremat.compile(module, mem=the peak of the stage's program)
 step        split the batch, run the actions of this rank in the plan's order, losses on the last rank
 """
 
@@ -24,7 +24,7 @@ from fxremat.solvers.pipeline.model import PipelinePlan
 
 
 def held_by(profile: Profile, plan: PipelinePlan, number: int) -> StageMemory:
-    """Return the memory of a stage of a plan, under the program that its way stands for."""
+    """Return the memory of stage `number` of a plan, under the program that the plan chose for it."""
     stage, last = plan.stages[number], len(plan.stages) - 1
     return StageMemory(
         weights=profile.weight_bytes(stage.first, stage.last),
@@ -66,14 +66,14 @@ class _OnTarget(nn.Module):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Rank:
-    """The stages of one rank of a process group. Nothing of other ranks is held."""
+    """The stages of one rank of a process group, without tensors of other ranks."""
 
     number: int
-    modules: Mapping[int, nn.Module]  # of its stages, by their numbers in the plan
+    modules: Mapping[int, nn.Module]  # stage -> its module, by the stage's number in the plan
     stages: Sequence[LeanStage]
-    held: Mapping[int, StageMemory]
+    held: Mapping[int, StageMemory]  # stage -> its memory
     last: int  # number of the last stage of the plan
-    run: Step
+    run: Step  # runs a step of the engine on this rank
 
     @classmethod
     def of(
@@ -104,7 +104,10 @@ class Rank:
         return self.last in self.modules
 
     def step(self, inputs: Sequence[Tensor], target: Tensor) -> tuple[Tensor, ...]:
-        """Run forward and backward of all micro-batches; return their losses on the last rank. `.grad` accumulates."""
+        """Run forward and backward of all micro-batches, and add gradients to `.grad`.
+
+        Returns the loss of each micro-batch on the rank of the last stage, () on others.
+        """
         given = tuple(inputs) if self.is_first else ()
         try:
             losses = self.run(*given, target=target if self.is_last else None)

@@ -65,19 +65,20 @@ class StageModule(nn.Module):
 class Ops:
     """The forward of a model and its loss, op by op, and where it can be cut."""
 
-    nodes: tuple[fx.Node, ...]  # in order
-    inputs: tuple[fx.Node, ...]  # of the model
+    nodes: tuple[fx.Node, ...]  # the ops, in order
+    inputs: tuple[fx.Node, ...]  # the inputs of the model
     target: fx.Node
     loss: fx.Node
-    held: Mapping[fx.Node, str]  # parameters, buffers and constants: their names
-    values: Mapping[str, Any]  # by those names
-    again: frozenset[fx.Node]  # computed again in each stage that reads them
+    held: Mapping[fx.Node, str]  # node of a parameter, buffer or constant -> its name
+    values: Mapping[str, Any]  # name of a parameter, buffer or constant -> its value
+    again: frozenset[fx.Node]  # values that each stage which reads them computes again
     cuts: Mapping[int, fx.Node]  # number of an op that can be cut before -> the value that crosses there
 
     def module(self, first: int, last: int) -> StageModule:
-        """Return ops first..last - 1 as a module, whose output is the value that crosses after them, or the loss.
+        """Return ops first..last - 1 as a module.
 
-        It takes the model's inputs or the value that crosses before, and the target if the last op is one of them.
+        It takes the model's inputs, or the value that crosses before op `first`, and the target if it has the last op.
+        It returns the value that crosses after its ops, or the loss.
         """
         return _Builder(self, first, last).module()
 
@@ -99,9 +100,9 @@ class Ops:
 
 
 def capture(model: nn.Module, inputs: tuple[Tensor, ...], target: Tensor, loss_fn: Loss) -> Ops:
-    """Export the forward of one micro-batch with its loss. The model is neither run nor changed.
+    """Export the forward of one micro-batch with its loss as a list of ops. The model is neither run nor changed.
 
-    Raises `CaptureError` where torch.export cannot, or where the loss is not one number.
+    Raises `CaptureError` if torch.export cannot export it, or if the loss is not one number.
     """
     if not model.training:
         raise CaptureError("the model is in eval mode, and a pipeline trains; call model.train() first")
@@ -148,7 +149,7 @@ def _read(program: torch.export.ExportedProgram, count: int) -> Ops:
 
 
 class _Sharing:
-    """The nodes that are views of the same memory, and the places where it is written."""
+    """What each node of a graph is a view of, and the last op that writes to each memory in place."""
 
     def __init__(self, nodes: Sequence[fx.Node], held: Mapping[fx.Node, str], values: Mapping[str, Any]):
         self._shown: dict[fx.Node, fx.Node] = {}
@@ -216,7 +217,7 @@ def _is_random(node: fx.Node) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class _Cuts:
-    """The search for places where one tensor crosses."""
+    """The search for places where the forward can be cut into stages: exactly one tensor crosses them."""
 
     nodes: tuple[fx.Node, ...]
     inputs: tuple[fx.Node, ...]
@@ -228,7 +229,7 @@ class _Cuts:
     sharing: _Sharing
 
     def all(self) -> Iterator[tuple[int, fx.Node]]:
-        """Yield (number of the op to cut before, the value that crosses there): the first of all views of a tensor."""
+        """Yield (number of an op to cut before, the value that crosses there), once for each tensor that crosses."""
         place_of = {node: place for place, node in enumerate(self.nodes)}
         last = {node: self._last_reader(node, place_of) for node in (*self.inputs, *self.nodes)}
         first_use, last_use = self._uses(place_of)
@@ -253,7 +254,7 @@ class _Cuts:
         return max((place_of[user] for user in node.users if user in place_of), default=-1)
 
     def _uses(self, place_of: Mapping[fx.Node, int]) -> tuple[dict[fx.Node, int], dict[fx.Node, int]]:
-        """Return the first and the last op that reads each owned tensor, and the target."""
+        """Return the first and the last op that reads each tensor that no stage can make again, and the target."""
         first: dict[fx.Node, int] = {}
         last: dict[fx.Node, int] = {}
         for node in (*self.held, self.target):
@@ -318,7 +319,7 @@ class _Builder:
         return self.ops.held[self.shown(node)]
 
     def shown(self, node: fx.Node) -> fx.Node:
-        """Return the first node that stands for a tied weight."""
+        """Return the first of the nodes that stand for the same tensor as `node`, as those of a tied weight do."""
         value = self.ops.values[self.ops.held[node]]
         return next(other for other, name in self.ops.held.items() if self.ops.values[name] is value)
 

@@ -32,7 +32,7 @@ class FromSchedule:
     """A schedule of the layout's blocks."""
 
     schedule: Schedule
-    known: Order | None = None  # its order, if it was computed already
+    known: Order | None = None  # the order of ops that the schedule means; None: it has not been computed
 
     def order(self, layout: Layout) -> Order:
         """Return the order in which ops run. O(steps)."""
@@ -43,13 +43,13 @@ class FromSchedule:
         return self.order(layout).program()
 
     def on(self, layout: Layout) -> FromSchedule:
-        """Return this origin on `layout`, whose graph is equal."""
+        """Return this origin for an equal graph, that of `layout`."""
         return replace(self, known=self.known and replace(self.known, layout=layout))
 
 
 @dataclass(frozen=True, eq=False)
 class FromJoin(FromSchedule):
-    """A schedule of a join of towers, as a schedule of the layout's blocks in the same order."""
+    """A schedule of a join of towers (parts of the model that share no value), as a schedule of the layout's blocks."""
 
     _: KW_ONLY
     timeline: JoinTimeline
@@ -71,7 +71,7 @@ class Refined:
         return self.found.program()
 
     def on(self, layout: Layout) -> Refined:
-        """Return this origin on `layout`, whose graph is equal."""
+        """Return this origin for an equal graph, that of `layout`."""
         return replace(self, began=self.began.on(layout), found=replace(self.found, layout=layout))
 
 
@@ -82,15 +82,15 @@ class _PutIntoAnother:
     result: ProgramWithTransfers | ProgramWithCommunication
 
     def order(self, layout: Layout) -> Order:
-        """Return the order in which ops run, without what was added."""
+        """Return the order in which ops run, without the transfers or communication that were added."""
         return self.began.order(layout)
 
     def program(self, _: Layout) -> Program:
-        """Return the program with what was added."""
+        """Return the program with the transfers or communication that were added."""
         return self.result.program
 
     def on(self, layout: Layout) -> FromSchedule | Refined:
-        """Return the origin without what was added, on `layout`, whose graph is equal."""
+        """Return the origin without transfers or communication, for an equal graph, that of `layout`."""
         return self.began.on(layout)
 
 
@@ -115,8 +115,8 @@ class InUnits:
     """The program of another origin with ops grouped into units, each an op of a step graph of its own."""
 
     began: FromSchedule | Refined | Transferred | Communicating
-    ops: Layout  # of the ops before they were grouped
-    fused: Program
+    ops: Layout  # the layout of the ops before they were grouped
+    fused: Program  # the program of units
 
     def order(self, _: Layout) -> Order:
         """Return the order in which the ops of the other origin run, without units."""
@@ -127,7 +127,7 @@ class InUnits:
         return self.fused
 
     def on(self, layout: Layout) -> FromSchedule | Refined:
-        """Return the origin without units, on `layout`, whose graph is equal."""
+        """Return the origin without units, for an equal graph of ops, that of `layout`."""
         return self.began.on(layout)
 
 
@@ -153,7 +153,7 @@ class Candidate:
 
     @property
     def schedule(self) -> Schedule:
-        """The schedule of blocks that it was derived from; the program may differ from it."""
+        """The schedule of blocks that this candidate was derived from; its program may differ from the schedule."""
         return self._base.schedule
 
     @property
@@ -163,18 +163,18 @@ class Candidate:
 
     @property
     def refined(self) -> bool:
-        """True if the search improved on its schedule op by op."""
+        """True if the op-by-op search improved on the schedule that this candidate was derived from."""
         return isinstance(self._untransferred, Refined)
 
     @property
     def transfers(self) -> ProgramWithTransfers | None:
-        """Its copies to the host and back; None if it makes none."""
+        """The program with copies to the host and back, and their times; None if the candidate makes no copies."""
         origin = self.origin.began if isinstance(self.origin, Communicating) else self.origin
         return origin.result if isinstance(origin, Transferred) else None
 
     @property
     def communication(self) -> ProgramWithCommunication | None:
-        """Its collectives that run concurrently with ops; None if it has none."""
+        """The program with collectives that run concurrently with ops, and their times; None if there are none."""
         return self.origin.result if isinstance(self.origin, Communicating) else None
 
     @property
@@ -196,7 +196,7 @@ class Candidate:
         return replace(self, peak=peak, time=time, origin=Refined(self._base, order))
 
     def transferring(self, result: ProgramWithTransfers) -> Candidate:
-        """Return the candidate with these transfers in its program."""
+        """Return this candidate with the program of `result`: its own, with copies to the host and back added."""
         origin = Transferred(self._untransferred, result)
         return replace(self, peak=result.memory.peak, time=result.time, origin=origin)
 
@@ -213,7 +213,7 @@ class Candidate:
         return replace(self, peak=peak, time=time, layout=program.layout, origin=origin)
 
     def on(self, layout: Layout) -> Candidate:
-        """Return this candidate on `layout`, whose graph is equal."""
+        """Return this candidate for an equal graph, that of `layout`; transfers and communication are left out."""
         return replace(self, layout=layout, origin=self.origin.on(layout))
 
 
@@ -221,8 +221,8 @@ class Candidate:
 class Frontier:
     """The Pareto frontier of candidate programs, by increasing time and decreasing peak."""
 
-    keep_all: Candidate
-    candidates: tuple[Candidate, ...]
+    keep_all: Candidate  # the candidate that recomputes nothing
+    candidates: tuple[Candidate, ...]  # the fastest first
 
     @property
     def minimum(self) -> int:
@@ -230,14 +230,14 @@ class Frontier:
         return self.candidates[-1].peak
 
     def within(self, budget: int) -> Candidate:
-        """Return the fastest candidate that fits. Raises `BudgetTooSmall`."""
+        """Return the fastest candidate that fits into `budget` bytes. Raises `BudgetTooSmall` if there is none."""
         for candidate in self.candidates:
             if candidate.peak <= budget:
                 return candidate
         raise BudgetTooSmall(minimum=self.minimum, budget=budget)
 
     def nearest(self, budget: int) -> Candidate:
-        """Return the fastest candidate that fits, or else the one that needs least."""
+        """Return the fastest candidate that fits into `budget` bytes, else the one with the least peak."""
         return next((c for c in self.candidates if c.peak <= budget), self.candidates[-1])
 
     def spread(self, count: int) -> list[Candidate]:
@@ -248,7 +248,7 @@ class Frontier:
         return [self.candidates[place] for place in sorted(nearest)]
 
     def scaled(self, factor: float) -> Frontier:
-        """Return the frontier with every time multiplied by `factor` (calibration)."""
+        """Return the frontier with every time multiplied by `factor`, as calibration to a measured time does."""
         return self.each(lambda candidate: replace(candidate, time=candidate.time * factor))
 
     def each(self, change: Callable[[Candidate], Candidate]) -> Frontier:
@@ -257,7 +257,7 @@ class Frontier:
 
 
 def exchanged(graph: StepGraph) -> Callable[[Candidate], Candidate]:
-    """Return a function that moves candidates to an equal graph; those that shared a layout share one again."""
+    """Return a function that returns a candidate for `graph`, equal to its own; shared layouts stay shared."""
     layouts: dict[int, Layout] = {}
 
     def moved(candidate: Candidate) -> Candidate:

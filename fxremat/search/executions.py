@@ -1,8 +1,11 @@
-"""The executions of a step graph's ops as entries of a tape: the first execution of every op, and later ones.
+"""The executions of a step graph's ops as numbered entries: the first execution of every op, and recomputations.
+
+A tape (`replay.Tape`) is a sequence of entries, with what each reads and writes; `ops` is the number of the graph's
+ops.
 
     entry op                 the first execution of an op
     entry ops + op           a recomputation of a forward op in the forward graph
-    entry 2 ops + op         one in the backward graph
+    entry 2 ops + op         a recomputation of a forward op in the backward graph
     entry 3 ops + 0, 1, 2    the end of the forward graph, the arrival of gradients, and the end of the step
 
 Values are numbered as in the step graph; after them come the loss outside the model, a seed for each random op, and a
@@ -31,14 +34,14 @@ def keep_all_peak(graph: StepGraph, costs: Costs) -> int:
 
 
 class _Execution(NamedTuple):
-    reads: Sequence[int]
+    reads: Sequence[int]  # numbers of values
     writes: Sequence[int]
     extra: int = 0  # bytes while it runs, beyond what it reads and writes
     seconds: float = 0.0
 
 
 class Executions:
-    """All executions that are possible, and tapes of some of them in an order."""
+    """All executions that a program of a step graph may contain; it makes tapes of some of them in a given order."""
 
     def __init__(self, graph: StepGraph, costs: Costs) -> None:
         self._graph, self._costs, self._count = graph, costs, len(graph.ops)
@@ -71,7 +74,10 @@ class Executions:
         return self.judge_ops(order.ops, order.split)
 
     def judge_ops(self, numbers: Sequence[int], split: int) -> tuple[int, float]:
-        """Return peak and time of ops by their numbers, where the backward graph begins with `numbers[split]`."""
+        """Return the peak in bytes and the seconds of running ops in the order of `numbers`.
+
+        The backward graph begins with `numbers[split]`; an op that occurs again is a recomputation.
+        """
         ops, again = np.array(numbers, np.int64), np.ones(len(numbers), bool)
         again[np.unique(ops, return_index=True)[1]] = False
         entries = self.entries(ops, again, split)
@@ -80,13 +86,19 @@ class Executions:
         return int(peak), self._costs.time_of(numbers)
 
     def entries(self, ops: Ints, again: NDArray[np.bool_], split: int) -> Ints:
-        """Return the entries of ops, and those of the split, before `ops[split]`, and of the end of the step."""
+        """Return the numbers of the entries of a program, with those for its split and end.
+
+        Args:
+            ops: the ops in the order in which they run.
+            again: whether each of them is a recomputation.
+            split: the index in `ops` of the first execution in the backward graph.
+        """
         moments = 3 * self._count + np.arange(3)
         late = np.arange(ops.size) >= split
         return np.insert(ops + self._count * again * (1 + late), [split, split, ops.size], moments)
 
     def tape(self, entries: Ints, optional: Bits) -> Tape:
-        """Return the tape of these entries, in their order. O(reads + writes)."""
+        """Return the tape of these entries, in this order; `optional` marks those to choose from. O(reads + writes)."""
         read_from, reads = self._reads.of(entries)
         write_from, writes = self._writes.of(entries)
         return Tape(
@@ -112,7 +124,10 @@ class Executions:
         )
 
     def _again(self, index: int, *, late: bool) -> _Execution:
-        """Return a recomputation; outputs that the caller holds already are freed at once."""
+        """Return a recomputation of an op, in the backward graph if `late`.
+
+        Outputs that the caller of the step holds from the first execution need no memory after it.
+        """
         op, pinned = self._graph.ops[index], self._graph.pinned
         in_vain = sum(self._costs.sizes.values[value] for value in op.again_writes if value in pinned)
         seed = [self._seed_of[index]] if op.random else []
@@ -138,13 +153,16 @@ class Executions:
         return _Execution(sorted({*self._stored(graph.pinned, late=False), *held, self._root}), ())
 
     def _stored(self, values: Iterable[int], *, late: bool) -> list[int]:
-        """Return the values that occupy memory; for overwritten primals, the copies that the backward graph reads."""
+        """Return the values among `values` that occupy memory: not primals, which exist before the step.
+
+        `late`: they are read in the backward graph, which reads copies of the primals that the forward overwrites.
+        """
         stored = [value for value in values if value not in self._primals]
         return [*stored, *(self._copy_of[value] for value in values if late and value in self._copy_of)]
 
 
 class _Lists:
-    """Lists of numbers stored end to end, from which some can be selected in any order."""
+    """Lists of numbers in one array, end to end; any of the lists can be selected, in any order."""
 
     def __init__(self, lists: Sequence[Sequence[int]]) -> None:
         self._begins = np.zeros(len(lists) + 1, dtype=np.int64)

@@ -29,14 +29,14 @@ _NAMES = {
     MemoryKind.WORKSPACE: "workspace",
 }
 _MOST = 3  # kinds that are named
-_WORTH = 0.01  # of the bytes: kinds with less are not named
+_WORTH = 0.01  # share of the bytes: kinds with less are not named
 
 
 @dataclass(frozen=True, kw_only=True)
 class Floor:
     """The moment at which a program needs most memory."""
 
-    bytes: int
+    bytes: int  # the peak
     moment: str  # the op that runs, and where it was written
     kinds: tuple[tuple[MemoryKind, int], ...]  # what the bytes are, the most first
 
@@ -47,7 +47,7 @@ class Floor:
 
 
 def floor_of(program: Program, costs: Costs) -> Floor:
-    """Return the moment at which a program needs most memory, the first of equals. O(steps)."""
+    """Return the moment at which a program needs most memory, the first one if there are several. O(steps)."""
     memory = live_bytes(program, costs.sizes)
     if memory.at_split == memory.peak:
         rest = memory.at_split - _loss(program.layout.graph, costs)

@@ -1,5 +1,8 @@
 """Large neighbourhood search for a faster choice among the executions of a skeleton.
 
+A skeleton is a fixed order of executions of which some, recomputations, are optional (`search.skeleton`); a choice says
+which happen. Replaying computes its peak and time, page by page of 64 executions (`search.replay`).
+
 Each change first adds some recomputations in one part of the program, which frees memory, and then removes as many as
 the budget allows, in a randomly perturbed order of seconds per byte. A change that is no improvement is undone.
 (P. Shaw, Using constraint programming and local search methods to solve vehicle routing problems, 1998.)
@@ -25,18 +28,18 @@ from fxremat.search.replay import (
 )
 
 PATIENCE = 500  # changes without improvement after which a search ends early
-OVERHEAD = 50  # pages that could be replayed in the time of the other work of a change
+OVERHEAD = 50  # pages that could be replayed in the time that a change takes besides its replays
 STRETCH = 0.1  # share of the optional executions that one change may add, at most
-NOISE = 1.0  # standard deviation of the logarithm of the factor that perturbs the order, at most
-MANY = 1500  # values: with so many, replaying a page takes twice as long
+NOISE = 1.0  # at most: the standard deviation of the logarithm of the factor that perturbs seconds per byte
+MANY = 1500  # values of a tape: with so many, replaying a page takes twice as long
 FAR = 1 << 62  # bytes: more than anything exceeds a budget by
 
 
 def improve(tape: Tape, choice: Bits, budget: int, work: int, seed: int) -> tuple[int, float]:
-    """Make a choice faster within the budget, in place; where it does not fit, make it exceed the budget by less.
+    """Make a choice faster within a budget in bytes, in place; if it does not fit, make it exceed the budget by less.
 
-    Replays about `work` pages, fewer where nothing more is found. Returns peak in bytes and time in seconds, neither
-    of which is worse than before unless the peak was above the budget.
+    The search replays about `work` pages, fewer if nothing more is found; `seed` decides all that is random. Returns
+    the peak in bytes and the time in seconds; neither is worse than before unless the peak was above the budget.
     """
     rng = np.random.default_rng(seed)
     places, worth = np.flatnonzero(tape.optional), _worth(tape)
@@ -63,13 +66,13 @@ def improve(tape: Tape, choice: Bits, budget: int, work: int, seed: int) -> tupl
 
 
 def _better(pages: Pages, best: Pages) -> bool:
-    """Tell whether `pages` exceeds the budget by less than `best`, or by the same in less time."""
+    """Tell whether the replayed choice of `pages` exceeds the budget by less than `best`, or equally in less time."""
     excess, least = pages.excess.sum(), best.excess.sum()
     return bool(excess < least or (excess == least and pages.times.sum() < best.times.sum() - TINY))
 
 
 def _take_in(choice: Bits, places: Ints, rng: np.random.Generator) -> int:
-    """Add some of the recomputations of a random stretch; return the page after the last of them."""
+    """Choose some more of the recomputations in a random stretch of `places`; return the page after the stretch."""
     width = max(3, int(places.size * STRETCH * rng.random() ** 2))
     first = int(rng.integers(max(1, places.size - width + 1)))
     stretch = places[first : first + width]
@@ -78,7 +81,7 @@ def _take_in(choice: Bits, places: Ints, rng: np.random.Generator) -> int:
 
 
 def _order(worth: Floats, happening: Ints, noise: float, rng: np.random.Generator) -> Ints:
-    """Sort recomputations by seconds per byte, descending, randomly perturbed."""
+    """Sort the recomputations that happen by seconds per byte (`worth`), descending, randomly perturbed by `noise`."""
     ordered: Ints = happening[
         np.argsort(-worth[happening] * np.exp(noise * rng.standard_normal(happening.size)))
     ]

@@ -30,12 +30,12 @@ import numpy as np
 from fxremat.step.costs import Costs
 from fxremat.step.step_graph import Op, Origin, StepGraph
 
-INSTANTS = 8
+INSTANTS = 8  # backward ops that the LP looks at, about: evenly spaced ones; two of the largest are added
 _Variable = tuple[str, int, int]  # ("alive", value, instant) or ("runs", op, window)
 
 
 def lower_bound(graph: StepGraph, costs: Costs, budget: int, *, instants: int = INSTANTS) -> float:
-    """Return seconds that no program within `budget` bytes beats; infinite if even the relaxation is infeasible."""
+    """Return seconds that no program within `budget` bytes beats; infinite if the LP proves that none fits."""
     once = sum(costs.seconds)
     fixed = _fixed(graph, costs)
     rows = (_Rows(graph, costs, budget, marks, fixed) for marks in _watched(graph, fixed, instants))
@@ -43,7 +43,7 @@ def lower_bound(graph: StepGraph, costs: Costs, budget: int, *, instants: int = 
 
 
 def _watched(graph: StepGraph, fixed: dict[int, int], instants: int) -> Iterator[list[int]]:
-    """Yield lists of backward ops to look at: the first, some evenly spaced and two of the largest; the first alone."""
+    """Yield two lists of backward ops, each for an LP that looks at them: several spread ones, and the first alone."""
     ops = [op.index for op in graph.backward_ops]
     if not ops:
         return
@@ -119,7 +119,7 @@ class _Rows:
                 self._at_most(0.0, (1.0, ("alive", value, instant)), *self._there(value, instant - 1))
 
     def _there(self, value: int, window: int) -> list[tuple[float, _Variable]]:
-        """Return negated LP terms that make the value available in the window."""
+        """Return the LP terms -s - x: the value is alive when the window begins, or its maker runs in the window."""
         return [(-1.0, ("alive", value, window)), (-1.0, ("runs", self.maker[value], window))]
 
     def _window(self, window: int) -> None:
@@ -134,13 +134,13 @@ class _Rows:
         return [value for value in values if value in self.maker]
 
     def _backwards(self, window: int) -> tuple[Op, ...]:
-        """Return the backward ops after one watched op, up to and including the next."""
+        """Return the backward ops of a window: those after a watched op, up to and including the next watched one."""
         end = self.marks[window + 1] + 1 if window + 1 < len(self.marks) else len(self.graph.ops)
         return self.graph.ops[self.marks[window] + 1 : end]
 
     def _solve(self) -> float:
-        """Return the least seconds of all that runs in the windows: the optimum of the LP."""
-        if not self.entries:  # only limits on what is alive whatever is recomputed
+        """Return the LP's optimum, the least seconds of recomputation; infinite if infeasible, 0.0 if not solved."""
+        if not self.entries:  # no variables: only limits on the bytes that are alive whatever is recomputed
             return 0.0 if min(self.limits, default=0.0) >= 0 else math.inf
         from scipy.optimize import linprog  # a second to import: only when used
         from scipy.sparse import coo_array

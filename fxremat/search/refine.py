@@ -23,13 +23,13 @@ from fxremat.step.costs import Costs
 from fxremat.step.step_graph import StepGraph
 
 EFFORT = 3.0  # seconds, about
-PAGES = 2_000_000  # that a search replays in a second, about
-RUNGS = 110  # rungs among which an effort is divided: so many lie between a hundredth of the memory and a tenth
+PAGES = 2_000_000  # pages (of 64 executions) that a search replays in a second, about
+RUNGS = 110  # rungs among which the seconds of an effort are divided: a tenfold budget is about so many rungs away
 STEP = 1.02  # ratio of a rung to the one before
 NEAR = 1.002  # times the time without recomputation: a program that is as fast is not improved
 SMALLER = 1.05  # factor by which one try lowers the least peak
-IN_VAIN = 3  # tries without success, after which it is not lowered further
-LOWERED = 30  # tries to lower it, at most
+IN_VAIN = 3  # tries without success after which the least peak is not lowered further
+LOWERED = 30  # tries to lower the least peak, at most
 PATIENT = 5  # times the work of a rung: the work of one try to lower the least peak
 
 
@@ -69,14 +69,17 @@ class Ladder:
         return replace(self.given, candidates=tuple(unbeaten([*self.given.candidates, *found])))
 
     def on(self, graph: StepGraph) -> Ladder:
-        """Return the ladder on an equal graph."""
+        """Return the ladder with its candidates as candidates of `graph`, which is equal to the graph they were for."""
         moved = exchanged(graph)
         found = tuple((rung, moved(candidate)) for rung, candidate in self.found)
         return replace(self, given=self.given.each(moved), found=found)
 
 
 def lowered(candidates: tuple[Candidate, ...], costs: Costs, *, effort: float) -> tuple[Candidate, ...]:
-    """Return the unbeaten of the candidates and of programs that need less and less memory, for which it searches."""
+    """Search for programs with a lower peak than any of `candidates`; return all that are unbeaten, fastest first.
+
+    It takes up to a few times the seconds of one rung of a ladder climbed with this `effort`.
+    """
     return tuple(
         unbeaten([*candidates, *_smaller(candidates[-1], costs, int(PATIENT * effort * PAGES / RUNGS))])
     )
@@ -98,17 +101,17 @@ def _smaller(start: Candidate, costs: Costs, work: int) -> Iterator[Candidate]:
 
 
 class _Search:
-    """A search that continues from its last result, or from a faster candidate that fits."""
+    """A search up the rungs of a ladder: each starts from the result of the one before, or a faster given candidate."""
 
     def __init__(self, ladder: Ladder, costs: Costs, work: int) -> None:
         self.found = list(ladder.found)
         self._given, self._costs, self._work = ladder.given, costs, work
         self._near = NEAR * ladder.given.keep_all.time
         self._skeletons = Skeletons(ladder.given.keep_all.layout.graph, costs)
-        self._skeleton: tuple[Candidate, Skeleton] | None = None  # of the last start
+        self._skeleton: tuple[Candidate, Skeleton] | None = None  # the last start and its skeleton, which is reused
 
     def climb(self, rung: int) -> None:
-        """Search for faster programs within one budget."""
+        """Search for a faster program within one rung's budget, in bytes, and add it to `found` if there is one."""
         start = self._given.within(rung)
         if self.found and self.found[-1][1].time < start.time:  # each result is faster than those before
             start = self.found[-1][1]
@@ -127,6 +130,6 @@ class _Search:
 
 
 def _candidate(start: Candidate, skeleton: Skeleton, choice: Bits, peak: int, costs: Costs) -> Candidate:
-    """Return the candidate that runs the chosen executions, derived from another one."""
+    """Return the candidate that runs the chosen executions of a skeleton, with `start` as its origin."""
     order = skeleton.order(choice)
     return start.refined_to(order, peak, costs.time_of(order.ops))

@@ -20,7 +20,10 @@ FURTHEST = 2.0  # times the peak of keep-all: programs are not reused at sizes f
 
 
 def replanned(known: Ladder, graph: StepGraph, costs: Costs) -> Ladder | None:
-    """Evaluate a ladder again on a graph of the same topology; return None if its sizes are too far away."""
+    """Return a ladder's programs evaluated on a graph with the same ops and other sizes; None if sizes differ too much.
+
+    They do if the peak of keep-all is more than `FURTHEST` times as large or as small.
+    """
     others = (*known.given.candidates, *(candidate for _, candidate in known.found))
     frontier = judged_again(known.given.keep_all, others, graph, costs)
     grown = frontier.keep_all.peak / known.given.keep_all.peak
@@ -32,7 +35,7 @@ def replanned(known: Ladder, graph: StepGraph, costs: Costs) -> Ladder | None:
 def judged_again(
     keep_all: Candidate, candidates: Iterable[Candidate], graph: StepGraph, costs: Costs
 ) -> Frontier:
-    """Return the frontier of candidates of another graph of the same topology, evaluated on this one.
+    """Return the frontier of candidates of another graph, evaluated on `graph`, which has the same ops.
 
     O(candidates * steps): some tens of milliseconds for a GPT of 12 layers.
     """

@@ -1,5 +1,7 @@
 """Compiled replay of a skeleton: exact peak and time of a choice, and of one that differs a little from it.
 
+A skeleton is a fixed order of executions, some of them optional (`search.skeleton`); a choice says which may happen.
+
 The replay runs backwards: a value is alive from the moment a reader is met until an execution that writes it is met; an
 optional execution none of whose outputs is alive does not happen. Memory is that of `step.liveness`.
 
@@ -20,7 +22,7 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Bits = NDArray[np.uint8]
 
-PAGE = 64
+PAGE = 64  # executions
 TINY = 1e-12  # seconds: differences below it are rounding
 
 
@@ -42,11 +44,11 @@ class Pages(NamedTuple):
     """The results of a replay; page p holds the executions from PAGE * p on."""
 
     runs: Bits  # by execution: whether it happens
-    alive: Bits  # [pages + 1, values]: before each page; the last is what is alive at the end
+    alive: Bits  # [pages + 1, values]: whether each value is alive before each page and, last, at the end
     levels: Ints  # [pages + 1]: bytes alive at the same moments
-    peaks: Ints  # [pages]
+    peaks: Ints  # [pages]: most bytes during an execution of the page
     excess: Ints  # [pages]: bytes above the budget, added up over the executions
-    times: Floats  # [pages]
+    times: Floats  # [pages]: seconds
 
 
 def blank_pages(tape: Tape) -> Pages:
@@ -64,7 +66,7 @@ def blank_pages(tape: Tape) -> Pages:
 
 @jit
 def replay(tape: Tape, choice: Bits, pages: Pages, budget: int) -> tuple[int, float]:
-    """Return the peak in bytes and the time in seconds of a choice. O(reads + writes)."""
+    """Replay a choice into `pages`, and return its peak in bytes and its time in seconds. O(reads + writes)."""
     count, peak, time = pages.peaks.size, 0, 0.0
     for value in range(tape.sizes.size):
         pages.alive[count, value] = 0
@@ -78,7 +80,7 @@ def replay(tape: Tape, choice: Bits, pages: Pages, budget: int) -> tuple[int, fl
 
 @jit
 def _page(tape: Tape, choice: Bits, pages: Pages, page: int, budget: int) -> None:
-    """Replay one page from what is alive after it."""
+    """Replay one page backwards, from what is alive after it, and note the results in `pages`."""
     runs, alive = pages.runs, pages.alive[page]
     _copy(pages.alive[page + 1], alive, 0, alive.size)
     level, peak, excess, time = pages.levels[page + 1], 0, 0, 0.0
@@ -117,7 +119,7 @@ def _wanted(tape: Tape, alive: Bits, i: int) -> bool:
 
 @jit
 def copy_pages(source: Pages, target: Pages, low: int, high: int) -> None:
-    """Copy pages low..high - 1, and what is alive before and after them."""
+    """Copy the results of pages low..high - 1, and what is alive before and after each of them."""
     _copy(source.runs, target.runs, low * PAGE, min(high * PAGE, source.runs.size))
     for page in range(low, high + 1):
         _copy(source.alive[page], target.alive[page], 0, source.alive.shape[1])
@@ -139,9 +141,10 @@ def _copy(source: Bits, target: Bits, low: int, high: int) -> None:
 def replay_again(
     tape: Tape, choice: Bits, old: Pages, new: Pages, high: int, budget: int, allowed: int
 ) -> int:
-    """Replay from the page before `high` until the state is that of `old`; return the lowest page replayed.
+    """Replay a changed choice into `new`, from page `high - 1` down, until what is alive is as in `old`.
 
-    Returns -1 once the pages exceed the budget by more than `allowed` bytes.
+    Returns the lowest page that was replayed: pages below it stay as in `old`. Returns -1 once the replayed pages
+    exceed the budget by more than `allowed` bytes.
     """
     _copy(old.alive[high], new.alive[high], 0, old.alive.shape[1])
     new.levels[high] = old.levels[high]
@@ -165,10 +168,10 @@ def _equal(one: Bits, other: Bits) -> bool:
 
 @jit
 def spend(tape: Tape, choice: Bits, pages: Pages, spare: Pages, places: Ints, budget: int) -> int:
-    """Leave out the recomputations at `places`, in this order, wherever that takes no time and fits; in place.
+    """Leave the recomputations at `places` out of a choice, in this order, each if it costs no time and still fits.
 
-    Where the choice does not fit, none may exceed the budget by more. `pages` are those of the choice, and kept so.
-    Returns the number of pages replayed.
+    `choice`, and `pages`, the results of its replay, change in place. If the choice exceeds the budget, leaving one out
+    must not make it exceed it by more. Returns the number of pages replayed.
     """
     work, excess = 0, 0
     for page in range(pages.excess.size):

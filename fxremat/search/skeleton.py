@@ -26,18 +26,18 @@ from fxremat.step.layout import Layout
 from fxremat.step.program import Order
 from fxremat.step.step_graph import Origin, StepGraph
 
-NEAREST = 16  # recomputations that are offered before a backward op, at most
+NEAREST = 16  # recomputations that a skeleton offers before each backward op, at most
 
 
 @dataclass(frozen=True, eq=False)
 class Skeleton:
-    """All executions that may happen, and the choice among them that is the program."""
+    """All executions that may happen, in order, and the choice among them that is the program it was built around."""
 
     layout: Layout
     tape: Tape
     choice: Bits  # the choice that is the program
-    ops: Ints  # op numbers, -1 for the split and the end
-    blocks: Ints
+    ops: Ints  # the op of each execution; -1 for the split and the end
+    blocks: Ints  # the block of each execution; -1 for the split and the end
 
     def judge(self, choice: Bits) -> tuple[int, float]:
         """Return the peak in bytes and the time in seconds of a choice. O(executions), some tens of microseconds."""
@@ -79,7 +79,7 @@ class Skeletons:
         )
 
     def _listed(self, order: Order) -> tuple[list[int], list[int], list[bool], list[bool], int]:
-        """List the executions: op, block, whether it repeats an op, whether the program has it; and the split."""
+        """List op and block of each execution, if it repeats an op, and if the program has it; and return the split."""
         ops, blocks, again, chosen = list[int](), list[int](), list[bool](), list[bool]()
         ran, just_ran, split = set[int](), set[int](), len(order.ops)
         for position, (op, block) in enumerate(zip(order.ops, order.blocks, strict=True)):
@@ -100,7 +100,7 @@ class Skeletons:
 
 
 class _Neighbours:
-    """For each backward op, the recomputable forward ops closest upstream of its inputs."""
+    """A finder of the recomputable forward ops that are closest upstream of a backward op's inputs: `near(op)`."""
 
     def __init__(self, graph: StepGraph, nearest: int) -> None:
         self.graph, self.nearest, self.pinned = graph, nearest, graph.pinned
@@ -118,7 +118,7 @@ class _Neighbours:
         return sorted(found)
 
     def _makers(self, values: Iterable[int]) -> list[int]:
-        """List the ops that make these values and may run again."""
+        """List the forward ops that make these values and may run again."""
         makers = [
             value.producer
             for value in (self.graph.values[index] for index in values)

@@ -38,15 +38,15 @@ from fxremat.step.step_graph import StepGraph
 
 NEAR_LEAST = 1.15  # the last table covers budgets up to this multiple of the least memory of the chain
 APART = 1.01  # ratio of successive budgets that a chain is solved for
-A_FEW = 5  # schedules of each table that are evaluated first: if all are beaten, the layout is left at that
+A_FEW = 5  # schedules of each table that are evaluated first: if all are beaten, no more of the layout's are
 LARGE = 2000  # ops: half as many schedules of larger graphs are evaluated
 COARSE = 150  # slots of the first tables of layouts with many blocks
 MANY_BLOCKS = 120
 LUMP = 500  # ops: a layout with a larger block is skipped if another layout has none
 MOST_BLOCKS = 250
 MOST_VALUES = 6  # values that may cross a cut
-JOIN_SLOTS = 150
-MEASURING_SLOTS = 100  # of the table that decides in which order ops are measured
+JOIN_SLOTS = 150  # steps of memory in the table of a join
+MEASURING_SLOTS = 100  # steps of memory in the table that decides in which order ops are measured
 JOIN_STEP = 0.85  # ratio of a budget that a join of towers is solved for to the one before
 FAR = 1 << 50  # bytes: more than anything needs
 
@@ -56,10 +56,9 @@ def survey(
 ) -> Frontier:
     """Cut the graph into chains, solve them for many budgets, and evaluate every schedule by exact liveness.
 
-    With "auto" and an effort, it also searches for programs that need less than any schedule of blocks; a solver that
-    is
-    asked for by name decides alone what runs. Runs a second or two for a GPT of 12 layers. Raises `FxrematError` for an
-    unknown solver.
+    With "auto" and an effort in seconds, it also searches for programs that need less than any schedule of blocks; a
+    solver that is asked for by name decides alone what runs. `slots` is the number of steps of memory in the solvers'
+    tables. Runs a second or two for a GPT of 12 layers. Raises `FxrematError` for an unknown solver.
     """
     if solver not in (names := ("auto", *LISTS, *TABLES)):
         raise FxrematError(f"no solver {solver!r} plans models; there are {', '.join(sorted(names))}")
@@ -78,7 +77,7 @@ def survey(
 
 
 def kept(graph: StepGraph, costs: Costs) -> Frontier:
-    """Return the frontier of the one candidate that recomputes nothing, without a search."""
+    """Return the frontier whose only candidate is the one that recomputes nothing, without a search."""
     everything = _Judge(graph, costs).keep_everything(next(_layouts(graph, costs)))
     return Frontier(keep_all=everything, candidates=(everything,))
 
@@ -127,7 +126,7 @@ class _Judge:
 
 
 def _layouts(graph: StepGraph, costs: Costs) -> Iterator[Layout]:
-    """Yield one layout for each way to cut that is worth trying."""
+    """Yield a layout, the step graph as a chain of blocks, for each way to cut the forward that is worth trying."""
     crossing = crossings(graph)
     forward = costs.seconds[: graph.forward_count]
     ways = [(crossing.cuts(carried), carried) for carried in carry_levels(graph, crossing, forward)]
@@ -147,7 +146,7 @@ def _largest(ends: Sequence[int], count: int) -> int:
 
 
 def _thin(ends: Sequence[int], seconds: Sequence[float]) -> list[int]:
-    """Keep at most MOST_BLOCKS ends, and leave out those after the shortest blocks."""
+    """Return at most MOST_BLOCKS of the ends of blocks, without the ends of the blocks with the fewest seconds."""
     ends = list(ends)
     if len(ends) <= MOST_BLOCKS:
         return ends
@@ -159,7 +158,7 @@ def _thin(ends: Sequence[int], seconds: Sequence[float]) -> list[int]:
 
 @dataclass(frozen=True, eq=False)
 class _Solved:
-    """A layout, and its tables for smaller and smaller budgets: one table would be too coarse for small ones."""
+    """A layout, and its tables for smaller and smaller budgets: the slots of one table are coarse for small budgets."""
 
     layout: Layout
     chain: Chain
@@ -182,18 +181,18 @@ class _Solved:
         return cls(layout, chain, judge, tuple(tables))
 
     def few(self, count: int) -> list[Candidate]:
-        """Evaluate about `count` schedules of each table."""
+        """Return the candidates of about `count` schedules of each table."""
         return self.judge.of(self.layout, (s for table in self.tables for s in table.frontier(count)))
 
     def many(self, apart: float) -> list[Candidate]:
-        """Evaluate schedules for budgets a factor `apart`, least to most, each of the finest table that covers it."""
+        """Return candidates for budgets that are a factor `apart`, each from the finest table that covers it."""
         smaller = [*(table.mem for table in self.tables[1:]), 0]
         tables = zip(self.tables, smaller, strict=True)
         return self.judge.of(self.layout, (s for table, above in tables for s in table.spread(apart, above)))
 
 
 def _solved(layouts: Sequence[Layout], judge: _Judge, solver: str, slots: int) -> list[Candidate]:
-    """Evaluate a few schedules of every layout, and many of those layouts that have an unbeaten one among the few."""
+    """Return candidates: a few of every layout, and many of each layout that has an unbeaten one among its few."""
     large = len(layouts[0].graph.ops) > LARGE
     solved = [_Solved.of(layout, judge, solver, _first_slots(layout, slots)) for layout in layouts]
     found = [candidate for each in solved for candidate in each.few(A_FEW // 2 if large else A_FEW)]
@@ -214,7 +213,7 @@ def _first_slots(layout: Layout, slots: int) -> int:
 
 
 def _joined(judge: _Judge, graph: StepGraph, slots: int) -> Iterator[Candidate]:
-    """Yield schedules of the join of the towers, if there are any, over the range of budgets."""
+    """Yield candidates for smaller and smaller budgets from the model's towers, as a join; none if it has no towers."""
     costs, crossing = judge.costs, crossings(graph)
     towers = find_towers(graph, crossing, costs.seconds)
     if towers is None:

@@ -10,9 +10,9 @@ class Addresses:
 
     def __init__(self) -> None:
         self.end = 0  # bytes up to the highest address ever used
-        self._starts: list[int] = []  # of the free extents, in order; no two of them touch
-        self._sizes: dict[int, int] = {}  # of the free extents, by their starts
-        self._by_size: list[tuple[int, int]] = []  # size and start of each, in order
+        self._starts: list[int] = []  # the starts of free extents, in order; no two extents touch
+        self._sizes: dict[int, int] = {}  # start of each free extent -> its bytes
+        self._by_size: list[tuple[int, int]] = []  # (bytes, start) of each free extent, in order
 
     def take(self, size: int) -> int:
         """Return the address of a new block: in the smallest free extent that holds it, else at the end.

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 SIZES = (("B", 1), ("KiB", 2**10), ("MiB", 2**20), ("GiB", 2**30), ("TiB", 2**40))
 SECONDS = (("us", 1e-6), ("ms", 1e-3), ("s", 1.0))
-_TICKS = 6  # at most, about
+_TICKS = 6  # labelled ticks of an axis besides 0, at most
 
 
 def round_steps(most: float, count: int = _TICKS) -> list[float]:

@@ -26,12 +26,12 @@ from fxremat.show.tree import OWN, Row, all_rows
 from fxremat.step.kinds import MemoryKind
 from fxremat.units import format_bytes, format_seconds, shortened
 
-ROWS = 16  # of modules, at most
-_FEW = 6  # names of a longer list
-_NAME = 48  # columns
+ROWS = 16  # rows of modules that are shown, at most
+_FEW = 6  # names that are shown of a longer list
+_NAME = 48  # columns of text for the name of a module
 _INDENT = " " * 18
 _SAME = "-"
-_ROUNDING = 1e-9  # of a time; smaller differences are ignored
+_ROUNDING = 1e-9  # share of a time: smaller differences are rounding, and ignored
 NOTHING = "no difference: the same budget, peak, time and least budget, and the same of every module"
 
 _N = TypeVar("_N", int, float)
@@ -41,20 +41,20 @@ _N = TypeVar("_N", int, float)
 class Figures:
     """The figures of an entire plan."""
 
-    model: str  # the name of its class
-    device: str  # and how times were obtained
+    model: str  # the name of the model's class
+    device: str  # the device, and how times were obtained: "CPU (measured times)"
     budget: int  # bytes
     peak: int  # bytes
     time: float  # seconds
     keep_all_time: float  # seconds
     waiting: float  # seconds of waiting for copies or other ranks, in addition to the time of keep-all
-    slicing: float  # seconds of regions in slices, in addition to those of unsliced ops
+    slicing: float  # seconds by which regions in slices take longer than the same ops unsliced
     minimum: int  # the least budget, in bytes
     at_peak: Mapping[MemoryKind, int]  # bytes; they add up to the peak
 
     @classmethod
     def of(cls, plan: PlannedStep, total: Share) -> Figures:
-        """Return the figures of a plan; `total` is the sum of its modules."""
+        """Return the figures of a plan; `total` is the share of all its modules together."""
         moments = Moments.of(plan.running.chosen, plan.running.costs)
         highest = max(range(len(moments.bytes)), key=moments.bytes.__getitem__, default=0)
         lives = moments.lives_at(highest)
@@ -77,19 +77,19 @@ class Change:
     """The change of some modules between two plans."""
 
     name: str  # such as "h.0-3, 7.mlp"
-    count: int  # modules
-    share: Share  # of all of them: the second plan's minus the first's
+    count: int  # the number of modules
+    share: Share  # what all of them together save, recompute ...: the second plan's figures minus the first's
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Difference:
-    """All changes from one plan to another."""
+    """All that changes from one plan to another: figures of the whole, and what each module saves and recomputes."""
 
     before: Figures
     after: Figures
     tree: ModuleNode  # the change of each module
     only_before: tuple[str, ...]  # the outermost modules that the second plan does not have
-    only_after: tuple[str, ...]
+    only_after: tuple[str, ...]  # the outermost modules that the first plan does not have
 
     @classmethod
     def of(cls, before: PlannedStep, after: object) -> Difference:
@@ -112,7 +112,7 @@ class Difference:
 
     @cached_property
     def changes(self) -> tuple[Change, ...]:
-        """The modules that change, those that change most first. They add up to `tree.total`."""
+        """The modules whose figures change, those that change most first. Their shares add up to `tree.total`."""
         found = [change for change in _leaves(all_rows(self.tree, self.after.model)) if any(_shown(change.share))]
         columns = [*zip(*(_shown(change.share) for change in found), strict=True)]
         most = [max(map(abs, column)) or 1 for column in columns]
@@ -193,7 +193,7 @@ def _line(
 
 
 def _parts(parts: Iterable[tuple[str, str]]) -> Iterator[str]:
-    """Yield the parts of a difference as lines of text."""
+    """Yield lines of text with labelled changes, "kept +1.2 MiB, ..."; parts that do not change are left out."""
     found = ", ".join(f"{label} {change}" for label, change in parts if change != _SAME)
     if found:
         yield from textwrap.wrap(found, WIDTH, initial_indent=_INDENT, subsequent_indent=_INDENT)
@@ -223,7 +223,7 @@ def _shown(share: Share) -> tuple[float, ...]:
 
 
 def _subtracted(before: ModuleNode, after: ModuleNode) -> ModuleNode:
-    """Return the second tree minus the first, with the modules of both."""
+    """Return a tree of the modules of both trees, whose shares are the second tree's minus the first's."""
     parts = {part.path: part for part in before.parts}
     others = {part.path: part for part in after.parts}
     paths = dict.fromkeys((*others, *parts))
@@ -238,7 +238,7 @@ def _empty(path: str) -> ModuleNode:
 
 
 def _less(after: Share, before: Share) -> Share:
-    """Return the difference, with 0 for seconds that differ only by rounding."""
+    """Return `after - before`, with 0 for seconds that differ only by rounding."""
     found = astuple(after - before)
     pairs = zip(found, astuple(after), strict=True)
     exact = (0.0 if isinstance(x, float) and abs(x) <= _ROUNDING * abs(y) else x for x, y in pairs)
@@ -253,7 +253,7 @@ def _outermost(tree: ModuleNode, others: set[str]) -> tuple[str, ...]:
 
 
 def _leaves(rows: Sequence[Row]) -> Iterator[Change]:
-    """Yield the rows of a tree that have no rows below them, named by their path from the outermost module."""
+    """Yield, as changes, the rows that have no rows of submodules below them, named by their path in the model."""
     outer: list[str] = []
     for place, row in enumerate(rows):
         outer[row.depth :] = [row.label]

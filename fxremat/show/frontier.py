@@ -16,23 +16,23 @@ from fxremat.show.table import Table
 from fxremat.show.text import whatever_is
 from fxremat.units import format_bytes, format_ratio, format_seconds
 
-ROWS = 12  # at most
+ROWS = 12  # rows that are printed, at most
 _CHOSEN = "<- this plan"
 Point = tuple[int, float]
 
 
 @dataclass(frozen=True, kw_only=True)
 class OfferedPlan:
-    """A row of the table."""
+    """A row of the table: one plan on offer."""
 
     peak: int  # bytes
     time: float  # seconds
-    bound: float | None  # seconds that no plan beats within this peak, as `plan.lower_bound`; None with other slices
-    chosen: bool
+    bound: float | None  # seconds that no plan beats within this peak; None: it runs other regions in slices
+    chosen: bool  # whether this is the plan whose frontier is printed
 
 
 class FrontierTable(tuple[Point, ...]):
-    """(peak in bytes, time in seconds) of every plan on offer, fastest first; it prints as a table."""
+    """A tuple of (peak in bytes, time in seconds) of every plan on offer, fastest first; it prints as a table."""
 
     plan: PlannedStep
 
@@ -64,7 +64,7 @@ class FrontierTable(tuple[Point, ...]):
 
     @property
     def _of_the_same_ops(self) -> set[Point]:
-        """The points of programs of the plan's own graph; others run other regions in slices, or none."""
+        """The (peak, time) of programs that run the same regions in slices as the plan, if any: of the same graph."""
         joint, candidates = self.plan.graph, self.plan.alternatives.candidates
         return {self._chosen, *((one.peak, one.time) for one in candidates if one.layout.graph is joint)}
 
@@ -118,10 +118,11 @@ class FrontierTable(tuple[Point, ...]):
 
 
 def thinned(points: Sequence[Point], most: int, always: Point) -> list[Point]:
-    """Return at most `most` points, evenly over their peaks, including the first, the last, and `always`.
+    """Return at most `most` points, spread evenly over their peaks: the first, the last, `always`, and some between.
 
     Args:
-        points: by decreasing peak.
+        points: (peak, time), by decreasing peak.
+        always: a point that is kept, if it is one of them.
     """
     if len(points) <= most:
         return list(points)

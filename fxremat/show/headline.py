@@ -26,7 +26,7 @@ def unbroken(sentence: str) -> str:
 
 def _figures(plan: PlannedStep, candidate: Candidate) -> str:
     memory, speed = instead(candidate.peak, plan.keep_all_peak), slower(candidate.time, plan.keep_all_time)
-    if plan.weights:  # its time includes updates, and that of keep-all does not
+    if plan.weights:  # the candidate's time includes updates of weights, and that of keep-all does not
         return f"{memory}, weights and optimizer state included"
     if memory == format_bytes(candidate.peak) and speed == SAME:
         return f"{memory} and keeps everything"
@@ -35,12 +35,12 @@ def _figures(plan: PlannedStep, candidate: Candidate) -> str:
 
 
 def estimated(plan: PlannedStep) -> str:
-    """Name the device of a plan whose times were not measured, in parentheses."""
+    """Return " (estimated for DEVICE)" for a plan whose times were estimated, else ""."""
     return f" (estimated for {plan.device})" if plan.timed == "estimated" else ""
 
 
 def measured(plan: PlannedStep) -> str:
-    """Name the device of a plan whose times were measured, after a comma."""
+    """Return ", measured on DEVICE" for a plan whose times were measured, else ""."""
     return "" if plan.timed == "estimated" else f", {plan.timed} on {plan.device}"
 
 

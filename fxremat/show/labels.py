@@ -20,7 +20,7 @@ def printable(text: str) -> str:
 
 
 def value_name(joint: StepGraph, number: int) -> str:
-    """Name a value: a parameter as in the model, its gradient after it, an output of several after its op."""
+    """Name a value: a parameter by its path, a gradient by its parameter, one of several outputs as `op[1]`."""
     value = joint.values[number]
     if number in joint.parameters:
         name = joint.parameters[number]
@@ -32,7 +32,10 @@ def value_name(joint: StepGraph, number: int) -> str:
 
 
 def source_of(joint: StepGraph, life: Life) -> Source:
-    """Return the source of a value, or of the op to which a workspace belongs."""
+    """Return where the value of an allocation, or the op of a workspace, was written: its module and line of code.
+
+    `NOWHERE` if the allocation belongs to neither, as that of the loss outside the model.
+    """
     if life.value is not None:
         return joint.value_sources[life.value]
     return joint.sources[life.op] if life.op is not None else NOWHERE
@@ -51,6 +54,6 @@ def label_of(joint: StepGraph, life: Life) -> str:
 
 
 def microseconds(moments: Moments, moment: Moment) -> tuple[float, float]:
-    """Return the start and end of a moment; if no op takes time, each moment is one microsecond long."""
+    """Return the start and end of a moment in microseconds; each lasts one microsecond if no op takes time."""
     unit = 1e6 if moments.timed else 1.0
     return moment.start * unit, moment.end * unit

@@ -32,7 +32,7 @@ class Lanes:
 
 
 def planned_lanes(plan: PlannedStep) -> Lanes:
-    """Return the lanes that a plan with transfers predicts. Raises `FxrematError` for a plan without transfers."""
+    """Return the ops, copies and memory of a plan that offloads. Raises `FxrematError` for a plan that does not."""
     swapped = plan.chosen.transfers
     if swapped is None:
         raise FxrematError("this plan offloads nothing: it has one lane, and plan.to_html() shows its memory")

@@ -22,14 +22,14 @@ from fxremat.step.step_graph import Origin
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The share of some ops in a step."""
+    """The share that some ops have in the bytes and seconds of a step."""
 
     saved: int = 0  # bytes of activations that stay on the device from the forward until the backward reads them
     recomputed: int = 0  # bytes of activations that are recomputed
     offloaded: int = 0  # bytes of activations that are copied to the host
     gradients: int = 0  # bytes of gradients of parameters and inputs, which the step returns
     forward: float = 0.0  # seconds of ops that run for the first time
-    backward: float = 0.0  # seconds
+    backward: float = 0.0  # seconds of ops of the backward
     extra: float = 0.0  # seconds of ops that run again
 
     def __add__(self, other: Share) -> Share:
@@ -49,17 +49,17 @@ class ModuleNode:
     """A module of the model with its submodules."""
 
     path: str  # "" for the model itself
-    own: Share  # of ops in the module's own forward
-    parts: tuple[ModuleNode, ...]
+    own: Share  # the share of the ops in the module's own forward, without those of its submodules
+    parts: tuple[ModuleNode, ...]  # its submodules
 
     @property
     def name(self) -> str:
-        """The last component of its path."""
+        """The last component of the module's path."""
         return self.path.rpartition(".")[2]
 
     @cached_property
     def total(self) -> Share:
-        """The sum of the module and all its parts."""
+        """The share of the module with all its submodules."""
         return added([self.own, *(part.total for part in self.parts)])
 
     def at(self, path: str) -> ModuleNode:
@@ -83,12 +83,12 @@ def added(shares: Iterable[Share]) -> Share:
 
 
 def module_tree(candidate: Candidate, costs: Costs) -> ModuleNode:
-    """Return the share of each module in a candidate's program. O(steps)."""
+    """Return the modules of the model as a tree, each with its share in a candidate's program. O(steps)."""
     return _tree(_shares(candidate, costs))
 
 
 def _shares(candidate: Candidate, costs: Costs) -> dict[str, Share]:
-    """Return the share of the ops of each module, in the order in which modules run."""
+    """Return path -> share of the module's own ops, in the order in which modules first occur in the program."""
     program, joint, sizes = candidate.program(), candidate.layout.graph, costs.sizes
     columns: dict[str, dict[str, float]] = {}
 

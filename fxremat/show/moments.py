@@ -29,8 +29,8 @@ class Moment:
     end: float
     role: str
     op: int | None  # the op that is executed
-    block: int  # from 0
-    value: int | None = None  # the value that is copied
+    block: int  # the block of the chain that it belongs to, from 0
+    value: int | None = None  # the value that is copied, or whose state is; None: nothing is
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -39,9 +39,9 @@ class Moments:
 
     program: Program
     moments: tuple[Moment, ...]
-    lives: tuple[Life, ...]  # of moments, not of steps
-    split: int  # the first moment of the backward
-    timed: bool  # whether moments are in seconds
+    lives: tuple[Life, ...]  # allocations, whose `first` and `last` are indices of moments, not of steps
+    split: int  # the index of the first moment of the backward
+    timed: bool  # whether times are seconds; if no op takes time, they are indices of moments
 
     @classmethod
     def of(cls, candidate: Candidate, costs: Costs) -> Moments:
@@ -93,7 +93,7 @@ class Moments:
 
 
 def _starts(candidate: Candidate, count: int) -> Sequence[float] | None:
-    """Return the start of each step, if a clock of copies or collectives has simulated them; else None."""
+    """Return the seconds at which each step starts, if copies or collectives were simulated with the ops; else None."""
     clock = candidate.communication or candidate.transfers
     return clock.starts if clock and len(clock.starts) == count else None
 
@@ -111,7 +111,10 @@ def _block_before(moments: Sequence[Moment], place: int) -> int:
 
 
 def _moved(life: Life, split: int, tangents: Sequence[int]) -> Life:
-    """Shift an allocation in a step with a moment added between forward and backward, when gradients are handed in."""
+    """Return an allocation as it is after a moment for the loss was inserted at `split`, before the backward.
+
+    Gradients that the loss hands in, the `tangents`, exist from that moment on.
+    """
     handed_in = life.kind is MemoryKind.OUTSIDE or life.value in tangents
     begins = life.first if handed_in or life.first < split else life.first + 1
     return replace(life, first=begins, last=life.last if life.last < split else life.last + 1)

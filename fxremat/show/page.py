@@ -26,15 +26,16 @@ _ESCAPES = {ord(sign): f"\\u{ord(sign):04x}" for sign in "<>&\u2028\u2029"}
 
 
 def page(plan: PlannedStep) -> str:
-    """Return the page of a plan."""
+    """Return the HTML page of a plan."""
     return page_of(page_data(plan), describe(plan, full=True))
 
 
 def page_of(data: Data, text: str) -> str:
-    """Return the page that draws some data.
+    """Return the HTML page that draws some data.
 
     Args:
-        text: the same as text, for readers without scripts.
+        data: what `page_data` returns.
+        text: the plan as text, for readers without scripts.
     """
     pieces, after = [], _asset("page.html")
     parts = {

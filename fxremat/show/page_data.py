@@ -48,7 +48,7 @@ KINDS = {
 LANES = {Role.OFFLOAD: "to the host", Role.PREFETCH: "from the host"}
 COMMUNICATION = "between ranks"
 DRAWN = 9  # points of the frontier, at most
-MOST_LIVES = 200_000  # of all plans of a page
+MOST_LIVES = 200_000  # allocations of all plans of a page together, about
 
 Data = dict[str, Any]
 
@@ -80,7 +80,7 @@ def page_data(plan: PlannedStep) -> Data:
 
 
 class Numbers(dict[str, int]):
-    """Texts by number, in the order in which they were added."""
+    """A number for each text, from 0 in the order in which they are first looked up."""
 
     def __init__(self, texts: Iterable[str] = ()) -> None:
         for text in texts:
@@ -92,7 +92,7 @@ class Numbers(dict[str, int]):
 
 
 def group_of(module: str) -> str:
-    """Return the module that a stack of the picture is for: a layer, or a first-level module.
+    """Return the layer, or the first-level module, that a module is inside of: the picture stacks memory by these.
 
     >>> group_of("transformer.h.3.mlp.c_fc"), group_of("lm_head"), group_of("")
     ('transformer.h.3', 'lm_head', '')
@@ -102,7 +102,7 @@ def group_of(module: str) -> str:
 
 
 def _colors(modules: Numbers, drawn: Iterable[Moments], model: str) -> Data:
-    """Return the color and shade of each group of modules, by its largest share of a picture."""
+    """Return the group of each module, and color and shade of each group: the largest groups get a color."""
     groups = _groups(modules)
     shares = dict.fromkeys(groups, 0.0)
     for moments in drawn:
@@ -115,7 +115,10 @@ def _colors(modules: Numbers, drawn: Iterable[Moments], model: str) -> Data:
 
 
 def _shares(moments: Moments) -> dict[str, float]:
-    """Return each group's share of a picture: of its area, or a tenth of its largest value's share of the height."""
+    """Return each group's share of a picture of memory over time, from 0 to 1, which decides whether it has a color.
+
+    It is the share of the area, or, if that is more, a tenth of its largest value's share of the height.
+    """
     areas: dict[str, float] = {}
     heights: dict[str, float] = {}
     for life in moments.lives:
@@ -134,7 +137,7 @@ def _groups(modules: Iterable[str]) -> Numbers:
 
 
 def _with_outer(paths: Iterable[str]) -> Iterable[str]:
-    """Yield each path, after those of the modules around it."""
+    """Yield "" and each path, each after the paths of the modules around it; a path may be yielded again."""
     yield ""
     for path in dict.fromkeys(paths):
         parts = path.split(".")
@@ -251,17 +254,17 @@ def _on_the_host(moments: Moments, costs: Costs) -> list[int]:
 
 
 def _compared(share: Share) -> tuple[float, ...]:
-    """Return the figures in which modules that share a row are equal; their time is shown as an average."""
+    """Return the figures in which modules must be equal to share a row; their seconds are shown as an average."""
     return share.saved, share.recomputed, share.offloaded, share.gradients, share.extra
 
 
 def _shown(share: Share) -> tuple[float, ...]:
-    """Return the figures of the table of modules."""
+    """Return the figures of a module that the page's table shows."""
     return share.saved, share.recomputed, share.offloaded, share.gradients, share.seconds, share.extra
 
 
 def _row(row: Row, modules: Numbers) -> list[Any]:
-    """Return depth, label, number of modules, the modules that can be selected, and the figures of each."""
+    """Return a table row for the page: depth, label, number of modules, their numbers, and the figures of each one."""
     paths = [] if row.label == OWN else [modules[path] for path in row.paths]
     return [row.depth, row.label, row.count, paths, *map(_short, _shown(row.each))]
 

@@ -13,23 +13,23 @@ from itertools import groupby
 
 from fxremat.show.tree import is_number, ranges
 
-COLORS = 9  # of assets/page.css
-SMALL = 0.01  # of the picture: the color of a smaller part cannot be recognized
+COLORS = 9  # the number of colors that assets/page.css defines
+SMALL = 0.01  # share of the picture: the color of a smaller part cannot be recognized
 
 
 @dataclass(frozen=True, kw_only=True)
 class Palette:
-    """The modules of each color, and their name in the legend."""
+    """The groups of modules that are drawn in each color, and the name of each color in the legend."""
 
     groups: tuple[tuple[str, ...], ...]
     labels: tuple[str, ...]
 
     def color_of(self, group: str) -> int:
-        """Return the number of its color, or -1."""
+        """Return the number of the color of a group of modules; -1: it is drawn in gray."""
         return next((number for number, groups in enumerate(self.groups) if group in groups), -1)
 
     def shade_of(self, group: str) -> int:
-        """Return 0 or 1; adjacent groups of one color have different shades."""
+        """Return the shade of a group's color, 0 or 1, so that adjacent groups of one color can be told apart."""
         number = self.color_of(group)
         return 0 if number < 0 else self.groups[number].index(group) % 2
 

@@ -1,4 +1,4 @@
-"""A pipeline's plan for display: a table as text, and its pattern as a picture (SVG, no scripts)."""
+"""A pipeline's plan for display: a table as text, and its periodic schedule as a picture (SVG, no scripts)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ PERIODS = 4
 
 
 def baseline_period(plan: PipelinePlan) -> float | None:
-    """Return the period of PipeDream's partition by 1F1B*; None if no partition fits."""
+    """Return the seconds between micro-batches with PipeDream's partition of the layers, for comparison.
+
+    It is scheduled by 1F1B*, the best order for its stages. None if PipeDream's partition does not fit into memory.
+    """
     try:
         partition, _ = pipedream(Job(plan.layers, plan.machines))
     except FxrematError:
@@ -27,7 +30,10 @@ def baseline_period(plan: PipelinePlan) -> float | None:
 
 
 def text(plan: PipelinePlan, microbatches: int | None = None) -> str:
-    """Describe stages, devices, period, micro-batches in flight, memory, the bound, and PipeDream's period."""
+    """Describe a pipeline's plan: its period, the bound, PipeDream's period, and a line for each stage and device.
+
+    With `microbatches`, a line says how many seconds a step of so many micro-batches takes.
+    """
     over = (
         f"{100 * (plan.period / plan.bound - 1):.1f} % above the bound of {plan.bound:.6g} s"
         if plan.bound
@@ -64,7 +70,7 @@ def text(plan: PipelinePlan, microbatches: int | None = None) -> str:
 
 
 def picture(plan: PipelinePlan) -> str:
-    """Draw a few periods of the full pipeline: works and copies with their micro-batch, and each device's memory."""
+    """Draw a few periods of the full pipeline: forwards, backwards and copies by micro-batch, and memory by device."""
     found = list(spans(plan, _deep(plan) + 3 * PERIODS + 2 * (plan.skip or 0)))
     begin = _deep(plan) * plan.tick
     end = begin + PERIODS * plan.tick
@@ -106,7 +112,7 @@ def _legend(plan: PipelinePlan, top: float) -> Iterator[str]:
 
 
 def _deep(plan: PipelinePlan) -> int:
-    """Return the number of slots after which the pipeline is full."""
+    """Return the number of slots, each for one micro-batch, after which the pipeline is full."""
     ends = [
         start + stage.way.backward_time
         for start, stage in zip(plan.backward_starts, plan.stages, strict=True)
@@ -143,7 +149,7 @@ def _lane(name: str, works: list[Span], begin: float, end: float, scale: float, 
 def _memory(
     plan: PipelinePlan, found: list[Span], device: int, begin: float, end: float, scale: float, top: float
 ) -> Iterator[str]:
-    """Yield the bytes over time; the line at the top is all memory of the device."""
+    """Yield a device's bytes over time as SVG; the line at the top marks all memory of the device."""
     changes = [(begin, 0.0), (end, 0.0)]
     for start, stop, at, size in stays(plan, found):
         if at == device and stop > start:

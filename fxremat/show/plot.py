@@ -18,7 +18,9 @@ CURVE, BOUND, BUDGET = "#3b6ea5", "#888888", "#c0392b"
 
 
 def plot(plan: PlannedStep, frontier: FrontierTable, ax: Axes | None = None) -> Axes:
-    """Draw time over the allowed memory: the plans on offer, this one, its budget, and the lower bound.
+    """Draw time over the allowed memory on `ax`, or on new axes if it is None, and return the axes.
+
+    It shows the plans on offer, this one, its budget, and the lower bound.
 
     Raises:
         FxrematError: matplotlib is not installed.

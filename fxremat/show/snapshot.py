@@ -46,7 +46,7 @@ def save_snapshot(plan: PlannedStep, path: str | os.PathLike[str]) -> None:
 
 @dataclass(eq=False)
 class _Block:
-    """A life with the address that it was assigned."""
+    """An allocation (a life) with the address that it was assigned."""
 
     life: Life
     address: int
@@ -55,7 +55,7 @@ class _Block:
 
 @dataclass(eq=False)
 class _Replay:
-    """The allocations of a step, one moment after the other: lives that have ended are freed first."""
+    """The events of a step's allocations, one moment after the other; at each, what has ended is freed first."""
 
     joint: StepGraph
     moments: Moments
@@ -82,7 +82,7 @@ class _Replay:
                     self.alive.append(block)
 
     def _time(self, place: int) -> int:
-        """Return the microseconds at which a moment begins, or at which the step ends."""
+        """Return the microseconds at which the moment with index `place` begins; after the last, when the step ends."""
         found = self.moments.moments
         if place < len(found):
             return int(microseconds(self.moments, found[place])[0])
@@ -102,7 +102,7 @@ class _Replay:
         self.trace.append(_event(action, block.address, block.life.bytes, at, block.frames, **more))
 
     def events(self) -> list[dict[str, object]]:
-        """Return all events, the allocation of the segment first."""
+        """Return all events in the snapshot's format, that of allocating the segment first; [] without allocations."""
         if not self.addresses.end:
             return []
         first = _event("segment_alloc", BASE, self.addresses.end, 0, [], category="unknown")
@@ -131,7 +131,7 @@ class _Replay:
 
 
 def _blocks(alive: Sequence[_Block], end: int) -> list[dict[str, object]]:
-    """Return the blocks of the segment, by address."""
+    """Return the blocks of the segment by address, up to `end`: those that are allocated, and the gaps between them."""
     found, address = [], BASE
     for block in sorted(alive, key=lambda block: block.address):
         if block.address > address:

@@ -33,13 +33,13 @@ from fxremat.units import format_bytes, format_ratio, format_seconds
 
 _INDENT = 18  # columns before a figure of the summary
 _NUMBERS, _NAME = 7, 22  # columns of the numbers of blocks, and of a name
-_FEW = 4  # names of a longer list
-_FEW_BYTES = 0.01  # of a peak: smaller parts are not mentioned
+_FEW = 4  # names that are shown of a longer list
+_FEW_BYTES = 0.01  # share of a peak: smaller parts are not mentioned
 TIMES = {1: "once", 2: "twice"}
-_LINES = 16  # of the schedule in the short form
-ROWS = 24  # of the tree in the short form
-_MODULE, _COUNT, _FIGURE = 45, 8, 11  # columns of the tree
-_WAITING = 1e-3  # of the time of keep-all; less is rounding
+_LINES = 16  # lines of the schedule in the short form
+ROWS = 24  # rows of the table of modules in the short form
+_MODULE, _COUNT, _FIGURE = 45, 8, 11  # columns of text for a module's name, its count, and each figure
+_WAITING = 1e-3  # share of the time of keep-all: waiting for less is rounding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ HEADS = BlockRow(
 
 
 def describe(plan: PlannedStep, *, full: bool = False) -> str:
-    """Return the summary, the modules and the schedule of a plan; `full`: with its blocks."""
+    """Return a plan as text: summary, modules, and schedule; `full`: all modules, each block, the whole schedule."""
     tree = module_tree(plan.chosen, plan.costs)
     blocks = [_blocks(block_rows(plan))] if full else []
     parts = (_summary(plan, tree), _modules(plan, tree, full), *blocks, _schedule(plan, full))
@@ -122,7 +122,7 @@ def _line(number: str, row: BlockRow) -> str:
 
 
 def shortened_lines(lines: Sequence[str], note: str) -> Iterator[str]:
-    """Yield the lines; of more than `_LINES` only the first and the last, and how many are left out."""
+    """Yield the lines; of more than `_LINES` only the first and the last, and how many are left out, with `note`."""
     if len(lines) <= _LINES:
         yield from lines
         return
@@ -144,7 +144,7 @@ def _modules(plan: PlannedStep, tree: ModuleNode, full: bool) -> Iterator[str]:
 
 
 def table(rows: Sequence[Row], heads: Sequence[str], figures: Figures) -> Iterator[str]:
-    """Yield rows of modules as lines, after a line of heads; for modules that share a row, the figures of each."""
+    """Yield a line of heads and one for each row of modules; a row of several modules has the figures of each one."""
     counts = "each of" if any(row.count > 1 for row in rows) else ""
     yield f"{'  module':{_MODULE}}{counts:>{_COUNT}}" + "".join(f"{head:>{_FIGURE}}" for head in heads)
     yield from (_row(row, figures) for row in rows)
@@ -166,12 +166,12 @@ def _figure(amount: float) -> str:
 
 
 def waiting_seconds(plan: PlannedStep, total: Share) -> float:
-    """Return the seconds beyond keep-all that are spent waiting for copies or other ranks, not in ops."""
+    """Return the seconds by which a plan waits longer for copies or other ranks than keep-all; `total`: all modules."""
     return plan.op_by_op.predicted_time - plan.keep_all_time - slicing_seconds(plan) - total.extra
 
 
 def slicing_seconds(plan: PlannedStep) -> float:
-    """Return the seconds of regions in slices in addition to unsliced ops, whatever is recomputed."""
+    """Return the seconds by which one run of the ops takes longer in slices than unsliced; 0.0 without slices."""
     return plan.costs.time_of(range(len(plan.graph.ops))) - plan.keep_all_time if plan.slices else 0.0
 
 
@@ -263,7 +263,7 @@ def _time(plan: PlannedStep) -> str:
 
 
 def whatever_is(plan: PlannedStep) -> str:
-    """Say under which conditions a lower bound holds."""
+    """Return the condition under which the plan's lower bound holds: "whatever is recomputed", say."""
     return f"whatever is {'recomputed or offloaded' if plan.link else 'recomputed'}"
 
 
@@ -276,7 +276,7 @@ def _least(plan: PlannedStep, exact: bool) -> str:
 
 
 def most_in(tree: ModuleNode, column: str) -> str:
-    """Name the modules with the largest figures in a column; equal layers are combined."""
+    """Name the modules with the most bytes in a column of `Share`, such as "saved"; layers of a list are added up."""
     sizes: Counter[str] = Counter()
     modules: Counter[str] = Counter()
     for node in tree.walk():
@@ -305,7 +305,7 @@ def _of_region(region: SlicedRegion) -> str:
 
 
 def _any_layer(name: str) -> str:
-    """Return the name of a module without the number of its layer."""
+    """Return the path of a module with the number of its layer as "*": "blocks.*.mlp"."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name, count=1)
 
 
@@ -332,7 +332,7 @@ def _transfers(swapped: ProgramWithTransfers, plan: PlannedStep) -> str:
 
 
 def _communication(found: ProgramWithCommunication) -> str:
-    """Describe what the ranks send each other, how much is hidden, and which blocks gather how often."""
+    """Describe the collectives of a plan: their seconds, the share that ops hide, and how often blocks gather."""
     count = _counted(len(found.collectives), "collective")
     shares = f"{format_seconds(found.seconds)} in {count}, {found.hidden:.0%} hidden behind ops"
     often = Counter(one.op for one in found.collectives if found.program.layout.graph.ops[one.op].kind is Kind.GATHER)

@@ -23,7 +23,7 @@ from fxremat.show.moments import LOSS, Moments
 from fxremat.step.kinds import MemoryKind
 from fxremat.step.program import Program, Role, Transfer
 
-OPS, AGAIN, OUT, BACK, LINK = 1, 2, 3, 4, 5  # threads
+OPS, AGAIN, OUT, BACK, LINK = 1, 2, 3, 4, 5  # the lanes' numbers, which the format calls threads
 LANES = {
     OPS: "ops",
     AGAIN: "ops that run again",
@@ -32,7 +32,7 @@ LANES = {
     LINK: "communication",
 }
 _PROCESS = 1
-_LEAVES = (Role.OFFLOAD, Role.RELEASE, Role.UPDATE)  # steps that define what leaves in a trip; the first that exists
+_LEAVES = (Role.OFFLOAD, Role.RELEASE, Role.UPDATE)  # steps that tell what a trip takes to the host: the first found
 
 Event = dict[str, Any]
 
@@ -85,7 +85,7 @@ def _span(lane: int, name: str, kind: str, start: float, end: float, **about: ob
 
 
 def _ops(plan: PlannedStep, moments: Moments) -> Iterator[Event]:
-    """Yield what runs on the device itself: ops, updates of weights, and the loss outside the model."""
+    """Yield an event for all that runs on the device itself: ops, updates of weights, the loss outside the model."""
     joint = plan.graph
     apart = plan.chosen.communication is not None
     for moment in moments.moments:
@@ -114,7 +114,7 @@ def _about_op(plan: PlannedStep, op: int, block: int) -> dict[str, object]:
 
 
 def _copies(plan: PlannedStep) -> Iterator[Event]:
-    """Yield each copy to the host and back, at the times of the clock of copies."""
+    """Yield an event for each copy to the host and back, at its simulated time."""
     transfers = plan.chosen.transfers
     if transfers is None:
         return
@@ -141,7 +141,7 @@ def _about_copy(plan: PlannedStep, program: Program, step: Transfer) -> tuple[st
 
 
 def _collectives(plan: PlannedStep) -> Iterator[Event]:
-    """Yield each collective, while it is on the link."""
+    """Yield an event for each collective, from when it begins on the link to when it ends."""
     found = plan.chosen.communication
     for one in found.collectives if found else ():
         about = {"module": printable(plan.graph.sources[one.op].module), "waited for in us": one.waited * 1e6}
@@ -153,7 +153,7 @@ def _collectives(plan: PlannedStep) -> Iterator[Event]:
 
 
 def _counters(moments: Moments) -> Iterator[Event]:
-    """Yield the bytes of each kind at each moment, and what is left at the end."""
+    """Yield an event with the bytes of each kind of memory for each moment, and one for the end of the step."""
     count = len(moments.moments)
     kinds = [kind for kind in MemoryKind if any(life.kind is kind for life in moments.lives)]
     change = {kind: [0] * (count + 2) for kind in kinds}

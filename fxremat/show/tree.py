@@ -14,8 +14,8 @@ from itertools import pairwise, takewhile
 
 from fxremat.show.modules import ModuleNode, Share, added
 
-MANY = 4  # numbers at equal distances that are shown as a range, at least
-NEGLIGIBLE = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)  # shares of the model's figures; the next if rows are too many
+MANY = 4  # numbers at equal distances, such as 2, 4, 6, 8, are shown as a range if they are at least so many
+NEGLIGIBLE = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)  # shares of the model's figures below which modules are combined
 OWN = "its own ops"
 DEEPEST = 12  # levels of modules that are tried
 
@@ -24,7 +24,7 @@ Figures = Callable[[Share], tuple[float, ...]]
 
 
 def what_it_does(share: Share) -> tuple[float, ...]:
-    """Return the figures that the table of a plan shows."""
+    """Return the figures of a share that a plan's table of modules shows."""
     return share.saved, share.recomputed, share.offloaded, share.extra
 
 
@@ -32,26 +32,26 @@ def what_it_does(share: Share) -> tuple[float, ...]:
 class Row:
     """Modules that share one table row."""
 
-    depth: int
-    label: str
-    count: int  # modules
-    share: Share  # of all of them
-    paths: tuple[str, ...]
+    depth: int  # 0 for the model, 1 for its parts
+    label: str  # such as "blocks.0-5"
+    count: int  # the number of modules
+    share: Share  # the share of all of them together
+    paths: tuple[str, ...]  # paths of the modules in the model
 
     @property
     def each(self) -> Share:
-        """The share of each of them."""
+        """The average share of one of the modules."""
         if self.count == 1:
             return self.share
         return Share(*(x // self.count if isinstance(x, int) else x / self.count for x in astuple(self.share)))
 
 
 def rows_of(tree: ModuleNode, most: int, name: str, figures: Figures = what_it_does) -> list[Row]:
-    """Return the table of a model: as many levels of modules as give at most `most` rows.
+    """Return rows for the modules of a model: as many levels of them as give at most `most` rows.
 
     Args:
-        name: of the model.
-        figures: returns what the table shows of a share; modules without any of it are left out.
+        name: the name of the model, for the first row.
+        figures: returns the figures of a share that the table shows; modules for which all are 0 are left out.
     """
     tries = [(1, share) for share in reversed(NEGLIGIBLE[1:])]
     tries += [(levels, NEGLIGIBLE[0]) for levels in range(1, DEEPEST)]
@@ -65,13 +65,13 @@ def rows_of(tree: ModuleNode, most: int, name: str, figures: Figures = what_it_d
 
 
 def all_rows(tree: ModuleNode, name: str, figures: Figures = what_it_does) -> list[Row]:
-    """Return the table of a model with all its modules; equal siblings share a row."""
+    """Return rows for all modules of a model, whose name is `name`; equal siblings share a row."""
     return [Row(0, name, 1, tree.total, ("",)), *_Table(figures, ()).inside(tree, 1, DEEPEST)]
 
 
 @dataclass(frozen=True)
 class _Table:
-    """The rows below that of a module; those with less of each figure than the least are combined."""
+    """A maker of the rows below that of a module; parts with less of each figure than `least` are combined."""
 
     figures: Figures
     least: Sequence[float]
@@ -108,7 +108,7 @@ class _Table:
         return any(any(self.figures(node.own)) for node in module.walk())
 
     def _transparent(self, node: ModuleNode) -> Iterator[ModuleNode]:
-        """Yield the parts of a module; a part that only holds others (a ModuleList) is replaced by those."""
+        """Yield the parts of a module; one that only holds other modules, as a ModuleList does, is replaced by them."""
         for part in node.parts:
             holds = len(part.parts) == 1 or all(is_number(inner.name) for inner in part.parts)
             if part.parts and not any(self.figures(part.own)) and holds and not is_number(part.name):
@@ -117,7 +117,7 @@ class _Table:
                 yield part
 
     def _groups(self, parts: Iterable[ModuleNode]) -> list[list[ModuleNode]]:
-        """Group numbered siblings that look the same; all others are groups of one."""
+        """Group numbered siblings, such as layers, whose rows would look equal; any other part is a group by itself."""
         found: dict[object, list[ModuleNode]] = {}
         for part in parts:
             key = (part.path.rpartition(".")[0], self._looks(part)) if is_number(part.name) else part.path
@@ -125,7 +125,7 @@ class _Table:
         return list(found.values())
 
     def _looks(self, node: ModuleNode) -> object:
-        """Return all that is shown of a module and its parts, without its name. Seconds count to three digits."""
+        """Return what the rows of a module and its parts show, without its name, to compare; seconds to 3 digits."""
         own = tuple(f"{x:.3g}" if isinstance(x, float) else x for x in self.figures(node.own))
         return own, tuple((part.name, self._looks(part)) for part in node.parts)
 
@@ -146,7 +146,7 @@ def _row(outer: ModuleNode, group: Sequence[ModuleNode], share: Share, depth: in
 
 
 def _of_all(row: Row, group: Sequence[ModuleNode]) -> Row:
-    """Turn the row of a part of one module into that of the same part of all modules of a group."""
+    """Return a row for a part of all modules of a group, from the row of that part of the group's first module."""
     if len(group) == 1:
         return row
     before = group[0].path
@@ -178,7 +178,7 @@ def ranges(numbers: Iterable[int]) -> str:
 
 
 def _run(numbers: Sequence[int]) -> tuple[int, int]:
-    """Return how many numbers from the first on are at equal distances, and that distance."""
+    """Return how many of the first numbers are at equal distances, and that distance; (1, 0) for one number."""
     distances = [after - before for before, after in pairwise(numbers)]
     equal = list(takewhile(lambda distance: distance == distances[0], distances))
     return len(equal) + 1, distances[0] if distances else 0

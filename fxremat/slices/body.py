@@ -42,10 +42,11 @@ class Region:
     """A region to run in slices, as nodes of the graph that it is part of.
 
     Attributes:
-        inputs: its inputs, and how each is cut.
+        inputs: the nodes that it reads.
         steps: its ops and views, in order.
-        outputs: values that other ops read.
-        count: rows of the axis.
+        outputs: the values that it makes and other ops read.
+        labels: how its inputs and values are cut: see `slices.labels`.
+        count: rows of the axis that is cut.
         parts: the number of slices.
         wide: accumulate sums of half precision in float32.
     """
@@ -70,14 +71,14 @@ class Region:
 
 @dataclass(frozen=True)
 class _Cut:
-    """The way a tensor is cut: along `dim`, after its group of dimensions was flattened."""
+    """The way a tensor is cut: `dims` dimensions from `dim` on are flattened, `each` of their elements make a row."""
 
     dim: int
     dims: int
     each: int
 
     def prepared(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor with its group flattened into one dimension, after ones: a view, or a copy if necessary."""
+        """Return the tensor with these dimensions flattened into the last of them, the others 1: a view, or a copy."""
         if self.dims == 1:
             return tensor
         flat = tensor.flatten(self.dim, self.dim + self.dims - 1)
@@ -102,7 +103,7 @@ class _Output:
     summed_in: torch.dtype
 
     def bytes_in(self, dtype: torch.dtype) -> int:
-        """Return its bytes in a type."""
+        """Return the bytes of the output in a data type, as the allocator rounds them."""
         return rounded(math.prod(self.size) * dtype.itemsize, self.device)
 
 
@@ -141,7 +142,7 @@ class Sliced:
         return hash(self.digest)
 
     def __call__(self, *inputs: Any) -> tuple[torch.Tensor, ...]:
-        """Run all slices."""
+        """Run all slices, one after the other, and return the outputs of the region."""
         prepared = [x if cut is None else cut.prepared(x) for x, cut in zip(inputs, self._cuts, strict=True)]
         made = [self._buffer(output) for output in self._outputs]
         buffers = [
@@ -203,7 +204,7 @@ class Sliced:
 
     @cached_property
     def workspace(self) -> int:
-        """Bytes that it needs at its worst moment, beyond the region's inputs and outputs."""
+        """Bytes that running all slices needs at the worst moment, beyond the region's inputs and outputs."""
         wide = sum(o.bytes_in(o.summed_in) for o in self._outputs if o.dtype != o.summed_in)
         narrow = sum(o.bytes_in(o.dtype) for o in self._outputs if o.dtype != o.summed_in)
         sums = sum(o.bytes_in(o.summed_in) for o in self._outputs if o.part is SUM)
@@ -212,19 +213,22 @@ class Sliced:
         return max(0, max(first, later) + wide - narrow, wide)
 
     def nodes(self) -> list[fx.Node]:
-        """Return the ops of a slice, with fake values."""
+        """Return the ops that a slice runs, as nodes with fake values in `meta["val"]`."""
         return [node for node in self._body.emit(self.rows, first=True).graph.nodes if node.op == "call_function"]
 
 
 def summed_in_type(value: torch.Tensor, *, wide: bool) -> torch.dtype:
-    """Return the type in which a sum over slices is accumulated; for a single number the most exact one."""
+    """Return the data type in which a sum over slices is accumulated: float64 for a single number, if available.
+
+    `wide`: sums of half precision are accumulated in float32.
+    """
     if value.dtype in (*HALF, torch.float32) and value.numel() == 1 and kind_of(value.device).doubles:
         return torch.float64
     return torch.float32 if wide and value.dtype in HALF else value.dtype
 
 
 def _views_as_one(value: torch.Tensor, cut: _Cut) -> bool:
-    """Tell whether a tensor of this layout fills its storage, and its group is one dimension of it."""
+    """Tell whether a tensor fills its storage, and the dimensions along which it is cut can be viewed as one."""
     dense = storage_bytes(value) == value.numel() * value.element_size() and value.storage_offset() == 0
     inside = range(cut.dim, cut.dim + cut.dims - 1)
     return dense and all(value.stride(d) == value.stride(d + 1) * value.size(d + 1) for d in inside)
@@ -251,7 +255,10 @@ class _Body:
         self._count, self._wide = region.count, region.wide
 
     def emit(self, rows: int, *, first: bool) -> fx.GraphModule:
-        """Return the code for a slice: (*inputs, *places of cut outputs, *accumulators) -> the other outputs."""
+        """Return a slice's code: (*inputs, *places of cut outputs, *accumulators) -> the other outputs.
+
+        The `first` slice gets no accumulators; it returns the first summand of each sum.
+        """
         graph, made = fx.Graph(), dict[fx.Node, fx.Node]()
         values = [node.meta["val"] for node in self._inputs]
         mode: Any = next(value.fake_mode for value in values if isinstance(value, torch.Tensor))  # type: ignore[attr-defined]
@@ -279,7 +286,7 @@ class _Body:
         return fx.GraphModule(torch.nn.Module(), graph, "Slice")
 
     def peak(self, rows: int, *, first: bool) -> int:
-        """Return the bytes alive at the worst moment, without inputs and accumulators."""
+        """Return the bytes alive at the worst moment of a slice of `rows` rows, without inputs and accumulators."""
         graph = self.emit(rows, first=first).graph
         return _peak(graph)
 
@@ -293,7 +300,7 @@ class _Body:
         return cut.slice(cut.prepared(value), 0, rows)
 
     def _given(self, graph: fx.Graph, node: fx.Node, number: int, rows: int, first: bool) -> fx.Node | None:
-        """Return the place where an output is to be written, or the accumulator that it is added to."""
+        """Return the placeholder that an output is written into, or the accumulator it is added to; None: neither."""
         part, value = self._labels[node], node.meta["val"]
         if isinstance(part, int):
             return self._placeholder(graph, f"out_{number}", self._cut_fake(node, rows))
@@ -307,7 +314,7 @@ class _Body:
         return node
 
     def _result(self, graph: fx.Graph, node: fx.Node, part: Any, target: fx.Node | None) -> fx.Node | None:
-        """Write an output into its place, or add it to its accumulator; return it if it has neither."""
+        """Write an output into its place, or add it to its accumulator, and return None; else return the output."""
         value = node.meta["val"]
         if isinstance(part, int):
             assert target is not None
@@ -328,7 +335,7 @@ class _Body:
 
 
 def _call(graph: fx.Graph, target: Any, args: Any, kwargs: Any) -> fx.Node:
-    """Insert a node with its fake value."""
+    """Append a call to a graph, with its fake value, and return its node."""
     node = graph.call_function(target, tuple(args), dict(kwargs))
     shown, options = fx.node.map_arg((tuple(args), dict(kwargs)), lambda parent: parent.meta["val"])
     node.meta["val"] = target(*shown, **options)
@@ -336,7 +343,7 @@ def _call(graph: fx.Graph, target: Any, args: Any, kwargs: Any) -> fx.Node:
 
 
 def _contiguous(graph: fx.Graph, node: fx.Node, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the arguments of an op of a slice, copied if its kernel would ignore their strides."""
+    """Return an op's arguments for a slice; those whose strides its kernel would ignore are copied to be contiguous."""
     names = CONTIGUOUS.get(name_of(node))
     if names is None:
         return args
@@ -349,7 +356,10 @@ def _contiguous(graph: fx.Graph, node: fx.Node, args: tuple[Any, ...]) -> tuple[
 
 
 def _as_shown(graph: fx.Graph, view: fx.Node) -> fx.Node:
-    """Let a reshape that copies with fake tensors always copy, so that what is overwritten later is no input."""
+    """Let a reshape that copies with fake tensors copy real ones, too, which may be overwritten; return the new node.
+
+    A reshape that is a view with fake tensors is returned as it is.
+    """
     source = view.args[0]
     assert isinstance(source, fx.Node)
     if storage_of(view.meta["val"]) == storage_of(source.meta["val"]):
@@ -398,7 +408,7 @@ def _taken_over(node: fx.Node) -> int:
 
 
 def _peak(graph: fx.Graph) -> int:
-    """Return the bytes of storages that nodes of a graph make, at the worst moment, by their last uses."""
+    """Return the most bytes, at a time, of storages that a graph's nodes make, each freed after its last use."""
     nodes = list(graph.nodes)
     given = {storage_of(t) for n in nodes if n.op == "placeholder" for t in tensors_of(n) if t is not None}
     last: dict[Any, int] = {}

@@ -26,7 +26,7 @@ CONTIGUOUS = {  # arguments that kernels read as if they were contiguous, whatev
     "native_layer_norm_backward": ("mean", "rstd"),
     "_fused_rms_norm_backward": ("rstd",),
 }
-COUNTS = {"native_group_norm": "N", "native_group_norm_backward": "N"}  # the same for numbers of batch elements
+COUNTS = {"native_group_norm": "N", "native_group_norm_backward": "N"}  # arguments that are the size of the batch
 
 
 def emitted(
@@ -36,11 +36,12 @@ def emitted(
     count: int,
     rows: int,
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """Return target and arguments of a node for a slice of so many rows.
+    """Return target, arguments and keyword arguments of a node for a slice of `rows` rows.
 
     Args:
-        made: returns the node of the slice for a node.
-        labels: how every node is cut.
+        node: the node in the region.
+        made: returns the slice's node for a node of the region.
+        labels: how every node is cut: see `slices.labels`.
         count: rows of the entire axis.
     """
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), made)
@@ -70,7 +71,7 @@ def _place(node: fx.Node, labels: Mapping[fx.Node, Part | tuple[Part, ...]], cou
 def _with(
     node: fx.Node, args: Any, kwargs: Any, name: str, change: Callable[[Any], Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments with one changed, by its name in the schema."""
+    """Return a node's arguments with `change` applied to the one of this name in the op's schema, if it is given."""
     assert isinstance(node.target, torch._ops.OpOverload)
     if name in kwargs:
         return tuple(args), {**kwargs, name: change(kwargs[name])}

@@ -1,4 +1,4 @@
-"""A rewrite of ops that a region cannot cut into ops that it can: equal up to rounding.
+"""A rewrite of ops that cannot run in slices into ops that can, with results that are equal up to rounding.
 
     nll_loss(x, y), mean     nll_loss(losses of rows as they are, 0, mean)             the same bits
     with class weights       sum(nll_loss(x, y), none) / weight of all targets         accumulated in float64
@@ -7,7 +7,7 @@
     new_zeros(x, size)       zeros(size): it reads nothing of x
     dropout(x) on a CPU      x * mask / (1 - p); one op draws the entire mask          the numbers that dropout draws
 
-The weight of the targets is then known before any slice has run.
+The rewritten losses compute the weight of all targets before any slice runs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ aten = torch.ops.aten
 FILLED: dict[Any, tuple[int, ...]] = {
     aten.new_zeros.default: (0,),
     aten.new_ones.default: (1,),
-    aten.new_full.default: (),  # with a number from its arguments
+    aten.new_full.default: (),  # the number is an argument of the op
 }
 IGNORED = -100
 MEAN, ADDED = 1, 2  # reductions of a loss, as aten numbers them
@@ -50,7 +50,7 @@ def make_explicit(graph: fx.Graph) -> None:
 
 
 class _Before:
-    """A writer of nodes before another one, which they replace."""
+    """A function that inserts calls, with their fake values, before a node which they will replace."""
 
     def __init__(self, node: fx.Node, mode: Any) -> None:
         self.node, self.mode = node, mode
@@ -89,7 +89,10 @@ def _loss_by_rows(node: fx.Node) -> None:
 def _added_as_whole(
     write: _Before, op: Any, losses: fx.Node, target: fx.Node, _: None, reduction: int, ignored: int
 ) -> tuple[fx.Node, fx.Node]:
-    """Reduce the losses of rows by the op itself, as losses of the only class: the same sum and division."""
+    """Add up losses of rows by the op itself, given as losses of a single class; return (loss, total weight).
+
+    So the sum and the division are those of the original op, bit for bit.
+    """
     value = _shown(target)
     seen = write(aten.ne.Scalar, target, ignored)
     none = write(aten.full.default, [], IGNORED, dtype=value.dtype, device=value.device)
@@ -106,7 +109,7 @@ def _added_as_whole(
 def _added_by_weight(
     write: _Before, _: Any, losses: fx.Node, target: fx.Node, weight: fx.Node, reduction: int, ignored: int
 ) -> tuple[fx.Node, fx.Node]:
-    """Return the sum, or the weighted mean, of the losses of rows, accumulated in float64."""
+    """Return (sum or weighted mean of the losses of rows, total weight of the targets), accumulated in float64."""
     dtype = _shown(losses).dtype
     total = _weight_of(write, target, weight, ignored)
     result = write(aten.sum.default, losses, dtype=torch.float64)

@@ -4,7 +4,7 @@ A region runs in slices of one axis of `count` rows. In each tensor that is cut,
 dimensions, flattened: `count` times some elements each, after dimensions whose product is `outer`.
 
     [B, T, V]    B * T rows    outer 1, dims 0..1, each 1          the logits of tokens
-    [B * T, V]   B rows        outer 1, dims 0..0, each T          the same of entire sequences
+    [B * T, V]   B rows        outer 1, dims 0..0, each T          the logits of entire sequences
     [B, H, T, T] T rows        outer B * H, dims 2..2, each 1      rows of attention scores
 
 `outer` alone identifies the axis: a reshape that keeps the order of elements keeps `outer` and `count`. In a slice, a
@@ -50,7 +50,10 @@ class Place:
 
 
 def place(shape: Sequence[int], outer: Part, count: int) -> Place | None:
-    """Return the fewest dimensions that form the axis in a tensor of this shape; None if none do, or it is not cut."""
+    """Return the fewest dimensions of a shape that form the axis of `count` rows after `outer` elements.
+
+    None if no dimensions do, or if `outer` is a mark, that is, the tensor is not cut.
+    """
     if isinstance(outer, Mark):
         return None
     before, dim = 1, 0
@@ -76,5 +79,5 @@ def axes(shape: Sequence[int], count: int) -> Iterator[tuple[int, Place]]:
 
 
 def slice_shape(shape: Sequence[int], at: Place, rows: int) -> list[int]:
-    """Return the shape of a slice of `rows` rows."""
+    """Return the shape of a slice of `rows` rows of a tensor of this shape that is cut at a place."""
     return [*shape[: at.dim], *[1] * (at.dims - 1), rows * at.each, *shape[at.end :]]

@@ -1,9 +1,11 @@
-"""The region around an op that needs too much: which ops run in slices together, and along which axis.
+"""The region around an op that needs too much memory: which ops run in slices together, and along which axis.
 
     seed     the largest value that the op reads or writes
     axes     of the seed: as many rows as there are tokens first, then entire sequences, then other dimensions
     grow     every producer and reader of a value that is cut and large joins; the first of its ways (`rules`) that
              agrees with the known labels of its inputs and outputs says how these are cut
+
+A label says how a tensor is cut: along which axis, not at all, or that a slice has one summand of it (`labels`).
 
 Values that cross the border of a region are small, equal in all slices, or a sum over them by construction; outputs of
 its forward may be large, and are then assembled from its slices. A large value that is read by an op without a way is
@@ -27,13 +29,13 @@ from fxremat.slices.rules import Way, name_of, shape_of, tensor_inputs, ways, wh
 from fxremat.slices.values import Values
 
 MOST_BETWEEN = 60  # ops between a region's forward and its backward that may join it, at most
-LARGE = (0.25, 0.125, 0.5)  # of the seed's bytes: sizes from which values count as large, in the order of trial
+LARGE = (0.25, 0.125, 0.5)  # shares of the seed's bytes from which values count as large, in the order of trial
 
 Label = Part | tuple[Part, ...]
 
 
 class Blocked(Exception):
-    """There is no region along this axis; the message says which op prevents it.
+    """An error: no region can be cut along an axis; the message says which op prevents it.
 
     Attributes:
         reached: number of ops that were in the region by then, a measure of how near it came.
@@ -47,7 +49,7 @@ class Found:
     """A region: ops that run in slices together."""
 
     count: int  # rows of the axis
-    outer: int  # elements before it in the seed
+    outer: int  # product of the seed's dimensions before the axis
     ops: tuple[fx.Node, ...]
     labels: dict[fx.Node, Label]
     large: frozenset[fx.Node]  # values of which only one slice exists at a time
@@ -55,7 +57,7 @@ class Found:
 
     @property
     def axis(self) -> tuple[int, int]:
-        """The axis, which distinguishes it from regions along other axes."""
+        """The axis, as (`outer`, `count`), which distinguishes regions around one op."""
         return self.outer, self.count
 
 
@@ -110,7 +112,7 @@ class _Growing:
     seed: fx.Node
     outer: int
     count: int
-    large_from: float  # bytes
+    large_from: float  # bytes from which a value counts as large
     labels: dict[fx.Node, Label] = field(default_factory=dict)
     ops: dict[fx.Node, Way] = field(default_factory=dict)
     large: set[fx.Node] = field(default_factory=set)
@@ -143,7 +145,7 @@ class _Growing:
         )
 
     def _grow(self, values: Iterable[fx.Node]) -> None:
-        """Add all ops that make or read these values, and in turn those around other large values that are cut."""
+        """Add all ops that make or read these values, and ops around the large values that become cut thereby."""
         queue = deque(values)
         while queue:
             value = queue.popleft()
@@ -171,10 +173,10 @@ class _Growing:
             self.labels, self.ops, self.large = before
 
     def _between(self, *, same_part: bool) -> list[fx.Node]:
-        """List ops that read what the region makes, directly or not, and make what it reads.
+        """List ops outside the region that depend on its values, directly or not, and on which its ops depend.
 
         Args:
-            same_part: only those between ops of the forward, or between ops of the backward.
+            same_part: list ops between two ops of the forward, or of the backward; else between forward and backward.
         """
         late = self.values.late
         parts = ((False, False), (True, True)) if same_part else ((False, True),)
@@ -190,7 +192,12 @@ class _Growing:
     def _reached(
         self, nodes: Iterable[fx.Node], late: bool, following: Callable[[fx.Node], Iterable[fx.Node]]
     ) -> set[fx.Node]:
-        """Return nodes that are reached from the region's ops of one part of the step, in this order of the graph."""
+        """Return the nodes that are reached from the region's ops of the backward, if `late`, else of the forward.
+
+        Args:
+            nodes: all nodes, in the order in which to go through them.
+            following: returns the nodes from which a node is reached.
+        """
         found = {op for op in self.ops if (op in self.values.late) == late}
         for node in nodes:
             if any(other in found for other in following(node)):
@@ -206,7 +213,10 @@ class _Growing:
         )
 
     def _join(self, op: fx.Node) -> list[fx.Node]:
-        """Add an op, in the first of its ways that agrees with known labels; return values that are large by that."""
+        """Add an op, in the first of its ways that agrees with known labels; return values that now count as large.
+
+        Raises `Blocked` if no way agrees.
+        """
         for way in ways(op, self.count):
             made = self.values.made_by(op)
             parts = {value: way.writes[_position(value, op)] for value in made}
@@ -229,7 +239,7 @@ class _Growing:
         return all(_fits(old, new) for old, new in known) and any(isinstance(old, int) for old, _ in known)
 
     def _put(self, node: fx.Node, part: Part) -> None:
-        """Label a node, and the value that it is a view of."""
+        """Label a node, and what it is a view of, with how they are cut. Raises `Blocked` if a label contradicts."""
         old = self.labels.get(node)
         if old is not None:
             if not _fits(old, part):
@@ -245,7 +255,7 @@ class _Growing:
             self._put(parent, above)
 
     def _above(self, view: fx.Node, part: Part) -> tuple[fx.Node, Part | None]:
-        """Return what a view was taken from, and how that is cut; None if that does not follow from the view."""
+        """Return the tensor that a view was taken from, and how it is cut; None if that does not follow from `part`."""
         parent = tensor_inputs(view)[0] if tensor_inputs(view) else view.all_input_nodes[0]
         if part is WHOLE or part is SUM:
             return parent, WHOLE if part is WHOLE else None
@@ -262,7 +272,7 @@ class _Growing:
         return self.labels.get(node)
 
     def _try_view(self, node: fx.Node) -> None:
-        """Label a view, if its label follows from its parent's."""
+        """Label a view, if how it is cut follows from how the tensor that it was taken from is cut."""
         if node in self.labels:
             return
         parent = node.all_input_nodes[0]
@@ -311,7 +321,7 @@ class _Growing:
 
 
 def _fits(old: Label | None, new: Part) -> bool:
-    """Tell whether two labels of a node agree: a sum is read as an uncut tensor, once all slices have run."""
+    """Tell whether two labels of a node agree: if equal, or SUM and WHOLE, since a finished sum is an uncut tensor."""
     if old is None or old == new:
         return True
     return (old is SUM and new is WHOLE) or (old is WHOLE and new is SUM)

@@ -3,10 +3,10 @@
     made again    forward op (cut inputs)            -> losses, sums, small results
                   backward op (the same, gradients)  -> gradients, assembled from slices, and sums; it runs the slice's
                                                         forward again
-    inside        one forward op                     -> all of these, for a gradient of the loss of 1; the backward
-                                                        multiplies by the real one
+    inside        one forward op                     -> results and gradients, as if the loss's gradient were 1; the
+                                                        backward multiplies them by the real gradient of the loss
 
-The second does no op twice. It is possible if the only incoming gradient is that of the loss, which is one number; the
+"inside" runs no op twice. It is possible if the only incoming gradient is that of the loss, which is one number; the
 factors of loss scaling would cost half-precision floats bits, so that float16 gradients are never made in this way.
 
 A region is searched for around the op that needs most, then the next, until none needs more than a target.
@@ -34,11 +34,11 @@ from fxremat.slices.write import Writer, show, show_again, sort_again
 aten = torch.ops.aten
 
 LEAST_ROWS = 32  # least rows of a slice, if the axis has more than MANY rows
-MANY = 256
+MANY = 256  # rows of an axis
 MOST_REGIONS = 200
-TRIED = 6  # ops without a region, after which the search ends
-TOLD = 0.5  # of the largest op's need: no reason is reported for ops that need less
-MOST_REASONS = 3
+TRIED = 6  # ops for which no region was found, after which the search ends
+TOLD = 0.5  # share of the largest op's bytes: no reason is reported for ops that need less
+MOST_REASONS = 3  # reasons that are reported, at most
 MANY_OUTPUTS = 16  # an output this many times smaller than the largest op's need is returned in any case
 
 
@@ -54,8 +54,8 @@ class SlicedRegion:
         where: the module, or the line, whose value was too large.
         sums: number of results that are sums over the slices.
         summed: the modules, or names, of the ops whose sums have more than one number.
-        summed_in: the types in which those are accumulated.
-        wide: those of half precision are accumulated in float32.
+        summed_in: the data types in which sums of more than one number are accumulated.
+        wide: sums of half precision are accumulated in float32.
     """
 
     parts: int
@@ -71,7 +71,7 @@ class SlicedRegion:
 
 @dataclass(frozen=True, kw_only=True)
 class Slicing:
-    """The settings with which regions were chosen and cut: an equal joint graph is cut in the same way by them.
+    """The settings with which regions are chosen and cut; they always cut equal joint graphs in the same way.
 
     Attributes:
         target: bytes that an op may read and write, without parameters.
@@ -100,7 +100,7 @@ class SlicedJoint:
     slicing: Slicing
     regions: tuple[SlicedRegion, ...]
     blocked: tuple[str, ...]  # the reasons why ops that need much are not cut
-    floor: int  # bytes that the largest op needs which is not cut
+    floor: int  # bytes that the largest op reads and writes of those that are not cut
 
 
 def largest_need(joint: Captured) -> int:
@@ -117,7 +117,7 @@ def bytes_beside_loss(joint: Captured) -> int:
 
 
 def _beside_loss(joint: Captured) -> list[fx.Node]:
-    """Return the outputs of the forward that get no gradient."""
+    """Return the outputs of the forward that no gradient is handed in for: all but the loss."""
     trained = {str(getattr(node.meta.get("desc"), "output", None)) for node in joint.tangent_nodes}
     outputs = zip(joint.forward_outputs, joint.output_descs, strict=True)
     return [node for node, desc in outputs if isinstance(node, fx.Node) and str(desc) not in trained]
@@ -130,7 +130,7 @@ class _Slicer:
         self.outputs = len(joint.forward_outputs)
         self.regions: list[SlicedRegion] = []
         self.blocked: dict[str, str] = {}  # op -> reason, "" if it is not worth reporting
-        self.need = 0  # of the largest op, before anything is cut
+        self.need = 0  # bytes that the largest op reads and writes, before anything is cut
 
     def run(self) -> SlicedJoint:
         forget_overwriting(self.graph)
@@ -183,16 +183,16 @@ class _Slicer:
         return Values(read_joint(cast(Any, _Unfinished(self.graph)), self.outputs))
 
     def _largest(self, values: Values) -> fx.Node | None:
-        """Return the op with the largest need, if that is above the target and the op may be in a region."""
+        """Return the op, of those not blocked, that reads and writes the most bytes; None if all are within target."""
         open_ = [op for op in values.ops if op.name not in self.blocked]
         op = max(open_, key=values.need, default=None)
         return op if op is not None and values.need(op) > self.slicing.target else None
 
     def _cut(self, values: Values, op: fx.Node, skipped: Set[tuple[int, int]] = frozenset()) -> None:
-        """Replace the ops of the best region around an op. Raises `Blocked`.
+        """Replace the ops of the best region around an op by ops that run it in slices. Raises `Blocked`.
 
         Args:
-            skipped: axes along which that has failed.
+            skipped: axes along which the replacement has failed.
         """
         finest: tuple[int, Found, int] | None = None
         for found in find(values, op):

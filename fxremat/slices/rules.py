@@ -30,13 +30,13 @@ class Way:
     """One way to run an op in slices: the parts of its inputs and of its outputs."""
 
     reads: Mapping[fx.Node, Part]
-    writes: tuple[Part, ...]  # by position
+    writes: tuple[Part, ...]  # the part of each output
 
 
 Rule = Callable[[fx.Node, int], Iterator[Way]]
 _RULES: dict[str, Rule] = {}
 
-POINTWISE = {  # that torch does not tag as pointwise
+POINTWISE = {  # pointwise ops that torch does not tag as such
     *("_to_copy", "clone", "detach", "alias", "native_dropout_backward", "masked_fill", "lift_fresh_copy"),
     *("full_like", "zeros_like", "ones_like", "empty_like"),
 }
@@ -117,7 +117,7 @@ def shape_of(node: fx.Node) -> tuple[int, ...]:
 
 
 def outputs_of(node: fx.Node) -> list[torch.Tensor | None]:
-    """Return the outputs of a node, by position."""
+    """Return the outputs of a node, by position; None for an output that is no tensor, or is not made."""
     return tensors_of(node)
 
 
@@ -144,7 +144,7 @@ def _whole(node: fx.Node, **_: Any) -> dict[fx.Node, Part]:
 
 
 def _way(node: fx.Node, cut: Iterable[tuple[Any, Part]], *writes: Part) -> Way | None:
-    """Return a way in which these inputs are cut, and all others are not; None if one would be cut in two ways."""
+    """Return a way with these parts of some inputs, all others whole; None if an input would have two parts."""
     reads: dict[fx.Node, Part] = {}
     for parent, part in cut:
         if isinstance(parent, fx.Node) and reads.setdefault(parent, part) != part:
@@ -157,7 +157,7 @@ def _only(*found: Way | None) -> Iterator[Way]:
 
 
 def _at(shape: Sequence[int], dim: int, count: int) -> tuple[int, int] | None:
-    """Return `outer`, and elements to a row, of one dimension of a tensor; None if it cannot be cut into the rows."""
+    """Return (`outer`, elements to a row) for cutting one dimension into `count` rows; None if it cannot be cut so."""
     outer = math.prod(shape[:dim])
     found = place(shape, outer, count)
     if found is None or found.dim != dim or found.dims != 1:
@@ -174,8 +174,8 @@ def _cut(
     """Return a way that cuts inputs and outputs along single dimensions, all with as many elements to a row.
 
     Args:
-        pairs: an input and its dimension; None if it is not cut; it may be the same tensor as one that is cut.
-        outputs: a tensor and its dimension, or another part.
+        pairs: inputs, each with the dimension that is cut, or None if the input is not cut.
+        outputs: for each output, (tensor, dimension that is cut), or its part if it is not cut.
     """
     each: set[int] = set()
     cut: list[tuple[Any, Part]] = []
@@ -206,7 +206,7 @@ def _cut(
 
 
 def _aligned(shape: Sequence[int], whole: Sequence[int], at: Place, count: int) -> Part | None:
-    """Return how an operand that is broadcast to `whole` is cut if that is cut at a place; None if it cannot be."""
+    """Return how an operand is cut that is broadcast to the shape `whole`, which is cut at a place; None: it cannot."""
     offset = len(whole) - len(shape)
     dims = [shape[d - offset] if d >= offset else 1 for d in range(at.dim, at.end)]
     if dims == list(whole[at.dim : at.end]):
@@ -276,7 +276,7 @@ FILLS = ("full", "zeros", "ones", "empty")
 
 @_rules(*FILLS)
 def _fill(node: fx.Node, count: int) -> Iterator[Way]:
-    """Yield ways for one number everywhere (`explicit` rewrites fills that read a tensor's type and device)."""
+    """Yield ways for tensors of one number (`explicit` rewrites fills that read a tensor's type and device)."""
     for outer, _ in axes(shape_of(node), count):
         yield Way(_whole(node), (outer,))
 
@@ -297,7 +297,7 @@ def _addmm(node: fx.Node, count: int) -> Iterator[Way]:
     bias, a, b = (cast(fx.Node, argument) for argument in node.args[:3])
     out, shape = node.meta["val"], shape_of(bias)
     for dim, operand, other in ((0, a, b), (1, b, a)):
-        at = len(shape) - 2 + dim  # of the bias, which is broadcast
+        at = len(shape) - 2 + dim  # the dimension of the bias, which may be broadcast
         cut = (bias, at if at >= 0 and shape[at] != 1 else None)
         yield from _only(_cut(node, [cut, (operand, dim), (other, None)], [(out, dim)], count))
 
@@ -325,7 +325,7 @@ def _baddbmm(node: fx.Node, count: int) -> Iterator[Way]:
 
 
 def _along(node: fx.Node, count: int, dims: Iterable[int], operands: Sequence[fx.Node]) -> Iterator[Way]:
-    """Yield ways for ops that mix only some dimensions, and keep all shapes."""
+    """Yield ways for ops that keep shapes and mix elements only along `dims`, which are not cut."""
     shape = shape_of(operands[0])
     mixed = {dim % len(shape) for dim in dims} if shape else set()
     for outer, at in axes(shape, count):
@@ -402,7 +402,7 @@ def _loss(node: fx.Node, count: int) -> Iterator[Way]:
 
 @_rules(*(f"{name}_backward" for name in LOSSES))
 def _loss_backward(node: fx.Node, count: int) -> Iterator[Way]:
-    """Yield ways for gradients of elements, from one each or one for all (`explicit` divides that of a mean)."""
+    """Yield ways for gradients of losses of elements, or of their sum (`explicit` rewrites gradients of means)."""
     if argument(node, "reduction") != 1:
         yield from _pointwise(node, count)
 
@@ -458,7 +458,7 @@ def _kept(shape: Sequence[int], outer: int, at: Place, count: int) -> bool:
 
 @_rules("gather", "scatter", "scatter_add")
 def _gather(node: fx.Node, count: int) -> Iterator[Way]:
-    """Yield ways for lookups in which each row is looked up in itself."""
+    """Yield ways for `gather` and the like that cut a dimension along which nothing is looked up."""
     operands, dim = tensor_inputs(node), argument(node, "dim")
     shape = shape_of(operands[0])
     mixed = dim % len(shape) if shape else 0

@@ -17,7 +17,7 @@ class Values:
     """The values of a joint graph by node: a value is the node that makes a storage, or selects it from its op.
 
     Attributes:
-        late: the nodes of the backward.
+        late: the nodes of the backward, gradients that are handed in included.
     """
 
     def __init__(self, joint: Captured) -> None:
@@ -40,12 +40,12 @@ class Values:
         return [node for node in self.joint.nodes if not isinstance(node.target, Sliced)]
 
     def base(self, node: fx.Node) -> fx.Node:
-        """Return the value that a node shows; the node itself if it shows none."""
+        """Return the value that a node is a view of: the node that makes its storage; the node itself if it is none."""
         number = self.joint.value_of.get(node)
         return node if number is None else self.joint.shown[number]
 
     def is_view(self, node: fx.Node) -> bool:
-        """Tell whether a node shows a value that another one makes."""
+        """Tell whether a node is a view: its storage is a value that another node makes."""
         return node.op == "call_function" and node not in self.op_of and self.base(node) is not node
 
     def bytes(self, value: fx.Node) -> int:
@@ -71,7 +71,7 @@ class Values:
         return list(dict.fromkeys(self.base(parent) for parent in op.all_input_nodes))
 
     def showing(self, value: fx.Node) -> list[fx.Node]:
-        """Return the nodes that show a value: itself and all views of it, in order."""
+        """Return the value's node and all views of it, in the order of the graph."""
         found, stack = [value], [value]
         while stack:
             for user in stack.pop().users:
@@ -87,6 +87,6 @@ class Values:
         return [user for user in dict.fromkeys(every) if user in self.op_of or user.op == "output"]
 
     def need(self, op: fx.Node) -> int:
-        """Return the bytes that an op reads and writes, without parameters and inputs: no plan needs less."""
+        """Return the bytes that an op reads and writes, without parameters and inputs; no plan needs fewer bytes."""
         values = {*self.read_by(op), *self.made_by(op)}
         return sum(self.bytes(value) for value in values if value.op == "call_function")

@@ -38,8 +38,8 @@ class Writer:
         self.forward = [op for op in found.ops if op not in values.late]
         self.backward = [op for op in found.ops if op in values.late]
         self.sums: list[fx.Node] = []  # results that are sums over the slices
-        self.summed: list[str] = []  # the names of those of more than one number
-        self.summed_in: set[str] = set()  # and their types
+        self.summed: list[str] = []  # the modules, or names, of sums of more than one number
+        self.summed_in: set[str] = set()  # the data types in which these are accumulated
 
     def made_again(self) -> list[fx.Node]:
         """Insert a forward op, and a backward op that runs the slice's forward again; return the new nodes."""
@@ -54,7 +54,10 @@ class Writer:
         return [node for node, _, _ in written]
 
     def inside(self) -> fx.Node:
-        """Insert one forward op, whose gradients are multiplied in the backward; return the new node."""
+        """Insert one forward op that makes the gradients, too, for a loss gradient of 1; return the new node.
+
+        The backward multiplies them by the real gradient of the loss.
+        """
         tangent = self.only_loss
         assert tangent is not None
         run = set(self.found.ops)
@@ -82,7 +85,7 @@ class Writer:
 
     @cached_property
     def _read_late(self) -> set[fx.Node]:
-        """Nodes of the surrounding backward that the region reads, and those that they are computed from there."""
+        """Nodes of the backward outside the region that its ops depend on, directly or through other such nodes."""
         values, late = self.values, self.values.late
         found: set[fx.Node] = set()
         stack = [a for op in self.found.ops for a in op.all_input_nodes if values.base(a) not in self._made]
@@ -95,7 +98,7 @@ class Writer:
 
     @cached_property
     def only_loss(self) -> fx.Node | None:
-        """The gradient of the loss, if all that the region reads of the backward depends on it alone; else None."""
+        """The gradient of the loss, if all that the region reads of the backward depends on that alone; else None."""
         values, made = self.values, self._made
         if any(t is not None and t.dtype == torch.float16 for v in made if v in values.late for t in tensors_of(v)):
             return None
@@ -111,7 +114,10 @@ class Writer:
         return 8 * self.values.bytes(node) >= self.values.bytes(seed)
 
     def _early(self, tangent: fx.Node, place: fx.Node) -> dict[fx.Node, fx.Node]:
-        """Copy what the region reads of the backward into the forward, for a gradient of the loss of 1."""
+        """Copy the backward nodes that the region reads into the forward, with 1 as the gradient of the loss.
+
+        Returns node -> copy.
+        """
         copies: dict[fx.Node, fx.Node] = {}
         shown: torch.Tensor = tangent.meta["val"]
         tag = place.meta.get("partitioner_tag")
@@ -147,7 +153,10 @@ class Writer:
         return self._behind({v for v in made if isinstance(self.found.labels.get(v), int)})
 
     def _behind(self, made_again: Set[fx.Node]) -> set[fx.Node]:
-        """Return the forward ops that make these values, if the backward reads them and they are not returned."""
+        """Return the region's forward ops that run again if these values are made again: those the backward needs.
+
+        Values that the forward returns are not made again.
+        """
         values, forward = self.values, set(self.forward)
         kept = {values.joint.shown[value] for value in values.joint.kept_outputs}
         needed: set[fx.Node] = set()
@@ -165,7 +174,7 @@ class Writer:
         return any(reader not in self.found.ops for reader in self.values.readers(value))
 
     def _is_read(self, value: fx.Node, run: Set[fx.Node]) -> bool:
-        """Tell whether a value is read by other ops than these, or by the backward without being recomputed."""
+        """Tell whether a value is read by an op outside of `run`, except backward ops that make it again."""
         values = self.values
         for reader in values.readers(value):
             if reader in run:
@@ -181,7 +190,11 @@ class Writer:
         place: fx.Node,
         early: dict[fx.Node, fx.Node] | None = None,
     ) -> tuple[fx.Node, list[fx.Node], list[fx.Node]]:
-        """Insert an op that runs these ops in slices; return it, the outputs, and the nodes that show these."""
+        """Insert an op, before `place`, that runs these ops in slices; return it, the outputs, and their new nodes.
+
+        Args:
+            early: copies, in the forward, of nodes of the backward, which are read in their place.
+        """
         if not outputs:
             raise Blocked(f"nothing reads what {place.name} makes")
         inputs, steps = self._body(run)
@@ -269,7 +282,10 @@ def show(node: fx.Node) -> None:
 
 
 def show_again(graph: fx.Graph, written: Set[fx.Node]) -> None:
-    """Let views of new results show their storages. Raises `Blocked` if one cannot."""
+    """Compute the fake values of views of new results again, so that they share the new storages.
+
+    `written` are the nodes of the new ops. Raises `Blocked` if a view is impossible.
+    """
     new = {*written, *(user for node in written for user in node.users)}
     products = {user for node in new for user in node.users if user.target is aten.mul.Tensor}
     new |= products

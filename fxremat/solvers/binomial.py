@@ -13,7 +13,8 @@ In closed form, with s = m - 2 checkpoints beyond the running value and the leas
 A forward "consumes" its input unless that was checkpointed. In a chain that saves, an Fall_k precedes each B_k:
 l + 1 forwards more, which is also how checkpoint-schedules counts (its Revolve(l + 1, m - 2)).
 
-Griewank and Walther, Algorithm 799: Revolve (2000); thesis of A. Shilova, Theorem 1.
+a_l is the output of block l. Griewank and Walther, Algorithm 799: Revolve (2000); thesis of A. Shilova (2021), Theorem
+1.
 """
 
 from collections.abc import Iterator
@@ -26,7 +27,7 @@ from fxremat.chains.schedule import Backward, Forward, Keep, Op, Schedule
 from fxremat.errors import FxrematError
 from fxremat.solvers.keep_all import fastest
 
-_CANDIDATES = 40
+_CANDIDATES = 40  # schedules that are proposed, at most
 
 
 def schedules(chain: Chain) -> list[Schedule]:
@@ -38,7 +39,7 @@ def schedules(chain: Chain) -> list[Schedule]:
 
 
 def schedule(chain: Chain, slots: int) -> Schedule:
-    """Return the binomial schedule with `slots` slots, with an Fall right before each backward."""
+    """Return the binomial schedule with `slots` slots; each block runs, saving all (Fall), just before its backward."""
     ops: list[Op] = []
     for op in adjoint(0, len(chain) - 1, slots):
         if isinstance(op, Backward):
@@ -48,7 +49,7 @@ def schedule(chain: Chain, slots: int) -> Schedule:
 
 
 def adjoint(first: int, length: int, slots: int) -> Iterator[Op]:
-    """Yield the ops of an adjoint chain of `length` that starts from a_first, without saving any block."""
+    """Yield the ops of the adjoint chain from a_first to B_{first + length + 1} and back; no block is saved."""
     todo = [(first, length, slots)]
     while todo:
         start, length, m = todo.pop()

@@ -31,7 +31,7 @@ class Solution:
 
     solver: str
     timeline: Timeline
-    fluid_time: float  # seconds, if memory were freed and allocated as fast as the link carries it
+    fluid_time: float  # seconds, if memory were freed and allocated byte by byte as copies proceed
     lower_bound: float  # seconds
 
     @property
@@ -123,7 +123,7 @@ def best(
     effort: float = EFFORT,
     accounting: Accounting = "whole",
 ) -> Timeline:
-    """Return the simulation of the schedule that `solve` returns, with the same arguments and errors."""
+    """Return the simulation of the schedule that `solve` returns; arguments and errors are those of `solve`."""
     return _winner(chain, mem, solver, platform, slots, effort, accounting)[1]
 
 
@@ -158,7 +158,10 @@ def solution(
     effort: float = EFFORT,
     accounting: Accounting = "whole",
 ) -> Solution | JoinSolution:
-    """Return the schedule of `solve` with its solver, its simulation, and a lower bound on the time of any other."""
+    """Return the schedule of `solve` with its solver, its simulation, and a bound: no schedule takes fewer seconds.
+
+    Arguments and errors are those of `solve`.
+    """
     if isinstance(chain, Join):
         name, joined = _winner_of_join(chain, mem, solver, platform, slots, effort)
         return JoinSolution(solver=name, timeline=joined, lower_bound=_least_time(chain))
@@ -272,7 +275,7 @@ def ask(problem: Problem, solver: str) -> Timeline:
 
 
 def _least(problem: Problem, proposed: list[Schedule]) -> int:
-    """Return the least peak of the schedules in bytes, or that of keep-all if none can run at all."""
+    """Return the least peak of the proposed schedules in bytes; the peak of keep-all if none of them can run."""
     roomy = replace(problem.platform, memory=None)
     peaks = []
     for schedule in proposed:
@@ -328,7 +331,7 @@ def _is_optimal(problem: Problem, solver: str) -> bool:
 
 
 def _machine(platform: Platform | None, mem: int) -> Platform:
-    """Return the platform with `mem` bytes; with one byte if `mem` is 0, since every platform needs some."""
+    """Return the platform with a memory of `mem` bytes, or of one byte if `mem` is 0."""
     return replace(platform or Platform(), memory=max(mem, 1))
 
 

@@ -1,5 +1,7 @@
 """The fastest schedule of all, by A* over the states of the device: the reference for short chains.
 
+a_i is the output of block i, A_i all that its backward reads.
+
     state    what each boundary 0..k holds, nothing, a_i or A_i under an option, and the phase k
     forward  of block i, if boundary i-1 holds something: boundary i then holds a_i or A_i
     B_k      if boundary k holds A_k and boundary k-1 holds something
@@ -27,31 +29,31 @@ from fxremat.errors import BudgetTooSmall, FxrematError
 from fxremat.jit import jit
 from fxremat.solvers.sizes import ChainSizes, Floats, Ints, in_bytes
 
-STATES = 5_000_000  # about half a GiB
+STATES = 5_000_000  # states that are expanded at most; they take about half a GiB
 _Array = TypeVar("_Array", Ints, Floats)
-_PHASE_BITS = 5
+_PHASE_BITS = 5  # bits of a state's code that hold its phase: chains have up to 31 blocks
 _STEPS = 50_000  # states that are expanded between two moments at which an interrupt can be handled
 
 
 class Search(NamedTuple):
     """The states found so far, a hash table of them by code, and a heap of the states still to be expanded."""
 
-    code: Ints
-    cost: Floats
-    parent: Ints
+    code: Ints  # of each state, by its place
+    cost: Floats  # the least cost at which each state was reached
+    parent: Ints  # the place of the state before it; -1: none
     table: Ints  # hash table of places in `code`, plus 1
-    heap_key: Floats
+    heap_key: Floats  # cost plus the lower bound on what remains
     heap_cost: Floats
-    heap_state: Ints
+    heap_state: Ints  # places
     ends: Ints  # the number of states, the number of heap entries, and the goal's place plus 1
 
 
 class StateMoves(NamedTuple):
     """Buffers for the moves from one state; the drops come last and cost no time."""
 
-    code: Ints
+    code: Ints  # of the state that the move leads to
     seconds: Floats
-    need: Ints
+    need: Ints  # bytes while the move runs
 
 
 def schedules(chain: Chain, mem: int, *, states: int = STATES) -> list[Schedule]:
@@ -79,7 +81,7 @@ def least(chain: Chain, *, states: int = STATES) -> int:
 
 
 def _floor(sizes: ChainSizes, n: int) -> float:
-    """Return a lower bound on the least peak: the most that any op needs which must run, with a_0 and its input."""
+    """Return a lower bound on the least peak: for each op that must run, what it needs with its input and a_0."""
     start, out, floor = sizes.start, sizes.out, 0
     for i in range(1, n + 1):
         options = slice(start[i], start[i + 1])
@@ -92,7 +94,7 @@ def _floor(sizes: ChainSizes, n: int) -> float:
 
 
 def _search(chain: Chain, mem: int, states: int) -> list[Ints] | None:
-    """Return the states on the fastest path, or None if there is none."""
+    """Return the states on the fastest path within `mem` bytes; None if no schedule fits."""
     n, sizes = len(chain), in_bytes(chain)
     if sizes.phase[n] + sizes.out[0] > mem:
         return None
@@ -105,7 +107,10 @@ def _search(chain: Chain, mem: int, states: int) -> list[Ints] | None:
 
 
 def _run(chain: Chain, search: Search, mem: int, states: int) -> Search:
-    """Advance the search until it has reached its goal or found every state."""
+    """Advance the search until it has reached its goal, the end of the step, or expanded every state.
+
+    mem < 0: search for the least peak. Raises `FxrematError` after more than `states` states.
+    """
     n, sizes = len(chain), in_bytes(chain)
     if shifts(sizes, n)[-1] > 62:
         raise FxrematError(_too_long(n))
@@ -154,7 +159,7 @@ def _drop(ops: list[Op], value: Value) -> None:
 
 @jit
 def shifts(sizes: ChainSizes, n: int) -> Ints:
-    """Return the bits at which the code of a state has boundaries 0..n, and the number of its bits."""
+    """Return the bit at which each of boundaries 0..n begins in the code of a state, and the number of all bits."""
     shift = np.zeros(n + 2, dtype=np.int64)
     shift[0] = _PHASE_BITS
     shift[1] = _PHASE_BITS + 1
@@ -182,7 +187,7 @@ def _start_code(n: int) -> int:
 
 @jit
 def _begin(code: int, cost: float) -> Search:
-    """Begin a search, with its first state."""
+    """Begin a search with one state, of this code and cost."""
     search = Search(
         np.zeros(256, dtype=np.int64),
         np.zeros(256),
@@ -237,13 +242,13 @@ def advance(search: Search, sizes: ChainSizes, n: int, mem: int) -> Search:
 def _try(
     search: Search, sizes: ChainSizes, n: int, code: int, cost: float, shift: Ints, mem: int, parent: int
 ) -> Search:
-    """Add a state as `_meet` does, with the lower bound on the remaining time as part of its key."""
+    """Add a state to the search as `_meet` does; its key is its cost plus a lower bound on the seconds that remain."""
     return _meet(search, code, cost, cost + _bound(sizes, n, decode(code, shift), mem), parent)
 
 
 @jit
 def _moves(sizes: ChainSizes, n: int, code: int, state: Ints, shift: Ints, moves: StateMoves) -> int:
-    """Write every move but the drops to `moves`, with its seconds of recomputation and the memory it needs."""
+    """Write every move from a state but drops to `moves`, with its seconds and bytes; return their number."""
     phase, start, saved, out = sizes.phase, sizes.start, sizes.saved, sizes.out
     k, count = state[-1], 0
     used = phase[k] + (out[0] if state[0] else 0)
@@ -278,7 +283,7 @@ def _moves(sizes: ChainSizes, n: int, code: int, state: Ints, shift: Ints, moves
 
 @jit
 def _held(sizes: ChainSizes, i: int, holds: int) -> int:
-    """Return the memory of what a boundary holds."""
+    """Return the bytes of what boundary i holds: nothing, a_i or A_i under an option."""
     if holds == 0:
         return 0
     return int(sizes.out[i] if holds == 1 else sizes.saved[sizes.start[i] + holds - 2])
@@ -294,7 +299,7 @@ def _bound(sizes: ChainSizes, n: int, state: Ints, mem: int) -> float:
     while not state[nearest]:
         nearest -= 1
     left, excess, items = 0.0, 0, 0
-    weight, price = np.zeros(n, dtype=np.int64), np.zeros(n)  # of the A that may be stored while B_k runs
+    weight, price = np.zeros(n, dtype=np.int64), np.zeros(n)  # bytes, seconds of each A that may be stored with B_k
     excess = sizes.phase[k] + sizes.out[0] + sizes.back[start[k] : start[k + 1]].min() - mem
     for i in range(1, k + 1):
         seconds = sizes.forward[i] - sizes.forward[i - 1]
@@ -323,7 +328,7 @@ def _bound(sizes: ChainSizes, n: int, state: Ints, mem: int) -> float:
 
 @jit
 def _insert(weight: Ints, price: Floats, items: int, bytes_: int, seconds: float) -> int:
-    """Insert one item among those sorted by price per byte; return the number of items."""
+    """Insert an item into a knapsack's items, sorted by seconds (price) per byte; return the number of items."""
     place = items
     while place > 0 and price[place - 1] * bytes_ > seconds * weight[place - 1]:
         weight[place], price[place] = weight[place - 1], price[place - 1]
@@ -334,7 +339,7 @@ def _insert(weight: Ints, price: Floats, items: int, bytes_: int, seconds: float
 
 @jit
 def _meet(search: Search, code: int, cost: float, key: float, parent: int) -> Search:
-    """Add a state, unless it is known at no more cost."""
+    """Add a state, reached from `parent`, to the search, unless it was reached before at no more cost."""
     slot = _slot(search.table, search.code, code)
     place = search.table[slot] - 1
     if place < 0:
@@ -385,7 +390,7 @@ def _heighten(search: Search) -> Search:
 
 @jit
 def _longer(array: _Array) -> _Array:
-    """Return the array with as many zeros after it."""
+    """Return the array made twice as long, with zeros at the end."""
     return np.concatenate((array, np.zeros_like(array)))
 
 

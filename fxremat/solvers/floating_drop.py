@@ -1,5 +1,8 @@
 """Checkpointing of a chain where checkpoints float and saved blocks may lose their input: the tightest program.
 
+A checkpoint is an a_i, the output of block i, that is stored; it floats if it may be replaced by a later one. A_i is
+all that the backward of block i reads.
+
     cost[s, c, e, m]   least recomputation to run the backwards that bring c down to e, from block s;
                        its input a_{s-1} is stored, not counted in m, and free to go when it is not needed
 
@@ -17,7 +20,8 @@
 `move` is a checkpoint that floats to the right once the backwards it would have served to the left are left to an
 earlier one; `leave` ends with a block saved for that earlier one, which then only has to rebuild the block's input.
 Cuts to x = j without moves are persistent.py, with `lose` input_drop.py, with moves and plain x floating.py. All
-together they give 8 and 12 on the counter-example of the papers (thesis Fig. 2.3), where each alone gives 10 and 14.
+together they give 8 and 12 on the counter-example of the papers (A. Shilova's thesis, 2021, Fig. 2.3), where each alone
+gives 10 and 14.
 
 Beyond the papers, and not quite the optimum: A* is faster on 8 of 24,000 random instances of 2 to 6 blocks
 (`benchmarks/optimality.py`; persistent and floating miss 12,300 of them, input_drop 388). In all of these that were
@@ -38,9 +42,9 @@ from fxremat.solvers.rows import Filled, Rows, guess, lay_out, relax
 from fxremat.solvers.sizes import ChainSizes, Floats, Ints, in_bytes, in_slots
 from fxremat.solvers.table import Table, table_of
 
-_NEVER = 1 << 60
+_NEVER = 1 << 60  # bytes or slots that nothing fits into
 _MOST_WORK = 3e11  # additions: some minutes
-_MOST_ENTRIES = 1 << 28  # 2 GiB
+_MOST_ENTRIES = 1 << 28  # most costs that a table may hold: 8 bytes each, 2 GiB
 _KEEP, _MOVE, _LEAVE, _CUT, _LOSE = range(5)
 
 
@@ -86,13 +90,13 @@ def work(chain: Chain, slots: int) -> float:
 
 @jit
 def _row(sizes: ChainSizes, n: int, s: int, e: int) -> int:
-    """Return the index of the rows of (s, ., e)."""
+    """Return the first index of the rows of cost[s, c, e, .], for all c."""
     return s * (n + 1 + sizes.saved.size) + e
 
 
 @jit
 def _block(sizes: ChainSizes, n: int, c: int) -> int:
-    """Return the next backward of a column."""
+    """Return the next backward of state c: c itself, or for c > n, the block of option c - n - 1."""
     return c if c <= n else int(np.searchsorted(sizes.start, c - n - 1, side="right")) - 1
 
 
@@ -151,7 +155,7 @@ def _room(sizes: ChainSizes, n: int) -> tuple[Ints, Floats]:
 
 @jit
 def _states(sizes: ChainSizes, n: int, s: int, t: int) -> Ints:
-    """Return all (c, e) where t is the next backward of c, and s the block to begin with."""
+    """Return all pairs of states (c, e) for which cost[s, c, e, .] exists, where t is the next backward of c."""
     start = sizes.start
     states = [(t, t)][:0]
     for c in _both(start, n, t):
@@ -164,7 +168,7 @@ def _states(sizes: ChainSizes, n: int, s: int, t: int) -> Ints:
 
 @jit
 def _both(start: Ints, n: int, block: int) -> Ints:
-    """Return the columns of backward `block` with nothing saved, and with each of its options saved."""
+    """Return the states of the backward pass whose next backward is `block`: nothing saved, or one of its options."""
     count = start[block + 1] - start[block] if block else 0
     columns = np.full(count + 1, block, dtype=np.int64)
     columns[1:] = n + 1 + start[block] + np.arange(count)
@@ -173,14 +177,17 @@ def _both(start: Ints, n: int, block: int) -> Ints:
 
 @jit
 def bounds(sizes: ChainSizes, n: int) -> tuple[Ints, Ints]:
-    """Return, for each row, the least memory that works and one from which on nothing is recomputed, in any unit."""
+    """Return, for each row, the least memory that works and one from which on nothing is recomputed.
+
+    They are in the unit of `sizes`.
+    """
     width = n + 1 + sizes.saved.size
     low = np.full(((n + 2) * width, width), _NEVER, dtype=np.int64)
     high = np.full(((n + 2) * width, width), _NEVER, dtype=np.int64)
     moves, costs = _room(sizes, n)
     low[0, 0] = high[0, 0] = 0
     for t in range(1, n + 1):
-        low[(t + 1) * width + t, t] = high[(t + 1) * width + t, t] = 0  # nothing between save and backward
+        low[(t + 1) * width + t, t] = high[(t + 1) * width + t, t] = 0  # t is saved, its backward next: nothing to run
         for s in range(t, 0, -1):
             for c, e in _states(sizes, n, s, t):
                 least = enough = _NEVER
@@ -198,7 +205,7 @@ def bounds(sizes: ChainSizes, n: int) -> tuple[Ints, Ints]:
 
 @jit
 def _fill(sizes: ChainSizes, rows: Rows, n: int, s: int, t: int, slots: int) -> None:
-    """Fill the rows that begin at s and whose next backward is t."""
+    """Fill the rows of cost[s, c, e, .] for all c whose next backward is t."""
     moves, costs = _room(sizes, n)
     for c, e in _states(sizes, n, s, t):
         row = _row(sizes, n, s, e)
@@ -210,7 +217,7 @@ def _fill(sizes: ChainSizes, rows: Rows, n: int, s: int, t: int, slots: int) -> 
 
 @jit
 def trace(table: Filled, m: int) -> Ints:
-    """Return the op codes of cost[1, n, 0, m], m in bytes."""
+    """Return the op codes of the schedule behind cost[1, n, 0, m], that of the whole chain, for m bytes."""
     sizes, low, n = table.sizes, table.low, table.n
     codes = np.zeros(64, dtype=np.int64)
     moves, costs = _room(sizes, n)

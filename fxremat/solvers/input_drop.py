@@ -1,8 +1,11 @@
 """Checkpointing of a chain where a saved block may lose its input, by dynamic programming: the default.
 
     cost[s, t, m]   as in persistent.py: least recomputation to run backward t..s, input of s not counted in m
-    drop[s, j, m]   the same for j..s when A_j is already stored, counted in m, and its input is not:
-                    the chain is rerun up to a_{j-1} before the backward of j
+    drop[s, j, m]   least recomputation to run backward j..s when A_j is already stored, counted in m, and its input is
+                    not: the chain is rerun up to a_{j-1} before the backward of j
+
+a_j is the output of block j, A_j all that its backward reads; forward(s..j) are seconds, extra(s) those by which the
+backward of the chosen option is slower than the fastest.
 
 Only its backward reads the input of a block, so a_{j-1} may be freed as soon as A_j is stored, and recomputed later.
 
@@ -57,7 +60,7 @@ def build(chain: Chain, mem: int, slots: int) -> Table:
 
 @jit
 def bounds(sizes: ChainSizes, n: int) -> tuple[Ints, Ints]:
-    """Return, for each row, the least memory that works and one from which on everything is kept, in any unit."""
+    """Return, for each row, the least memory that works, and one from which on all is kept, in the unit of `sizes`."""
     width = n + 1 + sizes.saved.size
     low = np.zeros((n + 2, width), dtype=np.int64)
     high = np.zeros((n + 2, width), dtype=np.int64)
@@ -112,7 +115,7 @@ def fill_tiles(grid: Grid, distance: int, worker: int, workers: int) -> None:
 
 @jit
 def _keep(sizes: ChainSizes, rows: Rows, n: int, s: int, t: int, slots: int) -> None:
-    """Extend the rows of (s, t) by the choice to save all of block s."""
+    """Extend the rows of cost[s, t, .] and drop[s, t, .] by the choice to save block s, under any option."""
     start, saved = sizes.start, sizes.saved
     for d in range(start[t] - 1, start[t + 1] if s < t else start[t]):
         c = t if d < start[t] else n + 1 + d
@@ -125,7 +128,7 @@ def _keep(sizes: ChainSizes, rows: Rows, n: int, s: int, t: int, slots: int) -> 
 
 @jit
 def _split(sizes: ChainSizes, rows: Rows, n: int, s: int, t: int, j: int, slots: int) -> None:
-    """Extend the rows of (s, t) by running up to j, and either cutting there or saving j and dropping its input."""
+    """Extend the rows of (s, t) by running up to j, and storing a_j, or saving block j and dropping its input."""
     start, saved, forward = sizes.start, sizes.saved, sizes.forward
     for d in range(start[t] - 1, start[t + 1]):
         c = t if d < start[t] else n + 1 + d
@@ -142,14 +145,17 @@ def _split(sizes: ChainSizes, rows: Rows, n: int, s: int, t: int, j: int, slots:
 
 @jit
 def trace(table: Filled, m: int) -> Ints:
-    """Return the op codes of cost[1, n, m], m in bytes."""
+    """Return the op codes of the schedule behind cost[1, n, m], that of the whole chain, for m bytes."""
     codes: Ints = trace_row(table, 1, table.n, table.n, m)
     return codes
 
 
 @jit
 def trace_row(table: Filled, s: int, t: int, c: int, m: int) -> Ints:
-    """Return the op codes of row (s, c), which is cost[s, t, m] or drop[s, t, m], m in bytes."""
+    """Return the op codes of the schedule behind cost[s, t, m] (c = t) or drop[s, t, m] (c = n + 1 + option).
+
+    m is in bytes.
+    """
     sizes, n = table.sizes, table.n
     codes = np.zeros(64, dtype=np.int64)
     todo = [(s, t, c, m)]  # row (s, c) for the backward of t..s; c = 0: the backward of s alone

@@ -13,6 +13,6 @@ def schedules(chain: Chain) -> list[Schedule]:
 
 
 def fastest(block: Block) -> int:
-    """Return the number of the option with the fastest backward, the smallest of equals."""
+    """Return the number of the option with the fastest backward; of equally fast ones, the one that saves least."""
     options = enumerate(block.choices)
     return min(options, key=lambda entry: (entry[1].backward_time, entry[1].saved_bytes))[0]

@@ -37,7 +37,7 @@ def emit_pass(codes: Ints, s: int, j: int) -> Ints:
 
 
 def decode(chain: Chain, codes: Ints) -> Schedule:
-    """Return the schedule that the codes stand for."""
+    """Return the schedule that the codes of ops stand for."""
     saves = [
         Forward(number, Keep.ALL, option)
         for number, block in enumerate(chain.blocks, start=1)

@@ -17,7 +17,7 @@ from fxremat.solvers.keep_all import fastest
 
 
 def schedules(chain: Chain) -> list[Schedule]:
-    """Return the schedules of ten numbers of segments from 2 to 2 sqrt(n), or fewer if the chain is short."""
+    """Return the schedules with k segments for ten k from 2 to 2 sqrt(n), for fewer if the chain is short."""
     n = len(chain)
     most = max(2, round(2 * math.sqrt(n)))
     counts = {min(n, round(k)) for k in np.linspace(2, most, 10)}

@@ -6,6 +6,9 @@
     keep all     extra(s) + cost[s+1, t, m - saved(s)]                          for every option of s
     cut after j  forward(s..j) + cost[j+1, t, m - a(j)] + cost[s, j, m]         s <= j < t
 
+a_j is the output of block j; forward(s..j) are seconds, a(j) and saved(s) bytes, extra(s) the seconds by which the
+backward of the chosen option is slower than the fastest.
+
 "Persistent": a stored value stays until its backward. Every forward and backward runs at least once whatever the
 schedule, so only the additional time is counted: cost is 0 where everything can be kept.
 
@@ -54,7 +57,8 @@ def build(chain: Chain, mem: int, slots: int) -> Table:
 
 @jit
 def bounds(sizes: ChainSizes, n: int) -> tuple[Ints, Ints]:
-    """Return, for each (s, t), the least memory that works and one from which on all is kept, in any unit."""
+    """Return, for each (s, t), the least memory that works, and one from which on all is kept, in the unit of `sizes`.
+    """
     phase, out, start = sizes.phase, sizes.out, sizes.start
     low = np.zeros((n + 2, n + 1), dtype=np.int64)
     high = np.zeros((n + 2, n + 1), dtype=np.int64)
@@ -97,7 +101,7 @@ def _fill_tiles(grid: Grid, distance: int, worker: int, workers: int) -> None:
 
 @jit
 def _cut(grid: Grid, s: int, t: int, j: int) -> None:
-    """Extend the row of (s, t) by running up to j and storing a_j."""
+    """Extend the row of cost[s, t, .] by running up to block j and storing its output a_j."""
     sizes, rows = grid.sizes, grid.rows
     if rows.low[s, t] <= grid.slots:
         again = sizes.forward[j] - sizes.forward[s - 1]
@@ -106,7 +110,7 @@ def _cut(grid: Grid, s: int, t: int, j: int) -> None:
 
 @jit
 def trace(table: Filled, m: int) -> Ints:
-    """Return the op codes of cost[1, n, m], m in bytes."""
+    """Return the op codes of the schedule behind cost[1, n, m], that of the whole chain, for m bytes."""
     sizes, low = table.sizes, table.low
     phase, out, start, forward = sizes.phase, sizes.out, sizes.start, sizes.forward
     codes = np.zeros(64, dtype=np.int64)

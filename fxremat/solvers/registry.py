@@ -45,9 +45,9 @@ class Problem:
 
     chain: Chain
     mem: int  # bytes
-    platform: Platform  # its memory is `mem`
-    slots: int
-    judge: Callable[[Schedule], Timeline]
+    platform: Platform  # with a memory of `mem` bytes
+    slots: int  # steps of memory in a table
+    judge: Callable[[Schedule], Timeline]  # simulates a schedule; raises `InvalidSchedule` if it does not fit
     effort: float  # seconds, for solvers that can continue for any time
 
     @property
@@ -97,7 +97,7 @@ def _rounds(problem: Problem) -> int:
 
 
 def by_table(build: Build, problem: Problem) -> list[Schedule]:
-    """Return the fastest schedule that a table can hold, if it fits; else the schedules of the table."""
+    """Return the fastest schedule that a table of this kind can have, if it fits; else schedules read off the table."""
     chain = problem.chain
     fastest = every_checkpoint(chain) if build is TABLES["revolve"] else keep_all.schedules(chain)[0]
     return [fastest] if problem.fits(fastest) else _read_off(build, problem)
@@ -149,12 +149,12 @@ TABLES: Mapping[str, Build] = MappingProxyType(
         "floating_drop": floating_drop.build,
     }
 )
-_WORK = {"floating": floating_drop.work, "floating_drop": floating_drop.work}  # the others are cubic
-POFO_SLOTS = 50  # its table has two dimensions more than the others
+_WORK = {"floating": floating_drop.work, "floating_drop": floating_drop.work}  # all other tables take `_cubic` work
+POFO_SLOTS = 50  # slots of pofo at most: its table has two dimensions more than the others
 
 
 def capped(build: Build, problem: Problem) -> list[Schedule]:
-    """Run autocapper on top of a table; the schedules of the table are among its proposals."""
+    """Return the proposals of autocapper, which offloads from schedules of a table, and the table's own schedules."""
     chain = problem.chain
     most = max(1, simulate(chain, keep_all.schedules(chain)[0]).peak)
     table = build(chain, most, problem.slots)
@@ -165,7 +165,7 @@ def capped(build: Build, problem: Problem) -> list[Schedule]:
 
 
 def _offloaded(problem: Problem, schedules: Callable[[], list[Schedule]]) -> list[Schedule]:
-    """Return the proposals of a solver that only offloads; without a link, keep-all."""
+    """Return the proposals of a solver that only offloads; without a link to the host, the schedule of keep-all."""
     return schedules() if problem.platform.linked else keep_all.schedules(problem.chain)
 
 
@@ -259,7 +259,7 @@ CHOSEN = (
     "pofo",
     "autocapper",
     "local_search",
-)  # by "auto"
+)  # the solvers that "auto" chooses from
 
 
 class JoinSolver(Protocol):
@@ -272,7 +272,10 @@ class JoinSolver(Protocol):
 
 
 def all_of_join(join: Join, mem: int, slots: int, *, effort: float = math.inf) -> JoinTimeline:
-    """Return the schedule that keeps everything in all branches, simulated. Raises `BudgetTooSmall`."""
+    """Return the simulated schedule that keeps everything in all branches and recomputes nothing.
+
+    Raises `BudgetTooSmall` if it needs more than `mem` bytes.
+    """
     chains = {0: join.trunk, **dict(enumerate(join.branches, start=1))}
     ops = {number: keep_all.schedules(chain)[0].ops for number, chain in chains.items() if chain}
     numbers = [*range(1, len(chains)), *([0] if join.trunk else [])]

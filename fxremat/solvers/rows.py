@@ -19,11 +19,11 @@ from fxremat.jit import jit
 from fxremat.solvers.sizes import ChainSizes, Floats, Ints
 from fxremat.units import format_bytes
 
-MOST_BYTES = 16 << 30  # of a table
+MOST_BYTES = 16 << 30  # that a table may take
 
 
 class Rows(NamedTuple):
-    """Row (i, j) is cost[at[i, j] : at[i, j] + high[i, j] - low[i, j]]."""
+    """All rows of a cost table in one array: row (i, j) is cost[at[i, j] : at[i, j] + high[i, j] - low[i, j]]."""
 
     low: Ints
     high: Ints
@@ -71,7 +71,7 @@ def _fewer(slots: int, total: int) -> int:
 
 @jit
 def _places(low: Ints, high: Ints, slots: int) -> tuple[Ints, int]:
-    """Compute the offset of each row and the number of entries; cut `high` off above `slots`."""
+    """Return the offset of each row in one array, and the array's length; cut `high` off above `slots`, in place."""
     at = np.zeros(low.shape, dtype=np.int64)
     total = 0
     for i in range(low.shape[0]):
@@ -101,7 +101,7 @@ def value(rows: Rows, i: int, j: int, m: int) -> float:
 
 @jit
 def guess(table: Filled, i: int, j: int, m: int) -> float:
-    """Return the cost of row (i, j) in m bytes; each slot below its rounded least memory adds a whole step."""
+    """Return the seconds of row (i, j) in m bytes; each slot that is missing because of rounding adds a high cost."""
     rows, slots, dear = table.rows, table.slots, float(table.sizes.forward[table.n]) + 1.0
     m, low = m * slots // table.full, int(rows.low[i, j])
     if m >= low:

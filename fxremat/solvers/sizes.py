@@ -6,10 +6,12 @@
                       what a pass of forwards s..j needs, if its input is counted elsewhere
     saved[o]          A_l under option o; the options of block l are start[l] <= o < start[l+1]
     save[o]           A_l + scratch of the forward that saves it
-    save_next[o]      a_{l-1} + the same
+    save_next[o]      a_{l-1} + save[o]
     back[o]           A_l + d_{l-1} + scratch of the backward
     extra[o]          seconds of its backward beyond those of the fastest option
     forward[l]        seconds of the forwards of blocks 1..l
+
+a_l is the output of block l, A_l all that its backward reads, d_l the gradient of a_l.
 
 Rounding happens here, once, and up: budgets are rounded down. What is stored again and again (`out`, `saved`) is
 rounded value by value; what an op needs while it runs is summed in bytes first.
@@ -86,7 +88,7 @@ def _arrays(chain: Chain, units: Callable[[list[int]], Ints]) -> ChainSizes:
 
 
 def _passes(first: Ints, later: Ints) -> Ints:
-    """Compute run[s, j] from the needs of the first forward of a pass and of the later ones."""
+    """Return run[s, j] from what a block's forward needs as the first of a pass, and what it needs as a later one."""
     run = np.broadcast_to(later, (first.size, first.size)).copy()
     run[np.diag_indices_from(run)] = first
     return np.maximum.accumulate(np.triu(run), axis=1)

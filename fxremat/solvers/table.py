@@ -77,9 +77,10 @@ def table_of(
     trace: Callable[[int, int], Ints],
     always: float = 0.0,
 ) -> Table:
-    """Return the table of filled rows, of which `whole` is that of the chain; `low` and `high` bound rows in bytes.
+    """Return the table that consists of filled rows; `whole` is the row of the whole chain.
 
-    `always` is the number of seconds that any schedule of the table recomputes.
+    `low` is the least memory of each row, `high` one from which on all is kept, both in bytes; `always` is the number
+    of seconds that any schedule of the table recomputes.
     """
     beyond = -(-chain.input_bytes * slots // mem)  # slots of the chain's input
     return Table(

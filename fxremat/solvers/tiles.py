@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from fxremat.progress import progress
 
-TILE = 8
+TILE = 8  # blocks on each side of a tile
 _FEW = 64  # below so many blocks, threads cost more than they save
 
 

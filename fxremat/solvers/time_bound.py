@@ -18,8 +18,8 @@ schedule does entirely or not at all:
 
 Every valid schedule satisfies all of these, so the least is a lower bound; the more instants, the tighter. With a link
 to the host there is one instant: what is neither stored nor run again after it has been copied to the host before it
-and is copied back after it, which takes bytes * (1/to_host + 1/from_host) seconds (thesis, Prop. 3, with
-recomputation as a third way).
+and is copied back after it, which takes bytes * (1/to_host + 1/from_host) seconds (A. Shilova's thesis, 2021, Prop. 3,
+with recomputation as a third way). a_l is the output of block l, A_l what its backward reads under an option.
 
 Ours; the relaxation is that of Checkmate (Jain et al., MLSys 2020) on few stages and with save sets.
 Cost: an LP of about (3 + 2 options) n p variables, HiGHS.
@@ -34,7 +34,7 @@ from fxremat.chains.platform import Platform
 def lower_bound(chain: Chain, mem: int, platform: Platform | None = None, *, instants: int = 16) -> float:
     """Return seconds that no schedule within `mem` bytes beats; at least `chain.least_time`.
 
-    They are infinite if even the relaxation does not fit in `mem`, so that no schedule does.
+    They are infinite if the LP proves that no schedule fits in `mem`. `instants`: how many instants it looks at, about.
     """
     crossing = _crossing(platform)
     n = len(chain)
@@ -99,7 +99,7 @@ class _Program:
         self.limits.append(limit)
 
     def _before(self, kind: str, block: int, window: int, option: int = 0) -> list[_Term]:
-        """Return negated LP terms that make the value available when a window begins; the chain's input always is."""
+        """Return LP terms, negated, of what makes a value available when a window begins; [] for the first window."""
         if window == 1:
             return []
         there: list[_Term] = [(-1.0, (kind, block, window - 1, option))]
@@ -152,7 +152,7 @@ class _Program:
             self._at_most(-1.0, (-1.0, ("a", k - 1, instant, 0)), *inputs)
 
     def _backward(self, block: int) -> None:
-        """Let the backward read one of the save sets, stored when its window began or saved within it."""
+        """Add the rows by which a backward reads one option, stored when its window began, or saved within it."""
         window = 1 + sum(k >= block for k in self.marks)
         uses: list[_Term] = [(-1.0, ("use", block, o)) for o in self._options(block)]
         self._at_most(-1.0, *uses)

@@ -22,7 +22,7 @@ Instead = Mapping[type, Callable[[Any], Any]]
 
 
 class Unreadable(Exception):
-    """JSON that no value was written as; says where it is wrong."""
+    """JSON that `read` cannot turn into a value; the message says what is wrong with it."""
 
 
 def written(value: Any, shared: Iterable[type] = (), instead: Instead | None = None) -> Any:
@@ -30,7 +30,7 @@ def written(value: Any, shared: Iterable[type] = (), instead: Instead | None = N
 
     Args:
         shared: classes whose values are written once each.
-        instead: what to write in the place of values of some classes.
+        instead: functions, by class, that return what is written in the place of a value of that class.
     """
     return _Writer(tuple(shared), instead or {}).write(value)
 
@@ -72,7 +72,7 @@ def read(content: Any, classes: Iterable[type], instead: Instead | None = None) 
 
     Args:
         classes: dataclasses and enums that it may consist of.
-        instead: what to put in the place of values of some of them.
+        instead: functions, by class, that return what is put in the place of a value of that class.
 
     Raises:
         Unreadable: it names another class, or a value has other fields than its class.

@@ -12,8 +12,8 @@ from fxremat.step.program import Program
 class Communication:
     """One execution of a collective."""
 
-    name: str  # of the op
-    op: int
+    name: str  # the op's name
+    op: int  # the op's number in the step graph
     begins: float  # seconds, on the link
     ends: float
     waited: float  # seconds that ops wait for it
@@ -27,7 +27,7 @@ class ProgramWithCommunication:
     memory: Memory
     time: float  # seconds
     starts: tuple[float, ...]  # seconds, of each step
-    collectives: tuple[Communication, ...]  # in the order of the link
+    collectives: tuple[Communication, ...]  # in the order in which the link runs them
 
     @property
     def seconds(self) -> float:
@@ -36,7 +36,7 @@ class ProgramWithCommunication:
 
     @property
     def hidden(self) -> float:
-        """Share of these seconds that no op waits for."""
+        """Share of the seconds that the link is busy for which no op waits; 1.0 if it never is busy."""
         if not self.seconds:
             return 1.0
         return 1.0 - min(1.0, sum(one.waited for one in self.collectives) / self.seconds)

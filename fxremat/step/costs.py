@@ -21,7 +21,7 @@ class OpCost:
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of each op, the sizes that liveness needs, and which ops must not overwrite."""
+    """The costs of a step graph's ops: seconds, bytes of values and workspaces, and which ops must not overwrite."""
 
     seconds: tuple[float, ...]
     sizes: Sizes
@@ -41,7 +41,7 @@ class Costs:
 
 
 def apart(graph: StepGraph, costs: Costs) -> tuple[Costs, float]:
-    """Return the costs with collectives taking no time, and the seconds of all collectives, which ops may overlap."""
+    """Return costs in which collectives take no time, and the seconds of all of them, which may overlap with ops."""
     seconds = tuple(0.0 if op.communicates else s for op, s in zip(graph.ops, costs.seconds, strict=True))
     return replace(costs, seconds=seconds), sum(costs.seconds) - sum(seconds)
 
@@ -67,11 +67,11 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterUpdate:
-    """A parameter that the step updates."""
+    """A parameter that the step itself updates by the optimizer, and what the update costs."""
 
-    value: int  # of the joint graph
-    bytes: int
-    state_bytes: int  # of its optimizer state
+    value: int  # the number of the parameter's value in the step graph
+    bytes: int  # bytes of the parameter
+    state_bytes: int  # bytes of its optimizer state
     workspace: int  # bytes that the update allocates while it runs
-    seconds: float  # of the update
+    seconds: float  # seconds of the update
     stays: bool = False  # the parameter stays on the device: forward returns a view of it

@@ -44,7 +44,7 @@ class Life:
 
     kind: MemoryKind
     first: int
-    last: int  # the number of steps if they are still allocated after the last step
+    last: int  # index of a step; the number of steps if the bytes are still allocated after the last one
     bytes: int
     value: int | None = None  # the value of the step graph whose storage they are
     op: int | None = None  # the op whose workspace, or saved random state, they are
@@ -52,7 +52,7 @@ class Life:
 
 
 def lives_of(program: Program, sizes: Sizes) -> list[Life]:
-    """List all memory that a program occupies, value by value. At each step it adds up to `live_bytes`. O(steps).
+    """List all allocations of a program, value by value; at each step their bytes add up to `live_bytes`. O(steps).
 
     An op that overwrites what it reads has its result in the bytes of that operand, which count once, as the result. A
     compiled region may free several of its inputs before it makes what it returns.
@@ -116,11 +116,11 @@ def host_bytes(program: Program, sizes: Sizes) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class _Versions:
-    """The versions of a program: the step that makes each, and the last step that uses it."""
+    """The versions of a program: each is a value as one step made it, and is alive until the last step that uses it."""
 
     program: Program
-    lives: Sequence[tuple[int, int]]  # last step and bytes
-    writer: Mapping[int, int]  # the step that makes a version
+    lives: Sequence[tuple[int, int]]  # for each version: the last step that uses it, and its bytes
+    writer: Mapping[int, int]  # version -> the step that makes it
     leaving: frozenset[int]  # versions that leave for the host
 
     @classmethod
@@ -130,7 +130,7 @@ class _Versions:
         return cls(program, lives(program, sizes), writer, frozenset(leaving))
 
     def birth(self, version: int) -> int:
-        """Return the index of the step that makes a version; of an input, the step before which it arrives."""
+        """Return the index of the step that makes a version; for an input, of the step before which it arrives."""
         if version in self.writer:
             return self.writer[version]
         return self.program.split if self._origin(version) is Origin.TANGENT else 0

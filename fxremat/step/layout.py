@@ -1,4 +1,4 @@
-"""A step graph laid out as a chain: which op belongs to which block, what crosses each boundary, what each saves.
+"""A step graph laid out as a chain: which block each op belongs to, and which values blocks pass on and save.
 
     boundary l   the values made in blocks 1..l and read by the forward of later blocks, without the held ones
     held         values that are kept from their forward to their last use: carried skips, anchors, outputs
@@ -23,13 +23,16 @@ class BlockLayout:
 
     forward: tuple[int, ...]
     backward: tuple[int, ...]
-    boundary: frozenset[int]  # a_l
+    boundary: frozenset[int]  # a_l, the block's output: the values made in blocks 1..l that later forwards read
     made: frozenset[int]  # every value that the forward of this block writes
-    saved: tuple[frozenset[int], ...]  # made in this block; each holds the boundary values made here
+    saved: tuple[frozenset[int], ...]  # for each option the values made here that it saves, boundary values included
 
 
 class _Needs(dict[tuple[int, int, bool], frozenset[int]]):
-    """Values that a forward must leave in memory, by block, option (-1: a checkpoint alone) and if it is the first."""
+    """The values that a block's forward must leave in memory, by (block, option, whether it runs for the first time).
+
+    Option -1 keeps the block's output alone.
+    """
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
@@ -48,19 +51,19 @@ class _Needs(dict[tuple[int, int, bool], frozenset[int]]):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Layout:
-    """The chain of blocks of one step graph."""
+    """A step graph as a chain of blocks: the ops and values of each block."""
 
     graph: StepGraph
     blocks: tuple[BlockLayout, ...]
-    held: frozenset[int]
+    held: frozenset[int]  # values that are kept from their forward to their last use, whatever the plan
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """One name for the modules that each block goes through."""
+        """A name for each block: that of the modules that its ops belong to."""
         return tuple(self.graph.span(block.forward) for block in self.blocks)
 
     def boundary_before(self, block: int) -> frozenset[int]:
-        """Return the values that enter a block (a_{l-1}); none enter the first block, whose inputs are primals."""
+        """Return the values that enter a block, the output of the one before (a_{l-1}); none for the first block."""
         return self.blocks[block - 1].boundary if block else frozenset()
 
     @cached_property
@@ -70,12 +73,12 @@ class Layout:
 
     @cached_property
     def runs(self) -> dict[tuple[int, frozenset[int], frozenset[int]], list[int]]:
-        """A cache of the ops to run, by block, wanted values, and values of the block that are available already."""
+        """A cache of the ops to run, by (block, wanted values, values of the block that are available already)."""
         return {}
 
     @cached_property
     def uniform(self) -> frozenset[int]:
-        """The blocks whose ops read the same values in a later execution as in the first."""
+        """The blocks all of whose ops read the same values when they are recomputed as when they run first."""
         ops = self.graph.ops
         return frozenset(
             number

@@ -20,14 +20,14 @@ from fxremat.step.step_graph import Origin
 class Sizes:
     """Bytes allocated on the device, by value and by op number."""
 
-    values: Sequence[int]  # of each value
+    values: Sequence[int]  # bytes of each value
     workspace: Sequence[
         int
-    ]  # of each op while it runs, beyond what it reads and writes; < 0: an output takes the place of an input
-    seed: int = 0  # of one saved state of the random generator, on the device
-    outside: int = 0  # at the split, for a loss outside the model; the gradients that it hands in are part of it
-    root: int = 0  # from the split to the end: such a loss, and the gradient that its backward starts from
-    unsplit: int = 0  # included in each that is above so many: what its block may have beyond it
+    ]  # bytes that each op needs beyond what it reads and writes; < 0: an output takes the place of an input
+    seed: int = 0  # bytes of one saved state of the random generator, on the device
+    outside: int = 0  # between forward and backward, for a loss outside the model, with the gradients it hands in
+    root: int = 0  # from there to the end: the loss outside the model, and the gradient that its backward starts from
+    unsplit: int = 0  # bytes added to each size above this number: the allocator may leave so many of a block unused
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Memory:
 
     during: tuple[int, ...]
     at_split: int
-    end: int
+    end: int  # after the last step
 
     @property
     def peak(self) -> int:
@@ -51,7 +51,7 @@ def live_bytes(
     at_hand: Mapping[int, int] | None = None,
     kept: Iterable[int] = (),
 ) -> Memory:
-    """Replay the allocations of a program. O(steps).
+    """Replay the allocations of a program, and return the bytes that are alive during each step. O(steps).
 
     Args:
         at_hand: version -> bytes of what is alive before the first step (None: the program is an entire step).
@@ -74,9 +74,9 @@ class _Changes:
     """Bytes that appear before and vanish after each step."""
 
     start: int
-    tangents: int  # of the gradients that are handed in, and of all else that the caller allocates at the split
-    born: list[int]
-    freed: list[int]
+    tangents: int  # bytes that the caller allocates between forward and backward: gradients to hand in, and a loss
+    born: list[int]  # bytes that appear before each step
+    freed: list[int]  # bytes that vanish after each step
 
 
 def _changes(
@@ -111,7 +111,10 @@ def lives(
     *,
     whole: bool = True,
 ) -> list[tuple[int, int]]:
-    """Return, for every version, the last step that uses it (-1: none, len(steps): alive to the end) and its bytes."""
+    """Return (last step that uses it, bytes) for every version; -1: no step, len(steps): it is alive to the end.
+
+    A version is a value as one step made it. Arguments are as for `live_bytes`; `whole`: it is an entire step.
+    """
     graph, forever = program.layout.graph, len(program.steps)
     last = [-1] * len(program.version_of)
     for position, step in enumerate(program.steps):
@@ -142,7 +145,10 @@ def lives(
 
 
 def seed_lives(program: Program) -> dict[int, tuple[int, int]]:
-    """Return the first and last step of random ops that run more than once: their generator state lives in between."""
+    """Return the first and last execution of each random op that runs more than once, as indices of steps.
+
+    The state of the random generator is kept from the first to the last.
+    """
     ops = program.layout.graph.ops
     random = {op for op in program.repeated if ops[op].random}
     lives: dict[int, tuple[int, int]] = {}

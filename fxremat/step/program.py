@@ -1,5 +1,7 @@
 """The rewritten step before it becomes graphs: which op runs when, on which version of each value.
 
+A version is a value as one execution of its op made it; a value that is recomputed has several.
+
 A schedule speaks of blocks; `rematerialize` replays it block by block and writes down every execution of every op:
 
     Fck l, Fnone l, Fall l[o]   the ops of block l that make what is to be stored and is not available already
@@ -24,7 +26,7 @@ class Role(Enum):
     """The kinds of steps of a program."""
 
     FORWARD = "forward"  # the first execution of a forward op
-    RECOMPUTE = "recompute"  # any later one
+    RECOMPUTE = "recompute"  # any later execution of a forward op
     BACKWARD = "backward"
     OFFLOAD = "offload"  # a copy to the host begins
     RELEASE = "release"  # that copy has ended: its source may be freed
@@ -38,8 +40,8 @@ class Role(Enum):
 class Step:
     """One execution of one op."""
 
-    op: int
-    block: int
+    op: int  # the op's number in the step graph
+    block: int  # the block that it runs for, from 0
     role: Role
     reads: tuple[int, ...]  # versions
     writes: tuple[int, ...]  # versions, in the order of the op's writes
@@ -47,7 +49,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """An optimizer update, the end of a collective, or one event of a round trip to the host.
+    """A step that executes no op: an optimizer update, the end of a collective, or part of a copy to the host or back.
 
     What travels is a version, which comes back as another version of the same value, or the optimizer state of a
     parameter.
@@ -55,21 +57,21 @@ class Transfer:
 
     block: int
     role: Role
-    trip: int  # numbers the trips of a program
+    trip: int  # the number of the trip: a copy of a version to the host, and the copy back
     reads: tuple[int, ...]  # versions
     writes: tuple[int, ...]
     op: None = None  # no op is executed
     workspace: int = 0  # bytes while it runs, beyond what it reads and writes
-    seconds: float = 0.0  # of its own, without waiting for a copy
+    seconds: float = 0.0  # seconds that the step itself takes, without waiting for a copy
     state_of: int | None = None  # the parameter whose optimizer state travels
-    takes: int = 0  # bytes of optimizer state on the device: allocated here if above 0, freed after this if below
+    takes: int = 0  # bytes of optimizer state that this step allocates on the device; below 0: that it frees
 
 
 @dataclass(frozen=True, eq=False)
 class Program:
     """Every execution of one training step; `steps[split:]` is the backward graph.
 
-    A version is one life of a value: `version_of[v]` is the value, in order of creation.
+    A version is one life of a value: version v, in order of creation, is one of the value `version_of[v]`.
     """
 
     layout: Layout
@@ -83,7 +85,7 @@ class Program:
     ]  # mutated primals that the backward reads: copied before the forward overwrites them
     fetched: frozenset[int] = (
         frozenset()
-    )  # versions of primals that live on the host: they occupy memory as others do
+    )  # versions of primals that live on the host: unlike other primals, they count as memory of the step
     resident: int = (
         0  # bytes of weights and optimizer state that stay on the device, where the budget counts them
     )
@@ -177,9 +179,10 @@ class Replay:
                 raise InvalidSchedule(f"{op} needs a host to go to: compile with offload=True")
 
     def versions_of(self, kind: str, block: int) -> dict[int, int]:
-        """Return the values, with versions, that this stored a or A holds and no other does; none for a0, the input.
+        """Return value -> version for what only this stored item holds; {} for a0, the chain's input.
 
-        Raises `InvalidSchedule` where it is not stored.
+        An item is kind "a", the output of a block (from 0), or "A", all that its backward reads. Raises
+        `InvalidSchedule` if it is not stored.
         """
         if block < 0:
             return {}
@@ -189,13 +192,16 @@ class Replay:
         return {value: self.current[value] for value in sorted(values) if self._covers[value] == 1}
 
     def restore(self, kind: str, block: int, versions: Mapping[int, int]) -> None:
-        """Store a discarded a or A again, with the same versions; do nothing if it is stored."""
+        """Store an item (see `versions_of`) that was discarded again, with these versions; nothing if it is stored."""
         if (kind, block) not in self._stored:
             self.current |= versions
             self._store((kind, block), versions)
 
     def forward(self, block: int, keep: Keep, option: int = 0) -> None:
-        """Run the forward of a block, and store what `keep` says."""
+        """Run the forward of a block, and store its output, or with `Keep.ALL` what this option saves for its backward.
+
+        `Keep.NONE` discards the block's input.
+        """
         place, graph = self.layout.blocks[block], self.layout.graph
         if keep is Keep.ALL and option >= len(place.saved):
             raise InvalidSchedule(f"block {block + 1} has {len(place.saved)} options, not {option + 1}")
@@ -214,9 +220,9 @@ class Replay:
         self._forget(place.made)
 
     def backward(self, block: int) -> None:
-        """Run the backward of a block, and forget its input and what it saved.
+        """Run the backward of a block, and forget the block's input and what was saved for it.
 
-        An op that reads a gradient which a later backward makes (towers that share weights) waits for it.
+        An op that reads a gradient which a later backward makes (towers that share weights) waits for that.
         """
         if self.split is None:
             self.split = self._count()
@@ -230,7 +236,7 @@ class Replay:
         self._forget(place.made)
 
     def _run_ready(self, backward: Iterable[int], block: int) -> None:
-        """Run these ops and those that waited, all but those that still lack a gradient."""
+        """Run these ops, and backward ops that waited for a gradient; those that still lack one wait on."""
         waiting, self._waiting = [*self._waiting, *backward], []
         for index in waiting:
             if self._gradients_missing(index):
@@ -242,7 +248,7 @@ class Replay:
         return any(value not in self.current for value in self.layout.graph.gradients_read[index])
 
     def discard(self, kind: str, block: int) -> None:
-        """Forget a stored a or A; do nothing if it is not stored."""
+        """Forget a stored item, "a" or "A" of a block (see `versions_of`); do nothing if it is not stored."""
         for value in self._stored.pop((kind, block), ()):
             self._covers[value] -= 1
             if not self._covers[value]:
@@ -287,7 +293,7 @@ class Replay:
         held = frozenset(values)
         for value in held:
             self._covers[value] = self._covers.get(value, 0) + 1
-        self.discard(*item)  # if it is stored already; what both hold stays
+        self.discard(*item)  # the item as it was stored before, if it was; values that both hold stay
         self._stored[item] = held
 
     def _forget(self, values: frozenset[int]) -> None:
@@ -339,7 +345,10 @@ class Replay:
         self.run(index, block)
 
     def run(self, index: int, block: int, pinned: frozenset[int] = frozenset()) -> None:
-        """Run one op on the current versions; the current version of a pinned value stays the first."""
+        """Run one op on the current versions of what it reads; new versions of what it writes become current.
+
+        The first version of a `pinned` value, which the caller of the step holds, stays current.
+        """
         op = self.layout.graph.ops[index]
         again = index in self.ran
         wanted, made = (op.again_reads, op.again_writes) if again else (op.reads, op.writes)
@@ -383,7 +392,7 @@ class _OrderReplay(Replay):
         return known
 
     def run(self, index: int, block: int, pinned: frozenset[int] = frozenset()) -> None:
-        """Run one op, whose operands are available."""
+        """Record that an op runs, whose operands are available; what it writes becomes available."""
         op = self.layout.graph.ops[index]
         self.current.update(dict.fromkeys(op.again_writes if index in self.ran else op.writes, 0))
         self.ops.append(index)

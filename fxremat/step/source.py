@@ -34,7 +34,7 @@ class Source:
     """The module and the line of code that an op comes from."""
 
     module: str  # path of the submodule; "" for the model itself
-    frame: Frame | None
+    frame: Frame | None  # None: the line is not known
 
 
 NOWHERE = Source(module="", frame=None)
@@ -51,11 +51,11 @@ def common_module(modules: Iterable[str]) -> str:
 
 
 def span_of(modules: Sequence[str], counts: Counter[str]) -> str:
-    """Return one name for the modules of several ops: a module of which they are all ops, or its first and last parts.
+    """Return one name for the modules of several ops: the module that has no other ops, or its first and last parts.
 
     Args:
         modules: the module of each op, in order.
-            counts: how many ops there are inside each module, "" included: see `ops_inside`.
+        counts: how many ops there are inside each module, "" included: see `ops_inside`.
 
     >>> counts = ops_inside(["h.0.norm", "h.0.attn", "h.0.mlp.up", "h.0.mlp.down", "h.1.norm"])
     >>> span_of(["h.0.norm", "h.0.attn"], counts), span_of(["h.0.mlp.up", "h.0.mlp.down"], counts)
@@ -76,7 +76,7 @@ def span_of(modules: Sequence[str], counts: Counter[str]) -> str:
 
 
 def ops_inside(modules: Iterable[str]) -> Counter[str]:
-    """Count the ops inside each module, from the modules that ops belong to."""
+    """Count the ops inside each module, its submodules included; `modules` has the innermost module of each op."""
     counts: Counter[str] = Counter()
     for module, count in Counter(modules).items():
         parts = _parts(module)

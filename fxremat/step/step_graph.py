@@ -54,7 +54,7 @@ class Value:
 
     index: int
     name: str
-    bytes: int  # of the storage; a primal's is outside the budget
+    bytes: int  # bytes of the storage; those of primals are outside the budget
     origin: Origin
     producer: int | None  # op number; None for placeholders and constants
     position: int | None  # among the outputs of its op; None: the op has one output, or nothing reads this one
@@ -74,8 +74,8 @@ class Op:
     backward: bool
     reads: tuple[int, ...]
     writes: tuple[int, ...]
-    again_reads: tuple[int, ...]  # the same for a second execution, which must not touch running statistics
-    again_writes: tuple[int, ...]
+    again_reads: tuple[int, ...]  # what a recomputation reads, which must not touch running statistics
+    again_writes: tuple[int, ...]  # what a recomputation writes
     overwrites: int | None  # value read whose storage the result may take over
     random: bool  # draws from the generator: a second execution must replay the first one's state
     anchored: bool  # a forward op that depends on no differentiable input: masks, positions, frozen layers
@@ -106,7 +106,7 @@ class StepGraph:
     sources: tuple[Source, ...]  # the module that each op belongs to, and the line where it was written
     parameters: Mapping[int, str]  # names in the model, by values of parameters and of gradients that are returned
     model: str  # the name of the model's class
-    device: str  # of the largest parameter or input: where the step runs, as "cuda:0"
+    device: str  # where the step runs, as "cuda:0": the device of the largest parameter or input
 
     @property
     def forward_ops(self) -> tuple[Op, ...]:
@@ -119,9 +119,9 @@ class StepGraph:
         return self.ops[self.forward_count :]
 
     def to_json(self) -> str:
-        """Return JSON text whose `from_json` is a graph of the same fields. O(ops + values).
+        """Return the graph as JSON text, which `from_json` reads. O(ops + values).
 
-        A graph with the nodes of torch.fx that it was read from is written without them.
+        The nodes of torch.fx that a captured graph was read from are left out.
         """
         fields_of = {each.name: getattr(self, each.name) for each in fields(StepGraph)}
         return json.dumps(written(StepGraph(**fields_of)), separators=(",", ":"))
@@ -192,7 +192,7 @@ class StepGraph:
 
     @cached_property
     def value_sources(self) -> tuple[Source, ...]:
-        """The source of each value: of the op that makes it, or, for inputs of the step, of the first op that reads it.
+        """Where each value was written: the source of the op that makes it; of an input, of the first op that reads it.
 
         The module of a parameter, and of its gradient, is the one that owns the parameter.
         """

@@ -18,10 +18,10 @@ class ProgramWithTransfers:
     time: float  # seconds
     copying: tuple[float, float]  # seconds of copying to the host, and back
     waiting: float  # seconds that ops wait for copies
-    waiting_back: float  # of these, for copies that come back
+    waiting_back: float  # seconds, part of `waiting`, that ops wait for copies from the host
     bytes: int  # bytes that leave for the host
     starts: tuple[float, ...]  # seconds, of each step
-    copies: Mapping[tuple[Role, int], tuple[float, float]]  # start and end of OFFLOAD and PREFETCH, by trip
+    copies: Mapping[tuple[Role, int], tuple[float, float]]  # (OFFLOAD or PREFETCH, trip) -> seconds of start and end
 
     @property
     def hidden(self) -> tuple[float, float]:

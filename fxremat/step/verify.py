@@ -1,9 +1,9 @@
 """A check of a program against the step graph that it executes: the rules that every rewriting of a program keeps.
 
-    each op runs, a backward op and a check once
-    each read is of a version that was written before, or exists from the start
-    each execution reads and writes the values of its op: all of them at first, those of a second execution later
-    what the step returns is made by the first execution
+    each op runs; backward ops, and ops that return nothing (checks), run once
+    each version that a step reads was written before, or exists from the start
+    the first execution of an op has its `reads` and `writes`, later ones its `again_reads` and `again_writes`
+    what the step returns is made by the first execution of an op
 
 `lower` makes this check if FXREMAT_VERIFY is set, as the tests do. O(steps * reads).
 """
@@ -85,7 +85,10 @@ def _check_executions(program: Program, graph: StepGraph) -> None:
 
 
 def _roles(op: Op, *, again: bool) -> tuple[Role, ...]:
-    """Return the roles that an execution of an op may have. A unit of the backward may be made of repeated ops."""
+    """Return the roles that an execution of an op may have; `again`: it is not the first one.
+
+    A compiled unit of the backward may consist of recomputed ops alone.
+    """
     if op.backward:
         return Role.BACKWARD, Role.RECOMPUTE
     return (Role.RECOMPUTE,) if again else (Role.FORWARD,)

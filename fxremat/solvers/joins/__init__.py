@@ -18,7 +18,7 @@ from fxremat.solvers.table import grain
 
 __all__ = ["best_canonical", "best_linear"]
 _ORDERS = 6  # orders of branches that are tried
-_ROUNDED_UP = (1.0, 1.02, 1.05)  # budgets of the table, to make up for rounding
+_ROUNDED_UP = (1.0, 1.02, 1.05)  # factors of the budget that a table is built for, to make up for rounding sizes up
 _FEWEST = 4  # schedules of a list that are tried at least, whatever the effort
 _QUICK = 1.0  # seconds that tables may run, whatever the effort
 _LONGEST = 10  # ops for each block: longer schedules are not tried
@@ -38,7 +38,7 @@ def best_canonical(join: Join, mem: int, slots: int = 200) -> JoinTimeline:
 
 
 def _steps(chains: Sequence[Chain], mem: int, slots: int) -> tuple[int, int, bool]:
-    """Return the bytes and the slots of a table, and whether no size is rounded in it."""
+    """Return (bytes, slots, exact) for a table of `mem` bytes; exact: each size is a whole number of slots."""
     unit = gcd(*map(grain, chains))
     steps = max(1, mem // unit)
     return (steps * unit, steps, True) if steps <= slots else (mem, slots, False)
@@ -59,7 +59,7 @@ def best_linear(join: Join, mem: int, slots: int = 200, *, effort: float = inf) 
     for order in orders[:affordable]:
         chain = chain_of(join, order)
         least = max(1, input_drop.build(chain, 1, 1).least)
-        smallest.append(_linear(join, order, chain, least, slots))  # the same whatever `mem` is
+        smallest.append(_linear(join, order, chain, least, slots))  # these do not depend on `mem`
         for room in _ROOMS:
             if mem * room >= least:
                 others.append(_linear(join, order, chain, int(mem * room), slots))
@@ -72,13 +72,13 @@ def best_linear(join: Join, mem: int, slots: int = 200, *, effort: float = inf) 
 
 
 def _table_seconds(chain: Chain, slots: int) -> float:
-    """Estimate the seconds that the tables of one order take."""
+    """Estimate the seconds that `best_linear` takes to build all tables for one order of branches."""
     splits = len(chain) * float(sum(len(block.choices) for block in chain.blocks)) ** 2 / 6
     return (2 + len(_ROOMS)) * splits * (1e-7 + 1e-9 * slots)
 
 
 def _listed(join: Join, order: Sequence[int], effort: float) -> Iterator[JoinTimeline]:
-    """Yield periodic and binomial schedules of the one chain, on the join, as many as `effort` allows."""
+    """Yield periodic and binomial schedules of the join as one chain, simulated on the join, as `effort` allows."""
     chain = chain_of(join, order)
     count = max(_FEWEST, int(effort / (_OP_SECONDS * 4 * len(chain))))
     for proposed in (periodic.schedules(chain), binomial.schedules(chain)):
@@ -88,7 +88,7 @@ def _listed(join: Join, order: Sequence[int], effort: float) -> Iterator[JoinTim
 
 
 def _linear(join: Join, order: Sequence[int], chain: Chain, mem: int, slots: int) -> JoinTimeline:
-    """Return the schedule of the one chain for `mem` bytes, simulated on the join, whether it fits there or not."""
+    """Return the schedule of the join as one chain for `mem` bytes, simulated on the join; it may not fit there."""
     full, steps, _ = _steps([chain], mem, slots)
     schedule = input_drop.build(chain, full, steps).schedule(mem, full=full)
     return simulate_join(join, translated(join, order, schedule))

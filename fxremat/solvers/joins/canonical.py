@@ -1,4 +1,7 @@
-"""Checkpointing of unequal chains that meet in a trunk or a loss: the canonical form of uniform joins, at true costs.
+"""Checkpointing of unequal chains that meet in a trunk or a loss, by schedules of the canonical form.
+
+That form is optimal for uniform joins, whose blocks are all alike; here each block has its own seconds and bytes. a_p
+is the output of block p of a branch, A_p all that its backward reads.
 
     cost[p, f, m]   least recomputation to run all that is right of a_{p_k} on each branch k, forward and backward,
                     in m bytes; a_{p_k} is stored and counted in m if f_k = 1, and part of A_{p_k}, counted
@@ -37,37 +40,41 @@ from fxremat.solvers.rows import least
 from fxremat.solvers.sizes import Floats, Ints
 
 _NEVER = 1 << 60
-_ENTRIES = 1 << 27  # costs in a table: 1 GiB
+_ENTRIES = 1 << 27  # most costs that a table may hold: 8 bytes each, 1 GiB
 _STEP = 256  # states that are filled between two moments at which an interrupt can be handled
 
 
 class BranchSteps(NamedTuple):
-    """Every step of every branch, in any unit; those of branch k from p are first[k, p] .. first[k, p + 1] - 1."""
+    """Every step that a branch may take: those of branch k from position p are first[k, p] .. first[k, p + 1] - 1.
+
+    Memory is in bytes or in slots.
+    """
 
     first: Ints
     to: Ints  # the position of the branch after the step
-    own: Ints  # f of the branch after the step
-    need: Ints  # memory of its forwards, beyond all inputs
-    take: Ints  # memory of A_to
+    own: Ints  # f of the branch after the step: 1 if a_to is stored by itself, 0 if it is part of A_to
+    need: Ints  # memory of the step's forwards, beyond all inputs
+    take: Ints  # memory of A_to, if the step saves it; else 0
     base: Floats  # seconds of recomputation
-    low: Ints  # the least memory of its tail, the ops that finish it
+    low: Ints  # the least memory of the step's tail: the ops that finish its blocks in the backward
 
 
 class HeldBytes(NamedTuple):
-    """Memory that is held in addition to what a step needs, in any unit."""
+    """Memory that is held in addition to what a step needs, in bytes or in slots."""
 
-    lengths: Ints
-    out: Ints  # [k, l]: a_l
+    lengths: Ints  # blocks of each branch
+    out: Ints  # [k, l]: a_l of branch k
     phase: Ints  # [k, t]: what branch k holds while its gradient is d_t
-    ends: int  # before the forward/backward split, by the last blocks of all branches
-    before: int  # the same plus the gradient of the trunk: while the branches run
+    ends: int  # before the forward/backward split, held by the last blocks of all branches
+    before: int  # `ends` plus the gradient of the trunk: held while the branches run
     after: int  # the weight gradients of the trunk, after the split
     turn: int  # gradients that the loss writes; 0 if there is a trunk
     trunk_low: int  # the least memory of the trunk
 
 
 class BranchStep(NamedTuple):
-    """A step of a branch: run blocks s..to, and save the last one under `option` (of the chain), unless it is -1."""
+    """A step of a branch: run blocks s..to, and save the last one under `option`, counted over all blocks; -1: do not.
+    """
 
     s: int
     to: int
@@ -129,7 +136,7 @@ def build(join: Join, mem: int, slots: int) -> CanonicalTable:
 
 
 def _trunk(join: Join, trunk: Chain) -> Chain:
-    """Return the trunk with what it reads and writes: the last values of the branches, and their gradients."""
+    """Return the trunk as a chain whose input is the last values of all branches, with their sizes and gradients."""
     ends = [branch.blocks[-1] for branch in join.branches]
     return replace(
         trunk,
@@ -143,7 +150,7 @@ def _numbered(join: Join) -> list[tuple[int, BranchStep]]:
 
 
 def _kinds(chain: Chain) -> list[BranchStep]:
-    """Return the steps of a branch, by where they start."""
+    """Return all steps that a branch may take, sorted by the block that they start with."""
     numbers = np.cumsum([0, *(len(block.choices) for block in chain.blocks)]).tolist()
     return [
         kind
@@ -160,12 +167,12 @@ def _kinds(chain: Chain) -> list[BranchStep]:
 
 
 def _row(chain: Chain, kind: BranchStep) -> tuple[int, int]:
-    """Return the row of input_drop that finishes a step."""
+    """Return the row of the table of input_drop whose ops finish a step's blocks in the backward."""
     return kind.s, kind.to if kind.option < 0 else len(chain) + 1 + kind.option
 
 
 def _costs(solved: Tails, kind: BranchStep) -> Floats:
-    """Return the seconds of recomputation that finish a step, by slots, without the input of s."""
+    """Return, for 0..slots slots, the seconds of recomputation to finish a step; its input is not counted in them."""
     if kind.option >= 0 and kind.s == kind.to:
         need = solved.sizes.phase[kind.s] + solved.sizes.back[kind.option]
         return np.where(np.arange(solved.slots + 1) >= need, 0.0, np.inf)
@@ -225,7 +232,7 @@ def _held(join: Join, trunk: Tails | None, slots: int, mem: int) -> HeldBytes:
 
 @jit
 def _code(place: Ints, own: Ints, lengths: Ints) -> int:
-    """Return the number of a state; larger ones are nearer to the forward/backward split."""
+    """Return the number of a state (position and f of each branch); it grows towards the forward/backward split."""
     code = 0
     for k in range(lengths.size):
         code = code * 2 * (lengths[k] + 1) + 2 * place[k] + (1 - own[k])
@@ -234,7 +241,7 @@ def _code(place: Ints, own: Ints, lengths: Ints) -> int:
 
 @jit
 def _state(code: int, lengths: Ints) -> tuple[Ints, Ints]:
-    """Return the position of each branch, and whether its value is stored by itself."""
+    """Return the position p of each branch in a state, and whether its a_p is stored by itself, outside of A_p."""
     place, own = np.zeros_like(lengths), np.zeros_like(lengths)
     for k in range(lengths.size - 1, -1, -1):
         digit = code % (2 * (lengths[k] + 1))
@@ -245,7 +252,7 @@ def _state(code: int, lengths: Ints) -> tuple[Ints, Ints]:
 
 @jit
 def _memory(held: HeldBytes, place: Ints, own: Ints) -> tuple[int, int]:
-    """Return the bytes of values stored by themselves, and of what all branches hold after the split."""
+    """Return the memory of the a_p that are stored by themselves, and what all branches hold after the split."""
     inputs, phases = 0, held.after
     for k in range(place.size):
         inputs += own[k] * held.out[k, place[k]]
@@ -255,7 +262,7 @@ def _memory(held: HeldBytes, place: Ints, own: Ints) -> tuple[int, int]:
 
 @jit
 def _fill_lows(lows: Ints, steps: BranchSteps, held: HeldBytes, first: int, end: int) -> None:
-    """Compute the least memory of states first..end-1, in bytes; that of later states must be known."""
+    """Compute the least memory of states first..end-1, in bytes; the least memory of later states must be known."""
     for code in range(end - 1, first - 1, -1):
         place, own = _state(code, held.lengths)
         inputs, phases = _memory(held, place, own)
@@ -279,7 +286,7 @@ def _fill_lows(lows: Ints, steps: BranchSteps, held: HeldBytes, first: int, end:
 def _fill(
     costs: Floats, steps: BranchSteps, held: HeldBytes, after: Floats, trunk: Floats, first: int, end: int
 ) -> None:
-    """Fill the rows of states first..end-1 by the recursion; those of later states must be filled."""
+    """Fill the rows of states first..end-1 by the recursion; the rows of later states must be filled."""
     width = costs.shape[1]
     for code in range(end - 1, first - 1, -1):
         place, own = _state(code, held.lengths)
@@ -342,14 +349,14 @@ class _Reader:
         return JoinSchedule(tuple(ops))
 
     def _tail(self, k: int, kind: BranchStep, rest: int, full: int) -> tuple[Op, ...]:
-        """Return the ops that finish a step."""
+        """Return the ops that finish a step's blocks in the backward, in `rest` bytes."""
         if kind.option >= 0 and kind.s == kind.to:
             return (Backward(kind.s),)
         s, c = _row(self.join.branches[k], kind)
         return self.solved[k].ops(s, kind.to, c, rest, full)
 
     def _choose(self, place: Ints, own: Ints, m: int, full: int) -> tuple[int, int]:
-        """Return the branch and the step that fit and seem fastest."""
+        """Return the branch and the step to take next: of those that fit in m bytes, the fastest by the table."""
         inputs, phases = map(int, _memory(self.held, place, own))
         found = []
         for k in range(place.size):
@@ -373,7 +380,7 @@ class _Reader:
         return k, step
 
     def _guess(self, code: int, m: int) -> float:
-        """Return the cost of a state; high instead of infinite if only the rounding to slots makes it infeasible."""
+        """Return the seconds of a state in m slots; a high number, not infinity, if it fits only without rounding."""
         return _dearly(self.costs[code], m)
 
     def _guess_tail(self, k: int, step: int, m: int) -> float:
@@ -381,7 +388,7 @@ class _Reader:
 
 
 def _dearly(costs: Floats, m: int) -> float:
-    """Return costs[m]; if it is infinite, more than any finite cost, in proportion to the missing slots."""
+    """Return costs[m]; if that is infinite, a number above all finite costs that grows with the slots that m lacks."""
     cost = float(costs[min(m, len(costs) - 1)])
     if cost < np.inf:
         return cost
@@ -390,7 +397,7 @@ def _dearly(costs: Floats, m: int) -> float:
 
 
 def _forwards(chain: Chain, kind: BranchStep) -> list[Op]:
-    """Return the forwards of a step; the input of s stays, that of a block saved further on is freed."""
+    """Return the forwards of a step; the input of block s stays, the input of a later block that is saved is freed."""
     s, to, option = kind
     end = to if option < 0 else to - 1
     ops: list[Op] = [

@@ -20,28 +20,31 @@ from fxremat.solvers.tiles import fill_tiles_by_diagonal
 
 @dataclass(frozen=True, kw_only=True)
 class Tails:
-    """The solved table of one chain."""
+    """The filled input_drop table of one chain."""
 
     chain: Chain
     slots: int
-    exact: ChainSizes  # in bytes
-    sizes: ChainSizes  # in slots
+    exact: ChainSizes  # the chain's sizes in bytes
+    sizes: ChainSizes  # the chain's sizes in slots
     low: Ints  # [s, c]: the least memory of a row, in bytes
-    rows: Rows
+    rows: Rows  # costs, in slots
 
     def costs(self, s: int, c: int) -> Floats:
-        """Return the seconds of recomputation of row (s, c) in 0..slots slots, without the input of s."""
+        """Return the seconds of recomputation of row (s, c) in 0, 1, .. slots beside the input of block s."""
         costs: Floats = _dense(self.rows, s, c, self.slots)
         return costs
 
     def ops(self, s: int, t: int, c: int, m: int, full: int) -> tuple[Op, ...]:
-        """Return the ops of row (s, c) in m bytes, without the input of s; the slots stand for `full` bytes."""
+        """Return the ops of row (s, c), which run backward t..s in m bytes beside the input of s.
+
+        The slots of the table stand for `full` bytes.
+        """
         table = Filled(self.exact, self.low, self.rows, len(self.chain), self.slots, full)
         return decode(self.chain, trace_row(table, s, t, c, m)).ops
 
 
 def tails(chain: Chain, mem: int, slots: int) -> Tails:
-    """Solve one chain for every budget up to `mem` bytes."""
+    """Fill the input_drop table of one chain for every budget up to `mem` bytes, in `slots` steps."""
     n, exact, sizes = len(chain), in_bytes(chain), in_slots(chain, mem, slots)
     grid = Grid(sizes, lay_out(*bounds(sizes, n), slots), n, slots)
     fill_tiles_by_diagonal(

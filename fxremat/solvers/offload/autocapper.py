@@ -4,8 +4,8 @@ For 40 budgets M' from `mem` to the peak of keep-all: take the schedule that a c
 does not fit in `mem`, offload the value of the lowest index that is idle at the peak. All these are proposed; the
 caller keeps the fastest.
 
-The thesis, 4.3 (its "capper" offloads the same values; there M' below the least budget of the chain solver is not
-tried, here the range starts at that budget).
+The thesis of A. Shilova (2021), 4.3 (its "capper" offloads the same values; there M' below the least budget of the
+chain solver is not tried, here the range starts at that budget).
 """
 
 from collections.abc import Callable
@@ -25,8 +25,8 @@ def schedules(
     """Return schedules that fit in `mem` bytes; if `solve(mem)` exists it is among them.
 
     Args:
-        least, enough: the least budget of the chain solver, and one from which on it keeps everything.
-        solve: its schedule, without copies, for any budget from `least` on.
+        least, enough: the least budget of the chain solver in bytes, and one from which on it keeps everything.
+        solve: returns the chain solver's schedule, without copies, for any budget from `least` on.
         count: the number of budgets that are tried.
 
     Raises:
@@ -47,7 +47,10 @@ def schedules(
 
 
 def cap(chain: Chain, schedule: Schedule, mem: int) -> tuple[list[ChainTrip], Ints]:
-    """Return the trips that make a schedule fit in `mem` bytes if any do, and what it then needs at every place."""
+    """Return trips to the host that make a schedule fit in `mem` bytes, and the bytes that it then needs at each place.
+
+    If no trips make it fit, all that lower its peak are returned.
+    """
     need = needs(chain, schedule)
     waiting = sorted(
         trips(chain, schedule), key=lambda trip: (trip.value.index, trip.value.kind == "a", trip.end)

@@ -3,7 +3,7 @@
     carried[l]   slots that can be copied while the ops of blocks 1..l run, rounded down; during blocks s..t it is
                  carried[t] - carried[s-1], so that roundings do not add up
 
-The thesis, 3.3.3.2, rounds in the same way.
+The thesis of A. Shilova (2021), 3.3.3.2, rounds in the same way.
 """
 
 from dataclasses import dataclass
@@ -21,20 +21,20 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True, kw_only=True)
 class FluidSchedule:
-    """A schedule, and its seconds in the fluid model if sizes are whole numbers of slots."""
+    """A schedule, and its seconds in the fluid model, which frees memory byte by byte, with sizes rounded to slots."""
 
     schedule: Schedule
     time: float
 
 
 class Carried(NamedTuple):
-    """Slots copied to the host during forwards, and from the host during forwards and backwards."""
+    """How many slots can be copied over the link while ops run; index l of an array: during blocks 1..l."""
 
-    forward_out: Ints
-    forward_in: Ints
-    backward_in: Ints
+    forward_out: Ints  # to the host, during forwards
+    forward_in: Ints  # from the host, during forwards
+    backward_in: Ints  # from the host, during backwards
     slot_out: float  # seconds to copy a slot to the host; 0 if there is no link
-    slot_in: float
+    slot_in: float  # seconds to copy a slot from the host
     rate_in: float  # slots a second
 
 

@@ -55,6 +55,7 @@ def improve(
     """Return a schedule that fits in `mem` bytes and is no slower than `schedule`, which must fit.
 
     Args:
+        schedule: may have copies; it is returned if it cannot be changed.
         judge: returns the timeline of a schedule on the machine; raises `InvalidSchedule` if it cannot run.
         seconds: time limit.
         tries: limit on the number of steps instead; with it the result is deterministic.
@@ -89,7 +90,7 @@ def _rank(verdict: Verdict) -> tuple[float, int]:
 
 
 def _read(chain: Chain, schedule: Schedule) -> _State:
-    """Split a schedule into ops and trips; a value that it fetches is away until it is read next."""
+    """Split a schedule into ops without copies, and the trips to the host that its copies make."""
     ops: list[Op] = []
     fetched: dict[Value, int] = {}  # value -> the number of ops before its fetch
     dropped: dict[Value, int] = {}  # value -> its place in ops
@@ -139,7 +140,7 @@ def _written(chain: Chain, state: _State, mem: int) -> Schedule:
 
 
 def _repair(chain: Chain, state: _State, mem: int, copies: bool) -> _State:
-    """Send idle values as long as memory is exceeded."""
+    """Return the state with as many more trips of idle values as it takes to fit. Raises `InvalidSchedule`."""
     need = needs(chain, state.plain)  # raises if the ops are not a valid schedule
     keyed = _keyed(chain, state.plain) if copies else {}
     away = {key for key in state.away if key in keyed}
@@ -190,7 +191,7 @@ def _tidied(plain: Schedule) -> Schedule:
 
 
 def _shorten(chain: Chain, state: _State, dice: random.Random) -> _State:
-    """Leave out a forward that is not the first of its block, and a few after it of later blocks."""
+    """Return the state without a random forward that is not the first of its block, and without a few ops after it."""
     ops = list(state.plain.ops)
     seen: set[int] = set()
     again = []
@@ -208,7 +209,7 @@ def _shorten(chain: Chain, state: _State, dice: random.Random) -> _State:
 
 
 def _fetch(chain: Chain, state: _State, dice: random.Random) -> _State:
-    """Save a block at an earlier run, instead of its last one."""
+    """Return the state with a random block saved when it runs earlier, and sent to the host, not run again later."""
     ops = list(state.plain.ops)
     number = dice.randint(1, len(chain))
     runs = [place for place, op in enumerate(ops) if isinstance(op, Forward) and op.block == number]
@@ -226,7 +227,7 @@ def _fetch(chain: Chain, state: _State, dice: random.Random) -> _State:
 
 
 def _recompute(chain: Chain, state: _State, dice: random.Random) -> _State:
-    """Save a block not when it first runs but right before its saved values are read."""
+    """Return the state with a random block saved right before its saved values are read, by running it again."""
     ops = list(state.plain.ops)
     number = dice.randint(1, len(chain))
     saves = [

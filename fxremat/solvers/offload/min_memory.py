@@ -1,11 +1,13 @@
-"""The least memory with a link: every kept value is offloaded, the rest recomputed.
+"""The least memory with a link to the host: every value that is kept is offloaded, all others are recomputed.
+
+a_s is the output of block s, A_s all that its backward reads; F_s and B_s are its forward and backward.
 
     least[s, x]   bytes to run forward from block s and back to it; its input, a[s-1] or A[s-1], is on the device
 
     save s      max(what F_s and B_s need in addition to the input, least[s+1, A_s])
     run to t    max(what the pass s..t needs, the input during F_s only, the input and low[s, t], least[t+1, a_t])
 
-`low[s, t]` is the least memory of persistent.py. Without a link it is the result.
+`low[s, t]` is the least memory of persistent.py for running backward t..s; without a link, low[1, n] is the result.
 """
 
 from dataclasses import dataclass
@@ -20,7 +22,7 @@ from fxremat.solvers.sizes import ChainSizes, Ints, in_bytes
 
 @dataclass(frozen=True, kw_only=True)
 class MinMemorySchedule:
-    """A schedule, and the memory that it needs whatever the speed of the link."""
+    """The schedule of least memory, and its peak, which does not depend on the speed of the link."""
 
     schedule: Schedule
     peak: int  # bytes
@@ -125,6 +127,6 @@ def saving(sizes: ChainSizes, s: int, option: int) -> Forward:
 
 
 def _later(chain: Chain, block: int) -> int:
-    """Return the bytes that the forward of a block needs, its input included."""
+    """Return the bytes of a block's input and output and the scratch of its forward together."""
     out, scratch = chain.output_sizes, chain.blocks[block - 1].forward_scratch
     return out[block - 1] + out[block] + scratch

@@ -19,10 +19,12 @@ D1 = D minus the slots that are copied during B_s and the idle time, D2 = D minu
 of forwards idles until what it needs, minus what has left meanwhile, fits (`leaving`, `coming`: Lemma 8). "Lost" is the
 time in addition to one forward and one fastest backward of each block.
 
+a_l is the output of block l, A_l all that its backward reads; F_l and B_l are its forward and backward.
+
 O(slots^3 n^2 + slots^2 n^3). Beaumont, Eyraud-Dubois, Shilova, Efficient Combination of Rematerialization and
-Offloading for Training DNNs (NeurIPS 2021), Theorem 1; the thesis, chapter 4. Beyond them: two speeds, options of a
-block, slots of forwards and backwards rounded together. Here nothing bounds D by the memory left next to the input of
-s: B_s drops that input, so D may fill its place.
+Offloading for Training DNNs (NeurIPS 2021), Theorem 1; A. Shilova's thesis (2021), chapter 4. Beyond them: two speeds,
+options of a block, slots of forwards and backwards rounded together. Here nothing bounds D by the memory left next to
+the input of s: B_s drops that input, so D may fill its place.
 
 The schedule prefetches everything at the forward/backward split; that is early, and harmless: a copy waits for room.
 """
@@ -48,24 +50,24 @@ from fxremat.solvers.sizes import ChainSizes, Floats, Ints, in_slots
 from fxremat.solvers.table import grain
 
 _ROUNDING = 1e-9
-_QUICK = 5.0  # seconds
-_ROUNDS = 4
-_CELLS = 60_000_000  # of `forward` for saved inputs
+_QUICK = 5.0  # seconds: if a table takes less, several are built
+_ROUNDS = 4  # bisections of the budget that a table is built for
+_CELLS = 60_000_000  # entries that `forward` may have for saved inputs
 
 
 class PofoTask(NamedTuple):
     """The problem in slots, as arrays for the compiled code."""
 
-    n: int
+    n: int  # blocks
     slots: int
     sizes: ChainSizes
-    first: Ints  # a_l + scratch of F_l
+    first: Ints  # [l]: a_l + scratch of F_l
     link: Carried
-    leaving: Ints  # [s, j]: what a pass s..j needs, minus what has left meanwhile
-    coming: Ints  # [s, j]: the same, minus what comes later
-    beyond: Ints  # [s, j]: the most that a forward of the pass needs, without the first
-    saves: Ints  # options that `forward` considers
-    linked: bool
+    leaving: Ints  # [s, j]: slots that forwards s..j need, each without those that left for the host before
+    coming: Ints  # [s, j]: slots that forwards s..j need, each without those that come from the host later
+    beyond: Ints  # [s, j]: the most slots that one of the forwards s+1..j needs
+    saves: Ints  # options that the table `forward` considers
+    linked: bool  # whether there is a link to the host
 
 
 def schedules(chain: Chain, mem: int, platform: Platform | None, slots: int = 50) -> list[Schedule]:
@@ -160,7 +162,10 @@ def task_of(chain: Chain, mem: int, platform: Platform | None, slots: int) -> Po
 
 
 def _rounded_in_sums(chain: Chain, mem: int, task: PofoTask) -> PofoTask:
-    """Let a value occupy as many slots as it adds to the rounded sum of those before it (the thesis, 3.3.3.2)."""
+    """Round sums of values, not each: a value has as many slots as it adds to the rounded sum of all up to it.
+
+    A. Shilova's thesis (2021), 3.3.3.2.
+    """
 
     def slots(before: int, size: int) -> int:
         return -(-(before + size) * task.slots // mem) + before * task.slots // -mem
@@ -183,7 +188,7 @@ def _rounded_in_sums(chain: Chain, mem: int, task: PofoTask) -> PofoTask:
 
 
 def _considered(sizes: ChainSizes, n: int, slots: int) -> Ints:
-    """Return every option, or, if their states would not fit in memory, as many of each block as do."""
+    """Return the options that `forward` considers: all, or as many of each block as keep the table within `_CELLS`."""
     room = max(1, _CELLS // (slots + 1) ** 3 // n)
     picks = []
     for first, last in pairwise(sizes.start[1:].tolist()):
@@ -209,7 +214,7 @@ def _passes(n: int, first: Ints, later: Ints, out: Ints, back: Ints) -> tuple[In
 
 
 class Back(NamedTuple):
-    """The table `back`: back[s, t, A, D] is cost[row[s, t] + at[s, A] + D] for D <= reach[s, A]."""
+    """The table `back`: back[s, t, A, D] is cost[row[s, t] + at[s, A] + D] for D <= reach[s, A], else infinite."""
 
     row: Ints
     at: Ints
@@ -258,7 +263,7 @@ def _relax_save(
     mine: Floats, begin: int, inner: Floats, extra: float, save: int, run: int, sent: int, inner_sent: int,
     rate: float, slot: float,
 ) -> None:  # fmt: skip
-    """Set mine[D - begin] to the cost of keeping all, if that is lower.
+    """Set mine[D - begin], part of back[s, t, A, .], to the cost of saving block s, for each D, if that is lower.
 
     `save`, `run`: slots that F_s and B_s lack if nothing comes (0 or less); `sent`: slots copied during B_s;
     `inner`: the row of s+1..t, empty if s = t, and `inner_sent`: slots copied during its ops.
@@ -280,7 +285,7 @@ def _relax_cut(
     mine: Floats, begin: int, left: Floats, right: Floats, again: float, over: int, left_sent: int, right_sent: int,
     rate: float, slot: float,
 ) -> None:  # fmt: skip
-    """Set mine[D - begin] to the cost of a cut, if that is lower.
+    """Set mine[D - begin], part of back[s, t, A, .], to the cost of a cut after block j, for each D, if that is lower.
 
     `again`: seconds of the pass; `over`: slots that it lacks if nothing comes (0 or less); `left`, `right`:
     the rows of s..j and j+1..t, and the slots copied during their ops.
@@ -307,7 +312,7 @@ def _line(back: Back, s: int, t: int, kept: int) -> Floats:
 def _try_save(
     task: PofoTask, back: Back, s: int, t: int, kept: int, o: int, mine: Floats, begin: int
 ) -> None:
-    """Extend a part of back[s, t, kept] by the choice to save s with option o."""
+    """Lower the costs `mine`, a part of back[s, t, kept] from D = `begin` on, by the choice to save s with option o."""
     sizes, link, full = task.sizes, task.link, task.slots
     save, run = sizes.phase[t] + sizes.save[o] + kept, sizes.phase[s] + sizes.back[o] + kept
     if max(save, run) <= full and (s == t or kept + sizes.saved[o] <= full):
@@ -322,7 +327,7 @@ def _try_save(
 
 @jit
 def _try_cut(task: PofoTask, back: Back, s: int, t: int, kept: int, j: int, mine: Floats, begin: int) -> None:
-    """Extend a part of back[s, t, kept] by the choice to keep a_j next."""
+    """Lower the costs `mine`, a part of back[s, t, kept] from D = `begin` on, by the choice to run on and keep a_j."""
     sizes, link, full = task.sizes, task.link, task.slots
     if sizes.phase[t] + sizes.run[s, j] + kept <= full and kept + sizes.out[j] <= full:
         _relax_cut(
@@ -356,7 +361,7 @@ def _fill_rows(task: PofoTask, back: Back, distance: int, worker: int, workers: 
 
 
 def fill_back(task: PofoTask) -> Back:
-    """Fill the table `back`, by distance of s and t."""
+    """Fill and return the table `back`, in the order of the distance between s and t."""
     back: Back = _lay_out(task.n, task.slots, task.sizes.out, task.linked)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
     workers = min(cores, 4) if task.n > 16 else 1
@@ -372,7 +377,11 @@ def fill_back(task: PofoTask) -> Back:
 def _save(
     task: PofoTask, s: int, size: int, away: bool, kept: int, behind: int, ahead: int, o: int
 ) -> tuple[float, int, int, int]:
-    """Return the cost of saving s with option o, and the next (A, F, B); `away`: its input is offloaded."""
+    """Return the seconds lost by saving block s with option o in state (A, F, B), and the next A, F and B.
+
+    `size`: slots of its input; `away`: the input is offloaded; A, F, B are `kept`, `behind`, `ahead`. Infinite seconds
+    if it does not fit.
+    """
     sizes, link, full = task.sizes, task.link, task.slots
     save = sizes.phase[task.n] + sizes.save[o] + kept + size
     run = sizes.phase[s] + sizes.back[o] + kept + size
@@ -391,7 +400,10 @@ def _save(
 def _run(
     task: PofoTask, s: int, t: int, size: int, away: bool, kept: int, behind: int, ahead: int, later: float
 ) -> tuple[float, int, int, int]:
-    """Return the cost of running up to t, and the next (A, F, B); `later` is the time that t..s lose later."""
+    """Return the seconds lost by running blocks s..t without saving, and the next A, F and B, as `_save` does.
+
+    `later`: seconds that running t..s backward loses, from the table `back`.
+    """
     sizes, link, full = task.sizes, task.link, task.slots
     held = sizes.phase[task.n] + kept
     # what is offloaded stays while the first forward reads it
@@ -450,7 +462,10 @@ def _push(task: PofoTask, back: Back, states: PofoStates, s: int, k: int, bound:
 
 @jit
 def _forget(here: Floats, most_out: int, slot_out: float, late: float, bound: float) -> bool:
-    """Drop states, by F, that cannot end below the bound; return if any are left. `late`: seconds for B alone."""
+    """Make states (by F) infinite that cannot lose less than `bound` seconds in the end; return if any are left.
+
+    `late`: seconds that copies back from the host take at least beyond the remaining ops.
+    """
     live = False
     for behind in range(here.size):
         if here[behind] < np.inf:
@@ -465,7 +480,7 @@ def _forget(here: Floats, most_out: int, slot_out: float, late: float, bound: fl
 def _push_saves(
     task: PofoTask, states: PofoStates, here: Floats, s: int, size: int, kept: int, ahead: int
 ) -> None:
-    """Save s with each option; `here` holds the states of (s, A, B) by F."""
+    """Expand states of block s by saving it under each option; `here` has the seconds lost for (A, B), by F."""
     begin, end = np.searchsorted(states.block, s), np.searchsorted(states.block, s + 1)
     for behind in range(task.slots + 1):
         cost = here[behind]
@@ -481,7 +496,7 @@ def _push_saves(
 def _push_runs(
     task: PofoTask, back: Back, states: PofoStates, here: Floats, s: int, size: int, kept: int, ahead: int, bound: float
 ) -> None:  # fmt: skip
-    """Run from s to each t without saving; `here` holds the states of (s, A, B) by F."""
+    """Expand states of block s by running to each t without saving; `here` has the seconds lost for (A, B), by F."""
     forward = task.sizes.forward
     for t in range(s, task.n):
         later = _back(back, s, t, kept + size, ahead)
@@ -500,7 +515,9 @@ def _push_runs(
 def _came_from(
     task: PofoTask, back: Back, states: PofoStates, g: int, s1: int, a1: int, b1: int, f1: int
 ) -> tuple[int, int, int, int, int, int]:
-    """Return the state that led to one of block s1 (whose input saves[g] saved, or a if g = -1), and the move.
+    """Return the state of `forward` that led to a given state of block s1, and how.
+
+    The given state is (A, B, F) = (a1, b1, f1), with the input that option saves[g] saved, or a_{s1-1} if g = -1.
 
     The result is (block, input, away, A, B, F).
     """
@@ -541,12 +558,12 @@ class Move(NamedTuple):
     option: int
     value: Value  # the input of s
     away: bool  # whether it is offloaded
-    held: int  # A and the input
-    due: int  # B
+    held: int  # slots: A and the input
+    due: int  # slots: B
 
 
 def _plan(chain: Chain, task: PofoTask, back: Back, states: PofoStates) -> FluidSchedule | None:
-    """Return the best schedule of the tables, or None if there is none."""
+    """Return the best schedule that the tables hold; None if nothing fits in them."""
     ends = np.flatnonzero(states.block == task.n)
     turn = np.arange(task.slots + 1)
     wait = np.where(turn > 0, turn, 0.0)

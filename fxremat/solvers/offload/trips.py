@@ -32,7 +32,7 @@ class ChainTrip:
 
     @property
     def away(self) -> slice:
-        """The places of `needs` at which the trip frees memory."""
+        """The places of a schedule (indices of what `needs` returns) at which the trip frees memory."""
         return slice(3 * self.start + 3, 3 * self.end + 2)
 
 
@@ -83,14 +83,16 @@ def trips(chain: Chain, schedule: Schedule) -> list[ChainTrip]:
 
 
 def needs(chain: Chain, schedule: Schedule) -> Ints:
-    """Return the bytes at every place of a schedule (`chains.resolved`): copies out have ended, others not begun."""
+    """Return the bytes at every place of a schedule (`chains.resolved`): copies out are instant, copies back latest."""
     return np.array(read(chain, schedule).base, dtype=np.int64)
 
 
 def travel(
     schedule: Schedule, chosen: Sequence[ChainTrip], need: Ints, mem: int, *, in_part: bool = False
 ) -> Schedule:
-    """Add the chosen trips to a schedule without copies. `need`: bytes it then needs at every place; `mem`: the budget.
+    """Return a schedule without copies with those of the chosen trips to the host added.
+
+    `need`: the bytes that it then needs at every place; `mem`: the budget in bytes.
 
     With `in_part`, the copy of a value back starts as soon as a byte of it fits, which the fluid model can use; in the
     other model the copy waits until all of it fits.

@@ -1,13 +1,14 @@
 """The best plan of all planners, with its lower bound.
 
     contiguous   exact over contiguous allocations, their configurations and k-periodic 1F1B*      (`contiguous`)
-    madpipe      one device with many stages, patterns by modulo scheduling                   (`madpipe`, `modulo`)
+    madpipe      one device with many stages, schedules by modulo scheduling                  (`madpipe`, `modulo`)
     short        all allocations, if there are few layers                                     (`moves`)
     moves        from the best of them, as far as the effort goes                             (`moves`)
 
-    With a given number of micro-batches a step lasts  slots * T + the time of one micro-batch, so that a longer period
-    with fewer groups may be faster: the fastest step wins among the plans found so far, contiguous ones for longer
-    periods, and those that moves lead to from the best of both.
+    The period T is the time between two micro-batches once the pipeline is full. With a given number of micro-batches a
+    step lasts  slots * T + the time of one micro-batch, so that a longer period with fewer groups may be faster: the
+    fastest step wins among the plans found so far, contiguous plans for longer periods, and the plans that moves make
+    of the best of these.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from fxremat.solvers.pipeline.tasks import planned
 EFFORT = 10.0  # seconds
 _TRY = 1e-3  # seconds of a move, about
 _FEWEST = 300  # moves for a short step
-_NEAR = 1e-3  # relative: as good as the bound
+_NEAR = 1e-3  # relative: a period this close to the bound is as good as it
 _LONGER = 60  # periods tried for a short step
 
 
@@ -46,7 +47,7 @@ def plan_pipeline(
     Args:
         layers: the chain; with the fastest times if `options` says how stages recompute.
         options: the configurations of a stage first..last; None: everything is kept.
-        microbatches: of a step; None: unlimited, so that only the period counts.
+        microbatches: the number of micro-batches of a step; None: unlimited, so that only the period counts.
         effort: seconds of search in addition to the exact contiguous plan, about; 0 returns that plan.
 
     Raises:
@@ -88,7 +89,7 @@ def plan_pipeline(
 def _moved_for_a_short_step(
     job: Job, found: Sequence[PipelinePlan], bound: float, microbatches: int, effort: float
 ) -> Iterator[PipelinePlan]:
-    """Yield what moves make of the plan with the shortest step, and of that with the shortest period."""
+    """Yield plans that random moves make of the plan with the shortest step, and of that with the shortest period."""
     starts = {
         id(plan): plan
         for plan in (
@@ -105,7 +106,7 @@ def _moved_for_a_short_step(
 
 
 def _plans(job: Job, bound: float, effort: float) -> Iterator[PipelinePlan]:
-    """Yield a plan of each planner that finds a better one than those before."""
+    """Yield a plan of each planner that finds a shorter period than the planners before it."""
     best: Pattern | None = None
     try:
         partition = best_partition(job)
@@ -143,7 +144,7 @@ def _planned(job: Job, pattern: Pattern, bound: float, by: str) -> PipelinePlan:
 
 
 def _for_a_short_step(job: Job, bound: float, microbatches: int, seconds: float) -> Iterator[PipelinePlan]:
-    """Yield contiguous plans with longer periods, as long as another may be faster than `seconds`."""
+    """Yield contiguous plans for longer and longer periods, while a step may still be faster than `seconds`."""
     placer = Placer(job)
     shortest = placer.best()
     if shortest is None:

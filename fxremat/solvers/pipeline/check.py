@@ -1,4 +1,4 @@
-"""A check that a plan can run as it says: an independent simulation of its pattern, micro-batch by micro-batch.
+"""A check that a pipeline's plan can run as it says: an independent simulation, micro-batch by micro-batch.
 
     order      F of stage s, copy forth, F of stage s + 1, .., B of stage s + 1, copy back, B of stage s
     devices    run one work at a time; links, one for each pair of devices, make one copy at a time
@@ -21,7 +21,7 @@ from itertools import pairwise
 from fxremat.errors import InvalidSchedule
 from fxremat.solvers.pipeline.model import PipelinePlan, Work, WorkKind
 
-_TINY = 1e-6  # of a tick, and of the memory
+_TINY = 1e-6  # share of a tick, and of the memory: smaller differences are rounding
 _MORE = 8  # micro-batches in addition to those that fill the pipeline
 
 
@@ -29,19 +29,19 @@ _MORE = 8  # micro-batches in addition to those that fill the pipeline
 class Measured:
     """The counts and bytes that the simulation found."""
 
-    in_flight: tuple[int, ...]  # of each stage
+    in_flight: tuple[int, ...]  # most micro-batches of each stage between forward and backward
     memory: tuple[float, ...]  # bytes of each device
 
 
 @dataclass(frozen=True)
 class Span:
-    """A forward, backward or copy of one micro-batch, with its start and end in seconds."""
+    """A forward, backward or copy of one micro-batch in the simulation, with its start and end in seconds."""
 
     start: float
     end: float
-    place: int
+    place: int  # the stage; of a copy, the stage before the border
     microbatch: int
-    what: str
+    what: str  # "F", "B", "forth" or "back"
 
 
 def check(plan: PipelinePlan) -> Measured:
@@ -86,7 +86,7 @@ def _remote(plan: PipelinePlan, border: int) -> bool:
 
 
 def _seconds(plan: PipelinePlan, border: int, what: str) -> float:
-    """Return the seconds of a copy over a border, forth or back."""
+    """Return the seconds of a copy over the border after stage `border`; `what`: "forth" or "back"."""
     layer = plan.layers.layers[plan.stages[border].last]
     if plan.machines.bandwidth is None or not _remote(plan, border):
         return 0.0
@@ -94,7 +94,7 @@ def _seconds(plan: PipelinePlan, border: int, what: str) -> float:
 
 
 def first_microbatch(plan: PipelinePlan) -> Iterator[Span]:
-    """Yield every work and copy of micro-batch 0, in the order of the chain."""
+    """Yield every forward, backward and copy of micro-batch 0, in the order in which they depend on each other."""
     last = len(plan.stages) - 1
     for place, stage in enumerate(plan.stages):
         start = plan.forward_starts[place]
@@ -120,7 +120,7 @@ def _check_one_microbatch(plan: PipelinePlan) -> None:
 
 
 def enough(plan: PipelinePlan) -> int:
-    """Return the number of micro-batches after which the pattern repeats itself."""
+    """Return a number of micro-batches that is enough to see all that the schedule does: it repeats itself by then."""
     once = list(first_microbatch(plan))
     deep = (max(span.end for span in once) - min(span.start for span in once)) / plan.tick
     if not deep < 1000:
@@ -131,7 +131,7 @@ def enough(plan: PipelinePlan) -> int:
 
 
 def spans(plan: PipelinePlan, microbatches: int) -> Iterator[Span]:
-    """Yield every work and copy of so many micro-batches."""
+    """Yield every forward, backward and copy of so many micro-batches."""
     for span in first_microbatch(plan):
         for number in range(microbatches):
             slot = number if plan.skip is None else number + number // plan.skip
@@ -178,7 +178,10 @@ def stays(plan: PipelinePlan, found: list[Span]) -> Iterator[tuple[float, float,
 
 
 def _most(held: list[tuple[float, float, float]], tiny: float) -> float:
-    """Return the largest sum of sizes at one time; what ends when something else starts does not overlap with it."""
+    """Return the largest sum of sizes that are held at one time; `held` has (start, end, size).
+
+    A stay that ends when another starts does not overlap with it; `tiny` seconds are rounding.
+    """
     events = []
     for start, end, size in held:
         if end - start > 2 * tiny:
@@ -196,7 +199,7 @@ def _in_flight(plan: PipelinePlan, found: list[Span]) -> list[int]:
     for span in found:
         if span.what == "F":
             alive[span.place].append((span.start, ends[span.place, span.microbatch], 1.0))
-    return [max(1, round(_most(held, _TINY * plan.tick))) for held in alive]  # even if it takes no time
+    return [max(1, round(_most(held, _TINY * plan.tick))) for held in alive]  # 1 even if the stage takes no time
 
 
 def _memory(plan: PipelinePlan, found: list[Span]) -> list[float]:
@@ -224,7 +227,7 @@ def always(plan: PipelinePlan, device: int) -> float:
 
 
 def _check_orders(plan: PipelinePlan, microbatches: int) -> None:
-    """Check that the works can run in their listed order on each device, and keep no more in flight."""
+    """Check that each device can run its works in the order that the plan lists, with no more in flight than said."""
     queues = [list(reversed(works)) for works in plan.orders(microbatches)]
     done: set[Work] = set()
     alive: Counter[int] = Counter()
@@ -247,7 +250,7 @@ def _check_orders(plan: PipelinePlan, microbatches: int) -> None:
 
 
 def _needs(plan: PipelinePlan, work: Work) -> set[Work]:
-    """Return the works that must be done before this one."""
+    """Return the forwards and backwards that must be done directly before this one."""
     last = len(plan.stages) - 1
     if work.kind is WorkKind.FORWARD:
         return {Work(work.stage - 1, WorkKind.FORWARD, work.microbatch)} if work.stage else set()

@@ -9,7 +9,8 @@
 A smaller delay never makes anything worse, so that one number for each (p, j) is enough, and T can be bisected over:
 each try costs O(devices * layers^2 * configurations). For every allocation that is found, its own shortest period is
 computed (`fixed`), so the bisection ends on an exact one. With every (k + 1)-th slot left empty, fewer micro-batches
-are in flight (`groups.alive`) and the period is T (k + 1) / k; every k is tried (thesis, Theorem 16).
+are in flight (`groups.alive`) and the period is T (k + 1) / k; every k is tried (A. Shilova's thesis, 2021, Theorem
+16).
 
 The grouping rule (+) is that of 1F1B* (`groups`); the recursion is ours. Choosing the allocation is NP-hard only where
 stages of one device need not be neighbours.
@@ -39,11 +40,11 @@ class StageTable(NamedTuple):
     """The configurations of all stages as arrays [first, last, configuration], the fastest first."""
 
     ways: Ints  # number of configurations
-    seconds: Floats
-    kept: Floats
+    seconds: Floats  # forward plus backward
+    kept: Floats  # bytes of a micro-batch between its forward and its backward
     most: Floats  # bytes of the micro-batch that is worked on
-    fixed: Floats
-    copying: Floats
+    fixed: Floats  # [first, last]: bytes whatever is in flight
+    copying: Floats  # [border]: seconds of a micro-batch's copies, forth and back
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,12 +52,12 @@ class Partition:
     """Stages, one on each device, and the shortest tick at which they fit."""
 
     stages: tuple[PlannedStage, ...]
-    tick: float
+    tick: float  # seconds between two slots for micro-batches
     skip: int  # k: every (k + 1)-th slot stays empty; 0: none
 
     @property
     def period(self) -> float:
-        """Seconds per micro-batch."""
+        """Seconds between two micro-batches once the pipeline is full, on average."""
         return self.tick * (1 + 1 / self.skip) if self.skip else self.tick
 
 
@@ -95,12 +96,12 @@ class Choices(NamedTuple):
 
     delay: Floats  # seconds
     last: Ints  # last layer of the first of these stages
-    way: Ints  # its configuration
+    way: Ints  # the configuration of the first of these stages
 
 
 @jit
 def _place(table: StageTable, choices: Choices, memory: float, tick: float, skip: int) -> int:
-    """Fill the choices; return the number of stages, or 0 if none fit."""
+    """Fill the table of the recursion for one tick; return the number of stages that fit, or 0 if no stages do."""
     delay, last, way = choices.delay, choices.last, choices.way
     count, devices = table.ways.shape[0], delay.shape[0] - 1
     limit = tick * (1 + 1e-9)
@@ -132,7 +133,7 @@ def _place(table: StageTable, choices: Choices, memory: float, tick: float, skip
 
 
 class Placer:
-    """A search for stages at any period, on one table."""
+    """A search for contiguous stages, one on each device, at any tick; it tabulates the costs of stages once."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -141,7 +142,10 @@ class Placer:
         self._choices = Choices(np.empty(shape), np.zeros(shape, np.int64), np.zeros(shape, np.int64))
 
     def stages(self, tick: float, skip: int = 0) -> tuple[PlannedStage, ...] | None:
-        """Return stages that fit with this tick, or None."""
+        """Return stages that fit with this tick, seconds between slots of which every (skip + 1)-th stays empty.
+
+        None if no stages fit. skip = 0: no slot stays empty.
+        """
         job = self.job
         count = _place(self.table, self._choices, job.machines.memory, tick, skip)
         stages = []
@@ -159,7 +163,10 @@ class Placer:
         return float(self.table.seconds.max() * self.job.machines.devices + self.table.copying.sum()) + 1e-300
 
     def best(self, skip: int = 0, below: float = inf) -> Partition | None:
-        """Return the shortest tick with its stages; None if nothing fits, or nothing below a given tick."""
+        """Return the stages with the shortest tick; None if none fit, or none with a tick below `below`.
+
+        Every (skip + 1)-th slot stays empty; 0: none.
+        """
         found = self._try(min(below * (1 - TOLERANCE), self.longest), skip)
         low = 0.0
         while found is not None:
@@ -184,7 +191,7 @@ def best_partition(job: Job) -> Partition:
     """Return the contiguous allocation with the shortest period, k-periodic ones included. Seconds for 100 layers.
 
     Raises:
-        BudgetTooSmall: none fits; `.minimum` is the least number of bytes with which one does.
+        BudgetTooSmall: no allocation fits; `.minimum` is the least number of bytes with which one does.
     """
     placer = Placer(job)
     found = placer.best()

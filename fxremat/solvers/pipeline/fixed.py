@@ -2,7 +2,8 @@
 
 Groups at period T depend on which runs of consecutive elements last at most T, so memory is a step function of T that
 falls at sums of such runs alone. The answer is the least of those sums, from the longest element on, at which every
-device fits, found by bisection. Thesis, Algorithm 7, which bisects over numbers instead. O(n^2 log n).
+device fits, found by bisection. A. Shilova's thesis (2021), Algorithm 7, bisects over numbers instead. O(n^2 log n).
+An element is a stage, or the copies over a border between two stages.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from fxremat.solvers.pipeline.stage_costs import Job
 
 
 def ticks(elements: Sequence[Element]) -> list[float]:
-    """Return every period at which groups may change, from the shortest possible one on."""
+    """Return every period in seconds at which the groups of 1F1B* may change, from the shortest possible one on."""
     longest = max(element.seconds for element in elements)
     sums = {longest}
     for first in range(len(elements)):
@@ -28,7 +29,7 @@ def ticks(elements: Sequence[Element]) -> list[float]:
 
 
 def memory_at(job: Job, stages: Sequence[PlannedStage], tick: float, skip: int = 0) -> list[float]:
-    """Return the bytes of each stage's device."""
+    """Return the bytes of each stage's device by 1F1B* with this tick, every (skip + 1)-th slot empty (0: none)."""
     groups = groups_of(elements_of(job, stages), tick)[::2]
     return [
         job.fixed(stage.first, stage.last) + stage.way.bytes(alive(group, skip))

@@ -1,4 +1,4 @@
-"""1F1B*: of all patterns with a given period, the one with the fewest micro-batches in flight everywhere.
+"""1F1B*: of all periodic schedules with a given period, the one with the fewest micro-batches in flight everywhere.
 
     elements      stages and the copies between them, in the order of the chain, each on a resource of its own
     groups        from the last element on: as many as last at most T together form group 1, the next ones group 2, ..
@@ -11,8 +11,8 @@
     x (+) y       the seconds from a forward's end to its backward's start, x, grown by an element of y seconds:
                   x + y where that stays within as many periods, else T * ceil(x / T) + y
 
-Thesis, section 5.2.1, Theorem 15: it minimises every count at once, if every element takes time forth and back. An
-element that takes no time one way need not wait for its resource there, which `modulo` makes use of.
+A. Shilova's thesis (2021), section 5.2.1, Theorem 15: it minimises every count at once, if every element takes time
+forth and back. An element that takes no time one way need not wait for its resource there, which `modulo` makes use of.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from fxremat.solvers.pipeline.stage_costs import ROUNDING, Job
 
 @dataclass(frozen=True)
 class Element:
-    """Work on a resource of its own: forth, and later back."""
+    """A stage, or the copies over a border: it works on each micro-batch once forth and, later, once back."""
 
     forward: float  # seconds
-    backward: float
+    backward: float  # seconds
 
     @property
     def seconds(self) -> float:
@@ -41,7 +41,7 @@ class Element:
 
 @dataclass(frozen=True, kw_only=True)
 class ElementPattern:
-    """The group of each element, and the times at which it works on micro-batch 0."""
+    """The group of each element, and the seconds at which it starts to work on micro-batch 0."""
 
     groups: tuple[int, ...]
     forward_starts: tuple[float, ...]
@@ -49,7 +49,7 @@ class ElementPattern:
 
 
 def elements_of(job: Job, stages: Sequence[PlannedStage]) -> list[Element]:
-    """Return stages and copies in turn; stages must be on different devices."""
+    """Return an element for each stage, and between two stages one for the copies; stages are on different devices."""
     found = []
     for stage in stages:
         found.append(Element(stage.way.forward_time, stage.way.backward_time))
@@ -59,7 +59,7 @@ def elements_of(job: Job, stages: Sequence[PlannedStage]) -> list[Element]:
 
 
 def groups_of(elements: Sequence[Element], tick: float) -> list[int]:
-    """Return the group of every element; no group lasts longer than `tick`."""
+    """Return the number of every element's group, 1 at the end; no group lasts longer than `tick` seconds."""
     groups, group, seconds = [], 1, 0.0
     for element in reversed(elements):
         if seconds + element.seconds > tick * (1 + ROUNDING):
@@ -70,7 +70,7 @@ def groups_of(elements: Sequence[Element], tick: float) -> list[int]:
 
 
 def pattern_of(elements: Sequence[Element], tick: float) -> ElementPattern:
-    """Return the pattern of 1F1B* with this period."""
+    """Return the periodic schedule (pattern) of 1F1B* with this period, in seconds."""
     groups = groups_of(elements, tick)
     forward, start = [], 0.0
     for element in elements:
@@ -90,7 +90,10 @@ def pattern_of(elements: Sequence[Element], tick: float) -> ElementPattern:
 
 @jit
 def alive(group: int, skip: int) -> int:
-    """Return the micro-batches in flight of an element of a group; skip = 0 leaves no slot empty."""
+    """Return how many micro-batches an element of this group has in flight, if every (skip + 1)-th slot stays empty.
+
+    skip = 0: no slot stays empty.
+    """
     return group if skip == 0 else group - group // (skip + 1)
 
 
@@ -102,7 +105,10 @@ def periods(delay: float, tick: float) -> int:
 
 @jit
 def joined(delay: float, seconds: float, tick: float) -> float:
-    """Return delay (+) seconds."""
+    """Return delay (+) seconds: the time from a forward's end to its backward's start, grown by one more element.
+
+    It is delay + seconds if that takes no more whole periods, else seconds after the next whole period.
+    """
     if periods(delay, tick) == periods(delay + seconds, tick):
         return delay + seconds
     return periods(delay, tick) * tick + seconds
@@ -111,7 +117,10 @@ def joined(delay: float, seconds: float, tick: float) -> float:
 def scheduled(
     job: Job, stages: Sequence[PlannedStage], tick: float, *, skip: int | None, bound: float, by: str
 ) -> PipelinePlan:
-    """Return the plan that runs a contiguous allocation by 1F1B*, without checking that it fits."""
+    """Return the plan that runs a contiguous allocation by 1F1B* with this tick, without checking that it fits.
+
+    `bound` and `by` are fields of the plan.
+    """
     pattern = pattern_of(elements_of(job, stages), tick)
     counts = [alive(group, skip or 0) for group in pattern.groups[::2]]
     memory = [0.0] * job.machines.devices

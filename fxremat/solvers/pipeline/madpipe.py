@@ -1,6 +1,7 @@
 """MadPipe: allocations that are not contiguous, with one device that may have any number of stages.
 
-    state         layers 1..j to place, p normal devices left, seconds and bytes on the special device so far
+    state         layers 1..j to place, p normal devices left, seconds and bytes so far on the special device, the one
+                  that may have many stages
     delay         least seconds from the end of the forward of j to the start of its backward for this state
 
     stage i..j    x = delay (+) U(i, j);  g = ceil(x / T)
@@ -18,7 +19,9 @@ Then every allocation gets a pattern of its own (`modulo`), since the delays abo
 device run one after the other. If the pattern is slower than hoped, allocations for longer periods, with g instead
 of g - 1, and with less memory on the special device are tried as well.
 
-Thesis, sections 7.1 and 7.2.
+U(i, j) are the seconds of a stage, Mem(i, j, g) its bytes with g micro-batches in flight, (+) as in `groups`.
+
+A. Shilova's thesis (2021), sections 7.1 and 7.2.
 """
 
 from __future__ import annotations
@@ -40,11 +43,11 @@ from fxremat.solvers.sizes import Floats
 
 Shorts = NDArray[np.int16]
 
-SECONDS_CELLS, BYTES_CELLS = 101, 21
-_TOLERANCE = 1e-2  # relative, of periods
-_MOST_FILLS = 40  # of the table, in all
-_SHARES = (1.0, 0.85, 0.7, 0.5)  # of the memory that the special device may fill
-_LONGER = (0.0, 0.1, 0.25, 0.5)  # of the way from the hoped period to the best known one
+SECONDS_CELLS, BYTES_CELLS = 101, 21  # of the grid in which states are merged
+_TOLERANCE = 1e-2  # relative: periods closer than this are not told apart
+_MOST_FILLS = 40  # times that the table is filled for one job
+_SHARES = (1.0, 0.85, 0.7, 0.5)  # shares of its memory that the special device may fill, in the order of trial
+_LONGER = (0.0, 0.1, 0.25, 0.5)  # shares of the way from the hoped period to the best known one: periods to try
 
 
 class Cells(NamedTuple):
@@ -57,10 +60,10 @@ class Cells(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """The limits of one fill of the table."""
+    """The limits under which the table is filled once."""
 
     memory: float  # bytes of a device
-    share: float  # of it that the special device may fill
+    share: float  # share of the memory that the special device may fill
     spare: int  # micro-batches that the special device is hoped not to hold
     tick: float  # seconds
 
@@ -70,7 +73,7 @@ def _relax(
     cells: Cells, at: tuple[int, int, int, int], x: float, seconds: float, held: float,
     choice: tuple[int, int, int, int, int, int],
 ) -> None:  # fmt: skip
-    """Record a transition to a state if its delay is the least."""
+    """Record a transition to the state `at` if its delay `x` is less than that of all before."""
     if x < cells.delay[at] or (x == cells.delay[at] and held < cells.size[at]):
         cells.delay[at], cells.load[at], cells.size[at] = x, seconds, held
         for place in range(6):
@@ -107,7 +110,7 @@ def _fill(table: StageTable, cells: Cells, limits: Limits) -> tuple[int, int, in
 def _leave(
     table: StageTable, cells: Cells, limits: Limits, at: tuple[int, int, int, int], reach: int
 ) -> None:
-    """Place each stage that ends with the last layer left and starts at `reach` or later."""
+    """Expand a state: place each stage that ends with its last unplaced layer and starts at layer `reach` or later."""
     left, p, c, m = at
     j, tick = left - 1, limits.tick
     limit, room = tick * (1 + 1e-9), limits.memory * (1 + 1e-9)
@@ -150,7 +153,10 @@ class MadPipe:
         self._cells = Cells(np.empty(shape), np.empty(shape), np.empty(shape), back)
 
     def stages(self, tick: float, *, spare: int = 1, share: float = 1.0) -> tuple[PlannedStage, ...] | None:
-        """Return an allocation that may be feasible with this period, or None."""
+        """Return an allocation of stages that may be feasible with this period; None if there is none.
+
+        `spare`: micro-batches that the special device is hoped not to hold; `share`: of memory, that it may fill.
+        """
         self.fills += 1
         final = _fill(self.table, self._cells, Limits(self.job.machines.memory, share, spare, tick))
         if final[0] < 0:
@@ -176,7 +182,8 @@ class MadPipe:
     def least_tick(
         self, low: float, high: float, *, spare: int = 1, share: float = 1.0, tolerance: float = _TOLERANCE
     ) -> float | None:
-        """Return the least period in an interval for which there is an allocation, or None."""
+        """Return the least period between `low` and `high` with an allocation of stages; None if even `high` has none.
+        """
         if self.stages(high, spare=spare, share=share) is None:
             return None
         if self.stages(low, spare=spare, share=share) is not None:
@@ -221,7 +228,10 @@ def merged(job: Job, stages: tuple[PlannedStage, ...]) -> tuple[PlannedStage, ..
 
 
 def best_madpipe(job: Job, *, low: float, below: float = inf) -> Pattern | None:
-    """Return the pattern of the shortest period that is tried, if any is below a given one."""
+    """Return the periodic schedule (pattern) with the shortest period that is found.
+
+    None if none is below `below` seconds; `low` is a lower bound on the period.
+    """
     if job.machines.devices < 2:
         return None
     program = MadPipe(job)
@@ -240,7 +250,10 @@ def best_madpipe(job: Job, *, low: float, below: float = inf) -> Pattern | None:
 
 
 def as_published(job: Job, *, low: float) -> tuple[Pattern | None, float]:
-    """Return the pattern of the first phase's allocation alone, and the period that the first phase hopes for."""
+    """Return the schedule (pattern) of the one allocation that MadPipe as published finds, and the period it hopes for.
+
+    (None, inf) or (None, period) if there is no allocation, or no schedule for it.
+    """
     if job.machines.devices < 2:
         return None, inf
     program = MadPipe(job)

@@ -2,7 +2,10 @@
 
     stage      consecutive layers on one device; a device may have several (a non-contiguous allocation)
     period     seconds between two micro-batches once the pipeline is full
-    pattern    micro-batch 0 runs each of its works at a start; micro-batch m runs it `slot(m)` ticks later
+    work       a forward or backward of one stage for one micro-batch
+    pattern    a periodic schedule: micro-batch 0 runs each of its works at a start; micro-batch m runs it `slot(m)`
+               ticks later
+    tick       seconds between two slots, each of which is for one micro-batch, or stays empty
 
     memory of a device    copies * weights + in flight * kept, of each of its stages, + buffers at its borders  <=  M
 
@@ -28,10 +31,10 @@ class Layer:
 
     name: str = ""
     forward_time: float  # seconds
-    backward_time: float
-    weight_bytes: float  # one copy
+    backward_time: float  # seconds
+    weight_bytes: float  # bytes of one copy of the weights
     saved_bytes: float  # kept from its forward to its backward
-    output_bytes: float  # of a_l
+    output_bytes: float  # of the layer's output, a_l
     grad_bytes: float  # of the gradient of a_l
 
     def __post_init__(self) -> None:
@@ -64,9 +67,9 @@ class Machines:
     """Identical devices; each pair of them has a link of its own, which makes one copy at a time."""
 
     devices: int
-    memory: float  # bytes of each
+    memory: float  # bytes of each device
     bandwidth: float | None  # bytes per second of a link; None: copies take no time
-    copies: float  # of the weights that a device keeps (two versions and a gradient: 3)
+    copies: float  # how many copies of its weights' bytes a device keeps (two versions and a gradient: 3)
 
     def __post_init__(self) -> None:
         if not 1 <= self.devices <= MOST_DEVICES:
@@ -83,7 +86,7 @@ class Way:
     forward_time: float  # seconds
     backward_time: float  # including what it recomputes
     kept_bytes: float  # per micro-batch between its forward and its backward
-    peak_bytes: float  # of the micro-batch that is worked on
+    peak_bytes: float  # most bytes of a micro-batch while the stage works on it
 
     def __post_init__(self) -> None:
         _check(self)
@@ -124,7 +127,7 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelinePlan:
-    """An allocation of stages to devices, and a pattern of their works.
+    """An allocation of stages to devices, and a periodic schedule (pattern) of their forwards and backwards.
 
     Starts are those of micro-batch 0, in seconds. The copies of a border are those of the output of its stage forth,
     and of its gradient back. A border between two stages of one device copies nothing.
@@ -133,12 +136,12 @@ class PipelinePlan:
     layers: Layers
     machines: Machines
     stages: tuple[PlannedStage, ...]  # in the order of the chain
-    tick: float  # seconds
+    tick: float  # seconds between two slots for micro-batches
     skip: int | None  # k: every (k + 1)-th slot stays empty; None: none does
     forward_starts: tuple[float, ...]  # of each stage
-    backward_starts: tuple[float, ...]
-    forth_starts: tuple[float, ...]  # of each border
-    back_starts: tuple[float, ...]
+    backward_starts: tuple[float, ...]  # of each stage
+    forth_starts: tuple[float, ...]  # of each border between two stages
+    back_starts: tuple[float, ...]  # of each border
     in_flight: tuple[int, ...]  # most micro-batches of each stage between the start of F and the end of B
     memory: tuple[float, ...]  # bytes of each device
     bound: float  # seconds; no plan has a shorter period
@@ -150,7 +153,7 @@ class PipelinePlan:
         return self.tick if self.skip is None else self.tick * (self.skip + 1) / self.skip
 
     def slot(self, microbatch: int) -> int:
-        """Return the number of ticks by which this micro-batch is later than micro-batch 0."""
+        """Return the slot of a micro-batch: the number of ticks by which it is later than micro-batch 0."""
         return slot_of(microbatch, self.skip)
 
     def orders(self, microbatches: int) -> tuple[tuple[Work, ...], ...]:
@@ -182,7 +185,7 @@ def slot_of(microbatch: int, skip: int | None) -> int:
     return microbatch + microbatch // skip if skip else microbatch
 
 
-_STEPS = 1e7  # of a tick: works whose starts are closer start together
+_STEPS = 1e7  # parts of a tick: works whose starts are less than one part apart start together
 
 
 def _check(data: Any) -> None:

@@ -1,4 +1,6 @@
-"""A pattern of any allocation within a period: tasks are placed from the middle of the chain outwards.
+"""A periodic schedule (pattern) for any allocation: tasks are placed from the middle of the chain outwards.
+
+A task is a forward (F) or backward (B) of a stage, or a copy between two stages; each has a start in the period.
 
     F of the last stage starts at 0, its B right after it; then, stage by stage towards the first,
     copy forth and F     as late as possible before what comes after them
@@ -9,8 +11,8 @@ Each stage is then in flight as shortly as the stages after it allow; on devices
 stages share a device the first place is not always the best: each task may also take later places next to other tasks
 of its resource, or at a distance that tasks still to be placed will need. Places are tried in the order of how often
 another than the first was taken (far ones count twice), up to a number of steps (limited discrepancy search); at any
-time the placed tasks of a device must fit in its memory. This is modulo scheduling, as compilers pipeline loops; the
-thesis solves a mixed integer program instead (`ilp`).
+time the placed tasks of a device must fit in its memory. This is modulo scheduling, as compilers pipeline loops; A.
+Shilova's thesis (2021) solves a mixed integer program instead (`ilp`).
 """
 
 from __future__ import annotations
@@ -30,9 +32,9 @@ from fxremat.solvers.pipeline.tasks import PipelineTasks, bytes_of, least_period
 from fxremat.solvers.sizes import Floats, Ints
 
 STEPS = 3000  # placements in one search
-_DISCREPANCIES = 5
-_TRIES = 12  # periods
-_MIXTURES = 3
+_DISCREPANCIES = 5  # how often one search may take another place than the first, at most
+_TRIES = 12  # periods that are tried between the bound and the best found
+_MIXTURES = 3  # random orders of tasks that are tried
 _GAP = 1e-4  # relative: periods closer than this count as equal
 
 
@@ -54,7 +56,10 @@ def _clear(tasks: PipelineTasks, starts: Floats, placed: Ints, task: int, start:
 
 @jit
 def _rooms(tasks: PipelineTasks, placed: Ints, task: int, rooms: Floats) -> int:
-    """Write to `rooms` 0 and the total seconds of tasks yet to be placed on the resource; return how many there are."""
+    """Write to `rooms` gaps that tasks still to be placed on a task's resource will need; return their number.
+
+    They are 0, the seconds of each such task, and sums of the seconds of forwards, and of backwards.
+    """
     rooms[0] = 0.0
     count = 1
     total = placed.size
@@ -79,7 +84,7 @@ def _rooms(tasks: PipelineTasks, placed: Ints, task: int, rooms: Floats) -> int:
 class SearchState(NamedTuple):
     """The state of a search: the tasks placed so far, and the places still to be tried on each level."""
 
-    starts: Floats  # of each task
+    starts: Floats  # seconds at which each task starts
     placed: Ints  # of each task: 1 if it is placed
     places: Floats  # [level]: starts that the level's task may have
     number: Ints  # [level]: number of places; -1 if they are not computed
@@ -143,7 +148,10 @@ def _insert(places: Floats, count: int, start: float, away: float, near: float, 
 
 @jit
 def _look(tasks: PipelineTasks, found: SearchState, level: int, task: int, tick: float, later: bool) -> int:
-    """Write where the task of a level may start; return the number of places. `later`: far ones, too."""
+    """Write where the task of a level may start to `found.places`; return the number of places.
+
+    `later`: also places at a distance from other tasks, where tasks still to be placed would fit in between.
+    """
     if level == 0:
         found.places[0, 0] = 0.0
         return 1
@@ -171,7 +179,7 @@ def _cost(choice: int) -> int:
 def _search(
     tasks: PipelineTasks, order: Ints, found: SearchState, tick: float, skip: int, steps: int
 ) -> bool:
-    """Fill `found.starts` with a pattern that fits; return False if none was found."""
+    """Fill `found.starts` with the starts of a periodic schedule that fits; return False if none is found."""
     count, total = tasks.device.size, order.size
     starts, placed, number, taken = found.starts, found.placed, found.number, found.taken
     for allowed in range(_DISCREPANCIES + 1):
@@ -237,7 +245,10 @@ def _orders(count: int) -> list[Ints]:
 
 
 class Pattern:
-    """Starts of all tasks, the tick, and k of the slots that stay empty (0: none)."""
+    """A periodic pipeline schedule: the starts of all tasks of micro-batch 0, and the tick between two slots.
+
+    `skip` is k if every (k + 1)-th slot stays empty; 0: none does.
+    """
 
     def __init__(self, stages: Sequence[PlannedStage], starts: Floats, tick: float, skip: int) -> None:
         self.stages = tuple(stages)
@@ -247,7 +258,7 @@ class Pattern:
 
     @property
     def period(self) -> float:
-        """Seconds per micro-batch."""
+        """Seconds between two micro-batches once the pipeline is full, on average."""
         return self.tick * (1 + 1 / self.skip) if self.skip else self.tick
 
     def seconds(self, microbatches: int | None) -> float:
@@ -259,7 +270,7 @@ class Pattern:
 
     @classmethod
     def of(cls, plan: PipelinePlan) -> Pattern:
-        """Return the pattern of a plan."""
+        """Return the periodic schedule of a pipeline's plan."""
         starts = np.zeros(4 * len(plan.stages) - 2)
         starts[: 2 * len(plan.stages) : 2] = plan.forward_starts
         starts[1 : 2 * len(plan.stages) - 1 : 2] = plan.forth_starts
@@ -271,7 +282,10 @@ class Pattern:
 def pattern_at(
     job: Job, stages: Sequence[PlannedStage], tick: float, *, skip: int = 0, steps: int = STEPS
 ) -> Pattern | None:
-    """Return a pattern with this tick, or less, if the search finds one."""
+    """Return a periodic schedule (pattern) with this tick, the seconds between two slots for micro-batches, or less.
+
+    None if the search finds none that fits.
+    """
     tasks = tasks_of(job, stages)
     if least_period(tasks) > tick * (1 + 1e-9):
         return None
@@ -292,7 +306,10 @@ def pattern_at(
 def best_pattern(
     job: Job, stages: Sequence[PlannedStage], *, below: float = inf, skip: int = 0, steps: int = STEPS
 ) -> Pattern | None:
-    """Return the pattern with the shortest tick that the search finds, if it finds one below a given tick."""
+    """Return the periodic schedule (pattern) with the shortest tick, the seconds between two slots for micro-batches.
+
+    None if the search finds none below `below`. Every (skip + 1)-th slot stays empty; 0: none.
+    """
     tasks = tasks_of(job, stages)
     low = least_period(tasks)
     total = float(tasks.seconds.sum())  # with this tick, one micro-batch at a time has the devices

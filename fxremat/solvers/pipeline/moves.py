@@ -23,7 +23,7 @@ from fxremat.solvers.pipeline.stage_costs import Job
 SHORT = 7  # layers
 _MOST_WAYS = 64  # configurations tried for one allocation
 _GAIN = 1e-4  # relative: a smaller gain is not worth a move
-_STEPS = 600  # placements for each try
+_STEPS = 600  # placements of tasks that the search for one schedule may make
 _TICKS = (1.0, 1.0, 1 - 1e-3, 1.02, 1.1)  # multiples of the best tick that are tried for a short step
 
 Piece = tuple[int, int, int, int]  # first, last, device, number of the configuration
@@ -32,7 +32,11 @@ Piece = tuple[int, int, int, int]  # first, last, device, number of the configur
 def improved(
     job: Job, start: Pattern, *, tries: int, floor: float, microbatches: int | None = None, seed: int = 0
 ) -> Pattern:
-    """Return the best pattern after `tries` moves, or one whose period is as short as the bound `floor`."""
+    """Return the best periodic schedule (pattern) after `tries` random moves from `start`, which it may be.
+
+    The search ends early if the period is as short as the bound `floor`. With `microbatches`, the seconds of a step of
+    so many count, not the period.
+    """
     draw = random.Random(seed)
     best = start
     pieces, spread = _pieces(job, start.stages), inf
@@ -75,7 +79,7 @@ def _stages(job: Job, pieces: Sequence[Piece]) -> list[PlannedStage]:
 
 
 def _moved(job: Job, pieces: list[Piece], draw: random.Random) -> list[Piece]:
-    """Return the pieces after one move, or unchanged if the move is impossible."""
+    """Return the pieces, an allocation of stages, after one random move; unchanged if that move is impossible."""
     place = draw.randrange(len(pieces))
     first, last, device, way = pieces[place]
     other = draw.randrange(job.machines.devices)
@@ -113,7 +117,10 @@ def _joined(job: Job, pieces: list[Piece]) -> list[Piece]:
 
 
 def best_of_all(job: Job, *, below: float, floor: float) -> Pattern | None:
-    """Return the best pattern of all allocations of a chain of `SHORT` layers or fewer, if one is `below` a period."""
+    """Return the best periodic schedule (pattern) over all allocations of a chain of `SHORT` layers or fewer.
+
+    None for longer chains, or if none has a period below `below`; `floor` is a lower bound on the period.
+    """
     best: Pattern | None = None
     if job.count > SHORT:
         return None
@@ -128,7 +135,7 @@ def best_of_all(job: Job, *, below: float, floor: float) -> Pattern | None:
 
 
 def _sharings(count: int, devices: int) -> Iterator[tuple[int, ...]]:
-    """Yield every assignment of layers to devices, up to a renaming of the devices."""
+    """Yield the device of each layer, for every assignment of layers to devices up to a renaming of the devices."""
 
     def grown(chosen: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
         if len(chosen) == count:
@@ -141,7 +148,10 @@ def _sharings(count: int, devices: int) -> Iterator[tuple[int, ...]]:
 
 
 def _variants(job: Job, devices: Sequence[int]) -> Iterator[list[PlannedStage]]:
-    """Yield stages of runs of layers on one device, in every configuration, and stages of one layer each."""
+    """Yield ways to make stages of layers on given devices: runs of neighbours on one device, or one layer each.
+
+    Both come in all configurations, up to a number of them.
+    """
     runs: list[tuple[int, int]] = []
     for layer, device in enumerate(devices):
         if runs and devices[layer - 1] == device:

@@ -6,7 +6,7 @@
                   segments    all blocks run again, in segments that start from checkpoints
 
     kept          a_(i-1) + what is saved, a_j included: more than a stage that has sent a_j away may need
-    peak          the same while its backward runs, with gradients and scratch; or a segment that was run again
+    peak          what is kept and, while the backward runs, gradients and scratch, or a segment that was run again
 
     Which of them is best depends on how many micro-batches are in flight, so that the planner chooses. Chain solvers
     find more configurations of a stage; these here can be listed at once for thousands of stages.
@@ -21,9 +21,9 @@ from fxremat.chains.chain import Chain
 from fxremat.solvers.pipeline.model import Layer, Layers, Way
 from fxremat.solvers.pipeline.stage_costs import Ways, undominated
 
-_PRICES = 4
-_SEGMENTS = (1, 2, 3, 4, 6, 8)
-_PREFIXES = (0.25, 0.5, 0.75)  # of the saved bytes
+_PRICES = 4  # prices of memory besides 0, at most
+_SEGMENTS = (1, 2, 3, 4, 6, 8)  # numbers of segments that are tried
+_PREFIXES = (0.25, 0.5, 0.75)  # shares of the saved bytes that a prefix which runs again has
 
 
 def layers_of(chain: Chain) -> Layers:
@@ -81,7 +81,7 @@ def ways_of(chain: Chain) -> Ways:
 
 
 def _prices(chain: Chain) -> list[float]:
-    """Return prices in seconds per byte: 0, and some at which blocks change their option."""
+    """Return prices of memory in seconds per byte: 0, and some just above those at which blocks change their option."""
     ratios = []
     for block in chain.blocks:
         fast = min(block.choices, key=lambda o: (o.backward_time, o.saved_bytes))
@@ -99,13 +99,13 @@ def _prices(chain: Chain) -> list[float]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Priced:
-    """Sums over blocks under the options that one price selects."""
+    """A chain under the options that one price of memory selects; entry b of a sum is over blocks 0..b - 1."""
 
     chain: Chain
-    forward: list[float]
-    backward: list[float]
-    saved: list[float]
-    beside: list[float]  # of each block: gradients and scratch while it runs
+    forward: list[float]  # sums of seconds
+    backward: list[float]  # sums of seconds
+    saved: list[float]  # sums of bytes
+    beside: list[float]  # of each block: bytes of gradients and scratch while it runs
 
     @classmethod
     def of(cls, chain: Chain, price: float) -> _Priced:
@@ -130,7 +130,7 @@ class _Priced:
         )
 
     def cut(self, first: int, last: int, saved: float) -> int:
-        """Return, plus one, the first block after which `saved` bytes have been saved since the chain's beginning."""
+        """Return 1 + the first block of first..last after which the chain has saved `saved` bytes from its start on."""
         for place in range(first, last):
             if self.saved[place + 1] >= saved:
                 return place + 1

@@ -1,7 +1,7 @@
 """Stage configurations on demand: exact ones where they matter, approximate ones elsewhere.
 
-    rough     approximate configurations of any stage, at once
-    exact     configurations that run seconds of search for each stage: computed for stages that a plan may want
+    rough     approximate configurations (programs, with seconds and bytes) of any stage, which are known at once
+    exact     configurations that take seconds of search for each stage: computed for stages that a plan may want
 
 Plan with the configurations known so far, compute exact ones of the stages in the plan and of those with a border one
 layer away, plan again: a few dozen stages of hundreds become exact.
@@ -16,7 +16,7 @@ from fxremat.errors import BudgetTooSmall
 from fxremat.solvers.pipeline.model import PipelinePlan, PlannedStage, Way
 from fxremat.solvers.pipeline.stage_costs import Ways
 
-ROUNDS = 8  # of planning, at most
+ROUNDS = 8  # rounds of planning, at most
 
 
 @dataclass(eq=False)
@@ -32,7 +32,10 @@ class OnDemandCosts:
         return self.exact(first, last) if (first, last) in self.known else self.rough(first, last)
 
     def ask(self, stages: Sequence[PlannedStage], *, around: bool = True) -> bool:
-        """Compute exact configurations of these stages and those around them; return False if all were exact."""
+        """Ask for exact configurations of these stages, and of those with a border one layer away if `around`.
+
+        Return whether any of them were not exact before.
+        """
         before = len(self.known)
         for stage in stages:
             self.known.add((stage.first, stage.last))
@@ -51,7 +54,7 @@ class OnDemandCosts:
                 yield first, last
 
     def settle(self, planned: Callable[[float], PipelinePlan], memory: float) -> None:
-        """Plan for this memory and make the plan's stages exact, until all of them are.
+        """Plan for devices of `memory` bytes and ask for exact costs of the plan's stages, until all of them are exact.
 
         If nothing fits, plan for the least memory: exact configurations may need less than rough ones, or more.
         """

@@ -1,7 +1,7 @@
-"""Lower bounds for the period of any pattern: no plan, contiguous or not, k-periodic or not, is faster.
+"""Lower bounds for the period of any pipeline: no plan, contiguous or not, k-periodic or not, is faster.
 
 load        the seconds of the fastest configurations, divided by the number of devices
-layer       the fastest stage that has the layer, for the slowest layer
+layer       the seconds of the fastest stage that contains a layer, for the layer where they are most
 Little      if nothing is recomputed: a layer keeps its bytes from its forward to its backward, which is at least
             the seconds of all layers from it on; multiplied by the rate, that is what it holds on average, and
             all devices together have no more than all of their memory:

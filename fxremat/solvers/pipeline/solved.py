@@ -3,7 +3,7 @@
     configuration   the stage's blocks as a chain of their own, solved for several budgets; the part of a schedule
                     before its first backward is the stage's forward; what is stored then is kept per micro-batch
     on demand       for the stages of the best contiguous plan so far and those around them (`on_demand`), a few times;
-                    then once more for those of the best plan of all
+                    then once more for the stages of the best plan of all
 
 Computing them for all stages would take minutes; `of_chain` lists simpler configurations for all of them at once.
 """
@@ -24,8 +24,8 @@ from fxremat.solvers.pipeline.of_chain import layers_of, ways_of
 from fxremat.solvers.pipeline.on_demand import OnDemandCosts
 from fxremat.solvers.pipeline.stage_costs import step_seconds
 
-BUDGETS = 6  # for each stage, evenly between all that it may keep and the least
-SLOTS = 100
+BUDGETS = 6  # budgets that each stage is solved for, evenly from the peak of keep-all to the least that works
+SLOTS = 100  # steps of memory of the chain solver
 
 
 def plan_chain(
@@ -55,7 +55,10 @@ def plan_chain(
 
 
 def solved_ways(chain: Chain, first: int, last: int, solver: str = "persistent") -> list[Way]:
-    """Return stage configurations of blocks first..last, from 0, by schedules of a chain solver. A few solves."""
+    """Return configurations of the stage of blocks first..last (from 0), each of a schedule that a chain solver found.
+
+    It solves the stage's chain for `BUDGETS` budgets.
+    """
     blocks = tuple(replace(block, weight_grad_bytes=0) for block in chain.blocks[first : last + 1])
     stage = Chain(
         input_bytes=chain.output_sizes[first], input_grad_bytes=chain.grad_sizes[first], blocks=blocks

@@ -6,7 +6,8 @@
 
     memory        copies * weights + sum of configurations with what is in flight + buffers on both sides
 
-A. Shilova, Memory Saving Strategies for Deep Neural Network Training, section 7.1.1.
+a_j is the output of layer j. A. Shilova, Memory Saving Strategies for Deep Neural Network Training (thesis, 2021),
+section 7.1.1.
 """
 
 from __future__ import annotations
@@ -84,21 +85,21 @@ class Job:
         return self.machines.copies * (self._weights[last + 1] - self._weights[first])
 
     def buffer(self, border: int) -> float:
-        """Return the bytes of a border's buffers on each of its sides."""
+        """Return the bytes of the buffers that each of the two devices at a border (after this layer) has for it."""
         return self.layers.layers[border].output_bytes + self.layers.layers[border].grad_bytes
 
     def fixed(self, first: int, last: int) -> float:
-        """Return the bytes of a stage on a device of its own, whatever is in flight."""
+        """Return the bytes of a stage on a device of its own, whatever is in flight: weights and buffers."""
         borders = [border for border in (first - 1, last) if 0 <= border < self.count - 1]
         return self.weights(first, last) + sum(map(self.buffer, borders))
 
     def forth(self, border: int) -> float:
-        """Return the seconds of the copy of a border's value."""
+        """Return the seconds of copying the output of layer `border` to the next device."""
         speed = self.machines.bandwidth
         return 0.0 if speed is None else self.layers.layers[border].output_bytes / speed
 
     def back(self, border: int) -> float:
-        """Return the seconds of the copy of its gradient."""
+        """Return the seconds of copying the gradient of layer `border`'s output back to its device."""
         speed = self.machines.bandwidth
         return 0.0 if speed is None else self.layers.layers[border].grad_bytes / speed
 
@@ -118,7 +119,8 @@ class Job:
 
 
 def undominated(ways: Sequence[Way]) -> tuple[Way, ...]:
-    """Return the configurations that no other beats in seconds, kept and peak bytes alike, the fastest first."""
+    """Return the configurations, fastest first, without those that another equals or beats in time and both memories.
+    """
     chosen: list[Way] = []
     for way in sorted(ways, key=lambda way: (way.seconds, way.kept_bytes, way.peak_bytes)):
         if not any(o.kept_bytes <= way.kept_bytes and o.bytes(1) <= way.bytes(1) for o in chosen):

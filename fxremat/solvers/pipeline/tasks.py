@@ -1,4 +1,4 @@
-"""An allocation as a chain of tasks on resources, for planners of any allocation: from starts to period and memory.
+"""An allocation of stages to devices as a chain of tasks on resources: from their starts to period and memory.
 
     F_0, forth_0, F_1, .., F_n, B_n, .., back_0, B_0      each on a device or a link, or on no resource (copies that
                                                           take no time, and borders between stages of one device)
@@ -22,7 +22,7 @@ from fxremat.solvers.pipeline.model import PipelinePlan, PlannedStage
 from fxremat.solvers.pipeline.stage_costs import Job
 from fxremat.solvers.sizes import Floats, Ints
 
-NEAR = 1e-7  # of a period
+NEAR = 1e-7  # share of a period: closer times are equal
 
 
 class PipelineTasks(NamedTuple):
@@ -30,16 +30,16 @@ class PipelineTasks(NamedTuple):
 
     seconds: Floats
     resource: Ints  # devices first, then links; -1: none
-    kept: Floats  # of each stage
-    extra: Floats  # of each stage, while it works
+    kept: Floats  # of each stage: bytes of a micro-batch between its forward and its backward
+    extra: Floats  # of each stage: more bytes of the micro-batch that it works on
     device: Ints  # of each stage
     waits: Floats  # of each task: bytes that it leaves until the next task but one starts, on one device
-    always: Floats  # of each device
-    memory: float
+    always: Floats  # of each device: bytes of weights and buffers
+    memory: float  # bytes of a device
 
 
 def tasks_of(job: Job, stages: Sequence[PlannedStage]) -> PipelineTasks:
-    """Return the tasks of an allocation."""
+    """Return the tasks of an allocation: forwards, backwards and copies, with their devices or links."""
     count = len(stages)
     total = 4 * count - 2
     seconds, waits, resource = np.zeros(total), np.zeros(total), np.full(total, -1, np.int64)
@@ -76,7 +76,7 @@ def tasks_of(job: Job, stages: Sequence[PlannedStage]) -> PipelineTasks:
 
 
 def least_period(tasks: PipelineTasks) -> float:
-    """Return the seconds of the busiest resource."""
+    """Return the seconds for which the busiest device or link works on a micro-batch: no period is shorter."""
     loads = np.zeros(int(tasks.resource.max()) + 1)
     for resource, seconds in zip(tasks.resource, tasks.seconds, strict=True):
         if resource >= 0:
@@ -100,7 +100,10 @@ def _begun(moment: float, start: float, tick: float) -> int:
 
 @jit
 def bytes_of(tasks: PipelineTasks, starts: Floats, tick: float, skip: int, device: int, first: int) -> float:
-    """Return the most bytes that stages first.. occupy on a device in a pattern, with the sure bytes of the others."""
+    """Return the most bytes that stages `first` and later occupy on a device, by the starts of their tasks.
+
+    Added to them are the bytes that the stages before surely occupy.
+    """
     count = tasks.device.size
     total = 4 * count - 2
     most = 0.0
@@ -139,7 +142,10 @@ def bytes_of(tasks: PipelineTasks, starts: Floats, tick: float, skip: int, devic
 
 @jit
 def _raised(heads: Ints, tails: Ints, seconds: Floats, shifts: Ints, tick: float, starts: Floats) -> float:
-    """Return the ratio of a cycle that needs more than `tick`; or return `tick`, with `starts` that keep all edges."""
+    """Return the period that some cycle of edges needs if it is more than `tick`; else `tick`, and fill `starts`.
+
+    An edge says that task `heads` starts at least `seconds` - `shifts` * period after task `tails`.
+    """
     nodes = starts.size
     starts[:] = 0.0
     by = np.full(nodes, -1, dtype=np.int64)
@@ -165,7 +171,10 @@ def _raised(heads: Ints, tails: Ints, seconds: Floats, shifts: Ints, tick: float
 
 
 def tight(tasks: PipelineTasks, starts: Floats, tick: float) -> tuple[Floats, float]:
-    """Return starts in the same orders with the shortest period that they allow, and that period."""
+    """Return starts with the shortest period that keeps the order of tasks on each resource, and that period.
+
+    `starts` and `tick` themselves are returned if no shorter period is found.
+    """
     edges = [(task, task + 1, tasks.seconds[task], 0) for task in range(starts.size - 1)]
     for resource in range(int(tasks.resource.max()) + 1):
         lane = [task for task in range(starts.size) if tasks.resource[task] == resource]
@@ -204,7 +213,10 @@ def planned(
     bound: float,
     by: str,
 ) -> PipelinePlan:
-    """Return the plan with these starts, without checking that it fits."""
+    """Return the plan whose tasks of micro-batch 0 have these starts, without checking that it fits.
+
+    `bound` and `by` are fields of the plan.
+    """
     tasks = tasks_of(job, stages)
     count, total = len(stages), starts.size
     flights = []

@@ -9,7 +9,9 @@
     memory, with phase[t] and a_0, while
     F_l in phase t    A_i, i < l-1, that S[t-1] keeps;  A_{l-1} P;  A_l P + scratch R;  A_i, i > l, in S[t]
     B_t               A_i, i < t-1, that S[t-1] keeps;  A_{t-1};  A_t;  d_{t-1} + scratch
-    after B_t         the same without A_t and scratch, in phase t-1
+    after B_t         what B_t needs without A_t and scratch, in phase t-1
+
+a_l is the output of block l, A_l all that its backward reads, d_l the gradient of a_l.
 
 Its class of schedules does not distinguish a_l and A_l: every forward saves, with the fastest option of its block, and
 a drop frees all of A_l. So keep-all is one of its schedules, a pass that saves little is not.
@@ -28,7 +30,7 @@ from fxremat.chains.schedule import Backward, Drop, Forward, Keep, Op, Schedule,
 from fxremat.errors import BudgetTooSmall, FxrematError
 from fxremat.solvers.keep_all import fastest
 
-_LONGEST = 40
+_LONGEST = 40  # blocks of a chain that is tried
 _Floats = npt.NDArray[np.float64]
 
 
@@ -61,7 +63,10 @@ def schedules(chain: Chain, mem: int, *, seconds: float = 60) -> list[Schedule]:
 
 
 def _solve(chain: Chain, mem: int, seconds: float) -> _Floats | None:
-    """Return the fastest solution that fits, or None if there is none; HiGHS may exceed a bound by a millionth."""
+    """Return the values of S and R of the fastest solution that fits in `mem` bytes; None if none fits.
+
+    HiGHS may exceed a bound by a millionth; the program is then solved again with less memory.
+    """
     n, memory = len(chain), _memory(chain)
     seconds_of = np.zeros(2 * n * n)
     for t in range(1, n + 1):
@@ -81,7 +86,7 @@ def _solve(chain: Chain, mem: int, seconds: float) -> _Floats | None:
 
 
 def _least(chain: Chain, seconds: float) -> int:
-    """Return the least peak of any schedule of the class."""
+    """Return the least peak, in bytes, of any schedule of this class."""
     n, memory = len(chain), _memory(chain)
     unit = max(1, max(sum(row.weights.values()) + row.most for row in memory))
     rows = [*_logic(n), *(Row(row.weights | {2 * n * n: -unit}, -row.most) for row in memory)]
@@ -91,7 +96,10 @@ def _least(chain: Chain, seconds: float) -> int:
 
 
 def _highs(n: int, rows: list[Row], cost: _Floats, seconds: float) -> _Floats | None:
-    """Return the best 0/1 solution; a variable beyond these is a real number."""
+    """Return the solution of the program with the least cost, S and R being 0 or 1; None if there is none.
+
+    A variable after S and R may have any value from 0 to 1. Raises `FxrematError` if the time is not enough.
+    """
     from scipy.optimize import Bounds, LinearConstraint, milp  # takes a second to import: only when used
     from scipy.sparse import lil_matrix
 
@@ -128,7 +136,7 @@ def _r(n: int, t: int, block: int) -> int:
 
 
 def _fixed(n: int) -> dict[int, int]:
-    """Return variables with one possible value: nothing is stored at first, and blocks after t are not used."""
+    """Return variable -> its only possible value, 0: nothing is stored at first, and phase t uses no block after t."""
     fixed = {_s(n, n, block): 0 for block in range(1, n + 1)}
     for t in range(1, n + 1):
         for block in range(t + 1, n + 1):
@@ -153,7 +161,7 @@ def _logic(n: int) -> list[Row]:
 
 
 def _memory(chain: Chain) -> list[Row]:
-    """Return the memory at every moment, as weights and a constant (in place of a bound)."""
+    """Return the bytes alive at every moment as linear forms over S and R; `most` is the constant term, not a bound."""
     n, phase = len(chain), chain.phase_sizes
     options = [block.choices[fastest(block)] for block in chain.blocks]
     sizes = [0, *(option.saved_bytes for option in options)]

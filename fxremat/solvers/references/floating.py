@@ -7,15 +7,16 @@
     move       forward(s..r-1) + cut[r, t, l, m - x]      x = a(r-1) - a(s-1) >= 0                 s <= r <= l
     cut[r, t, l, m] = forward(r..j) + cost[j+1, t, q, m - a(j)] + cost[r, q-1, l, m]   r <= j < q <= t, l < q
 
-"Floating": the checkpoint from which B_t..B_q start again and again may be anywhere left of q, and the backwards that
-it leaves, B_{q-1}..B_l, start from a checkpoint further left. A move replaces a_{s-1} by a_{r-1} on the way; as a
-separate step it saves one loop over the chain: O(slots n^5) instead of O(slots n^6).
+a_i is the output of block i, A_i all that its backward reads. "Floating": the checkpoint from which B_t..B_q start
+again and again may be anywhere left of q, and the backwards that it leaves, B_{q-1}..B_l, start from a checkpoint
+further left. A move replaces a_{s-1} by a_{r-1} on the way; as a separate step it saves one loop over the chain:
+O(slots n^5) instead of O(slots n^6).
 
 Memory of the moving forwards h = s..r-1, beyond phase[t]:  a(s) + scratch for h = s, a(h-1) + a(h) + scratch
 - a(s-1) for the others. The theorem as printed has one bound for all forwards up to t, without x: it refuses
 moves that fit and admits some that do not. Nor does the theorem give what its paper announces for the
-counter-example of the thesis, Fig. 2.3 (2n; here 10, 14, 18 for n = 4, 6, 8): that schedule keeps A_2 and drops
-its input a_1, which no step here can do. `exact` finds it.
+counter-example of A. Shilova's thesis (2021), Fig. 2.3 (2n; here 10, 14, 18 for n = 4, 6, 8): that schedule keeps A_2
+and drops its input a_1, which no step here can do. `exact` finds it.
 
 Sizes that are differences are rounded up as such. Read off in bytes, as in persistent.py.
 
@@ -36,11 +37,11 @@ from fxremat.solvers.sizes import ChainSizes, Ints, in_bytes, in_slots
 from fxremat.solvers.table import Table, table_of
 
 _NEVER = 1 << 60
-_ENTRIES = 1 << 27  # costs in a table: 1 GiB
+_ENTRIES = 1 << 27  # most costs that a table may hold: 8 bytes each, 1 GiB
 
 
 class CheckpointMoves(NamedTuple):
-    """The cost of replacing a_{s-1} by a_{r-1}, in any unit."""
+    """The memory for replacing the stored a_{s-1} by a_{r-1}, in bytes or in slots."""
 
     allowed: Ints  # [s, r]: 1 where a_{r-1} >= a_{s-1} in bytes
     more: Ints  # [s, r]: a_{r-1} - a_{s-1}
@@ -70,7 +71,7 @@ def build(chain: Chain, mem: int, slots: int) -> Table:
 
 
 def _affordable(low: Ints, high: Ints, slots: int) -> tuple[Ints, Ints]:
-    """Return the bounds, if the rows between them fit into memory. Raises `FxrematError` otherwise."""
+    """Return the bounds of all rows unchanged. Raises `FxrematError` if the rows have more than `_ENTRIES` costs."""
     entries = int(np.where(low <= slots, np.minimum(high, slots + 1) - low, 0).sum())
     if entries > _ENTRIES:
         most = slots * _ENTRIES // entries
@@ -99,13 +100,13 @@ def _moves(chain: Chain, slots: int, mem: int) -> CheckpointMoves:
 
 @jit
 def place(n: int, s: int, t: int, l: int) -> int:  # noqa: E741
-    """Return the index of the row of cost[s, t, l]; that of cut[s, t, l] is (n + 2)^3 higher. Row 0 is zero."""
+    """Return the index of the row of cost[s, t, l]; the row of cut[s, t, l] is (n + 2)^3 further. Row 0 is all zero."""
     return (s * (n + 2) + t) * (n + 2) + l
 
 
 @jit
 def bounds(sizes: ChainSizes, moves: CheckpointMoves, n: int) -> tuple[Ints, Ints]:
-    """Return, for each row, the least memory that works and one from which on all is kept, in any unit."""
+    """Return, for each row, the least memory that works, and one from which on all is kept, in the unit of `sizes`."""
     phase, out, start, saved = sizes.phase, sizes.out, sizes.start, sizes.saved
     cuts = (n + 2) ** 3
     low = np.full((2 * cuts, 1), _NEVER)
@@ -141,7 +142,7 @@ def bounds(sizes: ChainSizes, moves: CheckpointMoves, n: int) -> tuple[Ints, Int
 
 @jit
 def fill(sizes: ChainSizes, moves: CheckpointMoves, rows: Rows, n: int, s: int, t: int) -> None:
-    """Fill the rows of (s, t) by the recursion; those of (s, t') and (s', t) with t' < t, s' > s must be filled."""
+    """Fill the rows of (s, t) by the recursion; the rows of (s, t') and (s', t), t' < t, s' > s, must be filled."""
     phase, out, start, forward = sizes.phase, sizes.out, sizes.start, sizes.forward
     cuts = (n + 2) ** 3
     for last in range(s, t):
@@ -164,7 +165,7 @@ def fill(sizes: ChainSizes, moves: CheckpointMoves, rows: Rows, n: int, s: int, 
 
 @jit
 def trace(table: Filled, moves: CheckpointMoves, m: int) -> Ints:
-    """Return the op codes of cost[1, n, 1, m], m and the moves in bytes."""
+    """Return the op codes of the schedule behind cost[1, n, 1, m], that of the whole chain; m and moves in bytes."""
     sizes = table.sizes
     codes = np.zeros(64, dtype=np.int64)
     todo = [(1, table.n, 1, m)]  # t = 0: the backward of s
@@ -192,7 +193,8 @@ def trace(table: Filled, moves: CheckpointMoves, m: int) -> Ints:
 
 @jit
 def _choose(table: Filled, moves: CheckpointMoves, s: int, t: int, last: int, m: int) -> tuple[int, int]:
-    """Return the fastest choice that fits in m bytes: the option to keep s with, or else the place to move to."""
+    """Return the fastest choice that fits in m bytes: (option to save block s with, 0), or (any, r) to move to a_{r-1}.
+    """
     sizes, low, n = table.sizes, table.low, table.n
     phase, start, saved, forward = sizes.phase, sizes.start, sizes.saved, sizes.forward
     cuts = (n + 2) ** 3
@@ -216,7 +218,7 @@ def _choose(table: Filled, moves: CheckpointMoves, s: int, t: int, last: int, m:
 
 @jit
 def _choose_cut(table: Filled, s: int, t: int, last: int, m: int) -> tuple[int, int]:
-    """Return the end of the pass from s, and the last backward that starts there, for the fastest cut that fits."""
+    """Return (j, q) of the fastest cut that fits: forwards run up to j, and B_t .. B_q start again from a_j."""
     sizes, low, n = table.sizes, table.low, table.n
     forward, out = sizes.forward, sizes.out
     best, cut, until = np.inf, 0, 0

@@ -6,8 +6,8 @@
     one block   extra(s)                                                          the best option that fits
     cut after j  forward(s..j-1) + cost[j+1, t, m - a(j)] + cost[s, j, m]         s <= j < t
 
-Only avoidable recomputation is counted: in every such schedule each forward but that of t runs at least twice.
-The table is in slots, the schedule is read off in bytes, as in persistent.py.
+a_j is the output of block j. Only avoidable recomputation is counted: in every such schedule each forward but that of t
+runs at least twice. The table is in slots, the schedule is read off in bytes, as in persistent.py.
 
 A. Griewank and A. Walther, Algorithm 799: Revolve (2000), for unequal blocks as in Appendix C of Gruslys et al.,
 Memory-Efficient Backpropagation Through Time (2016); "revolve" in the experiments of Beaumont et al.,
@@ -50,7 +50,7 @@ def build(chain: Chain, mem: int, slots: int) -> Table:
 
 @jit
 def bounds(sizes: ChainSizes, n: int) -> tuple[Ints, Ints]:
-    """Return, for each (s, t), the least memory that works and one that keeps every checkpoint, in any unit."""
+    """Return, for each (s, t), the least memory that works, and one for which every checkpoint is kept."""
     phase, out, start = sizes.phase, sizes.out, sizes.start
     low = np.full((n + 2, n + 1), _NEVER)
     high = np.full((n + 2, n + 1), _NEVER)
@@ -84,7 +84,7 @@ def fill(sizes: ChainSizes, rows: Rows, n: int) -> None:
 
 @jit
 def trace(table: Filled, m: int) -> Ints:
-    """Return the op codes of cost[1, n, m], m in bytes."""
+    """Return the op codes of the schedule behind cost[1, n, m], that of the whole chain, for m bytes."""
     sizes, low = table.sizes, table.low
     phase, out, start, forward = sizes.phase, sizes.out, sizes.start, sizes.forward
     codes = np.zeros(64, dtype=np.int64)

@@ -33,7 +33,7 @@ from fxremat.solvers import binomial
 from fxremat.solvers.rows import least
 from fxremat.solvers.sizes import Floats, Ints
 
-_ENTRIES = 1 << 27  # costs in a table: 1 GiB
+_ENTRIES = 1 << 27  # most costs that a table may hold: 8 bytes each, 1 GiB
 _STEP = 2048  # states that are filled between two moments at which an interrupt can be handled
 
 
@@ -77,9 +77,10 @@ def multi_chain(
 def trade_off(
     lengths: Sequence[int], keep_gradient: Sequence[int] | None = None
 ) -> tuple[list[float], list[float]]:
-    """Return the curve of thesis Fig. 1.8 at unit costs, for every number of slots from the least that works.
+    """Return the curve of slots and makespan for every number of slots from the least that works, at unit costs.
 
-    It consists of slots over those of keep-all, sum(L) + K, and makespan over the least, 2 sum(L) + 1.
+    They are relative: slots to the sum(L) + K of keep-all, makespans to the least one, 2 sum(L) + 1. A. Shilova's
+    thesis (2021), Fig. 1.8.
 
     >>> [round(y[0], 3) for y in trade_off((2, 2))]
     [0.833, 1.111]
@@ -139,7 +140,7 @@ def _in_order(table: "UniformTable", order: Sequence[int], slots: int, costs: Un
 
 
 def least_slots(lengths: Sequence[int], keep_gradient: Sequence[int] | None = None) -> int:
-    """Return the least number of slots (Lemma 2 of the thesis).
+    """Return the least number of slots that works (A. Shilova's thesis, 2021, Lemma 2).
 
     >>> least_slots((4, 10, 12))
     7
@@ -152,7 +153,7 @@ def least_slots(lengths: Sequence[int], keep_gradient: Sequence[int] | None = No
 
 @dataclass(frozen=True, kw_only=True)
 class UniformTable:
-    """Opt(L, m, b) for every L, m and b that can occur."""
+    """The least makespans Opt(L, m, b) for all L forwards left, m slots, and kept gradients b that can occur."""
 
     lengths: tuple[int, ...]
     keep_gradient: tuple[int, ...]
@@ -167,13 +168,13 @@ class UniformTable:
         return least_slots(self.lengths, self.keep_gradient)
 
     def makespan(self, slots: int) -> float:
-        """Return the least makespan. Raises `BudgetTooSmall`."""
+        """Return the least makespan, in seconds, within so many slots. Raises `BudgetTooSmall`."""
         if slots < self.least:
             raise BudgetTooSmall(minimum=self.least, budget=slots, unit="slots")
         return self.cost(self.lengths, self.keep_gradient, slots)
 
     def cost(self, left: Sequence[int], kept: Sequence[int], slots: int) -> float:
-        """Return Opt(left, slots, kept); infinite if it is infeasible."""
+        """Return the least makespan Opt(left, slots, kept), in seconds; infinite if nothing fits."""
         codes = sorted(2 * length + b for length, b in zip(left, kept))
         return float(self.opt[int(np.dot(codes, self.strides)), min(slots, self.opt.shape[1] - 1)])
 
@@ -262,7 +263,7 @@ def _tails(longest: int, slots: int, costs: UniformCosts) -> Floats:
 def _fill(
     opt: Floats, tails: Floats, strides: Ints, forward: float, loss: float, first: int, end: int
 ) -> None:
-    """Fill the rows of states first..end-1 by the recursion; those before must be filled."""
+    """Fill the rows of states first..end-1 by the recursion; the rows of states before them must be filled."""
     count, width = strides.size - 1, opt.shape[1]
     code, after = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
     for state in range(first, end):
@@ -292,7 +293,7 @@ def _fill(
 
 @jit
 def _put(code: Ints, k: int, smaller: int) -> None:
-    """Lower entry k, and move it to its place in the order."""
+    """Lower entry k of a sorted code to `smaller`, and move it so that the code stays sorted."""
     while k > 0 and code[k - 1] > smaller:
         code[k] = code[k - 1]
         k -= 1

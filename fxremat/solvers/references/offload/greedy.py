@@ -1,7 +1,8 @@
 """Offloading alone, eagerly: A_0, A_1, ... go to the host until as much has gone as the peak exceeds memory.
 
-Nothing is recomputed. The thesis, Theorem 8: optimal if parts of a value may travel. Here, as in its GREEDY, all of the
-last value leaves; if that is too little, because the last values are in use at the peak, more do.
+A_l is all that the backward of block l reads, A_0 the input. Nothing is recomputed. A. Shilova's thesis (2021), Theorem
+8: optimal if parts of a value may travel. Here, as in its GREEDY, all of the last value leaves; if that is too little,
+because the last values are in use at the peak, more do.
 """
 
 from fxremat.chains.chain import Chain

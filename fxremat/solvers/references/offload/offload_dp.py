@@ -15,10 +15,11 @@ allows; if both are left, one after the other. With `synchronized` neither, as i
 All states that no other dominates are kept, block by block; beyond `_STATES` of them, those that have lost least. Every
 block is saved with its fastest option, and nothing is recomputed.
 
-The thesis, Algorithm 5, equations 3.4-3.17, and the rounding of 3.3.3.2: sums of values are rounded up, not each value,
-so some values round down; while the result does not fit, the value that was rounded down most is rounded up. Equation
-3.10 lets F fall below 0 while F_i runs that reads A_{i-1}, so that A_{i-1} may be back before it has been read: here it
-does not. Optimal for the fluid model on one link, as long as `_STATES` suffice and nothing is rounded.
+A_l is all that the backward of block l reads; F_l and B_l are its forward and backward. A. Shilova's thesis (2021),
+Algorithm 5, equations 3.4-3.17, and the rounding of 3.3.3.2: sums of values are rounded up, not each value, so some
+values round down; while the result does not fit, the value that was rounded down most is rounded up. Equation 3.10 lets
+F fall below 0 while F_i runs that reads A_{i-1}, so that A_{i-1} may be back before it has been read: here it does not.
+Optimal for the fluid model on one link, as long as `_STATES` suffice and nothing is rounded.
 """
 
 from typing import NamedTuple
@@ -57,10 +58,10 @@ class DynprogTask(NamedTuple):
 class DynprogStates(NamedTuple):
     """States before one block, a row each; `came` is the row before the last decision, -1 - row if it was to send."""
 
-    kept: Ints
-    behind: Ints
-    ahead: Ints
-    lost: Floats
+    kept: Ints  # A
+    behind: Ints  # F
+    ahead: Ints  # B
+    lost: Floats  # seconds
     came: Ints
 
 
@@ -136,7 +137,7 @@ def _task(chain: Chain, mem: int, platform: Platform | None, slots: int, value: 
 
 
 def _solve(task: DynprogTask, synchronized: bool) -> tuple[list[int], float]:
-    """Return the values that travel, and the idle time."""
+    """Return each l whose A_l goes to the host, and the seconds of idle time; ([], inf) if nothing fits."""
     n = task.value.size - 1
     room = task.slots - np.maximum(task.save, task.run)
     # A may grow to this much before block i if the rest is to fit
@@ -208,7 +209,7 @@ def _pick(states: DynprogStates, rows: npt.NDArray[np.intp]) -> DynprogStates:
 
 @jit
 def _undominated(states: DynprogStates) -> npt.NDArray[np.bool_]:
-    """Tell which states, sorted by A, B, F, loss, lose less than every one before of the same A and B."""
+    """Tell which states, sorted by A, B, F, loss, lose less than all earlier ones with the same A and B."""
     keep = np.zeros(states.kept.size, dtype=np.bool_)
     best = np.inf
     for k in range(states.kept.size):

@@ -7,7 +7,7 @@
 In the backward, a saved block's values come from the host, and the blocks that were run after it are rerun from what it
 saved by the persistent dynamic program (persistent.py), in the memory that is left.
 
-The thesis, 4.3. It is sometimes unable to fit where memory is short, as the thesis says.
+A. Shilova's thesis (2021), 4.3. It is sometimes unable to fit where memory is short, as the thesis says.
 """
 
 from fxremat.chains.chain import Chain

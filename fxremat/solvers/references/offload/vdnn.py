@@ -3,7 +3,7 @@
 If the forward of a block is long for the size of its input, the input goes to the host. For every threshold on  forward
 time / input bytes:  all inputs above it, or every other one. Nothing is recomputed.
 
-The thesis, 3.4.1; Rhu et al., vDNN (MICRO 2016).
+A. Shilova's thesis (2021), 3.4.1; Rhu et al., vDNN (MICRO 2016).
 """
 
 from fxremat.chains.chain import Chain

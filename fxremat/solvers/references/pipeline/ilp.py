@@ -1,4 +1,4 @@
-"""The best pattern of a short chain, over all allocations or for one: a mixed integer program, solved by HiGHS.
+"""The best periodic schedule of a short pipeline, over all allocations or for one: a mixed integer program (HiGHS).
 
     tasks         t = F_1 .. F_n, B_n .. B_1 with their starts in the period; copy t takes the output of t to t + 1
     z[l, m]       pieces l and m share a device; transitive, at most P groups
@@ -13,8 +13,9 @@
     least T, then, with T * (1 + 1e-4), the least sum of shifts: the first solution may keep many more than it needs
 
 The times that HiGHS returns are rounded; the caller gets the shortest period that their orders allow (`tasks.tight`).
-Thesis, chapter 6; pieces instead of tasks in z, and half of w, halve the program. Where the thesis counts the values
-that a task reads and writes in addition to the buffers, `whole` does too. Practical up to about seven pieces.
+A. Shilova's thesis (2021), chapter 6; pieces instead of tasks in z, and half of w, halve the program. Where the thesis
+counts the values that a task reads and writes in addition to the buffers, `whole` does too. Practical up to about seven
+pieces.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ from fxremat.solvers.sizes import Floats
 if TYPE_CHECKING:
     from scipy.optimize import OptimizeResult
 
-SECONDS = 60.0
+SECONDS = 60.0  # time limit of each of the two solves
 _FAILED = 4  # HiGHS' status for numerical trouble; another time unit helps
 _SCALES = (300.0, 600.0, 137.0)  # all seconds of a micro-batch in the program's unit
-_SLACK = 1e-4
+_SLACK = 1e-4  # relative: by how much the second solve may exceed the least period
 
 Terms = dict[int, float]  # column: factor; column -1 is the number 1
 
@@ -46,12 +47,13 @@ Terms = dict[int, float]  # column: factor; column -1 is the number 1
 def least_pattern(
     job: Job, stages: Sequence[PlannedStage], *, free: bool, whole: bool = False, seconds: float = SECONDS
 ) -> Pattern | None:
-    """Return the pattern with the shortest period; None if there is none, or none was found in time.
+    """Return the periodic schedule (pattern) with the shortest period; None if none fits, or none is found in time.
 
     Args:
         stages: pieces of the chain, none of which is split.
         free: whether pieces may go to any device; otherwise each goes to its stage's device.
-        whole: count what a task reads and writes, as chapter 6 does.
+        whole: count the values that a task reads and writes in addition to buffers, as chapter 6 of the thesis does.
+        seconds: time limit of each of the two solves.
     """
     for scale in _SCALES:
         program = _Program(job, stages, free, whole, scale)
@@ -124,7 +126,7 @@ class _Program:
         return task if task < self.count else self.total - 1 - task
 
     def _together(self) -> None:
-        """Add rows that make z transitive, with at most as many groups as there are devices."""
+        """Add rows that make sharing a device (z) transitive, with at most as many groups as there are devices."""
         self.z: dict[tuple[int, int], Terms] = {}
         for a, b in combinations(range(self.count), 2):
             same = self.stages[a].device == self.stages[b].device
@@ -149,7 +151,7 @@ class _Program:
     def _orders(
         self, starts: Sequence[int], seconds: Sequence[float], shared: dict[tuple[int, int], Terms]
     ) -> dict[tuple[int, int], Terms]:
-        """Add w for pairs that may share a resource, and the rows that order their starts."""
+        """Add a variable w for each pair that may share a resource, and rows that order their starts; return all w."""
         first: dict[tuple[int, int], Terms] = {}
         for (t, s), z in shared.items():
             w = self._binary()
@@ -236,7 +238,7 @@ class _Program:
             self._fits(t, sigma, borders)
 
     def _leaving(self, piece: int) -> list[tuple[float, Terms]]:
-        """Return the buffers of borders between the device of a piece and others."""
+        """Return (bytes, condition) of the buffers of each border between the device of a piece and another device."""
         found = []
         for m in range(self.count - 1):
             b = self._column(0.0, 1.0)
@@ -258,7 +260,7 @@ class _Program:
         return self.back[self._piece(task) - 1]
 
     def _beside(self, t: int) -> float:
-        """Return the bytes that a task itself needs."""
+        """Return the bytes that the micro-batch which task t works on needs."""
         way = self.stages[self._piece(t)].way
         forward = t < self.count
         own = way.kept_bytes if forward else 0.0

@@ -6,7 +6,7 @@
                     copies * weights + p * kept  <=  M, with no buffers and no copies in the count
 
 Its stages then run by 1F1B* (`fixed`), which shows what they really need: often a far longer period. Narayanan et al.,
-PipeDream (2019), as compared with in section 7.3.3 of the thesis. O(devices * layers^2).
+PipeDream (2019), as compared with in section 7.3.3 of A. Shilova's thesis (2021). O(devices * layers^2).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def pipedream(job: Job) -> tuple[Partition, float]:
 def best_of_targets(job: Job) -> Partition | None:
     """Return the best of PipeDream's partitions over many assumed memories, each by 1F1B*; None if none fits.
 
-    This is more than PipeDream does by itself: the thesis picks from many targets in chapter 6.
+    This is more than PipeDream does by itself: A. Shilova's thesis (2021) picks from many targets in chapter 6.
     """
     found: list[Partition] = []
     for target in (*(job.machines.memory * 2 ** (step / 4) for step in range(-12, 17)), inf):
@@ -57,7 +57,7 @@ def best_of_targets(job: Job) -> Partition | None:
 
 
 def _balanced(job: Job, memory: float) -> tuple[tuple[PlannedStage, ...], float]:
-    """Return the stages whose slowest is fastest in PipeDream's model; none if the model says that none fit."""
+    """Return the stages whose slowest is fastest in PipeDream's model, and its seconds; ((), inf) if it fits none."""
     count = job.count
     table: list[list[Best]] = [[(inf, -1)] * count + [(0.0, -1)]]
     for p in range(1, job.machines.devices + 1):
@@ -75,7 +75,7 @@ def _balanced(job: Job, memory: float) -> tuple[tuple[PlannedStage, ...], float]
 
 
 def _first_stage(job: Job, p: int, i: int, after: list[Best], memory: float) -> Best:
-    """Return the best end of the first of p stages that start at layer i."""
+    """Return the best (seconds of the slowest, last layer of the first) of p stages that begin with layer i."""
     best: Best = (inf, -1)
     for j in range(i, job.count):
         way = job.keeping_all(i, j)
