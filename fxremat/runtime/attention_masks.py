@@ -56,7 +56,7 @@ def _is_padding_mask(value: Any) -> bool:
 
 @contextlib.contextmanager
 def left_out(masks: Sequence[Tensor]) -> Iterator[None]:
-    """Let traced code leave out padding masks, inside this context, if no mask of `masks` masks anything; as eager mode.
+    """Let traced code leave out padding masks, inside this context, if none of `masks` masks anything, as eager mode.
 
     Before torch 2.13 transformers would keep a purely causal mask even where the call has no padding mask: it asks
     whether the model is being exported, to which dynamo answers yes (read in torch 2.11). Here the answer is no.
