@@ -39,7 +39,7 @@ class LayoutsDiffer(CaptureError):
 
 
 def key_of(op: Any, args: Iterable[Any], kwargs: Mapping[str, Any]) -> str:
-    """Return a key of a call: the op, its constants, and the layouts of its tensors; they decide the results' layouts."""
+    """Return a key of a call: op, constants, and layouts of its tensors, which decide the layouts of its results."""
     return f"{op}({', '.join(map(_described, (*args, *kwargs.items())))})"
 
 

@@ -277,7 +277,7 @@ def _measure(
 
 
 def raise_clocks(device: torch.device, seconds: float = RISE_SECONDS) -> None:
-    """Multiply matrices for `seconds` on an accelerator: an idle GPU runs at a fifth of its clock and would be timed so."""
+    """Multiply matrices for a while on an accelerator, before ops are timed: an idle GPU runs at 1/5 of its clock."""
     if not (kind := kind_of(device)).accelerator:
         return
     matrix = torch.ones(1024, 1024, device=device)  # 4 MiB
@@ -360,7 +360,7 @@ class _Visitor:
         return result
 
     def _check_alone(self, op: Op, region: Region, call: Call) -> None:
-        """Let a region run op by op from now on if an input that it overwrites has a storage that other values share."""
+        """Let a region run op by op from now on if other values share the storage of an input that it overwrites."""
         inputs = [node for node in self.joint.nodes[op.index].args if isinstance(node, fx.Node)]
         for place in region.donated:
             if self.walk.shares(call.args[place], besides=self.joint.value_of[inputs[place]]):

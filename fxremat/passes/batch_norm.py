@@ -2,8 +2,8 @@
 
     native_batch_norm_backward(g, x, w, running, ...)    ->    native_batch_norm_backward(g, x, w, None, ...)
 
-In training mode the backward uses only the statistics of the batch. If it read the running statistics, which the forward
-overwrites, autograd would raise that they were "modified by an inplace operation".
+In training mode the backward uses only the statistics of the batch. If it read the running statistics, which the
+forward overwrites, autograd would raise that they were "modified by an inplace operation".
 
     y, mean, rstd, running' = batch_norm(x, w, b, running)    ->    mean, rstd, running' = batch_statistics(x, running)
                                                                     y = batch_normalized(x, w, b, mean, rstd)

@@ -83,11 +83,11 @@ def convolve_channels_last(graph: fx.Graph) -> None:
 
 
 def pays(convolutions: Iterable[fx.Node]) -> bool:
-    """Tell whether channels_last makes a graph's convolutions faster: as `torch._inductor` decides for GPUs, or on a CPU.
+    """Tell whether channels_last makes a graph's convolutions faster; for GPUs as `torch._inductor` decides.
 
-    On a GPU it is slower for grouped convolutions of several channels a group, for convolutions that halve the channels,
-    and if no convolution has many channels. On a CPU, by measurements, only groups of many channels are slower; such
-    convolutions keep their layout, and must not make more than half of all multiplications.
+    On a GPU it is slower for grouped convolutions of several channels a group, for convolutions that halve the
+    channels, and if no convolution has many channels. On a CPU, by measurements, only groups of many channels are
+    slower; such convolutions keep their layout, and must not make more than half of all multiplications.
     """
     ours = [node for node in convolutions if _convertible(node)]
     if not ours:
@@ -198,7 +198,7 @@ class _Conversion:
         self.views = {node for node in graph.nodes if node.op == "call_function" and _is_view(node)}
         self.captured: dict[fx.Node, Any] = {}  # fake values, as captured, of nodes that have other ones now
         self.source: dict[fx.Node, fx.Node] = {}  # copy in channels_last -> the node that it copies
-        self.copies: dict[fx.Node, fx.Node] = {}  # node -> its copy in channels_last; copies of weights are in `weights`
+        self.copies: dict[fx.Node, fx.Node] = {}  # node -> its copy in channels_last; weights are apart
         self.weights: dict[tuple[fx.Node, fx.Node], fx.Node] = {}  # weight and activation -> copy of the weight
         self.instead: dict[fx.Node, fx.Node] = {}  # node -> the copy that all later ops read
         self.originals: dict[fx.Node, fx.Node] = {}  # node -> a node with the same elements in the captured layout
@@ -252,8 +252,9 @@ class _Conversion:
     def _even_out(self, node: fx.Node) -> None:
         """Let an op that reads channels_last tensors read all of its operands in that format.
 
-        Kernels are slow if operands differ in layout, fake kernels then do not always know the layout of the result, and a
-        later convolution would copy that anyway. The layout of a broadcast operand does not matter to a pointwise op.
+        Kernels are slow if operands differ in layout, fake kernels then do not always know the layout of the result,
+        and a later convolution would copy that anyway. The layout of a broadcast operand does not matter to a pointwise
+        op.
         """
         read = [n for n in node.all_input_nodes if _is_image(n.meta.get("val"))]
         leaders = [n for n in read if self._is_new(n) and _lies_channels_last(_tensor(n), activation=True)]

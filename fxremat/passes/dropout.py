@@ -1,6 +1,6 @@
 """A rewrite of the dropouts of a captured graph to the bits of eager PyTorch.
 
-    eager on a CPU     x * (mask / (1 - p)), the quotient rounded to x's type; the backward multiplies by the same quotient
+    eager on a CPU     x * (mask / (1 - p)), the quotient rounded to x's type; its backward does the same
     as captured        x * mask * (1 / (1 - p)), the quotient exact
 
 The two differ by rounding: forward and backward in single precision for some p (0.15, not 0.1), the backward in half
@@ -63,7 +63,7 @@ def _on_cpu(node: fx.Node) -> bool:
 
 
 def _split(node: fx.Node, keep: float) -> None:
-    """Replace a dropout by an op that draws its mask (the same numbers), and one that multiplies as eager PyTorch does."""
+    """Replace a dropout by an op that draws the same mask, and one that multiplies as eager PyTorch does."""
     x = cast(fx.Node, node.args[0])
     with node.graph.inserting_before(node):
         mask = call_like(node, aten.bernoulli.p, call_like(node, aten.empty_like.default, x, dtype=torch.bool), keep)

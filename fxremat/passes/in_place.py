@@ -2,14 +2,15 @@
 
     add(g1, g2), if no other op reads g1    ->    add_(g1, g2)
 
-A sum of gradients, the backward of a ReLU or of a dropout needs three buffers where two are enough. Such an op runs once,
-and what it overwrites has no other reader, so it may overwrite in whatever order a plan runs the backward. The numbers
-are the same: the same kernel reads each element before it writes it, provided that the operand has the layout that a new
-result would have; otherwise the next reader might add in another order. Fake tensors do not always know the real layouts,
-so measuring compares them (`cost.measure`), and finds the ops that must allocate a new result after all (`Costs.fresh`).
-Nor is the layout of gradients known that a loss outside of the model hands in: values that may have such a layout are
-overwritten only by ops whose new result would have the same layout, whatever it is. In plans the result is a value of its
-own, and the op's workspace is negative by the bytes that it reuses (`graphs.accounting.costs_from`).
+A sum of gradients, the backward of a ReLU or of a dropout needs three buffers where two are enough. Such an op runs
+once, and what it overwrites has no other reader, so it may overwrite in whatever order a plan runs the backward. The
+numbers are the same: the same kernel reads each element before it writes it, provided that the operand has the layout
+that a new result would have; otherwise the next reader might add in another order. Fake tensors do not always know the
+real layouts, so measuring compares them (`cost.measure`), and finds the ops that must allocate a new result after all
+(`Costs.fresh`). Nor is the layout of gradients known that a loss outside of the model hands in: values that may have
+such a layout are overwritten only by ops whose new result would have the same layout, whatever it is. In plans the
+result is a value of its own, and the op's workspace is negative by the bytes that it reuses
+(`graphs.accounting.costs_from`).
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def note_overwriting(graph: fx.Graph) -> None:
 
 
 def note_overwriting_among(graph: fx.Graph, ours: Set[fx.Node]) -> None:
-    """Note, in place of earlier notes, which ops may overwrite an operand in `ours` that no other op reads. O(nodes)."""
+    """Note anew which ops may overwrite an operand in `ours` that no other op reads. O(nodes)."""
     shown = Counter(storage_of(t) for node in graph.nodes if (t := _tensor(node)) is not None)
     unknown = laid_out_by_others(graph)
     forget_overwriting(graph)

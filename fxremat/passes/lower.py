@@ -75,7 +75,7 @@ class Part:
 
     graph: fx.Graph = field(default_factory=fx.Graph)
     bases: dict[int, fx.Node] = field(default_factory=dict)  # version -> the node of its entire storage
-    views: dict[tuple[int, fx.Node], fx.Node] = field(default_factory=dict)  # (version, view in the joint graph) -> node
+    views: dict[tuple[int, fx.Node], fx.Node] = field(default_factory=dict)  # by version, and node in the joint graph
     seeds: dict[int, fx.Node] = field(default_factory=dict)  # op -> saved generator state
     hosts: dict[int, fx.Node] = field(default_factory=dict)  # number of a round trip to the host -> the copy there
     coming: dict[int, fx.Node] = field(default_factory=dict)  # round trip -> memory that its copy back is filling
@@ -269,7 +269,7 @@ class Lowering:
         return part.hosts[trip]
 
     def _halves(self) -> dict[Step, Step]:
-        """Map each first half of a BatchNorm to its second half, where that follows directly: both then run as one op."""
+        """Map each first half of a BatchNorm to its second half, if that follows directly: they then run as one op."""
         steps, found = self.program.steps, {}
         for part in (steps[: self.program.split], steps[self.program.split :]):
             for first, second in itertools.pairwise(part):
@@ -347,7 +347,7 @@ class Lowering:
         """Emit the node of one execution.
 
         Returns:
-            the node, and how many items it returns before the op's results: 1 if a generator's state comes first, else 0.
+            the node, and how many items it returns before the op's results: 1, a generator's state, or 0.
         """
         target, arguments, given = self._call_of(step, original)
         if self._is_under_way(step):

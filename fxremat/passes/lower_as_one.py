@@ -1,8 +1,9 @@
 """A program made into one joint graph, in which every execution is a node of its own, recomputations included.
 
-The graph takes primals and tangents, and returns outputs and gradients, like the captured graph; `fusion.joint` reads it.
-It is functional: ops that may overwrite gradients make new results here. Steps come in groups, each of which may become a
-compiled region. Every group makes the views that it reads by itself, so that only entire storages cross between groups.
+The graph takes primals and tangents, and returns outputs and gradients, like the captured graph; `fusion.joint` reads
+it. It is functional: ops that may overwrite gradients make new results here. Steps come in groups, each of which may
+become a compiled region. Every group makes the views that it reads by itself, so that only entire storages cross
+between groups.
 """
 
 from __future__ import annotations

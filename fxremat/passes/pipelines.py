@@ -134,7 +134,7 @@ def _run(each: Pass, graph: fx.Graph) -> Rewrite:
     each.rewrite(graph)
     graph.eliminate_dead_code()  # checks the graph first
     lines = difflib.unified_diff(text, str(graph).splitlines(), lineterm="", n=0) if logged else ()
-    done = Rewrite(each.name, before, len(graph.nodes), "\n".join([*lines][2:]))  # without the header, which names no files here
+    done = Rewrite(each.name, before, len(graph.nodes), "\n".join([*lines][2:]))  # without the names of files
     if logged:
         log.info("%s", done)
     return done

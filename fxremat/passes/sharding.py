@@ -110,7 +110,7 @@ def _merge_reductions(graph: fx.Graph) -> bool:
 
 
 def _buckets(nodes: Sequence[fx.Node], sharing: Callable[[fx.Node], Sharing]) -> Iterator[list[fx.Node]]:
-    """Yield buckets: gathers or reductions that one collective does, of equal sharing, type and device, within `BUCKET`."""
+    """Yield buckets: gathers or reductions of equal sharing, type and device, which one collective then does."""
     most = BUCKET
     if nodes and not sharing(nodes[0]).group:
         most = min(most, sum(map(_bytes_of_whole, nodes)) // SHARES)
@@ -162,7 +162,7 @@ def _without_padding(write: _Writer, gather: fx.Node, whole: fx.Node) -> fx.Node
 
 
 def _part_to_send(write: _Writer, gather: fx.Node, ranks: int) -> fx.Node:
-    """Return a node of the shard as it is sent: in the type that the model computes in, with as many rows as rank 0's."""
+    """Return the shard as it is sent: in the type that the model computes in, with as many rows as rank 0's."""
     sharing = _sharing_of_gather(gather)
     shard = gather.args[0]
     assert isinstance(shard, fx.Node)
@@ -239,7 +239,7 @@ def _move_readers(bucket: Sequence[fx.Node]) -> None:
 
 
 def _as_reduced(write: _Writer, node: fx.Node) -> fx.Node:
-    """Return a node of the gradient in the type that it is reduced in, with unreduced gradients of earlier steps added."""
+    """Return the gradient in the type that it is reduced in, with unreduced gradients of earlier steps added."""
     gradient: Any = node.args[0]
     dtype = _sharing_of_reduce(node).reduced_in
     if dtype is not None and gradient.meta["val"].dtype != dtype:
@@ -285,8 +285,7 @@ def _pieces(write: _Writer, flat: fx.Node, shapes: Sequence[torch.Size]) -> Iter
 
 
 class _Writer:
-    """A function that inserts new nodes before a node that they replace, with its `meta` and with fake values of their own.
-    """
+    """A function that inserts nodes before a node that they replace, with its `meta` and fake values of their own."""
 
     class Place(NamedTuple):
         """The node before which new ones are inserted, and its fake mode."""

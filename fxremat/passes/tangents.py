@@ -1,9 +1,9 @@
 """A rewrite that lets the backward read gradients from a loss outside the model in any memory layout.
 
-AOTAutograd traces the backward for gradients laid out as the outputs are, and copies gradients that are not. Such copies
-take memory that no plan counts, and may change bits: the backward of eager PyTorch runs on the gradient as it is. So does
-the rewritten graph: autograd's `reshape`, which copies only if no view is possible, was traced as a view, and becomes a
-reshape again.
+AOTAutograd traces the backward for gradients laid out as the outputs are, and copies gradients that are not. Such
+copies take memory that no plan counts, and may change bits: the backward of eager PyTorch runs on the gradient as it
+is. So does the rewritten graph: autograd's `reshape`, which copies only if no view is possible, was traced as a view,
+and becomes a reshape again.
 """
 
 from __future__ import annotations
