@@ -57,7 +57,7 @@ def is_size_node(node: object) -> bool:
 
 
 def has_symbolic_sizes(graph: fx.Graph) -> bool:
-    """Tell whether a joint graph has symbolic numbers, or tensors of symbolic shape."""
+    """Tell whether a joint graph has symbolic numbers or shapes, even if these can have one value only."""
     tensors = (tensor for node in graph.nodes for tensor in tensors_of(node) if tensor is not None)
     return any(map(is_size_node, graph.nodes)) or any(map(is_symbolic, tensors))
 

@@ -10,7 +10,7 @@ from fxremat.errors import FxrematError
 
 
 class Spent(torch.Tensor):
-    """The tensor in `.grad` after the step has used the gradient: any use of it raises an error that says so."""
+    """The tensor in `.grad` of a parameter that the backward has updated: its use raises an error that says so."""
 
     @classmethod
     def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]

@@ -129,7 +129,7 @@ class _Training:
     def child_of(self, parent: nn.Module) -> PlannedChild | None:
         """Return the planned child of a module whose forward was replaced: the one with most of the parameters.
 
-        None if no child has more than half of them, if ranks share parameters, or if the step runs an optimizer.
+        None if no child has half of them, if ranks share parameters, or if the step runs an optimizer.
         """
         name = largest_child(parent, sum(p.numel() for p in self.model.parameters()) / 2)
         if name is None or self.shared is not None or self.backend.options.optimizer is not None:
