@@ -38,7 +38,7 @@ class Device:
     network: float | None = None  # bytes a second to other devices, and as many from them; None: as `link`
     latency: float = 20e-6  # seconds of overhead of any collective
     tf32_flops: float | None = None  # a second, fp32 convolutions, dense; None: as many as `flops`
-    bf16_flops: float | None = None  # a second, where they differ from those of fp16; None: as many as `half_flops`
+    bf16_flops: float | None = None  # a second, bf16 matrix products; None: as many as `half_flops`
     memory: int | None = None  # bytes; None: not stated
     cuda: bool = True  # runs CUDA's kernels (or ROCm's of the same names), and allocates in blocks as CUDA does
     flash: bool = True  # has flash attention, for half precision; False: memory-efficient attention
@@ -85,7 +85,7 @@ class Device:
 
 
 def _key(name: str) -> str:
-    """Return the letters and digits of a device's name, without those that only name its maker and product line."""
+    """Return the letters and digits of a device's name, without the maker's name and the product line."""
     return re.sub(r"[^a-z0-9]|nvidia|geforce|tesla|amd|instinct|rtx", "", name.lower())
 
 

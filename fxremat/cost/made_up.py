@@ -106,7 +106,7 @@ def weights_like(node: fx.Node) -> Any:
     if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() > 1 and value.numel():
         storage = torch.empty(0, dtype=value.dtype, device=value.device).set_(value.untyped_storage())
         inner = max(1, value.numel() // value.shape[0])
-        storage.sub_(0.35).mul_((48 / inner) ** 0.5)  # values of 0.1 to 0.6 become those of variance 1 / inner
+        storage.sub_(0.35).mul_((48 / inner) ** 0.5)  # values of 0.1 to 0.6 get mean 0, variance 1 / inner
     return value
 
 

@@ -87,7 +87,7 @@ def sources_of(nodes: Sequence[fx.Node]) -> tuple[Source, ...]:
         nodes: the ops' nodes, in execution order.
     """
     modules = {node: module_of(node) for node in nodes}
-    # by autograd's number, of the first op that has it: ops that are not differentiated have that of the op before them
+    # by autograd's number, for the first op that has it: ops that are not differentiated repeat the number before them
     by_number = {_number(node): modules[node] for node in reversed(nodes) if not _is_backward(node)}
     added = [node for node in nodes if _adds_gradients(node)]
     for node in nodes:

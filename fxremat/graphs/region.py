@@ -205,7 +205,7 @@ def compile_all(regions: Iterable[Region]) -> Iterator[Region]:
     """Compile regions, several at a time, and yield each when it is compiled."""
     todo = list(regions)
     with ThreadPoolExecutor(max(1, min(AT_ONCE, len(todo)))) as pool:
-        # Inductor's settings are those of the context
+        # Inductor reads its settings from the context variables
         running = {pool.submit(copy_context().run, region.compile): region for region in todo}
         for done in as_completed(running):
             done.result()

@@ -400,7 +400,7 @@ def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def check_unscaled(gradients: Sequence[torch.Tensor]) -> None:
-    """Raise `FxrematError` if the loss was scaled before its backward: updates would be those of another loss.
+    """Raise `FxrematError` if the loss was scaled before its backward: the updates would then be wrong.
 
     Args:
         gradients: the gradients of the model's scalar outputs. One output is the loss; others may be unused or

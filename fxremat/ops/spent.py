@@ -14,7 +14,7 @@ class Spent(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Raise `FxrematError` for every op but those of `zero_grad(set_to_none=False)`."""
+        """Raise `FxrematError` for every op except the two that `zero_grad(set_to_none=False)` calls."""
         if op in (torch.ops.aten.zero_.default, torch.ops.aten.detach.default):
             return args[0]
         raise FxrematError(

@@ -65,7 +65,7 @@ SHOWN_OTHERWISE = {  # a CPU's kernels return other layouts than fake kernels (t
 
 
 def convolve_channels_last(graph: fx.Graph) -> None:
-    """Convert the convolutions of a joint graph if that pays, in place; leave it unchanged if anything raises.
+    """Convert the convolutions of a joint graph in place if that makes them faster; do nothing if anything raises.
 
     O(nodes).
     """

@@ -62,7 +62,7 @@ def note_overwriting_among(graph: fx.Graph, ours: Set[fx.Node]) -> None:
 
 
 def forget_overwriting(graph: fx.Graph) -> None:
-    """Remove the notes, before ops are replaced by others."""
+    """Remove the notes of which ops may overwrite an operand, before ops of the graph are replaced."""
     for node in graph.nodes:
         node.meta.pop(PLACE, None)
 

@@ -36,7 +36,7 @@ def copy_views_by_number(graph: fx.Graph) -> None:
 
 
 def _begins_at_number(node: fx.Node, shown: torch.Tensor) -> bool:
-    """Tell whether a node's new tensor has a storage offset that depends on data: `aten.copy` shows that of a view."""
+    """Tell whether a node's new tensor has a storage offset that depends on data: as with `aten.copy` of a view."""
     offset, target = shown.storage_offset(), node.target
     made = isinstance(target, torch._ops.OpOverload) and not target.is_view
     return made and isinstance(offset, torch.SymInt) and depends_on_data(offset)

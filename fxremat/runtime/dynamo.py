@@ -578,7 +578,7 @@ def _would_gain(plan: Plan, freed: int) -> bool:
 
 
 def _to_trace(placeholders: Sequence[fx.Node], inputs: Sequence[Any]) -> Sequence[Any]:
-    """Return the inputs for AOTAutograd to trace with: those of the call.
+    """Return the inputs for AOTAutograd to trace with: the inputs of the call.
 
     Outside of dynamo, return the symbolic ones that the graph was captured with, if there are any.
     """

@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 
     _Base = nn.Module
 else:
-    _Base = object  # at run time the other bases are those of the model
+    _Base = object  # at run time the model's class is the other base
 
 INSIDE = (
     "a model that fxremat.compile returned plans its own graph within its own budget; it cannot be a part of another "

@@ -149,14 +149,15 @@ def _parameter(parameter: Any, group: Any, bucket: int) -> ShardedParameter:
         raise FxrematError(f"{name} is a {type(sharded).__name__}, not a DTensor as fully_shard makes them")
     mesh = parameter.mesh_info
     shards, replicas = getattr(mesh, "shard_process_group", None), getattr(mesh, "replicate_process_group", None)
-    policy = parameter.mp_policy if hasattr(parameter, "mp_policy") else group.mp_policy  # torch 2.15, before
+    # torch 2.15 keeps the policy with the parameter, earlier releases with the group
+    policy = parameter.mp_policy if hasattr(parameter, "mp_policy") else group.mp_policy
     stored = sharded.dtype
     computed = policy.param_dtype if policy.param_dtype and stored.is_floating_point else stored
     reduced_in = policy.reduce_dtype
     ranks = (1 if shards is None else shards.size()) * (1 if replicas is None else replicas.size())
     op, before, after = division(reduced_in or computed, ranks, group)
-    whole: Any = getattr(parameter, "_unsharded_dtensor_spec", None)  # torch 2.13
-    whole = whole or getattr(parameter, "_tp_spec", None)  # torch 2.11
+    whole: Any = getattr(parameter, "_unsharded_dtensor_spec", None)  # as in torch 2.13
+    whole = whole or getattr(parameter, "_tp_spec", None)  # as in torch 2.11
     inner = (whole.mesh, tuple(whole.placements)) if parameter.is_dtensor else None
     return ShardedParameter(
         tuple(places),

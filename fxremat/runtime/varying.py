@@ -34,7 +34,11 @@ def positional(forward: Callable[..., Any]) -> Sequence[str]:
 
 
 def by_name(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call by name; `names` are those of the positional ones."""
+    """Return the arguments of a call by name.
+
+    Args:
+        names: the names of the inputs that may be passed by position, in order.
+    """
     return dict(zip(names, args, strict=False)) | dict(kwargs)
 
 

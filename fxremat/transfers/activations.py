@@ -25,7 +25,7 @@ from fxremat.step.transferred import ProgramWithTransfers
 from fxremat.transfers.clock import Ints
 from fxremat.transfers.copies import CopyIn, CopyOut, durations, need_of, time_copies
 
-SMALL = 2000  # values smaller than the peak of keep-all divided by this do not travel
+SMALL = 2000  # values below this fraction (1 / SMALL) of the peak of keep-all stay on the device
 
 
 @dataclass(frozen=True, slots=True)
