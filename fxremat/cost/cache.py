@@ -1,6 +1,6 @@
-"""Measured costs that outlive the process: in the store of each environment (`cost.environment`), a row for each key.
+"""Measured costs that outlive the process: a SQLite file for each environment (`cost.environment`), a row for each key.
 
-A row is a blob of doubles: it holds numbers of one shape, and nothing that has to be parsed.
+A row is a blob of 8-byte floating-point numbers, so that nothing has to be parsed.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ DOUBLE = 8  # bytes
 
 
 def store_of(device: torch.device) -> Store:
-    """Return the store of this device as it is used now: under this torch, with these settings."""
+    """Return the store on disk for this device under the present torch and settings."""
     return Store(folder() / f"{name_of(environment(device))}.sqlite")
 
 
 class CostCache:
-    """A dictionary from text to numbers that outlives the process."""
+    """A dictionary from text to numbers that outlives the process: read at once, written by `save`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -37,11 +37,11 @@ class CostCache:
 
     @classmethod
     def of_device(cls, device: torch.device) -> Self:
-        """Return the costs that are known of this device, as it is used now."""
+        """Return the cache of costs for this device under the present torch and settings."""
         return cls(store_of(device).path)
 
     def op(self, key: str) -> OpCost | None:
-        """Return the cost kept under a key; None too for numbers that no op can have."""
+        """Return the cost kept under a key; None if there is none, or the numbers cannot be a cost."""
         if numbers := self._new.get(key):
             return _cost(numbers)
         numbers = self._known.get(key)
@@ -52,10 +52,10 @@ class CostCache:
         self.keep(key, [cost.seconds, cost.workspace, *cost.outputs])
 
     def numbers(self, key: str, count: int | None = None) -> list[float] | None:
-        """Return the numbers kept under a key, all of them finite and above 0.
+        """Return the numbers kept under a key; None if there are none, or not all of them are finite and above 0.
 
         Args:
-            count: how many there must be.
+            count: how many there must be, else None is returned; None: any number of them.
         """
         found = self._new.get(key) or self._known.get(key)
         if not found or not all(math.isfinite(number) and number > 0 for number in found):
@@ -68,7 +68,7 @@ class CostCache:
         self._unsaved.add(key)
 
     def save(self) -> None:
-        """Write what is new, where that is possible within a moment; else the next `save` tries again."""
+        """Write what is new; if another process keeps the file locked, the next `save` tries again."""
         rows = {key: _packed(self._new[key]) for key in self._unsaved}
         if rows and Store(self.path).put(TABLE, rows):
             self._unsaved.clear()
@@ -79,7 +79,7 @@ def _cost(numbers: Sequence[float]) -> OpCost:
 
 
 def _is_plausible(numbers: Sequence[float]) -> bool:
-    """Tell whether an op can have taken some seconds, and whole numbers of bytes."""
+    """Tell whether numbers can be the cost of an op: seconds above 0, then whole numbers of bytes."""
     seconds, *sizes = numbers
     whole = all(math.isfinite(size) and size >= 0 and size == int(size) for size in sizes)
     return bool(sizes) and whole and math.isfinite(seconds) and seconds > 0
@@ -90,5 +90,5 @@ def _packed(numbers: Sequence[float]) -> bytes:
 
 
 def _numbers(row: bytes) -> list[float]:
-    """Return the numbers of a row; none where it cannot be one."""
+    """Return the numbers of a row; [] if its length does not fit."""
     return [] if len(row) % DOUBLE else list(struct.unpack(f"<{len(row) // DOUBLE}d", row))

@@ -1,4 +1,4 @@
-"""One factor between the sum of the ops' times and the time of a whole step, measured by running the planned graphs.
+"""The factor from the sum of the ops' times to the time of a whole step, measured by running the planned graphs.
 
 The graphs are functional (AOTAutograd applies updates outside of them), so they run on the user's own inputs and
 parameters without changing the model; missing data is made up. The run needs the memory that the plan predicts; on CUDA
@@ -38,22 +38,24 @@ from fxremat.units import format_bytes
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
-ROOM = 1.05  # times what a step needs must be free before it is run: the allocator's blocks leave gaps
-RUNS = 3  # of a step, of which the fastest counts
-TURNS = 6  # runs of each program in a comparison
-CLOSE = 1.1  # times the least seconds of a step: where steps are long, slower programs are not run again
+ROOM = 1.05  # a step is run only if this times what it needs is free: the allocator's blocks leave gaps
+RUNS = 3  # runs of a step, of which the fastest counts
+TURNS = 6  # runs of each program in a comparison, at most
+CLOSE = 1.1  # where steps are long, a program slower than this times the fastest is not run again
 FEWEST = 3  # runs of each program in a comparison at least, however long they are
-LONG = 1.0  # seconds of all runs so far, after which two are enough, or that many runs of each
+LONG = 1.0  # seconds of a program's runs, after which steps count as long: then two runs, or `FEWEST` turns, are enough
 
 
 def calibration(
     program: Program, costs: Costs, inputs: Sequence[Any] = (), ranks: Agreement = ALONE
 ) -> float:
-    """Return the measured time of a step over the predicted one; 1 if it cannot be measured. Runs a few steps, once.
+    """Return the measured time of a step over the predicted one; 1 if it cannot be measured.
+
+    A few steps run, unless the factor is cached for this graph.
 
     Args:
-        inputs: the arguments of the captured graph.
-        ranks: those that run the program together; the factor is that of the slowest.
+        inputs: the arguments of the captured graph; data is made up for missing ones.
+        ranks: the ranks that run the program together; the largest of their factors is returned to each.
     """
     joint = captured_of(program.layout.graph)
     device, key = device_of(joint), f"factor {of_ops(joint)}"
@@ -72,9 +74,9 @@ def calibration(
 def seconds_of_steps(
     programs: Sequence[Program], costs: Sequence[Costs], inputs: Sequence[Any] = ()
 ) -> list[float] | None:
-    """Return the least seconds of a few steps of each program, run in turn; None if they cannot run.
+    """Return for each program the seconds of its fastest step; the programs take turns. None if they cannot run.
 
-    Those of programs that were compared before are read from the cache.
+    If the same programs were compared before, the seconds are read from the cache.
     """
     compare = partial(_compared, programs, costs, inputs)
     return remembered("seconds of steps", programs, len(programs), compare)
@@ -104,7 +106,7 @@ def _compared(programs: Sequence[Program], costs: Sequence[Costs], inputs: Seque
 def peak_of_step(program: Program, costs: Costs, inputs: Sequence[Any] = ()) -> int | None:
     """Return the measured peak of one step of a program's graphs, in bytes above its start; None if it cannot run.
 
-    A loss outside the model is not part of it. That of a program that was run before is read from the cache.
+    It does not include a loss outside the model. For a program that was run before it is read from the cache.
     """
     peak = remembered("peak of one step", [program], 1, partial(_peak, program, costs, inputs))
     return None if peak is None else int(peak[0])
@@ -118,7 +120,7 @@ def _peak(program: Program, costs: Costs, inputs: Sequence[Any]) -> list[float] 
 
 
 def _tried(run: Callable[[], T], device: torch.device) -> T | None:
-    """Return the result of running steps; None if that fails, since the real step will report what is wrong."""
+    """Return the result of `run`, which runs steps; None if it raises: the real step will report what is wrong."""
     try:
         with quiet_world(device):
             return unprofiled(run)
@@ -128,7 +130,10 @@ def _tried(run: Callable[[], T], device: torch.device) -> T | None:
 
 
 def has_room(program: Program, costs: Costs, inputs: Sequence[Any] = ()) -> bool:
-    """Tell whether an accelerator has room now for one step and for inputs that are made up; log where it has not."""
+    """Tell whether the device has room now for one step and made-up inputs; log if it has not.
+
+    A device that cannot tell its free memory, such as a CPU, counts as having room.
+    """
     joint = captured_of(program.layout.graph)
     device = device_of(joint)
     if not kind_of(device).can(Ability.FREE):
@@ -143,7 +148,10 @@ def has_room(program: Program, costs: Costs, inputs: Sequence[Any] = ()) -> bool
 
 
 def _run(program: Program, costs: Costs, inputs: Sequence[Any], ranks: Agreement) -> float | None:
-    """Return the seconds of one step of a program's graphs; None if memory is too short, or if it fails."""
+    """Return the seconds of the fastest of a few steps; None if memory is too short, or a step fails.
+
+    Among several ranks a failure raises, since other ranks would wait.
+    """
     alone = len(ranks.ranks) == 1
     made = _Made.of(program, costs, inputs, alone=alone)
     if made is None:
@@ -174,7 +182,11 @@ class _Made:
 
     @classmethod
     def of(cls, program: Program, costs: Costs, inputs: Sequence[Any], *, alone: bool) -> _Made | None:
-        """Lower a program to its graphs; return None if a step does not fit in the memory that is free."""
+        """Make the graphs of a program; return None if one step does not fit into the memory that is free.
+
+        Args:
+            alone: check the memory; False among several ranks, which must all go on.
+        """
         if alone and not has_room(program, costs, inputs):
             return None
         joint = captured_of(program.layout.graph)
@@ -196,7 +208,7 @@ class _Made:
         return primals, [value_like(node) for node in joint.tangent_nodes]
 
     def step(self, primals: Sequence[Any], tangents: Sequence[Any]) -> None:
-        """Run forward and backward, and hold what a caller holds: no values that overwrite inputs."""
+        """Run forward and backward, and hold the outputs meanwhile as a caller does, but no new values of inputs."""
         joint = self.joint
         results = list(self.forward(list(primals)))
         returned = joint.forward_outputs

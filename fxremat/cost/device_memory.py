@@ -1,13 +1,13 @@
 """Memory of a device: what it holds while a model is trained on it, and what that leaves for the peak of a step.
 
     given       parameters, buffers and inputs that the step reads
-    state       of the optimizer
+    state       the optimizer's state
     the larger of
-      peak        of forward and backward: activations, temporaries and the new gradients, which `mem` bounds
+      peak        of forward and backward, which `mem` bounds: activations, temporaries and the new gradients
       stepping    gradients, and what the optimizer allocates while it steps
 
-Gradients are alive in both phases, and counted once in each. Where those of earlier micro-batches are kept meanwhile
-(gradient accumulation), their bytes are added.
+Gradients are alive in both phases, and counted once in each. With gradient accumulation, the gradients of earlier
+micro-batches come on top.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     **{kind.__name__.lower(): (kind, {}) for kind in ELEMENTWISE},
     "sgd-momentum": (torch.optim.SGD, {"momentum": 0.9}),
 }
-"""The optimizers that can be named, with the settings that decide what they keep."""
+"""The optimizers that a user can name: class, and settings on which the size of the state depends."""
 
 USUAL = "adamw"  # the optimizer that is assumed if none is named
 SAMPLE = 1 << 16  # elements of a parameter whose update is measured
@@ -46,9 +46,9 @@ class DeviceMemory:
     """Division of a device's memory in training, in bytes."""
 
     device: Device
-    optimizer: str  # its name, for messages
+    optimizer: str  # the name of the optimizer, for messages
     given: int  # parameters, buffers and inputs that the step reads
-    state: int = 0  # of the optimizer
+    state: int = 0  # the optimizer's state
     stepping: int = 0  # gradients and temporaries, while the optimizer steps
 
     @property
@@ -76,21 +76,21 @@ class DeviceMemory:
         return self.free - max(peak, self.stepping)
 
     def fits(self, peak: int) -> str:
-        """Tell in a few words whether a step of this peak fits."""
+        """Tell in a few words whether a step of this peak fits; "?" if the device's memory is not stated."""
         if self.device.memory is None:
             return "?"
         left = self.left(peak)
         return f"{format_bytes(left)} left" if left >= 0 else f"no: {format_bytes(-left)} over"
 
     def __str__(self) -> str:
-        """Name what is held, for messages."""
+        """Name the bytes that are on the device besides a step, for messages."""
         return (
             f"{format_bytes(self.given)} of parameters, buffers and inputs, and {format_bytes(self.state)} of "
             f"optimizer state ({self.optimizer})"
         )
 
     def shortage(self, least: int) -> str:
-        """Explain, for an error message, why a step with this least budget does not fit."""
+        """Explain, for an error message, why mem="auto" fails for a step whose least budget is `least` bytes."""
         return (
             f"{self.device} has {format_bytes(self.total)}: {self}, and {format_bytes(self.margin)} for driver, "
             f"context and fragments leave {format_bytes(max(0, self.auto))}, and the step takes {format_bytes(least)} "
@@ -98,7 +98,13 @@ class DeviceMemory:
         )
 
     def facts(self, *, budget: int, peak: int, least: int) -> Iterator[tuple[str, str]]:
-        """Yield what a plan prints about this device, as (label, text)."""
+        """Yield what a plan prints about this device, as (label, text).
+
+        Args:
+            budget: bytes.
+            peak: of the plan, in bytes.
+            least: the least budget that works, in bytes.
+        """
         yield "memory", format_bytes(self.total)
         yield "held", str(self)
         if budget > self.total:
@@ -128,11 +134,11 @@ class DeviceMemory:
 def memory_on(device: Device, joint: Captured, optimizer: torch.optim.Optimizer | str | None) -> DeviceMemory:
     """Return how a device's memory is divided while it trains the parameters of a joint graph.
 
-    If the step updates its weights itself, these, their gradients and their state are part of its peak, and not counted
-    here.
+    If the step updates its weights itself, then weights, gradients and optimizer state are part of its peak, and not
+    counted here.
 
     Args:
-        optimizer: of these parameters; None: `USUAL`.
+        optimizer: the optimizer of these parameters, or a name in `OPTIMIZERS`; None: `USUAL` is assumed.
     """
     block = device.torch_device
     placeholders = (v for v in joint.values if v.origin is Origin.PRIMAL and joint.shown[v.index].op == "placeholder")
@@ -175,9 +181,9 @@ def _described(optimizer: torch.optim.Optimizer | str) -> tuple[Any, tuple[Any, 
 
 @lru_cache
 def _copies(kind: Any, settings: tuple[Any, ...], dtype: torch.dtype) -> tuple[float, float]:
-    """Return how many copies of a parameter its state is, and how many more one update of all allocates.
+    """Return the bytes of optimizer state, and the bytes that an update allocates, as multiples of the parameter's.
 
-    Both are those of a step of PyTorch's own optimizer, with `foreach` as it is the default on CUDA.
+    They are measured on PyTorch's own optimizer of class `kind`, with foreach=True unless set otherwise, as on CUDA.
     """
     chosen = dict(settings)
     if chosen.get("foreach") is None and not chosen.get("fused"):

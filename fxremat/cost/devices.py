@@ -1,8 +1,8 @@
-"""Devices that a step can be estimated for: what their makers state, with the place where they state it.
+"""Devices for which costs can be estimated: the figures that their makers state, and where they state them.
 
 Rates are dense: a figure that a data sheet gives with sparsity is halved here. `flops` are the matrix products of
-float32 tensors as PyTorch runs them unless told otherwise, without TF32; float32 convolutions on NVIDIA devices do
-use TF32 unless told otherwise. A product in half precision adds in float32.
+float32 tensors without TF32, PyTorch's default; float32 convolutions on NVIDIA devices use TF32 by default
+(`tf32_flops`). A product in half precision adds in float32.
 
 `memory` is the total that the driver reports (nvidia-smi, rocm-smi), not the data sheet's gigabytes: memory chips come
 in binary sizes, so that an "80 GB" H100 has 81,559 MiB, which is 85.5 * 10^9 bytes.
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
 PCIE_3, PCIE_4, PCIE_5 = 12e9, 24e9, 50e9
-"""Bytes per second that a copy of pinned memory reaches one way, of the 15.8, 31.5 and 63.0 GB/s of sixteen lanes."""
+"""Bytes per second that copies of pinned memory reach one way over 16 lanes of PCIe, of 15.8, 31.5 and 63.0e9."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,15 +34,15 @@ class Device:
     half_flops: float  # a second, fp16 and bf16 matrix products, dense
     bandwidth: float  # bytes a second, device memory
     launch: float = 5e-6  # seconds of overhead of any op
-    link: float = PCIE_3  # bytes a second to the host, and as many back
-    network: float | None = None  # bytes a second to other devices of a job, and as many back; None: as `link`
+    link: float = PCIE_3  # bytes a second to the host, and as many from it at the same time
+    network: float | None = None  # bytes a second to other devices, and as many from them; None: as `link`
     latency: float = 20e-6  # seconds of overhead of any collective
     tf32_flops: float | None = None  # a second, fp32 convolutions, dense; None: as many as `flops`
-    bf16_flops: float | None = None  # a second, where they differ from those of fp16; None: as many as `half_flops`
+    bf16_flops: float | None = None  # a second, bf16 matrix products; None: as many as `half_flops`
     memory: int | None = None  # bytes; None: not stated
     cuda: bool = True  # runs CUDA's kernels (or ROCm's of the same names), and allocates in blocks as CUDA does
-    flash: bool = True  # has the flash attention kernels, in half precision; else the memory-efficient ones
-    cudnn_attention: int | None = None  # prefers cuDNN's, for heads up to this width before PyTorch 2.14; None: never
+    flash: bool = True  # has flash attention, for half precision; False: memory-efficient attention
+    cudnn_attention: int | None = None  # PyTorch prefers cuDNN's attention, before 2.14 up to this head width
     source: str = ""  # where these numbers are stated
 
     def __str__(self) -> str:
@@ -64,7 +64,7 @@ class Device:
     def named(cls, name: str | Device) -> Device:
         """Return a known device by name, or a description unchanged.
 
-        Case, spaces, dashes and the maker's name do not matter. Raises `FxrematError` with the known names.
+        Case, spaces, dashes and the maker's name do not matter. Raises `FxrematError` for an unknown name.
 
         >>> [Device.named(name).name for name in ("RTX 4090", "rtx-4090", "4090", "NVIDIA GeForce RTX 4090")]
         ['RTX-4090', 'RTX-4090', 'RTX-4090', 'RTX-4090']
@@ -85,7 +85,7 @@ class Device:
 
 
 def _key(name: str) -> str:
-    """Return the letters and digits of a device's name, without those that only name its maker and product line."""
+    """Return the letters and digits of a device's name, without the maker's name and the product line."""
     return re.sub(r"[^a-z0-9]|nvidia|geforce|tesla|amd|instinct|rtx", "", name.lower())
 
 
@@ -100,7 +100,7 @@ _A100 = Device(
     half_flops=312e12,
     bandwidth=2.039e12,
     link=PCIE_4,
-    network=300e9,  # NVLink, half of what is stated for both ways; so below
+    network=300e9,  # NVLink, half of what is stated for both directions together; so for all devices below
     memory=_mib(81920),
     source="NVIDIA A100 Tensor Core GPU data sheet, A100 80GB SXM",
 )

@@ -23,7 +23,7 @@ import torch
 from fxremat.device import device_name, kind_of
 from fxremat.torch_private import nnpack_enabled
 
-MEASURING = 2  # version of fxremat's own measuring: raise it when `measure`, `calibrate` or the key of an op changes
+MEASURING = 2  # version of how fxremat measures: to be raised when `measure`, `calibrate` or the key of an op changes
 
 VARIABLES = (  # environment variables that libraries read when they choose a kernel or its workspace
     *("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR"),
@@ -37,7 +37,7 @@ Settings = dict[str, Any]
 
 
 def environment(device: torch.device) -> Settings:
-    """Return the environment of a device, in a form that JSON can represent."""
+    """Return all that costs on a device depend on, apart from the ops, in a form that JSON can represent."""
     found = {"measuring": MEASURING, "device": device_name(device)} | software() | switches()
     if kind_of(device).of_cuda:
         found |= cuda_switches() | cuda_hardware(device)
@@ -45,14 +45,14 @@ def environment(device: torch.device) -> Settings:
 
 
 def name_of(found: Mapping[str, Any]) -> str:
-    """Return a file name that is equal for equal environments, and begins with readable parts."""
+    """Return a file name for an environment, the same for equal ones, which begins with device, torch and threads."""
     text = f"{found['device']}-torch{found['torch']}-{found['threads']}threads"
     digest = hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
     return f"{re.sub(r'[^A-Za-z0-9.+-]+', '_', text)}-{digest[:16]}"
 
 
 def software() -> Settings:
-    """Return versions, and the variables that libraries read."""
+    """Return torch's version, the CPU's capability, and the environment variables that libraries read."""
     return {
         "torch": str(torch.__version__),
         "git": torch.version.git_version,
@@ -62,7 +62,7 @@ def software() -> Settings:
 
 
 def switches() -> Settings:
-    """Return the settings that a program may change, for ops on any device."""
+    """Return the settings of torch that a program may change and that affect ops on any device."""
     backends: Any = torch.backends
     mkldnn, utils = backends.mkldnn, cast(Any, torch.utils)
     return _read_all(
@@ -86,15 +86,15 @@ def switches() -> Settings:
 
 
 def _first_set(*levels: Any) -> str:
-    """Return the precision of float32 that holds: a level that says "none" leaves it to the next, the last is "ieee".
+    """Return the float32 precision in force: the first of these levels that is not "none"; if all are, "ieee".
 
-    `torch.set_float32_matmul_precision("highest")`, which is the default, writes "ieee" where "none" was.
+    `torch.set_float32_matmul_precision("highest")`, the default, changes "none" to "ieee", which means the same.
     """
     return next((level.fp32_precision for level in levels if level.fp32_precision != "none"), "ieee")
 
 
 def cuda_switches() -> Settings:
-    """Return the settings that a program may change, for ops on CUDA devices."""
+    """Return the settings of torch that a program may change and that affect ops on CUDA devices."""
     backends: Any = torch.backends
     cudnn, cuda, matmul = backends.cudnn, backends.cuda, backends.cuda.matmul
     return _read_all(
@@ -126,7 +126,7 @@ def cuda_switches() -> Settings:
 
 
 def cuda_hardware(device: torch.device) -> Settings:
-    """Return the properties of the device, or of the slice of one that this process sees, and of its driver."""
+    """Return the properties of a CUDA device (or of its MIG slice), and the versions of driver and libraries."""
     properties = torch.cuda.get_device_properties(device)
     return {
         "bytes": properties.total_memory,
@@ -158,7 +158,7 @@ def _read_all(readers: Mapping[str, Callable[[], Any]]) -> Settings:
 
 
 def _read(reader: Callable[[], Any]) -> Any:
-    """Return a setting; "unreadable" if this torch lacks it, or a program mixed its old and new names."""
+    """Return a setting; "unreadable" if this torch lacks it, or a program used both its old and its new name."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with contextlib.suppress(AttributeError, RuntimeError):

@@ -1,13 +1,13 @@
-"""Costs without running anything: flops and bytes of each op over what a device can do of each.
+"""Costs of ops without running them: their flops and bytes over what a device reaches of each.
 
     seconds(op) = launch + max(flops / reached flops of the dtype, bytes read and written / reached bandwidth)
 
 The roofline model. Flops are those of torch's own formulas (`torch.utils.flop_counter`); an op without a formula is
 bound by memory. Batch normalization in training reads its input twice, first for the statistics. Views cost nothing. A
-collective costs a latency, and the bytes that each rank sends over the bandwidth between them. Workspaces are known for
-few ops: copies made by linear algebra and Fourier transforms; a CPU's convolutions, which copy inputs and outputs into
-a layout of their own; the halves of a CPU's BatchNorms; and CUDA's flash attention, whose backward adds up in float32.
-For others they count as 0. Sizes are rounded as the device's allocator does.
+collective costs a latency, and the bytes that each rank sends over the bandwidth between ranks. Workspaces are known
+for few ops: copies made by linear algebra and Fourier transforms; a CPU's convolutions, which copy inputs and outputs
+into a layout of their own; the two halves of a CPU's BatchNorm; and CUDA's flash attention, whose backward adds up in
+float32. For other ops they count as 0. Sizes are rounded up as the device's allocator rounds them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fxremat.torch_private import group_named
 
 REACHED = 0.6  # share of its peak flops that a device reaches on large matrix products
 STREAMED = 0.8  # share of its peak bandwidth that a device reaches on long arrays
-TWICE = (
+TWICE = (  # ops that read their input twice
     torch.ops.aten.native_batch_norm,
     torch.ops.aten._native_batch_norm_legit,
     torch.ops.aten._native_batch_norm_legit_functional,
@@ -41,20 +41,20 @@ TWICE = (
     torch.ops.fxremat.cudnn_batch_norm_backward,
 )
 COPYING = ("linalg_", "_linalg_", "lu_", "cholesky", "triangular_solve", "_fft_", "ormqr", "orgqr", "geqrf")
-"""Prefixes of the names of ops that copy what they read and write once, at most."""
+"""Prefixes of the names of ops whose workspace is at most one copy of all that they read and write."""
 MATRIX_EXP = 12  # copies of its input that a matrix exponential allocates
-CHANNEL_BLOCK = 16
+CHANNEL_BLOCK = 16  # a CPU's convolutions pad channels to multiples of this
 WRAPPED = 16  # bytes that a CPU's kernels allocate for a number that they read as a tensor (a factor, a count)
-SMALL = 1024  # bytes of pivots, flags and scalars in addition to such copies
-CPU_ATTENTION = {
+SMALL = 1024  # bytes of pivots, flags and scalars that linear algebra allocates besides copies
+CPU_ATTENTION = {  # a CPU's attention kernel -> the one for which torch has a formula of flops
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: torch.ops.aten._scaled_dot_product_flash_attention,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
         torch.ops.aten._scaled_dot_product_flash_attention_backward
     ),
 }
-FLASH_BACKWARD = (
+FLASH_BACKWARD = (  # backward ops with the workspace of flash attention
     torch.ops.aten._scaled_dot_product_flash_attention_backward,
-    torch.ops.aten._scaled_dot_product_cudnn_attention_backward,  # its workspace is not stated, so the same is assumed
+    torch.ops.aten._scaled_dot_product_cudnn_attention_backward,  # not documented: assumed to need as much
 )
 ATTENTION = {  # names of CUDA's attention kernels
     torch.ops.aten._scaled_dot_product_cudnn_attention: "cuDNN's attention",
@@ -65,7 +65,7 @@ CONVOLUTIONS = (torch.ops.aten.convolution, torch.ops.aten.convolution_backward)
 
 
 def estimate(joint: Captured, device: Device, fresh: frozenset[int] = frozenset()) -> Costs:
-    """Estimate every op by a roofline. O(ops); nothing is run or allocated.
+    """Estimate the cost of every op by the roofline model. O(ops); nothing is run or allocated.
 
     Args:
         fresh: ops that must allocate their result instead of overwriting an operand.
@@ -74,7 +74,7 @@ def estimate(joint: Captured, device: Device, fresh: frozenset[int] = frozenset(
 
 
 def assumptions(joint: Captured, device: Device) -> str:
-    """Return what an estimate assumes of a device that the step was not captured on; "" if it was captured on it."""
+    """Return in words what an estimate for a CUDA device assumes if the step was captured on a CPU; else ""."""
     if not device.cuda or device_of(joint).type != "cpu":
         return ""
     found = dict.fromkeys(ATTENTION[packet] for node in joint.nodes if (packet := _packet(node)) in ATTENTION)
@@ -86,8 +86,8 @@ def cost_of(op: Op, joint: Captured, device: Device, *, safe: bool = False) -> O
     """Return the estimated cost of one op.
 
     Args:
-        safe: for an op that could not be measured while others were: let its workspace be as large as all that it
-            reads and writes, so that the budget holds.
+        safe: assume a workspace as large as all that the op reads and writes, so that the budget holds. For an op that
+            could not be measured in a step whose other ops were.
     """
     node = joint.nodes[op.index]
     if isinstance(node.target, Sliced):
@@ -109,7 +109,7 @@ def _seconds_of(node: fx.Node, device: Device, read: int, written: int) -> float
 
 
 def _cost_of_slices(target: Sliced, device: Device) -> OpCost:
-    """Return the cost of a region in slices: those of all slices' ops, with the workspace of one slice."""
+    """Return the cost of a region in slices: the seconds of all slices together, and the workspace of one."""
     seconds, largest = 0.0, 0
     for node in target.nodes():
         read, written = sum(_bytes(parent) for parent in node.all_input_nodes), _bytes(node)
@@ -121,7 +121,7 @@ def _cost_of_slices(target: Sliced, device: Device) -> OpCost:
 def _sent(node: fx.Node, read: int, written: int) -> float:
     """Return the bytes that each rank sends in a collective, by the best algorithms: all but its own share.
 
-    An all-reduce is a reduce-scatter and a gather.
+    An all-reduce counts twice: it is a reduce-scatter and an all-gather.
     """
     ranks = max((group.size() for name in groups_of(node) if (group := group_named(name))), default=2)
     rounds = 2 if "all_reduce" in str(node.target) else 1
@@ -144,15 +144,15 @@ def _workspace(node: fx.Node, device: Device, read: int, written: int) -> int:
         return MATRIX_EXP * read + SMALL
     if name.startswith(COPYING):
         return read + written + SMALL
-    if name.startswith("_embedding_bag") and "backward" in name:  # it gathers the bags that are not empty
+    if name.startswith("_embedding_bag") and "backward" in name:  # the op gathers the bags that are not empty
         return 3 * _bytes(cast(fx.Node, node.args[0])) + read + SMALL
     if device.cuda:
         return _flash_workspace(node) if _packet(node) in FLASH_BACKWARD else 0
     if name == "batch_statistics" and node.args[5]:  # BatchNorm's output, running statistics, scale and shift
         return _bytes(cast(fx.Node, node.args[0])) + 6 * _channel_bytes(node)
-    if name == "batch_normalized":  # the factor and a variance that it passes, scale and shift
+    if name == "batch_normalized":  # its copies: the factor, a variance of one, scale and shift
         return 4 * _channel_bytes(cast(fx.Node, node.args[3]))
-    if name in ("native_dropout", "native_dropout_backward"):  # the mask as numbers
+    if name in ("native_dropout", "native_dropout_backward"):  # the mask converted to floats
         return _bytes(cast(fx.Node, node.args[0])) + WRAPPED
     if name not in ("convolution", "convolution_backward"):
         return WRAPPED
@@ -160,16 +160,17 @@ def _workspace(node: fx.Node, device: Device, read: int, written: int) -> int:
 
 
 def _channel_bytes(statistics: fx.Node) -> int:
-    """Return the bytes of one number for each channel."""
+    """Return the bytes of one statistic for each channel, as the first output of a `batch_statistics` node has them."""
     first = tensors_of(statistics)[0]
     return 0 if first is None else first.numel() * first.element_size()
 
 
 def _flash_workspace(node: fx.Node) -> int:
-    """Return the workspace of CUDA's flash attention's backward: float32 sums for the query's gradient, and row sums.
+    """Return the bytes that the backward of CUDA's flash attention allocates: float32 sums for the query's gradient.
 
-    Sizes are rounded up to tiles of 128 rows and 32 columns. Where several heads share a key, their gradients of keys
-    and values are added up afterwards. `mha_bwd` in aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp.
+    One number a row is added. Sizes are rounded up to tiles of 128 rows and 32 columns. Where several heads share keys,
+    each head has its own gradients of keys and values, which are added up afterwards. See `mha_bwd` in
+    aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp.
     """
     query, key = (cast(torch.Tensor, cast(fx.Node, argument).meta["val"]) for argument in node.args[1:3])
     batch, heads, length, width = query.shape
@@ -183,16 +184,16 @@ def _rounded(size: int, step: int) -> int:
 
 
 def _outputs(node: fx.Node) -> tuple[int, ...]:
-    """Return the bytes of the outputs' storages if they are more than their shapes need; else an empty tuple.
+    """Return the bytes of the outputs' storages where these are larger than the outputs; () where they are not.
 
-    `copy` into a view (functionalized from `y[0] = x`) clones the entire storage behind the view.
+    That is known of `aten.copy` into a view (functionalized from `y[0] = x`): it clones the storage behind the view.
     """
     target = node.args[0] if node.target is torch.ops.aten.copy.default else None
     return (storage_bytes(target.meta["val"]),) if isinstance(target, fx.Node) else ()
 
 
 def _blocked(tensor: torch.Tensor) -> int:
-    """Return the bytes of a tensor in the layout of a CPU's convolutions, whose channels come in blocks."""
+    """Return the bytes of a tensor in the layout of a CPU's convolutions: channels padded to blocks of 16."""
     size = tensor.numel() * tensor.element_size()
     channels = tensor.shape[1] if tensor.dim() > 1 else 0
     return size // channels * (-(-channels // CHANNEL_BLOCK) * CHANNEL_BLOCK) if channels else size
@@ -207,7 +208,7 @@ def _packet(node: fx.Node) -> Any:
 
 
 def flops_of(node: fx.Node) -> float:
-    """Return the floating-point operations of one op; 0 if torch has no formula for it."""
+    """Return how many floating-point operations one op takes; 0 if torch has no formula for it."""
     packet = _packet(node)
     formula: Callable[..., Any] | None = flop_registry.get(CPU_ATTENTION.get(packet, packet))
     if formula is None:

@@ -1,4 +1,4 @@
-"""The real memory layouts of the results of ops, as the measuring walk observes them.
+"""The memory layouts that results of ops really have, as seen when the ops run to be measured.
 
 The strides of fake tensors are not always those of the kernels' results. That matters if the traced step contains a
 view that the real result does not allow: then the step has to be traced again, with the observed layouts
@@ -16,7 +16,7 @@ from torch import fx
 from fxremat.errors import CaptureError
 
 Strides = tuple[tuple[Any, ...] | None, ...]
-"""Strides of each output of an op; None for an output that is no tensor, or is as fake tensors show it."""
+"""The strides of each output of an op; None for an output that is no strided tensor."""
 
 
 class LayoutsDiffer(CaptureError):
@@ -25,7 +25,7 @@ class LayoutsDiffer(CaptureError):
     Most such steps are traced again, so that the user does not see this error.
 
     Attributes:
-        observed: strides of the outputs of ops by `key_of`, where they differ from those of fake tensors.
+        observed: the real strides of outputs, by `key_of`, of ops where fake tensors show others.
         ops: the names of those ops.
     """
 
@@ -39,7 +39,7 @@ class LayoutsDiffer(CaptureError):
 
 
 def key_of(op: Any, args: Iterable[Any], kwargs: Mapping[str, Any]) -> str:
-    """Return a key that is equal for calls with equally laid out results: op, layouts and constants that it reads."""
+    """Return a key of a call: op, constants, and layouts of its tensors, which decide the layouts of its results."""
     return f"{op}({', '.join(map(_described, (*args, *kwargs.items())))})"
 
 
@@ -57,7 +57,7 @@ def _strides(value: Any) -> tuple[Any, ...] | None:
 
 
 def otherwise_than_shown(node: fx.Node, result: Any) -> Strides | None:
-    """Return the strides of an op's real outputs; None if all are as its node shows them, or other shapes are shown."""
+    """Return the strides of an op's real outputs; None if its node's fake outputs have them too, or other shapes."""
     shown, real = _listed(node.meta.get("val")), _listed(result)
     if len(shown) != len(real) or any(_shape(one) != _shape(other) for one, other in zip(shown, real, strict=True)):
         return None
@@ -77,6 +77,6 @@ def _shape(value: Any) -> tuple[int, ...] | None:
 
 
 def _same_order(shown: torch.Tensor, strides: tuple[int, ...]) -> bool:
-    """Tell whether strides agree in all dimensions of more than one element."""
+    """Tell whether a fake tensor has these strides, apart from dimensions of size 1, where strides mean nothing."""
     sizes = zip(shown.shape, shown.stride(), strides, strict=True)
     return shown.numel() == 0 or all(one == other for size, one, other in sizes if size != 1)

@@ -15,12 +15,15 @@ from fxremat.host.tier import HostTier
 from fxremat.step.costs import Link
 from fxremat.step.step_graph import Origin
 
-RUNS = 3
-MOST_BYTES = 1 << 26  # of a tensor that is copied to find a speed
+RUNS = 3  # copies in each direction, of which the fastest counts
+MOST_BYTES = 1 << 26  # the largest tensor that is copied to find a speed
 
 
 def typical_size(joint: Captured) -> int:
-    """Return the byte-weighted median size of the forward values that the backward reads, a typical size of a copy."""
+    """Return a typical size of a copy in bytes: half of the bytes that the backward reads are in smaller values.
+
+    Only values that the forward computes count; the result is at most `MOST_BYTES`.
+    """
     read = {value for op in joint.backward_ops for value in op.reads}
     sizes = sorted(v.bytes for v in joint.values if v.index in read and v.origin is Origin.FORWARD)
     total, half = 0, sum(sizes) / 2
@@ -32,7 +35,7 @@ def typical_size(joint: Captured) -> int:
 
 
 def measure_link(tier: HostTier, device: torch.device, size: int) -> Link:
-    """Measure the speeds out and back, with tensors of about `size` bytes (rounded up to a power of two)."""
+    """Return the speeds of copies to the host and back: cached, or measured with a tensor of about `size` bytes."""
     size = 1 << (size - 1).bit_length()
     cache = CostCache.of_device(device)
     key = f"link {tier.description} {size}"

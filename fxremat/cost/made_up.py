@@ -1,7 +1,7 @@
-"""Made-up data in the layout of a fake tensor, for inputs without data when a step is planned.
+"""Made-up data in the layout of fake tensors, on which ops run to be measured where there are no real inputs.
 
-The numbers are harmless: floating-point values are neither zero nor denormal, integers are valid indices for the op
-that reads them if it is known how large they may be, and zero otherwise.
+The numbers are harmless: floating-point values are neither zero nor denormal; integers are valid indices for the op
+that reads them where it is known how large they may be, else zero.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def call_of(node: fx.Node, *, fresh: bool = False) -> Call:
     """Return a call of a node's op on made-up tensors in the layouts that the node reads.
 
     Args:
-        fresh: it allocates a new result where it might overwrite an operand.
+        fresh: let the op allocate a new result where it might overwrite an operand.
     """
     made: dict[fx.Node, Any] = {}
 
@@ -52,7 +52,11 @@ def call_of(node: fx.Node, *, fresh: bool = False) -> Call:
 
 
 def value_like(node: fx.Node, index_limit: int = 1) -> Any:
-    """Return made-up data for a node's value: a tensor, a tuple of tensors, or the constant or graph that it names."""
+    """Return made-up data for a node's value: a tensor, a tuple of tensors, or a number; what a `get_attr` names as is.
+
+    Args:
+        index_limit: integers are drawn below it.
+    """
     value = node.meta.get("val")
     if node.op == "get_attr":
         return attribute(node)
@@ -64,7 +68,11 @@ def value_like(node: fx.Node, index_limit: int = 1) -> Any:
 
 
 def tensor_like(tensor: torch.Tensor, index_limit: int = 1) -> torch.Tensor:
-    """Return a real tensor with the size, stride, dtype, device and storage size of a fake one."""
+    """Return a real tensor with the size, stride, dtype, device and storage size of a fake one.
+
+    Args:
+        index_limit: integers are drawn below it.
+    """
     if tensor.layout is not torch.strided:
         return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device, layout=tensor.layout)
     size = tensor.element_size()
@@ -77,7 +85,7 @@ def tensor_like(tensor: torch.Tensor, index_limit: int = 1) -> torch.Tensor:
 
 
 def _span(tensor: torch.Tensor) -> int:
-    """Return the number of elements up to the last that the tensor shows, those before its offset included."""
+    """Return how many elements the storage needs: up to the last that the tensor shows, the offset included."""
     if tensor.numel() == 0:
         return 0
     steps = zip(tensor.shape, tensor.stride(), strict=True)
@@ -93,17 +101,17 @@ def _pattern(tensor: torch.Tensor, count: int, index_limit: int) -> torch.Tensor
 
 
 def weights_like(node: fx.Node) -> Any:
-    """Return made-up data for a parameter or input, so small that activations neither vanish nor explode."""
+    """Return made-up data for a parameter or input, scaled so that activations neither vanish nor explode."""
     value = value_like(node)
     if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() > 1 and value.numel():
         storage = torch.empty(0, dtype=value.dtype, device=value.device).set_(value.untyped_storage())
         inner = max(1, value.numel() // value.shape[0])
-        storage.sub_(0.35).mul_((48 / inner) ** 0.5)  # values of 0.1 to 0.6 become those of variance 1 / inner
+        storage.sub_(0.35).mul_((48 / inner) ** 0.5)  # values of 0.1 to 0.6 get mean 0, variance 1 / inner
     return value
 
 
 def _index_limit(reader: fx.Node) -> int:
-    """Return the exclusive limit of an integer input of an op; 1 (all zeros) if more is not known to be valid."""
+    """Return the limit below which integers are valid inputs of an op; 1, so that all are 0, if it is not known."""
     if reader.target is aten.embedding.default:
         weight = reader.args[0]
         return int(weight.meta["val"].shape[0]) if isinstance(weight, fx.Node) else 1

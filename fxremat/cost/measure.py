@@ -1,7 +1,7 @@
 """Seconds and workspace of each distinct op, measured on the step's real values on the model's own device.
 
-    walk      the step runs once, op by op, on the user's own inputs and parameters (`cost.walk`); each op that is not
-              known yet is timed and its memory metered when its inputs exist
+    walk      the step runs once, op by op, on the user's own inputs and parameters (`cost.walk`); each op whose cost is
+              not known yet is timed, and its memory metered, when its inputs exist
     alone     ops that the walk could not reach (fake inputs; an op that fails) are run on made-up data
     estimate  ops that cannot run at all are estimated, with a generous workspace and one warning
 
@@ -9,9 +9,9 @@ Ops with equal keys (op, constants, shapes, strides, dtypes) are measured once o
 the median of a few runs after a warm-up. The workspace is the allocator's peak inside the op beyond the storages that
 it leaves, from the allocator's own events.
 
-The walk also sees the real layouts: a backward op that may overwrite its operand (`passes.in_place`) allocates a new
-result if its operand's layout differs from that of the result (`Costs.fresh`); and if a view is impossible, the step
-has to be traced again (`LayoutsDiffer`). The joint graph is read, and never changed.
+The walk also sees the real layouts. A backward op that may overwrite its operand (`passes.in_place`) has to allocate a
+new result ("fresh", `Costs.fresh`) if the layouts of operand and result differ; and if a traced view is impossible, the
+step has to be traced again (`LayoutsDiffer`). The joint graph is read, and never changed.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ from fxremat.torch_private import allocations, is_real, not_compiling, real_tens
 aten = torch.ops.aten
 log = logging.getLogger(__name__)
 
-SAMPLE_SECONDS = 0.04  # time for which one op is sampled, at least LEAST_RUNS and at most MOST_RUNS times
+SAMPLE_SECONDS = 0.04  # an op runs repeatedly for this long, at least LEAST_RUNS and at most MOST_RUNS times
 LEAST_RUNS, MOST_RUNS = 3, 15
-RISE_SECONDS = 0.5  # after which the clocks of a GPU have risen
+RISE_SECONDS = 0.5  # work of this length raises the clocks of an idle GPU
 UNBOUNDED = 1 << 50  # bytes counted for a region that could not be measured: no program with it fits
 
 
@@ -69,13 +69,15 @@ def measure(
     order: Callable[[], Sequence[int]] | None = None,
     ranks: Agreement = ALONE,
 ) -> Costs:
-    """Measure every distinct op of a joint graph. A few seconds for a GPT of 12 layers, almost none from the cache.
+    """Return the costs of the ops of a joint graph, each distinct one measured once, or read from the cache.
+
+    Takes a few seconds for a GPT of 12 layers, almost none from the cache.
 
     Args:
         inputs: the arguments of the captured graph, in order.
         order: returns the ops to run, in an order in which the step fits into memory; None: each once, as captured.
-        ranks: those that measure the same graph: each op that one of them does not know is measured by all of them,
-            and costs as many seconds and bytes as on the slowest.
+        ranks: the ranks that measure the same graph. An op whose cost one of them does not know is measured by all; its
+            seconds and bytes are the largest over the ranks.
 
     Raises:
         LayoutsDiffer: the step was traced with views that real layouts do not allow.
@@ -110,12 +112,12 @@ def measure(
 
 
 def known_costs(joint: Captured, rate: float = 1.0) -> Costs:
-    """Return the costs of ops that were measured before, and estimates of the others; nothing is run.
+    """Return the costs of ops that were measured before, and estimates for all other ops; nothing is run.
 
-    A region that was not measured is assumed to need no more than what it reads and writes.
+    A compiled region that was not measured counts 0 seconds, and no workspace besides its outputs.
 
     Args:
-        rate: factor on the estimated seconds.
+        rate: the seconds of estimates are multiplied by it.
     """
     device = device_of(joint)
     cache, rough = CostCache.of_device(device), Device.like(device)
@@ -130,16 +132,20 @@ def known_costs(joint: Captured, rate: float = 1.0) -> Costs:
 
 
 def fresh_as_known(joint: Captured) -> frozenset[int]:
-    """Return the ops that must allocate new results: all, unless an earlier walk has seen the layouts.
+    """Return the ops that might overwrite an operand and must not, since layouts differ or were not compared yet.
 
-    Nothing is run.
+    An earlier measurement has compared them; without one, all ops that might overwrite are returned. Nothing is run.
     """
     refused = _refused(CostCache.of_device(device_of(joint)), f"layouts {_digest(joint)}")
     return _overwriting(joint, range(len(joint.ops)) if refused is None else refused)
 
 
 def _refused(cache: CostCache, layouts: str) -> list[int] | None:
-    """Return the ops that must allocate a new result, as found by an earlier walk; None if there was none."""
+    """Return the ops that an earlier walk found to need a new result; None if there was no such walk.
+
+    Args:
+        layouts: the key of its result in the cache.
+    """
     numbers = cache.numbers(layouts)
     return None if numbers is None else [int(number) - 1 for number in numbers[1:]]
 
@@ -149,7 +155,10 @@ def _keep_refused(cache: CostCache, layouts: str, refused: Iterable[int]) -> Non
 
 
 def _missing(joint: Captured, cache: CostCache, fresh: Set[int]) -> list[int]:
-    """Return the first op of every kind whose cost is not known; every process measures collectives itself."""
+    """Return the ops to measure: for each key whose cost is not known the first op that has it.
+
+    Collectives are measured in every process, since all their ranks have to take part.
+    """
     first: dict[str, int] = {}
     for op, key in zip(joint.ops, op_keys(joint, fresh), strict=True):
         if _is_unknown(op, key, cache):
@@ -157,7 +166,7 @@ def _missing(joint: Captured, cache: CostCache, fresh: Set[int]) -> list[int]:
     return list(first.values())
 
 
-_measured_here: set[str] = set()  # keys of collectives that this process has measured, as all of their ranks have
+_measured_here: set[str] = set()  # keys of collectives that this process has measured, together with the other ranks
 
 
 def _is_unknown(op: Op, key: str, cache: CostCache) -> bool:
@@ -170,12 +179,12 @@ def _of_all(ranks: Agreement, ops: Sequence[int]) -> list[int]:
 
 
 def _overwriting(joint: Captured, ops: Iterable[int]) -> frozenset[int]:
-    """Return those of some ops that may overwrite an operand."""
+    """Return the ops among `ops` that may overwrite an operand."""
     return frozenset(index for index in ops if joint.ops[index].overwrites is not None)
 
 
 def _agreed(ranks: Agreement, costs: Sequence[OpCost | None]) -> list[OpCost | None]:
-    """Return the costs of ops as they are on the slowest rank; None if a rank has none."""
+    """Return for each op the largest seconds and bytes over all ranks; None for an op unknown to one of them."""
     if len(ranks.ranks) == 1:
         return list(costs)
     rows = ranks.gathered(list(costs), "comparing costs")
@@ -191,7 +200,7 @@ def _slowest(mine: OpCost | None, others: Sequence[OpCost | None]) -> OpCost | N
 
 
 def _digest(joint: Captured) -> str:
-    """Return a hash that is equal for graphs with equal real layouts: the same ops on inputs of the same layouts."""
+    """Return a hash of a graph's ops, and of the layouts that they read; equal graphs have equal real layouts."""
     ops = "\n".join(f"{op.target} {op.reads} {op.key}" for op in joint.ops)
     return hashlib.sha256(ops.encode()).hexdigest()
 
@@ -206,7 +215,10 @@ def _warn_of_estimates(targets: Iterable[str]) -> None:
 
 @contextlib.contextmanager
 def quiet_world(device: torch.device) -> Iterator[None]:
-    """Set real tensors, no gradients, no autocast and the current device; restore the random generators afterwards."""
+    """Run ops, inside this context, on real tensors without autograd, autocast and fake modes, on this device.
+
+    The random generators are restored afterwards.
+    """
     kind = kind_of(device)
     with contextlib.ExitStack() as stack:
         stack.enter_context(real_tensors())
@@ -230,13 +242,17 @@ def _measure(
     fresh: frozenset[int],
     ranks: Agreement,
 ) -> tuple[dict[str, tuple[str, Strides]], frozenset[int]]:
-    """Measure the missing ops.
+    """Measure the missing ops, and put their costs into the cache.
 
     Args:
-        fresh: ops that are known to make new results.
+        order: see `measure`.
+        layouts: the key under which the cache keeps the ops that must make new results.
+        missing: ops whose cost is not known, by number.
+        fresh: ops that are known to have to make new results.
 
     Returns:
-        layouts that make a traced view impossible, with the names of their ops; and the ops that allocate new results.
+        real strides that make a traced view impossible, by `key_of`, with the names of their ops, or {}; and all ops
+        that have to make new results.
     """
     keys = op_keys(joint, fresh)
     wanted = {keys[index]: joint.ops[index] for index in missing}
@@ -261,7 +277,7 @@ def _measure(
 
 
 def raise_clocks(device: torch.device, seconds: float = RISE_SECONDS) -> None:
-    """Multiply matrices for a while: an idle GPU runs at a fifth of its clock, and ops are timed one by one."""
+    """Multiply matrices for a while on an accelerator, before ops are timed: an idle GPU runs at 1/5 of its clock."""
     if not (kind := kind_of(device)).accelerator:
         return
     matrix = torch.ones(1024, 1024, device=device)  # 4 MiB
@@ -280,12 +296,16 @@ def _check_views(differing: Iterable[Mapping[str, tuple[str, Strides]]]) -> None
 
 
 def _walked(visitor: _Visitor, *, alone: bool) -> bool:
-    """Walk the step; return False if the walk ended early, which raises where other ranks would wait for it."""
+    """Walk the step; return False if an op raised, so that the walk ended early.
+
+    Args:
+        alone: False: raise instead, since other ranks would wait.
+    """
     try:
         visitor.walk.run(visitor)
     except FxrematError:
         raise
-    except Exception as error:  # what runs next reports it better: the step itself, or an op alone
+    except Exception as error:  # the op measured alone, or the real step, reports the error better
         log.debug("measuring walk ended early: %s: %s", type(error).__name__, error)
         if not alone:
             raise
@@ -294,7 +314,7 @@ def _walked(visitor: _Visitor, *, alone: bool) -> bool:
 
 
 class _Visitor:
-    """The visitor of a walk: it runs each op, measures wanted ops on their first execution, and compares layouts."""
+    """The function that a walk calls for each op: it runs and, if wanted, measures the op, and compares layouts."""
 
     def __init__(
         self,
@@ -309,10 +329,10 @@ class _Visitor:
     ) -> None:
         self.joint, self.walk, self.device, self.cache, self.bar = joint, walk, device, cache, bar
         self.ranks = ranks
-        self.wanted = wanted  # by key; measured ops are removed
+        self.wanted = wanted  # ops to measure, by key; measured ones are removed
         self.fresh = set(fresh)  # ops that allocate a new result where they might overwrite an operand
-        self.checked: set[int] = set()  # other ops, which are known to be able to overwrite
-        self.differing: dict[str, tuple[str, Strides]] = {}  # ops whose results have other strides, by `key_of`
+        self.checked: set[int] = set()  # ops whose layouts were compared, and that may overwrite
+        self.differing: dict[str, tuple[str, Strides]] = {}  # name and real strides of ops traced with others
 
     def __call__(self, op: Op, call: Call) -> Any:
         if op.communicates:
@@ -340,14 +360,14 @@ class _Visitor:
         return result
 
     def _check_alone(self, op: Op, region: Region, call: Call) -> None:
-        """Let a region run op by op if its inputs share a storage with other values, which it would overwrite."""
+        """Let a region run op by op from now on if other values share the storage of an input that it overwrites."""
         inputs = [node for node in self.joint.nodes[op.index].args if isinstance(node, fx.Node)]
         for place in region.donated:
             if self.walk.shares(call.args[place], besides=self.joint.value_of[inputs[place]]):
                 region.give_up("an input that it may overwrite shares its storage")
 
     def _overwriting(self, op: Op, call: Call) -> Call:
-        """Return the call that overwrites its operand, or the same call if a new result is needed."""
+        """Return a call of the op that overwrites its operand; the call as it is if the op has to make a new result."""
         if op.index not in self.checked and not self._bears_it(op, call):
             self.fresh.add(op.index)
             return call
@@ -355,7 +375,7 @@ class _Visitor:
         return Call(*overwriting(call.target, self.joint.nodes[op.index].meta[PLACE], call.args, call.kwargs))
 
     def _bears_it(self, op: Op, call: Call) -> bool:
-        """Tell whether a new result would have the layout of the operand, whose storage no other value shares."""
+        """Tell whether an op may overwrite its operand: that is alone on its storage, and laid out as a new result."""
         operand, made = call.args[self.joint.nodes[op.index].meta[PLACE]], call()
         whole = operand.untyped_storage().nbytes() == operand.nbytes
         alike = (operand.shape, operand.stride(), operand.dtype) == (made.shape, made.stride(), made.dtype)
@@ -364,9 +384,12 @@ class _Visitor:
 
 
 def measured(node: fx.Node, call: Call, device: torch.device, *, fresh: bool = False) -> tuple[OpCost, Any]:
-    """Measure a call, and return its result too. It runs five times or more; one that overwrites its operand runs once.
+    """Measure a call; return its cost and its result.
+
+    The call runs five times or more; one that overwrites its operand runs once, and is measured on a copy.
 
     Args:
+        node: the node of the op.
         fresh: the call allocates a new result where it might overwrite an operand.
     """
     fixed = is_collective(node)
@@ -384,9 +407,10 @@ def measured(node: fx.Node, call: Call, device: torch.device, *, fresh: bool = F
 
 
 def _region_measured(region: Region, call: Call, device: torch.device) -> tuple[OpCost, Any]:
-    """Measure a region that alone holds its dying inputs, as it does in a step; compile it first if need be.
+    """Measure a compiled region; return its cost and its result. It is compiled first, if it was not.
 
-    If it cannot run, it runs op by op from then on.
+    As in a step, it has the only references to inputs that are not read afterwards, so that it can free them. If it
+    raises, it runs op by op from then on.
     """
     region.compile()
     held: list[Any] = []
@@ -410,12 +434,15 @@ def _region_measured(region: Region, call: Call, device: torch.device) -> tuple[
 
 
 def _in_step(call: Call) -> Call:
-    """Return the call to time. Without its second half, the exact first half of a BatchNorm would run both."""
+    """Return the call to time: for the exact statistics of a BatchNorm, a call that computes nothing else.
+
+    Run alone, the exact op would compute the whole BatchNorm, of which a step runs the two halves as one op.
+    """
     return Call(STATISTICS, (*call.args[:-1], False), {}) if call.target is STATISTICS else call
 
 
 def _copy_of(x: torch.Tensor) -> torch.Tensor:
-    """Return a copy of the same layout; of an expanded tensor, one in which each element has its own memory."""
+    """Return a copy of the same layout; a copy of an expanded tensor (a stride is 0) has memory for each element."""
     return x.clone() if 0 in x.stride() else laid_out(x, x.stride())
 
 
@@ -423,13 +450,13 @@ def _on_a_copy(call: Call, device: torch.device, *, fixed: bool) -> tuple[float,
     """Return the seconds and the peak of a call that overwrites its operand, from runs that overwrite a copy."""
     scratch = torch.empty_like(call.args[0]).copy_(call.args[0])
     trial = _on(scratch, call)
-    anew = None if accelerates(device) else partial(scratch.copy_, call.args[0])  # numbers do not change times there
+    anew = None if accelerates(device) else partial(scratch.copy_, call.args[0])  # there times do not depend on numbers
     seconds = seconds_of(trial, device, prepare=anew, fixed=fixed)
     return seconds, peak_of(trial, device)[0]
 
 
 def _on(operand: torch.Tensor, call: Call) -> Call:
-    """Return the same call, with another tensor to overwrite."""
+    """Return a call like `call` that overwrites `operand` instead of its first argument."""
     options = {key: operand if value is call.args[0] else value for key, value in call.kwargs.items()}
     return Call(call.target, (operand, *call.args[1:]), options)
 
@@ -448,20 +475,25 @@ def fullest(node: fx.Node, call: Call) -> Call:
 
 
 def _cost(seconds: float, peak: int, result: Any, device: torch.device, *, new: bool) -> OpCost:
-    """Return the cost of a call; `new`: its outputs are part of its peak, and no workspace."""
+    """Return the cost of a call.
+
+    Args:
+        peak: bytes at its worst moment.
+        new: its outputs are new memory: they are in its peak, and do not count as workspace.
+    """
     outputs = tuple(rounded(size, device) for size in _output_bytes(result))
     return OpCost(seconds, max(0, peak - (sum(outputs) if new else 0)), outputs)
 
 
 def _alone(key: str, node: fx.Node, device: torch.device, cache: CostCache, *, fresh: bool) -> None:
-    """Measure an op on made-up data, if it can run on them."""
+    """Measure an op on made-up data, and put its cost into the cache; do nothing if it cannot run on such data."""
     cost = alone(node, device, fresh=fresh)
     if cost is not None:
         cache.keep_op(key, cost)
 
 
 def alone(node: fx.Node, device: torch.device, *, timed: bool = True, fresh: bool = False) -> OpCost | None:
-    """Return the cost of an op on made-up data; None if it cannot run on them. To be called in a `quiet_world`.
+    """Return the cost of an op on made-up data; None if it cannot run on such data. To be called in a `quiet_world`.
 
     Args:
         timed: measure the time too, in several runs; otherwise the op runs once, and counts 0 seconds.
@@ -495,7 +527,7 @@ def seconds_of(
 
     Args:
         prepare: called before each run, without counting its time.
-        fixed: run it a fixed number of times, as other ranks do.
+        fixed: run it a fixed number of times, so that all ranks run a collective equally often.
     """
     if kind_of(device).can(Ability.TIMING):
         return _seconds_by_events(call, device) if prepare is None else _seconds_beside(call, prepare, device)
@@ -503,7 +535,11 @@ def seconds_of(
 
 
 def _cpu_seconds(call: Callable[[], Any], prepare: Callable[[], Any] | None, sample: float) -> float:
-    """Return the median of a few runs after a warm-up run."""
+    """Return the median seconds of a few runs after a warm-up run.
+
+    Args:
+        sample: seconds for which it runs repeatedly, within LEAST_RUNS and MOST_RUNS.
+    """
     call()
     runs: list[float] = []
     end = time.perf_counter() + sample
@@ -518,7 +554,10 @@ def _cpu_seconds(call: Callable[[], Any], prepare: Callable[[], Any] | None, sam
 
 
 def _seconds_by_events(call: Callable[[], Any], device: torch.device) -> float:
-    """Return the median over a few batches of what one call adds to a busy stream: launches overlap as in a step."""
+    """Return the seconds of one call among others on a busy stream, where launches overlap as in a step.
+
+    It is the median over LEAST_RUNS batches of MOST_RUNS calls each, timed by events on the stream.
+    """
     call()
     kind, runs = kind_of(device), list[float]()
     for _ in range(LEAST_RUNS):
@@ -533,7 +572,7 @@ def _seconds_by_events(call: Callable[[], Any], device: torch.device) -> float:
 
 
 def _seconds_beside(call: Callable[[], Any], prepare: Callable[[], Any], device: torch.device) -> float:
-    """Return the seconds that one call adds to a busy stream, alternating with `prepare`; at least 0.1 us."""
+    """Return the seconds of `prepare` and a call on a busy stream, less those of `prepare` alone; at least 0.1 us."""
 
     def both() -> None:
         prepare()
@@ -545,7 +584,7 @@ def _seconds_beside(call: Callable[[], Any], prepare: Callable[[], Any], device:
 
 
 def _note_allocations(call: Callable[[], Any], device: torch.device) -> None:
-    """Run a call under the profiler, so that it sees the allocations, if it can."""
+    """Run a call; if the device has a profiler of allocations, under that, so that it knows their sizes later."""
     if (kind := kind_of(device)).recorded:
         allocations(call, on_host=not kind.accelerator)
     else:
@@ -553,7 +592,7 @@ def _note_allocations(call: Callable[[], Any], device: torch.device) -> None:
 
 
 def peak_of(call: Callable[[], Any], device: torch.device) -> tuple[int, Any]:
-    """Return the bytes at the worst moment of a call, above those at its start, and its result."""
+    """Run a call; return the bytes at its worst moment, above what was allocated at its start, and its result."""
     kind = kind_of(device)
     if not kind.recorded:
         return _peak_by_statistics(call, device)
@@ -562,13 +601,13 @@ def peak_of(call: Callable[[], Any], device: torch.device) -> tuple[int, Any]:
     result, sizes = allocations(call, on_host=not kind.accelerator)
     peak = max(0, *itertools.accumulate(sizes, initial=0))
     if counted and sum(sizes) != kind.allocated(device) - before:
-        del result  # an allocator that does not report all it does
+        del result  # the profiler has not seen all allocations
         return _peak_by_statistics(call, device)
     return peak, result
 
 
 def _peak_by_statistics(call: Callable[[], Any], device: torch.device) -> tuple[int, Any]:
-    """Do as `peak_of` with the allocator's own peak, which is reset."""
+    """Return what `peak_of` returns, from the allocator's own peak, which is reset."""
     kind = kind_of(device)
     kind.synchronize(device)
     before = kind.allocated(device)

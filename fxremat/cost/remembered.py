@@ -1,4 +1,4 @@
-"""Measurements of entire programs, cached with the costs of ops: the same programs are not run for them again.
+"""Measurements of entire programs, kept in the cache of op costs, so that equal programs are not run again.
 
 Programs are the same if they run the same ops, on values of the same layouts, in the same order.
 """
@@ -19,12 +19,12 @@ from fxremat.step.step_graph import StepGraph
 def remembered(
     what: str, programs: Sequence[Program], count: int, measure: Callable[[], Sequence[float] | None]
 ) -> list[float] | None:
-    """Return numbers measured of some programs, here or in an earlier process; None if they cannot be measured.
+    """Return numbers measured of some programs, now or in an earlier process; None if they cannot be measured.
 
     Args:
-        what: names the numbers.
-        count: the number of numbers.
-        measure: measures them, above 0, if they are not cached.
+        what: what the numbers are, as a part of their key.
+        count: how many numbers there are.
+        measure: returns the numbers, all above 0, if none are cached; None if that fails.
     """
     device = device_of(programs[0].layout.graph)
     key = f"{what} {' '.join(map(_digest, programs))}"
@@ -36,19 +36,19 @@ def remembered(
 
 
 def recall(device: torch.device, key: str, count: int) -> list[float] | None:
-    """Return `count` numbers that were stored under a key; None if there are none, or another number of them."""
+    """Return the numbers that were stored under a key; None if there are none, or not `count` of them."""
     return CostCache.of_device(device).numbers(key, count)
 
 
 def keep(device: torch.device, key: str, numbers: Sequence[float]) -> None:
-    """Store numbers above 0 under a key."""
+    """Store numbers, all above 0, under a key, for this process and later ones."""
     cache = CostCache.of_device(device)
     cache.keep(key, numbers)
     cache.save()
 
 
 def of_ops(graph: StepGraph) -> str:
-    """Return a hash that is equal for graphs whose ops cost the same, one by one."""
+    """Return a hash of a graph, equal for graphs with the same sequence of ops, at the same sizes and layouts."""
     return hashlib.sha256("\n".join(op_keys(graph)).encode()).hexdigest()
 
 

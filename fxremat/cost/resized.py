@@ -1,10 +1,11 @@
-"""Costs at other sizes of a step that was measured at one: bytes exactly, seconds in proportion.
+"""Costs of a step at other sizes than it was measured at: bytes exactly, seconds in proportion.
 
-    values       as the graph shows at these sizes
-    workspace    of one run of the op alone, on made-up data; 0 if the op needed none before, and is not larger now
+    values       bytes as the graph shows them at these sizes
+    workspace    measured by one run of the op alone, on made-up data; 0 without a run if the op needed none before and
+                 is not larger now
     seconds      the measured ones, scaled by the growth of an estimate of the op: they only rank programs
 
-    The process remembers the results of these runs, for each environment (`cost.environment`).
+The process remembers the results of these runs, for each environment (`cost.environment`).
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ from fxremat.step.step_graph import Op
 from fxremat.torch_private import unprofiled
 
 FEW = 256  # bytes of workspace that do not grow with the sizes: a number, a flag
-AT_MOST = 10_000  # ops that are remembered
-_took: dict[tuple[str, str], OpCost] = {}  # by environment and op; without seconds
+AT_MOST = 10_000  # ops whose runs are remembered
+_took: dict[tuple[str, str], OpCost] = {}  # bytes that an op takes, by environment and key of the op
 _estimated: WeakKeyDictionary[Captured, Sequence[OpCost]] = WeakKeyDictionary()
 
 
 def resized(joint: Captured, known: Captured, costs: Costs) -> Costs:
-    """Compute the costs of a joint graph from those of one with the same ops at other sizes.
+    """Return the costs of a joint graph, computed from the costs of `known`, which has the same ops at other sizes.
 
-    O(ops), some of which run.
+    O(ops); ops that are larger than in `known`, or need a workspace, run once each.
     """
     device = device_of(joint)
     rough = Device.like(device)
@@ -63,7 +64,7 @@ def _estimates(joint: Captured, device: Device) -> Sequence[OpCost]:
 
 
 def _workspace(op: Op, costs: Costs) -> int:
-    """Return the bytes of an op beyond what it reads and writes, including its result if it overwrites an operand."""
+    """Return the workspace of an op in bytes; for one that overwrites an operand, its result is added again."""
     taken = costs.sizes.values[op.writes[0]] if _overwrites(op, costs) else 0
     return costs.sizes.workspace[op.index] + taken
 
@@ -73,13 +74,13 @@ def _overwrites(op: Op, costs: Costs) -> bool:
 
 
 def _as_shown(op: Op, joint: Captured, costs: Costs, device: torch.device) -> bool:
-    """Tell whether the op's outputs had the bytes that their shapes need, and no more."""
+    """Tell whether the op's outputs took no more bytes than the graph shows; so if it overwrites an operand."""
     shown = [rounded(joint.values[value].bytes, device) for value in op.writes]
     return _overwrites(op, costs) or shown == [costs.sizes.values[value] for value in op.writes]
 
 
 def _run(joint: Captured, ops: list[int], device: torch.device, fresh: Set[int]) -> dict[int, OpCost | None]:
-    """Return the cost of each op, from one run of each distinct one; None for ops that cannot run alone."""
+    """Return the cost of each of these ops, from one run on made-up data; None for ops that cannot run so."""
     where, found = name_of(environment(device)), {}
     with quiet_world(device):
         for index in ops:

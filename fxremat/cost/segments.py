@@ -1,6 +1,7 @@
 """Expandable segments of CUDA's caching allocator: it then allocates what tensors ask for, and little more.
 
-    default         a block may exceed a tensor of more than 1 MiB by up to 1 MiB; a tenth to a third more is reserved
+    default         a block may exceed a tensor of more than 1 MiB by up to 1 MiB; a tenth to a third more than that is
+                    reserved on the device
     expandable      a block has the size of its tensor, rounded up to 512 bytes; a few percent more are reserved
 """
 
@@ -15,14 +16,14 @@ from fxremat.device import kind_of
 from fxremat.torch_private import allocate_in_expandable_segments, allocates_in_expandable_segments
 
 log = logging.getLogger(__name__)
-VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # of the environment, with the allocator's settings
+VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # environment variables with the allocator's settings
 
 
 def expand_segments(device: torch.device) -> None:
-    """Turn expandable segments on for the entire process, unless the user has set the allocator, and log that.
+    """Turn expandable segments on for the entire process, and log that, unless the user has configured the allocator.
 
-    It changes nothing if the model is on no CUDA device, if an environment variable has settings of the allocator, if
-    another allocator than PyTorch's own runs, or if the device's driver cannot map memory.
+    Do nothing if the device is not a CUDA device, if an environment variable has settings of the allocator, if another
+    allocator than PyTorch's own runs, or if the device's driver cannot map memory.
     """
     kind = kind_of(device)
     if not (kind.of_cuda and kind.is_available()) or any(os.environ.get(name) for name in VARIABLES):

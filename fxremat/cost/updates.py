@@ -1,4 +1,4 @@
-"""Costs of the optimizer's step of a parameter: seconds, bytes of state and workspace, measured once for each shape."""
+"""What the optimizer's update of a parameter costs: seconds, bytes of state and workspace, measured for each shape."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fxremat.torch_private import unprofiled
 
 
 def units_of(joint: Captured, optimizer: torch.optim.Optimizer, costs: Costs) -> list[ParameterUpdate]:
-    """Return the update of each parameter that the step updates, with its cost."""
+    """Return the measured cost of the update of each parameter that the step updates."""
     known: dict[tuple[Any, ...], tuple[float, int, int]] = {}
     units = []
     for value in joint.updates_of:
@@ -41,7 +41,10 @@ def units_of(joint: Captured, optimizer: torch.optim.Optimizer, costs: Costs) ->
 
 
 def with_own_sizes(joint: Captured, costs: Costs) -> Costs:
-    """Return the costs with each updated parameter as large as its layout: it may be a view of a larger storage."""
+    """Return the costs with the size of each updated parameter taken from its own layout, not from its storage.
+
+    A parameter may be a view of a larger storage; on the host it gets memory of its own.
+    """
     sizes = list(costs.sizes.values)
     for value in joint.updates_of:
         shown = joint.shown[value].meta["val"]
@@ -50,7 +53,11 @@ def with_own_sizes(joint: Captured, costs: Costs) -> Costs:
 
 
 def measure_update(optimizer: torch.optim.Optimizer, like: torch.Tensor) -> tuple[float, int, int]:
-    """Measure an update: seconds, bytes of state of the parameter's shape, and bytes that the second step allocates."""
+    """Measure the optimizer's update of a parameter with this layout.
+
+    Returns:
+        seconds; bytes of the state tensors that have the parameter's shape; the peak of a second update in bytes.
+    """
     with quiet_world(like.device):
         shell = nn.Parameter(torch.zeros(like.shape, dtype=like.dtype, device=like.device))
         shell.grad = torch.zeros_like(shell)

@@ -1,8 +1,7 @@
 """A training step run op by op on real values, so that each op can be measured when its inputs exist.
 
-    order    numbers of ops, with repetitions if ops run again (the smallest-memory program), or each once (the captured
-             order)
-    visit    gets every op with its real arguments, and returns what the op returns
+    order    the ops to run, by number: each once as captured, or some repeatedly as in a program that recomputes
+    visit    a function that gets each op with its real arguments, runs it, and returns its result
 
 Values are freed right after their last use in this order. Primals are the tensors that the step was captured with;
 missing data (fake tensors, gradients that autograd will hand in) is made up when it is first read, and freed too. The
@@ -34,9 +33,9 @@ Visit = Callable[[Op, Call], Any]
 
 
 def given_inputs(joint: Captured, inputs: Sequence[Any]) -> dict[int, torch.Tensor]:
-    """Return the tensors that a captured graph was called with, by the values of the joint graph's primals.
+    """Return the real tensors among the inputs of a captured graph, by the number of the primal value of each.
 
-    A primal that AOTAutograd made itself is left out.
+    Primals without a real tensor of their shape and type among `inputs` are left out.
     """
     found = {}
     for primal in joint.primals:
@@ -49,10 +48,11 @@ def given_inputs(joint: Captured, inputs: Sequence[Any]) -> dict[int, torch.Tens
 
 
 class Walk:
-    """The state of a walk.
+    """A run of a step, op by op, with the values that are alive.
 
     Args:
-        given: real tensors by the number of the primal value; missing ones are made up.
+        given: real tensors by the number of the primal value; data is made up for missing ones.
+        order: the numbers of the ops to run.
     """
 
     def __init__(self, joint: Captured, given: Mapping[int, torch.Tensor], order: Sequence[int]) -> None:
@@ -60,8 +60,8 @@ class Walk:
         self.given = given
         self.order = order
         self.values: dict[int, Any] = {}
-        self.impossible_views: list[fx.Node] = []  # which real layouts do not allow; copies replace them
-        self._addresses: dict[int, int] = {}  # of the storages of living values
+        self.impossible_views: list[fx.Node] = []  # traced views that real layouts do not allow; copies replace them
+        self._addresses: dict[int, int] = {}  # of the storages of values that are alive, by value
 
     def run(self, visit: Visit) -> None:
         """Visit every op of the order. If an op raises, free all values and raise the same error."""
@@ -86,7 +86,7 @@ class Walk:
                 self._addresses.pop(value, None)
 
     def shares(self, tensor: torch.Tensor, besides: int) -> bool:
-        """Tell whether a given tensor, or a living value other than `besides`, has the tensor's storage."""
+        """Tell whether an input of the step, or a living value other than `besides`, has the storage of this tensor."""
         address = _address(tensor)
         if address in self._given_addresses:
             return True
@@ -127,7 +127,7 @@ class Walk:
     def _view(self, node: fx.Node, *args: Any, **kwargs: Any) -> Any:
         target: Any = node.target
         if target is aten.as_strided.default and otherwise_than_shown(node.all_input_nodes[0], args[0]):
-            self.impossible_views.append(node)  # it would contain other elements
+            self.impossible_views.append(node)  # with other strides below, the same offsets show other elements
         if target not in (aten.view.default, aten._unsafe_view.default, aten.reshape.default):
             return target(*args, **kwargs)
         viewed = aten.reshape.default(*args)
@@ -147,13 +147,13 @@ class Walk:
 
 
 def _address(made: Any) -> int | None:
-    """Return the address of the storage of a strided tensor; None for all else."""
+    """Return the address of the storage of a strided tensor; None for anything else."""
     strided = isinstance(made, torch.Tensor) and made.layout is torch.strided
     return made.untyped_storage().data_ptr() if strided else None
 
 
 def _last_uses(joint: Captured, order: Sequence[int]) -> list[list[int]]:
-    """Return, for each place of the order, the values whose present version is not read after it."""
+    """Return, for each place of the order, the values that the op there touches and whose content no later op reads."""
     needed: set[int] = set()
     freed: list[list[int]] = []
     firsts = _firsts(order)

@@ -1,4 +1,4 @@
-"""Workspaces outside of all plans: cuBLAS's, allocated before the first step, and those of cuDNN's trials."""
+"""Memory of CUDA's libraries that no plan contains: cuBLAS's workspaces, and those of cuDNN when it tries kernels."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 def make_workspaces(device: torch.device) -> None:
-    """Multiply matrices once on the current stream, in the forward's thread and in autograd's, if cuBLAS is used.
+    """Let cuBLAS allocate its workspaces before the first step: multiply matrices in this thread and in autograd's.
 
     cuBLAS keeps a workspace for each thread and stream (32 MiB on Hopper, some 8 MiB elsewhere), and cublasLt another,
     which torch allocates from its caching allocator at the first product of each. If the first step allocated them,
@@ -36,8 +36,8 @@ def make_workspaces(device: torch.device) -> None:
 def warn_of_trials(joint: Captured, device: torch.device) -> None:
     """Warn if cuDNN tries its kernels for convolutions during a step, with whatever workspaces they need.
 
-    With `torch.backends.cudnn.benchmark` each thread tries all kernels at the first convolution of its sizes:
-    autograd's does so in the first backward, and may choose others than those that were measured.
+    With `torch.backends.cudnn.benchmark` each thread tries all kernels at the first convolution of its sizes.
+    Autograd's thread does so in the first backward, and may choose other kernels than the ones that were measured.
     """
     if not kind_of(device).of_cuda or not (torch.backends.cudnn.enabled and torch.backends.cudnn.benchmark):
         return

@@ -18,8 +18,8 @@ from fxremat.step.liveness import Sizes
 from fxremat.step.step_graph import Kind, Origin, StepGraph
 from fxremat.torch_private import allocates_in_expandable_segments, holds_gradients
 
-NUMBERS_OF_LOSS = 4  # for each output: such as the loss's terms, sums of them, and the gradients of those
-SINGLE = torch.float32.itemsize
+NUMBERS_OF_LOSS = 4  # scalars that a loss allocates for each output of the model: terms, sums, and their gradients
+SINGLE = torch.float32.itemsize  # bytes
 
 
 def rounded(size: int, device: torch.device) -> int:
@@ -29,16 +29,17 @@ def rounded(size: int, device: torch.device) -> int:
 
 
 def held(size: int, device: torch.device) -> int:
-    """Return the most bytes that the allocator counts for a tensor of `size` bytes, including a rest that it keeps.
+    """Return the most bytes that the allocator counts as allocated for a tensor of `size` bytes.
 
-    CUDA's caching allocator gives a tensor the smallest free block that it has. It splits off the rest, unless the
-    tensor has more than 1 MiB and the rest is at most that; in expandable segments it splits off all.
+    CUDA's caching allocator gives a tensor the smallest free block that is large enough, and splits off what is left of
+    it; not if the tensor has more than 1 MiB and what is left is at most 1 MiB. In expandable segments it always
+    splits.
     """
     return rounded(size, device) + (unsplit(device) if size > kind_of(device).unsplit else 0)
 
 
 def unsplit(device: torch.device) -> int:
-    """Return the bytes by which an allocated block may exceed a large tensor: the allocator does not split them off."""
+    """Return the bytes by which the allocated block of a large tensor may exceed it, as it is not split."""
     kind = kind_of(device)
     if not (kind.unsplit and kind.is_available()):
         return 0
@@ -50,10 +51,15 @@ def costs_from(
 ) -> Costs:
     """Combine the costs of the ops with the sizes of the values, rounded as the device's allocator does.
 
-    Inputs that are Python floats are alive during the entire step, as tensors that dynamo makes at each call. An op may
-    leave more than its outputs' shapes need: `mse_loss` returns its sum in the storage of all its terms. An op that
-    overwrites what it reads leaves that storage, and needs no other: its workspace compensates for the two. A region's
-    workspace is its entire peak, including its outputs: it may free its inputs before it makes them.
+    Inputs that are Python floats are alive during the entire step, as tensors that dynamo makes at each call. The
+    storage of an output may be larger than its shape needs: `mse_loss` returns its sum in the storage of all its terms.
+    The result of an op that overwrites an operand is the operand's storage: as both count as values, its workspace is
+    negative. The measured workspace of a region is its entire peak, outputs included (it may free inputs before it
+    makes them), so that its outputs are subtracted.
+
+    Args:
+        by_op: the cost of each op, with bytes that are not rounded.
+        fresh: ops that make new results where they might overwrite an operand.
     """
     sizes = [value.bytes for value in joint.values]
     taken = [0] * len(joint.ops)
@@ -87,10 +93,10 @@ def costs_from(
 
 
 def _copied_gradients(joint: Captured, device: torch.device) -> dict[int, int]:
-    """Return the bytes of copies that ops may make of gradients from a loss outside, which may have untraced layouts.
+    """Return, by op, the bytes of copies that it may make of gradients from a loss outside, in layouts not traced.
 
-    A pointwise op reads any layout, unless it reads what autograd reshapes; a convolution does not. A backward in
-    regions gets gradients in the traced layout. If the model returns its loss, no other loss is planned for.
+    A pointwise op reads any layout without a copy, unless it reads a reshape; a convolution does not. Compiled regions
+    get gradients in the traced layout. If the model returns its loss, no other loss is planned for: the result is {}.
     """
     unknown = laid_out_by_others(joint.module.graph) if _gradients(joint) else set()
     found = dict[int, int]()
@@ -106,7 +112,7 @@ def _copied_gradients(joint: Captured, device: torch.device) -> dict[int, int]:
 
 
 def _is_reshaped(joint: Captured, node: fx.Node) -> bool:
-    """Tell whether a node shows its value through a reshape, which copies what it cannot view."""
+    """Tell whether a node is, or is a view of, a reshape of its value, which copies what it cannot view."""
     value, shower = joint.value_of.get(node), node
     while shower.target is not torch.ops.aten.reshape.default:
         parents = [parent for parent in shower.all_input_nodes if joint.value_of.get(parent) == value]
@@ -117,13 +123,13 @@ def _is_reshaped(joint: Captured, node: fx.Node) -> bool:
 
 
 def set_aside(joint: Captured, device: torch.device) -> int:
-    """Return the bytes for a loss outside the model, rounded like the device's allocator, and for its scalars."""
+    """Return the bytes that plans set aside for a loss outside the model, and its scalars; 0 if there is none."""
     numbers = _numbers(joint, device)
     return outside_bytes(joint) + numbers + _floats(joint, device) if numbers else 0
 
 
 def held_beside_copies(joint: Captured, device: torch.device) -> int:
-    """Return the bytes of gradients from a loss outside that autograd holds in addition to copies in the backward.
+    """Return the bytes of gradients from a loss outside, if autograd holds them while the backward has copies of them.
 
     The backward copies gradients whose layout differs from that of the outputs, unless it can view them.
     """
@@ -135,15 +141,16 @@ def _numbers(joint: Captured, device: torch.device) -> int:
 
 
 def _floats(joint: Captured, device: torch.device) -> int:
-    """Return the bytes of the tensors that dynamo makes of Python floats at each call."""
+    """Return the bytes of the tensors that dynamo makes at each call for inputs that are Python floats."""
     made = [joint.values[joint.value_of[node]] for node in joint.primals if node.meta.get(FLOAT)]
     return sum(rounded(value.bytes, device) for value in made)
 
 
 def outside_bytes(joint: Captured) -> int:
-    """Return the bytes that a loss outside the model is assumed to need at the split, until it has been measured.
+    """Return the bytes that a loss outside the model is assumed to need between forward and backward.
 
-    A model that returns its loss needs nothing. The user can give a better number (`loss`).
+    They are 0 if the model returns its loss. They hold until the loss was measured, or the user states a number
+    (option `loss`).
     """
     trained = _gradients(joint)
     others = [node.meta.get("val") for node in joint.untrained_outputs] if trained else []
@@ -152,12 +159,14 @@ def outside_bytes(joint: Captured) -> int:
 
 
 def assumed_for(count: int, dtype: torch.dtype, *, trained: bool = True) -> int:
-    """Return the bytes that a loss of an output of `count` numbers is assumed to need: four times the output's.
+    """Return the bytes that a loss is assumed to need for an output of `count` numbers: four times the output in fp32.
 
-    They count in fp32 or wider. A cross entropy needs three times the output's bytes (log-probabilities, and two
-    gradients at a time), `x.pow(2).mean()` four times; an output in half precision is copied to fp32 in addition. Of an
-    output that needs no gradient (`trained` False) the loss keeps one storage at most: `mse_loss` returns its sum in
-    that of all its terms. Of integers it keeps nothing.
+    A cross entropy needs three times the output's bytes (log-probabilities, and two gradients at a time),
+    `x.pow(2).mean()` four times; an output in half precision is copied to fp32 in addition.
+
+    Args:
+        trained: False: no gradient is needed for the output. Then one storage of its size is assumed, as `mse_loss`
+            returns its sum in the storage of all its terms; for integers nothing.
     """
     if not trained:
         return int(count) * max(dtype.itemsize, SINGLE) if dtype.is_floating_point else 0
@@ -165,13 +174,13 @@ def assumed_for(count: int, dtype: torch.dtype, *, trained: bool = True) -> int:
 
 
 def _gradients(joint: Captured) -> list[torch.Tensor]:
-    """Return the gradients that a loss outside hands in, as fake tensors; none where the model returns its loss."""
+    """Return the gradients that a loss outside the model hands in, as fake tensors; [] if there is none."""
     shown = () if joint.root_tangents else (node.meta.get("val") for node in joint.tangent_nodes)
     return [tensor for tensor in shown if isinstance(tensor, torch.Tensor)]
 
 
 def output_position(shown: fx.Node, op: fx.Node) -> int | None:
-    """Return the number of the output of `op` that the node shows; None for an output that no op reads."""
+    """Return which of the outputs of `op` the node `shown` is, from 0; None for outputs that no getitem selects."""
     if shown is op:
         value = op.meta.get("val")
         return 0 if isinstance(value, torch.Tensor) or is_number(value) else None
@@ -190,5 +199,9 @@ def largest_tensor(graph: StepGraph) -> int:
 
 
 def op_keys(graph: StepGraph, fresh: Set[int] = frozenset()) -> list[str]:
-    """Return the keys of all ops of a graph, in order; ops in `fresh` make new results."""
+    """Return the keys of all ops of a graph, in order, equal for ops of equal cost.
+
+    Args:
+        fresh: ops that make new results where they might overwrite an operand.
+    """
     return [op_key(captured_of(graph).nodes[op.index], fresh=True) if op.index in fresh else op.key for op in graph.ops]

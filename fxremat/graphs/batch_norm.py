@@ -4,10 +4,11 @@
     mean, rstd, running'    = batch_statistics(x, running)              what later ops need, a few numbers a channel
     y                       = batch_normalized(x, weight, bias, mean, rstd)     the part that is worth recomputing
 
-If the first half is kept, recomputing `y` is one pass over `x` and does not touch running statistics. On a CPU the
-second half has the bits of the original op: that op's kernel scales by `rstd * weight` and shifts by `bias - mean *
-scale`, in training and in evaluation alike, so that evaluation with the scale as its weight, and a variance of one,
-computes the same. That holds if `x` is contiguous, or in channels_last; otherwise the original op runs.
+(rstd is 1 over the standard deviation.) If the results of the first half are kept, recomputing `y` is one pass over `x`
+and does not touch running statistics. On a CPU the second half has the bits of the original op: that op's kernel scales
+by `rstd * weight` and shifts by `bias - mean * scale`, in training and in evaluation alike, so that evaluation with the
+scale as its weight, and a variance of one, computes the same. That holds if `x` is contiguous, or in channels_last;
+otherwise the original op runs.
 
 By itself an exact first half also runs the original op, and drops `y`: two halves that follow each other become one op
 when graphs are emitted (`passes.lower`). Where other bits are allowed (compiled regions), it computes the statistics
@@ -84,14 +85,14 @@ def _(x: Tensor, *_: Any) -> Tensor:
 
 
 def _running(x: Tensor, mean: Tensor | None, var: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the running statistics, or zeros instead, since kernels depend on their type."""
+    """Return the running statistics; for None zeros of the same type, since kernels depend on it."""
     dtype = dtype_of_statistics(x)
     some = [x.new_zeros(x.shape[1], dtype=dtype) if old is None else old for old in (mean, var)]
     return some[0], some[1]
 
 
 def dtype_of_statistics(x: Tensor) -> torch.dtype:
-    """Return the type of the statistics of both halves."""
+    """Return the type of the statistics that both halves compute and read: float64 for float64, else float32."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
@@ -101,7 +102,7 @@ def _whole(x: Tensor, weight: Tensor | None, bias: Tensor | None, *rest: Any) ->
 
 
 def is_dense(x: Tensor) -> bool:
-    """Tell whether kernels of a CPU work channel by channel; those of other layouts round in another order."""
+    """Tell whether `x` is contiguous or in channels_last: in other layouts a CPU's kernels round in another order."""
     return x.is_contiguous() or any(
         x.dim() == dimensions and x.is_contiguous(memory_format=format_)
         for dimensions, format_ in zip((4, 5), FORMATS, strict=True)
@@ -111,10 +112,10 @@ def is_dense(x: Tensor) -> bool:
 STATISTICS = torch.ops.fxremat.batch_statistics.default
 NORMALIZED = torch.ops.fxremat.batch_normalized.default
 WHOLE = aten._native_batch_norm_legit_functional.default
-RUNNING: dict[Any, int] = {WHOLE: 3, CUDNN: 4, STATISTICS: 2}  # results before the new running statistics
+RUNNING: dict[Any, int] = {WHOLE: 3, CUDNN: 4, STATISTICS: 2}  # op -> results before the new running statistics
 
 
-# Decompositions of the halves for Inductor.
+# Decompositions of the two halves of a BatchNorm, for Inductor.
 
 
 def _inductor_statistics(
@@ -149,11 +150,11 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
 }
 
 
-# What the nodes of a graph say of the halves.
+# Nodes of the two halves in a graph, and second executions of a BatchNorm.
 
 
 def normalized_by(statistics: fx.Node) -> fx.Node | None:
-    """Return the second half that belongs to a first half, or None for another op."""
+    """Return the second half that belongs to a first half; None if there is none, or for another op."""
     if statistics.target is not STATISTICS:
         return None
     readers = (reader for item in statistics.users for reader in item.users)
@@ -161,14 +162,22 @@ def normalized_by(statistics: fx.Node) -> fx.Node | None:
 
 
 def runs_as_one(statistics: fx.Node, normalized: fx.Node, *, again: bool) -> bool:
-    """Tell whether two consecutive halves run as the original op; `again`: in a second execution."""
-    shown = cast(fx.Node, normalized.args[0]).meta["val"]  # without other arguments, statistics have its type
+    """Tell whether two halves that follow each other are emitted as one op, the original BatchNorm.
+
+    Args:
+        again: they run a second time.
+    """
+    shown = cast(fx.Node, normalized.args[0]).meta["val"]  # without a weight, statistics have the type of `x`
     typed = normalized.args[1] is not None or shown.dtype == dtype_of_statistics(shown)
     return bool(statistics.args[5]) and (typed or not again)
 
 
 def whole_call(statistics: fx.Node, normalized: fx.Node, *, again: bool) -> tuple[Any, tuple[Any, ...]]:
-    """Return target and arguments of the BatchNorm of two halves; its output comes before its other results."""
+    """Return target and arguments of the BatchNorm that does what two halves do.
+
+    Args:
+        again: a second execution, which leaves the running statistics alone.
+    """
     x, mean, var, momentum, eps, _ = statistics.args
     _, weight, bias, *_ = normalized.args
     if again or mean is None:
@@ -185,12 +194,15 @@ def batch_norm_arguments(node: fx.Node) -> tuple[Any, ...]:
 
 
 def is_training_batch_norm(node: fx.Node) -> bool:
-    """Tell whether a node is a BatchNorm, or its first half, that updates its running statistics."""
+    """Tell whether a node is a BatchNorm in training or its first half, which update the running statistics."""
     return node.target in RUNNING and (node.target is not WHOLE or bool(node.args[5]))
 
 
 def again_call(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
-    """Return target and positional arguments of a second execution: a BatchNorm leaves the running statistics alone."""
+    """Return target and positional arguments of a second execution of an op.
+
+    They are the same as the first time, but for a BatchNorm, which leaves the running statistics alone.
+    """
     if not is_training_batch_norm(node):
         return node.target, node.args
     if node.target is STATISTICS:
@@ -203,14 +215,14 @@ def again_call(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
 
 
 def again_inputs(node: fx.Node) -> list[fx.Node]:
-    """Return the nodes that a second execution reads."""
+    """Return the nodes that a second execution of an op reads: for a BatchNorm no running statistics."""
     if not is_training_batch_norm(node):
         return node.all_input_nodes
     return [argument for argument in again_call(node)[1] if isinstance(argument, fx.Node)]
 
 
 def made_again(op: fx.Node, shown: fx.Node) -> bool:
-    """Tell whether a second execution makes this output too: none makes new running statistics."""
+    """Tell whether a second execution of an op makes the output `shown`: all but new running statistics."""
     if not is_training_batch_norm(op) or shown is op:
         return True
     return cast(int, shown.args[1]) < RUNNING[op.target]

@@ -4,7 +4,8 @@
     Captured                a StepGraph; `nodes` has the node of each op, `shown` one that shows each value,
                             `value_of` the value that each node shows a view of
 
-Planning uses op and value numbers; measuring and lowering use the nodes. A graph that was read is never changed.
+A value is a storage: all views of it are the same value. Planning uses the numbers of ops and values; measuring and
+lowering use the nodes. A graph that was read is never changed.
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ class Captured(StepGraph):
     """A step graph with the graph of torch.fx that it was read from."""
 
     module: fx.GraphModule
-    nodes: tuple[fx.Node, ...]  # of the ops
-    shown: tuple[fx.Node, ...]  # by value: the placeholder, the op's node, or the getitem that selects it from its op
-    value_of: Mapping[fx.Node, int]  # every tensor node (views included) to the storage it shows
+    nodes: tuple[fx.Node, ...]  # by op: its node
+    shown: tuple[fx.Node, ...]  # by value: its placeholder, its op's node, or the getitem that selects it
+    value_of: Mapping[fx.Node, int]  # every tensor node, views included -> the value that it shows
     primals: tuple[fx.Node, ...]
     tangent_nodes: tuple[fx.Node, ...]
     forward_outputs: tuple[object, ...]  # fx nodes, or constants such as None
     backward_outputs: tuple[object, ...]
     output_descs: tuple[object, ...]
-    update_nodes: Mapping[int, fx.Node] = field(default_factory=dict)  # as `updates_of`, the node of each gradient
+    update_nodes: Mapping[int, fx.Node] = field(default_factory=dict)  # updated parameter -> node of its gradient
 
     @property
     def passes(self) -> tuple[Any, ...]:
@@ -57,9 +58,9 @@ class Captured(StepGraph):
 
     @cached_property
     def outputs_needed(self) -> tuple[frozenset[int | None], ...]:
-        """For each output of the backward, the forward's outputs from whose gradients it is computed.
+        """For each output of the backward, the positions of the forward outputs from whose gradients it is computed.
 
-        None stands for the gradient of something else, such as the base of several views.
+        None among them stands for the gradient of something else, such as the base of several views.
         """
         needed: dict[fx.Node, frozenset[int | None]] = {}
         for node in self.module.graph.nodes:
@@ -74,7 +75,7 @@ class Captured(StepGraph):
 
     @cached_property
     def untrained_outputs(self) -> tuple[fx.Node, ...]:
-        """Outputs that the caller gets and that have no gradient from autograd: one node for each storage."""
+        """Outputs that the caller gets, for which autograd hands in no gradient: one node for each storage."""
         trained = [getattr(node.meta.get("desc"), "output", None) for node in self.tangent_nodes]
         shown: dict[int, fx.Node] = {}
         seen: set[int] = set()
@@ -86,9 +87,9 @@ class Captured(StepGraph):
 
 
 def captured_of(graph: StepGraph) -> Captured:
-    """Return the graph with its nodes, of a step that is to be measured or run here.
+    """Return the same graph as a `Captured`, with nodes, so that its step can be measured or run.
 
-    Raises `FxrematError` for a graph without nodes, which was read from a file.
+    Raises `FxrematError` for a graph that was read from a file, and has no nodes.
     """
     if not isinstance(graph, Captured):
         raise FxrematError(
@@ -98,7 +99,7 @@ def captured_of(graph: StepGraph) -> Captured:
 
 
 def inputs_of(joint: Captured) -> tuple[fx.Node, ...]:
-    """Return the primals that the caller hands in, in order: `backward_outputs` begins with a gradient of each.
+    """Return the primals that the caller hands in, in order; `backward_outputs` begins with their gradients.
 
     The other primals are tokens, which order ops with effects (such as the check in `linalg.cholesky`).
     """
@@ -110,7 +111,11 @@ def _inputs(primals: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
 
 
 def with_updates_inside(joint: Captured, trained: Set[int]) -> Captured:
-    """Return the graph of a step that updates these parameters (primal values) itself, and keeps their gradients."""
+    """Return the graph of a step that updates some parameters itself, and does not return their gradients.
+
+    Args:
+        trained: the primal values of these parameters.
+    """
     outputs = list(joint.backward_outputs)
     gradients: dict[int, fx.Node] = {}
     for place, (primal, gradient) in enumerate(zip(inputs_of(joint), joint.backward_outputs, strict=False)):
@@ -133,7 +138,7 @@ def _is_scalar(node: fx.Node) -> bool:
 
 
 def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """Return the nodes, and all that they are computed from."""
+    """Return the nodes, and all nodes that they are computed from."""
     found: set[fx.Node] = set()
     stack = list(nodes)
     while stack:
@@ -178,10 +183,10 @@ class _Reader:
         self.late = self._late()
 
     def _late(self) -> set[fx.Node]:
-        """Return the nodes of the backward: the first that autograd made there, and all that follow it.
+        """Return the nodes of the backward: the first one that autograd made, and all later ones that no output needs.
 
-        AOTAutograd traces the forward first. A node of the backward depends on a tangent or is tagged; what a custom
-        `torch.autograd.Function` computes there from saved tensors alone is neither, but comes after such a node.
+        AOTAutograd traces the forward first. A node of the backward depends on a tangent or is tagged; a node that a
+        custom `torch.autograd.Function` computes there from saved tensors alone is neither, but comes after such nodes.
         """
         forward = _ancestors(node for node in self.forward_outputs if isinstance(node, fx.Node))
         late = set(self.tangents)
@@ -238,7 +243,7 @@ class _Reader:
         return value.index
 
     def _base_of_view(self, node: fx.Node) -> int | None:
-        """Return the value that all outputs of `node` alias, or None if the node computes something new."""
+        """Return the value of which all outputs of `node` are views; None if the node computes something new."""
         outputs = [tensor for tensor in tensors_of(node) if tensor is not None]
         parents = [parent for parent in node.all_input_nodes if parent in self.value_of]
         if not outputs or len(parents) != 1:
@@ -248,7 +253,7 @@ class _Reader:
         return self.value_of[parents[0]] if aliases else None
 
     def _outputs(self, node: fx.Node) -> tuple[int, ...]:
-        """Make the values that a compute node writes; `_joint` fills in the producers' numbers."""
+        """Make and return the values that an op's node writes; their producers are filled in by `_ops`."""
         origin = Origin.BACKWARD if node in self.late else Origin.FORWARD
         if isinstance(node.meta.get("val"), (torch.Tensor, *NUMBERS)):
             return (self._new_value(node, origin),)
@@ -264,7 +269,7 @@ class _Reader:
             seen[position] = self._new_value(item, origin, position)
             written.append(seen[position])
         unread = [t for k, t in enumerate(tensors_of(node)) if t is not None and k not in seen]
-        for tensor in unread:  # occupies memory while the op runs and until its outputs are separated
+        for tensor in unread:  # such outputs occupy memory until the op has ended
             written.append(self._add(f"{node.name}_unread", node, tensor, origin))
         return tuple(written)
 
@@ -312,7 +317,7 @@ class _Reader:
             if gradient is not None
         }
         numbers = sorted({number for node, _ in ordered if (number := node.meta.get("seq_nr")) is not None})
-        sequence = {number: place for place, number in enumerate(numbers)}  # equal for every capture
+        sequence = {number: place for place, number in enumerate(numbers)}  # from 0, as in every capture
         ops: list[Op] = []
         for index, (node, writes) in enumerate(ordered):
             reads = self._values_of(node.all_input_nodes)
@@ -344,7 +349,7 @@ class _Reader:
         return tuple(ops)
 
     def _parameters(self) -> dict[int, str]:
-        """Return the names of parameters, by their values and by those of the gradients that are returned."""
+        """Return the names of parameters by value: of the parameter, and of its gradient if that is returned."""
         named = {self.value_of[node]: name for node in self.primals if (name := parameter_of(node))}
         pairs = zip(_inputs(self.primals), self.backward_outputs, strict=False)
         return named | {
@@ -357,7 +362,7 @@ class _Reader:
         return tuple(dict.fromkeys(self.value_of[node] for node in nodes if node in self.value_of))
 
     def _split_outputs(self) -> tuple[set[int], set[int]]:
-        """Split the forward's outputs into values that the caller holds, and values that overwrite an input."""
+        """Return the values that the caller holds as outputs of the forward, and the values that overwrite an input."""
         kept: set[int] = set()
         updates: set[int] = set()
         for node, desc in zip(self.forward_outputs, self.descs, strict=True):
@@ -375,7 +380,7 @@ class _Reader:
 
 
 def _kind(node: fx.Node) -> Kind:
-    """Return the kind of a node's op; targets other than PyTorch's kernels define it themselves."""
+    """Return the kind of a node's op, which targets other than PyTorch's kernels have as an attribute."""
     kind = getattr(node.target, "kind", Kind.KERNEL)
     if isinstance(kind, Kind) and kind is not Kind.KERNEL:
         return kind
@@ -395,6 +400,6 @@ def _is_whole(shown: object) -> bool:
 
 
 def _device_of(primals: Iterable[fx.Node]) -> str:
-    """Return the device of parameters and inputs: the first that is no CPU, if there is one."""
+    """Return the first device of parameters and inputs that is no CPU; "cpu" if there is none."""
     tensors = [tensor for node in primals if isinstance(tensor := node.meta.get("val"), torch.Tensor)]
     return next((str(tensor.device) for tensor in tensors if tensor.device.type != "cpu"), "cpu")

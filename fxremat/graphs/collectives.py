@@ -3,9 +3,9 @@
     captured    started = all_gather_into_tensor(shard, world, group);  whole = wait_tensor(started)
     in a step   whole = Collective(all_gather_into_tensor)(shard, world, group)
 
-The result of a start must not be read, and its operands must not be freed, before its wait. As one op it cannot be read
-too early, and memory is exact; `transfers.network` separates the two again where ops can run in between. Text that must
-be equal on all ranks contains no names of process groups, which differ from rank to rank.
+Before the wait, the result of a start must not be read, and its operands must not be freed. As one op, a collective
+cannot be read too early, and memory is exact; `transfers.network` separates start and wait again where ops can run in
+between. Text that must be equal on all ranks contains no names of process groups, which differ from rank to rank.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NAMESPACE = "_c10d_functional"
 
 
 class Collective:
-    """A functional collective that has ended when it returns: its start, and the wait for the result."""
+    """A functional collective as one function: it starts the collective, and waits for its result."""
 
     def __init__(self, start: torch._ops.OpOverload) -> None:
         self.start = start
@@ -44,7 +44,11 @@ class Collective:
 
 
 def wait(started: Any) -> Any:
-    """Wait for the end of a collective; return the results of its start, now with their data."""
+    """Wait for the end of a collective; return its results.
+
+    Args:
+        started: what the op that started it returned: a tensor, or several.
+    """
     if isinstance(started, torch.Tensor):
         return torch.ops._c10d_functional.wait_tensor.default(started)
     return [wait(tensor) for tensor in started]
@@ -52,7 +56,7 @@ def wait(started: Any) -> Any:
 
 @functools.cache
 def collective(start: torch._ops.OpOverload) -> Collective:
-    """Return the collective that begins with this op, always the same object."""
+    """Return the `Collective` that this op starts; for equal ops the same object."""
     return Collective(start)
 
 
@@ -77,7 +81,7 @@ def is_gather(node: fx.Node) -> bool:
 
 
 def groups_of(node: fx.Node) -> tuple[str, ...]:
-    """Return the names of the process groups of an op, which are text arguments."""
+    """Return the names of the process groups among the arguments of a collective; () for other ops."""
     if not is_collective(node):
         return ()
     return tuple(argument for argument in node.args if isinstance(argument, str) and _is_group(argument))

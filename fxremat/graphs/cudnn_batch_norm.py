@@ -1,10 +1,11 @@
-"""cuDNN's BatchNorm as ops of a graph, for BatchNorms that eager PyTorch computes by cuDNN.
+"""Ops that run cuDNN's BatchNorm, for graphs of models whose BatchNorms eager PyTorch computes by cuDNN.
 
     y, mean, rstd, reserve, running' = cudnn_batch_norm(x, weight, bias, running)       in training
     y                                = cudnn_batch_norm_evaluated(x, weight, bias, running)
 
-PyTorch decomposes `aten.cudnn_batch_norm` while a graph is traced, and native kernels round differently. The op cannot
-be captured as it is: it overwrites the running statistics, which its schema does not say. The ops here return new ones.
+PyTorch decomposes `aten.cudnn_batch_norm` while a graph is traced, and the native kernels then round differently. The
+op cannot be captured as it is: it overwrites the running statistics, which its schema does not say. The ops here return
+new statistics instead.
 
 `reserve` is the buffer that cuDNN passes from the forward to the backward; only cuDNN knows its size.
 """
@@ -34,7 +35,9 @@ def cudnn_batch_norm(
     momentum: float,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Compute a BatchNorm in training; the new running statistics come last (empty ones, if there are none).
+    """Return output, mean, rstd and reserve of a BatchNorm in training, then the new running mean and variance.
+
+    The last two are empty tensors if there are no running statistics.
 
     Args:
         x: (batch, channels, ...), contiguous or in channels_last.
@@ -64,7 +67,7 @@ def cudnn_batch_norm_backward(
 def cudnn_batch_norm_evaluated(
     x: Tensor, weight: Tensor, bias: Tensor, running_mean: Tensor, running_var: Tensor, eps: float
 ) -> Tensor:
-    """Compute a BatchNorm with its running statistics, which do not change."""
+    """Return the output of a BatchNorm in evaluation, which reads the running statistics and does not change them."""
     made: tuple[Tensor, ...] = aten.cudnn_batch_norm(x, weight, bias, running_mean, running_var, False, 0.0, eps)
     return made[0]
 
@@ -122,7 +125,7 @@ CUDNN = torch.ops.fxremat.cudnn_batch_norm.default
 
 @contextlib.contextmanager
 def batch_norms_of_cudnn() -> Iterator[None]:
-    """Capture the BatchNorms that eager PyTorch computes by cuDNN as ops that use cuDNN, while AOTAutograd traces."""
+    """Capture BatchNorms that eager PyTorch computes by cuDNN as the ops of this file, inside this context."""
     kernels: dict[Any, Callable[..., Any]] = {aten.cudnn_batch_norm.default: _captured}
     with composite_kernels(kernels, key="Autograd"):
         yield

@@ -1,4 +1,4 @@
-"""Gradients that a loss outside of the model hands in: their memory layout is not known before they arrive."""
+"""Gradients that a loss outside of the model hands in: their memory layouts are not known before they arrive."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.
 
 
 def handed_in(graph: fx.Graph) -> set[fx.Node]:
-    """Return the gradients of a joint graph's outputs that have dimensions."""
+    """Return the placeholders of gradients of outputs, except for scalars, which have only one layout."""
     return {node for node in tangents_in(graph) if node.meta["val"].dim() > 0}
 
 

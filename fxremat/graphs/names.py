@@ -3,9 +3,10 @@
     sources_of(nodes)    for each op Source("transformer.h.3.mlp.c_fc", Frame("net.py", 31, "forward", "x = ..."))
 
 dynamo records in `meta` which modules were being called (`nn_module_stack`), and AOTAutograd records for an op of the
-backward those of its forward op (`fwd_nn_module_stack`); both are dicts from a module's id to its path and class (2.11,
-2.13). Ops of the model's own forward have none, and their module is "". An addition of gradients that autograd makes
-for a tensor with several users has no stack of its own: it belongs to the innermost module around its neighbours.
+backward the modules of its forward op (`fwd_nn_module_stack`); both are dicts from a module's id to its path and class
+(torch 2.11 and 2.13). Ops of the model's own forward have neither, and their module is "". When autograd adds gradients
+of a tensor with several users, the addition has no such record: it belongs to the innermost module that contains the
+ops before and after it.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ from torch import fx, nn
 from fxremat.step.source import Frame, Source, common_module
 from fxremat.torch_private import without_dict
 
-# Below the model, dynamo names a part as an attribute, or by its key; both are written like `repr` of a text.
+# In the path of a module, dynamo writes each part as an attribute, or as a key in brackets, quoted as `repr` does.
 _KEY = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|\d+"""
 _PART = re.compile(rf"""\.(?!_modules\[)((?:[^.'"\[]|\[(?!(?:{_KEY})\]))+)|\[({_KEY})\]""")
 _GETATTR = re.compile(rf"""getattr\(([^()]*), ({_KEY})\)""")
-NAME, MODEL = "fxremat_name", "fxremat_model"  # in the `meta` of a joint graph's inputs
-FLOAT = "fxremat_float"  # the same, of inputs that dynamo makes of floats at each call
+NAME, MODEL = "fxremat_name", "fxremat_model"  # keys in the `meta` of a joint graph's inputs
+FLOAT = "fxremat_float"  # key in `meta`: whether the input is a tensor that dynamo makes of a float at each call
 
 
 def frame_of(node: fx.Node) -> Frame | None:
-    """Return file, line, function and code where the op was written, if tracing recorded it."""
+    """Return file, line, function and code where the op was written; None if tracing did not record it."""
     frames = re.findall(r'File "(.+)", line (\d+), in (<?\w+>?)\n *(.*)', node.meta.get("stack_trace") or "")
     if not frames:
         return None
@@ -40,14 +41,14 @@ def frame_of(node: fx.Node) -> Frame | None:
 
 
 def module_of(node: fx.Node) -> str:
-    """Return the submodule of an op, or of the forward op of a backward op, as "layers.3.up"; "" if unknown."""
+    """Return the submodule of an op, as "layers.3.up", or of a backward op's forward op; "" if it is not known."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     return _module_at(str([*stack.values()][-1][0]) if stack else "")
 
 
 @lru_cache(maxsize=4096)
 def _module_at(path: str) -> str:
-    """Return the submodule that dynamo writes as this path."""
+    """Return the name of the submodule, as in `named_modules()`, for a path as dynamo writes it."""
     path, before = without_dict(path), ""
     while path != before:  # a name that is no identifier may be written getattr(..., 'name')
         before, path = path, _GETATTR.sub(r"\1[\2]", path)
@@ -57,20 +58,20 @@ def _module_at(path: str) -> str:
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """Map other names of parameters with several names to their name in `named_parameters()`."""
+    """Map every further name of a tied parameter to the name that it has in `named_parameters()`."""
     first = {id(parameter): name for name, parameter in nn.Module.named_parameters(model)}
     names = nn.Module.named_parameters(model, remove_duplicate=False)
     return {name: first[id(parameter)] for name, parameter in names if first[id(parameter)] != name}
 
 
 def note_names(placeholders: Iterable[tuple[fx.Node, str | None]], model: str) -> None:
-    """Record on the inputs of a joint graph the parameter of each, and the name of the model's class."""
+    """Record on inputs of a joint graph the name of the parameter that each is, if any, and of the model's class."""
     for node, name in placeholders:
         node.meta |= {NAME: name or "", MODEL: model}
 
 
 def parameter_of(placeholder: fx.Node) -> str:
-    """Return the name in the model of the parameter that an input of a joint graph is; "" for other inputs."""
+    """Return the name of the parameter that an input of a joint graph is; "" for inputs that are none."""
     return str(placeholder.meta.get(NAME, ""))
 
 
@@ -80,13 +81,13 @@ def model_of(placeholders: Iterable[fx.Node]) -> str:
 
 
 def sources_of(nodes: Sequence[fx.Node]) -> tuple[Source, ...]:
-    """Return the source of each op of a step, forward and backward, in order. O(nodes).
+    """Return for each op of a step, forward and backward, the module and the line of code it comes from. O(nodes).
 
     Args:
         nodes: the ops' nodes, in execution order.
     """
     modules = {node: module_of(node) for node in nodes}
-    # the first op of a number: ops that autograd does not differentiate have the number of the op before them
+    # by autograd's number, for the first op that has it: ops that are not differentiated repeat the number before them
     by_number = {_number(node): modules[node] for node in reversed(nodes) if not _is_backward(node)}
     added = [node for node in nodes if _adds_gradients(node)]
     for node in nodes:
@@ -115,8 +116,8 @@ def _has_stack(node: fx.Node) -> bool:
 def _adds_gradients(node: fx.Node) -> bool:
     """Tell whether a node is autograd's addition of gradients of a tensor with several users.
 
-    AOTAutograd records `is_gradient_acc` (2.13); without it, such an addition has no traces of a forward op in its
-    `meta`.
+    AOTAutograd of torch 2.13 records `is_gradient_acc`. Without it, such an addition is known by having no record of a
+    forward op in its `meta`.
     """
     meta: dict[str, Any] = node.meta
     if "is_gradient_acc" in meta:
@@ -130,7 +131,14 @@ def _adds_gradients(node: fx.Node) -> bool:
 
 
 def _between(node: fx.Node, modules: dict[fx.Node, str], unknown: set[fx.Node]) -> str:
-    """Return the innermost module around the op that made the last added gradient, and the ops that read the sum."""
+    """Return the module of an addition of gradients: the innermost that contains the ops around it.
+
+    These are the last op that made one of the added gradients, and the ops that read the sum.
+
+    Args:
+        modules: the module of each op.
+        unknown: additions whose module is not known yet; they do not count.
+    """
     around = [_ops_behind(parent, modules) for parent in node.all_input_nodes]
     makers = [maker for maker in around if maker is not None and maker not in unknown]
     users = [user for user in _readers(node, modules) if user not in unknown]
@@ -139,7 +147,7 @@ def _between(node: fx.Node, modules: dict[fx.Node, str], unknown: set[fx.Node]) 
 
 
 def _ops_behind(node: fx.Node, modules: dict[fx.Node, str]) -> fx.Node | None:
-    """Return the op that made the tensor of a view or an item; None if no op did."""
+    """Return the op that made the tensor which a view or getitem shows; None if it is an input."""
     while node not in modules:
         if not node.all_input_nodes:
             return None
@@ -148,7 +156,7 @@ def _ops_behind(node: fx.Node, modules: dict[fx.Node, str]) -> fx.Node | None:
 
 
 def _readers(node: fx.Node, modules: dict[fx.Node, str]) -> list[fx.Node]:
-    """Return the ops that read a result, directly or through views."""
+    """Return the ops that read a node's result, directly or through views."""
     found, stack = [], list(node.users)
     while stack:
         user = stack.pop()

@@ -1,4 +1,4 @@
-"""Facts about a node of a captured graph: tensors, numbers, random draws, gradients that are handed in."""
+"""Facts about nodes of a captured graph: tensors, numbers, random draws, and the gradients that autograd hands in."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def is_random(node: fx.Node) -> bool:
 
 
 def _argument(node: fx.Node, name: str) -> object:
-    """Return the value of the argument `name` of an op node, by position; None if there is none."""
+    """Return the positional argument of an op that its schema calls `name`; None if it has no such argument."""
     assert isinstance(node.target, torch._ops.OpOverload)
     for position, argument in enumerate(node.target._schema.arguments):
         if argument.name == name:
@@ -41,17 +41,17 @@ def _argument(node: fx.Node, name: str) -> object:
 
 
 def is_number(value: object) -> bool:
-    """Tell whether a node's value is a Python number, known or not before the step runs."""
+    """Tell whether a node's value is a number: a Python number, or a symbolic one that the step will compute."""
     return isinstance(value, NUMBERS)
 
 
 def storage_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes of the storage behind a (fake) tensor; of indices and values, if it is sparse."""
+    """Return the bytes of the storage behind a (fake) tensor; for a sparse one, of its indices and values."""
     if tensor.layout is torch.sparse_coo:
         return int(tensor._indices().nbytes + tensor._values().nbytes)
     return int(tensor.untyped_storage().nbytes())
 
 
 def tangents_in(graph: fx.Graph) -> list[fx.Node]:
-    """Return the placeholders of the gradients that autograd hands in."""
+    """Return the placeholders of the gradients that autograd hands in to a joint graph (tangents)."""
     return [node for node in graph.nodes if node.op == "placeholder" and node.name.startswith("tangents")]

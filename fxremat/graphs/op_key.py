@@ -18,7 +18,8 @@ from fxremat.graphs.overwriting import called
 def op_key(node: fx.Node, *, fresh: bool = False) -> str:
     """Return text that is equal for ops of equal cost: the op, its constants, and the layout of each tensor it reads.
 
-    An op that may overwrite its operand does so, unless its result must be new (`fresh`).
+    Args:
+        fresh: the op makes a new result where it might overwrite an operand.
 
     A layout includes the device, and the bytes of the storage if a tensor shows a part of it: some ops copy all of it.
     A subgraph (the score function of flex attention) is named by a digest of its code.
@@ -30,7 +31,7 @@ def op_key(node: fx.Node, *, fresh: bool = False) -> str:
 
 
 def _named(target: object) -> str:
-    """Name the target of a node, in the same way in every process."""
+    """Return the name of a node's target, the same in every process."""
     return f"{target.__module__}.{target.__qualname__}" if isinstance(target, FunctionType) else str(target)
 
 

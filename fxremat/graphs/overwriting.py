@@ -1,8 +1,8 @@
-"""Ops that may write their result over an operand: a list of them, the operand, and how they are then called.
+"""Ops that may write their result over an operand: which ops, which operand, and the op to call for that.
 
-The captured graph is functional: `passes.in_place` records on a node which operand it may overwrite. Whether it does
-depends on the step's costs (`Costs.fresh` has the ops that must not), which measuring, accounting and lowering pass to
-`called`. Forms with a Scalar round differently in bfloat16.
+The captured graph is functional: `passes.in_place` records on a node which operand it may overwrite. Whether it does is
+known after measuring (`Costs.fresh` has the ops that must not), and passed to `called` as `fresh`. Overloads with a
+Scalar, such as `add.Scalar`, are left out: they round differently in bfloat16.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from fxremat.graphs.collectives import collective
 aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional
 
-METHODS: dict[Any, Any] = {  # the first argument is overwritten
+METHODS: dict[Any, Any] = {  # op -> the op that overwrites its first argument
     aten.add.Tensor: aten.add_.Tensor,
     aten.mul.Tensor: aten.mul_.Tensor,
     aten.div.Tensor: aten.div_.Tensor,
     aten.neg.default: aten.neg_.default,
     collective(_c10d.all_reduce.default): collective(_c10d.all_reduce_.default),
 }
-BACKWARDS: dict[Any, Any] = {  # the first argument is passed as `grad_input` as well
+BACKWARDS: dict[Any, Any] = {  # op -> the overload that writes to `grad_input`, for which the first argument is passed
     aten.threshold_backward.default: aten.threshold_backward.grad_input,
     aten.gelu_backward.default: aten.gelu_backward.grad_input,
     aten.silu_backward.default: aten.silu_backward.grad_input,
@@ -36,7 +36,7 @@ BACKWARDS: dict[Any, Any] = {  # the first argument is passed as `grad_input` as
     aten.elu_backward.default: aten.elu_backward.grad_input,
 }
 SELF_FIRST = {aten.threshold_backward.default, aten.leaky_relu_backward.default}
-"""Ops whose new result has the layout of the second operand if the two differ; for other ops, that of the first."""
+"""Ops whose new result has the layout of their second operand; the result of other ops has that of the first."""
 PLACE = "fxremat_overwrites"  # in a node's meta: the index of the operand that it may overwrite
 
 
@@ -52,7 +52,11 @@ def overwritten(op: fx.Node) -> fx.Node | None:
 def overwriting(
     target: Any, place: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """Return target and arguments of an op that overwrites its operand at `place`, 0 or 1; that operand comes first."""
+    """Return target and arguments of the call that overwrites an op's operand, which is moved to the first place.
+
+    Args:
+        place: of the operand among `args`: 0 or 1.
+    """
     if place:
         args = (args[1], args[0])
     if target in BACKWARDS:
@@ -61,7 +65,11 @@ def overwriting(
 
 
 def called(op: fx.Node, *, fresh: bool = False) -> tuple[Any, tuple[Any, ...], Mapping[str, Any]]:
-    """Return target and arguments of an op as it runs: it overwrites if it may, unless its result must be new."""
+    """Return target and arguments with which an op is called: those that overwrite its operand, if it may.
+
+    Args:
+        fresh: the op must not overwrite, and makes a new result.
+    """
     if fresh or PLACE not in op.meta:
         return op.target, op.args, op.kwargs
     return overwriting(op.target, op.meta[PLACE], op.args, op.kwargs)

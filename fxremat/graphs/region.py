@@ -1,10 +1,11 @@
-"""Ops of a step that run as one: what a graph calls in their place, compiled by Inductor.
+"""Regions: several ops of a step that run as one function, compiled by Inductor, which a graph calls in their place.
 
     region = Region(root, graph, kernels, dying=..., donated=...)
-    region(x, y)         runs it on tensors that stay as they are
-    region.run([x, y])   runs it on a list, which it empties: inputs that die there are freed, or overwritten, inside
+    region(x, y)         runs it on tensors, which it leaves unchanged
+    region.run([x, y])   runs it on a list, which it empties: inputs that nothing reads afterwards are freed or
+                         overwritten inside
 
-Equal regions (of equal layers, in other plans, at other budgets) have equal names and share their kernels. A region
+Equal regions (of equal layers, in other plans, at other budgets) have equal digests and share their kernels. A region
 that does not compile runs op by op, as it was captured.
 """
 
@@ -31,7 +32,7 @@ from fxremat.torch_private import boxed, copied
 
 log = logging.getLogger(__name__)
 AT_ONCE = 8  # regions that are compiled at a time
-KEPT = 1024  # kernels that are cached for regions equal to earlier ones; the oldest are dropped first
+KEPT = 1024  # regions whose kernels are cached, for later regions that are equal; the oldest are dropped first
 
 Run = Callable[[list[Any]], Sequence[Any]]
 _kernels: OrderedDict[str, Run] = OrderedDict()  # by digest
@@ -42,7 +43,7 @@ class Kernels:
     """Settings with which regions are compiled."""
 
     settings: Mapping[str, Any]  # patches of torch._inductor.config
-    decompositions: Mapping[Any, Callable[..., Any]]  # of ops of ours
+    decompositions: Mapping[Any, Callable[..., Any]]  # of fxremat's own ops
     required: Set[Any] = frozenset()  # ops that give other results if they are not compiled
 
     @cached_property
@@ -56,10 +57,10 @@ class Region:
 
     Args:
         root: has the attributes that the graph refers to.
-        graph: a functional graph of aten ops on bases of storages, which returns a tuple of them.
-        dying: indices of inputs that no one else holds when it runs, and that are not read afterwards.
-        donated: those of them whose storage kernels may overwrite.
-        kernels: the settings with which it is compiled.
+        graph: a functional graph of aten ops, which takes and returns tensors that cover their storages.
+        dying: indices of inputs that nothing else refers to when the region runs, and that are not read afterwards.
+        donated: indices of the dying inputs whose storages the kernels may overwrite.
+        kernels: the settings with which the region is compiled.
     """
 
     kind = Kind.REGION
@@ -78,8 +79,8 @@ class Region:
         self._given = [node.meta["val"] for node in graph.find_nodes(op="placeholder")]
         self._shown = [(tensor.stride(), tensor.dtype) for tensor in self._given]
         self._layouts = [_layout_of(tensor) for tensor in self._given]
-        self._run: Run | None = None  # its kernels, once they were requested
-        self.given_up = ""  # the reason why it runs op by op, if it does
+        self._run: Run | None = None  # the compiled function, once it was requested
+        self.given_up = ""  # the reason why the region runs op by op; "" if it does not
         self.count = sum(node.op == "call_function" for node in graph.nodes)
         self.digest = hashlib.sha256(self._text().encode()).hexdigest()[:24]
         self.__name__ = "region"
@@ -103,11 +104,11 @@ class Region:
 
     @property
     def is_compiled(self) -> bool:
-        """True if it has kernels, or if it is known that it will not have any."""
+        """True if the region has kernels, or is known to run op by op."""
         return self._run is not None or self.digest in _kernels
 
     def compile(self) -> float:
-        """Compile its kernels, if there are none, and return the seconds that this took."""
+        """Compile the region, unless kernels of an equal one are cached; return the seconds that this took."""
         if self.is_compiled:
             self._run = self._run or _kernels[self.digest]
             return 0.0
@@ -126,7 +127,11 @@ class Region:
             _kernels.popitem(last=False)
 
     def give_up(self, reason: str) -> None:
-        """Run its ops as they were captured from now on."""
+        """Run the region op by op from now on.
+
+        Raises:
+            FxrematError: it has an op that gives other results if it is not compiled.
+        """
         log.debug("%s with %d ops runs op by op: %s", self, self.count, reason)
         self.given_up = reason
         for node in self.graph.nodes:
@@ -140,7 +145,7 @@ class Region:
         return fx.GraphModule(self._root, self.graph, class_name="Region")
 
     def run(self, inputs: list[Any]) -> Sequence[Any]:
-        """Run it on a list, which is emptied; donated inputs are overwritten. Compiles it if that was not done."""
+        """Run the region on a list, which is emptied; donated inputs may be overwritten. Compiles it if need be."""
         for place, (strides, dtype) in enumerate(self._shown):  # a kernel's result may differ from the captured one
             if inputs[place].dtype != dtype:
                 inputs[place] = inputs[place].to(dtype)
@@ -152,7 +157,7 @@ class Region:
         return self._run(inputs)
 
     def _text(self) -> str:
-        """Return its code with the layouts of its inputs, and all else that its kernels depend on."""
+        """Return the region's code as text, with the layouts of its inputs, and all else that its kernels depend on."""
         numbers: dict[fx.Node, str] = {}
 
         def told(value: Any) -> str:
@@ -178,7 +183,7 @@ class _Name(str):
 
 
 def _layout_of(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return the strides of a tensor, without those of dimensions of size 1, which mean nothing."""
+    """Return the strides of a tensor, except for dimensions of size 1, where strides mean nothing."""
     return tuple(stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1)
 
 
@@ -192,7 +197,7 @@ def laid_out(tensor: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
 
 
 def forget_kernels() -> None:
-    """Clear the cache of kernels for later regions; existing regions keep theirs."""
+    """Clear the cache of kernels, so that later regions are compiled; existing regions keep their kernels."""
     _kernels.clear()
 
 
@@ -200,7 +205,7 @@ def compile_all(regions: Iterable[Region]) -> Iterator[Region]:
     """Compile regions, several at a time, and yield each when it is compiled."""
     todo = list(regions)
     with ThreadPoolExecutor(max(1, min(AT_ONCE, len(todo)))) as pool:
-        # Inductor's settings are those of the context
+        # Inductor reads its settings from the context variables
         running = {pool.submit(copy_context().run, region.compile): region for region in todo}
         for done in as_completed(running):
             done.result()
@@ -213,7 +218,7 @@ def regions_of(graph: fx.Graph) -> list[Region]:
 
 
 class _Owning:
-    """A region that is called with a list of its inputs."""
+    """A function that runs a region on a list of its inputs, and empties the list."""
 
     def __init__(self, region: Region) -> None:
         self._region = region
@@ -227,12 +232,12 @@ class _Owning:
 
 
 def hand_over(*inputs: Any) -> list[Any]:
-    """Return the inputs as a list, which is then the only reference to them."""
+    """Return the inputs as a list: it is the only reference to them once the graph has dropped its own."""
     return list(inputs)
 
 
 def runnable(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
-    """Return an emitted graph as a function of one list, in which regions own the inputs that die there."""
+    """Return an emitted graph as a function of one list; its regions can free and overwrite their dying inputs."""
     if not regions_of(module.graph):
         return boxed(module)
     graph = copied(module.graph)

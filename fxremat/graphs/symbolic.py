@@ -1,12 +1,13 @@
 """A joint graph with symbolic sizes, and the static graph that it becomes at given sizes.
 
-    joint graph with SymInts     placeholders that bind symbols, arithmetic of sizes, ops on tensors of symbolic shapes
-    at(dims)                     the graph that a capture of inputs of these sizes would have given: read, measured,
+    joint graph with SymInts     placeholders that are symbolic sizes, arithmetic of sizes, ops on symbolic shapes
+    at(dims)                     the graph that a capture of inputs of these sizes would have given, to be measured and
                                  planned like any other
-    as_captured(joint)           such a joint with the nodes of the symbolic graph again, to lower plans for every size
+    as_captured(joint)           a result of `at`, with the nodes of the symbolic graph: graphs made from it run at
+                                 every size
 
 `dims` are the values of the symbolic inputs of a call, in order. Ops and values have the same numbers at all sizes. No
-symbol is compared with anything here: that would add a guard and tie the graph to one size.
+symbol is compared with anything here: that would add a guard, and tie the graph to one size.
 """
 
 from __future__ import annotations
@@ -38,15 +39,15 @@ if TYPE_CHECKING:
     import sympy  # torch imports it when it captures with symbolic sizes
 
 Dims = tuple[int, ...]
-Size = Any  # an expression for an integer, or the node that shows another symbolic number
+Size = Any  # a sympy expression of an integer, or the node of another symbolic number, such as a float
 
 
 class NotSymbolic(Exception):
-    """The graph contains something that is known for one size only."""
+    """The graph contains something that is known for one size only; it has to be captured with fixed sizes."""
 
 
 def is_size(value: object) -> bool:
-    """Tell whether a node's value is a number that the sizes of the inputs determine."""
+    """Tell whether a value is a symbolic number that the sizes of the inputs determine."""
     return isinstance(value, SYMBOLS) and not depends_on_data(value)
 
 
@@ -56,7 +57,7 @@ def is_size_node(node: object) -> bool:
 
 
 def has_symbolic_sizes(graph: fx.Graph) -> bool:
-    """Tell whether a number or tensor of a joint graph is symbolic, even if its sizes can have only one value."""
+    """Tell whether a joint graph has symbolic numbers or shapes, even if these can have one value only."""
     tensors = (tensor for node in graph.nodes for tensor in tensors_of(node) if tensor is not None)
     return any(map(is_size_node, graph.nodes)) or any(map(is_symbolic, tensors))
 
@@ -73,7 +74,12 @@ class Numbers:
     """The values of symbolic numbers for given sizes of the inputs."""
 
     def __init__(self, symbols: Sequence[sympy.Expr], dims: Sequence[int]) -> None:
-        """Take the symbolic inputs' `symbols`; an input whose size follows from others has an expression of theirs."""
+        """Give values to symbols.
+
+        Args:
+            symbols: the expression of each symbolic input: a symbol, or an expression of other inputs' symbols.
+            dims: the value of each.
+        """
         import sympy
 
         given = zip(symbols, dims, strict=True)
@@ -81,7 +87,7 @@ class Numbers:
         self._known: dict[sympy.Expr, Any] = {}
 
     def __call__(self, value: Any) -> Any:
-        """Return the int, float or bool for a symbolic number; return all else, and what depends on data, unchanged."""
+        """Return the int, float or bool of a symbolic number; anything else, or what depends on data, unchanged."""
         if not self.knows(value):
             return value
         for symbolic, kind in ((torch.SymInt, int), (torch.SymFloat, float), (torch.SymBool, bool)):
@@ -90,10 +96,9 @@ class Numbers:
         return value
 
     def of(self, size: Size) -> Any:
-        """Return the int that an expression is, or the number that a node shows.
+        """Return the value of an expression, or of the number that a node computes.
 
-        Floats are computed along the graph, as the model does: an expression would combine factors, and round
-        differently.
+        Floats are computed node by node, as the model does: an expression would combine factors, and round differently.
         """
         if not isinstance(size, fx.Node):
             return int(self._value(size))
@@ -105,8 +110,8 @@ class Numbers:
         return float(target(*args, **kwargs))
 
     def holds(self, guard: sympy.Basic) -> bool:
-        """Tell whether a comparison is true at these sizes, as far as they determine it."""
-        return bool(guard.xreplace(self._given) != False)  # noqa: E712 - what is left open is no `False`
+        """Tell whether a guard (a comparison of sizes) is true; True too if these sizes do not determine it."""
+        return bool(guard.xreplace(self._given) != False)  # noqa: E712 - an undetermined guard is no `False`
 
     def knows(self, symbol: Any) -> bool:
         """Tell whether the sizes of the inputs determine a number."""
@@ -119,7 +124,7 @@ class Numbers:
 
 
 class SymbolicGraph:
-    """A joint graph whose sizes depend on numbers that are inputs.
+    """A joint graph whose sizes depend on symbolic numbers, which are inputs.
 
     Attributes:
         module: the graph.
@@ -130,7 +135,7 @@ class SymbolicGraph:
     """
 
     def __init__(self, module: fx.GraphModule, forward_outputs: int) -> None:
-        """Read the placeholders.
+        """Read the placeholders of a joint graph whose first `forward_outputs` outputs are the forward's.
 
         Raises `NotSymbolic` for a graph with effects, or a symbolic input that is no integer.
         """
@@ -149,7 +154,7 @@ class SymbolicGraph:
 
     @cached_property
     def shaping(self) -> tuple[int, ...]:
-        """Indices of symbolic inputs on which a tensor's size, stride or storage depends; others are mere factors."""
+        """Indices of the symbolic inputs on which the shape, strides or storage of a tensor depend, in `symbols`."""
         tensors = [t for node in self.module.graph.nodes for t in tensors_of(node) if t is not None]
         of_tensor = [(*t.shape, *t.stride(), t.storage_offset(), t.untyped_storage().nbytes()) for t in tensors]
         numbers = (number for several in of_tensor for number in several)
@@ -158,11 +163,11 @@ class SymbolicGraph:
 
     @property
     def dims(self) -> Dims:
-        """The sizes of the call that it was captured from."""
+        """The sizes of the call that the graph was captured from."""
         return tuple(size_now(node.meta["val"]) for node in self.inputs)
 
     def now(self) -> Captured:
-        """Return the joint graph at the sizes of the call that it was captured from."""
+        """Return the joint graph at the sizes of the call that this graph was captured from."""
         return self.at(self.dims)
 
     def numbers(self, dims: Dims) -> Numbers:
@@ -170,7 +175,7 @@ class SymbolicGraph:
         return Numbers(self.symbols, dims)
 
     def serves(self, dims: Dims) -> bool:
-        """Tell whether calls of these sizes take the same path through the model, by the recorded comparisons."""
+        """Tell whether calls of these sizes take the captured path through the model, by the recorded guards."""
         numbers = self.numbers(dims)
         fixed = all(symbol == dim for symbol, dim in zip(self.symbols, dims, strict=True) if symbol.is_Integer)
         noted = guards_of(self.inputs[0].meta["val"]) if self.inputs else []
@@ -207,7 +212,7 @@ class SymbolicGraph:
         return graph
 
     def as_captured(self, joint: Captured) -> Captured:
-        """Refer a graph of `at` to the nodes of this one, with None as the gradient of each symbolic input."""
+        """Return a result of `at` with the nodes of this graph, and None as the gradient of each symbolic input."""
         by_name: dict[str, fx.Node] = {node.name: node for node in self.module.graph.nodes}
 
         def back(nodes: Iterable[fx.Node]) -> tuple[fx.Node, ...]:
@@ -238,7 +243,7 @@ class SymbolicGraph:
 
 
 class _Concrete:
-    """A conversion of fake tensors to concrete sizes; those that shared a storage share one again."""
+    """A conversion of fake tensors to concrete sizes; tensors that shared a storage share one again."""
 
     def __init__(self, numbers: Numbers) -> None:
         self._numbers = numbers
@@ -260,7 +265,7 @@ class _Concrete:
         offset, whole = number(value.storage_offset()), value.untyped_storage().nbytes()
         last = offset + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
         least = value.element_size() * (last + 1) if all(shape) else 0
-        size = number(whole) if number.knows(whole) else least  # of an input that is a part of something unknown
+        size = number(whole) if number.knows(whole) else least  # a view of a storage of unknown size
         known = self._storages.setdefault(storage, torch.empty(0, device="meta").untyped_storage())
         if known.nbytes() < size:
             known.resize_(size)

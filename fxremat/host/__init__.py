@@ -1,1 +1,1 @@
-"""Host tiers, where tensors wait that leave the device: `tier` is the interface, `files` and `pinned` implement it."""
+"""Host tiers, to which the device's tensors are copied: `tier` is the interface, `files` and `pinned` implement it."""

@@ -13,7 +13,10 @@ _default: dict[type[HostTier], HostTier] = {}
 
 
 def default_tier(device: torch.device) -> HostTier:
-    """Return the process's default: pinned memory if the device has it, else files; a new one if it was closed."""
+    """Return this process's default tier for a device: pinned memory if the device has it, else files.
+
+    If the default tier was closed, a new one takes its place.
+    """
     make = PinnedTier if kind_of(device).can(Ability.PINNED, Ability.STREAMS) else FileTier
     tier = _default.get(make)
     if tier is None or tier.closed:

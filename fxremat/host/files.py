@@ -19,8 +19,8 @@ from fxremat.errors import FxrematError
 from fxremat.host.pool import FilePool
 from fxremat.host.tier import HostTier, span_of
 
-MANY = 256  # unfinished copies of one direction, above which successful ones are forgotten
-CHUNK = 1 << 20  # bytes that a throttled copy moves between two looks at the clock
+MANY = 256  # remembered copies of one direction, above which those that have succeeded are forgotten
+CHUNK = 1 << 20  # bytes that a copy of limited speed moves between two looks at the clock
 
 
 class Copied(NamedTuple):
@@ -33,7 +33,7 @@ class Copied(NamedTuple):
 
 
 class FileTier(HostTier):
-    """Host memory as memory-mapped files that have no name, so that a crash leaves no files.
+    """Host memory as memory-mapped files that have no name, so that a crash leaves none behind.
 
     Args:
         folder: a folder on the disk to use. None: the system's folder for temporary files.
@@ -70,12 +70,12 @@ class FileTier(HostTier):
 
     @property
     def description(self) -> str:
-        """The folder and the speeds."""
+        """Text with the folder and the limits of speed, which is equal for tiers of equal speed."""
         return f"files in {self.folder or tempfile.gettempdir()} at {self.to_host}, {self.from_host} bytes/s"
 
     @property
     def bytes(self) -> int:
-        """Bytes of all its files, those in use and those that wait for the next step."""
+        """The bytes of all files, those in use and those kept for later tensors."""
         return self._pool.bytes
 
     def __reduce__(self) -> Any:
@@ -87,30 +87,30 @@ class FileTier(HostTier):
         return self._pool.take(tensor)
 
     def store(self, tensor: torch.Tensor, host: torch.Tensor) -> None:
-        """Begin to copy a tensor into a file."""
+        """Begin to copy a tensor into `host`, a tensor in a file."""
         self._check_owns(host)
         self._lanes["out"].copy(tensor, host, host.data_ptr(), self.copies)
 
     def release(self, host: torch.Tensor) -> None:
-        """Wait for the copy out."""
+        """Wait until a tensor has been copied into its file. Raises the error of the copy, if it failed."""
         self._lanes["out"].finish(host.data_ptr())
 
     def prefetch(self, host: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Begin to copy back into new memory on the device."""
+        """Allocate memory on the device, begin to copy a tensor from its file into it, and return it."""
         self._check_owns(host)
         back = torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=device)
         self._lanes["in"].copy(host, back, host.data_ptr(), self.copies)
         return back
 
     def wait(self, host: torch.Tensor) -> None:
-        """Wait for the copy back."""
+        """Wait until a tensor has been copied back from its file. Raises the error of the copy, if it failed."""
         self._lanes["in"].finish(host.data_ptr())
 
     def synchronize(self) -> None:
         """Do nothing: `release` has waited already."""
 
     def _check_owns(self, host: torch.Tensor) -> None:
-        """Raise for files of the parent of a forked process, which writes to them and reuses them for other tensors."""
+        """Raise `FxrematError` for a file of the parent of a forked process, which goes on to use that file."""
         self._check_open()
         if not self._pool.owns(host):
             raise FxrematError(
@@ -123,7 +123,10 @@ def _file_tier(folder: Path | None, to_host: float | None, from_host: float | No
 
 
 class _ThreadLane:
-    """One direction: copies run one after the other on a thread of their own, which holds both tensors meanwhile."""
+    """The copies in one direction, to the files or from them.
+
+    They run one after the other on a thread of their own, which keeps source and target alive until a copy has ended.
+    """
 
     def __init__(self, way: str, speed: float | None) -> None:
         self.way, self.speed = way, speed
@@ -135,7 +138,7 @@ class _ThreadLane:
         with self._lock:
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"fxremat-{self.way}")
-            if len(self._under_way) >= MANY:  # mostly those of steps that failed: no one will wait for them
+            if len(self._under_way) >= MANY:  # mostly copies of failed steps, for which nobody will wait
                 self._under_way = {k: f for k, f in self._under_way.items() if not _succeeded(f)}
             issued = _issued(source, target)
             self._under_way[key] = self._thread.submit(self._copy, source, target, notes, issued)
@@ -145,25 +148,28 @@ class _ThreadLane:
     ) -> None:
         start = time.time_ns()
         with _after(issued):
-            _copy(source, target.data, self.speed)  # .data: autograd does not see a change of what it saved
+            _copy(source, target.data, self.speed)  # .data: autograd may have saved it, and must see no change
         if notes is not None:
             notes.append(Copied(self.way, start, time.time_ns(), target.nbytes))
 
     def finish(self, key: int) -> None:
-        """Wait for the latest copy of a key. Raises the error of the copy, if it failed."""
+        """Wait for the latest copy under a key: an address on the host. Raises the error of the copy, if it failed."""
         with self._lock:
             copying = self._under_way.pop(key, None)
         if copying is not None:
             copying.result()
 
     def close(self) -> None:
-        """Wait for all copies, and end the thread."""
+        """Wait for all copies of this direction, and end the thread."""
         if self._thread is not None:
             self._thread.shutdown()
 
 
 def _issued(*tensors: torch.Tensor) -> torch.Event | None:
-    """Return an event that passes when all work of the caller's stream so far has run; None without streams."""
+    """Return an event that passes when all work so far on the current stream has run.
+
+    None if no tensor is on a device with streams; then that work has already run.
+    """
     for tensor in tensors:
         kind = kind_of(tensor.device)
         if kind.can(Ability.STREAMS):
@@ -176,7 +182,11 @@ def _issued(*tensors: torch.Tensor) -> torch.Event | None:
 
 @contextlib.contextmanager
 def _after(issued: torch.Event | None) -> Iterator[None]:
-    """Copy on a stream that begins when the event has passed; wait for that stream at the end."""
+    """Run copies, inside this context, on a stream that waits for the event; at the end wait for that stream.
+
+    Args:
+        issued: None: copy without a stream.
+    """
     if issued is None:
         yield
         return
@@ -204,7 +214,7 @@ def _copy(source: torch.Tensor, target: torch.Tensor, speed: float | None) -> No
 
 
 def _chunks(source: torch.Tensor, target: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield the memory of two tensors of one layout, piece by piece."""
+    """Yield pairs of equal pieces of the memory of two tensors of one layout, each of `CHUNK` bytes at most."""
     pieces = (
         t.as_strided((span_of(t),), (1,)).split(max(1, CHUNK // source.element_size()))
         for t in (source, target)

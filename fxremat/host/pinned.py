@@ -1,4 +1,4 @@
-"""A host tier in pinned memory, for accelerators: a side stream for each direction and device."""
+"""A host tier in pinned memory, for accelerators: copies run on a stream of their own for each direction and device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fxremat.units import format_bytes
 
 
 class PinnedTier(HostTier):
-    """Pinned host memory, copied by side streams of the device that the tensor is on, whichever is current.
+    """Pinned host memory, to and from which side streams of a tensor's device copy.
 
     A tensor that leaves is held until `release`, which makes the compute stream wait for the copy's event: whatever the
     caching allocator gives that memory to next runs on the compute stream, so after the copy. A tensor that comes back
@@ -44,7 +44,7 @@ class PinnedTier(HostTier):
 
     @property
     def description(self) -> str:
-        """A constant: pinned memory has one speed on each device."""
+        """Text that is equal for tiers of equal speed: a constant, as pinned memory has one speed on each device."""
         return "pinned memory"
 
     def host_like(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -53,25 +53,25 @@ class PinnedTier(HostTier):
         return _pinned_like(tensor)
 
     def store(self, tensor: torch.Tensor, host: torch.Tensor) -> None:
-        """Begin to copy a tensor into pinned memory."""
+        """Begin to copy a tensor into `host`, a tensor in pinned memory."""
         self._lane("out", tensor.device).copy(tensor, host, host.data_ptr())
 
     def release(self, host: torch.Tensor) -> None:
-        """Let the compute stream wait for the copy out."""
+        """Let the compute stream wait until a tensor has been copied to the host."""
         self._finish("out", host)
 
     def prefetch(self, host: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Begin to copy back into new memory on the device."""
+        """Allocate memory on the device, begin to copy a tensor from the host into it, and return it."""
         back = torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=device)
         self._lane("in", back.device).copy(host, back, host.data_ptr())
         return back
 
     def wait(self, host: torch.Tensor) -> None:
-        """Let the compute stream wait for the copy back."""
+        """Let the compute stream wait until a tensor has been copied back from the host."""
         self._finish("in", host)
 
     def synchronize(self) -> None:
-        """Wait for the side streams that copy out: `release` makes the compute stream wait, not the thread."""
+        """Block until all copies to the host have ended: `release` makes only the compute stream wait for them."""
         for lane in self._lanes_of("out"):
             lane.synchronize()
 
@@ -101,17 +101,17 @@ class _Copying(NamedTuple):
 
 
 class _StreamLane:
-    """One direction of one device: copies run one after the other on a stream of their own.
+    """The copies in one direction on one device, which run one after the other on a stream of their own.
 
     Source and target are held until the copy is waited for or, after an exception, until it is seen to have ended.
-    Copies are many, so `with stream` is used, which costs little time in Python.
+    There are many copies, so `with stream` is used, which costs little time in Python.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._kind = device, kind_of(device)
         self.stream = self._kind.stream(device)
         self._under_way: dict[int, _Copying] = {}  # by number, in the order in which they end
-        self._latest: dict[int, int] = {}  # key -> number
+        self._latest: dict[int, int] = {}  # key, the address on the host -> number of its latest copy
         self._number = count()
         self._lock = threading.RLock()
 
@@ -124,14 +124,14 @@ class _StreamLane:
                 target.data.copy_(source, non_blocking=True)  # .data: autograd may have saved it
                 event.record(self.stream)
         except BaseException:
-            self.stream.synchronize()  # the caller drops both tensors
+            self.stream.synchronize()  # since the caller will drop both tensors
             raise
         with self._lock:
             self._latest[key] = number = next(self._number)
             self._under_way[number] = _Copying(key, source, target, event)
 
     def finish(self, key: int) -> None:
-        """Let the device's compute stream wait for the latest copy of a key, if it may still run."""
+        """Let the device's compute stream wait for the latest copy under a key, if that may still run."""
         with self._lock:
             number = self._latest.pop(key, None)
             copying = None if number is None else self._under_way.pop(number, None)
@@ -139,7 +139,7 @@ class _StreamLane:
             self._kind.current_stream(self._device).wait_event(copying.event)
 
     def synchronize(self) -> None:
-        """Wait for all copies."""
+        """Wait for all copies of this direction."""
         self.stream.synchronize()
         self._let_go()
 

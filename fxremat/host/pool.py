@@ -1,4 +1,4 @@
-"""A pool of unnamed memory-mapped files, each of which serves one tensor after another."""
+"""A pool of unnamed memory-mapped files, each of which holds one tensor after another."""
 
 from __future__ import annotations
 
@@ -24,36 +24,36 @@ WINDOW = 1000  # a pool keeps as much memory as was in use at a time during the 
 class FilePool:
     """Memory-mapped files by size; each returns to the pool when the last tensor on it is gone.
 
-    Together they have no more bytes than the tensors of the last steps did at a time: if a new file would exceed that,
-    the files that have waited longest are freed.
+    The pool keeps no more bytes than tensors of the last steps occupied at a time: if a new file would exceed that, the
+    files that have waited longest are freed.
     """
 
     def __init__(self, folder: Path | None) -> None:
         self.folder = folder
         self.used = 0  # bytes of files on which tensors exist
-        self._lock = threading.RLock()  # the collector may run finalizers, which use this code, at any place
+        self._lock = threading.RLock()  # reentrant: garbage collection may run other code at any place
         self._returned: deque[tuple[int, int, mmap.mmap]] = deque()  # by finalizers, which take no lock
-        self._waiting: OrderedDict[int, tuple[int, mmap.mmap]] = OrderedDict()  # longest first, by number
+        self._waiting: OrderedDict[int, tuple[int, mmap.mmap]] = OrderedDict()  # by number, longest wait first
         self._by_size: dict[int, list[int]] = {}  # numbers of the files that wait
         self._number = count()
         self._idle = 0  # bytes of the files that wait
         self._shown: set[int] = set()  # addresses of files on which tensors exist
-        self._most = [0, 0]  # most bytes in use at a time, in the last window of requests and in this one
+        self._most = [0, 0]  # most bytes in use at a time: in the last window of requests, and in this one
         self._taken = 0  # requests in this window
 
     @property
     def bytes(self) -> int:
-        """The bytes of all files."""
+        """The bytes of all files, those in use and those that wait for a tensor."""
         with self._lock:
             self._collect()
             return self.used + self._idle
 
     def owns(self, host: torch.Tensor) -> bool:
-        """Tell whether a tensor lies in one of the files."""
+        """Tell whether a tensor lies in one of this pool's files."""
         return host.numel() == 0 or host.data_ptr() in self._shown
 
     def take(self, like: torch.Tensor) -> torch.Tensor:
-        """Return a tensor of the same layout in a file."""
+        """Return a new tensor in a file, with the layout of `like`. Raises `FxrematError` if there is no room."""
         size = span_bytes(like)
         if size == 0:
             return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
@@ -79,7 +79,7 @@ class FilePool:
                 self._idle -= size
 
     def _collect(self) -> None:
-        """Move files without tensors to those that wait."""
+        """Move files whose tensors are gone to the files that wait."""
         while self._returned:
             size, address, memory = self._returned.popleft()
             self._shown.discard(address)

@@ -6,14 +6,14 @@
            tier.wait(host)          the copy back has ended: back may be read
 
 `host` is a CPU tensor of x's layout whose memory does not come from an allocator of torch, or a pinned one. It owns its
-memory: autograd keeps it between forward and backward, and whatever happens there (an exception, a backward that never
-runs, two forwards in a row) the memory returns to the pool with it.
+memory: autograd keeps the tensor between forward and backward, and whatever happens there (an exception, a backward
+that never runs, two forwards in a row), its memory returns to the pool when the tensor is gone.
 
-    PinnedTier   accelerators: pinned memory, one side stream a direction and device; torch's allocator is the pool
-    FileTier     everywhere: memory-mapped files without a name, one thread a direction
+    PinnedTier   for accelerators: pinned memory, one side stream a direction and device; torch's allocator is the pool
+    FileTier     for any device: memory-mapped files without a name, one thread a direction
 
-A lane runs the copies of one direction in order, and holds their sources and targets until they have ended: an
-exception between `prefetch` and `wait` frees no memory that is still being written.
+The copies of one direction run in order, and their sources and targets are held until they have ended: an exception
+between `prefetch` and `wait` frees no memory that is still being written.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class HostTier(ABC):
     A tier is a context manager, and `close` ends it: tensors on the host stay readable, and no more are copied.
     """
 
-    in_powers = False  # whether each tensor occupies a power of two bytes on the host
+    in_powers = False  # True: each tensor occupies a power of two bytes on the host
 
     def __init__(self) -> None:
         self.name = f"{type(self).__name__}-{next(_numbers)}"
@@ -48,7 +48,7 @@ class HostTier(ABC):
 
     @abstractmethod
     def store(self, tensor: torch.Tensor, host: torch.Tensor) -> None:
-        """Begin to copy a tensor into memory of the host; `release` waits for the copy."""
+        """Begin to copy a tensor into `host`, which `host_like` returned; `release` waits for the copy."""
 
     def offload(self, tensor: torch.Tensor) -> torch.Tensor:
         """Begin to copy a tensor to the host, and return its copy. Raises `FxrematError` if the host has no room."""
@@ -58,22 +58,23 @@ class HostTier(ABC):
 
     @abstractmethod
     def release(self, host: torch.Tensor) -> None:
-        """Return when the device's memory of a copied tensor may be freed.
+        """Wait until the copy to `host` has ended, so that the tensor's memory on the device may be freed.
 
-        Raises the error of the copy, if it failed.
+        On a device with streams the compute stream may wait in place of the caller. Raises the error of the copy, if it
+        failed.
         """
 
     @abstractmethod
     def prefetch(self, host: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Allocate memory on the device, and begin to copy back."""
+        """Allocate a tensor on the device, begin to copy `host` into it, and return it; `wait` waits for the copy."""
 
     @abstractmethod
     def wait(self, host: torch.Tensor) -> None:
-        """Return when the tensor that comes back may be read. Raises the error of the copy, if it failed."""
+        """Wait until the tensor that `prefetch` returned may be read. Raises the error of the copy, if it failed."""
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Return when all released tensors are on the host, for code that reads them there."""
+        """Wait until all released tensors are on the host, before code that reads them there."""
 
     @property
     @abstractmethod
@@ -94,7 +95,7 @@ class HostTier(ABC):
 
     @abstractmethod
     def _end(self) -> None:
-        """Do what `close` does, once."""
+        """Wait for copies, and free threads and unused memory: what `close` does the first time."""
 
     @abstractmethod
     def _begin_anew(self) -> None:
@@ -112,7 +113,7 @@ _tiers: weakref.WeakValueDictionary[str, HostTier] = weakref.WeakValueDictionary
 
 
 def tier_named(name: str) -> HostTier:
-    """Return the living tier of this name. Raises `FxrematError` if there is none."""
+    """Return the tier of this name. Raises `FxrematError` if it is gone."""
     tier = _tiers.get(name)
     if tier is None:
         raise FxrematError(f"the host tier {name} is gone; keep the module that fxremat.compile returned")
@@ -120,7 +121,7 @@ def tier_named(name: str) -> HostTier:
 
 
 def _forked() -> None:
-    """Reset the tiers in a forked child. A reference by name is read at once: no other thread changes it."""
+    """Give all tiers new threads, locks and memory, in a forked child, where no other thread changes `_tiers`."""
     for reference in _tiers.valuerefs():
         if (tier := reference()) is not None:
             tier._begin_anew()
@@ -131,12 +132,12 @@ if hasattr(os, "register_at_fork"):
 
 
 def span_of(tensor: torch.Tensor) -> int:
-    """Return the number of elements from the first to the last of a tensor: of a view, not of all its storage."""
+    """Return the number of elements in memory from the first to the last of a tensor, gaps between them included."""
     if tensor.numel() == 0:
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def span_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes that a tensor's layout needs, in memory of its own."""
+    """Return the bytes that a copy of a tensor needs in the same layout, gaps between elements included."""
     return span_of(tensor) * tensor.element_size()

@@ -1,4 +1,4 @@
-"""Start of collectives that an emitted graph waits for later."""
+"""The function with which emitted graphs start an all-gather that they wait for later."""
 
 from __future__ import annotations
 
@@ -15,10 +15,14 @@ _under_way: dict[str, list[weakref.ref[torch.Tensor]]] = {}  # group -> results 
 
 
 def start_gather(start: Any, *args: Any) -> Any:
-    """Start an all-gather; over gloo, after the previous one has ended.
+    """Start an all-gather, and return what the op returns; over gloo, wait first for the group's previous all-gather.
 
-    Several concurrent all-gathers in one gloo group end in a corrupted heap (torch 2.13, some of a thousand runs of a
-    hundred each, with plain `torch.distributed`); one together with any number of reductions does not.
+    Concurrent all-gathers in one gloo group may corrupt the heap: with torch 2.13, in some of a thousand runs of a
+    hundred each, with plain `torch.distributed`. One together with any number of reductions does not.
+
+    Args:
+        start: the op that starts it.
+        args: its arguments, the name of the group last.
     """
     name = args[-1]
     group = group_named(name)

@@ -1,4 +1,4 @@
-"""Decompositions for Inductor of our own ops that may be part of a compiled region."""
+"""Decompositions, for Inductor, of fxremat's own ops that may be part of a compiled region."""
 
 from __future__ import annotations
 

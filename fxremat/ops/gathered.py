@@ -1,7 +1,7 @@
 """Reads of a parameter that ranks share: ops that a model is traced with; `passes.sharding` makes collectives of them.
 
     fxremat::gather    shard -> the full parameter, in the type that the model computes in
-    fxremat::reduce    its gradient -> the gradient of the shard, reduced over the ranks
+    fxremat::reduce    gradient of the full parameter -> gradient of the shard, reduced over the ranks
 
 Each is one op while a model is traced, so that equal gathers can be found (tied weights), and gradients can be added
 before they are reduced rather than after. A parameter is cut along its first dimension into as many parts as there are
@@ -26,14 +26,14 @@ class Sharing(NamedTuple):
     """The way in which ranks share a parameter; the ops of this file take these fields as arguments, in order."""
 
     rows: int  # of the full parameter: the size of its first dimension
-    dtype: torch.dtype  # that the model computes with
-    reduced_in: torch.dtype | None  # that gradients are added in; None: that of the gradient
+    dtype: torch.dtype  # the type that the model computes in
+    reduced_in: torch.dtype | None  # the type that gradients are added in; None: the type of the gradient
     group: str  # the process group over which it is cut; "": each rank has all of it
-    replicas: str  # the process group over which all ranks have the same; "": there is none
+    replicas: str  # the process group whose ranks have equal shards; "": there is none
     op: str  # "avg" or "sum"
     before: float  # what gradients are divided by before they are reduced
-    after: float  # and after it
-    bucket: int  # parameters of one bucket travel together
+    after: float  # what they are divided by after they were reduced
+    bucket: int  # parameters of one bucket are gathered, and their gradients reduced, together
 
 
 @torch.library.custom_op("fxremat::gather", mutates_args=())
@@ -51,11 +51,12 @@ def gather(
     after: float,
     bucket: int,
 ) -> Tensor:
-    """Return the full parameter.
+    """Return the full parameter of a shard. The arguments from `rows` on are the fields of `Sharing`.
 
     Args:
-        other: with `sync`, gradients of earlier backwards, which are added to this one's before that is reduced;
-            without it, a tensor as large as the parameter, whose gradient is that of the parameter, not reduced.
+        other: with `sync`, unreduced gradients of earlier backwards, which are added before the gradient is reduced, or
+            None; without `sync`, a tensor as large as the parameter, which gets the unreduced gradient.
+        sync: the backward reduces the gradient over the ranks.
     """
     raise FxrematError(ALONE)
 
@@ -78,7 +79,8 @@ def reduce(
 ) -> Tensor:
     """Return the gradient of a shard of `mine` rows, in the type that it is stored in, reduced over all ranks.
 
-    Gradients of `earlier` backwards, if given, are added to it first.
+    The arguments from `rows` to `bucket` are the fields of `Sharing`. Unreduced gradients of earlier backwards, if
+    given as `earlier`, are added first.
     """
     raise FxrematError(ALONE)
 

@@ -1,4 +1,4 @@
-"""Functions that the nodes of a graph with transfers call, with tensors and the name of a host tier as arguments.
+"""Functions by which emitted graphs copy tensors to the host and back; `tier` is the name of a host tier.
 
     host  = offload(x, tier)            right after the last op that writes x
     host  = release(host, x, tier)      where the plan needs the memory of x
@@ -17,23 +17,23 @@ from fxremat.host.tier import tier_named
 
 
 def offload(tensor: torch.Tensor, tier: str) -> torch.Tensor:
-    """Begin to copy a tensor to the host."""
+    """Begin to copy a tensor to the host; return its copy there."""
     return tier_named(tier).offload(tensor)
 
 
 def release(host: torch.Tensor, tensor: torch.Tensor, tier: str) -> torch.Tensor:
-    """Wait for the copy out; the caller then drops its reference to `tensor`."""
+    """Wait until `tensor` is copied to `host`, and return `host`; the caller then drops its reference to `tensor`."""
     tier_named(tier).release(host)
     return host
 
 
 def prefetch(host: torch.Tensor, device: torch.device, tier: str) -> torch.Tensor:
-    """Begin to copy back into newly allocated memory on the device."""
+    """Allocate a tensor on the device, begin to copy `host` into it, and return it."""
     return tier_named(tier).prefetch(host, device)
 
 
 def wait(back: torch.Tensor, host: torch.Tensor, tier: str) -> torch.Tensor:
-    """Wait for the copy back."""
+    """Wait until `host` is copied into `back`, and return `back`."""
     tier_named(tier).wait(host)
     return back
 

@@ -1,4 +1,4 @@
-"""An op that overwrites its operand only where a new result would have the operand's layout.
+"""A call of an op that overwrites its operand only where a new result would have the operand's layout.
 
 A graph for one size is measured on real values before it runs, and ops whose layouts disagree make new results
 (`cost.measure`). A graph for every size meets layouts that were not measured, so each call checks its own.
@@ -28,7 +28,11 @@ class _Layout(NamedTuple):
 
 
 def overwrite_where_alike(target: Any, place: int, *args: Any, **kwargs: Any) -> Any:
-    """Run an op so that it overwrites its operand at `place` if a new result had its layout; else as captured."""
+    """Run an op so that it overwrites its operand, if a new result would have its layout; else run it as captured.
+
+    Args:
+        place: of the operand among `args`.
+    """
     operand: torch.Tensor = args[place]
     whole = operand.untyped_storage().nbytes() == operand.nbytes
     if whole and _alike(target, place, tuple(map(_Layout.of, args)), tuple(kwargs.items())):

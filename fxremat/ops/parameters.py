@@ -1,13 +1,14 @@
 """Parameters that are updated inside the step, and that may live on the host between their uses.
 
-    w = wait(prefetch(d), w)      a hosted parameter as a tensor on device d, before its first reader
-    update(w, gradient)           the optimizer's own step of one parameter, in place on `w`; its copy out begins
-    release(w)                    that copy has ended
-    prefetch_state, wait_for_state, release_state     the same for its optimizer state, around the update
+    w = wait(prefetch(d), ...)    a copy on device d of a parameter that lives on the host, before its first reader
+    update(w, gradient)           the optimizer's update of one parameter, in place on `w`; a copy to the host begins
+    release(w)                    waits until that copy has ended
+    prefetch_state, wait_for_state, release_state     the same for the parameter's optimizer state, around the update
 
-Graphs name parameters by their index among the optimizer's. The step is that of an optimizer of the user's class that
-holds one parameter and the user's current settings (learning rates may change), so its bits are those of the plain
-step. Its state is the user's optimizer's: `optimizer.state_dict()` has it, on the host if the parameter lives there.
+Graphs name parameters by their number: the index among the optimizer's parameters. An update is the `step` of a second
+optimizer of the user's class, which holds one parameter and has the user's current settings (learning rates may
+change), so its bits are those of the plain step. Its state belongs to the user's optimizer: `optimizer.state_dict()`
+has it, on the host if the parameter lives there.
 
 Between steps a hosted parameter is an ordinary CPU tensor in the host's memory, to be read, saved and loaded. While the
 forward is called it looks like a tensor of the device that has no memory, so that a model whose parameters never were
@@ -52,7 +53,7 @@ _known: weakref.WeakValueDictionary[str, Weights] = weakref.WeakValueDictionary(
 
 
 def kind_of_optimizer(optimizer: torch.optim.Optimizer) -> str:
-    """Return an optimizer's class, with those of its settings that are switched on: what decides its state's bytes.
+    """Return an optimizer's class with the settings that are switched on, which decide how large its state is.
 
     >>> kind_of_optimizer(torch.optim.SGD([torch.zeros(1)], lr=0.1, momentum=0.9))
     'SGD(momentum)'
@@ -62,7 +63,7 @@ def kind_of_optimizer(optimizer: torch.optim.Optimizer) -> str:
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Raise `FxrematError` for an optimizer whose step of one parameter may depend on others."""
+    """Raise `FxrematError` for an optimizer whose update of one parameter may depend on other parameters."""
     if type(optimizer) not in ELEMENTWISE:
         names = ", ".join(kind.__name__ for kind in ELEMENTWISE)
         raise FxrematError(
@@ -72,13 +73,14 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 
 class Weights:
-    """The parameters of an optimizer, each with an optimizer of its own that shares its state.
+    """The parameters of an optimizer, which a step updates one by one, and which may live on the host.
 
     Args:
+        tier: where they live on the host.
         device: where the model computes.
 
     Raises:
-        FxrematError: as `check_optimizer`.
+        FxrematError: the optimizer's update of one parameter may depend on others.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, tier: HostTier, device: torch.device) -> None:
@@ -86,7 +88,7 @@ class Weights:
         self.name = f"weights-{next(_numbers)}"
         _known[self.name] = self
         self.optimizer, self.tier, self.device = optimizer, tier, device
-        self.hosted: dict[int, torch.Tensor] = {}  # by number: the copy on the host of its parameter
+        self.hosted: dict[int, torch.Tensor] = {}  # by number: the memory on the host of a parameter
         self._shells: dict[int, torch.Tensor] = {}  # by number: the tensor that the parameter shows to the forward
         self._homes: set[int] = set()  # addresses of memory on the host; parameters and state keep it alive
         self._single: dict[int, tuple[torch.optim.Optimizer, nn.Parameter]] = {}
@@ -99,14 +101,14 @@ class Weights:
         self._process = os.getpid()
 
     def _stepped(self) -> None:
-        """Note the user's `optimizer.step()`: all updates are done, so it finds no gradients."""
+        """Run before the user's `optimizer.step()`: updates are done already, so let it find no gradients."""
         self.updated.clear()
         for parameter in self.parameters():
             if isinstance(parameter.grad, Spent):
                 parameter.grad = None
 
     def begin(self) -> None:
-        """Begin a step. Raises `FxrematError` if the last one was not ended by `optimizer.step()`."""
+        """Begin a step. Raises `FxrematError` if `optimizer.step()` was not called after the last backward."""
         if self.updated:
             raise FxrematError(
                 "the last backward has updated the parameters, and optimizer.step() was not called since: with "
@@ -118,7 +120,7 @@ class Weights:
         self._send_states_home()
 
     def _watch(self) -> None:
-        """Register a hook on the optimizer's `step`, from the first step on and as long as this lives."""
+        """Register a hook on the user's `optimizer.step`, once, as long as this object lives."""
         if self._watching:
             return
         self._watching, myself = True, weakref.ref(self)
@@ -131,7 +133,10 @@ class Weights:
 
     @contextlib.contextmanager
     def telling_what_is_new(self) -> Iterator[None]:
-        """Add to an exception in a backward how many parameters are updated; the others are unchanged."""
+        """Add a note to an exception in a backward: how many parameters were updated before it.
+
+        Afterwards, with an exception or without, all copies to the host have ended.
+        """
         try:
             yield
             self.tier.synchronize()  # so that code which reads parameters between steps reads new ones
@@ -203,7 +208,7 @@ class Weights:
             self.hosted[number] = parameters[number].data = self._home(parameters[number].data)
 
     def back_to_device(self) -> None:
-        """Undo `settle`: all is on the device, in memory of its own, and the optimizer steps as usual."""
+        """Undo `settle`: move all parameters and state to the device, where the user's optimizer can update them."""
         parameters = self.parameters()
         for number in self.hosted:
             parameter = parameters[number]
@@ -215,7 +220,7 @@ class Weights:
 
     @contextlib.contextmanager
     def seen_on_the_device(self) -> Iterator[None]:
-        """Show parameters that are not on the device as if they were, while the forward is called."""
+        """Show parameters that are on the host as tensors of the device without memory, inside this context."""
         parameters = self.parameters()
         there = {number: parameters[number].data for number in self.hosted}
         shells = {number: self._shells[number] for number in self.hosted}
@@ -267,11 +272,11 @@ class Weights:
         return host
 
     def prefetch(self, device: torch.device, number: int) -> torch.Tensor:
-        """Allocate memory on the device for a parameter, and begin its copy."""
+        """Allocate memory on the device for a parameter, begin to copy it from the host, and return it."""
         return self.tier.prefetch(self._at_home(number), device)
 
     def wait(self, back: torch.Tensor, number: int) -> torch.Tensor:
-        """Wait for the copy, and return the parameter on the device."""
+        """Wait until a parameter is copied into `back`, its memory on the device, and return `back`."""
         self.tier.wait(self.hosted[number])
         return back
 
@@ -281,26 +286,30 @@ class Weights:
         self.tier.release(self.hosted[number])
 
     def prefetch_state(self, number: int) -> None:
-        """Allocate memory on the device for a parameter's optimizer state, if it has any, and begin its copy."""
+        """Allocate memory on the device for a parameter's optimizer state, if it has any, and begin to copy it."""
         parameter = self._all[number]
         state = _large(self.optimizer.state.get(parameter, {}), parameter)
         self._coming[number] = {key: self.tier.prefetch(home, self.device) for key, home in state.items()}
 
     def wait_for_state(self, number: int) -> None:
-        """Wait until the state is on the device."""
+        """Wait until a parameter's optimizer state is on the device."""
         parameter = self._all[number]
         for home in _large(self.optimizer.state.get(parameter, {}), parameter).values():
             self.tier.wait(home)
 
     def release_state(self, number: int) -> None:
-        """Wait for the state's copy to the host, and free its memory on the device."""
+        """Wait until a parameter's optimizer state is on the host, and free its memory on the device."""
         parameter = self._all[number]
         for home in _large(self.optimizer.state.get(parameter, {}), parameter).values():
             self.tier.release(home)
         self._leaving.pop(number, None)
 
     def update(self, weight: torch.Tensor, gradient: torch.Tensor, number: int) -> None:
-        """Run the optimizer's step of one parameter; `weight` is the parameter, or its copy on the device."""
+        """Run the optimizer's update of one parameter; if it lives on the host, begin to copy it there with its state.
+
+        Args:
+            weight: the parameter's memory on the device, which is overwritten.
+        """
         parameter = self._all[number]
         single, shell = self._single_for(number, weight)
         shell.data, shell.grad = weight, gradient
@@ -341,7 +350,13 @@ class Weights:
         return single, shell
 
     def _store(self, weight: torch.Tensor, after: dict[str, Any], number: int) -> None:
-        """Copy the new numbers to the host. What can fail comes first: a parameter is all old or all new."""
+        """Begin to copy an updated parameter and its state to the host.
+
+        Memory is allocated first, which can fail: a parameter is all old or all new.
+
+        Args:
+            after: the state after the update.
+        """
         parameter = self._all[number]
         state = self.optimizer.state[parameter]
         tensors = _large(after, parameter)
@@ -365,7 +380,7 @@ class Weights:
 
 
 def _counts(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the step counts: tensors of one number, which the optimizer changes in place."""
+    """Return the step counts in an optimizer state: tensors of one number, which the optimizer changes in place."""
     return {key: value for key, value in state.items() if isinstance(value, torch.Tensor) and not value.dim()}
 
 
@@ -385,10 +400,11 @@ def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def check_unscaled(gradients: Sequence[torch.Tensor]) -> None:
-    """Raise `FxrematError` if the loss was scaled before its backward: updates would be those of another loss.
+    """Raise `FxrematError` if the loss was scaled before its backward: the updates would then be wrong.
 
     Args:
-        gradients: of the model's scalar outputs. One of them is the loss; others may be unused or reweighted.
+        gradients: the gradients of the model's scalar outputs. One output is the loss; others may be unused or
+            reweighted.
     """
     found = [float(gradient) for gradient in gradients]
     if found and 1.0 not in found:
@@ -403,7 +419,7 @@ def check_unscaled(gradients: Sequence[torch.Tensor]) -> None:
 
 
 def weights_named(name: str) -> Weights:
-    """Return the living weights of this name. Raises `FxrematError` if there are none."""
+    """Return the `Weights` of this name. Raises `FxrematError` if they are gone."""
     found = _known.get(name)
     if found is None:
         raise FxrematError(f"the parameters {name} are gone; keep the module that fxremat.compile returned")
@@ -411,37 +427,37 @@ def weights_named(name: str) -> Weights:
 
 
 def prefetch(device: torch.device, number: int, weights: str) -> torch.Tensor:
-    """Begin to copy a parameter to the device."""
+    """Begin to copy a parameter from the host to the device; return its memory there."""
     return weights_named(weights).prefetch(device, number)
 
 
 def wait(back: torch.Tensor, number: int, weights: str) -> torch.Tensor:
-    """Wait for that copy, and return the parameter on the device."""
+    """Wait until a parameter is copied into `back`, its memory on the device, and return `back`."""
     return weights_named(weights).wait(back, number)
 
 
 def update(weight: torch.Tensor, gradient: torch.Tensor, number: int, weights: str) -> None:
-    """Run the optimizer's step of one parameter; the copy of a hosted one to the host then begins, with its state."""
+    """Run the optimizer's update of one parameter; if it lives on the host, begin to copy it there with its state."""
     weights_named(weights).update(weight, gradient, number)
 
 
 def release(weight: torch.Tensor, number: int, weights: str) -> None:
-    """Wait until a parameter is on the host."""
+    """Wait until an updated parameter is copied to the host; the caller then drops its reference to `weight`."""
     weights_named(weights).release(weight, number)
 
 
 def prefetch_state(number: int, weights: str) -> None:
-    """Begin to copy a parameter's optimizer state to the device."""
+    """Begin to copy a parameter's optimizer state from the host to the device."""
     weights_named(weights).prefetch_state(number)
 
 
 def wait_for_state(number: int, weights: str) -> None:
-    """Wait for that copy."""
+    """Wait until a parameter's optimizer state is on the device."""
     weights_named(weights).wait_for_state(number)
 
 
 def release_state(number: int, weights: str) -> None:
-    """Wait until the state is on the host."""
+    """Wait until a parameter's optimizer state is copied to the host."""
     weights_named(weights).release_state(number)
 
 

@@ -3,8 +3,8 @@
     state, output, mask = draw_saving(aten.native_dropout.default, x, 0.1, True)     the first execution
     output, mask        = draw_again(state, aten.native_dropout.default, x, 0.1, True)     every later one
 
-The second leaves the generator as it found it, so the stream that the rest of the program sees is the plain model's.
-Both are plain functions: fx calls them in emitted order. A state has about 5 KB on a CPU; on CUDA it has a few bytes
+`draw_again` leaves the generator as it found it, so that all other draws are those of the plain model. Both are plain
+functions: fx calls them in emitted order. A state has about 5 KB on a CPU; on CUDA it has a few bytes
 (seed and offset) in host memory.
 """
 

@@ -1,7 +1,7 @@
 """Dropout whose masks are a function of a seed, where the seed is a value of the graph.
 
     seeds = fxremat::seeds(n, device=d)                          one int64 for each dropout of the graph: the one draw
-    seed  = select(seeds, 0, i)                                  of one dropout; a view
+    seed  = select(seeds, 0, i)                                  the seed of one dropout: a view
     mask  = fxremat::seeded_mask(seed, shape, p, dtype)          true for kept elements; the same whenever it is made
     y     = fxremat::masked(x, mask, p)                          mask * x * (1 / (1 - p)): dropped elements are zero
 
@@ -9,8 +9,8 @@ Only the first op uses a generator, so a mask that is recomputed is an ordinary 
 replayed for it.
 
 In a compiled region these ops become what Inductor makes of `aten.native_dropout` (`DECOMPOSITIONS`), and the same
-seeds give the masks of `torch.compile(model)`. Called by themselves they compute the same function of other random
-numbers: a mask that was drawn in a compiled region has to be drawn again in one. The kernels of this file are for
+seeds give the masks of `torch.compile(model)`. Called by themselves they draw other random numbers: a mask that was
+drawn in a compiled region has to be drawn again in one. The kernels of this file are for
 measuring ops one by one, and for graphs that run uncompiled from end to end.
 """
 
@@ -46,7 +46,7 @@ def seeded_mask(seed: Tensor, shape: Sequence[int], p: float, dtype: torch.dtype
 
     Args:
         seed: one int64, without dimensions.
-        dtype: that of the input of the dropout, in which Inductor compares with `p`.
+        dtype: the type of the dropout's input, in which Inductor compares random numbers with `p`.
     """
     generator = torch.Generator(seed.device).manual_seed(int(seed))
     return _kept(torch.rand(shape, generator=generator, dtype=torch.float32, device=seed.device), p, dtype)

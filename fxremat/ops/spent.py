@@ -10,11 +10,11 @@ from fxremat.errors import FxrematError
 
 
 class Spent(torch.Tensor):
-    """The tensor in `.grad` after the step has used the gradient: any use of it raises an error that says so."""
+    """The tensor in `.grad` of a parameter that the backward has updated: its use raises an error that says so."""
 
     @classmethod
     def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Raise `FxrematError` for every op but those of `zero_grad(set_to_none=False)`."""
+        """Raise `FxrematError` for every op except the two that `zero_grad(set_to_none=False)` calls."""
         if op in (torch.ops.aten.zero_.default, torch.ops.aten.detach.default):
             return args[0]
         raise FxrematError(

@@ -2,14 +2,14 @@
 
     native_batch_norm_backward(g, x, w, running, ...)    ->    native_batch_norm_backward(g, x, w, None, ...)
 
-In training mode the backward uses only the batch statistics; if it read the running ones, which the forward overwrites,
-autograd would complain that they were "modified by an inplace operation".
+In training mode the backward uses only the statistics of the batch. If it read the running statistics, which the
+forward overwrites, autograd would raise that they were "modified by an inplace operation".
 
     y, mean, rstd, running' = batch_norm(x, w, b, running)    ->    mean, rstd, running' = batch_statistics(x, running)
                                                                     y = batch_normalized(x, w, b, mean, rstd)
 
-The statistics are a few numbers a channel, which plans keep; the large output is recomputed from them without computing
-the statistics again, which is most of the time: see `graphs.batch_norm`.
+The statistics are a few numbers a channel, which plans keep. Recomputing the large output from them saves most of the
+time, which goes into the statistics: see `graphs.batch_norm`.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from fxremat.passes.evaluate import evaluate
 
 aten = torch.ops.aten
 
-TRAINING = 7  # index of the flag among the arguments of the backward
-RUNNING_MEAN, RUNNING_VARIANCE = 3, 4
+TRAINING = 7  # index of the argument `train` of the backward op
+RUNNING_MEAN, RUNNING_VARIANCE = 3, 4  # indices of these arguments of the backward op
 HALVED = (aten._native_batch_norm_legit_functional.default, aten._native_batch_norm_legit.no_stats)
 
 
@@ -48,7 +48,8 @@ def drop_running_statistics(graph: fx.Graph) -> None:
 def halve_exactly(graph: fx.Graph) -> None:
     """Split every CPU BatchNorm in training into statistics and normalization, bit-identical to the original. O(nodes).
 
-    Those with statistics of half precision, or with an input that is not laid out by channels, are not split.
+    BatchNorms with statistics in half precision are not split, nor those whose input is neither contiguous nor in
+    channels_last.
     """
     _halve_all(graph, exact=True)
 
@@ -56,7 +57,7 @@ def halve_exactly(graph: fx.Graph) -> None:
 def halve(graph: fx.Graph) -> None:
     """Split every BatchNorm in training into two ops, on every device and in every layout. O(nodes).
 
-    The two may round in another order than the original op; those with statistics of half precision are not split.
+    The two may round in another order than the original op. BatchNorms with statistics in half precision are not split.
     """
     _halve_all(graph, exact=False)
 
@@ -69,10 +70,13 @@ def _halve_all(graph: fx.Graph, *, exact: bool) -> None:
 
 
 def _may_be_halved(node: fx.Node, *, exact: bool) -> bool:
-    """Tell whether a BatchNorm is in training, and its kernels keep statistics in full precision.
+    """Tell whether a BatchNorm can be split: it is in training, and its kernels keep statistics in float32 or wider.
 
-    The types of parameters and running statistics decide that, and without any the type of the input; the fake
-    statistics of a CPU do not (2.13).
+    The types of parameters and running statistics decide that, without any the type of the input; the types of the fake
+    statistics would mislead on a CPU (torch 2.13).
+
+    Args:
+        exact: the two halves must have the original op's bits.
     """
     x, weight, _, mean, _, training, _, _ = batch_norm_arguments(node)
     if not training or not any(item.args[1] == 0 for item in node.users):

@@ -6,13 +6,13 @@
     convolution_backward(g, x, w)      ->    convolution_backward(clone(g, channels_last), a, b)
     return y                           ->    return clone(y, contiguous_format)
 
-Kernels that are compiled for a part of the graph keep the layouts at its borders, so that the compiler cannot choose
-the format for all of it. Here it is chosen before the graph is planned:
+Kernels that are compiled for a part of the graph keep the layouts at the borders of that part, so that the compiler
+cannot choose the format for the entire graph. Here it is chosen before the graph is planned:
 
     a copy              is made where a convolution reads another layout, once for all readers of a value; of a
                         weight, once for a convolution and its backward, so that towers with shared weights share no
                         value
-    every later op      shows the result of its fake kernel on the new layouts
+    every later op      gets as its fake value the result of its fake kernel on the new layouts
     an op that cannot   handle the new layout, or that is given strides, reads a copy in the captured layout
     what is returned    has the captured layout, so that autograd and the caller see no difference
 
@@ -44,18 +44,18 @@ aten = torch.ops.aten
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 DTYPES = {torch.float32, torch.bfloat16, torch.float16}  # a CPU's kernels for doubles gain nothing
 
-NODES_A_CONVOLUTION = 300  # with more nodes for each convolution, `torch._inductor` leaves the layouts alone
+NODES_A_CONVOLUTION = 300  # a graph with more nodes for each convolution is left alone, as in `torch._inductor`
 
 ROLES = {  # indices of the arguments: the gradient of the output, if any, the activation, and the weight
     aten.convolution.default: ((), 0, 1),
     aten.convolution_backward.default: ((0,), 1, 2),
 }
 
-TOLD_STRIDES = {
+TOLD_STRIDES = {  # ops with strides among their arguments
     *(aten.as_strided.default, aten.as_strided_copy.default, aten.as_strided_scatter.default),
     *(aten.new_empty_strided.default, aten.stride.int),
 }
-SHOWN_OTHERWISE = {  # the CPU's kernels choose other layouts than the fake ones show (2.11, 2.13)
+SHOWN_OTHERWISE = {  # a CPU's kernels return other layouts than fake kernels (torch 2.11 and 2.13)
     *(aten._log_softmax_backward_data.default, aten._softmax_backward_data.default, aten.glu_backward.default),
     *(aten.reflection_pad2d_backward.default, aten.replication_pad2d.default, aten.replication_pad2d_backward.default),
     *(aten.reflection_pad3d.default, aten.reflection_pad3d_backward.default),
@@ -65,7 +65,7 @@ SHOWN_OTHERWISE = {  # the CPU's kernels choose other layouts than the fake ones
 
 
 def convolve_channels_last(graph: fx.Graph) -> None:
-    """Convert the convolutions of a joint graph if that pays, in place; leave it unchanged if anything raises.
+    """Convert the convolutions of a joint graph in place if that makes them faster; do nothing if anything raises.
 
     O(nodes).
     """
@@ -83,11 +83,11 @@ def convolve_channels_last(graph: fx.Graph) -> None:
 
 
 def pays(convolutions: Iterable[fx.Node]) -> bool:
-    """Tell whether channels_last makes convolutions faster, as `torch._inductor` decides for GPUs, and as CPUs measure.
+    """Tell whether channels_last makes a graph's convolutions faster; for GPUs as `torch._inductor` decides.
 
-    On a GPU it is slower for grouped convolutions of several channels a group, for those that halve the channels, and
-    if no convolution has many channels. On a CPU only groups of many channels are slower: these keep their weights as
-    they are, and must not make more than half of all multiplications.
+    On a GPU it is slower for grouped convolutions of several channels a group, for convolutions that halve the
+    channels, and if no convolution has many channels. On a CPU, by measurements, only groups of many channels are
+    slower; such convolutions keep their layout, and must not make more than half of all multiplications.
     """
     ours = [node for node in convolutions if _convertible(node)]
     if not ours:
@@ -119,9 +119,9 @@ def _groups(node: fx.Node) -> int:
 
 
 def _slow_on_cpu(node: fx.Node) -> bool:
-    """Tell if groups slow a convolution down: oneDNN's takes 1.1 to 1.7 times as long for 8 or more channels a group.
+    """Tell whether channels_last makes a grouped convolution slower on a CPU.
 
-    With up to 4 channels a group, it takes 0.3 to 0.5 times as long.
+    With oneDNN it takes 1.1 to 1.7 times as long for 8 or more channels a group, and 0.3 to 0.5 times for up to 4.
     """
     return _groups(node) > 1 and _weight(node).shape[1] > 4
 
@@ -136,7 +136,7 @@ def _few_channels(node: fx.Node) -> bool:
 
 
 def _multiplications(node: fx.Node) -> int:
-    """Count the multiplications of the forward: an element of the result (transposed: the input) meets one filter."""
+    """Return the multiplications of a convolution: each element of its result (transposed: input) meets one filter."""
     transposed = node.args[6]
     shown = _activation(node) if transposed else _tensor(node)
     return shown.numel() * math.prod(_weight(node).shape[1:])
@@ -158,14 +158,14 @@ def _is_image(value: object) -> bool:
 
 
 def _lies_otherwise(tensor: torch.Tensor, *, broadcast: bool) -> bool:
-    """Tell whether a tensor is contiguous and not channels_last or, if `broadcast`, has repeated elements."""
+    """Tell whether a tensor is contiguous and not channels_last; or, if `broadcast`, repeats elements (stride 0)."""
     if tensor.is_contiguous():
         return not tensor.is_contiguous(memory_format=FORMATS[tensor.dim()])
     return broadcast and any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def _element_by_element(node: fx.Node) -> bool:
-    """Tell whether an op combines elements at the same place, or is the backward of one op that reads its operands."""
+    """Tell whether an op is pointwise or a backward op (not of attention), so that its operands should lie alike."""
     if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace != "aten":
         return False
     name = node.target._schema.name
@@ -173,7 +173,7 @@ def _element_by_element(node: fx.Node) -> bool:
 
 
 def strides_of(value: object) -> list[tuple[int, ...]]:
-    """Return the strides of each tensor of a value, without dimensions of size 1, where strides mean nothing.
+    """Return the strides of each tensor in a value, except those of dimensions of size 1, where strides mean nothing.
 
     >>> strides_of(torch.empty(4, 8, 1, 1, 2))
     [(16, 2, 1)]
@@ -196,12 +196,12 @@ class _Conversion:
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
         self.views = {node for node in graph.nodes if node.op == "call_function" and _is_view(node)}
-        self.captured: dict[fx.Node, Any] = {}  # original values of nodes that show something else now
+        self.captured: dict[fx.Node, Any] = {}  # fake values, as captured, of nodes that have other ones now
         self.source: dict[fx.Node, fx.Node] = {}  # copy in channels_last -> the node that it copies
-        self.copies: dict[fx.Node, fx.Node] = {}  # the inverse, but for weights
+        self.copies: dict[fx.Node, fx.Node] = {}  # node -> its copy in channels_last; weights are apart
         self.weights: dict[tuple[fx.Node, fx.Node], fx.Node] = {}  # weight and activation -> copy of the weight
         self.instead: dict[fx.Node, fx.Node] = {}  # node -> the copy that all later ops read
-        self.originals: dict[fx.Node, fx.Node] = {}  # node -> one with its elements in the captured layout
+        self.originals: dict[fx.Node, fx.Node] = {}  # node -> a node with the same elements in the captured layout
 
     def run(self) -> None:
         for node in list(self.graph.nodes):
@@ -252,8 +252,9 @@ class _Conversion:
     def _even_out(self, node: fx.Node) -> None:
         """Let an op that reads channels_last tensors read all of its operands in that format.
 
-        Kernels are slow on two layouts, their fake ones do not always know the layout of the result, and a later
-        convolution would copy it anyway. The layout of a broadcast operand does not matter to a pointwise op.
+        Kernels are slow if operands differ in layout, fake kernels then do not always know the layout of the result,
+        and a later convolution would copy that anyway. The layout of a broadcast operand does not matter to a pointwise
+        op.
         """
         read = [n for n in node.all_input_nodes if _is_image(n.meta.get("val"))]
         leaders = [n for n in read if self._is_new(n) and _lies_channels_last(_tensor(n), activation=True)]
@@ -278,14 +279,14 @@ class _Conversion:
         return copy
 
     def _new(self, like: fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
-        """Insert a node that belongs to the same line, and to the same half of the step, as `like`."""
+        """Insert a node with the metadata of `like`: line of the model, forward or backward."""
         made = self.graph.call_function(target, args, kwargs)
         made.meta = {key: value for key, value in like.meta.items() if key != "tensor_meta"}
         made.meta["val"] = evaluate(made)
         return made
 
     def _show(self, node: fx.Node, shown: Any) -> None:
-        """Record a node's new value, if its layout changed or if it is a view or an item of such a node."""
+        """Set a node's new fake value, if its layout changed, or if the node is a view or a getitem."""
         old = node.meta["val"]
         if _shapes(shown) != _shapes(old):
             raise AssertionError(f"{node.name} shows other shapes in another layout")
@@ -297,16 +298,20 @@ class _Conversion:
         node.meta.pop("tensor_meta", None)
 
     def _as_captured(self, node: fx.Node) -> None:
-        """Let a node read what it read when it was captured, in copies where necessary."""
+        """Let a node read its inputs in the layouts in which it was captured, from copies where necessary."""
         read = {n: self._original(n, node, before=node) for n in node.all_input_nodes}
         node.args, node.kwargs = fx.node.map_arg((node.args, node.kwargs), read.__getitem__)
         if node in self.views:
             self._show(node, evaluate(node))
 
     def _original(self, node: fx.Node, like: fx.Node, *, before: fx.Node) -> fx.Node:
-        """Return a node with the same elements in the captured layout, inserted before another if there is none yet.
+        """Return a node with the elements of `node` in the captured layout; if there is none yet, insert it.
 
-        A view becomes a view again, of its base as captured: outputs that share memory continue to share it.
+        A view becomes a view of its base in the captured layout: outputs that share memory continue to share it.
+
+        Args:
+            like: the node whose metadata new nodes get.
+            before: the node before which they are inserted.
         """
         if node in self.source:
             return self._original(self.source[node], like, before=before)
@@ -324,7 +329,7 @@ class _Conversion:
         return self.originals[node]
 
     def _laid_out(self, node: fx.Node, wanted: torch.Tensor, like: fx.Node) -> fx.Node:
-        """Return a copy of a node in the layout of a tensor, which has to be dense."""
+        """Return a copy of a node in the layout of `wanted`, which has to be dense: without gaps, at offset 0."""
         for format_ in (torch.contiguous_format, FORMATS.get(wanted.dim())):
             if format_ and wanted.is_contiguous(memory_format=format_):
                 made = self._new(like, aten.clone.default, (node,), {"memory_format": format_})
@@ -339,7 +344,7 @@ class _Conversion:
         return self._new(like, aten.as_strided.default, (copy, list(wanted.shape), list(wanted.stride())), {})
 
     def _return(self, output: fx.Node) -> None:
-        """Return all outputs in the captured layout, and those that shared memory in memory that is shared."""
+        """Let the graph return outputs in the captured layouts; outputs that shared memory still share it."""
         returned = [node for node in output.all_input_nodes if node in self.captured]
         moved = [n for n in returned if strides_of(n.meta["val"]) != strides_of(self.captured[n])]
         stale = set().union(*(_storages(self.captured[node]) for node in moved))
@@ -353,9 +358,9 @@ def _slow_here(node: fx.Node) -> bool:
 
 
 def _follows(node: fx.Node) -> bool:
-    """Tell whether a node may read any layout: an op of PyTorch's own whose results are tensors of known sizes.
+    """Tell whether an op may read any layout: one of PyTorch's own, not random, with tensors of known sizes as results.
 
-    Random numbers are drawn in the order of memory, so that those of an element depend on the layout.
+    Random numbers are drawn in the order of memory, so that the number that an element gets depends on the layout.
     """
     if node.target is operator.getitem:
         return True
@@ -368,7 +373,7 @@ def _follows(node: fx.Node) -> bool:
 
 
 def _is_view(node: fx.Node) -> bool:
-    """Tell whether a node shows memory that it reads; an item of several results does if they are views."""
+    """Tell whether a node's result shares memory with what it reads; for a getitem, whether that of its op does."""
     if node.target is operator.getitem:
         return _is_view(cast(fx.Node, node.args[0]))
     read = set().union(*(_storages(parent.meta.get("val")) for parent in node.all_input_nodes))

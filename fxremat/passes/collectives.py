@@ -2,8 +2,8 @@
 
     started = all_gather_into_tensor(x, ...);  ...;  y = wait_tensor(started)    ->    y = Collective(...)(x, ...)
 
-See `graphs.collectives`. These are the collectives of tensor parallelism (DTensor's redistributions), and a model's own
-functional ones. A collective that nothing waits for is left as it is.
+See `graphs.collectives`. A captured graph has the collectives of tensor parallelism (DTensor's redistributions), and
+the functional collectives that the model calls. One that nothing waits for is left as it is.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Removal of what autograd leaves in a joint graph: `detach`, which has no effect there, and marks of saved tensors.
+"""Removal of what autograd leaves in a joint graph: `detach`, which has no effect there, and marks of stashed tensors.
 
-AOTAutograd marks what an `autograd.Function` stashes as `ctx.x = x`, and keeps it until the loss is gone. Without the
-mark it is saved like other values, and freed while the backward runs, as plans count it.
+AOTAutograd marks tensors that an `autograd.Function` stashes as `ctx.x = x`, and keeps them until the loss is gone.
+Without the mark they are saved like other values, and freed while the backward runs, as plans count them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A rewrite of the dropouts of a captured graph to the bits of eager PyTorch.
 
-    eager on a CPU     x * (mask / (1 - p)), the quotient rounded to x's type; so is its backward
+    eager on a CPU     x * (mask / (1 - p)), the quotient rounded to x's type; its backward does the same
     as captured        x * mask * (1 / (1 - p)), the quotient exact
 
 The two differ by rounding: forward and backward in single precision for some p (0.15, not 0.1), the backward in half
@@ -37,7 +37,7 @@ def drop_as_eager(graph: fx.Graph) -> None:
 
 
 def drop_everything(graph: fx.Graph) -> None:
-    """Rewrite the dropouts of a joint graph with p = 1. O(nodes)."""
+    """Rewrite the dropouts of a joint graph with p = 1 to a multiplication by zero. O(nodes)."""
     for node in graph.find_nodes(op="call_function", target=aten.native_dropout.default):
         if node.args[2] and node.args[1] == 1 and tensor_read(node).numel():
             _drop_all(node)
@@ -63,7 +63,7 @@ def _on_cpu(node: fx.Node) -> bool:
 
 
 def _split(node: fx.Node, keep: float) -> None:
-    """Draw the mask by a separate op (the same numbers), and multiply by the factor of eager PyTorch."""
+    """Replace a dropout by an op that draws the same mask, and one that multiplies as eager PyTorch does."""
     x = cast(fx.Node, node.args[0])
     with node.graph.inserting_before(node):
         mask = call_like(node, aten.bernoulli.p, call_like(node, aten.empty_like.default, x, dtype=torch.bool), keep)
@@ -86,7 +86,7 @@ def _drop_all(node: fx.Node) -> None:
 
 
 def call_like(like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-    """Insert a node that replaces a part of what `like` did."""
+    """Insert a node with the metadata of `like`, and a fake value of its own."""
     made = like.graph.call_function(target, args, kwargs)
     made.meta = dict(like.meta)
     values = fx.node.map_arg((args, kwargs), lambda argument: argument.meta["val"])
@@ -96,7 +96,7 @@ def call_like(like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
 
 
 def replace_dropout(node: fx.Node, output: fx.Node, mask: fx.Node) -> None:
-    """Replace a dropout and its mask by two nodes."""
+    """Replace a dropout's two results, its output and its mask, by two nodes."""
     for item in list(node.users):
         assert item.target is operator.getitem
         item.replace_all_uses_with(mask if item.args[1] else output)

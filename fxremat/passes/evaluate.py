@@ -1,4 +1,4 @@
-"""The value that a node of a captured graph shows, after a pass has changed its inputs or inserted it."""
+"""The fake value of a node, computed anew after a pass has changed its inputs or inserted it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 
 def evaluate(node: fx.Node) -> Any:
-    """Return the value of a node, given the current values of its inputs."""
+    """Return the fake value of a node, computed from the present fake values of its inputs."""
     if node.target is operator.getitem:
         return cast(fx.Node, node.args[0]).meta["val"][node.args[1]]
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])

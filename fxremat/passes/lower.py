@@ -1,13 +1,14 @@
-"""Program -> two fx graphs: the forward, which also returns what it saves, and the backward, which takes it.
+"""A program made into two fx graphs: the forward, which also returns what it saves, and the backward, which takes that.
 
     forward    (*primals)          -> (*outputs, *saved)
     backward   (*saved, *tangents) -> one gradient (or None) a primal
 
-If the joint graph has symbolic sizes, those that its ops need follow the primals, and precede the saved values;
-`sizes_of` returns them.
+If the joint graph has symbolic sizes, the sizes that ops need are further inputs: after the primals of the forward, and
+before the saved values of the backward; `sizes_of` returns them.
 
-Views are emitted where they are read, from the available version of their storage; parameters and inputs are saved as
-they are. A copy is named after its original: `addmm_3__r1` is the first recomputation of `addmm_3`. Every node has
+Views are emitted where they are read, from the version of their storage that exists there (each execution of an op
+makes a new version of its result); parameters and inputs are saved as they are. A recomputation is named after its
+original: `addmm_3__r1` is the first recomputation of `addmm_3`. Every node has
 `meta["fxremat"] = {"block", "name", "role"}`, and `print_readable()` shows it above the code.
 """
 
@@ -45,8 +46,8 @@ WAIT = torch.ops._c10d_functional.wait_tensor.default
 class Handles:
     """The names by which graphs find parameters that the step updates."""
 
-    name: str  # of the run time's weights
-    numbers: Mapping[int, int]  # parameter's value -> its index among the optimizer's
+    name: str  # of the `ops.parameters.Weights` that holds them
+    numbers: Mapping[int, int]  # value of a parameter in the joint graph -> its index among the optimizer's parameters
 
 
 def lower(
@@ -56,8 +57,8 @@ def lower(
 
     Args:
         fresh: ops that allocate a new result where they might overwrite an operand (`Costs.fresh`).
-        tier: the name of the host tier of its transfers, if it has any.
-        handles: the names of the parameters and their optimizer, if the step updates them.
+        tier: the name of the host tier to which the program copies values; "" if it copies none.
+        handles: the names of the parameters, if the step updates them.
     """
     return Lowering(verify(program) if is_verified() else program, tier, handles, fresh).run()
 
@@ -73,11 +74,11 @@ class Part:
     """One of the two graphs under construction."""
 
     graph: fx.Graph = field(default_factory=fx.Graph)
-    bases: dict[int, fx.Node] = field(default_factory=dict)  # version -> node that shows all of its storage
-    views: dict[tuple[int, fx.Node], fx.Node] = field(default_factory=dict)
+    bases: dict[int, fx.Node] = field(default_factory=dict)  # version -> the node of its entire storage
+    views: dict[tuple[int, fx.Node], fx.Node] = field(default_factory=dict)  # by version, and node in the joint graph
     seeds: dict[int, fx.Node] = field(default_factory=dict)  # op -> saved generator state
-    hosts: dict[int, fx.Node] = field(default_factory=dict)  # trip -> the copy on the host
-    coming: dict[int, fx.Node] = field(default_factory=dict)  # trip -> memory that a copy is filling
+    hosts: dict[int, fx.Node] = field(default_factory=dict)  # number of a round trip to the host -> the copy there
+    coming: dict[int, fx.Node] = field(default_factory=dict)  # round trip -> memory that its copy back is filling
     sizes: dict[Size, fx.Node] = field(default_factory=dict)  # symbolic number -> its placeholder
 
 
@@ -87,7 +88,7 @@ class Lowering:
     def __init__(self, program: Program, tier: str, handles: Handles | None, fresh: Set[int]) -> None:
         self.program, self.fresh = program, fresh
         self.tier, self.handles = tier, handles
-        self.copies_in = {  # trip -> the primal that comes from the host, for parameters that live there
+        self.copies_in = {  # number of a copy -> the parameter that it brings from the host, where that lives
             step.trip: program.version_of[step.writes[0]]
             for step in program.steps
             if isinstance(step, Transfer)
@@ -95,7 +96,7 @@ class Lowering:
             and program.fetched.intersection(step.writes)
         }
         self.joint = captured_of(program.layout.graph)
-        self.under_way = {  # first results of the collectives that are waited for later
+        self.under_way = {  # the first result of each collective that is waited for later
             step.reads[0] for step in program.steps if step.role is Role.COMPLETE
         }
         self.forward, self.backward = Part(), Part()
@@ -107,7 +108,7 @@ class Lowering:
         self.meta: dict[str, Any] = {}
         self.second_half = self._halves()
         self.second_halves = set(self.second_half.values())
-        self.items: list[fx.Node] = []  # results of both halves
+        self.items: list[fx.Node] = []  # results of BatchNorms that are emitted as one op
         self.symbolic = any(map(is_size_node, self.joint.module.graph.nodes))
 
     def run(self) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -148,7 +149,7 @@ class Lowering:
         return placeholder
 
     def _preserve(self, value: int) -> fx.Node:
-        """Copy a primal that the step overwrites, for the backward that still reads the old one."""
+        """Copy a primal that the step overwrites, for the backward, which still reads its old value."""
         node = self.forward.bases[self.program.first[value]]
         copy = self.forward.graph.call_function(aten.clone.default, (node,))
         copy.meta = {"val": node.meta["val"], "fxremat": {"block": 0, "name": "", "role": "preserve"}}
@@ -189,7 +190,10 @@ class Lowering:
                 part.bases[version] = self._describe(node, shown)
 
     def _travel(self, part: Part, step: Transfer) -> None:
-        """Emit one event of a round trip; the copy on the host is saved for the backward as a tensor in host memory."""
+        """Emit one event in the round trip of a value to the host.
+
+        The copy there is saved for the backward, as a CPU tensor.
+        """
         version = (*step.reads, *step.writes)[0]
         shown = self.joint.shown[self.program.version_of[version]]
         match step.role:
@@ -215,7 +219,7 @@ class Lowering:
                 part.bases[version] = self._call(part, host_copies.wait, arguments, f"{shown.name}_wait", shown)
 
     def _travel_of_weight(self, part: Part, step: Transfer, value: int) -> None:
-        """Emit a copy of a hosted parameter to the device, or back after its update."""
+        """Emit an event in copying a parameter that lives on the host: to the device, or back after its update."""
         version = (*step.reads, *step.writes)[0]
         match step.role:
             case Role.PREFETCH:
@@ -229,7 +233,7 @@ class Lowering:
                 self._call_weights(part, parameters.release, value, "release", leaving)
 
     def _travel_of_state(self, part: Part, step: Transfer, value: int) -> None:
-        """Emit a copy of the optimizer state of a hosted parameter to the device, or back after the update."""
+        """Emit an event in copying optimizer state that lives on the host: to the device, or back after the update."""
         calls = {
             Role.PREFETCH: parameters.prefetch_state,
             Role.WAIT: parameters.wait_for_state,
@@ -253,7 +257,7 @@ class Lowering:
         return self._describe(node, shown)
 
     def _update(self, part: Part, step: Transfer) -> None:
-        """Emit the optimizer's step of a parameter: of the version that is on the device, in place."""
+        """Emit the optimizer's update of a parameter, in place on the version that is on the device."""
         weight, gradient = step.reads
         value = self.program.version_of[weight]
         read = self._read(part, self.joint.update_nodes[value], gradient)
@@ -265,7 +269,7 @@ class Lowering:
         return part.hosts[trip]
 
     def _halves(self) -> dict[Step, Step]:
-        """Map first halves of BatchNorms to the second halves that directly follow them: they run as one op."""
+        """Map each first half of a BatchNorm to its second half, if that follows directly: they then run as one op."""
         steps, found = self.program.steps, {}
         for part in (steps[: self.program.split], steps[self.program.split :]):
             for first, second in itertools.pairwise(part):
@@ -340,7 +344,11 @@ class Lowering:
     def _emit(
         self, part: Part, step: Step, original: fx.Node, reads: Any, suffix: str
     ) -> tuple[fx.Node, int]:
-        """Emit the node of one execution; return it, and the number of items that it returns before those of the op."""
+        """Emit the node of one execution.
+
+        Returns:
+            the node, and how many items it returns before the op's results: 1, a generator's state, or 0.
+        """
         target, arguments, given = self._call_of(step, original)
         if self._is_under_way(step):
             target = target.start
@@ -400,7 +408,11 @@ class Lowering:
         return node
 
     def _read(self, part: Part, node: fx.Node, version: int, suffix: str = "") -> fx.Node:
-        """Return the node of this part that shows what the joint graph's `node` shows, for a version of its storage."""
+        """Return the node in this part for a node of the joint graph, on a given version of its storage.
+
+        Args:
+            suffix: of the names of new nodes.
+        """
         value = self.joint.values[self.program.version_of[version]]
         if self.joint.shown[value.index] is node:
             return self._base(part, version)
@@ -443,10 +455,10 @@ class Lowering:
         return self._size(part, node) if is_size_node(node) else self._read(part, node, self._first(node))
 
     def _order_placeholders(self) -> None:
-        """Sort the inputs.
+        """Sort the inputs of both graphs.
 
-        Those of the forward are primals and sizes; those of the backward are sizes, saved numbers, saved tensors as the
-        forward returns them, and tangents.
+        The forward takes primals, then sizes. The backward takes sizes, saved numbers, saved tensors in the order in
+        which the forward returns them, and tangents.
         """
         primals = [node for node in self.forward.graph.nodes if node.op == "placeholder"]
         primals.sort(key=lambda node: node in self.forward.sizes.values())
@@ -468,7 +480,7 @@ class Lowering:
 
 
 def _fake_state(original: fx.Node) -> torch.Tensor:
-    """Return a fake tensor of the size of a generator's state, in the fake mode of the graph."""
+    """Return a fake tensor for the state of the generator from which a random op draws."""
     value = original.meta["val"]
     shown = (
         value if isinstance(value, torch.Tensor) else next(v for v in value if isinstance(v, torch.Tensor))
@@ -479,7 +491,7 @@ def _fake_state(original: fx.Node) -> torch.Tensor:
 
 
 def _fake_host(shown: fx.Node) -> torch.Tensor:
-    """Return a fake tensor of the same layout in host memory."""
+    """Return a fake CPU tensor with the layout of a node's value."""
     value = shown.meta["val"]
     with value.fake_mode:
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)

@@ -1,8 +1,9 @@
-"""Program -> one joint graph, in which every execution is a node of its own, recomputations included.
+"""A program made into one joint graph, in which every execution is a node of its own, recomputations included.
 
-The graph takes primals and tangents, and returns outputs and gradients, as the captured one does: `fusion.joint` reads
-it. It is functional: ops that may overwrite gradients make new results here. Every group of steps makes the views that
-it reads by itself, from storages, so that only entire storages cross from one group to another.
+The graph takes primals and tangents, and returns outputs and gradients, like the captured graph; `fusion.joint` reads
+it. It is functional: ops that may overwrite gradients make new results here. Steps come in groups, each of which may
+become a compiled region. Every group makes the views that it reads by itself, so that only entire storages cross
+between groups.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from fxremat.step.program import Program
 from fxremat.step.step_graph import Origin
 
 aten = torch.ops.aten
-GROUP = "fxremat_group"  # in the `meta` of a node: the index of its group
+GROUP = "fxremat_group"  # key in the `meta` of a node: the index of its group of steps
 
 
 def lower_as_one(program: Program, groups: Sequence[Sequence[int]]) -> fx.Graph:
@@ -36,7 +37,7 @@ class _LoweringAsOne(Lowering):
         self.backward = self.forward  # one part, in which no value is saved
 
     def emit(self, groups: Sequence[Sequence[int]]) -> fx.Graph:
-        """Emit all groups, and the outputs."""
+        """Emit all groups of steps, and the outputs; return the graph."""
         joint, program, part = self.joint, self.program, self.forward
         for given in (*joint.primals, *joint.tangent_nodes):
             part.bases[self._first(given)] = self._placeholder(part, given)

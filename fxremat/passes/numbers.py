@@ -1,4 +1,4 @@
-"""Numbers read from data: views that begin at one become copies, sizes that depend on one are refused.
+"""Numbers that a model reads from tensors: views that begin at one become copies, sizes that depend on one are refused.
 
 A number that the forward reads from its data (`.item()`) is a value of no bytes. It must not be a size, since a plan in
 bytes is made for fixed sizes.
@@ -36,7 +36,7 @@ def copy_views_by_number(graph: fx.Graph) -> None:
 
 
 def _begins_at_number(node: fx.Node, shown: torch.Tensor) -> bool:
-    """Tell whether a new tensor shows the offset of the view whose layout it copies, as that of `aten.copy` does."""
+    """Tell whether a node's new tensor has a storage offset that depends on data: as with `aten.copy` of a view."""
     offset, target = shown.storage_offset(), node.target
     made = isinstance(target, torch._ops.OpOverload) and not target.is_view
     return made and isinstance(offset, torch.SymInt) and depends_on_data(offset)
@@ -48,15 +48,15 @@ def _plain(size: Any) -> Any:
 
 
 def refuse_symbols(graph: fx.Graph, example: str = "val") -> None:
-    """Raise `CaptureError` for a graph with a size that depends on data, with the line of an op that has one.
+    """Raise `CaptureError` for a graph with a tensor size that depends on data; the error names a line of the model.
 
-    A size that depends on a float raises `NotSymbolic`: the float is then treated as a constant. Numbers that depend on
-    data are allowed, as long as no tensor has them as a size.
+    A size that depends on a float input raises `NotSymbolic`, so that the float is treated as a constant. Numbers that
+    depend on data are allowed, as long as no tensor has them as a size.
 
     Args:
-        example: the `meta` key of what nodes show: "val" for AOTAutograd's, "example_value" for dynamo's.
+        example: the key of fake values in `meta`: "val" in AOTAutograd's graphs, "example_value" in dynamo's.
     """
-    for node in sorted(graph.nodes, key=lambda node: node.op == "placeholder"):  # ops, which have a line to name, first
+    for node in sorted(graph.nodes, key=lambda node: node.op == "placeholder"):  # ops first: they have a line to name
         _refuse_symbols(node, node.meta.get(example))
 
 

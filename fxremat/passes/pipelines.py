@@ -1,9 +1,9 @@
 """Passes by name, and the pipelines of passes that a captured graph goes through before it is read as a step graph.
 
     eager                 for PyTorch's own kernels on this device
-    any device            the same if the step runs elsewhere: nothing is assumed about the CPU's kernels
-    inductor              for compiled regions: convolutions in channels_last, BatchNorms in two halves
-    inductor from seeds   the same with dropouts that draw from seeds, which are values of the graph
+    any device            for PyTorch's own kernels on another device: nothing is assumed about the CPU's kernels
+    inductor              for ops compiled by Inductor: convolutions in channels_last, BatchNorms in two halves
+    inductor from seeds   as "inductor", with dropouts that draw from seeds, which are values of the graph
 
 A pipeline is a list of names. Each graph is checked before and after each pass, and stays functional.
 
@@ -47,7 +47,7 @@ class Pass:
 
     @property
     def purpose(self) -> str:
-        """The first line of its docstring: what it does."""
+        """What the pass does: the first line of its docstring."""
         return (self.rewrite.__doc__ or "").strip().partition("\n")[0]
 
 
@@ -56,8 +56,8 @@ class Rewrite:
     """The effect of one pass on one graph."""
 
     name: str
-    before: int  # nodes
-    after: int
+    before: int  # nodes of the graph before the pass
+    after: int  # nodes after it
     diff: str = ""  # of the graph as text, if FXREMAT_LOG has "passes"
 
     def __str__(self) -> str:
@@ -109,7 +109,7 @@ def normalize(module: fx.GraphModule, passes: Sequence[str | Pass] = PIPELINES["
 
 
 def _wanted(passes: Sequence[str | Pass]) -> Iterator[Pass]:
-    """Yield the passes that are not left out."""
+    """Yield the passes, except for those that the environment variable `SKIPPED` names."""
     skipped = {name.strip() for name in os.environ.get(SKIPPED, "").split(",") if name.strip()}
     chosen = [_named(each) if isinstance(each, str) else each for each in passes]
     for name in skipped:

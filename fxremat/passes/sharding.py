@@ -1,12 +1,12 @@
-"""A rewrite of reads of shared parameters to collectives: as few as the model's reads allow, in buckets.
+"""A rewrite of reads of parameters that ranks share to collectives: as few as the model's reads allow, in buckets.
 
     merge      equal gathers become one (tied weights); gradients are added before they are reduced, not after
-    gather     shard -> [cast] -> [pad] -> all_gather -> [rows]          those of one bucket in one collective
+    gather     shard -> [cast] -> [pad] -> all_gather -> [rows]          one collective for all gathers of a bucket
     reduce     gradient -> [cast] -> [pack] -> reduce_scatter -> [all_reduce over replicas] -> [cast] -> [rows]
 
-A bucket of gathers starts where the first of them is read, a bucket of gradients where the last of them is computed.
-Gathers of a bucket are coalesced: each parameter has a storage of its own, which is freed by itself. Gradients of a
-bucket are packed into one buffer, which is reduced in place, and of which they are views afterwards.
+A bucket of gathers starts where the first of its parameters is read, a bucket of gradients where the last of its
+gradients is computed. Gathers of a bucket are coalesced: each parameter has a storage of its own, which is freed by
+itself. Gradients of a bucket are packed into one buffer, which is reduced; the reduced gradients are views of it.
 
 Graphs without `fxremat::gather` are not rewritten.
 """
@@ -28,8 +28,8 @@ aten = torch.ops.aten
 GATHER = torch.ops.fxremat.gather.default
 REDUCE = torch.ops.fxremat.reduce.default
 SAME = (aten.detach.default, aten.view.default, aten.alias.default)
-BUCKET = 25 * 2**20  # bytes of a bucket at most, as in DistributedDataParallel
-SHARES = 8  # least number of buckets for all gradients, if there are as many gradients
+BUCKET = 25 * 2**20  # the most bytes of a bucket, as in DistributedDataParallel
+SHARES = 8  # gradients of replicated parameters are divided into at least so many buckets, if there are as many
 
 
 def share(graph: fx.Graph) -> None:
@@ -72,7 +72,7 @@ def _merge_gathers(gathers: Sequence[fx.Node]) -> None:
 
 
 def _viewed(shard: object) -> object:
-    """Return the node of which a shard is a view or a detached alias, of the same shape."""
+    """Return the node behind a shard: views and aliases of the same shape are followed to what they show."""
     while isinstance(shard, fx.Node) and shard.target in SAME:
         parent = shard.args[0]
         if not isinstance(parent, fx.Node) or parent.meta["val"].shape != shard.meta["val"].shape:
@@ -82,7 +82,7 @@ def _viewed(shard: object) -> object:
 
 
 def _drop_views_of_itself(node: fx.Node) -> None:
-    """Replace views of a node that have its shape, as DTensor makes them, by the node."""
+    """Replace views that show a node in its own shape, as DTensor makes them, by the node."""
     for view in [user for user in node.users if user.target in SAME]:
         if view.meta["val"].shape == node.meta["val"].shape:
             view.replace_all_uses_with(node)
@@ -91,7 +91,7 @@ def _drop_views_of_itself(node: fx.Node) -> None:
 
 
 def _merge_reductions(graph: fx.Graph) -> bool:
-    """Turn reduce(a) + reduce(b) into reduce(a + b); return whether there was one."""
+    """Turn one reduce(a) + reduce(b) into reduce(a + b); return whether the graph had such a sum."""
     for total in _found(graph, aten.add.Tensor):
         one, other = total.args if len(total.args) == 2 else (None, None)
         if not (isinstance(one, fx.Node) and isinstance(other, fx.Node)) or one is other:
@@ -110,7 +110,7 @@ def _merge_reductions(graph: fx.Graph) -> bool:
 
 
 def _buckets(nodes: Sequence[fx.Node], sharing: Callable[[fx.Node], Sharing]) -> Iterator[list[fx.Node]]:
-    """Yield the nodes that travel together, in the order of the graph: of one kind, up to the bytes of a bucket."""
+    """Yield buckets: gathers or reductions of equal sharing, type and device, which one collective then does."""
     most = BUCKET
     if nodes and not sharing(nodes[0]).group:
         most = min(most, sum(map(_bytes_of_whole, nodes)) // SHARES)
@@ -151,7 +151,7 @@ def _gather(bucket: Sequence[fx.Node]) -> None:
         wholes = write.items(write(op, parts, group.size(), sharing.group))
     wholes = [_without_padding(write, node, whole) for node, whole in zip(bucket, wholes, strict=True)]
     for node, whole in zip(bucket, wholes, strict=True):
-        _replace(node, whole)  # the first of them is where all was written
+        _replace(node, whole)  # the new nodes were inserted before the first gather
 
 
 def _without_padding(write: _Writer, gather: fx.Node, whole: fx.Node) -> fx.Node:
@@ -162,7 +162,7 @@ def _without_padding(write: _Writer, gather: fx.Node, whole: fx.Node) -> fx.Node
 
 
 def _part_to_send(write: _Writer, gather: fx.Node, ranks: int) -> fx.Node:
-    """Return the shard in the type of the computation, padded to as many rows as the first rank's has."""
+    """Return the shard as it is sent: in the type that the model computes in, with as many rows as rank 0's."""
     sharing = _sharing_of_gather(gather)
     shard = gather.args[0]
     assert isinstance(shard, fx.Node)
@@ -179,7 +179,7 @@ def _part_to_send(write: _Writer, gather: fx.Node, ranks: int) -> fx.Node:
 
 
 def _reduce(bucket: Sequence[fx.Node]) -> None:
-    """Replace the reductions of a bucket by one collective, at the last of them."""
+    """Replace the reductions of a bucket by one collective at the place of the last reduction."""
     sharing = _sharing_of_reduce(bucket[0])
     write = _Writer(bucket[-1])
     group, replicas = (group_named(name) if name else None for name in (sharing.group, sharing.replicas))
@@ -209,14 +209,14 @@ def _reduce(bucket: Sequence[fx.Node]) -> None:
 
 
 def _replace(node: fx.Node, new: fx.Node) -> None:
-    """Replace a node by a new one; views of it show the storage of the new one from then on."""
+    """Replace a node by a new one, and let the fake values of its views be views of the new one's."""
     _show(node, node.meta["val"], new.meta["val"])
     node.replace_all_uses_with(new)
     node.graph.erase_node(node)
 
 
 def _show(node: fx.Node, old: torch.Tensor, new: torch.Tensor) -> None:
-    """Give the views of a node fake values that are views of its new value."""
+    """Give the views of a node new fake values: views of `new` in place of views of `old`."""
     for view in node.users:
         value = view.meta.get("val")
         if isinstance(value, torch.Tensor) and storage_of(value) == storage_of(old):
@@ -226,7 +226,7 @@ def _show(node: fx.Node, old: torch.Tensor, new: torch.Tensor) -> None:
 
 
 def _move_readers(bucket: Sequence[fx.Node]) -> None:
-    """Move what is computed from the results of a bucket behind its last node."""
+    """Move nodes that read results of a bucket's reductions behind its last reduction."""
     late, end = set(bucket), bucket[-1]
     node = bucket[0]
     while node is not bucket[-1]:
@@ -239,7 +239,7 @@ def _move_readers(bucket: Sequence[fx.Node]) -> None:
 
 
 def _as_reduced(write: _Writer, node: fx.Node) -> fx.Node:
-    """Return the gradient in the type in which it is reduced, plus those of earlier backwards."""
+    """Return the gradient in the type that it is reduced in, with unreduced gradients of earlier steps added."""
     gradient: Any = node.args[0]
     dtype = _sharing_of_reduce(node).reduced_in
     if dtype is not None and gradient.meta["val"].dtype != dtype:
@@ -249,14 +249,17 @@ def _as_reduced(write: _Writer, node: fx.Node) -> fx.Node:
 
 
 def _padded(node: fx.Node, ranks: int) -> torch.Size:
-    """Return the shape of the shards of a gradient, of which all ranks have as many rows as the first."""
+    """Return the shape of a rank's part of a reduced gradient, padded to the rows of the first rank's."""
     gradient: Any = node.args[0]
     shape = gradient.meta["val"].shape
     return torch.Size((-(-shape[0] // ranks), *shape[1:])) if shape else shape
 
 
 def _packed(write: _Writer, gradients: Sequence[fx.Node], ranks: int) -> fx.Node:
-    """Pack gradients into one buffer, of which each rank's part is contiguous; a single even gradient needs none."""
+    """Return one buffer with all gradients, in which each rank's part is contiguous.
+
+    A single contiguous gradient whose rows divide evenly among the ranks is returned as it is.
+    """
     if len(gradients) == 1:
         value = gradients[0].meta["val"]
         if value.is_contiguous() and value.dim() and value.shape[0] % ranks == 0:
@@ -268,7 +271,7 @@ def _packed(write: _Writer, gradients: Sequence[fx.Node], ranks: int) -> fx.Node
 
 
 def _pieces(write: _Writer, flat: fx.Node, shapes: Sequence[torch.Size]) -> Iterator[fx.Node]:
-    """Yield views of a reduced buffer, in these shapes."""
+    """Yield the reduced gradients: views of the buffer `flat`, one for each shape."""
     if len(shapes) == 1 and flat.meta["val"].shape == shapes[0]:
         yield flat
         return
@@ -282,10 +285,10 @@ def _pieces(write: _Writer, flat: fx.Node, shapes: Sequence[torch.Size]) -> Iter
 
 
 class _Writer:
-    """A writer of nodes before another one, which they replace: with its meta, and fake values of their own."""
+    """A function that inserts nodes before a node that they replace, with its `meta` and fake values of their own."""
 
     class Place(NamedTuple):
-        """The place where nodes are inserted."""
+        """The node before which new ones are inserted, and its fake mode."""
 
         node: fx.Node
         mode: Any
@@ -304,7 +307,7 @@ class _Writer:
         return made
 
     def items(self, several: fx.Node) -> list[fx.Node]:
-        """Return the outputs of a node that has several."""
+        """Insert and return nodes for the outputs of a node that has several."""
         import operator
 
         found = []
@@ -316,7 +319,7 @@ class _Writer:
         return found
 
     def moved_up(self, view: fx.Node) -> fx.Node:
-        """Repeat a view of a placeholder at this place."""
+        """Return a copy of a chain of views of a placeholder, inserted at this place."""
         parent = view.args[0]
         assert isinstance(parent, fx.Node)
         base = parent if parent.op == "placeholder" else self.moved_up(parent)

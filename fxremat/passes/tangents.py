@@ -1,9 +1,9 @@
 """A rewrite that lets the backward read gradients from a loss outside the model in any memory layout.
 
-AOTAutograd traces the backward with gradients laid out as the outputs are, and copies those that differ: this is memory
-that no plan counts, and other bits than eager PyTorch's, whose backward runs on the gradient as it is. This rewrite
-makes the graph do so, too: what autograd calls `reshape`, a view where that is possible, is traced as a view, and
-becomes a reshape again.
+AOTAutograd traces the backward for gradients laid out as the outputs are, and copies gradients that are not. Such
+copies take memory that no plan counts, and may change bits: the backward of eager PyTorch runs on the gradient as it
+is. So does the rewritten graph: autograd's `reshape`, which copies only if no view is possible, was traced as a view,
+and becomes a reshape again.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ VIEWS = (aten.view.default, aten._unsafe_view.default)
 
 
 def reshape_gradients(graph: fx.Graph) -> None:
-    """Turn views of values computed from gradients of outputs into reshapes; a loss's gradient is a number.
+    """Turn views of what is computed from gradients of the outputs into reshapes. O(nodes).
 
-    O(nodes).
+    Gradients without dimensions, such as that of a loss, do not count.
     """
     for node in depending_on(graph, handed_in(graph)):
         if node.target in VIEWS:
@@ -30,5 +30,5 @@ def reshape_gradients(graph: fx.Graph) -> None:
 
 
 def bear_any_layout(graph: fx.Graph) -> bool:
-    """Tell whether the backward is correct for any layout of gradients: it is, unless it uses strides itself."""
+    """Tell whether the backward is correct for gradients of any layout: it is, unless an `as_strided` reads them."""
     return not any(node.target is aten.as_strided.default for node in depending_on(graph, handed_in(graph)))

@@ -3,9 +3,10 @@
     limit       the budget in bytes, or as a share of the peak of keep-all
     variants    the step as captured, or in slices; each with the costs of its ops and the frontier of its programs
     fastest     times calibrated, copies and communication placed: the fastest program that fits
-    compiled    that program in compiled regions, where the user asks for them and they are faster
+    compiled    that program with its ops compiled by Inductor in groups (regions), where the user asks for that and it
+                is faster
 
-Everything here is a value; what is captured and what runs is in `fxremat.runtime`.
+"Keep-all" is the program that recomputes nothing. Capturing a step and running a plan are in `fxremat.runtime`.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def plan(step: Step, options: Options) -> Plan:
 
 
 def _least(step: Step, options: Options) -> Plan:
-    """Plan within the least budget that works, which the error for a budget of one byte names."""
+    """Plan within the least budget that works: the one that the error for a budget of one byte states."""
     try:
         return plan(step, replace(options, mem=1))
     except BudgetTooSmall as error:
@@ -71,7 +72,11 @@ def _least(step: Step, options: Options) -> Plan:
 
 
 def _saved(step: Step, options: Options) -> Plan | None:
-    """Return the plan that the user passed, for this step; None where it is of another step, and a new one is made."""
+    """Return the plan that the user passed, applied to this step; None if it is for another step, which is logged.
+
+    Raises:
+        PlanMismatch: the plan is for another step, and the options allow no new plan in its place.
+    """
     made, reason = None, ""
     with planning(what(step, Limit(words=str(options.mem)))) as planned:
         try:
@@ -93,10 +98,11 @@ def _saved(step: Step, options: Options) -> Plan | None:
 
 
 def _with_weights(made: Plan, step: Step) -> Plan:
-    """Return a saved plan with the handles of this process's parameters, where it updates them.
+    """Return a saved plan; if it updates weights, with the handles of this process's parameters.
 
     Raises:
-        PlanMismatch: another optimizer updates them, or other parameters live on the host since an earlier plan.
+        PlanMismatch: the plan is for another kind of optimizer, or an earlier plan has moved other parameters to the
+            host.
     """
     if step.trained is None or made.weights is None:
         return made
@@ -110,7 +116,7 @@ def _with_weights(made: Plan, step: Step) -> Plan:
 
 
 def _with_advice(error: BudgetTooSmall, variants: Variants, options: Options) -> BudgetTooSmall:
-    """Add to the error how little memory would do with slices; where that fails, return the error as it is."""
+    """Add to the error how little memory would do if ops ran in slices; return it as it is if that is not known."""
     if options.slicing or error.note or len(variants.captured.step.ranks.ranks) > 1:
         return error
     try:

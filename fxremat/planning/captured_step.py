@@ -1,7 +1,7 @@
 """A captured training step as an object for users: planning it needs no further capture or measurement.
 
     step = fxremat.capture(model, (x,))
-    step.frontier                          what memory buys
+    step.frontier                          peak and time of every plan on offer
     plan = step.plan("60%")
     step.plan("40%", offload=True)
 """
@@ -34,7 +34,7 @@ class CapturedStep(ABC):
 
     @property
     def resizable_inputs(self) -> frozenset[str]:
-        """The names of the inputs that have such sizes; those of others may follow from them."""
+        """The names of the inputs whose sizes may change; sizes of further inputs may follow from theirs."""
         return frozenset()
 
     @property
@@ -53,8 +53,9 @@ class CapturedStep(ABC):
 
         Args:
             mem: the budget in any form that `fxremat.compile` takes; None: the one given to `capture`.
-            options: those of `fxremat.plan` that are to change, except for what decides the capture: `method`,
-                `dynamic`, `backend`, whether weights may live on the host, and which outputs take gradients.
+            options: options of `fxremat.plan` that are to differ from those of `capture`. What decides the capture
+                cannot: `method`, `dynamic`, `backend`, whether weights may live on the host, and which outputs take
+                gradients.
 
         Raises:
             BudgetTooSmall: nothing fits; `.minimum` is what would.
@@ -64,13 +65,13 @@ class CapturedStep(ABC):
 
     @abstractmethod
     def least(self) -> int:
-        """Return the least budget that works, in bytes. Searches as long as a plan does."""
+        """Return the least budget that works, in bytes. This takes as long as making a plan."""
 
     def at(self, **sizes: object) -> Self:
         """Return the same step for inputs of other sizes, where it was captured for several: see `Plan.at`.
 
         Raises:
-            FxrematError: the step is of fixed sizes, or the input has none that are symbolic.
+            FxrematError: the step has fixed sizes, or an input that is named has no size that may change.
         """
         raise FxrematError(
             f"this step is of fixed sizes ({', '.join(sizes)} cannot change): capture it with dynamic=True, or with "

@@ -34,7 +34,7 @@ from fxremat.transfers.weight_updates import best_within, resident_peak
 
 
 def chosen(survey: Survey, options: Options) -> Plan:
-    """Plan with the fastest program of a survey that fits. Raises `BudgetTooSmall`."""
+    """Plan with the fastest program of a survey that fits. Raises `BudgetTooSmall` where none does."""
     survey = _calibrated(survey, options)
     return survey.step.ranks.together("planning", partial(_chosen, survey, options))
 
@@ -52,7 +52,10 @@ def _chosen(survey: Survey, options: Options) -> Plan:
 
 
 def _calibrated(survey: Survey, options: Options) -> Survey:
-    """Multiply all times by the measured over the predicted time of a program near the budget."""
+    """Run a program near the budget, and multiply all times by its measured over its predicted time.
+
+    Estimated costs are left as they are. Without offloading, raises `BudgetTooSmall` before anything runs.
+    """
     if options.host is None:
         _fastest(survey)  # raises `BudgetTooSmall` before anything runs
     if not options.measures:
@@ -63,7 +66,7 @@ def _calibrated(survey: Survey, options: Options) -> Survey:
 
 
 def _fastest(survey: Survey) -> Candidate:
-    """Return the fastest candidate that fits. Raises `BudgetTooSmall`, with the op that sets the least budget."""
+    """Return the fastest candidate that fits. Raises `BudgetTooSmall`, which names the op that needs most memory."""
     try:
         return survey.frontier.within(survey.limit.bytes)
     except BudgetTooSmall as error:
@@ -74,7 +77,12 @@ def _fastest(survey: Survey) -> Candidate:
 def plan_of(
     candidate: Candidate, frontier: Frontier, costs: Costs, budget: int, options: Options, **further: Any
 ) -> Plan:
-    """Put a plan together from the chosen candidate and the frontier that it was chosen from."""
+    """Put a plan together from the chosen candidate and the frontier that it was chosen from.
+
+    Args:
+        budget: bytes.
+        further: other fields of the plan, such as `link`.
+    """
     graph = captured_of(candidate.layout.graph)
     target = None if options.measures else estimated_device(graph, options)
     return Plan(
@@ -91,7 +99,7 @@ def plan_of(
 
 
 def _plan_with_offloading(survey: Survey, options: Options) -> Plan:
-    """Plan with values that may wait on the host."""
+    """Plan with values that may wait on the host between forward and backward."""
     frontier, costs = survey.frontier, survey.costs
     graph, limit = survey.step.graph, survey.limit
     tier = options.tier or default_tier(device_of(graph))
@@ -144,7 +152,7 @@ def _plan_with_weights(survey: Survey, trained: TrainedParameters, options: Opti
 
 
 def _link(tier: HostTier, graph: Captured, options: Options) -> Link:
-    """Return the speeds of copies to the tier and back, measured where costs are."""
+    """Return the speeds of copies to the host tier and back: measured, or estimated where costs are estimated."""
     if options.measures:
         return measure_link(tier, device_of(graph), typical_size(graph))
     speed = estimated_device(graph, options).link
@@ -154,7 +162,7 @@ def _link(tier: HostTier, graph: Captured, options: Options) -> Link:
 def _naming_the_limit(
     error: BudgetTooSmall, frontier: Frontier, costs: Costs, link: Link, options: Options
 ) -> BudgetTooSmall:
-    """Return the error, with a note if it is the limit of host memory that keeps programs from fitting."""
+    """Return the error; with a note if the program would fit with more host memory than the user allows."""
     if options.host_limit is None:
         return error
     free = with_offloading(frontier, costs, link).minimum

@@ -1,10 +1,10 @@
 """Compiled regions: from a plan that runs op by op to the fastest one in regions of Inductor that fits.
 
     candidates    op-by-op programs, fastest first: some above the budget too, since regions may need less
-    units         each program cut into regions, by what can be fused, else by block where little compiling is needed;
-                  regions that gain little stay uncompiled, if the program fits so; its peak is guessed before anything
-                  is compiled
-    judged        regions compiled and measured on the step's real values, peak and time exact at the level of units
+    units         each program cut into units, which are compiled regions or single ops: by what can be fused, else by
+                  block where little compiling is needed; regions that gain little stay uncompiled, if the program fits
+                  so; its peak is guessed before anything is compiled
+    judged        regions compiled and measured on the step's real values; peak and time follow from those of the units
 
 The chosen program fits by measured figures, and the step has run once within the budget before it is trained with.
 Where no program in regions fits, or none is faster, the op-by-op plan stays.
@@ -55,15 +55,15 @@ from fxremat.step.program import Program
 from fxremat.units import format_seconds
 
 log = logging.getLogger(__name__)
-TRIES = 4  # programs whose regions are compiled, of each way to cut them
-WORTH_IT = 1.02  # a program slower than this times one run of each op recomputes much: it is searched for again
-FASTER = 0.99  # where regions need more than this times the op-by-op seconds, the other way to cut is tried too
+TRIES = 4  # programs whose regions are compiled and measured, at most, for each of the `CUTS`
+WORTH_IT = 1.02  # a program that takes more than this times one run of each op recomputes much: the search is repeated
+FASTER = 0.99  # where regions need more than this times the op-by-op seconds, the next of the `CUTS` is tried too
 SLOWER = 1.1  # a region that needs more than this times the seconds of its ops runs op by op
-WORTH_APART = 0.005  # share of the seconds of all units that running such regions op by op has to save together
-LITTLE = 0.003  # share of a step's seconds that the regions which are not compiled would save together, at most
-STEPS = 10_000  # training steps within which the time to compile has to be regained
+WORTH_APART = 0.005  # running the `SLOWER` regions op by op has to save this share of the seconds of all units
+LITTLE = 0.003  # regions stay uncompiled if compiling them all would save at most this share of a step's seconds
+STEPS = 10_000  # training steps within which compiled regions have to save the time that compiling them takes
 COMPILING = 0.05  # seconds to compile an op: 0.02 to 0.1 on two cores
-QUICK = 5.0  # seconds of compiling that the other way to cut may need, or half of what was spent so far if that is more
+QUICK = 5.0  # seconds of compiling that the second of the `CUTS` may need; half the seconds spent so far, if more
 NOTHING_FITS = "no program in regions fits"
 LITTLE_GAINED = "regions that fit would gain little, or nothing"
 
@@ -78,11 +78,11 @@ class _Chosen:
     candidate: Candidate
     units: Units  # none: op by op
     seconds: float
-    why: str  # the reason to run op by op, if it does
+    why: str  # the reason why the program runs op by op; not used where it runs in units
 
 
 def with_compiled_kernels(plan: Plan, step: Step, options: Options) -> Plan:
-    """Return the plan with its ops in compiled regions, where that fits and is faster; else the plan as it is."""
+    """Return the plan with ops in compiled regions where that fits and is faster, else op by op with the reason why."""
     search = _Search(plan, replace(step, graph=plan.captured), options)
     return search.chosen_before() or search.chosen()
 
@@ -94,8 +94,8 @@ class _Search:
         self._plan, self._step, self._options = plan, step, options
         config = (options.inductor and options.inductor.config) or {}
         self._kernels = Kernels(settings=config, decompositions=DECOMPOSITIONS, required=ALWAYS_COMPILED)
-        self._single = plan.costs  # of ops that run one by one in a step
-        self._budget = plan.budget  # lowered once a program allocates more than was predicted
+        self._single = plan.costs  # costs of the ops when they run one by one in a step
+        self._budget = plan.budget  # bytes; lowered once a program allocates more than was predicted
         self._shares: Sequence[float] | None = None  # seconds of each op in regions over its own seconds, once known
         self._tried: list[Judged] = []  # programs in units that were measured
         self._gaining = False  # True once regions of some program would be faster than its ops one by one
@@ -136,11 +136,16 @@ class _Search:
         return replace(plan, not_compiled=NOTHING_FITS)
 
     def _seconds(self, in_regions: Sequence[Judged], alone: Sequence[Judged]) -> list[float]:
-        """Return the seconds of a step of each program in regions, and of the one that runs op by op, if it is passed.
+        """Return the seconds that a step takes with each program, in the order `[*in_regions, *alone]`.
 
-        Steps are run once for a graph of ops, whatever the budget is: the factor by which programs in regions are
-        slower than predicted, relative to the op-by-op program, is then assumed for its other programs. Both predicted
-        and measured seconds are off by some percent, by chance: their geometric mean counts.
+        Whole steps are timed only once for a graph of ops, whatever the budget is. The factor by which programs in
+        regions were slower than predicted, relative to the op-by-op program, is stored, and multiplies the predictions
+        from then on. Both predicted and measured seconds are off by some percent, by chance: their geometric mean
+        counts.
+
+        Args:
+            in_regions: programs whose ops run in compiled regions.
+            alone: the op-by-op program, if it fits; else ().
         """
         rivals, key, device = [*in_regions, *alone], self._key_of_ops("factor"), device_of(self._plan.graph)
         foreseen = [rival.time for rival in rivals]
@@ -159,7 +164,7 @@ class _Search:
         return [*(factor * rival.time for rival in in_regions), *(rival.time for rival in alone)]
 
     def _key_of_ops(self, what: str) -> str:
-        """Return the key under which something learned of this graph's ops in regions is stored, for all budgets."""
+        """Return the key under which a fact about this graph's ops in regions is stored, the same for all budgets."""
         return f"{what} {self._kernels.configuration} {of_ops(self._plan.graph)}"
 
     def _keep(self, judged: Judged, seconds: float, why: str) -> None:
@@ -170,14 +175,16 @@ class _Search:
 
     @cached_property
     def _calibration(self) -> float:
-        """The seconds of all ops in a step over the sum of each op's own: it scales regions, to compare them in a step.
+        """The seconds of all ops within a step over the sum of the seconds that each takes when measured by itself.
+
+        The seconds of regions, which are measured by themselves, are multiplied by it.
         """
         ops = range(len(self._plan.graph.ops))
         return self._single.time_of(ops) / known_costs(self._plan.captured).time_of(ops)
 
     @cached_property
     def _key(self) -> str:
-        """The key of all that the choice depends on."""
+        """The key under which the choice is stored: graph, costs, budget and options, all that it depends on."""
         options, of = self._options, (self._kernels.configuration, self._plan.budget, self._plan.chosen.peak)
         sought = (options.search.seconds, options.search.slots)
         settings = ("in regions", *of, options.solver, *sought, options.loss_outside.size)
@@ -186,8 +193,8 @@ class _Search:
     def in_regions(self) -> list[Judged]:
         """Return the programs in units that are worth timing; none where none fits.
 
-        The seconds of ops in regions are learned once for a graph of ops, whatever the budget is, and used for planning
-        from then on. The first time, the program that was found without them competes with the one found with them.
+        How long ops take in regions is learned once for a graph of ops, whatever the budget is, and the search uses it
+        from then on. The first time, the program found with op-by-op seconds competes with the one found with these.
         """
         joint, known = self._plan.captured, self._plan.alternatives.candidates
         key = self._key_of_ops("shares")
@@ -207,7 +214,7 @@ class _Search:
         return [found] if corrected is None or corrected.units == found.units else [found, corrected]
 
     def _candidates_with(self, shares: Sequence[float]) -> Sequence[Candidate]:
-        """Search for programs with the seconds of ops as measured in regions."""
+        """Search for programs again, with the seconds of each op multiplied by its share, if that is below 1."""
         plan, single = self._plan, self._single
         if min(shares) >= 1:
             return plan.alternatives.candidates
@@ -216,7 +223,10 @@ class _Search:
         return searched_again(plan.alternatives, costs, plan.budget, self._options).candidates
 
     def fastest(self, candidates: Iterable[Candidate]) -> Judged | None:
-        """Return the fastest program in units that fits, provided that the order of op-by-op times predicts it."""
+        """Return the fastest program in units that fits, as far as op-by-op times predict the order; None if none fits.
+
+        The candidates are tried fastest first, and the first that fits is taken for each of the `CUTS`.
+        """
         joint, largest = self._plan.graph, ABOVE * self._budget
         near = [one for one in candidates if one.peak <= largest and one.layout.graph is joint]
         found: list[Judged] = []
@@ -230,7 +240,10 @@ class _Search:
         return min(found, key=lambda judged: judged.time, default=None)
 
     def _fastest_cut(self, candidates: Sequence[Candidate], cut: Cut, most: float) -> Judged | None:
-        """Return the first candidate that fits, cut in one way; None where compiling needs more than `most` seconds."""
+        """Return the first candidate that fits when cut in this way; None if none does, or compiling takes too long.
+
+        Too long is more than `most` seconds. At most `TRIES` candidates are compiled and measured.
+        """
         budget, sizes, tries = self._budget, self._single.sizes, 0
         for candidate, program, units, saved in self._in_units(candidates, cut):
             if max(unit_bytes(program, sizes, units)) > budget:
@@ -239,7 +252,7 @@ class _Search:
             if live_bytes(fused, known_costs(captured_of(fused.layout.graph)).sizes).peak > budget:
                 continue
             seconds = _seconds_of_compiling(fused)
-            if seconds > most:  # as with all others that are cut in this way
+            if seconds > most:  # the other candidates need about as much if they are cut in this way
                 return None
             if seconds > STEPS * saved:
                 continue
@@ -254,10 +267,10 @@ class _Search:
     def _in_units(
         self, candidates: Iterable[Candidate], cut: Cut
     ) -> Iterator[tuple[Candidate, Program, Units, float]]:
-        """Yield candidates and programs, cut in one way: first without the regions that gain little, then with all.
+        """Yield each candidate with its program, its units, and the most seconds that these can save in a step.
 
-        Each comes with the most seconds of a step that it can save. If the op-by-op program fits, those that cannot be
-        faster are left out.
+        Each comes first with only those regions compiled that gain much, then with all of them. If the op-by-op program
+        fits, candidates that cannot become faster than it are left out.
         """
         least = LITTLE * self._single.time_of(range(len(self._plan.graph.ops)))
         single = self._single.time(self._plan.chosen.program()) if self._fits_op_by_op else inf
@@ -276,9 +289,9 @@ class _Search:
                     yield candidate, program, some, saved
 
     def _gain(self, ops: Sequence[int]) -> float:
-        """Return the most seconds that compiling ops together saves: fused, they run as long as the slowest of them.
+        """Return the most seconds that compiling these ops together saves: fused, they may take as long as the slowest.
 
-        Once their seconds in regions are known, these count instead: ops may be slower there.
+        Once the seconds of ops in regions were measured, the saving is computed from these; it may be negative.
         """
         joint, single = self._plan.captured, self._single
         if self._shares is not None:
@@ -288,17 +301,18 @@ class _Search:
 
     @cached_property
     def _names(self) -> Sequence[str]:
-        """A text for each op that is equal for ops of equal cost."""
+        """A text for each op, the same for ops that cost the same."""
         return op_keys(self._plan.graph)
 
     @property
     def _fits_op_by_op(self) -> bool:
-        """True if the op-by-op program fits, which may allocate results here where the plan overwrites gradients."""
+        """True if the op-by-op program fits. If ops are compiled one by one, its peak may exceed that of the plan."""
         return self.op_by_op.peak <= self._plan.budget
 
     @cached_property
     def op_by_op(self) -> Judged:
-        """The op-by-op program that the plan has chosen; ops that have to be compiled are, each by itself."""
+        """The op-by-op program that the plan has chosen; if some ops have to be compiled, each op is a unit by itself.
+        """
         plan, program = self._plan, self._plan.chosen.program()
         if any(node.target in ALWAYS_COMPILED for node in plan.captured.nodes):
             return self._judged(plan.chosen, alone(program, range(len(program.steps))))
@@ -312,7 +326,12 @@ class _Search:
         )
 
     def plan_of(self, judged: Judged, time: float, why: str) -> Plan:
-        """Return the plan that runs a program in units in `time` seconds; `why` is a reason to run op by op, if any."""
+        """Return the plan that runs a program in units.
+
+        Args:
+            time: the seconds of a step.
+            why: the reason why ops run one by one, which the plan states if the program has no compiled region.
+        """
         regions = regions_of(judged.joint.module.graph)
         if not regions:
             return replace(self._plan, not_compiled=why)
@@ -328,7 +347,11 @@ class _Search:
         return replace(self._plan, chosen=candidate, compiled=compiled)
 
     def _judged(self, candidate: Candidate, units: Units, fused: Program | None = None) -> Judged:
-        """Compile and measure the regions of a program in units that are new, and evaluate the program."""
+        """Compile and measure the regions of a program that are new, and return the program with its costs and peak.
+
+        Args:
+            fused: the candidate's program in these units, if it was made already.
+        """
         fused = fused or fused_program(candidate.program(), units, self._kernels)
         joint = captured_of(fused.layout.graph)
         new = _new_regions(joint)
@@ -362,7 +385,7 @@ class _Search:
         return False
 
     def _with_slow_regions_apart(self, judged: Judged) -> Judged:
-        """Return the program with regions that are slower than their ops op by op, if it still fits and is faster."""
+        """Return the program with regions that are slower than their ops run op by op, if that fits and gains time."""
         program = judged.candidate.program()
         taken = judged.seconds_of_units
         units, saved = list[Unit](), 0.0
@@ -385,6 +408,6 @@ def _seconds_of_compiling(program: Program) -> float:
 
 
 def _new_regions(joint: Captured) -> list[Region]:
-    """Return the regions of a joint graph that are not compiled yet, each distinct one once."""
+    """Return the regions of a joint graph that are not compiled yet; of equal regions only one."""
     distinct = {region.digest: region for region in regions_of(joint.module.graph)}
     return [region for region in distinct.values() if not region.is_compiled]

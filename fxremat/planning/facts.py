@@ -1,6 +1,6 @@
 """The costs of a captured step's ops: measured on its real values, estimated, or known from earlier runs.
 
-A loss outside of the model is part of the costs: the bytes that the user states for it, and those that were measured.
+A loss that is computed outside of the model is part of the costs: the bytes that the user stated or fxremat measured.
 """
 
 from __future__ import annotations
@@ -26,7 +26,11 @@ Order = Callable[[], Sequence[int]]  # returns the order in which ops run while 
 
 
 def facts_of(step: Step, options: Options, order: Order | None = None) -> Costs:
-    """Return the costs of a step's ops: measured, or estimated where the user asks for that."""
+    """Return the costs of a step's ops: measured, or estimated where the user asks for that.
+
+    Args:
+        order: returns the order in which ops run while they are measured; None: the order of the graph.
+    """
     graph = step.graph
     if not options.measures:
         costs = estimate(graph, estimated_device(graph, options), fresh_as_known(graph))
@@ -36,16 +40,16 @@ def facts_of(step: Step, options: Options, order: Order | None = None) -> Costs:
 
 
 def assumed_facts(graph: Captured, options: Options, rate: float = 1.0) -> Costs:
-    """Return the costs as far as they were measured before, and estimates of others: nothing runs.
+    """Return the costs of ops that were measured before, and estimates for all other ops: nothing runs.
 
     Args:
-        rate: measured over estimated seconds, by which estimates are multiplied.
+        rate: measured over estimated seconds; the seconds of estimates are multiplied by it.
     """
     return with_loss(graph, known_costs(graph, rate), options)
 
 
 def facts_at_other_sizes(graph: Captured, known: Plan, options: Options) -> Costs:
-    """Return the costs of a graph of the same ops as a plan's at other sizes; only few of the ops have to run."""
+    """Return the costs of a graph with the ops of a known plan at other sizes: few ops have to run to be measured."""
     if not options.measures:
         costs = estimate(graph, estimated_device(graph, options), fresh_as_known(graph))
     else:
@@ -54,7 +58,7 @@ def facts_at_other_sizes(graph: Captured, known: Plan, options: Options) -> Cost
 
 
 def with_loss(graph: Captured, costs: Costs, options: Options) -> Costs:
-    """Return the costs with the bytes of a loss outside the model: the larger of the stated and the measured ones."""
+    """Return the costs with the bytes of a loss outside the model: as the user stated or as measured, if more."""
     said, seen, sizes = options.loss_outside.size, options.loss_seen, costs.sizes
     if seen is None or not sizes.outside:
         return costs if said is None else replace(costs, sizes=replace(sizes, outside=said))

@@ -1,9 +1,9 @@
 """A cache of the latest surveys, so that the same model under another budget is not planned from nothing.
 
-A survey does not depend on the budget, and the op-by-op search resumes where it ended. Both refer to ops and values by
-number, so that those of an equal graph can be used: only the graph itself is exchanged. Nothing of the old graph is
-kept. For a graph with the same ops and other sizes, the programs are evaluated again (`search.replan`). Results are
-kept in the store too (`planning.stored`).
+A survey does not depend on the budget, and the op-by-op search resumes where it ended: a `Ladder` holds the results of
+both. They refer to ops and values by number, so that the results for one graph serve an equal one: only the graph
+itself is exchanged, and nothing of the old graph is kept. For a graph with the same ops and other sizes, the programs
+are evaluated again (`search.replan`). Results are also kept on disk (`planning.stored`).
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ class Key(NamedTuple):
     costs: str  # digest of the costs of the ops
 
 
-AT_MOST = 8
-NEAREST = 3  # so many of the latest ladders of a graph with the same ops are tried for other sizes
-NO_GRAPH = cast(StepGraph, None)
+AT_MOST = 8  # ladders, the latest used, that are kept in memory
+NEAREST = 3  # latest ladders of a graph with the same ops that are tried when sizes change
+NO_GRAPH = cast(StepGraph, None)  # in place of the graph in what is cached
 _latest: OrderedDict[Key, Ladder] = OrderedDict()
 
 
 class FrontierCache:
-    """Access to the cached search of a graph with these costs and settings."""
+    """Access to the cached results of a search, for a graph with certain costs and settings."""
 
     def __init__(self, graph: StepGraph, costs: Costs, settings: object) -> None:
         self._graph, self._costs, self._device = graph, costs, device_of(graph)
         self._key = key_of(graph, costs, settings)
 
     def get(self) -> Ladder | None:
-        """Return the ladder that was put last, in this process or an earlier one; None where none is kept any more."""
+        """Return the ladder that was put last, in this process or an earlier one; None if there is none any more."""
         known = _latest.get(self._key) or stored.read(self._device, repr(self._key), Ladder)
         if known is None:
             return None
@@ -51,9 +51,9 @@ class FrontierCache:
         return known.on(self._graph)
 
     def of_other_sizes(self) -> Ladder | None:
-        """Return the latest ladder of a graph with the same ops and near sizes, re-evaluated here; None if none is.
+        """Return the latest ladder of a graph with the same ops and similar sizes, evaluated at this graph's sizes.
 
-        One of the same sizes at other costs does not count: there a new search is wanted.
+        None where there is none. A ladder of the same sizes with other costs does not count: a new search is better.
         """
         mine = self._key
         known = [
@@ -65,7 +65,7 @@ class FrontierCache:
         return next(filter(None, judged), None)
 
     def put(self, ladder: Ladder) -> None:
-        """Remember a ladder, in place of an earlier one of the same graph."""
+        """Keep a ladder, in memory and on disk, in place of an earlier one for the same key."""
         known = _latest.get(self._key)
         if known is not None and known.climbed == ladder.climbed:
             return

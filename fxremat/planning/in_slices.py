@@ -1,7 +1,9 @@
 """The surveys of a step with regions in slices: ways to slice it are tried until one fits well.
 
-The search ends early: with a step that fits as captured, or with the first way to slice it that recomputes hardly
-anything. The costs of the first way are measured; for the others, costs that are not known yet are estimated.
+A region is a part of the step that runs several times, on one slice of the batch or sequence after the other, to need
+less memory. The search ends early: with the step as captured if that fits, or with the first way to slice it that
+recomputes hardly anything. The costs of the first way are measured; for the others, costs that are not known yet are
+estimated.
 """
 
 from __future__ import annotations
@@ -30,23 +32,23 @@ from fxremat.slices.variants import least_of_all, variants
 from fxremat.step.step_graph import Kind
 from fxremat.units import format_bytes
 
-NOTED = 1.02  # a note states the estimated least budget times this
-ENOUGH = 1.05  # within this factor of keep-all's seconds no further ways to slice are tried
-WORTH_A_NOTE = 0.9  # a note is added where the least budget is at most this share of the one without slices
+NOTED = 1.02  # the note on what slices would buy states the estimated least budget times this
+ENOUGH = 1.05  # no further ways to slice are tried after one within this factor of keep-all's seconds
+WORTH_A_NOTE = 0.9  # the note is added where slices lower the least budget to at most this share
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Variants:
     """The surveys of a step as captured and in slices."""
 
-    surveys: tuple[Survey, ...]  # one at least, each within the same bytes
-    captured: Survey  # of the step as captured, which percentages refer to
+    surveys: tuple[Survey, ...]  # one at least, all within the same budget in bytes
+    captured: Survey  # of the step as captured; a budget in percent refers to its peak of keep-all
     blocked: tuple[str, ...] = ()  # reasons why ops that need much memory do not run in slices
-    more: bool = False  # further ways to slice were not tried
+    more: bool = False  # True: there are further ways to slice that were not tried
 
 
 def variants_of(step: Step, options: Options, limit: Limit) -> Variants:
-    """Survey a step as captured and, if it does not fit so and the user allows that, in slices."""
+    """Survey a step as captured and, if it does not fit without recomputation and the user allows slices, in slices."""
     if (slicing := options.slicing) is None:
         only = surveyed(step, options, limit)
         return Variants(surveys=(only,), captured=only)
@@ -101,7 +103,7 @@ def _drops(options: Options) -> bool:
 
 
 def _agreed(step: Step, captured: Survey, options: Options) -> tuple[Limit, bool]:
-    """Return the budget, and whether the step as captured fits without recomputation, as the first rank sees it."""
+    """Return the limit, and whether the step as captured fits without recomputation; the first rank decides for all."""
 
     def seen() -> tuple[int, bool]:
         mem = captured.limit.bytes
@@ -124,7 +126,7 @@ def fastest(found: Variants, options: Options) -> Plan:
     """Plan with the fastest program of all variants that fits.
 
     Raises:
-        BudgetTooSmall: none fits; it has the least budget of all variants.
+        BudgetTooSmall: none fits; `.minimum` is the least budget over all variants.
     """
     if options.slicing is None:
         return chosen(found.surveys[0], options)
@@ -150,8 +152,14 @@ def fastest(found: Variants, options: Options) -> Plan:
 
 
 def _of_all(plan: Plan, one: Survey, found: Variants) -> Plan:
-    """Return the plan with the alternatives of all variants; the keep-all program is that of the step as captured."""
-    factor = plan.keep_all_time / max(1e-12, one.frontier.keep_all.time)  # by which times were calibrated
+    """Return the plan with the programs of all variants as its alternatives, and keep-all of the step as captured.
+
+    Args:
+        plan: the plan of the fastest variant.
+        one: the survey that it was made from.
+        found: the surveys of all variants.
+    """
+    factor = plan.keep_all_time / max(1e-12, one.frontier.keep_all.time)  # by calibration, for the times of all surveys
     scaled = [other.frontier.scaled(factor) for other in found.surveys]
     every = (*plan.alternatives.candidates, *(c for frontier in scaled for c in frontier.candidates))
     weights = plan.weights
@@ -168,7 +176,7 @@ def _of_all(plan: Plan, one: Survey, found: Variants) -> Plan:
 
 
 def least_in_slices(step: Step, options: Options) -> int:
-    """Search for the least budget in bytes, with as many slices as are allowed: this is about as slow as a plan."""
+    """Return the least budget that works with as many slices as allowed, in bytes. Takes about as long as a plan."""
     found = least_of_all(step.graph, **_settings(options.slicing or Slices()))
     quick, least = options.quick(), Limit(known=1)
     try:
@@ -178,7 +186,7 @@ def least_in_slices(step: Step, options: Options) -> int:
 
 
 def what_slices_buy(one: Survey, error: BudgetTooSmall, options: Options) -> str:
-    """Return a note on the least budget with regions in slices, by estimate; "" where they do not help."""
+    """Return a note that states the estimated least budget with regions in slices; "" where slices do not help."""
     graph = one.step.graph
     found = least_of_all(graph, most=MANY_SLICES, reduce=None)
     if not found.regions:

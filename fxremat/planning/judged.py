@@ -1,4 +1,4 @@
-"""Evaluated programs in units, with costs and peak, and the seconds of ops in regions that follow from them."""
+"""Programs in units (compiled regions or single ops) with measured costs and peak, and what ops cost in regions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fxremat.search.candidate import Candidate
 from fxremat.step.costs import Costs
 from fxremat.step.program import Program
 
-LEAST_SHARE = 0.05  # of its own seconds: no less is assumed for an op that is fused with others
+LEAST_SHARE = 0.05  # an op that is fused with others counts with at least this share of its seconds when run alone
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -24,8 +24,8 @@ class Judged:
     units: Units
     program: Program
     costs: Costs
-    peak: int
-    single: Costs  # of the ops, run one by one
+    peak: int  # bytes
+    single: Costs  # costs of the ops when they run one by one
 
     @property
     def joint(self) -> Captured:
@@ -34,33 +34,33 @@ class Judged:
 
     @property
     def slower(self) -> float:
-        """The seconds of its ops, one by one, with recomputation, over those of running each op once."""
+        """How many times longer the program's ops take, run one by one with recomputation, than each op run once."""
         program, costs = self.candidate.program(), self.single
         return costs.time(program) / costs.time_of(range(len(program.layout.graph.ops)))
 
     @property
     def seconds_of_units(self) -> dict[int, float]:
-        """The seconds of each unit, by number."""
+        """The seconds of each unit, by its place in `units`."""
         timed = zip(self.joint.nodes, self.costs.seconds, strict=True)
         return {node.meta[GROUP]: seconds for node, seconds in timed if GROUP in node.meta}
 
     @property
     def time(self) -> float:
-        """The seconds of all units."""
+        """The seconds of the whole program."""
         return self.costs.time(self.program)
 
 
 def shares_of(tried: Sequence[Judged], single: Costs, joint: Captured) -> list[float]:
-    """Return each op's seconds in regions over its own seconds, in the program tried where that is least."""
+    """Return for each op its seconds in regions over its seconds alone: the least over the tried programs, else 1.0."""
     found = [_shares_in(judged, single) for judged in tried]
     return [min((shares[key] for shares in found if key in shares), default=1.0) for key in op_keys(joint)]
 
 
 def _shares_in(judged: Judged, single: Costs) -> dict[str, float]:
-    """Return each op's seconds in the regions of a program over its own seconds, by the op's key: on average.
+    """Return the seconds of ops in a program's compiled regions over their seconds alone, averaged by the op's key.
 
     Products, convolutions and attention count as long as when they run alone; the rest of a region's seconds is divided
-    among its other ops. In a region that is slower than its ops, all of them count as slower.
+    among its other ops. In a region that takes longer than its ops one by one, all of its ops count as slower.
     """
     program, joint = judged.candidate.program(), captured_of(judged.candidate.layout.graph)
     shares: dict[str, list[float]] = {}

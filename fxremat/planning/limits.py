@@ -1,9 +1,9 @@
 """Budgets in bytes: the only place where percent, "auto" and "min" become bytes for a step.
 
     4 GiB                      4294967296
-    60 %                       of the peak of keep-all: of the step as captured; with hosted weights, of all that is
-                               then on the device; of eager PyTorch's kernels, where others are to run; of the largest
-                               sizes, where they change
+    60 %                       of the peak of keep-all, which recomputes nothing: of the step as captured; with weights
+                               on the host, of a step with all of them on the device; where ops are compiled, of the
+                               step in eager PyTorch's kernels; where input sizes change, of the largest sizes
     auto                       what the device has free, or would have left
 """
 
@@ -27,11 +27,11 @@ from fxremat.units import Auto, Bytes, Least, Percent
 
 @dataclass(frozen=True, kw_only=True)
 class Limit:
-    """A budget of one step, and the terms in which errors name it."""
+    """The budget of one step, in bytes or still as a share, and the terms in which errors state it."""
 
     known: int | None = None  # bytes; None: a share of the peak of keep-all, which is not known yet
     share: float | None = None  # percent, where the budget is in percent
-    keep_all: int | None = None  # bytes that the share refers to
+    keep_all: int | None = None  # the bytes that the share refers to; None: no share, or not known yet
     device: DeviceMemory | None = None  # the memory of the device, where the user named one and the budget is "auto"
     words: str = ""  # the budget, for the log
 
@@ -56,10 +56,12 @@ class Limit:
 
 
 def limit_of(step: Step, options: Options) -> Limit:
-    """Return the user's budget as a limit of a step. Every rank of the step has to call it; the fullest one counts.
+    """Return the user's budget as a limit of a step.
+
+    Every rank of the step has to call it: "auto" is what the rank with the least free memory has.
 
     Raises:
-        InvalidBudget: the budget is "auto", and nobody knows what is free.
+        InvalidBudget: the budget is "auto", and how much memory is free cannot be told.
     """
     words = str(options.mem)
     match options.budget:
@@ -83,7 +85,7 @@ def limit_of(step: Step, options: Options) -> Limit:
 
 
 def _share_of(reference: Reference, share: float) -> Limit:
-    """Return the limit for a share of the peak at other sizes; errors give it in bytes, and name those sizes."""
+    """Return the limit for `share` percent of the peak at the reference's sizes; errors state it in bytes."""
     allowed = max(1, int(reference.bytes * share / 100))
     return Limit(known=allowed, words=f"{share:g}% of what {reference.of} takes")
 
@@ -96,7 +98,10 @@ def _free_on_all(step: Step) -> int:
 
 
 def left_on_device(graph: Captured, options: Options) -> DeviceMemory:
-    """Return what a device that the user named holds besides the step. Raises `InvalidBudget` if its memory is unknown.
+    """Return the memory of a device that the user named, and what it holds besides the step.
+
+    Raises:
+        InvalidBudget: the memory of the device is not stated.
     """
     memory = memory_on(estimated_device(graph, options), graph, options.optimizer)
     if memory.device.memory is None:

@@ -1,4 +1,4 @@
-"""Plans made from plans of the same ops at other sizes, whose programs are re-evaluated at the new sizes."""
+"""Plans made from plans of the same ops at other sizes: the programs of those plans are evaluated at the new sizes."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from fxremat.search.replan import is_near, judged_again
 from fxremat.step.step_graph import StepGraph
 from fxremat.units import Least
 
-NEAREST = 3  # plans whose candidates are evaluated at other sizes
+NEAREST = 3  # plans, the nearest in size, whose candidates are evaluated at the new sizes
 
 Choice = Callable[[Sequence[Candidate]], Candidate]  # chooses from the candidates that fit, fastest first
 
 
 def replan(step: Step, known: Sequence[Plan], options: Options, choose: Choice) -> Plan | None:
-    """Plan a step with the programs of plans for other sizes. Not for plans with transfers.
+    """Plan a step with the programs of plans for other sizes; plans with copies to the host cannot be used.
 
-    It takes milliseconds where none of the ops has to run.
+    It takes milliseconds where none of the ops has to be measured.
 
     Args:
         known: plans of other sizes, one at least.
         choose: chooses which of the candidates that fit, fastest first, to run.
 
     Returns:
-        the plan; None where the step has to be planned from nothing: no known candidate fits, or all are from sizes far
-        away, and those that fit recompute at these.
+        the plan; None where the step has to be planned from nothing: no known candidate fits; or the known sizes are
+        far away, and every candidate that fits recomputes; or the budget is "min".
     """
     if isinstance(options.budget, Least):
         return None

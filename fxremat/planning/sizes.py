@@ -1,6 +1,6 @@
-"""Plans of one symbolic graph at the sizes of calls: made from plans of other sizes, or from nothing.
+"""Plans of one symbolic graph at the sizes of calls: made from plans for other sizes, or by a search from nothing.
 
-    sizes that were planned from nothing     at most `KNOWN`, the latest: their candidates are re-evaluated at every
+    plans that were searched from nothing    the latest `KNOWN` are kept: their candidates are evaluated again at every
                                              other size
     a budget in percent                      refers to the peak of keep-all at the largest size: the end of the range
                                              that the user gave, else the largest size of a call so far
@@ -28,10 +28,10 @@ from fxremat.plans import Plan
 from fxremat.progress import planning
 from fxremat.units import Percent, format_bytes
 
-KNOWN = 8
-GROWTH = 1.5  # a size above the range that the user gave moves the range's end to this times the size
+KNOWN = 8  # plans searched from nothing that are kept
+GROWTH = 1.5  # a call above the range that the user gave moves the range's end to this times the size of the call
 
-Dimension = tuple[str, int | None]  # an input of the model and its dimension; None: the input is the number
+Dimension = tuple[str, int | None]  # an input of the model and one of its dimensions; None: the input is a number
 
 
 @dataclass(frozen=True)
@@ -43,15 +43,15 @@ class Range:
 
 
 class PlansOfSizes:
-    """Plans of one symbolic graph.
+    """Plans of one symbolic graph, each for the sizes of a call.
 
     Attributes:
-        symbolic: the joint graph with symbolic nodes, to lower programs for every size.
+        symbolic: the joint graph of symbolic sizes; programs are made into graphs from it that run at every size.
 
     Args:
         joint: the graph at the sizes of the call that it was captured from.
-        dimensions: the input and dimension that each symbolic number is the size of.
-        limits: the largest sizes that are expected; None where no range is known.
+        dimensions: for each symbolic number, the input and the dimension whose size it is.
+        limits: for each symbolic number, the largest size that is expected; None where no range is known.
         shapes: the inputs' symbolic shapes, by name.
     """
 
@@ -86,10 +86,11 @@ class PlansOfSizes:
             inputs: the arguments of the call; (): ops that have to be measured run on made-up data.
             called_with: the sizes of the inputs, for messages.
             choose: chooses from the known candidates that fit, fastest first.
-            keep: plan other sizes from this plan, and let percentages refer to these sizes where they are the largest.
+            keep: True: later plans for other sizes may start from this one, and if these are the largest sizes so far,
+                budgets in percent refer to them from now on.
 
         Raises:
-            BudgetTooSmall: nothing fits; names the sizes.
+            BudgetTooSmall: no program fits at these sizes, which the error states.
         """
         joint = self._graph.at(dims)
         range_ = self._range_with(dims, joint)
@@ -110,7 +111,7 @@ class PlansOfSizes:
         return replace(plan, step=SizedStep(self, dims))
 
     def least(self, dims: Dims) -> int:
-        """Return the least budget at these sizes, in bytes, of programs that are searched for at them."""
+        """Return the least budget at these sizes, in bytes; programs are searched for at these sizes from nothing."""
         joint = self._graph.at(dims)
         with planning(f"the least budget for inputs of {self.described(dims)}") as planned:
             step = Step(graph=joint, called_with=self.described(dims))
@@ -119,7 +120,11 @@ class PlansOfSizes:
         return least
 
     def within(self, dims: Dims, mem: int | str | None, **changed: Any) -> Plan:
-        """Plan for these sizes within another budget, or with other options; `at` of the plan then uses the same."""
+        """Plan for these sizes within another budget, or with other options, which `Plan.at` of this plan keeps.
+
+        Args:
+            mem: the budget; None: the one that these plans have.
+        """
         others = copy.copy(self)
         others._options, others._known = changed_options(self._options, mem=mem, **changed), ()
         return others.plan(dims, keep=bool(changed))
@@ -132,14 +137,17 @@ class PlansOfSizes:
         )
 
     def resized(self, dims: Dims, sizes: Mapping[str, object]) -> Dims:
-        """Change the sizes of some inputs, and with them those of other inputs that were equal; return all sizes.
+        """Return all symbolic sizes, after some of the inputs changed theirs from `dims`.
+
+        Dimensions that have the same size and belong together, such as tokens and targets of one length, change too.
 
         Args:
-            sizes: by input: a shape or its first sizes, sizes by dimension, or a number: the input itself, or its last
-                symbolic dimension.
+            sizes: by name of an input: a shape, or its first sizes; sizes by dimension; or one number: the input itself
+                if that is a number, else the size of its last symbolic dimension.
 
         Raises:
-            FxrematError: no such input has symbolic sizes, or a size is none, or the capture is for one size after all.
+            FxrematError: an input of this name has no symbolic size, a value is no valid size, or the model takes
+                another way at these sizes than the captured one.
         """
         changed: dict[int, int] = {}
         for name, given in sizes.items():
@@ -166,13 +174,16 @@ class PlansOfSizes:
         return tuple(found)
 
     def _go_together(self, place: int, other: int, dims: Dims) -> bool:
-        """Tell whether two sizes are equal at `dims`, and are the same symbol or sizes of the same dimension."""
+        """Tell whether two symbolic numbers, given by place, change together.
+
+        They do if they are equal at `dims` and are the same symbol, or sizes of dimensions of the same number.
+        """
         symbols, dimensions = self._graph.symbols, self._dimensions
         alike = symbols[place] == symbols[other] or dimensions[place][1] == dimensions[other][1]
         return alike and dims[place] == dims[other]
 
     def _range_with(self, dims: Dims, joint: Captured) -> Range | None:
-        """Return the range of sizes, extended to these; None where the budget is not in percent."""
+        """Return the range of sizes, extended so that it includes `dims`; None where the budget is not in percent."""
         if not isinstance(self._options.budget, Percent):
             return None
         if self._range and all(dim <= most for dim, most in zip(dims, self._range.dims, strict=True)):
@@ -182,9 +193,10 @@ class PlansOfSizes:
         return Range(largest, estimated_keep_all(at_largest, self._options))
 
     def _largest(self, place: int, dims: Dims) -> int:
-        """Return the largest size known or expected; where it exceeds the range that the user gave, half as much again.
+        """Return the largest size that is known or expected of the symbolic number at `place`.
 
-        The range of an input also holds for others that have the same size now, such as the targets of tokens.
+        If the size of this call exceeds the range that the user gave, it is half as much again as in this call. A range
+        that was given for tokens holds for targets too, whose size is the same now.
         """
         together = [other for other in range(len(dims)) if self._go_together(place, other, dims)]
         expected = max(self._limits[other] or 0 for other in together)
@@ -195,7 +207,7 @@ class PlansOfSizes:
 
 
 class SizedStep(CapturedStep):
-    """A captured step at some sizes of its inputs, which serves others too."""
+    """A captured step at certain sizes of its inputs, from which plans for other sizes can be made too."""
 
     def __init__(self, plans: PlansOfSizes, dims: Dims, inputs: Sequence[Any] = ()) -> None:
         self._plans, self._dims, self._inputs = plans, dims, inputs
@@ -217,7 +229,7 @@ class SizedStep(CapturedStep):
 
     @property
     def resizable_inputs(self) -> frozenset[str]:
-        """The names of the inputs that have symbolic sizes; those of others may follow from them."""
+        """The names of the inputs that have symbolic sizes; sizes of further inputs may follow from theirs."""
         return frozenset(name for name, _ in self._plans._dimensions)
 
     def plan(self, mem: int | str | None = None, **options: Unpack[StepOptions]) -> Plan:
@@ -227,7 +239,7 @@ class SizedStep(CapturedStep):
         return self._plans.within(self._dims, mem, **options)
 
     def least(self) -> int:
-        """Return the least budget, in bytes, of programs that are searched for at these sizes."""
+        """Return the least budget that works at these sizes, in bytes."""
         return self._plans.least(self._dims)
 
     def at(self, **sizes: object) -> SizedStep:
@@ -240,7 +252,11 @@ def _shown(sizes: Mapping[str, object]) -> str:
 
 
 def _by_dimension(name: str, given: object, dimensions: Sequence[int | None]) -> dict[int | None, int]:
-    """Return the sizes of an input by its symbolic dimensions. Raises `FxrematError` for other dimensions or sizes."""
+    """Return the sizes that a user gave for an input, by dimension.
+
+    Raises:
+        FxrematError: a dimension is not symbolic, or a size is no integer above 1.
+    """
     match given:
         case bool():
             found: dict[Any, Any] = {}

@@ -26,7 +26,7 @@ class TrainedParameters:
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
-    """The peak that a budget in percent refers to, where that is not the peak of keep-all of the step itself."""
+    """The peak that a budget in percent refers to, where that is the keep-all peak of the step at other sizes."""
 
     bytes: int
     of: str  # the sizes whose step has this peak, in words
@@ -38,14 +38,14 @@ class Step:
 
     graph: Captured
     inputs: Sequence[Any] = ()  # of the captured graph; (): ops that have to be measured run on made-up data
-    trained: TrainedParameters | None = None  # where the step updates its weights
+    trained: TrainedParameters | None = None  # what the step updates; None: it updates no weights
     called_with: str = ""  # the sizes of the inputs, for messages
     as_eager: Captured | None = None  # the step as eager PyTorch runs it, where `graph` was prepared for other kernels
-    reference: Reference | None = None
-    ranks: Agreement = ALONE  # the ranks that run the step together, each its part
+    reference: Reference | None = None  # what a budget in percent refers to; None: the peak of keep-all of this step
+    ranks: Agreement = ALONE  # the ranks that run the step together; each has its own part of the inputs or weights
 
 
 def named(trained: TrainedParameters, values: Iterable[int]) -> str:
-    """Return the model's names of parameters, for messages."""
+    """Return the names of parameters in the model, as text for messages; `values` are their values in the graph."""
     names = [trained.names[value] for value in values]
     return f"the parameter {names[0]}" if len(names) == 1 else f"the parameters {', '.join(names)}"

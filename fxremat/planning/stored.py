@@ -1,9 +1,9 @@
-"""Results of searches in the store, so that a later process does not search again for what is known.
+"""Results of searches on disk, so that a later process does not search again for what is known.
 
-They are stored with the measured costs; the `AT_MOST` that were used last are kept. Like costs they never make a plan
-fail: a result that cannot be read counts as absent, one that cannot be written is not kept. Only the same version of
-this package's code finds a result again. Reading makes instances of the classes in `PARTS`, and of those that the
-reader names, and of no others, whatever the file says.
+They are in the same store as the measured costs; the `AT_MOST` that were used last are kept. Like costs they never make
+a plan fail: a result that cannot be read counts as absent, one that cannot be written is not kept. Only the same
+version of this package's code finds a result again. Reading makes instances of the classes in `PARTS`, and of those
+that the reader names, and of no others, whatever the file says.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from fxremat.step.layout import BlockLayout, Layout
 from fxremat.step.program import Order
 
 TABLE = "searches"
-AT_MOST = 64  # results
-FAST = 1  # zlib's level
+AT_MOST = 64  # results that are kept
+FAST = 1  # zlib's level of compression
 PACKAGE = Path(__file__).parents[1]
 
 PARTS = (  # classes that a frontier consists of
@@ -40,24 +40,24 @@ T = TypeVar("T")
 
 
 def read(device: torch.device, key: str, kind: type[T], *parts: type) -> T | None:
-    """Return what was written under a key for a device; None where nothing was, or it cannot be read.
+    """Return the result that was written under a key for a device; None if none was, or it cannot be read.
 
     Args:
         kind: the class of the result.
-        parts: further classes that it consists of, besides those of programs.
+        parts: further classes that the result consists of, besides `PARTS`.
     """
     content = store_of(device).get(TABLE, _digest(key))
     if content is None:
         return None
     try:
         result = _Reader(zlib.decompress(content), (kind, *parts, *PARTS)).load()
-    except Exception:  # whatever is in it
+    except Exception:  # the file may hold anything
         return None
     return result if isinstance(result, kind) else None
 
 
 def write(device: torch.device, key: str, result: object) -> None:
-    """Store the result of a search, which must not refer to a graph."""
+    """Store the result of a search under a key for a device; the result must not refer to a graph."""
     content = zlib.compress(pickle.dumps(result, protocol=5), FAST)
     store_of(device).put(TABLE, {_digest(key): content}, most=AT_MOST)
 

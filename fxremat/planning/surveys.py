@@ -3,6 +3,8 @@
     facts       seconds and bytes of every op
     frontier    candidate programs with exact peaks, searched op by op up to the budget
     limit       the budget in bytes
+
+"Keep-all" is the program that recomputes nothing.
 """
 
 from __future__ import annotations
@@ -44,37 +46,42 @@ class Survey:
     step: Step
     costs: Costs
     frontier: Frontier
-    limit: Limit  # its bytes are known
-    sliced: SlicedJoint | None = None  # where regions of it run in slices
-    measured: bool = True  # False: costs that were not known before are estimates
+    limit: Limit  # the budget; `limit.bytes` is known
+    sliced: SlicedJoint | None = None  # the step with regions in slices; None: the step as captured
+    measured: bool = True  # False: ops that were never measured before have estimated costs
 
     @property
     def blocked(self) -> tuple[str, ...]:
-        """The reasons why ops that need much memory do not run in slices."""
+        """The reasons why ops that need much memory do not run in slices; () for a step without slices."""
         return self.sliced.blocked if self.sliced else ()
 
     @property
     def keep_all(self) -> int:
-        """The peak of keep-all in bytes, which percentages refer to."""
+        """The peak of keep-all in bytes, which a budget in percent refers to."""
         return keep_all_of(self.step, self.costs, self.frontier)
 
     def seconds_within(self, mem: int) -> float:
-        """Return the seconds of the fastest candidate that fits; if none does, a million, plus the least budget."""
+        """Return the seconds of the fastest candidate that fits into `mem` bytes.
+
+        Where none does, return a million plus the least budget in bytes, so that surveys that need less come first.
+        """
         fitting = [c.time for c in self.frontier.candidates if c.peak <= mem]
         return min(fitting) if fitting else 1e6 + self.frontier.minimum
 
     def fits_without_more(self, mem: int) -> bool:
-        """Tell whether hardly anything is recomputed within these bytes."""
+        """Tell whether a candidate that recomputes hardly anything fits into `mem` bytes."""
         return self.seconds_within(mem) <= NO_TIME * self.frontier.keep_all.time
 
 
 def surveyed(
     step: Step, options: Options, limit: Limit, sliced: SlicedJoint | None = None, rate: float | None = None
 ) -> Survey:
-    """Find the costs of a step, and its frontier up to the budget.
+    """Find the costs of a step, and the frontier of its programs up to the budget.
 
     Args:
-        rate: None: measure. A number: run nothing, and multiply the estimated seconds of ops never measured by it.
+        sliced: the rewriting that put regions of the step in slices; None for a step as captured.
+        rate: None: measure the ops. A number: run nothing; ops that were never measured get estimates, whose seconds
+            are multiplied by it.
     """
     measured = rate is None or not options.measures
     if measured:
@@ -104,7 +111,7 @@ def kept_alone(step: Step, options: Options, limit: Limit, rate: float = 1.0) ->
 
 
 def keep_all_of(step: Step, costs: Costs, frontier: Frontier) -> int:
-    """Return the peak of keep-all in bytes; where the step updates its weights, with weights and optimizer state."""
+    """Return the peak of keep-all in bytes; if the step updates its weights, weights and optimizer state count too."""
     if step.trained is None:
         return frontier.keep_all.peak
     costs = with_own_sizes(step.graph, costs)
@@ -119,7 +126,7 @@ def order_within_limit(step: Step, limit: Limit) -> Sequence[int]:
 
 
 def _frontier(step: Step, costs: Costs, options: Options, limit: Limit) -> Frontier:
-    """Return the frontier, searched op by op up to the budget: the first rank searches for all."""
+    """Return the frontier, searched op by op up to the budget: the first rank searches, and sends it to the others."""
     graph, alone = step.graph, len(step.ranks.ranks) == 1
 
     def search() -> tuple[int, Ladder]:
@@ -132,9 +139,9 @@ def _frontier(step: Step, costs: Costs, options: Options, limit: Limit) -> Front
 
 
 def _searched(graph: Captured, costs: Costs, options: Options, limit: Limit) -> tuple[int, Ladder]:
-    """Return the budget up to which programs were searched for, and the ladder of that search.
+    """Return the bytes up to which programs were searched for, and the ladder: the frontier with the search's results.
 
-    With offloading, programs that need more than the budget count too: the search then goes up to keep-all.
+    With offloading, programs that need more than the budget count too: the search then goes up to the peak of keep-all.
     """
     settings: dict[str, Any] = {
         "solver": options.solver,
@@ -164,7 +171,7 @@ def _bytes(limit: Limit, ladder: Ladder) -> int:
 
 
 def searched_again(known: Frontier, costs: Costs, budget: int, options: Options) -> Frontier:
-    """Re-evaluate a frontier under new seconds of the same ops, then refine it up to the budget."""
+    """Evaluate the programs of a frontier with new costs of the same ops, then search on op by op, up to the budget."""
     again = judged_again(known.keep_all, known.candidates, known.keep_all.layout.graph, costs)
     if options.solver != "auto":
         return again
@@ -173,14 +180,17 @@ def searched_again(known: Frontier, costs: Costs, budget: int, options: Options)
 
 
 def _searched_up_to(budget: int, keep_all: int, options: Options) -> int:
-    """Return the bytes up to which programs are improved: more than the budget if offloading or regions lower peaks."""
+    """Return the bytes up to which programs are improved.
+
+    More than the budget where offloading or compiled regions may lower the peak of a program that exceeds it.
+    """
     if options.host:
         return keep_all
     return max(budget, min(keep_all, int(ABOVE * budget))) if options.compiles else budget
 
 
 def _surveyed(graph: Captured, costs: Costs, settings: Mapping[str, Any], of_costs: object) -> Frontier:
-    """Survey a graph; if a quick survey of it is cached, start from that."""
+    """Survey a graph; if a survey without op-by-op search is cached, improve that instead of starting anew."""
     effort = settings["effort"]
     quick = FrontierCache(graph, costs, ({**settings, "effort": 0.0}, of_costs)).get() if effort else None
     if quick is None or settings["solver"] != "auto":

@@ -25,18 +25,18 @@ from torch import Tensor, fx
 from fxremat.errors import FxrematError
 from fxremat.torch_private import has_data, input_and_dimension, torch_release
 
-_nothing_masked = False  # True for a call whose padding masks are all full; traced code reads it, and is guarded on it
+_nothing_masked = False  # True during a call whose padding masks mask nothing; dynamo guards on it
 
 SAME_TRUTH = (operator.getitem, "to", "bool", "int", "long", "contiguous", "view", "reshape", "expand", "clone")
 
 
 class ComputedMask(FxrematError):
-    """A mask that was left out is no input of the model. The step is captured again, and no user sees this error."""
+    """The model computes a mask that was left out. The step is captured again with masks; no user sees this error."""
 
 
 @torch.library.custom_op("fxremat::masks_nothing", mutates_args=())
 def masks_nothing(mask: Tensor) -> Tensor:
-    """Tell whether a mask is all true. In a traced graph the op marks a mask that was left out, and is never run."""
+    """Tell whether all of a mask is true. In traced graphs the op is never run: it marks a mask that was left out."""
     return mask.all()
 
 
@@ -46,7 +46,7 @@ def _(mask: Tensor) -> Tensor:
 
 
 def padding_masks(given: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the arguments of a call, by name, that may be padding masks: 2 dimensions, of integers or booleans."""
+    """Return the arguments that may be padding masks: "mask" in their name, 2 dimensions, of integers or booleans."""
     return {name: value for name, value in given.items() if "mask" in name and _is_padding_mask(value)}
 
 
@@ -56,10 +56,10 @@ def _is_padding_mask(value: Any) -> bool:
 
 @contextlib.contextmanager
 def left_out(masks: Sequence[Tensor]) -> Iterator[None]:
-    """Let traced code leave out padding masks if none of `masks` masks anything, as eager mode does.
+    """Let traced code leave out padding masks, inside this context, if none of `masks` masks anything, as eager mode.
 
     Before torch 2.13 transformers would keep a purely causal mask even where the call has no padding mask: it asks
-    whether the model is being exported, to which dynamo answers yes (read in 2.11). Here the answer is no.
+    whether the model is being exported, to which dynamo answers yes (read in torch 2.11). Here the answer is no.
     """
     global _nothing_masked
     library: Any = sys.modules.get("transformers.masking_utils")
@@ -81,10 +81,11 @@ def _is_full(mask: Tensor) -> bool:
 
 @functools.cache
 def _without_mask(ignores: Callable[..., bool], *, causal: bool) -> Callable[..., bool]:
-    """Wrap the function of transformers that decides whether to ignore a mask, so that it sees no full padding mask.
+    """Wrap the function of transformers that decides whether to ignore a mask, so that it gets None for a full one.
 
     Args:
-        causal: a mask is left out only where there are as many queries as keys; these two sizes follow the mask.
+        ignores: the function; its arguments are the padding mask, then the numbers of queries and of keys.
+        causal: a mask is left out only where there are as many queries as keys.
     """
 
     def ignores_it(padding_mask: Tensor | None, *sizes: Any, **named: Any) -> bool:
@@ -119,8 +120,8 @@ def unmark(graph: fx.Graph, names: Sequence[str]) -> None:
         names: names of the model's inputs that may be passed by position.
 
     Raises:
-        ComputedMask: a marked mask does not come, by changes of type or shape alone, from an input whose values were
-            checked before the call, or the model has written to that input.
+        ComputedMask: a marked mask is not an input whose values were checked before the call, with another type or
+            shape at most; or the model has written to that input.
     """
     marks = graph.find_nodes(op="call_function", target=torch.ops.fxremat.masks_nothing.default)
     written = {_origin(node) for node in graph.nodes if marks and _writes(node)}

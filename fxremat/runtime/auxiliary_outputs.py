@@ -37,7 +37,7 @@ class Differentiate(Protocol):
     """
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any], *, again: bool = False) -> Step:
-        """Return the compiled step."""
+        """Return the compiled step of `module`."""
 
 
 class RunsOnce(Exception):
@@ -53,14 +53,14 @@ def check_runs_again(joint: Captured) -> None:
 
 @dataclass(frozen=True)
 class Outputs:
-    """Positions of the outputs of a graph that require grad."""
+    """The outputs of a graph that require grad, by position."""
 
-    expected: tuple[int, ...]  # those that will get a gradient: scalars, and outputs that no scalar is computed from
+    expected: tuple[int, ...]  # outputs that will get a gradient: scalars, and what no scalar is computed from
     beside: tuple[int, ...]  # auxiliary outputs: a scalar output is computed from them
 
 
 def auxiliary_outputs_of(module: fx.GraphModule) -> Outputs:
-    """Separate the outputs that a scalar output, a loss, is computed from, from all others. O(nodes).
+    """Tell the outputs that a scalar output (a loss) is computed from apart from all others. O(nodes).
 
     `module` is a graph as dynamo hands it to a backend; a view counts as the tensor that it is a view of.
     """
@@ -106,12 +106,15 @@ def _storages(node: fx.Node) -> Iterator[int]:
     value = node.meta.get("example_value")
     for item in value if isinstance(value, tuple | list) else (value,):
         if isinstance(item, Tensor):
-            with contextlib.suppress(NotImplementedError):  # sparse, or of torch.func: has no storage
+            with contextlib.suppress(NotImplementedError):  # raised without storage: sparse, or of torch.func
                 yield storage_of(item)
 
 
 def detach_outputs(module: fx.GraphModule, positions: Iterable[int]) -> fx.GraphModule:
-    """Detach the outputs at these positions. Return the module as it was before, which shares the attributes."""
+    """Detach the outputs at these positions, in place; return a copy of the module without that change.
+
+    The copy shares parameters and other attributes with the module.
+    """
     before = fx.GraphModule(module, copy.deepcopy(module.graph))
     outputs = _outputs(module)
     with module.graph.inserting_before(_end(module)):
@@ -194,7 +197,12 @@ class _Call:
         ctx.save_for_backward(*saved)
 
     def again(self, saved: Iterable[Tensor], gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """Run the step as plain PyTorch, and return gradients of the inputs that require one, from the outputs'."""
+        """Run the step as plain PyTorch, and return the gradients of the inputs that require grad.
+
+        Args:
+            saved: the inputs that `give_to_autograd` has saved.
+            gradients: one for each of the step's `positions`; None where the output got none.
+        """
         saved = iter(saved)
         inputs = [_apart(next(saved) if value is _SAVED else value) for value in self.inputs]
         with torch.enable_grad(), self.random.replayed(), contextlib.ExitStack() as stack:
@@ -215,16 +223,16 @@ _SAVED = object()  # stands for an input that is saved with autograd
 
 
 def _apart(value: Any) -> Any:
-    """Detach a tensor from autograd's graph; one without gradient (a buffer) is copied, as the step may write to it."""
+    """Detach a tensor from autograd's graph; copy one without gradient: a buffer, which the step may overwrite."""
     if not isinstance(value, Tensor):
         return value
     return value.detach().requires_grad_() if value.requires_grad else value.clone()
 
 
 class _Tie(torch.autograd.Function):
-    """An autograd function that ties the outputs, expected ones first, to the inputs that require a gradient.
+    """An autograd function that returns the outputs, tied to the inputs that require a gradient.
 
-    It returns the outputs.
+    Its arguments after `call` are the outputs at the step's `positions`, then those inputs.
     """
 
     @staticmethod

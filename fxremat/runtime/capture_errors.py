@@ -24,7 +24,7 @@ from fxremat.torch_private import (
     planning_error,
 )
 
-ADVICE = (  # a pattern of the place and the reason, and what to do; the first pattern that matches counts
+ADVICE = (  # a regular expression for the line and reason where capture stopped, and what to do; the first match counts
     ("layerdrop", "Set layerdrop to 0 in the model's config (encoder_layerdrop, decoder_layerdrop)"),
     (r"requires_grad_\(", "Call requires_grad_() on the input before the call"),
     (
@@ -48,11 +48,14 @@ ADVICE = (  # a pattern of the place and the reason, and what to do; the first p
         "Keep what depends on the values of tensors (branches, .item(), sizes) out of forward",
     ),
 )
-"""Tried in this order, since a line of code says more than the reason that tracing gives."""
+"""Entries are tried in order: what matches a line of code comes before what matches the reason that tracing gives."""
 
 
 def advice(trouble: str) -> str:
     """Return what to do about a failed capture, in one sentence without a full stop.
+
+    Args:
+        trouble: the line at which tracing stopped, and its reason.
 
     >>> advice("if dropout_probability < self.layerdrop: (Data-dependent branching)")[:20]
     'Set layerdrop to 0 i'
@@ -65,7 +68,7 @@ def refuse_without_gradients(joint: Captured) -> None:
     """Raise `CaptureError` where neither a parameter nor an input gets a gradient, so that there is no backward.
 
     AOTAutograd returns None as the gradient of an input that autograd does not reach. Some such inputs are normal:
-    they are frozen or unused. If all are such, a plan would be one of the forward alone.
+    they are frozen or unused. If no input gets a gradient, a plan would be one of the forward alone.
     """
     if any(isinstance(gradient, fx.Node) for gradient in joint.backward_outputs):
         return
@@ -78,9 +81,9 @@ def refuse_without_gradients(joint: Captured) -> None:
 
 
 def submodule_error(model: nn.Module, error: Exception) -> CaptureError | None:
-    """Return the error for a submodule that cannot be captured; None where `error` has another cause.
+    """Return an error that names the submodule because of which capture failed; None where `error` has another cause.
 
-    It is one with a backward hook, or a BatchNorm without momentum.
+    The causes are a backward hook of a submodule, and a BatchNorm with momentum=None.
     """
     if "FloatTrueDiv(1.0" in str(error):
         for name, module in model.named_modules():
@@ -103,7 +106,7 @@ def submodule_error(model: nn.Module, error: Exception) -> CaptureError | None:
 
 
 def refuse_opaque(graph: fx.Graph) -> None:
-    """Raise `CaptureError` for an nn.LSTM in a CPU's kernel, whose backward reads a workspace that only it can fill."""
+    """Raise `CaptureError` for an nn.LSTM in oneDNN's CPU kernel: only that can fill the workspace of its backward."""
     if node := next(iter(graph.find_nodes(op="call_function", target=torch.ops.aten.mkldnn_rnn_layer.default)), None):
         frame = frame_of(node)
         line = f", {frame.file}:{frame.line} in {frame.function}: {frame.code}," if frame else ""
@@ -114,7 +117,7 @@ def refuse_opaque(graph: fx.Graph) -> None:
 
 
 def explained(error: Exception, plain_error: Callable[[], Exception | None]) -> Exception | None:
-    """Translate an error that came through dynamo into one that a user can act on; None: show the original.
+    """Return an error that a user can act on for one that came through dynamo; None: the original is to be shown.
 
     Args:
         plain_error: returns the error that the plain model raises at this call; called only where tracing stopped.
@@ -150,10 +153,10 @@ def explained(error: Exception, plain_error: Callable[[], Exception | None]) -> 
 
 
 def _own_error(error: BaseException) -> str | None:
-    """Return the error that the model itself raises, as `ValueError: ...`; None where tracing is what fails.
+    """Return as `ValueError: ...` the error that the model itself raises; None where tracing is what fails.
 
-    Dynamo reports an op that rejects its inputs as a failure on fake tensors, and an exception that nothing inside of
-    the model catches as an observed one.
+    Dynamo reports an op that rejects its inputs as a failure on fake tensors, and an exception that the model raises
+    and does not catch as "raised exception".
     """
     text = str(error)
     if inside := re.search(r"fake tensors: .* got (\w+)\(['\"](.*)['\"]\)", text):
@@ -165,7 +168,7 @@ def _own_error(error: BaseException) -> str | None:
 
 
 def _first_line(error: BaseException) -> str:
-    """Return the first line of an error; for a delayed unsupported call (2.15) the reason that is further down."""
+    """Return the first line of an error; for torch 2.15's "Unsupported function call (delayed)" the reason below it."""
     text = str(error).strip()
     if text.startswith("Unsupported function call (delayed)") and (reason := re.search(r"Reason: ([^.\n]+)", text)):
         return reason[1]

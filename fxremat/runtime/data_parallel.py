@@ -1,7 +1,7 @@
-"""`fxremat.fully_shard`, which shares the parameters of a model that is not wrapped yet among ranks.
+"""`fxremat.fully_shard`, which divides the parameters of a model among ranks, or keeps equal copies on all of them.
 
 sharded       `torch.distributed.fsdp.fully_shard` on every layer and on the model: optimizer, checkpoints and eval are
-              FSDP2's, and fxremat.compile reads from the model how it is sharded
+              those of FSDP2, and fxremat.compile reads from the model how it is sharded
 replicated    parameters stay as they are; fxremat.compile averages their gradients inside of the backward
 """
 
@@ -39,18 +39,19 @@ def fully_shard(
     model itself. A model on which torch's function was called already is compiled as it is.
 
     Args:
-        mesh: the ranks; of two dimensions, the parameters are cut over the second one and replicated over the first
+        mesh: the ranks. If it has two dimensions, parameters are cut over the second one and replicated over the first
             (hybrid sharding). None: all ranks.
         replicate: every rank keeps all parameters, and gradients are averaged while the backward runs, as
             DistributedDataParallel does. Parameters and buffers become those of the first rank.
-        param_dtype: the type to compute in, such as torch.bfloat16; parameters stay in theirs.
-        reduce_dtype: the type to add gradients up in. None: that of the gradients.
+        param_dtype: the type to compute in, such as torch.bfloat16; the parameters themselves keep their type. None:
+            the type of each parameter.
+        reduce_dtype: the type to add gradients up in. None: the type of the gradients.
 
     Returns:
         the model.
 
     Raises:
-        FxrematError: there is no process group, or the model is wrapped already.
+        FxrematError: there is no process group, the model is wrapped already, or the mesh has too many dimensions.
     """
     mesh = _checked(model, mesh)
     if replicate:
@@ -81,7 +82,10 @@ def _checked(model: nn.Module, mesh: DeviceMesh | None) -> DeviceMesh:
 
 
 def _layers(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the outermost elements of module lists that have parameters, and share none with modules outside."""
+    """Yield the outermost elements of each nn.ModuleList and nn.Sequential that have parameters of their own.
+
+    An element that shares a parameter with a module outside of it is left out.
+    """
     owners: dict[int, int] = {}
     for module in model.modules():
         for parameter in module._parameters.values():

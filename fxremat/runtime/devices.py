@@ -13,7 +13,8 @@ from fxremat.graphs.nodes import is_random, tensors_of
 def check_devices(joint: Captured) -> None:
     """Raise `FxrematError` unless the step runs on one device that fxremat can measure and replay.
 
-    Scalars and small masks on the CPU of a step on an accelerator do not count as a second device; a parameter does.
+    If it runs on an accelerator, tensors on the CPU (scalars, small masks) do not count as a second device; a trained
+    parameter there does.
     """
     found: dict[torch.device, str] = {}
     for node in joint.module.graph.nodes:
@@ -48,7 +49,7 @@ def check_devices(joint: Captured) -> None:
 
 
 def _check_random(joint: Captured) -> None:
-    """Raise `FxrematError` where an op draws random numbers that the device could not draw again."""
+    """Raise `FxrematError` where an op draws random numbers on a device that cannot draw the same ones again."""
     for node in joint.module.graph.nodes:
         if is_random(node):
             for tensor in tensors_of(node):

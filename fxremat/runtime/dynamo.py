@@ -87,18 +87,18 @@ from fxremat.transfers.network import communicates
 from fxremat.units import Auto, format_bytes
 
 log = logging.getLogger(__name__)
-KEPT_PLANS = 8  # latest plans, which can still be read
-MOST_TRACES = 4  # traces of one step, each with the strides that the measuring walk of the trace before observed
-GAIN = 1.01  # a step is planned again where it is slower than keep-all by this factor, and as large a part of the
-# budget would be freed (1 %)
-MANY_SIZES = 3  # combinations of input sizes, at which a warning says what each costs
+KEPT_PLANS = 8  # the latest plans, which the user can read
+MOST_TRACES = 4  # traces of one step at most; each knows the strides that were seen when ops were measured before
+GAIN = 1.01  # a step is planned again if recomputation makes it slower than keep-all by this factor, and the loss needs
+# less than was set aside, by the same part of the budget (1 %)
+MANY_SIZES = 3  # at this many combinations of input sizes a warning says what each new one costs
 
 
 class Until(Enum):
-    """The stage at which a training call ends."""
+    """The stage up to which a training call goes."""
 
-    CAPTURED = "captured"  # once the step is captured and measured; nothing of the call is kept
-    PLANNED = "planned"  # before the forward runs; the next call runs it
+    CAPTURED = "captured"  # ends when the step is captured and measured; the next call captures again
+    PLANNED = "planned"  # ends before the forward runs; the next call runs the plan
     RUN = "run"
 
 
@@ -107,7 +107,7 @@ class Reached(FxrematError):
 
     def __init__(self, step: CapturedStep | None = None) -> None:
         super().__init__("the call was to go no further")
-        self.step = step  # set where the call ends at CAPTURED
+        self.step = step  # the captured step if the call ended at CAPTURED
 
 
 class Backend:
@@ -120,7 +120,8 @@ class Backend:
         model: the name of the model's class, for reports.
         target: the device whose kernels are captured instead of a CPU's, where plans are only looked at.
         input_names: the names of the model's inputs that may be passed by position, in order.
-        tied: for parameters with several names: from each other name to the one in `named_parameters()`.
+        tied: for parameters with several names, a map from the other names to the one in `named_parameters()`.
+        weights: the optimizer's parameters, if the step updates them; None before the first call, or if it does not.
     """
 
     def __init__(
@@ -139,10 +140,10 @@ class Backend:
         self.input_names = tuple(names)
         self.plans: deque[Plan] = deque(maxlen=KEPT_PLANS)
         self.until = Until.RUN
-        self.outdated = False  # the plan was made for another loss than the one that runs, or for more free memory
+        self.outdated = False  # as the loss takes more memory than planned, or less memory is free
         self.weights: Weights | None = None
-        self.hosted: frozenset[int] = frozenset()  # the optimizer's numbers of parameters that live on the host
-        self._layouts: dict[str, Strides] = {}  # real strides of results, where the measuring walk saw that they matter
+        self.hosted: frozenset[int] = frozenset()  # parameters that live on the host, by their number in the optimizer
+        self._layouts: dict[str, Strides] = {}  # strides seen where ops were measured, by `cost.layouts.key_of`
         self._any_layout = False  # the backward that is being compiled accepts gradients of any strides
         self._fixed = False  # each combination of sizes is captured by itself
         self._called_with: set[str] = set()  # the combinations of input sizes that were planned for
@@ -151,7 +152,7 @@ class Backend:
         self._placeholders: Sequence[fx.Node] = ()  # the inputs of that graph, as dynamo captured it
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
-        """Compile one captured graph, as dynamo asks. Raises `CaptureError` for sizes that depend on data."""
+        """Return a compiled function for a captured graph. Raises `CaptureError` for sizes that depend on data."""
         unmark(module.graph, self.input_names)
         outputs = auxiliary_outputs_of(module)
         if outputs.expected or outputs.beside:
@@ -193,7 +194,11 @@ class Backend:
         return telling_unused(compiled, trained) if len(trained) > 1 else compiled
 
     def _traced(self, trace: Callable[[], Callable[..., Any]], inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Return the compiled step, traced again where real results have other strides than fake ones had."""
+        """Return the compiled step; trace it again as long as measuring finds other strides than it was traced with.
+
+        Raises:
+            LayoutsDiffer: they differ after `MOST_TRACES` traces too.
+        """
         for _ in range(MOST_TRACES):
             try:
                 with self._as_it_runs(inputs):
@@ -210,7 +215,7 @@ class Backend:
 
     @contextlib.contextmanager
     def _as_it_runs(self, inputs: Sequence[Any]) -> Iterator[None]:
-        """Let AOTAutograd trace results as the kernels that will run them make them, and gradients as eager PyTorch."""
+        """Trace results with their real strides inside this context, and gradients as eager PyTorch computes them."""
         cpu = self.target is None or not self.target.cuda
         layouts = real_layouts(self._layouts, cpu=cpu, compiled=self.options.compiles)
         cudnn = contextlib.nullcontext() if self.options.compiles else batch_norms_of_cudnn()
@@ -218,7 +223,7 @@ class Backend:
             yield
 
     def _take_loss(self, loss: MeasuredLoss) -> None:
-        """Plan again at the next call if a loss outside the model allocates more than planned, or less gains time."""
+        """Plan again at the next call if a loss outside the model needs more memory than planned, or usefully less."""
         plan = self.plans[-1]
         known = self.options.loss_seen
         planned = self.options.loss_outside.size or math.ceil(loss.assumed * (known.peak if known else 1))
@@ -243,7 +248,9 @@ class Backend:
         )
 
     def look_at_free_memory(self) -> None:
-        """Plan again at this call if mem="auto" would mean less than at the last plan; jobs of ranks keep their plans.
+        """Plan again at this call if mem="auto" has become less since the last plan.
+
+        In a job of several ranks plans stay, since all ranks must have the same.
         """
         if not (self.plans and isinstance(self.options.budget, Auto)) or among_ranks():
             return
@@ -255,7 +262,7 @@ class Backend:
             self.outdated = True
 
     def take_sizes_as_fixed(self, reason: BaseException | None = None) -> None:
-        """Capture every combination of sizes by itself from now on, and report that with its reason."""
+        """Capture every combination of input sizes by itself from now on, and report that with its reason, if any."""
         self._fixed = True
         warn_of_fixed(self.options, reason)
 
@@ -273,14 +280,14 @@ class Backend:
             )
 
     def _kernels(self, inputs: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
-        """Return a context that captures the target's kernels, for a step on a CPU; for others, an empty one."""
+        """Return a context in which a step on a CPU is captured with the CUDA ops of the target; else an empty one."""
         elsewhere = all(tensor.device.type == "cpu" for tensor in inputs if isinstance(tensor, torch.Tensor))
         if self.target is None or not (self.target.cuda and elsewhere):
             return contextlib.nullcontext()
         return kernels_of(self.target)
 
     def prepare_weights(self, tensors: Iterable[torch.Tensor]) -> Weights | None:
-        """Return the optimizer's parameters if the step updates them, else None.
+        """Return the optimizer's parameters, if the step updates them; None if it does not.
 
         Args:
             tensors: the inputs and parameters of a call; the model computes on the device that they are on.
@@ -357,8 +364,8 @@ class Backend:
         """Measure a step that is only captured, and check that results have the strides that they were traced with.
 
         Raises:
-            LayoutsDiffer: some have others; the step is to be traced again.
-            NotSymbolic: the same for a step of symbolic sizes, which is then captured with fixed ones.
+            LayoutsDiffer: some results have other strides; the step is to be traced again.
+            NotSymbolic: the same in a step of symbolic sizes, which is then captured with fixed sizes.
         """
         kernels.ready()  # before anything is measured: a compiler at work would disturb that
         try:
@@ -370,7 +377,7 @@ class Backend:
             raise NotSymbolic("a result that lies otherwise than traced") from None
 
     def _passes(self) -> Sequence[str]:
-        """Return the passes that a captured graph goes through, by the kernels that will run it."""
+        """Return the names of the passes for a captured graph; they depend on the kernels that will run it."""
         if (inductor := self.options.inductor) is None:
             return self._eager_passes()
         devices = [tensor.device for tensor in self._inputs if isinstance(tensor, torch.Tensor)]
@@ -378,14 +385,17 @@ class Backend:
         return PIPELINES["inductor from seeds" if inductor.draws_from_seeds(in_triton=in_triton) else "inductor"]
 
     def _eager_passes(self) -> Sequence[str]:
-        """Return the passes for PyTorch's own kernels; those for a described CUDA device assume none of a CPU's."""
+        """Return the names of the passes for PyTorch's own kernels.
+
+        If the plan is for a CUDA device that the user describes, the passes assume nothing about a CPU's kernels.
+        """
         elsewhere = self.options.device is not None and self.options.device.cuda
         return PIPELINES["any device" if elsewhere else "eager"]
 
     def _as_eager(self, module: fx.GraphModule, forward_outputs: int) -> Captured | None:
-        """Return the step as eager PyTorch runs it, which percentages refer to where regions are compiled.
+        """Return the step as eager PyTorch runs it: where ops are compiled, budgets in percent refer to its peak.
 
-        None where they are not, or where sizes are symbolic.
+        None if no ops are compiled, or if sizes are symbolic.
         """
         if not self.options.compiles or has_symbolic_sizes(module.graph):
             return None
@@ -404,7 +414,7 @@ class Backend:
     def _fixed_step(
         self, joint: Captured, trained: TrainedParameters | None, as_eager: Captured | None
     ) -> Step:
-        """Return the step of a graph of fixed sizes, whose graph all ranks that run it together have compared."""
+        """Return the step of a graph of fixed sizes; the ranks that run it together have then compared their graphs."""
         called_with = _shapes_at(_input_places(self._placeholders), self._inputs)
         return Step(
             graph=joint,
@@ -426,7 +436,11 @@ class Backend:
         return plan
 
     def _plans_of_sizes(self, graph: SymbolicGraph, joint: Captured) -> PlansOfSizes:
-        """Return the planner of a graph of symbolic sizes, which plans at the sizes of each call."""
+        """Return the planner of a graph of symbolic sizes, which plans at the sizes of each call.
+
+        Raises:
+            NotSymbolic: a symbolic size is not the size of an input.
+        """
         placeholders = self._placeholders
         places = [input_place(node) for node in graph.primals]
         dimensions = [
@@ -469,7 +483,10 @@ class Backend:
         )
 
     def _with_updates(self, joint: Captured) -> tuple[Captured, TrainedParameters | None]:
-        """Return the joint graph with the optimizer's updates inside, and what is trained, if the user wants that."""
+        """Return the joint graph with the optimizer's updates inside, and the parameters that these update.
+
+        If the step does not update weights itself, return the graph as it is, and None.
+        """
         optimizer = self.options.stepping
         if optimizer is None:
             return joint, None
@@ -496,7 +513,7 @@ class Backend:
         return with_updates_inside(joint, set(numbers)), trained
 
     def _parameters(self, joint: Captured, optimizer: torch.optim.Optimizer) -> dict[int, int]:
-        """Map the primals that are the optimizer's parameters to their numbers there, in the order of primals."""
+        """Map primals, by value, that are parameters of the optimizer to their numbers in it; in order of primals."""
         everyone = (p for group in optimizer.param_groups for p in group["params"])
         numbers = {id(parameter): number for number, parameter in enumerate(everyone)}
         return {
@@ -518,7 +535,11 @@ class _FixedStep:
         return self._beside_others(runnable(graph), "forward")
 
     def _beside_others(self, run: Callable[[list[Any]], Any], what: str) -> Callable[[list[Any]], Any]:
-        """Wrap the function of the forward or backward, if it waits for other ranks, so that a lost rank ends it."""
+        """Wrap the function of a forward or backward that communicates, so that it ends if another rank is lost.
+
+        Args:
+            what: "forward" or "backward", for messages.
+        """
         if not communicates(self.plan.graph):
             return run
         from fxremat.heartbeat import inside_step
@@ -530,7 +551,10 @@ class _FixedStep:
         return taking_a_list(agreed)
 
     def backward_of(self, graph: fx.GraphModule) -> Callable[..., Any]:
-        """Return the function that runs the backward graph; outputs that got no gradient pass none on."""
+        """Return the function that runs the backward graph.
+
+        It returns None as the gradient of what only outputs without a gradient depend on.
+        """
         run, weights = self._beside_others(runnable(graph), "backward"), self.weights
         losses, needs = self.plan.loss_places, self.plan.captured.outputs_needed
         if weights is None and len(self.plan.graph.tangents) < 2:
@@ -549,19 +573,22 @@ class _FixedStep:
 
 
 def _would_gain(plan: Plan, freed: int) -> bool:
-    """Tell whether the plan loses time to recomputation, and `freed` bytes more are a relevant part of its budget."""
+    """Tell whether `freed` bytes more may make a plan faster: it recomputes, and they are over 1 % of its budget."""
     return plan.predicted_time > GAIN * plan.keep_all_time and freed > (GAIN - 1) * plan.budget
 
 
 def _to_trace(placeholders: Sequence[fx.Node], inputs: Sequence[Any]) -> Sequence[Any]:
-    """Return the inputs for AOTAutograd to trace with: those of the call; outside of dynamo, symbolic ones if any."""
+    """Return the inputs for AOTAutograd to trace with: the inputs of the call.
+
+    Outside of dynamo, return the symbolic ones that the graph was captured with, if there are any.
+    """
     shown = [node.meta.get("example_value") for node in placeholders]
     symbolic = compiled_frame() is None and any(isinstance(value, torch.SymInt) for value in shown)
     return shown if symbolic else inputs
 
 
 def _input_places(placeholders: Sequence[fx.Node]) -> frozenset[int]:
-    """Return the places of dynamo's inputs that are not the model's state. Only known while dynamo captures."""
+    """Return the places of the inputs of dynamo's graph that are no parameter or buffer; known only during capture."""
     return frozenset(place for place, node in enumerate(placeholders) if not is_state(node))
 
 
@@ -580,8 +607,8 @@ def fxremat(
 ) -> Callable[..., Any]:
     """Compile a graph for `torch.compile(model, backend="fxremat", options={"mem": ...})`, as its entry point.
 
-    Options are those of `Options`; "mem" is required. The model has to be one graph, since each graph would use the
-    full budget: `CaptureError` names the line where a second one that needs gradients begins.
+    The options are the fields of `Options`; "mem" is required. The model has to be one graph, since each graph would
+    use the full budget: `CaptureError` names the line where a second graph that needs gradients begins.
     """
     given = dict(options or {})
     if mode is not None:

@@ -22,27 +22,26 @@ from fxremat.torch_private import is_compiled_backward
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredLoss:
-    """The measured memory of a loss outside the model, in bytes above the level at the end of the forward."""
+    """The memory of a loss outside the model, in bytes above what was allocated at the end of the forward."""
 
-    assumed: int  # set aside for outputs like these while no loss was measured
-    peak: int  # the highest level before the model's backward; a lower bound where `exact` is False
-    held: int  # the level when that backward begins, without the gradients of the outputs
-    exact: bool  # False: an earlier peak of the process hides that of the loss
+    assumed: int  # what plans set aside for outputs of these shapes while no loss was measured
+    peak: int  # the most that was allocated before the model's backward; a lower bound where `exact` is False
+    held: int  # what is allocated when the model's backward begins, without the gradients of the outputs
+    exact: bool  # False: an earlier, higher peak of the process hides the peak of the loss
 
 
 def levels_of(device: torch.device) -> tuple[int, int] | None:
-    """Return the bytes allocated now, and their peak since the user reset it; None where the allocator has no counters.
-    """
+    """Return the bytes allocated now, and their peak so far; None where the device's allocator has no counters."""
     kind = kind_of(device)
     return (kind.allocated(device), kind.most_allocated(device)) if kind.can(Ability.STATISTICS) else None
 
 
 class LossMeter:
-    """A compiled step that measures the loss outside of it.
+    """A compiled step that measures the memory of the loss, which is computed outside of it.
 
     Args:
         step: the compiled step.
-        trained: positions of its outputs that require grad.
+        trained: positions of the step's outputs that require grad.
         tell: called with each measurement.
     """
 

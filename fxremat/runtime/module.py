@@ -1,4 +1,4 @@
-"""The drop-in module: trains inside the budget, evaluates as before, and is the model in all other respects.
+"""The drop-in module that fxremat.compile returns: trains inside the budget, and is the model in all other respects.
 
 `drop_in(model, options)` returns an instance of a class made for it: a subclass of the model's own, with the same name,
 whose instance shares the model's `__dict__`. So `isinstance`, attributes, methods, indexing, hooks and names are
@@ -8,7 +8,7 @@ outside of the shared dictionary.
 
     compiled(x)
       Module.__call__            hooks of the model, run as before
-      Rematerialized.forward     plain(x), or the captured step: type(model).forward on the model, as one graph
+      Rematerialized.forward     the model's own forward, or the step that was captured from it as one graph and planned
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 
     _Base = nn.Module
 else:
-    _Base = object  # at run time the other bases are those of the model
+    _Base = object  # at run time the model's class is the other base
 
 INSIDE = (
     "a model that fxremat.compile returned plans its own graph within its own budget; it cannot be a part of another "
@@ -96,19 +96,19 @@ class _Training:
     """The state that fxremat keeps for a drop-in module."""
 
     model: nn.Module
-    own: Any  # the method if it was set on the model's instance, and so overrides its class's, when compiled; or None
+    own: Any  # the planned method, if it was set on the instance before fxremat.compile; None: it is the class's
     plain: Callable[..., Any]  # the model's own method that is planned, `forward` unless another is named
     backend: Backend
-    step: Callable[..., Any]  # the same, captured and planned
-    shared: Shared | None  # parameters that ranks share
-    shared_steps: Mapping[Reduction, Callable[..., Any]]  # for each way to reduce their gradients
-    step_anew: Callable[[bool], Callable[..., Any]]  # captures again; True: each combination of sizes by itself
+    step: Callable[..., Any]  # `plain`, captured and planned
+    shared: Shared | None  # the parameters, if ranks share them
+    shared_steps: Mapping[Reduction, Callable[..., Any]]  # a step for each way to reduce gradients of shared parameters
+    step_anew: Callable[[bool], Callable[..., Any]]  # returns a new `step`; True: which captures each size by itself
     calls: int = 0  # number of calls of the drop-in's own forward
-    warned: bool = False
-    keeps_masks: bool = False  # padding masks that mask nothing are kept, since the model computes some itself
-    hooks_off: bool = False  # the model is captured without the hooks that only call requires_grad_
+    warned: bool = False  # True once a warning said that no budget holds
+    keeps_masks: bool = False  # padding masks that mask nothing stay in the graph, since the model computes some itself
+    hooks_off: bool = False  # forward hooks that only call requires_grad_ are removed while the model is captured
     replaced: tuple[Any, Any] = (None, None)  # a forward that was set on the instance later, and its wrapper
-    children: dict[nn.Module, PlannedChild] = field(default_factory=dict)  # planned for replaced forwards, by parent
+    children: dict[nn.Module, PlannedChild] = field(default_factory=dict)  # by the parent whose forward was replaced
     by_child: bool = False  # the forward was replaced and cannot be captured: a child is planned instead
     watched: list[Any] = field(default_factory=list)  # hooks of parameters, until a training call is planned
 
@@ -127,9 +127,9 @@ class _Training:
         self.watched += [parameter.register_post_accumulate_grad_hook(seen) for parameter in trained]
 
     def child_of(self, parent: nn.Module) -> PlannedChild | None:
-        """Return the planned child of a module whose forward was replaced; None if none has most of the parameters.
+        """Return the planned child of a module whose forward was replaced: the one with most of the parameters.
 
-        None too with parameters that ranks share, and where the step runs an optimizer.
+        None if no child has half of them, if ranks share parameters, or if the step runs an optimizer.
         """
         name = largest_child(parent, sum(p.numel() for p in self.model.parameters()) / 2)
         if name is None or self.shared is not None or self.backend.options.optimizer is not None:
@@ -149,7 +149,7 @@ class _Training:
 
 
 class _Ours:
-    """A descriptor of an attribute of drop-in modules, which an attribute of the model of the same name overrides."""
+    """The descriptor of an attribute that fxremat adds to modules; a model's own attribute of that name comes first."""
 
     def __init__(self, read: Callable[[Any], Any]) -> None:
         self._read = read
@@ -189,8 +189,8 @@ class Inside:
     def to_device(self) -> Any:
         """Move parameters and optimizer state that live on the host back to the device, bit for bit.
 
-        Then model and optimizer train without fxremat as they would have all along. The next training call of this
-        module moves them to the host again. Returns the module.
+        Model and optimizer can then train without fxremat, as if they had always been there. The next training call of
+        this module moves parameters and state to the host again. Returns the module.
         """
         if self._module._fxremat.backend.weights:
             self._module._fxremat.backend.weights.back_to_device()
@@ -242,7 +242,7 @@ class Rematerialized(_Base):
 
 
 def plan_now(module: Rematerialized, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
-    """Plan for these inputs without running the model, which is not changed; the next call runs what is planned."""
+    """Plan for these inputs without running or changing the model; the next training call runs the plan."""
     _leave(module, Until.PLANNED, args, kwargs)
     if (plan := Inside(module).plan) is None:
         raise FxrematError(NOTHING_TO_PLAN)
@@ -250,9 +250,11 @@ def plan_now(module: Rematerialized, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def drop_in(model: nn.Module, options: Options, target: Device | None = None) -> Rematerialized:
-    """Return a module that is the model in all respects, and trains inside a budget.
+    """Return a module that stands for the model in all respects, and trains inside a budget.
 
-    With a `target` it only makes plans: they are of the target's kernels, which do not run where the model is.
+    Args:
+        target: the device whose kernels are planned for, where the module is only to make plans; None: the module runs
+            its plans on the device that the model is on.
     """
     shared = _shared(model)
     method = options.method
@@ -309,7 +311,11 @@ def captured(module: Rematerialized, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _leave(module: Any, until: Until, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CapturedStep | None:
-    """Make a training call that ends at the stage `until`; return the captured step if that is CAPTURED."""
+    """Make a training call that ends at the stage `until`.
+
+    Returns:
+        the captured step if the call ended at CAPTURED; None if it ended at PLANNED, or nothing needs a gradient.
+    """
     backend, model = module._fxremat.backend, module._fxremat.model
     if not model.training:
         raise FxrematError(
@@ -327,7 +333,7 @@ def _leave(module: Any, until: Until, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _shared(model: nn.Module) -> Shared | None:
-    """Return the parameters that ranks share, if any; for a model without, torch.distributed is not imported."""
+    """Return the parameters that ranks share; None if there are none. Does not itself import torch.distributed."""
     if "torch.distributed.fsdp" not in sys.modules:
         return None
     from fxremat.runtime.sharded import Shared
@@ -336,13 +342,14 @@ def _shared(model: nn.Module) -> Shared | None:
 
 
 def _call(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call the module through `Module.__call__`, which runs its hooks; in training, shared parameters are gathered."""
+    """Call the module through `Module.__call__`, which runs its hooks; gather parameters that ranks share, in training.
+    """
     with _gathering(self, _training_of(self)):
         return nn.Module.__call__(self, *args, **kwargs)
 
 
 def _gathering(module: Any, training: _Training) -> contextlib.AbstractContextManager[None]:
-    """Return a context for a training call, where reading a parameter that ranks share gathers it."""
+    """Return a context in which reading a parameter that ranks share gathers it; an empty one outside of training."""
     shared = training.shared
     if shared is None or shared.active or not _trains(module) or is_traced() is not None:
         return contextlib.nullcontext()
@@ -353,7 +360,12 @@ _classes: weakref.WeakValueDictionary[tuple[type[nn.Module], str, bool], type] =
 
 
 def _class_for(model: type[nn.Module], method: str, *, shared: bool) -> type:
-    """Return the class of drop-in modules for models of a class: with the same name, module and method's signature."""
+    """Return the class of drop-in modules for models of a class, with that class's name and its method's signature.
+
+    Args:
+        method: the method that is planned.
+        shared: ranks share the parameters, so that the class also has `no_sync`.
+    """
     if (known := _classes.get((model, method, shared))) is not None:
         return known
     names: dict[str, Any] = {
@@ -378,8 +390,8 @@ def _class_for(model: type[nn.Module], method: str, *, shared: bool) -> type:
 def _no_sync(self: Any) -> Iterator[None]:
     """Accumulate gradients without communication; the next backward outside of this context reduces them all.
 
-    As with DistributedDataParallel, it encloses forward. Until they are reduced, gradients have their full size on each
-    rank, and are not in `.grad`.
+    As with DistributedDataParallel, the context encloses forward. Until gradients are reduced, each rank has them in
+    full size, and they are not in `.grad`.
     """
     self.set_requires_gradient_sync(False)
     try:
@@ -396,9 +408,10 @@ def _set_requires_gradient_sync(self: Any, requires_gradient_sync: bool, *, recu
 
 
 class _Forward:
-    """The descriptor of `forward`: a function that a trainer sets on the instance later overrides it, and may call it.
+    """The descriptor of the planned method, usually `forward`.
 
-    Read from the class it is a function with the signature of the model's: trainers look there for names of inputs.
+    A function that a trainer sets on the instance later takes its place, and may call it. Read from the class, it is a
+    function with the signature of the model's own: trainers look there for the names of inputs.
     """
 
     def __init__(self, own: Callable[..., Any], name: str) -> None:
@@ -440,7 +453,7 @@ def _trains(module: Any) -> bool:
 
 
 def _running(training: _Training, own: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the wrapper that runs a forward set on the instance: the same one as long as that forward is the same."""
+    """Return a wrapper around a forward that was set on the instance; the same wrapper as long as `own` is the same."""
     if training.replaced[0] is not own:
         method = own if isinstance(own, types.MethodType) else None
         function: Callable[..., Any] = method.__func__ if method else own
@@ -459,7 +472,10 @@ def _running(training: _Training, own: Callable[..., Any]) -> Callable[..., Any]
 def _run_replaced(
     training: _Training, parent: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Run a replaced forward as it is; where it calls the model's own, or `parent`'s largest child, that is planned."""
+    """Run a replaced forward as it is; what it calls, the model's own or `parent`'s largest child, is planned.
+
+    Warns, once, if it calls neither.
+    """
     training.unwatch()
     child, calls = training.child_of(parent), training.calls
     if child is None:
@@ -537,7 +553,7 @@ def _forward_planned(module: Any, training: _Training, args: tuple[Any, ...], kw
 
 def _plain_error(training: _Training, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exception | None:
     if training.shared is not None or training.backend.weights is not None:
-        return None  # forward would not find its parameters
+        return None  # the plain forward would not find parameters that are sharded or on the host
     return plain_error(training.model, training.plain, (args, kwargs))
 
 
@@ -558,7 +574,10 @@ def _run(training: _Training, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def _padding_masks(training: _Training, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[torch.Tensor]:
-    """Return the padding masks of a call that may be left out; none in a job of ranks, which all capture the same."""
+    """Return the padding masks of a call that may be left out of the graph; () if the model computes masks itself.
+
+    () too in a job of several ranks, which all have to capture the same graph.
+    """
     masks = padding_masks(by_name(training.backend.input_names, args, kwargs))
     if not (training.keeps_masks or among_ranks()):
         return [*masks.values()]
@@ -588,7 +607,7 @@ def _run_step(training: _Training, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _settle(module: Any, weights: Weights, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Plan, if that is not done yet, before a step that updates weights itself; move hosted ones to the host."""
+    """Plan, unless that is done, and move weights to the host as planned: before a step that updates them itself."""
     backend = module._fxremat.backend
     if not backend.plans:
         plan_now(module, args, kwargs)
@@ -613,7 +632,8 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def _refuse_double_backward(outputs: Any) -> Any:
-    """Let the backward of these outputs raise with create_graph=True: recomputed parts would silently be missing."""
+    """Let the backward of these outputs raise with create_graph=True: gradients of gradients would miss recomputed ops.
+    """
     for tensor in _tensors(outputs):
         if tensor.requires_grad and tensor.grad_fn is not None:
             tensor.register_hook(_check_single_backward)

@@ -22,12 +22,12 @@ MARK = "fxremat part"
 class Part:
     """A graph that came through the dynamo backend."""
 
-    settings: object  # the options that `torch.compile` was given: the same object for all of its graphs
-    frame: int | None  # the function that it was captured from
-    broken_at: str | None  # where tracing stopped after it
+    settings: object  # the options given to `torch.compile`: one object for all graphs of that call
+    frame: int | None  # identifies the function that the graph was captured from; None: not known
+    broken_at: str | None  # the line at which tracing stopped after this graph; None: not known
 
     def marking(self, step: Callable[..., Sequence[Any]]) -> Callable[..., Sequence[Any]]:
-        """Wrap the step of this graph, so that autograd's nodes of its outputs are marked with the graph."""
+        """Wrap the step of this graph, so that the `grad_fn` of each output is marked with this part."""
 
         def call(*inputs: Any) -> Sequence[Any]:
             outputs = step(*inputs)
@@ -39,7 +39,7 @@ class Part:
         return call
 
     def refuse_if_second(self, inputs: Iterable[Any]) -> None:
-        """Raise `CaptureError` if any of the inputs was computed by another part. O(autograd graph so far)."""
+        """Raise `CaptureError` if an input was computed by another part of the model. O(nodes of autograd's graph)."""
         stack = [x.grad_fn for x in inputs if isinstance(x, Tensor) and x.grad_fn is not None]
         seen = set(stack)
         while stack:

@@ -27,11 +27,11 @@ from fxremat.torch_private import as_without_fakes, real_tensors, silent, tensor
 
 NOTE = "fxremat ran the plain forward on tensors without data, since the call could not be captured: it fails, too"
 OF_FAKES = r"[Ff]ake ?[Tt]ensor|data pointer|data_ptr|tensor subclass|[Mm]eta ?[Tt]ensor|numpy\(\)|[Ss]torage"
-"""Errors that only tensors without data raise."""
+"""A pattern of errors that only tensors without data raise."""
 
 
 def plain_error(model: nn.Module, forward: Callable[..., Any], call: Call) -> Exception | None:
-    """Return the exception that the model's plain forward raises at a call; None where none is known.
+    """Return the exception that the model's plain forward raises at a call; None if it raises none, or is not run.
 
     This costs the time of one forward without kernels, and allocates nothing on the device. The model, its inputs and
     the random states stay what they are. Models with tensors of other classes than PyTorch's own (shards, quantized
@@ -65,7 +65,7 @@ def _told(error: Exception) -> Exception | None:
 
 @contextlib.contextmanager
 def _put_back(model: nn.Module) -> Iterator[None]:
-    """Restore, at the end, the attributes of modules, and the content of those that are containers."""
+    """Restore the modules' attributes after this context, and the content of dicts, lists and sets among them."""
     before = [(vars(module), dict(vars(module))) for module in model.modules()]
     try:
         for attributes, originals in before:

@@ -19,7 +19,14 @@ from fxremat.torch_private import group_named, ranks_of_group
 
 
 def ranks_of(joint: Captured, called_with: str) -> Agreement:
-    """Return an agreement of the ranks that run this step. Raises `FxrematError` where their graphs are not equal."""
+    """Return the ranks that run this step together, able to agree; `ALONE` if its collectives reach no other rank.
+
+    Args:
+        called_with: the shapes of the inputs, for the message.
+
+    Raises:
+        FxrematError: the ranks have captured different graphs.
+    """
     names = list(dict.fromkeys(name for node in joint.nodes for name in groups_of(node)))
     if not names:
         return ALONE
@@ -56,7 +63,7 @@ def _difference(graphs: dict[int, tuple[str, str]]) -> str:
 def _digest(joint: Captured, groups: Sequence[str]) -> str:
     """Return a digest, equal for graphs with the same ops on values of the same sizes; sizes of inputs do not count.
 
-    The shards of a parameter that cannot be divided evenly differ in size, and so does what pads them.
+    They may differ: if a parameter cannot be divided evenly, ranks have shards of different sizes.
     """
     numbers = {name: str(number) for number, name in enumerate(groups)}
     ops = [

@@ -1,10 +1,11 @@
-"""The strides of real results, for ops whose fake results, which a step is traced with, have other strides.
+"""Strides of what ops really return, where the fake tensors that a step is traced with have other strides.
 
 What autograd runs depends on strides: whether a gradient is viewed or copied, and how a product is computed. torch
 derives the strides of fake results from decompositions and meta functions, some of which disagree with the kernels:
 
     rules       strides of ops whose fake result has other strides than any kernel gives it
-    observed    strides that the measuring walk saw, where a traced view turned out impossible (`cost.layouts`)
+    observed    strides that were seen when the ops ran to be measured, where a traced view was impossible
+                (`cost.layouts`)
 
 Without them tracing `F.elu(x).transpose(1, 2)` views in the backward what plain PyTorch copies, and the step fails.
 """
@@ -28,7 +29,10 @@ Rule = Callable[..., Sequence[Any]]  # arguments of an op -> strides of its firs
 
 
 def _of_operands(*places: int) -> Rule:
-    """Return the rule of an op that runs in TensorIterator, with the places of its operands in TensorIterator's order.
+    """Return the rule of an op that runs in TensorIterator.
+
+    Args:
+        places: where the operands are among the op's arguments, in the order in which TensorIterator gets them.
     """
     return lambda *args, **_: elementwise_strides(*(args[place] for place in places))
 
@@ -76,7 +80,7 @@ EVERYWHERE: Mapping[Any, Rule] = {
     aten.huber_loss_backward.default: _contiguous(1),
     aten._log_softmax_backward_data.default: _contiguous(0),
 }
-"""Kernels of every device: they share these lines of ATen (TensorIterator, `Loss.cpp`, structured kernels)."""
+"""Rules that hold on every device: all share these parts of ATen (TensorIterator, `Loss.cpp`, structured kernels)."""
 
 CPU: Mapping[Any, Rule] = {
     aten.native_dropout_backward.default: ITERATED,
@@ -90,21 +94,21 @@ CPU_BATCH_NORM: Mapping[Any, Rule] = {
     aten._native_batch_norm_legit.no_stats: _suggested(0),
     aten.native_batch_norm_backward.default: _suggested(1),
 }
-"""Kernels of a CPU, except where regions are compiled: there Inductor decides."""
+"""Rules for a CPU's kernels of BatchNorm, except where Inductor compiles ops: it chooses the layouts itself."""
 
 
-_known: dict[tuple[bool, bool], dict[Any, Any]] = {}  # fake results by the rules alone, for later captures
+_known: dict[tuple[bool, bool], dict[Any, Any]] = {}  # by (cpu, compiled): fake results, kept for later captures
 
 
 def real_layouts(
     observed: Mapping[str, Strides], *, cpu: bool, compiled: bool = False
 ) -> contextlib.AbstractContextManager[None]:
-    """Return a context to trace a step in, where fake results have the strides of real ones.
+    """Return a context to trace a step in, where the fake results of ops have the strides of real results.
 
     Args:
         observed: strides of the outputs of ops by `cost.layouts.key_of`, which take precedence over the rules.
-        cpu: True if a CPU's kernels are to run what is traced on CPU tensors.
-        compiled: True if regions are compiled.
+        cpu: True if ops that are traced on CPU tensors will run in a CPU's kernels.
+        compiled: True if Inductor will compile ops.
     """
     rules = {**EVERYWHERE, **(CPU if cpu else {}), **(CPU_BATCH_NORM if cpu and not compiled else {})}
     known = {} if observed else _known.setdefault((cpu, compiled), {})

@@ -1,9 +1,9 @@
-"""A `forward` that somebody set on an instance: it runs as it is, and the part of the model that it calls is planned.
+"""A `forward` that was set on an instance: it runs unplanned, and what it calls of the model is planned.
 
 Trainers replace the forward of a model: to compute the loss in pieces, without logits (TRL), or under autocast
 (accelerate). The replacement calls either the forward that was there before, which is planned as usual, or parts of
-the model. A part that has most of the parameters is then planned, and what is computed from its outputs counts as a
-loss outside of it.
+the model. A child module that has most of the parameters is then planned by itself, and what is computed from its
+outputs counts as a loss outside of it.
 """
 
 from __future__ import annotations
@@ -20,24 +20,25 @@ from fxremat.torch_private import children_of
 
 log = logging.getLogger(__name__)
 WRAPPERS = ("lightning.fabric.wrappers", "lightning_fabric.wrappers")
-"""Python modules whose classes wrap a model in a forward of their own; Fabric's cannot be captured, for its precision.
-"""
+"""Python modules whose classes wrap a model in a forward that cannot be captured: Lightning Fabric's sets precision."""
 
 
 def replaced_in(model: nn.Module, *, itself: bool) -> nn.Module | None:
-    """Return the outermost module whose forward was replaced on the instance, or a library's wrapper; None if none is.
+    """Return the outermost module whose forward was replaced on the instance; None if there is none.
+
+    A model that is a wrapper of a library (`WRAPPERS`) counts as such a module.
 
     Args:
-        itself: True if the model itself counts, whose forward was then replaced before it was compiled.
+        itself: True if the model itself may be that module, since its forward was replaced before it was compiled.
     """
     modules = (m for m in model.modules() if "forward" in vars(m) and (itself or m is not model))
     return model if type(model).__module__ in WRAPPERS else next(modules, None)
 
 
 def largest_child(module: nn.Module, least: float) -> str | None:
-    """Return the name of the child with the most parameters, some of them trained; None if it has less than `least`.
+    """Return the name of the child with the most elements in its parameters; None if these are fewer than `least`.
 
-    Parameters are counted by their elements.
+    Children without a parameter that requires a gradient do not count.
     """
     children = [(sum(p.numel() for p in c.parameters()), name) for name, c in module.named_children() if _trains(c)]
     count, name = max(children, default=(0, None))
@@ -56,17 +57,17 @@ class PlannedChild:
     name: str
     plain: nn.Module
     planned: Any  # a `Rematerialized`
-    told: bool = False
+    told: bool = False  # True once `tell` has logged
 
     @contextlib.contextmanager
     def standing_in(self) -> Iterator[None]:
-        """Let the parent call the planned child, inside of this context."""
+        """Put the planned child in the place of the plain one, so that the parent calls it, inside this context."""
         with self._changed(self.plain, self.planned):
             yield
 
     @contextlib.contextmanager
     def put_aside(self) -> Iterator[None]:
-        """Let the parent call its own child again, inside of this context, where the planned one stands in for it."""
+        """Put the plain child back in its place inside this context, if the planned one stands in for it."""
         with self._changed(self.planned, self.plain):
             yield
 
@@ -83,7 +84,7 @@ class PlannedChild:
                 children[self.name] = one
 
     def tell(self) -> None:
-        """Log, once, what is planned and what is not."""
+        """Log, once, that only this child of the model is planned."""
         if self.told:
             return
         self.told = True

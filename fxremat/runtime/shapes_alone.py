@@ -1,7 +1,7 @@
 """Models without data, planned with fake CPU tensors, which have shapes, types and layouts, and no memory.
 
     parameters and buffers on the meta device, or fake       replaced by fake CPU tensors, and put back afterwards
-    inputs: meta, fake or real                               the same
+    inputs on the meta device, fake or real                  fake CPU tensors are passed in their place
 
 Many ops have no gradient on the meta device: a graph that is captured there has no backward. Fake CPU tensors are
 traced as real ones are.
@@ -28,7 +28,12 @@ WHAT_IF = 'look at a plan with fxremat.plan(..., costs="H100")'
 
 
 def refuse_without_data(model: nn.Module, what: str, instead: str = WHAT_IF) -> None:
-    """Raise `FxrematError` where a parameter or buffer of the model has no data, which `what` needs."""
+    """Raise `FxrematError` if a parameter or buffer of the model has no data.
+
+    Args:
+        what: a clause for the message that says what needs data.
+        instead: advice for the message.
+    """
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if not has_data(tensor):
             where = "on the meta device" if tensor.is_meta else "a fake tensor"
@@ -40,9 +45,10 @@ def refuse_without_data(model: nn.Module, what: str, instead: str = WHAT_IF) -> 
 
 @contextlib.contextmanager
 def with_fakes(model: nn.Module, call: Call, options: Options) -> Iterator[Call]:
-    """Yield arguments with which a model without data can be captured; fake tensors replace its own meanwhile.
+    """Replace the parameters and buffers of a model without data by fake tensors; yield fake arguments for a call.
 
-    A model and inputs that have data are left alone, and nothing is copied. Afterwards every tensor is where it was.
+    The model can then be captured. If model and arguments have data, nothing is replaced, and the arguments are yielded
+    as they are. Afterwards every tensor is back in its place.
 
     Raises:
         FxrematError: costs are to be measured, or weights to be updated, and there is no data.
@@ -74,7 +80,7 @@ class Fakes:
     """Fake counterparts of tensors: one for each, so that tied parameters stay tied.
 
     Args:
-        device: the device that fake tensors name as theirs; None: that of the original.
+        device: the device of all fake tensors; None: for each, the device of its original.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -82,7 +88,7 @@ class Fakes:
         self.made: dict[int, Tensor] = {}
 
     def like(self, tensor: Tensor) -> Tensor:
-        """Return the fake counterpart of a tensor; one that is not strided is returned as it is."""
+        """Return the fake counterpart of a tensor; a tensor that is not strided is returned unchanged."""
         if tensor.layout is not torch.strided:
             return tensor
         if id(tensor) not in self.made:

@@ -40,23 +40,23 @@ from fxremat.runtime.torch_fsdp import (
     syncs,
 )
 
-WAITING = "_fxremat_unreduced"  # attribute of a module: unreduced gradients by parameter name, while a call runs
+WAITING = "_fxremat_unreduced"  # attribute of a module during a call: unreduced gradients, by parameter name
 
 
-REPLICATED = "_fxremat_replicated"  # attribute of a model: its parameters; it is freed and copied with the model
+REPLICATED = "_fxremat_replicated"  # attribute of a model: its parameters, if all ranks hold them in full
 
 
 class Reduction(Enum):
-    """The use that a step makes of its gradients."""
+    """What a step does with its gradients."""
 
-    REDUCE = "reduce"
-    KEEP = "keep"  # in full size, on this rank
-    REDUCE_ALL = "reduce all"  # together with those that were kept
+    REDUCE = "reduce"  # over the ranks
+    KEEP = "keep"  # leaves them unreduced, in full size on this rank
+    REDUCE_ALL = "reduce all"  # reduces them together with the gradients that earlier steps kept
 
 
 @dataclass(frozen=True, eq=False)
 class _Reading:
-    """The classes of a module while it trains, by the kind of reduction, and what its hooks would have cast."""
+    """The classes that a module has while it trains, by the kind of reduction, and the casts of its removed hooks."""
 
     module: nn.Module
     classes: Mapping[Reduction, type]
@@ -68,25 +68,25 @@ class _Step:
 
 
 def _nobody() -> None:
-    """Stand in for a reference to no step."""
+    """Stand in for a weak reference whose step is gone: return None."""
 
 
 @dataclass(eq=False)
 class Shared:
-    """The shared parameters of a model."""
+    """The parameters of a model that ranks share, with their unreduced gradients."""
 
     model: nn.Module
     parameters: Sequence[ShardedParameter]
     readings: Sequence[_Reading]
-    unreduced: dict[int, torch.Tensor] = field(default_factory=dict)  # their `.grad` waits; by place in `parameters`
-    sync: bool = True  # whether gradients are reduced, for replicated models, which have no flag of FSDP2's
+    unreduced: dict[int, torch.Tensor] = field(default_factory=dict)  # `.grad` waits; by place in `parameters`
+    sync: bool = True  # whether gradients are reduced; for sharded models FSDP2's own flag counts too
     reduction: Reduction = Reduction.REDUCE  # what the present step does with its gradients
     active: bool = False  # True while reading a parameter gathers it
-    _taken: Callable[[], _Step | None] = _nobody  # the step that will reduce the unreduced ones, until its backward
+    _taken: Callable[[], _Step | None] = _nobody  # the step whose backward will reduce what waits; else None
 
     @classmethod
     def of(cls, model: nn.Module) -> Shared | None:
-        """Return the shared parameters of a model that torch's or our `fully_shard` was called on; None for others."""
+        """Return the shared parameters of a model; None if no `fully_shard`, torch's or fxremat's, was called on it."""
         replicated = model.__dict__.get(REPLICATED)
         if replicated is not None:
             if is_sharded(model):
@@ -103,13 +103,15 @@ class Shared:
         return Reduction.REDUCE_ALL if self._kept() else Reduction.REDUCE
 
     def _kept(self) -> bool:
-        """Tell whether gradients wait that no step in progress will reduce; a step whose outputs are freed never will.
+        """Tell whether gradients wait that no step in progress will reduce.
+
+        A step whose outputs were freed before its backward will never reduce any.
         """
         return self._taken() is None and any(tensor.grad is not None for tensor in self.unreduced.values())
 
     @contextlib.contextmanager
     def for_training(self) -> Iterator[None]:
-        """Let the model's modules gather their parameters when they read them."""
+        """Let modules gather a parameter from the ranks when they read it, inside this context."""
         back_to_shards(self.model)
         self.reduction = reduction = self._next_reduction()
         with contextlib.ExitStack() as stack:
@@ -132,13 +134,16 @@ class Shared:
         }
 
     def stand_in(self, module: nn.Module) -> None:
-        """Let FSDP2 find the model's state by the drop-in module, too."""
+        """Let FSDP2 find the model's state through the drop-in module `module`, too."""
         if is_sharded(self.model):
             adopt(module, self.model)
 
     @contextlib.contextmanager
     def _with_unreduced(self, reduction: Reduction) -> Iterator[None]:
-        """Give modules, for each parameter, the tensor that collects unreduced gradients; to reduce all, the gradients.
+        """Give modules a tensor for each parameter, under `WAITING`, inside this context.
+
+        With KEEP it is the tensor whose `.grad` collects gradients, with REDUCE_ALL the gradient collected so far, or
+        zeros.
         """
         given: dict[nn.Module, dict[str, torch.Tensor]] = {}
         for place, parameter in enumerate(self.parameters):
@@ -166,9 +171,10 @@ class Shared:
         return self.unreduced[place]
 
     def before_backward_of(self, outputs: Sequence[torch.Tensor]) -> None:
-        """Return to shards when the backward begins, and free the unreduced gradients that this step reduces.
+        """Register hooks on the outputs: when backward begins, they return to shards, and free waiting gradients.
 
-        An evaluation since forward has left the root's parameters unsharded, and gradients belong to the shards.
+        An evaluation between forward and backward leaves the root module's parameters gathered, while gradients belong
+        to shards. Waiting gradients are freed only in a step that reduces them together with its own.
         """
         reduces_all = self.reduction is Reduction.REDUCE_ALL
         step = _Step()
@@ -203,7 +209,7 @@ def is_replicated(model: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def _swapped(reading: _Reading, reduction: Reduction) -> Iterator[None]:
-    """Make a module one of the class that gathers, and without FSDP2's hooks, inside of this context."""
+    """Give a module the class whose properties gather parameters, and no hooks of FSDP2, inside this context."""
     module = reading.module
     names = ("_forward_pre_hooks", "_forward_hooks")
     before = {name: module.__dict__[name] for name in names}
@@ -249,7 +255,10 @@ _classes: dict[Any, type] = {}
 def _class_of(
     module: nn.Module, named: Mapping[str, ShardedParameter], casts: Casts | None, reduction: Reduction
 ) -> type:
-    """Return the subclass of a module's class that gathers parameters when they are read; similar modules share one."""
+    """Return a subclass of a module's class with a property for each shared parameter, which gathers it when read.
+
+    Modules of one class, with equal parameters and casts, share a subclass.
+    """
     own = type(module)
     about = tuple((name, parameter.sharing, parameter.inner) for name, parameter in named.items())
     key = (own, about, casts and (casts.inputs, casts.outputs), reduction)

@@ -1,13 +1,14 @@
-"""One captured step that serves many sizes: a program for each is chosen before its forward runs.
+"""One captured step for many input sizes: before the forward runs, a program is chosen for the sizes of the call.
 
-    capture     a joint graph with symbolic sizes, and a pair of graphs that AOTAutograd reads its contract from
-    call        sizes -> number of a program -> its forward; sizes and number are saved with the tensors that it saves
+    capture     a joint graph with symbolic sizes, and two graphs that are never run: they show AOTAutograd what forward
+                and backward take and return
+    call        sizes -> number of a program -> its forward, which saves sizes and number for the backward
     backward    number -> the backward of the same program, whatever was planned in between
 
-Programs do not depend on sizes: an order of ops is emitted once, and runs at all sizes for which it is chosen.
-
-AOTAutograd fixes how many tensors and numbers are saved when it compiles (2.11, 2.13). So there are slots for as many
-as any program saves; where a program saves fewer, the other slots hold an empty tensor, or 0:
+Programs do not depend on sizes: the graphs of an order of ops are made once, and run at all sizes for which that order
+is chosen. AOTAutograd fixes how many tensors and numbers the forward saves when it compiles (read in torch 2.11 and
+2.13). So there are slots for as many as any program saves; where one saves fewer, the other slots hold an empty tensor
+or 0:
 
     forward    (*primals, symbolic numbers among them) -> (*outputs, *saved tensors, *saved numbers)
     backward   (*saved numbers, *saved tensors, *tangents) -> gradients
@@ -36,7 +37,7 @@ from fxremat.step.program import Order
 from fxremat.step.step_graph import Origin
 from fxremat.torch_private import boxed, real_tensors, taking_a_list
 
-AT_MOST = 8  # programs whose emitted graphs are kept at a time
+AT_MOST = 8  # programs whose graphs are kept at a time ("emitted" programs)
 MOST_SIZES = 10_000  # combinations of sizes for which the choice of a program is remembered
 REMEMBERED = 256  # combinations of sizes for which the numbers computed from them are remembered
 AS_GOOD = 1.01  # an emitted program within this factor of the least time is run, and no other one is emitted
@@ -47,14 +48,14 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class _Slots:
-    """The most tensors and numbers that any program saves; sizes are not counted."""
+    """How many tensors and numbers a forward saves at most, over all programs; sizes of inputs are not counted."""
 
     tensors: int
     numbers: int
 
     @classmethod
     def of(cls, joint: Captured) -> _Slots:
-        """Count the slots of a graph: one for each input and forward value, and for each state of a random op."""
+        """Count the slots for a joint graph: one for each input, forward value and generator state of a random op."""
         given = (Origin.PRIMAL, Origin.FORWARD)
         shown = [joint.shown[value.index].meta.get("val") for value in joint.values if value.origin in given]
         numbers = sum(map(is_number, shown))
@@ -78,8 +79,10 @@ class Sized:
     """A captured step with symbolic sizes, as AOTAutograd calls it.
 
     Args:
-        as_called: returns the arguments of the forward in the order in which the model was called with them.
-        described: returns the sizes of these as text, for messages.
+        graph: the joint graph with symbolic sizes.
+        plans: makes the plan for the sizes of a call.
+        as_called: returns the arguments of the forward in the order in which dynamo captured the model's inputs.
+        described: returns the sizes of arguments in that order as text, for messages.
         on_plan: called with every new plan.
     """
 
@@ -97,25 +100,25 @@ class Sized:
         self._symbolic = plans.symbolic
         self._outputs = len(self._symbolic.forward_outputs)
         self._slots = _Slots.of(self._symbolic)
-        self._orders: list[Order] = []  # of the programs, by number; all stay, since a backward may need any
+        self._orders: list[Order] = []  # the programs, by number; none is dropped, since a backward may still need it
         self._number_of: dict[object, int] = {}
-        self._chosen: dict[Dims, int] = {}  # number of a program, by the sizes that tensors depend on
+        self._chosen: dict[Dims, int] = {}  # number of the chosen program, by the sizes that tensors depend on
         self._emitted: OrderedDict[int, _Emitted] = OrderedDict()
-        self._fresh = frozenset[int]()  # ops that allocate their result at all sizes, since they must at one
+        self._fresh = frozenset[int]()  # ops that overwrite no operand at any size, since at one size they must not
         self._numbers: Callable[[Dims], Numbers] = lru_cache(maxsize=REMEMBERED)(graph.numbers)
         with real_tensors():
             self._empty = torch.empty(0)
 
     def forward_of(self, _: fx.GraphModule) -> Callable[..., Any]:
-        """Return the function that runs the forward, in place of the graph of `contract`."""
+        """Return the function that runs the forward, in place of the first graph of `contract`."""
         return self.forward
 
     def backward_of(self, _: fx.GraphModule) -> Callable[..., Any]:
-        """Return the function that runs the backward, in place of the graph of `contract`."""
+        """Return the function that runs the backward, in place of the second graph of `contract`."""
         return taking_a_list(self.backward)
 
     def forward(self, arguments: list[Any]) -> list[Any]:
-        """Run the forward of the program for the sizes of these arguments, which are taken out of the list."""
+        """Run the forward of the program for the sizes of the arguments; the list is emptied, so as to free them."""
         dims = self._dims(arguments)
         number = self._chosen.get(self._shaping(dims))
         if number is None:
@@ -135,7 +138,7 @@ class Sized:
         return [*results, *dims, number, *saved_numbers]
 
     def backward(self, arguments: list[Any]) -> Sequence[Any]:
-        """Run the backward of the program that ran the forward; the arguments are taken out of the list."""
+        """Run the backward of the program that ran the forward; the list is emptied, so that arguments can be freed."""
         unused = unused_outputs()
         count = len(self._graph.places)
         dims = tuple(int(argument) for argument in arguments[:count])
@@ -149,9 +152,10 @@ class Sized:
         return without(program.backward(given), self._symbolic.outputs_needed, unused)
 
     def choose(self, arguments: Sequence[Any]) -> int:
-        """Plan for the sizes of these arguments, and return the number of the program.
+        """Plan for the sizes of these arguments, and return the number of the program that is chosen for them.
 
-        Nothing has run yet, and nothing is kept where nothing fits.
+        Raises:
+            BudgetTooSmall: no program fits; nothing has run, and the step is unchanged.
         """
         dims, inputs = self._dims(arguments), self._as_called(arguments)
         plan = self._plans.plan(dims, inputs=inputs, called_with=self._described(inputs), choose=self._as_emitted)
@@ -169,7 +173,7 @@ class Sized:
         return number
 
     def contract(self) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Return two graphs that have the inputs and outputs of `forward` and `backward`, and are never run."""
+        """Return two graphs, never run, that show AOTAutograd the inputs and outputs of `forward` and `backward`."""
         joint, sizes = self._symbolic, self._graph.inputs
         like = next(node.meta["val"] for node in joint.primals if isinstance(node.meta.get("val"), torch.Tensor))
         with like.fake_mode:
@@ -202,7 +206,11 @@ class Sized:
         return tuple(dims[place] for place in self._graph.shaping)
 
     def _as_emitted(self, fitting: Sequence[Candidate]) -> Candidate:
-        """Return the fastest candidate that fits, or, unless that is keep-all, an emitted one nearly as fast."""
+        """Return the fastest candidate, or one nearly as fast whose graphs are kept; never another instead of keep-all.
+
+        Args:
+            fitting: the candidates that fit, fastest first.
+        """
         if len(fitting[0].order().ops) == len(self._symbolic.ops):
             return fitting[0]
         most = (AS_GOOD if len(self._emitted) < AT_MOST - 1 else GOOD_ENOUGH) * fitting[0].time
@@ -211,7 +219,7 @@ class Sized:
         return next(emitted, fitting[0])
 
     def _program(self, number: int) -> _Emitted:
-        """Return the graphs of a program: emitted at its first use, and again after `AT_MOST` others displaced them."""
+        """Return the graphs of a program; they are made at its first use, and again if newer ones displaced them."""
         if number not in self._emitted:
             self._emitted[number] = self._emit(self._orders[number])
             if len(self._emitted) > AT_MOST:
@@ -233,27 +241,31 @@ class Sized:
 
 
 class _Contract:
-    """A graph with the inputs and outputs that AOTAutograd asks for, whose ops only stand for other results."""
+    """A graph with the inputs and outputs of another function, for AOTAutograd to read; its ops compute nothing."""
 
     def __init__(self) -> None:
         self.graph = fx.Graph()
         self.nodes: dict[fx.Node, fx.Node] = {}
 
     def take(self, name: str, meta: dict[str, Any], node: fx.Node | None = None) -> None:
-        """Add an input, which stands for a node of another graph."""
+        """Add an input.
+
+        Args:
+            node: the node of the joint graph that it stands for; None: an input that the joint graph does not have.
+        """
         made = self.graph.placeholder(name)
         made.meta = dict(meta)
         if node is not None:
             self.nodes[node] = made
 
     def new(self, value: Any, meta: dict[str, Any] | None = None) -> fx.Node:
-        """Add an op whose metadata show a value."""
+        """Add an op with `value` as the fake result in its metadata."""
         made = self.graph.call_function(aten.empty.memory_format, ([0],))
         made.meta = {**(meta or {}), "val": value}
         return made
 
     def made(self, node: object) -> Any:
-        """Return a node that stands for what another graph returns; a constant is returned as it is."""
+        """Return a node that stands for an output of the joint graph; a constant is returned as it is."""
         if not isinstance(node, fx.Node):
             return node
         return self.nodes[node] if node in self.nodes else self.new(node.meta.get("val"), node.meta)

@@ -1,11 +1,11 @@
-"""The ops of CUDA's attention kernels, in graphs that are captured on a CPU, for plans that are only looked at.
+"""Attention as CUDA computes it, in graphs that are captured on a CPU for plans that are looked at and never run.
 
     scaled_dot_product_attention    in half precision cuDNN's (H100, H200, B200) or flash attention, else the
                                     memory-efficient kernel, else products and a softmax, chosen as PyTorch chooses
                                     on CUDA from shapes and types
 
-Other ops are captured alike on both: a dropout keeps a mask of one byte an element, and a BatchNorm, which is cuDNN's
-on CUDA, saves the same there but for a reserve that only cuDNN knows.
+Other ops are captured alike on CPU and CUDA: a dropout keeps a mask of one byte an element on both. A BatchNorm, which
+on CUDA is cuDNN's, saves the same values on both, except for a reserve whose size only cuDNN knows.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from fxremat.torch_private import composite_kernels, torch_release
 aten = torch.ops.aten
 
 HALF = (torch.float16, torch.bfloat16)
-WIDEST_HEAD = 256  # that flash attention supports
-GROUPED = (2, 14)  # the release since which the memory-efficient kernel supports keys that several heads share
-NARROWED = (2, 14)  # the release since which cuDNN's supports no dropout, and heads up to 128 (read in 2.11 and 2.14)
-NARROW_HEAD = 128
-CUDNN_STEP = 8  # widths of heads are multiples of this for cuDNN's kernel
+WIDEST_HEAD = 256  # the largest width of a head that flash attention supports
+GROUPED = (2, 14)  # the torch release since which the memory-efficient kernel supports keys that several heads share
+NARROWED = (2, 14)  # since torch 2.14 cuDNN's attention has no dropout and only `NARROW_HEAD` (read in 2.11 and 2.14)
+NARROW_HEAD = 128  # the largest width of a head that cuDNN's attention supports then
+CUDNN_STEP = 8  # cuDNN's attention takes heads whose width is a multiple of this
 FLASH_STEP = 8  # heads are padded to multiples of this for flash attention
 
 
 def captured_alike(one: Device, other: Device) -> bool:
-    """Tell whether a step that is captured for one device is the same for another."""
+    """Tell whether a step has the same attention ops, captured for one device or for the other."""
     return all(getattr(one, of) == getattr(other, of) for of in ("cuda", "flash", "cudnn_attention"))
 
 
 @contextlib.contextmanager
 def kernels_of(device: Device) -> Iterator[None]:
-    """Let attention be captured as the device's kernels compute and save it. Such graphs cannot run on a CPU."""
+    """Capture attention as ops of the device's kernels, inside this context; a CPU cannot run such graphs."""
 
     def attention(
         query: Tensor,
@@ -104,17 +104,24 @@ def _takes_flash(
 
 
 def _same_heads(query: Tensor, key: Tensor, value: Tensor, *, grouped: bool) -> bool:
-    """Tell whether batch sizes are equal, and numbers of heads too, unless groups of heads share keys (`grouped`)."""
+    """Tell whether query, key and value have equal batch sizes, and equal numbers of heads unless `grouped`.
+
+    Args:
+        grouped: several heads may share a key and a value.
+    """
     batches, heads = ((query.shape[d] == key.shape[d] == value.shape[d]) for d in (0, 1))  # sizes may be symbolic
     return batches and (heads or grouped)
 
 
 def _takes_efficient(query: Tensor, key: Tensor, value: Tensor, device: Device, *, grouped: bool) -> bool:
-    """Tell whether PyTorch chooses the memory-efficient kernel: `can_use_mem_efficient_attention` of the same file."""
+    """Tell whether PyTorch chooses the memory-efficient kernel: see `can_use_mem_efficient_attention` of the same file.
+
+    The file is aten's cuda/sdp_utils.cpp.
+    """
     groups = grouped and torch_release() >= GROUPED
     if query.dim() != 4 or not (groups or query.shape[1] == key.shape[1] == value.shape[1]):
         return False
-    if query.dtype is torch.bfloat16 and not device.flash:  # old devices have neither
+    if query.dtype is torch.bfloat16 and not device.flash:  # old devices have neither flash nor bfloat16
         return False
     step = 8 if query.dtype in HALF else 4
     return query.dtype in (*HALF, torch.float32) and query.shape[-1] % step == value.shape[-1] % step == 0
@@ -134,7 +141,7 @@ def _flash(
 
 
 def _as_bias(mask: Tensor, query: Tensor) -> Tensor:
-    """Convert a mask to the bias that is added to the scores: kernels support no booleans."""
+    """Return the bias to add to attention scores for a mask: these kernels take no boolean masks."""
     if mask.dtype is not torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, -torch.inf)

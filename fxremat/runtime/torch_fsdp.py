@@ -1,7 +1,8 @@
-"""The state that `torch.distributed.fsdp.fully_shard` keeps of a model: all private names of FSDP2, read in torch 2.13.
+"""The state that `torch.distributed.fsdp.fully_shard` (FSDP2) keeps of a model, by private names read in torch 2.13.
 
-Its states are found by `FSDPModule._get_fsdp_state()`, its parameters in `FSDPState._fsdp_param_groups[*].fsdp_params`,
-and its two hooks a module are methods of the state. In 2.11 a state has one `_fsdp_param_group` or none.
+A module's state is `FSDPModule._get_fsdp_state()`, its parameters are in
+`FSDPState._fsdp_param_groups[*].fsdp_params`, and the two hooks that FSDP2 adds to a module are methods of the state.
+In torch 2.11 a state has one `_fsdp_param_group`, or None.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from fxremat.ops.gathered import Sharing
 class ShardedParameter:
     """A parameter of a model that `fully_shard` was called on."""
 
-    places: tuple[tuple[nn.Module, str], ...]  # the modules that have it, with its name in each; several: it is tied
+    places: tuple[tuple[nn.Module, str], ...]  # the modules that have it, and its name in each; several if it is tied
     sharing: Sharing
-    inner: tuple[Any, tuple[Any, ...]] | None  # mesh and placements of the gathered one, if tensor parallelism cut it
+    inner: tuple[Any, tuple[Any, ...]] | None  # mesh and placements after the gather, if tensor parallelism cuts it too
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +43,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def states_of(model: nn.Module) -> Iterator[Any]:
-    """Yield FSDP2's states of a model's modules, each once."""
+    """Yield the states that FSDP2 keeps of a model's modules, each once."""
     seen: set[int] = set()
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -65,7 +66,7 @@ def _groups_of(state: Any) -> Sequence[Any]:
 
 
 def adopt(module: Any, model: Any) -> None:
-    """Let FSDP2 find the state of `model` by another object that stands for it (`_insert_module_state`)."""
+    """Let FSDP2 find the state of `model` through `module` too, which stands for it (`_insert_module_state`)."""
     from torch.distributed._composable_state import _insert_module_state
 
     if isinstance(model, FSDPModule):
@@ -73,16 +74,16 @@ def adopt(module: Any, model: Any) -> None:
 
 
 def back_to_shards(model: nn.Module) -> None:
-    """Free unsharded parameters that an evaluation left behind, so that the model has its shards again."""
+    """Free gathered parameters that an evaluation left in the model, so that it has its shards again."""
     for module in model.modules():
         if isinstance(module, FSDPModule) and any(not group.is_sharded for group in _groups_of(_state_of(module))):
             module.reshard()
 
 
 def syncs(model: nn.Module) -> bool:
-    """Tell whether gradients are reduced in the next backward: `set_requires_gradient_sync`.
+    """Tell whether the next backward reduces gradients, as the user chose by `set_requires_gradient_sync`.
 
-    Raises `FxrematError` where that is not the same for all parts.
+    Raises `FxrematError` where that differs between modules, or gradients are to be reduced over some ranks only.
     """
     groups = [group for state in states_of(model) for group in _groups_of(state)]
     found = {group.reduce_grads for group in groups}
@@ -97,14 +98,14 @@ def syncs(model: nn.Module) -> bool:
 
 
 def is_hook(hook: Any) -> bool:
-    """Tell whether a forward hook, or a forward pre-hook, is FSDP2's."""
+    """Tell whether FSDP2 installed this forward hook or forward pre-hook."""
     owner = getattr(hook, "__self__", None)
     module = getattr(hook, "__module__", None) or type(hook).__module__
     return type(owner).__name__ == "FSDPState" or str(module).startswith("torch.distributed.fsdp._fully_shard")
 
 
 def casts_of(model: nn.Module) -> Mapping[nn.Module, Casts]:
-    """Return the casts that FSDP2's hooks make, besides gathering, by the modules where they make any."""
+    """Return the casts that FSDP2's hooks make by its mixed precision policy; modules without casts are left out."""
     found: dict[nn.Module, Casts] = {}
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -116,7 +117,11 @@ def casts_of(model: nn.Module) -> Mapping[nn.Module, Casts]:
 
 
 def parameters_of(model: nn.Module) -> list[ShardedParameter]:
-    """Return the sharded parameters of a model. Raises `FxrematError` for what cannot be planned."""
+    """Return the sharded parameters of a model.
+
+    Raises:
+        FxrematError: the shards live on the host, are gathered now, or are not cut along the first dimension.
+    """
     found = []
     for number, group in enumerate(group for state in states_of(model) for group in _groups_of(state)):
         if isinstance(group.offload_policy, CPUOffloadPolicy):
@@ -144,14 +149,15 @@ def _parameter(parameter: Any, group: Any, bucket: int) -> ShardedParameter:
         raise FxrematError(f"{name} is a {type(sharded).__name__}, not a DTensor as fully_shard makes them")
     mesh = parameter.mesh_info
     shards, replicas = getattr(mesh, "shard_process_group", None), getattr(mesh, "replicate_process_group", None)
-    policy = parameter.mp_policy if hasattr(parameter, "mp_policy") else group.mp_policy  # 2.15, before
+    # torch 2.15 keeps the policy with the parameter, earlier releases with the group
+    policy = parameter.mp_policy if hasattr(parameter, "mp_policy") else group.mp_policy
     stored = sharded.dtype
     computed = policy.param_dtype if policy.param_dtype and stored.is_floating_point else stored
     reduced_in = policy.reduce_dtype
     ranks = (1 if shards is None else shards.size()) * (1 if replicas is None else replicas.size())
     op, before, after = division(reduced_in or computed, ranks, group)
-    whole: Any = getattr(parameter, "_unsharded_dtensor_spec", None)  # 2.13
-    whole = whole or getattr(parameter, "_tp_spec", None)  # 2.11
+    whole: Any = getattr(parameter, "_unsharded_dtensor_spec", None)  # as in torch 2.13
+    whole = whole or getattr(parameter, "_tp_spec", None)  # as in torch 2.11
     inner = (whole.mesh, tuple(whole.placements)) if parameter.is_dtensor else None
     return ShardedParameter(
         tuple(places),
@@ -171,9 +177,14 @@ def _parameter(parameter: Any, group: Any, bucket: int) -> ShardedParameter:
 
 
 def division(dtype: torch.dtype, ranks: int, group: Any = None) -> tuple[str, float, float]:
-    """Return the reduction, and what gradients are divided by before and after it.
+    """Return the op that reduces gradients ("avg" or "sum"), and the divisors of gradients before and after it.
 
-    As FSDP2 does: an average; for float16, whose range is small, a part of the division comes before the sum.
+    They are those of FSDP2. An average divides by itself; for float16, whose range is small, a part of the division
+    comes before the sum.
+
+    Args:
+        dtype: the type that gradients are reduced in.
+        group: FSDP2's group of parameters, where the user may have set another divisor; None: the divisor is `ranks`.
     """
     factor = getattr(group, "gradient_divide_factor", None)
     only_sums = getattr(group, "force_sum_reduction_for_comms", False)

@@ -1,9 +1,9 @@
-"""Hooks of libraries' models that no trace can follow: installed ahead of the call or left out, once tracing met them.
+"""Forward hooks of transformers and PEFT at which tracing stops: installed before the call, or left out.
 
 transformers 5         the hooks that collect hidden states, attentions and router logits are put in place at the first
                        call under a lock, by `transformers.utils.output_capturing.maybe_install_capturing_hooks`
-transformers, PEFT     hooks that let what frozen embeddings return require gradients, for checkpoints to run again in
-                       `torch.utils.checkpoint(..., use_reentrant=True)`: nothing else depends on them
+transformers, PEFT     hooks that call `requires_grad_` on the output of frozen embeddings. Only
+                       `torch.utils.checkpoint(..., use_reentrant=True)` needs them, so they are left out
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from fxremat.torch_private import forward_hooks_of
 
 
 def set_up(model: nn.Module, place: str) -> bool:
-    """Do what the code at `place`, where tracing stopped, does at a plain call. Returns False if nothing was to do."""
+    """Install the hooks that transformers would install at `place`, the line of code at which tracing stopped.
+
+    Returns False if `place` is another line, or all hooks are installed.
+    """
     capturing = sys.modules.get("transformers.utils.output_capturing")
     if capturing is None or "maybe_install_capturing_hooks" not in place:
         return False
@@ -36,7 +39,10 @@ def set_up(model: nn.Module, place: str) -> bool:
 
 
 def groups_heads(model: nn.Module) -> bool:
-    """Tell whether several heads share keys and values in PyTorch's attention, which rounds otherwise with a mask."""
+    """Tell whether a transformers model uses PyTorch's attention with heads that share keys and values (GQA).
+
+    Gradients of such attention round otherwise with a mask that masks nothing than without one.
+    """
     library = sys.modules.get("transformers")
     if library is None:
         return False
@@ -50,7 +56,7 @@ def _groups_heads(config: Any) -> bool:
 
 
 def only_requires_grad(hook: Any) -> bool:
-    """Tell whether a hook calls `requires_grad_` on its arguments and nothing else: its code has no other name.
+    """Tell whether a hook calls `requires_grad_` on its arguments and nothing else: its code uses no other name.
 
     >>> only_requires_grad(lambda module, inputs, output: output.requires_grad_(True))
     True
@@ -62,14 +68,14 @@ def only_requires_grad(hook: Any) -> bool:
 
 
 def requires_grad_hooks(model: nn.Module) -> list[dict[int, Any]]:
-    """Return the dictionaries of the modules' forward hooks that have a hook which `only_requires_grad`."""
+    """Return the model's dictionaries of forward hooks that contain a hook for which `only_requires_grad` holds."""
     tables = (table for m in model.modules() for table in forward_hooks_of(m))
     return [table for table in tables if any(map(only_requires_grad, table.values()))]
 
 
 @contextlib.contextmanager
 def without_requires_grad_hooks(model: nn.Module) -> Iterator[None]:
-    """Remove the hooks which `only_requires_grad` from the model's modules, and put them back where they were."""
+    """Remove the model's hooks for which `only_requires_grad` holds, inside this context."""
     tables = [(table, dict(table)) for table in requires_grad_hooks(model)]
     for table, hooks in tables:
         for number in [number for number, hook in hooks.items() if only_requires_grad(hook)]:

@@ -4,7 +4,7 @@ Where the caller uses some outputs of a step and not others, autograd hands the 
 parameters that only those depend on would get gradients of zeros, which weight decay and momentum act on. So
 
     call        a hook before the step's backward sees which outputs are given no gradient
-    backward    which runs next, on the same thread, returns None for what is computed from those outputs alone
+    backward    it runs next, on the same thread, and returns None for gradients that come from those outputs alone
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def telling_unused(step: Callable[..., Sequence[Any]], trained: Sequence[int]) -
     """Wrap a compiled step, so that its backward learns which of the trained outputs got no gradient.
 
     Args:
-        trained: positions of the outputs that require grad. Those that AOTAutograd makes again as views of another
-            value count as used.
+        trained: positions of the outputs that require grad. Outputs that AOTAutograd makes outside of the step, as
+            views of another output, count as used.
     """
 
     def call(*inputs: Any) -> Sequence[Any]:
@@ -58,7 +58,12 @@ def unused_outputs() -> frozenset[int]:
 def without(
     gradients: Sequence[Any], needs: Sequence[Set[int | None]], unused: Set[int | None]
 ) -> Sequence[Any]:
-    """Replace gradients that are computed from unused outputs alone by None."""
+    """Replace gradients that are computed from unused outputs alone by None.
+
+    Args:
+        needs: for each gradient, the positions of the outputs from whose gradients it is computed.
+        unused: positions of the outputs that got no gradient.
+    """
     if not unused:
         return gradients
     pairs = zip(gradients, needs, strict=True)

@@ -24,7 +24,7 @@ SLICES = f"{FIXED}slices are planned for one size"
 
 
 def positional(forward: Callable[..., Any]) -> Sequence[str]:
-    """Return the names of a function's inputs that may be passed by position; () where it has no signature."""
+    """Return the names of a function's inputs that may be passed by position; () if it has no readable signature."""
     try:
         parameters = inspect.signature(forward).parameters.values()
     except (TypeError, ValueError):
@@ -34,7 +34,11 @@ def positional(forward: Callable[..., Any]) -> Sequence[str]:
 
 
 def by_name(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call by name; `names` are those of the positional ones."""
+    """Return the arguments of a call by name.
+
+    Args:
+        names: the names of the inputs that may be passed by position, in order.
+    """
     return dict(zip(names, args, strict=False)) | dict(kwargs)
 
 
@@ -45,10 +49,13 @@ def mark(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> None:
-    """Mark the sizes that `dynamic` names on the inputs of a call to `forward`, whose positional inputs have `names`.
+    """Mark on the tensors of a call the dimensions that the option `dynamic` names: dynamo makes their sizes symbolic.
+
+    Args:
+        names: the names of the inputs of `forward` that may be passed by position.
 
     Raises:
-        FxrematError: there is no input of that name; or it is passed, and is no tensor, or has no such dimension.
+        FxrematError: `dynamic` names an unknown input, one that is no tensor, or a dimension that it does not have.
     """
     if not options.ranges:
         return
@@ -81,7 +88,11 @@ def _check_known(name: str, given: Mapping[str, Any], forward: Callable[..., Any
 
 
 def warn_of_fixed(options: Options, reason: BaseException | None = None) -> None:
-    """Report that sizes are taken as fixed: as a warning where the user asked for others, else in the log."""
+    """Report that sizes are taken as fixed: by a warning if the user asked for dynamic ones, else in the log.
+
+    Args:
+        reason: the error because of which sizes cannot change; None: an option needs fixed sizes.
+    """
     text = SLICES if options.slicing else HOST
     if reason is not None:
         first = (str(reason).strip() or type(reason).__name__).splitlines()[0]

@@ -1,9 +1,11 @@
 """Values that wait on the host between two uses: which may, which do, and the program that copies them.
 
-    round trip a forward value that some step reads last before the split, and some step reads first after it
-    offload    right after the step that makes it: as early as possible (thesis, Proposition 1)
+    round trip    of a forward value to the host and back, between its last reader in the forward and its first reader
+                  in the backward (the split is between forward and backward)
+    offload       right after the step that makes the value: as early as possible (Proposition 1 of the thesis by A.
+                  Shilova, 2021)
 
-The clock decides when its memory is released and when it comes back (`transfers.copies`).
+The simulated clock decides when its memory is released and when it comes back (`transfers.clock`).
 """
 
 from __future__ import annotations
@@ -23,48 +25,48 @@ from fxremat.step.transferred import ProgramWithTransfers
 from fxremat.transfers.clock import Ints
 from fxremat.transfers.copies import CopyIn, CopyOut, durations, need_of, time_copies
 
-SMALL = 2000  # values smaller than the peak of keep-all divided by this do not travel
+SMALL = 2000  # values below this fraction (1 / SMALL) of the peak of keep-all stay on the device
 
 
 @dataclass(frozen=True, slots=True)
 class RoundTrip:
-    """A version that may be on the host between `leaves`, its last reader before, and `returns`, its first after."""
+    """A version of a value that may be on the host between two of its readers, at `leaves` and at `returns`."""
 
     version: int
-    size: int
+    size: int  # bytes
     made: int  # position of the step that makes it
-    leaves: int
-    returns: int
+    leaves: int  # position of its last reader before it is away
+    returns: int  # position of its first reader after that
     back: int  # position of the first step before which its copy back may start
 
     @property
     def away(self) -> slice:
-        """The steps during which it need not be on the device."""
+        """The positions of the steps during which the value need not be on the device."""
         return slice(self.leaves + 1, self.returns)
 
 
 def least_size(keep_all_peak: int) -> int:
-    """Return the least bytes for which a value is worth a round trip."""
+    """Return the bytes from which on a value is worth a copy to the host and back."""
     return max(1, keep_all_peak // SMALL)
 
 
 def trips(program: Program, costs: Costs, least: int = 1) -> list[RoundTrip]:
-    """List the round trips over the split, of `least` bytes or more, that a program allows, in order. O(steps).
+    """Return the round trips to the host that a program allows between forward and backward, by start. O(steps).
 
-    Only entire storages travel: one that is larger than the tensor on it stays.
+    Values of fewer than `least` bytes stay, and values whose storage is larger than the tensor on it.
     """
     found = _Visits.of(program).trips(dict.fromkeys(range(len(program.version_of)), program.split), costs)
     return [trip for trip in found if trip.size >= least and trip.leaves < program.split]
 
 
 def trips_of(layout: Layout, schedule: Schedule, costs: Costs) -> tuple[Program, list[RoundTrip]]:
-    """Return what a schedule executes, and the round trips that its Off and Pre tokens ask for.
+    """Return the program of a schedule, and the round trips to the host that its `Offload` and `Prefetch` ask for.
 
     A value that comes back a second time (a solver of chains may drop it and fetch it again) stays on the device after
     the first time.
 
     Raises:
-        InvalidSchedule: a value that is not stored leaves, or one comes back that has not left.
+        InvalidSchedule: the schedule offloads a value that is not stored, or prefetches one that is not on the host.
     """
     replay = Replay(layout)
     hosted: dict[Value, Mapping[int, int]] = {}
@@ -101,7 +103,11 @@ class _Visits:
         return cls(program, at)
 
     def trips(self, back: Mapping[int, int], costs: Costs) -> list[RoundTrip]:
-        """Return the round trips of versions that can travel, each back from a position on, sorted by their start."""
+        """Return the round trips of versions that can be copied to the host, sorted by the step that makes each.
+
+        Args:
+            back: version -> position of the first step before which it may come back.
+        """
         found = []
         for version, position in back.items():
             visits = self.at.get(version, [])
@@ -114,7 +120,10 @@ class _Visits:
         return sorted(found, key=lambda trip: trip.made)
 
     def _travels(self, version: int, costs: Costs) -> int:
-        """Return the bytes of a version that may leave; 0 if the caller holds it or no tensor covers its storage."""
+        """Return the bytes of a version that can be copied to the host; 0 for one that cannot.
+
+        It cannot if no forward op made it, if the caller holds it, or if no tensor covers its storage.
+        """
         graph = self.program.layout.graph
         value = graph.values[self.program.version_of[version]]
         size = costs.sizes.values[value.index]
@@ -124,10 +133,13 @@ class _Visits:
 
 
 def cap(need: Ints, possible: Sequence[RoundTrip], limit: int) -> list[RoundTrip] | None:
-    """Choose round trips with which a program fits into `limit` bytes; `need` is updated. Return None if none do.
+    """Return round trips to the host with which a program fits into `limit` bytes; None if there are none.
 
-    While a step does not fit, the earliest value that is not used at the worst step leaves (autocapper of the thesis,
-    4.3); in the end, round trips that turn out unnecessary are removed.
+    While a step does not fit, the earliest value that is not used at the worst step leaves (the autocapper of
+    A. Shilova's thesis, 2021, 4.3); in the end, round trips that turned out unnecessary are removed.
+
+    Args:
+        need: bytes at each step; values that are away are subtracted, in place.
     """
     waiting, chosen = list(possible), []
     while need.max(initial=0) > limit:
@@ -146,7 +158,10 @@ def cap(need: Ints, possible: Sequence[RoundTrip], limit: int) -> list[RoundTrip
 
 
 def swap(program: Program, chosen: Sequence[RoundTrip], costs: Costs, link: Link, limit: int) -> ProgramWithTransfers:
-    """Return the program with these round trips; it stays below `limit` if it can. O(steps + trips * steps between)."""
+    """Return the program with these round trips as steps; it stays within `limit` bytes if it can.
+
+    O(steps + trips * steps between).
+    """
     need = need_of(program, live_bytes(program, costs.sizes))
     copies_out, copies_in = copies_of(program, chosen, need)
     seconds = durations(program, costs)
@@ -154,7 +169,7 @@ def swap(program: Program, chosen: Sequence[RoundTrip], costs: Costs, link: Link
 
 
 def most_on_host(program: Program, costs: Costs, link: Link) -> int:
-    """Return the most bytes of values on the host, each from where its copy out begins until it is back. O(steps)."""
+    """Return the most bytes of values on the host at a time; each counts from begin of copy out to end of copy in."""
     there: dict[int, int] = {}
     now = most = 0
     for step in program.steps:
@@ -172,7 +187,11 @@ def most_on_host(program: Program, costs: Costs, link: Link) -> int:
 def copies_of(
     program: Program, chosen: Sequence[RoundTrip], need: Ints, first: int = 0
 ) -> tuple[list[CopyOut], list[CopyIn]]:
-    """Return the copies of these trips, numbered from `first` on; subtract from `need` what is away."""
+    """Return the copies out and in of these round trips, numbered from `first` on.
+
+    Args:
+        need: bytes at each step; values that are away are subtracted, in place.
+    """
     copies_out: list[CopyOut] = []
     copies_in: list[CopyIn] = []
     for number, trip in enumerate(chosen, first):

@@ -1,12 +1,13 @@
-"""The compiled clock of a program with copies: when each step and copy runs, and which step waits for which copy.
+"""A simulated clock, compiled by numba, of a program with copies to the host: when steps and copies run and wait.
 
-    copy out    its copy starts after the step at `starts`; after the one at `leaves` nothing on the device reads it
-    release     once that copy has ended, or where the memory is needed before: then the step there waits
-    copy in     as soon as, from `begins` on, it fits into memory at all steps up to its first reader, and its copy can
-                start before the step ends; the value that is read first is copied first
-    wait        before its first reader, at `first`
+    copy out    starts after the step at `starts`; after the step at `leaves` nothing on the device reads the value
+    release     of the value's memory, once its copy out has ended; a step that needs the memory before waits for that
+    copy in     starts, from the step at `begins` on, as soon as the value fits into memory at all steps up to its first
+                reader, and the link is free before the step ends; the value that is read first is copied first
+    wait        for the end of the copy in, before the first reader, at `first`
 
-The copies of each direction run one after the other, concurrently with the ops (spec/offload.md, O.3 and O.4).
+The copies of each direction run one after the other, concurrently with the ops (spec/offload.md, O.3 and O.4). A trip
+is a value's way to the host and back; its two copies have its number.
 """
 
 from __future__ import annotations
@@ -22,47 +23,48 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 EXECUTE, OFFLOAD, RELEASE, PREFETCH, WAIT = range(5)
-_NOW, _OUT, _BACK = range(3)  # entries of `clock`: the time, and when each lane is free
-_EVENTS, _HEAD, _TAIL, _BYTES, _TURN, _PEAK = range(6)  # entries of `counts`
+_NOW, _OUT, _BACK = range(3)  # entries of `Log.clock`: the time, and when the link is free in each direction
+# Entries of `Log.counts`: events so far, begin and end of the queue, bytes in it, event at the split, peak.
+_EVENTS, _HEAD, _TAIL, _BYTES, _TURN, _PEAK = range(6)
 
 
 class CopiesOut(NamedTuple):
-    """The copies to the host; all copies of one trip share a number."""
+    """The copies to the host, as arrays with an entry for each."""
 
-    trips: Ints
-    sizes: Ints
-    starts: Ints  # positions
-    leaves: Ints
-    by_start: Ints  # indices, sorted by `starts`
-    by_leave: Ints
+    trips: Ints  # number of the trip
+    sizes: Ints  # bytes
+    starts: Ints  # position of the step after which the copy starts
+    leaves: Ints  # position of the last step that reads the value
+    by_start: Ints  # indices of copies, sorted by `starts`
+    by_leave: Ints  # indices of copies, sorted by `leaves`
 
 
 class CopiesIn(NamedTuple):
-    """The copies to the device, in the order of their first readers."""
+    """The copies to the device, as arrays with an entry for each, in the order of their first readers."""
 
-    trips: Ints
-    sizes: Ints
-    begins: Ints  # positions
-    first: Ints
+    trips: Ints  # number of the trip
+    sizes: Ints  # bytes
+    begins: Ints  # position of the first step before which the copy may start
+    first: Ints  # position of the first reader
 
 
 class Log(NamedTuple):
-    """Everything that happens; a row of `events` is a kind, and the position of a step or the number of a copy."""
+    """All that happens in a run of the clock, and the state of the run."""
 
-    events: Ints
-    starts: Floats  # seconds, of each event
+    events: Ints  # [events, 2]: a kind such as `OFFLOAD`; the position of a step, or the index of a copy
+    starts: Floats  # by event: its time in seconds
     out: Floats  # [copies_out, 2]: start and end of each copy
-    back: Floats  # [copies_in, 2]
+    back: Floats  # [copies_in, 2]: start and end of each copy
     ends: Floats  # by trip: when its copy out ends; 0 for values that were on the host from the start
     queue: Ints  # copies out whose values nothing reads any more, and whose memory is not released yet
-    lingers: Ints  # by trip: whether it is in the queue
-    clock: Floats
+    lingers: Ints  # by trip: whether its copy out is in the queue
+    clock: Floats  # see `_NOW`
     waited: Floats  # seconds that steps wait for copies out, and for copies back
-    counts: Ints
+    counts: Ints  # see `_EVENTS`
 
 
 def blank_log(steps: int, out: CopiesOut, back: CopiesIn) -> Log:
-    """Allocate the arrays for a run."""
+    """Return an empty log for a run of `steps` steps with these copies."""
     events = steps + 2 * out.trips.size + 2 * back.trips.size
     trips = 1 + max(out.trips.max(initial=-1), back.trips.max(initial=-1))
     return Log(
@@ -88,13 +90,14 @@ def run(
     speeds: tuple[float, float],
     limit: int,
 ) -> Log:
-    """Simulate the steps once. O(steps + copies_in * steps between).
+    """Simulate the steps once, and return what happens. O(steps + copies_in * steps between start and first reader).
 
     Args:
-        need: bytes at each step without what is away then; it is overwritten.
+        need: bytes at each step, without values that are on the host then; it is overwritten.
+        seconds: of each step.
         split: position of the first step of the backward graph.
         speeds: bytes per second to the host, and back.
-        limit: bytes; the steps stay below it if they can.
+        limit: bytes; copies in start early, and memory is released late, only as far as steps stay within them.
     """
     log = blank_log(need.size, out, back)
     _run(need, seconds, split, out, back, speeds[0], speeds[1], limit, log)
@@ -176,7 +179,7 @@ def _run(
 
 @jit
 def _make_room(need: int, out: CopiesOut, limit: int, log: Log) -> None:
-    """Release memory whose copies out have ended; wait for further ones while the step would not fit."""
+    """Release memory whose copies out have ended; wait for more as long as a step of `need` bytes does not fit."""
     while log.counts[_HEAD] < log.counts[_TAIL]:
         ends = log.ends[out.trips[log.queue[log.counts[_HEAD]]]]
         if ends > log.clock[_NOW] and need + log.counts[_BYTES] <= limit:
@@ -212,7 +215,11 @@ def _may_come(
 
 @jit
 def _copy(lane: int, after: float, seconds: float, span: Floats, log: Log) -> None:
-    """Append a copy to its lane; a copy back starts no earlier than `after`, the end of its copy out."""
+    """Run a copy after those of its direction, no earlier than `after`; write start and end to `span`.
+
+    Args:
+        lane: the direction: `_OUT` or `_BACK`.
+    """
     span[0] = max(log.clock[_NOW], log.clock[lane], after)
     span[1] = span[0] + seconds
     log.clock[lane] = span[1]

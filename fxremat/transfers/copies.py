@@ -1,13 +1,13 @@
-"""Programs with copies: ops one after the other, and concurrently a lane of copies in each direction.
+"""Programs with copies to the host and back: ops run one after the other, concurrently with copies each way.
 
-    offload, release   a device-to-host copy begins; it has ended, and its memory is freed
+    offload, release   a device-to-host copy begins; it has ended, and the value's memory is freed
     prefetch, wait     memory is allocated and a host-to-device copy begins; it has ended, and its first reader may run
-    time_copies        run the clock (`transfers.clock`): what happens when
-    performed          the program in which it happens in this order
+    time_copies        runs the clock (`transfers.clock`), which finds when all this happens
+    performed          returns the program with these events as steps, in the order in which they happen
 
 The first four are steps of the program, so memory follows from the order of the steps alone and does not depend on how
-fast copies are; only time does. That is the accounting `whole` of the simulator (spec/offload.md, O.7), op by op: what
-leaves is on the device until its copy ends, and what comes back is there from when its copy starts.
+fast copies are; only time does. A value that leaves counts on the device until its copy ends, and one that comes back
+from when its copy starts: the accounting `whole` of the simulator (spec/offload.md, O.7), op by op.
 """
 
 from __future__ import annotations
@@ -29,35 +29,38 @@ from fxremat.transfers.clock import Floats, Ints
 
 @dataclass(frozen=True, kw_only=True)
 class HostCopy:
-    """A version that travels, or the optimizer state of the parameter whose version it is."""
+    """A copy of one version of a value, or of a parameter's optimizer state.
+
+    Each execution of an op makes a new version of its result.
+    """
 
     trip: int  # the copy out and the copy in of a round trip have the same number
     block: int
-    version: int  # as the steps of the program read it
-    size: int
-    state: bool = False
+    version: int  # the version that is copied, or of the parameter whose state is copied
+    size: int  # bytes
+    state: bool = False  # True: it is the optimizer state of a parameter
 
 
 @dataclass(frozen=True, kw_only=True)
 class CopyOut(HostCopy):
     """A device-to-host copy."""
 
-    starts: int  # position of the step after which its copy starts; an update starts its copy itself
-    leaves: int  # position of its last reader
+    starts: int  # position of the step after which the copy starts; the update of a parameter starts it itself
+    leaves: int  # position of the last step that reads the value
 
 
 @dataclass(frozen=True, kw_only=True)
 class CopyIn(HostCopy):
     """A host-to-device copy, which makes a new version of the value."""
 
-    begins: int  # position of the first step before which its copy may start
-    first: int  # position of its first reader
+    begins: int  # position of the first step before which the copy may start
+    first: int  # position of the first step that reads the value
 
 
 
 
 def need_of(program: Program, memory: Memory) -> Ints:
-    """Return the bytes needed at each step; the first step of the backward includes the moment between the graphs."""
+    """Return the bytes needed at each step; at the first one of the backward also those between the two graphs."""
     need = np.array(memory.during, dtype=np.int64)
     if program.split < need.size:
         need[program.split] = max(need[program.split], memory.at_split)
@@ -66,7 +69,7 @@ def need_of(program: Program, memory: Memory) -> Ints:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TimedCopies:
-    """The times of a program with these copies, before they become steps of it."""
+    """A program with copies whose times are known, before the copies become steps of the program."""
 
     program: Program
     copies_out: Sequence[CopyOut]
@@ -91,7 +94,7 @@ class TimedCopies:
         return clock.time_of(self.log) + self.link.slowdown * sum(self.copying)
 
     def performed(self, costs: Costs) -> ProgramWithTransfers:
-        """Return the program with its transfers as steps. O(steps)."""
+        """Return the program with the copies as steps. O(steps)."""
         return _Writer(self).written(costs)
 
 
@@ -110,13 +113,13 @@ def time_copies(
     link: Link,
     limit: int,
 ) -> TimedCopies:
-    """Run the clock on a program with these copies; it stays below `limit` bytes if it can.
+    """Find when steps and copies of a program run; it stays within `limit` bytes if it can.
 
-    O(steps + copies_in * steps between).
+    O(steps + copies_in * steps between start and first reader).
 
     Args:
-        need: bytes at each step without what is away then; it is overwritten.
-        seconds: `durations` of its steps.
+        need: bytes at each step, without values that are on the host then; it is overwritten.
+        seconds: the `durations` of the program.
     """
     copies_in = sorted(copies_in, key=attrgetter("first"))
     starts, leaves = _field(copies_out, "starts"), _field(copies_out, "leaves")
@@ -201,7 +204,7 @@ class _Writer:
                 return self._transfer(Role.WAIT, coming, reads=self._now(coming))
 
     def _now(self, what: HostCopy) -> tuple[int, ...]:
-        """Return the current version in place of one of the program; none for optimizer state."""
+        """Return the present version of what is copied: the one that came back, if one did; () for optimizer state."""
         return () if what.state else (self.renamed.get(what.version, what.version),)
 
     def _transfer(
@@ -219,7 +222,7 @@ class _Writer:
         return replace(transfer, state_of=self.program.version_of[what.version], takes=sign * what.size)
 
     def _copies(self) -> Iterator[tuple[tuple[Role, int], tuple[float, float]]]:
-        """Yield start and end of each copy, with its direction and trip."""
+        """Yield (role, trip), (start, end) of each copy: OFFLOAD or PREFETCH, and seconds."""
         log, heard = self.timed.log, self.timed
         sides: tuple[tuple[Role, Sequence[HostCopy], Floats], ...] = (
             (Role.OFFLOAD, heard.copies_out, log.out),

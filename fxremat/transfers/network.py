@@ -1,10 +1,10 @@
 """Communication that overlaps with computation: when each collective starts, and when it is waited for.
 
-    gather       starts once its link is idle and its result fits into memory at all steps up to its first reader
+    gather       starts once the network is idle and its result fits into memory at all steps up to its first reader
     reduction    starts once its operand exists; waited for when it has ended, or earlier if its memory is needed
 
-There is one lane: the collectives run one after the other, in the order in which they start, concurrently with the ops,
-as on a stream of NCCL's. What a collective reads and writes is held from its start to its wait, so that memory follows
+The collectives run one after the other, in the order in which they start, concurrently with the ops, as on a stream of
+NCCL's. What a collective reads and writes is held from its start to its wait, so that memory follows
 from the order of the steps alone; only time depends on how fast the link is. The order is part of the plan, and equal
 on all ranks.
 
@@ -26,9 +26,9 @@ from fxremat.step.liveness import Sizes, live_bytes
 from fxremat.step.program import Program, Role, Step, Transfer
 from fxremat.step.step_graph import Op, Origin, StepGraph
 
-TRIES = 4  # limits that are tried, each lower by what the greedy choice exceeded the budget
+TRIES = 4  # limits that are tried, each lower by the bytes by which the result exceeded the budget
 TRIED = 24  # programs, fastest first, whose collectives are overlapped for one budget
-LEAST_SHARE = 0.1  # of a collective's seconds that a search counts at least: an overlap is never perfect
+LEAST_SHARE = 0.1  # a search counts at least this share of a collective's seconds: an overlap is never perfect
 
 
 def communicates(graph: StepGraph) -> bool:
@@ -37,9 +37,9 @@ def communicates(graph: StepGraph) -> bool:
 
 
 def beside_ops(graph: StepGraph, costs: Costs) -> Costs:
-    """Return the costs that a search uses: of a collective, only the seconds that ops of the step do not hide.
+    """Return costs for a search, with only that share of a collective's seconds which ops cannot hide.
 
-    A repeated gather occupies the link; the step takes longer only where the link is the bottleneck.
+    A repeated gather occupies the network; the step takes longer only where the network is the bottleneck.
     """
     without, network = apart(graph, costs)
     gathers = sum(costs.seconds[op.index] for op in graph.ops if op.communicates and not op.backward)
@@ -50,10 +50,10 @@ def beside_ops(graph: StepGraph, costs: Costs) -> Costs:
 
 
 def with_overlap(frontier: Frontier, costs: Costs, budget: int) -> Frontier:
-    """Return the frontier with communication that overlaps with ops, at each candidate's memory and at the budget.
+    """Return the frontier with communication that overlaps with ops, within each candidate's peak and in the budget.
 
     Args:
-        costs: the true ones; the times of the candidates may be those of `beside_ops`.
+        costs: the measured costs; the times of the candidates may come from the reduced costs of `beside_ops`.
     """
     keep_all = _timed(frontier.keep_all, costs)
     found = [_overlapping(candidate, costs, candidate.peak) for candidate in frontier.candidates]
@@ -76,7 +76,10 @@ def _overlapping(candidate: Candidate, costs: Costs, limit: int) -> Candidate:
 
 
 def overlapped(program: Program, costs: Costs, limit: int) -> ProgramWithCommunication:
-    """Return the program with waits apart from the starts of collectives, within `limit` bytes if it fits at all."""
+    """Return the program with collectives that are waited for later than they start, where that is faster.
+
+    It stays within `limit` bytes, if the program without overlap does.
+    """
     at_once = _result(program, _Spread(program, costs, 0, units=()).run(), costs)
     if at_once.memory.peak > limit:
         return at_once
@@ -96,10 +99,10 @@ def overlapped(program: Program, costs: Costs, limit: int) -> ProgramWithCommuni
 
 @dataclass(frozen=True, kw_only=True)
 class _Unit:
-    """A collective of a program that need not be waited for at once; numbers are positions of steps."""
+    """A collective that need not be waited for at once; steps are given by position in the program."""
 
-    at: int
-    gather: bool
+    at: int  # the collective
+    gather: bool  # False: it is a reduction
     head: tuple[int, ...]  # steps that compute what a gather sends of parameters (casts, padding), and run with it
     tail: tuple[int, ...]  # steps that only finish what was reduced (casts), and run after the wait
     first: int  # the first step that reads what was gathered
@@ -144,7 +147,14 @@ def _bytes(program: Program, sizes: Sizes, versions: Sequence[int]) -> int:
 
 
 def _head(program: Program, at: int, writer: dict[int, int], readers: dict[int, list[int]]) -> list[int] | None:
-    """Return the steps that only compute what a gather sends of parameters; None if it gathers anything else."""
+    """Return the steps that compute, from parameters alone, what a gather sends; None if it sends anything else.
+
+    None too if other steps read what they compute.
+
+    Args:
+        writer: version -> the step that makes it.
+        readers: version -> the steps that read it.
+    """
     found: set[int] = set()
     stack = list(program.steps[at].reads)
     while stack:
@@ -169,7 +179,11 @@ def _head(program: Program, at: int, writer: dict[int, int], readers: dict[int, 
 
 
 def _tail(program: Program, at: int, readers: dict[int, list[int]]) -> list[int] | None:
-    """Return the steps that only finish a reduction for the caller; None if other steps need its result."""
+    """Return the steps that turn a reduction's result into what the caller gets; None if other steps need it.
+
+    Args:
+        readers: version -> the steps that read it.
+    """
     found: list[int] = []
     mine = set(program.steps[at].writes)
     stack = list(mine)
@@ -193,18 +207,18 @@ def _tail(program: Program, at: int, readers: dict[int, list[int]]) -> list[int]
 
 @dataclass
 class _Run:
-    """The order of events: positions of steps, and waits for collectives."""
+    """The result of a simulation: the order of steps and waits, and times in seconds."""
 
     events: list[tuple[bool, int]] = field(default_factory=list)  # (is a wait, position of the step or of its start)
     starts: list[float] = field(default_factory=list)
-    split: int = 0
-    now: float = 0.0
-    spans: dict[int, tuple[float, float]] = field(default_factory=dict)  # of each collective on the link, by position
-    waited: dict[int, float] = field(default_factory=dict)  # seconds that ops wait for it
+    split: int = 0  # the first event of the backward
+    now: float = 0.0  # the time
+    spans: dict[int, tuple[float, float]] = field(default_factory=dict)  # start and end, by collective
+    waited: dict[int, float] = field(default_factory=dict)  # seconds that ops wait, by collective
 
 
 class _Spread:
-    """One simulation of the clock over a program."""
+    """One simulation of a program whose collectives overlap with ops, within `limit` bytes where possible."""
 
     def __init__(self, program: Program, costs: Costs, limit: int, *, units: Sequence[_Unit]) -> None:
         self.program, self.limit = program, limit
@@ -215,9 +229,9 @@ class _Spread:
         self.need = np.array(memory.during, dtype=np.int64)
         if program.split < self.need.size:
             self.need[program.split] = max(self.need[program.split], memory.at_split)
-        self.free = 0.0  # the time at which the link is free
-        self.lingering = 0  # bytes of operands of reductions that have not ended
-        self.pending: list[_Unit] = []  # reductions that have not ended
+        self.free = 0.0  # the time at which the network is free
+        self.lingering = 0  # bytes of the operands of `pending`
+        self.pending: list[_Unit] = []  # reductions that were not waited for yet
         self.found = _Run()
 
     def run(self) -> _Run:
@@ -313,7 +327,7 @@ class _Spread:
 
 
 def _result(program: Program, found: _Run, costs: Costs) -> ProgramWithCommunication:
-    """Return the program with the events of the run in their order. O(steps)."""
+    """Return the program with steps and waits in the order of a simulation. O(steps)."""
     steps: list[Step | Transfer] = []
     for wait, position in found.events:
         step = program.steps[position]
@@ -339,13 +353,13 @@ def _result(program: Program, found: _Run, costs: Costs) -> ProgramWithCommunica
 
 
 def _completed(program: Program, step: Step | Transfer, trip: int) -> Transfer:
-    """Return the end of a collective, until which its operands and results are held."""
+    """Return the step that waits for a collective; it reads operands and results, which are held until then."""
     assert step.op is not None
     return Transfer(step.block, Role.COMPLETE, trip, (*step.writes, *_held(program, step)), ())
 
 
 def _held(program: Program, step: Step | Transfer) -> tuple[int, ...]:
-    """Return the operands that a collective reads until its end: an all-reduce works on its result, or on a copy."""
+    """Return the operands that a collective reads until its end; () for an all-reduce, which works on its result."""
     op = _op(program, step)
     if op.overwrites is not None or op.target.startswith("collective all_reduce"):
         return ()

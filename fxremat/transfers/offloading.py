@@ -1,14 +1,15 @@
-"""Candidates with transfers: the time of a step whose values may wait on the host.
+"""Candidates with copies to the host: programs whose values may wait there, with their times.
 
-    sources   programs of the survey, from keep-all to those that recompute much
-    budgets   from keep-all's peak down to the least that is possible with all possible values away
-    each      the round trips that make a source fit (`transfers.activations.cap`), timed; the fastest source counts
+    sources   programs of the survey, from keep-all (no recomputation) to programs that recompute much
+    budgets   from keep-all's peak down to the least that is possible with all possible values on the host
+    each      the values to send so that a source fits (`transfers.activations.cap`), timed; the fastest source counts
 
-The frontier of both kinds then mixes recomputing and offloading: recomputing decides which values there are to send. A
-candidate that offloading makes neither faster nor smaller stays as it was.
+The resulting frontier mixes recomputing and offloading: recomputing decides which values there are to send. A candidate
+that offloading makes neither faster nor smaller stays as it was.
 
-A solver of chains that offloads (pofo, offload_dp, ...) can be asked for by name instead: its Off and Pre tokens say
-what leaves, and the clock says when. If the chain's estimate was too low for the ops, more values leave.
+A solver of chains that offloads (pofo, offload_dp, ...) can be asked for by name instead: its schedule says what
+leaves, and the simulated clock (`transfers.clock`) says when. If the program needs more memory than the chain
+estimated, more values leave.
 """
 
 from __future__ import annotations
@@ -40,25 +41,30 @@ from fxremat.transfers.activations import (
 from fxremat.transfers.clock import Floats, Ints
 from fxremat.transfers.copies import TimedCopies, durations, need_of, time_copies
 
-SOURCES = 16
+SOURCES = 16  # programs whose values are sent
 STEP = 1.03  # ratio of successive budgets
-COARSE_STEP = 1.12  # the same for a solver of chains
-SPARE = (1.0, 0.93, 0.85)  # shares of the budget that trips are chosen for: smaller ones mean more trips, fewer waits
+COARSE_STEP = 1.12  # ratio of successive budgets for a solver of chains
+SPARE = (1.0, 0.93, 0.85)  # shares of the budget into which the choice has to fit: smaller ones mean more copies, fewer
+# waits
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Source:
-    """A program whose values can be sent away."""
+    """A program as a starting point for offloading, with the values that can be sent to the host."""
 
     candidate: Candidate
     program: Program
-    need: Ints
+    need: Ints  # bytes at each step
     seconds: Floats  # of each step
-    trips: Sequence[RoundTrip]
+    trips: Sequence[RoundTrip]  # the values that may go to the host and come back
 
     @classmethod
     def of(cls, candidate: Candidate, costs: Costs, least: int) -> Source:
-        """Make the source of a candidate, with its round trips of at least `least` bytes."""
+        """Return a candidate as a starting point for offloading: its program, times and memory.
+
+        Args:
+            least: bytes; values of at least this size may go to the host and come back.
+        """
         program = candidate.program()
         need = need_of(program, live_bytes(program, costs.sizes))
         return cls(
@@ -71,7 +77,7 @@ class Source:
 
     @property
     def least(self) -> int:
-        """Bytes that it needs with all possible values away."""
+        """Bytes that the program needs with all possible values on the host."""
         need = self.need.copy()
         for trip in self.trips:
             need[trip.away] -= trip.size
@@ -80,7 +86,12 @@ class Source:
     def within(
         self, budget: int, link: Link, host_mem: int | None, faster_than: float
     ) -> Iterator[TimedCopies]:
-        """Yield offloaded variants of this program that fit `budget` and are faster than `faster_than` seconds."""
+        """Yield this program with copies to the host, in ways that fit into `budget` bytes.
+
+        Args:
+            host_mem: bytes that may be on the host at a time. None: no limit.
+            faster_than: seconds; slower ways are left out.
+        """
         seen: set[tuple[RoundTrip, ...]] = set()
         for share in SPARE:
             chosen = cap(self.need.copy(), self.trips, int(budget * share))
@@ -98,9 +109,7 @@ class Source:
 
 
 def with_offloading(frontier: Frontier, costs: Costs, link: Link, host_mem: int | None = None) -> Frontier:
-    """Return the frontier with the candidates that transfers improve.
-
-    Less memory still never leads to a faster step.
+    """Return the frontier with candidates added that copy values to the host; beaten candidates are dropped.
 
     Args:
         costs: the costs that the frontier's times are in.
@@ -115,9 +124,14 @@ def with_offloading(frontier: Frontier, costs: Costs, link: Link, host_mem: int 
 def with_schedules(
     frontier: Frontier, costs: Costs, link: Link, solver: str, slots: int, host_mem: int | None = None
 ) -> Frontier:
-    """Return keep-all, and the schedules that a solver of chains that offloads finds for a range of budgets.
+    """Return the frontier of keep-all and the schedules that a solver of chains with offloading finds.
 
-    The solver sees the layouts of the fastest and of the smallest candidate.
+    It is asked for a range of budgets, for the chains of the fastest and of the smallest candidate.
+
+    Args:
+        solver: the name of the solver.
+        slots: the number of units into which it divides the memory.
+        host_mem: bytes that may be on the host at a time. None: no limit.
     """
     found = [frontier.keep_all]
     for candidate in {id(p.layout): p for p in (frontier.candidates[0], frontier.candidates[-1])}.values():
@@ -145,7 +159,7 @@ def _proposed(
 def _scheduled(
     layout: Layout, schedule: Schedule, budget: int, costs: Costs, link: Link
 ) -> Iterator[ProgramWithTransfers]:
-    """Yield a schedule as a program with its transfers, then with more if the ops need more than estimated."""
+    """Yield a schedule as a program with its copies; then, if that exceeds the budget, with more values sent."""
     program, chosen = trips_of(layout, schedule, costs)
     yield swap(program, chosen, costs, link, budget)
     need = need_of(program, live_bytes(program, costs.sizes))

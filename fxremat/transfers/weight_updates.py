@@ -1,10 +1,10 @@
 """Plans for steps that hold weights, gradients, optimizer state and activations inside the budget.
 
-    sources    activation plans of the survey, from keep-all to those that recompute much
-    each       with the updates added, and as little sent to the host as makes it fit (`transfers.weights`)
-    chosen     the fastest by the clock
+    sources    programs of the survey, from keep-all (no recomputation) to programs that recompute much
+    each       with the weight updates added, and as little sent to the host as makes it fit (`transfers.weights`)
+    chosen     the fastest by the simulated times (`transfers.clock`)
 
-Weights and activations share the budget; trying every source finds how.
+Weights and activations share the budget; trying several sources finds how.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from fxremat.step.transferred import ProgramWithTransfers
 from fxremat.transfers.activations import least_size, trips
 from fxremat.transfers.weights import Choice, choose, hosted, update_inside
 
-SOURCES = 16
-SPARE = (1.0, 0.95, 0.9)  # shares of the budget that weights are chosen for: smaller ones mean fewer waits
+SOURCES = 16  # programs that are tried
+SPARE = (1.0, 0.95, 0.9)  # shares of the budget into which the choice has to fit: smaller ones mean fewer waits
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Trained:
-    """A plan for a step with its updates."""
+    """A plan for a step that updates its weights."""
 
-    candidate: Candidate  # with the transfers of parameters in its program
+    candidate: Candidate  # its program has the updates and copies of parameters
     choice: Choice
     minimum: int  # bytes: the least peak of any plan
 
@@ -45,18 +45,19 @@ def best_within(
     values_too: bool = False,
     host_mem: int | None = None,
 ) -> Trained:
-    """Return the fastest step whose peak, resident weights and state included, is within `budget` bytes.
+    """Return the fastest plan whose peak, with weights and state on the device, is within `budget` bytes.
 
     Args:
-        settled: the parameters that live on the host, if they are chosen already.
+        units: the cost of each parameter's update.
+        settled: the parameters that live on the host, if an earlier plan has chosen them; None: they are chosen here.
         values_too: whether forward values may wait on the host as well.
         host_mem: bytes that may be on the host at a time. None: no limit.
 
     Raises:
-        BudgetTooSmall: no step is; `.minimum` is the least that some plan needs.
+        BudgetTooSmall: no plan fits; `.minimum` is the least that some plan needs.
     """
     best: Trained | None = None
-    tightest: Trained | None = None  # with all possible values away, and each copy at the last moment
+    tightest: Trained | None = None  # all that can be is on the host, and comes at the last moment
     least: int | None = None
     smallest = least_size(frontier.keep_all.peak)
     for source in frontier.spread(SOURCES):
@@ -95,5 +96,5 @@ def _trained(source: Candidate, choice: Choice, swapped: ProgramWithTransfers) -
 
 
 def resident_peak(candidate: Candidate, units: Sequence[ParameterUpdate], costs: Costs) -> int:
-    """Return the peak in bytes of a step that keeps all weights, their state, and what the candidate keeps."""
+    """Return the peak in bytes of a candidate's step with its updates, with all weights and state on the device."""
     return live_bytes(update_inside(candidate.program(), units), costs.sizes).peak

@@ -1,14 +1,14 @@
-"""Weights on the host, and updates inside the step, as transfers in a program.
+"""Weights that live on the host, and updates of weights inside the step, as steps of a program.
 
     update     right after the last step that reads the parameter or writes its gradient
     resident   a parameter that stays on the device, with its optimizer state: bytes in every step
     hosted     a parameter on the host: it comes before its first reader (and once more after the split, if it is
                released in between), is updated, and goes back
-    state      of a hosted parameter: a unit of its own, which comes before the update and goes back after it
+    state      the optimizer state of a hosted parameter: it is copied by itself, before the update and back after it
 
-What is on the host is chosen as gaps are in Algorithm 1 of the paper: by the bytes of excess removed for each byte that
-is copied; forward values that may travel compete by the same measure. The clock decides when each comes
-(`transfers.copies`).
+What is on the host is chosen greedily, by the bytes above the limit that it removes for each byte that is copied, as in
+Algorithm 1 of Beaumont et al., Weight Offloading Strategies for Training Large DNN Models (2022). Forward values that
+may wait on the host compete by the same measure. The simulated clock decides when each comes (`transfers.clock`).
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class Choice:
     """The choice of what waits on the host: parameters, and forward values between last use and backward."""
 
     hosted: frozenset[int]  # parameters that live on the host
-    twice: frozenset[int] = frozenset()  # those of them that leave between forward and backward as well
-    trips: tuple[RoundTrip, ...] = ()  # of forward values
+    twice: frozenset[int] = frozenset()  # hosted parameters that leave between forward and backward as well
+    trips: tuple[RoundTrip, ...] = ()  # forward values that wait on the host until the backward
 
 
 
 
 def update_inside(program: Program, units: Iterable[ParameterUpdate]) -> Program:
-    """Return the program with the update of every unit, all of them resident. O(steps)."""
+    """Return the program with an update of every parameter in `units`, all of which stay on the device. O(steps)."""
     if any(isinstance(step, Transfer) for step in program.steps):
         raise FxrematError("updates come before transfers: this program has transfers already")
     graph = program.layout.graph
@@ -75,7 +75,7 @@ def update_inside(program: Program, units: Iterable[ParameterUpdate]) -> Program
 
 @dataclass(frozen=True)
 class _Visits:
-    """First and last position of a parameter's uses before the split, and from the split on."""
+    """The positions of the first and last step that use a parameter, in the forward (None: none) and the backward."""
 
     forward: tuple[int, int] | None
     backward: tuple[int, int]
@@ -90,17 +90,21 @@ def _visits(program: Program, unit: ParameterUpdate) -> _Visits:
 
 @dataclass(frozen=True, eq=False)
 class _Move:
-    """Something that may be sent to the host, in addition to what is there already."""
+    """One more thing that may be sent to the host: a parameter with its state, or a forward value."""
 
     what: ParameterUpdate | RoundTrip
-    removed: Ints  # bytes that it no longer occupies, from step `start` on
-    start: int
+    removed: Ints  # bytes that it no longer occupies, at each step from `start` on
+    start: int  # position of a step
     moved: int  # bytes copied for it in a step, both ways
     host: int  # bytes that it occupies on the host
-    then: _Move | None = None  # the move that this one makes possible
+    then: _Move | None = None  # the move that this one makes possible: to leave between forward and backward too
 
     def profit(self, excess: Ints) -> float:
-        """Return the bytes of excess removed for each byte that is copied."""
+        """Return the bytes above the limit that the move removes, over all steps, for each byte that is copied.
+
+        Args:
+            excess: bytes above the limit at each step.
+        """
         stretch = excess[self.start : self.start + self.removed.size]
         return float(np.minimum(np.maximum(stretch, 0), self.removed).sum()) / (self.moved or 1)
 
@@ -122,13 +126,14 @@ def choose(
     settled: frozenset[int] | None = None,
     host_mem: int | None = None,
 ) -> tuple[Choice, bool]:
-    """Choose what to host so that the program fits into `limit` bytes; return it, and whether the program then fits.
+    """Choose what waits on the host so that the program fits into `limit` bytes; return it, and whether it then fits.
 
-    The best move comes first, by lazy evaluation: a move is worth no more after others than before.
+    The most profitable move comes first, by lazy evaluation: a move is worth no more after others than before.
 
     Args:
-        possible: forward values that may travel.
-        settled: the parameters on the host, if only the other moves are still to be chosen.
+        units: the parameters that the step updates.
+        possible: forward values that may wait on the host.
+        settled: the parameters on the host, if they are chosen already; None: they are chosen here.
         host_mem: bytes that may be on the host at a time: parameters and their state always, values at the split.
     """
     excess = need_of(program, live_bytes(program, costs.sizes)) - limit
@@ -173,13 +178,17 @@ def _hosting(program: Program, unit: ParameterUpdate, link: Link, steps: int) ->
     visits = _visits(program, unit)
     again = _Move(unit, _removed(unit, visits, steps, hosted=True), 0, unit.bytes, 0)
     both = unit.bytes + unit.state_bytes
-    kinds = max(1, round(unit.state_bytes / unit.bytes)) if unit.bytes else 1  # of state, each of the parameter's size
+    kinds = max(1, round(unit.state_bytes / unit.bytes)) if unit.bytes else 1  # state tensors of the parameter's size
     host = link.on_host(unit.bytes) + link.on_host(unit.state_bytes, kinds)
     return _Move(unit, _removed(unit, visits, steps, hosted=False), 0, 2 * both, host, again)
 
 
 def _still_needed(made: Sequence[_Move], excess: Ints, settled: Set[int]) -> list[_Move]:
-    """Remove moves that turn out unnecessary, smallest first; those of one parameter stay or go together."""
+    """Return the moves without unnecessary ones, smallest dropped first; moves of one parameter go together.
+
+    Args:
+        settled: parameters that stay on the host in any case.
+    """
     groups: dict[ParameterUpdate | RoundTrip, list[_Move]] = {}
     for move in made:
         groups.setdefault(move.what, []).append(move)
@@ -207,7 +216,11 @@ def _choice(made: Sequence[_Move]) -> Choice:
 
 
 def _removed(unit: ParameterUpdate, visits: _Visits, count: int, *, hosted: bool) -> Ints:
-    """Return the bytes saved at each step by hosting a unit, or, if `hosted`, by releasing it between its uses too."""
+    """Return the bytes that are saved at each of `count` steps by keeping a parameter on the host.
+
+    Args:
+        hosted: it is there already; what is saved by sending it back between forward and backward, too.
+    """
     removed = np.zeros(count, dtype=np.int64)
     if hosted:
         if visits.forward is not None:
@@ -239,7 +252,7 @@ def hosted(
 
 
 class _Trips:
-    """The copies of hosted units, and the memory needed while these are on the device."""
+    """The copies of parameters that live on the host; `need` grows while they are on the device."""
 
     def __init__(self, program: Program, need: Ints) -> None:
         self.program, self.need = program, need
@@ -261,7 +274,7 @@ class _Trips:
         self._go(unit, unit.bytes, visits.backward[1])
 
     def add_state(self, unit: ParameterUpdate) -> None:
-        """Copy the optimizer state in for the update only."""
+        """Copy a parameter's optimizer state in before its update, and back after it."""
         update = _visits(self.program, unit).backward[1]
         self.need[update] += unit.state_bytes
         self._come(unit, unit.state_bytes, begins=self.program.split, first=update, state=True)
