@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from fxremat.device import Kind
 from fxremat.host import files, pinned
 from fxremat.ops.parameters import Weights
 
@@ -43,7 +42,16 @@ def _no_wait_for_compute(patch: pytest.MonkeyPatch) -> None:
     class Deaf(torch.Stream):
         wait_stream = nothing
 
-    patch.setattr(Kind, "stream", lambda _, device: Deaf(device))
+    def hasty(self: Any, source: torch.Tensor, target: torch.Tensor, key: int) -> None:
+        own, self.stream = self.stream, streams.setdefault(id(self), Deaf(self._device))
+        try:
+            copy(self, source, target, key)
+        finally:
+            self.stream = own  # a tier keeps its lanes, for the next mutant too
+
+    streams: dict[int, Deaf] = {}
+    copy = pinned._StreamLane.copy
+    patch.setattr(pinned._StreamLane, "copy", hasty)
 
 
 def _nothing_held(patch: pytest.MonkeyPatch) -> None:
