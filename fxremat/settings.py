@@ -78,15 +78,15 @@ class Offload(Setting):
 class Slices(Setting):
     """A request to run regions of the model (a vocabulary head, a wide MLP, a convolutional trunk) in slices of rows.
 
-    They do where that makes room or costs no time. Gradients that are sums over slices are equal up to rounding, no
-    longer bit for bit: docs/slices.md. Sizes of inputs are fixed then.
+    Regions are sliced only where that saves memory or costs no time. Gradients that are sums over slices are equal up
+    to rounding, no longer bit for bit: docs/slices.md. With slices, a plan holds for inputs of one size only.
 
     Args:
         max_parts: slices of a region at most, 2 or more. None: as many as the budget needs.
-        reduce_dtype: in what gradients of half precision are summed over slices: torch.float32, or "same" for their
-            own type. None: in float32 where that fits into the budget.
-        drop_outputs: return large tensors that the loss is computed from, such as logits, as NaN in their shape,
-            without memory.
+        reduce_dtype: the type in which gradients of half precision are summed over slices: torch.float32, or "same" for
+            the type of the gradient. None: float32 where that fits into the budget.
+        drop_outputs: return large tensors that only feed the loss, such as logits, as NaN of the same shape that takes
+            no memory.
 
     Raises:
         FxrematError: a field has a value that it cannot have.
@@ -183,9 +183,9 @@ class Search(Setting):
     """The limits of the search for programs.
 
     Args:
-        seconds: how long, about, solver="auto" would improve on schedules of blocks op by op for every budget; it does
-            so up to the one asked for. 0: not at all.
-        slots: steps of memory in the dynamic programs, from 1 to 100,000.
+        seconds: time for solver="auto" to improve schedules of blocks op by op, if it did so for all budgets. It stops
+            at the budget that was asked for, so that it usually takes less. 0: schedules are not improved.
+        slots: number of memory levels in the dynamic programs, from 1 to 100,000.
         progress: show bars while ops are measured and programs improved, where stderr is a terminal.
 
     Raises:
