@@ -9,7 +9,7 @@ For each model, in a process of its own, on the CPU with one thread:
     torch.compile                  Inductor, which keeps what its partitioner keeps by default
     torch.compile, budget 0.8      the same with torch's `activation_memory_budget`, for each point of `--sweep`
     torch.compile + checkpoint     the same of a model with a checkpoint around each of its natural blocks
-    fxremat inductor 60 %          fxremat with kernels="inductor", in that share of eager's peak, and in the least
+    fxremat inductor 60 %          fxremat with backend="inductor", in that share of eager's peak, and in the least
     fxremat eager 60 %             fxremat with PyTorch's own kernels, in the same bytes, and in its own least
 
 All of them take turns; the seconds of a step are process CPU time, the least of all rounds. Seconds of compiling are

@@ -17,7 +17,7 @@ WRONG = 0.1  # of the norm of all gradients: no rounding
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One model at one budget of fxremat with kernels="inductor"."""
+    """One model at one budget of fxremat with backend="inductor"."""
 
     record: Record
     ours: Row

@@ -40,7 +40,7 @@ COLUMNS = (
 def inductor(
     names: tuple[str, ...] = MODELS, size: GpuSize = "gpu", limit: float | None = None
 ) -> list[Row]:
-    """Measure each model with kernels="inductor" at each budget."""
+    """Measure each model with backend="inductor" at each budget."""
     return Results.of("inductor", COLUMNS, size).run(dict(_cases(names, size)), limit)
 
 
