@@ -1,4 +1,4 @@
-"""`kernels="inductor"` from end to end: the budget holds, gradients are Inductor's, and nothing else changes."""
+"""`backend="inductor"` from end to end: the budget holds, gradients are Inductor's, and nothing else changes."""
 
 from __future__ import annotations
 
