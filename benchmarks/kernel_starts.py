@@ -1,4 +1,4 @@
-"""How long it takes until a first step of compiled kernels is over: torch.compile, and fxremat with backend="inductor".
+"""Time the first step of compiled kernels: torch.compile, and fxremat with backend="inductor".
 
     python -m benchmarks.kernel_starts --models gpt,unet --budgets 60,50,40
     python -m benchmarks.readme                            puts what is on record into docs/kernels.md

@@ -176,7 +176,7 @@ def _plan(args: argparse.Namespace) -> str:
     if args.offload:
         options["offload"] = Offload(limit=args.host_mem)
     devices: list[str] = [] if args.device is None else [name.strip() for name in args.device.split(",")]
-    for device in devices or ("estimate" if args.estimate else "measure",):
+    for device in devices or (_costs_here(args),):
         options_of(**options, costs=device)  # before the factory, which may take a while
     if args.largest is not None:
         if args.report is not None or args.save is not None or args.full:
@@ -190,12 +190,17 @@ def _plan(args: argparse.Namespace) -> str:
     planning = f"planning {args.factory}"
     if len(devices) > 1:
         return str(_guarded(planning, lambda: compare(model, example_inputs, devices, **options)))
-    options["costs"] = devices[0] if devices else "estimate" if args.estimate else "measure"
+    options["costs"] = devices[0] if devices else _costs_here(args)
     found = _guarded(planning, lambda: plan(model, example_inputs, **options))
     _write(args.report, found.to_html)
     if args.save is not None:
         _writing(args.save, lambda: found.save(args.save))
     return str(found.describe(full=args.full))
+
+
+def _costs_here(args: argparse.Namespace) -> str:
+    """Return how costs are found for the device that the model is on."""
+    return "estimate" if args.estimate else "measure"
 
 
 def _search(args: argparse.Namespace) -> Any:
@@ -212,8 +217,7 @@ def _profile(args: argparse.Namespace) -> str:
     from fxremat.api import profile
     from fxremat.options import options_of
 
-    costs = args.device or ("estimate" if args.estimate else "measure")
-    options: dict[str, Any] = {"costs": costs, "search": _search(args)}
+    options: dict[str, Any] = {"costs": args.device or _costs_here(args), "search": _search(args)}
     options_of(mem="100%", **options)  # before the factory, which may take a while
     model, example_inputs = _made(factory, args.factory)
     found = _guarded(f"profiling {args.factory}", lambda: profile(model, example_inputs, **options))
@@ -243,8 +247,7 @@ def _largest(
     del options["mem"]
     if args.effort is None:
         options["search"] = replace(options["search"], seconds=0.0)
-    if args.estimate and not devices:
-        options["costs"] = "estimate"
+    options["costs"] = _costs_here(args)  # `PlansOfSize` gives each device in its place
 
     def make(size: int) -> tuple[Any, Any]:
         return _made(functools.partial(factory, **{name: size}), args.factory)

@@ -77,7 +77,7 @@ class _Call(Call):
 
 @dataclass
 class _Seen:
-    """What was observed of an awaited rank, and when: times are seconds since the wait began."""
+    """The last observation of an awaited rank, and its time: times are seconds since the wait began."""
 
     beat: Heartbeat | None = None
     heard: float = 0.0  # when the heartbeat was new

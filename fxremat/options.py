@@ -178,11 +178,6 @@ class Options:
         return self.inductor is not None
 
     @property
-    def dynamic_from_start(self) -> bool:
-        """True if the user expects sizes of inputs to change: dynamic=True, or ranges of sizes."""
-        return bool(self.dynamic)
-
-    @property
     def resizable(self) -> bool:
         """True if one capture may serve several sizes: no saved plan, no offloading, slices or compiled regions."""
         return not (self.plan or self.host or self.slicing or self.compiles)
@@ -202,7 +197,7 @@ class Options:
         """
         if not self.resizable:
             return False
-        return None if self.ranges else bool(self.dynamic) if self.dynamic is not None else None
+        return self.dynamic if isinstance(self.dynamic, bool) else None
 
     @property
     def stepping(self) -> torch.optim.Optimizer | None:
@@ -222,7 +217,7 @@ class Options:
 
     @property
     def of_capture(self) -> dict[str, object]:
-        """What decides the captured graph, by the option's name: plans of one captured step cannot differ in it."""
+        """The settings that decide the captured graph, by option: plans of one captured step agree in them."""
         return {
             "method": self.method,
             "dynamic": self.dynamic,

@@ -53,7 +53,7 @@ class Compiled:
 
 
 class PlannableStep(Protocol):
-    """What a plan uses of the captured step that it was made for, to plan it again: `fxremat.CapturedStep` has it."""
+    """The captured step of a plan, as far as it is used to plan again; `fxremat.CapturedStep` is one."""
 
     @property
     def sizes(self) -> str:

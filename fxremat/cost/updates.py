@@ -1,4 +1,4 @@
-"""What the optimizer's update of a parameter costs: seconds, bytes of state and workspace, measured for each shape."""
+"""Costs of the optimizer's update of a parameter: seconds, bytes of state and workspace, measured for each shape."""
 
 from __future__ import annotations
 

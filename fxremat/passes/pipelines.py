@@ -47,7 +47,7 @@ class Pass:
 
     @property
     def purpose(self) -> str:
-        """What the pass does: the first line of its docstring."""
+        """The purpose of the pass: the first line of its docstring."""
         return (self.rewrite.__doc__ or "").strip().partition("\n")[0]
 
 

@@ -149,7 +149,7 @@ def _read(program: torch.export.ExportedProgram, count: int) -> Ops:
 
 
 class _Sharing:
-    """What each node of a graph is a view of, and the last op that writes to each memory in place."""
+    """The base that each node of a graph is a view of, and the last op that writes to each memory in place."""
 
     def __init__(self, nodes: Sequence[fx.Node], held: Mapping[fx.Node, str], values: Mapping[str, Any]):
         self._shown: dict[fx.Node, fx.Node] = {}

@@ -13,13 +13,11 @@ from typing import TypedDict
 
 import torch
 
-from fxremat.cost.devices import Device
 from fxremat.cost.estimate import estimate
 from fxremat.errors import BudgetTooSmall, FxrematError
-from fxremat.graphs.accounting import device_of
 from fxremat.options import Options
 from fxremat.planning.choosing import chosen
-from fxremat.planning.facts import rate_of, with_loss
+from fxremat.planning.facts import estimated_device, rate_of, with_loss
 from fxremat.planning.limits import Limit
 from fxremat.planning.step import Step
 from fxremat.planning.surveys import Survey, kept_alone, surveyed
@@ -191,8 +189,7 @@ def what_slices_buy(one: Survey, error: BudgetTooSmall, options: Options) -> str
     found = least_of_all(graph, most=MANY_SLICES, reduce=None)
     if not found.regions:
         return ""
-    device = options.device or Device.named(device_of(graph).type)
-    costs = with_loss(found.joint, estimate(found.joint, device), options)
+    costs = with_loss(found.joint, estimate(found.joint, estimated_device(graph, options)), options)
     least = int(survey(found.joint, costs, effort=0.0).minimum * NOTED)
     if least > WORTH_A_NOTE * error.minimum:
         return ""

@@ -34,7 +34,7 @@ class Judged:
 
     @property
     def slower(self) -> float:
-        """How many times longer the program's ops take, run one by one with recomputation, than each op run once."""
+        """The factor by which the program's ops take longer, one by one with recomputation, than each op run once."""
         program, costs = self.candidate.program(), self.single
         return costs.time(program) / costs.time_of(range(len(program.layout.graph.ops)))
 

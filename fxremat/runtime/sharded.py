@@ -47,7 +47,7 @@ REPLICATED = "_fxremat_replicated"  # attribute of a model: its parameters, if a
 
 
 class Reduction(Enum):
-    """What a step does with its gradients."""
+    """The ways in which a step treats its gradients."""
 
     REDUCE = "reduce"  # over the ranks
     KEEP = "keep"  # leaves them unreduced, in full size on this rank

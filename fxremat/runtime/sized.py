@@ -48,7 +48,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class _Slots:
-    """How many tensors and numbers a forward saves at most, over all programs; sizes of inputs are not counted."""
+    """The most tensors and numbers that a forward of any program saves; sizes of inputs are not counted."""
 
     tensors: int
     numbers: int

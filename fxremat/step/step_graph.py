@@ -192,7 +192,7 @@ class StepGraph:
 
     @cached_property
     def value_sources(self) -> tuple[Source, ...]:
-        """Where each value was written: the source of the op that makes it; of an input, of the first op that reads it.
+        """The source of each value: that of the op that makes it; of an input, that of the first op that reads it.
 
         The module of a parameter, and of its gradient, is the one that owns the parameter.
         """

@@ -28,7 +28,7 @@ class FluidSchedule:
 
 
 class Carried(NamedTuple):
-    """How many slots can be copied over the link while ops run; index l of an array: during blocks 1..l."""
+    """The numbers of slots that can be copied over the link while ops run; index l of an array: during blocks 1..l."""
 
     forward_out: Ints  # to the host, during forwards
     forward_in: Ints  # from the host, during forwards
