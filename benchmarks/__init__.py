@@ -1,4 +1,4 @@
-"""What the README's figures come from: models, a memory meter, a stopwatch, and the tables."""
+"""The source of the README's figures: models, a memory meter, a stopwatch, and the tables."""
 
 import os
 

@@ -24,7 +24,7 @@ from .models import Case
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What fxremat made of one budget."""
+    """Memory, times and numbers of a step that fxremat planned for one budget."""
 
     measured_peak: int
     predicted_peak: int

@@ -1,4 +1,4 @@
-"""Whether two versions of fxremat make the same plans, byte for byte: a digest of each of 26.
+"""Check that two versions of fxremat make the same plans, byte for byte, by a digest of each of 26.
 
     FXREMAT_CACHE=/tmp/costs python -m benchmarks.fingerprints > before.json        # in one checkout
     FXREMAT_CACHE=/tmp/costs python -m benchmarks.fingerprints > after.json         # in the other

@@ -67,7 +67,7 @@ class Trainee:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What was measured of a variant; `error` says why where nothing was."""
+    """Measurements of a variant; `error` says why where there are none."""
 
     variant: str
     step_seconds: float | None = None
@@ -255,7 +255,7 @@ OURS: dict[str, Callable[[DeviceMesh], Trainee]] = {
 
 
 class Meeting:
-    """What the processes tell each other about the measuring, beside the throttled link."""
+    """A channel beside the throttled link, on which the processes tell each other about the measuring."""
 
     def __init__(self) -> None:
         self._group = dist.new_group(list(range(dist.get_world_size())), backend="gloo")
@@ -323,7 +323,7 @@ def finished(variant: str, built: Trainee, seconds: float, mesh: DeviceMesh, mee
 
 
 def facts(plan: fxremat.Plan | None) -> dict[str, Any]:
-    """What a plan says of its step."""
+    """The budget, the predictions and the communication of a plan's step; nothing where there is no communication."""
     found = None if plan is None else plan.chosen.communication
     if plan is None or found is None:
         return {}
@@ -364,7 +364,7 @@ def measure(variants: Sequence[str]) -> list[Row]:
 
 
 def agreeing(rows: Sequence[Row]) -> bool:
-    """Whether all variants that reduce have the same gradients, by their norms."""
+    """Tell whether all variants that reduce have the same gradients, by their norms."""
     norms = [row.gradient_norm for row in rows if row.gradient_norm is not None and row.variant != "alone"]
     return not norms or max(norms) - min(norms) <= SAME * max(norms)
 

@@ -66,7 +66,7 @@ class Case:
 
     @classmethod
     def of(cls, seed: int) -> Case:
-        """The case of a seed."""
+        """Draw a case from a seed: the model, its loss, and how it is trained."""
         chance = random.Random(seed)
         layers = [
             Layer(chance.choice(KINDS), chance.choice((0, 0, chance.randrange(8))), chance.randrange(8))
@@ -89,7 +89,7 @@ class Case:
         return (WithoutLoss(self.recipe) if self.outside else Dag(self.recipe)).train()
 
     def inputs(self, step: int) -> list[Tensor]:
-        """The inputs of a step."""
+        """The inputs of a step, which want gradients themselves in some cases."""
         return [x.requires_grad_(self.trained_inputs) for x in batch(step)]
 
     def loss(self, outputs: Any) -> Tensor:

@@ -42,7 +42,7 @@ CACHES = {"FXREMAT_CACHE": "costs", "TORCHINDUCTOR_CACHE_DIR": "kernels"}
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One start."""
+    """The seconds of one start, and what was known at it."""
 
     model: str
     percent: float | None  # of what plain PyTorch keeps; None: torch.compile

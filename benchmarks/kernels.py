@@ -68,7 +68,7 @@ Gradients = Sequence[Tensor]  # of the parameters, in their order
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What was measured of one way to train; `error` says why where nothing was."""
+    """Measurements of one way to train; `error` says why where there are none."""
 
     family: str
     setting: str = ""
@@ -105,7 +105,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """All rows of one model."""
+    """All rows of one model, and the conditions under which they were measured."""
 
     model: str
     size: str
@@ -187,13 +187,13 @@ class Outcome:
     gradients: Gradients
 
     def equals(self, other: Outcome) -> bool:
-        """Whether all bits are the same."""
+        """Tell whether all bits are the same."""
         ours, theirs = (self.loss, *self.gradients), (other.loss, *other.gradients)
         return len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
 
 
 def outcome(model: nn.Module, batch: Sequence[Any]) -> Outcome:
-    """What a step that begins without gradients gives; they are None again afterwards."""
+    """Return the loss and gradients of a step that begins without gradients; they are None again afterwards."""
     model.zero_grad(set_to_none=True)
     torch.manual_seed(SEED)
     loss = meter.training_step(model, batch)()
@@ -284,7 +284,7 @@ class Bench:
 
 
 def _of_plan(plan: Any) -> dict[str, Any]:
-    """What a plan says; nothing where there is none."""
+    """The figures that a plan states; nothing where there is none."""
     if plan is None:
         return {}
     found = {"minimum": plan.minimum, "predicted_peak": plan.predicted_peak}

@@ -26,7 +26,7 @@ class Cell:
 
     @property
     def holds(self) -> bool:
-        """Whether fxremat has trained within the budget."""
+        """Tell whether fxremat has trained within the budget."""
         return fits(self.ours, self.ours.budget)
 
     @property
@@ -49,7 +49,7 @@ def _ratio(one: Row, other: Row | None) -> float | None:
 
 
 def fits(row: Row, budget: int | None) -> bool:
-    """Whether the way was timed, and its measured peak is within these bytes."""
+    """Tell whether the way was timed, and its measured peak is within these bytes."""
     if row.peak is None or row.seconds is None or budget is None:
         return False
     return row.peak <= budget
@@ -279,7 +279,7 @@ def _every_way(record: Record) -> Iterator[str]:
 
 
 def _conditions(records: Sequence[Record]) -> str:
-    """What a reader needs to judge the times."""
+    """A table of all that a reader needs to judge the times."""
     head = ["model", "date", "processor", "torch", "threads", "rounds", "load", "minutes"]
     lines = []
     for record in records:

@@ -124,7 +124,7 @@ def _peak(model: nn.Module, batch: Mapping[str, Any]) -> int:
 
 
 def _outcome(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Tensor | None]:
-    """What one step from a fixed seed returns and leaves behind."""
+    """Return the outputs of one step from a fixed seed, and all that it leaves behind."""
     torch.manual_seed(7)
     outputs = _step(model, batch)()
     assert isinstance(outputs, Mapping)

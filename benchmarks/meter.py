@@ -1,4 +1,4 @@
-"""How much memory one training step takes above what was there when it began.
+"""Measure how much memory one training step takes above what was there when it began.
 
 On the CPU the truth is the allocator itself: torch.profiler reports every allocation and every release
 with its size, kernel workspaces included, and the peak of their running sum is the answer. On CUDA the

@@ -1,4 +1,4 @@
-"""How far the dynamic programs are from the best schedule there is, on random short chains.
+"""Compare the dynamic programs with the best schedule there is, on random short chains.
 
     python -m benchmarks.optimality [--count N]        writes benchmarks/results/optimality.json
 

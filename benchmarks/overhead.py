@@ -1,4 +1,4 @@
-"""What a call of a compiled module takes beside its kernels: a toy step, eager, through aot_eager, and compiled.
+"""Time a call of a compiled module beside its kernels: a toy step, eager, through aot_eager, and compiled.
 
     python -m benchmarks.overhead          writes benchmarks/results/overhead.json, and prints the ratios
 

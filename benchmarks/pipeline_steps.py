@@ -137,7 +137,7 @@ def plain_step(model: nn.Module, inputs: Tensor, target: Tensor) -> None:
 
 
 def worker(number: int, out: Path) -> None:
-    """What each process does."""
+    """Plan and time one case as one of its processes; the first one writes the row."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     dist.init_process_group("gloo")

@@ -1,4 +1,4 @@
-"""How long planning takes, and how far from a lower bound its plans are.
+"""Measure how long planning takes, and how far from a lower bound its plans are.
 
     python -m benchmarks.planning
 

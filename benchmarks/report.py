@@ -76,7 +76,7 @@ def _row(fields: dict[str, Any]) -> Row:
 
 
 def machine() -> dict[str, Any]:
-    """What a reader needs to judge the times."""
+    """The date, the versions, the processors and the load, which a reader needs to judge the times."""
     import torch
 
     return {

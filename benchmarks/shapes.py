@@ -1,4 +1,4 @@
-"""What new input sizes cost when one capture serves them all.
+"""Measure what new input sizes cost when one capture serves them all.
 
     python -m benchmarks.shapes
 

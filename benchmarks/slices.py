@@ -66,7 +66,7 @@ class Way:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What `fxremat.compile` is called with beside the model."""
+        """The arguments of `fxremat.compile` beside the model."""
         options: dict[str, Any] = {"mem": self.mem, "search": Search(progress=False)}
         if self.slices:
             dtype = torch.float32 if self.reduce == "fp32" else self.reduce
@@ -76,7 +76,7 @@ class Way:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What was measured of one way; `error` says why where nothing was."""
+    """Measurements of one way; `error` says why where there are none."""
 
     model: str
     way: str
@@ -166,7 +166,7 @@ def _bytes(mem: int | str | None) -> int | None:
 
 
 def built(case: Case, way: Way) -> tuple[nn.Module, dict[str, Any]]:
-    """What to call, and what its plan says."""
+    """The model to call, and the figures of its plan."""
     model = case.model()
     if way.mem is not None:
         return planned(model, case.batch(), way)
@@ -198,7 +198,7 @@ def _region(region: Any) -> dict[str, Any]:
 
 
 def outcome(model: nn.Module, batch: tuple[Tensor, ...]) -> Outcome:
-    """What a step that begins without gradients gives; they are None again afterwards."""
+    """Return the loss and gradients of a step that begins without gradients; they are None again afterwards."""
     model.zero_grad(set_to_none=True)
     loss = meter.training_step(model, batch)()
     assert isinstance(loss, Tensor)
@@ -212,7 +212,7 @@ def outcome(model: nn.Module, batch: tuple[Tensor, ...]) -> Outcome:
 
 
 def compared(got: Outcome, plain: Outcome) -> dict[str, Any]:
-    """How far a step's numbers are from those of plain PyTorch."""
+    """The differences of a step's numbers from those of plain PyTorch."""
     ulp = torch.nextafter(plain.loss, torch.tensor(torch.inf)) - plain.loss
     errors = relative_errors(got, plain)
     worst = max(errors, key=lambda name: errors[name])
@@ -239,7 +239,7 @@ def relative_error(got: Tensor, wanted: Tensor) -> float:
 
 
 def against_truth(got: Outcome, case: Case) -> dict[str, Any]:
-    """How far from the gradients of the same weights in fp32.
+    """The relative errors of gradients against those of the same weights in fp32.
 
     Of matrices alone: gradients of norms are sums that nearly cancel, and far off in half precision in any way.
     """

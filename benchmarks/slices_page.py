@@ -77,7 +77,7 @@ def size_of(row: Row | None, of: Callable[[Row], int | None]) -> str:
 
 
 def parts(row: Row) -> str:
-    """How many parts each region has; equal ones in a row are counted."""
+    """The number of parts of each region, in order; "none" without regions."""
     return ", ".join(str(region["parts"]) for region in row.regions) or "none"
 
 

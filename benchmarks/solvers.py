@@ -1,4 +1,4 @@
-"""How long solvers take, in how much memory, and what their schedules cost: `python -m benchmarks.solvers`.
+"""Measure how long solvers take, in how much memory, and what their schedules cost: `python -m benchmarks.solvers`.
 
 Uneven random chains; a small solve first compiles. Prints two tables, writes benchmarks/results/solvers.json and
 puts the first into docs/solvers.md:
@@ -112,7 +112,7 @@ def link(chain: Chain) -> Platform:
 
 
 def run(case: Case) -> None:
-    """One solve."""
+    """Solve a case once; a chain at `BUDGET` of the way from its least memory to that of keeping everything."""
     if case.solver == MULTI_CHAIN:
         joins.multi_chain((case.blocks, case.blocks), case.slots)
         return
@@ -158,7 +158,7 @@ def bounds(cases: Sequence[Case], arguments: Sequence[str]) -> list[dict[str, An
 
 
 def quality(slots: int, lengths: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
-    """What the solvers of choice make of chains of so many blocks and options, printed as it is found."""
+    """Solve chains of so many blocks and options with the solvers of choice, and print each result as it is found."""
     for solver in ("persistent", "input_drop"):
         best(uneven(20), 2**26, solver=solver, slots=50)  # compiles
     rows = []
@@ -219,7 +219,7 @@ def main() -> int:
 
 
 def conditions() -> dict[str, Any]:
-    """Where and when this was measured, and how busy the machine was."""
+    """The machine and the date of this measurement, and how busy the machine was."""
     return {
         "cpu": _cpu(),
         "cores": len(os.sched_getaffinity(0)),

@@ -47,7 +47,7 @@ SPEED, LATENCY = "THROTTLED_BYTES_PER_SECOND", "THROTTLED_LATENCY"  # environmen
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """What a collective takes beside gloo."""
+    """The speed and latency of a link, which set the time of a collective beside gloo's own."""
 
     bytes_per_second: float
     latency: float  # seconds

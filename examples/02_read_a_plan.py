@@ -1,4 +1,4 @@
-"""What fxremat decided for a ResNet, and the code that runs because of it.
+"""Print what fxremat decided for a ResNet, and the code that runs because of it.
 
 A plan prints itself; its schedule is text that can be read back; its graphs are torch.fx graphs.
 """

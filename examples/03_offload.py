@@ -95,7 +95,7 @@ def _synchronize() -> None:
 
 
 def recorded(step: Callable[[], object], tier: fxremat.FileTier) -> Lanes:
-    """What ran when in one step on a CPU: the allocator's events, the ops, and the copies as the tier noted them."""
+    """Record one step on a CPU: the allocator's events, the ops, and the copies as the tier noted them."""
     tier.copies = []
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recording:
         origin = time.time_ns()

@@ -103,7 +103,7 @@ def peak(step: Any) -> int:
 
 
 def train() -> None:
-    """What each process does."""
+    """Train in one of the processes, each of which compares its losses and gradients with plain PyTorch's."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model, (tokens, target) = GPT(), batch(0)

@@ -93,7 +93,7 @@ def losses_of(model: nn.Module) -> list[Tensor]:
 
 
 def train() -> None:
-    """What each process does."""
+    """Train in one of the processes, without fxremat and with it, and compare the losses."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     say = print if dist.get_rank() == 0 else lambda *_: None

@@ -1,4 +1,4 @@
-"""What every test starts from: one thread, a cost cache of its own, and a compiler that remembers nothing."""
+"""The state that every test starts from: one thread, a cost cache of its own, and a compiler that remembers nothing."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def surveys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[in
 
 @pytest.fixture
 def captures(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """The graphs that are captured."""
+    """Every graph that is captured during the test, in order."""
     from fxremat.runtime import dynamo
 
     seen: list[object] = []

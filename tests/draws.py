@@ -1,4 +1,4 @@
-"""How many examples random tests of algorithms draw."""
+"""The number of examples that random tests of algorithms draw."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ def _changes(node: ast.AST, statement: int) -> Iterator[tuple[Any, Any, int]]:
 
 
 def _means_nothing(node: ast.AST) -> bool:
-    """Whether no mistake in a part of the tree changes what the code does, as the top of this file lists them."""
+    """Tell whether no mistake in a part of the tree changes what the code does, as the top of this file lists them."""
     match node:
         case ast.JoinedStr() | ast.Assert() | ast.FunctionDef(name="__repr__") | ast.keyword(arg="strict"):
             return True
@@ -131,7 +131,7 @@ def _means_nothing(node: ast.AST) -> bool:
 
 
 def _is_limit(statement: ast.AST) -> bool:
-    """Whether a statement of a module gives a name to a large number."""
+    """Tell whether a statement of a module gives a name to a large number."""
     if not isinstance(statement, ast.Assign | ast.AnnAssign) or statement.value is None:
         return False
     try:
@@ -172,7 +172,7 @@ def _with(node: ast.AST, **changed: Any) -> ast.AST:
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """What the tests did on the unchanged sources."""
+    """Results of the tests on the unchanged sources."""
 
     libraries: list[str]  # modules of others that the tests import
     seconds: dict[str, float]  # of each test that passed, by node id
@@ -206,7 +206,7 @@ class Record:
 
 
 def _is_near(test: str, file: str) -> bool:
-    """Whether a test stands in the folder of a module's tests, or in a file named after it or its folder."""
+    """Tell whether a test stands in the folder of a module's tests, or in a file named after it or its folder."""
     path, (_, *folders) = Path(test.partition("::")[0]), Path(file).parent.parts
     return path.parent.name in folders or path.stem.removeprefix("test_") in (*folders, Path(file).stem)
 
@@ -314,7 +314,7 @@ def record(copy: Path, tests: list[str]) -> Record:
 
 
 class Verdict(Enum):
-    """What became of a mutant."""
+    """The fate of a mutant."""
 
     NOTICED = "noticed"
     ENDLESS = "endless"
@@ -354,7 +354,7 @@ def _pytest(copy: Path, arguments: list[str], plugins: list[object]) -> int:
 
 
 def _in_a_process(work: Callable[[], int], copy: Path, timeout: float | None) -> int | None:
-    """What `work` returns in a fork of this process whose sources are the copy's; None after `timeout` seconds.
+    """Return what `work` returns in a fork of this process whose sources are the copy's; None after `timeout` seconds.
 
     A fork, because what the tests import from elsewhere takes seconds and is imported already.
     """
@@ -393,7 +393,7 @@ def _is_ours(module: Any) -> bool:
 
 
 def _is_library(module: Any, copy: Path) -> bool:
-    """Whether a module may be imported before its user is: its file is none of ours, and pytest rewrites none."""
+    """Tell whether a module may be imported before its user is: its file is none of ours, and pytest rewrites none."""
     return hasattr(module, "__file__") and not _is_ours(module) and not _is_below(module, copy)
 
 
@@ -442,7 +442,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What became of a sample of the mutants of a file."""
+    """The fates of a sample of the mutants of a file."""
 
     mutants: int  # that there are
     sample: int

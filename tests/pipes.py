@@ -224,7 +224,7 @@ def _end_in_a_step(job: Job, rank: int, pipe: fxremat.Pipeline) -> None:
 
 
 def process(folder: Path, rank: int) -> None:
-    """One process of a job."""
+    """Train as one process of a job, and save what it saw."""
     torch.set_num_threads(1)
     job = Job.read(folder)
     dist.init_process_group(
@@ -290,7 +290,7 @@ def start(job: Job, folder: Path) -> list[subprocess.Popen[str]]:
 
 
 def results(job: Job, folder: Path) -> list[dict[str, Any]]:
-    """What every process of a job saw."""
+    """Run a job, and return what every process of it saw."""
     running = start(job, folder)
     said = [one.communicate(timeout=240) for one in running]
     for one, (_, errors) in zip(running, said):

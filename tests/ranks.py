@@ -29,7 +29,7 @@ GRACE = 3.0  # seconds that the other ranks have to end by themselves after one 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What became of one rank."""
+    """The end of one rank: what its function returned, or how it failed."""
 
     value: Any  # what the function returned; None where it did not return
     error: str  # the traceback, or what a killed process wrote to stderr; "" where the function returned

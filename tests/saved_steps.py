@@ -84,7 +84,7 @@ def _without_folders(source: Any) -> Any:
 
 
 def captured_now(name: str) -> Captured:
-    """Capture the model of that name."""
+    """Capture the model of that name anew, from seed 0."""
     import torch
 
     from benchmarks import models

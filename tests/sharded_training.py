@@ -173,7 +173,7 @@ def state(model: nn.Module) -> dict[str, Tensor]:
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """What a training run left behind on one rank."""
+    """Losses, gradients, final values and random state that a training run left behind on one rank."""
 
     losses: list[Tensor]
     gradients: list[Mapping[str, Tensor | None]]  # of each step
@@ -207,7 +207,7 @@ def train(
 
 
 def differences(ours: Record, theirs: Record) -> list[str]:
-    """What is not equal to the last bit."""
+    """Name all that is not equal to the last bit."""
     found = [f"loss {k}" for k, pair in enumerate(zip(ours.losses, theirs.losses, strict=True)) if not same(*pair)]
     for k, (one, other) in enumerate(zip(ours.gradients, theirs.gradients, strict=True)):
         found += [f"gradient {k} of {name}" for name in unequal(one, other)]
@@ -231,7 +231,7 @@ def _distance(one: Tensor | None, other: Tensor | None) -> str:
 
 
 def least_budget(model: nn.Module, batch: tuple[Tensor, ...], **options: Any) -> int:
-    """What BudgetTooSmall says is the least."""
+    """Return the minimum that BudgetTooSmall names."""
     try:
         fxremat.compile(model, mem=1, **options)(*batch)
     except fxremat.BudgetTooSmall as error:

@@ -44,7 +44,7 @@ def _end_now() -> None:
 
 
 def _keys_at_rest(store: Any) -> int:
-    """How many keys there are while no rank is in a call; the last to leave one deletes its keys."""
+    """Count the keys while no rank is in a call; the last to leave one deletes its keys."""
     dist.barrier()
     time.sleep(0.3)
     count: int = store.num_keys()
@@ -242,7 +242,7 @@ def _beat(number: int, **fields: Any) -> Heartbeat:
 
 
 def _looks(beats: list[Heartbeat | None], *, step: int = 0, patience: float = 1800.0) -> str:
-    """What is raised, and after how many looks at rank 1 two seconds apart; "" where nothing is."""
+    """Return what is raised, and after how many looks at rank 1 two seconds apart; "" where nothing is."""
     lookout = agreement._Lookout(agreement._Call("here", what="planning"), 0, step, patience)
     for number, beat in enumerate(beats):
         try:

@@ -48,7 +48,7 @@ def test_nothing_depends_on_what_stands_above_it() -> None:
 
 
 def test_rooms_that_need_no_torch_name_none() -> None:
-    """What plans with numbers: on a machine without PyTorch too, and on graphs that were read from a file."""
+    """Rooms that plan with numbers work on a machine without PyTorch too, and on graphs that were read from a file."""
     named = {
         str(file.relative_to(PACKAGE))
         for room in ("step", "chains", "solvers", "linearize", "search", "transfers")

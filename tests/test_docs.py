@@ -98,7 +98,7 @@ class Model(nn.Module):
 
 
 class Llama(Model):
-    """What stands for a language model: the pages write its arguments as `...`."""
+    """A stand-in for a language model: the pages write its arguments as `...`."""
 
     def __init__(self, _: object) -> None:
         super().__init__()
@@ -196,7 +196,7 @@ def run_doctest(code: str, place: str, names: dict[str, Any]) -> None:
 
 
 def is_shown(printed: str, shown: str) -> bool:
-    """Whether a text of a page is what was printed."""
+    """Tell whether a text of a page is what was printed."""
     flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     return doctest.OutputChecker().check_output(shown, printed, flags)
 

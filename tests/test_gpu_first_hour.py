@@ -1,4 +1,4 @@
-"""What of the first hour on a GPU needs none: parts, tables, what is known already, models, and the three answers."""
+"""Tests of the first hour on a GPU that need none: parts, tables, what is known, models, and the three answers."""
 
 from __future__ import annotations
 

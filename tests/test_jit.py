@@ -35,7 +35,7 @@ def kernels(tmp_path: Path) -> Path:
 
 
 def run(path: Path, **environment: str) -> str:
-    """What the script prints: its answer, and how often the cache was read."""
+    """Run the script, and return what it prints: its answer, and how often the cache was read."""
     paths = {"PYTHONPATH": str(PACKAGE.parent), "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(
         [sys.executable, str(path)],

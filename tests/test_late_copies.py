@@ -166,7 +166,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int, device: 
 
 
 def numbers(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """What the host reads between steps: parameters, and their optimizer state."""
+    """Copies of what the host reads between steps: parameters, and their optimizer state."""
     parameters = [p.detach() for p in model.parameters()]
     states = [t for p in model.parameters() for t in optimizer.state[p].values() if isinstance(t, Tensor)]
     return [t.clone() for t in (*parameters, *states)]

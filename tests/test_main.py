@@ -326,7 +326,7 @@ def window():
 
 
 def read_until(master, word, seconds):
-    """What is shown on a terminal until `word` is."""
+    """Read a terminal until `word` is shown, or for so many seconds."""
     shown, deadline = b"", time.monotonic() + seconds
     while word not in shown and select.select([master], [], [], max(0.0, deadline - time.monotonic()))[0]:
         shown += os.read(master, 4096)

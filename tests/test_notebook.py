@@ -76,7 +76,7 @@ class ZMQInteractiveShell(InteractiveShell):
 
 
 class Shell(ZMQInteractiveShell):
-    """That of a service which makes its own."""
+    """The shell of a service that derives its own class from a kernel's."""
 
 
 @pytest.fixture
@@ -238,6 +238,6 @@ def test_in_a_real_notebook(widgets: bool, tmp_path: Any, monkeypatch: pytest.Mo
 
 
 def _text(output: Any) -> str:
-    """What an output shows; tqdm puts other spaces into widgets."""
+    """The text that an output shows; tqdm puts other spaces into widgets."""
     text = output.text if output.output_type == "stream" else output.data.get("text/plain", "")
     return str(text).replace("\u2007", " ")

@@ -1,4 +1,4 @@
-"""What a user can set is checked at once, with one line that says what would do."""
+"""Settings and options of a user are checked at once, with one line that says what would do."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class Opened:
         self.tab.mouse.move(*self.place(x, y))
 
     def place(self, x: float, y: float) -> tuple[float, float]:
-        """Where a place of the picture is in the window."""
+        """The place in the window of a place of the picture, which is scrolled into view."""
         self.tab.locator("#picture").scroll_into_view_if_needed()
         box = self.tab.locator("#picture").bounding_box()
         return box["x"] + x, box["y"] + y

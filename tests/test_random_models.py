@@ -55,7 +55,7 @@ def train(
 
 
 def differences(ours: list[dict[str, torch.Tensor]], theirs: list[dict[str, torch.Tensor]]) -> list[str]:
-    """What differs in the first step that differs at all."""
+    """Names of all that differs in the first step that differs at all."""
     for mine, its in zip(ours, theirs, strict=True):
         names = [n for n in {**its, **mine} if n not in mine or n not in its or not same(mine[n], its[n])]
         if names:

@@ -86,7 +86,7 @@ CASES = {
 def compared(
     make: Callable[[], nn.Module], reference: nn.Module, batches: Batches, rank: int, budgets: tuple[str, ...]
 ) -> dict[str, list[str]]:
-    """What differs from the reference's training, for each budget, or the least where that is more."""
+    """Differences from the reference's training, for each budget, or for the least where that is more."""
     theirs = train(reference, batches, rank)
     found, least = {}, 0
     for budget in budgets:
@@ -134,7 +134,7 @@ def _as_ddp(rank: int, world: int, names: tuple[str, ...], budgets: tuple[str, .
 
 
 class _Inside(nn.Module):
-    """What DistributedDataParallel wraps, with its parameters' own names, called through it."""
+    """The module that DistributedDataParallel wraps, with its parameters' own names, called through the wrapper."""
 
     def __init__(self, parallel: DistributedDataParallel) -> None:
         super().__init__()
@@ -263,7 +263,7 @@ def test_tensor_and_data_parallel_training_is_the_same(tmp_path: Path) -> None:
 
 
 def collectives(step: Callable[[], object]) -> Counter[str]:
-    """How many functional collectives of each kind a step starts."""
+    """Count the functional collectives of each kind that a step starts."""
     with profile(activities=[ProfilerActivity.CPU]) as recording:
         step()
     found = Counter(event.name.partition("::")[2] for event in recording.events() if "_c10d_functional" in event.name)
@@ -413,7 +413,7 @@ def _drop_in(rank: int, world: int, folder: str) -> dict[str, Any]:
 def _checkpoints(
     compiled: nn.Module, plain: nn.Module, optimizers: list[Any], batch: tuple[Tensor, ...], folder: str
 ) -> list[list[str]]:
-    """What differs after one saves, the other one loads, and both train one step on; in both directions."""
+    """Differences after one saves, the other one loads, and both train one step on; in both directions."""
     found = []
     for k, (source, target) in enumerate(((0, 1), (1, 0))):
         models = (compiled, plain)
@@ -445,7 +445,7 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> Non
 
 
 def _scaled(mesh: Any, batches: Batches) -> list[str]:
-    """What differs with a GradScaler, and an AdamW that is neither fused nor of many tensors at a time."""
+    """Differences with a GradScaler, and an AdamW that is neither fused nor of many tensors at a time."""
     records = []
     for wrap in (lambda model: fxremat.compile(model, mem="80%", **QUICK), lambda model: model):
         model = wrap(in_blocks(seeded(partial(Text, blocks=1)), mesh))

@@ -109,7 +109,7 @@ def cases() -> dict[str, tuple[nn.Module, tuple[int, ...]]]:
 
 
 def differs(module: nn.Module, shape: tuple[int, ...]) -> bool:
-    """Whether two steps at the least budget have other bits than eager PyTorch."""
+    """Tell whether two steps at the least budget have other bits than eager PyTorch."""
     torch._dynamo.reset()
     plain, x = copy.deepcopy(module), torch.randn(shape)
     fast: Any = {"search": Search(seconds=0.0, slots=100)}

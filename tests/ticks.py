@@ -75,7 +75,7 @@ class _World:
         return token in self.moved and self.moved[token] >= self.of[token].size
 
     def held(self, op):
-        """What the phase before op number `op` holds."""
+        """The bytes that the phase before op number `op` holds."""
         return self.phases[self.n - sum(kind == "B" for kind, *_ in self.ops[:op])]
 
     def ahead(self, op, after):
@@ -158,7 +158,7 @@ class _World:
             self.running, self.left = True, self.ops[op][1]
 
     def turned(self):
-        """Whether backwards and copies from the host may start."""
+        """Tell whether backwards and copies from the host may start."""
         return not self.synchronized or (self.ended >= self.turn and all(map(self.done, self.offs)))
 
     def start_copies(self):

@@ -70,7 +70,7 @@ Body = Callable[..., Any]
 
 
 def plain_body(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """What a step does unless a test says otherwise."""
+    """Run the forward and backward of a step, as every step does unless a test says otherwise."""
     output = model(*args, **kwargs)
     scalar(output).backward()
     return output

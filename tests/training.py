@@ -20,7 +20,7 @@ EVERY_DAY = ("gpt", "resnet", "unet")  # of the models that every promise is tes
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """What a short training run left behind; tensors are copies."""
+    """Losses, gradients, final values and random state that a short training run left behind; tensors are copies."""
 
     losses: list[Tensor]
     gradients: list[dict[str, Tensor | None]]  # of each step

@@ -1,4 +1,4 @@
-"""Where a user would put checkpoints into each model, without changing what it computes.
+"""Checkpoints where a user would put them into each model, without changing what it computes.
 
     placement = placements("gpt")["layer"]
     placement.rewire(model, run)        from now on `run(blocks, x)` decides how the layers run one after another
@@ -59,11 +59,11 @@ class Trunk(nn.Module):
         self.parts, self.run, self.size = modules, run, size
 
     def __len__(self) -> int:
-        """How many blocks."""
+        """The number of blocks: the last one may have fewer than `size` modules."""
         return -(-len(self.parts) // self.size)
 
     def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
-        """What follows `x` is handed to every module."""
+        """Run the blocks on `x`; what follows `x` is handed to every module."""
         parts = list(self.parts)
         groups = [parts[i : i + self.size] for i in range(0, len(parts), self.size)]
         return self.run([partial(_one_after_another, group, args, kwargs) for group in groups], x)
@@ -85,7 +85,7 @@ class Stage(nn.Module):
         self.layers, self.run = layers, run
 
     def __len__(self) -> int:
-        """How many blocks."""
+        """The number of blocks: one a layer."""
         return len(self.layers)
 
     def forward(self, values: list[Tensor]) -> Tensor:

@@ -42,7 +42,7 @@ Part = Sequence[Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What one step from a fixed seed leaves."""
+    """The loss, the gradients and the buffers that one step from a fixed seed leaves."""
 
     loss: Part
     gradients: Part  # in the order of parameters()
@@ -131,7 +131,7 @@ class Bench:
             return replace(point, failure=_failure(point.name, error))
 
     def least(self) -> tuple[float, Ours]:
-        """How long fxremat plans with nothing measured before, and what it does at the minimum it then announces."""
+        """Time fxremat's planning with nothing measured before, and train at the minimum that it then announces."""
         start = time.perf_counter()
         try:
             self._compiled(mem=1)

@@ -61,7 +61,7 @@ def write(records: Sequence[Record], results: Path) -> None:
 
 
 def page(records: Sequence[Record]) -> str:
-    """Its text."""
+    """The page in Markdown, from the verdict to every point and the conditions."""
     parts = [
         INTRODUCTION,
         "![peak against time](alternatives.svg)\n",

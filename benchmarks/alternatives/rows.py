@@ -1,4 +1,4 @@
-"""What was measured of each model, and its JSON: a record a model, so that models may come one at a time."""
+"""Measurements of each model, and their JSON: a record a model, so that models may come one at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What there is besides fxremat: every strategy with each of its settings, as a model to be trained.
+"""The alternatives to fxremat: every strategy with each of its settings, as a model to be trained.
 
     for strategy in strategies(case, FAMILIES):
         model = strategy.make()             a fresh model; its training step is what is measured

@@ -79,7 +79,7 @@ def geometric_mean(numbers: Sequence[float]) -> float:
 
 
 def claims(records: Sequence[Record]) -> list[Claim]:
-    """What is wanted of fxremat, in order of weight."""
+    """The claims that are wanted of fxremat, in order of weight."""
     made: list[Callable[[Sequence[Record]], Claim]] = [
         _within_budget, _same_numbers, _faster_in_the_mean, _nowhere_slower, _least, _spent, _planning
     ]  # fmt: skip

@@ -135,7 +135,7 @@ class Results:
         return case in self.rows and "failed" not in self.rows[case]
 
     def write(self) -> None:
-        """Write all rows."""
+        """Write all rows to the file of the part, with the conditions of their measurement."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         record = {"conditions": self.conditions, "rows": self.rows}
         self.path.write_text(json.dumps(record, indent=1, default=str) + "\n")

@@ -67,7 +67,7 @@ class LanguageModel(nn.Module):
         return x
 
     def hidden(self, *inputs: Tensor) -> Tensor:
-        """What the head reads, [batch, tokens, width]."""
+        """The input of the head, [batch, tokens, width]."""
         raise NotImplementedError
 
     def forward(self, *batch: Tensor) -> Tensor:

@@ -64,7 +64,7 @@ class Figure:
 
     @classmethod
     def load(cls, name: str) -> Figure:
-        """A saved figure."""
+        """Read back a figure that was saved under this name."""
         data = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
         return cls(
             name=data["name"],

@@ -41,7 +41,7 @@ def write_page() -> None:
 
 
 def page() -> str:
-    """Its text."""
+    """The page in Markdown: a table of all claims, then a section for each figure."""
     figures = [Figure.load(name) for name in ORDER if (RESULTS / f"{name}.json").exists()]
     rows = ["| | claim | paper | ours | holds |", "|---|---|---|---|---|"]
     rows += [

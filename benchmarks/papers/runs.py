@@ -1,4 +1,4 @@
-"""What a solver makes of a network, a budget and a link: the points of the figures with transfers."""
+"""Answers of a solver to a network, a budget and a link: the points of the figures with transfers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WORKERS = 2
 
 
 def _auto(problem: Problem) -> list[Schedule]:
-    """What `solve` answers, in whole accounting."""
+    """The schedule that `solve` answers, in whole accounting."""
     schedule = solve(
         problem.chain, problem.mem, platform=problem.platform, slots=problem.slots, effort=problem.effort
     )

@@ -31,7 +31,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True)
 class CycleOp:
-    """One op of the cycle."""
+    """One op of the cycle, with the unit of weights that it needs."""
 
     name: str
     seconds: float

@@ -172,7 +172,7 @@ class _Run:
         return True
 
     def _time_for(self, unit: int) -> bool:
-        """Whether a copy ahead would be over before the next op ends whose unit has to leave by a copy."""
+        """Tell whether a copy ahead would be over before the next op ends whose unit has to leave by a copy."""
         moment = self.running if self.running < inf else self.now
         place = self.place if self.running < inf else self.place - 1
         end = self.now + self.cycle.units[unit] / self.cycle.to_host
@@ -222,7 +222,7 @@ class _Run:
         return True
 
     def _fits(self, place: int, unit: int) -> bool:
-        """Whether a unit fits beside what is reserved now, and beside every op until the one that needs it."""
+        """Tell whether a unit fits beside what is reserved now, and beside every op until the one that needs it."""
         cycle, size = self.cycle, self.cycle.units[unit]
         limit = cycle.memory + _ROUNDING
         beside = cycle.ops[self.place % self.count].beside if self.running < inf else 0.0

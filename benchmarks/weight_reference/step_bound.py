@@ -97,7 +97,7 @@ class _Program:
         return self.cycle.seconds + max(0.0, float(bound or 0.0) * (1 - 1e-7))
 
     def _link(self, interval: int) -> None:
-        """What the link carries in an interval; a unit that is being written is not copied."""
+        """Limit what the link carries in an interval; a unit that is being written is not copied."""
         cycle, op = self.cycle, self.cycle.ops[interval]
         for name, speed in (("back", cycle.from_host), ("out", cycle.to_host)):
             terms = [(self.at(name, unit, interval), 1.0) for unit in range(self.units)]
@@ -111,7 +111,7 @@ class _Program:
         self.row(-np.inf, room, [(self.at("there", unit, interval), 1.0) for unit in range(self.units)])
 
     def _balance(self, unit: int) -> None:
-        """What is on the device and what the host has, from interval to interval."""
+        """Balance what is on the device, and what the host has, from interval to interval."""
         writer = self.cycle.writer[unit]
         for interval in range(self.ops):
             moved = [(self.at("back", unit, interval), -1.0), (self.at("gone", unit, interval), 1.0)]
@@ -126,7 +126,7 @@ class _Program:
                 self.row(0.0, np.inf, [(here, 1.0), *((column, -factor) for column, factor in moved), (self.at("out", unit, interval), 1.0)])  # fmt: skip # noqa: E501
 
     def _wholes(self) -> None:
-        """What leaves in each gap, and what is copied out in a cycle, is all of a unit or nothing."""
+        """Require that what leaves in each gap, and what is copied out in a cycle, is all of a unit or nothing."""
         for number, gap in enumerate(self.gaps):
             terms = [(self.at("gone", gap.unit, interval), 1.0) for interval in self._intervals(gap)]
             self.row(0.0, 0.0, [*terms, (self.leaves + number, -self.cycle.units[gap.unit])])

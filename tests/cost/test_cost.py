@@ -150,7 +150,7 @@ def test_an_estimate_lets_batch_norm_read_twice() -> None:
 
 
 def test_the_first_half_of_a_batch_norm_is_timed_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where it has the bits of the whole it runs the whole, of which the second half is an op of its own."""
+    """The first half runs the whole for its bits, but is timed without: the second half is an op of its own."""
     timed: list[Any] = []
     monkeypatch.setattr(measuring, "seconds_of", lambda call, *_, **__: timed.append(call) or 1.0)
     joint = capture(Dag(Recipe((Layer("batch_norm", 0, 0),), 0, False)), *batch())
@@ -183,7 +183,7 @@ def test_unknown_devices_are_refused_with_the_known_ones() -> None:
 
 
 def test_the_chain_is_as_exact_as_the_graphs(joint: Captured) -> None:
-    """What the chain model says of keep-all and of checkpoints is never below, and close to, the exact replay."""
+    """The chain model's peak of keep-all and of checkpoints is never below, and close to, that of the exact replay."""
     costs = measure(joint)
     layout = add_options(lay_out(joint, crossings(joint).cuts()), costs.seconds, costs.sizes.values)
     chain = chain_of(layout, costs)

@@ -1,4 +1,4 @@
-"""What a device holds beside a step: the state that PyTorch's own optimizers keep, and figures made by hand."""
+"""Tests of memory beside a step: the state that PyTorch's own optimizers keep on a device, and figures made by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is kept of whole programs: for those alone, and beyond the process."""
+"""Measurements of whole programs are kept for those programs alone, and beyond the process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of cuDNN's workspaces no plan can count, and is told of."""
+"""Tests of the warning that cuDNN tries kernels during a step, with workspaces that no plan can count."""
 
 from __future__ import annotations
 

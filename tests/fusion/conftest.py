@@ -1,4 +1,4 @@
-"""What the tests of compiled regions share."""
+"""A fixture that the tests of compiled regions share."""
 
 from __future__ import annotations
 

@@ -361,7 +361,7 @@ def test_the_other_way_to_cut_is_tried_where_that_compiles_quickly(
 
 @pytest.mark.usefixtures("always_in_regions", "surveys")
 def test_all_is_compiled_where_the_budget_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What gains little in time may gain memory."""
+    """Regions that gain little in time may gain memory."""
     monkeypatch.setattr(compiled, "worth_compiling", lambda program, *_: alone(program, range(len(program.steps))))
 
     def more_by_themselves(program: Program, sizes: Sizes, units: Units) -> list[int]:
@@ -444,7 +444,7 @@ class Autocast(nn.Sequential):
 
 @pytest.mark.usefixtures("always_in_regions")
 def test_mixed_precision(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a BatchNorm keeps has the type that its kernels give it, in a region of the backward too."""
+    """The values that a BatchNorm keeps have the type that its kernels give them, in a region of the backward too."""
     monkeypatch.setattr(compiled, "CUTS", (lambda program, _, __: _backward_alone(program),))
     plain, ours = Autocast(), Autocast()
     ours.load_state_dict(plain.state_dict())

@@ -1,4 +1,4 @@
-"""How the steps of a program are taken together: nothing is compiled here."""
+"""Tests of the units into which the steps of a program are grouped: nothing is compiled here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What torch.compile's capture rounds otherwise than eager PyTorch is put right before it is planned."""
+"""Ops that torch.compile's capture rounds otherwise than eager PyTorch are put right before they are planned."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where ops were written: modules and lines of everything that takes memory, and the names of parameters."""
+"""Tests of the sources of ops: modules and lines of everything that takes memory, and the names of parameters."""
 
 from __future__ import annotations
 
@@ -255,7 +255,7 @@ def test_all_that_takes_memory_has_a_module_and_a_line(name: str) -> None:
 
 @pytest.mark.parametrize("name", ASKED)
 def test_ops_belong_to_what_was_called(name: str) -> None:
-    """What an op of a layer reads of parameters is that layer's own; gradients of these are made in it too."""
+    """The parameters that an op of a layer reads are that layer's own; gradients of these are made in it too."""
     case = captured(name)
     joint = case.plan.graph
     modules = dict(case.model.named_modules(remove_duplicate=False))
@@ -452,7 +452,7 @@ def parts(path: str) -> list[str]:
 
 
 def inside(module: str, outer: str) -> bool:
-    """Whether a module is another one, or a part of it."""
+    """Tell whether a module is another one, or a part of it."""
     return parts(module)[: len(parts(outer))] == parts(outer)
 
 

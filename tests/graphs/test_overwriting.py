@@ -33,7 +33,7 @@ def numbers(*shape: int, seed: int = 0) -> Tensor:
 
 
 def run(op: Any, first: Tensor, *rest: Any, swapped: bool = False, **options: Any) -> tuple[Tensor, Tensor]:
-    """What an op that was captured with these arguments gives, overwriting and as captured.
+    """Run an op that was captured with these arguments; return its results, overwriting and as captured.
 
     Args:
         swapped: overwrite the second of them.

@@ -490,7 +490,7 @@ def test_a_device_is_current_for_a_while(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @dataclass
 class NaivePool:
-    """What `FilePool` says of itself, with lists: which file a tensor gets, and how many bytes there are."""
+    """A model of `FilePool` that keeps lists: which file a tensor gets, and how many bytes there are."""
 
     waiting: list[tuple[int, int]] = field(default_factory=list)  # size and address, longest first
     shown: list[tuple[int, int]] = field(default_factory=list)

@@ -210,13 +210,13 @@ def check(model: nn.Module, *inputs: Tensor) -> tuple[fx.GraphModule, list[fx.No
 
 
 def distance(found: list[Tensor], wanted: list[Tensor]) -> float:
-    """How far the results of a step are from others, relative to all of them."""
+    """The norm of the difference between the results of a step and others, over the norm of those others."""
     ours, theirs = (torch.cat([result.double().flatten() for result in results]) for results in (found, wanted))
     return float((ours - theirs).norm() / theirs.norm())
 
 
 def aliases(module: fx.GraphModule) -> int:
-    """How many real tensors share memory unknown to fake ones; none shares memory where the real ones do not."""
+    """Count real tensors that share memory unknown to fake ones; none shares memory where the real ones do not."""
     shown = fx.Interpreter(module, garbage_collect_values=False)
     shown.run(*drawn(module))
     pairs = {
@@ -230,7 +230,7 @@ def aliases(module: fx.GraphModule) -> int:
 
 
 def channels_last_everywhere(module: fx.GraphModule) -> bool:
-    """Whether all that convolutions read is in channels_last."""
+    """Tell whether all that convolutions read is in channels_last."""
     read = [node.args[place].meta["val"] for node in module.graph.nodes for place in CONVOLUTIONS.get(node.target, ())]
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     return all(value.is_contiguous(memory_format=formats[value.dim()]) for value in read)

@@ -1,4 +1,4 @@
-"""What memory consists of: kinds add up to exact liveness, and are what they are called."""
+"""Tests of the kinds of memory: they add up to exact liveness, and are what they are called."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def graph_memory(module: fx.GraphModule, given: dict[fx.Node, int]) -> list[int]
         return {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors if t is not None}
 
     def written_argument(node: fx.Node) -> fx.Node | None:
-        """What the op's schema says that it writes to."""
+        """Return the argument that the op writes to, as its schema says; None where it writes to none."""
         if not isinstance(node.target, torch._ops.OpOverload):
             return None
         arguments = node.target._schema.arguments

@@ -53,7 +53,7 @@ class Drawing:
         return found
 
     def text(self, *, fresh: bool = False) -> list[str]:
-        """What is called with which arguments, one op an entry; ops overwrite what they may, unless `fresh`."""
+        """The calls with their arguments, one op an entry; ops overwrite what they may, unless `fresh`."""
         calls = [called(node, fresh=fresh) for node in self.graph.nodes if node.op == "call_function"]
         return [f"{target.__name__}{args}{dict(options) or ''}".replace(",)", ")") for target, args, options in calls]
 
@@ -168,7 +168,7 @@ def test_dropouts_that_round_as_eager_pytorch_s_are_left_alone() -> None:
 
 
 def test_what_a_dropout_becomes() -> None:
-    """Where the forward rounds otherwise in single precision, the mask is drawn by itself."""
+    """The mask is drawn by itself where the forward rounds otherwise in single precision."""
     split, kept, half = dropout(0.15), dropout(0.1), dropout(0.15, dtype=torch.bfloat16)
     for drawing in (split, kept, half):
         (captured,) = drawing.graph.find_nodes(op="call_function", target=aten.native_dropout.default)

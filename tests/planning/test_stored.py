@@ -1,4 +1,4 @@
-"""What searches have found, on disk: a later process finds what was searched for, and never more than that."""
+"""Tests of search results on disk: a later process finds what was searched for, and never more than that."""
 
 from __future__ import annotations
 

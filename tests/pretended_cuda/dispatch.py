@@ -84,7 +84,7 @@ def assumed(call: Attention, device: Device) -> str:
 
 
 class _Ops(TorchDispatchMode):
-    """Notes the names of ops."""
+    """Notes the names of all ops that run inside of it."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -64,7 +64,7 @@ TARGET_PAGEABLE, SOURCE_PAGEABLE = 1, 2  # bits of a copy's detail
 
 
 class Log:
-    """The log of this process."""
+    """The log of this process: entries of the pretended runtime, and those that Python adds."""
 
     def __init__(self) -> None:
         self.names: list[str] = []

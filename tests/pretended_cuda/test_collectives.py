@@ -1,4 +1,4 @@
-"""What runs on NCCL's stream is ordered, or not, on the pretended device."""
+"""On the pretended device, ops that wait for a collective on NCCL's stream come after it, and others race with it."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def tokens(padded: int = 0) -> dict[str, Tensor]:
 
 
 def masked_in_graphs(model: Any) -> list[bool]:
-    """Whether the attention of each plan of a compiled model takes a mask."""
+    """Tell, for each plan of a compiled model with attention, whether the attention takes a mask."""
     codes = [plan.graphs[0].code for plan in model.fxremat.plans]
     return ["attn_mask" in code for code in codes if "scaled_dot_product" in code]
 

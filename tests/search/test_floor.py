@@ -1,4 +1,4 @@
-"""Why no smaller budget works: the op that needs most at the least, where it was written, and what for."""
+"""Tests of the reason why no smaller budget works: the op that needs most at the least, its line, and what for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What changes from one plan to another adds up: modules to totals, kinds of memory to the peak, parts to the time."""
+"""Changes from one plan to another add up: modules to totals, kinds of memory to the peak, parts to the time."""
 
 from __future__ import annotations
 

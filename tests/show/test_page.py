@@ -111,7 +111,7 @@ def drawn_of(plan: Plan, data: Data) -> list[Candidate]:
 
 @dataclass
 class Reader(HTMLParser):
-    """What a browser would see: elements, scripts and texts."""
+    """The page as a browser would see it: elements, scripts and texts."""
 
     tags: list[str] = field(default_factory=list)
     attributes: list[tuple[str, str | None]] = field(default_factory=list)

@@ -85,7 +85,7 @@ def region(graph: fx.Graph, outer: int, count: int, parts: int) -> Region:
 
 
 def read_outside(node: fx.Node, steps: list[fx.Node]) -> bool:
-    """Whether something outside of the region reads a value, or nothing does."""
+    """Tell whether something outside of the region reads a value, or nothing does."""
     return not node.users or any(user not in steps for user in node.users)
 
 

@@ -1,4 +1,4 @@
-"""What a region cannot cut as it stands, written out: the same bits where promised, else the same up to rounding."""
+"""Ops that a region cannot cut as they stand, written out: the same bits where promised, else equal up to rounding."""
 
 from __future__ import annotations
 

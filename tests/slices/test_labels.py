@@ -1,4 +1,4 @@
-"""Where the axis of a region is in a tensor, by hand and against slices of the flattened elements."""
+"""Tests of the place of a region's axis in a tensor, by hand and against slices of the flattened elements."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_a_place_is_the_fewest_dimensions_that_hold_the_rows(
 def test_a_reshape_keeps_outer_and_rows(
     cut: tuple[tuple[int, ...], int, int, Place], rows: int, data: st.DataObject
 ) -> None:
-    """Where the axis is in both shapes, slices hold the same elements in the same order."""
+    """Slices hold the same elements in the same order in both shapes, where both have the axis."""
     shape, outer, count, at = cut
     tensor = torch.arange(math.prod(shape)).view(shape)
     ends = sorted(data.draw(st.sets(st.integers(0, len(shape)))) | {0, len(shape)})

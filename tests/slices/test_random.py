@@ -23,7 +23,7 @@ MOST = (2, 3, 1 << 20)  # slices of a region
 
 
 def results(joint: Captured, given: list[Any]) -> list[Any]:
-    """What forward and backward return together, from a seed."""
+    """Run forward and backward together from a seed, and return their results."""
     torch.manual_seed(5)
     with torch.no_grad():
         found = fx.Interpreter(joint.module).run(*(x.clone() if isinstance(x, torch.Tensor) else x for x in given))

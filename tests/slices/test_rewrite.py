@@ -41,7 +41,7 @@ def in_slices(name: str, **options: Any) -> SlicedJoint:
 
 
 def loops(found: SlicedJoint) -> list[Sliced]:
-    """What runs in slices, in order."""
+    """The ops that run a region in slices, in order."""
     return [node.target for node in found.joint.nodes if isinstance(node.target, Sliced)]
 
 

@@ -331,7 +331,7 @@ COMPARED = """
 
 
 def dtensor_errs(case: Case) -> bool:
-    """Whether DTensor reads an argument otherwise than torch does (2.13): `[]` as no dimension, or a negative one."""
+    """Tell whether DTensor reads an argument unlike torch (2.13): `[]` as no dimension, or a negative one."""
     if case.op is aten.stack.default and torch_release() < (2, 13):
         return case.args[1:] == (-1,)
     if case.op is aten.sum.dim_IntList:

@@ -1,4 +1,4 @@
-"""What the tests of the offloading solvers share: chains in whole units, links, and searches without a table."""
+"""Helpers of the tests of offloading solvers: chains in whole units, links, and searches without a table."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def run(s: int, t: int) -> list[Op]:
 
 
 def fits(chain: Chain, schedule: Schedule, mem: int) -> bool:
-    """Whether a schedule can run at all in `mem` bytes, at any speed of the link."""
+    """Tell whether a schedule can run at all in `mem` bytes, at any speed of the link."""
     try:
         return max(read(chain, schedule).base) <= mem
     except InvalidSchedule:

@@ -1,4 +1,4 @@
-"""What holds for every solver by name, and for "auto"."""
+"""Tests of every solver by name, and of "auto": schedules are valid and fit, and more memory never costs time."""
 
 import time
 from itertools import pairwise

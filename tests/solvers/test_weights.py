@@ -185,7 +185,7 @@ def test_plans_keep_the_memory_and_the_order_and_are_between_the_bounds(cycle: C
 
 
 def faults(cycle: Cycle, timed: TimedCycle) -> Iterator[str]:
-    """What is wrong with a log of events, by rules written apart from the clock."""
+    """Yield what is wrong with a log of events, by rules written apart from the clock."""
     count = len(cycle.ops)
     ops = sorted((e for e in timed.events if e.kind == "op"), key=lambda e: e.place)
     for before, after in itertools.pairwise(ops):

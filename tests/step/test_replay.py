@@ -1,4 +1,4 @@
-"""What a schedule or an order executes, on joint graphs of numbers alone: by hand, and against a naive replay."""
+"""Tests of what schedules and orders execute, on joint graphs of numbers alone: by hand, and against a naive replay."""
 
 from __future__ import annotations
 
