@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from fxremat.host.pinned import PinnedTier
     from fxremat.host.tier import HostTier
     from fxremat.pipelining.pipe import Pipeline, pipeline
+    from fxremat.plan_of_graphs import PlanOfGraphs
     from fxremat.planning.captured_step import CapturedStep
     from fxremat.plans import Plan
     from fxremat.profiles import Profile
@@ -63,6 +64,7 @@ __all__ = [
     "Pipeline",
     "Plan",
     "PlanMismatch",
+    "PlanOfGraphs",
     "Platform",
     "Profile",
     "Schedule",
@@ -136,6 +138,7 @@ _LATER = {  # names that need torch or numba, and the module that each is import
     "Pipeline": "fxremat.pipelining.pipe",
     "pipeline": "fxremat.pipelining.pipe",
     "Plan": "fxremat.plans",
+    "PlanOfGraphs": "fxremat.plan_of_graphs",
     "Profile": "fxremat.profiles",
     "FileTier": "fxremat.host.files",
     "HostTier": "fxremat.host.tier",

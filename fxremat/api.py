@@ -38,7 +38,7 @@ def compile(  # the name users know from torch.compile
     """Make training of a model fit into `mem`, with the gradients it has today.
 
     Args:
-        model: any module that torch.compile can capture as one graph. It is not changed.
+        model: any module that torch.compile can capture, as one graph or several. It is not changed.
         mem: the peak of bytes allocated on the model's device during forward and backward, above what was allocated
             when forward began, with every `.grad` None then: an int (bytes), "4GiB", "300MB", "60%" of the peak
             without any recomputation, or "auto" (CUDA: what is free). It may be left out where `plan` is passed.
@@ -56,6 +56,7 @@ def compile(  # the name users know from torch.compile
             loss        what a loss outside the model allocates
             search      how long programs are searched for
             method      the method that training calls, where it is not `forward`
+            fullgraph   True: a model that is not one graph is an error. False: docs/graphs.md
 
     Returns:
         an instance of the model's own class that shares all its state; `.plan` says what it does (None before it is
@@ -63,7 +64,7 @@ def compile(  # the name users know from torch.compile
 
     Raises:
         BudgetTooSmall: nothing fits; `.minimum` is what would. At the call whose sizes are planned, before it runs.
-        CaptureError: the model is not one graph; names the line.
+        CaptureError: the model is not one graph, and an option needs that it is; names the line.
         InvalidBudget: `mem` has another form, or neither it nor `plan` is passed.
         PlanMismatch: `plan` belongs to another step, device or PyTorch, and no `mem` is passed to make another.
     """

@@ -51,6 +51,7 @@ class PlanOptions(TypedDict, total=False):
     loss: int | str | Loss | None
     search: Search
     method: str
+    fullgraph: bool
 
 
 class StepOptions(PlanOptions, total=False):
@@ -101,6 +102,8 @@ class Options:
         loss: what a loss outside the model allocates, in the forms of a size, or a `Loss` that says more.
         search: how programs are searched for: a `Search`.
         method: the method of the model that training calls and that is planned, such as "training_step".
+        fullgraph: True: a model that is not one graph is an error, as with torch.compile. False: it is trained as
+            several graphs within one budget.
 
     Raises:
         InvalidBudget: a size or budget of another form.
@@ -120,6 +123,7 @@ class Options:
     loss: int | str | Loss | None = None
     search: Search = field(default_factory=Search)
     method: str = "forward"
+    fullgraph: bool = False
     strict: bool | None = field(default=None, repr=False)  # a plan of another step is an error; no user sets this
     loss_seen: SeenLoss | None = field(default=None, repr=False)  # the loss as steps measured it; no user sets this
     budget: Budget = field(init=False, repr=False)  # `mem`, parsed
@@ -190,6 +194,21 @@ class Options:
         return 'backend="inductor"' if self.compiles else "slices" if self.slicing else "offloading"
 
     @property
+    def needs_one_graph(self) -> str:
+        """The option because of which a model has to be one graph, for messages; "" if there is none."""
+        if self.plan:
+            return "a saved plan"
+        if self.hosts_weights:
+            return "offload=Offload(weights=True)"
+        if self.host:
+            return "offload"
+        if self.compiles:
+            return 'backend="inductor"'
+        if self.slicing:
+            return "slices"
+        return "" if self.measures else "an estimate"
+
+    @property
     def may_change(self) -> bool | None:
         """The `dynamic` of torch.compile that the model is captured with: False: all sizes are fixed; True: none is.
 
@@ -224,6 +243,7 @@ class Options:
             "backend": (self.compiles, self.inductor and self.inductor.random),
             "offload": self.hosts_weights,
             "loss": self.loss_outside.gradients,
+            "fullgraph": self.fullgraph,
         }
 
     def longest(self, name: str, dimension: int | None) -> int | None:

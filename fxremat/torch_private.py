@@ -473,6 +473,72 @@ def compiled_step(
     return compiled
 
 
+def compiled_in_parts(
+    forward: Callable[..., Any],
+    backend: Callable[..., Any],
+    name: str,
+    dynamic: bool | None,
+    around: Callable[[], contextlib.AbstractContextManager[None]],
+) -> Callable[..., Any]:
+    """Return a function that dynamo captures as several graphs, each of which it passes to a backend.
+
+    `torch.compile(..., fullgraph=False)`, with the differences of `compiled_step`: dynamo's callback is called for each
+    function that it reaches without a graph. Modules of torch.nn that consist of others are traced too where they are
+    called from Python, which dynamo skips by default (`traced_torch_modules`).
+
+    Args:
+        dynamic: how sizes are treated, as in torch.compile; a function that cannot be captured so is captured for fixed
+            sizes.
+        around: returns a context in which functions are captured.
+    """
+    import torch._dynamo
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    call.__code__ = call.__code__.replace(co_name=f"{name} ({next(_steps)})")
+    context: Any = torch._dynamo.optimize(backend=backend, nopython=False)
+    inner = context.callback
+
+    @functools.wraps(inner)
+    def capture(*args: Any, **kwargs: Any) -> Any:
+        with around(), traced_torch_modules(), silent("torch._dynamo.variables.tensor"):
+            try:
+                with capture_settings(dynamic):
+                    return inner(*args, **kwargs)
+            except Exception as error:
+                if dynamic is False or backend_failure(error) is None or planning_error(error) is not None:
+                    raise
+            with capture_settings(False):
+                return inner(*args, **kwargs)
+
+    capture._torchdynamo_orig_backend = inner  # type: ignore[attr-defined]
+    context.callback = capture
+    compiled: Callable[..., Any] = context(call)
+    return compiled
+
+
+@contextlib.contextmanager
+def traced_torch_modules() -> Iterator[None]:
+    """Let dynamo trace the composite modules of torch.nn where Python calls them, such as Sequential in a loop.
+
+    `torch._dynamo.trace_rules.LEGACY_MOD_INLINELIST` names the modules of torch whose functions it does not skip (torch
+    2.11, 2.13); leaf modules are not among them, as graphs of one op only add borders.
+    """
+    from torch._dynamo import trace_rules
+
+    rules: Any = trace_rules
+    composite = {f"torch.nn.modules.{name}" for name in ("container", "transformer", "activation")}
+    added = composite - rules.LEGACY_MOD_INLINELIST
+    rules.LEGACY_MOD_INLINELIST.update(added)
+    rules.get_legacy_mod_inlinelist.cache_clear()
+    try:
+        yield
+    finally:
+        rules.LEGACY_MOD_INLINELIST.difference_update(added)
+        rules.get_legacy_mod_inlinelist.cache_clear()
+
+
 def outside_graphs(function: Callable[..., Any], reason: str) -> Callable[..., Any]:
     """Return a function that no `torch.compile` traces: `torch.compiler.disable(reason=...)` (torch 2.11, 2.13)."""
     disabled: Callable[..., Any] = torch.compiler.disable(function, reason=reason)
@@ -647,24 +713,85 @@ def _place(stack: Iterable[Any]) -> str | None:
 def allocations(call: Callable[[], T], *, on_host: bool) -> tuple[T, list[int]]:
     """Return the result of a call, and the bytes that an allocator gave or, negative, took back, in order.
 
-    The allocator is that of the host or of CUDA; others are not recorded.
-
-    `torch.autograd._enable_profiler_legacy` with `profile_memory` (torch 2.11, 2.13): it records only this thread,
-    without Kineto, and a session costs some microseconds. A thread that a user's profiler records already must be left
-    alone: see `unprofiled`.
+    The allocator is that of the host or of CUDA; others are not recorded. A thread that a user's profiler records
+    already must be left alone: see `unprofiled`.
     """
-    from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
-
-    settings: Any = (False, True, False, False, False, _ExperimentalConfig())  # only memory
-    autograd: Any = torch.autograd
-    autograd._enable_profiler_legacy(ProfilerConfig(ProfilerState.CPU, *settings))
+    record = AllocationRecord(on_host=on_host)
     try:
         result = call()
     finally:
-        threads = autograd._disable_profiler_legacy()
-    name = "cpu_memory_usage" if on_host else "cuda_memory_usage"
-    events = (event for thread in threads for event in thread if event.kind() == "memory_alloc")
-    return result, [size for event in events if (size := getattr(event, name)())]
+        changes = record.stop()
+    return result, changes
+
+
+class AllocationRecord:
+    """A record of what an allocator gives and takes back on this thread, from now on.
+
+    `torch.autograd._enable_profiler_legacy` with `profile_memory` (torch 2.11, 2.13): it records only this thread,
+    without Kineto, and a session costs some microseconds. In the backward it goes on recording, as autograd takes over
+    the state of the thread; it can be stopped only outside of it.
+    """
+
+    def __init__(self, *, on_host: bool = True) -> None:
+        from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
+
+        settings: Any = (False, True, False, False, False, _ExperimentalConfig())  # only memory
+        self._name = "cpu_memory_usage" if on_host else "cuda_memory_usage"
+        self._autograd: Any = torch.autograd
+        self._autograd._enable_profiler_legacy(ProfilerConfig(ProfilerState.CPU, *settings))
+
+    def stop(self) -> list[int]:
+        """Stop recording; return the bytes that the allocator gave or, negative, took back, in order."""
+        threads = self._autograd._disable_profiler_legacy()
+        events = (event for thread in threads for event in thread if event.kind() == "memory_alloc")
+        return [size for event in events if (size := getattr(event, self._name)())]
+
+
+def is_profiled() -> bool:
+    """Tell whether a profiler records this thread: `torch.autograd._profiler_enabled` (torch 2.11, 2.13)."""
+    autograd: Any = torch.autograd
+    return bool(autograd._profiler_enabled())
+
+
+def watching_backward(before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
+    """Let two functions be called before and after every backward of this process; return a function that ends that.
+
+    `torch.autograd._engine_run_backward` (torch 2.11, 2.13) is what `backward()` and `autograd.grad` call.
+    """
+    autograd: Any = torch.autograd
+    run = autograd._engine_run_backward
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        before()
+        try:
+            return run(*args, **kwargs)
+        finally:
+            after()
+
+    def stop() -> None:
+        if autograd._engine_run_backward is watched:
+            autograd._engine_run_backward = run
+
+    autograd._engine_run_backward = watched
+    return stop
+
+
+def after_backward(call: Callable[[], None]) -> None:
+    """Call a function once the running backward is over.
+
+    `torch.autograd.Variable._execution_engine.queue_callback` (torch 2.11, 2.13).
+    """
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(call)
+
+
+def backward_keeps_graph() -> bool:
+    """Tell whether the running backward may run again (retain_graph=True).
+
+    `torch._C._autograd._get_current_graph_task_keep_graph` (torch 2.11, 2.13).
+    """
+    autograd: Any = torch._C._autograd
+    return bool(autograd._get_current_graph_task_keep_graph())
 
 
 @functools.cache
@@ -711,12 +838,8 @@ def not_compiling() -> Iterator[None]:
 
 
 def unprofiled(work: Callable[[], T]) -> T:
-    """Call `work()`, on another thread if a user's profiler records this one: it is neither recorded nor disturbed.
-
-    `torch.autograd._profiler_enabled` (torch 2.11, 2.13); profilers record by thread.
-    """
-    autograd: Any = torch.autograd
-    if not autograd._profiler_enabled():
+    """Call `work()`, on another thread if a user's profiler records this one: it is neither recorded nor disturbed."""
+    if not is_profiled():
         return work()
     stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
 
@@ -951,6 +1074,17 @@ def storage_of(tensor: torch.Tensor) -> int:
     A sparse tensor counts as one that shares nothing: its indices and values are assumed to be its own.
     """
     return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else -id(tensor)
+
+
+def storage_watch(tensor: torch.Tensor) -> Callable[[], bool]:
+    """Return a function that tells whether the memory of a tensor is still held by anybody; it does not hold it itself.
+
+    `torch.multiprocessing.reductions.StorageWeakRef` (torch 2.11, 2.13).
+    """
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    reference: Any = StorageWeakRef(tensor.untyped_storage())
+    return lambda: not reference.expired()
 
 
 def shell_of(kind: type[torch.Tensor], like: torch.Tensor) -> torch.Tensor:

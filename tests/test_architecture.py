@@ -14,7 +14,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "fxremat"
 ROOMS = (  # what stands further left may use what stands further right, never back
     *("__main__", "__init__", "api", "what_if", "pipelining", "runtime", "planning", "options", "profiles"),
-    *("plans", "show", "plan_file", "planned_step", "kernels", "settings"),
+    *("plan_of_graphs", "plans", "show", "plan_file", "planned_step", "kernels", "settings"),
     *("cost", "fusion", "slices", "passes", "ops", "graphs", "transfers", "search", "linearize", "step"),
     *("solvers", "chains", "host", "budget", "device"),
     *("agreement", "heartbeat", "torch_inductor", "torch_private", "jit", "progress"),

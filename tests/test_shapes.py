@@ -582,7 +582,7 @@ def test_a_graph_break_is_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     settings = private.capture_settings
     monkeypatch.setattr(private, "capture_settings", lambda dynamic: traced.append(1) or settings(dynamic))
-    compiled = fxremat.compile(Broken(), mem="1GB", **QUICK)
+    compiled = fxremat.compile(Broken(), mem="1GB", fullgraph=True, **QUICK)
     with pytest.raises(fxremat.CaptureError):
         compiled(rows(8).requires_grad_())
     assert len(traced) == 1

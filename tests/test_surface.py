@@ -551,7 +551,7 @@ def _assert_capture_fails(model: nn.Module, code: str) -> None:
     with open(__file__) as source:
         line = next(number for number, text in enumerate(source, 1) if code in text)
     with pytest.raises(fxremat.CaptureError, match=rf"test_surface\.py:{line}\b"):
-        fxremat.compile(model, mem="100%", **QUICK)(rows())
+        fxremat.compile(model, mem="100%", fullgraph=True, **QUICK)(rows())
 
 
 def _assert_one_line(error: Exception, hint: str) -> None:

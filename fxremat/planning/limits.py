@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import torch
+
 from fxremat.budget import free_bytes
 from fxremat.cost.device_memory import DeviceMemory, memory_on
 from fxremat.cost.measure import measure
@@ -82,6 +84,27 @@ def limit_of(step: Step, options: Options) -> Limit:
             costs = with_loss(step.as_eager, measure(step.as_eager, step.inputs, ranks=step.ranks), options)
             everything = keep_all_peak(step.as_eager, costs)
             return Limit(known=max(1, int(everything * share / 100)), share=share, keep_all=everything, words=words)
+
+
+def limit_of_paths(
+    options: Options, device: torch.device, keep_all: Callable[[], int], least: Callable[[], int]
+) -> Limit:
+    """Return the user's budget as a limit of a step in which several graphs run.
+
+    Args:
+        keep_all: returns the largest peak in bytes of a step that recomputes nothing; called for a share.
+        least: returns the least budget that works, in bytes; called for mem="min".
+    """
+    words = str(options.mem)
+    match options.budget:
+        case Bytes(count):
+            return Limit(known=count, words=words)
+        case Least():
+            return Limit(known=least(), words=words)
+        case Auto():
+            return Limit(known=free_bytes(device, 0), words=words)
+        case Percent(share):
+            return Limit(share=share, words=words).of(keep_all)
 
 
 def _share_of(reference: Reference, share: float) -> Limit:

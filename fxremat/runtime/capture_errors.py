@@ -152,6 +152,13 @@ def explained(error: Exception, plain_error: Callable[[], Exception | None]) -> 
     return CaptureError(f"the model is not one graph: tracing stops at {where}. {advice(where)}")
 
 
+def is_not_one_graph(error: Exception) -> bool:
+    """Tell whether a model may be captured as several graphs after capture as one ended with this error."""
+    if isinstance(cause := planning_error(error) or error, FxrematError):
+        return isinstance(cause, CaptureError)
+    return backend_failure(error) is not None or needs_data(error) or graph_break_place(error) is not None
+
+
 def _own_error(error: BaseException) -> str | None:
     """Return as `ValueError: ...` the error that the model itself raises; None where tracing is what fails.
 

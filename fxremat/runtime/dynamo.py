@@ -46,6 +46,7 @@ from fxremat.passes.tangents import bear_any_layout
 from fxremat.planning.captured_step import CapturedStep, FixedStep
 from fxremat.planning.facts import facts_of
 from fxremat.planning.limits import limit_of
+from fxremat.planning.paths import programs_of
 from fxremat.planning.sizes import PlansOfSizes, SizedStep
 from fxremat.planning.step import Step, TrainedParameters, named
 from fxremat.planning.surveys import order_within_limit
@@ -54,7 +55,9 @@ from fxremat.profiles import enough
 from fxremat.progress import telling
 from fxremat.runtime.attention_masks import unmark
 from fxremat.runtime.auxiliary_outputs import AuxiliaryOutputs, auxiliary_outputs_of, check_runs_again
+from fxremat.runtime.called_graph import CalledGraph
 from fxremat.runtime.capture_errors import refuse_opaque, refuse_without_gradients
+from fxremat.runtime.coordinator import Coordinator
 from fxremat.runtime.devices import check_devices
 from fxremat.runtime.loss_meter import LossMeter, MeasuredLoss
 from fxremat.runtime.parts import Part
@@ -80,6 +83,7 @@ from fxremat.torch_private import (
     largest_of,
     never_donate,
     parameter_name,
+    real_tensors,
     take_gradients_as_they_lie,
     taking_a_list,
 )
@@ -122,6 +126,7 @@ class Backend:
         input_names: the names of the model's inputs that may be passed by position, in order.
         tied: for parameters with several names, a map from the other names to the one in `named_parameters()`.
         weights: the optimizer's parameters, if the step updates them; None before the first call, or if it does not.
+        coordinator: runs the graphs of a model that is several of them; None: each graph is a whole step.
     """
 
     def __init__(
@@ -142,6 +147,7 @@ class Backend:
         self.until = Until.RUN
         self.outdated = False  # as the loss takes more memory than planned, or less memory is free
         self.weights: Weights | None = None
+        self.coordinator: Coordinator | None = None
         self.hosted: frozenset[int] = frozenset()  # parameters that live on the host, by their number in the optimizer
         self._layouts: dict[str, Strides] = {}  # strides seen where ops were measured, by `cost.layouts.key_of`
         self._any_layout = False  # the backward that is being compiled accepts gradients of any strides
@@ -158,7 +164,7 @@ class Backend:
         if outputs.expected or outputs.beside:
             refuse_symbols(module.graph, "example_value")
         try:
-            if self.options.loss_outside.gradients == "loss" and outputs.beside:
+            if self.coordinator is None and self.options.loss_outside.gradients == "loss" and outputs.beside:
                 return AuxiliaryOutputs(module, outputs, self._differentiate, inputs)
             return self._differentiate(module, inputs)
         finally:
@@ -170,7 +176,7 @@ class Backend:
         self._inputs, began = inputs, time.monotonic()
         outputs = auxiliary_outputs_of(module)
         trained = sorted((*outputs.expected, *outputs.beside))
-        made: list[_FixedStep | Sized] = []  # the step of this graph, from its partition until its backward is compiled
+        made: list[_FixedStep | Sized | CalledGraph] = []  # from the partition until the backward is compiled
         placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
         names = map(parameter_name, placeholders)
         self._names = [name and self.tied.get(name, name) for name in names]
@@ -179,7 +185,7 @@ class Backend:
             fw_compiler=lambda graph, _: self._forward(graph, made[-1]),
             bw_compiler=lambda graph, _: made.pop().backward_of(graph),
             inference_compiler=lambda graph, _: boxed(graph),
-            partition_fn=partial(self._partition, made=made, again=again),
+            partition_fn=partial(self._partition, made=made, again=again, broken_at=graph_break_after(module)),
         )
         before = len(self._called_with)
         try:
@@ -190,7 +196,8 @@ class Backend:
             self._placeholders = ()
         if len(self._called_with) > before and self.until is Until.RUN:
             self._warn_of_many(time.monotonic() - began)
-        compiled = LossMeter(compiled, trained, self._take_loss)
+        if self.coordinator is None:
+            compiled = LossMeter(compiled, trained, self._take_loss)
         return telling_unused(compiled, trained) if len(trained) > 1 else compiled
 
     def _traced(self, trace: Callable[[], Callable[..., Any]], inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -299,7 +306,7 @@ class Backend:
             self.weights = Weights(optimizer, self.options.tier or default_tier(device), device)
         return self.weights
 
-    def _forward(self, graph: fx.GraphModule, step: _FixedStep | Sized) -> Callable[..., Any]:
+    def _forward(self, graph: fx.GraphModule, step: _FixedStep | Sized | CalledGraph) -> Callable[..., Any]:
         never_donate()
         if self._any_layout:
             take_gradients_as_they_lie()
@@ -320,8 +327,9 @@ class Backend:
         _: Sequence[Any],
         *,
         num_fwd_outputs: int,
-        made: list[_FixedStep | Sized],
+        made: list[_FixedStep | Sized | CalledGraph],
         again: bool,
+        broken_at: str | None,
         **__: Any,
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         refuse_opaque(module.graph)
@@ -331,9 +339,12 @@ class Backend:
         self._any_layout = not self.options.compiles and bear_any_layout(module.graph)
         graph = SymbolicGraph(module, num_fwd_outputs) if has_symbolic_sizes(module.graph) else None
         joint = graph.now() if graph else read_joint(module, num_fwd_outputs)
-        refuse_without_gradients(joint)
         if graph and not graph.inputs:
             graph = None  # all sizes turned out to be fixed
+        if self.coordinator is not None:
+            made[:] = [called := self._called(graph, joint, self.coordinator, broken_at)]
+            return called.contract()
+        refuse_without_gradients(joint)
         if graph and not self.options.resizable:
             raise NotSymbolic(self.options.needs_fixed_sizes)
         if graph and communicates(joint):
@@ -359,6 +370,33 @@ class Backend:
         plan = self._plan_fixed(step)
         made[:] = [_FixedStep(plan, self.weights)]
         return plan.graphs
+
+    def _called(
+        self, graph: SymbolicGraph | None, joint: Captured, coordinator: Coordinator, broken_at: str | None
+    ) -> CalledGraph:
+        """Return a graph of a model that is several of them, measured and with its programs.
+
+        Raises:
+            FxrematError: it communicates with other ranks.
+            NotSymbolic: some results lie otherwise than traced; the graph is then captured with fixed sizes.
+        """
+        if communicates(joint):
+            raise FxrematError("a model that communicates with other ranks in its forward has to be one graph")
+        check_devices(joint)
+        expand_segments(device_of(joint))
+        make_workspaces(device_of(joint))
+        kernels.ready()
+        step = Step(graph=joint, inputs=self._inputs)
+        with real_tensors():
+            try:
+                costs = facts_of(step, self.options, coordinator.order_of(joint))
+            except LayoutsDiffer as error:
+                if graph is None:
+                    raise
+                self.learn(error)
+                raise NotSymbolic("a result that lies otherwise than traced") from None
+            programs = programs_of(joint, costs, self.options)
+        return CalledGraph(joint, graph, costs, programs, broken_at)
 
     def _check_layouts(self, step: Step, *, symbolic: bool = False) -> None:
         """Measure a step that is only captured, and check that results have the strides that they were traced with.

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import logging
 import sys
 import types
 import warnings
@@ -38,7 +39,8 @@ from fxremat.planning.captured_step import CapturedStep
 from fxremat.plans import Plan
 from fxremat.progress import telling
 from fxremat.runtime.attention_masks import ComputedMask, left_out, padding_masks
-from fxremat.runtime.capture_errors import explained, submodule_error
+from fxremat.runtime.capture_errors import explained, is_not_one_graph, submodule_error
+from fxremat.runtime.coordinator import Coordinator
 from fxremat.runtime.dynamo import Backend, Reached, Until
 from fxremat.runtime.plain_errors import plain_error
 from fxremat.runtime.replaced_forward import PlannedChild, largest_child, replaced_in
@@ -48,10 +50,12 @@ from fxremat.runtime.transformers_hooks import (
     set_up,
     without_requires_grad_hooks,
 )
+from fxremat.runtime.trial import try_steps
 from fxremat.runtime.varying import by_name, mark, positional
 from fxremat.torch_private import (
     among_ranks,
     children_of,
+    compiled_in_parts,
     compiled_step,
     graph_break_place,
     is_traced,
@@ -65,6 +69,8 @@ if TYPE_CHECKING:
     _Base = nn.Module
 else:
     _Base = object  # at run time the model's class is the other base
+
+log = logging.getLogger(__name__)
 
 INSIDE = (
     "a model that fxremat.compile returned plans its own graph within its own budget; it cannot be a part of another "
@@ -84,6 +90,11 @@ MASKED = (
     "{where} captured graphs keep an attention mask that masks nothing, and eager mode leaves it out: as heads share "
     "keys and values here, gradients round otherwise than in eager mode, and CUDA does not use flash attention. Where "
     "nothing is padded, call the model without attention_mask"
+)
+ONE_GRAPH = "{error}. fxremat.compile trains such a model as several graphs, but {reason} needs one"
+NO_GRAPHS = (
+    "no part of {name} could be captured as a graph: it runs as plain PyTorch, and no budget holds. Move the body of "
+    "the loop, or what is before and after the line that breaks the graph, into methods of their own"
 )
 NOTHING_TO_PLAN = "there is nothing to plan: the model's forward computes nothing that needs a gradient"
 UNDER_TRANSFORM = (
@@ -109,8 +120,47 @@ class _Training:
     hooks_off: bool = False  # forward hooks that only call requires_grad_ are removed while the model is captured
     replaced: tuple[Any, Any] = (None, None)  # a forward that was set on the instance later, and its wrapper
     children: dict[nn.Module, PlannedChild] = field(default_factory=dict)  # by the parent whose forward was replaced
+    in_parts: Callable[..., Any] | None = None  # `plain`, captured as several graphs; None: it is captured as one
+    may_try: bool = False  # a model that is several graphs may run, to be planned before its first training call
     by_child: bool = False  # the forward was replaced and cannot be captured: a child is planned instead
     watched: list[Any] = field(default_factory=list)  # hooks of parameters, until a training call is planned
+
+    @property
+    def needs_one_graph(self) -> str:
+        """The reason why the model has to be one graph; "" if there is none."""
+        backend = self.backend
+        looks = backend.until is Until.CAPTURED or (backend.until is Until.PLANNED and not self.may_try)
+        if looks:
+            return "a plan of a step that has not run"
+        return backend.options.needs_one_graph or ("a model whose parameters ranks share" if self.shared else "")
+
+    def break_up(self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Capture the model as several graphs from now on, if it may be and its capture as one ended with this error.
+
+        Otherwise, and if the plain model fails at this call too, raise the error again.
+        """
+        backend = self.backend
+        strict = self.in_parts is not None or backend.options.fullgraph or self.needs_one_graph
+        if strict or not is_not_one_graph(error):
+            raise error
+        clear = explained(error, lambda: _plain_error(self, args, kwargs))
+        if not isinstance(clear, CaptureError):
+            raise error
+        where = graph_break_place(error) or ""
+        devices = [tensor.device for tensor in (*self.model.parameters(), *self.model.buffers())]
+        device = next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+        backend.coordinator = coordinator = Coordinator(
+            backend.options, backend.model, where, device, {id(p): name for name, p in self.model.named_parameters()}
+        )
+        name = f"{backend.options.method} of {backend.model}"
+        dynamic = None if backend.options.may_change is False else backend.options.may_change
+        self.in_parts = compiled_in_parts(self.plain, backend, name, dynamic, coordinator.capturing)
+        log.warning(
+            "%s is trained as several graphs within one budget, and planned after its first steps, which recompute "
+            "most (fullgraph=True makes this an error): %s",
+            backend.model,
+            f"tracing stops at {where}" if where else clear,
+        )
 
     def watch(self) -> None:
         """Warn, once, when a parameter gets a gradient although no call has been planned."""
@@ -176,10 +226,15 @@ class Inside:
         self._module = module
 
     @property
-    def plan(self) -> Plan | None:
-        """The latest plan. None before the first training call, which makes it."""
-        plans = self._module._fxremat.backend.plans
-        return plans[-1] if plans else None
+    def plan(self) -> Any:
+        """The latest plan. None before the first training call, which makes it.
+
+        Of a model that is several graphs it is a `PlanOfGraphs`, which is there once the first step has ended.
+        """
+        backend = self._module._fxremat.backend
+        if backend.coordinator is not None:
+            return backend.coordinator.plan
+        return backend.plans[-1] if backend.plans else None
 
     @property
     def plans(self) -> tuple[Plan, ...]:
@@ -211,7 +266,7 @@ class Rematerialized(_Base):
     _fxremat: _Training
 
     if TYPE_CHECKING:
-        plan: Plan | None
+        plan: Any  # a Plan, a PlanOfGraphs, or None
         fxremat: Inside
     else:
         plan = _Ours(lambda module: Inside(module).plan)
@@ -241,12 +296,23 @@ class Rematerialized(_Base):
         return drop_in, (self._fxremat.model, self._fxremat.backend.options)
 
 
-def plan_now(module: Rematerialized, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
-    """Plan for these inputs without running or changing the model; the next training call runs the plan."""
-    _leave(module, Until.PLANNED, args, kwargs)
-    if (plan := Inside(module).plan) is None:
+def plan_now(module: Rematerialized, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Plan for these inputs without changing the model; the next training call runs the plan.
+
+    A model that is one graph is not run either. One that is several graphs runs two steps, since only a run shows which
+    graphs there are: its buffers, its gradients and the random generators are as before afterwards.
+    """
+    training = module._fxremat
+    training.may_try = True
+    try:
+        _leave(module, Until.PLANNED, args, kwargs)
+    finally:
+        training.may_try = False
+    if training.in_parts is not None:
+        try_steps(training.model, module, training.backend.options.method, args, kwargs)
+    coordinator = training.backend.coordinator
+    if (coordinator is None or coordinator.has_graphs) and Inside(module).plan is None:
         raise FxrematError(NOTHING_TO_PLAN)
-    return plan
 
 
 def drop_in(model: nn.Module, options: Options, target: Device | None = None) -> Rematerialized:
@@ -542,6 +608,9 @@ def _forward_planned(module: Any, training: _Training, args: tuple[Any, ...], kw
             _check_trainable(training.model, args, kwargs)
             if clear is None:
                 raise
+            reason = "" if backend.options.fullgraph else training.needs_one_graph
+            if reason and isinstance(clear, CaptureError) and "not one graph" in str(clear):
+                clear = CaptureError(ONE_GRAPH.format(error=str(clear).rstrip("."), reason=reason))
             if isinstance(clear, FxrematError):
                 clear = clear.with_traceback(None)  # dynamo's frames would hide it
             raise clear from clear.__cause__
@@ -558,18 +627,21 @@ def _plain_error(training: _Training, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _run(training: _Training, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    is_in_parts = training.in_parts is not None
     try:
         hooks_off = without_requires_grad_hooks(training.model) if training.hooks_off else contextlib.nullcontext()
         with hooks_off, left_out(_padding_masks(training, args, kwargs)):
             return _run_step(training, args, kwargs)
     except Exception as error:
+        if is_in_parts:
+            raise
         place = graph_break_place(error)
         if isinstance(planning_error(error), ComputedMask):
             training.keeps_masks = True
         elif place is not None and not training.hooks_off and requires_grad_hooks(training.model):
             training.hooks_off = True
         elif not set_up(training.model, place or ""):
-            raise
+            training.break_up(error, args, kwargs)
     return _run(training, args, kwargs)
 
 
@@ -587,6 +659,24 @@ def _padding_masks(training: _Training, args: tuple[Any, ...], kwargs: dict[str,
     return ()
 
 
+def _run_in_parts(training: _Training, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    coordinator, step = training.backend.coordinator, training.in_parts
+    assert coordinator is not None
+    assert step is not None
+    try:
+        with coordinator.step():
+            outputs = step(*args, **kwargs)
+            coordinator.leave(_tensors(outputs))
+        if not coordinator.has_graphs and not training.warned:
+            training.warned = True
+            warnings.warn(NO_GRAPHS.format(name=training.backend.model), stacklevel=6)
+        return outputs
+    except Exception:
+        if coordinator.steps == 1:  # perhaps these inputs were wrong; the next call tries to capture one graph again
+            training.in_parts = training.backend.coordinator = None
+        raise
+
+
 def _run_step(training: _Training, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     mark(training.backend.options, training.backend.input_names, training.plain, args, kwargs)
     if training.backend.until is Until.RUN:
@@ -594,6 +684,10 @@ def _run_step(training: _Training, args: tuple[Any, ...], kwargs: dict[str, Any]
     if training.backend.outdated and training.shared is None:
         training.backend.outdated = False
         training.step = training.step_anew(False)
+    if training.in_parts is not None:
+        if training.backend.until is not Until.RUN:
+            raise Reached
+        return _run_in_parts(training, args, kwargs)
     step = training.step
     if training.shared is not None:
         step = training.shared_steps[training.shared.reduction]

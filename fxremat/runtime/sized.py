@@ -31,6 +31,7 @@ from fxremat.graphs.symbolic import Dims, Numbers, Size, SymbolicGraph
 from fxremat.passes.lower import lower, sizes_of
 from fxremat.planning.sizes import PlansOfSizes
 from fxremat.plans import Plan
+from fxremat.runtime.contract import Contract
 from fxremat.runtime.unused import unused_outputs, without
 from fxremat.search.candidate import Candidate
 from fxremat.step.program import Order
@@ -42,8 +43,6 @@ MOST_SIZES = 10_000  # combinations of sizes for which the choice of a program i
 REMEMBERED = 256  # combinations of sizes for which the numbers computed from them are remembered
 AS_GOOD = 1.01  # an emitted program within this factor of the least time is run, and no other one is emitted
 GOOD_ENOUGH = 1.03  # the same factor once all places for emitted programs are taken but the one left for keep-all
-
-aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -180,7 +179,7 @@ class Sized:
             empty = torch.empty(0)
         number = sizes[0].meta["val"]
         placeholders = [node for node in self._graph.module.graph.nodes if node.op == "placeholder"]
-        forward, backward = _Contract(), _Contract()
+        forward, backward = Contract(), Contract()
         for node in placeholders:
             if node not in joint.tangent_nodes:
                 forward.take(node.name, node.meta, node)
@@ -238,37 +237,6 @@ class Sized:
         return _Emitted(
             boxed(forward), boxed(backward), sizes_of(forward), sizes_of(backward), tensors, numbers
         )
-
-
-class _Contract:
-    """A graph with the inputs and outputs of another function, for AOTAutograd to read; its ops compute nothing."""
-
-    def __init__(self) -> None:
-        self.graph = fx.Graph()
-        self.nodes: dict[fx.Node, fx.Node] = {}
-
-    def take(self, name: str, meta: dict[str, Any], node: fx.Node | None = None) -> None:
-        """Add an input.
-
-        Args:
-            node: the node of the joint graph that it stands for; None: an input that the joint graph does not have.
-        """
-        made = self.graph.placeholder(name)
-        made.meta = dict(meta)
-        if node is not None:
-            self.nodes[node] = made
-
-    def new(self, value: Any, meta: dict[str, Any] | None = None) -> fx.Node:
-        """Add an op with `value` as the fake result in its metadata."""
-        made = self.graph.call_function(aten.empty.memory_format, ([0],))
-        made.meta = {**(meta or {}), "val": value}
-        return made
-
-    def made(self, node: object) -> Any:
-        """Return a node that stands for an output of the joint graph; a constant is returned as it is."""
-        if not isinstance(node, fx.Node):
-            return node
-        return self.nodes[node] if node in self.nodes else self.new(node.meta.get("val"), node.meta)
 
 
 def _key(order: Order) -> object:

@@ -81,7 +81,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], str]] = {
 def test_what_went_wrong_and_where(name: str, caplog: pytest.LogCaptureFixture) -> None:
     function, given, says = CASES[name]
     with caplog.at_level(logging.ERROR), pytest.raises(fxremat.CaptureError, match=says) as error:
-        fxremat.compile(Calls(function), "100%", search=Search(seconds=0.0))(*given)
+        fxremat.compile(Calls(function), "100%", search=Search(seconds=0.0), fullgraph=True)(*given)
     assert "\n" not in str(error.value)
     assert str(Path(fxremat.__file__).parent) not in str(error.value), "lines are the model's"
     assert caplog.records == []

@@ -1,0 +1,282 @@
+"""Plans of a model that is several graphs: the known paths of its steps, what was measured on them, and their programs.
+
+    next(node, graph)       the call after a call, in the tree of known paths
+    learn(numbers)          what a step has shown of the calls on its path
+    renew()                 programs for all known paths, if something new is known
+    number(node)            the program of a call
+
+`search.paths` has the model of memory and the dynamic program.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+
+from fxremat.budget import has_shrunk
+from fxremat.errors import BudgetTooSmall
+from fxremat.graphs.captured import Captured
+from fxremat.options import Options
+from fxremat.plan_of_graphs import KnownPath, PlanOfGraphs
+from fxremat.planning.limits import Limit, limit_of_paths
+from fxremat.search import paths
+from fxremat.search.call_programs import CallProgram, call_programs, kept_outputs, least_of, moved
+from fxremat.search.paths import Node
+from fxremat.step.costs import Costs
+from fxremat.step.step_graph import StepGraph
+from fxremat.units import Auto, Least, Percent, format_bytes
+
+log = logging.getLogger(__name__)
+
+SHARE = 0.1  # of the seconds of the user's search, for each of the surveys of a graph
+REMEMBERED = 64  # graphs whose programs are remembered
+MOST_IN_VAIN = 5  # steps that run their least programs to be measured; then what is likely is planned with
+MARGIN = 0.01  # share of a number that it may grow before it counts as grown
+
+Numbers = dict[str, int]  # the fields of a `Node` that were measured
+
+_known: OrderedDict[object, Sequence[CallProgram]] = OrderedDict()
+
+
+class Graph(Protocol):
+    """A graph that steps call."""
+
+    joint: Captured
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizedPrograms:
+    """The programs of a graph at some sizes of its inputs."""
+
+    programs: Sequence[CallProgram]
+    outputs: Mapping[int, int]  # bytes of each output that the graph makes, by value
+    gradients: int  # bytes of the gradients that it returns
+
+    @classmethod
+    def of(cls, graph: StepGraph, costs: Costs, programs: Sequence[CallProgram]) -> SizedPrograms:
+        """Return the programs with the bytes of a graph's outputs and gradients."""
+        bytes_of = costs.sizes.values
+        return cls(
+            programs=programs,
+            outputs={value: bytes_of[value] for value in kept_outputs(graph)},
+            gradients=sum(bytes_of[value] for value in graph.returned),
+        )
+
+
+def programs_of(graph: Captured, costs: Costs, options: Options) -> Sequence[CallProgram]:
+    """Return the programs of a graph, fastest first; those of an equal graph with the same costs are used again."""
+    key = graph.digest, costs.seconds, tuple(costs.sizes.values), tuple(costs.sizes.workspace), options.search
+    if key not in _known:
+        _known[key] = call_programs(graph.step, costs, effort=SHARE * options.search.seconds)
+        if len(_known) > REMEMBERED:
+            _known.popitem(last=False)
+    _known.move_to_end(key)
+    return list(moved(_known[key], graph, costs))
+
+
+class PathPlans:
+    """The known paths of a model that is several graphs, and the plan for all of them.
+
+    Attributes:
+        root: the begin of a step, in the tree of known paths.
+        limit: the budget; None where it refers to a step that has not run yet.
+
+    Args:
+        model: the name of the model's class.
+        broken_at: the line where the first graph ends.
+    """
+
+    def __init__(self, options: Options, model: str, broken_at: str, device: torch.device) -> None:
+        self.root = Node(None)
+        self.limit: Limit | None = None
+        self._options, self._model, self._broken_at, self._device = options, model, broken_at, device
+        self._names: WeakKeyDictionary[Node, str] = WeakKeyDictionary()
+        self._last: tuple[Node, ...] = ()  # the path of the last step
+        self._in_vain = 0  # steps in a row after which a number on their path was still not measured
+        self._plan: paths.Path | None = None  # for that path
+        self._stale = True
+        self._set_limit()
+
+    @property
+    def mem(self) -> int | None:
+        """The budget in bytes; None where it refers to a step that has not run yet."""
+        return self.limit.bytes if self.limit else None
+
+    def _set_limit(self) -> None:
+        if self._last or not isinstance(self._options.budget, Percent | Least):
+            everything, least = lambda: paths.keep_all(self.root), lambda: paths.least(self.root)
+            self.limit = limit_of_paths(self._options, self._device, everything, least)
+
+    # --- what is known ---
+
+    def next(self, node: Node, graph: Graph, at: SizedPrograms) -> tuple[Node, bool]:
+        """Return the call of a graph after another one, and whether no step has taken this way before.
+
+        Args:
+            at: the programs at the sizes of the call.
+        """
+        found = node.children.get(graph)
+        if is_new := found is None:
+            found = node.children[graph] = Node(graph)
+        found.count += 1
+        if not found.programs or sum(found.outputs.values()) < sum(at.outputs.values()):
+            found.programs, found.outputs, found.gradients = at.programs, at.outputs, at.gradients
+            found.policy, found.measured = None, False
+            is_new = self._stale = True
+        return found, is_new
+
+    def name(self, node: Node, name: str) -> None:
+        """Give a call a name, for reports."""
+        self._names[node] = name
+
+    def learn(self, numbers: Mapping[Node, Numbers], *, exact: bool) -> bool:
+        """Put what a step has shown into the tree; tell whether a number has grown that had been measured.
+
+        Args:
+            exact: False: some numbers are those of a step that was disturbed; the next step replaces them.
+        """
+        has_grown = False
+        for node, found in numbers.items():
+            for name, number in found.items():
+                known = getattr(node, name)
+                if node.measured and number <= known:
+                    continue
+                has_grown |= node.measured and number > known * (1 + MARGIN)
+                setattr(node, name, int(number * (1 + MARGIN)) if node.measured else number)
+                self._stale = True
+            node.measured |= exact
+        return has_grown
+
+    def took(self, nodes: tuple[Node, ...]) -> None:
+        """Note the path of a step that is over."""
+        self._stale |= nodes != self._last
+        self._last = nodes
+        self._in_vain = 0 if all(node.measured for node in nodes) else self._in_vain + 1
+
+    # --- the plan ---
+
+    def renew(self) -> None:
+        """Choose the programs of all known paths anew, if something new is known and the present ones do not fit.
+
+        Raises:
+            BudgetTooSmall: the path of the last step does not fit.
+        """
+        if isinstance(self._options.budget, Auto) and self.mem and has_shrunk(self.mem, self._device, 0):
+            self._set_limit()
+            self.forget()
+        if not self._stale or not self._last or 0 < self._in_vain < MOST_IN_VAIN:
+            return
+        if self.limit is None or isinstance(self._options.budget, Percent | Least):
+            self._set_limit()
+        if self.limit is None or self.mem is None:
+            return
+        if not self._still_fits(self.mem):
+            paths.forget(self.root)
+            paths.plan(self.root, self.mem)
+            self._plan = paths.planned(self._last, self.mem)
+            if self._plan is None:
+                raise self.limit.explained(BudgetTooSmall(minimum=paths.least(self.root), budget=self.mem))
+            log.info("%s", self.plan.headline if self.plan else "")
+        self._stale = False
+
+    def forget(self) -> None:
+        """Forget the programs that are planned; `renew` chooses them anew."""
+        for node in self.root.walk():
+            node.policy = None
+        self._stale = True
+
+    def _still_fits(self, mem: int) -> bool:
+        """Tell whether the present plan knows the path of the last step, and fits on it."""
+        if self._plan is None or any(node.policy is None for node in self.root.walk() if node.graph):
+            return False
+        planned = paths.planned(self._last, mem)
+        if planned is None or planned.peak > mem:
+            return False
+        self._plan = planned
+        return True
+
+    def number(self, node: Node, at: SizedPrograms, saved: int) -> int:
+        """Return the number of the program of a call: the planned one, or the one that saves least.
+
+        Args:
+            at: the programs at the sizes of the call.
+            saved: bytes that the calls before have saved.
+        """
+        chosen = node.chosen(saved, self.mem) if self.mem is not None else None
+        if chosen is None:
+            return at.programs.index(least_of(at.programs))
+        return node.programs.index(chosen)
+
+    def check_backward(self, nodes: Sequence[Node]) -> None:
+        """Raise `BudgetTooSmall` where a backward that was never measured cannot fit; no gradient is there yet.
+
+        Args:
+            nodes: the path of the step.
+        """
+        if self.mem is None or all(node.measured for node in nodes) or self.grows_with(nodes):
+            return
+        gradients = 0
+        for node in reversed(nodes):
+            needed = node.before + gradients + min(program.backward for program in node.programs)
+            if needed > self.mem:
+                raise self.refusal(nodes, node, needed)
+            gradients += node.gradients
+
+    def grows_with(self, nodes: Iterable[Node]) -> bool:
+        """Tell whether the budget is a share of what such a step needs, which is known only once it has run."""
+        is_share = isinstance(self._options.budget, Percent | Least)
+        return is_share and not all(node.measured for node in nodes)
+
+    def refusal(self, nodes: Sequence[Node], node: Node, needed: int) -> BudgetTooSmall:
+        """Return the error for a step whose call `node` needs so many bytes.
+
+        The least budget that it states is an estimate of what all calls so far need, from what is known by then.
+        """
+        assert self.limit is not None
+        self._stale = True
+        path = [*nodes] if node in nodes else [*nodes, node]
+        gradients, likely = 0, needed
+        for each in reversed(path):
+            program = least_of(each.programs)
+            back = each.back if each.measured else each.back + gradients
+            likely = max(likely, each.before + program.forward, back + each.saved(program) + program.backward)
+            gradients += each.gradients
+        place = path.index(node) + 1
+        reason = f"{format_bytes(node.before)} belong to no graph when call {place} of the step begins"
+        error = self.limit.explained(BudgetTooSmall(minimum=likely, budget=self.limit.bytes), reason)
+        return error.explained(note="the step ended there, and what comes after it may need more")
+
+    @property
+    def plan(self) -> PlanOfGraphs | None:
+        """The plan for the path of the last step; None before the first step has ended."""
+        if self._plan is None or self.mem is None:
+            return None
+        graphs = [node.graph.joint.step for node in self._plan.nodes]
+        return PlanOfGraphs.of(
+            self._plan,
+            [self._names.get(node, "") for node in self._plan.nodes],
+            graphs,
+            model=self._model,
+            broken_at=self._broken_at,
+            budget=self.mem,
+            keep_all_peak=paths.keep_all(self.root),
+            minimum=paths.least(self.root),
+            paths=self._paths(self.mem),
+        )
+
+    def _paths(self, mem: int) -> tuple[KnownPath, ...]:
+        found = []
+        total = sum(child.count for child in self.root.children.values())
+        for nodes in self.root.paths():
+            ended = nodes[-1].count - sum(child.count for child in nodes[-1].children.values())
+            planned = paths.planned(nodes, mem)
+            found.append(
+                KnownPath(calls=len(nodes), share=ended / total, peak=planned.peak if planned else None)
+            )
+        return tuple(sorted(found, key=lambda path: -path.share))

@@ -1,0 +1,240 @@
+"""A captured graph that a step calls beside others, as AOTAutograd calls it.
+
+    forward     (*primals)                    -> (*outputs, token, *sizes)
+    backward    (*sizes, token, *tangents)    -> gradients
+
+Autograd saves the token, a number on the CPU, and the sizes of the call. What a call has saved for its backward is with
+the coordinator, under that number. So every call may run another program, and what it has saved can be let go.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+
+from fxremat.cost.resized import resized
+from fxremat.graphs.accounting import device_of
+from fxremat.graphs.captured import Captured
+from fxremat.graphs.nodes import is_number
+from fxremat.graphs.symbolic import Dims, Numbers, Size, SymbolicGraph
+from fxremat.passes.lower import lower, sizes_of
+from fxremat.planning.paths import SizedPrograms
+from fxremat.runtime.contract import Contract
+from fxremat.search.call_programs import CallProgram, moved
+from fxremat.step.costs import Costs
+from fxremat.step.program import Order
+from fxremat.step.source import common_module
+from fxremat.torch_private import boxed, real_tensors, taking_a_list
+
+EMITTED = 16  # programs of a graph whose fx graphs are kept
+REMEMBERED = 256  # combinations of sizes for which numbers and programs are remembered
+AGAIN = (
+    "Trying to backward through the graph a second time: what its calls had saved is freed; specify retain_graph=True "
+    "if you need to backward through the graph a second time"
+)
+
+
+class Runner(Protocol):
+    """What runs the calls of a step: a coordinator."""
+
+    def forward(self, graph: CalledGraph, dims: Dims, primals: list[Any]) -> tuple[list[Any], torch.Tensor]:
+        """Run the forward of a call; return its outputs and its token."""
+
+
+class SavedCall(Protocol):
+    """A call whose backward has not run yet."""
+
+    def backward(self, tangents: list[Any]) -> Sequence[Any]:
+        """Run the backward; return the gradients."""
+
+
+saved_calls: dict[int, SavedCall] = {}
+"""The calls whose backward may still run, by token."""
+
+
+class _Current(threading.local):
+    runner: Runner | None = None
+
+
+current = _Current()
+"""The coordinator of the step that this thread is in: graphs are shared among models, steps are not."""
+
+
+@dataclass(frozen=True)
+class Emitted:
+    """The two graphs of a program, as they run."""
+
+    forward: Callable[[list[Any]], Any]
+    backward: Callable[[list[Any]], Any]
+    forward_sizes: tuple[Size, ...]  # passed to the forward after the primals
+    backward_sizes: tuple[Size, ...]  # passed to the backward before all else
+    tensors: int  # tensors that the forward saves; what it saves after them are numbers
+
+
+class CalledGraph:
+    """A captured graph with its programs, all of which run at all sizes.
+
+    Args:
+        joint: the graph at the sizes of the call that it was captured from.
+        symbolic: the graph with symbolic sizes; None: all its sizes are fixed.
+        costs: those of `joint`.
+        programs: those of `joint`; fastest first.
+        where: the line before which tracing stopped after this graph; None: it did not stop there.
+    """
+
+    def __init__(
+        self,
+        joint: Captured,
+        symbolic: SymbolicGraph | None,
+        costs: Costs,
+        programs: Sequence[CallProgram],
+        where: str | None = None,
+    ) -> None:
+        self.joint, self.costs, self.where = joint, costs, where
+        self._sizes = symbolic
+        self._symbolic = symbolic.as_captured(joint) if symbolic else joint
+        self._outputs = len(self._symbolic.forward_outputs)
+        self._orders = [program.order for program in programs]
+        self._fresh = costs.fresh
+        self._emitted: OrderedDict[int, Emitted] = OrderedDict()
+        self._numbers: Callable[[Dims], Numbers] | None = None
+        if symbolic is not None:
+            self._numbers = lru_cache(REMEMBERED)(symbolic.numbers)
+        now = symbolic.dims if symbolic else ()
+        self._at: dict[Dims, SizedPrograms] = {now: SizedPrograms.of(joint, costs, programs)}
+        self.device = device_of(joint)
+        self.random = any(op.random for op in joint.ops)
+        self.runs_again = not any(
+            not joint.mutated_primals.isdisjoint(op.again_reads) and not joint.updates.issuperset(op.writes)
+            for op in joint.ops
+        )
+        self.output_values = [
+            joint.value_of.get(node) if isinstance(node, fx.Node) else None for node in joint.forward_outputs
+        ]
+        self.unwritten = [  # places of the primals that the step does not overwrite itself
+            place
+            for place, node in enumerate(joint.primals)
+            if joint.value_of.get(node) not in joint.mutated_primals
+        ]
+        self.outputs_needed = self._symbolic.outputs_needed
+
+    def name_with(self, parameters: Iterable[str | None]) -> str:
+        """Return a name for a call: the module that has all of these parameters, or the line of the graph's first op.
+        """
+        if modules := [name.rpartition(".")[0] for name in parameters if name]:
+            return common_module(modules) or "several modules"
+        frame = next((source.frame for source in self.joint.sources if source.frame), None)
+        return f"{os.path.basename(frame.file)}:{frame.line}" if frame else "ops"
+
+    def at(self, dims: Dims) -> SizedPrograms:
+        """Return the programs at these sizes: the same in the same order, with the bytes and seconds there."""
+        if dims not in self._at:
+            assert self._sizes is not None
+            with real_tensors():
+                joint = self._sizes.at(dims)
+                costs = resized(joint, self.joint, self.costs)
+            if not costs.fresh <= self._fresh:
+                self._fresh |= costs.fresh
+                self._emitted.clear()
+            if len(self._at) > REMEMBERED:
+                del self._at[next(reversed(self._at))]
+            known = next(iter(self._at.values()))
+            self._at[dims] = SizedPrograms.of(joint, costs, list(moved(known.programs, joint, costs)))
+        return self._at[dims]
+
+    def emitted(self, number: int) -> Emitted:
+        """Return the graphs of a program, by its place among the programs."""
+        if number not in self._emitted:
+            self._emitted[number] = self._emit(self._orders[number])
+            if len(self._emitted) > EMITTED:
+                self._emitted.popitem(last=False)
+        self._emitted.move_to_end(number)
+        return self._emitted[number]
+
+    def _emit(self, order: Order) -> Emitted:
+        with real_tensors():
+            order = replace(order, layout=replace(order.layout, graph=self._symbolic))
+            forward, backward = lower(order.program(), fresh=self._fresh)
+        (returned,) = next(iter(reversed(forward.graph.nodes))).args
+        saved = [node.meta["val"] for node in returned[self._outputs :]]
+        tensors = len(saved) - sum(map(is_number, saved))
+        return Emitted(boxed(forward), boxed(backward), sizes_of(forward), sizes_of(backward), tensors)
+
+    def run_forward(self, emitted: Emitted, dims: Dims, primals: list[Any]) -> tuple[list[Any], list[Any]]:
+        """Return the outputs, and what is saved for the backward; the list of primals is emptied."""
+        if emitted.forward_sizes:
+            primals += self._values(emitted.forward_sizes, dims)
+        results = list(emitted.forward(primals))
+        return results[: self._outputs], results[self._outputs :]
+
+    def run_backward(self, emitted: Emitted, dims: Dims, saved: list[Any], tangents: list[Any]) -> Sequence[Any]:
+        """Return the gradients; the lists are emptied."""
+        given = self._values(emitted.backward_sizes, dims) if emitted.backward_sizes else []
+        given += saved[emitted.tensors :]
+        given += saved[: emitted.tensors]
+        given += tangents
+        saved.clear()
+        tangents.clear()
+        gradients: Sequence[Any] = emitted.backward(given)
+        return gradients
+
+    def _values(self, sizes: Sequence[Size], dims: Dims) -> list[Any]:
+        assert self._numbers is not None
+        numbers = self._numbers(dims)
+        return [numbers.of(size) for size in sizes]
+
+    # --- what AOTAutograd calls ---
+
+    def forward_of(self, _: fx.GraphModule) -> Callable[..., Any]:
+        """Return the function that runs the forward, in place of the first graph of `contract`."""
+        return self._forward
+
+    def backward_of(self, _: fx.GraphModule) -> Callable[..., Any]:
+        """Return the function that runs the backward, in place of the second graph of `contract`."""
+        return taking_a_list(self._backward)
+
+    def _forward(self, arguments: list[Any]) -> list[Any]:
+        places = self._sizes.places if self._sizes else ()
+        dims = tuple(int(arguments[place]) for place in places)
+        primals = [argument for place, argument in enumerate(arguments) if place not in places]
+        arguments.clear()
+        assert current.runner is not None, "a graph was called outside of a step"
+        outputs, token = current.runner.forward(self, dims, primals)
+        return [*outputs, token, *dims]
+
+    def _backward(self, arguments: list[Any]) -> Sequence[Any]:
+        count = len(self._sizes.places) if self._sizes else 0
+        token, tangents = arguments[count], list(arguments[count + 1 :])
+        arguments.clear()
+        if (call := saved_calls.get(int(token))) is None:
+            raise RuntimeError(AGAIN)
+        return call.backward(tangents)
+
+    def contract(self) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Return two graphs, never run, that show AOTAutograd the inputs and outputs of forward and backward."""
+        joint, sizes = self._symbolic, self._sizes.inputs if self._sizes else ()
+        tensors = (node.meta.get("val") for node in joint.module.graph.nodes)
+        like: Any = next(value for value in tensors if isinstance(value, torch.Tensor))
+        with like.fake_mode:
+            token = torch.zeros(1, dtype=torch.int64)
+        forward, backward = Contract(), Contract()
+        for node in joint.module.graph.nodes:
+            if node.op == "placeholder" and node not in joint.tangent_nodes:
+                forward.take(node.name, node.meta, node)
+        outputs = [forward.made(node) for node in joint.forward_outputs]
+        forward.graph.output((*outputs, forward.new(token), *(forward.nodes[node] for node in sizes)))
+        for node in sizes:
+            backward.take(node.name, node.meta, node)
+        backward.take("token", {"val": token})
+        for node in joint.tangent_nodes:
+            backward.take(node.name, node.meta, node)
+        backward.graph.output(tuple(backward.made(node) for node in joint.backward_outputs))
+        return fx.GraphModule({}, forward.graph), fx.GraphModule({}, backward.graph)

@@ -1,0 +1,165 @@
+"""The calls of graphs in a step, and what each has saved for its backward."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from fxremat.graphs.symbolic import Dims
+from fxremat.ops.random import GeneratorStates
+from fxremat.planning.paths import SizedPrograms
+from fxremat.runtime.called_graph import CalledGraph, Emitted, saved_calls
+from fxremat.runtime.step_memory import Border, Meter
+from fxremat.search.call_programs import CallProgram
+from fxremat.search.paths import Node, kept
+from fxremat.torch_private import storage_watch, version_of
+
+_tokens = itertools.count(1)
+
+
+class BackwardRunner(Protocol):
+    """What runs the backward of calls: their coordinator."""
+
+    def backward(self, call: Call, tangents: list[Any]) -> Sequence[Any]:
+        """Run the backward of a call; return the gradients."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A border of a step: a call's "forward" begins or has "ran", its "backward" begins or has "returned"; or an "end".
+
+    "loss" is the begin of the backward of the whole step, and "end" its end.
+    """
+
+    kind: str
+    node: Node | None  # of the call
+    border: Border
+    saved: int  # bytes that calls had saved then, without outputs
+
+
+@dataclass(eq=False)
+class Step:
+    """One forward of the model and the backward of its calls."""
+
+    runner: BackwardRunner
+    node: Node  # the last call in the tree of paths
+    meter: Meter
+    measured: bool  # the borders and the peaks between them are measured
+    calls: list[Call] = field(default_factory=list)
+    moments: list[Moment] = field(default_factory=list)
+    saved: int = 0  # bytes that calls have saved
+    let_go: int = 0  # calls that let go of what they had saved
+    ran_again: int = 0  # calls whose forward ran again in the backward
+    in_backward: bool = False  # the first backward has begun
+    over: bool = False  # a backward has ended
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """The path so far."""
+        return tuple(call.node for call in self.calls)
+
+    def note(self, kind: str, node: Node | None = None) -> None:
+        """Note a border, if the step is measured."""
+        if self.measured:
+            border = self.meter.border(in_backward=self.in_backward)
+            saved = sum(call.program.saved for call in self.calls if call.saved is not None)
+            self.moments.append(Moment(kind, node, border, saved))
+
+    def level(self, known: int) -> int:
+        """Return the bytes that are alive now.
+
+        Args:
+            known: bytes that belong to no call, as measured in earlier steps: used where they are not counted now.
+        """
+        level = self.meter.level()
+        return known + self.saved if level is None else level
+
+
+@dataclass(eq=False)
+class Call:
+    """A call of a graph in a step, from its forward to its backward."""
+
+    step: Step
+    graph: CalledGraph
+    dims: Dims
+    at: SizedPrograms
+    node: Node
+    number: int  # of its program
+    emitted: Emitted
+    primals: list[Any]
+    random: GeneratorStates | None  # the generators' states when it began
+    saved: list[Any] | None = None  # None: it was let go, and the forward runs again
+    own: int = 0  # bytes of what is saved
+    token: int = field(default_factory=lambda: next(_tokens))
+    _versions: list[int] = field(default_factory=list)
+    _alive: dict[int, Callable[[], bool]] = field(default_factory=dict)  # by output: tells whether somebody holds it
+
+    @property
+    def program(self) -> CallProgram:
+        """The program that runs."""
+        return self.at.programs[self.number]
+
+    def keep(self, outputs: Sequence[Any], saved: list[Any]) -> torch.Tensor:
+        """Keep what the forward has saved for the backward; return the token under which autograd finds it again.
+
+        Once nobody holds the token any more, what was saved is freed.
+        """
+        self.saved = saved
+        self.own = kept(self.program, self.at.outputs, self.node.held)
+        self.step.saved += self.own
+        self._versions = [version_of(tensor) for tensor in self._read_late]
+        if self.step.measured:
+            for value, output in zip(self.graph.output_values, outputs, strict=True):
+                if value is not None and isinstance(output, torch.Tensor):
+                    self._alive[value] = storage_watch(output)
+        saved_calls[self.token] = self
+        token = torch.tensor([self.token], device="cpu")
+        weakref.finalize(token, self._forget)
+        return token
+
+    def _forget(self) -> None:
+        if saved_calls.pop(self.token, None) is not None:
+            self.free()
+
+    @property
+    def held(self) -> frozenset[int]:
+        """The outputs that somebody holds now."""
+        return frozenset(value for value, is_alive in self._alive.items() if is_alive())
+
+    @property
+    def _read_late(self) -> list[torch.Tensor]:
+        """Inputs that the graph does not overwrite itself, and what is saved."""
+        given = (self.primals[place] for place in self.graph.unwritten)
+        return [tensor for tensor in (*given, *(self.saved or ())) if isinstance(tensor, torch.Tensor)]
+
+    @property
+    def is_as_saved(self) -> bool:
+        """True if nobody has changed in place what the backward reads, since the forward ran."""
+        return [version_of(tensor) for tensor in self._read_late] == self._versions
+
+    @property
+    def can_let_go(self) -> bool:
+        """True if something is saved that the graph can make again from its inputs."""
+        return self.saved is not None and self.own > 0 and self.graph.runs_again
+
+    def let_go(self) -> None:
+        """Free what is saved; the forward runs again before the backward."""
+        self.step.saved -= self.own
+        self.saved, self.own = None, 0
+        self.step.let_go += 1
+        del self._versions[len(self._read_late) :]
+
+    def free(self) -> None:
+        """Free all that the call holds: its backward runs now, or never."""
+        self.step.saved -= self.own
+        self.saved, self.own, self.primals = None, 0, []
+        saved_calls.pop(self.token, None)
+
+    def backward(self, tangents: list[Any]) -> Sequence[Any]:
+        """Run the backward; return the gradients."""
+        return self.step.runner.backward(self, tangents)

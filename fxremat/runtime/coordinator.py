@@ -1,0 +1,302 @@
+"""The coordinator of a model that is several graphs: it hands a program to every call of a step, within one budget.
+
+    forward of the model      `step()`: plans if there is something new, and begins a step
+    call of a graph           runs the program that the plan has for it; what it saves stays here, under a token
+    backward of a call        found by its token; what was let go is made first, by running its forward again
+    end of the backward       what was measured goes into the tree of paths (`planning.paths`)
+
+A call that no plan knows runs the program that saves nothing. So the first step shows the least peak, and measures what
+is alive that belongs to no call, which is the same under any plan. Before each forward and each backward, the bytes
+alive and those that it needs are compared with the budget; where they exceed it, calls let go of what they saved, those
+first whose backward comes last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from fxremat.graphs.accounting import assumed_for
+from fxremat.graphs.captured import Captured
+from fxremat.graphs.symbolic import Dims
+from fxremat.ops.random import GeneratorStates
+from fxremat.options import Options
+from fxremat.plan_of_graphs import PlanOfGraphs
+from fxremat.planning.limits import Limit
+from fxremat.planning.paths import Numbers, PathPlans
+from fxremat.planning.step import Step as CapturedGraph
+from fxremat.planning.surveys import order_within_limit
+from fxremat.runtime.called_graph import CalledGraph, Emitted, current
+from fxremat.runtime.calls import Call, Step
+from fxremat.runtime.step_memory import meter_of
+from fxremat.runtime.unused import unused_outputs, without
+from fxremat.search.call_programs import CallProgram
+from fxremat.search.paths import Node
+from fxremat.torch_private import after_backward, backward_keeps_graph
+
+SETTLED = 2  # steps in a row that are measured without anything new; then no more steps are measured
+MOST_IN_VAIN = 8  # steps that are measured in a row although their backward cannot be
+MODIFIED = (
+    "one of the variables needed for gradient computation has been modified by an inplace operation: an input or an "
+    "output of a graph that fxremat runs, whose backward needs it as it was"
+)
+
+
+class Coordinator:
+    """What runs the calls of a model that is several graphs.
+
+    Args:
+        model: the name of the model's class.
+        broken_at: the line where the first graph ends, for reports.
+        device: the device that the model computes on.
+        names: the names of the model's parameters, by their `id`.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        model: str,
+        broken_at: str,
+        device: torch.device,
+        names: Mapping[int, str] = MappingProxyType({}),
+    ) -> None:
+        self.plans = PathPlans(options, model, broken_at, device)
+        self.device, self._names = device, names
+        self.steps = 0  # that have begun
+        self._step: Step | None = None
+        self._unsettled, self._in_vain = SETTLED, 0
+
+    @property
+    def plan(self) -> PlanOfGraphs | None:
+        """The plan for the path of the last step; None before the first step has ended."""
+        if self._step is not None and self._step.over:
+            self._end()
+            self.plans.renew()
+        return self.plans.plan
+
+    @property
+    def has_graphs(self) -> bool:
+        """True if some step has called a graph."""
+        return bool(self.plans.root.children)
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Begin a step; graphs that are called in this context belong to it.
+
+        Raises:
+            BudgetTooSmall: the path of the last step does not fit into the budget; nothing has run.
+        """
+        self._end()
+        self.plans.renew()
+        self.steps += 1
+        measured = self._unsettled > 0 and self._in_vain < MOST_IN_VAIN
+        self._step = Step(self, self.plans.root, meter_of(self.device, peaks=measured), measured)
+        before, current.runner = current.runner, self
+        try:
+            yield
+        except BaseException:
+            self._abandon()
+            raise
+        finally:
+            current.runner = before
+        if self._step is not None and not self._step.calls:
+            self._end()
+
+    def _abandon(self) -> None:
+        """End a step that failed; what its calls have saved is freed."""
+        step, self._step = self._step, None
+        if step is not None:
+            step.meter.end()
+            for call in step.calls:
+                call.free()
+
+    def leave(self, outputs: Iterable[torch.Tensor]) -> None:
+        """Note that the forward of the model has returned these outputs.
+
+        Raises:
+            BudgetTooSmall: the backward cannot fit, as far as it is known.
+        """
+        if self._step is not None:
+            self.plans.check_backward(self._step.nodes)
+            trained = (tensor for tensor in outputs if tensor.requires_grad)
+            self._step.meter.leave(sum(assumed_for(tensor.numel(), tensor.dtype) for tensor in trained))
+
+    def capturing(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which graphs are captured and measured: what is allocated there belongs to no step."""
+        return self._step.meter.paused() if self._step is not None else contextlib.nullcontext()
+
+    def order_of(self, graph: Captured) -> Callable[[], Sequence[int]] | None:
+        """Return a function for the order in which the ops of a graph are measured, so that they fit into what is free.
+
+        None: the order of the graph, as the budget is not known yet.
+        """
+        if (mem := self.plans.mem) is None:
+            return None
+        level = self._step.level(0) if self._step is not None else 0
+        return partial(order_within_limit, CapturedGraph(graph=graph), Limit(known=max(1, mem - level)))
+
+    # --- forward ---
+
+    def forward(self, graph: CalledGraph, dims: Dims, primals: list[Any]) -> tuple[list[Any], torch.Tensor]:
+        """Run the forward of a call; return its outputs and its token.
+
+        Raises:
+            BudgetTooSmall: it does not fit into the budget, whatever is let go.
+        """
+        step = self._step
+        assert step is not None, "a graph was called outside of a step"
+        at = graph.at(dims)
+        node, is_new = self.plans.next(step.node, graph, at)
+        if is_new:
+            self._unsettled = SETTLED
+            self.plans.name(node, graph.name_with(self._names.get(id(primal)) for primal in primals))
+        step.note("forward", node)
+        if not node.measured:
+            node.assume(step.meter.level(), step.saved, step.calls[-1].node if step.calls else None)
+        number = self.plans.number(node, at, step.saved)
+        self._make_room(step, node.before, at.programs[number].forward, node)
+        random = GeneratorStates(p for p in primals if isinstance(p, torch.Tensor)) if graph.random else None
+        call = Call(step, graph, dims, at, node, number, graph.emitted(number), list(primals), random)
+        outputs, saved = graph.run_forward(call.emitted, dims, primals)
+        token = call.keep(outputs, saved)
+        step.calls.append(call)
+        step.node = node
+        step.note("ran", node)
+        return outputs, token
+
+    def _make_room(self, step: Step, known: int, need: int, node: Node, keep: Call | None = None) -> None:
+        """Let calls go until `need` bytes fit; `keep` is not let go.
+
+        Args:
+            known: bytes that belong to no call now, as measured in earlier steps.
+            node: the call that needs them.
+
+        Raises:
+            BudgetTooSmall: they do not fit, whatever is let go.
+        """
+        if (mem := self.plans.mem) is None:
+            return
+        for call in step.calls:
+            if step.level(known) + need <= mem:
+                return
+            if call is not keep and call.can_let_go:
+                call.let_go()
+        is_known = node.measured or step.meter.level() is not None
+        if self.plans.grows_with([*step.nodes, node]):
+            return
+        if is_known and (needed := step.level(known) + need) > mem:
+            raise self.plans.refusal(step.nodes, node, needed)
+
+    # --- backward ---
+
+    def backward(self, call: Call, tangents: list[Any]) -> Sequence[Any]:
+        """Run the backward of a call; return the gradients.
+
+        Raises:
+            BudgetTooSmall: it does not fit into the budget, whatever is let go.
+            RuntimeError: what it reads was changed in place, as autograd raises it.
+        """
+        step, node = call.step, call.node
+        unused, again = unused_outputs(), backward_keeps_graph()
+        if not step.in_backward:
+            step.in_backward = True
+            step.note("loss")
+            after_backward(partial(self._returned, step))
+        step.note("backward", node)
+        if step.measured:
+            node.hold(call.held)
+        if not call.is_as_saved:
+            raise RuntimeError(MODIFIED)
+        if call.can_let_go and not self._fits(call):
+            call.let_go()
+        if call.saved is None:
+            emitted, saved = self._run_again(call)
+        else:
+            self._make_room(step, node.back, call.program.backward, node, call)
+            emitted, saved = call.emitted, list(call.saved)
+        if not again:
+            call.free()
+        gradients = call.graph.run_backward(emitted, call.dims, saved, tangents)
+        step.note("returned", node)
+        return without(gradients, call.graph.outputs_needed, unused)
+
+    def _fits(self, call: Call) -> bool:
+        """Tell whether the backward of a call fits if all other calls let go."""
+        if (mem := self.plans.mem) is None:
+            return True
+        others = sum(other.own for other in call.step.calls if other is not call and other.can_let_go)
+        return call.step.level(call.node.back) - others + call.program.backward <= mem
+
+    def _run_again(self, call: Call) -> tuple[Emitted, list[Any]]:
+        """Run the forward of a call again, by the fastest program that fits now; return that, and what it saved."""
+        step, node, at, mem = call.step, call.node, call.at, self.plans.mem
+        made = sum(at.outputs.values())
+
+        def need(program: CallProgram) -> int:
+            return max(program.forward, program.saved + made + program.backward)
+
+        level = step.level(node.back)
+        fitting = (p for p in at.programs if mem is None or level + need(p) <= mem)
+        program = next(fitting, None) or min(at.programs, key=need)
+        self._make_room(step, node.back, need(program), node, call)
+        emitted = call.graph.emitted(at.programs.index(program))
+        with call.random.replayed() if call.random else contextlib.nullcontext():
+            _, saved = call.graph.run_forward(emitted, call.dims, list(call.primals))
+        step.ran_again += 1
+        return emitted, saved
+
+    # --- the end of a step ---
+
+    def _returned(self, step: Step) -> None:
+        """Note the end of a backward."""
+        if not step.over:
+            step.note("end")
+        step.over = True
+
+    def _end(self) -> None:
+        """End the last step: what it has shown goes into the tree of paths."""
+        step, self._step = self._step, None
+        if step is None:
+            return
+        step.meter.end()
+        if not (step.measured and step.over):
+            self._in_vain += step.measured
+            self.plans.took(step.nodes)
+            return
+        step.measured = False
+        numbers, exact = _measured(step)
+        grown = self.plans.learn(numbers, exact=exact)
+        self.plans.took(step.nodes)
+        if exact:
+            self._in_vain = 0
+            self._unsettled = max(int(grown), self._unsettled - 1)
+        else:
+            self._in_vain += 1
+
+
+def _measured(step: Step) -> tuple[dict[Node, Numbers], bool]:
+    """Return what a step has shown of each call on its path, and whether all of it is exact."""
+    numbers: dict[Node, Numbers] = {}
+    exact = step.moments[-1].kind == "end"
+    for moment, following in zip(step.moments, [*step.moments[1:], None], strict=True):
+        level = moment.border.level
+        exact &= level is not None
+        if moment.node is None or level is None:
+            continue
+        here = numbers.setdefault(moment.node, {})
+        if moment.kind == "forward":
+            here["before"] = level - moment.saved
+        elif moment.kind == "backward":
+            here["back"] = level - moment.saved
+        elif following is not None and following.border.level is not None:
+            peak = following.border.peak
+            exact &= peak is not None
+            here["after" if moment.kind == "ran" else "behind"] = (
+                max(level, following.border.level, peak or 0) - moment.saved
+            )
+    return numbers, exact

@@ -1,0 +1,230 @@
+"""The memory of a step in which several graphs run: how much is alive at the borders of their calls, and between them.
+
+    meter = meter_of(device)       begins with the step; levels are in bytes above that moment
+    border = meter.border()        a moment; it knows its level, and the peak since the border before
+    with meter.paused(): ...       what is allocated here belongs to no step (capture, measuring)
+    meter.leave(outside)           the forward of the model is over
+    meter.end()                    from here on the borders know their numbers
+
+The counters of CUDA and its kin are read at once; their peak is reset at every border, as far as steps are measured. A
+CPU has no counters: a profiler records the allocations of the step (`allocations_since`). It cannot be read inside the
+backward; there a border is a mark among the allocations, and its numbers are known once the backward has returned.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+
+import torch
+
+from fxremat.device import Ability, kind_of
+from fxremat.torch_private import AllocationRecord, is_profiled, watching_backward
+
+MARK = [7919, -7919, 6101, -6101]
+"""What a mark looks like among the allocations: two tensors of a strange number of bytes, which are freed at once."""
+
+
+class Border:
+    """A moment of a step; the numbers are None until they are known."""
+
+    def __init__(self) -> None:
+        self.level: int | None = None  # bytes
+        self.peak: int | None = None  # bytes, the most since the border before; None if that is not known
+
+
+class Meter(ABC):
+    """A meter of one step, from its begin on."""
+
+    @abstractmethod
+    def border(self, *, in_backward: bool = False) -> Border:
+        """Return a border at this moment."""
+
+    @abstractmethod
+    def level(self) -> int | None:
+        """Return the bytes that are alive now; None if that is not known here."""
+
+    def leave(self, outside: int) -> None:  # noqa: B027 - most meters have nothing to do
+        """Note that the forward of the model is over.
+
+        Args:
+            outside: bytes that are assumed to be allocated until the backward begins, where they are not counted.
+        """
+
+    @abstractmethod
+    def end(self) -> None:
+        """End the step; what is not known now will not be."""
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave out what is allocated in this context; the peak up to the next border is then not known."""
+        yield
+
+
+class Unmeasured(Meter):
+    """A meter that knows nothing: of steps on a CPU that are not recorded, and of devices without statistics."""
+
+    def border(self, *, in_backward: bool = False) -> Border:
+        """Return a border without numbers."""
+        return Border()
+
+    def level(self) -> None:
+        """Return None."""
+
+    def end(self) -> None:
+        """Do nothing."""
+
+
+class Counted(Meter):
+    """A meter that reads the counters of a device's allocator.
+
+    Args:
+        peaks: whether peaks are measured too, for which the counter of peaks is reset at each border.
+    """
+
+    def __init__(self, device: torch.device, *, peaks: bool) -> None:
+        self._kind, self._device, self._peaks = kind_of(device), device, peaks
+        self._base = self._kind.allocated(device)
+        self._exact = peaks
+        self._forget()
+
+    def level(self) -> int:
+        """Return the bytes that are alive now."""
+        return self._kind.allocated(self._device) - self._base
+
+    def border(self, *, in_backward: bool = False) -> Border:
+        """Return a border, with its numbers."""
+        border = Border()
+        border.level = self.level()
+        if self._exact:
+            border.peak = max(border.level, self._kind.most_allocated(self._device) - self._base)
+        self._exact = self._peaks
+        self._forget()
+        return border
+
+    def end(self) -> None:
+        """Do nothing."""
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave out what is allocated in this context."""
+        before = self._kind.allocated(self._device)
+        try:
+            yield
+        finally:
+            self._base += self._kind.allocated(self._device) - before
+            self._exact = False
+            self._forget()
+
+    def _forget(self) -> None:
+        if self._peaks:
+            self._kind.forget_most(self._device)
+
+
+class Recorded(Meter):
+    """A meter that records the allocations of this thread on the host, while the model's forward or a backward runs.
+
+    Between these the thread belongs to the user, who may start a profiler there: the loss is not recorded.
+    """
+
+    def __init__(self) -> None:
+        self._level, self._top, self._exact = 0, 0, True
+        self._record: AllocationRecord | None = AllocationRecord()
+        self._marks: list[Border] = []
+        self._has_left = False  # the forward of the model is over
+        self._unwatch = watching_backward(self._before_backward, self._after_backward)
+
+    def level(self) -> int | None:
+        """Return the bytes that are alive now, in the forward."""
+        if self._marks:
+            return None
+        if self._record is not None:
+            self._read()
+        return self._level
+
+    def border(self, *, in_backward: bool = False) -> Border:
+        """Return a border; in the backward its numbers are known later."""
+        border = Border()
+        if self._record is None:
+            return border
+        if in_backward:
+            self._marks.append(border)
+            for size in (MARK[0], MARK[2]):
+                torch.empty(size, dtype=torch.uint8)
+            return border
+        self._read()
+        self._note(border)
+        return border
+
+    def end(self) -> None:
+        """Stop recording."""
+        self._unwatch()
+        if self._record is not None:
+            self._read(go_on=False)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave out what is allocated in this context."""
+        if self._record is None:
+            yield
+            return
+        self._read(go_on=False)
+        try:
+            yield
+        finally:
+            self._exact = False
+            self._record = AllocationRecord()
+
+    def _note(self, border: Border) -> None:
+        border.level = self._level
+        border.peak = self._top if self._exact else None
+        self._top, self._exact = self._level, True
+
+    def _read(self, *, go_on: bool = True) -> None:
+        assert self._record is not None
+        changes, marks, place = self._record.stop(), iter(self._marks), 0
+        while place < len(changes):
+            if changes[place : place + len(MARK)] == MARK:
+                place += len(MARK)
+                if (border := next(marks, None)) is not None:
+                    self._note(border)
+                continue
+            self._level += changes[place]
+            self._top = max(self._top, self._level)
+            place += 1
+        self._marks.clear()
+        self._record = AllocationRecord() if go_on else None
+
+    def leave(self, outside: int) -> None:
+        """Stop recording until a backward begins; count `outside` bytes meanwhile."""
+        if self._record is not None:
+            self._read(go_on=False)
+            self._has_left = True
+            self._level += outside
+            self._top = max(self._top, self._level)
+
+    def _before_backward(self) -> None:
+        if self._has_left and self._record is None and not is_profiled():
+            self._record = AllocationRecord()
+
+    def _after_backward(self) -> None:
+        if self._has_left and self._record is not None:
+            if self._marks:
+                self.end()
+            else:
+                self._read(go_on=False)  # the backward of something else
+
+
+def meter_of(device: torch.device, *, peaks: bool) -> Meter:
+    """Return a meter for a step on a device that begins now.
+
+    Args:
+        peaks: whether all borders, and the peaks between them, are to be known once the step is over.
+    """
+    kind = kind_of(device)
+    if kind.can(Ability.STATISTICS):
+        return Counted(device, peaks=peaks)
+    if peaks and kind.recorded and not is_profiled():
+        return Recorded()
+    return Unmeasured()

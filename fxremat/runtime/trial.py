@@ -1,0 +1,47 @@
+"""Steps that run to see what a model does, and leave no trace in its parameters, buffers, gradients and random numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from fxremat.ops.random import GeneratorStates
+
+TIMES = 2  # the first step captures the graphs, the second is measured
+
+
+def try_steps(
+    model: nn.Module, module: nn.Module, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> None:
+    """Run forward and backward of a model `TIMES` times, with gradients of one for all outputs.
+
+    Args:
+        module: the drop-in of `model`, whose `method` is called.
+    """
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    states = GeneratorStates([*model.parameters(), *tensors])
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    trained = [tensor for tensor in (*model.parameters(), *tensors) if tensor.requires_grad]
+    call: Callable[..., Any] = getattr(module, method)
+    try:
+        for _ in range(TIMES):
+            with states.replayed(), torch.enable_grad():
+                _backward(call(*args, **kwargs), trained)
+    finally:
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+
+
+def _backward(outputs: Any, trained: Sequence[torch.Tensor]) -> None:
+    """Compute gradients of outputs, which are not kept."""
+    leaves = (leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor))
+    given = [leaf for leaf in leaves if leaf.requires_grad]
+    if given:
+        ones = [torch.ones_like(leaf) for leaf in given]
+        torch.autograd.grad(given, trained, ones, allow_unused=True)

@@ -1,0 +1,167 @@
+"""Programs of a graph that a step calls beside others: what each keeps from its forward to its backward, and its peaks.
+
+Of a graph that is a whole step, peak and time are all that counts (`search.candidate.Frontier`). If a step calls
+several graphs, each has limits of its own in forward and in backward, and what it keeps in between is missing
+everywhere else. So a program of a called graph has four numbers, relative to the moment at which the call begins:
+
+    saved       kept from the forward to the backward, besides inputs and outputs
+    forward     the peak of the forward
+    backward    the peak of the backward, when what was saved, the outputs and their gradients are there
+    time        seconds of both
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from fxremat.search.survey import survey
+from fxremat.step.costs import Costs
+from fxremat.step.layout import Layout
+from fxremat.step.liveness import live_bytes
+from fxremat.step.program import Order
+from fxremat.step.step_graph import StepGraph
+
+PAUSES = (0.0, 0.5, 2.0)  # what the rest of the step takes between forward and backward, in peaks of keep-all
+MOST = 48  # programs of a graph
+EFFORT = 0.3  # seconds of op-by-op search in each of the surveys
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CallProgram:
+    """One way to run a graph that a step calls; bytes are above those at the begin of the call."""
+
+    order: Order
+    saved: int
+    forward: int
+    backward: int
+    time: float  # seconds of forward and backward
+    outputs: frozenset[int]  # outputs that its backward reads: they stay although the caller may have freed them
+
+    def beats(self, other: CallProgram) -> bool:
+        """Tell whether this program needs no more than the other in any of the four numbers."""
+        return (
+            self.saved <= other.saved
+            and self.forward <= other.forward
+            and self.backward <= other.backward
+            and self.time <= other.time
+        )
+
+
+def call_programs(graph: StepGraph, costs: Costs, *, effort: float = EFFORT) -> tuple[CallProgram, ...]:
+    """Return the unbeaten programs of a graph that is called beside others, fastest first; at most `MOST`.
+
+    Three surveys, each of which assumes another amount of memory that the rest of the step takes between forward and
+    backward, and of each program found the one that saves nothing instead.
+    """
+    found: dict[object, CallProgram] = {}
+    keep_all = 0
+    for pause in PAUSES:
+        outside = replace(costs, sizes=replace(costs.sizes, outside=int(pause * keep_all), root=0))
+        frontier = survey(graph, outside, effort=effort)
+        keep_all = keep_all or frontier.keep_all.peak
+        for candidate in (frontier.keep_all, *frontier.candidates):
+            _add(found, candidate.order(), costs)
+    for program in unbeaten(found.values()):
+        _add(found, saving_nothing(program.order), costs)
+    kept = thinned(unbeaten(found.values()))
+    return tuple(kept)
+
+
+def least_of(programs: Iterable[CallProgram]) -> CallProgram:
+    """Return the program that saves least; of these, the one with the lowest peak."""
+    return min(programs, key=lambda p: (p.saved, max(p.forward, p.backward), p.time))
+
+
+def _add(found: dict[object, CallProgram], order: Order, costs: Costs) -> None:
+    key = order.ops, order.split
+    if key not in found:
+        found[key] = judged(order, costs)
+
+
+def judged(order: Order, costs: Costs) -> CallProgram:
+    """Return the program that runs in this order, with its bytes and seconds. O(steps)."""
+    graph = order.layout.graph
+    sizes = replace(costs.sizes, outside=0, root=0)
+    program = order.program()
+    memory = live_bytes(program, sizes)
+    tangents = sum(sizes.values[value] for value in graph.tangent_values)
+    made = kept_outputs(graph)
+    read_late = {program.version_of[version] for step in program.steps[program.split :] for version in step.reads}
+    before, after = memory.during[: program.split], memory.during[program.split :]
+    return CallProgram(
+        order=order,
+        saved=max(0, memory.at_split - tangents - sum(sizes.values[value] for value in made)),
+        forward=max(before, default=0),
+        backward=max(0, max(after, default=0) - memory.at_split),
+        time=costs.time_of(order.ops),
+        outputs=frozenset(read_late & made),
+    )
+
+
+def kept_outputs(graph: StepGraph) -> frozenset[int]:
+    """Return the outputs of the forward that its ops make, and the caller holds."""
+    return graph.kept_outputs - graph.given
+
+
+def saving_nothing(order: Order) -> Order:
+    """Return the order whose forward is the captured one, and whose backward makes again what it reads of the forward.
+
+    In the backward the ops run in the given order, those of the forward among them, if they are needed for what is
+    read later. O(ops).
+    """
+    graph = order.layout.graph
+    pinned, wanted, kept = graph.pinned, set[int](), list[int]()
+    for number in reversed(order.ops):
+        op = graph.ops[number]
+        if op.backward:
+            wanted |= set(op.reads)
+            kept.append(number)
+        elif not wanted.isdisjoint(value for value in op.again_writes if value not in pinned):
+            wanted -= set(op.again_writes)
+            wanted |= set(op.again_reads)
+            kept.append(number)
+    forward = tuple(range(graph.forward_count))
+    ops = (*forward, *reversed(kept))
+    block = order.blocks[0] if order.blocks else 0
+    return replace(order, ops=ops, blocks=(block,) * len(ops), split=len(forward))
+
+
+def unbeaten(programs: Iterable[CallProgram]) -> list[CallProgram]:
+    """Return the programs that no other beats, fastest first."""
+    found: list[CallProgram] = []
+    for program in sorted(programs, key=lambda p: (p.time, p.saved, p.backward, p.forward)):
+        if not any(other.beats(program) for other in found):
+            found.append(program)
+    return found
+
+
+def thinned(programs: list[CallProgram], most: int = MOST) -> list[CallProgram]:
+    """Return at most `most` of the programs, in their order; the fastest and those that need least stay."""
+    if len(programs) <= most:
+        return programs
+    ends = {
+        0,
+        *(
+            min(range(len(programs)), key=lambda place: of(programs[place]))
+            for of in (
+                lambda p: (p.saved, p.backward),
+                lambda p: p.saved + p.backward,
+                lambda p: p.forward,
+                lambda p: p.backward,
+            )
+        ),
+    }
+    rest = [place for place in range(len(programs)) if place not in ends]
+    step = len(rest) / (most - len(ends))
+    ends |= {rest[int(place * step)] for place in range(most - len(ends))}
+    return [programs[place] for place in sorted(ends)]
+
+
+def moved(programs: Iterable[CallProgram], graph: StepGraph, costs: Costs) -> Iterator[CallProgram]:
+    """Yield the programs for a graph of the same ops at other sizes: the orders stay, the numbers are those there."""
+    layouts: dict[int, Layout] = {}
+    for program in programs:
+        old = program.order.layout
+        layout = layouts.setdefault(id(old), replace(old, graph=graph))
+        yield judged(replace(program.order, layout=layout), costs)

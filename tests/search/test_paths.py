@@ -1,0 +1,98 @@
+"""One program for each call on every path: the dynamic program against all choices, and what a tree knows."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fxremat.search import paths
+from fxremat.search.call_programs import CallProgram
+from fxremat.search.paths import Node
+
+ORDER: Any = None  # the numbers of a program are all that is asked for here
+SMALL = st.integers(0, 40)
+
+
+def program(time: int, saved: int, forward: int, backward: int) -> CallProgram:
+    return CallProgram(
+        order=ORDER, saved=saved, forward=forward, backward=backward, time=float(time), outputs=frozenset()
+    )
+
+
+@st.composite
+def trees(draw: Any, depth: int = 3) -> Node:
+    """A call and what may follow, as a tree."""
+    found = draw(st.lists(st.builds(program, st.integers(1, 9), SMALL, SMALL, SMALL), min_size=1, max_size=3))
+    node = Node(draw(st.integers()), programs=sorted(found, key=lambda p: p.time))
+    node.before, node.after, node.back, node.behind = (draw(SMALL) for _ in range(4))
+    children = draw(st.lists(trees(depth - 1), max_size=2)) if depth > 1 else []
+    node.children = dict(enumerate(children))
+    node.count = sum(child.count for child in children) + draw(st.integers(0 if children else 1, 3))
+    return node
+
+
+@st.composite
+def chains(draw: Any) -> tuple[Node, list[Node]]:
+    """A begin with one path of calls."""
+    root = Node(None)
+    nodes = [draw(trees(1)) for _ in range(draw(st.integers(1, 4)))]
+    for before, node in itertools.pairwise([root, *nodes]):
+        before.children, node.children, node.count = {0: node}, {}, 1
+    return root, nodes
+
+
+@settings(max_examples=300, deadline=None)
+@given(chains(), st.integers(1, 60))
+def test_no_choice_of_programs_beats_the_plan_of_a_path(chain: tuple[Node, list[Node]], scale: int) -> None:
+    """Of a budget of as many bytes as there are levels, nothing is lost by rounding."""
+    root, nodes = chain
+    mem = paths.LEVELS
+    for node in nodes:
+        node.before, node.after, node.back, node.behind = (
+            scale * n for n in (node.before, node.after, node.back, node.behind)
+        )
+        node.programs = [
+            program(int(p.time), scale * p.saved, scale * p.forward, scale * p.backward) for p in node.programs
+        ]
+    every = (paths.with_programs(nodes, choice) for choice in itertools.product(*(n.programs for n in nodes)))
+    best = min((path.time for path in every if path.peak <= mem), default=None)
+    expected = paths.plan(root, mem)
+    planned = paths.planned(nodes, mem)
+    if best is None:
+        assert expected >= paths.NEVER
+        assert planned is None
+    else:
+        assert planned is not None
+        assert planned.peak <= mem
+        assert planned.time == best == expected
+
+
+@settings(max_examples=100, deadline=None)
+@given(trees(), st.integers(1, 300))
+def test_no_path_of_a_tree_exceeds_the_budget(tree: Node, mem: int) -> None:
+    root = Node(None, children={0: tree})
+    expected = paths.plan(root, mem)
+    planned = [paths.planned(path, mem) for path in root.paths()]
+    assert all(path is None or path.peak <= mem for path in planned)
+    assert (expected < paths.NEVER) == all(path is not None for path in planned)
+
+
+@settings(max_examples=50, deadline=None)
+@given(trees())
+def test_the_least_budget_works_and_hardly_less_does(tree: Node) -> None:
+    root = Node(None, children={0: tree})
+    least = paths.least(root)
+    assert paths.plan(root, least) < paths.NEVER
+    assert least <= 2 or paths.plan(root, int(least / 1.002) - 2) >= paths.NEVER
+    assert least <= paths.keep_all(root) * 1.002 + 2
+
+
+def test_a_tree_forgets_what_few_steps_passed() -> None:
+    root = Node(None)
+    for number in range(20):
+        root.children[number] = Node(number, count=1 + 9 * (number == 7))
+    paths.forget(root, most=5)
+    assert list(root.children) == [7]
