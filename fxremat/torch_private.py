@@ -8,6 +8,7 @@ import itertools
 import math
 import os
 import re
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -753,27 +754,41 @@ def is_profiled() -> bool:
     return bool(autograd._profiler_enabled())
 
 
+_Watch = tuple[int, Callable[[], None], Callable[[], None]]  # a thread, and what is called before and after a backward
+_watches: list[_Watch] = []
+_unwatched: list[Callable[..., Any]] = []  # what runs a backward, while it is watched
+
+
 def watching_backward(before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
-    """Let two functions be called before and after every backward of this process; return a function that ends that.
+    """Let two functions be called before and after each backward of this thread; return a function that ends that.
 
     `torch.autograd._engine_run_backward` (torch 2.11, 2.13) is what `backward()` and `autograd.grad` call.
     """
     autograd: Any = torch.autograd
-    run = autograd._engine_run_backward
-
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        before()
-        try:
-            return run(*args, **kwargs)
-        finally:
-            after()
+    watch = threading.get_ident(), before, after
+    if not _watches:
+        _unwatched[:] = [autograd._engine_run_backward]
+        autograd._engine_run_backward = _watched_backward
+    _watches.append(watch)
 
     def stop() -> None:
-        if autograd._engine_run_backward is watched:
-            autograd._engine_run_backward = run
+        if watch in _watches:
+            _watches.remove(watch)
+            if not _watches and autograd._engine_run_backward is _watched_backward:
+                autograd._engine_run_backward = _unwatched[0]
 
-    autograd._engine_run_backward = watched
     return stop
+
+
+def _watched_backward(*args: Any, **kwargs: Any) -> Any:
+    mine = [watch for watch in _watches if watch[0] == threading.get_ident()]
+    for _, before, _ in mine:
+        before()
+    try:
+        return _unwatched[0](*args, **kwargs)
+    finally:
+        for _, _, after in reversed(mine):
+            after()
 
 
 def after_backward(call: Callable[[], None]) -> None:

@@ -125,6 +125,8 @@ class Call:
     def _forget(self) -> None:
         if saved_calls.pop(self.token, None) is not None:
             self.free()
+            if all(call.saved is None for call in self.step.calls):
+                self.step.meter.forget()
 
     @property
     def held(self) -> frozenset[int]:

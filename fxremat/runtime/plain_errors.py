@@ -26,7 +26,9 @@ from fxremat.runtime.shapes_alone import Call, Fakes
 from fxremat.torch_private import as_without_fakes, real_tensors, silent, tensor_places
 
 NOTE = "fxremat ran the plain forward on tensors without data, since the call could not be captured: it fails, too"
-OF_FAKES = r"[Ff]ake ?[Tt]ensor|data pointer|data_ptr|tensor subclass|[Mm]eta ?[Tt]ensor|numpy\(\)|[Ss]torage"
+OF_FAKES = (
+    r"[Ff]ake ?[Tt]ensor|data pointer|data_ptr|tensor subclass|[Mm]eta ?[Tt]ensor|numpy\(\)|[Ss]torage|Couldn't swap"
+)
 """A pattern of errors that only tensors without data raise."""
 
 

@@ -52,6 +52,9 @@ class Meter(ABC):
             outside: bytes that are assumed to be allocated until the backward begins, where they are not counted.
         """
 
+    def forget(self) -> None:  # noqa: B027 - most meters have nothing to do
+        """Note that nothing of the step is left, and that its backward will never run."""
+
     @abstractmethod
     def end(self) -> None:
         """End the step; what is not known now will not be."""
@@ -203,6 +206,11 @@ class Recorded(Meter):
             self._has_left = True
             self._level += outside
             self._top = max(self._top, self._level)
+
+    def forget(self) -> None:
+        """Wait for no backward any more."""
+        if self._has_left and self._record is None:
+            self._unwatch()
 
     def _before_backward(self) -> None:
         if self._has_left and self._record is None and not is_profiled():

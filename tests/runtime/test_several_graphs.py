@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import random
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -21,6 +22,7 @@ from benchmarks import meter
 from fxremat import Search
 from fxremat.plan_of_graphs import PlanOfGraphs
 from fxremat.runtime.called_graph import saved_calls
+from fxremat.torch_private import is_profiled
 from tests.steps import differences, step_of
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
@@ -305,3 +307,31 @@ def test_what_every_call_saved_may_be_let_go(monkeypatch: pytest.MonkeyPatch) ->
     assert_equal_steps(ours, plain, rows())
     monkeypatch.undo()
     assert_equal_steps(ours, plain, rows())
+
+
+def test_a_step_without_a_backward_leaves_the_backward_of_others_alone() -> None:
+    """The allocations of a step on a CPU are recorded by thread; another thread's backward is none of its business."""
+    ours, _ = twins()
+    loss = ours(rows())
+    failed: list[BaseException] = []
+
+    def train() -> None:
+        try:
+            for _ in range(20):
+                nn.Linear(WIDTH, 8)(rows()).sum().backward()
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=train) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failed == []
+    assert not is_profiled()
+    loss.backward()
+    assert not is_profiled()
+    del loss
+    unfinished = ours(rows())
+    del unfinished
+    assert torch.autograd._engine_run_backward.__module__ == "torch.autograd.graph"
