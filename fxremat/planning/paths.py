@@ -229,9 +229,9 @@ class PathPlans:
             gradients += node.gradients
 
     def grows_with(self, nodes: Iterable[Node]) -> bool:
-        """Tell whether the budget is a share of what such a step needs, which is known only once it has run."""
+        """Tell whether the budget is a share of what such steps need, and more has become known since it was set."""
         is_share = isinstance(self._options.budget, Percent | Least)
-        return is_share and not all(node.measured for node in nodes)
+        return is_share and (self._stale or not all(node.measured for node in nodes))
 
     def refusal(self, nodes: Sequence[Node], node: Node, needed: int) -> BudgetTooSmall:
         """Return the error for a step whose call `node` needs so many bytes.
