@@ -143,6 +143,9 @@ class _Training:
         strict = self.in_parts is not None or backend.options.fullgraph or self.needs_one_graph
         if strict or not is_not_one_graph(error):
             raise error
+        parent = replaced_in(self.model, itself=self.own is not None)
+        if parent is not None and self.child_of(parent) is not None:
+            raise error  # the wrapper around the model breaks the graph, and the model is planned inside of it
         clear = explained(error, lambda: _plain_error(self, args, kwargs))
         if not isinstance(clear, CaptureError):
             raise error
