@@ -141,7 +141,7 @@ class _Training:
         """
         backend = self.backend
         strict = self.in_parts is not None or backend.options.fullgraph or self.needs_one_graph
-        if strict or not is_not_one_graph(error):
+        if strict or not is_not_one_graph(error) or submodule_error(self.model, error) is not None:
             raise error
         parent = replaced_in(self.model, itself=self.own is not None)
         if parent is not None and self.child_of(parent) is not None:

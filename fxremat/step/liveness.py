@@ -66,7 +66,7 @@ def live_bytes(
         live += changes.born[position]
         during.append(live + (step.workspace if isinstance(step, Transfer) else sizes.workspace[step.op]))
         live -= changes.freed[position]
-    if program.split == len(program.steps):  # the backward has no op
+    if at_hand is None and program.split == len(program.steps):  # the backward has no op
         split_bytes = live + max(changes.tangents, sizes.outside)
     return Memory(tuple(during), split_bytes, live)
 

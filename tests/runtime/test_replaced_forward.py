@@ -65,8 +65,8 @@ def compute_in_pieces(model: Any) -> None:
     model.forward = types.MethodType(forward, model)
 
 
-def compiled(model: nn.Module) -> Any:
-    return fxremat.compile(model, mem="90%", **FAST)
+def compiled(model: nn.Module, *, fullgraph: bool = False) -> Any:
+    return fxremat.compile(model, mem="90%", fullgraph=fullgraph, **FAST)
 
 
 def replaced_once_more(module: Any) -> Any:
@@ -172,7 +172,7 @@ def test_a_library_s_wrapper_that_cannot_be_captured_is_planned_inside() -> None
             return self.inner(*args, **kwargs)
 
     with pytest.raises(fxremat.CaptureError, match="call fabric"):
-        compiled(Refuses(Model()))(rows())
+        compiled(Refuses(Model()), fullgraph=True)(rows())
     Refuses.__module__ = WRAPPERS[0]
     plain = Refuses(Model())
     module = compiled(copy.deepcopy(plain))
