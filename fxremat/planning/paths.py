@@ -182,7 +182,8 @@ class PathPlans:
             self._plan = paths.planned(self._last, self.mem)
             if self._plan is None:
                 raise self.limit.explained(BudgetTooSmall(minimum=paths.least(self.root), budget=self.mem))
-            log.info("%s", self.plan.headline if self.plan else "")
+            if log.isEnabledFor(logging.INFO) and self.plan:  # the least budget in it takes several plans
+                log.info("%s", self.plan.headline)
         self._stale = False
 
     def forget(self) -> None:
