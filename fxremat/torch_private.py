@@ -439,17 +439,8 @@ def compiled_step(
         at_once: whether some sizes change already in the first call, although `dynamic` is None.
         on_fixed: called with the error that occurred before sizes were fixed.
     """
-    import torch._dynamo
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return forward(*args, **kwargs)
-
-    call.__code__ = call.__code__.replace(co_name=f"{name} ({next(_steps)})")
-    context: Any = torch._dynamo.optimize(backend=backend, nopython=True)
-    inner = context.callback
-
-    @functools.wraps(inner)
-    def capture(*args: Any, **kwargs: Any) -> Any:
+    def capture(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         nonlocal dynamic, at_once
         try:
             with capture_settings(dynamic):
@@ -468,8 +459,32 @@ def compiled_step(
             on_fixed(backend_failure(error) or error)
             return result
 
-    capture._torchdynamo_orig_backend = inner  # type: ignore[attr-defined]
-    context.callback = capture
+    return _captured_by(capture, forward, backend, name, fullgraph=True)
+
+
+def _captured_by(
+    capture: Callable[..., Any], forward: Callable[..., Any], backend: Callable[..., Any], name: str, *, fullgraph: bool
+) -> Callable[..., Any]:
+    """Return a function that calls `forward`, whose frames without a graph go to `capture`.
+
+    Args:
+        capture: called with dynamo's own callback for such frames, and the arguments for it.
+    """
+    import torch._dynamo
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    call.__code__ = call.__code__.replace(co_name=f"{name} ({next(_steps)})")
+    context: Any = torch._dynamo.optimize(backend=backend, nopython=fullgraph)
+    inner = context.callback
+
+    @functools.wraps(inner)
+    def callback(*args: Any, **kwargs: Any) -> Any:
+        return capture(inner, *args, **kwargs)
+
+    callback._torchdynamo_orig_backend = inner  # type: ignore[attr-defined]
+    context.callback = callback
     compiled: Callable[..., Any] = context(call)
     return compiled
 
@@ -492,17 +507,8 @@ def compiled_in_parts(
             sizes.
         around: returns a context in which functions are captured.
     """
-    import torch._dynamo
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return forward(*args, **kwargs)
-
-    call.__code__ = call.__code__.replace(co_name=f"{name} ({next(_steps)})")
-    context: Any = torch._dynamo.optimize(backend=backend, nopython=False)
-    inner = context.callback
-
-    @functools.wraps(inner)
-    def capture(*args: Any, **kwargs: Any) -> Any:
+    def capture(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with around(), traced_torch_modules(), silent("torch._dynamo.variables.tensor"):
             try:
                 with capture_settings(dynamic):
@@ -513,10 +519,7 @@ def compiled_in_parts(
             with capture_settings(False):
                 return inner(*args, **kwargs)
 
-    capture._torchdynamo_orig_backend = inner  # type: ignore[attr-defined]
-    context.callback = capture
-    compiled: Callable[..., Any] = context(call)
-    return compiled
+    return _captured_by(capture, forward, backend, name, fullgraph=False)
 
 
 @contextlib.contextmanager

@@ -44,11 +44,20 @@ class RunsOnce(Exception):
     """The step reads inputs that it overwrites, so that a second run would compute something else."""
 
 
+def runs_again(joint: Captured) -> bool:
+    """Tell whether a second forward computes the same: no op reads an input that the step overwrites.
+
+    BatchNorm, and the update itself, may read it.
+    """
+    return all(
+        joint.mutated_primals.isdisjoint(op.again_reads) or joint.updates.issuperset(op.writes) for op in joint.ops
+    )
+
+
 def check_runs_again(joint: Captured) -> None:
-    """Raise `RunsOnce` if an op other than BatchNorm, or the update itself, reads an input that the step overwrites."""
-    for op in joint.ops:
-        if not joint.mutated_primals.isdisjoint(op.again_reads) and not joint.updates.issuperset(op.writes):
-            raise RunsOnce
+    """Raise `RunsOnce` if a second forward of a step would compute something else."""
+    if not runs_again(joint):
+        raise RunsOnce
 
 
 @dataclass(frozen=True)

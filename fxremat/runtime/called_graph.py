@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -21,18 +20,16 @@ import torch
 from torch import fx
 
 from fxremat.cost.resized import resized
-from fxremat.graphs.accounting import device_of
 from fxremat.graphs.captured import Captured
-from fxremat.graphs.nodes import is_number
 from fxremat.graphs.symbolic import Dims, Numbers, Size, SymbolicGraph
-from fxremat.passes.lower import lower, sizes_of
 from fxremat.planning.paths import SizedPrograms
+from fxremat.runtime.auxiliary_outputs import runs_again
 from fxremat.runtime.contract import Contract
+from fxremat.runtime.emitted import Emitted, EmittedPrograms
 from fxremat.search.call_programs import CallProgram, moved
 from fxremat.step.costs import Costs
-from fxremat.step.program import Order
 from fxremat.step.source import common_module
-from fxremat.torch_private import boxed, real_tensors, taking_a_list
+from fxremat.torch_private import real_tensors, taking_a_list
 
 EMITTED = 16  # programs of a graph whose fx graphs are kept
 REMEMBERED = 256  # combinations of sizes for which numbers and programs are remembered
@@ -43,7 +40,7 @@ AGAIN = (
 
 
 class Runner(Protocol):
-    """What runs the calls of a step: a coordinator."""
+    """A runner of the calls of a step."""
 
     def forward(self, graph: CalledGraph, dims: Dims, primals: list[Any]) -> tuple[list[Any], torch.Tensor]:
         """Run the forward of a call; return its outputs and its token."""
@@ -68,17 +65,6 @@ current = _Current()
 """The coordinator of the step that this thread is in: graphs are shared among models, steps are not."""
 
 
-@dataclass(frozen=True)
-class Emitted:
-    """The two graphs of a program, as they run."""
-
-    forward: Callable[[list[Any]], Any]
-    backward: Callable[[list[Any]], Any]
-    forward_sizes: tuple[Size, ...]  # passed to the forward after the primals
-    backward_sizes: tuple[Size, ...]  # passed to the backward before all else
-    tensors: int  # tensors that the forward saves; what it saves after them are numbers
-
-
 class CalledGraph:
     """A captured graph with its programs, all of which run at all sizes.
 
@@ -87,7 +73,6 @@ class CalledGraph:
         symbolic: the graph with symbolic sizes; None: all its sizes are fixed.
         costs: those of `joint`.
         programs: those of `joint`; fastest first.
-        where: the line before which tracing stopped after this graph; None: it did not stop there.
     """
 
     def __init__(
@@ -96,26 +81,22 @@ class CalledGraph:
         symbolic: SymbolicGraph | None,
         costs: Costs,
         programs: Sequence[CallProgram],
-        where: str | None = None,
     ) -> None:
-        self.joint, self.costs, self.where = joint, costs, where
+        self.joint, self.costs = joint, costs
         self._sizes = symbolic
         self._symbolic = symbolic.as_captured(joint) if symbolic else joint
         self._outputs = len(self._symbolic.forward_outputs)
-        self._orders = [program.order for program in programs]
-        self._fresh = costs.fresh
-        self._emitted: OrderedDict[int, Emitted] = OrderedDict()
+        self._orders = [
+            replace(program.order, layout=replace(program.order.layout, graph=self._symbolic)) for program in programs
+        ]
+        self._emitted = EmittedPrograms(self._outputs, EMITTED, costs.fresh)
         self._numbers: Callable[[Dims], Numbers] | None = None
         if symbolic is not None:
             self._numbers = lru_cache(REMEMBERED)(symbolic.numbers)
         now = symbolic.dims if symbolic else ()
         self._at: dict[Dims, SizedPrograms] = {now: SizedPrograms.of(joint, costs, programs)}
-        self.device = device_of(joint)
         self.random = any(op.random for op in joint.ops)
-        self.runs_again = not any(
-            not joint.mutated_primals.isdisjoint(op.again_reads) and not joint.updates.issuperset(op.writes)
-            for op in joint.ops
-        )
+        self.runs_again = runs_again(joint)
         self.output_values = [
             joint.value_of.get(node) if isinstance(node, fx.Node) else None for node in joint.forward_outputs
         ]
@@ -141,9 +122,7 @@ class CalledGraph:
             with real_tensors():
                 joint = self._sizes.at(dims)
                 costs = resized(joint, self.joint, self.costs)
-            if not costs.fresh <= self._fresh:
-                self._fresh |= costs.fresh
-                self._emitted.clear()
+            self._emitted.never_overwriting(costs.fresh)
             if len(self._at) > REMEMBERED:
                 del self._at[next(reversed(self._at))]
             known = next(iter(self._at.values()))
@@ -152,21 +131,8 @@ class CalledGraph:
 
     def emitted(self, number: int) -> Emitted:
         """Return the graphs of a program, by its place among the programs."""
-        if number not in self._emitted:
-            self._emitted[number] = self._emit(self._orders[number])
-            if len(self._emitted) > EMITTED:
-                self._emitted.popitem(last=False)
-        self._emitted.move_to_end(number)
-        return self._emitted[number]
-
-    def _emit(self, order: Order) -> Emitted:
         with real_tensors():
-            order = replace(order, layout=replace(order.layout, graph=self._symbolic))
-            forward, backward = lower(order.program(), fresh=self._fresh)
-        (returned,) = next(iter(reversed(forward.graph.nodes))).args
-        saved = [node.meta["val"] for node in returned[self._outputs :]]
-        tensors = len(saved) - sum(map(is_number, saved))
-        return Emitted(boxed(forward), boxed(backward), sizes_of(forward), sizes_of(backward), tensors)
+            return self._emitted.of(number, self._orders[number])
 
     def run_forward(self, emitted: Emitted, dims: Dims, primals: list[Any]) -> tuple[list[Any], list[Any]]:
         """Return the outputs, and what is saved for the backward; the list of primals is emptied."""

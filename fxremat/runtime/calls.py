@@ -13,7 +13,8 @@ import torch
 from fxremat.graphs.symbolic import Dims
 from fxremat.ops.random import GeneratorStates
 from fxremat.planning.paths import SizedPrograms
-from fxremat.runtime.called_graph import CalledGraph, Emitted, saved_calls
+from fxremat.runtime.called_graph import CalledGraph, saved_calls
+from fxremat.runtime.emitted import Emitted
 from fxremat.runtime.step_memory import Border, Meter
 from fxremat.search.call_programs import CallProgram
 from fxremat.search.paths import Node, kept
@@ -23,7 +24,7 @@ _tokens = itertools.count(1)
 
 
 class BackwardRunner(Protocol):
-    """What runs the backward of calls: their coordinator."""
+    """A runner of the backward of calls."""
 
     def backward(self, call: Call, tangents: list[Any]) -> Sequence[Any]:
         """Run the backward of a call; return the gradients."""
@@ -53,8 +54,6 @@ class Step:
     calls: list[Call] = field(default_factory=list)
     moments: list[Moment] = field(default_factory=list)
     saved: int = 0  # bytes that calls have saved
-    let_go: int = 0  # calls that let go of what they had saved
-    ran_again: int = 0  # calls whose forward ran again in the backward
     in_backward: bool = False  # the first backward has begun
     over: bool = False  # a backward has ended
 
@@ -153,7 +152,6 @@ class Call:
         """Free what is saved; the forward runs again before the backward."""
         self.step.saved -= self.own
         self.saved, self.own = None, 0
-        self.step.let_go += 1
         del self._versions[len(self._read_late) :]
 
     def free(self) -> None:

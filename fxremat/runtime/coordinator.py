@@ -31,8 +31,9 @@ from fxremat.planning.limits import Limit
 from fxremat.planning.paths import Numbers, PathPlans
 from fxremat.planning.step import Step as CapturedGraph
 from fxremat.planning.surveys import order_within_limit
-from fxremat.runtime.called_graph import CalledGraph, Emitted, current
+from fxremat.runtime.called_graph import CalledGraph, current
 from fxremat.runtime.calls import Call, Step
+from fxremat.runtime.emitted import Emitted
 from fxremat.runtime.step_memory import meter_of
 from fxremat.runtime.unused import unused_outputs, without
 from fxremat.search.call_programs import CallProgram
@@ -48,7 +49,7 @@ MODIFIED = (
 
 
 class Coordinator:
-    """What runs the calls of a model that is several graphs.
+    """A runner of the calls of a model that is several graphs.
 
     Args:
         model: the name of the model's class.
@@ -187,9 +188,9 @@ class Coordinator:
             if call is not keep and call.can_let_go:
                 call.let_go()
         is_known = node.measured or step.meter.level() is not None
-        if self.plans.grows_with([*step.nodes, node]):
+        if not is_known or self.plans.grows_with([*step.nodes, node]):
             return
-        if is_known and (needed := step.level(known) + need) > mem:
+        if (needed := step.level(known) + need) > mem:
             raise self.plans.refusal(step.nodes, node, needed)
 
     # --- backward ---
@@ -247,7 +248,6 @@ class Coordinator:
         emitted = call.graph.emitted(at.programs.index(program))
         with call.random.replayed() if call.random else contextlib.nullcontext():
             _, saved = call.graph.run_forward(emitted, call.dims, list(call.primals))
-        step.ran_again += 1
         return emitted, saved
 
     # --- the end of a step ---

@@ -185,7 +185,7 @@ class Backend:
             fw_compiler=lambda graph, _: self._forward(graph, made[-1]),
             bw_compiler=lambda graph, _: made.pop().backward_of(graph),
             inference_compiler=lambda graph, _: boxed(graph),
-            partition_fn=partial(self._partition, made=made, again=again, broken_at=graph_break_after(module)),
+            partition_fn=partial(self._partition, made=made, again=again),
         )
         before = len(self._called_with)
         try:
@@ -329,7 +329,6 @@ class Backend:
         num_fwd_outputs: int,
         made: list[_FixedStep | Sized | CalledGraph],
         again: bool,
-        broken_at: str | None,
         **__: Any,
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         refuse_opaque(module.graph)
@@ -342,7 +341,7 @@ class Backend:
         if graph and not graph.inputs:
             graph = None  # all sizes turned out to be fixed
         if self.coordinator is not None:
-            made[:] = [called := self._called(graph, joint, self.coordinator, broken_at)]
+            made[:] = [called := self._called(graph, joint, self.coordinator)]
             return called.contract()
         refuse_without_gradients(joint)
         if graph and not self.options.resizable:
@@ -371,9 +370,7 @@ class Backend:
         made[:] = [_FixedStep(plan, self.weights)]
         return plan.graphs
 
-    def _called(
-        self, graph: SymbolicGraph | None, joint: Captured, coordinator: Coordinator, broken_at: str | None
-    ) -> CalledGraph:
+    def _called(self, graph: SymbolicGraph | None, joint: Captured, coordinator: Coordinator) -> CalledGraph:
         """Return a graph of a model that is several of them, measured and with its programs.
 
         Raises:
@@ -396,7 +393,7 @@ class Backend:
                 self.learn(error)
                 raise NotSymbolic("a result that lies otherwise than traced") from None
             programs = programs_of(joint, costs, self.options)
-        return CalledGraph(joint, graph, costs, programs, broken_at)
+        return CalledGraph(joint, graph, costs, programs)
 
     def _check_layouts(self, step: Step, *, symbolic: bool = False) -> None:
         """Measure a step that is only captured, and check that results have the strides that they were traced with.

@@ -16,7 +16,6 @@ or 0:
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -27,16 +26,16 @@ from torch import fx
 
 from fxremat.graphs.captured import Captured
 from fxremat.graphs.nodes import is_number
-from fxremat.graphs.symbolic import Dims, Numbers, Size, SymbolicGraph
-from fxremat.passes.lower import lower, sizes_of
+from fxremat.graphs.symbolic import Dims, Numbers, SymbolicGraph
 from fxremat.planning.sizes import PlansOfSizes
 from fxremat.plans import Plan
 from fxremat.runtime.contract import Contract
+from fxremat.runtime.emitted import Emitted, EmittedPrograms
 from fxremat.runtime.unused import unused_outputs, without
 from fxremat.search.candidate import Candidate
 from fxremat.step.program import Order
 from fxremat.step.step_graph import Origin
-from fxremat.torch_private import boxed, real_tensors, taking_a_list
+from fxremat.torch_private import real_tensors, taking_a_list
 
 AT_MOST = 8  # programs whose graphs are kept at a time ("emitted" programs)
 MOST_SIZES = 10_000  # combinations of sizes for which the choice of a program is remembered
@@ -60,18 +59,6 @@ class _Slots:
         numbers = sum(map(is_number, shown))
         random = sum(op.random and not op.backward for op in joint.ops)
         return cls(tensors=len(shown) - numbers + random, numbers=numbers)
-
-
-@dataclass(frozen=True)
-class _Emitted:
-    """The two graphs of a program, as they run."""
-
-    forward: Callable[[list[Any]], Any]
-    backward: Callable[[list[Any]], Any]
-    forward_sizes: tuple[Size, ...]  # passed to the forward after the primals
-    backward_sizes: tuple[Size, ...]  # passed to the backward before all else
-    tensors: int  # how many tensors the forward saves
-    numbers: int  # how many numbers it saves; sizes are not counted
 
 
 class Sized:
@@ -102,8 +89,7 @@ class Sized:
         self._orders: list[Order] = []  # the programs, by number; none is dropped, since a backward may still need it
         self._number_of: dict[object, int] = {}
         self._chosen: dict[Dims, int] = {}  # number of the chosen program, by the sizes that tensors depend on
-        self._emitted: OrderedDict[int, _Emitted] = OrderedDict()
-        self._fresh = frozenset[int]()  # ops that overwrite no operand at any size, since at one size they must not
+        self._emitted = EmittedPrograms(self._outputs, AT_MOST)
         self._numbers: Callable[[Dims], Numbers] = lru_cache(maxsize=REMEMBERED)(graph.numbers)
         with real_tensors():
             self._empty = torch.empty(0)
@@ -165,9 +151,7 @@ class Sized:
         if len(self._chosen) >= MOST_SIZES:
             self._chosen.clear()
         number = self._chosen[self._shaping(dims)] = self._number_of[_key(order)]
-        if not plan.costs.fresh <= self._fresh:
-            self._fresh |= plan.costs.fresh
-            self._emitted.clear()
+        self._emitted.never_overwriting(plan.costs.fresh)
         self._on_plan(plan)
         return number
 
@@ -217,26 +201,12 @@ class Sized:
         emitted = (c for c in near if self._number_of.get(_key(c.order())) in self._emitted)
         return next(emitted, fitting[0])
 
-    def _program(self, number: int) -> _Emitted:
-        """Return the graphs of a program; they are made at its first use, and again if newer ones displaced them."""
-        if number not in self._emitted:
-            self._emitted[number] = self._emit(self._orders[number])
-            if len(self._emitted) > AT_MOST:
-                self._emitted.popitem(last=False)
-        self._emitted.move_to_end(number)
-        return self._emitted[number]
-
-    def _emit(self, order: Order) -> _Emitted:
-        forward, backward = lower(order.program(), fresh=self._fresh)
-        (returned,) = next(iter(reversed(forward.graph.nodes))).args
-        saved = [node.meta["val"] for node in returned[self._outputs :]]
-        numbers = sum(map(is_number, saved))
-        tensors = len(saved) - numbers
-        assert tensors <= self._slots.tensors, "more tensors are saved than there are"
-        assert numbers <= self._slots.numbers, "more numbers are saved than there are"
-        return _Emitted(
-            boxed(forward), boxed(backward), sizes_of(forward), sizes_of(backward), tensors, numbers
-        )
+    def _program(self, number: int) -> Emitted:
+        """Return the graphs of a program."""
+        program = self._emitted.of(number, self._orders[number])
+        assert program.tensors <= self._slots.tensors, "more tensors are saved than there are"
+        assert program.numbers <= self._slots.numbers, "more numbers are saved than there are"
+        return program
 
 
 def _key(order: Order) -> object:

@@ -23,7 +23,7 @@ from fxremat.device import Ability, kind_of
 from fxremat.torch_private import AllocationRecord, is_profiled, watching_backward
 
 MARK = [7919, -7919, 6101, -6101]
-"""What a mark looks like among the allocations: two tensors of a strange number of bytes, which are freed at once."""
+"""A mark among the allocations: two tensors of a strange number of bytes, which are freed at once."""
 
 
 class Border:

@@ -139,7 +139,7 @@ def three_steps(ours: nn.Module, plain: nn.Module) -> None:
 
 
 def least_after(call: Callable[[], object]) -> int | None:
-    """What the error for a budget that is too small says that would do; None if there is no error."""
+    """Return the least budget that an error of the call states; None if it raises none."""
     try:
         call()
     except fxremat.BudgetTooSmall as error:

@@ -47,7 +47,7 @@ def chains(draw: Any) -> tuple[Node, list[Node]]:
 @settings(max_examples=300, deadline=None)
 @given(chains(), st.integers(1, 60))
 def test_no_choice_of_programs_beats_the_plan_of_a_path(chain: tuple[Node, list[Node]], scale: int) -> None:
-    """Of a budget of as many bytes as there are levels, nothing is lost by rounding."""
+    """Nothing is lost by rounding if the budget has as many bytes as there are levels."""
     root, nodes = chain
     mem = paths.LEVELS
     for node in nodes:
