@@ -509,7 +509,7 @@ def compiled_in_parts(
     """
 
     def capture(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with around(), traced_torch_modules(), silent("torch._dynamo.variables.tensor"):
+        with around(), traced_torch_modules(), rnns_left_to_python(), silent("torch._dynamo.variables.tensor"):
             try:
                 with capture_settings(dynamic):
                     return inner(*args, **kwargs)
@@ -541,6 +541,28 @@ def traced_torch_modules() -> Iterator[None]:
     finally:
         rules.LEGACY_MOD_INLINELIST.difference_update(added)
         rules.get_legacy_mod_inlinelist.cache_clear()
+
+
+@contextlib.contextmanager
+def rnns_left_to_python() -> Iterator[None]:
+    """Let dynamo end a graph before a call of nn.RNN, nn.GRU or nn.LSTM, and begin the next one behind it.
+
+    It does not trace these, and where it reads such a module from an attribute, it leaves the whole function to Python.
+    `torch._dynamo.config.allow_rnn` lets it read the attribute; a `forward` that is disabled ends the graph (torch
+    2.11, 2.13).
+    """
+    import torch._dynamo.config as dynamo_config
+
+    kinds = (torch.nn.RNN, torch.nn.GRU, torch.nn.LSTM)
+    own = {kind: kind.forward for kind in kinds}
+    try:
+        for kind in kinds:
+            kind.forward = outside_graphs(own[kind], "its kernels run as they are")  # type: ignore[method-assign]
+        with dynamo_config.patch(allow_rnn=True):
+            yield
+    finally:
+        for kind in kinds:
+            kind.forward = own[kind]  # type: ignore[method-assign]
 
 
 def outside_graphs(function: Callable[..., Any], reason: str) -> Callable[..., Any]:
