@@ -781,12 +781,14 @@ def is_profiled() -> bool:
 
 _Watch = tuple[int, Callable[[], None], Callable[[], None]]  # a thread, and what is called before and after a backward
 _watches: list[_Watch] = []
+_in_backward: set[int] = set()  # threads
 _unwatched: list[Callable[..., Any]] = []  # what runs a backward, while it is watched
 
 
 def watching_backward(before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
     """Let two functions be called before and after each backward of this thread; return a function that ends that.
 
+    A backward inside of another one, which a hook runs, is a part of that.
     `torch.autograd._engine_run_backward` (torch 2.11, 2.13) is what `backward()` and `autograd.grad` call.
     """
     autograd: Any = torch.autograd
@@ -806,12 +808,17 @@ def watching_backward(before: Callable[[], None], after: Callable[[], None]) -> 
 
 
 def _watched_backward(*args: Any, **kwargs: Any) -> Any:
-    mine = [watch for watch in _watches if watch[0] == threading.get_ident()]
+    me = threading.get_ident()
+    is_outermost = me not in _in_backward
+    mine = [watch for watch in _watches if watch[0] == me] if is_outermost else []
     for _, before, _ in mine:
         before()
+    _in_backward.add(me)
     try:
         return _unwatched[0](*args, **kwargs)
     finally:
+        if is_outermost:
+            _in_backward.remove(me)
         for _, _, after in reversed(mine):
             after()
 

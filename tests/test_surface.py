@@ -511,14 +511,6 @@ def test_a_failure_after_tracing_says_what_failed(monkeypatch: pytest.MonkeyPatc
     assert isinstance(error.value.__cause__, NotImplementedError)
 
 
-def test_double_backward_is_refused() -> None:
-    compiled = fxremat.compile(Stack(), mem="100%", **QUICK)
-    x = rows().requires_grad_()
-    with pytest.raises(fxremat.CaptureError):
-        (gradient,) = torch.autograd.grad(scalar(compiled(x)), x, create_graph=True)
-        scalar(gradient).backward()
-
-
 def test_a_model_without_trainable_parameters_runs_and_has_nothing_to_plan() -> None:
     model = Stack(dropout=0.0).requires_grad_(False)
     compiled = fxremat.compile(model, mem="100%", **QUICK)

@@ -23,8 +23,10 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, fx
 
+from fxremat.errors import CaptureError
 from fxremat.graphs.captured import Captured
-from fxremat.ops.random import GeneratorStates
+from fxremat.runtime.call_state import CallState
+from fxremat.runtime.double_backward import REFUSED
 from fxremat.torch_private import storage_of, version_of
 
 Step = Callable[..., Sequence[Any]]
@@ -187,11 +189,7 @@ class _Call:
         self.step = step
         self.inputs: list[Any] = list(inputs)
         self.versions = [version_of(x) for x in tensors]
-        self.random = GeneratorStates(tensors)
-        self.autocast = [
-            (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
-            for device in sorted({x.device.type for x in tensors})
-        ]
+        self.state = CallState(tensors)
 
     def give_to_autograd(self, ctx: Any) -> None:
         """Save the inputs with autograd, which checks that nobody changes them, and frees them.
@@ -214,9 +212,7 @@ class _Call:
         """
         saved = iter(saved)
         inputs = [_apart(next(saved) if value is _SAVED else value) for value in self.inputs]
-        with torch.enable_grad(), self.random.replayed(), contextlib.ExitStack() as stack:
-            for device, enabled, dtype in self.autocast:
-                stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
+        with self.state.restored():
             outputs = self.step.whole(*inputs)
         places = zip(self.step.positions, gradients, strict=True)
         given = [(outputs[position], gradient) for position, gradient in places if gradient is not None]
@@ -257,6 +253,8 @@ class _Tie(torch.autograd.Function):
         call: _Call = ctx.call
         if all(gradient is None for gradient in gradients[call.step.expected :]):
             return None, *gradients, *(None for _ in range(ctx.inputs))
+        if torch.is_grad_enabled():
+            raise CaptureError(REFUSED.format(reason="the loss reads outputs beside the one that the model returns"))
         call.step.surprised = True
         warnings.warn(SURPRISE, stacklevel=2)
         return None, *(None for _ in gradients), *call.again(ctx.saved_tensors, gradients)

@@ -182,7 +182,8 @@ class CalledGraph:
         arguments.clear()
         if (call := saved_calls.get(int(token))) is None:
             raise RuntimeError(AGAIN)
-        return call.backward(tangents)
+        with torch.no_grad():  # torch 2.11 leaves gradients on with `create_graph`, as no argument requires one
+            return call.backward(tangents)
 
     def contract(self) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Return two graphs, never run, that show AOTAutograd the inputs and outputs of forward and backward."""

@@ -108,6 +108,12 @@ class Coordinator:
         if self._step is not None and not self._step.calls:
             self._end()
 
+    def ignore_step(self) -> None:
+        """Learn nothing from the memory of the present step, which does what no plan knows."""
+        if self._step is not None and self._step.measured:
+            self._step.measured = False
+            self._in_vain += 1
+
     def _abandon(self) -> None:
         """End a step that failed; what its calls have saved is freed."""
         step, self._step = self._step, None

@@ -54,11 +54,17 @@ from fxremat.plans import Plan
 from fxremat.profiles import enough
 from fxremat.progress import telling
 from fxremat.runtime.attention_masks import unmark
-from fxremat.runtime.auxiliary_outputs import AuxiliaryOutputs, auxiliary_outputs_of, check_runs_again
+from fxremat.runtime.auxiliary_outputs import (
+    AuxiliaryOutputs,
+    auxiliary_outputs_of,
+    check_runs_again,
+    runs_again,
+)
 from fxremat.runtime.called_graph import CalledGraph
 from fxremat.runtime.capture_errors import refuse_opaque, refuse_without_gradients
 from fxremat.runtime.coordinator import Coordinator
 from fxremat.runtime.devices import check_devices
+from fxremat.runtime.double_backward import Rerun, TwiceDifferentiable
 from fxremat.runtime.loss_meter import LossMeter, MeasuredLoss
 from fxremat.runtime.parts import Part
 from fxremat.runtime.ranks import ranks_of
@@ -153,6 +159,7 @@ class Backend:
         self._any_layout = False  # the backward that is being compiled accepts gradients of any strides
         self._fixed = False  # each combination of sizes is captured by itself
         self._called_with: set[str] = set()  # the combinations of input sizes that were planned for
+        self._rerun: Rerun | None = None  # of the graph that is being compiled; None: it has no backward
         self._names: list[str | None] = []  # parameter names of the captured graph's inputs; None for other inputs
         self._inputs: Sequence[Any] = ()  # what the graph that is being compiled was called with
         self._placeholders: Sequence[fx.Node] = ()  # the inputs of that graph, as dynamo captured it
@@ -196,6 +203,9 @@ class Backend:
             self._placeholders = ()
         if len(self._called_with) > before and self.until is Until.RUN:
             self._warn_of_many(time.monotonic() - began)
+        rerun, self._rerun = self._rerun, None
+        if rerun is not None:
+            compiled = TwiceDifferentiable(compiled, module, rerun, self._unplanned)
         if self.coordinator is None:
             compiled = LossMeter(compiled, trained, self._take_loss)
         return telling_unused(compiled, trained) if len(trained) > 1 else compiled
@@ -340,6 +350,7 @@ class Backend:
         joint = graph.now() if graph else read_joint(module, num_fwd_outputs)
         if graph and not graph.inputs:
             graph = None  # all sizes turned out to be fixed
+        self._rerun = self._rerun_of(joint)
         if self.coordinator is not None:
             made[:] = [called := self._called(graph, joint, self.coordinator)]
             return called.contract()
@@ -369,6 +380,19 @@ class Backend:
         plan = self._plan_fixed(step)
         made[:] = [_FixedStep(plan, self.weights)]
         return plan.graphs
+
+    def _unplanned(self) -> None:
+        """Note that a backward runs ops that no plan has."""
+        if self.coordinator is not None:
+            self.coordinator.ignore_step()
+
+    def _rerun_of(self, joint: Captured) -> Rerun:
+        refusal = "" if runs_again(joint) else "it reads an input that it overwrites"
+        if self.options.stepping is not None:
+            refusal = "its weights may be on the host"
+        elif communicates(joint):
+            refusal = "its ranks share parameters"
+        return Rerun(draws=any(op.random for op in joint.ops), refusal=refusal)
 
     def _called(self, graph: SymbolicGraph | None, joint: Captured, coordinator: Coordinator) -> CalledGraph:
         """Return a graph of a model that is several of them, measured and with its programs.

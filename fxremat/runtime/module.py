@@ -620,7 +620,7 @@ def _forward_planned(module: Any, training: _Training, args: tuple[Any, ...], kw
         training.by_child = True
     if training.by_child:
         return _forward(module, args, kwargs)
-    return _refuse_double_backward(outputs)
+    return outputs
 
 
 def _plain_error(training: _Training, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exception | None:
@@ -726,20 +726,3 @@ def _tensors(value: Any) -> list[torch.Tensor]:
         return [value]
     leaves = torch.utils._pytree.tree_leaves(value)
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-
-
-def _refuse_double_backward(outputs: Any) -> Any:
-    """Let the backward of these outputs raise with create_graph=True: gradients of gradients would miss recomputed ops.
-    """
-    for tensor in _tensors(outputs):
-        if tensor.requires_grad and tensor.grad_fn is not None:
-            tensor.register_hook(_check_single_backward)
-    return outputs
-
-
-def _check_single_backward(gradient: torch.Tensor) -> None:
-    if torch.is_grad_enabled():
-        raise CaptureError(
-            "backward(create_graph=True) asks for gradients of gradients, which a planned step does not keep; "
-            "use the uncompiled model for double backward"
-        )
