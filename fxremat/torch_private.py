@@ -610,6 +610,7 @@ def capture_settings(dynamic: bool | None = False) -> Iterator[None]:
     `specialize_float`            off: numbers that are no integers become inputs if they have changed
     `skip_nnmodule_hook_guards`   off: a hook that is registered later is noticed
     `optimize_ddp`                off: DistributedDataParallel does not split the graph by its buckets
+    `use_numpy_random_stream`     on: random numbers of NumPy are NumPy's, not torch's; their calls end a graph
     `trace_autograd_ops`          on: `torch.autograd.grad` inside of forward
     """
     import torch._dynamo.config as dynamo_config
@@ -623,6 +624,7 @@ def capture_settings(dynamic: bool | None = False) -> Iterator[None]:
         "specialize_float": dynamic is True,  # off would make an input of every float
         "skip_nnmodule_hook_guards": False,
         "optimize_ddp": False,
+        "use_numpy_random_stream": True,
         "trace_autograd_ops": True,
         "ignore_logger_methods": (ignored := logging_functions()),
         "ignore_logging_functions": ignored,

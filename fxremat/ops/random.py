@@ -11,9 +11,11 @@ functions: fx calls them in emitted order. A state has about 5 KB on a CPU; on C
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import numpy
 import torch
 
 from fxremat.device import Ability, accelerates, kind_of
@@ -55,6 +57,17 @@ class GeneratorStates:
         finally:
             for generator, state in before:
                 generator.set_state(state)
+
+
+@contextlib.contextmanager
+def host_draws_kept() -> Iterator[None]:
+    """Restore the generators of Python's `random` and of `numpy.random` after this context."""
+    python, numpys = random.getstate(), numpy.random.get_state()  # noqa: NPY002 - what models use
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        numpy.random.set_state(numpys)  # noqa: NPY002
 
 
 def draw_saving(op: Any, *arguments: Any, **options: Any) -> tuple[Any, ...]:

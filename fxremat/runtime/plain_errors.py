@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
-import random
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,7 +20,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from fxremat.ops.random import GeneratorStates
+from fxremat.ops.random import GeneratorStates, host_draws_kept
 from fxremat.runtime.shapes_alone import Call, Fakes
 from fxremat.torch_private import as_without_fakes, real_tensors, silent, tensor_places
 
@@ -44,8 +43,9 @@ def plain_error(model: nn.Module, forward: Callable[..., Any], call: Call) -> Ex
     if not all(type(x) in (Tensor, nn.Parameter, nn.Buffer) for x in tensors):
         return None
     fakes = Fakes()
+    draws = GeneratorStates(tensors).replayed()
     quiet = contextlib.redirect_stdout(io.StringIO()), silent("torch._subclasses.fake_tensor")
-    with real_tensors(), _put_back(model), _same_draws(tensors), quiet[0], quiet[1]:
+    with real_tensors(), _put_back(model), draws, host_draws_kept(), quiet[0], quiet[1]:
         for holder, name, tensor in list(tensor_places(model)):
             holder[name] = fakes.like(tensor)
         args, kwargs = pytree.tree_map_only(Tensor, fakes.like, (args, kwargs))
@@ -79,13 +79,3 @@ def _put_back(model: nn.Module) -> Iterator[None]:
         for attributes, originals in before:
             attributes.clear()
             attributes.update(originals)
-
-
-@contextlib.contextmanager
-def _same_draws(tensors: list[Tensor]) -> Iterator[None]:
-    state = random.getstate()
-    try:
-        with GeneratorStates(tensors).replayed():
-            yield
-    finally:
-        random.setstate(state)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from fxremat.ops.random import GeneratorStates
+from fxremat.ops.random import GeneratorStates, host_draws_kept
 
 TIMES = 2  # the first step captures the graphs, the second is measured
 
@@ -30,7 +30,7 @@ def try_steps(
     call: Callable[..., Any] = getattr(module, method)
     try:
         for _ in range(TIMES):
-            with states.replayed(), torch.enable_grad():
+            with states.replayed(), host_draws_kept(), torch.enable_grad():
                 _backward(call(*args, **kwargs), trained)
     finally:
         with torch.no_grad():

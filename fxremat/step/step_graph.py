@@ -209,7 +209,7 @@ class StepGraph:
     def span(self, forward: Sequence[int]) -> str:
         """Return one name for the modules of a block of forward ops; if they have none, the name of the last op."""
         modules = [self.sources[index].module for index in forward]
-        return span_of(modules, self._inside) or self.ops[forward[-1]].name
+        return span_of(modules, self._inside) or (self.ops[forward[-1]].name if forward else "views")
 
     @cached_property
     def _inside(self) -> Counter[str]:

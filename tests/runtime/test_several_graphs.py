@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -192,6 +193,64 @@ def test_what_needs_one_graph_is_refused_by_name(option: dict[str, Any]) -> None
         ours(rows())
     with pytest.raises(fxremat.CaptureError, match="a plan of a step that has not run needs one"):
         fxremat.plan(Talking(), rows(), mem="100%", search=QUICK)
+
+
+class Masked(nn.Module):
+    """Draws from NumPy and from Python in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.from_numpy(np.random.rand(*x.shape) < 0.5)  # noqa: NPY002
+        return self.first(torch.where(mask, x, random.random())).square().mean()
+
+
+def test_random_numbers_of_numpy_and_python_are_those_of_plain_training() -> None:
+    torch.manual_seed(0)
+    model = Masked()
+    plain = copy.deepcopy(model)
+    ours = fxremat.compile(model, mem="100%", search=QUICK)
+    for seed in range(3):
+        found = []
+        for each in (ours, plain):
+            random.seed(seed)
+            np.random.seed(seed)  # noqa: NPY002
+            found.append((a_step(each, rows()), random.random(), np.random.rand()))  # noqa: NPY002
+        assert differences(found[0][0], found[1][0]) == []
+        assert found[0][1:] == found[1][1:]
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002
+    fxremat.compile(copy.deepcopy(model), mem="100%", search=QUICK, example_inputs=rows())
+    drawn = random.random(), np.random.rand()  # noqa: NPY002
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002
+    assert drawn == (random.random(), np.random.rand())  # noqa: NPY002
+
+
+class OnlyViews(nn.Module):
+    """One of its graphs has no op of its own in the forward, and one in the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        parts = torch.split(x, [WIDTH // 4, WIDTH // 4])
+        torch._dynamo.graph_break()
+        return torch.stack([part.sin().mean() for part in parts]).sum()
+
+
+def test_a_graph_of_views() -> None:
+    torch.manual_seed(0)
+    ours, plain = fxremat.compile(OnlyViews(), mem="100%", search=QUICK), OnlyViews()
+    plain.load_state_dict(ours.state_dict())
+    for _ in range(3):
+        assert_equal_steps(ours, plain, rows(WIDTH // 2))
+    assert ours.plan.graphs == 3
 
 
 class Recurrent(nn.Module):
