@@ -46,28 +46,43 @@ class GeneratorStates:
         generators = [kind.generator(device) for kind, device in kinds if kind.can(Ability.GENERATORS)]
         self._states = [(generator, generator.clone_state()) for generator in generators]
 
+    def restore(self) -> None:
+        """Set the generators to these states."""
+        for generator, then in self._states:
+            generator.set_state(then.get_state())
+
     @contextlib.contextmanager
     def replayed(self) -> Iterator[None]:
         """Restore these states for the duration of the context; afterwards the generators are as before it."""
         before = [(generator, generator.get_state()) for generator, _ in self._states]
         try:
-            for generator, then in self._states:
-                generator.set_state(then.get_state())
+            self.restore()
             yield
         finally:
             for generator, state in before:
                 generator.set_state(state)
 
 
+class HostDraws:
+    """The present states of the generators of Python's `random` and of `numpy.random`."""
+
+    def __init__(self) -> None:
+        self._python, self._numpy = random.getstate(), numpy.random.get_state()  # noqa: NPY002 - what models use
+
+    def restore(self) -> None:
+        """Set the generators to these states."""
+        random.setstate(self._python)
+        numpy.random.set_state(self._numpy)  # noqa: NPY002
+
+
 @contextlib.contextmanager
 def host_draws_kept() -> Iterator[None]:
     """Restore the generators of Python's `random` and of `numpy.random` after this context."""
-    python, numpys = random.getstate(), numpy.random.get_state()  # noqa: NPY002 - what models use
+    draws = HostDraws()
     try:
         yield
     finally:
-        random.setstate(python)
-        numpy.random.set_state(numpys)  # noqa: NPY002
+        draws.restore()
 
 
 def draw_saving(op: Any, *arguments: Any, **options: Any) -> tuple[Any, ...]:

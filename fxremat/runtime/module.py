@@ -34,6 +34,7 @@ from fxremat.cost.layouts import LayoutsDiffer
 from fxremat.errors import CaptureError, FxrematError
 from fxremat.graphs.names import tied_names
 from fxremat.ops.parameters import Weights
+from fxremat.ops.random import GeneratorStates, HostDraws
 from fxremat.options import Options
 from fxremat.planning.captured_step import CapturedStep
 from fxremat.plans import Plan
@@ -631,16 +632,22 @@ def _plain_error(training: _Training, args: tuple[Any, ...], kwargs: dict[str, A
 
 def _run(training: _Training, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     is_in_parts = training.in_parts is not None
+    masks = _padding_masks(training, args, kwargs)
+    draws: list[HostDraws | GeneratorStates] = []
+    if is_in_parts and masks:
+        draws = [HostDraws(), GeneratorStates(_tensors((args, kwargs)))]
     try:
         hooks_off = without_requires_grad_hooks(training.model) if training.hooks_off else contextlib.nullcontext()
-        with hooks_off, left_out(_padding_masks(training, args, kwargs)):
+        with hooks_off, left_out(masks):
             return _run_step(training, args, kwargs)
     except Exception as error:
-        if is_in_parts:
-            raise
         place = graph_break_place(error)
-        if isinstance(planning_error(error), ComputedMask):
+        if isinstance(planning_error(error), ComputedMask) and not training.keeps_masks:
             training.keeps_masks = True
+            for states in draws:  # graphs before may have run
+                states.restore()
+        elif is_in_parts:
+            raise
         elif place is not None and not training.hooks_off and requires_grad_hooks(training.model):
             training.hooks_off = True
         elif not set_up(training.model, place or ""):

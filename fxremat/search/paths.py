@@ -215,11 +215,12 @@ def keep_all(root: Node) -> int:
 
 def least(root: Node) -> int:
     """Return the least budget in bytes with which a plan exists for every known path. O(log(bytes)) plans."""
-    enough = max(
-        (with_programs(path, [least_of(n.programs) for n in path]).peak for path in root.paths()), default=0
-    )
+    enough = max((with_programs(path, [least_of(n.programs) for n in path]).peak for path in root.paths()), default=1)
+    enough = max(1, enough)
     policies = [(node, node.policy) for node in root.walk()]
-    low, high = 0, enough + enough // LEVELS * len(policies) + 1
+    low, high = 0, enough
+    if plan(root, enough) >= NEVER:  # bytes are rounded up in plans
+        low, high = enough, enough + enough // LEVELS * len(policies) + 1
     while high - low > max(1, high // (4 * LEVELS)):
         middle = (low + high) // 2
         low, high = (low, middle) if plan(root, middle) < NEVER else (middle, high)

@@ -5,6 +5,8 @@ Where heads share keys and values, PyTorch's attention rounds its gradients othe
 
 from __future__ import annotations
 
+import copy
+import random
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -119,6 +121,31 @@ def test_a_mask_that_the_model_computes_is_not_taken_for_the_one_it_was_given(
         compiled = compare(kind, batch)
     assert masked_in_graphs(compiled) == [masked]
     assert sum("call the model without attention_mask" in str(each.message) for each in caught) == masked
+
+
+class LateMask(OwnMask):
+    """Computes its mask in the second of two graphs, after random numbers were drawn."""
+
+    def mask(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        several = torch.rand(()) < 2
+        random.random()
+        torch._dynamo.graph_break()
+        return (input_ids != PAD) & several
+
+
+@pytest.mark.filterwarnings("ignore:in this model, which computes masks itself")
+def test_a_mask_that_a_later_graph_computes_leaves_random_numbers_as_they_were() -> None:
+    model, batch = LateMask(), tokens()
+    plain = copy.deepcopy(model)
+    ours = fxremat.compile(model, mem="100%", search=fxremat.Search(seconds=0.0))
+    for seed in range(2):
+        found = []
+        for each in (ours, plain):
+            random.seed(seed)
+            found.append(step_of(each, lambda each=each: each(**batch), lambda outputs: outputs.loss))  # type: ignore[misc]
+            found.append(random.random())
+        assert torch.equal(found[0].rng, found[2].rng)
+        assert found[1] == found[3]
 
 
 def test_the_library_is_as_it_was() -> None:
