@@ -217,6 +217,9 @@ class PathPlans:
     def check_backward(self, nodes: Sequence[Node]) -> None:
         """Raise `BudgetTooSmall` where a backward that was never measured cannot fit; no gradient is there yet.
 
+        What cannot fit are the gradients that later calls return and the least that the backward of a call needs. What
+        is alive besides is not known yet.
+
         Args:
             nodes: the path of the step.
         """
@@ -224,9 +227,9 @@ class PathPlans:
             return
         gradients = 0
         for node in reversed(nodes):
-            needed = node.before + gradients + min(program.backward for program in node.programs)
+            needed = gradients + min(program.backward for program in node.programs)
             if needed > self.mem:
-                raise self.refusal(nodes, node, needed)
+                raise self.refusal(nodes, node, node.before + needed)
             gradients += node.gradients
 
     def grows_with(self, nodes: Iterable[Node]) -> bool:
