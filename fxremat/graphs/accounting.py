@@ -76,7 +76,7 @@ def costs_from(
         if op.kind is Kind.REGION:
             taken[op.index] = sum(held(sizes[value], device) for value in op.writes)
     floats = _floats(joint, device)
-    copied = _copied_gradients(joint, device)
+    copied = copied_gradients(joint, device)
     own = [held(cost.workspace, device) + copied.get(op.index, 0) for op, cost in zip(joint.ops, by_op, strict=True)]
     return Costs(
         seconds=tuple(cost.seconds for cost in by_op),
@@ -92,7 +92,7 @@ def costs_from(
     )
 
 
-def _copied_gradients(joint: Captured, device: torch.device) -> dict[int, int]:
+def copied_gradients(joint: Captured, device: torch.device) -> dict[int, int]:
     """Return, by op, the bytes of copies that it may make of gradients from a loss outside, in layouts not traced.
 
     A pointwise op reads any layout without a copy, unless it reads a reshape; a convolution does not. Compiled regions

@@ -13,7 +13,8 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from operator import sub
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
@@ -21,6 +22,7 @@ import torch
 
 from fxremat.budget import has_shrunk
 from fxremat.errors import BudgetTooSmall
+from fxremat.graphs.accounting import copied_gradients, device_of
 from fxremat.graphs.captured import Captured
 from fxremat.options import Options
 from fxremat.plan_of_graphs import KnownPath, PlanOfGraphs
@@ -29,7 +31,6 @@ from fxremat.search import paths
 from fxremat.search.call_programs import CallProgram, call_programs, kept_outputs, least_of, moved
 from fxremat.search.paths import Node
 from fxremat.step.costs import Costs
-from fxremat.step.step_graph import StepGraph
 from fxremat.units import Auto, Least, Percent, format_bytes
 
 log = logging.getLogger(__name__)
@@ -39,6 +40,7 @@ REMEMBERED = 64  # graphs whose programs are remembered
 MOST_IN_VAIN = 5  # steps that run their least programs to be measured; then what is likely is planned with
 MARGIN = 0.01  # share of a number that it may grow before it counts as grown
 
+Layout = tuple[int, ...]
 Numbers = dict[str, int]  # the fields of a `Node` that were measured
 
 _known: OrderedDict[object, Sequence[CallProgram]] = OrderedDict()
@@ -57,27 +59,49 @@ class SizedPrograms:
     programs: Sequence[CallProgram]
     outputs: Mapping[int, int]  # bytes of each output that the graph makes, by value
     gradients: int  # bytes of the gradients that it returns
+    layouts: Sequence[Layout]  # of the gradients of its outputs, as traced
 
     @classmethod
-    def of(cls, graph: StepGraph, costs: Costs, programs: Sequence[CallProgram]) -> SizedPrograms:
-        """Return the programs with the bytes of a graph's outputs and gradients."""
+    def of(cls, graph: Captured, costs: Costs, programs: Sequence[CallProgram]) -> SizedPrograms:
+        """Return these programs of a graph at the sizes that `graph` and `costs` have."""
         bytes_of = costs.sizes.values
+        as_traced, copies = _apart(graph, costs)
         return cls(
-            programs=programs,
+            programs=list(moved(programs, graph, as_traced, copies)),
+            layouts=[layout_of(node.meta.get("val")) for node in graph.tangent_nodes],
             outputs={value: bytes_of[value] for value in kept_outputs(graph)},
             gradients=sum(bytes_of[value] for value in graph.returned),
         )
 
 
+def layout_of(value: object) -> Layout:
+    """Return the strides of a tensor in its dimensions of more than one element; () for anything else."""
+    if not isinstance(value, torch.Tensor):
+        return ()
+    return tuple(stride for size, stride in zip(value.shape, value.stride(), strict=True) if size > 1)
+
+
+def _apart(graph: Captured, costs: Costs) -> tuple[Costs, Sequence[int]]:
+    """Return the costs where gradients lie as traced, and by op the bytes of copies of gradients that do not."""
+    copied = copied_gradients(graph, device_of(graph))
+    copies = [copied.get(op.index, 0) for op in graph.ops]
+    workspace = tuple(map(sub, costs.sizes.workspace, copies))
+    return replace(costs, sizes=replace(costs.sizes, workspace=workspace)), copies
+
+
 def programs_of(graph: Captured, costs: Costs, options: Options) -> Sequence[CallProgram]:
-    """Return the programs of a graph, fastest first; those of an equal graph with the same costs are used again."""
+    """Return the programs of a graph, fastest first; those of an equal graph with the same costs are used again.
+
+    `SizedPrograms.of` gives them their numbers.
+    """
+    costs, _ = _apart(graph, costs)
     key = graph.digest, costs.seconds, tuple(costs.sizes.values), tuple(costs.sizes.workspace), options.search
     if key not in _known:
         _known[key] = call_programs(graph.step, costs, effort=SHARE * options.search.seconds)
         if len(_known) > REMEMBERED:
             _known.popitem(last=False)
     _known.move_to_end(key)
-    return list(moved(_known[key], graph, costs))
+    return _known[key]
 
 
 class PathPlans:
@@ -134,6 +158,11 @@ class PathPlans:
     def name(self, node: Node, name: str) -> None:
         """Give a call a name, for reports."""
         self._names[node] = name
+
+    def stride(self, node: Node) -> None:
+        """Note that gradients of a call have come otherwise laid out than was traced."""
+        self._stale |= not node.strided
+        node.strided = True
 
     def learn(self, numbers: Mapping[Node, Numbers], *, exact: bool) -> bool:
         """Put what a step has shown into the tree; tell whether a number has grown that had been measured.
@@ -249,7 +278,7 @@ class PathPlans:
         for each in reversed(path):
             program = least_of(each.programs)
             back = each.back if each.measured else each.back + gradients
-            likely = max(likely, each.before + program.forward, back + each.saved(program) + program.backward)
+            likely = max(likely, each.before + program.forward, back + each.saved(program) + each.backward(program))
             gradients += each.gradients
         place = path.index(node) + 1
         reason = f"{format_bytes(node.before)} belong to no graph when call {place} of the step begins"

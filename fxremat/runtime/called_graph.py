@@ -26,7 +26,7 @@ from fxremat.planning.paths import SizedPrograms
 from fxremat.runtime.auxiliary_outputs import runs_again
 from fxremat.runtime.contract import Contract
 from fxremat.runtime.emitted import Emitted, EmittedPrograms
-from fxremat.search.call_programs import CallProgram, moved
+from fxremat.search.call_programs import CallProgram
 from fxremat.step.costs import Costs
 from fxremat.step.source import common_module
 from fxremat.torch_private import real_tensors, taking_a_list
@@ -126,7 +126,7 @@ class CalledGraph:
             if len(self._at) > REMEMBERED:
                 del self._at[next(reversed(self._at))]
             known = next(iter(self._at.values()))
-            self._at[dims] = SizedPrograms.of(joint, costs, list(moved(known.programs, joint, costs)))
+            self._at[dims] = SizedPrograms.of(joint, costs, known.programs)
         return self._at[dims]
 
     def emitted(self, number: int) -> Emitted:

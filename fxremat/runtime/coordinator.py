@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from operator import ne
 from types import MappingProxyType
 from typing import Any
 
@@ -28,7 +29,7 @@ from fxremat.ops.random import GeneratorStates
 from fxremat.options import Options
 from fxremat.plan_of_graphs import PlanOfGraphs
 from fxremat.planning.limits import Limit
-from fxremat.planning.paths import Numbers, PathPlans
+from fxremat.planning.paths import Numbers, PathPlans, layout_of
 from fxremat.planning.step import Step as CapturedGraph
 from fxremat.planning.surveys import order_within_limit
 from fxremat.runtime.called_graph import CalledGraph, current
@@ -217,6 +218,8 @@ class Coordinator:
         step.note("backward", node)
         if step.measured:
             node.hold(call.held)
+        if any(map(ne, map(layout_of, tangents), call.at.layouts)):
+            self.plans.stride(node)
         if not call.is_as_saved:
             raise RuntimeError(MODIFIED)
         if call.can_let_go and not self._fits(call):
@@ -224,7 +227,7 @@ class Coordinator:
         if call.saved is None:
             emitted, saved = self._run_again(call)
         else:
-            self._make_room(step, node.back, call.program.backward, node, call)
+            self._make_room(step, node.back, node.backward(call.program), node, call)
             emitted, saved = call.emitted, list(call.saved)
         if not again:
             call.free()
@@ -237,7 +240,7 @@ class Coordinator:
         if (mem := self.plans.mem) is None:
             return True
         others = sum(other.own for other in call.step.calls if other is not call and other.can_let_go)
-        return call.step.level(call.node.back) - others + call.program.backward <= mem
+        return call.step.level(call.node.back) - others + call.node.backward(call.program) <= mem
 
     def _run_again(self, call: Call) -> tuple[Emitted, list[Any]]:
         """Run the forward of a call again, by the fastest program that fits now; return that, and what it saved."""
@@ -245,7 +248,7 @@ class Coordinator:
         made = sum(at.outputs.values())
 
         def need(program: CallProgram) -> int:
-            return max(program.forward, program.saved + made + program.backward)
+            return max(program.forward, program.saved + made + node.backward(program))
 
         level = step.level(node.back)
         fitting = (p for p in at.programs if mem is None or level + need(p) <= mem)

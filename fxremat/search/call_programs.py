@@ -2,24 +2,25 @@
 
 Of a graph that is a whole step, peak and time are all that counts (`search.candidate.Frontier`). If a step calls
 several graphs, each has limits of its own in forward and in backward, and what it keeps in between is missing
-everywhere else. So a program of a called graph has four numbers, relative to the moment at which the call begins:
+everywhere else. So a program of a called graph has these numbers, relative to the moment at which the call begins:
 
     saved       kept from the forward to the backward, besides inputs and outputs
     forward     the peak of the forward
     backward    the peak of the backward, when what was saved, the outputs and their gradients are there
+    copies      what the backward may need in addition, where gradients lie otherwise in memory than was traced
     time        seconds of both
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from fxremat.search.survey import survey
 from fxremat.step.costs import Costs
 from fxremat.step.layout import Layout
-from fxremat.step.liveness import live_bytes
-from fxremat.step.program import Order
+from fxremat.step.liveness import Sizes, live_bytes
+from fxremat.step.program import Order, Program
 from fxremat.step.step_graph import StepGraph
 
 PAUSES = (0.0, 0.5, 2.0)  # what the rest of the step takes between forward and backward, in peaks of keep-all
@@ -37,13 +38,15 @@ class CallProgram:
     backward: int
     time: float  # seconds of forward and backward
     outputs: frozenset[int]  # outputs that its backward reads: they stay although the caller may have freed them
+    copies: int = 0
 
     def beats(self, other: CallProgram) -> bool:
-        """Tell whether this program needs no more than the other in any of the four numbers."""
+        """Tell whether this program needs no more than the other in any of the numbers."""
         return (
             self.saved <= other.saved
             and self.forward <= other.forward
             and self.backward <= other.backward
+            and self.copies <= other.copies
             and self.time <= other.time
         )
 
@@ -79,8 +82,12 @@ def _add(found: dict[object, CallProgram], order: Order, costs: Costs) -> None:
         found[key] = judged(order, costs)
 
 
-def judged(order: Order, costs: Costs) -> CallProgram:
-    """Return the program that runs in this order, with its bytes and seconds. O(steps)."""
+def judged(order: Order, costs: Costs, copies: Sequence[int] = ()) -> CallProgram:
+    """Return the program that runs in this order, with its bytes and seconds. O(steps).
+
+    Args:
+        copies: by op, the bytes of copies of gradients that lie otherwise than traced; (): there are none.
+    """
     graph = order.layout.graph
     sizes = replace(costs.sizes, outside=0, root=0)
     program = order.program()
@@ -89,14 +96,23 @@ def judged(order: Order, costs: Costs) -> CallProgram:
     made = kept_outputs(graph)
     read_late = {program.version_of[version] for step in program.steps[program.split :] for version in step.reads}
     before, after = memory.during[: program.split], memory.during[program.split :]
+    backward = max(0, max(after, default=0) - memory.at_split)
     return CallProgram(
         order=order,
         saved=max(0, memory.at_split - tangents - sum(sizes.values[value] for value in made)),
         forward=max(before, default=0),
-        backward=max(0, max(after, default=0) - memory.at_split),
+        backward=backward,
+        copies=_with_copies(program, sizes, copies) - backward if any(copies) else 0,
         time=costs.time_of(order.ops),
         outputs=frozenset(read_late & made),
     )
+
+
+def _with_copies(program: Program, sizes: Sizes, copies: Sequence[int]) -> int:
+    """Return the bytes of a backward that copies gradients."""
+    workspace = tuple(map(sum, zip(sizes.workspace, copies, strict=True)))
+    memory = live_bytes(program, replace(sizes, workspace=workspace))
+    return max(0, max(memory.during[program.split :], default=0) - memory.at_split)
 
 
 def kept_outputs(graph: StepGraph) -> frozenset[int]:
@@ -158,10 +174,12 @@ def thinned(programs: list[CallProgram], most: int = MOST) -> list[CallProgram]:
     return [programs[place] for place in sorted(ends)]
 
 
-def moved(programs: Iterable[CallProgram], graph: StepGraph, costs: Costs) -> Iterator[CallProgram]:
+def moved(
+    programs: Iterable[CallProgram], graph: StepGraph, costs: Costs, copies: Sequence[int] = ()
+) -> Iterator[CallProgram]:
     """Yield the programs for a graph of the same ops at other sizes: the orders stay, the numbers are those there."""
     layouts: dict[int, Layout] = {}
     for program in programs:
         old = program.order.layout
         layout = layouts.setdefault(id(old), replace(old, graph=graph))
-        yield judged(replace(program.order, layout=layout), costs)
+        yield judged(replace(program.order, layout=layout), costs, copies)

@@ -9,6 +9,8 @@ saved, a program p of a node fits if
     S + p.saved + max(after, back + p.backward)         <= mem      between its forward and its backward, and in that
     S + behind                                          <= mem      until the next backward begins
 
+(and p.copies more in the backward, once a gradient has come that lies otherwise in memory than was traced),
+
 and the expected seconds of a node and all that may follow are
 
     T(node, S) = min over p that fits:  p.time + sum over children c of share(c) * T(c, S + p.saved)
@@ -54,6 +56,7 @@ class Node:
     after: int = 0  # the most between its forward and the next call, or the begin of the backward
     back: int = 0  # when its backward begins, the gradients of its outputs included
     behind: int = 0  # the most between its backward and the next one, or the end of the backward
+    strided: bool = False  # some gradient of its outputs came otherwise laid out than was traced
     measured: bool = False  # False: the numbers are assumed ones
     held: frozenset[int] = frozenset()  # outputs that were alive when its backward began, and that the numbers count
     policy: NDArray[np.int64] | None = None  # the number of its program, by the level of what was saved before
@@ -66,8 +69,12 @@ class Node:
         """Return the most bytes from the begin of this call to the end of its backward, above what was saved before."""
         own = self.saved(program)
         return max(
-            self.before + program.forward, own + self.after, own + self.back + program.backward, self.behind
+            self.before + program.forward, own + self.after, own + self.back + self.backward(program), self.behind
         )
+
+    def backward(self, program: CallProgram) -> int:
+        """Return the bytes that the backward of a program needs."""
+        return program.backward + (program.copies if self.strided else 0)
 
     def chosen(self, saved: int, mem: int) -> CallProgram | None:
         """Return the program that the plan for `mem` bytes has where the calls before saved so many; None: it has none.

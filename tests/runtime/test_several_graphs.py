@@ -121,16 +121,25 @@ def test_every_step_has_the_bits_of_plain_training(between: Callable[..., Any]) 
     assert isinstance(ours.plan, PlanOfGraphs)
 
 
+def turned(_: int, x: Tensor) -> Tensor:
+    """The gradient of what a graph returned then comes with the strides of a transposed matrix."""
+    return x.t().contiguous().t()
+
+
+@pytest.mark.parametrize("between", [as_it_is, turned])
 @pytest.mark.parametrize("mem", ["min", "50%", "80%"])
-def test_the_budget_holds_and_the_prediction_is_exact(mem: str) -> None:
+def test_the_budget_holds_and_the_prediction_is_exact(mem: str, between: Callable[..., Any]) -> None:
     x = rows(512)
-    ours, plain = twins(mem=mem, search=Search(seconds=1.0))
+    ours, plain = twins(between, mem=mem, search=Search(seconds=1.0))
     for _ in range(4):
         assert_equal_steps(ours, plain, x)
     measured = peak_of(ours, x)
     assert measured <= ours.plan.budget
-    gradient = x.nbytes  # an op may copy the gradient of a border, which may lie in any strides, and is planned so
-    assert measured <= ours.plan.predicted_peak <= 1.02 * measured + gradient
+    if between is as_it_is:
+        assert measured <= ours.plan.predicted_peak <= 1.005 * measured
+    else:  # an op that reads a gradient may copy it
+        assert any(node.strided for node in ours._fxremat.backend.coordinator.plans.root.walk())
+        assert measured <= ours.plan.predicted_peak <= 1.02 * measured + x.nbytes
     assert_equal_steps(ours, plain, x)
 
 
