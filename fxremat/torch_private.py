@@ -632,8 +632,37 @@ def capture_settings(dynamic: bool | None = False) -> Iterator[None]:
     known = {name: value for name, value in settings.items() if hasattr(dynamo_config, name)}
     shape_config: Any = _config
     apart = shape_config.patch(use_duck_shape=False)
-    with dynamo_config.patch(known), apart, silent("torch._subclasses.fake_tensor", METRICS):
+    with dynamo_config.patch(known), apart, _remainders_refused(), silent("torch._subclasses.fake_tensor", METRICS):
         yield
+
+
+@contextlib.contextmanager
+def _remainders_refused() -> Iterator[None]:
+    """End the graph at the remainder of a number that depends on data: `x.item() % 1`.
+
+    `torch.utils._sympy.functions.Mod` (torch 2.11, 2.13) takes it for one of integers, so that `% 1` is 0, and a branch
+    on it goes the wrong way in silence. Dynamo breaks the graph at `DataDependentOutputException`.
+    """
+    from torch._subclasses.fake_tensor import DataDependentOutputException
+
+    kind: Any = torch.SymFloat
+    own = {name: getattr(kind, name) for name in ("__mod__", "__rmod__")}
+
+    def refusing(name: str) -> Callable[[Any, Any], Any]:
+        def remainder(number: Any, other: Any) -> Any:
+            if depends_on_data(number) or (isinstance(other, torch.SymFloat | torch.SymInt) and depends_on_data(other)):
+                raise DataDependentOutputException(torch.ops.aten._local_scalar_dense.default)
+            return own[name](number, other)
+
+        return remainder
+
+    try:
+        for name in own:
+            setattr(kind, name, refusing(name))
+        yield
+    finally:
+        for name, method in own.items():
+            setattr(kind, name, method)
 
 
 METRICS = "torch._dynamo.metrics_context"
@@ -1123,6 +1152,14 @@ def storage_of(tensor: torch.Tensor) -> int:
     A sparse tensor counts as one that shares nothing: its indices and values are assumed to be its own.
     """
     return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else -id(tensor)
+
+
+def is_allocated(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor's memory is from PyTorch's allocator, and not that of a NumPy array or the like.
+
+    `UntypedStorage.resizable` (torch 2.11, 2.13): memory that others own cannot grow.
+    """
+    return tensor.layout is torch.strided and tensor.untyped_storage().resizable()
 
 
 def storage_watch(tensor: torch.Tensor) -> Callable[[], bool]:

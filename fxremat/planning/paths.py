@@ -59,6 +59,7 @@ class SizedPrograms:
     programs: Sequence[CallProgram]
     outputs: Mapping[int, int]  # bytes of each output that the graph makes, by value
     gradients: int  # bytes of the gradients that it returns
+    inputs: Mapping[int, int]  # bytes of each input, by value
     layouts: Sequence[Layout]  # of the gradients of its outputs, as traced
 
     @classmethod
@@ -68,6 +69,7 @@ class SizedPrograms:
         as_traced, copies = _apart(graph, costs)
         return cls(
             programs=list(moved(programs, graph, as_traced, copies)),
+            inputs={value: bytes_of[value] for value in map(graph.value_of.get, graph.primals) if value is not None},
             layouts=[layout_of(node.meta.get("val")) for node in graph.tangent_nodes],
             outputs={value: bytes_of[value] for value in kept_outputs(graph)},
             gradients=sum(bytes_of[value] for value in graph.returned),
@@ -151,6 +153,7 @@ class PathPlans:
         found.count += 1
         if not found.programs or sum(found.outputs.values()) < sum(at.outputs.values()):
             found.programs, found.outputs, found.gradients = at.programs, at.outputs, at.gradients
+            found.inputs = at.inputs
             found.policy, found.measured = None, False
             is_new = self._stale = True
         return found, is_new
@@ -243,43 +246,44 @@ class PathPlans:
             return at.programs.index(least_of(at.programs))
         return node.programs.index(chosen)
 
-    def check_backward(self, nodes: Sequence[Node]) -> None:
+    def check_backward(self, nodes: Sequence[Node], gradients: Sequence[int]) -> None:
         """Raise `BudgetTooSmall` where a backward that was never measured cannot fit; no gradient is there yet.
 
-        What cannot fit are the gradients that later calls return and the least that the backward of a call needs. What
-        is alive besides is not known yet.
+        What is certain are the gradients that are there by then and the least that the backward of a call needs.
 
         Args:
             nodes: the path of the step.
+            gradients: for each of its calls, bytes of gradients that the calls behind it have made for parameters.
         """
         if self.mem is None or all(node.measured for node in nodes) or self.grows_with(nodes):
             return
-        gradients = 0
-        for node in reversed(nodes):
-            needed = gradients + min(program.backward for program in node.programs)
+        for node, made in zip(nodes, gradients, strict=True):
+            needed = made + min(program.backward for program in node.programs)
             if needed > self.mem:
-                raise self.refusal(nodes, node, node.before + needed)
-            gradients += node.gradients
+                raise self.refusal(nodes, node, node.before + needed, gradients)
 
     def grows_with(self, nodes: Iterable[Node]) -> bool:
         """Tell whether the budget is a share of what such steps need, and more has become known since it was set."""
         is_share = isinstance(self._options.budget, Percent | Least)
         return is_share and (self._stale or not all(node.measured for node in nodes))
 
-    def refusal(self, nodes: Sequence[Node], node: Node, needed: int) -> BudgetTooSmall:
+    def refusal(self, nodes: Sequence[Node], node: Node, needed: int, gradients: Sequence[int]) -> BudgetTooSmall:
         """Return the error for a step whose call `node` needs so many bytes.
 
         The least budget that it states is an estimate of what all calls so far need, from what is known by then.
+
+        Args:
+            nodes: the calls so far.
+            gradients: for each of them, bytes of gradients that the calls behind it have made for parameters.
         """
         assert self.limit is not None
         self._stale = True
-        path = [*nodes] if node in nodes else [*nodes, node]
-        gradients, likely = 0, needed
-        for each in reversed(path):
+        path, further = ([*nodes], 0) if node in nodes else ([*nodes, node], node.gradients)
+        likely = needed
+        for each, made in zip(path, [*gradients, 0], strict=False):
             program = least_of(each.programs)
-            back = each.back if each.measured else each.back + gradients
+            back = each.back if each.measured else each.back + made + (further if each is not node else 0)
             likely = max(likely, each.before + program.forward, back + each.saved(program) + each.backward(program))
-            gradients += each.gradients
         place = path.index(node) + 1
         reason = f"{format_bytes(node.before)} belong to no graph when call {place} of the step begins"
         error = self.limit.explained(BudgetTooSmall(minimum=likely, budget=self.limit.bytes), reason)

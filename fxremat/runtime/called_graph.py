@@ -100,6 +100,7 @@ class CalledGraph:
         self.output_values = [
             joint.value_of.get(node) if isinstance(node, fx.Node) else None for node in joint.forward_outputs
         ]
+        self.input_values = [joint.value_of.get(node) for node in joint.primals]
         self.unwritten = [  # places of the primals that the step does not overwrite itself
             place
             for place, node in enumerate(joint.primals)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -18,7 +19,7 @@ from fxremat.runtime.emitted import Emitted
 from fxremat.runtime.step_memory import Border, Meter
 from fxremat.search.call_programs import CallProgram
 from fxremat.search.paths import Node, kept
-from fxremat.torch_private import storage_watch, version_of
+from fxremat.torch_private import is_allocated, storage_of, storage_watch, version_of
 
 _tokens = itertools.count(1)
 
@@ -62,6 +63,19 @@ class Step:
         """The path so far."""
         return tuple(call.node for call in self.calls)
 
+    @property
+    def gradients_behind(self) -> list[int]:
+        """For each call, the bytes of new gradients that the calls behind it make for parameters, each counted once."""
+        behind, seen, total = [], set[int](), 0
+        for call in reversed(self.calls):
+            behind.append(total)
+            tensors = (x for x in call.primals if isinstance(x, torch.Tensor) and x.requires_grad and x.is_leaf)
+            for tensor in tensors:
+                if tensor.grad is None and id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    total += tensor.nbytes
+        return behind[::-1]
+
     def note(self, kind: str, node: Node | None = None) -> None:
         """Note a border, if the step is measured."""
         if self.measured:
@@ -96,6 +110,7 @@ class Call:
     own: int = 0  # bytes of what is saved
     token: int = field(default_factory=lambda: next(_tokens))
     _versions: list[int] = field(default_factory=list)
+    _inputs: dict[int, Callable[[], bool]] = field(default_factory=dict)  # the same by input
     _alive: dict[int, Callable[[], bool]] = field(default_factory=dict)  # by output: tells whether somebody holds it
 
     @property
@@ -116,10 +131,23 @@ class Call:
             for value, output in zip(self.graph.output_values, outputs, strict=True):
                 if value is not None and isinstance(output, torch.Tensor):
                     self._alive[value] = storage_watch(output)
+            self._watch_inputs()
         saved_calls[self.token] = self
         token = torch.tensor([self.token], device="cpu")
         weakref.finalize(token, self._forget)
         return token
+
+    def _watch_inputs(self) -> None:
+        given = zip(self.graph.input_values, self.primals, strict=True)
+        tensors = [(value, x) for value, x in given if value is not None and isinstance(x, torch.Tensor)]
+        shared = Counter(storage_of(x) for _, x in tensors)
+        alone = ((value, x) for value, x in tensors if shared[storage_of(x)] == 1)
+        self._inputs = {value: storage_watch(x) for value, x in alone if is_allocated(x)}
+
+    @property
+    def dead_inputs(self) -> frozenset[int]:
+        """The inputs that nobody holds any more, of those whose memory is PyTorch's and of no other input."""
+        return frozenset(value for value, is_alive in self._inputs.items() if not is_alive())
 
     def _forget(self) -> None:
         if saved_calls.pop(self.token, None) is not None:

@@ -130,7 +130,7 @@ class Coordinator:
             BudgetTooSmall: the backward cannot fit, as far as it is known.
         """
         if self._step is not None:
-            self.plans.check_backward(self._step.nodes)
+            self.plans.check_backward(self._step.nodes, self._step.gradients_behind)
             trained = (tensor for tensor in outputs if tensor.requires_grad)
             self._step.meter.leave(sum(assumed_for(tensor.numel(), tensor.dtype) for tensor in trained))
 
@@ -198,7 +198,7 @@ class Coordinator:
         if not is_known or self.plans.grows_with([*step.nodes, node]):
             return
         if (needed := step.level(known) + need) > mem:
-            raise self.plans.refusal(step.nodes, node, needed)
+            raise self.plans.refusal(step.nodes, node, needed, step.gradients_behind)
 
     # --- backward ---
 
@@ -232,6 +232,8 @@ class Coordinator:
         if not again:
             call.free()
         gradients = call.graph.run_backward(emitted, call.dims, saved, tangents)
+        if step.measured and not again:
+            node.free(call.dead_inputs)
         step.note("returned", node)
         return without(gradients, call.graph.outputs_needed, unused)
 

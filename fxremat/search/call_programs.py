@@ -38,6 +38,7 @@ class CallProgram:
     backward: int
     time: float  # seconds of forward and backward
     outputs: frozenset[int]  # outputs that its backward reads: they stay although the caller may have freed them
+    inputs: frozenset[int] = frozenset()  # inputs that its backward reads: others may be freed when it begins
     copies: int = 0
 
     def beats(self, other: CallProgram) -> bool:
@@ -105,6 +106,7 @@ def judged(order: Order, costs: Costs, copies: Sequence[int] = ()) -> CallProgra
         copies=_with_copies(program, sizes, copies) - backward if any(copies) else 0,
         time=costs.time_of(order.ops),
         outputs=frozenset(read_late & made),
+        inputs=frozenset(read_late & graph.given),
     )
 
 

@@ -50,12 +50,14 @@ class Node:
     programs: Programs = ()  # of the graph, at the largest sizes of its calls
     outputs: Mapping[int, int] = field(default_factory=dict)  # bytes of each output that the graph makes, by value
     gradients: int = 0  # bytes of the gradients that its backward returns
+    inputs: Mapping[int, int] = field(default_factory=dict)  # bytes of each input, by value
     children: dict[Any, Node] = field(default_factory=dict)
     count: int = 0  # steps that passed it
     before: int = 0  # when its forward begins
     after: int = 0  # the most between its forward and the next call, or the begin of the backward
     back: int = 0  # when its backward begins, the gradients of its outputs included
     behind: int = 0  # the most between its backward and the next one, or the end of the backward
+    freed: frozenset[int] | None = None  # inputs that nobody but the call holds when its backward begins; None: unknown
     strided: bool = False  # some gradient of its outputs came otherwise laid out than was traced
     measured: bool = False  # False: the numbers are assumed ones
     held: frozenset[int] = frozenset()  # outputs that were alive when its backward began, and that the numbers count
@@ -73,8 +75,10 @@ class Node:
         )
 
     def backward(self, program: CallProgram) -> int:
-        """Return the bytes that the backward of a program needs."""
-        return program.backward + (program.copies if self.strided else 0)
+        """Return the bytes that the backward of a program needs, less the inputs that are freed when it begins."""
+        copies = program.copies if self.strided else 0
+        freed = sum(self.inputs.get(value, 0) for value in (self.freed or frozenset()) - program.inputs)
+        return max(0, program.backward + copies - freed)
 
     def chosen(self, saved: int, mem: int) -> CallProgram | None:
         """Return the program that the plan for `mem` bytes has where the calls before saved so many; None: it has none.
@@ -106,6 +110,10 @@ class Node:
     def hold(self, alive: frozenset[int]) -> None:
         """Note outputs that are alive when its backward begins in a measured step: the numbers count them already."""
         self.held |= alive
+
+    def free(self, dead: frozenset[int]) -> None:
+        """Note inputs that nobody held after its backward in a measured step."""
+        self.freed = dead if self.freed is None else self.freed & dead
 
     def walk(self) -> Iterator[Node]:
         """Yield this node and all below it; each before its children."""

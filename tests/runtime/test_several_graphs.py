@@ -204,6 +204,27 @@ def test_what_needs_one_graph_is_refused_by_name(option: dict[str, Any]) -> None
         fxremat.plan(Talking(), rows(), mem="100%", search=QUICK)
 
 
+class Remainder(nn.Module):
+    """Takes a branch by the remainder of a value, which PyTorch's tracing takes for an integer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        value = x.sum().item()
+        x = self.first(x).square()
+        return x.mean() if value % 1 > 0.5 or 1 % value == value else x.sum()
+
+
+def test_a_branch_on_a_remainder_goes_the_way_of_plain_training() -> None:
+    torch.manual_seed(0)
+    ours = fxremat.compile(Remainder(), mem="1GiB", search=QUICK)
+    plain = copy.deepcopy(ours._fxremat.model)
+    for seed in range(6):
+        assert_equal_steps(ours, plain, rows(seed=seed))
+
+
 class Masked(nn.Module):
     """Draws from NumPy and from Python in forward."""
 
