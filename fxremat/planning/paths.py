@@ -22,7 +22,7 @@ import torch
 
 from fxremat.budget import has_shrunk
 from fxremat.errors import BudgetTooSmall
-from fxremat.graphs.accounting import copied_gradients, device_of
+from fxremat.graphs.accounting import copied_gradients, device_of, held_beside_copies
 from fxremat.graphs.captured import Captured
 from fxremat.options import Options
 from fxremat.plan_of_graphs import KnownPath, PlanOfGraphs
@@ -68,7 +68,7 @@ class SizedPrograms:
         bytes_of = costs.sizes.values
         as_traced, copies = _apart(graph, costs)
         return cls(
-            programs=list(moved(programs, graph, as_traced, copies)),
+            programs=list(moved(programs, graph, as_traced, copies, held_beside_copies(graph, device_of(graph)))),
             inputs={value: bytes_of[value] for value in map(graph.value_of.get, graph.primals) if value is not None},
             layouts=[layout_of(node.meta.get("val")) for node in graph.tangent_nodes],
             outputs={value: bytes_of[value] for value in kept_outputs(graph)},

@@ -83,11 +83,12 @@ def _add(found: dict[object, CallProgram], order: Order, costs: Costs) -> None:
         found[key] = judged(order, costs)
 
 
-def judged(order: Order, costs: Costs, copies: Sequence[int] = ()) -> CallProgram:
+def judged(order: Order, costs: Costs, copies: Sequence[int] = (), held: int = 0) -> CallProgram:
     """Return the program that runs in this order, with its bytes and seconds. O(steps).
 
     Args:
         copies: by op, the bytes of copies of gradients that lie otherwise than traced; (): there are none.
+        held: bytes that autograd holds during the backward.
     """
     graph = order.layout.graph
     sizes = replace(costs.sizes, outside=0, root=0)
@@ -102,7 +103,7 @@ def judged(order: Order, costs: Costs, copies: Sequence[int] = ()) -> CallProgra
         order=order,
         saved=max(0, memory.at_split - tangents - sum(sizes.values[value] for value in made)),
         forward=max(before, default=0),
-        backward=backward,
+        backward=backward + held,
         copies=_with_copies(program, sizes, copies) - backward if any(copies) else 0,
         time=costs.time_of(order.ops),
         outputs=frozenset(read_late & made),
@@ -177,11 +178,11 @@ def thinned(programs: list[CallProgram], most: int = MOST) -> list[CallProgram]:
 
 
 def moved(
-    programs: Iterable[CallProgram], graph: StepGraph, costs: Costs, copies: Sequence[int] = ()
+    programs: Iterable[CallProgram], graph: StepGraph, costs: Costs, copies: Sequence[int] = (), held: int = 0
 ) -> Iterator[CallProgram]:
     """Yield the programs for a graph of the same ops at other sizes: the orders stay, the numbers are those there."""
     layouts: dict[int, Layout] = {}
     for program in programs:
         old = program.order.layout
         layout = layouts.setdefault(id(old), replace(old, graph=graph))
-        yield judged(replace(program.order, layout=layout), costs, copies)
+        yield judged(replace(program.order, layout=layout), costs, copies, held)

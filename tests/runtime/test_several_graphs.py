@@ -24,7 +24,7 @@ from benchmarks import meter
 from fxremat import Search
 from fxremat.plan_of_graphs import PlanOfGraphs
 from fxremat.runtime.called_graph import saved_calls
-from fxremat.torch_private import is_profiled
+from fxremat.torch_private import holds_gradients, is_profiled
 from tests.steps import differences, step_of
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
@@ -135,11 +135,11 @@ def test_the_budget_holds_and_the_prediction_is_exact(mem: str, between: Callabl
         assert_equal_steps(ours, plain, x)
     measured = peak_of(ours, x)
     assert measured <= ours.plan.budget
-    if between is as_it_is:
-        assert measured <= ours.plan.predicted_peak <= 1.005 * measured
-    else:  # an op that reads a gradient may copy it
+    slack = x.nbytes if holds_gradients() else 0  # for the liveness of each gradient is not followed
+    if between is turned:
         assert any(node.strided for node in ours._fxremat.backend.coordinator.plans.root.walk())
-        assert measured <= ours.plan.predicted_peak <= 1.02 * measured + x.nbytes
+        slack += x.nbytes  # an op that reads a gradient may copy it
+    assert measured <= ours.plan.predicted_peak <= 1.005 * measured + slack
     assert_equal_steps(ours, plain, x)
 
 
