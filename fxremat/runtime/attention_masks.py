@@ -113,8 +113,8 @@ REPLACED: Mapping[str, Callable[[Callable[..., bool]], Callable[..., bool]]] = {
 }
 
 
-def unmark(graph: fx.Graph, names: Sequence[str]) -> None:
-    """Remove the marks of masks that were left out from dynamo's graph.
+def unmark(graph: fx.Graph, names: Sequence[str]) -> list[int]:
+    """Remove the marks of masks that were left out from dynamo's graph; return the places of these inputs.
 
     Args:
         names: names of the model's inputs that may be passed by position.
@@ -124,6 +124,8 @@ def unmark(graph: fx.Graph, names: Sequence[str]) -> None:
             shape at most; or the model has written to that input.
     """
     marks = graph.find_nodes(op="call_function", target=torch.ops.fxremat.masks_nothing.default)
+    placeholders = graph.find_nodes(op="placeholder")
+    places = []
     written = {_origin(node) for node in graph.nodes if marks and _writes(node)}
     for mark in marks:
         given = _origin(mark.args[0])
@@ -132,6 +134,25 @@ def unmark(graph: fx.Graph, names: Sequence[str]) -> None:
         if not known or given in written:
             raise ComputedMask(f"{given.name} is a mask that the model computes")
         graph.erase_node(mark)
+        places.append(placeholders.index(given))
+    return places
+
+
+def checking(run: Callable[..., Any], places: Sequence[int]) -> Callable[..., Any]:
+    """Wrap one of several graphs, so that it looks at the inputs that are masks which were left out.
+
+    A name tells the masks among a model's inputs. Behind a graph break it may name something that the model computes.
+
+    Raises:
+        ComputedMask: when it is called, and one of them masks something.
+    """
+
+    def call(*inputs: Any) -> Any:
+        if not all(_is_full(inputs[place]) for place in places):
+            raise ComputedMask("the model computes a mask that was left out")
+        return run(*inputs)
+
+    return call if places else run
 
 
 def _origin(node: fx.Node) -> fx.Node:

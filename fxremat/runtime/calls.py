@@ -123,7 +123,7 @@ class Call:
 
         Once nobody holds the token any more, what was saved is freed.
         """
-        self.saved = saved
+        self.saved = _apart(saved, outputs)
         self.own = kept(self.program, self.at.outputs, self.node.held)
         self.step.saved += self.own
         self._versions = [version_of(tensor) for tensor in self._read_late]
@@ -191,3 +191,12 @@ class Call:
     def backward(self, tangents: list[Any]) -> Sequence[Any]:
         """Run the backward; return the gradients."""
         return self.step.runner.backward(self, tangents)
+
+
+def _apart(saved: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
+    """Return what is saved, with outputs and views of them detached.
+
+    Autograd lets an output know its node, which holds the token of the call: the call would keep itself alive.
+    """
+    returned = {storage_of(x) for x in outputs if isinstance(x, torch.Tensor)}
+    return [x.detach() if isinstance(x, torch.Tensor) and storage_of(x) in returned else x for x in saved]

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from fxremat.errors import BudgetTooSmall
 from fxremat.graphs.accounting import assumed_for
 from fxremat.graphs.captured import Captured
 from fxremat.graphs.symbolic import Dims
@@ -75,11 +76,20 @@ class Coordinator:
 
     @property
     def plan(self) -> PlanOfGraphs | None:
-        """The plan for the path of the last step; None before the first step has ended."""
+        """The plan for the path of the last step; None before the first step has ended, or if none fits."""
+        with contextlib.suppress(BudgetTooSmall):  # the next step raises it
+            self.settle()
+        return self.plans.plan
+
+    def settle(self) -> None:
+        """Plan with what the last step has shown, if its backward is over.
+
+        Raises:
+            BudgetTooSmall: its path does not fit into the budget.
+        """
         if self._step is not None and self._step.over:
             self._end()
             self.plans.renew()
-        return self.plans.plan
 
     @property
     def has_graphs(self) -> bool:

@@ -53,7 +53,7 @@ from fxremat.planning.surveys import order_within_limit
 from fxremat.plans import Plan
 from fxremat.profiles import enough
 from fxremat.progress import telling
-from fxremat.runtime.attention_masks import unmark
+from fxremat.runtime.attention_masks import checking, unmark
 from fxremat.runtime.auxiliary_outputs import (
     AuxiliaryOutputs,
     auxiliary_outputs_of,
@@ -166,14 +166,15 @@ class Backend:
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         """Return a compiled function for a captured graph. Raises `CaptureError` for sizes that depend on data."""
-        unmark(module.graph, self.input_names)
+        masks = unmark(module.graph, self.input_names)
         outputs = auxiliary_outputs_of(module)
         if outputs.expected or outputs.beside:
             refuse_symbols(module.graph, "example_value")
         try:
             if self.coordinator is None and self.options.loss_outside.gradients == "loss" and outputs.beside:
                 return AuxiliaryOutputs(module, outputs, self._differentiate, inputs)
-            return self._differentiate(module, inputs)
+            run = self._differentiate(module, inputs)
+            return run if self.coordinator is None else checking(run, masks)
         finally:
             forget_history(module.graph)
 

@@ -40,7 +40,7 @@ from fxremat.planning.captured_step import CapturedStep
 from fxremat.plans import Plan
 from fxremat.progress import telling
 from fxremat.runtime.attention_masks import ComputedMask, left_out, padding_masks
-from fxremat.runtime.capture_errors import explained, is_not_one_graph, submodule_error
+from fxremat.runtime.capture_errors import explained, is_not_one_graph, own_error, submodule_error
 from fxremat.runtime.coordinator import Coordinator
 from fxremat.runtime.dynamo import Backend, Reached, Until
 from fxremat.runtime.plain_errors import plain_error
@@ -147,7 +147,8 @@ class _Training:
         parent = replaced_in(self.model, itself=self.own is not None)
         if parent is not None and self.child_of(parent) is not None:
             raise error  # the wrapper around the model breaks the graph, and the model is planned inside of it
-        clear = explained(error, lambda: _plain_error(self, args, kwargs))
+        may_fail_anyhow = own_error(error) is not None  # the plain model leaves traces in what it caches
+        clear = explained(error, lambda: _plain_error(self, args, kwargs) if may_fail_anyhow else None)
         if not isinstance(clear, CaptureError):
             raise error
         where = graph_break_place(error) or ""
@@ -315,6 +316,8 @@ def plan_now(module: Rematerialized, args: tuple[Any, ...], kwargs: dict[str, An
     if training.in_parts is not None:
         try_steps(training.model, module, training.backend.options.method, args, kwargs)
     coordinator = training.backend.coordinator
+    if coordinator is not None:
+        coordinator.settle()
     if (coordinator is None or coordinator.has_graphs) and Inside(module).plan is None:
         raise FxrematError(NOTHING_TO_PLAN)
 
@@ -642,7 +645,7 @@ def _run(training: _Training, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             return _run_step(training, args, kwargs)
     except Exception as error:
         place = graph_break_place(error)
-        if isinstance(planning_error(error), ComputedMask) and not training.keeps_masks:
+        if isinstance(planning_error(error) or error, ComputedMask) and not training.keeps_masks:
             training.keeps_masks = True
             for states in draws:  # graphs before may have run
                 states.restore()

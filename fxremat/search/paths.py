@@ -22,7 +22,7 @@ nodes. One program is chosen for a node whatever follows, since which path a ste
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -152,14 +152,44 @@ def plan(root: Node, mem: int) -> float:
     """Choose a program for every call and every amount of memory saved before it; return the seconds expected.
 
     The choice is `policy` of each node. With `NEVER` seconds or more, no programs fit into `mem` bytes on some path;
-    those that fit on the others are chosen nevertheless.
+    those that fit on the others are chosen nevertheless. Bytes are rounded up, but not where the fastest program of
+    each call fits, or only the one that saves least does.
     """
+    if (seconds := _chosen(root, mem, lambda programs: programs[0])) < NEVER:
+        return seconds
+    if (seconds := _searched(root, mem)) < NEVER:
+        return seconds
+    return min(seconds, _chosen(root, mem, least_of))
+
+
+def _chosen(root: Node, mem: int, of: Callable[[Programs], CallProgram]) -> float:
+    """Choose the same kind of program for all calls, if these fit on all paths; return the seconds expected.
+
+    They are `NEVER` if these programs do not fit; nothing is chosen then.
+    """
+    if any(with_programs(path, [of(node.programs) for node in path]).peak > mem for path in root.paths()):
+        return NEVER
+    expected: dict[int, float] = {}
+    for node in reversed(list(root.walk())):
+        total = sum(child.count for child in node.children.values())
+        seconds = sum(child.count / total * expected.pop(id(child)) for child in node.children.values())
+        if node.graph is not None:
+            program = of(node.programs)
+            node.policy = np.full(LEVELS + 1, list(node.programs).index(program))
+            seconds += program.time
+        expected[id(node)] = seconds
+    return expected[id(root)]
+
+
+def _searched(root: Node, mem: int) -> float:
+    """Choose programs by the dynamic program of this module; return the seconds expected."""
     expected: dict[int, NDArray[np.float64]] = {}
     for node in reversed(list(root.walk())):
         below = np.zeros(LEVELS + 1)
         total = sum(child.count for child in node.children.values())
         for child in node.children.values():
-            below += child.count / total * np.minimum(expected.pop(id(child)), NEVER * total)
+            seconds = expected.pop(id(child))
+            below += child.count / total * np.where(seconds < NEVER, seconds, NEVER * total)
         if node.graph is not None:
             below = _choose(node, below, mem)
         expected[id(node)] = below
@@ -231,11 +261,8 @@ def keep_all(root: Node) -> int:
 def least(root: Node) -> int:
     """Return the least budget in bytes with which a plan exists for every known path. O(log(bytes)) plans."""
     enough = max((with_programs(path, [least_of(n.programs) for n in path]).peak for path in root.paths()), default=1)
-    enough = max(1, enough)
     policies = [(node, node.policy) for node in root.walk()]
-    low, high = 0, enough
-    if plan(root, enough) >= NEVER:  # bytes are rounded up in plans
-        low, high = enough, enough + enough // LEVELS * len(policies) + 1
+    low, high = 0, max(1, min(enough, keep_all(root)))
     while high - low > max(1, high // (4 * LEVELS)):
         middle = (low + high) // 2
         low, high = (low, middle) if plan(root, middle) < NEVER else (middle, high)

@@ -133,6 +133,29 @@ class LateMask(OwnMask):
         return (input_ids != PAD) & several
 
 
+class MaskByName(OwnMask):
+    """Computes a mask in its first graph, under the name that the second one knows a mask by."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> Any:
+        attention_mask = (input_ids != PAD).long()
+        torch._dynamo.graph_break()
+        return self.inner(input_ids=input_ids, attention_mask=attention_mask, labels=labels)
+
+
+@pytest.mark.filterwarnings("ignore:in this model, which computes masks itself")
+def test_a_mask_of_a_later_graph_is_looked_at_when_it_comes() -> None:
+    model = MaskByName()
+    plain = copy.deepcopy(model)
+    ours = fxremat.compile(model, mem="1GiB", search=fxremat.Search(seconds=0.0))
+    batch = tokens()
+    padded = batch | {"input_ids": batch["input_ids"].clone()}
+    padded["input_ids"][1, -4:] = PAD
+    for each in (batch, padded, batch):
+        found = [ours(**each).loss, plain(**each).loss]
+        assert found[0].item() == pytest.approx(found[1].item(), rel=1e-6)
+        found[0].backward()
+
+
 @pytest.mark.filterwarnings("ignore:in this model, which computes masks itself")
 def test_a_mask_that_a_later_graph_computes_leaves_random_numbers_as_they_were() -> None:
     model, batch = LateMask(), tokens()

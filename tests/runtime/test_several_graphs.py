@@ -225,6 +225,34 @@ def test_a_branch_on_a_remainder_goes_the_way_of_plain_training() -> None:
         assert_equal_steps(ours, plain, rows(seed=seed))
 
 
+class Dropped(nn.Module):
+    """Saves an output of a graph for a backward that never comes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        beside = x.exp()
+        torch._dynamo.graph_break()
+        value = beside.detach().mean()
+        del beside
+        torch._dynamo.graph_break()
+        return x.square().mean() + value
+
+
+@pytest.mark.parametrize("mem", ["min", "100%"])
+def test_a_call_whose_output_nobody_uses_does_not_keep_itself_alive(mem: str) -> None:
+    torch.manual_seed(0)
+    ours = fxremat.compile(Dropped(), mem=mem, search=QUICK)
+    plain = copy.deepcopy(ours._fxremat.model)
+    for seed in range(4):
+        assert_equal_steps(ours, plain, rows(seed=seed))
+        assert nothing_is_saved()
+
+
 class Masked(nn.Module):
     """Draws from NumPy and from Python in forward."""
 

@@ -87,7 +87,19 @@ def test_the_least_budget_works_and_hardly_less_does(tree: Node) -> None:
     least = paths.least(root)
     assert paths.plan(root, least) < paths.NEVER
     assert least <= 2 or paths.plan(root, int(least / 1.002) - 2) >= paths.NEVER
-    assert least <= paths.keep_all(root) * 1.002 + 2
+    assert least <= max(1, paths.keep_all(root))
+
+
+def test_a_rare_branch_that_needs_much_is_not_averaged_away() -> None:
+    def call(need: int, *following: Node, count: int = 1) -> Node:
+        node = Node(object(), programs=[program(1, 0, need, need)], count=count)
+        node.children = dict(enumerate(following))
+        return node
+
+    long = call(100, call(100, call(100_000)))
+    root = Node(None, children={0: call(100, long, call(100, count=9), count=10)})
+    assert paths.plan(root, 50_000) >= paths.NEVER
+    assert paths.least(root) == 100_000
 
 
 def test_a_tree_forgets_what_few_steps_passed() -> None:
