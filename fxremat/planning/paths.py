@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import sub
 from typing import Protocol
@@ -255,17 +255,17 @@ class PathPlans:
             nodes: the path of the step.
             gradients: for each of its calls, bytes of gradients that the calls behind it have made for parameters.
         """
-        if self.mem is None or all(node.measured for node in nodes) or self.grows_with(nodes):
+        if self.mem is None or all(node.measured for node in nodes) or self.is_share:
             return
         for node, made in zip(nodes, gradients, strict=True):
             needed = made + min(program.backward for program in node.programs)
             if needed > self.mem:
                 raise self.refusal(nodes, node, node.before + needed, gradients)
 
-    def grows_with(self, nodes: Iterable[Node]) -> bool:
-        """Tell whether the budget is a share of what such steps need, and more has become known since it was set."""
-        is_share = isinstance(self._options.budget, Percent | Least)
-        return is_share and (self._stale or not all(node.measured for node in nodes))
+    @property
+    def is_share(self) -> bool:
+        """True if the budget is a share of what the known steps need."""
+        return isinstance(self._options.budget, Percent | Least)
 
     def refusal(self, nodes: Sequence[Node], node: Node, needed: int, gradients: Sequence[int]) -> BudgetTooSmall:
         """Return the error for a step whose call `node` needs so many bytes.

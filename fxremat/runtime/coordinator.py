@@ -195,7 +195,8 @@ class Coordinator:
             node: the call that needs them.
 
         Raises:
-            BudgetTooSmall: they do not fit, whatever is let go.
+            BudgetTooSmall: they do not fit, whatever is let go. Not raised for a budget that is a share of what the
+                steps need: it grows with that, when the next step begins.
         """
         if (mem := self.plans.mem) is None:
             return
@@ -203,12 +204,18 @@ class Coordinator:
             if step.level(known) + need <= mem:
                 return
             if call is not keep and call.can_let_go:
-                call.let_go()
-        is_known = node.measured or step.meter.level() is not None
-        if not is_known or self.plans.grows_with([*step.nodes, node]):
+                self._let_go(call)
+        needed, is_known = step.level(known) + need, node.measured or step.meter.level() is not None
+        if needed <= mem or not is_known:
             return
-        if (needed := step.level(known) + need) > mem:
+        if not self.plans.is_share:
             raise self.plans.refusal(step.nodes, node, needed, step.gradients_behind)
+        self._unsettled, self._in_vain = SETTLED, 0  # such steps need more than was known: they are measured again
+
+    def _let_go(self, call: Call) -> None:
+        """Let a call free what it saved; the next steps are measured again, as this one needs more than was known."""
+        call.let_go()
+        self._unsettled = SETTLED
 
     # --- backward ---
 
@@ -232,8 +239,8 @@ class Coordinator:
             self.plans.stride(node)
         if not call.is_as_saved:
             raise RuntimeError(MODIFIED)
-        if call.can_let_go and not self._fits(call):
-            call.let_go()
+        if call.can_let_go and not self._fits(call) and self._is_less_again(call):
+            self._let_go(call)
         if call.saved is None:
             emitted, saved = self._run_again(call)
         else:
@@ -254,15 +261,15 @@ class Coordinator:
         others = sum(other.own for other in call.step.calls if other is not call and other.can_let_go)
         return call.step.level(call.node.back) - others + call.node.backward(call.program) <= mem
 
+    def _is_less_again(self, call: Call) -> bool:
+        """Tell whether the backward of a call needs less if the call lets go, and runs its forward again."""
+        again = min(_need_again(call, program) for program in call.at.programs)
+        return again - call.own < call.node.backward(call.program)
+
     def _run_again(self, call: Call) -> tuple[Emitted, list[Any]]:
         """Run the forward of a call again, by the fastest program that fits now; return that, and what it saved."""
         step, node, at, mem = call.step, call.node, call.at, self.plans.mem
-        made = sum(at.outputs.values())
-
-        def need(program: CallProgram) -> int:
-            return max(program.forward, program.saved + made + node.backward(program))
-
-        level = step.level(node.back)
+        need, level = partial(_need_again, call), step.level(node.back)
         fitting = (p for p in at.programs if mem is None or level + need(p) <= mem)
         program = next(fitting, None) or min(at.programs, key=need)
         self._make_room(step, node.back, need(program), node, call)
@@ -298,6 +305,12 @@ class Coordinator:
             self._unsettled = max(int(grown), self._unsettled - 1)
         else:
             self._in_vain += 1
+
+
+def _need_again(call: Call, program: CallProgram) -> int:
+    """Return the bytes that a forward and the backward need by a program, when the backward of a call begins."""
+    made = sum(call.at.outputs.values())
+    return max(program.forward, program.saved + made + call.node.backward(program))
 
 
 def _measured(step: Step) -> tuple[dict[Node, Numbers], bool]:

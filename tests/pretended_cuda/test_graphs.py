@@ -1,0 +1,80 @@
+"""A model that is several graphs on the pretended device: the allocator's counters are read, and the budget holds."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.pretended_cuda.install import ROOT, Environment
+
+RELEASES = {  # of torch: the share by which a prediction may be too high
+    "2.11.0": 0.06,  # its autograd holds gradients through a backward
+    "2.14.1": 0.001,
+}
+
+pytestmark = pytest.mark.long
+
+PROGRAM = """
+import gc, json, sys
+import torch
+import torch.nn.functional as F
+from torch import nn
+import fxremat
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(256), nn.Linear(256, 1024), nn.Linear(1024, 256)
+    def forward(self, x):
+        return x + F.dropout(self.down(F.gelu(self.up(self.norm(x)))), 0.1, self.training)
+
+class Broken(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(Block() for _ in range(6)), nn.Linear(256, 8)
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+            torch._dynamo.graph_break()
+        return self.head(x).square().mean()
+
+def peak(model, x):
+    model.zero_grad(set_to_none=True)
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    model(x).backward()
+    return torch.cuda.max_memory_allocated() - before
+
+x = torch.randn(4096, 256, device="cuda")
+rows = []
+for mem in ("100%", "50%", "40%", "min"):
+    torch._dynamo.reset()
+    model = fxremat.compile(Broken().cuda(), mem=mem, search=fxremat.Search(seconds=0.0))
+    for _ in range(4):
+        model.zero_grad(set_to_none=True)
+        model(x).backward()
+    rows.append((model.plan.budget, model.plan.predicted_peak, peak(model, x), peak(model, x)))
+print(json.dumps(rows))
+"""
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_the_budget_holds_and_the_prediction_is_close(release: str, tmp_path: Path) -> None:
+    environment = Environment(ROOT / f".venv-pretended-{release}")
+    if not environment.built:
+        pytest.skip(f"there is no {environment.folder.name}: `make pretend-cuda VERSION={release}`")
+    variables = environment.variables() | {"FXREMAT_CACHE": str(tmp_path)}
+    done = subprocess.run(
+        [environment.python, "-W", "ignore", "-c", PROGRAM],
+        cwd=ROOT, env=variables, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    rows = json.loads(done.stdout.splitlines()[-1])
+    assert len(rows) == 4
+    for budget, predicted, *measured in rows:
+        assert max(measured) <= budget
+        assert predicted * (1 - RELEASES[release]) <= max(measured) <= predicted * 1.001
+    assert rows[0][0] > 2 * rows[1][2] > 3 * rows[3][2]
