@@ -49,7 +49,7 @@ class Part:
                 where = other.broken_at or "some line (TORCH_LOGS=graph_breaks shows it)"
                 raise CaptureError(
                     f"the model is not one graph: it is broken at {where}, and each part would take the whole budget; "
-                    "take that out of forward, or compile submodules apart, each with a budget of its own"
+                    "fxremat.compile(model, mem=...) trains it as several graphs within one budget"
                 )
             before = [parent for parent, _ in node.next_functions if parent is not None]
             stack += [parent for parent in before if parent not in seen]
