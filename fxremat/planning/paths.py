@@ -180,7 +180,7 @@ class PathPlans:
                 if node.measured and number <= known:
                     continue
                 has_grown |= node.measured and number > known * (1 + MARGIN)
-                setattr(node, name, int(number * (1 + MARGIN)) if node.measured else number)
+                setattr(node, name, number)
                 self._stale = True
             node.measured |= exact
         return has_grown

@@ -8,7 +8,9 @@ import logging
 import random
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,6 +28,7 @@ from fxremat.plan_of_graphs import PlanOfGraphs
 from fxremat.runtime.called_graph import saved_calls
 from fxremat.torch_private import holds_gradients, is_profiled
 from tests.steps import differences, step_of
+from tests.test_readme import job_of_one
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
 
@@ -485,3 +488,66 @@ def test_a_step_without_a_backward_leaves_the_backward_of_others_alone() -> None
     unfinished = ours(rows())
     del unfinished
     assert torch.autograd._engine_run_backward.__module__ == "torch.autograd.graph"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loop:
+    """A training loop with AdamW."""
+
+    autocast: bool = False
+    scaler: bool = False
+    clip: bool = False
+    backwards: int = 1  # of each step of the optimizer
+    sizes: tuple[int, ...] = (64,)  # of the batches, in turn
+
+    def train(self, model: nn.Module, steps: int = 5) -> list[Tensor]:
+        """Train from seed 5; return all losses, and the parameters at the end."""
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        scaler = torch.amp.GradScaler("cpu", enabled=self.scaler)
+        torch.manual_seed(5)
+        losses = []
+        for number in range(steps * self.backwards):
+            x = rows(self.sizes[number % len(self.sizes)], seed=number)
+            with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
+                loss = model(x)
+            scaler.scale(loss / self.backwards).backward()
+            losses.append(loss.detach())
+            if (number + 1) % self.backwards == 0:
+                if self.clip:
+                    scaler.unscale_(optimizer)
+                    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+        return [*losses, *(parameter.detach().clone() for parameter in model.parameters())]
+
+
+LOOPS = {
+    "scaled losses": Loop(scaler=True, clip=True, sizes=(64, 48, 33, 1)),
+    "autocast and accumulation": Loop(autocast=True, backwards=2, clip=True, sizes=(64, 40)),
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_training_loops_end_with_the_parameters_of_plain_training(name: str) -> None:
+    ours, plain = twins(mem="80%")
+    assert all(map(torch.equal, LOOPS[name].train(ours), LOOPS[name].train(plain)))
+
+
+def test_data_parallel_training(tmp_path: Path) -> None:
+    ours, plain = twins(mem="80%")
+    with job_of_one(tmp_path):
+        parallel = nn.parallel.DistributedDataParallel(ours)
+        for seed in range(3):
+            theirs = a_step(plain, rows(seed=seed))
+            ours.zero_grad(set_to_none=True)
+            torch.manual_seed(3)
+            parallel(rows(seed=seed)).backward()
+            assert all(torch.equal(p.grad, theirs.gradients[name]) for name, p in ours.named_parameters())
+
+
+def test_a_copy_trains_by_itself() -> None:
+    ours, plain = twins(mem="80%")
+    three_steps(ours, plain)
+    three_steps(copy.deepcopy(ours), plain)
+    three_steps(ours, plain)
