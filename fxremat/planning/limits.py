@@ -87,11 +87,12 @@ def limit_of(step: Step, options: Options) -> Limit:
 
 
 def limit_of_paths(
-    options: Options, device: torch.device, keep_all: Callable[[], int], least: Callable[[], int]
+    options: Options, device: torch.device, largest: int, keep_all: Callable[[], int], least: Callable[[], int]
 ) -> Limit:
     """Return the user's budget as a limit of a step in which several graphs run.
 
     Args:
+        largest: bytes of the largest tensor that a known graph makes.
         keep_all: returns the largest peak in bytes of a step that recomputes nothing; called for a share.
         least: returns the least budget that works, in bytes; called for mem="min".
     """
@@ -102,7 +103,7 @@ def limit_of_paths(
         case Least():
             return Limit(known=least(), words=words)
         case Auto():
-            return Limit(known=free_bytes(device, 0), words=words)
+            return Limit(known=free_bytes(device, largest), words=words)
         case Percent(share):
             return Limit(share=share, words=words).of(keep_all)
 

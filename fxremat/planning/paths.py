@@ -22,7 +22,7 @@ import torch
 
 from fxremat.budget import has_shrunk
 from fxremat.errors import BudgetTooSmall
-from fxremat.graphs.accounting import copied_gradients, device_of, held_beside_copies
+from fxremat.graphs.accounting import copied_gradients, device_of, held_beside_copies, largest_tensor
 from fxremat.graphs.captured import Captured
 from fxremat.options import Options
 from fxremat.plan_of_graphs import KnownPath, PlanOfGraphs
@@ -60,6 +60,7 @@ class SizedPrograms:
     outputs: Mapping[int, int]  # bytes of each output that the graph makes, by value
     gradients: int  # bytes of the gradients that it returns
     inputs: Mapping[int, int]  # bytes of each input, by value
+    largest: int  # bytes of the largest tensor that it makes
     layouts: Sequence[Layout]  # of the gradients of its outputs, as traced
 
     @classmethod
@@ -70,6 +71,7 @@ class SizedPrograms:
         return cls(
             programs=list(moved(programs, graph, as_traced, copies, held_beside_copies(graph, device_of(graph)))),
             inputs={value: bytes_of[value] for value in map(graph.value_of.get, graph.primals) if value is not None},
+            largest=largest_tensor(graph),
             layouts=[layout_of(node.meta.get("val")) for node in graph.tangent_nodes],
             outputs={value: bytes_of[value] for value in kept_outputs(graph)},
             gradients=sum(bytes_of[value] for value in graph.returned),
@@ -123,6 +125,7 @@ class PathPlans:
         self.limit: Limit | None = None
         self._options, self._model, self._broken_at, self._device = options, model, broken_at, device
         self._names: WeakKeyDictionary[Node, str] = WeakKeyDictionary()
+        self._largest = 0  # bytes of the largest tensor that a known graph makes
         self._last: tuple[Node, ...] = ()  # the path of the last step
         self._in_vain = 0  # steps in a row after which a number on their path was still not measured
         self._plan: paths.Path | None = None  # for that path
@@ -137,7 +140,7 @@ class PathPlans:
     def _set_limit(self) -> None:
         if self._last or not isinstance(self._options.budget, Percent | Least):
             everything, least = lambda: paths.keep_all(self.root), lambda: paths.least(self.root)
-            self.limit = limit_of_paths(self._options, self._device, everything, least)
+            self.limit = limit_of_paths(self._options, self._device, self._largest, everything, least)
 
     # --- what is known ---
 
@@ -156,6 +159,10 @@ class PathPlans:
             found.inputs = at.inputs
             found.policy, found.measured = None, False
             is_new = self._stale = True
+            if at.largest > self._largest:
+                self._largest = at.largest
+                if isinstance(self._options.budget, Auto):
+                    self._set_limit()
         return found, is_new
 
     def name(self, node: Node, name: str) -> None:
@@ -199,7 +206,7 @@ class PathPlans:
         Raises:
             BudgetTooSmall: the path of the last step does not fit.
         """
-        if isinstance(self._options.budget, Auto) and self.mem and has_shrunk(self.mem, self._device, 0):
+        if isinstance(self._options.budget, Auto) and self.mem and has_shrunk(self.mem, self._device, self._largest):
             self._set_limit()
             self.forget()
         if not self._stale or not self._last or 0 < self._in_vain < MOST_IN_VAIN:

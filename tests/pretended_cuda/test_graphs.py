@@ -17,7 +17,7 @@ RELEASES = {  # of torch: the share by which a prediction may be too high
 
 pytestmark = pytest.mark.long
 
-PROGRAM = """
+MODEL = """
 import gc, json, sys
 import torch
 import torch.nn.functional as F
@@ -48,7 +48,9 @@ def peak(model, x):
     torch.cuda.reset_peak_memory_stats()
     model(x).backward()
     return torch.cuda.max_memory_allocated() - before
+"""
 
+WITHIN = """
 x = torch.randn(4096, 256, device="cuda")
 rows = []
 for mem in ("100%", "50%", "40%", "min"):
@@ -61,20 +63,42 @@ for mem in ("100%", "50%", "40%", "min"):
 print(json.dumps(rows))
 """
 
+AUTO = """
+x = torch.randn(20000, 256, device="cuda")
+model = fxremat.compile(Broken().cuda(), mem="auto", search=fxremat.Search(seconds=0.0))
+optimizer = torch.optim.AdamW(model.parameters())
+for _ in range(12):
+    model(x).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+print(model.plan.predicted_peak)
+"""
 
-@pytest.mark.parametrize("release", RELEASES)
-def test_the_budget_holds_and_the_prediction_is_close(release: str, tmp_path: Path) -> None:
+
+def output_of(release: str, program: str, folder: Path, **settings: int) -> str:
+    """Return the last line that a program prints on the pretended device."""
     environment = Environment(ROOT / f".venv-pretended-{release}")
     if not environment.built:
         pytest.skip(f"there is no {environment.folder.name}: `make pretend-cuda VERSION={release}`")
-    variables = environment.variables() | {"FXREMAT_CACHE": str(tmp_path)}
-    done = subprocess.run(
-        [environment.python, "-W", "ignore", "-c", PROGRAM],
-        cwd=ROOT, env=variables, capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    rows = json.loads(done.stdout.splitlines()[-1])
+    variables = environment.variables(**settings) | {"FXREMAT_CACHE": str(folder)}
+    command = [environment.python, "-W", "ignore", "-c", MODEL + program]
+    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()[-1]
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_the_budget_holds_and_the_prediction_is_close(release: str, tmp_path: Path) -> None:
+    rows = json.loads(output_of(release, WITHIN, tmp_path))
     assert len(rows) == 4
     for budget, predicted, *measured in rows:
         assert max(measured) <= budget
         assert predicted * (1 - RELEASES[release]) <= max(measured) <= predicted * 1.001
     assert rows[0][0] > 2 * rows[1][2] > 3 * rows[3][2]
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_what_is_free_does_with_an_optimizer_whose_state_comes_later(release: str, tmp_path: Path) -> None:
+    """Keeping everything would take twice the memory of the device."""
+    device = 700_000_000
+    predicted = int(output_of(release, AUTO, tmp_path, CUDA_BYTES=device))
+    assert device / 2 < predicted < device
