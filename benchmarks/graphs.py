@@ -213,10 +213,12 @@ def _with_as_much_memory(name: str, batch: tuple[Tensor, ...]) -> dict[str, Any]
 
 def _calls() -> dict[str, Any]:
     """Return what a call costs beside its ops, in seconds, and the planning of thirty calls."""
+    torch._dynamo.reset()
     shape = Shape(layers=28, width=16, heads=2, vocabulary=32, batch=2, tokens=8)
     text = torch.randint(shape.vocabulary, (shape.batch, shape.tokens + 1))
     batch = text[:, :-1].contiguous(), text[:, 1:].contiguous()
     plain = BrokenGPT(shape)
+    torch._dynamo.config.recompile_limit = 64  # at 8 PyTorch leaves further blocks to Python
     of_torch: Any = torch.compile(copy.deepcopy(plain), backend="aot_eager")
     ours = _warm(fxremat.compile(copy.deepcopy(plain), mem="100%"), batch)
     seconds = step_times([step_from_none(model, batch) for model in (plain, of_torch, ours)], repeats=30)

@@ -41,7 +41,7 @@ class GeneratorStates:
     """The present states of the generators that a step on these tensors may draw from. Uses none of torch's memory."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        devices = {HOST, *(tensor.device for tensor in tensors if accelerates(tensor.device))}
+        devices = {HOST, *filter(accelerates, {tensor.device for tensor in tensors})}
         kinds = [(kind_of(device), device) for device in devices]
         generators = [kind.generator(device) for kind, device in kinds if kind.can(Ability.GENERATORS)]
         self._states = [(generator, generator.clone_state()) for generator in generators]

@@ -254,7 +254,7 @@ class PathPlans:
         return node.programs.index(chosen)
 
     def check_backward(self, nodes: Sequence[Node], gradients: Sequence[int]) -> None:
-        """Raise `BudgetTooSmall` where a backward that was never measured cannot fit; no gradient is there yet.
+        """Raise `BudgetTooSmall` where a backward cannot fit that was not measured; no gradient is there yet.
 
         What is certain are the gradients that are there by then and the least that the backward of a call needs.
 
@@ -262,7 +262,7 @@ class PathPlans:
             nodes: the path of the step.
             gradients: for each of its calls, bytes of gradients that the calls behind it have made for parameters.
         """
-        if self.mem is None or all(node.measured for node in nodes) or self.is_share:
+        if self.mem is None or self.is_share:
             return
         for node, made in zip(nodes, gradients, strict=True):
             needed = made + min(program.backward for program in node.programs)

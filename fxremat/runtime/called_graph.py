@@ -132,6 +132,8 @@ class CalledGraph:
 
     def emitted(self, number: int) -> Emitted:
         """Return the graphs of a program, by its place among the programs."""
+        if number in self._emitted:
+            return self._emitted.of(number, self._orders[number])
         with real_tensors():
             return self._emitted.of(number, self._orders[number])
 
