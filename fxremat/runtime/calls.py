@@ -52,6 +52,7 @@ class Step:
     node: Node  # the last call in the tree of paths
     meter: Meter
     measured: bool  # the borders and the peaks between them are measured
+    added: dict[int, int] = field(default_factory=dict)  # bytes of gradients that are there already, by parameter
     calls: list[Call] = field(default_factory=list)
     moments: list[Moment] = field(default_factory=list)
     saved: int = 0  # bytes that calls have saved
@@ -83,6 +84,22 @@ class Step:
             saved = sum(call.program.saved for call in self.calls if call.saved is not None)
             self.moments.append(Moment(kind, node, border, saved))
 
+    @property
+    def spared(self) -> dict[Node, tuple[int, int]]:
+        """For each call, bytes that its step would have needed more if no gradient had been there when it began.
+
+        When its backward begins, and behind it: autograd adds to a gradient that is there, and keeps a new one. Where
+        parameters that no graph takes get their gradients is not known; they count from the begin of the backward on.
+        """
+        of_graphs = {key for call in self.calls for key in call.leaves}
+        found, total = {}, sum(size for key, size in self.added.items() if key not in of_graphs)
+        left = dict(self.added)
+        for call in reversed(self.calls):
+            before = total
+            total += sum(left.pop(key, 0) for key in call.leaves)
+            found[call.node] = before, total
+        return found
+
     def level(self, known: int) -> int:
         """Return the bytes that are alive now.
 
@@ -109,6 +126,7 @@ class Call:
     saved: list[Any] | None = None  # None: it was let go, and the forward runs again
     own: int = 0  # bytes of what is saved
     token: int = field(default_factory=lambda: next(_tokens))
+    leaves: frozenset[int] = frozenset()  # the `id` of each parameter that it takes; known in measured steps
     _versions: list[int] = field(default_factory=list)
     _inputs: dict[int, Callable[[], bool]] = field(default_factory=dict)  # the same by input
     _alive: dict[int, Callable[[], bool]] = field(default_factory=dict)  # by output: tells whether somebody holds it
@@ -141,6 +159,7 @@ class Call:
         given = zip(self.graph.input_values, self.primals, strict=True)
         tensors = [(value, x) for value, x in given if value is not None and isinstance(x, torch.Tensor)]
         shared = Counter(storage_of(x) for _, x in tensors)
+        self.leaves = frozenset(id(x) for _, x in tensors if x.is_leaf and x.requires_grad)
         alone = ((value, x) for value, x in tensors if shared[storage_of(x)] == 1)
         self._inputs = {value: storage_watch(x) for value, x in alone if is_allocated(x)}
 

@@ -17,7 +17,6 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import ne
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -40,7 +39,7 @@ from fxremat.runtime.step_memory import meter_of
 from fxremat.runtime.unused import unused_outputs, without
 from fxremat.search.call_programs import CallProgram
 from fxremat.search.paths import Node
-from fxremat.torch_private import after_backward, backward_keeps_graph
+from fxremat.torch_private import after_backward, backward_keeps_graph, holds_gradients, storage_watch
 
 SETTLED = 2  # steps in a row that are measured without anything new; then no more steps are measured
 MOST_IN_VAIN = 8  # steps that are measured in a row although their backward cannot be
@@ -57,7 +56,7 @@ class Coordinator:
         model: the name of the model's class.
         broken_at: the line where the first graph ends, for reports.
         device: the device that the model computes on.
-        names: the names of the model's parameters, by their `id`.
+        parameters: returns the model's parameters with their names.
     """
 
     def __init__(
@@ -66,10 +65,12 @@ class Coordinator:
         model: str,
         broken_at: str,
         device: torch.device,
-        names: Mapping[int, str] = MappingProxyType({}),
+        parameters: Callable[[], Mapping[str, torch.Tensor]] = dict,
     ) -> None:
         self.plans = PathPlans(options, model, broken_at, device)
-        self.device, self._names = device, names
+        self.device, self._parameters = device, parameters
+        self._names = {id(parameter): name for name, parameter in parameters().items()}
+        self._gradients = options.loss_outside.gradients
         self.steps = 0  # that have begun
         self._step: Step | None = None
         self._unsettled, self._in_vain = SETTLED, 0
@@ -107,7 +108,10 @@ class Coordinator:
         self.plans.renew()
         self.steps += 1
         measured = self._unsettled > 0 and self._in_vain < MOST_IN_VAIN
-        self._step = Step(self, self.plans.root, meter_of(self.device, peaks=measured), measured)
+        added = {}
+        if measured:
+            added = {id(p): p.nbytes for p in self._parameters().values() if p.grad is not None}
+        self._step = Step(self, self.plans.root, meter_of(self.device, peaks=measured), measured, added)
         before, current.runner = current.runner, self
         try:
             yield
@@ -142,7 +146,10 @@ class Coordinator:
         if self._step is not None:
             if not all(call.node.measured for call in self._step.calls):
                 self.plans.check_backward(self._step.nodes, self._step.gradients_behind)
-            trained = (tensor for tensor in outputs if tensor.requires_grad)
+            trained = [tensor for tensor in outputs if tensor.requires_grad]
+            losses = [tensor for tensor in trained if tensor.numel() == 1]
+            if losses and self._gradients == "loss":  # others that a model returns beside its loss get no gradient
+                trained = losses
             self._step.meter.leave(sum(assumed_for(tensor.numel(), tensor.dtype) for tensor in trained))
 
     def capturing(self) -> contextlib.AbstractContextManager[None]:
@@ -247,11 +254,14 @@ class Coordinator:
         else:
             self._make_room(step, node.back, node.backward(call.program), node, call)
             emitted, saved = call.emitted, list(call.saved)
+        given = [(storage_watch(x), x.nbytes) for x in tangents if isinstance(x, torch.Tensor)] if step.measured else []
         if not again:
             call.free()
         gradients = call.graph.run_backward(emitted, call.dims, saved, tangents)
         if step.measured and not again:
             node.free(call.dead_inputs)
+            if not holds_gradients():  # else they are counted as held already
+                node.shared = max(node.shared, sum(size for is_alive, size in given if is_alive()))
         step.note("returned", node)
         return without(gradients, call.graph.outputs_needed, unused)
 
@@ -317,6 +327,7 @@ def _need_again(call: Call, program: CallProgram) -> int:
 def _measured(step: Step) -> tuple[dict[Node, Numbers], bool]:
     """Return what a step has shown of each call on its path, and whether all of it is exact."""
     numbers: dict[Node, Numbers] = {}
+    spared = step.spared
     exact = step.moments[-1].kind == "end"
     for moment, following in zip(step.moments, [*step.moments[1:], None], strict=True):
         level = moment.border.level
@@ -327,11 +338,14 @@ def _measured(step: Step) -> tuple[dict[Node, Numbers], bool]:
         if moment.kind == "forward":
             here["before"] = level - moment.saved
         elif moment.kind == "backward":
-            here["back"] = level - moment.saved
+            here["back"] = level - moment.saved + spared[moment.node][0]
         elif following is not None and following.border.level is not None:
             peak = following.border.peak
             exact &= peak is not None
-            here["after" if moment.kind == "ran" else "behind"] = (
-                max(level, following.border.level, peak or 0) - moment.saved
-            )
+            most = max(level, following.border.level, peak or 0)
+            if moment.kind == "ran":
+                here["after"] = most - moment.saved
+                continue
+            before, total = spared[moment.node]  # most is needed while autograd has the gradients still to add
+            here["behind"] = max(most + before, following.border.level + total) - moment.saved
     return numbers, exact

@@ -51,7 +51,7 @@ from fxremat.runtime.transformers_hooks import (
     set_up,
     without_requires_grad_hooks,
 )
-from fxremat.runtime.trial import try_steps
+from fxremat.runtime.trial import Buffers, try_steps
 from fxremat.runtime.varying import by_name, mark, positional
 from fxremat.torch_private import (
     among_ranks,
@@ -154,9 +154,12 @@ class _Training:
         where = graph_break_place(error) or ""
         devices = [tensor.device for tensor in (*self.model.parameters(), *self.model.buffers())]
         device = next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
-        backend.coordinator = coordinator = Coordinator(
-            backend.options, backend.model, where, device, {id(p): name for name, p in self.model.named_parameters()}
-        )
+        model = weakref.ref(self.model)
+
+        def parameters() -> dict[str, nn.Parameter]:
+            return dict(alive.named_parameters()) if (alive := model()) is not None else {}
+
+        backend.coordinator = coordinator = Coordinator(backend.options, backend.model, where, device, parameters)
         name = f"{backend.options.method} of {backend.model}"
         dynamic = None if backend.options.may_change is False else backend.options.may_change
         self.in_parts = compiled_in_parts(self.plain, backend, name, dynamic, coordinator.capturing)
@@ -636,9 +639,9 @@ def _plain_error(training: _Training, args: tuple[Any, ...], kwargs: dict[str, A
 def _run(training: _Training, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     is_in_parts = training.in_parts is not None
     masks = _padding_masks(training, args, kwargs)
-    draws: list[HostDraws | GeneratorStates] = []
+    before: list[HostDraws | GeneratorStates | Buffers] = []
     if is_in_parts and masks:
-        draws = [HostDraws(), GeneratorStates(_tensors((args, kwargs)))]
+        before = [HostDraws(), GeneratorStates(_tensors((args, kwargs))), Buffers(training.model)]
     try:
         hooks_off = without_requires_grad_hooks(training.model) if training.hooks_off else contextlib.nullcontext()
         with hooks_off, left_out(masks):
@@ -647,7 +650,7 @@ def _run(training: _Training, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         place = graph_break_place(error)
         if isinstance(planning_error(error) or error, ComputedMask) and not training.keeps_masks:
             training.keeps_masks = True
-            for states in draws:  # graphs before may have run
+            for states in before:  # graphs before this one have run
                 states.restore()
         elif is_in_parts:
             raise

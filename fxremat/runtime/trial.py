@@ -15,6 +15,19 @@ from fxremat.ops.random import GeneratorStates, host_draws_kept
 TIMES = 2  # the first step captures the graphs, the second is measured
 
 
+class Buffers:
+    """The present values of a model's buffers."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._values = [(buffer, buffer.clone()) for buffer in model.buffers()]
+
+    def restore(self) -> None:
+        """Set the buffers to these values."""
+        with torch.no_grad():
+            for buffer, before in self._values:
+                buffer.copy_(before)
+
+
 def try_steps(
     model: nn.Module, module: nn.Module, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> None:
@@ -25,7 +38,7 @@ def try_steps(
     """
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     states = GeneratorStates([*model.parameters(), *tensors])
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    buffers = Buffers(model)
     trained = [tensor for tensor in (*model.parameters(), *tensors) if tensor.requires_grad]
     call: Callable[..., Any] = getattr(module, method)
     try:
@@ -33,9 +46,7 @@ def try_steps(
             with states.replayed(), host_draws_kept(), torch.enable_grad():
                 _backward(call(*args, **kwargs), trained)
     finally:
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
+        buffers.restore()
 
 
 def _backward(outputs: Any, trained: Sequence[torch.Tensor]) -> None:

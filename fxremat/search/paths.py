@@ -58,6 +58,7 @@ class Node:
     back: int = 0  # when its backward begins, the gradients of its outputs included
     behind: int = 0  # the most between its backward and the next one, or the end of the backward
     freed: frozenset[int] | None = None  # inputs that nobody but the call holds when its backward begins; None: unknown
+    shared: int = 0  # bytes of gradients of its outputs that others hold until its backward is over
     strided: bool = False  # some gradient of its outputs came otherwise laid out than was traced
     measured: bool = False  # False: the numbers are assumed ones
     held: frozenset[int] = frozenset()  # outputs that were alive when its backward began, and that the numbers count
@@ -75,10 +76,13 @@ class Node:
         )
 
     def backward(self, program: CallProgram) -> int:
-        """Return the bytes that the backward of a program needs, less the inputs that are freed when it begins."""
+        """Return the bytes that the backward of a program needs, less the inputs that are freed when it begins.
+
+        A program frees the gradients of its outputs after their last use; those that others hold stay.
+        """
         copies = program.copies if self.strided else 0
         freed = sum(self.inputs.get(value, 0) for value in (self.freed or frozenset()) - program.inputs)
-        return max(0, program.backward + copies - freed)
+        return max(0, program.backward + self.shared + copies - freed)
 
     def chosen(self, saved: int, mem: int) -> CallProgram | None:
         """Return the program that the plan for `mem` bytes has where the calls before saved so many; None: it has none.

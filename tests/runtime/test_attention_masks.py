@@ -124,10 +124,15 @@ def test_a_mask_that_the_model_computes_is_not_taken_for_the_one_it_was_given(
 
 
 class LateMask(OwnMask):
-    """Computes its mask in the second of two graphs, after random numbers were drawn."""
+    """Computes its mask in the second of two graphs, after random numbers were drawn and a buffer was written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
 
     def mask(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         several = torch.rand(()) < 2
+        self.calls += 1
         random.random()
         torch._dynamo.graph_break()
         return (input_ids != PAD) & several
@@ -157,7 +162,7 @@ def test_a_mask_of_a_later_graph_is_looked_at_when_it_comes() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:in this model, which computes masks itself")
-def test_a_mask_that_a_later_graph_computes_leaves_random_numbers_as_they_were() -> None:
+def test_a_mask_that_a_later_graph_computes_leaves_random_numbers_and_buffers_as_they_were() -> None:
     model, batch = LateMask(), tokens()
     plain = copy.deepcopy(model)
     ours = fxremat.compile(model, mem="100%", search=fxremat.Search(seconds=0.0))
@@ -168,6 +173,7 @@ def test_a_mask_that_a_later_graph_computes_leaves_random_numbers_as_they_were()
             found.append(step_of(each, lambda each=each: each(**batch), lambda outputs: outputs.loss))  # type: ignore[misc]
             found.append(random.random())
         assert torch.equal(found[0].rng, found[2].rng)
+        assert ours.calls == plain.calls == seed + 1
         assert found[1] == found[3]
 
 
