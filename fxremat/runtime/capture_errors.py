@@ -143,7 +143,7 @@ def explained(error: Exception, plain_error: Callable[[], Exception | None]) -> 
         return None
     if (plain := plain_error()) is not None:
         return plain
-    if (own := own_error(error)) is not None:
+    if (own := _own_error(error)) is not None:
         return CaptureError(
             f"the model fails on these inputs at {place}: {own}. Check that the plain model takes these inputs, or "
             "compile a submodule instead"
@@ -159,7 +159,7 @@ def is_not_one_graph(error: Exception) -> bool:
     return backend_failure(error) is not None or needs_data(error) or graph_break_place(error) is not None
 
 
-def own_error(error: BaseException) -> str | None:
+def _own_error(error: BaseException) -> str | None:
     """Return as `ValueError: ...` the error that the model itself raises; None where tracing is what fails.
 
     Dynamo reports an op that rejects its inputs as a failure on fake tensors, and an exception that the model raises

@@ -40,7 +40,7 @@ from fxremat.planning.captured_step import CapturedStep
 from fxremat.plans import Plan
 from fxremat.progress import telling
 from fxremat.runtime.attention_masks import ComputedMask, left_out, padding_masks
-from fxremat.runtime.capture_errors import explained, is_not_one_graph, own_error, submodule_error
+from fxremat.runtime.capture_errors import explained, is_not_one_graph, submodule_error
 from fxremat.runtime.coordinator import Coordinator
 from fxremat.runtime.dynamo import Backend, Reached, Until
 from fxremat.runtime.plain_errors import plain_error
@@ -147,8 +147,7 @@ class _Training:
         parent = replaced_in(self.model, itself=self.own is not None)
         if parent is not None and self.child_of(parent) is not None:
             raise error  # the wrapper around the model breaks the graph, and the model is planned inside of it
-        may_fail_anyhow = own_error(error) is not None  # the plain model leaves traces in what it caches
-        clear = explained(error, lambda: _plain_error(self, args, kwargs) if may_fail_anyhow else None)
+        clear = explained(error, lambda: _plain_error(self, args, kwargs))
         if not isinstance(clear, CaptureError):
             raise error
         where = graph_break_place(error) or ""

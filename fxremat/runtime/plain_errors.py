@@ -4,7 +4,7 @@ Dynamo stops at such a call as it does at a graph break. To learn which of both 
 data, and without side effects:
 
     parameters, buffers, inputs        fake tensors of the same shapes, types and devices
-    attributes and containers          of modules: copies; the originals are put back
+    attributes and containers          of modules, and of objects that they have: copies; the originals are put back
     generators, standard output        states are put back; output is dropped
 """
 
@@ -15,6 +15,7 @@ import copy
 import io
 import re
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 from torch import Tensor, nn
@@ -65,10 +66,21 @@ def _told(error: Exception) -> Exception | None:
     return clear
 
 
+def _keeps_attributes(value: object) -> bool:
+    """Tell whether a value is an object with attributes of its own that may be put back."""
+    return isinstance(getattr(value, "__dict__", None), dict) and not isinstance(value, Tensor | nn.Module | ModuleType)
+
+
 @contextlib.contextmanager
 def _put_back(model: nn.Module) -> Iterator[None]:
-    """Restore the modules' attributes after this context, and the content of dicts, lists and sets among them."""
-    before = [(vars(module), dict(vars(module))) for module in model.modules()]
+    """Restore the attributes of modules after this context, and the content of dicts, lists and sets among them.
+
+    Objects that modules have as attributes may cache tensors in their own.
+    """
+    owners: dict[int, Any] = {id(module): module for module in model.modules()}
+    for module in list(owners.values()):
+        owners |= {id(value): value for value in vars(module).values() if _keeps_attributes(value)}
+    before = [(vars(owner), dict(vars(owner))) for owner in owners.values()]
     try:
         for attributes, originals in before:
             for name, value in originals.items():

@@ -9,7 +9,7 @@ import random
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -285,6 +285,37 @@ def test_a_call_whose_output_nobody_uses_does_not_keep_itself_alive(mem: str) ->
     for seed in range(4):
         assert_equal_steps(ours, plain, rows(seed=seed))
         assert nothing_is_saved()
+
+
+class Table:
+    """An object of a model that makes a tensor when it is asked for the first time."""
+
+    @cached_property
+    def order(self) -> Tensor:
+        order = torch.zeros(WIDTH, dtype=torch.int64)
+        for place in range(WIDTH):
+            order[place] = WIDTH - 1 - place
+        return order
+
+
+class Looks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.table = nn.Linear(WIDTH, WIDTH), Table()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        return x[:, self.table.order].square().mean() + self.first(x).mean()
+
+
+def test_what_a_model_caches_in_its_first_call_is_real() -> None:
+    torch.manual_seed(0)
+    model = Looks()
+    plain = copy.deepcopy(model)
+    ours = fxremat.compile(model, mem="100%", search=QUICK)
+    three_steps(ours, plain)
+    assert type(model.table.order) is Tensor
 
 
 class Masked(nn.Module):
