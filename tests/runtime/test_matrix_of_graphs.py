@@ -291,7 +291,10 @@ def test_bits_peaks_and_predictions(name: str, mem: str) -> None:
     for step in range(STEPS):
         seed = step if name in OTHER_WAYS else 0
         try:
-            of_ours, measured = a_step(ours, seed), peak_of(ours, seed)
+            of_ours = a_step(ours, seed)
+            if name in OTHER_WAYS and mem == "min":  # a new way is measured, and the least budget grows with it
+                a_step(ours, seed), a_step(ours, seed)
+            measured = peak_of(ours, seed)
         except fxremat.BudgetTooSmall as error:  # the way of this step is longer than those before
             assert name in OTHER_WAYS
             ours = compiled(error.minimum)
