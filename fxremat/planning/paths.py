@@ -40,7 +40,6 @@ REMEMBERED = 64  # graphs whose programs are remembered
 MOST_IN_VAIN = 5  # steps that run their least programs to be measured; then what is likely is planned with
 MARGIN = 0.01  # share of a number that it may grow before it counts as grown
 
-Layout = tuple[int, ...]
 Numbers = dict[str, int]  # the fields of a `Node` that were measured
 
 _known: OrderedDict[object, Sequence[CallProgram]] = OrderedDict()
@@ -61,7 +60,7 @@ class SizedPrograms:
     gradients: int  # bytes of the gradients that it returns
     inputs: Mapping[int, int]  # bytes of each input, by value
     largest: int  # bytes of the largest tensor that it makes
-    layouts: Sequence[Layout]  # of the gradients of its outputs, as traced
+    layouts: Sequence[tuple[int, ...]]  # of the gradients of its outputs, as traced
 
     @classmethod
     def of(cls, graph: Captured, costs: Costs, programs: Sequence[CallProgram]) -> SizedPrograms:
@@ -78,7 +77,7 @@ class SizedPrograms:
         )
 
 
-def layout_of(value: object) -> Layout:
+def layout_of(value: object) -> tuple[int, ...]:
     """Return the strides of a tensor in its dimensions of more than one element; () for anything else."""
     if not isinstance(value, torch.Tensor):
         return ()

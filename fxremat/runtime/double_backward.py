@@ -42,7 +42,7 @@ REFUSED = (
 
 @dataclass(frozen=True)
 class Rerun:
-    """What a second run of a captured graph has to know."""
+    """The facts that a second run of a captured graph depends on."""
 
     draws: bool  # it draws random numbers
     refusal: str = ""  # the reason why it cannot run again

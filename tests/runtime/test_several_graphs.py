@@ -238,12 +238,16 @@ def test_what_needs_one_graph_is_refused_by_name(option: dict[str, Any]) -> None
         fxremat.plan(Talking(), rows(), mem="100%", search=QUICK)
 
 
-class Remainder(nn.Module):
-    """Takes a branch by the remainder of a value, which PyTorch's tracing takes for an integer."""
+class OneLayer(nn.Module):
+    """A model of one layer."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH)
+
+
+class Remainder(OneLayer):
+    """Takes a branch by the remainder of a value, which PyTorch's tracing takes for an integer."""
 
     def forward(self, x: Tensor) -> Tensor:
         value = x.sum().item()
@@ -259,12 +263,8 @@ def test_a_branch_on_a_remainder_goes_the_way_of_plain_training() -> None:
         assert_equal_steps(ours, plain, rows(seed=seed))
 
 
-class Dropped(nn.Module):
+class Dropped(OneLayer):
     """Saves an output of a graph for a backward that never comes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
@@ -318,12 +318,8 @@ def test_what_a_model_caches_in_its_first_call_is_real() -> None:
     assert type(model.table.order) is Tensor
 
 
-class Masked(nn.Module):
+class Masked(OneLayer):
     """Draws from NumPy and from Python in forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         mask = torch.from_numpy(np.random.rand(*x.shape) < 0.5)  # noqa: NPY002
@@ -352,12 +348,8 @@ def test_random_numbers_of_numpy_and_python_are_those_of_plain_training() -> Non
     assert drawn == (random.random(), np.random.rand())  # noqa: NPY002
 
 
-class OnlyViews(nn.Module):
-    """One of its graphs has no op of its own in the forward, and one in the backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
+class OnlyViews(OneLayer):
+    """Has a graph of views alone, whose backward has an op of its own."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
