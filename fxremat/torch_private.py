@@ -8,7 +8,9 @@ import itertools
 import math
 import os
 import re
+import sys
 import threading
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -588,13 +590,71 @@ def is_traced() -> str | None:
     return None if torch._C._functorch.peek_interpreter_stack() is None else "torch.func"
 
 
-def compiled_frame() -> int | None:
-    """Return a number of the function that dynamo is compiling, equal at each recompilation; None outside of dynamo.
+def is_compiling() -> bool:
+    """Tell whether dynamo compiles a function now: `torch._guards.CompileContext` (torch 2.11, 2.13)."""
+    return torch._guards.CompileContext.current_compile_id() is not None
 
-    `torch._guards.CompileContext.current_compile_id().frame_id` (torch 2.11, 2.13).
+
+class RunningCall:
+    """A call of a function that `torch.compile` returned, inside of which a graph is being compiled.
+
+    Attributes:
+        function: the same in all calls of that function.
+        module: the module that was given to `torch.compile`; None if it was a function.
+        name: the name of the function, or of the module's class.
+        is_whole: True if what is being compiled is that function itself, and neither a part of it that was called from
+            Python nor one behind a graph break.
     """
-    compiled = torch._guards.CompileContext.current_compile_id()
-    return None if compiled is None else compiled.frame_id
+
+    def __init__(self, wrapper: types.FrameType, between: Sequence[types.FrameType]) -> None:
+        called, self._frame = wrapper.f_locals["fn"], wrapper
+        self.function: Any = wrapper.f_locals["self"]
+        module = getattr(called, "__self__", None)
+        self.module = module if isinstance(module, torch.nn.Module) else None
+        self.name: str = called.__name__ if self.module is None else type(self.module).__name__
+        hooks = [] if self.module is None else [each for kind in forward_hooks_of(self.module) for each in kind]
+        in_torch = all(frame.f_code.co_filename == torch.nn.modules.module.__file__ for frame in between)
+        self.is_whole = in_torch and not hooks
+
+    def surround(self, enter: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+        """Let each call of the function, this one included, run in a context that `enter` returns."""
+
+        def begin() -> Callable[[], None]:
+            before, context = sys.exc_info()[1], enter()
+            context.__enter__()
+
+            def end() -> None:
+                error = sys.exc_info()[1]
+                if error is None or error is before:
+                    context.__exit__(None, None, None)
+                else:
+                    context.__exit__(type(error), error, error.__traceback__)
+
+            return end
+
+        self.function.enter_exit_hooks.append(begin)
+        self._frame.f_locals["cleanups"].append(begin())
+
+
+def running_call() -> RunningCall | None:
+    """Return the call of what `torch.compile` returned in which a graph is being compiled; None if there is none.
+
+    `compile_wrapper` of `torch/_dynamo/eval_frame.py` calls the `enter_exit_hooks` of its `self` before a call, and
+    what these returned, its `cleanups`, after it (torch 2.11, 2.13, 2.14).
+    """
+    import torch._dynamo.eval_frame as eval_frame
+
+    folder = os.path.join(os.path.dirname(eval_frame.__file__), "")
+    frame: types.FrameType | None = sys._getframe()
+    between: list[types.FrameType] = []
+    while frame is not None:
+        if frame.f_code.co_name == "compile_wrapper" and frame.f_code.co_filename == eval_frame.__file__:
+            return RunningCall(frame, between)
+        between.append(frame)
+        if frame.f_code.co_filename.startswith(folder):
+            between.clear()  # all so far belongs to the compiler
+        frame = frame.f_back
+    return None
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -22,6 +22,10 @@ from fxremat.search.paths import Node, kept
 from fxremat.torch_private import is_allocated, storage_of, storage_watch, version_of
 
 _tokens = itertools.count(1)
+
+
+Output = tuple[int, torch.dtype]
+"""The number of elements of an output, and their type."""
 
 
 class BackwardRunner(Protocol):
@@ -77,6 +81,14 @@ class Step:
                     total += tensor.nbytes
         return behind[::-1]
 
+    @property
+    def outputs_held(self) -> list[Output]:
+        """The outputs of floats that somebody holds now, and that no call has taken; [] in steps that are not measured.
+        """
+        given = (x for call in self.calls for x in call.primals if isinstance(x, torch.Tensor))
+        taken = {storage_of(x) for x in given}
+        return [output for call in self.calls for output in call.floats_held(taken)] if self.measured else []
+
     def note(self, kind: str, node: Node | None = None) -> None:
         """Note a border, if the step is measured."""
         if self.measured:
@@ -130,6 +142,7 @@ class Call:
     _versions: list[int] = field(default_factory=list)
     _inputs: dict[int, Callable[[], bool]] = field(default_factory=dict)  # the same by input
     _alive: dict[int, Callable[[], bool]] = field(default_factory=dict)  # by output: tells whether somebody holds it
+    _floats: dict[int, tuple[int, Output]] = field(default_factory=dict)  # by output of floats: its storage, and itself
 
     @property
     def program(self) -> CallProgram:
@@ -149,6 +162,8 @@ class Call:
             for value, output in zip(self.graph.output_values, outputs, strict=True):
                 if value is not None and isinstance(output, torch.Tensor):
                     self._alive[value] = storage_watch(output)
+                    if output.is_floating_point():
+                        self._floats[value] = storage_of(output), (output.numel(), output.dtype)
             self._watch_inputs()
         saved_calls[self.token] = self
         token = torch.tensor([self.token], device="cpu")
@@ -178,6 +193,11 @@ class Call:
     def held(self) -> frozenset[int]:
         """The outputs that somebody holds now."""
         return frozenset(value for value, is_alive in self._alive.items() if is_alive())
+
+    def floats_held(self, taken: Set[int]) -> list[Output]:
+        """Return the outputs of floats that somebody holds now, except those in the storages `taken`."""
+        held = (self._floats[value] for value in self.held if value in self._floats)
+        return [output for storage, output in held if storage not in taken]
 
     @property
     def _read_late(self) -> list[torch.Tensor]:

@@ -14,7 +14,7 @@ first whose backward comes last.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from operator import ne
 from typing import Any
@@ -33,7 +33,7 @@ from fxremat.planning.paths import Numbers, PathPlans, layout_of
 from fxremat.planning.step import Step as CapturedGraph
 from fxremat.planning.surveys import order_within_limit
 from fxremat.runtime.called_graph import CalledGraph, current
-from fxremat.runtime.calls import Call, Step
+from fxremat.runtime.calls import Call, Output, Step
 from fxremat.runtime.emitted import Emitted
 from fxremat.runtime.step_memory import meter_of
 from fxremat.runtime.unused import unused_outputs, without
@@ -56,7 +56,7 @@ class Coordinator:
         model: the name of the model's class.
         broken_at: the line where the first graph ends, for reports.
         device: the device that the model computes on.
-        parameters: returns the model's parameters with their names.
+        parameters: returns the model's parameters with their names; a name that is not known is "".
     """
 
     def __init__(
@@ -65,11 +65,10 @@ class Coordinator:
         model: str,
         broken_at: str,
         device: torch.device,
-        parameters: Callable[[], Mapping[str, torch.Tensor]] = dict,
+        parameters: Callable[[], Iterable[tuple[str, torch.Tensor]]] = tuple,
     ) -> None:
         self.plans = PathPlans(options, model, broken_at, device)
         self.device, self._parameters = device, parameters
-        self._names = {id(parameter): name for name, parameter in parameters().items()}
         self._gradients = options.loss_outside.gradients
         self.steps = 0  # that have begun
         self._step: Step | None = None
@@ -110,7 +109,7 @@ class Coordinator:
         measured = self._unsettled > 0 and self._in_vain < MOST_IN_VAIN
         added = {}
         if measured:
-            added = {id(p): p.nbytes for p in self._parameters().values() if p.grad is not None}
+            added = {id(p): p.nbytes for _, p in self._parameters() if p.grad is not None}
         self._step = Step(self, self.plans.root, meter_of(self.device, peaks=measured), measured, added)
         before, current.runner = current.runner, self
         try:
@@ -137,8 +136,8 @@ class Coordinator:
             for call in step.calls:
                 call.free()
 
-    def leave(self, outputs: Iterable[torch.Tensor]) -> None:
-        """Note that the forward of the model has returned these outputs.
+    def leave(self, outputs: Iterable[Output]) -> None:
+        """Note that the forward of the model has returned these outputs, of those that need a gradient.
 
         Raises:
             BudgetTooSmall: the backward cannot fit, as far as it is known.
@@ -146,11 +145,15 @@ class Coordinator:
         if self._step is not None:
             if not all(call.node.measured for call in self._step.calls):
                 self.plans.check_backward(self._step.nodes, self._step.gradients_behind)
-            trained = [tensor for tensor in outputs if tensor.requires_grad]
-            losses = [tensor for tensor in trained if tensor.numel() == 1]
+            trained = [*outputs]
+            losses = [(count, dtype) for count, dtype in trained if count == 1]
             if losses and self._gradients == "loss":  # others that a model returns beside its loss get no gradient
                 trained = losses
-            self._step.meter.leave(sum(assumed_for(tensor.numel(), tensor.dtype) for tensor in trained))
+            self._step.meter.leave(sum(assumed_for(count, dtype) for count, dtype in trained))
+
+    def leave_with_what_is_held(self) -> None:
+        """Note that the forward is over; its outputs are those of graphs that somebody holds and no graph took."""
+        self.leave(self._step.outputs_held if self._step is not None else ())
 
     def capturing(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which graphs are captured and measured: what is allocated there belongs to no step."""
@@ -180,7 +183,8 @@ class Coordinator:
         node, is_new = self.plans.next(step.node, graph, at)
         if is_new:
             self._unsettled = SETTLED
-            self.plans.name(node, graph.name_with(self._names.get(id(primal)) for primal in primals))
+            names = {id(parameter): name for name, parameter in self._parameters()}
+            self.plans.name(node, graph.name_with(names.get(id(primal)) for primal in primals))
         step.note("forward", node)
         if not node.measured:
             node.assume(step.meter.level(), step.saved, step.calls[-1].node if step.calls else None)

@@ -66,24 +66,23 @@ from fxremat.runtime.coordinator import Coordinator
 from fxremat.runtime.devices import check_devices
 from fxremat.runtime.double_backward import Rerun, TwiceDifferentiable
 from fxremat.runtime.loss_meter import LossMeter, MeasuredLoss
-from fxremat.runtime.parts import Part
 from fxremat.runtime.ranks import ranks_of
 from fxremat.runtime.real_layouts import real_layouts
 from fxremat.runtime.sized import Sized
 from fxremat.runtime.target_kernels import kernels_of
+from fxremat.runtime.torch_compile import coordinator_of
 from fxremat.runtime.unused import telling_unused, unused_outputs, without
 from fxremat.runtime.varying import warn_of_fixed
 from fxremat.torch_private import (
     among_ranks,
     aot_backend,
     boxed,
-    compiled_frame,
     copied,
     differentiate_as_eager,
     forget_history,
-    graph_break_after,
     input_and_dimension,
     input_place,
+    is_compiling,
     is_float,
     is_state,
     largest_of,
@@ -643,7 +642,7 @@ def _to_trace(placeholders: Sequence[fx.Node], inputs: Sequence[Any]) -> Sequenc
     Outside of dynamo, return the symbolic ones that the graph was captured with, if there are any.
     """
     shown = [node.meta.get("example_value") for node in placeholders]
-    symbolic = compiled_frame() is None and any(isinstance(value, torch.SymInt) for value in shown)
+    symbolic = not is_compiling() and any(isinstance(value, torch.SymInt) for value in shown)
     return shown if symbolic else inputs
 
 
@@ -667,8 +666,8 @@ def fxremat(
 ) -> Callable[..., Any]:
     """Compile a graph for `torch.compile(model, backend="fxremat", options={"mem": ...})`, as its entry point.
 
-    The options are the fields of `Options`; "mem" is required. The model has to be one graph, since each graph would
-    use the full budget: `CaptureError` names the line where a second graph that needs gradients begins.
+    The options are the fields of `Options`; "mem" is required. If `torch.compile` breaks the model into several graphs,
+    they share the budget.
     """
     given = dict(options or {})
     if mode is not None:
@@ -680,10 +679,10 @@ def fxremat(
     if "mem" not in given:
         raise InvalidBudget('the fxremat backend needs a budget: torch.compile(..., options={"mem": "4GiB"})')
     backend = Backend(options_of(**given))
-    part = Part(settings=options, frame=compiled_frame(), broken_at=graph_break_after(module))
-    part.refuse_if_second(inputs)
+    backend.coordinator = coordinator = coordinator_of(backend.options, module, inputs)
     try:
-        return part.marking(backend(module, inputs))
+        with contextlib.nullcontext() if coordinator is None else coordinator.capturing():
+            return backend(module, inputs)
     except NotSymbolic as error:
         raise CaptureError(
             f"{error} needs inputs of fixed sizes: torch.compile(..., dynamic=False) captures each combination by "

@@ -21,7 +21,7 @@ import sys
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
@@ -155,8 +155,8 @@ class _Training:
         device = next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
         model = weakref.ref(self.model)
 
-        def parameters() -> dict[str, nn.Parameter]:
-            return dict(alive.named_parameters()) if (alive := model()) is not None else {}
+        def parameters() -> Iterable[tuple[str, torch.Tensor]]:
+            return alive.named_parameters() if (alive := model()) is not None else ()
 
         backend.coordinator = coordinator = Coordinator(backend.options, backend.model, where, device, parameters)
         name = f"{backend.options.method} of {backend.model}"
@@ -681,7 +681,7 @@ def _run_in_parts(training: _Training, args: tuple[Any, ...], kwargs: dict[str, 
     try:
         with coordinator.step():
             outputs = step(*args, **kwargs)
-            coordinator.leave(_tensors(outputs))
+            coordinator.leave((x.numel(), x.dtype) for x in _tensors(outputs) if x.requires_grad)
         if not coordinator.has_graphs and not training.warned:
             training.warned = True
             warnings.warn(NO_GRAPHS.format(name=training.backend.model), stacklevel=6)

@@ -1,0 +1,114 @@
+"""Models that users give to `torch.compile` itself and that are several graphs: one budget for all graphs of a call."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary, WeakValueDictionary
+
+import torch
+from torch import fx
+
+from fxremat.errors import BudgetTooSmall, CaptureError
+from fxremat.graphs.symbolic import Dims
+from fxremat.options import Options
+from fxremat.runtime.called_graph import CalledGraph, current
+from fxremat.runtime.coordinator import Coordinator
+from fxremat.torch_private import RunningCall, graph_break_after, running_call
+
+log = logging.getLogger(__name__)
+
+ONE_GRAPH = (
+    "the model is not one graph: {place}. It could be trained as several graphs within one budget, but {option} needs "
+    "one"
+)
+
+_known: WeakKeyDictionary[object, _Graphs] = WeakKeyDictionary()
+
+
+class _Graphs:
+    """The graphs of a function that `torch.compile` returned.
+
+    Args:
+        call: the first call of the function.
+    """
+
+    def __init__(self, options: Options, call: RunningCall, broken_at: str, device: torch.device) -> None:
+        self._parameters: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
+        self._model = None if call.module is None else weakref.ref(call.module)
+        self.coordinator = Coordinator(options, call.name, broken_at, device, self._named)
+        call.surround(self._step)
+
+    def note(self, inputs: Iterable[Any]) -> None:
+        """Note the parameters among the inputs of a graph."""
+        for given in inputs:
+            if isinstance(given, torch.nn.Parameter):
+                self._parameters[id(given)] = given
+
+    def _named(self) -> Iterable[tuple[str, torch.Tensor]]:
+        if self._model is None:
+            return (("", parameter) for parameter in list(self._parameters.values()))
+        return model.named_parameters() if (model := self._model()) is not None else ()
+
+    def _step(self) -> contextlib.AbstractContextManager[None]:
+        return _step(self.coordinator) if torch.is_grad_enabled() else contextlib.nullcontext()
+
+
+def coordinator_of(options: Options, module: fx.GraphModule, inputs: Sequence[Any]) -> Coordinator | None:
+    """Return what runs the graph that is being compiled, as one of several; None if the graph is all that is called.
+
+    Raises:
+        CaptureError: it is one of several, and the options need one graph.
+    """
+    call, place = running_call(), graph_break_after(module)
+    if call is None or (call.is_whole and place is None):
+        return None
+    if option := options.needs_one_graph:
+        where = f"it is broken at {place}" if place else "torch.compile captured a part of it"
+        raise CaptureError(ONE_GRAPH.format(place=where, option=option))
+    graphs = _known.get(call.function)
+    if graphs is None:
+        devices = [x.device for x in inputs if isinstance(x, torch.Tensor)]
+        device = next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+        graphs = _known[call.function] = _Graphs(options, call, place or "", device)
+        log.warning(
+            "%s is trained as several graphs within one budget, and planned after its first steps, which recompute "
+            "most (fullgraph=True makes this an error): %s",
+            call.name,
+            f"tracing stops at {place}" if place else "torch.compile captures its parts one by one",
+        )
+    graphs.note(inputs)
+    return graphs.coordinator
+
+
+@contextlib.contextmanager
+def _step(coordinator: Coordinator) -> Iterator[None]:
+    """Run a call as a step.
+
+    Where no step can begin, the first graph that is called raises the reason: dynamo could not clean up after an error
+    here.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(coordinator.step())
+        except BudgetTooSmall as error:
+            before, current.runner = current.runner, _Refusal(error)
+            stack.callback(setattr, current, "runner", before)
+            yield
+        else:
+            yield
+            coordinator.leave_with_what_is_held()
+
+
+class _Refusal:
+    """A runner that raises an error."""
+
+    def __init__(self, error: BudgetTooSmall) -> None:
+        self._error = error
+
+    def forward(self, graph: CalledGraph, dims: Dims, primals: list[Any]) -> Any:
+        """Raise the error."""
+        raise self._error

@@ -1,0 +1,172 @@
+"""Models that users give to `torch.compile` itself: the graphs of a call share one budget."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fxremat.plan_of_graphs import PlanOfGraphs
+from fxremat.runtime import torch_compile
+from fxremat.runtime.called_graph import current
+from fxremat.torch_private import is_profiled
+from tests.runtime.test_several_graphs import (
+    QUICK,
+    Block,
+    Broken,
+    as_it_is,
+    clamped,
+    early,
+    nothing_is_saved,
+    peak_of,
+    rows,
+    selected,
+)
+from tests.steps import differences, step_of
+
+pytestmark = pytest.mark.usefixtures("torch_ready")
+
+
+@pytest.fixture(autouse=True)
+def anew() -> Iterator[None]:
+    """Let dynamo forget the functions of other tests: it compiles each only so many times."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def twins(model: nn.Module, mem: object, **options: Any) -> tuple[Any, nn.Module, nn.Module]:
+    """A compiled model, the model in it, and an equal plain one."""
+    plain = copy.deepcopy(model)
+    given = {"mem": mem, "search": QUICK, **options}
+    return torch.compile(model, backend="fxremat", options=given), model, plain
+
+
+def assert_equal_steps(ours: Any, model: nn.Module, plain: nn.Module, x: Tensor) -> None:
+    found = step_of(model, lambda: ours(x), lambda loss: loss)
+    assert differences(found, step_of(plain, lambda: plain(x), lambda loss: loss)) == []
+
+
+def plans() -> list[PlanOfGraphs]:
+    """The plans of functions that are several graphs."""
+    gc.collect()
+    found = [graphs.coordinator.plan for graphs in torch_compile._known.values()]
+    return [plan for plan in found if plan]
+
+
+@pytest.mark.parametrize("between", [as_it_is, early, clamped, selected])
+@pytest.mark.parametrize("mem", ["95%", "min"])
+def test_the_graphs_of_a_model_share_one_budget(between: Callable[..., Any], mem: str) -> None:
+    torch.manual_seed(0)
+    ours, model, plain = twins(Broken(between), mem)
+    for seed in range(5):
+        assert_equal_steps(ours, model, plain, rows(seed=seed))
+    measured = peak_of(ours, rows(seed=4))
+    (plan,) = plans()
+    assert {"blocks.0", "blocks.1"} <= {call.name for call in plan.calls}
+    assert measured <= plan.budget
+    assert nothing_is_saved()
+
+
+def test_a_break_in_the_middle_of_a_function() -> None:
+    torch.manual_seed(0)
+    block, head = Block(), nn.Linear(32, 8)
+
+    def loss(x: Tensor) -> Tensor:
+        x = block(x)
+        torch._dynamo.graph_break()
+        return head(x).square().mean()
+
+    compiled = torch.compile(loss, backend="fxremat", options={"mem": "min", "search": QUICK})
+    both = nn.ModuleList([block, head])
+    for seed in range(3):
+        x = rows(seed=seed)
+        expected = step_of(both, lambda x=x: loss(x), lambda loss: loss)
+        assert differences(step_of(both, lambda x=x: compiled(x), lambda loss: loss), expected) == []
+    (plan,) = plans()
+    assert "test_torch_compile.py" in plan.broken_at
+    assert len(plan.calls) == 2
+
+
+def test_a_model_that_is_one_graph_is_planned_as_one() -> None:
+    ours, model, plain = twins(nn.Sequential(Block(), Block()), "100%")
+
+    def step(called: Any, of: nn.Module) -> Any:
+        return step_of(of, lambda: called(rows()), lambda y: y.square().mean())
+
+    assert differences(step(ours, model), step(plain, plain)) == []
+    assert plans() == []
+
+
+def test_graphs_of_hooks_share_the_budget() -> None:
+    torch.manual_seed(0)
+    model = Block()
+    model.register_forward_hook(lambda _module, _args, y: y.square().mean())
+    ours, inner, plain = twins(model, "100%")
+    for _ in range(3):
+        assert_equal_steps(ours, inner, plain, rows())
+    (plan,) = plans()
+    assert len(plan.calls) == 2
+
+
+def test_what_needs_one_graph_is_refused_by_name() -> None:
+    ours, _, _ = twins(Broken(as_it_is), "100%", slices=True)
+    with pytest.raises(Exception, match=r"captured a part of it.*slices needs one"):
+        ours(rows())
+
+
+def test_a_budget_that_is_too_small_is_said_by_the_first_graph() -> None:
+    ours, model, _ = twins(Broken(as_it_is), "10%")
+    for _ in range(2):
+        ours(rows()).backward()
+    before = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    for _ in range(2):
+        with pytest.raises(Exception, match="no schedule fits in 10%"):
+            ours(rows())
+    assert all(map(torch.equal, before, (p.grad for p in model.parameters())))
+    assert current.runner is None
+
+
+def test_an_error_inside_of_a_call_and_a_good_step_after_it() -> None:
+    fails = [False]
+
+    def between(number: int, x: Tensor) -> Tensor:
+        if number == 1 and fails[0]:
+            raise ValueError("in the middle")
+        return x
+
+    torch.manual_seed(0)
+    ours, model, plain = twins(Broken(between), "95%")
+    assert_equal_steps(ours, model, plain, rows())
+    fails[0] = True
+    with pytest.raises(ValueError, match="in the middle"):
+        ours(rows())
+    assert current.runner is None
+    assert nothing_is_saved()
+    fails[0] = False
+    assert_equal_steps(ours, model, plain, rows())
+
+
+def test_evaluation_between_forward_and_backward() -> None:
+    torch.manual_seed(0)
+    ours, model, plain = twins(Broken(as_it_is), "95%")
+
+    def step(called: Any, of: nn.Module) -> Any:
+        def forward() -> Tensor:
+            loss: Tensor = called(rows())
+            assert not is_profiled()
+            of.eval()
+            with torch.no_grad():
+                called(rows(seed=1))
+            of.train()
+            return loss
+
+        return step_of(of, forward, lambda loss: loss)
+
+    for _ in range(3):
+        assert differences(step(ours, model), step(plain, plain)) == []
