@@ -15,8 +15,10 @@ from typing import Any, Unpack
 import torch
 from torch import fx, nn
 
+from fxremat.compilers.planning import pass_options, pipeline_of, step_of
+from fxremat.compilers.reading import NO_MARKS, is_marked, read_given
 from fxremat.cost.devices import Device
-from fxremat.errors import FxrematError
+from fxremat.errors import CaptureError, FxrematError
 from fxremat.options import CompileOptions, Options, PlanOptions, options_of
 from fxremat.planning.captured_step import CapturedStep
 from fxremat.plans import Plan
@@ -125,8 +127,9 @@ def compare(
 
 def capture(
     model: nn.Module,
-    example_inputs: Any,
+    example_inputs: Any = None,
     *,
+    num_fwd_outputs: int | None = None,
     mem: int | str = "100%",
     solver: str = "auto",
     **options: Unpack[PlanOptions],
@@ -138,13 +141,25 @@ def capture(
         plan = step.plan("60%")              nothing is captured or measured again
         step.at(tokens=300).plan("60%")      for other sizes, where it was captured with dynamic=...
 
+    A graph of torch.fx that has a backward already is read as it is: the graph of a full step, whose backward is marked
+    (`fxremat.passes.step_pass` says how), or, with `num_fwd_outputs`, a joint graph of AOTAutograd. Costs are then
+    estimates, unless costs="measure" is passed. The graph of a forward alone is a model like any other.
+
     Args:
         model, example_inputs, options: as those of `plan`; the step's plans take them from here.
+        num_fwd_outputs: for a joint graph: the number of its outputs that belong to the forward.
         mem: the budget of `step.plan()`.
 
     Raises:
-        CaptureError: the model is not one graph; names the line.
+        CaptureError: the model is not one graph; names the line. A graph has a node that cannot be planned, which is
+            named; or it has no backward, and there are no inputs to differentiate it with.
     """
+    if isinstance(model, fx.GraphModule) and (num_fwd_outputs is not None or is_marked(model.graph)):
+        settings = pass_options(mem, {"solver": solver, **options})
+        given = read_given(model, num_fwd_outputs, pipeline=pipeline_of(settings))
+        return step_of(given, settings, example_inputs or ())
+    if example_inputs is None:
+        raise CaptureError(NO_MARKS if isinstance(model, fx.GraphModule) else "capturing calls the model: pass inputs")
     named, settings = _checked(model), options_of(mem=mem, solver=solver, **options)
     with with_fakes(named, _split(example_inputs), settings) as call:
         return _capture(named, call, settings)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from fractions import Fraction
 from typing import Any, TypedDict
@@ -26,7 +26,7 @@ from fxremat.errors import FxrematError, InvalidBudget
 from fxremat.host.tier import HostTier
 from fxremat.ops.parameters import check_optimizer
 from fxremat.plans import Plan
-from fxremat.settings import Inductor, Loss, Offload, Search, Slices
+from fxremat.settings import Inductor, Loss, Offload, Search, Slices, Wish, check_wishes
 from fxremat.solvers.registry import JOINS, LISTS, SOLVERS, TABLES
 from fxremat.solvers.registry import NAMES as CHAINS
 from fxremat.units import Budget, parse_budget, shortened
@@ -52,6 +52,7 @@ class PlanOptions(TypedDict, total=False):
     search: Search
     method: str
     fullgraph: bool
+    never_again: Wish | Sequence[Wish]
 
 
 class StepOptions(PlanOptions, total=False):
@@ -104,6 +105,8 @@ class Options:
         method: the method of the model that training calls and that is planned, such as "training_step".
         fullgraph: True: a model that is not one graph is an error, as with torch.compile. False: it is trained as
             several graphs within one budget.
+        never_again: ops of the forward that are never recomputed: a pattern of modules, "*.router", a function that
+            takes a node of the captured graph and returns a bool, or several of these.
 
     Raises:
         InvalidBudget: a size or budget of another form.
@@ -124,6 +127,7 @@ class Options:
     search: Search = field(default_factory=Search)
     method: str = "forward"
     fullgraph: bool = False
+    never_again: Wish | Sequence[Wish] = ()
     strict: bool | None = field(default=None, repr=False)  # a plan of another step is an error; no user sets this
     loss_seen: SeenLoss | None = field(default=None, repr=False)  # the loss as steps measured it; no user sets this
     budget: Budget = field(init=False, repr=False)  # `mem`, parsed
@@ -145,6 +149,7 @@ class Options:
         self._set("ranges", _ranges(self.dynamic))
         if not isinstance(self.search, Search):
             raise FxrematError(f"search is {shortened(self.search)}; it is a Search, such as Search(seconds=60)")
+        check_wishes("never_again", self.wishes)
         self._check_plan()
         self._set("budget", parse_budget(self.mem))
         self._check_backend()
@@ -155,6 +160,12 @@ class Options:
     def measures(self) -> bool:
         """True if ops are run to learn what they cost."""
         return self.costs == "measure"
+
+    @property
+    def wishes(self) -> tuple[Wish, ...]:
+        """The wishes of `never_again`, each a pattern of modules or a predicate on nodes."""
+        given = self.never_again
+        return (given,) if isinstance(given, str) or not isinstance(given, Sequence) else tuple(given)
 
     @property
     def offloads(self) -> bool:

@@ -11,6 +11,7 @@ from fxremat.cost.environment import environment
 from fxremat.errors import FxrematError
 from fxremat.graphs.accounting import device_of
 from fxremat.graphs.captured import Captured
+from fxremat.plan_check import PlanCheck, check
 from fxremat.plan_file import NAMES, PlanData, as_plain, load, save, without_the_rest
 from fxremat.planned_step import PlannedStep
 from fxremat.show.difference import Difference
@@ -109,6 +110,20 @@ class Plan(PlannedStep):
         Raises FxrematError where matplotlib is not installed (the extra `plot`).
         """
         return plot(self, self.frontier, ax)
+
+    def check(self, runs: int = 1) -> PlanCheck:
+        """Check the plan's two graphs as they were emitted: results, peak, and whether recomputed ops repeat.
+
+        They are evaluated on fake tensors: every result has the shape and type that it has in the captured graph, and a
+        count of the storages alive gives the predicted peak (of plans without copies, slices and compiled regions).
+
+        Args:
+            runs: 2 or more: run each recomputed op so often on made-up data, and name those whose bits differ.
+
+        Raises:
+            FxrematError: a result or the peak is another one.
+        """
+        return check(self, runs)
 
     def diff(self, other: PlannedStep) -> Difference:
         """Return how another plan differs from this one: figures, and what modules save, recompute and offload."""

@@ -12,11 +12,12 @@ A setting is a value: two with the same fields are equal, and nothing in it chan
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
+from torch import fx
 
 from fxremat.errors import FxrematError, InvalidBudget
 from fxremat.host.tier import HostTier
@@ -27,6 +28,7 @@ from fxremat.units import parse_bytes, shortened
 
 RANDOM = ("inductor", "eager")  # values of Inductor(random=...)
 GRADIENTS = ("loss", "all")  # values of Loss(gradients=...)
+Wish = Callable[[fx.Node], bool] | str  # of ops: a predicate on nodes of the captured graph, or a pattern of modules
 MANY_SLICES = 1 << 20  # slices of a region at most where the user sets no limit
 
 
@@ -205,6 +207,16 @@ class Search(Setting):
         _set(self, "seconds", seconds)
         _set(self, "slots", check_slots(self.slots))
         _check_bools(self, "progress")
+
+
+def check_wishes(name: str, wishes: Sequence[object]) -> None:
+    """Raise `FxrematError` for a wish that is neither a pattern of modules nor a predicate on nodes."""
+    for wish in wishes:
+        if not (isinstance(wish, str) or callable(wish)):
+            raise FxrematError(
+                f'{name} has {wish!r}; a wish is a pattern of modules such as "*.router", or a function that takes a '
+                "node of the graph and returns a bool"
+            )
 
 
 def _set(setting: object, name: str, value: object) -> None:

@@ -1356,6 +1356,11 @@ def _path_in_model(placeholder: fx.Node) -> list[tuple[str, str]]:
     return [(kind, literal_eval(quoted)) for kind, quoted in found]
 
 
+def take_signature(graph: fx.Graph, like: fx.Graph) -> None:
+    """Let a graph be called as another one, with nested inputs and results: `Graph._codegen` (torch 2.11, 2.13)."""
+    graph.set_codegen(like._codegen)
+
+
 def copied(graph: fx.Graph) -> fx.Graph:
     """Copy a graph with the `meta` of its nodes: `graph_copy` (torch 2.11, 2.13) leaves out that of the output."""
     copy = fx.Graph()

@@ -149,21 +149,27 @@ def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     return found
 
 
-def read_joint(module: fx.GraphModule, forward_outputs: int) -> Captured:
+def read_joint(
+    module: fx.GraphModule, forward_outputs: int, differentiable: Iterable[fx.Node] | None = None
+) -> Captured:
     """Read a joint graph as AOTAutograd passes it to a partition function. O(nodes).
 
     Args:
-        module: the joint graph, functional and undecomposed, with fake tensors in `meta["val"]`.
+        module: the joint graph, functional, with fake tensors in `meta["val"]`.
         forward_outputs: the number of outputs that belong to the forward.
+        differentiable: the inputs and constants that gradients may be computed for. None: the other outputs are one
+            gradient for each input, in order, and None for inputs without one.
 
     Raises:
         CaptureError: a size depends on data.
     """
-    return _Reader(module, forward_outputs).read()
+    return _Reader(module, forward_outputs, differentiable).read()
 
 
 class _Reader:
-    def __init__(self, module: fx.GraphModule, forward_outputs: int) -> None:
+    def __init__(
+        self, module: fx.GraphModule, forward_outputs: int, differentiable: Iterable[fx.Node] | None
+    ) -> None:
         self.module = module
         nodes = list(module.graph.nodes)
         output = nodes[-1]
@@ -177,10 +183,16 @@ class _Reader:
         self.tangents = tuple(tangents_in(module.graph))
         tangents = set(self.tangents)
         self.primals = tuple(node for node in placeholders if node not in tangents)
+        self.gradient_of = self._gradients() if differentiable is None else dict.fromkeys(differentiable)
         self.values: list[Value] = []
         self.shown: list[fx.Node] = []  # by value
         self.value_of: dict[fx.Node, int] = {}
         self.late = self._late()
+
+    def _gradients(self) -> dict[fx.Node, object]:
+        """Return the gradient of each input that has one."""
+        pairs = zip(_inputs(self.primals), self.backward_outputs, strict=False)
+        return {primal: gradient for primal, gradient in pairs if gradient is not None}
 
     def _late(self) -> set[fx.Node]:
         """Return the nodes of the backward: the first one that autograd made, and all later ones that no output needs.
@@ -311,11 +323,7 @@ class _Reader:
 
     def _ops(self, ordered: Sequence[tuple[fx.Node, tuple[int, ...]]]) -> tuple[Op, ...]:
         """Return the ops in execution order, and set the producers of the values that they write."""
-        moving = {  # values that depend on a differentiable input
-            self.value_of[primal]
-            for primal, gradient in zip(_inputs(self.primals), self.backward_outputs, strict=False)
-            if gradient is not None
-        }
+        moving = {self.value_of[given] for given in self.gradient_of}  # values that depend on a differentiable input
         numbers = sorted({number for node, _ in ordered if (number := node.meta.get("seq_nr")) is not None})
         sequence = {number: place for place, number in enumerate(numbers)}  # from 0, as in every capture
         ops: list[Op] = []
@@ -351,10 +359,9 @@ class _Reader:
     def _parameters(self) -> dict[int, str]:
         """Return the names of parameters by value: of the parameter, and of its gradient if that is returned."""
         named = {self.value_of[node]: name for node in self.primals if (name := parameter_of(node))}
-        pairs = zip(_inputs(self.primals), self.backward_outputs, strict=False)
         return named | {
             self.value_of[gradient]: named[self.value_of[primal]]
-            for primal, gradient in pairs
+            for primal, gradient in self.gradient_of.items()
             if isinstance(gradient, fx.Node) and self.value_of[primal] in named
         }
 

@@ -23,6 +23,17 @@ from fxremat.device import Ability, accelerates, kind_of
 HOST = torch.device("cpu")
 
 
+@torch.library.custom_op("fxremat::bernoulli_as", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
+def bernoulli_as(like: torch.Tensor, p: float) -> torch.Tensor:
+    """Return what `empty_like(like).bernoulli_(p)` draws: `aten.bernoulli.p` may draw in another order."""
+    return torch.empty_like(like).bernoulli_(p)
+
+
+@bernoulli_as.register_fake
+def _(like: torch.Tensor, p: float) -> torch.Tensor:
+    return torch.empty_like(like)
+
+
 def generator_of(arguments: tuple[Any, ...], options: dict[str, Any]) -> torch.Generator:
     """Return the default generator of the device that an op with these arguments draws from."""
     device = options.get("device") or next((t.device for t in _tensors(arguments)), torch.device("cpu"))

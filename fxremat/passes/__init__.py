@@ -1,1 +1,38 @@
-"""Rewrites of graphs, one per file, and lowering: from a program to the two graphs that run."""
+"""Rewrites of graphs, one per file, and lowering: from a program to the two graphs that run.
+
+For other compilers there are whole passes, which plan graphs that others captured, and give them back rewritten:
+
+    partitioner(mem)            a partition function of AOTAutograd, which AutoParallel and torch_xla take too
+    InductorPartitioner(mem)    for `torch._inductor.config.custom_partitioner_fn`
+    step_pass(mem)              on the graph of a full step
+    tag(graph, plan)            marks of what is kept and recomputed, for executors that read them
+    as_emitted                  a compiler that runs a graph as it is
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fxremat.compilers.inductor import InductorPartitioner
+    from fxremat.compilers.partition import Partitioner, as_emitted, partitioner
+    from fxremat.compilers.tags import tag
+    from fxremat.compilers.whole_step import StepPass, step_pass
+
+__all__ = ["InductorPartitioner", "Partitioner", "StepPass", "as_emitted", "partitioner", "step_pass", "tag"]
+
+_PASSES = {  # names of passes that plan, and the module that each is imported from on first use
+    "InductorPartitioner": "fxremat.compilers.inductor",
+    "Partitioner": "fxremat.compilers.partition",
+    "StepPass": "fxremat.compilers.whole_step",
+    "as_emitted": "fxremat.compilers.partition",
+    "partitioner": "fxremat.compilers.partition",
+    "step_pass": "fxremat.compilers.whole_step",
+    "tag": "fxremat.compilers.tags",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a pass that plans on its first use: planning stands above the rewrites of graphs."""
+    if name in _PASSES:
+        return getattr(import_module(_PASSES[name]), name)
+    raise AttributeError(f"module 'fxremat.passes' has no attribute {name!r}")

@@ -4,6 +4,9 @@
     any device            for PyTorch's own kernels on another device: nothing is assumed about the CPU's kernels
     inductor              for ops compiled by Inductor: convolutions in channels_last, BatchNorms in two halves
     inductor from seeds   as "inductor", with dropouts that draw from seeds, which are values of the graph
+    as given              for a graph that somebody else captured, and that runs as it is emitted: its ops stay
+    as given, measured    the same, with ops that may overwrite what no other reads: measuring finds real layouts
+    for compilers         for one that another compiler takes on: ops of PyTorch alone
 
 A pipeline is a list of names. Each graph is checked before and after each pass, and stays functional.
 
@@ -84,10 +87,14 @@ PASSES: Mapping[str, Pass] = {
 
 _FIRST = ("share", "wait_at_once", "drop_detach", "drop_running_statistics", "reshape_gradients")
 _FOR_REGIONS = ("copy_views_by_number", "convolve_channels_last", "halve", "note_overwriting")
+_AS_GIVEN = ("drop_detach", "drop_running_statistics", "copy_views_by_number")
 PIPELINES: Mapping[str, tuple[str, ...]] = {
     "any device": (*_FIRST, "drop_as_eager", "copy_views_by_number", "note_overwriting"),
     "eager": (*_FIRST, "drop_as_eager", "copy_views_by_number", "halve_exactly", "note_overwriting"),
     "inductor": (*_FIRST, "drop_as_eager", *_FOR_REGIONS),
+    "as given": (*_AS_GIVEN, "halve_exactly"),
+    "as given, measured": (*_AS_GIVEN, "halve_exactly", "note_overwriting"),
+    "for compilers": _AS_GIVEN,
     "inductor from seeds": (*_FIRST, "draw_from_seeds", *_FOR_REGIONS),
 }
 

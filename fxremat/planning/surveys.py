@@ -24,6 +24,7 @@ from fxremat.planning.facts import assumed_facts, facts_of
 from fxremat.planning.frontier_cache import NO_GRAPH, FrontierCache
 from fxremat.planning.limits import Limit
 from fxremat.planning.step import Step
+from fxremat.planning.wishes import check_meant, dear, fair, obedient, run_once
 from fxremat.search.candidate import Frontier
 from fxremat.search.executions import keep_all_peak
 from fxremat.search.refine import Ladder, lowered
@@ -128,17 +129,22 @@ def order_within_limit(step: Step, limit: Limit) -> Sequence[int]:
 def _frontier(step: Step, costs: Costs, options: Options, limit: Limit) -> Frontier:
     """Return the frontier, searched op by op up to the budget: the first rank searches, and sends it to the others."""
     graph, alone = step.graph, len(step.ranks.ranks) == 1
+    counted = beside_ops(graph, costs) if communicates(graph) else costs
+    once = run_once(graph, options.wishes)
+    check_meant(graph, options.wishes)
 
     def search() -> tuple[int, Ladder]:
-        counted = beside_ops(graph, costs) if communicates(graph) else costs
-        highest, ladder = _searched(graph, counted, options, limit)
+        highest, ladder = _searched(graph, dear(counted, once) if once else counted, options, limit, once)
         return highest, ladder if alone else ladder.on(NO_GRAPH)
 
     highest, ladder = step.ranks.from_first("planning", search)
-    return (ladder if alone else ladder.on(graph)).frontier(highest)
+    frontier = (ladder if alone else ladder.on(graph)).frontier(highest)
+    return fair(frontier, counted, once) if once else frontier
 
 
-def _searched(graph: Captured, costs: Costs, options: Options, limit: Limit) -> tuple[int, Ladder]:
+def _searched(
+    graph: Captured, costs: Costs, options: Options, limit: Limit, once: frozenset[int]
+) -> tuple[int, Ladder]:
     """Return the bytes up to which programs were searched for, and the ladder: the frontier with the search's results.
 
     With offloading, programs that need more than the budget count too: the search then goes up to the peak of keep-all.
@@ -151,14 +157,15 @@ def _searched(graph: Captured, costs: Costs, options: Options, limit: Limit) -> 
     if options.offloads_by_chain:
         settings |= {"solver": "auto", "effort": 0.0}
     how = "measure" if options.measures else "estimate"
-    of_costs = (how, str(options.device), str(device_of(graph)), options.loss_outside.size, options.loss_seen)
+    of_costs = (how, str(options.device), str(device_of(graph)), options.loss_outside.size, options.loss_seen, once)
     known = FrontierCache(graph, costs, (settings, of_costs))
     hosted = options.host is not None
     ladder = known.get()
     if ladder is None:
-        ladder = None if hosted else known.of_other_sizes()
+        pure = options.dynamic is False and not options.measures  # then plans are the same in every process
+        ladder = None if hosted or pure else known.of_other_sizes()
         if ladder is None or ladder.given.minimum > _bytes(limit, ladder):
-            ladder = Ladder(given=_surveyed(graph, costs, settings, of_costs))
+            ladder = Ladder(given=_surveyed(graph, costs, settings, of_costs, once))
     highest = _searched_up_to(_bytes(limit, ladder), ladder.given.keep_all.peak, options)
     if settings["solver"] == "auto":
         ladder = ladder.to(highest, costs, effort=settings["effort"])
@@ -189,10 +196,20 @@ def _searched_up_to(budget: int, keep_all: int, options: Options) -> int:
     return max(budget, min(keep_all, int(ABOVE * budget))) if options.compiles else budget
 
 
-def _surveyed(graph: Captured, costs: Costs, settings: Mapping[str, Any], of_costs: object) -> Frontier:
-    """Survey a graph; if a survey without op-by-op search is cached, improve that instead of starting anew."""
-    effort = settings["effort"]
+def _surveyed(
+    graph: Captured, costs: Costs, settings: Mapping[str, Any], of_costs: object, once: frozenset[int]
+) -> Frontier:
+    """Survey a graph; if a survey without op-by-op search is cached, improve that instead of starting anew.
+
+    Args:
+        once: ops that run once: programs that run one of them again are left out, and not improved.
+    """
+    effort = settings["effort"] if settings["solver"] == "auto" else 0.0
+    if once:
+        whole = survey(graph, costs, **{**settings, "effort": 0.0})
+        left = obedient(whole.candidates, once)
+        return replace(whole, candidates=obedient(lowered(left, costs, effort=effort), once) if effort else left)
     quick = FrontierCache(graph, costs, ({**settings, "effort": 0.0}, of_costs)).get() if effort else None
-    if quick is None or settings["solver"] != "auto":
+    if quick is None:
         return survey(graph, costs, **settings)
     return replace(quick.given, candidates=lowered(quick.given.candidates, costs, effort=effort))

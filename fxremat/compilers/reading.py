@@ -1,0 +1,257 @@
+"""Graphs of torch.fx that others captured, read as captured steps; what was given is never changed.
+
+    a joint graph      forward and backward, with inputs for the gradients of the outputs (tangents), as AOTAutograd
+                       passes it to a partition function; decomposed or not
+    a full step        forward, loss and backward in one graph; each node of the backward is marked, by
+                       meta["partitioner_tag"] = "is_backward" or meta["autograd_backward"] = True
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import TreeSpec, tree_flatten
+
+from fxremat.errors import CaptureError
+from fxremat.graphs.captured import Captured, read_joint
+from fxremat.graphs.names import note_names
+from fxremat.graphs.nodes import NUMBERS, tangents_in, tensors_of
+from fxremat.graphs.symbolic import has_symbolic_sizes
+from fxremat.passes.pipelines import PIPELINES, normalize
+from fxremat.passes.without_mutation import without_mutation
+from fxremat.torch_private import copied
+
+aten = torch.ops.aten
+
+TAG, OF_BACKWARD = "partitioner_tag", "is_backward"  # AOTAutograd's mark of a node of the backward
+MARK = "autograd_backward"  # another one, which make_fx leaves on nodes that autograd traced
+NO_MARKS = (
+    "the graph has neither tangents nor marks, so that nothing tells its backward from its forward: pass "
+    'num_fwd_outputs if it is a joint graph; mark the nodes of the backward, node.meta["partitioner_tag"] = '
+    '"is_backward", if it is a full step; or pass example_inputs if it is a forward alone'
+)
+
+
+@dataclass(frozen=True)
+class Written:
+    """The description of a value that overwrites an input, in the way of AOTAutograd's descriptions."""
+
+    mutated_input: object  # the description of the input
+
+
+@dataclass(frozen=True)
+class Called:
+    """The description of an input that had none: its name."""
+
+    name: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """A graph of somebody else's, read as a step.
+
+    An input that the graph overwrites is written to at the end of the forward. For the plan, what is written are
+    further outputs of the forward, behind the others.
+    """
+
+    captured: Captured
+    is_joint: bool  # False: a full step
+    outputs: tuple[int, ...]  # the place among the graph's outputs of each output of the step, forward's first
+    structure: TreeSpec  # of the graph's outputs
+    written: tuple[str, ...]  # the inputs that are overwritten, by name
+
+    @property
+    def forward_count(self) -> int:
+        """The number of outputs of the forward, without what overwrites inputs."""
+        return len(self.captured.forward_outputs) - len(self.written)
+
+    def with_writes(self, graphs: tuple[fx.GraphModule, fx.GraphModule]) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Return copies of forward and backward with the inputs overwritten in the forward, not by what it returns."""
+        forward, backward = (fx.GraphModule(each, copied(each.graph)) for each in graphs)
+        if self.written:
+            graph, end = forward.graph, forward.graph.output_node()
+            results: tuple[Any, ...] = end.args[0]  # type: ignore[assignment]
+            first, after = self.forward_count, len(self.captured.forward_outputs)
+            inputs = {node.target: node for node in graph.find_nodes(op="placeholder")}
+            with graph.inserting_before(end):
+                for name, value in zip(self.written, results[first:after], strict=True):
+                    made = graph.call_function(aten.copy_.default, (inputs[name], value))
+                    made.meta = {"val": inputs[name].meta["val"]}
+            end.args = ((*results[:first], *results[after:]),)
+            graph.lint()
+            forward.recompile()
+        return forward, backward
+
+    def put_back(self, outputs: Sequence[Any]) -> Any:
+        """Return the outputs of the step in the order and structure of the graph's outputs."""
+        ordered: list[Any] = [None] * len(outputs)
+        for place, output in zip(self.outputs, outputs, strict=True):
+            ordered[place] = output
+        return self.structure.unflatten(ordered)
+
+
+def is_marked(graph: fx.Graph) -> bool:
+    """Tell whether a graph has a backward that can be told from its forward: by tangents, or by marks."""
+    return bool(tangents_in(graph)) or any(map(_is_of_backward, graph.nodes))
+
+
+def read_given(module: fx.GraphModule, num_fwd_outputs: int | None = None, *, pipeline: str = "as given") -> Given:
+    """Read a joint graph, or the graph of a full step. O(nodes).
+
+    Args:
+        module: ops of ATen or other registered ops, without effects, with fake tensors of fixed sizes in meta["val"].
+        num_fwd_outputs: the number of outputs that belong to the forward of a joint graph; the others are a gradient
+            or None for each input. None: the graph is a full step.
+        pipeline: the passes that the copy of the graph goes through, by the name in `PIPELINES`.
+
+    Raises:
+        CaptureError: nothing tells backward from forward; or a node cannot be planned, which the error names.
+    """
+    graph = copied(module.graph)
+    _check(graph)
+    without_mutation(graph)
+    outputs, structure = tree_flatten(graph.output_node().args[0])
+    if num_fwd_outputs is None:
+        if tangents_in(graph):
+            raise CaptureError("the graph has tangents: pass num_fwd_outputs, how many outputs are the forward's")
+        order = _mark(graph, outputs)
+        count = sum(not _is_late(outputs[place]) for place in order)
+    else:
+        if not 0 < num_fwd_outputs <= len(outputs):
+            raise CaptureError(f"num_fwd_outputs is {num_fwd_outputs}, and the graph has {len(outputs)} outputs")
+        order, count = [*range(len(outputs))], num_fwd_outputs
+        _check_forward(graph, outputs[:count])
+    written = _take_writes(graph)
+    _sort_outputs(graph, outputs, order, count, written)
+    copy = normalize(fx.GraphModule(module, graph), PIPELINES[pipeline])
+    _note_names(copy.graph, type(module).__name__)
+    differentiable = None if num_fwd_outputs is not None else [*_floats(copy.graph)]
+    captured = read_joint(copy, count + len(written), differentiable)
+    return Given(
+        captured=captured,
+        is_joint=num_fwd_outputs is not None,
+        outputs=tuple(order),
+        structure=structure,
+        written=tuple(name for name, _ in written),
+    )
+
+
+def _check_forward(graph: fx.Graph, outputs: Sequence[Any]) -> None:
+    """Raise `CaptureError` if an output of the forward depends on a gradient that is handed in."""
+    late = set(tangents_in(graph))
+    for node in graph.nodes:
+        if not late.isdisjoint(node.all_input_nodes):
+            late.add(node)
+    for place, output in enumerate(outputs):
+        if output in late:
+            raise CaptureError(
+                f"output {place}, {output}, depends on a tangent, so that it is none of the forward's {len(outputs)}: "
+                f"num_fwd_outputs is {place} at most"
+            )
+
+
+def _take_writes(graph: fx.Graph) -> list[tuple[str, fx.Node]]:
+    """Remove the nodes that overwrite inputs; return the names of these, and what is written."""
+    found = []
+    for node in graph.find_nodes(op="call_function", target=aten.copy_.default):
+        to, value = node.args[:2]
+        if isinstance(to, fx.Node) and to.op == "placeholder" and isinstance(value, fx.Node) and not node.users:
+            to.meta.setdefault("desc", Called(to.name))
+            graph.erase_node(node)
+            found.append((to.name, value))
+    return found
+
+
+def _sort_outputs(
+    graph: fx.Graph, outputs: Sequence[Any], order: Sequence[int], count: int, written: Sequence[tuple[str, fx.Node]]
+) -> None:
+    """Put the forward's outputs first, with what overwrites inputs behind them."""
+    node = graph.output_node()
+    descs: Any = node.meta.get("desc")
+    if not (isinstance(descs, Sequence) and len(descs) == len(outputs)):
+        descs = [None] * len(outputs)
+    inputs = {each.name: each for each in graph.find_nodes(op="placeholder")}
+    writes = [Written(inputs[name].meta["desc"]) for name, _ in written]
+    early, late = order[:count], order[count:]
+    node.meta["desc"] = [*(descs[each] for each in early), *writes, *(descs[each] for each in late)]
+    values = [value for _, value in written]
+    node.args = ([*(outputs[each] for each in early), *values, *(outputs[each] for each in late)],)
+
+
+def _mark(graph: fx.Graph, outputs: Sequence[Any]) -> list[int]:
+    """Mark the backward of a full step as AOTAutograd does; return the places of the outputs, the forward's first."""
+    marked = [node for node in graph.nodes if _is_of_backward(node)]
+    if not marked:
+        raise CaptureError(NO_MARKS)
+    for node in marked:
+        node.meta[TAG] = OF_BACKWARD
+    return sorted(range(len(outputs)), key=lambda place: _is_late(outputs[place]))
+
+
+def _is_late(output: object) -> bool:
+    return isinstance(output, fx.Node) and _is_of_backward(output)
+
+
+def _is_of_backward(node: fx.Node) -> bool:
+    return node.meta.get(TAG) == OF_BACKWARD or bool(node.meta.get(MARK))
+
+
+def _floats(graph: fx.Graph) -> Iterator[fx.Node]:
+    """Yield the inputs and constants that a gradient may be computed for."""
+    for node in graph.nodes:
+        if node.op in ("placeholder", "get_attr"):
+            tensors = tensors_of(node)
+            if any(tensor is not None and tensor.is_floating_point() for tensor in tensors):
+                yield node
+
+
+def _note_names(graph: fx.Graph, model: str) -> None:
+    """Note the names of parameters, as far as the graph tells them, and of the graph's class."""
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    named = [(node, getattr(node.meta.get("desc"), "target", None)) for node in inputs]
+    note_names([(node, name if isinstance(name, str) else None) for node, name in named], model)
+
+
+def _check(graph: fx.Graph) -> None:
+    """Raise `CaptureError` for a node that cannot be planned."""
+    for node in graph.nodes:
+        if trouble := _trouble(node):
+            raise CaptureError(f"{node.name} {trouble}")
+    if has_symbolic_sizes(graph):
+        raise CaptureError(
+            "the graph has symbolic sizes, and a plan in bytes is for fixed ones: trace it with dynamic=False, or "
+            'tracing_mode="fake"'
+        )
+
+
+def _trouble(node: fx.Node) -> str:
+    """Return why a node cannot be planned; "" if it can."""
+    if node.op in ("call_module", "call_method"):
+        return (
+            f"is a {node.op} of {node.target}, and not an op: trace the module with make_fx or torch.export, or pass "
+            "example_inputs if the graph is a forward alone"
+        )
+    if node.op == "output" or (node.op == "get_attr" and "val" in node.meta) or node.target is operator.getitem:
+        return ""
+    if not _has_value(node):
+        return (
+            f'({node.target}) has no fake tensor in meta["val"], which tells its size: trace the graph with '
+            'make_fx(..., tracing_mode="fake")'
+        )
+    return ""
+
+
+def _has_value(node: fx.Node) -> bool:
+    value: Any = node.meta.get("val")
+    if node.op == "placeholder" or value is None:
+        return "val" in node.meta or node.op == "get_attr"
+    return any(isinstance(each, (torch.Tensor, *NUMBERS)) for each in _items(value))
+
+
+def _items(value: Any) -> Iterable[Any]:
+    return value if isinstance(value, tuple | list) else (value,)

@@ -1,0 +1,72 @@
+"""A plan written on a graph as the marks of torch's checkpointing, for executors that read these."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from fxremat.errors import PlanMismatch
+from fxremat.graphs.captured import Captured
+from fxremat.plans import Plan
+from fxremat.step.program import Role, Transfer
+
+GROUP = "ac_graph_id"  # which marks torch's partitioner reads together
+
+
+def tag(graph: fx.GraphModule, plan: Plan) -> fx.GraphModule:
+    """Mark the forward ops of a graph by what a plan does with their results; return the graph, which is changed.
+
+        joint = fxremat.capture(graph, num_fwd_outputs=1)
+        fxremat.passes.tag(graph, joint.plan("60%"))
+
+    `node.meta["recompute"]` becomes `CheckpointPolicy.MUST_SAVE` for what waits in memory for the backward,
+    `MUST_CPU_OFFLOAD` for what waits on the host, and `MUST_RECOMPUTE` for all else, views among it. Marks say which
+    values are kept, and not in which order ops run: an executor's peak is its own. `fxremat` takes MUST_SAVE and
+    MUST_CPU_OFFLOAD on a graph that it is given as wishes: see `never_again`.
+
+    Args:
+        graph: the graph that the plan was made for, or one with nodes of the same names.
+
+    Raises:
+        PlanMismatch: the graph has none of the ops of the plan.
+    """
+    policies = _policies(plan)
+    found = [node for node in graph.graph.nodes if node.name in policies]
+    if not found:
+        raise PlanMismatch("the graph has none of the ops of the plan: tag the graph that the plan was made for")
+    for node in found:
+        node.meta |= {"recompute": policies[node.name], GROUP: 0}
+    return graph
+
+
+def _policies(plan: Plan) -> dict[str, CheckpointPolicy]:
+    """Return the mark of each node of the forward, by name: of ops, of items of what they return, and of views."""
+    program, step, captured = plan.program, plan.graph, plan.captured
+    late = program.steps[program.split :]
+    hosted = {
+        program.version_of[version]
+        for each in program.steps
+        if isinstance(each, Transfer) and each.role is Role.OFFLOAD
+        for version in each.reads
+    }
+    made = {version for each in program.steps[: program.split] for version in each.writes}
+    saved = {program.version_of[version] for each in late for version in each.reads if version in made}
+    policies = {node.name: CheckpointPolicy.MUST_RECOMPUTE for node in _forward(captured)}
+    for op in step.forward_ops:
+        for value in op.writes:
+            if value in hosted | saved:
+                policy = CheckpointPolicy.MUST_CPU_OFFLOAD if value in hosted else CheckpointPolicy.MUST_SAVE
+                policies[step.values[value].name] = policies[op.name] = policy
+    return policies
+
+
+def _forward(captured: Captured) -> Iterator[fx.Node]:
+    """Yield the nodes that the forward computes, views among them."""
+    wanted = {*captured.nodes[: captured.forward_count], *captured.forward_outputs}
+    for node in reversed(captured.module.graph.nodes):
+        if node in wanted:
+            wanted.update(node.all_input_nodes)
+            if node.op == "call_function":
+                yield node

@@ -1,0 +1,243 @@
+"""A check of a plan's two graphs as they were emitted: what they compute, how much is alive, and whether ops repeat.
+
+    outputs     the graphs are evaluated on fake tensors: results have the shapes and types of the captured graph's
+    peak        storages are counted from when a node makes them to the last use, as generated code frees them
+    runs        each op that is recomputed runs several times on equal data: those whose bits differ are named
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from fxremat.cost.made_up import call_of
+from fxremat.errors import FxrematError
+from fxremat.graphs.accounting import device_of, held
+from fxremat.graphs.captured import Captured
+from fxremat.graphs.nodes import is_number, storage_bytes
+from fxremat.planned_step import PlannedStep
+from fxremat.step.verify import verify
+from fxremat.torch_private import real_tensors, storage_of
+from fxremat.units import format_bytes
+
+AGAIN = re.compile(r"__r\d+$")  # the suffix of the name of a recomputation
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanCheck:
+    """What a check of a plan has found; it prints as a line."""
+
+    outputs: int  # results that were compared with those of the captured graph
+    peak: int | None  # bytes, counted on the emitted graphs; None: the plan has copies, slices or compiled regions
+    predicted_peak: int  # bytes
+    runs: int  # executions of each recomputed op that were compared; 1: none
+    differing: tuple[str, ...]  # recomputed ops whose bits differ from run to run
+
+    def __str__(self) -> str:
+        counted = "" if self.peak is None else f", the peak is {format_bytes(self.peak)} as predicted"
+        if self.runs < 2:
+            repeats = ""
+        elif self.differing:
+            repeats = f"; bits differ from run to run in {', '.join(self.differing)}"
+        else:
+            repeats = f"; recomputed ops gave equal bits in {self.runs} runs"
+        return f"{self.outputs} results have their shapes{counted}{repeats}"
+
+
+def check(plan: PlannedStep, runs: int = 1) -> PlanCheck:
+    """Check a plan: see the module.
+
+    Raises:
+        FxrematError: a result has another shape or type than that of the captured graph, or the peak is not the
+            predicted one.
+    """
+    verify(plan.program)
+    captured, (forward, backward) = plan.captured, plan.graphs
+    evaluated = Evaluation(plan)
+    results = evaluated.run(forward.graph, evaluated.inputs(forward.graph))
+    count = len(captured.forward_outputs)
+    _compare(captured.forward_outputs, results[:count])
+    evaluated.at_split(results[:count], results[count:])
+    handed_over = sorted(results[count:], key=lambda value: not is_number(value))
+    given = [*handed_over, *(node.meta["val"] for node in captured.tangent_nodes)]
+    gradients = evaluated.run(backward.graph, given)
+    _compare(captured.backward_outputs, gradients)
+    peak = evaluated.peak if _is_countable(plan) else None
+    if peak is not None and peak != plan.predicted_peak:
+        raise FxrematError(
+            f"the emitted graphs need {peak} bytes by a count of their storages; {plan.predicted_peak} were predicted"
+        )
+    return PlanCheck(
+        outputs=len(results[:count]) + len(gradients),
+        peak=peak,
+        predicted_peak=plan.predicted_peak,
+        runs=runs,
+        differing=tuple(_differing(plan, runs)) if runs > 1 else (),
+    )
+
+
+def _is_countable(plan: PlannedStep) -> bool:
+    return not (plan.chosen.transfers or plan.chosen.communication or plan.slices or plan.compiled or plan.weights)
+
+
+def _compare(expected: Sequence[object], found: Sequence[Any]) -> None:
+    for node, value in zip(expected, found, strict=True):
+        shown = node.meta.get("val") if isinstance(node, fx.Node) else node
+        if _described(shown) != _described(value):
+            raise FxrematError(f"{node} is {_described(value)} as emitted, and {_described(shown)} as captured")
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype} {list(value.shape)} on {value.device}"
+    return type(value).__name__
+
+
+@dataclass
+class Evaluation:
+    """The emitted graphs on fake tensors, with the bytes of the storages that are alive."""
+
+    plan: PlannedStep
+    peak: int = 0
+    sizes: dict[int, int] = field(default_factory=dict)  # by storage that counts: its bytes
+    holders: Counter[int] = field(default_factory=Counter)  # by storage: how many values of nodes show it
+    keeping: list[Any] = field(default_factory=list)  # values that stay: storages are told apart by their addresses
+    beside: int = 0  # bytes of a loss outside the model
+
+    def __post_init__(self) -> None:
+        graph = self.plan.captured
+        self._value_of = {value.name: value.index for value in graph.values}
+        self._op_of = {op.name: op for op in graph.ops}
+
+    def inputs(self, graph: fx.Graph) -> list[Any]:
+        """Return the inputs of the forward, whose storages do not count."""
+        given = [node.meta["val"] for node in graph.find_nodes(op="placeholder")]
+        constants = [node.meta.get("val") for node in self.plan.captured.module.graph.find_nodes(op="get_attr")]
+        self.sizes |= dict.fromkeys(_storages([given, constants]), 0)
+        return given
+
+    def at_split(self, outputs: Sequence[Any], saved: Sequence[Any]) -> None:
+        """Count the loss outside the model, and the gradients that it hands in."""
+        graph, sizes = self.plan.graph, self.plan.costs.sizes
+        self.holders.clear()
+        for value in saved:
+            self._hold(value)
+        for shown, value in zip(self.plan.captured.forward_outputs, outputs, strict=True):
+            if isinstance(shown, fx.Node) and self.plan.captured.value_of.get(shown) not in graph.updates:
+                self._hold(value)  # others are copied over an input, and freed
+        tangents = sum(sizes.values[tangent] for tangent in graph.tangent_values)
+        self.peak = max(self.peak, self._alive + max(tangents + sizes.root, sizes.outside))
+        self.beside = sizes.root
+        for node in self.plan.captured.tangent_nodes:
+            (storage,), value = _storages(node.meta["val"]), self.plan.captured.value_of[node]
+            self.sizes[storage] = sizes.values[value]
+            self.holders[storage] += 2 if value in graph.held_tangents else 1
+
+    def run(self, graph: fx.Graph, given: Sequence[Any]) -> list[Any]:
+        """Evaluate a graph, and return its results; what it was given is freed after its last use."""
+        values = dict(zip(graph.find_nodes(op="placeholder"), given, strict=True))
+        last = {used: node for node in graph.nodes for used in node.all_input_nodes}
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                continue
+            if node.op == "output":
+                break
+            values[node] = self._value(node, values)
+            self._hold(values[node])
+            self._measure(node, values[node])
+            self.peak = max(self.peak, self._alive + self._workspace(node))
+            for used in {*node.all_input_nodes, node}:
+                if last.get(used, node) is node:
+                    self._release(values[used])
+        results: Any = graph.output_node().args[0]
+        return [values[result] if isinstance(result, fx.Node) else result for result in results]
+
+    @property
+    def _alive(self) -> int:
+        return self.beside + sum(self.sizes[storage] for storage, count in self.holders.items() if count > 0)
+
+    def _value(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
+        if node.op == "get_attr":
+            return node.meta.get("val")
+        args: Any = fx.node.map_arg(node.args, values.__getitem__)
+        kwargs: Any = fx.node.map_arg(node.kwargs, values.__getitem__)
+        if node.target is operator.getitem:
+            return args[0][args[1]]
+        shown = node.meta["val"]
+        like: Any = next((leaf for leaf in tree_leaves(shown) if isinstance(leaf, torch.Tensor)), None)
+        if like is None:  # a number
+            return shown
+        with like.fake_mode:
+            if isinstance(node.target, torch._ops.OpOverload):
+                return node.target(*args, **kwargs)
+            return tree_map_only(torch.Tensor, torch.empty_like, shown)  # a function of fxremat
+
+    def _hold(self, value: Any) -> None:
+        self.keeping.append(value)
+        for storage in _storages(value):
+            self.holders[storage] += 1
+
+    def _measure(self, node: fx.Node, value: Any) -> None:
+        """Note the bytes of the storages that a node makes."""
+        if node.target is operator.getitem or isinstance(value, torch.Tensor):
+            for storage in _storages(value):
+                self._size(node, value, storage)
+        else:
+            for tensor in _tensors(value):
+                self.sizes.setdefault(storage_of(tensor), held(storage_bytes(tensor), device_of(self.plan.graph)))
+
+    def _size(self, node: fx.Node, value: torch.Tensor, storage: int) -> None:
+        sizes, name = self.plan.costs.sizes, AGAIN.sub("", node.name)
+        if name in self._value_of and self.sizes.get(storage) != 0:
+            self.sizes[storage] = sizes.values[self._value_of[name]]
+        elif name.endswith("_seed"):
+            self.sizes[storage] = sizes.seed
+        else:
+            self.sizes.setdefault(storage, held(storage_bytes(value), device_of(self.plan.graph)))
+
+    def _release(self, value: Any) -> None:
+        for storage in _storages(value):
+            self.holders[storage] -= 1
+
+    def _workspace(self, node: fx.Node) -> int:
+        op = self._op_of.get(AGAIN.sub("", node.name.removesuffix("_drawn")))
+        if op is None:
+            return 0
+        costs = self.plan.costs
+        if op.overwrites is None or op.index in costs.fresh:
+            return costs.sizes.workspace[op.index]
+        return costs.sizes.workspace[op.index] + costs.sizes.values[op.overwrites]  # its result is no new storage
+
+
+def _tensors(value: Any) -> Iterable[torch.Tensor]:
+    return (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
+
+
+def _storages(value: Any) -> list[int]:
+    return [*dict.fromkeys(storage_of(tensor) for tensor in _tensors(value))]
+
+
+def _differing(plan: PlannedStep, runs: int) -> Iterable[str]:
+    """Yield the recomputed ops whose results on equal data differ in `runs` runs; random ones replay their draws."""
+    captured: Captured = plan.captured
+    with real_tensors(), torch.no_grad():
+        for index in sorted(plan.program.repeated):
+            if not captured.ops[index].random and not _repeats(call_of(captured.nodes[index]), runs):
+                yield captured.ops[index].name
+
+
+def _repeats(call: Callable[[], Any], runs: int) -> bool:
+    first = [tensor.clone() for tensor in _tensors(call())]
+    return all(all(map(_same, first, _tensors(call()))) for _ in range(runs - 1))
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one, other) or bool(torch.equal(one.isnan(), other.isnan()) and one.isnan().any())

@@ -1,0 +1,144 @@
+"""Ops that run once in a step, whatever the budget: by a wish, and decisions that come out of floats.
+
+Wishes are the option `never_again`, and marks of selective checkpointing in the graph.
+
+A plan that computes such an op again is not on offer. The search is led away from them by what they cost: as much as
+ten steps, each time that they run (`dear`). What is left of the frontier has its real times again (`fair`).
+
+Decisions: which expert a token goes to, which entries a mask selects. Computed again from floats by kernels that differ
+from run to run, as on CUDA, they may come out otherwise: tokens then go elsewhere, or sizes do not match. They take few
+bytes, and are kept there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+
+import torch
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from fxremat.device import kind_of
+from fxremat.errors import FxrematError
+from fxremat.graphs.accounting import device_of
+from fxremat.graphs.captured import Captured
+from fxremat.graphs.nodes import tensors_of
+from fxremat.search.candidate import Candidate, Frontier
+from fxremat.settings import Wish
+from fxremat.step.costs import Costs
+from fxremat.step.program import Order
+
+aten = torch.ops.aten
+
+PINNED = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_CPU_OFFLOAD)  # what the author of a model pinned stays so
+STEPS = 10.0  # steps that an op which is to run once is said to cost
+
+CHOOSING = {  # ops that make indices out of floats
+    *(aten.topk, aten.sort, aten.argsort, aten.argmax, aten.argmin, aten.kthvalue, aten.mode, aten.multinomial),
+    *(aten.bucketize, aten.searchsorted, aten.nonzero),
+}
+COMPARING = {
+    *(aten.gt, aten.ge, aten.lt, aten.le, aten.eq, aten.ne, aten.isfinite, aten.isnan, aten.isinf, aten.max, aten.min),
+    *(aten.bernoulli,),
+}
+INDEXING = {
+    *(aten.index, aten.index_put, aten._unsafe_index, aten._unsafe_index_put, aten.index_select, aten.gather),
+    *(aten.scatter, aten.scatter_add, aten.scatter_reduce, aten.index_add, aten.index_copy, aten.masked_select),
+    *(aten.nonzero, aten.masked_scatter, aten.histc, aten.bincount, aten.embedding, aten._grouped_mm),
+}
+
+
+def run_once(graph: Captured, never_again: Sequence[Wish]) -> frozenset[int]:
+    """Return the forward ops that may run once only. O(ops)."""
+    wished = {op.index for op in graph.forward_ops if any(_is_meant(graph, op.index, wish) for wish in never_again)}
+    wished |= {op.index for op in graph.forward_ops if graph.nodes[op.index].meta.get("recompute") in PINNED}
+    decided = set(_decisions(graph)) if kind_of(device_of(graph)).of_cuda else set()
+    return frozenset(wished | decided)
+
+
+def check_meant(graph: Captured, never_again: Sequence[Wish]) -> None:
+    """Raise `FxrematError` for a pattern of modules that no op of the forward belongs to."""
+    for wish in never_again:
+        if isinstance(wish, str) and not any(_is_meant(graph, op.index, wish) for op in graph.forward_ops):
+            modules = sorted({source.module for source in graph.sources if source.module})
+            some = f"; some modules are {', '.join(modules[:4])}" if modules else ""
+            raise FxrematError(f"never_again: no op of the forward belongs to a module {wish!r}{some}")
+
+
+def _is_meant(graph: Captured, op: int, wish: Wish) -> bool:
+    if not isinstance(wish, str):
+        return bool(wish(graph.nodes[op]))
+    parts = graph.sources[op].module.split(".")
+    return any(fnmatchcase(".".join(parts[:end]), wish) for end in range(1, len(parts) + 1))
+
+
+def _decisions(graph: Captured) -> Iterator[int]:
+    """Yield the forward ops whose results out of floats decide what is selected, or where values go."""
+    of_node = {node: op.index for op, node in zip(graph.forward_ops, graph.nodes, strict=False)}
+    deciding: dict[fx.Node, bool] = {}
+    for node in reversed(graph.module.graph.nodes):
+        deciding[node] = _packet(node) in INDEXING or (
+            _is_of_integers(node) and any(deciding[user] for user in node.users)
+        )
+    for node, op in of_node.items():
+        reads_floats = any(_has_floats(parent) for parent in node.all_input_nodes)
+        chosen = _packet(node) in CHOOSING
+        compared = _packet(node) in COMPARING and any(_leads_to_index(user, deciding) for user in node.users)
+        if reads_floats and (chosen or compared):
+            yield op
+
+
+def _leads_to_index(user: fx.Node, deciding: dict[fx.Node, bool]) -> bool:
+    return deciding[user] and (_packet(user) in INDEXING or _is_of_integers(user))
+
+
+def _packet(node: fx.Node) -> object:
+    return getattr(node.target, "overloadpacket", None)
+
+
+def _is_of_integers(node: fx.Node) -> bool:
+    tensors = [tensor for tensor in tensors_of(node) if tensor is not None]
+    return bool(tensors) and not any(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors)
+
+
+def _has_floats(node: fx.Node) -> bool:
+    return any(tensor is not None and tensor.is_floating_point() for tensor in tensors_of(node))
+
+
+# --- the search ---
+
+
+def dear(costs: Costs, once: Iterable[int]) -> Costs:
+    """Return the costs with `once` said to be so dear that no program on the frontier runs them again needlessly."""
+    seconds, price = list(costs.seconds), STEPS * sum(costs.seconds)
+    for op in once:
+        seconds[op] += price
+    return replace(costs, seconds=tuple(seconds))
+
+
+def obedient(candidates: Iterable[Candidate], once: frozenset[int]) -> tuple[Candidate, ...]:
+    """Return the candidates that run each of these ops once. O(steps) a candidate."""
+    return tuple(candidate for candidate in candidates if not _repeats(candidate.order(), once))
+
+
+def fair(frontier: Frontier, costs: Costs, once: frozenset[int]) -> Frontier:
+    """Return a frontier that was found with `dear` costs without the programs that run an op of `once` again.
+
+    Args:
+        costs: the real ones.
+    """
+    price = STEPS * sum(costs.seconds) * len(once)
+    left = Frontier(keep_all=frontier.keep_all, candidates=obedient(frontier.candidates, once))
+    return left.each(lambda candidate: replace(candidate, time=candidate.time - price))
+
+
+def _repeats(order: Order, once: frozenset[int]) -> bool:
+    seen: set[int] = set()
+    for op in order.ops:
+        if op in once:
+            if op in seen:
+                return True
+            seen.add(op)
+    return False

@@ -1,0 +1,79 @@
+"""The partition function for Inductor: gradients of torch.compile, and a key for its cache."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch._inductor.config as inductor_config
+from torch import Tensor
+
+import fxremat
+from fxremat.errors import FxrematError
+from fxremat.passes import InductorPartitioner
+from tests.compilers.models import NAMES, Case, case
+
+pytestmark = pytest.mark.usefixtures("torch_ready")
+
+QUICK = fxremat.Search(seconds=0.2, progress=False)
+
+
+def step(one: Case, partitioner: Any) -> list[Tensor]:
+    """Loss, gradients and buffers of the second of two steps by torch.compile."""
+    torch._dynamo.reset()
+    model = copy.deepcopy(one.model)
+    with inductor_config.patch(custom_partitioner_fn=partitioner, force_disable_caches=True):
+        compiled = torch.compile(model)
+        for _ in range(2):
+            model.zero_grad(set_to_none=True)
+            torch.manual_seed(3)
+            loss = compiled(one.x)
+            loss.backward()
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    return [loss.detach(), *gradients, *model.buffers()]
+
+
+def check(name: str, budgets: tuple[str, ...]) -> None:
+    one = case(name)
+    expected = step(one, None)
+    for mem in budgets:
+        partitioner = InductorPartitioner(mem, search=QUICK)
+        try:
+            found = step(one, partitioner)
+        except torch._dynamo.exc.BackendCompilerFailed as error:
+            assert mem in ("60%", "40%")
+            assert "no schedule fits" in str(error)
+            continue
+        (plan,) = partitioner.plans
+        assert plan.predicted_peak <= plan.budget
+        assert not any(plan.graph.ops[op].random for op in plan.program.repeated)
+        for mine, its in zip(found, expected, strict=True):
+            torch.testing.assert_close(mine, its, rtol=1e-4, atol=1e-6, msg=f"{name} at {mem}")
+
+
+def test_gradients_are_those_of_torch_compile() -> None:
+    check("resnet", ("min",))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_at_three_budgets(name: str) -> None:
+    check(name, ("100%", "60%", "40%", "min"))
+
+
+def test_the_key_of_the_cache_says_what_plans_depend_on() -> None:
+    def key(mem: str, **options: Any) -> Any:
+        return InductorPartitioner(mem, **options).uuid()
+
+    assert key("60%") == key("60%")
+    assert key("60%") != key("50%") != key("50%", costs="H100")
+    assert key("60%", costs="measure") is None
+    assert key("60%", never_again="head") is not None
+    assert key("60%", never_again=lambda node: False) is None
+
+
+def test_what_inductor_cannot_run_is_refused() -> None:
+    with pytest.raises(FxrematError, match="offload and slices stay out"):
+        InductorPartitioner("60%", offload=True)

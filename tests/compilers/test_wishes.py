@@ -1,0 +1,99 @@
+"""Ops that run once: by wish, by marks of the model's author, and decisions on CUDA."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+import fxremat
+from fxremat.errors import FxrematError
+from fxremat.planning.wishes import run_once
+from fxremat.plans import Plan
+from tests.compilers.models import case, joint_graph
+
+pytestmark = pytest.mark.usefixtures("torch_ready")
+
+QUICK = fxremat.Search(seconds=0.2, progress=False)
+
+
+def repeated(plan: Plan) -> set[str]:
+    return {plan.captured.nodes[op].name for op in plan.program.repeated}
+
+
+def captured(name: str, **options: Any) -> Any:
+    return fxremat.capture(joint_graph(case(name)), num_fwd_outputs=1, search=QUICK, **options)
+
+
+def is_gelu_or_matmul(node: fx.Node) -> bool:
+    return node.target in (torch.ops.aten.addmm.default, torch.ops.aten.relu.default)
+
+
+def test_what_is_not_to_run_again_does_not_at_any_budget() -> None:
+    free, bound = captured("gpt"), captured("gpt", never_again=is_gelu_or_matmul)
+    names = {op.name for op, node in zip(free.graph.ops, free.graph.nodes, strict=True) if is_gelu_or_matmul(node)}
+    assert names & repeated(free.plan("min"))
+    assert bound.least() > free.least()
+    everything = bound.plan("100%")
+    for mem in ("min", "80%", "70%"):
+        plan = bound.plan(mem)
+        assert repeated(plan)
+        assert not names & repeated(plan)
+        assert plan.predicted_time < 1.5 * everything.predicted_time  # what the search is told does not show
+        assert "as predicted" in str(plan.check())
+        for candidate in plan.alternatives.candidates:
+            ops = candidate.order().ops
+            assert not names & {plan.captured.nodes[op].name for op in ops if ops.count(op) > 1}
+
+
+def test_patterns_mean_modules_and_what_is_in_them() -> None:
+    step = fxremat.capture(case("gpt").model, (case("gpt").x,), costs="estimate", search=QUICK, never_again="blocks.1")
+    plan = step.plan("min")
+    modules = {plan.graph.sources[op].module for op in plan.program.repeated}
+    assert modules
+    assert not any(module == "blocks.1" or module.startswith("blocks.1.") for module in modules)
+    with pytest.raises(FxrematError, match=r"never_again: no op of the forward belongs to a module '\*.router'; some"):
+        step.plan("min", never_again=["*.router"])
+    with pytest.raises(FxrematError, match="never_again has 3"):
+        step.plan("min", never_again=[3])
+
+
+def test_marks_of_the_author_are_wishes() -> None:
+    joint = joint_graph(case("gpt"))
+    marked = [node for node in joint.graph.nodes if node.target is torch.ops.aten.addmm.default][:6]
+    for node in marked:
+        node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    plan = fxremat.capture(joint, num_fwd_outputs=1, search=QUICK).plan("min")
+    assert repeated(plan)
+    assert not {node.name for node in marked} & repeated(plan)
+
+
+def test_decisions_out_of_floats_run_once_on_cuda() -> None:
+    graph = captured("experts").graph
+    assert run_once(graph, ()) == frozenset()  # a CPU's kernels repeat their bits
+    object.__setattr__(graph, "device", "cuda:0")
+    once = {graph.nodes[op].name for op in run_once(graph, ())}
+    assert {"topk"} <= once
+    assert not {name for name in once if name.startswith(("tanh", "addmm", "mul"))}
+
+
+def test_masks_that_select_are_decisions_and_those_that_multiply_are_not() -> None:
+    class Masked(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.layer(x)
+            gate = (y > 0) * y  # multiplies
+            rows = (y.sum(-1) > 0).long()  # selects
+            return gate[rows].sum()
+
+    graph: Any = fxremat.capture(Masked(), (torch.randn(4, 8),), costs="estimate", search=QUICK).graph
+    object.__setattr__(graph, "device", "cuda:0")
+    once = [graph.nodes[op] for op in run_once(graph, ())]
+    assert [str(node.target) for node in once] == ["aten.gt.Scalar"]
+    assert once[0].meta["val"].dim() == 1
