@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from torch import fx
-from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files  # torch 2.11, 2.13, 2.14
+from torch._inductor.custom_graph_pass import (  # torch 2.11, 2.13, 2.14
+    CustomPartitionerFn,
+    get_hash_for_files,
+)
 
 from fxremat.compilers.partition import Partitioner
 from fxremat.compilers.planning import PassOptions, pass_options
