@@ -27,6 +27,7 @@ from fxremat.errors import (
 if TYPE_CHECKING:
     from fxremat.api import capture, compare, compile, plan, profile
     from fxremat.cost.devices import Device
+    from fxremat.cost.trace import Trace
     from fxremat.host.files import FileTier
     from fxremat.host.pinned import PinnedTier
     from fxremat.host.tier import HostTier
@@ -71,6 +72,7 @@ __all__ = [
     "Search",
     "Slices",
     "Timeline",
+    "Trace",
     "capture",
     "compare",
     "compile",
@@ -143,6 +145,7 @@ _LATER = {  # names that need torch or numba, and the module that each is import
     "FileTier": "fxremat.host.files",
     "HostTier": "fxremat.host.tier",
     "PinnedTier": "fxremat.host.pinned",
+    "Trace": "fxremat.cost.trace",
     "solve": "fxremat.solvers",
 }
 

@@ -22,6 +22,7 @@ from torch.export import Dim
 
 from fxremat.cost.device_memory import OPTIMIZERS
 from fxremat.cost.devices import Device
+from fxremat.cost.trace import Timer, Trace
 from fxremat.errors import FxrematError, InvalidBudget
 from fxremat.host.tier import HostTier
 from fxremat.ops.parameters import check_optimizer
@@ -47,7 +48,7 @@ class PlanOptions(TypedDict, total=False):
     slices: bool | Slices
     backend: str | Inductor
     optimizer: torch.optim.Optimizer | str | None
-    costs: str | Device
+    costs: str | Device | Trace | Timer
     loss: int | str | Loss | None
     search: Search
     method: str
@@ -99,7 +100,9 @@ class Options:
             is counted on that device, which may also be a name: "adamw", "sgd-momentum" and others; None: AdamW's is
             counted.
         costs: "measure" runs every distinct op. "estimate" counts flops and bytes, for a typical device of the model's
-            type. The name of a known device, such as "H200", or a `fxremat.Device`: an estimate for that device.
+            type. The name of a known device, such as "H200", or a `fxremat.Device`: an estimate for that device. A
+            `fxremat.Trace`: the seconds of a run that torch.profiler recorded, elsewhere perhaps. A function that takes
+            a node of the captured graph and returns seconds; torch's CustomRuntimeEstimator is one.
         loss: what a loss outside the model allocates, in the forms of a size, or a `Loss` that says more.
         search: how programs are searched for: a `Search`.
         method: the method of the model that training calls and that is planned, such as "training_step".
@@ -122,7 +125,7 @@ class Options:
     slices: bool | Slices = False
     backend: str | Inductor = "eager"
     optimizer: torch.optim.Optimizer | str | None = None
-    costs: str | Device = "measure"
+    costs: str | Device | Trace | Timer = "measure"
     loss: int | str | Loss | None = None
     search: Search = field(default_factory=Search)
     method: str = "forward"
@@ -160,6 +163,11 @@ class Options:
     def measures(self) -> bool:
         """True if ops are run to learn what they cost."""
         return self.costs == "measure"
+
+    @property
+    def timer(self) -> Trace | Timer | None:
+        """What tells the seconds of ops, where the user gave a trace or a function; else None."""
+        return self.costs if not isinstance(self.costs, str | Device) else None
 
     @property
     def wishes(self) -> tuple[Wish, ...]:
@@ -439,9 +447,14 @@ def _device(costs: object) -> Device | None:
     """Return the device that costs are estimated for; None where they are measured, or no device is named."""
     if isinstance(costs, Device):
         return costs
+    if isinstance(costs, Trace):
+        return costs.on
+    if callable(costs):
+        return None
     if not isinstance(costs, str):
         raise FxrematError(
-            f'costs is {shortened(costs)}; it is "measure", "estimate", or a device by name or as a fxremat.Device'
+            f'costs is {shortened(costs)}; it is "measure", "estimate", a device by name or as a fxremat.Device, a '
+            "fxremat.Trace, or a function that returns the seconds of a node"
         )
     try:
         return None if costs in ("measure", "estimate") else Device.named(costs)

@@ -134,7 +134,7 @@ def test_wrong_settings_are_one_line(make: Callable[[], object], says: str) -> N
         ({"solver": "pofo"}, "solver='pofo' moves values to the host; it goes with offload=True"),
         ({"costs": "guess"}, "costs: unknown device 'guess'; known are "),
         ({"costs": "estimat"}, "costs: unknown device 'estimat'"),
-        ({"costs": ["measure"]}, 'costs is [\'measure\']; it is "measure", "estimate", or a device'),
+        ({"costs": ["measure"]}, 'costs is [\'measure\']; it is "measure", "estimate", a device'),
         ({"loss": "much"}, "loss: 'much' is not a number of bytes"),
         ({"loss": 1.5e9}, "int(1.5e9)"),
         ({"search": 3}, "search is 3; it is a Search, such as Search(seconds=60)"),

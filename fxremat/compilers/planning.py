@@ -10,6 +10,7 @@ import torch
 from fxremat.compilers.reading import Given
 from fxremat.cost.devices import Device
 from fxremat.cost.layouts import LayoutsDiffer
+from fxremat.cost.trace import Timer, Trace
 from fxremat.errors import CaptureError
 from fxremat.graphs.captured import inputs_of
 from fxremat.host.tier import HostTier
@@ -27,7 +28,7 @@ class PassOptions(TypedDict, total=False):
     solver: str
     offload: bool | HostTier | Offload
     slices: bool | Slices
-    costs: str | Device
+    costs: str | Device | Trace | Timer
     loss: int | str | Loss | None
     search: Search
     optimizer: torch.optim.Optimizer | str | None

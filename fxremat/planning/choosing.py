@@ -21,7 +21,7 @@ from fxremat.ops.parameters import kind_of_optimizer
 from fxremat.options import Options
 from fxremat.passes.lower import Handles
 from fxremat.planned_step import WeightBudget
-from fxremat.planning.facts import estimated_device
+from fxremat.planning.facts import estimated_device, source_of_times
 from fxremat.planning.step import TrainedParameters, named
 from fxremat.planning.surveys import Survey
 from fxremat.plans import Plan
@@ -85,13 +85,14 @@ def plan_of(
     """
     graph = captured_of(candidate.layout.graph)
     target = None if options.measures else estimated_device(graph, options)
+    assumed = [assumptions(graph, target) if target else "", source_of_times(graph, options)]
     return Plan(
         budget=budget,
         chosen=candidate,
         alternatives=frontier,
         costs=costs,
         device=str(target) if target else device_name(device_of(graph)),
-        assumed=assumptions(graph, target) if target else "",
+        assumed="; ".join(filter(None, assumed)),
         on_device=memory_on(target, graph, options.optimizer) if target and options.device else None,
         timed="measured" if options.measures else "estimated",
         **further,

@@ -6,6 +6,7 @@ A loss that is computed outside of the model is part of the costs: the bytes tha
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -13,6 +14,7 @@ from fxremat.cost.devices import Device
 from fxremat.cost.estimate import cost_of, estimate
 from fxremat.cost.measure import fresh_as_known, known_costs, measure
 from fxremat.cost.resized import resized
+from fxremat.cost.trace import Trace, timed_by
 from fxremat.graphs.accounting import device_of, outside_bytes
 from fxremat.graphs.captured import Captured
 from fxremat.options import Options
@@ -33,10 +35,27 @@ def facts_of(step: Step, options: Options, order: Order | None = None) -> Costs:
     """
     graph = step.graph
     if not options.measures:
-        costs = estimate(graph, estimated_device(graph, options), fresh_as_known(graph))
+        costs = _estimated(graph, options)
     else:
         costs = measure(graph, step.inputs, order=order, ranks=step.ranks)
     return with_loss(graph, costs, options)
+
+
+def _estimated(graph: Captured, options: Options) -> Costs:
+    """Return estimated costs, with the seconds of the user's trace or function if there is one."""
+    costs = estimate(graph, estimated_device(graph, options), fresh_as_known(graph))
+    if options.timer is None:
+        return costs
+    return replace(costs, seconds=timed_by(options.timer, graph.nodes, costs.seconds).seconds)
+
+
+def source_of_times(graph: Captured, options: Options) -> str:
+    """Return in words where the seconds of a plan come from, if the user gave a trace or a function; else ""."""
+    if options.timer is None:
+        return ""
+    rough = estimate(graph, estimated_device(graph, options)).seconds
+    source = f"from {os.path.basename(options.timer.path)}" if isinstance(options.timer, Trace) else "given"
+    return timed_by(options.timer, graph.nodes, rough).words(source)
 
 
 def assumed_facts(graph: Captured, options: Options, rate: float = 1.0) -> Costs:
@@ -51,7 +70,7 @@ def assumed_facts(graph: Captured, options: Options, rate: float = 1.0) -> Costs
 def facts_at_other_sizes(graph: Captured, known: Plan, options: Options) -> Costs:
     """Return the costs of a graph with the ops of a known plan at other sizes: few ops have to run to be measured."""
     if not options.measures:
-        costs = estimate(graph, estimated_device(graph, options), fresh_as_known(graph))
+        costs = _estimated(graph, options)
     else:
         costs = resized(graph, known.captured, known.costs)
     return with_loss(graph, costs, options)

@@ -1,0 +1,189 @@
+"""Seconds of ops out of a run elsewhere: a Chrome trace of torch.profiler, or a function of the user's.
+
+    with torch.profiler.profile(record_shapes=True) as profiled:      # on the device that the plan is for
+        model(x).backward()
+    profiled.export_chrome_trace("step.json")
+    fxremat.plan(model, (x,), mem="4GiB", costs=fxremat.Trace("step.json", device="H100"))
+
+An op of the graph and one of the trace are the same if they have the same name and the same shapes of inputs; where
+several have, the first in the graph is the first in the trace. On a GPU the seconds of an op are those of its kernels.
+Ops that the trace lacks are estimated, and these estimates are multiplied by what the others took over their estimates.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_leaves
+
+from fxremat.cost.devices import Device
+from fxremat.errors import FxrematError
+
+Key = tuple[str, tuple[tuple[int, ...], ...]]  # the name of an op, and the shapes of its inputs
+Timer = Callable[[fx.Node], float]  # of the seconds of a node's op
+
+ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of events of a GPU
+NO_TENSOR = ("Scalar", "ScalarList", "")  # types of inputs that are no tensors
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The seconds of ops in a Chrome trace of torch.profiler, recorded with shapes.
+
+    Args:
+        path: the file, which may be compressed (.gz).
+        device: the device that it was recorded on, by name or as a `fxremat.Device`, for estimates of other ops and the
+            sizes of blocks of memory. None: a typical one of the kind that the graph is on.
+
+    Raises:
+        FxrematError: the file is no such trace, or has no shapes of inputs; or the device is not known.
+        OSError: it cannot be read.
+    """
+
+    path: str | os.PathLike[str]
+    device: str | Device | None = None
+    on: Device | None = field(init=False, repr=False)  # what `device` means
+    seconds: Mapping[Key, Sequence[float]] = field(init=False, repr=False, compare=False)  # in the order of the trace
+
+    def __post_init__(self) -> None:
+        known = Device.named(self.device) if isinstance(self.device, str) else self.device
+        object.__setattr__(self, "on", known)
+        object.__setattr__(self, "seconds", _seconds(_events(self.path)))
+
+    def of(self, nodes: Sequence[fx.Node]) -> list[float | None]:
+        """Return the seconds of each node's op, given in the order in which they run; None for one that is not there.
+
+        A trace of several steps has a multiple of the graph's ops: each step is matched in order, and the mean taken.
+        """
+        keys = [key_of(node) for node in nodes]
+        places: dict[Key, int] = defaultdict(int)
+        found = []
+        for key in keys:
+            taken = self.seconds.get(key, ())
+            here, count = places[key], keys.count(key)
+            places[key] += 1
+            steps = len(taken) // count if len(taken) % count == 0 else 0
+            if steps:
+                taken = [taken[step * count + here] for step in range(steps)]
+            found.append(sum(taken) / len(taken) if taken else None)
+        return found
+
+
+def key_of(node: fx.Node) -> Key:
+    """Return the name of a node's op as the profiler writes it, and the shapes of the tensors that it reads."""
+    schema = getattr(node.target, "_schema", None)
+    shapes = []
+    for argument in tree_leaves((node.args, node.kwargs)):
+        value = argument.meta.get("val") if isinstance(argument, fx.Node) else None
+        if isinstance(value, torch.Tensor):
+            shapes.append(tuple(map(int, value.shape)))
+    return str(schema.name if schema else node.target), tuple(shapes)
+
+
+def _events(path: str | os.PathLike[str]) -> Sequence[Mapping[str, Any]]:
+    opened = gzip.open if os.fspath(path).endswith(".gz") else open
+    with opened(path, "rt", encoding="utf-8") as file:
+        try:
+            found = json.load(file)
+        except ValueError as error:
+            raise FxrematError(f"{os.fspath(path)} is no trace: {error}") from None
+    events = found.get("traceEvents") if isinstance(found, dict) else found
+    ops = [event for event in events or () if isinstance(event, dict) and event.get("ph") == "X"]
+    if not any("Input Dims" in event.get("args", {}) for event in ops):
+        raise FxrematError(
+            f"{os.fspath(path)} has no ops with shapes: record it with torch.profiler.profile(record_shapes=True), and "
+            "write it with export_chrome_trace"
+        )
+    return ops
+
+
+def _seconds(events: Sequence[Mapping[str, Any]]) -> dict[Key, list[float]]:
+    """Return the seconds of every op of a trace, by name and shapes, in the order in which they began."""
+    kernels: dict[Any, float] = defaultdict(float)
+    for event in events:
+        if event.get("cat") in ON_DEVICE:
+            kernels[event.get("args", {}).get("External id")] += event["dur"]
+    found: dict[Key, list[float]] = defaultdict(list)
+    ops = sorted((event for event in events if event.get("cat") == "cpu_op"), key=lambda event: event["ts"])
+    inside = _inside(ops) if kernels else {}
+    for place, event in enumerate(ops):
+        if "Input Dims" not in event.get("args", {}):
+            continue
+        ids = [ops[other]["args"].get("External id") for other in inside.get(place, ())]
+        micros = sum(kernels.get(each, 0.0) for each in ids) if kernels else event["dur"]
+        found[event["name"], tuple(_shapes(event["args"]))].append(micros * 1e-6)
+    return dict(found)
+
+
+def _inside(ops: Sequence[Mapping[str, Any]]) -> dict[int, list[int]]:
+    """Return for each op itself and the ops that it calls, by their places; `ops` are sorted by when they began."""
+    found: dict[int, list[int]] = {}
+    running: dict[Any, list[tuple[float, int]]] = defaultdict(list)  # by thread: ends and places of ops under way
+    for place, event in enumerate(ops):
+        stack = running[event.get("tid")]
+        while stack and stack[-1][0] <= event["ts"]:
+            stack.pop()
+        stack.append((event["ts"] + event["dur"], place))
+        found[place] = []
+        for _, outer in stack:
+            found[outer].append(place)
+    return found
+
+
+def _shapes(args: Mapping[str, Any]) -> Iterator[tuple[int, ...]]:
+    """Yield the shapes of the tensors that an op of a trace reads; those of lists of tensors one by one."""
+    types = args.get("Input type") or [None] * len(args["Input Dims"])
+    for shape, kind in zip(args["Input Dims"], types, strict=False):
+        if kind in NO_TENSOR:
+            continue
+        if shape and isinstance(shape[0], list):
+            yield from map(tuple, shape)
+        else:
+            yield tuple(shape)
+
+
+@dataclass(frozen=True)
+class Timed:
+    """The seconds of the ops of a graph, and where they come from."""
+
+    seconds: tuple[float, ...]
+    known: int  # ops whose seconds were given
+    share: float  # of all seconds, those of these ops
+
+    def words(self, source: str) -> str:
+        """Return in words how much is known, for a plan."""
+        return f"times of {self.known} of {len(self.seconds)} ops, {self.share:.0%} of all, are {source}"
+
+
+def timed_by(timer: Trace | Timer, nodes: Sequence[fx.Node], estimates: Sequence[float]) -> Timed:
+    """Return the seconds of ops by a trace or a function; what these do not know is estimated, on the same scale.
+
+    Raises `FxrematError` for a function that returns no seconds.
+    """
+    given = timer.of(nodes) if isinstance(timer, Trace) else [_asked(timer, node) for node in nodes]
+    both = [(mine, rough) for mine, rough in zip(given, estimates, strict=True) if mine is not None]
+    rate = sum(mine for mine, _ in both) / max(1e-12, sum(rough for _, rough in both)) if both else 1.0
+    seconds = tuple(
+        rough * rate if mine is None else mine for mine, rough in zip(given, estimates, strict=True)
+    )
+    return Timed(seconds, len(both), sum(mine for mine, _ in both) / max(1e-12, sum(seconds)))
+
+
+def _asked(timer: Timer, node: fx.Node) -> float:
+    seconds = timer(node)
+    if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not 0 <= seconds < float("inf"):
+        raise FxrematError(f"costs: {timer!r} says that {node.name} takes {seconds!r}; it returns seconds, 0 or more")
+    return seconds * (1e-3 if _is_of_torch(timer) else 1)
+
+
+def _is_of_torch(timer: Timer) -> bool:
+    """Tell whether a function is a `CustomRuntimeEstimator` of torch (2.11, 2.13), which returns milliseconds."""
+    return any(kind.__name__ == "CustomRuntimeEstimator" for kind in type(timer).__mro__)
