@@ -1,4 +1,4 @@
-"""The command line: `fxremat solve | simulate | plan | profile | pipeline | devices`, or `python -m fxremat ...`.
+"""The command line: `fxremat solve | simulate | plan | profile | pipeline | opt | devices`, or `python -m fxremat ...`.
 
 Exit 0 with the answer on stdout, or exit 2 (130 after Ctrl-C) with one line on stderr and nothing on stdout.
 """
@@ -27,7 +27,7 @@ from fxremat.chains.schedule import Schedule
 from fxremat.chains.simulate import Timeline
 from fxremat.chains.simulate_join import JoinTimeline
 from fxremat.cost.devices import DEVICES, listed
-from fxremat.errors import FxrematError
+from fxremat.errors import CaptureError, FxrematError
 from fxremat.progress import shown_on_stderr, telling
 from fxremat.show import pipeline as pipeline_report
 from fxremat.solvers.choose import EFFORT, JoinSolution, Solution, solution
@@ -361,6 +361,29 @@ def _pipeline(args: argparse.Namespace) -> str:
     return json.dumps(answer)
 
 
+def _opt(args: argparse.Namespace) -> str:
+    """Plan the graph of a file, and print or write what the plan makes of it."""
+    _check_folder(args.output)
+    try:
+        text = Path(args.graph).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise FxrematError(f"cannot read {shortened(args.graph)}: {reason}") from None
+    from fxremat.compilers.planned_text import planned_text
+    from fxremat.options import options_of
+
+    given: dict[str, Any] = {"costs": args.costs, "search": _search(args)}
+    options_of(mem=args.mem, **given)
+    try:
+        plan, emitted = planned_text(text, args.mem, **given)
+    except CaptureError as error:
+        raise CaptureError(f"{args.graph}: {error}") from None
+    if args.output is None:
+        return f"{emitted}\n{plan.headline}"
+    _write(args.output, lambda: emitted)
+    return str(plan)
+
+
 def _devices(args: argparse.Namespace) -> str:
     return json.dumps([asdict(device) for device in DEVICES.values()]) if args.json else listed()
 
@@ -504,6 +527,13 @@ def _parser() -> _Parser:
     profile.add_argument("--device", metavar="NAME", help="estimate for another device, such as H200")
     profile.add_argument("--report", metavar="OUT.html", help="the same as a page to explore")
 
+    opt = commands.add_parser("opt", help="plan a graph that was written as text (fxremat.passes.to_text)")
+    opt.add_argument("graph", metavar="GRAPH.py")
+    opt.add_argument("--mem", required=True, help="such as 4GiB, 300MB, 60%%")
+    opt.add_argument("--costs", default="estimate", metavar="NAME", help="estimate (default), measure, or such as H100")
+    opt.add_argument("--effort", type=float, metavar="SECONDS", help="to improve the plan op by op")
+    opt.add_argument("-o", "--output", metavar="OUT.py", help="the graphs of the plan; stdout then has the plan")
+
     devices = commands.add_parser("devices", help="the devices that --device knows")
     devices.add_argument("--json", action="store_true")
     return parser
@@ -515,6 +545,7 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], str]] = {
     "plan": _plan,
     "profile": _profile,
     "pipeline": _pipeline,
+    "opt": _opt,
     "devices": _devices,
 }
 

@@ -7,6 +7,7 @@ For other compilers there are whole passes, which plan graphs that others captur
     step_pass(mem)              on the graph of a full step
     tag(graph, plan)            marks of what is kept and recomputed, for executors that read them
     as_emitted                  a compiler that runs a graph as it is
+    to_text(graph), from_text   a captured graph as text, which `fxremat opt` plans
 """
 
 from importlib import import_module
@@ -16,18 +17,31 @@ if TYPE_CHECKING:
     from fxremat.compilers.inductor import InductorPartitioner
     from fxremat.compilers.partition import Partitioner, as_emitted, partitioner
     from fxremat.compilers.tags import tag
+    from fxremat.compilers.text import from_text, to_text
     from fxremat.compilers.whole_step import StepPass, step_pass
 
-__all__ = ["InductorPartitioner", "Partitioner", "StepPass", "as_emitted", "partitioner", "step_pass", "tag"]
+__all__ = [
+    "InductorPartitioner",
+    "Partitioner",
+    "StepPass",
+    "as_emitted",
+    "from_text",
+    "partitioner",
+    "step_pass",
+    "tag",
+    "to_text",
+]
 
 _PASSES = {  # names of passes that plan, and the module that each is imported from on first use
     "InductorPartitioner": "fxremat.compilers.inductor",
     "Partitioner": "fxremat.compilers.partition",
     "StepPass": "fxremat.compilers.whole_step",
     "as_emitted": "fxremat.compilers.partition",
+    "from_text": "fxremat.compilers.text",
     "partitioner": "fxremat.compilers.partition",
     "step_pass": "fxremat.compilers.whole_step",
     "tag": "fxremat.compilers.tags",
+    "to_text": "fxremat.compilers.text",
 }
 
 
