@@ -133,6 +133,7 @@ class Options:
     never_again: Wish | Sequence[Wish] = ()
     strict: bool | None = field(default=None, repr=False)  # a plan of another step is an error; no user sets this
     loss_seen: SeenLoss | None = field(default=None, repr=False)  # the loss as steps measured it; no user sets this
+    pure: bool = field(default=False, repr=False)  # planned as in a new process; no user sets this
     budget: Budget = field(init=False, repr=False)  # `mem`, parsed
 
     # Options in their full form, such as `Offload()` for offload=True; None: the feature is off.
@@ -349,7 +350,7 @@ class Options:
         )
 
 
-HIDDEN = ("loss_seen", "strict")  # fields that no user sets
+HIDDEN = ("loss_seen", "strict", "pure")  # fields that no user sets
 NAMES = tuple(field.name for field in fields(Options) if field.init and field.name not in HIDDEN)
 RENAMED = {  # names of earlier versions -> the present form
     "cost": 'costs="estimate"',

@@ -22,6 +22,9 @@ ROOT = Path(__file__).parents[1]
         pytest.param("03_offload.py", "ops, copies and memory over time", marks=pytest.mark.long),
         pytest.param("04_offload_weights.py", "the two curves are identical", marks=pytest.mark.long),
         pytest.param("06_sharded.py", "the losses are identical", marks=pytest.mark.long),
+        pytest.param("07_pass_aot.py", "the gradients are identical", marks=pytest.mark.long),
+        pytest.param("08_pass_inductor.py", "the gradients differ by", marks=pytest.mark.long),
+        pytest.param("09_full_step.py", "loss and gradients are identical", marks=pytest.mark.long),
         pytest.param("05_pipeline.py", "losses and gradients are identical", marks=pytest.mark.long),
     ],
 )

@@ -17,6 +17,7 @@ from fxremat.compilers.partition import Partitioner
 from fxremat.compilers.planning import PassOptions, pass_options
 from fxremat.errors import FxrematError
 from fxremat.graphs.nodes import is_random
+from fxremat.options import Options
 from fxremat.plans import Plan
 
 
@@ -41,9 +42,19 @@ class InductorPartitioner(CustomPartitionerFn):
         given = pass_options(mem, options)
         if given.host or given.slicing:
             raise FxrematError("InductorPartitioner plans what is kept and recomputed; offload and slices stay out")
-        self._options = given
-        once = replace(given, never_again=(*given.wishes, is_random))
+        self._begin(given)
+
+    def _begin(self, options: Options) -> None:
+        self._options = options
+        once = replace(options, never_again=(*options.wishes, is_random))
         self._partitioner = Partitioner(once, pipeline="for compilers")
+
+    def __getstate__(self) -> Options:
+        """Return the options: Inductor pickles its configuration, and plans are not part of it."""
+        return self._options
+
+    def __setstate__(self, options: Options) -> None:
+        self._begin(options)
 
     @property
     def plans(self) -> list[Plan]:

@@ -68,6 +68,6 @@ def partitioner(mem: int | str, **options: Unpack[PassOptions]) -> Partitioner:
     return Partitioner(pass_options(mem, options))
 
 
-def as_emitted(graph: fx.GraphModule, _: Sequence[Any] = ()) -> Any:
+def as_emitted(gm: fx.GraphModule, example_inputs: Sequence[Any] = ()) -> Any:
     """Compile a graph to what it says: its ops run one by one, and each value is freed after its last use."""
-    return boxed(graph)
+    return boxed(gm)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypedDict
 
 import torch
@@ -38,7 +39,8 @@ class PassOptions(TypedDict, total=False):
 def pass_options(mem: int | str, options: Mapping[str, Any]) -> Options:
     """Return checked options for planning graphs of others; costs are estimates where nothing else is said."""
     usual: dict[str, Any] = {"costs": "estimate", "search": Search(progress=False), "dynamic": False}
-    return options_of(mem=mem, **{**usual, **options})
+    found = options_of(mem=mem, **{**usual, **options})
+    return replace(found, pure=not found.measures)
 
 
 def pipeline_of(options: Options) -> str:

@@ -162,8 +162,7 @@ def _searched(
     hosted = options.host is not None
     ladder = known.get()
     if ladder is None:
-        pure = options.dynamic is False and not options.measures  # then plans are the same in every process
-        ladder = None if hosted or pure else known.of_other_sizes()
+        ladder = None if hosted or options.pure else known.of_other_sizes()
         if ladder is None or ladder.given.minimum > _bytes(limit, ladder):
             ladder = Ladder(given=_surveyed(graph, costs, settings, of_costs, once))
     highest = _searched_up_to(_bytes(limit, ladder), ladder.given.keep_all.peak, options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import Tensor
 import fxremat
 from fxremat.errors import FxrematError
 from fxremat.passes import InductorPartitioner
-from tests.compilers.models import NAMES, Case, case
+from tests.compilers.models import NAMES, Case, case, joint_graph
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
 
@@ -24,7 +25,7 @@ def step(one: Case, partitioner: Any) -> list[Tensor]:
     """Loss, gradients and buffers of the second of two steps by torch.compile."""
     torch._dynamo.reset()
     model = copy.deepcopy(one.model)
-    with inductor_config.patch(custom_partitioner_fn=partitioner, force_disable_caches=True):
+    with inductor_config.patch(custom_partitioner_fn=partitioner):
         compiled = torch.compile(model)
         for _ in range(2):
             model.zero_grad(set_to_none=True)
@@ -63,6 +64,16 @@ def test_the_key_of_the_cache_says_what_plans_depend_on() -> None:
     assert key("60%", costs="measure") is None
     assert key("60%", never_again="head") is not None
     assert key("60%", never_again=lambda node: False) is None
+
+
+def test_it_is_pickled_with_the_configuration_and_without_its_plans() -> None:
+    one = InductorPartitioner("min", search=QUICK)
+    before = pickle.dumps(one)
+    one(joint_graph(case("experts")), (), num_fwd_outputs=1)
+    assert pickle.dumps(one) == before
+    again = pickle.loads(pickle.dumps(one))
+    assert again.uuid() == one.uuid()
+    assert again.plans == []
 
 
 def test_what_inductor_cannot_run_is_refused() -> None:

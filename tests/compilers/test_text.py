@@ -11,8 +11,8 @@ import torch
 
 import fxremat
 from fxremat.__main__ import main
+from fxremat.compilers.text import from_text, to_text
 from fxremat.errors import CaptureError
-from fxremat.passes import from_text, to_text
 from tests.compilers.models import NAMES, case, full_step, inputs_of, joint_graph
 from tests.compilers.test_whole_step import run
 

@@ -34,7 +34,7 @@ def test_every_pipeline_is_of_passes_that_there_are_and_each_says_what_it_does()
     for names in PIPELINES.values():
         assert len(set(names)) == len(names)
         assert set(names) <= PASSES.keys()
-        assert names[-1] == "note_overwriting"  # it reads what the others leave
+        assert "note_overwriting" not in names[:-1]  # it reads what the others leave
     assert all(each.purpose for each in PASSES.values())
     assert set().union(*PIPELINES.values()) == PASSES.keys()
 
