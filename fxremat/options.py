@@ -54,6 +54,7 @@ class PlanOptions(TypedDict, total=False):
     method: str
     fullgraph: bool
     never_again: Wish | Sequence[Wish]
+    keep: Wish | Sequence[Wish]
 
 
 class StepOptions(PlanOptions, total=False):
@@ -110,6 +111,7 @@ class Options:
             several graphs within one budget.
         never_again: ops of the forward that are never recomputed: a pattern of modules, "*.router", a function that
             takes a node of the captured graph and returns a bool, or several of these.
+        keep: ops, as in `never_again`, whose results moreover stay on the device where others are offloaded.
 
     Raises:
         InvalidBudget: a size or budget of another form.
@@ -131,6 +133,7 @@ class Options:
     method: str = "forward"
     fullgraph: bool = False
     never_again: Wish | Sequence[Wish] = ()
+    keep: Wish | Sequence[Wish] = ()
     strict: bool | None = field(default=None, repr=False)  # a plan of another step is an error; no user sets this
     loss_seen: SeenLoss | None = field(default=None, repr=False)  # the loss as steps measured it; no user sets this
     pure: bool = field(default=False, repr=False)  # planned as in a new process; no user sets this
@@ -153,7 +156,8 @@ class Options:
         self._set("ranges", _ranges(self.dynamic))
         if not isinstance(self.search, Search):
             raise FxrematError(f"search is {shortened(self.search)}; it is a Search, such as Search(seconds=60)")
-        check_wishes("never_again", self.wishes)
+        check_wishes("never_again", _several(self.never_again))
+        check_wishes("keep", _several(self.keep))
         self._check_plan()
         self._set("budget", parse_budget(self.mem))
         self._check_backend()
@@ -172,9 +176,13 @@ class Options:
 
     @property
     def wishes(self) -> tuple[Wish, ...]:
-        """The wishes of `never_again`, each a pattern of modules or a predicate on nodes."""
-        given = self.never_again
-        return (given,) if isinstance(given, str) or not isinstance(given, Sequence) else tuple(given)
+        """What is never to run again, each a pattern of modules or a predicate on nodes: `never_again` and `keep`."""
+        return (*_several(self.never_again), *_several(self.keep))
+
+    @property
+    def kept(self) -> tuple[Wish, ...]:
+        """What is to stay on the device too: `keep`."""
+        return _several(self.keep)
 
     @property
     def offloads(self) -> bool:
@@ -331,6 +339,10 @@ class Options:
 
     def _check_solver(self) -> None:
         known = (*PLANNERS, *TRANSFERRING) if self.offloads else PLANNERS
+        if self.kept and self.offloads_by_chain:
+            raise FxrematError(
+                f"keep says what stays on the device, and solver={self.solver!r} moves whole blocks: leave out one of them"
+            )
         if isinstance(self.solver, str) and self.solver in known:
             if self.hosts_weights and self.offloads_by_chain:
                 raise FxrematError(
@@ -407,6 +419,10 @@ def check_name(name: str) -> None:
     if name not in NAMES:
         guess = difflib.get_close_matches(name, NAMES, n=1)
         raise FxrematError(f"unknown option {shortened(name)}{_perhaps(guess)}; there are {', '.join(NAMES)}")
+
+
+def _several(given: Wish | Sequence[Wish]) -> tuple[Wish, ...]:
+    return (given,) if isinstance(given, str) or not isinstance(given, Sequence) else tuple(given)
 
 
 def _host(given: object) -> Offload | None:

@@ -34,6 +34,7 @@ class PassOptions(TypedDict, total=False):
     search: Search
     optimizer: torch.optim.Optimizer | str | None
     never_again: Wish | Sequence[Wish]
+    keep: Wish | Sequence[Wish]
 
 
 def pass_options(mem: int | str, options: Mapping[str, Any]) -> Options:

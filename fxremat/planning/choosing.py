@@ -24,6 +24,7 @@ from fxremat.planned_step import WeightBudget
 from fxremat.planning.facts import estimated_device, source_of_times
 from fxremat.planning.step import TrainedParameters, named
 from fxremat.planning.surveys import Survey
+from fxremat.planning.wishes import staying
 from fxremat.plans import Plan
 from fxremat.search.candidate import Candidate, Frontier
 from fxremat.search.floor import floor_of
@@ -108,7 +109,8 @@ def _plan_with_offloading(survey: Survey, options: Options) -> Plan:
     if options.offloads_by_chain:
         offloaded = with_schedules(frontier, costs, link, options.solver, options.search.slots, options.host_limit)
     else:
-        offloaded = with_offloading(frontier, costs, link, options.host_limit)
+        settled = replace(costs, staying=staying(graph, options.kept))
+        offloaded = with_offloading(frontier, settled, link, options.host_limit)
     if communicates(graph):
         offloaded = with_overlap(offloaded, costs, limit.bytes)
     try:

@@ -1,6 +1,6 @@
 """Ops that run once in a step, whatever the budget: by a wish, and decisions that come out of floats.
 
-Wishes are the option `never_again`, and marks of selective checkpointing in the graph.
+Wishes are the options `never_again` and `keep`, and marks of selective checkpointing in the graph.
 
 A plan that computes such an op again is not on offer. The search is led away from them by what they cost: as much as
 ten steps, each time that they run (`dear`). What is left of the frontier has its real times again (`fair`).
@@ -58,13 +58,19 @@ def run_once(graph: Captured, never_again: Sequence[Wish]) -> frozenset[int]:
     return frozenset(wished | decided)
 
 
+def staying(graph: Captured, keep: Sequence[Wish]) -> frozenset[int]:
+    """Return the values of the forward that are not copied to the host. O(ops)."""
+    meant = [op for op in graph.forward_ops if any(_is_meant(graph, op.index, wish) for wish in keep)]
+    return frozenset(value for op in meant for value in op.writes)
+
+
 def check_meant(graph: Captured, never_again: Sequence[Wish]) -> None:
     """Raise `FxrematError` for a pattern of modules that no op of the forward belongs to."""
     for wish in never_again:
         if isinstance(wish, str) and not any(_is_meant(graph, op.index, wish) for op in graph.forward_ops):
             modules = sorted({source.module for source in graph.sources if source.module})
             some = f"; some modules are {', '.join(modules[:4])}" if modules else ""
-            raise FxrematError(f"never_again: no op of the forward belongs to a module {wish!r}{some}")
+            raise FxrematError(f"no op of the forward belongs to a module {wish!r}, which is never to run again{some}")
 
 
 def _is_meant(graph: Captured, op: int, wish: Wish) -> bool:

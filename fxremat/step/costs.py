@@ -26,6 +26,7 @@ class Costs:
     seconds: tuple[float, ...]
     sizes: Sizes
     fresh: frozenset[int] = frozenset()  # ops that must allocate their result: real layouts forbid overwriting
+    staying: frozenset[int] = frozenset()  # values that are not to be copied to the host
 
     def time(self, program: Program) -> float:
         """Return the seconds of all executions of a program, as if copies took no time."""

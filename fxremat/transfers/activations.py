@@ -122,12 +122,12 @@ class _Visits:
     def _travels(self, version: int, costs: Costs) -> int:
         """Return the bytes of a version that can be copied to the host; 0 for one that cannot.
 
-        It cannot if no forward op made it, if the caller holds it, or if no tensor covers its storage.
+        It cannot if no forward op made it, if the caller holds it, if no tensor covers its storage, or if it stays.
         """
         graph = self.program.layout.graph
         value = graph.values[self.program.version_of[version]]
         size = costs.sizes.values[value.index]
-        if value.origin is not Origin.FORWARD or value.index in graph.pinned | graph.updates:
+        if value.origin is not Origin.FORWARD or value.index in graph.pinned | graph.updates | costs.staying:
             return 0
         return size if value.whole and value.bytes <= size else 0
 

@@ -55,10 +55,26 @@ def test_patterns_mean_modules_and_what_is_in_them() -> None:
     modules = {plan.graph.sources[op].module for op in plan.program.repeated}
     assert modules
     assert not any(module == "blocks.1" or module.startswith("blocks.1.") for module in modules)
-    with pytest.raises(FxrematError, match=r"never_again: no op of the forward belongs to a module '\*.router'; some"):
+    with pytest.raises(FxrematError, match=r"no op of the forward belongs to a module '\*.router', .*; some modules"):
         step.plan("min", never_again=["*.router"])
     with pytest.raises(FxrematError, match="never_again has 3"):
         step.plan("min", never_again=[3])
+
+
+def test_what_is_kept_is_not_offloaded_either() -> None:
+    joint = joint_graph(case("gpt"))
+
+    def hosted(**options: Any) -> set[str]:
+        plan = fxremat.capture(joint, num_fwd_outputs=1, search=QUICK, offload=True, **options).plan("75%")
+        moved = {plan.program.version_of[v] for s in plan.program.steps if s.op is None for v in s.reads}
+        return {plan.graph.values[value].name for value in moved}
+
+    away = hosted()
+    assert away
+    name = min(away)
+    with pytest.raises(FxrematError, match="keep says what stays on the device, and solver='pofo' moves"):
+        hosted(keep="blocks.0", solver="pofo")
+    assert name not in hosted(keep=lambda node: node.name == name or any(user.name == name for user in node.users))
 
 
 def test_marks_of_the_author_are_wishes() -> None:
