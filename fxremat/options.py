@@ -341,7 +341,7 @@ class Options:
         known = (*PLANNERS, *TRANSFERRING) if self.offloads else PLANNERS
         if self.kept and self.offloads_by_chain:
             raise FxrematError(
-                f"keep says what stays on the device, and solver={self.solver!r} moves whole blocks: leave out one of them"
+                f"keep says what stays on the device, and solver={self.solver!r} moves blocks: leave out one of the two"
             )
         if isinstance(self.solver, str) and self.solver in known:
             if self.hosts_weights and self.offloads_by_chain:
