@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from ..policy_table import policy_table
 from ..readme import RESULTS as FOLDER
 from ..readme import ROOT
 from . import picture
@@ -50,6 +52,22 @@ stages of a DenseNet and both uses of the siamese tower are segmented each by it
 """
 
 
+POLICIES = """## Beside other graph passes
+
+The passes of others on the same joint graphs of five of these models, with the same estimated costs, counted in the
+same way: storages from when they are made to their last use, and the seconds of all ops that run. Nothing runs, and
+BatchNorms stay whole. Written by `python -m benchmarks.policies`.
+
+* `greedy`, `ILP`: torchtitan's `auto_perf_maxing` (pytorch/torchtitan#3975, #4636), written anew from its authors'
+  description, without offloading; torch's partitioner follows its marks.
+* `knapsack`: torch's `activation_memory_budget` with its "dp" solver and the same seconds, the best of eleven ratios.
+
+At each budget, in percent of the peak of keeping everything: the time over that of keeping everything, and in
+brackets the peak that was reached, then the least peak of fxremat's plans that take no longer. The last column is the
+longest pass at one budget; of `knapsack`, at all ratios.
+"""
+
+
 def write(records: Sequence[Record], results: Path) -> None:
     """Page and picture of the records; in docs if they are those of `RESULTS`, else beside them."""
     page_path = PAGE if results.resolve() == RESULTS.resolve() else results.with_suffix(".md")
@@ -75,6 +93,7 @@ def page(records: Sequence[Record]) -> str:
         "\n## Faults\n",
         *_faults(records),
         "\n" + STRATEGIES,
+        *_policies(),
         "## Budget by budget\n",
         *_cells(records),
         "\n## Every point\n",
@@ -84,6 +103,13 @@ def page(records: Sequence[Record]) -> str:
         *_conditions(records),
     ]
     return "\n".join(parts) + "\n"
+
+
+def _policies() -> Iterator[str]:
+    if (record := FOLDER / "policies.json").exists():
+        yield POLICIES
+        yield from policy_table(json.loads(record.read_text(encoding="utf-8")))
+        yield ""
 
 
 def summary(records: Sequence[Record]) -> str:
