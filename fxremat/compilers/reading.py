@@ -19,11 +19,12 @@ from torch.utils._pytree import TreeSpec, tree_flatten
 
 from fxremat.errors import CaptureError
 from fxremat.graphs.captured import Captured, read_joint
-from fxremat.graphs.names import note_names
+from fxremat.graphs.names import note_names, parameter_of
 from fxremat.graphs.nodes import NUMBERS, tangents_in, tensors_of
 from fxremat.graphs.symbolic import has_symbolic_sizes
 from fxremat.passes.pipelines import PIPELINES, normalize
 from fxremat.passes.without_mutation import without_mutation
+from fxremat.step.source import common_module
 from fxremat.torch_private import copied
 
 aten = torch.ops.aten
@@ -130,6 +131,7 @@ def read_given(module: fx.GraphModule, num_fwd_outputs: int | None = None, *, pi
     _sort_outputs(graph, outputs, order, count, written)
     copy = normalize(fx.GraphModule(module, graph), PIPELINES[pipeline])
     _note_names(copy.graph, type(module).__name__)
+    _note_modules(copy.graph)
     differentiable = None if num_fwd_outputs is not None else [*_floats(copy.graph)]
     captured = read_joint(copy, count + len(written), differentiable)
     return Given(
@@ -215,6 +217,32 @@ def _note_names(graph: fx.Graph, model: str) -> None:
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     named = [(node, getattr(node.meta.get("desc"), "target", None)) for node in inputs]
     note_names([(node, name if isinstance(name, str) else None) for node, name in named], model)
+
+
+def _note_modules(graph: fx.Graph) -> None:
+    """Note the module of each op of a graph that tells none, as far as the names of parameters do.
+
+    An op belongs to the module whose parameters it reads; one that reads none, to the module around the op before it.
+    """
+    if any("nn_module_stack" in node.meta for node in graph.nodes):
+        return
+    owners: dict[fx.Node, str] = {}  # of parameters, and of what is computed from one alone: the module
+    around: dict[fx.Node, str] = {}  # of what ops make: the module around the one that they belong to
+    for node in graph.nodes:
+        if node.op == "placeholder" and (name := parameter_of(node)):
+            owners[node] = name.rpartition(".")[0]
+        if node.op != "call_function" or _is_of_backward(node):
+            continue
+        read = [owners[each] for each in node.all_input_nodes if each in owners]
+        if read and len(read) == len(node.all_input_nodes) == 1:
+            module = owners[node] = read[0]
+        elif read:
+            module = common_module(read)
+            around[node] = module.rpartition(".")[0]
+        else:
+            module = around[node] = next((around[each] for each in node.all_input_nodes if each in around), "")
+        path = "".join(f"._modules[{part!r}]" for part in module.split(".") if part)
+        node.meta["nn_module_stack"] = {"": (f"L['self']{path}", torch.nn.Module)}
 
 
 def _check(graph: fx.Graph) -> None:

@@ -9,9 +9,10 @@
         ...
         return [sum_1, mul]
 
-Inputs have types: data type, shape, strides where these are not those of a contiguous tensor, and device. Types of
-results follow from the ops. After an op stands what is noted on it: the module, autograd's number, and whether it
-belongs to the backward. Reading calls ops on fake tensors and nothing else, whatever the text says.
+Inputs have types: data type, shape, strides where these are not those of a contiguous tensor, and device; behind a
+parameter stands its name. Types of results follow from the ops. After an op stands what is noted on it: the module,
+autograd's number, and whether it belongs to the backward. Reading calls ops on fake tensors and nothing else, whatever
+the text says.
 """
 
 from __future__ import annotations
@@ -42,6 +43,13 @@ NUMBERS = {"inf": math.inf, "nan": math.nan}
 
 
 @dataclass(frozen=True)
+class Parameter:
+    """The description of an input that is a parameter or a buffer, in the way of AOTAutograd's descriptions."""
+
+    target: str  # its name in the model
+
+
+@dataclass(frozen=True)
 class Text:
     """A graph that was read from text."""
 
@@ -65,7 +73,7 @@ def to_text(module: fx.GraphModule, num_fwd_outputs: int | None = None) -> str:
 def function_text(graph: fx.Graph, name: str) -> str:
     """Return a graph as the text of a function."""
     lines = [f"def {name}("]
-    lines += [f"    {_name(node)}: {_typed(node)}," for node in graph.find_nodes(op="placeholder")]
+    lines += [f"    {_name(node)}: {_typed(node)},{_parameter(node)}" for node in graph.find_nodes(op="placeholder")]
     lines.append("):")
     for node in graph.nodes:
         if node.op == "get_attr":
@@ -88,6 +96,11 @@ def _typed(node: fx.Node) -> str:
     strides = "" if value.is_contiguous() else f" strides ({', '.join(map(str, value.stride()))})"
     shape = ", ".join(map(str, value.shape))
     return f'"{str(value.dtype).removeprefix("torch.")}[{shape}]{strides} {value.device}"'
+
+
+def _parameter(node: fx.Node) -> str:
+    name = getattr(node.meta.get("desc"), "target", None)
+    return f"  # {json.dumps({'parameter': name})}" if isinstance(name, str) else ""
 
 
 def _call(node: fx.Node) -> str:
@@ -177,6 +190,8 @@ class _Reader:
         for argument in self.function.args.args:
             node = self.graph.placeholder(argument.arg)
             node.meta["val"] = self._fake(argument.annotation, argument.lineno)
+            if name := self.notes.get(argument.end_lineno or 0, {}).get("parameter"):
+                node.meta["desc"] = Parameter(str(name))
             self.nodes[argument.arg] = node
         for statement in self.function.body:
             self._statement(statement)

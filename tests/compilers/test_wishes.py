@@ -61,6 +61,17 @@ def test_patterns_mean_modules_and_what_is_in_them() -> None:
         step.plan("min", never_again=[3])
 
 
+def test_modules_of_a_graph_that_notes_none_are_those_of_its_parameters() -> None:
+    graph = captured("resnet").graph
+    modules = [source.module for source in graph.sources]
+    assert {"stem", "blocks.0.0", "blocks.2.5", "head"} <= set(modules)
+    of = {op.target: module for op, module in zip(graph.ops, modules, strict=True) if not op.backward}
+    assert of["aten.relu.default"].startswith("blocks.")
+    plan = captured("gpt", never_again="blocks.1").plan("min")
+    assert repeated(plan)
+    assert not [op for op in plan.program.repeated if plan.graph.sources[op].module.startswith("blocks.1")]
+
+
 def test_what_is_kept_is_not_offloaded_either() -> None:
     joint = joint_graph(case("gpt"))
 
