@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from torch import fx
 
@@ -27,6 +27,9 @@ from fxremat.step.liveness import Memory, live_bytes
 from fxremat.step.program import Program
 from fxremat.step.step_graph import StepGraph
 from fxremat.units import format_bytes, format_ratio, format_seconds
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,6 +172,15 @@ class PlannedStep:
     def graph(self) -> StepGraph:
         """The step that the plan was made for: forward and backward op by op."""
         return self.chosen.layout.graph
+
+    @property
+    def step_graph(self) -> StepGraph:
+        """The same as numbers alone, without nodes of torch.fx: `to_json()` writes it."""
+        return self.graph.step if isinstance(self.graph, Captured) else self.graph
+
+    def to_networkx(self) -> nx.DiGraph[tuple[str, int]]:
+        """Return the step as a graph of networkx: see `StepGraph.to_networkx`."""
+        return self.graph.to_networkx()
 
     @property
     def captured(self) -> Captured:

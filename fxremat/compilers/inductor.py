@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
 
+import torch
 from torch import fx
 from torch._inductor.custom_graph_pass import (  # torch 2.11, 2.13, 2.14
     CustomPartitionerFn,
@@ -15,10 +16,15 @@ from torch._inductor.custom_graph_pass import (  # torch 2.11, 2.13, 2.14
 
 from fxremat.compilers.partition import Partitioner
 from fxremat.compilers.planning import PassOptions, pass_options
-from fxremat.errors import FxrematError
+from fxremat.cost.measure import peak_of
+from fxremat.errors import BudgetTooSmall, FxrematError
+from fxremat.graphs.accounting import device_of
 from fxremat.graphs.nodes import is_random
 from fxremat.options import Options
 from fxremat.plans import Plan
+
+TRIES = 6  # plans that `fit` tries
+SAFE = 0.98  # a plan that is to need less is given this share of what the last one suggests
 
 
 class InductorPartitioner(CustomPartitionerFn):
@@ -27,8 +33,8 @@ class InductorPartitioner(CustomPartitionerFn):
         torch._inductor.config.custom_partitioner_fn = fxremat.passes.InductorPartitioner("4GiB")
         model = torch.compile(model)
 
-    Inductor fuses and reorders the ops afterwards, so that the peak of the plan is an estimate of the real one. Random
-    ops never run twice. Compiled graphs are cached by `uuid()`.
+    Inductor fuses and reorders the ops afterwards, so that the peak of the plan is an estimate of the real one; `fit`
+    measures that. Random ops never run twice. Compiled graphs are cached by `uuid()`.
 
     Args:
         mem: the budget, in any form that `fxremat.compile` takes.
@@ -48,6 +54,38 @@ class InductorPartitioner(CustomPartitionerFn):
         self._options = options
         once = replace(options, never_again=(*options.wishes, is_random))
         self._partitioner = Partitioner(once, pipeline="for compilers")
+
+    def fit(self, step: Callable[[], Any]) -> int:
+        """Run a training step by torch.compile, and plan for less until its real peak fits; return that, in bytes.
+
+            within = InductorPartitioner("4GiB")
+            with inductor_config.patch(custom_partitioner_fn=within):
+                compiled = torch.compile(model)
+                within.fit(lambda: compiled(x).backward())
+
+        Each try forgets all that torch.compile has compiled, and compiles again.
+
+        Args:
+            step: forward and backward of the compiled model. Gradients that are there are added to.
+
+        Raises:
+            BudgetTooSmall: the real peak does not fit after `TRIES` tries; or no program fits.
+            FxrematError: the step compiled no graph with a backward.
+        """
+        wanted: int | None = None
+        for _ in range(TRIES):
+            torch.compiler.reset()
+            self.plans.clear()
+            step()  # compiles
+            if not self.plans:
+                raise FxrematError("the step compiled no graph with a backward: set custom_partitioner_fn, and train")
+            wanted = wanted or self.plans[0].budget
+            peak, _ = peak_of(step, device_of(self.plans[0].graph))
+            if peak <= wanted:
+                return peak
+            self._begin(replace(self._options, mem=int(self.plans[0].budget * wanted / peak * SAFE)))
+        assert wanted is not None
+        raise BudgetTooSmall(minimum=peak, budget=wanted)
 
     def __getstate__(self) -> Options:
         """Return the options: Inductor pickles its configuration, and plans are not part of it."""

@@ -12,6 +12,7 @@ import torch._inductor.config as inductor_config
 from torch import Tensor
 
 import fxremat
+from benchmarks import meter
 from fxremat.errors import FxrematError
 from fxremat.passes import InductorPartitioner
 from tests.compilers.models import NAMES, Case, case, joint_graph
@@ -53,6 +54,26 @@ def test_gradients_are_those_of_torch_compile_at_three_budgets(name: str) -> Non
         assert not any(plan.graph.ops[op].random for op in plan.program.repeated)
         for mine, its in zip(found, expected, strict=True):
             torch.testing.assert_close(mine, its, rtol=1e-4, atol=1e-6, msg=f"{name} at {mem}")
+
+
+@pytest.mark.long
+def test_the_real_peak_is_made_to_fit() -> None:
+    one = case("gpt")
+    model = copy.deepcopy(one.model)
+    everything = fxremat.capture(joint_graph(one), num_fwd_outputs=1, search=QUICK).plan("100%").predicted_peak
+    within = InductorPartitioner(int(0.75 * everything), search=QUICK)
+    with inductor_config.patch(custom_partitioner_fn=within):
+        compiled = torch.compile(model)
+
+        def step() -> None:
+            model.zero_grad(set_to_none=True)
+            compiled(one.x).backward()
+
+        peak = within.fit(step)
+        assert 0 < peak <= 0.75 * everything
+        assert meter.peak_bytes(step) <= peak * 1.01
+        with pytest.raises(FxrematError, match="compiled no graph"):
+            within.fit(lambda: None)
 
 
 def test_the_key_of_the_cache_says_what_plans_depend_on() -> None:

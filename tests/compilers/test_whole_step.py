@@ -12,6 +12,7 @@ import fxremat
 from benchmarks import meter
 from fxremat.errors import CaptureError
 from fxremat.passes import as_emitted, step_pass
+from fxremat.step.step_graph import StepGraph
 from fxremat.torch_private import copied
 from tests.compilers.models import NAMES, case, full_step, inputs_of
 
@@ -117,7 +118,9 @@ def test_captured_graphs_of_others_are_steps_like_any_other() -> None:
     assert step.plan().predicted_peak < step.plan("100%").predicted_peak
     assert step.least() <= step.plan("min").budget
     assert "peak" in str(step.plan().check())
-    assert step.graph.to_networkx().number_of_nodes() > len(step.graph.ops)
+    plan = step.plan()
+    assert plan.to_networkx().number_of_nodes() == len(step.graph.ops) + len(step.graph.values)
+    assert StepGraph.from_json(plan.step_graph.to_json()).digest == step.graph.digest
 
 
 def test_symbolic_sizes_are_refused() -> None:
