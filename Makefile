@@ -20,7 +20,7 @@ READY := $(VENV)/.fxremat-ready
 
 PYTEST := $(BIN)/python -m pytest -q
 
-.PHONY: demo test test-torch pretend-cuda pretended quick lint types kernels test-long browser pictures docs mutants bench papers clean
+.PHONY: demo test test-torch pretend-cuda pretended quick lint types kernels test-long test-torchtitan browser pictures docs mutants bench papers clean
 
 demo: $(READY)
 	$(BIN)/python examples/01_quickstart.py
@@ -76,9 +76,23 @@ kernels: $(READY)
 mutants: $(READY)
 	$(BIN)/python -m tests.mutants $(FILES)
 
+# torchtitan's tracer and debug model, in a virtual environment of its own: the tracer needs few of its dependencies.
+TITAN := .venv-torchtitan
+
+test-torchtitan: $(TITAN)/.fxremat-ready
+	$(TITAN)/bin/python -m pytest -q -m long tests/compilers/test_torchtitan.py
+
+$(TITAN)/.fxremat-ready: pyproject.toml constraints-dev.txt constraints-torchtitan.txt
+	test -x $(TITAN)/bin/python || $(PYTHON) -m venv $(TITAN)
+	$(TITAN)/bin/python -m pip install --quiet -c constraints-dev.txt torch -e ".[dev]"
+	$(TITAN)/bin/python -m pip install --quiet -r constraints-dev.txt
+	$(TITAN)/bin/python -m pip install --quiet --no-deps -r constraints-torchtitan.txt
+	touch $@
+
 test-long: $(READY) browser pretended
 	$(BIN)/python -m pip install --quiet -c constraints-dev.txt -c constraints-libraries.txt -e ".[dev,libraries,docs]"
 	$(PYTEST) -m long
+	$(MAKE) test-torchtitan
 	HYPOTHESIS_PROFILE=wide $(PYTEST) -n 2 tests/solvers tests/transfers/test_transfers.py tests/test_views.py
 
 # Chromium, for the tests of the page of a plan: Debian's, where the machine has none.

@@ -22,6 +22,7 @@ from fxremat.graphs.captured import Captured, read_joint
 from fxremat.graphs.names import note_names, parameter_of
 from fxremat.graphs.nodes import NUMBERS, tangents_in, tensors_of
 from fxremat.graphs.symbolic import has_symbolic_sizes
+from fxremat.passes.collectives import start_and_wait
 from fxremat.passes.pipelines import PIPELINES, normalize
 from fxremat.passes.without_mutation import without_mutation
 from fxremat.step.source import common_module
@@ -72,8 +73,11 @@ class Given:
         return len(self.captured.forward_outputs) - len(self.written)
 
     def with_writes(self, graphs: tuple[fx.GraphModule, fx.GraphModule]) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Return copies of forward and backward with the inputs overwritten in the forward, not by what it returns."""
-        forward, backward = (fx.GraphModule(each, copied(each.graph)) for each in graphs)
+        """Return copies of forward and backward that overwrite inputs in the forward, of ops of PyTorch alone."""
+        copies = [copied(each.graph) for each in graphs]
+        for copy in copies:
+            start_and_wait(copy)
+        forward, backward = (fx.GraphModule(each, copy) for each, copy in zip(graphs, copies, strict=True))
         if self.written:
             graph, end = forward.graph, forward.graph.output_node()
             results: tuple[Any, ...] = end.args[0]  # type: ignore[assignment]

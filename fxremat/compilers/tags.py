@@ -9,6 +9,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fxremat.errors import PlanMismatch
 from fxremat.graphs.captured import Captured
+from fxremat.passes.collectives import WAIT
 from fxremat.plans import Plan
 from fxremat.step.program import Role, Transfer
 
@@ -33,6 +34,9 @@ def tag(graph: fx.GraphModule, plan: Plan) -> fx.GraphModule:
         PlanMismatch: the graph has none of the ops of the plan.
     """
     policies = _policies(plan)
+    for wait in graph.graph.find_nodes(op="call_function", target=WAIT):
+        if wait.args[0].name in policies:
+            policies[wait.name] = policies[wait.args[0].name]
     found = [node for node in graph.graph.nodes if node.name in policies]
     if not found:
         raise PlanMismatch("the graph has none of the ops of the plan: tag the graph that the plan was made for")

@@ -25,6 +25,7 @@ class StepPass:
     def __init__(self, options: Options) -> None:
         self.options = options
         self.plans: list[Plan] = []
+        self.__name__ = "step_pass"  # torchtitan selects and logs passes by this name
 
     @property
     def plan(self) -> Plan | None:

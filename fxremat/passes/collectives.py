@@ -1,4 +1,4 @@
-"""Merge of the start of each collective of a captured graph and the wait for it into one op.
+"""Merge of the start of each collective of a captured graph and the wait for it into one op, and its inverse.
 
     started = all_gather_into_tensor(x, ...);  ...;  y = wait_tensor(started)    ->    y = Collective(...)(x, ...)
 
@@ -13,7 +13,14 @@ import operator
 import torch
 from torch import fx
 
-from fxremat.graphs.collectives import collective, is_start
+from fxremat.graphs.collectives import Collective, collective, is_start
+from fxremat.graphs.nodes import tensors_of
+from fxremat.ops.collectives import ONE_AT_A_TIME, start_gather
+from fxremat.passes.evaluate import evaluate
+from fxremat.torch_private import group_named, storage_of
+
+WAIT = torch.ops._c10d_functional.wait_tensor.default
+KEPT = "recompute"  # the mark of what torch's checkpointing keeps and recomputes
 
 
 def wait_at_once(graph: fx.Graph) -> None:
@@ -25,8 +32,43 @@ def wait_at_once(graph: fx.Graph) -> None:
         assert isinstance(node.target, torch._ops.OpOverload)
         node.target = collective(node.target)
         for wait in waits:
-            wait.replace_all_uses_with(wait.args[0])  # type: ignore[arg-type]
+            started = wait.args[0]
+            assert isinstance(started, fx.Node)
+            wait.replace_all_uses_with(started)
+            if KEPT in wait.meta:
+                node.meta[KEPT] = wait.meta[KEPT]
+            _show_views(started, wait.meta["val"])  # a wait returns its operand, but its fake value is a new tensor
             graph.erase_node(wait)
+
+
+def _show_views(node: fx.Node, old: torch.Tensor) -> None:
+    """Let the fake values of views of a node be views of the node's value, where they are views of `old`."""
+    for view in node.users:
+        if any(tensor is not None and storage_of(tensor) == storage_of(old) for tensor in tensors_of(view)):
+            view.meta = dict(view.meta) | {"val": evaluate(view)}
+            _show_views(view, old)
+
+
+def start_and_wait(graph: fx.Graph) -> None:
+    """Replace collectives of an emitted graph by PyTorch's own ops, a start and a wait for each result. O(nodes).
+
+    An all-gather that starts early is waited for at once where its backend must not run two at a time.
+    """
+    for node in [*graph.nodes]:
+        if isinstance(node.target, Collective):
+            node.target = node.target.start
+        elif node.target is start_gather:
+            node.target, node.args = node.args[0], node.args[1:]
+            group = group_named(node.args[-1])
+            if group is None or group.name() not in ONE_AT_A_TIME:
+                continue
+        else:
+            continue
+        for shown in [node] if isinstance(node.meta["val"], torch.Tensor) else _shown(node)[1:]:
+            with graph.inserting_after(shown):
+                wait = graph.create_node("call_function", WAIT, (shown,), name=f"{shown.name}_complete")
+            wait.meta = dict(shown.meta)
+            shown.replace_all_uses_with(wait, lambda user, wait=wait: user is not wait)  # type: ignore[misc]
 
 
 def _shown(node: fx.Node) -> list[fx.Node]:
@@ -34,4 +76,4 @@ def _shown(node: fx.Node) -> list[fx.Node]:
 
 
 def _is_wait(node: fx.Node) -> bool:
-    return node.target is torch.ops._c10d_functional.wait_tensor.default
+    return node.target is WAIT

@@ -406,7 +406,7 @@ class Lowering:
     def _describe(self, node: fx.Node, original: fx.Node) -> fx.Node:
         node.meta = {key: value for key, value in original.meta.items() if key != PLACE} | self.meta
         if "custom" in self.meta and isinstance(own := original.meta.get("custom"), dict):
-            node.meta["custom"] = own | self.meta["custom"]  # what other compilers note there stays
+            node.meta["custom"] = self.meta["custom"] | own  # what other compilers note there stays
         return node
 
     def _read(self, part: Part, node: fx.Node, version: int, suffix: str = "") -> fx.Node:

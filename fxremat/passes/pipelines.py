@@ -87,7 +87,7 @@ PASSES: Mapping[str, Pass] = {
 
 _FIRST = ("share", "wait_at_once", "drop_detach", "drop_running_statistics", "reshape_gradients")
 _FOR_REGIONS = ("copy_views_by_number", "convolve_channels_last", "halve", "note_overwriting")
-_AS_GIVEN = ("drop_detach", "drop_running_statistics", "copy_views_by_number")
+_AS_GIVEN = ("wait_at_once", "drop_detach", "drop_running_statistics", "copy_views_by_number")
 PIPELINES: Mapping[str, tuple[str, ...]] = {
     "any device": (*_FIRST, "drop_as_eager", "copy_views_by_number", "note_overwriting"),
     "eager": (*_FIRST, "drop_as_eager", "copy_views_by_number", "halve_exactly", "note_overwriting"),

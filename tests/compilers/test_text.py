@@ -15,11 +15,11 @@ from fxremat.compilers.text import from_text, to_text
 from fxremat.errors import CaptureError
 from tests.compilers.models import NAMES, case, full_step, inputs_of, joint_graph
 from tests.compilers.test_whole_step import run
+from tests.passes.test_golden import check
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
 
 QUICK = fxremat.Search(seconds=0.2, progress=False)
-GOLDEN = Path(__file__).parents[1] / "golden"
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -63,7 +63,9 @@ def forward(
 '''
 
 
-def test_opt_plans_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_opt_plans_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], pytestconfig: pytest.Config
+) -> None:
     file, out = tmp_path / "graph.py", tmp_path / "out.py"
     file.write_text(SMALL)
     assert main(["opt", str(file), "--mem", "min", "--effort", "0"]) == 0
@@ -72,7 +74,7 @@ def test_opt_plans_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "peak" in printed.splitlines()[-1]
     assert main(["opt", str(file), "--mem", "min", "--costs", "H100", "--effort", "0", "-o", str(out)]) == 0
     assert "H100" in capsys.readouterr().out
-    assert out.read_text() == (GOLDEN / "opt.py.txt").read_text()
+    check("opt", out.read_text(), update=pytestconfig.getoption("--update-golden"))
 
 
 @pytest.mark.parametrize(
