@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from fxremat.runtime.data_parallel import fully_shard
     from fxremat.settings import Inductor, Loss, Offload, Search, Slices
     from fxremat.solvers import solve
+    from fxremat.step.step_graph import StepGraph
 
 __version__ = "0.1.0"
 __all__ = [
@@ -71,6 +72,7 @@ __all__ = [
     "Schedule",
     "Search",
     "Slices",
+    "StepGraph",
     "Timeline",
     "Trace",
     "capture",
@@ -145,6 +147,7 @@ _LATER = {  # names that need torch or numba, and the module that each is import
     "FileTier": "fxremat.host.files",
     "HostTier": "fxremat.host.tier",
     "PinnedTier": "fxremat.host.pinned",
+    "StepGraph": "fxremat.step.step_graph",
     "Trace": "fxremat.cost.trace",
     "solve": "fxremat.solvers",
 }

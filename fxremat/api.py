@@ -21,11 +21,13 @@ from fxremat.cost.devices import Device
 from fxremat.errors import CaptureError, FxrematError
 from fxremat.options import CompileOptions, Options, PlanOptions, options_of
 from fxremat.planning.captured_step import CapturedStep
+from fxremat.planning.numbered import NumberedStep
 from fxremat.plans import Plan
 from fxremat.profiles import Profile, profile_of
 from fxremat.runtime.module import Rematerialized, captured, drop_in, plan_now
 from fxremat.runtime.shapes_alone import Call, refuse_without_data, with_fakes
 from fxremat.settings import Loss, Search
+from fxremat.step.step_graph import StepGraph
 from fxremat.what_if import Comparison, Devices, compared
 
 
@@ -126,7 +128,7 @@ def compare(
 
 
 def capture(
-    model: nn.Module,
+    model: nn.Module | StepGraph,
     example_inputs: Any = None,
     *,
     num_fwd_outputs: int | None = None,
@@ -143,7 +145,8 @@ def capture(
 
     A graph of torch.fx that has a backward already is read as it is: the graph of a full step, whose backward is marked
     (`fxremat.passes.step_pass` says how), or, with `num_fwd_outputs`, a joint graph of AOTAutograd. Costs are then
-    estimates, unless costs="measure" is passed. The graph of a forward alone is a model like any other.
+    estimates, unless costs="measure" is passed. The graph of a forward alone is a model like any other. A `StepGraph`,
+    such as one that another framework wrote as JSON, is planned as numbers; `costs` is then a function of an op.
 
     Args:
         model, example_inputs, options: as those of `plan`; the step's plans take them from here.
@@ -154,10 +157,15 @@ def capture(
         CaptureError: the model is not one graph; names the line. A graph has a node that cannot be planned, which is
             named; or it has no backward, and there are no inputs to differentiate it with.
     """
+    if isinstance(model, StepGraph):
+        seconds: Any = options.pop("costs", None)
+        told = seconds if callable(seconds) else None
+        given = {"costs": seconds or "estimate"} if told is None else {}
+        return NumberedStep(model, pass_options(mem, {"solver": solver, **options, **given}), told)
     if isinstance(model, fx.GraphModule) and (num_fwd_outputs is not None or is_marked(model.graph)):
         settings = pass_options(mem, {"solver": solver, **options})
-        given = read_given(model, num_fwd_outputs, pipeline=pipeline_of(settings))
-        return step_of(given, settings, example_inputs or ())
+        read = read_given(model, num_fwd_outputs, pipeline=pipeline_of(settings))
+        return step_of(read, settings, example_inputs or ())
     if example_inputs is None:
         raise CaptureError(NO_MARKS if isinstance(model, fx.GraphModule) else "capturing calls the model: pass inputs")
     named, settings = _checked(model), options_of(mem=mem, solver=solver, **options)
