@@ -13,6 +13,7 @@ from fxremat.units import format_bytes, format_seconds
 
 _NAME, _COUNT = 30, 11  # columns of a name, and of a number of calls
 _MOST = 24  # lines of calls that are printed
+_FUNCTIONS = 4  # functions that stay Python that are printed
 _INDENT = 18  # columns before a figure
 
 
@@ -52,6 +53,7 @@ class PlanOfGraphs:
 
     model: str  # the name of the model's class
     broken_at: str  # the line where the first graph ends; "": not known
+    python: tuple[str, ...]  # functions that call graphs and stay Python, with their lines
     budget: int
     predicted_peak: int
     keep_all_peak: int  # the peak if nothing runs again, which budgets in percent refer to
@@ -68,6 +70,7 @@ class PlanOfGraphs:
         *,
         model: str,
         broken_at: str,
+        python: tuple[str, ...],
         budget: int,
         keep_all_peak: int,
         minimum: int,
@@ -90,6 +93,7 @@ class PlanOfGraphs:
         return cls(
             model=model,
             broken_at=broken_at,
+            python=python,
             budget=budget,
             predicted_peak=path.peak,
             keep_all_peak=keep_all_peak,
@@ -144,6 +148,8 @@ class PlanOfGraphs:
         }
         for name, figure in figures.items():
             yield f"{name:{_INDENT}}{figure}"
+        for function in self.python[:_FUNCTIONS]:
+            yield f"{'stays Python':{_INDENT}}{function}: only what it calls is planned"[:100]
         if len(self.paths) > 1:
             yield f"{'paths':{_INDENT}}{len(self.paths)} are known: " + ", ".join(
                 f"{path.calls} calls in {path.share:.0%}" for path in self.paths[:4]

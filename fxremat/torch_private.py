@@ -11,9 +11,10 @@ import re
 import sys
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import fx
@@ -491,6 +492,23 @@ def _captured_by(
     return compiled
 
 
+_left_to_python: weakref.WeakSet[types.CodeType] = weakref.WeakSet()
+
+
+def functions_in_python() -> list[str]:
+    """Return the user's functions under way that dynamo left to Python, outermost first, with their lines.
+
+    dynamo returns no `guarded_code` for them (`ConvertFrameReturn`, torch 2.11, 2.13).
+    """
+    found, frame = list[str](), cast(types.FrameType | None, sys._getframe())
+    while frame is not None:
+        if frame.f_code in _left_to_python:
+            code = frame.f_code
+            found.append(f"{code.co_qualname} at {os.path.basename(code.co_filename)}:{frame.f_lineno}")
+        frame = frame.f_back
+    return found[::-1]
+
+
 def compiled_in_parts(
     forward: Callable[..., Any],
     backend: Callable[..., Any],
@@ -510,7 +528,13 @@ def compiled_in_parts(
         around: returns a context in which functions are captured.
     """
 
-    def capture(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def capture(inner: Callable[..., Any], frame: Any, *args: Any, **kwargs: Any) -> Any:
+        found = captured(inner, frame, *args, **kwargs)
+        if found.guarded_code is None and not frame.f_code.co_filename.startswith(os.path.dirname(torch.__file__)):
+            _left_to_python.add(frame.f_code)
+        return found
+
+    def captured(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with around(), traced_torch_modules(), rnns_left_to_python(), silent("torch._dynamo.variables.tensor"):
             try:
                 with capture_settings(dynamic):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import sub
 from typing import Protocol
@@ -124,6 +124,7 @@ class PathPlans:
         self.limit: Limit | None = None
         self._options, self._model, self._broken_at, self._device = options, model, broken_at, device
         self._names: WeakKeyDictionary[Node, str] = WeakKeyDictionary()
+        self._python: dict[str, None] = {}  # functions that call graphs, and stay Python
         self._largest = 0  # bytes of the largest tensor that a known graph makes
         self._last: tuple[Node, ...] = ()  # the path of the last step
         self._in_vain = 0  # steps in a row after which a number on their path was still not measured
@@ -164,9 +165,14 @@ class PathPlans:
                     self._set_limit()
         return found, is_new
 
-    def name(self, node: Node, name: str) -> None:
-        """Give a call a name, for reports."""
+    def name(self, node: Node, name: str, python: Iterable[str] = ()) -> None:
+        """Give a call a name, for reports.
+
+        Args:
+            python: the functions that call it and stay Python.
+        """
         self._names[node] = name
+        self._python |= dict.fromkeys(python)
 
     def stride(self, node: Node) -> None:
         """Note that gradients of a call have come otherwise laid out than was traced."""
@@ -307,6 +313,7 @@ class PathPlans:
             graphs,
             model=self._model,
             broken_at=self._broken_at,
+            python=tuple(self._python),
             budget=self.mem,
             keep_all_peak=paths.keep_all(self.root),
             minimum=paths.least(self.root),

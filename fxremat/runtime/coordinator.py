@@ -39,7 +39,13 @@ from fxremat.runtime.step_memory import meter_of
 from fxremat.runtime.unused import unused_outputs, without
 from fxremat.search.call_programs import CallProgram
 from fxremat.search.paths import Node
-from fxremat.torch_private import after_backward, backward_keeps_graph, holds_gradients, storage_watch
+from fxremat.torch_private import (
+    after_backward,
+    backward_keeps_graph,
+    functions_in_python,
+    holds_gradients,
+    storage_watch,
+)
 
 SETTLED = 2  # steps in a row that are measured without anything new; then no more steps are measured
 MOST_IN_VAIN = 8  # steps that are measured in a row although their backward cannot be
@@ -184,7 +190,8 @@ class Coordinator:
         if is_new:
             self._unsettled = SETTLED
             names = {id(parameter): name for name, parameter in self._parameters()}
-            self.plans.name(node, graph.name_with(names.get(id(primal)) for primal in primals))
+            name = graph.name_with(names.get(id(primal)) for primal in primals)
+            self.plans.name(node, name, functions_in_python())
         step.note("forward", node)
         if not node.measured:
             node.assume(step.meter.level(), step.saved, step.calls[-1].node if step.calls else None)

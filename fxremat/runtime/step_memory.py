@@ -14,8 +14,11 @@ backward; there a border is a mark among the allocations, and its numbers are kn
 from __future__ import annotations
 
 import contextlib
+import itertools
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from typing import ClassVar
 
 import torch
 
@@ -24,7 +27,11 @@ from fxremat.torch_private import AllocationRecord, is_profiled, watching_backwa
 
 MARKS = (3, 1, 3, 3, 1)  # bytes
 MARK = [size for each in MARKS for size in (each, -each)]
-"""A mark among the allocations: tensors of a few bytes, each freed at once, in an order that no model has."""
+"""A mark among the allocations: tensors of a few bytes, each freed at once, in an order that no model has.
+
+One more tensor, of `Recorded.number` bytes, tells whose mark it is.
+"""
+FIRST, MOST = 5, 64  # the numbers of meters: from `FIRST` on, `MOST` of them in turn
 
 
 class Border:
@@ -126,15 +133,44 @@ class Counted(Meter):
             self._kind.forget_most(self._device)
 
 
+class SharedRecord:
+    """A record of a backward, which all steps that wait for theirs on this thread may read."""
+
+    _of_thread: ClassVar[dict[int, SharedRecord]] = {}
+
+    def __init__(self) -> None:
+        self._record = AllocationRecord()
+        self._changes: list[int] | None = None
+        self._of_thread[threading.get_ident()] = self
+
+    @classmethod
+    def now(cls) -> SharedRecord | None:
+        """Return the record of the backward that begins on this thread; None if a profiler of the user's runs."""
+        known = cls._of_thread.get(threading.get_ident())
+        if known is not None:
+            return known
+        return None if is_profiled() else cls()
+
+    def stop(self) -> list[int]:
+        """Stop recording, unless another step has done so; return the changes of the backward in bytes, in order."""
+        if self._changes is None:
+            self._changes = self._record.stop()
+            del self._of_thread[threading.get_ident()]
+        return self._changes
+
+
 class Recorded(Meter):
     """A meter that records the allocations of this thread on the host, while the model's forward or a backward runs.
 
     Between these the thread belongs to the user, who may start a profiler there: the loss is not recorded.
     """
 
+    _numbers = itertools.count()
+
     def __init__(self) -> None:
+        self.number = FIRST + next(self._numbers) % MOST
         self._level, self._top, self._exact = 0, 0, True
-        self._record: AllocationRecord | None = AllocationRecord()
+        self._record: AllocationRecord | SharedRecord | None = AllocationRecord()
         self._marks: list[Border] = []
         self._has_left = False  # the forward of the model is over
         self._unwatch = watching_backward(self._before_backward, self._after_backward)
@@ -154,7 +190,7 @@ class Recorded(Meter):
             return border
         if in_backward:
             self._marks.append(border)
-            for size in MARKS:
+            for size in (*MARKS, self.number):
                 torch.empty(size, dtype=torch.uint8)
             return border
         self._read()
@@ -190,8 +226,8 @@ class Recorded(Meter):
         changes, marks, place = self._record.stop(), iter(self._marks), 0
         while place < len(changes):
             if changes[place : place + len(MARK)] == MARK:
-                place += len(MARK)
-                if (border := next(marks, None)) is not None:
+                place += len(MARK) + 2
+                if changes[place - 2] == self.number and (border := next(marks, None)) is not None:
                     self._note(border)
                 continue
             self._level += changes[place]
@@ -214,8 +250,8 @@ class Recorded(Meter):
             self._unwatch()
 
     def _before_backward(self) -> None:
-        if self._has_left and self._record is None and not is_profiled():
-            self._record = AllocationRecord()
+        if self._has_left and self._record is None:
+            self._record = SharedRecord.now()
 
     def _after_backward(self) -> None:
         if self._has_left and self._record is not None:

@@ -406,6 +406,54 @@ def test_example_inputs_plan_at_once_and_change_nothing() -> None:
     assert torch.equal(torch.get_rng_state(), rng)
 
 
+def test_a_plan_names_the_functions_that_stay_python() -> None:
+    ours, _ = twins(as_it_is)
+    for _ in range(2):
+        ours(rows()).backward()
+    (function,) = ours.plan.python
+    assert function.startswith("Broken.forward at test_several_graphs.py:")
+    assert f"stays Python      {function}: only what it calls is planned" in str(ours.plan)
+    talking = fxremat.compile(Talking(), mem="100%", search=QUICK)
+    for _ in range(2):
+        talking(rows()).sum().backward()
+    assert talking.plan.python == ()
+
+
+def test_a_step_that_waits_for_its_backward_does_not_disturb_another_model() -> None:
+    """Both are measured on this thread; the loss of the first may be held for ever."""
+    waiting, _ = twins()
+    held = waiting(rows())
+    ours, plain = twins(mem="min")
+    for _ in range(3):
+        assert_equal_steps(ours, plain, rows())
+    measured = peak_of(ours, rows())
+    assert measured <= ours.plan.budget
+    assert ours.plan.predicted_peak <= measured * 1.02
+    held.backward()
+    assert not is_profiled()
+
+
+@pytest.mark.parametrize("mem", ["100%", "min"])
+def test_one_backward_through_two_models(mem: str) -> None:
+    """As where a generator trains through a discriminator."""
+    torch.manual_seed(0)
+    first, second = Broken(as_it_is, blocks=2), Broken(as_it_is, blocks=2)
+    plain = copy.deepcopy(first), copy.deepcopy(second)
+    ours = [fxremat.compile(model, mem=mem, search=QUICK) for model in (first, second)]
+
+    def step(one: nn.Module, other: nn.Module) -> list[Tensor]:
+        for model in (one, other):
+            model.zero_grad(set_to_none=True)
+        torch.manual_seed(3)
+        (one(rows()) + other(rows(seed=1))).backward()
+        return [p.grad for model in (one, other) for p in model.parameters() if p.grad is not None]
+
+    for _ in range(4):
+        assert all(map(torch.equal, step(*ours), step(*plain)))
+    assert not is_profiled()
+    assert nothing_is_saved()
+
+
 def test_two_forwards_before_two_backwards() -> None:
     ours, plain = twins(mem="60%")
     for _ in range(3):
