@@ -631,13 +631,16 @@ class RunningCall:
     """
 
     def __init__(self, wrapper: types.FrameType, between: Sequence[types.FrameType]) -> None:
+        import torch._dynamo.external_utils as external_utils
+
+        between_calls = (torch.nn.modules.module.__file__, external_utils.__file__)
         called, self._frame = wrapper.f_locals["fn"], wrapper
         self.function: Any = wrapper.f_locals["self"]
         module = getattr(called, "__self__", None)
         self.module = module if isinstance(module, torch.nn.Module) else None
         self.name: str = called.__name__ if self.module is None else type(self.module).__name__
         hooks = [] if self.module is None else [each for kind in forward_hooks_of(self.module) for each in kind]
-        in_torch = all(frame.f_code.co_filename == torch.nn.modules.module.__file__ for frame in between)
+        in_torch = all(frame.f_code.co_filename in between_calls for frame in between)
         self.is_whole = in_torch and not hooks
 
     def surround(self, enter: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
@@ -666,16 +669,16 @@ def running_call() -> RunningCall | None:
     `compile_wrapper` of `torch/_dynamo/eval_frame.py` calls the `enter_exit_hooks` of its `self` before a call, and
     what these returned, its `cleanups`, after it (torch 2.11, 2.13, 2.14).
     """
+    import torch._dynamo.convert_frame as convert_frame
     import torch._dynamo.eval_frame as eval_frame
 
-    folder = os.path.join(os.path.dirname(eval_frame.__file__), "")
     frame: types.FrameType | None = sys._getframe()
     between: list[types.FrameType] = []
     while frame is not None:
         if frame.f_code.co_name == "compile_wrapper" and frame.f_code.co_filename == eval_frame.__file__:
             return RunningCall(frame, between)
         between.append(frame)
-        if frame.f_code.co_filename.startswith(folder):
+        if frame.f_code.co_filename == convert_frame.__file__:
             between.clear()  # all so far belongs to the compiler
         frame = frame.f_back
     return None

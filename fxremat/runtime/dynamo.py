@@ -70,7 +70,7 @@ from fxremat.runtime.ranks import ranks_of
 from fxremat.runtime.real_layouts import real_layouts
 from fxremat.runtime.sized import Sized
 from fxremat.runtime.target_kernels import kernels_of
-from fxremat.runtime.torch_compile import coordinator_of
+from fxremat.runtime.torch_compile import graphs_of
 from fxremat.runtime.unused import telling_unused, unused_outputs, without
 from fxremat.runtime.varying import warn_of_fixed
 from fxremat.torch_private import (
@@ -679,10 +679,12 @@ def fxremat(
     if "mem" not in given:
         raise InvalidBudget('the fxremat backend needs a budget: torch.compile(..., options={"mem": "4GiB"})')
     backend = Backend(options_of(**given))
-    backend.coordinator = coordinator = coordinator_of(backend.options, module, inputs)
+    graphs = graphs_of(backend.options, module, inputs)
+    backend.coordinator = coordinator = graphs.coordinator if graphs else None
     try:
         with contextlib.nullcontext() if coordinator is None else coordinator.capturing():
-            return backend(module, inputs)
+            run = backend(module, inputs)
+        return run if graphs is None or coordinator is not None else graphs.once(run)
     except NotSymbolic as error:
         raise CaptureError(
             f"{error} needs inputs of fixed sizes: torch.compile(..., dynamic=False) captures each combination by "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -26,20 +26,25 @@ ONE_GRAPH = (
     "one"
 )
 
-_known: WeakKeyDictionary[object, _Graphs] = WeakKeyDictionary()
+_known: WeakKeyDictionary[object, Graphs] = WeakKeyDictionary()
 
 
-class _Graphs:
+class Graphs:
     """The graphs of a function that `torch.compile` returned.
 
     Args:
         call: the first call of the function.
+        broken_at: the line where the first graph ends; "": not known.
+        device: the device that the function computes on.
     """
 
     def __init__(self, options: Options, call: RunningCall, broken_at: str, device: torch.device) -> None:
         self._parameters: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
         self._model = None if call.module is None else weakref.ref(call.module)
-        self.coordinator = Coordinator(options, call.name, broken_at, device, self._named)
+        self._option, self._trained = options.needs_one_graph, 0
+        self.coordinator: Coordinator | None = None
+        if not self._option:
+            self.coordinator = Coordinator(options, call.name, broken_at, device, self._named)
         call.surround(self._step)
 
     def note(self, inputs: Iterable[Any]) -> None:
@@ -48,17 +53,33 @@ class _Graphs:
             if isinstance(given, torch.nn.Parameter):
                 self._parameters[id(given)] = given
 
+    def once(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a graph that may be trained once in a call, since each time it takes the whole budget."""
+
+        def call(*inputs: Any) -> Any:
+            if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs):
+                self._trained += 1
+                if self._trained > 1:
+                    place = "torch.compile captured parts of it, and a call runs several"
+                    raise CaptureError(ONE_GRAPH.format(place=place, option=self._option))
+            return run(*inputs)
+
+        return call
+
     def _named(self) -> Iterable[tuple[str, torch.Tensor]]:
         if self._model is None:
             return (("", parameter) for parameter in list(self._parameters.values()))
         return model.named_parameters() if (model := self._model()) is not None else ()
 
     def _step(self) -> contextlib.AbstractContextManager[None]:
-        return _step(self.coordinator) if torch.is_grad_enabled() else contextlib.nullcontext()
+        self._trained = 0
+        if self.coordinator is None or not torch.is_grad_enabled():
+            return contextlib.nullcontext()
+        return _step(self.coordinator)
 
 
-def coordinator_of(options: Options, module: fx.GraphModule, inputs: Sequence[Any]) -> Coordinator | None:
-    """Return what runs the graph that is being compiled, as one of several; None if the graph is all that is called.
+def graphs_of(options: Options, module: fx.GraphModule, inputs: Sequence[Any]) -> Graphs | None:
+    """Return the graphs that the one which is being compiled belongs to; None if it is all that is called.
 
     Raises:
         CaptureError: it is one of several, and the options need one graph.
@@ -66,22 +87,22 @@ def coordinator_of(options: Options, module: fx.GraphModule, inputs: Sequence[An
     call, place = running_call(), graph_break_after(module)
     if call is None or (call.is_whole and place is None):
         return None
-    if option := options.needs_one_graph:
-        where = f"it is broken at {place}" if place else "torch.compile captured a part of it"
-        raise CaptureError(ONE_GRAPH.format(place=where, option=option))
+    if (option := options.needs_one_graph) and place:
+        raise CaptureError(ONE_GRAPH.format(place=f"it is broken at {place}", option=option))
     graphs = _known.get(call.function)
     if graphs is None:
         devices = [x.device for x in inputs if isinstance(x, torch.Tensor)]
         device = next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
-        graphs = _known[call.function] = _Graphs(options, call, place or "", device)
-        log.warning(
-            "%s is trained as several graphs within one budget, and planned after its first steps, which recompute "
-            "most (fullgraph=True makes this an error): %s",
-            call.name,
-            f"tracing stops at {place}" if place else "torch.compile captures its parts one by one",
-        )
+        graphs = _known[call.function] = Graphs(options, call, place or "", device)
+        if not option:
+            log.warning(
+                "%s is trained as several graphs within one budget, and planned after its first steps, which "
+                "recompute most (fullgraph=True makes this an error): %s",
+                call.name,
+                f"tracing stops at {place}" if place else "torch.compile captures its parts one by one",
+            )
     graphs.note(inputs)
-    return graphs.coordinator
+    return graphs
 
 
 @contextlib.contextmanager
