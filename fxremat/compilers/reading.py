@@ -20,7 +20,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten
 from fxremat.errors import CaptureError
 from fxremat.graphs.captured import Captured, read_joint
 from fxremat.graphs.names import note_names, parameter_of
-from fxremat.graphs.nodes import NUMBERS, tangents_in, tensors_of
+from fxremat.graphs.nodes import NUMBERS, is_random, tangents_in, tensors_of
 from fxremat.graphs.symbolic import has_symbolic_sizes
 from fxremat.passes.collectives import start_and_wait
 from fxremat.passes.pipelines import PIPELINES, normalize
@@ -57,15 +57,16 @@ class Called:
 class Given:
     """A graph of somebody else's, read as a step.
 
-    An input that the graph overwrites is written to at the end of the forward. For the plan, what is written are
-    further outputs of the forward, behind the others.
+    An input that the graph overwrites is written to at the end of the forward, or of a full step if what is written
+    comes of its backward. For the plan, what is written are further outputs, behind the others.
     """
 
     captured: Captured
     is_joint: bool  # False: a full step
     outputs: tuple[int, ...]  # the place among the graph's outputs of each output of the step, forward's first
     structure: TreeSpec  # of the graph's outputs
-    written: tuple[str, ...]  # the inputs that are overwritten, by name
+    written: tuple[str, ...]  # the inputs that are overwritten, by name; "" for what is drawn, and read by nobody
+    written_late: tuple[str, ...]  # those that are overwritten behind the backward of a full step
 
     @property
     def forward_count(self) -> int:
@@ -85,6 +86,8 @@ class Given:
             inputs = {node.target: node for node in graph.find_nodes(op="placeholder")}
             with graph.inserting_before(end):
                 for name, value in zip(self.written, results[first:after], strict=True):
+                    if not name:
+                        continue
                     made = graph.call_function(aten.copy_.default, (inputs[name], value))
                     made.meta = {"val": inputs[name].meta["val"]}
             end.args = ((*results[:first], *results[after:]),)
@@ -131,8 +134,12 @@ def read_given(module: fx.GraphModule, num_fwd_outputs: int | None = None, *, pi
             raise CaptureError(f"num_fwd_outputs is {num_fwd_outputs}, and the graph has {len(outputs)} outputs")
         order, count = [*range(len(outputs))], num_fwd_outputs
         _check_forward(graph, outputs[:count])
-    written = _take_writes(graph)
-    _sort_outputs(graph, outputs, order, count, written)
+    written, late_writes = _take_writes(graph), []
+    if num_fwd_outputs is None:
+        draws = _unread_draws(graph, [*outputs, *(value for _, value in written)])
+        late_writes = [(name, value) for name, value in written if _is_late(value)]
+        written = [*(each for each in written if each not in late_writes), *(("", node) for node in draws)]
+    _sort_outputs(graph, outputs, order, count, written, late_writes)
     copy = normalize(fx.GraphModule(module, graph), PIPELINES[pipeline])
     _note_names(copy.graph, type(module).__name__)
     _note_modules(copy.graph)
@@ -144,6 +151,7 @@ def read_given(module: fx.GraphModule, num_fwd_outputs: int | None = None, *, pi
         outputs=tuple(order),
         structure=structure,
         written=tuple(name for name, _ in written),
+        written_late=tuple(name for name, _ in late_writes),
     )
 
 
@@ -173,20 +181,49 @@ def _take_writes(graph: fx.Graph) -> list[tuple[str, fx.Node]]:
     return found
 
 
+def _unread_draws(graph: fx.Graph, results: Iterable[object]) -> list[fx.Node]:
+    """Return tensors of the forward that ops draw though no result needs them: what is drawn later depends on that."""
+    needed = {result for result in results if isinstance(result, fx.Node)}
+    found = []
+    for node in reversed(graph.nodes):
+        if node.op == "output":
+            continue
+        if node not in needed and is_random(node) and not _is_of_backward(node):
+            needed.add(node)
+            found.append(node if isinstance(node.meta["val"], torch.Tensor) else _first_of(node))
+        if node in needed:
+            needed.update(node.all_input_nodes)
+    return found[::-1]
+
+
+def _first_of(node: fx.Node) -> fx.Node:
+    """Return a node that is the first of the results of an op."""
+    with node.graph.inserting_after(node):
+        first = node.graph.call_function(operator.getitem, (node, 0))
+    first.meta = {**node.meta, "val": node.meta["val"][0]}
+    return first
+
+
 def _sort_outputs(
-    graph: fx.Graph, outputs: Sequence[Any], order: Sequence[int], count: int, written: Sequence[tuple[str, fx.Node]]
+    graph: fx.Graph,
+    outputs: Sequence[Any],
+    order: Sequence[int],
+    count: int,
+    written: Sequence[tuple[str, fx.Node]],
+    late_writes: Sequence[tuple[str, fx.Node]],
 ) -> None:
-    """Put the forward's outputs first, with what overwrites inputs behind them."""
+    """Put the forward's outputs first, with what overwrites inputs behind them; the same of the backward follows."""
     node = graph.output_node()
     descs: Any = node.meta.get("desc")
     if not (isinstance(descs, Sequence) and len(descs) == len(outputs)):
         descs = [None] * len(outputs)
     inputs = {each.name: each for each in graph.find_nodes(op="placeholder")}
-    writes = [Written(inputs[name].meta["desc"]) for name, _ in written]
+    writes = [Written(inputs[name].meta["desc"] if name else Called(value.name)) for name, value in written]
     early, late = order[:count], order[count:]
-    node.meta["desc"] = [*(descs[each] for each in early), *writes, *(descs[each] for each in late)]
-    values = [value for _, value in written]
-    node.args = ([*(outputs[each] for each in early), *values, *(outputs[each] for each in late)],)
+    behind = [descs[each] for each in late] + [None] * len(late_writes)
+    node.meta["desc"] = [*(descs[each] for each in early), *writes, *behind]
+    first = [*(outputs[each] for each in early), *(value for _, value in written)]
+    node.args = ([*first, *(outputs[each] for each in late), *(value for _, value in late_writes)],)
 
 
 def _mark(graph: fx.Graph, outputs: Sequence[Any]) -> list[int]:
@@ -194,8 +231,11 @@ def _mark(graph: fx.Graph, outputs: Sequence[Any]) -> list[int]:
     marked = [node for node in graph.nodes if _is_of_backward(node)]
     if not marked:
         raise CaptureError(NO_MARKS)
-    for node in marked:
-        node.meta[TAG] = OF_BACKWARD
+    late = set(marked)
+    for node in graph.nodes:
+        if node in late or (node.op == "call_function" and not late.isdisjoint(node.all_input_nodes)):
+            late.add(node)  # what reads it runs behind it: an optimizer's update
+            node.meta[TAG] = OF_BACKWARD
     return sorted(range(len(outputs)), key=lambda place: _is_late(outputs[place]))
 
 

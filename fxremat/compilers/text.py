@@ -267,6 +267,8 @@ class _Reader:
                 return {ast.literal_eval(k): self._value(v, line) for k, v in zip(keys, values, strict=True) if k}
             case ast.UnaryOp(op=ast.USub(), operand=operand):
                 return -self._value(operand, line)
+            case ast.BinOp(left=real, op=ast.Add() | ast.Sub() as sign, right=ast.Constant(value=complex(imag=part))):
+                return complex(self._value(real, line), -part if isinstance(sign, ast.Sub) else part)
             case ast.Attribute(value=ast.Name(id="torch"), attr=name):
                 found = getattr(torch, name, None)
                 if isinstance(found, torch.dtype | torch.layout | torch.memory_format):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Unpack
 
+import torch
 from torch import fx
 
 from fxremat.compilers.planning import PassOptions, pass_options, pipeline_of, planned
@@ -91,9 +92,16 @@ def in_one(given: Given, plan: Plan, *, marked: bool = False) -> fx.Graph:
     numbers = [node for node in saved if is_number(node.meta["val"])]
     handed_over = [*numbers, *(node for node in saved if not is_number(node.meta["val"]))]
     made = dict(zip(backward.find_nodes(op="placeholder"), handed_over, strict=True))
-    for node in _copy(backward, graph, made):
+    late = _copy(backward, graph, made)
+    results = _results(backward, made)
+    end = len(results) - len(given.written_late)
+    inputs = {node.target: node for node in graph.find_nodes(op="placeholder")}
+    for name, value in zip(given.written_late, results[end:], strict=True):
+        late.append(graph.call_function(torch.ops.aten.copy_.default, (inputs[name], value)))
+        late[-1].meta = {"val": inputs[name].meta["val"]}
+    for node in late:
         node.meta |= {TAG: OF_BACKWARD} | ({MARK: True} if marked else {})
-    graph.output(given.put_back([*outputs, *_results(backward, made)]))
+    graph.output(given.put_back([*outputs, *results[:end]]))
     graph.lint()
     return graph
 

@@ -105,7 +105,8 @@ def assign_backward(graph: StepGraph, block_of_op: Sequence[int], count: int) ->
     """Assign every backward op to a block: that of the forward op with its `seq_nr`, as far as dataflow allows.
 
     A backward op runs no earlier than the gradients it reads, and no later than the backward of the last block that
-    still stores the forward values it reads (their own block, or a block that they enter).
+    still stores the forward values it reads (their own block, or a block that they enter). Those that draw random
+    numbers keep their order.
     """
     by_sequence: dict[int, int] = {}
     last_reader: dict[int, int] = {}
@@ -117,6 +118,7 @@ def assign_backward(graph: StepGraph, block_of_op: Sequence[int], count: int) ->
         for value in (*op.reads, *op.writes):
             last_reader[value] = max(block, last_reader.get(value, 0))
     placed: dict[int, int] = {}
+    drawn = count - 1  # the block of the last op that draws random numbers
     for op in graph.backward_ops:
         gradients = [graph.values[value].producer for value in op.reads]
         before = [placed[producer] for producer in gradients if producer in placed]
@@ -127,6 +129,8 @@ def assign_backward(graph: StepGraph, block_of_op: Sequence[int], count: int) ->
         if wanted is None or (len(before) > 1 and op.target == "aten.add.Tensor"):
             wanted = min(before, default=count - 1)  # a sum of gradients carries the number of another op
         placed[op.index] = min([wanted, *before, *stored])
+        if op.random:
+            placed[op.index] = drawn = min(placed[op.index], drawn)
     _pull_to_users(graph, placed)
     return placed
 
@@ -140,5 +144,5 @@ def _pull_to_users(graph: StepGraph, placed: dict[int, int]) -> None:
     for op in reversed(graph.backward_ops):
         made_here = [v for v in op.reads if graph.values[v].origin in (Origin.BACKWARD, Origin.TANGENT)]
         first = [placed[user] for value in op.writes for user in users.get(value, [])]
-        if not made_here and first:
+        if not made_here and first and not op.random:
             placed[op.index] = min(placed[op.index], max(first))

@@ -14,10 +14,9 @@ import torch
 from torch import fx
 
 from fxremat.graphs.collectives import Collective, collective, is_start
-from fxremat.graphs.nodes import tensors_of
 from fxremat.ops.collectives import ONE_AT_A_TIME, start_gather
-from fxremat.passes.evaluate import evaluate
-from fxremat.torch_private import group_named, storage_of
+from fxremat.passes.evaluate import show_views
+from fxremat.torch_private import group_named
 
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 KEPT = "recompute"  # the mark of what torch's checkpointing keeps and recomputes
@@ -37,16 +36,8 @@ def wait_at_once(graph: fx.Graph) -> None:
             wait.replace_all_uses_with(started)
             if KEPT in wait.meta:
                 node.meta[KEPT] = wait.meta[KEPT]
-            _show_views(started, wait.meta["val"])  # a wait returns its operand, but its fake value is a new tensor
+            show_views(started, wait.meta["val"])  # a wait returns its operand, but its fake value is a new tensor
             graph.erase_node(wait)
-
-
-def _show_views(node: fx.Node, old: torch.Tensor) -> None:
-    """Let the fake values of views of a node be views of the node's value, where they are views of `old`."""
-    for view in node.users:
-        if any(tensor is not None and storage_of(tensor) == storage_of(old) for tensor in tensors_of(view)):
-            view.meta = dict(view.meta) | {"val": evaluate(view)}
-            _show_views(view, old)
 
 
 def start_and_wait(graph: fx.Graph) -> None:

@@ -8,57 +8,128 @@ overwritten is written to once, at the end.
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
 from torch import fx
 
 from fxremat.errors import CaptureError
-from fxremat.graphs.nodes import tensors_of
+from fxremat.graphs.batch_norm import WHOLE
+from fxremat.graphs.cudnn_batch_norm import CUDNN
+from fxremat.graphs.nodes import tangents_in, tensors_of
 from fxremat.ops import random as random  # registers an op
-from fxremat.passes.evaluate import evaluate
+from fxremat.passes.evaluate import evaluate, show_views
 from fxremat.torch_private import storage_of
 
 aten = torch.ops.aten
 
 DRAWN = torch.ops.fxremat.bernoulli_as.default
 
+STATISTICS: dict[Any, tuple[Any, int]] = {
+    # BatchNorms that overwrite running statistics -> one that returns new ones, and how many results it has before them
+    aten.native_batch_norm.default: (WHOLE, 3),
+    aten._native_batch_norm_legit.default: (WHOLE, 3),
+    aten.cudnn_batch_norm.default: (CUDNN, 4),
+    aten.miopen_batch_norm.default: (None, 0),
+}
+
 
 def without_mutation(graph: fx.Graph) -> None:
-    """Let ops that overwrite a value, of which there is no view, make a new one. O(nodes).
+    """Let ops that overwrite a value, of which nothing reads a view later, make a new one. O(nodes).
 
     Raises `CaptureError` for other ops that overwrite an argument; it names the first.
     """
-    nodes = [node for node in graph.nodes if _is_mutable(node.target) and not _is_write(node)]
     written: dict[fx.Node, fx.Node] = {}  # by what is written last: the input that it belongs into
-    for node in nodes:
-        target, base = _functional(node.target), node.args[0] if node.args else None
-        if target is None or not isinstance(base, fx.Node) or base.op == "get_attr" or _is_shared(node, base):
+    for node in [*graph.nodes]:
+        if not _overwrites(node) or _is_write(node):
+            continue
+        before = {node, *_before(node)}
+        bases = _bases(node)
+        if not bases or any(_is_shared(base, node, before) for base in bases):
             raise CaptureError(
                 f"{node.name} ({node.target}) overwrites an argument, and a plan needs ops that do not: functionalize "
                 "the graph (torch.func.functionalize)"
             )
-        if target is DRAWN and base.target is aten.empty_like.default and not base.kwargs:
-            node.args = (base.args[0], *node.args[1:])
-        node.target = target
-        before = {node, *_before(node)}
-        base.replace_all_uses_with(node, lambda user, before=before: user not in before)  # type: ignore[misc]
-        node.meta = {**node.meta, "val": evaluate(node)}
-        if base.op == "placeholder" or base in written:
-            written[node] = written.pop(base, base)
+        results = _with_statistics(node) if node.target in STATISTICS else [_rewritten(node, bases[0])]
+        made = before | {node, *results}
+        for base, result in zip(bases, results, strict=True):
+            if result is not node and base is node.args[0]:
+                node.replace_all_uses_with(result, lambda user, made=made: user not in made)
+            base.replace_all_uses_with(result, lambda user, made=made: user not in made)  # type: ignore[misc]
+            show_views(result, base.meta["val"])
+            if base.op == "placeholder" or base in written:
+                written[result] = written.pop(base, base)
     with graph.inserting_before(graph.output_node()):
         for node, to in written.items():
             graph.call_function(aten.copy_.default, (to, node)).meta = {"val": to.meta["val"]}
 
 
+def _rewritten(node: fx.Node, base: fx.Node) -> fx.Node:
+    """Replace an op by the one that makes a new value; return the node that is as what was overwritten."""
+    overwritten, node.target = node.target, _functional(node.target)
+    if node.target is DRAWN and base.target is aten.empty_like.default and not base.kwargs:
+        node.args = (base.args[0], *node.args[1:])
+    node.meta = {**node.meta, "val": evaluate(node)}
+    if _changes_shape(overwritten) or _described(node) == _described(base):
+        return node
+    with node.graph.inserting_after(node):  # a new value has the type and strides that follow from all arguments
+        result = node.graph.call_function(aten.copy.default, (base, node))
+    result.meta = dict(node.meta)
+    result.meta["val"] = evaluate(result)
+    return result
+
+
+def _with_statistics(node: fx.Node) -> list[fx.Node]:
+    """Replace a BatchNorm in training by one that returns the new running statistics; return the nodes of these."""
+    target, place = STATISTICS[node.target]
+    assert target is not None
+    node.target, node.args = target, (*node.args[:5], *(() if target is CUDNN else (True,)), *node.args[6:])
+    node.meta = {**node.meta, "val": evaluate(node)}
+    results: list[fx.Node] = []
+    with node.graph.inserting_after(node):
+        for item in (place + 1, place):
+            result = node.graph.call_function(operator.getitem, (node, item))
+            result.meta = {**node.meta, "val": evaluate(result)}
+            results.insert(0, result)
+    for user in node.users:
+        user.meta = {**user.meta, "val": evaluate(user)}
+    return results
+
+
+def _overwrites(node: fx.Node) -> bool:
+    """Tell whether an op overwrites an argument; BatchNorms do so in training, though their schemas do not say it."""
+    if node.target in STATISTICS:
+        return node.args[3] is not None and node.args[5] is not False
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _bases(node: fx.Node) -> list[fx.Node]:
+    """Return what an op overwrites, one node for each argument; [] if no other op computes what is written."""
+    if node.target in STATISTICS:
+        found = list(node.args[3:5]) if STATISTICS[node.target][0] is not None else []
+    else:
+        found = list(node.args[:1]) if _functional(node.target) is not None else []
+    nodes = [base for base in found if isinstance(base, fx.Node) and base.op != "get_attr"]
+    return nodes if len(nodes) == len(found) else []
+
+
 def _is_write(node: fx.Node) -> bool:
-    """Tell whether a node writes a value to an input, and is not read."""
+    """Tell whether a node writes a value to an input, and neither is read later.
+
+    In a joint graph, what reads an input means what it was at the beginning.
+    """
     to = node.args[0] if node.args else None
-    return node.target is aten.copy_.default and isinstance(to, fx.Node) and to.op == "placeholder" and not node.users
+    if node.target is not aten.copy_.default or not isinstance(to, fx.Node) or to.op != "placeholder" or node.users:
+        return False
+    if tangents_in(node.graph):
+        return True
+    before = _before(node)
+    return all(user in before or _only_writes(user, to) for user in to.users)
 
 
-def _is_mutable(target: Any) -> bool:
-    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+def _only_writes(user: fx.Node, to: fx.Node) -> bool:
+    return user.target is aten.copy_.default and user.args[0] is to and user.args[1] is not to
 
 
 def _functional(target: Any) -> Any:
@@ -68,27 +139,49 @@ def _functional(target: Any) -> Any:
     namespace, name = target._schema.name.split("::")
     if not name.endswith("_"):
         return None
-    packet = getattr(getattr(torch.ops, namespace), name[:-1], None)
-    if packet is None:
-        return None
     wanted = [(each.name, str(each.type)) for each in target._schema.arguments]
-    for overload in sorted(packet.overloads(), key=lambda overload: overload != target._overloadname):
-        found = getattr(packet, overload)
-        if not found._schema.is_mutable and [(e.name, str(e.type)) for e in found._schema.arguments] == wanted:
-            return found
+    for packet_name in (name[:-1], f"{name}functional"):
+        packet = getattr(getattr(torch.ops, namespace), packet_name, None)
+        overloads = () if packet is None else packet.overloads()
+        for overload in sorted(overloads, key=lambda overload: overload != target._overloadname):
+            found = getattr(packet, overload)
+            alike = [(each.name, str(each.type)) for each in found._schema.arguments] == wanted
+            if alike and not found._schema.is_mutable and (_shows(found) or not _changes_shape(target)):
+                return found
     return None
 
 
-def _is_shared(node: fx.Node, base: fx.Node) -> bool:
-    """Tell whether a node shows the storage of `base`, other than the one that overwrites it and what comes of that."""
+def _changes_shape(target: Any) -> bool:
+    """Tell whether an op changes the shape of a tensor, and not its data, as `t_` does."""
+    return torch.Tag.inplace_view in target.tags
+
+
+def _shows(target: Any) -> bool:
+    return any(each.alias_info is not None for each in target._schema.returns)
+
+
+def _described(node: fx.Node) -> Any:
+    """Return the type and layout of a tensor."""
+    value = node.meta["val"]
+    sides = [(size, stride) for size, stride in zip(value.shape, value.stride(), strict=True) if size != 1]
+    return value.dtype, value.dim(), sides
+
+
+def _is_shared(base: fx.Node, node: fx.Node, before: set[fx.Node]) -> bool:
+    """Tell whether somebody else sees that a value is overwritten: an input that is not it, or who reads a view later.
+
+    Views that are made later are made of what is written.
+
+    Args:
+        node: the op that overwrites it.
+        before: that op, and all ops before.
+    """
     storages = {storage_of(tensor) for tensor in tensors_of(base) if tensor is not None}
-    shown = {node, base}
-    for other in node.graph.nodes:
-        alike = any(tensor is not None and storage_of(tensor) in storages for tensor in tensors_of(other))
-        if alike and other not in shown:
-            if not (_is_mutable(other.target) and other.args and other.args[0] in shown):
-                return True
-            shown.add(other)
+    for other in before - {base, node}:
+        if not any(tensor is not None and storage_of(tensor) in storages for tensor in tensors_of(other)):
+            continue
+        if other.op in ("placeholder", "get_attr") or any(user not in before for user in other.users):
+            return True
     return False
 
 

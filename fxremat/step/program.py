@@ -236,10 +236,15 @@ class Replay:
         self._forget(place.made)
 
     def _run_ready(self, backward: Iterable[int], block: int) -> None:
-        """Run these ops, and backward ops that waited for a gradient; those that still lack one wait on."""
+        """Run these ops, and backward ops that waited for a gradient; those that still lack one wait on.
+
+        An op that draws random numbers waits for those that draw before it.
+        """
         waiting, self._waiting = [*self._waiting, *backward], []
+        ops = self.layout.graph.ops
         for index in waiting:
-            if self._gradients_missing(index):
+            behind = ops[index].random and any(ops[other].random for other in self._waiting)
+            if behind or self._gradients_missing(index):
                 self._waiting.append(index)
             else:
                 self._run(index, block)
