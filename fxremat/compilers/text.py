@@ -32,7 +32,9 @@ from typing import Any
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
 
+from fxremat.compilers.reading import Called, Written
 from fxremat.errors import CaptureError
 from fxremat.graphs.names import module_of
 
@@ -66,8 +68,18 @@ def to_text(module: fx.GraphModule, num_fwd_outputs: int | None = None) -> str:
     Raises:
         CaptureError: an input has no fake tensor in meta["val"].
     """
-    head = {"num_fwd_outputs": num_fwd_outputs, "name": type(module).__name__}
+    head: dict[str, Any] = {"num_fwd_outputs": num_fwd_outputs, "name": type(module).__name__}
+    if overwritten := _overwritten(module.graph):
+        head["overwritten"] = overwritten
     return HEAD + json.dumps(head) + "\n" + function_text(module.graph, "forward")
+
+
+def _overwritten(graph: fx.Graph) -> dict[str, str]:
+    """Return the inputs that outputs overwrite, by the place of the output."""
+    inputs = {str(node.meta["desc"]): node.name for node in graph.find_nodes(op="placeholder") if "desc" in node.meta}
+    descs: Any = graph.output_node().meta.get("desc") or ()
+    sources = {str(place): str(getattr(desc, "mutated_input", None)) for place, desc in enumerate(descs)}
+    return {place: inputs[source] for place, source in sources.items() if source in inputs}
 
 
 def function_text(graph: fx.Graph, name: str) -> str:
@@ -91,6 +103,8 @@ def _name(node: fx.Node) -> str:
 
 def _typed(node: fx.Node) -> str:
     value = node.meta.get("val")
+    if node.op == "get_attr" and "val" not in node.meta:
+        raise CaptureError(f"{node.name} is a graph inside of the graph, which text cannot hold")
     if not isinstance(value, torch.Tensor):
         raise CaptureError(f'{node.name} has no fake tensor in meta["val"], which tells its size')
     strides = "" if value.is_contiguous() else f" strides ({', '.join(map(str, value.stride()))})"
@@ -159,11 +173,26 @@ def from_text(text: str) -> Text:
         if not isinstance(function, ast.FunctionDef):
             raise _Wrong("the text is no function", 2)
         graph, constants = _Reader(function, _notes_in(body)).read()
+        _note_overwritten(graph, about.get("overwritten", {}))
     except _Wrong as error:
         raise CaptureError(f"line {error.line} is no graph as to_text writes it: {error}") from None
     except (SyntaxError, ValueError, tokenize.TokenError) as error:
         raise CaptureError(f"the text is no graph as to_text writes it: {error}") from None
     return Text(fx.GraphModule(constants, graph, class_name=str(about.get("name", "Graph"))), about["num_fwd_outputs"])
+
+
+def _note_overwritten(graph: fx.Graph, overwritten: Mapping[str, str]) -> None:
+    """Describe the outputs that overwrite inputs, as AOTAutograd does."""
+    if not overwritten:
+        return
+    inputs = {node.name: node for node in graph.find_nodes(op="placeholder")}
+    if unknown := [name for name in overwritten.values() if name not in inputs]:
+        raise _Wrong(f"{unknown[0]} is no input", 1)
+    end = graph.output_node()
+    descs: list[object] = [None] * len(tree_leaves(end.args[0], is_leaf=lambda each: each is None))
+    for place, name in overwritten.items():
+        descs[int(place)] = Written(inputs[name].meta.setdefault("desc", Called(name)))
+    end.meta["desc"] = descs
 
 
 class _Wrong(Exception):

@@ -34,10 +34,12 @@ def test_what_is_written_is_read_back(name: str) -> None:
     assert all(map(torch.equal, run(from_text(to_text(given)).module, inputs), run(given, inputs)))
 
 
-def test_a_graph_that_was_read_has_the_plan_of_the_one_that_was_written() -> None:
-    joint = joint_graph(case("gpt"))
-    read = from_text(to_text(joint, 1))
-    plans = [fxremat.capture(each, num_fwd_outputs=1, search=QUICK).plan("60%") for each in (joint, read.module)]
+@pytest.mark.parametrize(("name", "outputs"), [("gpt", 1), ("resnet", 19)])
+def test_a_graph_that_was_read_has_the_plan_of_the_one_that_was_written(name: str, outputs: int) -> None:
+    joint = joint_graph(case(name))
+    read = from_text(to_text(joint, outputs))
+    given = [(each, {"num_fwd_outputs": outputs, "search": QUICK}) for each in (joint, read.module)]
+    plans = [fxremat.capture(each, **options).plan("70%") for each, options in given]  # type: ignore[arg-type]
     first, second = ([str(graph.graph) for graph in plan.graphs] for plan in plans)
     assert first == second
     assert [source.module for source in plans[0].graph.sources] == [source.module for source in plans[1].graph.sources]
