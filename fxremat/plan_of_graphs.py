@@ -84,7 +84,7 @@ class PlanOfGraphs:
                 program=program,
                 saved=saved,
                 before=node.before,
-                fastest=node.programs[0].time,
+                fastest=node.choices[0].time,
             )
             for name, graph, node, program, saved in zip(
                 names, graphs, path.nodes, path.programs, path.saved, strict=True

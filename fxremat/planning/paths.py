@@ -179,6 +179,17 @@ class PathPlans:
         self._stale |= not node.strided
         node.strided = True
 
+    def differentiate(self, node: Node) -> None:
+        """Note that the backward of a call runs. One that had none before is to be measured anew."""
+        if node.idle:
+            node.measured, self._stale = False, True
+        node.idle = False
+
+    def rest(self, node: Node) -> None:
+        """Note that a step is over whose backward passed this call by: so it will be, unless it has come before."""
+        if node.idle is None:
+            node.idle = self._stale = True
+
     def learn(self, numbers: Mapping[Node, Numbers], *, exact: bool) -> bool:
         """Put what a step has shown into the tree; tell whether a number has grown that had been measured.
 
@@ -270,7 +281,7 @@ class PathPlans:
         if self.mem is None or self.is_share:
             return
         for node, made in zip(nodes, gradients, strict=True):
-            needed = made + min(program.backward for program in node.programs)
+            needed = made + (0 if node.idle else min(program.backward for program in node.programs))
             if needed > self.mem:
                 raise self.refusal(nodes, node, node.before + needed, gradients)
 

@@ -75,6 +75,11 @@ def left_out(masks: Sequence[Tensor]) -> Iterator[None]:
             setattr(library, name, function)
 
 
+def leaves_masks_out() -> bool:
+    """Tell whether traced code now leaves out padding masks, so that a graph may raise `ComputedMask`."""
+    return _nothing_masked
+
+
 def _is_full(mask: Tensor) -> bool:
     return has_data(mask) and bool(mask.all())
 

@@ -137,6 +137,7 @@ class Call:
     random: GeneratorStates | None  # the generators' states when it began
     saved: list[Any] | None = None  # None: it was let go, and the forward runs again
     own: int = 0  # bytes of what is saved
+    differentiated: bool = False  # its backward has begun
     token: int = field(default_factory=lambda: next(_tokens))
     leaves: frozenset[int] = frozenset()  # the `id` of each parameter that it takes; known in measured steps
     _versions: list[int] = field(default_factory=list)

@@ -252,6 +252,10 @@ class Coordinator:
             step.note("loss")
             after_backward(partial(self._returned, step))
         step.note("backward", node)
+        call.differentiated = True
+        if node.idle:
+            self._unsettled, self._in_vain = SETTLED, 0
+        self.plans.differentiate(node)
         if step.measured:
             node.hold(call.held)
         if any(map(ne, map(layout_of, tangents), call.at.layouts)):
@@ -319,6 +323,9 @@ class Coordinator:
             self.plans.took(step.nodes)
             return
         step.measured = False
+        for call in step.calls:
+            if not call.differentiated:
+                self.plans.rest(call.node)
         numbers, exact = _measured(step)
         grown = self.plans.learn(numbers, exact=exact)
         self.plans.took(step.nodes)

@@ -39,7 +39,7 @@ from fxremat.options import Options
 from fxremat.planning.captured_step import CapturedStep
 from fxremat.plans import Plan
 from fxremat.progress import telling
-from fxremat.runtime.attention_masks import ComputedMask, left_out, padding_masks
+from fxremat.runtime.attention_masks import ComputedMask, leaves_masks_out, left_out, padding_masks
 from fxremat.runtime.capture_errors import explained, is_not_one_graph, submodule_error
 from fxremat.runtime.coordinator import Coordinator
 from fxremat.runtime.dynamo import Backend, Reached, Until
@@ -125,6 +125,7 @@ class _Training:
     may_try: bool = False  # a model that is several graphs may run, to be planned before its first training call
     by_child: bool = False  # the forward was replaced and cannot be captured: a child is planned instead
     watched: list[Any] = field(default_factory=list)  # hooks of parameters, until a training call is planned
+    written: set[str] | None = None  # buffers that steps of several graphs write to; None: not known yet
 
     @property
     def needs_one_graph(self) -> str:
@@ -638,9 +639,6 @@ def _plain_error(training: _Training, args: tuple[Any, ...], kwargs: dict[str, A
 def _run(training: _Training, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     is_in_parts = training.in_parts is not None
     masks = _padding_masks(training, args, kwargs)
-    before: list[HostDraws | GeneratorStates | Buffers] = []
-    if is_in_parts and masks:
-        before = [HostDraws(), GeneratorStates(_tensors((args, kwargs))), Buffers(training.model)]
     try:
         hooks_off = without_requires_grad_hooks(training.model) if training.hooks_off else contextlib.nullcontext()
         with hooks_off, left_out(masks):
@@ -649,8 +647,6 @@ def _run(training: _Training, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         place = graph_break_place(error)
         if isinstance(planning_error(error) or error, ComputedMask) and not training.keeps_masks:
             training.keeps_masks = True
-            for states in before:  # graphs before this one have run
-                states.restore()
         elif is_in_parts:
             raise
         elif place is not None and not training.hooks_off and requires_grad_hooks(training.model):
@@ -674,19 +670,55 @@ def _padding_masks(training: _Training, args: tuple[Any, ...], kwargs: dict[str,
     return ()
 
 
+class _Begin:
+    """The state in which a step of several graphs begins; it may have to begin again, as a `ComputedMask` tells.
+
+    Of the buffers the first such step copies all, and later ones those that steps have been seen to write to. These
+    copies are a part of the step's memory; the first ones are not, as the steps to come have none such.
+    """
+
+    def __init__(
+        self, training: _Training, coordinator: Coordinator, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self._training = training
+        self._states: list[HostDraws | GeneratorStates | Buffers]
+        self._beside = coordinator.capturing if training.written is None else contextlib.nullcontext
+        with self._beside():
+            self._buffers = Buffers(training.model, training.written)
+            self._states = [HostDraws(), GeneratorStates(_tensors((args, kwargs))), self._buffers]
+
+    def forget(self) -> None:
+        """Note which buffers the step has written to, and free the copies: it does not begin again."""
+        with self._beside():
+            self._training.written = self._buffers.written() | (self._training.written or set())
+            del self._buffers, self._states
+
+    def restore(self) -> None:
+        """Restore it: graphs have run since."""
+        for states in self._states:
+            states.restore()
+
+
 def _run_in_parts(training: _Training, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     coordinator, step = training.backend.coordinator, training.in_parts
     assert coordinator is not None
     assert step is not None
+    begin: _Begin | None = None
     try:
         with coordinator.step():
+            if leaves_masks_out():
+                begin = _Begin(training, coordinator, args, kwargs)
             outputs = step(*args, **kwargs)
+            if begin is not None:
+                begin.forget()
             coordinator.leave((x.numel(), x.dtype) for x in _tensors(outputs) if x.requires_grad)
         if not coordinator.has_graphs and not training.warned:
             training.warned = True
             warnings.warn(NO_GRAPHS.format(name=training.backend.model), stacklevel=6)
         return outputs
-    except Exception:
+    except Exception as error:
+        if begin is not None and isinstance(planning_error(error) or error, ComputedMask):
+            begin.restore()
         if coordinator.steps == 1:  # perhaps these inputs were wrong; the next call tries to capture one graph again
             training.in_parts = training.backend.coordinator = None
         raise

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -11,21 +11,43 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from fxremat.ops.random import GeneratorStates, host_draws_kept
+from fxremat.torch_private import version_of
 
+STATISTICS = ("running_mean", "running_var")  # the kernels of BatchNorm write them without a new version
 TIMES = 2  # the first step captures the graphs, the second is measured
 
 
 class Buffers:
-    """The present values of a model's buffers."""
+    """The present values of a model's buffers.
 
-    def __init__(self, model: nn.Module) -> None:
-        self._values = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    Args:
+        only: the names of those that are copied; None: of all. Statistics of BatchNorm are copied in any case.
+    """
+
+    def __init__(self, model: nn.Module, only: Set[str] | None = None) -> None:
+        self._values = [
+            (name, buffer, buffer.clone() if only is None or _may_write(name, only) else None, version_of(buffer))
+            for name, buffer in model.named_buffers()
+        ]
+
+    def written(self) -> set[str]:
+        """Return the names of those that have been written to since, or have other values. Compares what was copied."""
+        return {
+            name
+            for name, buffer, before, version in self._values
+            if version_of(buffer) != version or not (before is None or torch.equal(buffer, before))
+        }
 
     def restore(self) -> None:
-        """Set the buffers to these values."""
+        """Set the buffers that were copied to these values."""
         with torch.no_grad():
-            for buffer, before in self._values:
-                buffer.copy_(before)
+            for _, buffer, before, _ in self._values:
+                if before is not None:
+                    buffer.copy_(before)
+
+
+def _may_write(name: str, written: Set[str]) -> bool:
+    return name in written or name.rpartition(".")[2] in STATISTICS
 
 
 def try_steps(

@@ -62,7 +62,13 @@ class Node:
     strided: bool = False  # some gradient of its outputs came otherwise laid out than was traced
     measured: bool = False  # False: the numbers are assumed ones
     held: frozenset[int] = frozenset()  # outputs that were alive when its backward began, and that the numbers count
+    idle: bool | None = None  # no step has run its backward, as what it returns gets no gradient; None: unknown
     policy: NDArray[np.int64] | None = None  # the number of its program, by the level of what was saved before
+
+    @property
+    def choices(self) -> Programs:
+        """The programs to choose from, fastest first: where no backward comes, only the one that saves least."""
+        return [least_of(self.programs)] if self.idle else self.programs
 
     def saved(self, program: CallProgram) -> int:
         """Return the bytes that a program keeps to its backward, with outputs that the numbers do not count yet."""
@@ -71,6 +77,8 @@ class Node:
     def highest(self, program: CallProgram) -> int:
         """Return the most bytes from the begin of this call to the end of its backward, above what was saved before."""
         own = self.saved(program)
+        if self.idle:
+            return max(self.before + program.forward, own + self.after)
         return max(
             self.before + program.forward, own + self.after, own + self.back + self.backward(program), self.behind
         )
@@ -171,14 +179,14 @@ def _chosen(root: Node, mem: int, of: Callable[[Programs], CallProgram]) -> floa
 
     They are `NEVER` if these programs do not fit; nothing is chosen then.
     """
-    if any(with_programs(path, [of(node.programs) for node in path]).peak > mem for path in root.paths()):
+    if any(with_programs(path, [of(node.choices) for node in path]).peak > mem for path in root.paths()):
         return NEVER
     expected: dict[int, float] = {}
     for node in reversed(list(root.walk())):
         total = sum(child.count for child in node.children.values())
         seconds = sum(child.count / total * expected.pop(id(child)) for child in node.children.values())
         if node.graph is not None:
-            program = of(node.programs)
+            program = of(node.choices)
             node.policy = np.full(LEVELS + 1, list(node.programs).index(program))
             seconds += program.time
         expected[id(node)] = seconds
@@ -210,7 +218,8 @@ def _choose(node: Node, below: NDArray[np.float64], mem: int) -> NDArray[np.floa
     before = np.arange(LEVELS + 1) * unit
     best = np.full(LEVELS + 1, np.inf)
     node.policy = np.full(LEVELS + 1, NONE)
-    for number, program in enumerate(node.programs):
+    for program in node.choices:
+        number = node.programs.index(program)
         level = np.ceil((before + node.saved(program)) / unit - 1e-9).astype(np.int64)
         fits = (before + node.highest(program) <= mem) & (level <= LEVELS)
         seconds = np.where(fits, program.time + below[np.minimum(level, LEVELS)], np.inf)
@@ -259,12 +268,12 @@ def with_programs(nodes: Sequence[Node], programs: Sequence[CallProgram]) -> Pat
 
 def keep_all(root: Node) -> int:
     """Return the largest peak in bytes of a known path, if each call runs its fastest program. 0: no path is known."""
-    return max((with_programs(path, [n.programs[0] for n in path]).peak for path in root.paths()), default=0)
+    return max((with_programs(path, [n.choices[0] for n in path]).peak for path in root.paths()), default=0)
 
 
 def least(root: Node) -> int:
     """Return the least budget in bytes with which a plan exists for every known path. O(log(bytes)) plans."""
-    enough = max((with_programs(path, [least_of(n.programs) for n in path]).peak for path in root.paths()), default=1)
+    enough = max((with_programs(path, [least_of(n.choices) for n in path]).peak for path in root.paths()), default=1)
     policies = [(node, node.policy) for node in root.walk()]
     low, high = 0, max(1, min(enough, keep_all(root)))
     while high - low > max(1, high // (4 * LEVELS)):

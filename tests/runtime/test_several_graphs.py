@@ -146,6 +146,37 @@ def test_the_budget_holds_and_the_prediction_is_exact(mem: str, between: Callabl
     assert_equal_steps(ours, plain, x)
 
 
+class Tokenized(Broken):
+    """The first two blocks end in tokens, and get no gradient as long as that is so."""
+
+    ends_in_tokens = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            x = block(x)
+            torch._dynamo.graph_break()
+            if number == 1 and self.ends_in_tokens:
+                x = self.head.weight.detach()[x.argmax(1) % 8]
+                torch._dynamo.graph_break()
+        return self.head(x).square().mean()
+
+
+def test_a_call_whose_backward_never_comes_saves_nothing() -> None:
+    x = rows(512)
+    torch.manual_seed(0)
+    model = Tokenized(as_it_is)
+    ours, plain = fxremat.compile(model, mem="100%", search=QUICK), copy.deepcopy(model)
+    for _ in range(4):
+        assert_equal_steps(ours, plain, x)
+    measured = peak_of(ours, x)
+    assert measured <= ours.plan.predicted_peak <= 1.005 * measured + x.nbytes
+    assert ours.plan.predicted_time == pytest.approx(ours.plan.keep_all_time)
+    ours.ends_in_tokens = plain.ends_in_tokens = False
+    for _ in range(5):
+        assert_equal_steps(ours, plain, x)
+    assert peak_of(ours, x) <= ours.plan.budget
+
+
 class WithLogits(Broken):
     """Returns its logits beside its loss, as models of libraries do; the first block is skipped over by a residual."""
 
